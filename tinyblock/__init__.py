@@ -1,0 +1,34 @@
+"""The pre-norm Transformer block, one file per layer, with shapes that are checked while it runs."""
+
+from . import attention, block, ffn, rmsnorm, rope, transformer
+from .typecheck import typecheck as _typecheck
+
+for _layer in (rmsnorm, ffn, rope, attention, block, transformer):
+    _typecheck(_layer)
+
+# After the checks, so that these are the checked functions.
+from .attention import CausalMultiHeadSelfAttention, scaled_dot_product_attention  # noqa: E402
+from .block import Block  # noqa: E402
+from .ffn import FeedForward, SwiGLU, feed_forward, gelu, glu, silu, swiglu  # noqa: E402
+from .rmsnorm import RMSNorm, rms_norm  # noqa: E402
+from .rope import RotaryPositionalEmbedding, apply_rope  # noqa: E402
+from .transformer import Transformer  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = [
+    "Block",
+    "CausalMultiHeadSelfAttention",
+    "FeedForward",
+    "RMSNorm",
+    "RotaryPositionalEmbedding",
+    "SwiGLU",
+    "Transformer",
+    "apply_rope",
+    "feed_forward",
+    "gelu",
+    "glu",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "silu",
+    "swiglu",
+]

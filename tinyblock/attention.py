@@ -1,0 +1,149 @@
+"""Causal multi-head self-attention: softmax(Q K^T / sqrt(d_k)) V in every head, each token attending to itself and before.
+
+Sources: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), equation 1 and section 3.2.2; Ainslie et al., "GQA"
+(arXiv 2305.13245) for key and value heads that a group of query heads shares; Henry et al., "Query-Key Normalization for
+Transformers" (arXiv 2010.04245), here as in Qwen3: an RMSNorm over the head size, before the rotation; CS336 section 3.4.4.
+Convention: a mask is True where a query may attend to a key, and narrows the causal one. A query that may attend to nothing
+yields zeros. The rows of each projection are ordered (heads d_head); query head h reads key head h // group.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from einops import einsum
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+__all__ = ["CausalMultiHeadSelfAttention", "scaled_dot_product_attention"]
+
+
+def scaled_dot_product_attention(
+    q: Float[Tensor, "*batch query d_k"],
+    k: Float[Tensor, "*batch key d_k"],
+    v: Float[Tensor, "*batch key d_v"],
+    mask: Bool[Tensor, "*#batch #query #key"] | None = None,
+) -> Float[Tensor, "*batch query d_v"]:
+    """Return softmax(Q K^T / sqrt(d_k)) V, where a query attends to the keys whose mask is True.
+
+    Computed in float32 or wider, returned in the dtype of `q`.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = einsum(q.to(wide), k.to(wide), "... query d_k, ... key d_k -> ... query key") / math.sqrt(q.shape[-1])
+    if mask is None:
+        weights = scores.softmax(dim=-1)
+    else:  # the second fill turns the NaN of a row without any key into 0
+        weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1).masked_fill(~mask, 0)
+    return einsum(weights, v.to(wide), "... query key, ... key d_v -> ... query d_v").to(q.dtype)
+
+
+class CausalMultiHeadSelfAttention(nn.Module):
+    """Attend from every token to itself and to the tokens before it, in num_heads heads of size d_head.
+
+    num_kv_heads (default: num_heads) key and value heads are shared by groups of query heads. d_head defaults to
+    d_model / num_heads. `rope` rotates queries and keys: a RotaryPositionalEmbedding for d_head, one for all layers; None leaves
+    positions out. qk_norm normalizes queries and keys over d_head, with `eps`. Returns the dtype of the input.
+
+    `token_positions` goes to `rope`. `mask` is True where a query may attend to a key, for all heads alike, on top of causality:
+    (seq, seq) or (1, seq) after leading axes that broadcast to those of `x`.
+
+    Raises:
+        ValueError: a size is below 1; d_model is not a multiple of num_heads and no d_head is given; num_heads is not a multiple
+            of num_kv_heads; eps is not positive and finite; rope is for another head size; positions without a rope.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        d_head: int | None = None,
+        rope: nn.Module | None = None,
+        qk_norm: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "d_head": d_head}
+        if any(size is not None and size < 1 for size in sizes.values()):
+            raise ValueError(f"attention needs sizes of at least 1, got {sizes}")
+        if d_head is None and d_model % num_heads:
+            raise ValueError(f"d_model={d_model} is not a multiple of num_heads={num_heads}: change one, or give d_head")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+        if not 0 < eps < math.inf:
+            raise ValueError(f"attention needs a positive finite eps, such as 1e-5, got {eps}")
+        self.d_model = d_model
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.d_head = d_model // num_heads if d_head is None else d_head
+        if rope is not None and getattr(rope, "d_k", self.d_head) != self.d_head:
+            raise ValueError(f"rope rotates heads of size d_k={rope.d_k}, but the size of these heads is {self.d_head}")
+        self.rope = rope
+        self.q_proj = nn.Linear(d_model, num_heads * self.d_head, bias=False, device=device, dtype=dtype)
+        self.k_proj = nn.Linear(d_model, num_kv_heads * self.d_head, bias=False, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(d_model, num_kv_heads * self.d_head, bias=False, device=device, dtype=dtype)
+        self.output_proj = nn.Linear(num_heads * self.d_head, d_model, bias=False, device=device, dtype=dtype)
+        self.q_norm = nn.RMSNorm(self.d_head, eps, device=device, dtype=dtype) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.d_head, eps, device=device, dtype=dtype) if qk_norm else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projections from a normal of variance 2 / (d_in + d_out), cut at three standard deviations; gains are 1."""
+        for linear in (self.q_proj, self.k_proj, self.v_proj, self.output_proj):
+            std = math.sqrt(2 / (linear.in_features + linear.out_features))
+            nn.init.trunc_normal_(linear.weight, std=std, a=-3 * std, b=3 * std)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.reset_parameters()
+
+    def forward(
+        self,
+        x: Float[Tensor, "*batch seq {self.d_model}"],
+        token_positions: Int[Tensor, "*#batch seq"] | None = None,
+        mask: Bool[Tensor, "*#batch #seq seq"] | None = None,
+    ) -> Float[Tensor, "*batch seq {self.d_model}"]:
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.d_head)).transpose(-2, -3)
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.d_head)).transpose(-2, -3)
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.d_head)).transpose(-2, -3)
+        if self.q_norm is not None and self.k_norm is not None:
+            # Under autocast q is bfloat16 and the gains float32: normalize in the wider one, without torch's warning.
+            q = self.q_norm(q.to(self.q_norm.weight.dtype)).to(v.dtype)
+            k = self.k_norm(k.to(self.k_norm.weight.dtype)).to(v.dtype)
+        if self.rope is not None:
+            if token_positions is not None:
+                token_positions = token_positions.unsqueeze(-2)  # the same for every head
+            q, k = self.rope(q, token_positions), self.rope(k, token_positions)
+        elif token_positions is not None:
+            raise ValueError("token_positions were given, but this attention has no rope to apply them")
+        heads = _attend(q, k, v, mask).transpose(-2, -3)
+        return self.output_proj(heads.reshape(*x.shape[:-1], self.num_heads * self.d_head))
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.d_model}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, d_head={self.d_head}"
+        return f"{sizes}, qk_norm={self.q_norm is not None}"
+
+
+def _attend(
+    q: Float[Tensor, "*batch heads seq d_head"],
+    k: Float[Tensor, "*batch kv_heads seq d_head"],
+    v: Float[Tensor, "*batch kv_heads seq d_head"],
+    mask: Bool[Tensor, "*#batch #seq seq"] | None,
+) -> Float[Tensor, "merged_batch heads seq d_head"]:
+    """Attend causally with torch's kernels, whose fast ones want exactly one batch axis."""
+    batch, seq, group = q.shape[:-3], q.shape[-2], q.shape[-3] // k.shape[-3]
+    if len(batch) != 1:
+        q, k, v = (t.flatten(0, -4) if batch else t.unsqueeze(0) for t in (q, k, v))
+    if mask is not None:
+        causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
+        mask = (mask & causal).expand(*batch, seq, seq).reshape(q.shape[0], 1, seq, seq)
+    # On CUDA only the flash kernel shares key heads, and it takes neither float32, nor a mask, nor a head above 256.
+    shares = not q.is_cuda or (mask is None and q.dtype != torch.float32 and q.shape[-1] <= 256)
+    if group > 1 and not shares:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1 and shares
+    )

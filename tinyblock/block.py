@@ -1,0 +1,76 @@
+"""The pre-norm Transformer block: y = x + attention(norm(x)), then y + ffn(norm(y)).
+
+Sources: Xiong et al., "On Layer Normalization in the Transformer Architecture" (arXiv 2002.04745) for the norm before each
+sub-layer; Touvron et al., "LLaMA" (arXiv 2302.13971) for RMSNorm, SwiGLU and RoPE in it; CS336 section 3.5.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from .attention import CausalMultiHeadSelfAttention
+from .ffn import SwiGLU
+from .rmsnorm import RMSNorm
+
+__all__ = ["Block"]
+
+
+class Block(nn.Module):
+    """Add causal self-attention, then a feed-forward layer, each to its own input and each after an RMSNorm.
+
+    `ffn` is any callable `(d_model, d_ff, device=..., dtype=...) -> nn.Module`: SwiGLU (CS336 2025), FeedForward (2024), or
+    `functools.partial(FeedForward, activation=silu)`; d_ff=None leaves the width to it. `rope` is the one instance that all
+    blocks share; None means no positions, the block of 2024. The remaining arguments are those of CausalMultiHeadSelfAttention,
+    as are `token_positions` and `mask`. Returns the dtype of the input.
+
+    Raises:
+        ValueError: a size, eps or rope that one of its layers refuses.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        d_ff: int | None = None,
+        *,
+        rope: nn.Module | None = None,
+        ffn: Callable[..., nn.Module] = SwiGLU,
+        num_kv_heads: int | None = None,
+        d_head: int | None = None,
+        qk_norm: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.ln1 = RMSNorm(d_model, eps, device=device, dtype=dtype)
+        self.attn = CausalMultiHeadSelfAttention(
+            d_model,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            d_head=d_head,
+            rope=rope,
+            qk_norm=qk_norm,
+            eps=eps,
+            device=device,
+            dtype=dtype,
+        )
+        self.ln2 = RMSNorm(d_model, eps, device=device, dtype=dtype)
+        self.ffn = ffn(d_model, d_ff, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights of every layer anew; a shared rope recomputes its own table."""
+        for layer in (self.ln1, self.attn, self.ln2, self.ffn):
+            layer.reset_parameters()  # type: ignore[operator]
+
+    def forward(
+        self,
+        x: Float[Tensor, "*batch seq {self.d_model}"],
+        token_positions: Int[Tensor, "*#batch seq"] | None = None,
+        mask: Bool[Tensor, "*#batch #seq seq"] | None = None,
+    ) -> Float[Tensor, "*batch seq {self.d_model}"]:
+        x = x + self.attn(self.ln1(x), token_positions, mask)
+        return x + self.ffn(self.ln2(x))

@@ -1,0 +1,140 @@
+"""Position-wise feed-forward layers: SwiGLU(x) = W2 (SiLU(W1 x) * W3 x), and FFN(x) = W2 activation(W1 x).
+
+Sources: Shazeer, "GLU Variants Improve Transformer" (arXiv 2002.05202) for GLU and SwiGLU, without biases; Hendrycks and
+Gimpel, "Gaussian Error Linear Units" (arXiv 1606.08415) for GELU and SiLU; Vaswani et al., "Attention Is All You Need"
+(arXiv 1706.03762), equation 2, for the feed-forward layer; CS336 section 3.4.2 (2024: GELU, 2025: SwiGLU).
+Convention: w1 is the gate and w3 the value of SwiGLU, w2 leads back to d_model, as in Llama and CS336. GELU is the exact one,
+with erf. SwiGLU's d_ff is the multiple of 64 nearest to 8/3 d_model (Llama rounds up, to a multiple of 256).
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor, nn
+
+__all__ = ["FeedForward", "SwiGLU", "feed_forward", "gelu", "glu", "silu", "swiglu"]
+
+
+def silu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return x * sigmoid(x), also called swish, rounded once to the dtype of `x`."""
+    return F.silu(x)
+
+
+def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return x / 2 * (1 + erf(x / sqrt(2))), the exact GELU, rounded once to the dtype of `x`."""
+    return F.gelu(x)
+
+
+def glu(
+    x: Float[Tensor, "*batch d_model"], w1: Float[Tensor, "d_ff d_model"], w2: Float[Tensor, "d_ff d_model"]
+) -> Float[Tensor, "*batch d_ff"]:
+    """Gate W2 x by sigmoid(W1 x), elementwise: equation 4 of arXiv 2002.05202 without biases."""
+    gate = torch.sigmoid(einsum(x, w1, "... d_model, d_ff d_model -> ... d_ff"))
+    return gate * einsum(x, w2, "... d_model, d_ff d_model -> ... d_ff")
+
+
+def swiglu(
+    x: Float[Tensor, "*batch d_model"],
+    w1: Float[Tensor, "d_ff d_model"],
+    w2: Float[Tensor, "d_model d_ff"],
+    w3: Float[Tensor, "d_ff d_model"],
+) -> Float[Tensor, "*batch d_model"]:
+    """Return W2 (SiLU(W1 x) * W3 x): equation 6 of arXiv 2002.05202, whose W, W2 and V are w1, w2 and w3 here."""
+    gate = silu(einsum(x, w1, "... d_model, d_ff d_model -> ... d_ff"))
+    value = einsum(x, w3, "... d_model, d_ff d_model -> ... d_ff")
+    return einsum(gate * value, w2, "... d_ff, d_model d_ff -> ... d_model")
+
+
+def feed_forward(
+    x: Float[Tensor, "*batch d_model"],
+    w1: Float[Tensor, "d_ff d_model"],
+    w2: Float[Tensor, "d_model d_ff"],
+    activation: Callable[[Tensor], Tensor] = gelu,
+) -> Float[Tensor, "*batch d_model"]:
+    """Return W2 activation(W1 x): equation 2 of arXiv 1706.03762 without biases."""
+    hidden = activation(einsum(x, w1, "... d_model, d_ff d_model -> ... d_ff"))
+    return einsum(hidden, w2, "... d_ff, d_model d_ff -> ... d_model")
+
+
+class SwiGLU(nn.Module):
+    """Apply the SwiGLU feed-forward layer, w2(silu(w1(x)) * w3(x)), to the last axis.
+
+    d_ff defaults to the multiple of 64 nearest to 8/3 d_model, at least 64: as many parameters as the 4 d_model of a layer
+    without a gate. Returns the dtype of the input.
+
+    Raises:
+        ValueError: d_model or d_ff is below 1.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.d_ff = max(1, (d_model + 12) // 24) * 64 if d_ff is None else d_ff  # 8/3 d_model / 64 = d_model / 24, rounded
+        _require_sizes(self)
+        self.w1 = nn.Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
+        self.w2 = nn.Linear(self.d_ff, d_model, bias=False, device=device, dtype=dtype)
+        self.w3 = nn.Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw every weight from a normal of variance 2 / (d_in + d_out), cut at three standard deviations."""
+        _reset_linears(self.w1, self.w2, self.w3)
+
+    def forward(self, x: Float[Tensor, "*batch {self.d_model}"]) -> Float[Tensor, "*batch {self.d_model}"]:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class FeedForward(nn.Module):
+    """Apply the feed-forward layer without a gate, w2(activation(w1(x))), to the last axis.
+
+    d_ff defaults to 4 d_model. `activation` maps a tensor to one of the same shape: `gelu` (CS336 2024), `silu` (the ablation
+    of CS336 2025), `torch.relu`, or a module. Returns the dtype of the input.
+
+    Raises:
+        ValueError: d_model or d_ff is below 1.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int | None = None,
+        activation: Callable[[Tensor], Tensor] = gelu,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.d_ff = 4 * d_model if d_ff is None else d_ff
+        _require_sizes(self)
+        self.activation = activation
+        self.w1 = nn.Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
+        self.w2 = nn.Linear(self.d_ff, d_model, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw every weight from a normal of variance 2 / (d_in + d_out), cut at three standard deviations."""
+        _reset_linears(self.w1, self.w2)
+
+    def forward(self, x: Float[Tensor, "*batch {self.d_model}"]) -> Float[Tensor, "*batch {self.d_model}"]:
+        return self.w2(self.activation(self.w1(x)))
+
+
+def _require_sizes(layer: SwiGLU | FeedForward) -> None:
+    if layer.d_model < 1 or layer.d_ff < 1:
+        name = type(layer).__name__
+        raise ValueError(f"{name} needs d_model and d_ff of at least 1, got d_model={layer.d_model}, d_ff={layer.d_ff}")
+
+
+def _reset_linears(*linears: nn.Linear) -> None:
+    for linear in linears:
+        std = (2 / (linear.in_features + linear.out_features)) ** 0.5
+        nn.init.trunc_normal_(linear.weight, std=std, a=-3 * std, b=3 * std)

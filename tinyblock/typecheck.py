@@ -1,0 +1,174 @@
+"""Shape checks at run time: turn a module's jaxtyping annotations into errors.
+
+`typecheck(module)` wraps the module's public functions, and the `__init__` and `forward` of its classes. A call that breaks
+an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which names the function, the argument, its shape and the
+shape that was expected.
+
+- jaxtyping and beartype take tens of microseconds a call, so they look at a call once per signature: the type, dtype and
+  shape of every tensor, the other arguments by value, what the annotations read in `{braces}`, and the same of the result.
+- torch.compile cannot trace jaxtyping (patrick-kidger/jaxtyping issues 196 and 384), so under a compiler a wrapped function
+  is the plain one: no graph break, no guard.
+- The environment variable JAXTYPING_DISABLE=1 leaves everything as it was written.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from beartype import BeartypeConf, beartype
+from jaxtyping import TypeCheckError, config, jaxtyped
+from torch import Tensor
+
+__all__ = ["typecheck"]
+
+_BEARTYPE = beartype(conf=BeartypeConf(is_pep484_tower=True))  # the numeric tower: theta=10000 passes for a float
+_BY_VALUE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_MAX_SIGNATURES = 1024  # per function: a caller whose sequence grows by one token would otherwise add for ever
+
+
+def typecheck(module: ModuleType) -> None:
+    """Check every call of `module`'s public functions and of its classes' `__init__` and `forward`.
+
+    Public are the names in `__all__`, or without one those that do not begin with an underscore. What the module imported from
+    elsewhere and coroutines stay as they are; a second call changes nothing. Call it once the module is imported:
+
+        import my_project.layers
+        from tinyblock.typecheck import typecheck
+
+        typecheck(my_project.layers)
+    """
+    if config.jaxtyping_disable:
+        return
+    exported = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+    checked: dict[Any, Any] = {}
+    for name, member in list(vars(module).items()):  # in the order of definition, which defaults follow
+        if name not in exported or getattr(member, "__module__", None) != module.__name__:
+            continue
+        if isinstance(member, FunctionType):
+            checked[member] = _checked(_replace_defaults(member, checked))
+            setattr(module, name, checked[member])
+        elif isinstance(member, type):
+            for method in ("__init__", "forward"):
+                if isinstance(function := vars(member).get(method), FunctionType):
+                    setattr(member, method, _checked(_replace_defaults(function, checked), is_method=True))
+
+
+def _replace_defaults(function: FunctionType, checked: dict[Any, Any]) -> FunctionType:
+    """Let a default such as `activation=gelu` be the function that the module exports now: pickle insists on it."""
+
+    def current(default: Any) -> Any:
+        return checked.get(default, default) if isinstance(default, FunctionType) else default
+
+    function.__defaults__ = tuple(map(current, function.__defaults__ or ())) or None
+    function.__kwdefaults__ = {name: current(default) for name, default in (function.__kwdefaults__ or {}).items()} or None
+    return function
+
+
+def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
+    if hasattr(function, "__typechecked__") or inspect.iscoroutinefunction(function):
+        return function
+    check_arguments, check_result = _checkers(function)
+    read_braces = _reader(function)[1]
+    seen: dict[Any, Any] = {}  # signature of the arguments -> signature of the result
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        try:
+            call = (read_braces(*args, **kwargs), *map(_signature, args[is_method:]))
+            if kwargs:
+                call = (*call, *kwargs, *map(_signature, kwargs.values()))
+            known = seen.get(call)
+        except Exception:  # nothing to look up: an unknown type, a symbolic size, a missing argument
+            call = known = None
+        if known is None:
+            check_arguments(*args, **kwargs)
+        result = function(*args, **kwargs)
+        try:
+            outcome = _signature(result)
+        except TypeError:
+            outcome = None
+        if known is None or known != outcome:
+            check_result(*args, **kwargs, _returned=result)
+            if call is not None and outcome is not None:
+                if len(seen) >= _MAX_SIGNATURES:
+                    seen.clear()
+                seen[call] = outcome
+        return result
+
+    # dynamo counts recompilations per code object: with a shared one, the ninth function would reach its limit.
+    checked.__code__ = checked.__code__.replace(co_name=function.__name__)
+    checked.__typechecked__ = True  # type: ignore[attr-defined]
+    return checked  # type: ignore[return-value]
+
+
+def _signature(value: Any) -> tuple[Any, ...]:
+    """Return all that an annotation can read of `value`, hashable; a type that is not known here is a TypeError."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return kind, value.dtype, value.shape
+    if kind in _BY_VALUE:
+        return kind, value
+    if kind in (tuple, list):
+        return kind, *map(_signature, value)
+    raise TypeError(f"no signature for a {kind.__name__}")
+
+
+def _reader(function: FunctionType) -> tuple[list[str], Callable[..., tuple[Any, ...]]]:
+    """Return the expressions in `{braces}` of the annotations, and a function of the same arguments that evaluates them."""
+    signature = inspect.signature(function)
+    annotations = [signature.return_annotation, *(p.annotation for p in signature.parameters.values())]
+    expressions = sorted(set(re.findall(r"\{([^{}]+)\}", " ".join(map(str, annotations)))))
+    bare = [
+        p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None) for p in signature.parameters.values()
+    ]
+    head = str(inspect.Signature(bare))[1:-1]
+    read = eval(f"lambda {head}: ({' '.join(e + ',' for e in expressions)})", {})
+    read.__defaults__, read.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return expressions, read
+
+
+def _arguments_stub(*args, **kwargs):  # type: ignore[no-untyped-def]
+    pass
+
+
+def _result_stub(*args, _returned, **kwargs):  # type: ignore[no-untyped-def]
+    return _returned
+
+
+def _checkers(function: FunctionType) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """Return jaxtyped twins of `function` that check its arguments, and its result beside them, without calling it."""
+    signature = inspect.signature(function)
+    returned = inspect.Parameter("_returned", inspect.Parameter.KEYWORD_ONLY)
+    parameters = sorted([*signature.parameters.values(), returned], key=lambda p: p.kind)
+    twins = (
+        (_arguments_stub, signature.replace(return_annotation=signature.empty)),
+        (_result_stub, signature.replace(parameters=parameters)),
+    )
+    expressions, read = _reader(function)
+
+    def twin(stub: FunctionType, signature: inspect.Signature) -> Callable[..., Any]:
+        # The function's own globals, so that jaxtyping resolves postponed annotations.
+        copy = functools.wraps(function)(FunctionType(stub.__code__, function.__globals__))
+        copy.__kwdefaults__, copy.__signature__ = None, signature
+        full = jaxtyped(copy, typechecker=_BEARTYPE)
+
+        def check(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            try:
+                full(*args, **kwargs)
+            except TypeCheckError as error:
+                text = str(error)
+                kwargs.pop("_returned", None)
+                for expression, value in zip(expressions, read(*args, **kwargs)):
+                    text = text.replace(f"{{{expression}}}", f"{expression}={value}")
+                raise TypeCheckError(text) from None
+
+        return check
+
+    return twin(*twins[0]), twin(*twins[1])
