@@ -74,6 +74,8 @@ def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
     check_arguments, check_result = _checkers(function)
     read_braces = _reader(function)[1]
     seen: dict[Any, Any] = {}  # signature of the arguments -> signature of the result
+    # Bound methods, because dynamo would guard on a dict in the closure, and recompile whenever it grows.
+    recall, remember, forget, count = seen.get, seen.__setitem__, seen.clear, seen.__len__
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +85,7 @@ def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
             call = (read_braces(*args, **kwargs), *map(_signature, args[is_method:]))
             if kwargs:
                 call = (*call, *kwargs, *map(_signature, kwargs.values()))
-            known = seen.get(call)
+            known = recall(call)
         except Exception:  # nothing to look up: an unknown type, a symbolic size, a missing argument
             call = known = None
         if known is None:
@@ -96,9 +98,9 @@ def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
         if known is None or known != outcome:
             check_result(*args, **kwargs, _returned=result)
             if call is not None and outcome is not None:
-                if len(seen) >= _MAX_SIGNATURES:
-                    seen.clear()
-                seen[call] = outcome
+                if count() >= _MAX_SIGNATURES:
+                    forget()
+                remember(call, outcome)
         return result
 
     # dynamo counts recompilations per code object: with a shared one, the ninth function would reach its limit.

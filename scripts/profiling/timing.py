@@ -1,0 +1,59 @@
+"""Timings that can be compared: warmed up, synchronized, interleaved, and reported with their spread."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.utils.benchmark import Timer
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the 20th and 80th percentile of its samples, in the unit of the samples."""
+
+    median: float
+    p20: float
+    p80: float
+    samples: int
+
+    @classmethod
+    def of(cls, samples: list[float]) -> "Spread":
+        if len(samples) < 2:
+            return cls(samples[0], samples[0], samples[0], len(samples))
+        p20, _, _, p80 = statistics.quantiles(samples, n=5, method="inclusive")
+        return cls(statistics.median(samples), p20, p80, len(samples))
+
+
+def interleave(
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int = 15,
+    sample_seconds: float = 0.05,
+    warmup_calls: int = 3,
+    on_sample: Callable[[str], None] = lambda name: None,
+) -> dict[str, list[float]]:
+    """Time each run once a round and return its seconds per call, one sample a round.
+
+    A machine that slows down slows all of the runs down alike, so that samples of one round can be compared. A sample repeats
+    the call for at least `sample_seconds` and is synchronized with the accelerator at both ends, and every other round goes in
+    reverse order. `on_sample` is told of each finished sample, for a progress display.
+    """
+    timers = {
+        name: Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()) for name, run in runs.items()
+    }
+    calls = {}
+    for name, timer in timers.items():
+        timer.timeit(warmup_calls)
+        calls[name] = max(1, math.ceil(sample_seconds / timer.timeit(warmup_calls).mean))
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for round_ in range(rounds):
+        for name in list(runs) if round_ % 2 == 0 else list(reversed(runs)):
+            samples[name].append(timers[name].timeit(calls[name]).mean)
+            on_sample(name)
+    return samples
+
+
+def paired_ratio(numerator: list[float], denominator: list[float]) -> Spread:
+    """Return the spread of the ratios round by round: what drifts between rounds cancels."""
+    return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
