@@ -1,10 +1,11 @@
-"""Causal multi-head self-attention: softmax(Q K^T / sqrt(d_k)) V in every head, each token attending to itself and before.
+"""Causal multi-head self-attention: softmax(Q K^T / sqrt(d_k)) V, each token attending to itself and those before.
 
-Sources: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), equation 1 and section 3.2.2; Ainslie et al., "GQA"
-(arXiv 2305.13245) for key and value heads that a group of query heads shares; Henry et al., "Query-Key Normalization for
-Transformers" (arXiv 2010.04245), here as in Qwen3: an RMSNorm over the head size, before the rotation; CS336 section 3.4.4.
-Convention: a mask is True where a query may attend to a key, and narrows the causal one. A query that may attend to nothing
-yields zeros. The rows of each projection are ordered (heads d_head); query head h reads key head h // group.
+Sources: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), equation 1 and section 3.2.2; Ainslie et al.,
+"GQA" (arXiv 2305.13245) for key and value heads that a group of query heads shares; Henry et al., "Query-Key
+Normalization for Transformers" (arXiv 2010.04245), here as in Qwen3: an RMSNorm over the head size, before the
+rotation; CS336 section 3.4.4.
+Convention: a mask is True where a query may attend to a key, and narrows the causal one. A query that may attend to
+nothing yields zeros. The rows of each projection are ordered (heads d_head); query head h reads key head h // group.
 """
 
 import math
@@ -41,15 +42,16 @@ class CausalMultiHeadSelfAttention(nn.Module):
     """Attend from every token to itself and to the tokens before it, in num_heads heads of size d_head.
 
     num_kv_heads (default: num_heads) key and value heads are shared by groups of query heads. d_head defaults to
-    d_model / num_heads. `rope` rotates queries and keys: a RotaryPositionalEmbedding for d_head, one for all layers; None leaves
-    positions out. qk_norm normalizes queries and keys over d_head, with `eps`. Returns the dtype of the input.
+    d_model / num_heads. `rope` rotates queries and keys: a RotaryPositionalEmbedding for d_head, one for all layers;
+    None leaves positions out. qk_norm normalizes queries and keys over d_head, with `eps`. Returns the dtype of the
+    input.
 
-    `token_positions` goes to `rope`. `mask` is True where a query may attend to a key, for all heads alike, on top of causality:
-    (seq, seq) or (1, seq) after leading axes that broadcast to those of `x`.
+    `token_positions` goes to `rope`. `mask` is True where a query may attend to a key, for all heads alike, on top of
+    causality: (seq, seq) or (1, seq) after leading axes that broadcast to those of `x`.
 
     Raises:
-        ValueError: a size is below 1; d_model is not a multiple of num_heads and no d_head is given; num_heads is not a multiple
-            of num_kv_heads; eps is not positive and finite; rope is for another head size; positions without a rope.
+        ValueError: a size is below 1; d_model is not a multiple of num_heads and no d_head is given; num_heads is not a
+            multiple of num_kv_heads; eps is not positive and finite; rope has another d_k; positions without a rope.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         if any(size is not None and size < 1 for size in sizes.values()):
             raise ValueError(f"attention needs sizes of at least 1, got {sizes}")
         if d_head is None and d_model % num_heads:
-            raise ValueError(f"d_model={d_model} is not a multiple of num_heads={num_heads}: change one, or give d_head")
+            raise ValueError(f"d_model={d_model} is not a multiple of num_heads={num_heads}: change it or give d_head")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
         if not 0 < eps < math.inf:
@@ -92,13 +94,12 @@ class CausalMultiHeadSelfAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the projections from a normal of variance 2 / (d_in + d_out), cut at three standard deviations; gains are 1."""
+        """Draw weights from a normal of variance 2 / (d_in + d_out), cut at three standard deviations; gains are 1."""
         for linear in (self.q_proj, self.k_proj, self.v_proj, self.output_proj):
             std = math.sqrt(2 / (linear.in_features + linear.out_features))
             nn.init.trunc_normal_(linear.weight, std=std, a=-3 * std, b=3 * std)
-        for norm in (self.q_norm, self.k_norm):
-            if norm is not None:
-                norm.reset_parameters()
+        for norm in filter(None, (self.q_norm, self.k_norm)):
+            norm.reset_parameters()
 
     def forward(
         self,

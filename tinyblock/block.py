@@ -1,7 +1,7 @@
 """The pre-norm Transformer block: y = x + attention(norm(x)), then y + ffn(norm(y)).
 
-Sources: Xiong et al., "On Layer Normalization in the Transformer Architecture" (arXiv 2002.04745) for the norm before each
-sub-layer; Touvron et al., "LLaMA" (arXiv 2302.13971) for RMSNorm, SwiGLU and RoPE in it; CS336 section 3.5.
+Sources: Xiong et al., "On Layer Normalization in the Transformer Architecture" (arXiv 2002.04745) for the norm before
+each sub-layer; Touvron et al., "LLaMA" (arXiv 2302.13971) for RMSNorm, SwiGLU and RoPE in it; CS336 section 3.5.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ __all__ = ["Block"]
 class Block(nn.Module):
     """Add causal self-attention, then a feed-forward layer, each to its own input and each after an RMSNorm.
 
-    `ffn` is any callable `(d_model, d_ff, device=..., dtype=...) -> nn.Module`: SwiGLU (CS336 2025), FeedForward (2024), or
-    `functools.partial(FeedForward, activation=silu)`; d_ff=None leaves the width to it. `rope` is the one instance that all
-    blocks share; None means no positions, the block of 2024. The remaining arguments are those of CausalMultiHeadSelfAttention,
-    as are `token_positions` and `mask`. Returns the dtype of the input.
+    `ffn` is any callable `(d_model, d_ff, device=..., dtype=...) -> nn.Module`: SwiGLU (CS336 2025), FeedForward
+    (2024), or `functools.partial(FeedForward, activation=silu)`; d_ff=None leaves the width to it. `rope` is the one
+    instance that all blocks share; None means no positions, the block of 2024. The remaining arguments are those of
+    CausalMultiHeadSelfAttention, as are `token_positions` and `mask`. Returns the dtype of the input.
 
     Raises:
         ValueError: a size, eps or rope that one of its layers refuses.

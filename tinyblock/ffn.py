@@ -1,10 +1,10 @@
 """Position-wise feed-forward layers: SwiGLU(x) = W2 (SiLU(W1 x) * W3 x), and FFN(x) = W2 activation(W1 x).
 
-Sources: Shazeer, "GLU Variants Improve Transformer" (arXiv 2002.05202) for GLU and SwiGLU, without biases; Hendrycks and
-Gimpel, "Gaussian Error Linear Units" (arXiv 1606.08415) for GELU and SiLU; Vaswani et al., "Attention Is All You Need"
-(arXiv 1706.03762), equation 2, for the feed-forward layer; CS336 section 3.4.2 (2024: GELU, 2025: SwiGLU).
-Convention: w1 is the gate and w3 the value of SwiGLU, w2 leads back to d_model, as in Llama and CS336. GELU is the exact one,
-with erf. SwiGLU's d_ff is the multiple of 64 nearest to 8/3 d_model (Llama rounds up, to a multiple of 256).
+Sources: Shazeer, "GLU Variants Improve Transformer" (arXiv 2002.05202) for GLU and SwiGLU, without biases; Hendrycks
+and Gimpel, "Gaussian Error Linear Units" (arXiv 1606.08415) for GELU and SiLU; Vaswani et al., "Attention Is All You
+Need" (arXiv 1706.03762), equation 2, for the feed-forward layer; CS336 section 3.4.2 (2024: GELU, 2025: SwiGLU).
+Convention: w1 is the gate and w3 the value of SwiGLU, w2 leads back to d_model, as in Llama and CS336. GELU is the
+exact one, with erf. SwiGLU's d_ff is the multiple of 64 nearest to 8/3 d_model (Llama rounds up, to a multiple of 256).
 """
 
 from collections.abc import Callable
@@ -62,8 +62,8 @@ def feed_forward(
 class SwiGLU(nn.Module):
     """Apply the SwiGLU feed-forward layer, w2(silu(w1(x)) * w3(x)), to the last axis.
 
-    d_ff defaults to the multiple of 64 nearest to 8/3 d_model, at least 64: as many parameters as the 4 d_model of a layer
-    without a gate. Returns the dtype of the input.
+    d_ff defaults to the multiple of 64 nearest to 8/3 d_model, at least 64: as many parameters as the 4 d_model of a
+    layer without a gate. Returns the dtype of the input.
 
     Raises:
         ValueError: d_model or d_ff is below 1.
@@ -78,7 +78,7 @@ class SwiGLU(nn.Module):
     ) -> None:
         super().__init__()
         self.d_model = d_model
-        self.d_ff = max(1, (d_model + 12) // 24) * 64 if d_ff is None else d_ff  # 8/3 d_model / 64 = d_model / 24, rounded
+        self.d_ff = max(1, (d_model + 12) // 24) * 64 if d_ff is None else d_ff  # 8/3 d_model is d_model/24 times 64
         _require_sizes(self)
         self.w1 = nn.Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
         self.w2 = nn.Linear(self.d_ff, d_model, bias=False, device=device, dtype=dtype)
@@ -96,8 +96,8 @@ class SwiGLU(nn.Module):
 class FeedForward(nn.Module):
     """Apply the feed-forward layer without a gate, w2(activation(w1(x))), to the last axis.
 
-    d_ff defaults to 4 d_model. `activation` maps a tensor to one of the same shape: `gelu` (CS336 2024), `silu` (the ablation
-    of CS336 2025), `torch.relu`, or a module. Returns the dtype of the input.
+    d_ff defaults to 4 d_model. `activation` maps a tensor to one of the same shape: `gelu` (CS336 2024), `silu` (the
+    ablation of CS336 2025), `torch.relu`, or a module. Returns the dtype of the input.
 
     Raises:
         ValueError: d_model or d_ff is below 1.

@@ -1,8 +1,8 @@
 """Root mean square layer normalization: RMSNorm(x) = x / sqrt(mean(x^2) + eps) * weight.
 
-Source: equation 4 of Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467); CS336 section 3.4.1.
-Convention: the sum, the root and the gain are computed in float32 or wider and rounded once, at the end. Hugging Face's Llama
-rounds before the gain, which costs a second rounding in bfloat16 and float16.
+Source: equation 4 of Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467); CS336 3.4.1.
+Convention: the sum, the root and the gain are computed in float32 or wider and rounded once, at the end. Hugging Face's
+Llama rounds before the gain, which costs a second rounding in bfloat16 and float16.
 """
 
 import math
@@ -38,7 +38,11 @@ class RMSNorm(nn.Module):
     """
 
     def __init__(
-        self, d_model: int, eps: float = 1e-5, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        d_model: int,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if d_model < 1:

@@ -3,12 +3,11 @@
     angle(i, k) = i * theta^(-2k / d_k),  k = 0 ... d_k/2 - 1
     (x[2k], x[2k+1])  ->  (x[2k] cos - x[2k+1] sin,  x[2k] sin + x[2k+1] cos)
 
-Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (arXiv 2104.09864), equations 13 to 15;
-CS336 section 3.4.3, equation 8.
-Conventions: pairs are consecutive, (x0, x1), (x2, x3), ..., as in the paper and in Meta's Llama. Hugging Face pairs x[k] with
-x[k + d_k/2]: the same rotation for permuted rows of the query and key weights.
-The table is built in float64 and stays float32 whatever dtype the module is moved to: at position 131071 a table computed in
-float32 is wrong by 3e-3, one stored in bfloat16 by far more. float64 input gets a table of its own, in float64.
+Source: Su et al., "RoFormer" (arXiv 2104.09864), equations 13 to 15; CS336 section 3.4.3, equation 8.
+Convention: pairs are consecutive, (x0, x1), (x2, x3), ..., as in the paper and in Meta's Llama. Hugging Face pairs x[k]
+with x[k + d_k/2]: the same rotation for permuted rows of the query and key weights.
+Numerics: the table is built in float64 and stays float32 whatever dtype the module is moved to, because one computed in
+float32 is wrong by 3e-3 at position 131071. float64 input gets its angles in float64.
 """
 
 import math
@@ -24,12 +23,12 @@ __all__ = ["RotaryPositionalEmbedding", "apply_rope"]
 
 
 def apply_rope(
-    x: Float[Tensor, "*batch seq d_k"], angles: Float[Tensor, "*#batch seq half"]
+    x: Float[Tensor, "*batch seq d_k"], angles: Float[Tensor, "*#batch seq d_k//2"]
 ) -> Float[Tensor, "*batch seq d_k"]:
     """Rotate each consecutive pair of `x` by its angle, in radians: the 2x2 matrices of equation 8.
 
-    `angles` holds one angle per pair, half = d_k/2, and broadcasts to the leading axes of `x`; give it in float64, where
-    float32 cannot hold a position's radians. Computed in float32 or wider, returned in the dtype of `x`.
+    `angles` holds one angle per pair, half = d_k/2, and broadcasts to the leading axes of `x`; give it in float64,
+    where float32 cannot hold a position's radians. Computed in float32 or wider, returned in the dtype of `x`.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     cos, sin = angles.cos().to(wide), angles.sin().to(wide)
@@ -42,18 +41,18 @@ def apply_rope(
 class RotaryPositionalEmbedding(nn.Module):
     """Rotate queries or keys by their positions; one instance serves every layer of a model.
 
-    theta is the base of the wavelengths, d_k the head size, max_seq_len the number of positions in the table. Computed in
-    float32 or wider, returned in the dtype of the input.
+    theta is the base of the wavelengths, d_k the head size, max_seq_len the number of positions in the table. Computed
+    in float32 or wider, returned in the dtype of the input.
 
-    `token_positions` counts tokens from 0 and broadcasts to the leading axes of `x`; None stands for 0 ... seq-1. To refuse a
-    position outside the table its value must be read, and on an accelerator that waits for the device: once per tensor, however
-    many layers share it, and never for None or for positions that are kept on the CPU. Where no value can be read
-    (torch.compile, torch.export, CUDA graph capture, vmap), a token outside the table becomes NaN: indexing past the table
-    would trip an assertion on the device, after which the process can no longer use it.
+    `token_positions` counts tokens from 0 and broadcasts to the leading axes of `x`; None stands for 0 ... seq-1. To
+    refuse a position outside the table its value must be read, and on an accelerator that waits for the device: once
+    per tensor, however many layers share it, and never for None or for positions that are kept on the CPU. Where no
+    value can be read (torch.compile, torch.export, CUDA graph capture, vmap), a token outside the table becomes NaN:
+    indexing past the table would trip an assertion on the device, after which the process can no longer use it.
 
     Raises:
-        ValueError: d_k is odd, a size is below 1, or theta is not positive and finite; the sequence is longer than the table;
-            a position is negative, or not below max_seq_len.
+        ValueError: d_k is odd, a size is below 1, or theta is not positive and finite; the sequence is longer than the
+            table; a position is negative, or not below max_seq_len.
     """
 
     cos_sin: Tensor
@@ -94,7 +93,7 @@ class RotaryPositionalEmbedding(nn.Module):
         return f"theta={self.theta}, d_k={self.d_k}, max_seq_len={self.max_seq_len}"
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        """Take the table along to another device, whole: never rounded to another dtype, never left empty by `to_empty`."""
+        """Take the table along to another device whole: not rounded to another dtype, nor left empty by `to_empty`."""
         table = self.cos_sin
         super()._apply(fn, recurse)
         if table.is_meta and not self.cos_sin.is_meta:
@@ -113,7 +112,7 @@ class RotaryPositionalEmbedding(nn.Module):
         if token_positions is None:
             seq = x.shape[-2]
             if seq > self.max_seq_len:
-                raise ValueError(f"a sequence of {seq} tokens is longer than max_seq_len={self.max_seq_len} of this RoPE")
+                raise ValueError(f"a sequence of {seq} tokens is longer than RoPE's max_seq_len={self.max_seq_len}")
             return self._cos_sin(torch.arange(seq, device=x.device)) if exact else self.cos_sin[:seq]
         known = self._inside_table(token_positions)
         positions = token_positions.to(x.device, non_blocking=token_positions.is_cpu)
@@ -135,13 +134,13 @@ class RotaryPositionalEmbedding(nn.Module):
         except RuntimeError:  # no values: none at all, a meta or fake tensor, a batch of vmap
             return False
         if low < 0 or high >= self.max_seq_len:
-            raise ValueError(f"token_positions must be 0 ... max_seq_len-1 = {self.max_seq_len - 1}, got {low} ... {high}")
+            raise ValueError(f"token_positions must be 0 ... {self.max_seq_len - 1}, got {low} ... {high}")
         if not source.is_inference():  # inference tensors keep no version, so a later write would go unseen
             _last_read[self] = (ref(source), source._version, *view)
         return True
 
 
-# The positions that each instance read last, outside the module because a weak reference can be neither copied nor pickled.
+# The positions that each instance read last; outside the module, because a weak reference cannot be pickled.
 _last_read: WeakKeyDictionary[nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
 
 

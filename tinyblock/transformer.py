@@ -1,6 +1,6 @@
-"""A stack of pre-norm blocks that share one RoPE, and the final norm: the body of a language model, from embedding to head.
+"""A stack of pre-norm blocks that share one RoPE, and the final norm: a language model without embedding and head.
 
-Source: CS336 section 3.5; the keys of its state dict are those of the reference there, less the embeddings and the head.
+Source: CS336 section 3.5, whose reference has the same keys in its state dict, and those of embedding and head.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,13 @@ __all__ = ["Transformer"]
 class Transformer(nn.Module):
     """Apply num_layers blocks one after another, then an RMSNorm.
 
-    All blocks rotate by one table, of max_seq_len positions and base theta; theta=None leaves positions out, for the model of
-    CS336 2024, which adds them to the embeddings. The remaining arguments are those of Block. Returns the dtype of the input.
+    All blocks rotate by one table, of max_seq_len positions and base theta; theta=None leaves positions out, for the
+    model of CS336 2024, which adds them to the embeddings. The remaining arguments are those of Block. Returns the
+    dtype of the input.
 
     Raises:
-        ValueError: num_layers or max_seq_len is below 1; an argument that one of the layers refuses; a sequence longer than
-            max_seq_len.
+        ValueError: num_layers or max_seq_len is below 1; an argument that one of the layers refuses; a sequence longer
+            than max_seq_len.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Transformer(nn.Module):
             raise ValueError(f"need num_layers and max_seq_len of at least 1, got {num_layers=}, {max_seq_len=}")
         self.d_model = d_model
         self.max_seq_len = max_seq_len
-        self.layers = nn.ModuleList(
+        blocks = [
             Block(
                 d_model,
                 num_heads,
@@ -64,18 +65,19 @@ class Transformer(nn.Module):
                 dtype=dtype,
             )
             for _ in range(num_layers)
-        )
+        ]
+        self.layers = nn.ModuleList(blocks)
         self.ln_final = RMSNorm(d_model, eps, device=device, dtype=dtype)
         self.rope = None
         if theta is not None:  # the blocks, which have checked the sizes, know the head size
-            self.rope = RotaryPositionalEmbedding(theta, self.layers[0].attn.d_head, max_seq_len, device=device)
-            for layer in self.layers:
-                layer.attn.rope = self.rope
+            self.rope = RotaryPositionalEmbedding(theta, blocks[0].attn.d_head, max_seq_len, device=device)
+            for block in blocks:
+                block.attn.rope = self.rope
 
     def reset_parameters(self) -> None:
         """Draw the weights of every block anew and set every gain to 1."""
         for layer in (*self.layers, self.ln_final):
-            layer.reset_parameters()  # type: ignore[operator]
+            layer.reset_parameters()
 
     def forward(
         self,

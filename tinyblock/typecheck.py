@@ -1,13 +1,14 @@
 """Shape checks at run time: turn a module's jaxtyping annotations into errors.
 
-`typecheck(module)` wraps the module's public functions, and the `__init__` and `forward` of its classes. A call that breaks
-an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which names the function, the argument, its shape and the
-shape that was expected.
+`typecheck(module)` wraps the module's public functions, and the `__init__` and `forward` of its classes. A call that
+breaks an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which names the function, the argument, its shape
+and the shape that was expected.
 
-- jaxtyping and beartype take tens of microseconds a call, so they look at a call once per signature: the type, dtype and
-  shape of every tensor, the other arguments by value, what the annotations read in `{braces}`, and the same of the result.
-- torch.compile cannot trace jaxtyping (patrick-kidger/jaxtyping issues 196 and 384), so under a compiler a wrapped function
-  is the plain one: no graph break, no guard.
+- jaxtyping and beartype take tens of microseconds a call, so they look at a call once per signature: the type, dtype
+  and shape of every tensor, the other arguments by value, what the annotations read in `{braces}`, and the same of the
+  result.
+- torch.compile cannot trace jaxtyping (patrick-kidger/jaxtyping issues 196 and 384), so under a compiler a wrapped
+  function is the plain one: no graph break, no guard.
 - The environment variable JAXTYPING_DISABLE=1 leaves everything as it was written.
 """
 
@@ -33,8 +34,9 @@ _MAX_SIGNATURES = 1024  # per function: a caller whose sequence grows by one tok
 def typecheck(module: ModuleType) -> None:
     """Check every call of `module`'s public functions and of its classes' `__init__` and `forward`.
 
-    Public are the names in `__all__`, or without one those that do not begin with an underscore. What the module imported from
-    elsewhere and coroutines stay as they are; a second call changes nothing. Call it once the module is imported:
+    Public are the names in `__all__`, or without one those that do not begin with an underscore. What the module
+    imported from elsewhere and coroutines stay as they are; a second call changes nothing. Call it once the module is
+    imported:
 
         import my_project.layers
         from tinyblock.typecheck import typecheck
@@ -64,53 +66,60 @@ def _replace_defaults(function: FunctionType, checked: dict[Any, Any]) -> Functi
         return checked.get(default, default) if isinstance(default, FunctionType) else default
 
     function.__defaults__ = tuple(map(current, function.__defaults__ or ())) or None
-    function.__kwdefaults__ = {name: current(default) for name, default in (function.__kwdefaults__ or {}).items()} or None
+    function.__kwdefaults__ = {
+        name: current(default) for name, default in (function.__kwdefaults__ or {}).items()
+    } or None
     return function
 
 
 def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
     if hasattr(function, "__typechecked__") or inspect.iscoroutinefunction(function):
         return function
-    check_arguments, check_result = _checkers(function)
-    read_braces = _reader(function)[1]
+    signature = inspect.signature(function)
+    returned = inspect.Parameter("_returned", inspect.Parameter.KEYWORD_ONLY)
+    with_result = sorted([*signature.parameters.values(), returned], key=lambda parameter: parameter.kind)
+    check_arguments = _checker(function, _take_arguments, signature.replace(return_annotation=signature.empty))
+    check_result = _checker(function, _give_back, signature.replace(parameters=with_result))
+    sign = _signer(function, is_method)
     seen: dict[Any, Any] = {}  # signature of the arguments -> signature of the result
     # Bound methods, because dynamo would guard on a dict in the closure, and recompile whenever it grows.
     recall, remember, forget, count = seen.get, seen.__setitem__, seen.clear, seen.__len__
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
+        known = outcome = None
         try:
-            call = (read_braces(*args, **kwargs), *map(_signature, args[is_method:]))
-            if kwargs:
-                call = (*call, *kwargs, *map(_signature, kwargs.values()))
+            call = sign(*args, **kwargs)
             known = recall(call)
-        except Exception:  # nothing to look up: an unknown type, a symbolic size, a missing argument
-            call = known = None
+        except Exception:  # it has no signature: an unknown type, a symbolic size, a missing argument
+            call = None
         if known is None:
             check_arguments(*args, **kwargs)
         result = function(*args, **kwargs)
         try:
             outcome = _signature(result)
         except TypeError:
-            outcome = None
+            call = None
         if known is None or known != outcome:
             check_result(*args, **kwargs, _returned=result)
-            if call is not None and outcome is not None:
+            if call is not None:
                 if count() >= _MAX_SIGNATURES:
                     forget()
                 remember(call, outcome)
         return result
 
+    wrapper: Any = checked
     # dynamo counts recompilations per code object: with a shared one, the ninth function would reach its limit.
-    checked.__code__ = checked.__code__.replace(co_name=function.__name__)
-    checked.__typechecked__ = True  # type: ignore[attr-defined]
-    return checked  # type: ignore[return-value]
+    wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)
+    wrapper.__typechecked__ = True
+    return wrapper
 
 
 def _signature(value: Any) -> tuple[Any, ...]:
-    """Return all that an annotation can read of `value`, hashable; a type that is not known here is a TypeError."""
+    """Return all that an annotation can read of `value`, hashable; TypeError for a type that is not known here."""
     kind = type(value)
     if isinstance(value, Tensor):
         return kind, value.dtype, value.shape
@@ -121,56 +130,59 @@ def _signature(value: Any) -> tuple[Any, ...]:
     raise TypeError(f"no signature for a {kind.__name__}")
 
 
-def _reader(function: FunctionType) -> tuple[list[str], Callable[..., tuple[Any, ...]]]:
-    """Return the expressions in `{braces}` of the annotations, and a function of the same arguments that evaluates them."""
-    signature = inspect.signature(function)
-    annotations = [signature.return_annotation, *(p.annotation for p in signature.parameters.values())]
-    expressions = sorted(set(re.findall(r"\{([^{}]+)\}", " ".join(map(str, annotations)))))
-    bare = [
-        p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None) for p in signature.parameters.values()
-    ]
-    head = str(inspect.Signature(bare))[1:-1]
-    read = eval(f"lambda {head}: ({' '.join(e + ',' for e in expressions)})", {})
+def _signer(function: FunctionType, is_method: bool) -> Callable[..., tuple[Any, ...]]:
+    """Return a function of the same arguments that returns the signature of a call."""
+    names = list(inspect.signature(function).parameters)[is_method:]
+    tensor = (
+        "({0}.__class__, {0}.dtype, {0}.shape) if isinstance({0}, Tensor) else None if {0} is None else _signature({0})"
+    )
+    return _lambda(function, _expressions(function) + [tensor.format(name) for name in names])
+
+
+def _expressions(function: FunctionType) -> list[str]:
+    """Return what the annotations read in `{braces}`."""
+    return sorted(set(re.findall(r"\{([^{}]+)\}", " ".join(map(str, function.__annotations__.values())))))
+
+
+def _lambda(function: FunctionType, expressions: list[str]) -> Callable[..., tuple[Any, ...]]:
+    """Return a function of the same arguments that evaluates the expressions; compiled, because it runs on every call."""
+    parameters = inspect.signature(function).parameters.values()
+    bare = [p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None) for p in parameters]
+    head = str(inspect.Signature(bare)).strip("()")
+    read: Any = eval(f"lambda {head}: ({''.join(f'{expression}, ' for expression in expressions)})", globals())
     read.__defaults__, read.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    return expressions, read
+    return read
 
 
-def _arguments_stub(*args, **kwargs):  # type: ignore[no-untyped-def]
+def _take_arguments(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _result_stub(*args, _returned, **kwargs):  # type: ignore[no-untyped-def]
+def _give_back(*args: Any, _returned: Any, **kwargs: Any) -> Any:
     return _returned
 
 
-def _checkers(function: FunctionType) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """Return jaxtyped twins of `function` that check its arguments, and its result beside them, without calling it."""
-    signature = inspect.signature(function)
-    returned = inspect.Parameter("_returned", inspect.Parameter.KEYWORD_ONLY)
-    parameters = sorted([*signature.parameters.values(), returned], key=lambda p: p.kind)
-    twins = (
-        (_arguments_stub, signature.replace(return_annotation=signature.empty)),
-        (_result_stub, signature.replace(parameters=parameters)),
-    )
-    expressions, read = _reader(function)
+def _checker(function: FunctionType, stub: Callable[..., Any], signature: inspect.Signature) -> Callable[..., None]:
+    """Return `stub` with the name, the globals and this signature of `function`, checked by jaxtyping and beartype."""
+    # Its globals are those in which jaxtyping resolves postponed annotations.
+    twin: Any = functools.wraps(function)(FunctionType(stub.__code__, function.__globals__))
+    twin.__signature__ = signature
+    twin.__kwdefaults__ = None
+    full = jaxtyped(twin, typechecker=_BEARTYPE)
+    expressions = _expressions(function)
+    read = _lambda(function, expressions)
 
-    def twin(stub: FunctionType, signature: inspect.Signature) -> Callable[..., Any]:
-        # The function's own globals, so that jaxtyping resolves postponed annotations.
-        copy = functools.wraps(function)(FunctionType(stub.__code__, function.__globals__))
-        copy.__kwdefaults__, copy.__signature__ = None, signature
-        full = jaxtyped(copy, typechecker=_BEARTYPE)
+    def check(*args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
+        try:
+            full(*args, **kwargs)
+        except TypeCheckError as error:
+            message = str(error)
+        else:
+            return
+        kwargs.pop("_returned", None)
+        for expression, value in zip(expressions, read(*args, **kwargs), strict=True):
+            message = message.replace(f"{{{expression}}}", f"{expression}={value}")
+        raise TypeCheckError(message)
 
-        def check(*args: Any, **kwargs: Any) -> None:
-            __tracebackhide__ = True
-            try:
-                full(*args, **kwargs)
-            except TypeCheckError as error:
-                text = str(error)
-                kwargs.pop("_returned", None)
-                for expression, value in zip(expressions, read(*args, **kwargs)):
-                    text = text.replace(f"{{{expression}}}", f"{expression}={value}")
-                raise TypeCheckError(text) from None
-
-        return check
-
-    return twin(*twins[0]), twin(*twins[1])
+    return check

@@ -35,9 +35,9 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Time each run once a round and return its seconds per call, one sample a round.
 
-    A machine that slows down slows all of the runs down alike, so that samples of one round can be compared. A sample repeats
-    the call for at least `sample_seconds` and is synchronized with the accelerator at both ends, and every other round goes in
-    reverse order. `on_sample` is told of each finished sample, for a progress display.
+    A machine that slows down slows all of the runs down alike, so that samples of one round can be compared. A sample
+    repeats the call for at least `sample_seconds` and is synchronized with the accelerator at both ends, and every
+    other round goes in reverse order. `on_sample` is told of each finished sample, for a progress display.
     """
     timers = {
         name: Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()) for name, run in runs.items()
@@ -48,7 +48,7 @@ def interleave(
         calls[name] = max(1, math.ceil(sample_seconds / timer.timeit(warmup_calls).mean))
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for round_ in range(rounds):
-        for name in list(runs) if round_ % 2 == 0 else list(reversed(runs)):
+        for name in list(runs)[:: 1 if round_ % 2 == 0 else -1]:
             samples[name].append(timers[name].timeit(calls[name]).mean)
             on_sample(name)
     return samples
