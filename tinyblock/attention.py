@@ -78,9 +78,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
             raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
         if not 0 < eps < math.inf:
             raise ValueError(f"attention needs a positive finite eps, such as 1e-5, got {eps}")
-        self.d_model = d_model
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
+        self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, num_kv_heads
         self.d_head = d_model // num_heads if d_head is None else d_head
         if rope is not None and getattr(rope, "d_k", self.d_head) != self.d_head:
             raise ValueError(f"rope rotates heads of size d_k={rope.d_k}, but the size of these heads is {self.d_head}")
@@ -141,8 +139,9 @@ def _attend(
     if mask is not None:
         causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
         mask = (mask & causal).expand(*batch, seq, seq).reshape(q.shape[0], 1, seq, seq)
-    # On CUDA only the flash kernel shares key heads, and it takes neither float32, nor a mask, nor a head above 256.
-    shares = not q.is_cuda or (mask is None and q.dtype != torch.float32 and q.shape[-1] <= 256)
+    # On CUDA only the flash kernel shares key heads (pytorch issue 154363): half precision, no mask, heads up to 256.
+    flash = mask is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    shares = flash or not q.is_cuda
     if group > 1 and not shares:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     return F.scaled_dot_product_attention(

@@ -45,14 +45,13 @@ class RotaryPositionalEmbedding(nn.Module):
     in float32 or wider, returned in the dtype of the input.
 
     `token_positions` counts tokens from 0 and broadcasts to the leading axes of `x`; None stands for 0 ... seq-1. To
-    refuse a position outside the table its value must be read, and on an accelerator that waits for the device: once
-    per tensor, however many layers share it, and never for None or for positions that are kept on the CPU. Where no
-    value can be read (torch.compile, torch.export, CUDA graph capture, vmap), a token outside the table becomes NaN:
-    indexing past the table would trip an assertion on the device, after which the process can no longer use it.
+    refuse a position outside the table is to read it, and on an accelerator reading waits for the device: once per
+    tensor, however many layers share it, never for None or for positions kept on the CPU. Where nothing can be read
+    (torch.compile, torch.export, CUDA graph capture, vmap), a token outside the table becomes NaN: an index past the
+    table would trip an assertion on the device, after which the process can no longer use it.
 
     Raises:
-        ValueError: d_k is odd, a size is below 1, or theta is not positive and finite; the sequence is longer than the
-            table; a position is negative, or not below max_seq_len.
+        ValueError: d_k is odd, a size below 1, theta not positive and finite; a sequence or position off the table.
     """
 
     cos_sin: Tensor
@@ -65,9 +64,7 @@ class RotaryPositionalEmbedding(nn.Module):
             raise ValueError(f"RoPE rotates pairs: d_k must be even and at least 2, got {d_k}")
         if max_seq_len < 1:
             raise ValueError(f"RoPE needs max_seq_len of at least 1, got {max_seq_len}")
-        self.theta = theta
-        self.d_k = d_k
-        self.max_seq_len = max_seq_len
+        self.theta, self.d_k, self.max_seq_len = theta, d_k, max_seq_len
         table = torch.empty(max_seq_len, d_k // 2, 2, device=device, dtype=torch.float32)
         self.register_buffer("cos_sin", table, persistent=False)
         self.reset_parameters()

@@ -133,10 +133,10 @@ def _signature(value: Any) -> tuple[Any, ...]:
 def _signer(function: FunctionType, is_method: bool) -> Callable[..., tuple[Any, ...]]:
     """Return a function of the same arguments that returns the signature of a call."""
     names = list(inspect.signature(function).parameters)[is_method:]
-    tensor = (
-        "({0}.__class__, {0}.dtype, {0}.shape) if isinstance({0}, Tensor) else None if {0} is None else _signature({0})"
-    )
-    return _lambda(function, _expressions(function) + [tensor.format(name) for name in names])
+    # _signature, with its two usual cases inlined: it is what a checked call costs.
+    tensor = "({0}.__class__, {0}.dtype, {0}.shape) if isinstance({0}, Tensor)"
+    sign = tensor + " else None if {0} is None else _signature({0})"
+    return _lambda(function, _expressions(function) + [sign.format(name) for name in names])
 
 
 def _expressions(function: FunctionType) -> list[str]:
@@ -145,7 +145,7 @@ def _expressions(function: FunctionType) -> list[str]:
 
 
 def _lambda(function: FunctionType, expressions: list[str]) -> Callable[..., tuple[Any, ...]]:
-    """Return a function of the same arguments that evaluates the expressions; compiled, because it runs on every call."""
+    """Return a function of the same arguments that evaluates the expressions; compiled, as it runs on every call."""
     parameters = inspect.signature(function).parameters.values()
     bare = [p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None) for p in parameters]
     head = str(inspect.Signature(bare)).strip("()")

@@ -1,0 +1,18 @@
+"""What every test needs: a clean compiler."""
+
+import warnings
+
+import pytest
+import torch
+
+with warnings.catch_warnings():  # inductor's own import uses a deprecated part of torch
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import torch._inductor.compile_fx
+
+
+@pytest.fixture(autouse=True)
+def _clean_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()

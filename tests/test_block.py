@@ -1,0 +1,355 @@
+import copy
+import functools
+
+import numpy as np
+import pytest
+import reference
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tinyblock import Block, FeedForward, RotaryPositionalEmbedding, SwiGLU, Transformer, silu
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def cs336_state(edition, d_model=24, d_ff=40, prefix="", seed=0):
+    """Weights under the keys and shapes of the reference block of CS336 assignment 1."""
+    shapes = {
+        "attn.q_proj.weight": (d_model, d_model),
+        "attn.k_proj.weight": (d_model, d_model),
+        "attn.v_proj.weight": (d_model, d_model),
+        "attn.output_proj.weight": (d_model, d_model),
+        "ln1.weight": (d_model,),
+        "ffn.w1.weight": (d_ff, d_model),
+        "ffn.w2.weight": (d_model, d_ff),
+        "ln2.weight": (d_model,),
+    }
+    if edition == 2025:
+        shapes["ffn.w3.weight"] = (d_ff, d_model)
+    return {
+        prefix + key: randn(*shape, seed=seed + index) / shape[-1] ** 0.5 + (len(shape) == 1)
+        for index, (key, shape) in enumerate(shapes.items())
+    }
+
+
+def arrays(state):
+    return {key: reference.array(value) for key, value in state.items()}
+
+
+@pytest.mark.parametrize("edition", [2024, 2025])
+def test_block_loads_cs336_and_follows_the_formula(edition):
+    state, x = cs336_state(edition), randn(2, 7, 24, seed=50)
+    theta = 100.0 if edition == 2025 else None
+    rope = RotaryPositionalEmbedding(theta, 6, 9) if theta else None
+    block = Block(24, 4, 40, rope=rope, ffn=SwiGLU if edition == 2025 else FeedForward, dtype=torch.float64)
+    block.load_state_dict(state, strict=True)
+    exact = reference.block(reference.array(x), arrays(state), 4, theta=theta)
+    assert reference.worst(block(x), exact) <= 1e-12
+    assert reference.worst(block.float()(x.float()), exact) <= 1e-6
+
+
+@pytest.mark.parametrize("edition", [2024, 2025])
+def test_transformer_loads_cs336_and_follows_the_formula(edition):
+    state, x = {"ln_final.weight": 1 + randn(24) / 5}, randn(2, 7, 24, seed=50)
+    for layer in range(3):
+        state |= cs336_state(edition, prefix=f"layers.{layer}.", seed=10 * layer)
+    theta = 100.0 if edition == 2025 else None
+    ffn = SwiGLU if edition == 2025 else FeedForward
+    model = Transformer(3, 24, 4, 40, max_seq_len=9, theta=theta, ffn=ffn, dtype=torch.float64)
+    model.load_state_dict(state, strict=True)
+    assert model.state_dict().keys() == state.keys()
+    exact = reference.transformer(reference.array(x), arrays(state), 4, theta=theta)
+    assert reference.worst(model(x), exact) <= 1e-12
+    assert reference.worst(model.float()(x.float()), exact) <= 1e-6
+
+
+def test_transformer_with_every_option_follows_the_formula():
+    torch.manual_seed(0)
+    options = {"num_kv_heads": 2, "d_head": 8, "qk_norm": True, "theta": 500.0}
+    model = Transformer(2, 24, 4, max_seq_len=64, dtype=torch.float64, **options)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "ln" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 2)
+    x, positions = randn(2, 6, 24), torch.tensor([[3, 9, 2, 63, 0, 5], [0, 1, 2, 3, 4, 5]])
+    mask = torch.ones(2, 6, 6, dtype=torch.bool)
+    mask[0, 3:, :3] = False
+    exact = reference.transformer(
+        reference.array(x),
+        arrays(model.state_dict()),
+        4,
+        theta=500.0,
+        num_kv_heads=2,
+        positions=positions.numpy(),
+        mask=mask.numpy(),
+    )
+    assert reference.worst(model(x, positions, mask), exact) <= 1e-12
+    assert reference.worst(model.float()(x.float(), positions, mask), exact) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_block_keeps_dtype_and_leaves_inputs_alone(dtype):
+    block = Block(24, 4, rope=RotaryPositionalEmbedding(100.0, 6, 9), dtype=dtype)
+    x = randn(2, 7, 24, dtype=dtype)
+    before = x.clone()
+    assert block(x).dtype == dtype
+    assert torch.equal(x, before)
+
+
+def test_block_accepts_any_callable_for_its_ffn():
+    block = Block(24, 4, 32, ffn=functools.partial(FeedForward, activation=silu))
+    assert block.ffn.activation is silu
+    assert block.ffn.d_ff == 32
+    assert Block(24, 4).ffn.d_ff == 64
+    assert Block(24, 4, ffn=FeedForward).ffn.d_ff == 96
+
+
+def test_block_gradcheck():
+    torch.manual_seed(0)
+    block = Block(8, 2, 8, rope=RotaryPositionalEmbedding(10.0, 4, 3), dtype=torch.float64)
+    assert torch.autograd.gradcheck(block, (randn(1, 3, 8).requires_grad_(),))
+
+
+def test_transformer_of_a_prefix_is_the_prefix():
+    torch.manual_seed(0)
+    model, x = Transformer(2, 24, 4, max_seq_len=9, dtype=torch.float64), randn(2, 9, 24)
+    out = model(x)
+    for length in range(1, 9):
+        torch.testing.assert_close(model(x[:, :length]), out[:, :length], rtol=0, atol=1e-12)
+
+
+def tables(model):
+    return {id(buffer): buffer for _, buffer in model.named_buffers(remove_duplicate=False)}
+
+
+def test_transformer_has_one_rope_table_wherever_it_goes():
+    model = Transformer(3, 24, 4, max_seq_len=9)
+    exact = model.rope.cos_sin.clone()
+    with torch.device("meta"):
+        empty = Transformer(3, 24, 4, max_seq_len=9)
+    for moved in (
+        model,
+        copy.deepcopy(model),
+        copy.deepcopy(model).to(torch.bfloat16),
+        copy.deepcopy(model).double().to("cpu"),
+        copy.deepcopy(model).to("meta").to_empty(device="cpu"),
+        empty.to(torch.float16).to_empty(device="cpu"),
+    ):
+        assert len(tables(moved)) == 1
+        assert all(layer.attn.rope is moved.rope for layer in moved.layers)
+        assert moved.rope.cos_sin.dtype == torch.float32
+        assert torch.equal(moved.rope.cos_sin, exact)
+        assert not any("rope" in key for key in moved.state_dict())
+    assert len(tables(copy.deepcopy(model).to("meta"))) == 1
+
+
+def test_transformer_is_whole_after_meta_and_reset_parameters():
+    with torch.device("meta"):
+        model = Transformer(2, 24, 4, max_seq_len=9, qk_norm=True)
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    model.reset_parameters()
+    assert model(randn(1, 9, 24, dtype=torch.float32)).isfinite().all()
+    assert torch.equal(model.layers[1].ln2.weight, torch.ones(24))
+    assert torch.equal(model.layers[0].attn.q_norm.weight, torch.ones(6))
+    model.layers[0].attn.q_proj.weight.data.fill_(torch.nan)
+    model.layers[0].reset_parameters()
+    assert model(randn(1, 9, 24, dtype=torch.float32)).isfinite().all()
+
+
+@pytest.mark.parametrize("theta", [100.0, None])
+def test_transformer_rejects_a_sequence_longer_than_its_limit(theta):
+    model = Transformer(1, 24, 4, max_seq_len=9, theta=theta)
+    with pytest.raises(ValueError, match=r"10 tokens .*max_seq_len=9"):
+        model(torch.zeros(10, 24))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "named"),
+    [
+        ((0, 24, 4), {}, "num_layers=0"),
+        ((-1, 24, 4), {}, "num_layers=-1"),
+        ((1, 24, 4), {"max_seq_len": 0}, "max_seq_len=0"),
+        ((1, 24, 5), {}, "num_heads=5"),
+        ((1, 30, 4), {}, "num_heads=4"),
+        ((1, 24, 0), {}, "'num_heads': 0"),
+        ((1, 24, 8), {}, "even.*3"),
+        ((1, 24, 4), {"theta": 0.0}, "theta.*0.0"),
+        ((1, 24, 4), {"eps": -1.0}, "eps.*-1.0"),
+        ((1, 24, 4, 0), {}, "d_ff=0"),
+    ],
+)
+def test_transformer_rejects_bad_hyperparameters(arguments, options, named):
+    with pytest.raises(ValueError, match=named):
+        Transformer(*arguments, **({"max_seq_len": 9} | options))
+
+
+@pytest.mark.parametrize("change", ["missing", "misshaped"])
+def test_load_state_dict_names_the_key_that_is_wrong(change):
+    block, state = Block(24, 4, 40), cs336_state(2025)
+    if change == "missing":
+        del state["attn.k_proj.weight"]
+    else:
+        state["attn.k_proj.weight"] = torch.zeros(24, 23)
+    with pytest.raises(RuntimeError, match=r"attn\.k_proj\.weight"):
+        block.load_state_dict(state)
+
+
+# What PyTorch does with modules, with the shape checks on.
+
+
+def model_and_input(layers=2):
+    torch.manual_seed(0)
+    return Transformer(layers, 24, 4, max_seq_len=40, num_kv_heads=2, qk_norm=True), randn(
+        2, 7, 24, dtype=torch.float32
+    )
+
+
+def modules():
+    torch.manual_seed(0)
+    rope = RotaryPositionalEmbedding(100.0, 6, 40)
+    block = Block(24, 4, rope=rope, num_kv_heads=2, qk_norm=True)
+    return {
+        "RMSNorm": (block.ln1, 24),
+        "SwiGLU": (block.ffn, 24),
+        "FeedForward": (FeedForward(24), 24),
+        "RotaryPositionalEmbedding": (rope, 6),
+        "CausalMultiHeadSelfAttention": (block.attn, 24),
+        "Block": (block, 24),
+        "Transformer": (Transformer(4, 24, 4, max_seq_len=40, num_kv_heads=2, qk_norm=True), 24),
+    }
+
+
+def recompilations():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_compile_is_one_graph_that_serves_every_length(name):
+    module, width = modules()[name]
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for length in (5, 8, 1, 13, 40, 2, 21):
+        x = randn(2, length, width, seed=length, dtype=torch.float32)
+        torch.testing.assert_close(compiled(x), module(x), rtol=1e-5, atol=1e-5)
+    assert recompilations() <= 3  # the first length, any length, length 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_compile_with_positions_and_mask_is_one_graph():
+    model, _ = model_and_input()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for length in (5, 8, 13, 21):
+        x, positions = randn(2, length, 24, seed=length, dtype=torch.float32), torch.arange(length) + 3
+        mask = torch.ones(2, length, length, dtype=torch.bool)
+        mask[1, :, :2] = False
+        torch.testing.assert_close(compiled(x, positions, mask), model(x, positions, mask), rtol=1e-5, atol=1e-5)
+    assert recompilations() <= 2
+
+
+def test_compile_with_inductor_matches_eager_and_its_gradients():
+    model, x = model_and_input(layers=4)
+    compiled = torch.compile(model, fullgraph=True)
+    for_eager, for_compiled = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(for_eager).square().sum().backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    compiled(for_compiled).square().sum().backward()
+    torch.testing.assert_close(for_compiled.grad, for_eager.grad, rtol=1e-4, atol=1e-4)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-4)
+    assert recompilations() == 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_with_a_dynamic_sequence(strict):
+    model, x = model_and_input()
+    seq = torch.export.Dim("seq", min=2, max=40)
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: seq}}, strict=strict)
+    for length in (2, 11, 40):
+        x = randn(2, length, 24, seed=length, dtype=torch.float32)
+        torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for this kernel
+def test_functional_call_grad_and_vmap():
+    model, x = model_and_input()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+    gradients = torch.func.grad(loss)(parameters, x)
+    model(x).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for name, gradient in per_sample.items():
+        torch.testing.assert_close(gradient.mean(0), gradients[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.func.vmap(model)(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+def test_activation_checkpointing_gives_the_same_gradients():
+    model, x = model_and_input()
+    plain, saved = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(plain).sum().backward()
+    checkpoint(model, saved, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(saved.grad, plain.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_in_the_lower_dtype_without_a_warning(dtype):
+    model, x = model_and_input()
+    with torch.autocast("cpu", dtype):
+        out = model(x)
+    assert out.dtype == torch.float32  # that of the residual stream
+    torch.testing.assert_close(out, model(x), rtol=0.1, atol=0.1)
+    assert not torch.equal(out, model(x))
+
+
+def test_meta_and_fake_tensors_have_the_right_shapes():
+    model, x = model_and_input()
+    positions, mask = torch.arange(7), torch.ones(7, 7, dtype=torch.bool)
+    on_meta = copy.deepcopy(model).to("meta")
+    out = on_meta(x.to("meta"), positions.to("meta"), mask.to("meta"))
+    assert out.is_meta
+    assert out.shape == x.shape
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        out = model(mode.from_tensor(x), mode.from_tensor(positions), mode.from_tensor(mask))
+        assert isinstance(out, torch._subclasses.FakeTensor)
+        assert out.shape == x.shape
+
+
+def test_bfloat16_stack_is_no_further_from_float64_than_the_cast_order_of_llama():
+    """Compare with the same stack whose norms round before the gain, and whose attention is the same."""
+
+    class RoundsTwice(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x):
+            wide = x.float()
+            return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+    ratios = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        exact_model = Transformer(4, 96, 4, max_seq_len=32)
+        for name, parameter in exact_model.named_parameters():
+            if "ln" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 2)
+        ours = exact_model.to(torch.bfloat16)
+        exact_model = copy.deepcopy(ours).double()
+        theirs = copy.deepcopy(ours)
+        for layer in theirs.layers:
+            layer.ln1, layer.ln2 = RoundsTwice(layer.ln1.weight), RoundsTwice(layer.ln2.weight)
+        theirs.ln_final = RoundsTwice(theirs.ln_final.weight)
+        x = randn(2, 32, 96, seed=seed, dtype=torch.bfloat16)
+        exact = reference.array(exact_model(x.double()))
+        error, other = (np.square(reference.array(model(x)) - exact).mean() for model in (ours, theirs))
+        ratios.append((error / other) ** 0.5)
+    assert np.median(ratios) < 1

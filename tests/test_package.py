@@ -1,0 +1,97 @@
+"""The package as people take it: whole, or a file at a time."""
+
+import importlib
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tinyblock
+
+ROOT = Path(__file__).parents[1]
+LEAVES = {
+    "rmsnorm": "norm = rmsnorm.RMSNorm(8); assert norm(x).shape == x.shape; rmsnorm.rms_norm(x, norm.weight)",
+    "ffn": "assert ffn.SwiGLU(8)(x).shape == ffn.FeedForward(8)(x).shape == x.shape",
+    "rope": "r = rope.RotaryPositionalEmbedding(1e4, 8, 9); assert r(x, torch.arange(3)).shape == x.shape",
+    "attention": "assert attention.CausalMultiHeadSelfAttention(8, 2, qk_norm=True)(x).shape == x.shape",
+}
+WITH_PACKAGE = {**os.environ, "PYTHONPATH": str(ROOT)}
+ONLY = """
+import sys, torch, einops, jaxtyping
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("beartype", "tinyblock"):
+            raise ImportError(f"{name} is not to be had here")
+sys.meta_path.insert(0, Refuse())
+x = torch.randn(2, 3, 8)
+"""
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_leaf_file_works_alone(leaf, tmp_path):
+    shutil.copy(ROOT / "tinyblock" / f"{leaf}.py", tmp_path)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    code = ONLY + f"import {leaf}\nassert {leaf}.__file__.startswith({str(tmp_path)!r})\n" + LEAVES[leaf]
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_leaf_file_imports_no_sibling(leaf):
+    source = (ROOT / "tinyblock" / f"{leaf}.py").read_text()
+    imported = set(re.findall(r"^(?:from|import) ([\w.]+)", source, re.MULTILINE))
+    packages = {name.partition(".")[0] for name in imported}
+    assert packages - set(sys.stdlib_module_names) <= {"torch", "einops", "jaxtyping"}
+    assert not re.search(r"^from \.", source, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [*LEAVES, "block", "transformer"])
+def test_layer_file_stays_under_150_lines(name):
+    assert len((ROOT / "tinyblock" / f"{name}.py").read_text().splitlines()) < 150
+
+
+def test_readme_example_prints_what_it_says():
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    assert len(example.splitlines()) == 6
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, env=WITH_PACKAGE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == example.splitlines()[-1].partition("# ")[2]
+
+
+def test_readme_error_is_the_one_that_is_raised():
+    quoted = re.search(r"```\njaxtyping.TypeCheckError: (.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    with pytest.raises(TypeError) as caught:
+        tinyblock.Block(512, 8)(torch.zeros(4, 128, 500))
+    assert str(caught.value).startswith(quoted.strip())
+
+
+def test_package_exports_the_api():
+    names = set()
+    for module in (*LEAVES, "block", "transformer"):
+        layer = importlib.import_module(f"tinyblock.{module}")
+        names |= set(layer.__all__)
+        for name in layer.__all__:
+            assert getattr(tinyblock, name) is getattr(layer, name)
+    assert names == set(tinyblock.__all__)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", tinyblock.__version__)
+    assert f'__version__ = "{tinyblock.__version__}"' in (ROOT / "tinyblock" / "__init__.py").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(tinyblock.__all__))
+def test_everything_public_is_documented_and_checked(name):
+    member = getattr(tinyblock, name)
+    assert inspect.getdoc(member)
+    if isinstance(member, type):
+        assert issubclass(member, nn.Module)
+        assert "reset_parameters" in vars(member)
+        assert member.forward.__typechecked__
+        assert member.__init__.__typechecked__
+    else:
+        assert member.__typechecked__
