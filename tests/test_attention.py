@@ -63,6 +63,22 @@ def test_scaled_dot_product_attention_matches_torch_and_its_gradients(dtype):
         torch.testing.assert_close(a.grad, b.grad, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scaled_dot_product_attention_rounds_once(dtype):
+    q, k, v = (randn(2, 3, 9, 8, seed=seed, dtype=dtype) for seed in range(3))
+    exact = reference.attention(*map(reference.array, (q, k, v)), np.ones((2, 3, 9, 9), bool))
+    error = np.abs(reference.array(attention(q, k, v)) - exact)
+    assert (error <= 0.501 * 2.0 ** np.floor(np.log2(np.abs(exact))) * torch.finfo(dtype).eps + 1e-6).all()
+
+
+def test_scaled_dot_product_attention_does_not_hide_nan():
+    q, k, v = (randn(3, 4, seed=seed) for seed in range(3))
+    q[1, 0] = torch.nan
+    mask = torch.ones(3, 3, dtype=torch.bool).tril()
+    for out in (attention(q, k, v, mask), F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask)[0]):
+        assert out.isnan().all(-1).tolist() == [False, True, False]
+
+
 def test_scaled_dot_product_attention_gradcheck():
     q, k, v = (randn(2, 3, 4, seed=seed).requires_grad_() for seed in range(3))
     mask = torch.tensor([[True, False, False], [False, False, False], [True, True, True]])
@@ -213,6 +229,12 @@ def test_self_attention_leaves_inputs_alone():
 def test_self_attention_rejects_bad_hyperparameters(sizes, options, named):
     with pytest.raises(ValueError, match=named):
         CausalMultiHeadSelfAttention(*sizes, **options)
+
+
+def test_self_attention_with_its_own_head_size_need_not_divide_d_model():
+    module = CausalMultiHeadSelfAttention(24, 5, d_head=4)
+    assert module.q_proj.weight.shape == (20, 24)
+    assert module(torch.randn(3, 24)).shape == (3, 24)
 
 
 def test_self_attention_rejects_positions_that_it_cannot_apply():

@@ -1,0 +1,371 @@
+"""The profiler as a program: every mode, every output, every refusal."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from profiling import cli
+from profiling.compare import compare
+from profiling.machine import Ceilings
+from profiling.timing import Spread
+
+ROOT = Path(__file__).parents[1]
+TINY = ["--device=cpu", "--batch-size=2", "--seq-len=6", "--d-model=16", "--num-heads=4", "--num-kv-heads=2"]
+TINY += ["--d-ff=24", "--rounds=2"]
+PARTS = ["ln1", "q/k/v projections", "rope", "attention", "output projection", "residual adds", "ln2", "ffn"]
+
+
+@pytest.fixture(autouse=True)
+def _known_ceilings(monkeypatch):
+    """Leave the measuring of the ceilings out, which has tests of its own and takes a second."""
+    ceilings = Ceilings(Spread(1e11, 1e11, 1e11, 7), Spread(1e10, 1e10, 1e10, 7), 1024, 2**27)
+    monkeypatch.setattr(cli, "measure_ceilings", lambda device, dtype: ceilings)
+
+
+def profile(tmp_path, *options, code=0):
+    """Run the profiler in this process and return what it wrote as JSON."""
+    path = tmp_path / "profile.json"
+    assert cli.main([*TINY, *options, "--json", str(path)]) == code
+    return json.loads(path.read_text())
+
+
+def script(*options):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    command = [sys.executable, str(ROOT / "scripts" / "profile_block.py"), *TINY, *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_script_prints_plain_tables_and_turns_the_shape_checks_off(tmp_path):
+    path = tmp_path / "profile.json"
+    run = script("--json", str(path))
+    assert (run.returncode, run.stderr) == (0, "")
+    document = json.loads(path.read_text())
+    assert document["settings"]["shape_checks"] is False
+    assert document["environment"]["command"].endswith(f"--json {path}")
+    assert document["ceilings"]["flops_per_second"]["median"] > 1e6
+    assert document["ceilings"]["bytes_per_second"]["median"] > 1e6
+    assert run.stdout.isascii()
+    assert all(re.search(rf"^{name}  ", run.stdout, re.MULTILINE) for name in [*PARTS, "sum of the parts", "whole"])
+    assert "datasheet n/a" in run.stdout
+    assert "Kernels: n/a" in run.stdout
+
+
+def test_script_refuses_in_one_line():
+    run = script("--d-model", "17")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.count("\n") == 1
+    assert "d_model=17 is not a multiple of num_heads=4" in run.stderr
+
+
+def test_profile_of_forward_has_no_backward(tmp_path, capsys):
+    document = profile(tmp_path, "--mode", "forward")
+    (point,) = document["points"]
+    assert list(point["whole"]) == ["forward"]
+    assert point["memory"]["saved_bytes"] is None
+    assert "backward ms" not in capsys.readouterr().out
+
+
+def test_profile_of_train_measures_every_part(tmp_path):
+    document = profile(tmp_path)
+    assert (document["schema"], document["status"]) == ("tinyblock.profile/1", "ok")
+    (point,) = document["points"]
+    assert [part["name"] for part in point["parts"]] == PARTS
+    for record in (*point["parts"], point["whole"]):
+        for pass_ in ("forward", "backward"):
+            spread = record[pass_]["seconds"]
+            assert spread["samples"] == 2
+            assert spread["p20"] <= spread["median"] <= spread["p80"]
+    assert point["whole"]["train"]["seconds"]["median"] > point["whole"]["forward"]["seconds"]["median"] > 0
+    memory = point["memory"]
+    # Along the block, every saved storage is one part's; scalars aside, the parts save what the whole saves.
+    assert sum(part["saved_bytes"] for part in memory["parts"]) == memory["saved_bytes"] > 0
+    weights = 4 * (2 * 16 * 4 * 4 + 2 * 16 * 2 * 4 + 3 * 16 * 24 + 2 * 16)
+    assert memory["parameters_bytes"] == memory["gradients_bytes"] == weights
+    assert memory["peak_bytes"] >= weights + max(weights, memory["saved_bytes"])
+    assert point["kernels"] is None
+    assert point["compile"] is None
+
+
+def test_profile_of_a_step_has_the_optimizer(tmp_path, capsys):
+    document = profile(tmp_path, "--mode", "step", "--num-layers", "2", "--qk-norm", "--dtype", "bfloat16")
+    (point,) = document["points"]
+    memory = point["memory"]
+    assert memory["optimizer_state_bytes"] == 2 * memory["parameters_bytes"] + 4 * 23  # two moments, and 23 step counts
+    assert point["optimizer"]["seconds"]["median"] > 0
+    step, train = point["whole"]["step"]["seconds"], point["whole"]["train"]["seconds"]
+    assert step["median"] > train["median"] / 2
+    assert [part["name"] for part in point["parts"] if part["count"] == 1] == ["final norm"]
+    assert "q/k norm" in [part["name"] for part in point["parts"]]
+    out = capsys.readouterr().out
+    assert "AdamW" in out
+    assert "the sum counts 2 times" in out
+
+
+def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch, capsys):
+    compiled = []
+
+    def quick(function, **options):  # the real inductor takes a minute here
+        compiled.append(getattr(function, "__name__", ""))
+        return compile_(function, backend="aot_eager", **options)
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", quick)
+    document = profile(tmp_path, "--compile")
+    (point,) = document["points"]
+    assert (point["compile"]["graphs"], point["compile"]["graph_breaks"]) == (1, 0)
+    assert point["compile"]["seconds"] > 0
+    assert len(compiled) == 1 + 2 + len(PARTS)  # the check, the whole and the smallest, the parts
+    assert "1 graph, 0 breaks" in capsys.readouterr().out
+
+
+def test_profile_of_one_token_shows_the_overhead(tmp_path):
+    (point,) = profile(tmp_path, "--seq-len", "1", "--batch-size", "1", "--mode", "forward")["points"]
+    assert 0.2 < point["overhead"]["share"] < 5
+
+
+def test_profile_uses_the_attention_backend_alone(tmp_path, monkeypatch):
+    seen = set()
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args, **options):
+        seen.add((torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+        return attend(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    document = profile(tmp_path, "--attention-backend", "math", "--mode", "forward")
+    assert seen == {(True, False)}
+    assert document["settings"]["attention_backend"] == "math"
+
+
+def test_profile_writes_a_trace_with_the_parts_as_labels(tmp_path):
+    path = tmp_path / "trace.json"
+    profile(tmp_path, "--mode", "step", "--trace", str(path))
+    names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+    expected = {f"{part} {pass_}" for part in [*PARTS, "whole"] for pass_ in ("forward", "backward")} | {"AdamW"}
+    assert expected <= names
+    assert "aten::scaled_dot_product_attention" in names
+
+
+def test_schema_names_every_key(tmp_path):
+    document = profile(tmp_path, "--mode", "step", "--sweep", "batch-size=1")
+    documented = set(re.findall(r"`([a-z0-9_]+)`", (ROOT / "docs" / "profile_schema.md").read_text()))
+    documented |= set(re.findall(r'"([a-z0-9_]+)"', (ROOT / "docs" / "profile_schema.md").read_text()))
+
+    def keys(value):
+        if isinstance(value, dict):
+            yield from value
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from keys(item)
+
+    assert set(keys(document)) <= documented
+
+
+def test_preset_gives_every_size_and_an_option_overrides_it():
+    parser = cli._parser()
+
+    def size(*options):
+        return cli._size(parser.parse_args(options))
+
+    qwen = size("--preset", "qwen3-8b", "--seq-len", "7")
+    assert (qwen.d_model, qwen.num_heads, qwen.num_kv_heads, qwen.d_head, qwen.d_ff) == (4096, 32, 8, 128, 12288)
+    assert (qwen.qk_norm, qwen.theta, qwen.eps, qwen.seq_len, qwen.num_layers) == (True, 1e6, 1e-6, 7, None)
+    assert size("--preset", "qwen3-8b", "--d-ff", "64").d_ff == 64
+    narrow = size("--preset", "llama-3.1-8b", "--d-model", "512")
+    assert (narrow.d_head, narrow.d_ff, narrow.num_kv_heads) == (16, 1344, 8)
+    single = size("--preset", "llama-3.1-8b", "--num-heads", "2")
+    assert (single.num_kv_heads, single.d_head, single.d_ff) == (2, 2048, 14336)
+    default = size()
+    assert (default.d_model, default.num_heads, default.d_ff) == (512, 8, 1344)
+
+
+def test_sweep_goes_on_after_a_point_without_memory(tmp_path, capsys):
+    impossible = 2**43
+    document = profile(tmp_path, "--mode", "forward", "--sweep", f"batch-size=1,{impossible},3")
+    assert [point["status"] for point in document["points"]] == ["ok", "out of memory", "ok"]
+    assert document["points"][1]["size"]["batch_size"] == impossible
+    assert "parts" not in document["points"][1]
+    assert re.search(rf"^{impossible}  out of memory$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_single_size_without_memory_is_reported_and_fails(tmp_path, capsys):
+    document = profile(tmp_path, "--mode", "forward", "--batch-size", str(2**43), code=1)
+    assert [point["status"] for point in document["points"]] == ["out of memory"]
+    assert "out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("axis", ["seq-len=4,8", "d-model=16,32"])
+def test_sweep_measures_every_value(tmp_path, axis):
+    document = profile(tmp_path, "--mode", "forward", "--sweep", axis)
+    key, values = axis.split("=")
+    assert [str(point["size"][key.replace("-", "_")]) for point in document["points"]] == values.split(",")
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("options", [[], ["--sweep", "seq-len=4,8"]])
+def test_plot_writes_a_picture(tmp_path, suffix, options):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plot.{suffix}"
+    profile(tmp_path, *options, "--plot", str(path))
+    start = path.read_bytes()[:400]
+    assert start.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in start
+    assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, "profile.json"]
+
+
+def test_plot_without_matplotlib_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    find = cli.importlib.util.find_spec
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    assert "pip install 'tinyblock[plot]'" in refusal(capsys, "--plot", str(tmp_path / "a.png"))
+
+
+def test_compare_shows_ratios_with_their_spread(tmp_path, capsys):
+    old = profile(tmp_path)
+    saved = tmp_path / "old.json"
+    saved.write_text(json.dumps(old))
+    profile(tmp_path, "--compare", str(saved))
+    out = capsys.readouterr().out
+    assert "New / old: Block" in out
+    assert re.search(
+        r"^whole +train +[0-9.]+ +[0-9.]+ +[0-9.]+ +[0-9.]+-[0-9.]+ +(same|faster|slower)", out, re.MULTILINE
+    )
+
+    slow = json.loads(json.dumps(old))
+    slow["settings"]["dtype"] = "bfloat16"
+    for document, factor in ((old, 1.0), (slow, 3.0)):
+        document["points"][0]["whole"] = {
+            "forward": {"seconds": {"median": 2e-6 * factor, "p20": 1.9e-6 * factor, "p80": 2.1e-6 * factor}}
+        }
+    changes, table = compare(slow, old)
+    assert "dtype: float32 then, bfloat16 now" in changes
+    assert ["whole", "forward", "2.00", "6.00", "3.00", "2.71-3.32", "slower"] in table.rows
+    _, table = compare(old, slow)
+    assert ["whole", "forward", "6.00", "2.00", "0.33", "0.30-0.37", "faster"] in table.rows
+    _, table = compare(old, old)
+    assert ["whole", "forward", "2.00", "2.00", "1.00", "0.90-1.11", "same"] in table.rows
+
+
+def test_interruption_writes_what_was_measured(tmp_path, monkeypatch, capsys):
+    from profiling import measure
+
+    def interrupted(runs, rounds, seconds, warmup, on_sample, samples):
+        samples.update({name: [2e-3, 1e-3] for name in runs} | {"whole forward": [1e-3]})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "interleave", interrupted)
+    document = profile(tmp_path, "--mode", "forward", "--sweep", "seq-len=4,8,16", code=130)
+    assert document["status"] == "interrupted"
+    (point,) = document["points"]
+    assert point["status"] == "interrupted"
+    assert point["parts"][0]["forward"]["seconds"]["samples"] == 1  # complete rounds only
+    assert "Interrupted" in capsys.readouterr().out
+
+
+def test_interruption_keeps_the_points_before_it(tmp_path, monkeypatch):
+    measure, calls = cli.measure, []
+
+    def second_is_interrupted(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(cli, "measure", second_is_interrupted)
+    document = profile(tmp_path, "--mode", "forward", "--sweep", "seq-len=4,8,16", code=130)
+    assert document["status"] == "interrupted"
+    assert [point["status"] for point in document["points"]] == ["ok"]
+
+
+def test_error_that_is_no_lack_of_memory_is_raised(monkeypatch):
+    from profiling import measure
+
+    def broken(*args):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(measure, "cut", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        cli.main(TINY)
+
+
+def refusal(capsys, *options):
+    """Return the one line in which the profiler refuses these options, before anything is measured."""
+    with pytest.raises(SystemExit) as raised:
+        cli.main([*TINY, *options])
+    captured = capsys.readouterr()
+    assert raised.value.code == 2
+    assert captured.out == ""
+    assert captured.err.startswith("profile_block.py: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--num-kv-heads", "3"], "num_heads=4 is not a multiple of num_kv_heads=3"),
+        (["--d-head", "3"], "d_k must be even"),
+        (["--seq-len", "0"], "seq_len of at least 1, got 2 and 0"),
+        (["--batch-size", "-1"], "batch_size"),
+        (["--d-ff", "0"], "d_ff=0"),
+        (["--num-layers", "0"], "num_layers=0"),
+        (["--sweep", "d-model=16,17"], "d_model=17"),
+        (["--sweep", "d-ff=16"], "--sweep takes one of seq-len, batch-size, d-model"),
+        (["--sweep", "seq-len=8,x"], "'seq-len=8,x'"),
+        (["--preset", "gpt-5"], "invalid choice: 'gpt-5'"),
+        (["--dtype", "float8"], "invalid choice: 'float8'"),
+        (["--device", "tpu0"], "unknown device 'tpu0'"),
+        (["--device", "meta"], "cannot profile on 'meta'"),
+        (["--rounds", "0"], "--rounds"),
+        (["--json", "missing/folder/x.json"], "--json: cannot write"),
+        (["--trace", "."], "--trace: cannot write"),
+        (["--plot", "x.gif"], "--plot draws .png, .svg, .pdf"),
+        (["--json", "x", "--trace", "./x"], "two outputs have the same path"),
+        (["--compare", "missing.json"], "--compare: cannot read missing.json"),
+        (["--memory-snapshot", "x"], "--memory-snapshot needs CUDA"),
+        (["--nvtx"], "--nvtx needs CUDA"),
+        (["--attention-backend", "cudnn"], "--attention-backend cudnn cannot run on cpu in float32"),
+        (["--sweep", "seq-len=4", "--trace", "x"], "leave --sweep out"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--batch", "3"], "unrecognized arguments: --batch"),
+    ],
+)
+def test_refusals_name_what_is_wrong(options, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in refusal(capsys, *options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
+def test_cuda_where_there_is_none_is_refused(capsys):
+    assert "has no CUDA" in refusal(capsys, "--device", "cuda")
+
+
+def test_files_that_are_no_profile_are_refused(tmp_path, capsys):
+    path = tmp_path / "old.json"
+    for text, message in (("{", "is not JSON"), ("[]", "is no profile"), ('{"schema": "x"}', "is no profile")):
+        path.write_text(text)
+        assert message in refusal(capsys, "--compare", str(path))
+    path.write_text('{"schema": "tinyblock.profile/1", "points": []}')
+    assert "none of the sizes" in refusal(capsys, "--compare", str(path))
+
+
+def test_compiler_that_does_not_work_is_refused(capsys, monkeypatch):
+    def missing(function):
+        raise RuntimeError("Failed to find C++ compiler. Please specify via CXX.\nMore lines")
+
+    monkeypatch.setattr(torch, "compile", missing)
+    assert "torch.compile does not work here: Failed to find C++ compiler\n" in refusal(capsys, "--compile")
+
+
+def test_report_that_nobody_reads_to_the_end_is_no_error(tmp_path):
+    command = [sys.executable, str(ROOT / "scripts" / "profile_block.py"), *TINY, "--json", str(tmp_path / "x.json")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as run:
+        run.stdout.close()
+        assert run.stderr.read() == b""
+    assert run.returncode == 0
+    assert (tmp_path / "x.json").exists()

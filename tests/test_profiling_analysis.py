@@ -1,0 +1,117 @@
+"""What is made of samples that are known."""
+
+import math
+
+import pytest
+import torch
+from profiling.analysis import analyse
+from profiling.costs import Cost, adamw_cost, part_costs
+from profiling.machine import Ceilings, Datasheet
+from profiling.presets import Size
+from profiling.timing import Spread
+
+MACHINE = Ceilings(Spread(1e9, 1e9, 1e9, 1), Spread(1e8, 1e8, 1e8, 1), 1024, 2**20)
+SIZE = Size(batch_size=2, seq_len=5, d_model=12, num_heads=6, num_kv_heads=2, d_head=4, d_ff=20)
+
+
+def samples_of(size: Size, mode: str) -> dict[str, list[float]]:
+    """Forward takes each part 1, 2 and 3 s in three rounds, and backward twice that; the whole, 10, 20 and 30 times."""
+    samples = {}
+    for name, factor in [*((name, 1) for name in part_costs(size, 4)), ("whole", 10), ("smallest", 0.5)]:
+        samples[f"{name} forward"] = [factor * t for t in (1.0, 2.0, 3.0)]
+        if mode != "forward":
+            samples[f"{name} train"] = [3 * factor * t for t in (1.0, 2.0, 3.0)]
+    if mode == "step":
+        samples |= {"whole step": [70.0, 70.0, 70.0], "smallest step": [7.0] * 3, "AdamW": [4.0, 5.0, 6.0]}
+    return samples
+
+
+def point(mode: str, size: Size = SIZE, sheet: Datasheet | None = None):
+    return analyse(samples_of(size, mode), size, mode, torch.float32, MACHINE, sheet)
+
+
+def test_analysis_takes_backward_from_the_difference_of_each_round():
+    samples = samples_of(SIZE, "train")
+    samples["ffn forward"], samples["ffn train"] = [1.0, 5.0, 2.0], [4.0, 6.0, 9.0]
+    ffn = analyse(samples, SIZE, "train", torch.float32, MACHINE, None)["parts"][-1]
+    assert ffn["name"] == "ffn"
+    assert ffn["forward"]["seconds"]["median"] == 2.0
+    assert ffn["backward"]["seconds"]["median"] == 3.0  # of 3, 1 and 7
+    assert ffn["backward"]["seconds"]["samples"] == 3
+
+
+def test_analysis_adds_the_parts_up_to_shares_of_one_and_against_the_whole():
+    result = point("train")
+    for pass_ in ("forward", "backward"):
+        assert math.isclose(sum(part[pass_]["share"] for part in result["parts"]), 1.0)
+    assert result["sum_of_parts"]["forward"]["seconds"]["median"] == 8 * 2.0
+    assert result["sum_of_parts"]["train"]["seconds"]["median"] == 8 * 6.0
+    assert result["sum_of_parts"]["backward"]["of_whole"] == {"median": 0.8, "p20": 0.8, "p80": 0.8, "samples": 3}
+
+
+def test_analysis_counts_the_parts_of_a_stack_once_a_layer():
+    stack = Size(2, 5, 12, 6, 2, 4, 20, num_layers=3)
+    result = point("forward", stack)
+    assert result["sum_of_parts"]["forward"]["seconds"]["median"] == 3 * 8 * 2.0 + 2.0
+    assert [part["count"] for part in result["parts"]] == [3] * 8 + [1]
+    costs = {name: forward for name, (forward, _) in part_costs(stack, 4).items()}
+    once = costs.pop("final norm")
+    total = sum(costs.values(), Cost()) * 3 + once
+    assert result["whole"]["forward"]["bytes"] == total.bytes
+    assert result["whole"]["forward"]["matmul_flops"] == total.matmul_flops
+
+
+def test_analysis_places_a_pass_under_the_roofline():
+    record = point("forward")["parts"][-1]["forward"]
+    cost, _ = part_costs(SIZE, 4)["ffn"]
+    floor = max(cost.flops / 1e9, cost.bytes / 1e8)
+    assert record["roofline_seconds"] == floor
+    assert record["roofline_fraction"] == floor / 2.0
+    assert record["flops_per_second"] == cost.flops / 2.0
+    assert record["intensity"] == cost.flops / cost.bytes
+    assert record["bound"] == ("compute" if record["intensity"] >= 10 else "memory")
+    result = point("forward")
+    assert math.isclose(
+        result["whole"]["forward"]["roofline_seconds"], sum(p["forward"]["roofline_seconds"] for p in result["parts"])
+    )
+
+
+def test_analysis_gives_mfu_of_both_attentions_and_both_peaks():
+    costs = part_costs(SIZE, 4).values()
+    causal = sum(f.matmul_flops + b.matmul_flops for f, b in costs)
+    dense = sum(f.dense_matmul_flops + b.dense_matmul_flops for f, b in costs)
+    assert causal < dense
+    mfu = point("train", sheet=Datasheet(half=0, float32=4e9, bytes_per_second=1))["mfu"]
+    assert mfu["causal"] == {"measured": causal / 60.0 / 1e9, "datasheet": causal / 60.0 / 4e9}
+    assert mfu["dense"] == {"measured": dense / 60.0 / 1e9, "datasheet": dense / 60.0 / 4e9}
+    assert point("train")["mfu"]["causal"]["datasheet"] is None
+
+
+def test_analysis_of_a_step_has_the_optimizer():
+    result = point("step")
+    assert result["optimizer"]["seconds"]["median"] == 5.0
+    assert result["optimizer"]["bytes"] == adamw_cost(SIZE.parameters, 4).bytes
+    assert list(result["whole"]) == ["forward", "backward", "train", "step"]
+    train, step = result["whole"]["train"], result["whole"]["step"]
+    assert step["bytes"] == train["bytes"] + result["optimizer"]["bytes"]
+    assert step["roofline_seconds"] == train["roofline_seconds"] + result["optimizer"]["roofline_seconds"]
+    assert result["tokens_per_second"] == 10 / 70.0
+    assert result["overhead"] == {"seconds": {"median": 7.0, "p20": 7.0, "p80": 7.0, "samples": 3}, "share": 0.1}
+
+
+def test_analysis_of_forward_has_no_backward():
+    result = point("forward")
+    assert list(result["whole"]) == ["forward"]
+    assert all("backward" not in part for part in result["parts"])
+    assert result["optimizer"] is None
+
+
+def test_analysis_has_no_rate_where_noise_left_no_time():
+    samples = samples_of(SIZE, "train")
+    samples["rope train"] = samples["rope forward"]
+    rope = next(
+        p for p in analyse(samples, SIZE, "train", torch.float32, MACHINE, None)["parts"] if p["name"] == "rope"
+    )
+    assert rope["backward"]["flops_per_second"] is None
+    assert rope["backward"]["roofline_fraction"] is None
+    assert rope["forward"]["flops_per_second"] == pytest.approx(part_costs(SIZE, 4)["rope"][0].flops / 2.0)

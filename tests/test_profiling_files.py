@@ -1,0 +1,46 @@
+"""Files that are written whole or not at all."""
+
+import pytest
+from profiling.files import atomic, require_writable
+
+
+def test_atomic_replaces_a_file_at_the_end(tmp_path):
+    path = tmp_path / "out.json"
+    path.write_text("old")
+    with atomic(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+        assert temporary.suffix == path.suffix
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_atomic_leaves_the_old_file_when_writing_fails(tmp_path):
+    path = tmp_path / "out.json"
+    path.write_text("old")
+
+    def fail():
+        with atomic(path) as temporary:
+            temporary.write_text("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_require_writable_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "out.json"
+    require_writable(path)
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("old")
+    require_writable(path)
+    assert path.read_text() == "old"
+
+
+def test_require_writable_raises_what_writing_would(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        require_writable(tmp_path / "missing" / "out.json")
+    with pytest.raises(IsADirectoryError):
+        require_writable(tmp_path)

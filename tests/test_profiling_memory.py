@@ -1,0 +1,85 @@
+"""Counting bytes, against tensors whose bytes are known."""
+
+import pytest
+import torch
+from profiling.memory import SavedBytes, bytes_of, is_out_of_memory, peak_added_bytes, peak_of_trace
+
+CPU = torch.device("cpu")
+
+
+def test_saved_bytes_counts_a_storage_once():
+    x = torch.randn(8, 16, requires_grad=True)
+    saved = SavedBytes()
+    assert saved.of(lambda: x * x)[1] == 8 * 16 * 4  # saves x twice
+    assert saved.of(lambda: x.T.sin())[1] == 0  # a view of what was saved
+    out, count = saved.of(lambda: (x + 1).exp())
+    assert count == 8 * 16 * 4  # exp saves its result
+    assert torch.equal(out, (x + 1).exp())
+
+
+def test_saved_bytes_counts_the_whole_storage_that_a_view_keeps_alive():
+    big = torch.randn(100, 4)
+    x = big[:1].requires_grad_()
+    assert SavedBytes().of(lambda: x.sin())[1] == big.nbytes
+
+
+def test_saved_bytes_leaves_weights_out():
+    linear = torch.nn.Linear(4, 8, bias=False)
+    x = torch.randn(3, 4, requires_grad=True)
+    assert SavedBytes(linear.parameters()).of(lambda: linear(x))[1] == x.nbytes
+    assert SavedBytes().of(lambda: linear(x))[1] == x.nbytes + linear.weight.nbytes
+
+
+def test_saved_bytes_does_not_mistake_a_new_storage_for_one_that_is_gone():
+    saved = SavedBytes()
+    total = 0
+    for _ in range(5):  # each frees its tensors, were they not kept, and the next ones would lie at the same address
+        total += saved.of(lambda: torch.randn(1000, requires_grad=True).exp().sum())[1]
+    assert total == 5 * 4000
+
+
+def test_saved_bytes_identifies_storages_that_were_saved():
+    x, twin, other = (torch.randn(10, requires_grad=True) for _ in range(3))
+    saved = SavedBytes()
+    out, _ = saved.of(x.exp)  # saves its result
+    saved.identify(out, twin)
+    assert saved.of(twin.sin)[1] == 0
+    saved.identify(torch.empty(10), other)  # which nobody saved
+    assert saved.of(other.sin)[1] == 40
+
+
+def test_peak_of_trace_adds_up_what_lives_at_a_time():
+    def event(time, change):
+        return {"name": "[memory]", "ts": time, "args": {"Bytes": change, "Total Allocated": 99}}
+
+    events = [event(3, -10), event(1, 10), event(2, 5), event(4, 7), event(5, -12), {"name": "aten::mm", "ts": 0}]
+    assert peak_of_trace(events) == 15
+    assert peak_of_trace([event(1, -4)]) == 0
+    assert peak_of_trace([]) is None
+
+
+def test_peak_added_bytes_sees_what_is_released_within():
+    x = torch.randn(1000)
+
+    def run():
+        y = x + 1
+        z = y + 1
+        del y
+        return z + 1
+
+    assert peak_added_bytes(run, CPU) == pytest.approx(2 * 4000, abs=100)  # torch adds a few bytes for each scalar
+
+
+def test_bytes_of_adds_tensors_up():
+    assert bytes_of(torch.empty(3), torch.empty(2, dtype=torch.bfloat16)) == 16
+    assert bytes_of() == 0
+
+
+def test_is_out_of_memory_knows_what_torch_raises():
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**50)
+    assert is_out_of_memory(raised.value)
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("can't allocate memory"))

@@ -1,0 +1,88 @@
+"""The parts, against the block that they are cut from."""
+
+import pytest
+import torch
+from profiling.parts import build, cut, flow, whole
+from profiling.presets import Size
+from torch.nn import functional as F
+
+
+def cut_block(num_layers=None, qk_norm=True, dtype=torch.float32):
+    size = Size(2, 5, 12, 6, 2, 4, 20, qk_norm=qk_norm, num_layers=num_layers)
+    torch.manual_seed(0)
+    model = build(size, "cpu", dtype)
+    x = torch.randn(2, 5, 12, dtype=dtype, requires_grad=True)
+    gradient = torch.randn_like(x)
+    return model, x, gradient, cut(model, x, gradient)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_compute_the_block_bit_for_bit(qk_norm, dtype):
+    block, x, _, parts = cut_block(qk_norm=qk_norm, dtype=dtype)
+    run = {part.name: part.run for part in parts}
+    out = flow(lambda name, *inputs: run[name](*inputs), x, qk_norm)
+    assert torch.equal(out, block(x))
+    adds = next(part for part in parts if part.name == "residual adds")
+    assert torch.equal(adds.forward()[-1], block(x))
+
+
+def test_parts_have_the_gradients_of_the_block():
+    block, x, gradient, parts = cut_block()
+    expected = dict(zip((x, *block.parameters()), whole(block, x, gradient).train(), strict=True))
+    seen = set()
+    for part in parts:
+        gradients = part.train()
+        for weight, grad in zip(part.weights, gradients[len(part.inputs) :], strict=True):
+            torch.testing.assert_close(grad, expected[weight])
+            seen.add(weight)
+    assert seen == set(block.parameters())  # every weight, and none twice: they are one part's each
+    assert sum(len(part.weights) for part in parts) == len(seen)
+    adds = next(part for part in parts if part.name == "residual adds")
+    assert torch.equal(adds.gradients[0], expected[x])
+    # Where a branch left, its gradient and that of what passed it by add up.
+    of_x, of_attended, of_y, of_fed = adds.gradients
+    sums = (of_x + of_attended, of_attended, of_y + of_fed, gradient)
+    assert all(torch.equal(*pair) for pair in zip(adds.train(), sums, strict=True))
+
+
+def test_parts_have_the_strides_of_the_block(monkeypatch):
+    block, x, _, parts = cut_block()
+    seen = []
+    attend = F.scaled_dot_product_attention
+
+    def spy(q, k, v, **options):
+        seen.append([t.stride() for t in (q, k, v)])
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    block(x)
+    next(part for part in parts if part.name == "attention").forward()
+    in_block, in_part = seen
+    assert in_part == in_block
+
+
+def test_parts_of_a_stack_are_those_of_a_block_and_the_final_norm():
+    model, x, _, parts = cut_block(num_layers=3)
+    assert [part.count for part in parts] == [3] * 9 + [1]
+    assert parts[-1].name == "final norm"
+    assert parts[-1].weights == (model.ln_final.weight,)
+    assert torch.equal(parts[0].inputs[0], x)
+
+
+def test_parts_without_gradient_record_no_graph():
+    size = Size(1, 3, 8, 2, 2, 4, 8)
+    block = build(size, "cpu", torch.float32)
+    with torch.no_grad():
+        parts = cut(block, torch.randn(1, 3, 8))
+        assert not any(t.requires_grad for part in parts for t in (*part.inputs, *part.forward()))
+    assert not any(part.gradients for part in parts)
+
+
+def test_part_does_not_change_its_inputs():
+    _, _, _, parts = cut_block()
+    for part in parts:
+        before = [t.detach().clone() for t in (*part.inputs, *part.weights)]
+        part.train()
+        assert all(torch.equal(a, b) for a, b in zip(before, (*part.inputs, *part.weights), strict=True))
+        assert all(t.grad is None for t in (*part.inputs, *part.weights))

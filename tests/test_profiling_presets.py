@@ -1,0 +1,62 @@
+"""The presets, against the sizes of the published models."""
+
+import pytest
+import torch
+from profiling.parts import build
+from profiling.presets import PRESETS, Size
+
+
+def size_of(name: str, **changes: object) -> Size:
+    preset = PRESETS[name]
+    sizes = {
+        "d_model": preset.d_model,
+        "num_heads": preset.num_heads,
+        "num_kv_heads": preset.num_kv_heads,
+        "d_head": preset.d_head,
+        "d_ff": preset.d_ff,
+        "qk_norm": preset.qk_norm,
+        "num_layers": preset.model_layers,
+    }
+    return Size(batch_size=1, seq_len=8, **(sizes | changes))
+
+
+# Parameters as the model cards count them, vocabulary, and how often the embedding table counts (twice without tying).
+@pytest.mark.parametrize(
+    ("name", "parameters", "vocabulary", "tables"),
+    [
+        ("llama-3.2-1b", 1_235_814_400, 128_256, 1),
+        ("llama-3.1-8b", 8_030_261_248, 128_256, 2),
+        ("llama-3.1-70b", 70_553_706_496, 128_256, 2),
+        ("qwen3-8b", 8_190_735_360, 151_936, 2),
+        ("mistral-7b", 7_248_023_552, 32_768, 2),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(name, parameters, vocabulary, tables):
+    size = size_of(name)
+    model = build(size, "meta", torch.float32)
+    body = sum(p.numel() for p in model.parameters())
+    assert body + tables * vocabulary * size.d_model == parameters
+    assert size.parameters == body
+
+
+def test_presets_of_cs336_have_four_times_the_width_and_heads_of_64_or_80():
+    for name in ("small", "medium", "large", "xl", "2.7b"):
+        preset = PRESETS[name]
+        assert preset.d_ff == 4 * preset.d_model
+        assert preset.num_heads == preset.num_kv_heads
+        assert preset.num_heads * preset.d_head == preset.d_model
+        assert preset.d_head == (80 if name == "2.7b" else 64)
+
+
+@pytest.mark.parametrize("num_layers", [None, 1, 3])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_size_counts_the_parameters_of_what_is_built(num_layers, qk_norm):
+    size = Size(1, 3, 12, 6, 2, 4, 20, qk_norm=qk_norm, num_layers=num_layers)
+    model = build(size, "meta", torch.float32)
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_smallest_keeps_the_calls_and_drops_the_arithmetic():
+    size = size_of("qwen3-8b").smallest()
+    assert (size.tokens, size.d_model, size.d_head, size.d_ff) == (1, 2, 2, 1)
+    assert (size.num_heads, size.num_kv_heads, size.qk_norm, size.num_layers) == (32, 8, True, 36)

@@ -1,0 +1,48 @@
+"""Timings and their spread."""
+
+import time
+
+import pytest
+from profiling.timing import Spread, interleave, paired_ratio
+
+
+def test_spread_is_the_median_and_the_quintiles():
+    assert Spread.of([5.0, 1.0, 4.0, 2.0, 3.0, 6.0]) == Spread(3.5, 2.0, 5.0, 6)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 1)
+    assert Spread.of([1.0, 100.0, 2.0]).median == 2.0  # one slow sample moves it little
+
+
+def test_paired_ratio_cancels_what_both_have_in_a_round():
+    drift = [1.0, 2.0, 4.0, 8.0]
+    assert paired_ratio([3 * d for d in drift], [2 * d for d in drift]) == Spread(1.5, 1.5, 1.5, 4)
+    with pytest.raises(ValueError, match="zip"):
+        paired_ratio([1.0], [1.0, 2.0])
+
+
+def test_interleave_takes_one_sample_a_round_in_turn():
+    order = []
+    kept = {}
+    runs = {"a": lambda: time.sleep(0.002), "b": lambda: None}
+    samples = interleave(runs, rounds=3, sample_seconds=0, on_sample=order.append, samples=kept)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3}
+    assert all(0.002 <= seconds < 0.1 for seconds in samples["a"])
+    assert kept is samples
+
+
+def test_interleave_leaves_its_samples_to_who_interrupts_it():
+    kept = {}
+
+    def stop(name):
+        if len(kept["b"]) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interleave({"a": int, "b": int}, rounds=9, sample_seconds=0, on_sample=stop, samples=kept)
+    assert (len(kept["a"]), len(kept["b"])) == (1, 2)
+
+
+def test_interleave_repeats_a_short_call():
+    calls = []
+    interleave({"": lambda: calls.append(0)}, rounds=1, sample_seconds=0.001, warmup_calls=1)
+    assert len(calls) > 100

@@ -1,0 +1,75 @@
+"""What is made of a profiler's answers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from profiling.parts import Part
+from profiling.tracing import compile_report, kernel_report, nsys_command, run_labelled, summarize_kernels
+
+
+def event(name, start, end, device="CUDA", annotation=False):
+    return SimpleNamespace(
+        name=name,
+        time_range=SimpleNamespace(start=start, end=end),
+        device_type=SimpleNamespace(name=device),
+        is_user_annotation=annotation,
+    )
+
+
+def test_summarize_kernels_counts_kernels_and_the_time_that_any_runs():
+    events = [
+        event("gemm", 0, 10),
+        event("softmax", 5, 12),  # on another stream, 5 us of it at the same time
+        event("add", 20, 30),
+        event("within", 21, 22),
+        event("aten::mm", 0, 100, device="CPU"),
+        event("Memcpy DtoD", 40, 50),
+        event("Optimizer.step", 0, 90, annotation=True),
+    ]
+    summary = summarize_kernels(events, seconds=44e-6)
+    assert summary["count"] == 4
+    assert summary["busy_seconds"] == pytest.approx(22e-6)
+    assert summary["busy_fraction"] == pytest.approx(0.5)
+    assert summary["launch_bound"] is True
+    assert summarize_kernels(events, seconds=23e-6)["launch_bound"] is False
+    assert summarize_kernels([], seconds=1.0)["count"] == 0
+
+
+def test_kernel_report_is_none_on_a_cpu():
+    assert kernel_report(lambda: None, torch.device("cpu"), 1.0) is None
+
+
+def test_nsys_command_repeats_the_run_quoted(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["scripts/profile_block.py"])
+    command = nsys_command(["--json", "my file.json", "--nvtx"])
+    assert command.startswith("nsys profile ")
+    assert "--capture-range=cudaProfilerApi" in command
+    assert command.endswith("scripts/profile_block.py --json 'my file.json' --nvtx")
+
+
+def test_run_labelled_names_every_pass():
+    names = []
+
+    def label(name):
+        names.append(name)
+        return torch.profiler.record_function(name)
+
+    x = torch.ones(2, requires_grad=True)
+    trained = Part("a", lambda x: (x * x,), (x,), (), (torch.ones(2),))
+    run_labelled([trained, Part("b", lambda x: (x + 1,), (x,))], lambda: names.append("called"), label)
+    assert names == ["a forward", "a backward", "b forward", "AdamW", "called"]
+
+
+def test_compile_report_counts_graphs_and_breaks():
+    def broken(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return (x * 2,)
+
+    part = Part("whole", broken, (torch.ones(3),))
+    report = compile_report(part, part.compiled(), train=False)
+    assert (report["graphs"], report["graph_breaks"]) == (2, 1)
+    assert len(report["break_reasons"]) == 1
+    assert report["seconds"] > 0
+    assert isinstance(report["from_cache"], bool)
