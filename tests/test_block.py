@@ -1,5 +1,7 @@
 import copy
 import functools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -272,6 +274,98 @@ def test_export_with_a_dynamic_sequence(strict):
     for length in (2, 11, 40):
         x = randn(2, length, 24, seed=length, dtype=torch.float32)
         torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_positions_off_the_table_show_where_they_cannot_be_read():
+    """Compiled, exported or mapped, the token itself must come out as NaN, and nothing before it."""
+    torch.manual_seed(0)
+    block = Block(24, 4, rope=RotaryPositionalEmbedding(100.0, 6, 40), num_kv_heads=2)
+    x, positions = randn(2, 7, 24, dtype=torch.float32), torch.arange(7) + 36
+    expected = [False] * 4 + [True] * 3
+    mask = torch.ones(7, 7, dtype=torch.bool)
+    for arguments in ((x, positions), (x, positions, mask)):
+        for run in (
+            torch.compile(block, fullgraph=True, backend="aot_eager"),
+            torch.export.export(block, arguments).module(),
+        ):
+            assert run(*arguments).isnan().all(-1)[0].tolist() == expected
+        with pytest.raises(ValueError, match=r"got 36 \.\.\. 42"):
+            block(*arguments)
+    model, _ = model_and_input()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert compiled(x, positions).isnan().any(-1)[0, 4:].all()
+
+
+def test_transformer_reads_positions_once(monkeypatch):
+    model, x = model_and_input(layers=3)
+    positions, reads, aminmax = torch.arange(7), [], torch.aminmax
+    monkeypatch.setattr(torch, "aminmax", lambda tensor: reads.append(tensor) or aminmax(tensor))
+    expected = model(x)
+    for context in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+        with context:
+            torch.testing.assert_close(model(x, positions + 0), expected)
+            fresh = positions + 0
+            for _ in range(2):
+                reads.clear()
+                model(x, fresh)
+            assert reads == []
+    model(x, positions + 0)
+    assert len(reads) == 1
+
+
+def test_load_state_dict_into_a_model_on_meta():
+    model, x = model_and_input()
+    with torch.device("meta"):
+        empty = Transformer(2, 24, 4, max_seq_len=40, num_kv_heads=2, qk_norm=True)
+    empty.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(empty(x), model(x))
+
+
+def test_attention_accepts_a_tensor_parallel_share_of_the_heads():
+    """Two ranks with half of the heads each, whose outputs are summed, as the standard plan does it."""
+    torch.manual_seed(0)
+    attention = Block(24, 4, rope=RotaryPositionalEmbedding(100.0, 6, 9), num_kv_heads=2).attn
+    x, total = randn(2, 7, 24, dtype=torch.float32), 0
+    for rank in range(2):
+        share = copy.deepcopy(attention)
+        for name, dim in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("output_proj", 1)):
+            linear = share.get_submodule(name)
+            linear.weight = torch.nn.Parameter(linear.weight.chunk(2, dim)[rank])
+        total = total + share(x)
+    torch.testing.assert_close(total, attention(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_jit_trace_as_tensorboard_does_it():
+    model, x = model_and_input()
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
+
+
+FSDP = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from tinyblock import RotaryPositionalEmbedding, Transformer
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with torch.device("meta"):
+    model = Transformer(2, 24, 4, max_seq_len=40, qk_norm=True)
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+for layer in (*model.layers, model):
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+model.to_empty(device="cpu")
+model.reset_parameters()
+assert len({id(buffer) for buffer in model.buffers()}) == 1
+assert torch.equal(model.rope.cos_sin, RotaryPositionalEmbedding(10000.0, 6, 40).cos_sin)
+model(torch.randn(2, 7, 24)).sum().backward()
+assert all(parameter.grad is not None for parameter in model.parameters())
+dist.destroy_process_group()
+"""
+
+
+def test_fsdp2_from_meta_in_mixed_precision():
+    done = subprocess.run([sys.executable, "-c", FSDP], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for this kernel

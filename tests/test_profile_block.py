@@ -307,7 +307,7 @@ def refusal(capsys, *options):
     ("options", "message"),
     [
         (["--num-kv-heads", "3"], "num_heads=4 is not a multiple of num_kv_heads=3"),
-        (["--d-head", "3"], "d_k must be even"),
+        (["--d-head", "3"], "even d_k"),
         (["--seq-len", "0"], "seq_len of at least 1, got 2 and 0"),
         (["--batch-size", "-1"], "batch_size"),
         (["--d-ff", "0"], "d_ff=0"),

@@ -16,6 +16,10 @@ from tinyblock.typecheck import typecheck
 
 ROOT = Path(__file__).parents[1]
 SOURCE = '''
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+import torch
 from torch import Tensor, nn
 from jaxtyping import Float, Int
 
@@ -46,6 +50,22 @@ def by_name(x: Float[Tensor, " n"], *, function=scale) -> Float[Tensor, " n"]:
 
 def named(x: Float[Tensor, " n"]) -> dict[str, Float[Tensor, " n"]]:
     return {"x": x} if x.sum() > 0 else [x]
+
+@torch.no_grad()
+def decorated(x: Float[Tensor, " n"], scale: float = 2.0, *, bias: float = 0.0) -> Float[Tensor, " n"]:
+    return x * scale + bias
+
+@contextmanager
+def scope(x: Float[Tensor, " n"]) -> Iterator[None]:
+    yield
+
+anonymous = lambda x: x
+
+def literal(x: Float[Tensor, " n"], mode: Literal["{n}", "other"] = "other") -> Float[Tensor, " n"]:
+    return x
+
+def total(*tensors: Float[Tensor, " n"], extra: list[Float[Tensor, " n"]]) -> Float[Tensor, ""]:
+    return sum(t.sum() for t in (*tensors, *extra))
 
 async def later(x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     return x
@@ -89,6 +109,11 @@ def test_typecheck_raises_on_every_mismatch(module):
         lambda: module.count(torch.ones(3)),
         lambda: module.variadic(torch.ones(3), torch.ones(4)),
         lambda: module.variadic(torch.ones(3), option="no"),
+        lambda: module.decorated(torch.ones(2, 2)),
+        lambda: module.decorated(torch.ones(2), "2"),
+        lambda: module.decorated(torch.ones(2), bias="2"),
+        lambda: module.literal(torch.ones(2, 2)),
+        lambda: module.literal(torch.ones(2), "third"),
         lambda: module.Layer("3"),
         lambda: module.Layer(3, rate="fast"),
         lambda: module.Layer(3)(torch.ones(2, 4)),
@@ -104,6 +129,8 @@ def test_typecheck_raises_on_every_mismatch(module):
         assert module.count(-w) == 0
         assert module.variadic(w, w, option=1) == 3
         assert module.Layer(3)(x, times=2).shape == (2, 3)
+        assert torch.equal(module.decorated(w, bias=1), 3 * w)
+        assert module.literal(w, "{n}") is w
 
 
 def test_typecheck_message_names_function_argument_shape_and_expected_size(module):
@@ -184,7 +211,13 @@ def test_typecheck_calls_the_function_once(module):
 def test_typecheck_checks_a_signature_once(module, monkeypatch):
     layer, x = module.Layer(3), torch.ones(2, 3)
     layer(x)
+    module.decorated(x[0], bias=1)
+    module.apply(x[0], torch.add)
+    tinyblock.feed_forward(torch.ones(2, 3), torch.ones(4, 3), torch.ones(3, 4), torch.relu)
     monkeypatch.setattr("jaxtyping._decorator.push_shape_memo", lambda *_: pytest.fail("checked again"))
+    module.decorated(x[0], bias=1)
+    module.apply(x[0], torch.add)
+    tinyblock.feed_forward(torch.ones(2, 3), torch.ones(4, 3), torch.ones(3, 4), torch.relu)
     layer(torch.zeros(2, 3))
     module.Layer.forward(layer, x)
     monkeypatch.undo()
@@ -220,7 +253,21 @@ def test_typecheck_twice_changes_nothing(module):
     assert (module.scale, module.Layer.forward, module.Layer.__init__) == before
 
 
+def test_typecheck_never_trusts_a_list(module):
+    """One item of a list is looked at, drawn at random: a call that passed once may not be remembered."""
+    outcomes = set()
+    for _ in range(200):
+        try:
+            module.total(extra=[torch.ones(2), torch.ones(2, 2)])
+            outcomes.add("passed")
+        except TypeCheckError:
+            outcomes.add("raised")
+    assert "raised" in outcomes
+
+
 def test_typecheck_leaves_private_foreign_and_asynchronous_functions(module):
+    with module.scope("anything"):
+        assert module.anonymous(1) == 1
     assert module._private(1) is None
     assert module.nn is torch.nn
     assert asyncio.run(module.later("anything")) == "anything"

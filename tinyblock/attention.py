@@ -9,6 +9,7 @@ nothing yields zeros. The rows of each projection are ordered (heads d_head); qu
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 __all__ = ["CausalMultiHeadSelfAttention", "scaled_dot_product_attention"]
+
+_Heads = Float[Tensor, "*batch heads seq d_head"]
 
 
 def scaled_dot_product_attention(
@@ -43,8 +46,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
 
     num_kv_heads (default: num_heads) key and value heads are shared by groups of query heads. d_head defaults to
     d_model / num_heads. `rope` rotates queries and keys: a RotaryPositionalEmbedding for d_head, one for all layers;
-    None leaves positions out. qk_norm normalizes queries and keys over d_head, with `eps`. Returns the dtype of the
-    input.
+    None leaves positions out. qk_norm normalizes queries and keys over d_head, with `eps`. Keeps the dtype of `x`.
 
     `token_positions` goes to `rope`. `mask` is True where a query may attend to a key, for all heads alike, on top of
     causality: (seq, seq) or (1, seq) after leading axes that broadcast to those of `x`.
@@ -68,10 +70,10 @@ class CausalMultiHeadSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "d_head": d_head}
         if any(size is not None and size < 1 for size in sizes.values()):
             raise ValueError(f"attention needs sizes of at least 1, got {sizes}")
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if d_head is None and d_model % num_heads:
             raise ValueError(f"d_model={d_model} is not a multiple of num_heads={num_heads}: change it or give d_head")
         if num_heads % num_kv_heads:
@@ -82,7 +84,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         self.d_head = d_model // num_heads if d_head is None else d_head
         if rope is not None and getattr(rope, "d_k", self.d_head) != self.d_head:
             raise ValueError(f"rope rotates heads of size d_k={rope.d_k}, but the size of these heads is {self.d_head}")
-        self.rope = rope
+        self.rope: Any = rope
         self.q_proj = nn.Linear(d_model, num_heads * self.d_head, bias=False, device=device, dtype=dtype)
         self.k_proj = nn.Linear(d_model, num_kv_heads * self.d_head, bias=False, device=device, dtype=dtype)
         self.v_proj = nn.Linear(d_model, num_kv_heads * self.d_head, bias=False, device=device, dtype=dtype)
@@ -105,45 +107,43 @@ class CausalMultiHeadSelfAttention(nn.Module):
         token_positions: Int[Tensor, "*#batch seq"] | None = None,
         mask: Bool[Tensor, "*#batch #seq seq"] | None = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.d_head)).transpose(-2, -3)
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.d_head)).transpose(-2, -3)
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.d_head)).transpose(-2, -3)
+        # -1 heads: a tensor-parallel projection yields its share of them.
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.d_head)).transpose(-2, -3)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.q_norm is not None and self.k_norm is not None:
-            # Under autocast q is bfloat16 and the gains float32: normalize in the wider one, without torch's warning.
+            # Under autocast q is bfloat16 and the gains are float32; given two dtypes, torch would warn.
             q = self.q_norm(q.to(self.q_norm.weight.dtype)).to(v.dtype)
             k = self.k_norm(k.to(self.k_norm.weight.dtype)).to(v.dtype)
+        outside = None
         if self.rope is not None:
-            if token_positions is not None:
-                token_positions = token_positions.unsqueeze(-2)  # the same for every head
-            q, k = self.rope(q, token_positions), self.rope(k, token_positions)
+            cos_sin, outside = self.rope.look_up(q, token_positions)
+            cos_sin = cos_sin if token_positions is None else cos_sin.unsqueeze(-4)  # the same for every head
+            q, k = self.rope.rotate(q, cos_sin), self.rope.rotate(k, cos_sin)
         elif token_positions is not None:
             raise ValueError("token_positions were given, but this attention has no rope to apply them")
-        heads = _attend(q, k, v, mask).transpose(-2, -3)
-        return self.output_proj(heads.reshape(*x.shape[:-1], self.num_heads * self.d_head))
+        heads = self._attend(q, k, v, mask).transpose(-2, -3).flatten(-2)
+        if outside is not None:  # marked here, because the attention kernels would hide NaN in q or k, or spread it
+            heads = heads.masked_fill(outside, math.nan)
+        return self.output_proj(heads)
+
+    def _attend(self, q: _Heads, k: _Heads, v: _Heads, mask: Tensor | None) -> _Heads:
+        """Attend causally with torch's kernels, whose fast ones want exactly one batch axis."""
+        batch, seq, group = q.shape[:-3], q.shape[-2], self.num_heads // self.num_kv_heads
+        if len(batch) != 1:
+            q, k, v = (t.flatten(0, -4) if batch else t.unsqueeze(0) for t in (q, k, v))
+        if mask is not None:
+            causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
+            mask = (mask & causal).expand(*batch, seq, seq).reshape(q.shape[0], 1, seq, seq)
+        # On CUDA only flash shares key heads (pytorch issue 154363): half precision, no mask, heads up to 256.
+        flash = mask is None and q.dtype in (torch.float16, torch.bfloat16) and self.d_head <= 256
+        shares = group > 1 and (flash or not q.is_cuda)
+        if group > 1 and not shares:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shares)
+        return out if len(batch) == 1 else out.view(*batch, *out.shape[1:])
 
     def extra_repr(self) -> str:
         sizes = f"{self.d_model}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, d_head={self.d_head}"
         return f"{sizes}, qk_norm={self.q_norm is not None}"
-
-
-def _attend(
-    q: Float[Tensor, "*batch heads seq d_head"],
-    k: Float[Tensor, "*batch kv_heads seq d_head"],
-    v: Float[Tensor, "*batch kv_heads seq d_head"],
-    mask: Bool[Tensor, "*#batch #seq seq"] | None,
-) -> Float[Tensor, "merged_batch heads seq d_head"]:
-    """Attend causally with torch's kernels, whose fast ones want exactly one batch axis."""
-    batch, seq, group = q.shape[:-3], q.shape[-2], q.shape[-3] // k.shape[-3]
-    if len(batch) != 1:
-        q, k, v = (t.flatten(0, -4) if batch else t.unsqueeze(0) for t in (q, k, v))
-    if mask is not None:
-        causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
-        mask = (mask & causal).expand(*batch, seq, seq).reshape(q.shape[0], 1, seq, seq)
-    # On CUDA only the flash kernel shares key heads (pytorch issue 154363): half precision, no mask, heads up to 256.
-    flash = mask is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
-    shares = flash or not q.is_cuda
-    if group > 1 and not shares:
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1 and shares
-    )

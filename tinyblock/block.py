@@ -62,7 +62,7 @@ class Block(nn.Module):
         self.ffn = ffn(d_model, d_ff, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draw the weights of every layer anew; a shared rope recomputes its own table."""
+        """Draw the weights of every layer anew. The table of a shared rope needs no reset: it is never left empty."""
         for layer in (self.ln1, self.attn, self.ln2, self.ffn):
             layer.reset_parameters()  # type: ignore[operator]
 

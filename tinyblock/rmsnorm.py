@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 __all__ = ["RMSNorm", "rms_norm"]
 
+_ROUNDS_ONCE = not torch.__version__.startswith("2.6.")  # there F.rms_norm still rounded before the gain
+
 
 def rms_norm(
     x: Float[Tensor, "*batch d_model"], weight: Float[Tensor, " d_model"], eps: float = 1e-5
@@ -59,10 +61,10 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Float[Tensor, "*batch {self.d_model}"]) -> Float[Tensor, "*batch {self.d_model}"]:
-        if x.dtype == self.weight.dtype:
+        if x.dtype == self.weight.dtype and (_ROUNDS_ONCE or x.dtype.itemsize > 2):
             return F.rms_norm(x, (self.d_model,), self.weight, self.eps)
         # Under autocast the gains stay in float32. Given two dtypes, F.rms_norm warns and leaves its fused kernel.
-        wide = torch.promote_types(x.dtype, self.weight.dtype)
+        wide = torch.promote_types(torch.promote_types(x.dtype, torch.float32), self.weight.dtype)
         return F.rms_norm(x.to(wide), (self.d_model,), self.weight.to(wide), self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:

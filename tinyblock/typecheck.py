@@ -4,9 +4,9 @@
 breaks an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which names the function, the argument, its shape
 and the shape that was expected.
 
-- jaxtyping and beartype take tens of microseconds a call, so they look at a call once per signature: the type, dtype
-  and shape of every tensor, the other arguments by value, what the annotations read in `{braces}`, and the same of the
-  result.
+- jaxtyping and beartype take tens of microseconds or more, so they look at a call once per signature: the type, dtype
+  and shape of every tensor, numbers, strings and functions by value, what the annotations read in `{braces}`, and the
+  same of the result. A call with anything else, a list or a module, is looked at every time.
 - torch.compile cannot trace jaxtyping (patrick-kidger/jaxtyping issues 196 and 384), so under a compiler a wrapped
   function is the plain one: no graph break, no guard.
 - The environment variable JAXTYPING_DISABLE=1 leaves everything as it was written.
@@ -16,8 +16,9 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from types import FunctionType, ModuleType
-from typing import Any
+from contextlib import suppress
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, get_args
 
 import torch
 from beartype import BeartypeConf, beartype
@@ -27,7 +28,8 @@ from torch import Tensor
 __all__ = ["typecheck"]
 
 _BEARTYPE = beartype(conf=BeartypeConf(is_pep484_tower=True))  # the numeric tower: theta=10000 passes for a float
-_BY_VALUE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_BY_VALUE = {type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device}
+_BY_VALUE |= {FunctionType, BuiltinFunctionType}
 _MAX_SIGNATURES = 1024  # per function: a caller whose sequence grows by one token would otherwise add for ever
 
 
@@ -35,8 +37,8 @@ def typecheck(module: ModuleType) -> None:
     """Check every call of `module`'s public functions and of its classes' `__init__` and `forward`.
 
     Public are the names in `__all__`, or without one those that do not begin with an underscore. What the module
-    imported from elsewhere and coroutines stay as they are; a second call changes nothing. Call it once the module is
-    imported:
+    imported from elsewhere stays as it is, and so do nested classes, lambdas, coroutines and decorated generators, such
+    as context managers. A second call changes nothing. Call it once the module is imported:
 
         import my_project.layers
         from tinyblock.typecheck import typecheck
@@ -73,7 +75,11 @@ def _replace_defaults(function: FunctionType, checked: dict[Any, Any]) -> Functi
 
 
 def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
-    if hasattr(function, "__typechecked__") or inspect.iscoroutinefunction(function):
+    inner = inspect.unwrap(function)
+    decorated_generator = inner is not function and inspect.isgeneratorfunction(inner)
+    if decorated_generator or inspect.iscoroutinefunction(inner) or not function.__name__.isidentifier():
+        return function
+    if hasattr(function, "__typechecked__"):
         return function
     signature = inspect.signature(function)
     returned = inspect.Parameter("_returned", inspect.Parameter.KEYWORD_ONLY)
@@ -119,14 +125,15 @@ def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
 
 
 def _signature(value: Any) -> tuple[Any, ...]:
-    """Return all that an annotation can read of `value`, hashable; TypeError for a type that is not known here."""
+    """Return all that an annotation can read of `value`, hashable; TypeError for a type that is not known here.
+
+    Lists and tuples are not: beartype looks at one of their items, drawn at random, so that one pass proves little.
+    """
     kind = type(value)
     if isinstance(value, Tensor):
         return kind, value.dtype, value.shape
     if kind in _BY_VALUE:
         return kind, value
-    if kind in (tuple, list):
-        return kind, *map(_signature, value)
     raise TypeError(f"no signature for a {kind.__name__}")
 
 
@@ -140,17 +147,26 @@ def _signer(function: FunctionType, is_method: bool) -> Callable[..., tuple[Any,
 
 
 def _expressions(function: FunctionType) -> list[str]:
-    """Return what the annotations read in `{braces}`."""
-    return sorted(set(re.findall(r"\{([^{}]+)\}", " ".join(map(str, function.__annotations__.values())))))
+    """Return what the jaxtyping annotations read in `{braces}`."""
+
+    def shapes(annotation: Any) -> str:
+        if isinstance(annotation, str) or hasattr(annotation, "dim_str"):  # postponed, or jaxtyping's
+            return getattr(annotation, "dim_str", annotation)
+        return " ".join(shapes(part) for part in get_args(annotation) if not isinstance(part, str))
+
+    annotations = " ".join(map(shapes, inspect.unwrap(function).__annotations__.values()))
+    return sorted(set(re.findall(r"\{([^{}]+)\}", annotations)))
 
 
 def _lambda(function: FunctionType, expressions: list[str]) -> Callable[..., tuple[Any, ...]]:
     """Return a function of the same arguments that evaluates the expressions; compiled, as it runs on every call."""
-    parameters = inspect.signature(function).parameters.values()
+    parameters = list(inspect.signature(function).parameters.values())
     bare = [p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None) for p in parameters]
     head = str(inspect.Signature(bare)).strip("()")
     read: Any = eval(f"lambda {head}: ({''.join(f'{expression}, ' for expression in expressions)})", globals())
-    read.__defaults__, read.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    defaults = {p: p.default for p in parameters if p.default is not p.empty}
+    read.__defaults__ = tuple(default for p, default in defaults.items() if p.kind is not p.KEYWORD_ONLY)
+    read.__kwdefaults__ = {p.name: default for p, default in defaults.items() if p.kind is p.KEYWORD_ONLY}
     return read
 
 
@@ -165,12 +181,10 @@ def _give_back(*args: Any, _returned: Any, **kwargs: Any) -> Any:
 def _checker(function: FunctionType, stub: Callable[..., Any], signature: inspect.Signature) -> Callable[..., None]:
     """Return `stub` with the name, the globals and this signature of `function`, checked by jaxtyping and beartype."""
     # Its globals are those in which jaxtyping resolves postponed annotations.
-    twin: Any = functools.wraps(function)(FunctionType(stub.__code__, function.__globals__))
+    twin: Any = functools.wraps(function)(FunctionType(stub.__code__, inspect.unwrap(function).__globals__))
     twin.__signature__ = signature
     twin.__kwdefaults__ = None
     full = jaxtyped(twin, typechecker=_BEARTYPE)
-    expressions = _expressions(function)
-    read = _lambda(function, expressions)
 
     def check(*args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True
@@ -181,8 +195,10 @@ def _checker(function: FunctionType, stub: Callable[..., Any], signature: inspec
         else:
             return
         kwargs.pop("_returned", None)
-        for expression, value in zip(expressions, read(*args, **kwargs), strict=True):
-            message = message.replace(f"{{{expression}}}", f"{expression}={value}")
+        for expression in _expressions(function):
+            with suppress(Exception):  # what cannot be evaluated stays as it was written
+                [value] = _lambda(function, [expression])(*args, **kwargs)
+                message = message.replace(f"{{{expression}}}", f"{expression}={value}")
         raise TypeCheckError(message)
 
     return check
