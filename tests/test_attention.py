@@ -191,6 +191,7 @@ def test_self_attention_mask_cannot_lift_causality():
     torch.testing.assert_close(module(x, None, torch.ones(6, 6, dtype=torch.bool)), module(x), rtol=0, atol=1e-13)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="older CPU flash kernels cannot share key heads")
 def test_self_attention_uses_no_kernel_that_materializes_the_scores():
     module, x = layer("grouped", dtype=torch.float32), randn(2, 3, 6, 24, dtype=torch.float32)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -363,6 +363,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 of torch 2.6 wants an accelerator's streams")
 def test_fsdp2_from_meta_in_mixed_precision():
     done = subprocess.run([sys.executable, "-c", FSDP], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
