@@ -96,6 +96,7 @@ def test_profile_of_a_step_has_the_optimizer(tmp_path, capsys):
     (point,) = document["points"]
     memory = point["memory"]
     assert memory["optimizer_state_bytes"] == 2 * memory["parameters_bytes"] + 4 * 23  # two moments, and 23 step counts
+    assert memory["peak_added_bytes"] >= memory["saved_bytes"]  # the gradients of the step before are gone
     assert point["optimizer"]["seconds"]["median"] > 0
     step, train = point["whole"]["step"]["seconds"], point["whole"]["train"]["seconds"]
     assert step["median"] > train["median"] / 2

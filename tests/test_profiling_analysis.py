@@ -54,6 +54,7 @@ def test_analysis_counts_the_parts_of_a_stack_once_a_layer():
     result = point("forward", stack)
     assert result["sum_of_parts"]["forward"]["seconds"]["median"] == 3 * 8 * 2.0 + 2.0
     assert [part["count"] for part in result["parts"]] == [3] * 8 + [1]
+    assert math.isclose(sum(part["forward"]["share"] for part in result["parts"]), 1.0)
     costs = {name: forward for name, (forward, _) in part_costs(stack, 4).items()}
     once = costs.pop("final norm")
     total = sum(costs.values(), Cost()) * 3 + once

@@ -11,6 +11,8 @@ def test_atomic_replaces_a_file_at_the_end(tmp_path):
         temporary.write_text("new")
         assert path.read_text() == "old"
         assert temporary.suffix == path.suffix
+        written = temporary.stat().st_ino
+    assert path.stat().st_ino == written  # moved, not copied: no moment with half a file
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -51,15 +51,19 @@ def test_measure_ceilings_counts_products_and_copies(dtype, monkeypatch):
 
 
 def test_measure_ceilings_grows_the_product_within_its_time(monkeypatch):
+    names = []
+
     def interleave(runs, rounds, **options):  # a machine of 1 GFLOP/s
+        names.append(list(runs))
         return {name: [2 * int(name or 256) ** 3 * 1e-9 if name != "copy" else 1.0] * rounds for name in runs}
 
     monkeypatch.setattr("profiling.machine.interleave", interleave)
     cpu = torch.device("cpu")
     slow = measure_ceilings(cpu, torch.float32, largest_product=512, product_seconds=0.1, copy_bytes=4096)
-    assert slow.product_size == 256  # 34 ms, and eight times that is too long
+    assert slow.product_size == 256
+    assert names.pop() == ["256", "copy"]  # 34 ms, and eight times that is too long
     fast = measure_ceilings(cpu, torch.float32, largest_product=512, product_seconds=1.0, copy_bytes=4096)
-    assert fast.product_size in (256, 512)
+    assert names.pop() == ["256", "512", "copy"]
     assert fast.flops_per_second.median == pytest.approx(1e9)
 
 

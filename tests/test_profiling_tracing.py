@@ -61,6 +61,7 @@ def test_run_labelled_names_every_pass():
     assert names == ["a forward", "a backward", "b forward", "AdamW", "called"]
 
 
+@pytest.mark.filterwarnings("ignore:Skipping serialization:UserWarning")  # torch 2.6
 def test_compile_report_counts_graphs_and_breaks():
     def broken(x):
         x = x + 1

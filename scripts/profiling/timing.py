@@ -32,12 +32,14 @@ def interleave(
     sample_seconds: float = 0.05,
     warmup_calls: int = 3,
     on_sample: Callable[[str], None] = lambda name: None,
+    samples: dict[str, list[float]] | None = None,
 ) -> dict[str, list[float]]:
     """Time each run once a round and return its seconds per call, one sample a round.
 
     A machine that slows down slows all of the runs down alike, so that samples of one round can be compared. A sample
     repeats the call for at least `sample_seconds` and is synchronized with the accelerator at both ends, and every
     other round goes in reverse order. `on_sample` is told of each finished sample, for a progress display.
+    `samples` is filled and returned: a caller who may be interrupted keeps what was measured until then.
     """
     timers = {
         name: Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()) for name, run in runs.items()
@@ -46,7 +48,8 @@ def interleave(
     for name, timer in timers.items():
         timer.timeit(warmup_calls)
         calls[name] = max(1, math.ceil(sample_seconds / timer.timeit(warmup_calls).mean))
-    samples: dict[str, list[float]] = {name: [] for name in runs}
+    samples = {} if samples is None else samples
+    samples.update((name, []) for name in runs)
     for round_ in range(rounds):
         for name in list(runs)[:: 1 if round_ % 2 == 0 else -1]:
             samples[name].append(timers[name].timeit(calls[name]).mean)

@@ -1,0 +1,367 @@
+"""The command line of profile_block.py: what can be asked for, what is refused, and the order of events."""
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from jaxtyping import config as jaxtyping_config
+
+from tinyblock import Block
+
+from .compare import SCHEMA, compare, load
+from .environment import device_name, environment
+from .files import atomic, require_writable
+from .machine import Ceilings, Datasheet, datasheet, measure_ceilings
+from .measure import BACKENDS, MODES, Extras, Settings, measure, require_attention_backend
+from .memory import is_out_of_memory
+from .parts import build
+from .presets import PRESETS, Size
+from .progress import TerminalProgress
+from .report import report, show
+from .tracing import nsys_command
+
+__all__ = ["main"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SWEEPS = ("seq-len", "batch-size", "d-model")
+_PLOTS = (".png", ".svg", ".pdf")
+
+_EXAMPLES = """examples:
+  profile_block.py                                            a small block, forward and backward
+  profile_block.py --preset llama-3.2-1b --dtype bfloat16 --mode step
+  profile_block.py --preset small --seq-len 1 --mode forward  one token: what do the launches cost?
+  profile_block.py --sweep seq-len=128,256,512 --plot scaling.png
+  profile_block.py --json old.json                            ... change something ...
+  profile_block.py --compare old.json
+"""
+
+
+class _Refused(Exception):
+    """Something that cannot be done, found before anything was measured."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")  # one line, without the usage
+
+
+@dataclass(frozen=True)
+class _Request:
+    """All that is to be done, checked."""
+
+    settings: Settings
+    sizes: list[Size]
+    sweep: str | None
+    preset: str | None
+    extras: Extras
+    json: Path | None
+    plot: Path | None
+    old: dict[str, Any] | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Profile what `argv` asks for, and return the exit code.
+
+    0: done. 1: nothing could be measured. 2: refused before measuring. 130: interrupted; what was measured is written.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        request = _request(arguments)
+    except (_Refused, ValueError) as error:
+        parser.error(str(error))
+    if arguments.nvtx:
+        print(f"To record the ranges: {nsys_command(sys.argv[1:] if argv is None else argv)}", flush=True)
+    try:
+        return _profile(request)
+    except BrokenPipeError:  # whoever read the report has seen enough; the files are written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted before anything was measured", file=sys.stderr)
+        return 130
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"{parser.prog}: error: out of memory: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="profile_block.py",
+        description="Show where the time and memory of a Transformer block go, and how far the machine's limit is.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    size = parser.add_argument_group("size")
+    size.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"the block of a model: {', '.join(PRESETS)}")
+    size.add_argument("--batch-size", type=int, default=2, metavar="N", help="sequences (2)")
+    size.add_argument("--seq-len", type=int, default=128, metavar="N", help="tokens of each (128)")
+    size.add_argument("--d-model", type=int, metavar="N", help="width (512)")
+    size.add_argument("--num-heads", type=int, metavar="N", help="query heads (8)")
+    size.add_argument("--num-kv-heads", type=int, metavar="N", help="key and value heads (as many)")
+    size.add_argument("--d-head", type=int, metavar="N", help="head size (d_model / num_heads)")
+    size.add_argument("--d-ff", type=int, metavar="N", help="inner width of SwiGLU (8/3 d_model)")
+    size.add_argument("--qk-norm", action="store_true", help="normalize queries and keys")
+    size.add_argument("--num-layers", type=int, metavar="N", help="a Transformer of N blocks that share one RoPE")
+    size.add_argument("--sweep", metavar="AXIS=A,B,...", help=f"measure several sizes; AXIS: {', '.join(_SWEEPS)}")
+
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--mode", choices=MODES, default="train", help="forward, train (and backward; default), step (and AdamW)"
+    )
+    how.add_argument("--device", metavar="D", help="cpu, cuda or cuda:1 (CUDA where there is one)")
+    how.add_argument("--dtype", choices=_DTYPES, default="float32", help="of weights and inputs (float32)")
+    how.add_argument("--compile", action="store_true", help="torch.compile the whole, and each part on its own")
+    how.add_argument("--attention-backend", choices=BACKENDS, help="the only one that SDPA may use (torch chooses)")
+    how.add_argument("--rounds", type=int, default=15, metavar="N", help="samples of every run (15)")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and inputs (0)")
+
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", type=Path, metavar="FILE", help="write everything; see docs/profile_schema.md")
+    out.add_argument("--compare", type=Path, metavar="OLD.json", help="show the ratios to an earlier --json")
+    out.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw roofline and parts, or a sweep's scaling: .png, .svg, .pdf"
+    )
+    out.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, of a run without timings")
+    out.add_argument(
+        "--memory-snapshot", type=Path, metavar="FILE", help="write CUDA's allocations, for pytorch.org/memory_viz"
+    )
+    out.add_argument("--nvtx", action="store_true", help="mark the parts for nsys, and print its command line")
+    return parser
+
+
+def _request(arguments: argparse.Namespace) -> _Request:
+    """Check everything that can be checked before measuring."""
+    settings = Settings(
+        device=_device(arguments.device),
+        dtype=_DTYPES[arguments.dtype],
+        mode=arguments.mode,
+        compile=arguments.compile,
+        attention_backend=arguments.attention_backend,
+        rounds=arguments.rounds,
+        seed=arguments.seed,
+    )
+    if settings.rounds < 1:
+        raise _Refused(f"--rounds must be at least 1, got {settings.rounds}")
+    axis, values = _sweep(arguments.sweep)
+    sizes = [_size(arguments, axis, value) for value in values] if axis else [_size(arguments)]
+    for size in sizes:
+        build(size, "meta", settings.dtype)
+    extras = Extras(arguments.trace, arguments.memory_snapshot, arguments.nvtx)
+    if settings.device.type != "cuda":
+        for option in ("memory_snapshot", "nvtx"):
+            if getattr(arguments, option):
+                raise _Refused(f"--{option.replace('_', '-')} needs CUDA, and the device is {settings.device}")
+    if axis and (extras.trace or extras.memory_snapshot or extras.nvtx):
+        raise _Refused("--trace, --memory-snapshot and --nvtx record one size: leave --sweep out")
+    _check_outputs(arguments)
+    old = None if arguments.compare is None else _load(arguments.compare)
+    if old is not None and not any(point["size"] == asdict(size) for point in old["points"] for size in sizes):
+        raise _Refused(f"{arguments.compare} has none of the sizes that are asked for")
+    if settings.device.type == "cuda":
+        torch.cuda.set_device(settings.device)
+    if settings.attention_backend is not None:
+        _check_backend(sizes, settings)
+    if settings.compile:
+        _check_compile(settings)
+    return _Request(settings, sizes, axis, arguments.preset, extras, arguments.json, arguments.plot, old)
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise _Refused(f"unknown device {name!r}: use cpu, cuda or cuda:N") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise _Refused(f"cannot profile on {name!r}: use cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise _Refused(f"--device {name}: this machine, or this build of torch, has no CUDA")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise _Refused(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def _sweep(text: str | None) -> tuple[str | None, list[int]]:
+    if text is None:
+        return None, []
+    axis, _, values = text.partition("=")
+    try:
+        numbers = [int(value) for value in values.split(",")]
+    except ValueError:
+        numbers = []
+    if axis not in _SWEEPS or not numbers:
+        raise _Refused(f"--sweep takes one of {', '.join(_SWEEPS)} and its values, as in seq-len=128,256, got {text!r}")
+    return axis, numbers
+
+
+def _size(arguments: argparse.Namespace, axis: str | None = None, value: int | None = None) -> Size:
+    """Return the size that the options add up to; the layers fill in what is left open and refuse the impossible."""
+    given = {
+        name: getattr(arguments, name)
+        for name in ("batch_size", "seq_len", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff", "num_layers")
+    }
+    if axis is not None:
+        given[axis.replace("-", "_")] = value
+    defaults: dict[str, Any] = {"d_model": 512, "num_heads": 8}
+    other: dict[str, Any] = {"qk_norm": arguments.qk_norm}
+    if arguments.preset is not None:
+        preset = PRESETS[arguments.preset]
+        other = {"theta": preset.theta, "eps": preset.eps, "qk_norm": preset.qk_norm or arguments.qk_norm}
+        defaults = {"d_model": preset.d_model, "num_heads": preset.num_heads, "num_kv_heads": preset.num_kv_heads}
+        # Its head size and d_ff belong to its width and heads: with others the layers' own defaults hold.
+        if given["d_model"] is None:
+            defaults["d_ff"] = preset.d_ff
+            if given["num_heads"] is None:
+                defaults["d_head"] = preset.d_head
+        if given["num_heads"] is not None:
+            del defaults["num_kv_heads"]
+    size: dict[str, Any] = {name: defaults.get(name) if chosen is None else chosen for name, chosen in given.items()}
+    block = Block(
+        size["d_model"],
+        size["num_heads"],
+        size["d_ff"],
+        num_kv_heads=size["num_kv_heads"],
+        d_head=size["d_head"],
+        device="meta",
+    )
+    size |= {"num_kv_heads": block.attn.num_kv_heads, "d_head": block.attn.d_head, "d_ff": block.ffn.d_ff}
+    return Size(**size, **other)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return load(path)
+    except OSError as error:
+        raise _Refused(f"--compare: cannot read {path}: {error.strerror}") from None
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    if arguments.plot is not None:
+        if arguments.plot.suffix not in _PLOTS:
+            raise _Refused(f"--plot draws {', '.join(_PLOTS)}, got {str(arguments.plot)!r}")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise _Refused("--plot needs matplotlib: pip install 'tinyblock[plot]', or leave --plot out")
+    paths = {
+        option: path.resolve()
+        for option in ("json", "plot", "trace", "memory_snapshot")
+        if (path := getattr(arguments, option)) is not None
+    }
+    if len(set(paths.values())) < len(paths):
+        raise _Refused("two outputs have the same path")
+    for option, path in paths.items():
+        try:
+            require_writable(path)
+        except OSError as error:
+            raise _Refused(f"--{option.replace('_', '-')}: cannot write {path}: {error.strerror or error}") from None
+
+
+def _check_backend(sizes: list[Size], settings: Settings) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch explains at length, in one warning for each backend
+            for size in sizes:
+                require_attention_backend(size, settings)
+    except RuntimeError as error:
+        where = f"on {settings.device} in {str(settings.dtype).removeprefix('torch.')} with these heads"
+        raise _Refused(
+            f"--attention-backend {settings.attention_backend} cannot run {where}: {_first_sentence(error)}"
+        ) from None
+
+
+def _check_compile(settings: Settings) -> None:
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(2, device=settings.device))
+    except Exception as error:  # whatever a missing or broken compiler leads to
+        raise _Refused(f"--compile: torch.compile does not work here: {_first_sentence(error)}") from None
+    finally:
+        torch.compiler.reset()
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
+
+
+def _profile(request: _Request) -> int:
+    settings = request.settings
+    with TerminalProgress() as progress:
+        progress.start("measuring the ceilings")
+        ceilings = measure_ceilings(settings.device, settings.dtype)
+        sheet = datasheet(device_name(settings.device))
+        document: dict[str, Any] = {
+            "schema": SCHEMA,
+            "status": "ok",
+            "environment": environment(settings.device, settings.seed),
+            "settings": _settings(request),
+            "ceilings": _ceilings(ceilings, sheet, settings.dtype),
+            "points": [],
+        }
+        for index, size in enumerate(request.sizes, 1):
+            progress.prefix = f"{index}/{len(request.sizes)} " if request.sweep else ""
+            try:
+                document["points"].append(measure(size, settings, ceilings, sheet, progress, request.extras))
+            except KeyboardInterrupt:
+                document["status"] = "interrupted"
+            if document["points"] and document["points"][-1]["status"] == "interrupted":
+                document["status"] = "interrupted"
+            # After every point, so that a process which is killed later leaves the points until then.
+            _write_json(document, request.json)
+            if document["status"] == "interrupted":
+                break
+    measured = [point for point in document["points"] if "parts" in point]
+    if request.plot is not None and measured:
+        from .plot import plot
+
+        with atomic(request.plot) as temporary:
+            plot(document, temporary)
+    show(report(document), sys.stdout)
+    if request.old is not None:
+        show(["", *compare(document, request.old)], sys.stdout)
+    if document["status"] == "interrupted":
+        return 130
+    return 0 if measured else 1
+
+
+def _settings(request: _Request) -> dict[str, Any]:
+    settings = request.settings
+    return {
+        "device": str(settings.device),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "mode": settings.mode,
+        "compile": settings.compile,
+        "attention_backend": settings.attention_backend,
+        "rounds": settings.rounds,
+        "seed": settings.seed,
+        "preset": request.preset,
+        "sweep": request.sweep,
+        "shape_checks": not jaxtyping_config.jaxtyping_disable,
+    }
+
+
+def _ceilings(ceilings: Ceilings, sheet: Datasheet | None, dtype: torch.dtype) -> dict[str, Any]:
+    known = sheet and {
+        "flops_per_second": sheet.flops_per_second(dtype),
+        "bytes_per_second": sheet.bytes_per_second,
+    }
+    return asdict(ceilings) | {"ridge": ceilings.ridge, "datasheet": known}
+
+
+def _write_json(document: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        with atomic(path) as temporary:
+            temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")

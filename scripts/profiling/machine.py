@@ -1,0 +1,116 @@
+"""How fast this machine is: measured ceilings beside the datasheet's, and the roofline that they make.
+
+The roofline model: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model" (2009). Work of
+a given arithmetic intensity can run at most at min(peak FLOP/s, intensity * peak bytes/s).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .timing import Spread, interleave
+
+__all__ = ["DATASHEETS", "Ceilings", "Datasheet", "datasheet", "measure_ceilings"]
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    """The manufacturer's peaks: tensor-core FLOP/s without sparsity, float32 FLOP/s without TF32, memory bytes/s."""
+
+    half: float  # float16, and bfloat16 where the GPU has it
+    float32: float
+    bytes_per_second: float
+    bfloat16: bool = True
+
+    def flops_per_second(self, dtype: torch.dtype) -> float | None:
+        if dtype == torch.float32:
+            return self.float32
+        return self.half if dtype == torch.float16 or (dtype == torch.bfloat16 and self.bfloat16) else None
+
+
+# NVIDIA's datasheets and architecture whitepapers, by the exact name that the driver gives: variants of one GPU differ,
+# and an entry that is not certain is better left out. Torch multiplies float32 without TF32 unless it is told to.
+DATASHEETS = {
+    "Tesla V100-SXM2-16GB": Datasheet(125e12, 15.7e12, 900e9, bfloat16=False),
+    "Tesla V100-SXM2-32GB": Datasheet(125e12, 15.7e12, 900e9, bfloat16=False),
+    "NVIDIA A100-SXM4-40GB": Datasheet(312e12, 19.5e12, 1555e9),
+    "NVIDIA A100-SXM4-80GB": Datasheet(312e12, 19.5e12, 2039e9),
+    "NVIDIA A100-PCIE-40GB": Datasheet(312e12, 19.5e12, 1555e9),
+    "NVIDIA A100 80GB PCIe": Datasheet(312e12, 19.5e12, 1935e9),
+    "NVIDIA L4": Datasheet(121e12, 30.3e12, 300e9),
+    "NVIDIA L40S": Datasheet(362e12, 91.6e12, 864e9),
+    "NVIDIA H100 80GB HBM3": Datasheet(989e12, 67e12, 3350e9),
+    "NVIDIA H100 PCIe": Datasheet(756e12, 51e12, 2000e9),
+    "NVIDIA H200": Datasheet(989e12, 67e12, 4800e9),
+}
+
+
+def datasheet(name: str) -> Datasheet | None:
+    """Return the datasheet of the device of exactly this name, None where it is not known."""
+    return DATASHEETS.get(name)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured peaks of one device in one dtype: FLOP/s of a large matrix product, bytes/s of a copy.
+
+    `product_size` is the side of the matrices, `copy_bytes` what the copy reads and then writes.
+    """
+
+    flops_per_second: Spread
+    bytes_per_second: Spread
+    product_size: int
+    copy_bytes: int
+
+    @property
+    def ridge(self) -> float:
+        """Return the arithmetic intensity, in FLOP/byte, above which work is compute-bound."""
+        return self.flops_per_second.median / self.bytes_per_second.median
+
+    def bound(self, intensity: float) -> str:
+        return "compute" if intensity >= self.ridge else "memory"
+
+    def seconds(self, flops: float, bytes_moved: float) -> float:
+        """Return the least time for this work: the longer of computing it and of moving it."""
+        return max(flops / self.flops_per_second.median, bytes_moved / self.bytes_per_second.median)
+
+
+def measure_ceilings(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    largest_product: int = 8192,
+    product_seconds: float = 0.1,
+    copy_bytes: int | None = None,
+    rounds: int = 7,
+) -> Ceilings:
+    """Measure a square matrix product and a copy, both too large for the caches.
+
+    The product doubles its size up to `largest_product`, or as long as it takes at most `product_seconds`; the faster
+    of the two largest counts. copy_bytes defaults to 128 MiB on a CPU and 512 MiB elsewhere.
+    """
+    if copy_bytes is None:
+        copy_bytes = 128 * 2**20 if device.type == "cpu" else 512 * 2**20
+
+    def product(size: int):  # type: ignore[no-untyped-def]
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        return lambda: torch.mm(a, b, out=out)
+
+    with torch.no_grad():
+        size = min(256, largest_product)
+        products = {size: product(size)}
+        while size < largest_product:
+            seconds = interleave({"": products[size]}, rounds=1, sample_seconds=0, warmup_calls=1)[""][0]
+            if 8 * seconds > product_seconds:
+                break
+            size *= 2
+            products = {size // 2: products[size // 2], size: product(size)}
+        source = torch.ones(copy_bytes // dtype.itemsize, device=device, dtype=dtype)
+        target = torch.empty_like(source)
+        runs = {str(n): run for n, run in products.items()} | {"copy": lambda: target.copy_(source)}
+        samples = interleave(runs, rounds=rounds, sample_seconds=0.01, warmup_calls=1)
+    rates = {n: Spread.of([2 * n**3 / seconds for seconds in samples[str(n)]]) for n in products}
+    best = max(rates, key=lambda n: rates[n].median)
+    moved = 2 * source.nbytes
+    return Ceilings(rates[best], Spread.of([moved / seconds for seconds in samples["copy"]]), best, source.nbytes)

@@ -1,0 +1,281 @@
+"""Measure one size: the parts and the whole in interleaved rounds; memory, kernels and traces in runs of their own."""
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tinyblock import Block, Transformer
+
+from . import tracing
+from .analysis import analyse
+from .machine import Ceilings, Datasheet
+from .memory import SavedBytes, bytes_of, is_out_of_memory, peak_added_bytes
+from .parts import Part, build, cut, whole
+from .presets import Size
+from .timing import interleave
+
+__all__ = ["BACKENDS", "MODES", "Extras", "Progress", "Settings", "measure", "require_attention_backend"]
+
+MODES = ("forward", "train", "step")
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_SAMPLE_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure: `mode` is forward, train (forward and backward) or step (train, and a step of AdamW)."""
+
+    device: torch.device
+    dtype: torch.dtype
+    mode: str
+    compile: bool = False
+    attention_backend: str | None = None
+    rounds: int = 15
+    seed: int = 0
+
+    @property
+    def train(self) -> bool:
+        return self.mode != "forward"
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Return a context in which SDPA uses the chosen backend only."""
+        return nullcontext() if self.attention_backend is None else sdpa_kernel(BACKENDS[self.attention_backend])
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What is to be recorded besides, each in a run of its own after the timings."""
+
+    trace: Path | None = None
+    memory_snapshot: Path | None = None
+    nvtx: bool = False
+
+
+class Progress(Protocol):
+    """Somebody who wants to know how far the measuring is."""
+
+    def start(self, what: str, steps: int | None = None) -> None:
+        """Begin something new, of so many steps where that is known."""
+
+    def advance(self) -> None:
+        """Finish one of the steps."""
+
+
+def require_attention_backend(size: Size, settings: Settings) -> None:
+    """Run the block once with the chosen attention backend, on a short sequence.
+
+    Raises:
+        RuntimeError: the backend cannot run on this device, in this dtype or with these heads.
+    """
+    short = replace(size, batch_size=1, seq_len=min(size.seq_len, 64), d_model=8, d_ff=8, num_layers=None)
+    with settings.attention(), torch.set_grad_enabled(settings.train):
+        _, part = _whole(short, settings)
+        part.train() if settings.train else part.forward()
+
+
+def measure(
+    size: Size,
+    settings: Settings,
+    ceilings: Ceilings,
+    datasheet: Datasheet | None,
+    progress: Progress,
+    extras: Extras = Extras(),
+) -> dict[str, Any]:
+    """Measure one size, and return a point of docs/profile_schema.md.
+
+    Without memory for it, the point says so. An interruption after the first round gives the point of the rounds until
+    then, with the status "interrupted"; an earlier one is raised.
+    """
+    try:
+        with settings.attention(), torch.set_grad_enabled(settings.train):
+            return _Measurement(size, settings, progress).point(ceilings, datasheet, extras)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        message = " ".join(str(error).split()) or "out of memory"
+    # Only outside the except clause are the frames gone that hold the tensors.
+    gc.collect()
+    if settings.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return {"status": "out of memory", "error": message, "size": asdict(size)}
+
+
+class _Measurement:
+    """One size, built: what is run, and what is asked of it."""
+
+    def __init__(self, size: Size, settings: Settings, progress: Progress) -> None:
+        self.size, self.settings, self.progress = size, settings, progress
+        progress.start("building")
+        torch.manual_seed(settings.seed)
+        model, self.whole = _whole(size, settings)
+        _, self.smallest = _whole(size.smallest(), settings)
+        self.known = [*model.parameters(), *model.buffers()]
+        self.parts = cut(model, self.whole.inputs[0], *self.whole.gradients)
+        self.compile: dict[str, Any] | None = None
+        if settings.compile:
+            progress.start("compiling")
+            torch.compiler.reset()  # else the second size of a sweep would be compiled for any size
+            eager, self.whole = self.whole, self.whole.compiled()
+            self.compile = tracing.compile_report(eager, self.whole, settings.train)
+            self.smallest = self.smallest.compiled()
+            self.parts = [part.compiled() for part in self.parts]
+        self.optimizing = _Optimizing(self.whole) if settings.mode == "step" else None
+
+    def run(self) -> Callable[[], object]:
+        """Return the whole, as far as the mode goes."""
+        if self.optimizing is not None:
+            return self.optimizing.step
+        return self.whole.train if self.settings.train else self.whole.forward
+
+    def _runs(self) -> dict[str, Callable[[], object]]:
+        """Return what is timed. Backward alone is not: it is what "train" takes longer than "forward"."""
+        runs: dict[str, Callable[[], object]] = {}
+        smallest = replace(self.smallest, name="smallest")
+        for part in (self.whole, *self.parts, smallest):
+            runs[f"{part.name} forward"] = part.forward
+            if self.settings.train:
+                runs[f"{part.name} train"] = part.train
+        if self.optimizing is not None:
+            runs["whole step"] = self.optimizing.step
+            runs["AdamW"] = self.optimizing.update
+            runs["smallest step"] = _Optimizing(smallest).step
+        return runs
+
+    def point(self, ceilings: Ceilings, datasheet: Datasheet | None, extras: Extras) -> dict[str, Any]:
+        settings = self.settings
+        samples, complete = self._samples()
+        point: dict[str, Any] = {
+            "status": "ok" if complete else "interrupted",
+            "error": None,
+            "size": asdict(self.size),
+        }
+        point |= analyse(samples, self.size, settings.mode, settings.dtype, ceilings, datasheet)
+        point |= {"compile": self.compile, "memory": None, "kernels": None}
+        if complete:
+            try:
+                self.progress.start("measuring memory")
+                point["memory"] = self._memory()
+                seconds = point["whole"][settings.mode]["seconds"]["median"]
+                point["kernels"] = tracing.kernel_report(self.run(), settings.device, seconds)
+                self._record(extras)
+            except KeyboardInterrupt:
+                point["status"] = "interrupted"
+        return point
+
+    def _samples(self) -> tuple[dict[str, list[float]], bool]:
+        """Return the samples, and whether they are all there; an interrupted round does not count."""
+        runs, rounds = self._runs(), self.settings.rounds
+        self.progress.start("warming up")
+        timing = False
+
+        def on_sample(name: str) -> None:
+            nonlocal timing
+            if not timing:
+                self.progress.start("timing", len(runs) * rounds)
+            timing = True
+            self.progress.advance()
+
+        samples: dict[str, list[float]] = {}
+        try:
+            return interleave(runs, rounds, _SAMPLE_SECONDS, 1, on_sample, samples), True
+        except KeyboardInterrupt:
+            complete = min((len(times) for times in samples.values()), default=0)
+            if complete == 0:
+                raise
+            return {name: times[:complete] for name, times in samples.items()}, False
+
+    def _memory(self) -> dict[str, Any]:
+        device, train = self.settings.device, self.settings.train
+        saved_by_part: dict[str, int | None] = dict.fromkeys((part.name for part in self.parts), None)
+        if train:
+            saved = SavedBytes(self.known)
+            for part in self.parts:
+                outputs, saved_by_part[part.name] = saved.of(part.forward)
+                # What one part puts out and saves, and the next one saves as its input, is one storage in the block.
+                for output, input_of_next in zip(outputs, part.outputs, strict=False):
+                    saved.identify(output, input_of_next)
+            del saved
+        parts = [
+            {
+                "name": part.name,
+                "saved_bytes": saved_by_part[part.name],
+                "peak_added_bytes": peak_added_bytes(part.train if train else part.forward, device),
+            }
+            for part in self.parts
+        ]
+        x, weights = self.whole.inputs[0], self.whole.weights
+        gradients = bytes_of(*self.whole.train()[1:]) if train else None
+        saved_by_whole = SavedBytes(self.known).of(self.whole.forward)[1] if train else None
+        state = None
+        if self.optimizing is not None:
+            state = self.optimizing.state_bytes()
+            self.optimizing.clear()  # else the gradients of the last step would be there already
+        added = peak_added_bytes(self.run(), device)
+        there = bytes_of(*self.known, x) + (state or 0)
+        return {
+            "parameters_bytes": bytes_of(*weights),
+            "gradients_bytes": gradients,
+            "optimizer_state_bytes": state,
+            "saved_bytes": saved_by_whole,
+            "peak_added_bytes": added,
+            "peak_bytes": None if added is None else there + added,
+            "parts": parts,
+        }
+
+    def _record(self, extras: Extras) -> None:
+        parts, step = [self.whole, *self.parts], None if self.optimizing is None else self.optimizing.update
+        if extras.trace is not None:
+            self.progress.start("tracing")
+            tracing.write_trace(lambda label: tracing.run_labelled(parts, step, label), extras.trace)
+        if extras.memory_snapshot is not None:
+            with tracing.record_memory(extras.memory_snapshot):
+                self.run()()
+        if extras.nvtx:
+            with tracing.nsys_capture():
+                tracing.run_labelled(parts, step, tracing.nvtx_range)
+
+
+class _Optimizing:
+    """A whole training step with AdamW as torch sets it up, but for a learning rate of 0.
+
+    That leaves the weights as they are for all the other runs, and takes no kernel away.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.optimizer = torch.optim.AdamW(part.weights, lr=0.0)
+        self.step()  # which makes the moments, and the gradients that `update` needs
+
+    def step(self) -> None:
+        self.clear()
+        torch.autograd.backward(self.part.forward(), self.part.gradients)
+        self.update()
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def clear(self) -> None:
+        for leaf in (*self.part.inputs, *self.part.weights):
+            leaf.grad = None
+
+    def state_bytes(self) -> int:
+        states = self.optimizer.state.values()
+        return bytes_of(*(value for state in states for value in state.values() if torch.is_tensor(value)))
+
+
+def _whole(size: Size, settings: Settings) -> tuple[Block | Transformer, Part]:
+    model = build(size, settings.device, settings.dtype)
+    shape = (size.batch_size, size.seq_len, size.d_model)
+    x = torch.randn(shape, device=settings.device).to(settings.dtype).requires_grad_(settings.train)
+    return model, whole(model, x, torch.randn_like(x) if settings.train else None)

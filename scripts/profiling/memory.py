@@ -1,0 +1,93 @@
+"""Where memory goes: what the backward pass keeps, and the most that a run adds to what was there before."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+__all__ = ["SavedBytes", "bytes_of", "is_out_of_memory", "peak_added_bytes"]
+
+Outputs = TypeVar("Outputs")
+
+
+class SavedBytes:
+    """Count the bytes that autograd keeps for the backward pass, each storage once however many tensors share it.
+
+    The storages of `known` tensors (weights, tables) are there anyway and do not count.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._kept: list[object] = []  # keeps the storages alive: an address that is free may be given out again
+
+    def of(self, run: Callable[[], Outputs]) -> tuple[Outputs, int]:
+        """Return what `run` returns, and the bytes that it saves and no earlier run has saved."""
+        added = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal added
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._seen:
+                self._seen.add(storage.data_ptr())
+                added += storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = run()
+        self._kept.append(outputs)
+        return outputs, added
+
+    def identify(self, tensor: Tensor, other: Tensor) -> None:
+        """Take `other` for the same storage as `tensor`, which was saved or not."""
+        if tensor.untyped_storage().data_ptr() in self._seen:
+            self._seen.add(other.untyped_storage().data_ptr())
+            self._kept.append(other)
+
+
+def bytes_of(*tensors: Tensor) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def peak_added_bytes(run: Callable[[], object], device: torch.device) -> int | None:
+    """Return the most bytes of tensors that `run` holds at a time, beyond those that existed before it.
+
+    On CUDA from the allocator's statistics, on a CPU from the allocations that torch.profiler records; None where it
+    recorded none. Neither sees what a library allocates for itself.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        return peak_of_trace(json.loads(trace.read_bytes())["traceEvents"])
+
+
+def peak_of_trace(events: list[dict[str, Any]]) -> int | None:
+    """Return the peak of the running sum of a Chrome trace's allocations and releases, in bytes."""
+    changes = [(event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"]
+    if not changes:
+        return None
+    changes.sort(key=lambda change: change[0])
+    return max(0, *accumulate(change for _, change in changes))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether torch or Python ran out of memory: on a CPU, torch raises a plain RuntimeError."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)

@@ -1,0 +1,335 @@
+"""The result as text: rich tables on a terminal, plain aligned columns elsewhere or without rich."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from .presets import PRESETS
+
+__all__ = ["Section", "Table", "describe", "describe_all", "number", "report", "share", "show", "si"]
+
+
+@dataclass
+class Table:
+    """Rows of cells; the first column is text, the others are numbers. `totals` rows are set apart below."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[list[str]] = field(default_factory=list)
+    totals: list[list[str]] = field(default_factory=list)
+
+
+Section = Table | str
+
+
+def show(sections: Iterable[Section], stream: TextIO) -> None:
+    """Print tables and paragraphs to `stream`."""
+    try:
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table as RichTable
+    except ImportError:
+        rich = False
+    else:
+        rich = stream.isatty()
+    if not rich:
+        print("\n\n".join(plain(section) for section in sections), file=stream, flush=True)
+        return
+    console = Console(file=stream, markup=False, highlight=False, emoji=False)
+    for section in sections:
+        if isinstance(section, str):
+            console.print(section)
+            console.print()
+            continue
+        table = RichTable(title=section.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        for index, column in enumerate(section.columns):
+            table.add_column(column, justify="right" if index else "left", no_wrap=True)
+        for row in section.rows:
+            table.add_row(*row)
+        table.add_section()
+        for row in section.totals:
+            table.add_row(*row, style="bold")
+        console.print(table)
+
+
+def plain(section: Section) -> str:
+    """Return a section as text: a table as columns two spaces apart, with a rule above its totals."""
+    if isinstance(section, str):
+        return section
+    lines = [list(section.columns), *section.rows, *section.totals]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(section.columns))]
+
+    def row(line: Sequence[str]) -> str:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        return "  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip()
+
+    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
+    totals = [rule, *map(row, section.totals)] if section.totals else []
+    return "\n".join([section.title, row(section.columns), rule, *map(row, section.rows), *totals])
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Write a number with so many significant digits and without an exponent; None is n/a."""
+    if value is None:
+        return "n/a"
+    whole_digits = len(str(int(abs(value))))
+    return f"{value:.{max(0, digits - whole_digits)}f}"
+
+
+def si(value: float | None, unit: str = "") -> str:
+    """Write a number with a decimal prefix, such as 3.11 MB."""
+    if value is None:
+        return "n/a"
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * factor:
+            return f"{number(value / factor)} {prefix}{unit}"
+    return f"{number(value) if value % 1 else int(value)} {unit}".rstrip()
+
+
+def share(value: float | None) -> str:
+    return "n/a" if value is None else f"{number(100 * value, 2 if abs(value) < 0.1 else 3)}%"
+
+
+def report(document: dict[str, Any]) -> list[Section]:
+    """Return the sections of a whole profile: of one size in full, of a sweep one line for each point."""
+    points = document["points"]
+    sections: list[Section] = [_header(document)]
+    if document["settings"]["sweep"] is None:
+        for point in points:
+            sections += _point(point, document)
+    else:
+        sections += _sweep(points, document)
+    if document["status"] == "interrupted":
+        sections.append("Interrupted: these are the figures until then.")
+    return sections
+
+
+def describe(size: dict[str, Any]) -> str:
+    """Return a size in one line."""
+    stack = "Block" if size["num_layers"] is None else f"Transformer of {size['num_layers']}"
+    grouped = "" if size["num_kv_heads"] == size["num_heads"] else f" ({size['num_kv_heads']} for keys and values)"
+    norm = ", q/k norm" if size["qk_norm"] else ""
+    return (
+        f"{stack}: batch {size['batch_size']}, {size['seq_len']} tokens, d_model {size['d_model']}, "
+        f"{size['num_heads']} heads of {size['d_head']}{grouped}{norm}, "
+        f"d_ff {size['d_ff']}"
+    )
+
+
+def describe_all(sizes: Sequence[dict[str, Any]]) -> str:
+    """Return several sizes in one line, a range for what changes from the first to the last."""
+    first, last = sizes[0], sizes[-1]
+    return describe({key: first[key] if first[key] == last[key] else f"{first[key]} to {last[key]}" for key in first})
+
+
+def _header(document: dict[str, Any]) -> str:
+    settings, environment, ceilings = document["settings"], document["environment"], document["ceilings"]
+    preset = settings["preset"]
+    model = f", preset {preset} ({PRESETS[preset].model_layers} blocks in the model)" if preset else ""
+    compiled = "compiled (and each part on its own)" if settings["compile"] else "eager"
+    backend = settings["attention_backend"] or "torch's choice of"
+    threads = f", {environment['threads']} threads" if settings["device"] == "cpu" else ""
+    measured = (
+        f"{si(ceilings['flops_per_second']['median'], 'FLOP/s')}, {si(ceilings['bytes_per_second']['median'], 'B/s')}"
+    )
+    sheet = ceilings["datasheet"]
+    known = f"{si(sheet['flops_per_second'], 'FLOP/s')}, {si(sheet['bytes_per_second'], 'B/s')}" if sheet else "n/a"
+    return "\n".join(
+        [
+            f"{environment['device']}{threads}, torch {environment['torch']}",
+            f"{settings['dtype']}, mode {settings['mode']}, {compiled}, {backend} attention backend{model}",
+            f"Ceilings: measured {measured} (a product of {ceilings['product_size']}, a copy of "
+            f"{si(ceilings['copy_bytes'], 'B')}); datasheet {known}",
+        ]
+    )
+
+
+def _point(point: dict[str, Any], document: dict[str, Any]) -> list[Section]:
+    title, layers = describe(point["size"]), point["size"]["num_layers"]
+    if layers is not None and layers > 1:
+        title += f"; parts of one block, which the sum counts {layers} times"
+    if "parts" not in point:
+        return [f"{title}\n{point['status']}: {point['error']}"]
+    passes = [name for name in ("forward", "backward") if name in point["whole"]]
+    sections: list[Section] = [_times(point, passes, title)]
+    sections += [_work(point, name) for name in passes]
+    if point["memory"] is not None:
+        sections.append(_memory(point))
+    sections.append(_summary(point, document))
+    return sections
+
+
+def _times(point: dict[str, Any], passes: list[str], title: str) -> Table:
+    unit, factor = _time_unit(point["whole"]["forward"]["seconds"]["median"])
+    table = Table(title, ["part"])
+    table.columns = ["part", *(c for name in passes for c in (f"{name} {unit}", "p20-p80", "share"))]
+
+    def cells(seconds: dict[str, float], part_share: float | None = None) -> list[str]:
+        shown = "" if part_share is None else share(part_share)
+        return [number(seconds["median"] * factor), _range(seconds, factor), shown]
+
+    for part in point["parts"]:
+        row = [part["name"]]
+        for name in passes:
+            row += cells(part[name]["seconds"], part[name]["share"])
+        table.rows.append(row)
+    sums, whole = point["sum_of_parts"], point["whole"]
+    table.totals = [
+        ["sum of the parts", *(c for name in passes for c in cells(sums[name]["seconds"], 1.0))],
+        ["whole", *(c for name in passes for c in cells(whole[name]["seconds"]))],
+        ["sum / whole"],
+    ]
+    for name in passes:
+        ratio = sums[name]["of_whole"]
+        table.totals[-1] += [number(ratio["median"]), _range(ratio, 1), ""]
+    return table
+
+
+def _work(point: dict[str, Any], name: str) -> Table:
+    table = Table(
+        f"{name.capitalize()}: work, and the roofline",
+        ["part", "FLOP", "bytes", "FLOP/byte", "bound by", "FLOP/s", "of roofline"],
+    )
+
+    def row(title: str, record: dict[str, Any]) -> list[str]:
+        return [
+            title,
+            si(record["matmul_flops"] + record["elementwise_flops"]),
+            si(record["bytes"], "B"),
+            number(record["intensity"]),
+            record["bound"],
+            si(record["flops_per_second"]),
+            share(record["roofline_fraction"]),
+        ]
+
+    table.rows = [row(part["name"], part[name]) for part in point["parts"]]
+    table.totals = [row("whole", point["whole"][name])]
+    if point["optimizer"] is not None and name == "backward":
+        table.totals.append(row("AdamW", point["optimizer"]))
+    return table
+
+
+def _memory(point: dict[str, Any]) -> Table:
+    memory = point["memory"]
+    table = Table("Memory", ["part", "saved for backward", "peak above the start"])
+    for part in memory["parts"]:
+        table.rows.append([part["name"], si(part["saved_bytes"], "B"), si(part["peak_added_bytes"], "B")])
+    table.totals = [["whole", si(memory["saved_bytes"], "B"), si(memory["peak_added_bytes"], "B")]]
+    return table
+
+
+def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
+    mode = document["settings"]["mode"]
+    whole, memory, kernels, compiled = (point[key] for key in ("whole", "memory", "kernels", "compile"))
+    seconds = whole[mode]["seconds"]
+    unit, factor = _time_unit(seconds["median"])
+    lines = [
+        f"{_MODE[mode]}: {number(seconds['median'] * factor)} {unit} ({_range(seconds, factor)}), "
+        f"{si(point['tokens_per_second'])} tokens/s, {share(whole[mode]['roofline_fraction'])} of the roofline"
+    ]
+    if point["optimizer"] is not None:
+        update = point["optimizer"]["seconds"]
+        part = share(update["median"] / seconds["median"])
+        lines.append(
+            f"AdamW: {number(update['median'] * factor)} {unit} ({_range(update, factor)}), {part} of the step"
+        )
+    mfu = point["mfu"]
+    for source, name in (("measured", "measured ceiling"), ("datasheet", "datasheet")):
+        lines.append(f"MFU of the {name}: causal {share(mfu['causal'][source])}, dense {share(mfu['dense'][source])}")
+    overhead = point["overhead"]
+    lines.append(
+        f"Launch overhead: {number(overhead['seconds']['median'] * factor)} {unit} ({share(overhead['share'])}), "
+        "what the same calls take on one token of width 2"
+    )
+    if kernels is not None:
+        bound = "launch-bound" if kernels["launch_bound"] else "not launch-bound"
+        lines.append(f"Kernels: {kernels['count']}, which run {share(kernels['busy_fraction'])} of the time: {bound}")
+    else:
+        lines.append("Kernels: n/a")
+    if compiled is not None:
+        cache = ", from inductor's cache" if compiled["from_cache"] else ""
+        lines.append(
+            f"Compilation: {number(compiled['seconds'])} s{cache}; {_count(compiled['graphs'], 'graph')}, "
+            f"{_count(compiled['graph_breaks'], 'break')}"
+        )
+        lines += [f"  break: {' '.join(reason.split())}" for reason in compiled["break_reasons"]]
+    if memory is not None:
+        lines.append(
+            f"Memory: peak {si(memory['peak_bytes'], 'B')}; parameters {si(memory['parameters_bytes'], 'B')}, "
+            f"gradients {si(memory['gradients_bytes'], 'B')}, optimizer state "
+            f"{si(memory['optimizer_state_bytes'], 'B')}, saved for backward {si(memory['saved_bytes'], 'B')}"
+        )
+    if point["status"] == "interrupted":
+        lines.append(f"Interrupted after {_count(seconds['samples'], 'round')}.")
+    lines.append(_LEGEND[mode != "forward"])
+    return "\n".join(lines)
+
+
+_MODE = {
+    "forward": "Forward",
+    "train": "Forward and backward",
+    "step": "Forward, backward and AdamW",
+}
+_LEGEND = {
+    False: "Times are medians. Bytes are the fewest possible; above 100% of the roofline, they come from a cache.",
+    True: "Times are medians; backward is what a run of both takes longer than forward, round by round.\n"
+    "Bytes are the fewest possible; above 100% of the roofline, they come from a cache.",
+}
+
+
+def _sweep(points: list[dict[str, Any]], document: dict[str, Any]) -> list[Section]:
+    axis, mode = document["settings"]["sweep"], document["settings"]["mode"]
+    measured = [point for point in points if "parts" in point]
+    sections: list[Section] = []
+    if points:
+        sections.append(describe_all([point["size"] for point in points]))
+    unit, factor = _time_unit(min((point["whole"][mode]["seconds"]["median"] for point in measured), default=1.0))
+    columns = [axis, f"{mode} {unit}", "p20-p80", "tokens/s", "MFU causal", "sum/whole", "overhead", "saved", "peak"]
+    table = Table(f"Sweep: {_MODE[mode][0].lower() + _MODE[mode][1:]}, MFU of the measured ceiling", columns)
+    for point in points:
+        value = str(point["size"][axis.replace("-", "_")])
+        if "parts" not in point:
+            table.rows.append([value, point["status"], *[""] * (len(columns) - 2)])
+            continue
+        seconds, memory = point["whole"][mode]["seconds"], point["memory"] or {}
+        ratio = point["sum_of_parts"]["forward" if mode == "forward" else "train"]["of_whole"]["median"]
+        table.rows.append(
+            [
+                value + (" (interrupted)" if point["status"] == "interrupted" else ""),
+                number(seconds["median"] * factor),
+                _range(seconds, factor),
+                si(point["tokens_per_second"]),
+                share(point["mfu"]["causal"]["measured"]),
+                number(ratio),
+                share(point["overhead"]["share"]),
+                si(memory.get("saved_bytes"), "B"),
+                si(memory.get("peak_bytes"), "B"),
+            ]
+        )
+    sections.append(table)
+    if measured:
+        sections.append(_sweep_parts(measured, axis, mode))
+    return sections
+
+
+def _sweep_parts(points: list[dict[str, Any]], axis: str, mode: str) -> Table:
+    passes = ["forward"] if mode == "forward" else ["forward", "backward"]
+    unit, factor = _time_unit(min(point["whole"]["forward"]["seconds"]["median"] for point in points))
+    values = [str(point["size"][axis.replace("-", "_")]) for point in points]
+    table = Table(f"Parts: {' and '.join(passes)}, {unit}, by {axis}", ["part", *values])
+    for rows in zip(*(point["parts"] for point in points), strict=True):
+        times = [sum(row[name]["seconds"]["median"] for name in passes) for row in rows]
+        table.rows.append([rows[0]["name"], *(number(seconds * factor) for seconds in times)])
+    return table
+
+
+def _time_unit(seconds: float) -> tuple[str, float]:
+    return ("us", 1e6) if seconds < 1e-3 else ("ms", 1e3)
+
+
+def _range(spread: dict[str, float], factor: float) -> str:
+    return f"{number(spread['p20'] * factor)}-{number(spread['p80'] * factor)}"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
