@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     size = parser.add_argument_group("size")
     size.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"the block of a model: {', '.join(PRESETS)}")
-    size.add_argument("--batch-size", type=int, default=2, metavar="N", help="sequences (2)")
+    size.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences (1)")
     size.add_argument("--seq-len", type=int, default=128, metavar="N", help="tokens of each (128)")
     size.add_argument("--d-model", type=int, metavar="N", help="width (512)")
     size.add_argument("--num-heads", type=int, metavar="N", help="query heads (8)")
