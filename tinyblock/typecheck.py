@@ -24,6 +24,7 @@ import torch
 from beartype import BeartypeConf, beartype
 from jaxtyping import TypeCheckError, config, jaxtyped
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 __all__ = ["typecheck"]
 
@@ -94,7 +95,7 @@ def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return function(*args, **kwargs)
         known = outcome = None
         try:
