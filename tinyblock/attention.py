@@ -107,20 +107,18 @@ class CausalMultiHeadSelfAttention(nn.Module):
         token_positions: Int[Tensor, "*#batch seq"] | None = None,
         mask: Bool[Tensor, "*#batch #seq seq"] | None = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
-        # -1 heads: a tensor-parallel projection yields its share of them.
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.d_head)).transpose(-2, -3)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = (self.q_proj, self.k_proj, self.v_proj)  # -1 heads: a tensor-parallel one yields its share
+        q, k, v = (projection(x).unflatten(-1, (-1, self.d_head)).transpose(-2, -3) for projection in projections)
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast q is bfloat16 and the gains are float32; given two dtypes, torch would warn.
             q = self.q_norm(q.to(self.q_norm.weight.dtype)).to(v.dtype)
             k = self.k_norm(k.to(self.k_norm.weight.dtype)).to(v.dtype)
-        outside = None
-        if self.rope is not None:
-            cos_sin, outside = self.rope.look_up(q, token_positions)
-            cos_sin = cos_sin if token_positions is None else cos_sin.unsqueeze(-4)  # the same for every head
-            q, k = self.rope.rotate(q, cos_sin), self.rope.rotate(k, cos_sin)
+        rope, outside = self.rope, None
+        if rope is not None:
+            cos_sin, outside = rope.look_up(q, token_positions)
+            if token_positions is not None:
+                cos_sin = cos_sin.unsqueeze(token_positions.ndim - 1)  # the same for every head
+            q, k = rope.rotate(q, cos_sin), rope.rotate(k, cos_sin)
         elif token_positions is not None:
             raise ValueError("token_positions were given, but this attention has no rope to apply them")
         heads = self._attend(q, k, v, mask).transpose(-2, -3).flatten(-2)

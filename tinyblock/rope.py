@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 __all__ = ["RotaryPositionalEmbedding", "apply_rope"]
 
-_CosSin = Float[Tensor, "*#batch seq half pair"]
-
 
 def apply_rope(
     x: Float[Tensor, "*batch seq d_k"], angles: Float[Tensor, "*#batch seq d_k//2"]
@@ -43,8 +41,8 @@ def apply_rope(
 class RotaryPositionalEmbedding(nn.Module):
     """Rotate queries or keys by their positions; one instance serves every layer of a model.
 
-    theta is the base of the wavelengths, d_k the head size, max_seq_len the number of positions in the table. Computed
-    in float32 or wider, returned in the dtype of the input.
+    theta is the base of the wavelengths, d_k the head size, max_seq_len the number of positions in the table.
+    Computed in float32 or wider, returned in the dtype of the input.
 
     `token_positions` counts tokens from 0 and broadcasts to the leading axes of `x`; None stands for 0 ... seq-1. To
     refuse one that is off the table is to read it, and that waits for an accelerator: once per tensor, however many
@@ -55,7 +53,7 @@ class RotaryPositionalEmbedding(nn.Module):
         ValueError: d_k is odd, a size below 1, theta not positive and finite; a sequence or position off the table.
     """
 
-    cos_sin: _CosSin
+    cos_sin: Tensor
     _last_read: ClassVar[WeakKeyDictionary[nn.Module, tuple[Any, Any]]] = WeakKeyDictionary()  # not to be pickled
 
     def __init__(self, theta: float, d_k: int, max_seq_len: int, device: torch.device | str | None = None) -> None:
@@ -78,37 +76,39 @@ class RotaryPositionalEmbedding(nn.Module):
         self, x: Float[Tensor, "*batch seq {self.d_k}"], token_positions: Int[Tensor, "*#batch seq"] | None = None
     ) -> Float[Tensor, "*batch seq {self.d_k}"]:
         cos_sin, outside = self.look_up(x, token_positions)
-        rotated = self.rotate(x, cos_sin)
-        return rotated if outside is None else rotated.masked_fill(outside, math.nan)
+        return self.rotate(x, cos_sin) if outside is None else self.rotate(x, cos_sin).masked_fill(outside, math.nan)
 
-    def look_up(self, x: Tensor, token_positions: Tensor | None = None) -> tuple[_CosSin, Tensor | None]:
-        """Return cosine and sine of every token's angles, and which tokens are off the table, None if none can be."""
-        if self.cos_sin.is_meta and not x.is_meta:  # as after load_state_dict(assign=True) into a model on meta
-            self.to_empty(device=x.device)
+    def look_up(self, x: Tensor, token_positions: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return cos + i sin of each token (pairs for inductor: it lacks complex code), and which are off the table."""
+        table = self.cos_sin
+        if table.is_meta and not x.is_meta:  # as after load_state_dict(assign=True) into a model on meta
+            table = self.to_empty(device=x.device).cos_sin
         seq, exact = x.shape[-2], x.dtype == torch.float64
         if token_positions is None:
             if seq > self.max_seq_len:
                 raise ValueError(f"a sequence of {seq} tokens is longer than RoPE's max_seq_len={self.max_seq_len}")
-            return self.cos_sin[:seq] if not exact else self._cos_sin(torch.arange(seq, device=x.device)), None
-        positions, just_read = token_positions, self._read(token_positions)
-        if positions.device != x.device:  # copied without waiting, but for pinned memory: it may change before the copy
-            positions = positions.to(x.device, non_blocking=not positions.is_pinned())
-        index = positions.long().clamp(0, self.max_seq_len - 1)
-        rows = self._cos_sin(index) if exact else self.cos_sin[index]
-        return rows, None if just_read else (index != positions).unsqueeze(-1)
+            rows, outside = self._cos_sin(torch.arange(seq, device=x.device)) if exact else table[:seq], None
+        else:
+            positions, just_read = token_positions, self._read(token_positions)
+            if positions.device != x.device:  # without waiting, but for pinned memory: it may change before the copy
+                positions = positions.to(x.device, non_blocking=not positions.is_pinned())
+            index = positions.long().clamp(0, self.max_seq_len - 1)
+            rows = self._cos_sin(index) if exact else table[index]
+            outside = None if just_read else (index != positions).unsqueeze(-1)
+        return rows if torch.compiler.is_compiling() else torch.view_as_complex(rows), outside
 
     @staticmethod
-    def rotate(x: Tensor, cos_sin: _CosSin) -> Tensor:
-        """Turn each pair of `x` by an angle that is given by its cosine and sine."""
-        pairs = x.to(cos_sin.dtype).unflatten(-1, (-1, 2))
-        if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
+    def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+        """Turn each pair of `x` by an angle that is given as `look_up` returns it."""
+        pairs = (x if x.dtype == torch.float64 else x.float()).unflatten(-1, (-1, 2))
+        if not cos_sin.is_complex():
             (even, odd), (cos, sin) = pairs.unbind(-1), cos_sin.unbind(-1)
             return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
-        try:  # one complex product takes half the time of the real ones, or less
+        try:
             numbers = torch.view_as_complex(pairs)
         except RuntimeError:  # the strides of x forbid a view: a slice at an odd offset, say
             numbers = torch.view_as_complex(pairs.clone(memory_format=torch.contiguous_format))
-        return torch.view_as_real(numbers * torch.view_as_complex(cos_sin)).flatten(-2).to(x.dtype)
+        return torch.view_as_real(numbers * cos_sin).flatten(-2).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"theta={self.theta}, d_k={self.d_k}, max_seq_len={self.max_seq_len}"
@@ -124,7 +124,7 @@ class RotaryPositionalEmbedding(nn.Module):
             self.reset_parameters()
         return self
 
-    def _cos_sin(self, positions: Tensor) -> _CosSin:
+    def _cos_sin(self, positions: Int[Tensor, "*batch seq"]) -> Float[Tensor, "*batch seq half pair"]:
         exponents = torch.arange(0, self.d_k, 2, device=positions.device, dtype=torch.float64) / self.d_k
         angles = positions[..., None] * self.theta**-exponents
         return torch.stack((angles.cos(), angles.sin()), dim=-1)
@@ -134,8 +134,8 @@ class RotaryPositionalEmbedding(nn.Module):
         if torch.compiler.is_compiling() or (positions.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         source = positions if positions._base is None else positions._base
-        view = [positions.storage_offset(), positions.shape, positions.stride()]
-        view += [] if source.is_inference() else [source._version]
+        version = None if source.is_inference() else source._version
+        view = (version, positions.storage_offset(), positions.shape, positions.stride())
         last_source, last_view = self._last_read.get(self, (lambda: None, None))
         if last_source() is source and last_view == view:
             return False  # read before, though a write that torch does not see may have changed it since

@@ -97,7 +97,8 @@ def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
         __tracebackhide__ = True
         if is_dynamo_compiling():
             return function(*args, **kwargs)
-        known = outcome = None
+        known: Any = None
+        outcome: Any = None
         try:
             call = sign(*args, **kwargs)
             known = recall(call)
@@ -106,10 +107,13 @@ def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
         if known is None:
             check_arguments(*args, **kwargs)
         result = function(*args, **kwargs)
-        try:
-            outcome = _signature(result)
-        except TypeError:
-            call = None
+        if isinstance(result, Tensor):
+            outcome = result.__class__, result.dtype, result.shape
+        else:
+            try:
+                outcome = _signature(result)
+            except TypeError:
+                call = None
         if known is None or known != outcome:
             check_result(*args, **kwargs, _returned=result)
             if call is not None:
@@ -126,22 +130,19 @@ def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
 
 
 def _signature(value: Any) -> tuple[Any, ...]:
-    """Return all that an annotation can read of `value`, hashable; TypeError for a type that is not known here.
+    """Return all that an annotation can read of `value`, which is no tensor; TypeError for a type not known here.
 
     Lists and tuples are not: beartype looks at one of their items, drawn at random, so that one pass proves little.
     """
-    kind = type(value)
-    if isinstance(value, Tensor):
-        return kind, value.dtype, value.shape
-    if kind in _BY_VALUE:
-        return kind, value
-    raise TypeError(f"no signature for a {kind.__name__}")
+    if type(value) in _BY_VALUE:
+        return type(value), value
+    raise TypeError(f"no signature for a {type(value).__name__}")
 
 
 def _signer(function: FunctionType, is_method: bool) -> Callable[..., tuple[Any, ...]]:
     """Return a function of the same arguments that returns the signature of a call."""
     names = list(inspect.signature(function).parameters)[is_method:]
-    # _signature, with its two usual cases inlined: it is what a checked call costs.
+    # Tensors and None are signed in place: that is what a checked call costs.
     tensor = "({0}.__class__, {0}.dtype, {0}.shape) if isinstance({0}, Tensor)"
     sign = tensor + " else None if {0} is None else _signature({0})"
     return _lambda(function, _expressions(function) + [sign.format(name) for name in names])
