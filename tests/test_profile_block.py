@@ -1,10 +1,12 @@
 """The profiler as a program: every mode, every output, every refusal."""
 
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from profiling import cli
 from profiling.compare import compare
 from profiling.machine import Ceilings
+from profiling.progress import TerminalProgress
 from profiling.timing import Spread
 
 ROOT = Path(__file__).parents[1]
@@ -150,6 +153,62 @@ def test_profile_uses_the_attention_backend_alone(tmp_path, monkeypatch):
     assert document["settings"]["attention_backend"] == "math"
 
 
+def test_overhead_is_left_out_where_the_backend_cannot_run_one_token(tmp_path, monkeypatch, capsys):
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def picky(q, *args, **options):
+        if q.shape[-2] < 2:
+            raise RuntimeError("No available kernel. Aborting execution.")
+        return attend(q, *args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", picky)
+    for options in ([], ["--sweep", "seq-len=4"]):
+        document = profile(tmp_path, "--attention-backend", "math", "--mode", "step", *options)
+        assert document["points"][0]["overhead"] is None
+        assert "n/a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--sweep", "seq-len=6"]])
+def test_lack_of_memory_after_the_timings_keeps_them(tmp_path, monkeypatch, capsys, options):
+    from profiling import measure
+
+    def exhausted(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(measure, "peak_added_bytes", exhausted)
+    monkeypatch.setattr(measure.tracing, "kernel_report", exhausted)
+    monkeypatch.setattr(measure.tracing, "write_trace", exhausted)
+    trace = [] if options else ["--trace", str(tmp_path / "trace.json")]
+    (point,) = profile(tmp_path, *options, *trace)["points"]
+    assert point["status"] == "ok"
+    assert point["whole"]["train"]["seconds"]["samples"] == 2
+    assert (point["memory"], point["kernels"]) == (None, None)
+    assert [note.split(":")[0] for note in point["notes"]] == ["memory", "kernels", *(["trace"] if trace else [])]
+    assert "ot measured: memory: out of memory: CUDA out of memory." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["forward", "train", "step"])
+def test_measure_lets_go_of_everything(mode, monkeypatch):
+    from profiling import measure
+
+    weights = []
+    build = measure.build
+
+    def watched(*args):
+        model = build(*args)
+        weights.extend(weakref.ref(weight) for weight in model.parameters())
+        return model
+
+    monkeypatch.setattr(measure, "build", watched)
+    size = cli._size(cli._parser().parse_args(TINY))
+    settings = measure.Settings(torch.device("cpu"), torch.float32, mode, rounds=1)
+    ceilings = cli.measure_ceilings(settings.device, settings.dtype)
+    assert measure.measure(size, settings, ceilings, None, TerminalProgress())["status"] == "ok"
+    gc.collect()
+    assert weights
+    assert not any(ref() is not None for ref in weights)
+
+
 def test_profile_writes_a_trace_with_the_parts_as_labels(tmp_path):
     path = tmp_path / "trace.json"
     profile(tmp_path, "--mode", "step", "--trace", str(path))
@@ -222,6 +281,19 @@ def test_plot_writes_a_picture(tmp_path, suffix, options):
     start = path.read_bytes()[:400]
     assert start.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in start
     assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, "profile.json"]
+
+
+def test_plot_that_fails_does_not_lose_the_report(tmp_path, monkeypatch, capsys):
+    plot = pytest.importorskip("profiling.plot", exc_type=ImportError)
+
+    def broken(*args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(plot, "plot", broken)
+    with pytest.raises(ZeroDivisionError):
+        profile(tmp_path, "--mode", "forward", "--plot", str(tmp_path / "plot.png"))
+    assert "sum of the parts" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
 
 
 def test_plot_without_matplotlib_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
@@ -337,6 +409,18 @@ def refusal(capsys, *options):
         (["--nvtx"], "--nvtx needs CUDA"),
         (["--attention-backend", "cudnn"], "--attention-backend cudnn cannot run on cpu in float32"),
         (["--sweep", "seq-len=4", "--trace", "x"], "leave --sweep out"),
+        (["--d-ff", str(2**63 - 1)], "impossible size: "),
+        (["--d-ff", "9" * 20], "impossible size: "),
+        (["--d-model", "4" + "0" * 20], "impossible size: "),
+        (["--num-heads", "4" + "0" * 20], "not a multiple of num_heads"),
+        (["--seq-len", str(2**62)], "impossible size: "),
+        (["--seq-len", "9" * 20], "impossible size: "),
+        (["--batch-size", "9" * 20], "impossible size: "),
+        (["--num-layers", "9" * 20], "impossible size: "),
+        (["--sweep", "seq-len=4," + "9" * 20], "impossible size: "),
+        (["--seed", "9" * 20], "--seed must fit into 64 bits"),
+        (["--dtype", "float16", "--mode", "step"], "use bfloat16, or --mode train"),
+        (["--json", "/dev/null"], "--json: cannot write /dev/null: it is no regular file"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["--batch", "3"], "unrecognized arguments: --batch"),
     ],

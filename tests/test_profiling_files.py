@@ -1,5 +1,8 @@
 """Files that are written whole or not at all."""
 
+import os
+from pathlib import Path
+
 import pytest
 from profiling.files import atomic, require_writable
 
@@ -30,6 +33,29 @@ def test_atomic_leaves_the_old_file_when_writing_fails(tmp_path):
         fail()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_atomic_follows_a_link(tmp_path):
+    target, link = tmp_path / "folder" / "out.json", tmp_path / "link.json"
+    target.parent.mkdir()
+    target.write_text("old")
+    link.symlink_to(target)
+    require_writable(link)
+    with atomic(link) as temporary:
+        temporary.write_text("new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert sorted(tmp_path.rglob("*")) == [target.parent, target, link]
+
+
+def test_require_writable_refuses_what_is_no_regular_file(tmp_path):
+    fifo, link = tmp_path / "fifo", tmp_path / "link"
+    os.mkfifo(fifo)
+    link.symlink_to(fifo)
+    for path in (fifo, link, Path("/dev/null")):
+        with pytest.raises(OSError, match="no regular file"):
+            require_writable(path)
+    assert fifo.is_fifo()
 
 
 def test_require_writable_leaves_nothing_behind(tmp_path):

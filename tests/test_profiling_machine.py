@@ -26,6 +26,17 @@ def test_datasheet_of_a_device_that_is_not_known_exactly_is_none(name):
     assert datasheet(name) is None
 
 
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_datasheet_has_no_float32_peak_for_less_precision(precision):
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert datasheet("NVIDIA H200").flops_per_second(torch.float32) is None
+        assert datasheet("NVIDIA H200").flops_per_second(torch.bfloat16) == 989e12
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert datasheet("NVIDIA H200").flops_per_second(torch.float32) == 67e12
+
+
 def test_datasheet_knows_the_dtypes_apart():
     h200 = datasheet("NVIDIA H200")
     assert h200.flops_per_second(torch.bfloat16) == h200.flops_per_second(torch.float16) == 989e12

@@ -1,5 +1,8 @@
 """Counting bytes, against tensors whose bytes are known."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from profiling.memory import SavedBytes, bytes_of, is_out_of_memory, peak_added_bytes, peak_of_trace
@@ -37,14 +40,25 @@ def test_saved_bytes_does_not_mistake_a_new_storage_for_one_that_is_gone():
         assert saved.of(lambda: (x + 1).sin())[1] == x.nbytes
 
 
-def test_saved_bytes_identifies_storages_that_were_saved():
-    x, twin, other = (torch.randn(10, requires_grad=True) for _ in range(3))
-    saved = SavedBytes()
+def test_saved_bytes_has_what_was_saved_or_known():
+    x, known = torch.randn(10, requires_grad=True), torch.randn(10)
+    saved = SavedBytes([known])
     out, _ = saved.of(x.exp)  # saves its result
-    saved.identify(out, twin)
-    assert saved.of(twin.sin)[1] == 0
-    saved.identify(torch.empty(10), other)  # which nobody saved
-    assert saved.of(other.sin)[1] == 40
+    assert saved.has(out)
+    assert saved.has(out[:3])
+    assert saved.has(known)
+    assert not saved.has(x)
+
+
+def test_saved_bytes_lets_go_of_everything():
+    linear = torch.nn.Linear(4, 8)
+    x = torch.randn(3, 4, requires_grad=True)
+    saved = SavedBytes(linear.parameters())
+    outputs, _ = saved.of(lambda: linear(x).exp())  # which saves its own output
+    alive = [weakref.ref(tensor) for tensor in (x, outputs, *linear.parameters())]
+    del saved, outputs, x, linear
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 4
 
 
 def test_peak_of_trace_adds_up_what_lives_at_a_time():
@@ -72,6 +86,22 @@ def test_peak_added_bytes_sees_what_is_released_within():
 def test_bytes_of_adds_tensors_up():
     assert bytes_of(torch.empty(3), torch.empty(2, dtype=torch.bfloat16)) == 16
     assert bytes_of() == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "backend='inductor' raised:\nOutOfMemoryError: Tried to allocate 2.00 GiB",
+        "HIP Out Of Memory. Tried to allocate 2.00 GiB",
+        "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes",
+        "DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes.",
+    ],
+)
+def test_is_out_of_memory_knows_every_message(message):
+    assert is_out_of_memory(RuntimeError(message))
 
 
 def test_is_out_of_memory_knows_what_torch_raises():

@@ -58,5 +58,5 @@ def test_size_counts_the_parameters_of_what_is_built(num_layers, qk_norm):
 
 def test_smallest_keeps_the_calls_and_drops_the_arithmetic():
     size = size_of("qwen3-8b").smallest()
-    assert (size.tokens, size.d_model, size.d_head, size.d_ff) == (1, 2, 2, 1)
+    assert (size.tokens, size.d_model, size.d_head, size.d_ff) == (1, 8, 128, 8)
     assert (size.num_heads, size.num_kv_heads, size.qk_norm, size.num_layers) == (32, 8, True, 36)

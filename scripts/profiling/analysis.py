@@ -25,7 +25,7 @@ def analyse(
     """Return the figures of one point, from seconds per call and round of the runs of `measure`, by their names.
 
     Those are "<part> forward" and, unless the mode is forward, "<part> train" (forward and backward) of each part, of
-    "whole" and of "smallest"; in the mode step also "whole step", "smallest step" and "AdamW".
+    "whole" and of "smallest", if there is one; in the mode step also "whole step", "smallest step" and "AdamW".
     """
     train = mode != "forward"
     passes = ("forward", "backward") if train else ("forward",)
@@ -66,7 +66,10 @@ def analyse(
     whole = {p: _pass(times["whole"][p], whole_costs[p], ceilings, floors[p]) for p in times["whole"]}
 
     seconds = whole[mode]["seconds"]["median"]
-    smallest = Spread.of(list(samples[f"smallest {mode}"]))
+    overhead = None
+    if (name := f"smallest {mode}") in samples:
+        smallest = Spread.of(samples[name])
+        overhead = {"seconds": asdict(smallest), "share": smallest.median / seconds}
     peaks = {
         "measured": ceilings.flops_per_second.median,
         "datasheet": None if datasheet is None else datasheet.flops_per_second(dtype),
@@ -91,7 +94,7 @@ def analyse(
             "causal": utilization(whole_costs[mode].matmul_flops),
             "dense": utilization(whole_costs[mode].dense_matmul_flops),
         },
-        "overhead": {"seconds": asdict(smallest), "share": smallest.median / seconds},
+        "overhead": overhead,
     }
 
 

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from tinyblock import Block
 from .compare import SCHEMA, compare, load
 from .environment import device_name, environment
 from .files import atomic, require_writable
-from .machine import Ceilings, Datasheet, datasheet, measure_ceilings
+from .machine import Ceilings, Datasheet, datasheet, float32_precision, measure_ceilings
 from .measure import BACKENDS, MODES, Extras, Settings, measure, require_attention_backend
 from .memory import is_out_of_memory
 from .parts import build
@@ -154,10 +153,11 @@ def _request(arguments: argparse.Namespace) -> _Request:
     )
     if settings.rounds < 1:
         raise _Refused(f"--rounds must be at least 1, got {settings.rounds}")
+    _check_seed(settings.seed)
+    if settings.mode == "step" and settings.dtype == torch.float16:
+        raise _Refused("--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train")
     axis, values = _sweep(arguments.sweep)
-    sizes = [_size(arguments, axis, value) for value in values] if axis else [_size(arguments)]
-    for size in sizes:
-        build(size, "meta", settings.dtype)
+    sizes = [_possible_size(arguments, settings, axis, value) for value in (values if axis else [None])]
     extras = Extras(arguments.trace, arguments.memory_snapshot, arguments.nvtx)
     if settings.device.type != "cuda":
         for option in ("memory_snapshot", "nvtx"):
@@ -210,6 +210,27 @@ def _sweep(text: str | None) -> tuple[str | None, list[int]]:
     return axis, numbers
 
 
+def _check_seed(seed: int) -> None:
+    try:
+        torch.Generator().manual_seed(seed)
+    except (RuntimeError, OverflowError, TypeError, ValueError):
+        raise _Refused(f"--seed must fit into 64 bits, got {seed}") from None
+
+
+def _possible_size(arguments: argparse.Namespace, settings: Settings, axis: str | None, value: int | None) -> Size:
+    """Return the size that is asked for, once torch and the layers have taken it without allocating anything."""
+    try:
+        size = _size(arguments, axis, value)
+        widest = max(size.d_model, size.d_ff, size.num_heads * size.d_head)
+        if max(size.parameters, size.tokens * widest) * settings.dtype.itemsize >= 2**63:
+            raise OverflowError(f"{size.parameters} parameters and {size.tokens} tokens are more than can be counted")
+        build(size, "meta", settings.dtype)
+        torch.empty(size.batch_size, size.seq_len, size.d_model, device="meta", dtype=settings.dtype)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise _Refused(f"impossible size: {_first_sentence(error)}") from None
+    return size
+
+
 def _size(arguments: argparse.Namespace, axis: str | None = None, value: int | None = None) -> Size:
     """Return the size that the options add up to; the layers fill in what is left open and refuse the impossible."""
     given = {
@@ -257,26 +278,26 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
             raise _Refused(f"--plot draws {', '.join(_PLOTS)}, got {str(arguments.plot)!r}")
         if importlib.util.find_spec("matplotlib") is None:
             raise _Refused("--plot needs matplotlib: pip install 'tinyblock[plot]', or leave --plot out")
-    paths = {
-        option: path.resolve()
-        for option in ("json", "plot", "trace", "memory_snapshot")
-        if (path := getattr(arguments, option)) is not None
-    }
-    if len(set(paths.values())) < len(paths):
-        raise _Refused("two outputs have the same path")
-    for option, path in paths.items():
+    resolved: set[Path] = set()
+    for option in ("json", "plot", "trace", "memory_snapshot"):
+        path = getattr(arguments, option)
+        if path is None:
+            continue
         try:
             require_writable(path)
-        except OSError as error:
-            raise _Refused(f"--{option.replace('_', '-')}: cannot write {path}: {error.strerror or error}") from None
+            target = path.resolve()
+        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+            reason = getattr(error, "strerror", None) or error
+            raise _Refused(f"--{option.replace('_', '-')}: cannot write {path}: {reason}") from None
+        if target in resolved:
+            raise _Refused("two outputs have the same path")
+        resolved.add(target)
 
 
 def _check_backend(sizes: list[Size], settings: Settings) -> None:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch explains at length, in one warning for each backend
-            for size in sizes:
-                require_attention_backend(size, settings)
+        for size in sizes:
+            require_attention_backend(size, settings)
     except RuntimeError as error:
         where = f"on {settings.device} in {str(settings.dtype).removeprefix('torch.')} with these heads"
         raise _Refused(
@@ -324,14 +345,16 @@ def _profile(request: _Request) -> int:
             if document["status"] == "interrupted":
                 break
     measured = [point for point in document["points"] if "parts" in point]
-    if request.plot is not None and measured:
-        from .plot import plot
+    try:  # the report first, so that a plot that fails does not lose it
+        show(report(document), sys.stdout)
+        if request.old is not None:
+            show(["", *compare(document, request.old)], sys.stdout)
+    finally:  # for somebody, too, who does not read the report to its end
+        if request.plot is not None and measured:
+            from .plot import plot
 
-        with atomic(request.plot) as temporary:
-            plot(document, temporary)
-    show(report(document), sys.stdout)
-    if request.old is not None:
-        show(["", *compare(document, request.old)], sys.stdout)
+            with atomic(request.plot) as temporary:
+                plot(document, temporary)
     if document["status"] == "interrupted":
         return 130
     return 0 if measured else 1
@@ -344,6 +367,7 @@ def _settings(request: _Request) -> dict[str, Any]:
         "dtype": str(settings.dtype).removeprefix("torch."),
         "mode": settings.mode,
         "compile": settings.compile,
+        "float32_matmul_precision": float32_precision(),
         "attention_backend": settings.attention_backend,
         "rounds": settings.rounds,
         "seed": settings.seed,

@@ -1,5 +1,6 @@
 """Files that are written whole or not at all."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,7 +11,11 @@ __all__ = ["atomic", "require_writable"]
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path` that takes its place at the end, unless an exception comes first."""
+    """Yield a temporary path beside `path` that takes its place at the end, unless an exception comes first.
+
+    Of a symbolic link, the file that it leads to is replaced, and not the link.
+    """
+    path = path.resolve()
     temporary = path.with_name(f".{os.getpid()}.{path.name}")  # keeps the suffix, which some writers go by
     try:
         yield temporary
@@ -23,7 +28,10 @@ def atomic(path: Path) -> Iterator[Path]:
 def require_writable(path: Path) -> None:
     """Raise the OSError that writing `path` would raise, and leave what is there untouched."""
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder")
+        raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    if path.exists() and not path.is_file():  # a pipe or a device, which a file would take the place of
+        raise OSError(errno.EINVAL, "it is no regular file")
+    path = path.resolve()
     probe = path.with_name(f".{os.getpid()}.{path.name}")
     probe.touch()
     probe.unlink()

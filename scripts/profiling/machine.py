@@ -10,7 +10,7 @@ import torch
 
 from .timing import Spread, interleave
 
-__all__ = ["DATASHEETS", "Ceilings", "Datasheet", "datasheet", "measure_ceilings"]
+__all__ = ["DATASHEETS", "Ceilings", "Datasheet", "datasheet", "float32_precision", "measure_ceilings"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Datasheet:
     bfloat16: bool = True
 
     def flops_per_second(self, dtype: torch.dtype) -> float | None:
+        """Return the peak, None where it is not here: of other dtypes, and of float32 that may be computed in TF32."""
         if dtype == torch.float32:
-            return self.float32
+            return self.float32 if float32_precision() == "highest" else None
         return self.half if dtype == torch.float16 or (dtype == torch.bfloat16 and self.bfloat16) else None
 
 
@@ -43,6 +44,16 @@ DATASHEETS = {
     "NVIDIA H100 PCIe": Datasheet(756e12, 51e12, 2000e9),
     "NVIDIA H200": Datasheet(989e12, 67e12, 4800e9),
 }
+
+
+def float32_precision() -> str:
+    """Return torch's precision of float32 matrix products: "highest", or less, as TF32 and bfloat16 give it."""
+    try:
+        precision = torch.get_float32_matmul_precision()
+        return "high" if precision == "highest" and torch.backends.cuda.matmul.allow_tf32 else precision
+    except RuntimeError:  # set by torch's newer interface, fp32_precision, and the older one may not be asked any more
+        precision = torch.backends.cuda.matmul.fp32_precision
+        return "highest" if precision in ("none", "ieee") else precision
 
 
 def datasheet(name: str) -> Datasheet | None:
@@ -84,10 +95,11 @@ def measure_ceilings(
     copy_bytes: int | None = None,
     rounds: int = 7,
 ) -> Ceilings:
-    """Measure a square matrix product and a copy, both too large for the caches.
+    """Measure a large square matrix product and a large copy.
 
     The product doubles its size up to `largest_product`, or as long as it takes at most `product_seconds`; the faster
-    of the two largest counts. copy_bytes defaults to 128 MiB on a CPU and 512 MiB elsewhere.
+    of the two largest counts. copy_bytes defaults to 128 MiB on a CPU and 512 MiB elsewhere. That is more than most
+    caches hold; a CPU with a last cache of hundreds of MiB serves part of the copy from there.
     """
     if copy_bytes is None:
         copy_bytes = 128 * 2**20 if device.type == "cpu" else 512 * 2**20

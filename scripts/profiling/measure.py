@@ -1,11 +1,12 @@
 """Measure one size: the parts and the whole in interleaved rounds; memory, kernels and traces in runs of their own."""
 
 import gc
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,6 +22,8 @@ from .presets import Size
 from .timing import interleave
 
 __all__ = ["BACKENDS", "MODES", "Extras", "Progress", "Settings", "measure", "require_attention_backend"]
+
+Result = TypeVar("Result")
 
 MODES = ("forward", "train", "step")
 BACKENDS = {
@@ -79,7 +82,8 @@ def require_attention_backend(size: Size, settings: Settings) -> None:
         RuntimeError: the backend cannot run on this device, in this dtype or with these heads.
     """
     short = replace(size, batch_size=1, seq_len=min(size.seq_len, 64), d_model=8, d_ff=8, num_layers=None)
-    with settings.attention(), torch.set_grad_enabled(settings.train):
+    with settings.attention(), torch.set_grad_enabled(settings.train), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch explains at length, in one warning for each backend
         _, part = _whole(short, settings)
         part.train() if settings.train else part.forward()
 
@@ -94,8 +98,9 @@ def measure(
 ) -> dict[str, Any]:
     """Measure one size, and return a point of docs/profile_schema.md.
 
-    Without memory for it, the point says so. An interruption after the first round gives the point of the rounds until
-    then, with the status "interrupted"; an earlier one is raised.
+    Without memory for it, the point says so; without memory for what follows the timings, that alone is null, and a
+    note says why. An interruption after the first round gives the point of the rounds until then, with the status
+    "interrupted"; an earlier one is raised.
     """
     try:
         with settings.attention(), torch.set_grad_enabled(settings.train):
@@ -103,11 +108,8 @@ def measure(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        message = " ".join(str(error).split()) or "out of memory"
-    # Only outside the except clause are the frames gone that hold the tensors.
-    gc.collect()
-    if settings.device.type == "cuda":
-        torch.cuda.empty_cache()
+        message = _one_line(error)
+    _free(settings.device)
     return {"status": "out of memory", "error": message, "size": asdict(size)}
 
 
@@ -119,7 +121,7 @@ class _Measurement:
         progress.start("building")
         torch.manual_seed(settings.seed)
         model, self.whole = _whole(size, settings)
-        _, self.smallest = _whole(size.smallest(), settings)
+        self.smallest = self._smallest()
         self.known = [*model.parameters(), *model.buffers()]
         self.parts = cut(model, self.whole.inputs[0], *self.whole.gradients)
         self.compile: dict[str, Any] | None = None
@@ -128,9 +130,22 @@ class _Measurement:
             torch.compiler.reset()  # else the second size of a sweep would be compiled for any size
             eager, self.whole = self.whole, self.whole.compiled()
             self.compile = tracing.compile_report(eager, self.whole, settings.train)
-            self.smallest = self.smallest.compiled()
+            self.smallest = self.smallest and self.smallest.compiled()
             self.parts = [part.compiled() for part in self.parts]
         self.optimizing = _Optimizing(self.whole) if settings.mode == "step" else None
+        self.notes: list[str] = []
+
+    def _smallest(self) -> Part | None:
+        """Return the same calls on one token, None where the chosen attention backend cannot run them."""
+        size = self.size.smallest()
+        if self.settings.attention_backend is not None:
+            try:
+                require_attention_backend(size, self.settings)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                return None
+        return replace(_whole(size, self.settings)[1], name="smallest")
 
     def run(self) -> Callable[[], object]:
         """Return the whole, as far as the mode goes."""
@@ -141,15 +156,15 @@ class _Measurement:
     def _runs(self) -> dict[str, Callable[[], object]]:
         """Return what is timed. Backward alone is not: it is what "train" takes longer than "forward"."""
         runs: dict[str, Callable[[], object]] = {}
-        smallest = replace(self.smallest, name="smallest")
-        for part in (self.whole, *self.parts, smallest):
+        for part in (self.whole, *self.parts, *([] if self.smallest is None else [self.smallest])):
             runs[f"{part.name} forward"] = part.forward
             if self.settings.train:
                 runs[f"{part.name} train"] = part.train
         if self.optimizing is not None:
             runs["whole step"] = self.optimizing.step
             runs["AdamW"] = self.optimizing.update
-            runs["smallest step"] = _Optimizing(smallest).step
+            if self.smallest is not None:
+                runs["smallest step"] = _Optimizing(self.smallest).step
         return runs
 
     def point(self, ceilings: Ceilings, datasheet: Datasheet | None, extras: Extras) -> dict[str, Any]:
@@ -161,17 +176,31 @@ class _Measurement:
             "size": asdict(self.size),
         }
         point |= analyse(samples, self.size, settings.mode, settings.dtype, ceilings, datasheet)
-        point |= {"compile": self.compile, "memory": None, "kernels": None}
+        point |= {"compile": self.compile, "memory": None, "kernels": None, "notes": self.notes}
         if complete:
             try:
                 self.progress.start("measuring memory")
-                point["memory"] = self._memory()
+                point["memory"] = self._stage("memory", self._memory)
                 seconds = point["whole"][settings.mode]["seconds"]["median"]
-                point["kernels"] = tracing.kernel_report(self.run(), settings.device, seconds)
+                if not extras.nvtx:  # nsys and torch.profiler cannot both listen to the GPU
+                    point["kernels"] = self._stage(
+                        "kernels", lambda: tracing.kernel_report(self.run(), settings.device, seconds)
+                    )
                 self._record(extras)
             except KeyboardInterrupt:
                 point["status"] = "interrupted"
         return point
+
+    def _stage(self, name: str, run: Callable[[], Result]) -> Result | None:
+        """Return what `run` returns; without memory for it None, and leave a note."""
+        try:
+            return run()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.notes.append(f"{name}: out of memory: {_one_line(error)}")
+        _free(self.settings.device)
+        return None
 
     def _samples(self) -> tuple[dict[str, list[float]], bool]:
         """Return the samples, and whether they are all there; an interrupted round does not count."""
@@ -197,19 +226,11 @@ class _Measurement:
 
     def _memory(self) -> dict[str, Any]:
         device, train = self.settings.device, self.settings.train
-        saved_by_part: dict[str, int | None] = dict.fromkeys((part.name for part in self.parts), None)
-        if train:
-            saved = SavedBytes(self.known)
-            for part in self.parts:
-                outputs, saved_by_part[part.name] = saved.of(part.forward)
-                # What one part puts out and saves, and the next one saves as its input, is one storage in the block.
-                for output, input_of_next in zip(outputs, part.outputs, strict=False):
-                    saved.identify(output, input_of_next)
-            del saved
+        saved_by_part = self._saved_by_part() if train else {}
         parts = [
             {
                 "name": part.name,
-                "saved_bytes": saved_by_part[part.name],
+                "saved_bytes": saved_by_part.get(part.name),
                 "peak_added_bytes": peak_added_bytes(part.train if train else part.forward, device),
             }
             for part in self.parts
@@ -233,17 +254,31 @@ class _Measurement:
             "parts": parts,
         }
 
+    def _saved_by_part(self) -> dict[str, int]:
+        there, saved_by_part = list(self.known), {}
+        for part in self.parts:
+            saved = SavedBytes(there)  # one for each part, so that what it saves is free again before the next
+            outputs, saved_by_part[part.name] = saved.of(part.forward)
+            there += [tensor for tensor in part.inputs if saved.has(tensor)]
+            # What one part puts out and saves, and the next one saves as its input, is one storage in the block.
+            twins = zip(outputs, part.outputs, strict=False)
+            there += [input_of_next for output, input_of_next in twins if saved.has(output)]
+            del saved, outputs
+        return saved_by_part
+
     def _record(self, extras: Extras) -> None:
         parts, step = [self.whole, *self.parts], None if self.optimizing is None else self.optimizing.update
         if extras.trace is not None:
             self.progress.start("tracing")
-            tracing.write_trace(lambda label: tracing.run_labelled(parts, step, label), extras.trace)
+            path = extras.trace
+            self._stage(
+                "trace", lambda: tracing.write_trace(lambda label: tracing.run_labelled(parts, step, label), path)
+            )
         if extras.memory_snapshot is not None:
-            with tracing.record_memory(extras.memory_snapshot):
-                self.run()()
+            snapshot = extras.memory_snapshot
+            self._stage("memory snapshot", lambda: tracing.write_memory_snapshot(self.run(), snapshot))
         if extras.nvtx:
-            with tracing.nsys_capture():
-                tracing.run_labelled(parts, step, tracing.nvtx_range)
+            self._stage("NVTX ranges", lambda: tracing.mark_ranges(parts, step))
 
 
 class _Optimizing:
@@ -279,3 +314,14 @@ def _whole(size: Size, settings: Settings) -> tuple[Block | Transformer, Part]:
     shape = (size.batch_size, size.seq_len, size.d_model)
     x = torch.randn(shape, device=settings.device).to(settings.dtype).requires_grad_(settings.train)
     return model, whole(model, x, torch.randn_like(x) if settings.train else None)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or "out of memory"
+
+
+def _free(device: torch.device) -> None:
+    """Give back what an out-of-memory error has left; outside its except clause, where its frames hold no tensors."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

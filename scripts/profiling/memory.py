@@ -24,31 +24,29 @@ class SavedBytes:
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._seen = {tensor.untyped_storage().data_ptr(): 0 for tensor in known}  # address: bytes that count
         self._kept: list[object] = []  # keeps the storages alive: an address that is free may be given out again
 
     def of(self, run: Callable[[], Outputs]) -> tuple[Outputs, int]:
         """Return what `run` returns, and the bytes that it saves and no earlier run has saved."""
-        added = 0
+        seen = self._seen
+        before = sum(seen.values())
 
         def pack(tensor: Tensor) -> Tensor:
-            nonlocal added
+            # The graph holds this function and what it returns, and the garbage collector does not see the graph: with
+            # `self`, which holds the graph, or with a saved output as it is, the graph would hold itself for ever.
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._seen:
-                self._seen.add(storage.data_ptr())
-                added += storage.nbytes()
-            return tensor
+            seen.setdefault(storage.data_ptr(), storage.nbytes())
+            return tensor.detach()
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = run()
         self._kept.append(outputs)
-        return outputs, added
+        return outputs, sum(seen.values()) - before
 
-    def identify(self, tensor: Tensor, other: Tensor) -> None:
-        """Take `other` for the same storage as `tensor`, which was saved or not."""
-        if tensor.untyped_storage().data_ptr() in self._seen:
-            self._seen.add(other.untyped_storage().data_ptr())
-            self._kept.append(other)
+    def has(self, tensor: Tensor) -> bool:
+        """Tell whether the storage of `tensor` was saved, or known from the start."""
+        return tensor.untyped_storage().data_ptr() in self._seen
 
 
 def bytes_of(*tensors: Tensor) -> int:
@@ -85,9 +83,18 @@ def peak_of_trace(events: list[dict[str, Any]]) -> int | None:
     return max(0, *accumulate(change for _, change in changes))
 
 
+_OUT_OF_MEMORY = (
+    "out of memory",  # the CUDA driver's own, which is no torch.OutOfMemoryError
+    "can't allocate memory",  # a CPU's
+    "not enough memory",
+    "status_alloc_failed",  # cuBLAS's and cuDNN's
+    "outofmemoryerror",  # as inductor wraps it
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether torch or Python ran out of memory: on a CPU, torch raises a plain RuntimeError."""
+    """Tell whether torch or Python ran out of memory: often, torch raises a plain RuntimeError."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(message in text for message in _OUT_OF_MEMORY)

@@ -237,10 +237,16 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
     for source, name in (("measured", "measured ceiling"), ("datasheet", "datasheet")):
         lines.append(f"MFU of the {name}: causal {share(mfu['causal'][source])}, dense {share(mfu['dense'][source])}")
     overhead = point["overhead"]
-    lines.append(
-        f"Launch overhead: {number(overhead['seconds']['median'] * factor)} {unit} ({share(overhead['share'])}), "
-        "what the same calls take on one token of width 2"
-    )
+    if overhead is None:
+        lines.append("Same calls on one token of width 8: n/a, this attention backend cannot run them")
+    else:
+        # On CUDA the host runs ahead of the GPU, so that its time is no share of the whole's.
+        shown = document["settings"]["device"] == "cpu" and overhead["share"] <= 1
+        part = f", {share(overhead['share'])} of this" if shown else ""
+        lines.append(
+            f"Same calls on one token of width 8: {number(overhead['seconds']['median'] * factor)} {unit}{part}, "
+            "all of it overhead: Python, dispatch and launches"
+        )
     if kernels is not None:
         bound = "launch-bound" if kernels["launch_bound"] else "not launch-bound"
         lines.append(f"Kernels: {kernels['count']}, which run {share(kernels['busy_fraction'])} of the time: {bound}")
@@ -259,6 +265,7 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
             f"gradients {si(memory['gradients_bytes'], 'B')}, optimizer state "
             f"{si(memory['optimizer_state_bytes'], 'B')}, saved for backward {si(memory['saved_bytes'], 'B')}"
         )
+    lines += [f"Not measured: {note}" for note in point["notes"]]
     if point["status"] == "interrupted":
         lines.append(f"Interrupted after {_count(seconds['samples'], 'round')}.")
     lines.append(_LEGEND[mode != "forward"])
@@ -284,7 +291,8 @@ def _sweep(points: list[dict[str, Any]], document: dict[str, Any]) -> list[Secti
     if points:
         sections.append(describe_all([point["size"] for point in points]))
     unit, factor = _time_unit(min((point["whole"][mode]["seconds"]["median"] for point in measured), default=1.0))
-    columns = [axis, f"{mode} {unit}", "p20-p80", "tokens/s", "MFU causal", "sum/whole", "overhead", "saved", "peak"]
+    columns = [axis, f"{mode} {unit}", "p20-p80", "tokens/s", "MFU causal", "sum/whole", "saved", "peak"]
+    columns.insert(3, f"one token {unit}")
     table = Table(f"Sweep: {_MODE[mode][0].lower() + _MODE[mode][1:]}, MFU of the measured ceiling", columns)
     for point in points:
         value = str(point["size"][axis.replace("-", "_")])
@@ -298,10 +306,10 @@ def _sweep(points: list[dict[str, Any]], document: dict[str, Any]) -> list[Secti
                 value + (" (interrupted)" if point["status"] == "interrupted" else ""),
                 number(seconds["median"] * factor),
                 _range(seconds, factor),
+                number(None if point["overhead"] is None else point["overhead"]["seconds"]["median"] * factor),
                 si(point["tokens_per_second"]),
                 share(point["mfu"]["causal"]["measured"]),
                 number(ratio),
-                share(point["overhead"]["share"]),
                 si(memory.get("saved_bytes"), "B"),
                 si(memory.get("peak_bytes"), "B"),
             ]
@@ -309,6 +317,11 @@ def _sweep(points: list[dict[str, Any]], document: dict[str, Any]) -> list[Secti
     sections.append(table)
     if measured:
         sections.append(_sweep_parts(measured, axis, mode))
+        sections.append("One token: the same calls at width 8, which is overhead alone.")
+    key = axis.replace("-", "_")
+    notes = [f"{axis} {point['size'][key]}: not measured: {note}" for point in measured for note in point["notes"]]
+    if notes:
+        sections.append("\n".join(notes))
     return sections
 
 

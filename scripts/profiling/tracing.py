@@ -17,12 +17,12 @@ from .parts import Part, backward_of
 __all__ = [
     "compile_report",
     "kernel_report",
-    "nsys_capture",
+    "mark_ranges",
     "nsys_command",
     "nvtx_range",
-    "record_memory",
     "run_labelled",
     "summarize_kernels",
+    "write_memory_snapshot",
     "write_trace",
 ]
 
@@ -38,7 +38,8 @@ def run_labelled(
         with label(f"{part.name} forward"), torch.set_grad_enabled(bool(part.gradients)):
             outputs = part.forward()
         if part.gradients:
-            with label(f"{part.name} backward"):
+            # On this thread, which the label is on: on CUDA, autograd has one of its own.
+            with torch.autograd.set_multithreading_enabled(False), label(f"{part.name} backward"):
                 backward_of(part, outputs)
     if step is not None:
         with label("AdamW"):
@@ -63,12 +64,11 @@ def nvtx_range(name: str) -> Iterator[None]:
         torch.cuda.nvtx.range_pop()
 
 
-@contextmanager
-def nsys_capture() -> Iterator[None]:
-    """Mark what nsys records when it is told to wait for the profiler's interface."""
+def mark_ranges(parts: Sequence[Part], step: Callable[[], object] | None) -> None:
+    """Run the parts in NVTX ranges, and have nsys record that alone, which waits for the profiler's interface."""
     torch.cuda.profiler.start()
     try:
-        yield
+        run_labelled(parts, step, nvtx_range)
         torch.cuda.synchronize()
     finally:
         torch.cuda.profiler.stop()
@@ -77,11 +77,12 @@ def nsys_capture() -> Iterator[None]:
 def nsys_command(arguments: Sequence[str]) -> str:
     """Return the command that records the NVTX ranges of this very run, and nothing around them."""
     nsys = "nsys profile --trace=cuda,nvtx,cublas --capture-range=cudaProfilerApi --capture-range-end=stop"
-    return f"{nsys} --output=profile_block {shlex.join([sys.executable, sys.argv[0], *arguments])}"
+    nsys += " --output=profile_block --force-overwrite=true"
+    return f"{nsys} {shlex.join([sys.executable, sys.argv[0], *arguments])}"
 
 
 def kernel_report(run: Callable[[], object], device: torch.device, seconds: float) -> dict[str, Any] | None:
-    """Count the kernels of `run`, which takes so many seconds without a profiler; None without CUDA."""
+    """Count the kernels of `run`, which takes so many seconds without a profiler; None where none can be seen."""
     if device.type != "cuda":
         return None
     with profile(activities=_activities()) as profiler:
@@ -90,22 +91,24 @@ def kernel_report(run: Callable[[], object], device: torch.device, seconds: floa
     return summarize_kernels(profiler.events() or [], seconds)
 
 
-def summarize_kernels(events: Iterable[Any], seconds: float) -> dict[str, Any]:
-    """Return the count of the kernels among a profiler's events, and how long at least one of them was running."""
-    intervals = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.device_type.name == "CUDA"
-        and not getattr(event, "is_user_annotation", False)
-        and not event.name.startswith(("Memcpy", "Memset"))
-    )
+def summarize_kernels(events: Iterable[Any], seconds: float) -> dict[str, Any] | None:
+    """Return the count of the kernels among a profiler's events, and how long the GPU was busy.
+
+    Copies and fills are no kernels, and keep the GPU busy all the same. Without a kernel the profiler has seen nothing
+    of the GPU, and the result is None.
+    """
+    work = [e for e in events if e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False)]
+    count = sum(not event.name.startswith(("Memcpy", "Memset")) for event in work)
+    if count == 0:
+        return None
     busy, until = 0.0, float("-inf")
-    for start, end in intervals:  # in microseconds; kernels on several streams may overlap
+    # In microseconds; what is on several streams may overlap.
+    for start, end in sorted((event.time_range.start, event.time_range.end) for event in work):
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
     fraction = busy * 1e-6 / seconds
     return {
-        "count": len(intervals),
+        "count": count,
         "busy_seconds": busy * 1e-6,
         "busy_fraction": fraction,
         "launch_bound": fraction < _LAUNCH_BOUND_BELOW,
@@ -132,12 +135,11 @@ def compile_report(eager: Part, compiled: Part, train: bool) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def record_memory(path: Path) -> Iterator[None]:
-    """Write a snapshot of CUDA's allocations within, for pytorch.org/memory_viz."""
+def write_memory_snapshot(run: Callable[[], object], path: Path) -> None:
+    """Write a snapshot of CUDA's allocations during `run`, for pytorch.org/memory_viz."""
     torch.cuda.memory._record_memory_history(max_entries=100_000)
     try:
-        yield
+        run()
         with atomic(path) as temporary:
             torch.cuda.memory._dump_snapshot(str(temporary))
     finally:
