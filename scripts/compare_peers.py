@@ -13,14 +13,12 @@ import argparse
 import copy
 import dataclasses
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,8 +29,10 @@ from profiling.costs import part_costs
 from profiling.environment import environment
 from profiling.files import atomic, require_writable
 from profiling.machine import datasheet
+from profiling.memory import SavedBytes
 from profiling.peers import PEERS, Candidate, Unavailable, build
 from profiling.presets import PRESETS, Size
+from profiling.report import Section, Table, number, share, show
 from profiling.timing import Spread, interleave, paired_ratio
 from torch import Tensor
 
@@ -43,6 +43,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ACCURACY = "accuracy-bf16"
 CUDA_PRESETS = ("llama-3.2-1b", "llama-3.1-8b")
 SAMPLE_SECONDS = 0.05
+VERDICTS = {True: "met", False: "missed", None: ""}
+MFU = {"causal": "matmul_flops", "dense": "dense_matmul_flops"}
 
 EXAMPLES = """\
 examples:
@@ -164,14 +166,17 @@ class Contestant:
         self.candidate = candidate
         self.call = torch.compile(candidate.call, dynamic=False) if case.compiled else candidate.call
         self.inputs = [self.x, *candidate.parameters]
-        self.output, self.saved_bytes = self._forward_and_saved_bytes(case.train)
+        with torch.set_grad_enabled(case.train):
+            self.forward()  # compiles, before anything is counted
+            saved = SavedBytes(candidate.constants())
+            self.output, self.saved_bytes = saved.of(lambda: _tuple(self.forward()))
         # The same numbers for the same shapes: gradients can be compared between contestants.
         generator = torch.Generator().manual_seed(seed + 1)
         self.output_gradients = [
             torch.randn(t.shape, generator=generator).to(device=t.device, dtype=t.dtype) for t in self.output
         ]
         self.input_gradient = self.train()[0] if case.train else None
-        self.output = [t.detach() for t in self.output]
+        self.output = tuple(t.detach() for t in self.output)
         self.run: Callable[[], object] = self.train if case.train else self.forward
 
     def forward(self) -> Any:
@@ -179,23 +184,6 @@ class Contestant:
 
     def train(self) -> Sequence[Tensor]:
         return torch.autograd.grad(_tuple(self.forward()), self.inputs, self.output_gradients)
-
-    def _forward_and_saved_bytes(self, train: bool) -> tuple[Sequence[Tensor], int]:
-        """Return the output, and the bytes that it keeps for backward: each storage once, what was there before not."""
-        with torch.set_grad_enabled(train):
-            self.forward()  # compiles, without the hooks
-        there_before = {t.untyped_storage().data_ptr() for t in self.candidate.constants()}
-        saved: dict[int, int] = {}
-
-        def pack(t: Tensor) -> Tensor:
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in there_before:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return t
-
-        with torch.set_grad_enabled(train), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            output = _tuple(self.forward())
-        return output, sum(saved.values())
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -219,19 +207,30 @@ class Settings:
     seed: int
 
 
-def measure_case(case: Case, peers: Sequence[str], settings: Settings, report: Callable[[str], None]) -> dict[str, Any]:
-    """Measure the Block beside each peer in turn; whatever goes wrong with one is its row, and the others go on."""
+def measure_case(
+    case: Case,
+    peers: Sequence[str],
+    settings: Settings,
+    report: Callable[[str], None],
+    result: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Measure the Block beside each peer in turn; whatever goes wrong with one is its row, and the others go on.
+
+    `result` is filled and returned: a caller who may be interrupted keeps the rows until then.
+    """
     torch.compiler.reset()
-    result: dict[str, Any] = {"case": case.name, "describe": case.describe(), "train": case.train}
+    result = {} if result is None else result
+    result |= {"case": case.name, "describe": case.describe(), "train": case.train}
     result |= {"dtype": _name(case.dtype), "rows": []}
     try:
         (block,), x = make_blocks(case.size, case.dtype, settings.device, settings.seed)
         ours = Contestant(Candidate.of(block), x, case, settings.seed)
     except Exception as error:
-        return result | {"failure": one_line(error)}
+        result["failure"] = one_line(error)
+        return result
     result["saved_bytes"] = ours.saved_bytes
-    costs = part_costs(case.size, case.dtype.itemsize).values()
-    result["matmul_flops"] = sum(ahead.matmul_flops + case.train * back.matmul_flops for ahead, back in costs)
+    costs = [ahead + back * case.train for ahead, back in part_costs(case.size, case.dtype.itemsize).values()]
+    result |= {flops: sum(getattr(cost, flops) for cost in costs) for flops in MFU.values()}
     for name in peers:
         peer = PEERS[name]
         row = {"peer": name, "title": peer.title, "version": peer.version(), "target": case.target(name)}
@@ -336,14 +335,15 @@ def summarize(run: dict[str, Any]) -> dict[str, Any]:
         for row in case.get("rows", []):
             if row["status"] != "measured":
                 continue
-            ratios = [paired(p) for p in row["processes"]]
-            row["ratio"] = dataclasses.asdict(Spread.of([r for process in ratios for r in process]))
-            row["process_medians"] = [Spread.of(process).median for process in ratios]
-            for name in ("tinyblock", "peer"):
-                row[f"{name}_ms"] = 1e3 * Spread.of([s for p in row["processes"] for s in p[name]]).median
-                if flops_per_second:
-                    seconds = row[f"{name}_ms"] / 1e3
-                    row[f"{name}_mfu"] = case["matmul_flops"] / seconds / flops_per_second
+            ours, theirs = ([s for p in row["processes"] for s in p[name]] for name in ("tinyblock", "peer"))
+            row["ratio"] = dataclasses.asdict(paired_ratio(ours, theirs))
+            row["process_medians"] = [paired_ratio(p["tinyblock"], p["peer"]).median for p in row["processes"]]
+            for name, samples in (("tinyblock", ours), ("peer", theirs)):
+                seconds = Spread.of(samples).median
+                row[f"{name}_ms"] = 1e3 * seconds
+                for kind, flops in MFU.items():
+                    if flops_per_second and flops in case:
+                        row[f"{name}_mfu_{kind}"] = case[flops] / seconds / flops_per_second
             row["met"] = None if row["target"] is None else row["ratio"]["median"] <= row["target"]
             # Only where something is saved, and by a peer that could not save less without computing it again.
             judged = case["train"] and row["peer"] not in ("limit", "control") and row["target"] is not None
@@ -355,122 +355,89 @@ def summarize(run: dict[str, Any]) -> dict[str, Any]:
     return run
 
 
-def paired(process: Mapping[str, list[float]]) -> list[float]:
-    return [a / b for a, b in zip(process["tinyblock"], process["peer"], strict=True)]
-
-
 # Reporting ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Table:
-    title: str
-    header: list[str]
-    rows: list[list[str]]
+def sections(run: dict[str, Any]) -> list[Section]:
+    """Return a table for each case of a summarized run, each followed by why rows of it were not measured."""
+    return [
+        section
+        for case in run["cases"]
+        for section in (_accuracy_sections(case) if case["case"] == ACCURACY else _case_sections(case))
+    ]
 
 
-def tables(run: dict[str, Any]) -> list[Table]:
-    """Return one table for each case of a summarized run, as text."""
-    return [_accuracy_table(case) if case["case"] == ACCURACY else _case_table(case) for case in run["cases"]]
-
-
-def _case_table(case: dict[str, Any]) -> Table:
-    with_mfu = any("peer_mfu" in row for row in case["rows"])
-    header = ["peer", "ratio", "p20-p80", "processes", "target", "", "ms", "peer ms", "outputs differ"]
-    header += ["saved MiB", "peer MiB", ""] if case["train"] else []
-    header += ["MFU", "peer MFU"] if with_mfu else []
-    rows = []
+def _case_sections(case: dict[str, Any]) -> list[Section]:
+    columns = ["peer", "ratio", "p20-p80", "processes", "target", "verdict", "ms", "peer ms", "outputs differ"]
+    columns += ["saved MiB", "peer MiB", "saved verdict"] if case["train"] else []
+    with_mfu = any("peer_mfu_causal" in row for row in case["rows"])
+    columns += ["MFU causal", "peer's", "MFU dense", "peer's"] if with_mfu else []
+    table = Table(f"{case['case']}: {case['describe']}", columns)
+    reasons = [f"Failed: {case['failure']}"] if "failure" in case else []
     for row in case["rows"]:
         cells = [f"{row['title']} {row['version'] or ''}".strip()]
-        if row["status"] != "measured":
-            rows.append([*cells, row["status"], *[""] * (len(header) - 3), row["reason"]])
-            continue
-        ratio, medians = row["ratio"], row["process_medians"]
-        cells += [f"{ratio['median']:.3f}", f"{ratio['p20']:.3f}-{ratio['p80']:.3f}"]
-        cells += [f"{min(medians):.3f}-{max(medians):.3f}" if len(medians) > 1 else "1", *_verdict(row, "met")]
-        cells += [_significant(row["tinyblock_ms"]), _significant(row["peer_ms"])]
-        cells += [f"{row['error']:.1e}" if "error" in row else "not compared"]
-        if case["train"]:
-            cells += [f"{b / 2**20:.1f}" for b in (case["saved_bytes"], row["saved_bytes"])]
-            cells += [_verdict(row, "saved_met")[1]]
-        if with_mfu:
-            cells += [f"{row[key]:.1%}" if key in row else "n/a" for key in ("tinyblock_mfu", "peer_mfu")]
-        rows.append(cells)
-    if "failure" in case:
-        rows.append(["tinyblock", "failed", *[""] * (len(header) - 3), case["failure"]])
-    if any(row[-1] and row[1] in ("skipped", "failed", "disagrees") for row in rows):
-        header, rows = _with_reasons(header, rows)
-    return Table(f"{case['case']}: {case['describe']}", header, rows)
-
-
-def _with_reasons(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """Move the reasons to a column of their own."""
-    bare = ("skipped", "failed", "disagrees")
-    return [*header, "reason"], [[*r[:-1], "", r[-1]] if r[1] in bare else [*r, ""] for r in rows]
-
-
-def _accuracy_table(case: dict[str, Any]) -> Table:
-    header = ["peer", "ratio", "p20-p80", "target", "", "error", "peer's error"]
-    title = f"{case['case']}: {case['describe']}"
-    if case["status"] != "measured":
-        return Table(title, [*header, "reason"], [["transformers", case["status"], *[""] * 5, case["reason"]]])
-    ratio, errors = case["ratio"], case["errors"]
-    medians = [f"{Spread.of(errors[name]).median:.1e}" for name in ("tinyblock", "transformers")]
-    spread = [f"{ratio['median']:.3f}", f"{ratio['p20']:.3f}-{ratio['p80']:.3f}"]
-    return Table(title, header, [["transformers", *spread, *_verdict(case, "met"), *medians]])
-
-
-def _verdict(row: dict[str, Any], key: str) -> list[str]:
-    target = "" if row["target"] is None else f"<= {row['target']:.2f}"
-    return [target, {True: "met", False: "missed", None: ""}[row[key]]]
-
-
-def _significant(value: float) -> str:
-    """Return a positive number with three significant digits, and no exponent."""
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
-
-
-def print_tables(run: dict[str, Any]) -> None:
-    """Print to the terminal, with rich where it is installed, and as plain text into a pipe."""
-    try:
-        from rich.console import Console
-        from rich.table import Table as RichTable
-    except ImportError:
-        rich = False
-    else:
-        rich = sys.stdout.isatty()
-    for table in tables(run):
-        if rich:
-            shown = RichTable(*table.header, title=table.title, title_justify="left")
-            for row in table.rows:
-                shown.add_row(*row)
-            Console().print(shown)
+        if row["status"] == "measured":
+            cells += [*_ratio(row), _processes(row["process_medians"]), _target(row), VERDICTS[row["met"]]]
+            cells += [number(row["tinyblock_ms"], 4), number(row["peer_ms"], 4)]
+            cells += [f"{row['error']:.1e}" if "error" in row else "not compared"]
+            if case["train"]:
+                cells += [f"{b / 2**20:.1f}" for b in (case["saved_bytes"], row["saved_bytes"])]
+                cells += [VERDICTS[row["saved_met"]]]
+            if with_mfu:
+                cells += [share(row.get(f"{who}_mfu_{kind}")) for kind in MFU for who in ("tinyblock", "peer")]
         else:
-            widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
-            print(f"\n{table.title}")
-            for row in (table.header, *table.rows):
-                print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    print(f"\n{verdict_line(run)}")
+            cells += [row["status"], "", "", _target(row)]
+            reasons.append(f"{row['title']} {row['status']}: {row['reason']}")
+        table.rows.append(cells + [""] * (len(columns) - len(cells)))
+    return [table, "\n".join(reasons)] if reasons else [table]
 
 
-def verdict_line(run: dict[str, Any]) -> str:
-    """Return how many targets were met, and which ones were missed."""
-    verdicts: dict[str, bool | None] = {}
-    for case in run["cases"]:
-        verdicts[case["case"]] = case.get("met")
-        for row in case.get("rows", []):
-            verdicts[f"{case['case']} against {row['peer']}"] = row.get("met")
-            verdicts[f"{case['case']} bytes saved against {row['peer']}"] = row.get("saved_met")
-    judged = {name: met for name, met in verdicts.items() if met is not None}
-    missed = [name for name, met in judged.items() if not met]
-    if not judged:
-        return "nothing was judged"
-    text = f"{len(judged) - len(missed)} of {len(judged)} targets met"
-    return f"{text}; missed: {', '.join(missed)}" if missed else text
+def _accuracy_sections(case: dict[str, Any]) -> list[Section]:
+    columns = ["peer", "ratio", "p20-p80", "target", "verdict", "error", "peer's error"]
+    table = Table(f"{case['case']}: {case['describe']}", columns)
+    if case["status"] != "measured":
+        table.rows.append(["transformers", case["status"], "", _target(case), "", "", ""])
+        return [table, f"transformers {case['status']}: {case['reason']}"]
+    medians = [f"{Spread.of(case['errors'][name]).median:.1e}" for name in ("tinyblock", "transformers")]
+    table.rows.append(["transformers", *_ratio(case), _target(case), VERDICTS[case["met"]], *medians])
+    return [table]
+
+
+def _ratio(row: dict[str, Any]) -> list[str]:
+    ratio = row["ratio"]
+    return [f"{ratio['median']:.3f}", f"{ratio['p20']:.3f}-{ratio['p80']:.3f}"]
+
+
+def _processes(medians: Sequence[float]) -> str:
+    return f"{len(medians)}: {min(medians):.3f}-{max(medians):.3f}" if len(medians) > 1 else "1"
+
+
+def _target(row: dict[str, Any]) -> str:
+    return "" if row["target"] is None else f"<= {row['target']:.2f}"
+
+
+def verdicts(cases: Iterable[dict[str, Any]]) -> tuple[str, list[str]]:
+    """Return how many targets were met, and a line for each that was missed or could not be judged."""
+    met, lines = 0, []
+    for case in cases:
+        if "failure" in case:
+            lines.append(f"not judged: {case['case']}, {case['failure']}")
+        for row in case.get("rows", [case]):
+            what = case["case"] if row is case else f"{case['case']} against {row['peer']}"
+            if row["target"] is not None and row["status"] != "measured":
+                lines.append(f"not judged: {what}, {row['status']}")
+            met += (row.get("met") is True) + (row.get("saved_met") is True)
+            if row.get("met") is False:
+                lines.append(f"missed: {what}, ratio {row['ratio']['median']:.3f}, target {_target(row)}")
+            if row.get("saved_met") is False:
+                ours, theirs = (f"{b / 2**20:.1f} MiB" for b in (case["saved_bytes"], row["saved_bytes"]))
+                lines.append(f"missed: {what}, saves {ours} for backward, target <= {theirs}")
+    judged = met + sum(line.startswith("missed") for line in lines)
+    return f"{met} of {judged} targets met" if judged else "Nothing was judged", lines
 
 
 def markdown(runs: Sequence[dict[str, Any]]) -> str:
-    """Return docs/benchmarks.md: everything in it comes from the runs."""
+    """Return docs/benchmarks.md: everything in it comes from the runs, those of one machine and commit together."""
     lines = [
         "# Benchmarks",
         "",
@@ -482,30 +449,52 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
         "range of their medians. Outputs and, in training, input gradients agreed before anything was timed; the table",
         "shows the relative error of the outputs. Training differentiates with respect to the input and all weights.",
         "The limit is the bare matrix products and `scaled_dot_product_attention`; the control is a second copy of the",
-        "Block, and shows the noise. Saved MiB are kept for backward, weights not counted.",
+        "Block, and shows the noise. Saved MiB are kept for backward, weights not counted, and the Block is to save no",
+        "more than any peer. MFU is the share of the datasheet's FLOP/s that the FLOPs of the matrix products make:",
+        'those that a causal mask leaves ("causal"), or with every score of the attention ("dense").',
     ]
+    groups: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
-        env, settings = run["environment"], run["settings"]
-        lines += ["", f"## {env['device']}", "", "| | |", "|---|---|"]
-        facts = {**env, **settings}
+        groups.setdefault(json.dumps(_machine(run), sort_keys=True), []).append(run)
+    for group in groups.values():
+        machine = _machine(group[0])
+        commit = f", commit {machine['commit']}" if machine["commit"] else ""
+        lines += ["", f"## {machine['device']}{commit}", "", "| | |", "|---|---|"]
         lines += [
-            f"| {key.replace('_', ' ')} | {_cell(str(value))} |" for key, value in facts.items() if value is not None
+            f"| {key.replace('_', ' ')} | {_cell(str(fact))} |" for key, fact in machine.items() if fact is not None
         ]
-        if settings["quick"]:
+        lines += ["", "| date | command | rounds | processes | seed |", "|---|---|---|---|---|"]
+        for run in group:
+            env, settings = run["environment"], run["settings"]
+            facts = [env["date"], f"`{env['command']}`", settings["rounds"], settings["processes"], env["seed"]]
+            lines.append(f"| {' | '.join(_cell(str(fact)) for fact in facts)} |")
+        if machine["quick"]:
             lines += ["", "**Tiny sizes, which show that everything works: the times mean nothing.**"]
-        if run["interrupted"]:
-            lines += ["", "**Interrupted: cases are missing.**"]
-        lines += ["", f"**{verdict_line(run)}.**"]
-        for table in tables(run):
-            name, _, description = table.title.partition(": ")
-            lines += ["", f"### {name}", "", f"{description[0].upper()}{description[1:]}.", ""]
-            lines += [f"| {' | '.join(map(_cell, row))} |" for row in (table.header, ["---"] * len(table.header))]
-            lines += [f"| {' | '.join(map(_cell, row))} |" for row in table.rows]
+        if any(run["interrupted"] for run in group):
+            lines += ["", "**Interrupted: some of what was asked for is missing.**"]
+        summary, failed = verdicts(case for run in group for case in run["cases"])
+        lines += ["", f"**{summary}.**", *([""] if failed else [])]
+        lines += [f"- **{verdict}**:{text}" for verdict, _, text in (line.partition(":") for line in failed)]
+        for section in (section for run in group for section in sections(run)):
+            lines += [""]
+            if isinstance(section, str):
+                lines += [f"- {line}" for line in section.split("\n")]
+                continue
+            name, _, description = section.title.partition(": ")
+            lines += [f"### {name}", "", f"{description[0].upper()}{description[1:]}.", ""]
+            rule = ["---", *["--:"] * (len(section.columns) - 1)]
+            lines += [f"| {' | '.join(map(_cell, row))} |" for row in (section.columns, rule, *section.rows)]
     return "\n".join(lines) + "\n"
 
 
+def _machine(run: dict[str, Any]) -> dict[str, Any]:
+    """Return what one heading of the report stands for: what remains when date, command and repetitions differ."""
+    of_run = ("date", "command", "seed", "rounds", "processes")
+    return {key: value for key, value in (run["environment"] | run["settings"]).items() if key not in of_run}
+
+
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return f"**{text}**" if text == VERDICTS[False] else text.replace("|", "\\|")
 
 
 # The command line -----------------------------------------------------------------------------------------------------
@@ -581,8 +570,11 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     return args, [shrink(case) for case in cases] if args.quick else cases
 
 
-def measure(args: argparse.Namespace, cases: Sequence[Case]) -> dict[str, Any]:
-    """Measure all cases in this process, or in several; after Ctrl-C return what was measured until then."""
+def measure(args: argparse.Namespace, cases: Sequence[Case], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Measure all cases in this process, or in several; after Ctrl-C return what was measured until then.
+
+    `save` is called with what there is after every case or process: a machine that goes down loses only the last one.
+    """
     settings = Settings(args.device, args.rounds, SAMPLE_SECONDS / 25 if args.quick else SAMPLE_SECONDS, args.seed)
     timed = [case for case in cases if case.name != ACCURACY]
     run: dict[str, Any] = {
@@ -594,28 +586,35 @@ def measure(args: argparse.Namespace, cases: Sequence[Case]) -> dict[str, Any]:
             "quick": args.quick,
             "shape_checks": not jaxtyping.config.jaxtyping_disable,
         },
-        "interrupted": False,
+        "interrupted": True,  # until it is over
         "cases": [],
     }
     try:
         if args.processes > 1 and timed:
-            measure_in_processes(args, timed, run)
+            measure_in_processes(args, timed, run, save)
         else:
-            for number, case in enumerate(timed, 1):
+            for index, case in enumerate(timed, 1):
 
-                def report(text: str, number: int = number) -> None:
-                    print(f"[{number}/{len(timed)}] {text}", file=sys.stderr, flush=True)
+                def report(text: str, index: int = index) -> None:
+                    print(f"[{index}/{len(timed)}] {text}", file=sys.stderr, flush=True)
 
-                run["cases"].append(measure_case(case, args.peers, settings, report))
+                run["cases"].append({})
+                measure_case(case, args.peers, settings, report, run["cases"][-1])
+                save(summarize(run))
         if len(timed) < len(cases):
             print(ACCURACY, file=sys.stderr, flush=True)
             run["cases"].append(measure_accuracy(settings, args.quick))
+        run["interrupted"] = False
     except KeyboardInterrupt:
-        run["interrupted"] = True
-    return summarize(run)
+        run["cases"] = [case for case in run["cases"] if case.get("rows", True) or "failure" in case]
+    run["cases"] = [case for case in run["cases"] if case]
+    save(summarize(run))
+    return run
 
 
-def measure_in_processes(args: argparse.Namespace, cases: Sequence[Case], run: dict[str, Any]) -> None:
+def measure_in_processes(
+    args: argparse.Namespace, cases: Sequence[Case], run: dict[str, Any], save: Callable[[dict[str, Any]], None]
+) -> None:
     """Run this script once for each process, and pool in `run` what those that came to an end have measured."""
     options = ["--case", ",".join(case.name for case in cases), "--peers", ",".join(args.peers)]
     options += ["--device", str(args.device), "--presets", args.presets, "--rounds", str(args.rounds)]
@@ -624,40 +623,73 @@ def measure_in_processes(args: argparse.Namespace, cases: Sequence[Case], run: d
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # import what is imported here
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(1, args.processes + 1):
-            print(f"process {number} of {args.processes}", file=sys.stderr, flush=True)
-            path = Path(folder, f"{number}.json")
+        for index in range(1, args.processes + 1):
+            print(f"process {index} of {args.processes}", file=sys.stderr, flush=True)
+            path = Path(folder, f"{index}.json")
             command = [sys.executable, str(Path(__file__).resolve()), *options, "--json", str(path)]
-            done = subprocess.run(command, stdout=subprocess.DEVNULL, env=variables)
-            if not path.exists():
-                print(f"process {number} ended with exit code {done.returncode} and no result", file=sys.stderr)
-                continue
-            runs.append(json.loads(path.read_text()))
-            run["cases"] = pool(runs)["cases"]
+            code, interrupted = run_to_its_end(command, variables)
+            if path.exists():
+                runs.append(json.loads(path.read_text()))
+                run["cases"] = pool(runs)["cases"]
+                run["settings"]["processes"] = len(runs)
+                save(summarize(run))
+            else:
+                print(f"process {index} ended with exit code {code} and no result", file=sys.stderr)
+            if interrupted or code == 130:
+                raise KeyboardInterrupt
     if not runs:
         sys.exit("compare_peers.py: error: no process came to an end")
 
 
+def run_to_its_end(command: Sequence[str], variables: Mapping[str, str]) -> tuple[int, bool]:
+    """Return the exit code of a command, and whether Ctrl-C, which reached it too, made it end early."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=variables) as process:
+        try:
+            return process.wait(), False
+        except KeyboardInterrupt:
+            try:
+                return process.wait(), True  # it writes what it measured
+            except KeyboardInterrupt:
+                process.kill()
+                raise
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args, cases = parse(argv)
+
+    def save(run: dict[str, Any]) -> None:
+        if not run["cases"]:
+            return  # and leave an earlier report alone
+        if args.json:
+            with atomic(args.json) as temporary:
+                temporary.write_text(json.dumps(run, indent=1) + "\n")
+        if args.write:
+            with atomic(args.write) as temporary:
+                temporary.write_text(markdown([run]))
+
     if args.report:
         try:
             runs = [load_run(path) for path in args.report]
         except (OSError, ValueError) as error:
             print(f"compare_peers.py: error: {error}", file=sys.stderr)
             return 2
+        if args.write:
+            with atomic(args.write) as temporary:
+                temporary.write_text(markdown(runs))
     else:
         if args.threads is not None:
             torch.set_num_threads(args.threads)
-        runs = [measure(args, cases)]
+        if args.device.type == "cuda":
+            torch.cuda.set_device(args.device)  # the one that timers synchronize
+        runs = [measure(args, cases, save)]
+    shown: list[Section] = []
     for run in runs:
-        print_tables(run)
-    if args.json:
-        with atomic(args.json) as temporary:
-            temporary.write_text(json.dumps(runs[0], indent=1) + "\n")
-    if args.write:
-        with atomic(args.write) as temporary:
-            temporary.write_text(markdown(runs))
+        summary, failed = verdicts(run["cases"])
+        shown += [*sections(run), "\n".join([summary, *failed])]
+    try:
+        show(shown, sys.stdout)
+    except BrokenPipeError:  # whoever read the tables has seen enough; the files are written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if any(run["interrupted"] for run in runs):
         return 130
     disagreed = any(row["status"] == "disagrees" for run in runs for c in run["cases"] for row in c.get("rows", []))
@@ -668,7 +700,7 @@ def load_run(path: Path) -> dict[str, Any]:
     run = json.loads(path.read_text())
     if not isinstance(run, dict) or run.get("schema") != SCHEMA:
         raise ValueError(f"{path} is not a run of this script, whose schema is {SCHEMA}")
-    return run
+    return summarize(run)
 
 
 def one_line(error: BaseException) -> str:
@@ -686,5 +718,4 @@ def _name(dtype: torch.dtype) -> str:
 
 
 if __name__ == "__main__":
-    with suppress(BrokenPipeError):
-        sys.exit(main())
+    sys.exit(main())

@@ -1,10 +1,14 @@
 """compare_peers.py on tiny sizes: agreement is checked, every peer ends in a row, and reports say what was measured."""
 
 import dataclasses
+import gc
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
 import sys
+import weakref
 
 import compare_peers
 import pytest
@@ -56,8 +60,9 @@ def test_quick_run_measures_and_reports_every_case(tmp_path, capsys):
             for text in (printed, written):
                 assert f"{row['ratio']['median']:.3f}" in text
                 assert f"{row['ratio']['p20']:.3f}-{row['ratio']['p80']:.3f}" in text
-    for fact in ("date", "command", "torch", "cpu", "threads"):
+    for fact in ("torch", "cpu", "threads"):
         assert f"| {fact} | {run['environment'][fact]} |" in written
+    assert f"| {run['environment']['date']} | `{run['environment']['command']}` | 2 | 1 | 0 |" in written
     assert "the times mean nothing" in written
 
 
@@ -71,6 +76,25 @@ def test_markdown_is_made_from_the_json_alone(tmp_path):
     assert second.read_text().count("### decode-f32") == 2
 
 
+def test_report_has_one_heading_for_a_machine_and_lists_every_run(tmp_path):
+    paths, report = [tmp_path / f"{name}.json" for name in "abc"], tmp_path / "report.md"
+    for path, case in zip(paths, ("decode-f32", "decode-bf16", "train-f32"), strict=True):
+        options = ["--quick", "--rounds", "2", "--case", case, "--peers", BUILT_IN]
+        assert compare_peers.main([*options, "--json", str(path)]) == 0
+    other = json.loads(paths[2].read_text())
+    other["environment"]["commit"] = "abacus"
+    other["environment"]["date"] = "today"
+    paths[2].write_text(json.dumps(other))
+    assert compare_peers.main(["--report", *map(str, paths), "--write", str(report)]) == 0
+    lines = report.read_text().splitlines()
+    headings = [line for line in lines if line.startswith("## ")]
+    assert [heading.endswith(", commit abacus") for heading in headings] == [False, True]
+    first, second = lines[: lines.index(headings[1])], lines[lines.index(headings[1]) :]
+    assert sum(" | 2 | 1 | 0 |" in line for line in first) == 2
+    assert [line for line in first if line.startswith("### ")] == ["### decode-f32", "### decode-bf16"]
+    assert [line for line in second if line.startswith("### ")] == ["### train-f32-768"]
+
+
 def test_processes_are_pooled(tmp_path):
     path = tmp_path / "run.json"
     options = ["--quick", "--rounds", "2", "--case", "decode-f32", "--peers", "control", "--processes", "2"]
@@ -80,6 +104,55 @@ def test_processes_are_pooled(tmp_path):
     assert len(row["processes"]) == len(row["process_medians"]) == 2
     assert row["ratio"]["samples"] == 4
     assert run["settings"]["processes"] == 2
+    assert not run["interrupted"]
+
+
+def test_every_finished_process_is_written(monkeypatch, tmp_path):
+    """A run that is cut short after the first of two processes leaves that one, on paper and in JSON."""
+    run_to_its_end, calls = compare_peers.run_to_its_end, []
+    path, report = tmp_path / "run.json", tmp_path / "report.md"
+
+    def killed_after_the_first(command, variables):
+        calls.append(command)
+        if len(calls) > 1:
+            raise MemoryError
+        return run_to_its_end(command, variables)
+
+    monkeypatch.setattr(compare_peers, "run_to_its_end", killed_after_the_first)
+    options = ["--quick", "--rounds", "2", "--case", "decode-f32", "--peers", "control", "--processes", "2"]
+    with pytest.raises(MemoryError):
+        compare_peers.main([*options, "--json", str(path), "--write", str(report)])
+    run = json.loads(path.read_text())
+    assert run["interrupted"]
+    assert len(run["cases"][0]["rows"][0]["processes"]) == run["settings"]["processes"] == 1
+    assert "Interrupted" in report.read_text()
+
+
+@pytest.mark.parametrize("code", [0, 130])
+def test_interrupted_process_is_reported(code, monkeypatch, tmp_path):
+    path, run_to_its_end = tmp_path / "run.json", compare_peers.run_to_its_end
+
+    def interrupted(command, variables):
+        run_to_its_end(command, variables)
+        return code, code == 0  # Ctrl-C came here, or there
+
+    monkeypatch.setattr(compare_peers, "run_to_its_end", interrupted)
+    options = ["--quick", "--rounds", "2", "--case", "decode-f32", "--peers", "control", "--processes", "9"]
+    assert compare_peers.main([*options, "--json", str(path)]) == 130
+    assert json.loads(path.read_text())["settings"]["processes"] == 1
+
+
+def test_closed_pipe_loses_no_files(tmp_path):
+    path = tmp_path / "run.json"
+    options = ["--quick", "--rounds", "2", "--case", "decode-f32", "--peers", "control", "--json", str(path)]
+    command = [sys.executable, compare_peers.__file__, *options]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "[1/1] decode-f32: control\n")
+    assert json.loads(path.read_text())["cases"][0]["rows"][0]["status"] == "measured"
 
 
 def test_processes_without_a_result_are_an_error(monkeypatch, capsys):
@@ -231,6 +304,17 @@ def test_saved_bytes_count_each_storage_once_and_no_weights():
     assert compare_peers.Contestant(square, x, case, seed=0).saved_bytes == 3 * x.nbytes
 
 
+@pytest.mark.parametrize("name", ["limit", "control"])
+def test_contestant_frees_its_graph_and_parameters(name):
+    (block,), x = compare_peers.make_blocks(CASE.size, torch.float32, SETTINGS.device, seed=0)
+    contestant = compare_peers.Contestant(peers.build(name, block, CASE.size.seq_len), x, CASE, seed=0)
+    contestant.run()
+    references = [weakref.ref(parameter) for parameter in contestant.candidate.parameters]
+    del contestant, block
+    gc.collect()
+    assert all(reference() is None for reference in references)
+
+
 def test_half_split_rope_is_a_permutation_of_the_rows_of_each_head():
     weight = torch.arange(8.0)[:, None]
     assert peers._split_halves(weight, d_head=4).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
@@ -251,6 +335,7 @@ def test_half_split_rope_is_a_permutation_of_the_rows_of_each_head():
         (["--device", "cuda:99"], "there is no cuda:99 here"),
         (["--json", "no/such/folder/run.json"], "cannot write no/such/folder/run.json"),
         (["--write", "."], "cannot write ."),
+        (["--write", "no/such/folder/report.md"], "cannot write no/such/folder/report.md: No such file or directory"),
         (["--report", "a.json", "--json", "b.json"], "--report measures nothing"),
     ],
 )
@@ -286,22 +371,84 @@ def test_interrupt_writes_what_was_measured(monkeypatch, tmp_path):
     assert "Interrupted" in report.read_text()
 
 
-def test_verdicts_name_the_missed_targets():
+@pytest.fixture
+def judged():
+    """Return a run on a GPU whose datasheet is known: peer a saves less, b is slower too, c is missing."""
+
     def row(peer, ours, target):
         samples = {"tinyblock": ours, "peer": [1.0, 1.0]}
-        row = {"peer": peer, "title": peer, "version": None, "target": target, "saved_bytes": 8}
+        row = {"peer": peer, "title": peer, "version": None, "target": target, "saved_bytes": 2**20}
         return row | {"status": "measured", "processes": [samples]}
 
-    case = {"case": "train", "describe": "training", "train": True, "dtype": "float32", "saved_bytes": 16}
-    case |= {
-        "matmul_flops": 1,
-        "rows": [row("a", [1.0, 1.0], 1.0), row("b", [1.1, 1.2], 1.03), row("limit", [2, 2], 2.5)],
-    }
-    run = compare_peers.summarize({"environment": {"device": "abacus"}, "cases": [case]})
-    missed = "missed: train bytes saved against a, train against b, train bytes saved against b"
-    assert compare_peers.verdict_line(run) == f"2 of 5 targets met; {missed}"
-    cells = compare_peers.tables(run)[0].rows[1]
-    assert cells[1:6] == ["1.150", "1.120-1.180", "1", "<= 1.03", "missed"]
+    case = {"case": "train", "describe": "training", "train": True, "dtype": "float32", "saved_bytes": 2**21}
+    case |= {"matmul_flops": 67e11, "dense_matmul_flops": 134e11}
+    case["rows"] = [row("a", [1.0, 1.0], 1.0), row("b", [1.1, 1.2], 1.03), row("limit", [2, 2], 2.5)]
+    case["rows"].append({"peer": "c", "title": "c", "version": None, "target": 1.0, "status": "skipped", "reason": "r"})
+    environment = {"device": "NVIDIA H100 80GB HBM3", "commit": "abc", "date": "today", "command": "x", "seed": 0}
+    settings = {"rounds": 2, "processes": 1, "quick": False}
+    run = {"environment": environment, "settings": settings, "interrupted": False, "cases": [case]}
+    return compare_peers.summarize(run)
+
+
+def test_interrupt_keeps_the_peers_of_the_case_until_then(monkeypatch, tmp_path):
+    def interrupted(block, x):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(peers.PEERS, "control", limit_that(interrupted))
+    path = tmp_path / "run.json"
+    options = ["--quick", "--rounds", "2", "--case", "decode-f32,decode-bf16", "--json", str(path)]
+    assert compare_peers.main([*options, "--peers", "limit,control"]) == 130
+    (case,) = json.loads(path.read_text())["cases"]
+    assert [row["peer"] for row in case["rows"]] == ["limit"]
+    written = path.read_text()
+    assert compare_peers.main([*options, "--peers", "control,limit"]) == 130  # before anything was measured
+    assert path.read_text() == written
+
+
+def test_chosen_gpu_is_the_one_that_is_synchronized(monkeypatch):
+    chosen = []
+
+    def measured(args, cases, save):
+        assert chosen == [torch.device("cuda:1")]
+        return {"interrupted": False, "cases": []}
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(compare_peers, "measure", measured)
+    assert compare_peers.main(["--device", "cuda:1"]) == 0
+
+
+def test_verdicts_name_the_missed_targets(judged):
+    summary, lines = compare_peers.verdicts(judged["cases"])
+    assert summary == "2 of 5 targets met"
+    assert lines == [
+        "missed: train against a, saves 2.0 MiB for backward, target <= 1.0 MiB",
+        "missed: train against b, ratio 1.150, target <= 1.03",
+        "missed: train against b, saves 2.0 MiB for backward, target <= 1.0 MiB",
+        "not judged: train against c, skipped",
+    ]
+    table, reasons = compare_peers.sections(judged)
+    assert table.rows[1][1:6] == ["1.150", "1.120-1.180", "1", "<= 1.03", "missed"]
+    assert reasons == "c skipped: r"
+    written = compare_peers.markdown([judged, judged])
+    assert "**4 of 10 targets met.**" in written
+    assert written.count("- **missed**: train against b, ratio 1.150, target <= 1.03") == 2
+    assert "| <= 1.03 | **missed** |" in written
+
+
+def test_mfu_is_named_by_its_flops(judged):
+    table = compare_peers.sections(judged)[0]
+    assert table.columns[-4:] == ["MFU causal", "peer's", "MFU dense", "peer's"]
+    assert table.rows[0][-4:] == ["10.0%", "10.0%", "20.0%", "20.0%"]
+    assert table.rows[2][-4:] == ["5.0%", "10.0%", "10.0%", "20.0%"]
+
+
+def test_costs_are_those_of_the_pass_that_is_measured():
+    train = compare_peers.measure_case(CASE, [], SETTINGS, lambda text: None)
+    forward = compare_peers.measure_case(dataclasses.replace(CASE, train=False), [], SETTINGS, lambda text: None)
+    for flops in compare_peers.MFU.values():
+        assert train[flops] == 3 * forward[flops]
+    assert train["matmul_flops"] < train["dense_matmul_flops"]
 
 
 def test_make_blocks_is_reproducible_and_leaves_the_global_seed_alone():
