@@ -135,10 +135,11 @@ def test_rope_gradcheck():
 @pytest.mark.parametrize("shape", [(5,), (1, 5), (4, 5), (2, 1, 5), (2, 4, 5)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8])
 def test_rope_positions_broadcast(shape, dtype):
-    x, rope = randn(2, 4, 5, 6), RotaryPositionalEmbedding(10.0, 6, 50)
+    x, rope = randn(2, 4, 5, 6), RotaryPositionalEmbedding(10.0, 6, 200)
     positions = torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(3)).to(dtype)
     exact = reference.rope(reference.array(x), np.broadcast_to(positions.numpy(), (2, 4, 5)), 10.0)
     np.testing.assert_allclose(reference.array(rope(x, positions)), exact, atol=1e-12)
+    np.testing.assert_allclose(reference.array(rope(x.float(), positions)), exact, atol=1e-6)
 
 
 def test_rope_without_positions_counts_from_zero():
