@@ -304,7 +304,7 @@ def test_saved_bytes_count_each_storage_once_and_no_weights():
     assert compare_peers.Contestant(square, x, case, seed=0).saved_bytes == 3 * x.nbytes
 
 
-@pytest.mark.parametrize("name", ["limit", "control"])
+@pytest.mark.parametrize("name", ["limit", "operations", "control"])
 def test_contestant_frees_its_graph_and_parameters(name):
     (block,), x = compare_peers.make_blocks(CASE.size, torch.float32, SETTINGS.device, seed=0)
     contestant = compare_peers.Contestant(peers.build(name, block, CASE.size.seq_len), x, CASE, seed=0)

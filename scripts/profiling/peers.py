@@ -108,6 +108,29 @@ def _build_limit(block: Block, seq_len: int) -> Candidate:
     return Candidate(limit, [q_weight, k_weight, v_weight, o_weight, gate_weight, down_weight, up_weight])
 
 
+def _build_operations(block: Block, seq_len: int) -> Candidate:
+    """Chain the operations of a plain eager Block, without modules, checks, options or positions: what Python costs."""
+    attn, weights = block.attn, _weights(block)
+    norm_1, norm_2, width, d_head = block.ln1.weight, block.ln2.weight, (block.d_model,), attn.d_head
+    gate_weight, down_weight, up_weight = weights["w1"], weights["w2"], weights["w3"]
+    rotation = torch.view_as_complex(attn.rope.cos_sin)[:seq_len]
+
+    def rotate(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+
+    def operations(x: Tensor) -> Tensor:
+        h = F.rms_norm(x, width, norm_1, block.ln1.eps)
+        q, k, v = (F.linear(h, weights[name]).unflatten(-1, (-1, d_head)).transpose(1, 2) for name in "qkv")
+        gqa = attn.num_kv_heads < attn.num_heads
+        h = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=seq_len > 1, enable_gqa=gqa)
+        x = x + F.linear(h.transpose(1, 2).flatten(-2), weights["o"])
+        h = F.rms_norm(x, width, norm_2, block.ln2.eps)
+        return x + F.linear(F.silu(F.linear(h, gate_weight)) * F.linear(h, up_weight), down_weight)
+
+    return Candidate(operations, [*block.parameters()])
+
+
 # The peers ------------------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +321,7 @@ def _build_torchtune(block: Block, seq_len: int) -> Candidate:
 
 PEERS: Mapping[str, Peer] = {
     "limit": Peer(_build_limit, "limit: the matrix products and SDPA", agrees=False),
+    "operations": Peer(_build_operations, "operations: the Block's, without modules or checks"),
     "control": Peer(_build_control, "control: a second copy of the Block"),
     "transformers": Peer(_build_hugging_face, "Hugging Face LlamaDecoderLayer", "transformers"),
     "liger": Peer(_build_liger, "Liger-Kernel's LlamaDecoderLayer", "liger-kernel", cuda_only=True),
