@@ -1,8 +1,10 @@
 """Timings and their spread."""
 
 import time
+import types
 
 import pytest
+from profiling import timing
 from profiling.timing import Spread, interleave, paired_ratio
 
 
@@ -26,7 +28,7 @@ def test_interleave_takes_one_sample_a_round_in_turn():
     samples = interleave(runs, rounds=3, sample_seconds=0, on_sample=order.append, samples=kept)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3}
-    assert all(0.002 <= seconds < 0.1 for seconds in samples["a"])
+    assert all(seconds >= 0.002 for seconds in samples["a"])
     assert kept is samples
 
 
@@ -42,7 +44,19 @@ def test_interleave_leaves_its_samples_to_who_interrupts_it():
     assert (len(kept["a"]), len(kept["b"])) == (1, 2)
 
 
-def test_interleave_repeats_a_short_call():
-    calls = []
-    interleave({"": lambda: calls.append(0)}, rounds=1, sample_seconds=0.001, warmup_calls=1)
-    assert len(calls) > 100
+def test_interleave_repeats_a_short_call(monkeypatch):
+    """By the clock of a machine on which each call takes a microsecond, however busy this one is."""
+    counts = []
+
+    class Timer:
+        def __init__(self, *arguments, **options):
+            pass
+
+        def timeit(self, number):
+            counts.append(number)
+            return types.SimpleNamespace(mean=1e-6)
+
+    monkeypatch.setattr(timing, "Timer", Timer)
+    samples = interleave({"": int}, rounds=2, sample_seconds=0.001, warmup_calls=3)
+    assert counts == [3, 3, 1000, 1000]
+    assert samples == {"": [1e-6, 1e-6]}
