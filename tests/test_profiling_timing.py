@@ -58,5 +58,6 @@ def test_interleave_repeats_a_short_call(monkeypatch):
 
     monkeypatch.setattr(timing, "Timer", Timer)
     samples = interleave({"": int}, rounds=2, sample_seconds=0.001, warmup_calls=3)
-    assert counts == [3, 3, 1000, 1000]
+    assert counts[:2] == [3, 3]
+    assert counts[2:] == pytest.approx([1000, 1000], abs=1)  # 0.001 / 1e-6 need not be an integer
     assert samples == {"": [1e-6, 1e-6]}
