@@ -21,10 +21,11 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jaxtyping
 import torch
+from profiling.cli import Parser
 from profiling.costs import part_costs
 from profiling.environment import environment
 from profiling.files import atomic, require_writable
@@ -501,11 +502,6 @@ def _cell(text: str) -> str:
 
 
 # The command line -----------------------------------------------------------------------------------------------------
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Case]]:

@@ -76,11 +76,10 @@ def _replace_defaults(function: FunctionType, checked: dict[Any, Any]) -> Functi
 
 
 def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
-    inner = inspect.unwrap(function)
-    decorated_generator = inner is not function and inspect.isgeneratorfunction(inner)
-    if decorated_generator or inspect.iscoroutinefunction(inner) or not function.__name__.isidentifier():
+    if hasattr(function, "__typechecked__") or not function.__name__.isidentifier():
         return function
-    if hasattr(function, "__typechecked__"):
+    inner = inspect.unwrap(function)
+    if inspect.iscoroutinefunction(inner) or (inner is not function and inspect.isgeneratorfunction(inner)):
         return function
     signature = inspect.signature(function)
     returned = inspect.Parameter("_returned", inspect.Parameter.KEYWORD_ONLY)

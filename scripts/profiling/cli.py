@@ -27,7 +27,7 @@ from .progress import TerminalProgress
 from .report import report, show
 from .tracing import nsys_command
 
-__all__ = ["main"]
+__all__ = ["Parser", "main"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SWEEPS = ("seq-len", "batch-size", "d-model")
@@ -47,9 +47,11 @@ class _Refused(Exception):
     """Something that cannot be done, found before anything was measured."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Refuse in one line, without the usage, and exit with 2."""
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")  # one line, without the usage
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="profile_block.py",
         description="Show where the time and memory of a Transformer block go, and how far the machine's limit is.",
         epilog=_EXAMPLES,

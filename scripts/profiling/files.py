@@ -16,7 +16,7 @@ def atomic(path: Path) -> Iterator[Path]:
     Of a symbolic link, the file that it leads to is replaced, and not the link.
     """
     path = path.resolve()
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")  # keeps the suffix, which some writers go by
+    temporary = _beside(path)
     try:
         yield temporary
         os.replace(temporary, path)
@@ -31,7 +31,11 @@ def require_writable(path: Path) -> None:
         raise IsADirectoryError(errno.EISDIR, "it is a folder")
     if path.exists() and not path.is_file():  # a pipe or a device, which a file would take the place of
         raise OSError(errno.EINVAL, "it is no regular file")
-    path = path.resolve()
-    probe = path.with_name(f".{os.getpid()}.{path.name}")
+    probe = _beside(path.resolve())
     probe.touch()
     probe.unlink()
+
+
+def _beside(path: Path) -> Path:
+    """Return a name of this process's own in the folder of `path`, with its suffix, which some writers go by."""
+    return path.with_name(f".{os.getpid()}.{path.name}")
