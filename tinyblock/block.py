@@ -2,6 +2,7 @@
 
 Sources: Xiong et al., "On Layer Normalization in the Transformer Architecture" (arXiv 2002.04745) for the norm before
 each sub-layer; Touvron et al., "LLaMA" (arXiv 2302.13971) for RMSNorm, SwiGLU and RoPE in it; CS336 section 3.5.
+Convention: each norm is before its sub-layer, and what is added up is never normalized: that is left to a final norm.
 """
 
 from collections.abc import Callable

@@ -3,8 +3,8 @@
 Sources: Shazeer, "GLU Variants Improve Transformer" (arXiv 2002.05202) for GLU and SwiGLU, without biases; Hendrycks
 and Gimpel, "Gaussian Error Linear Units" (arXiv 1606.08415) for GELU and SiLU; Vaswani et al., "Attention Is All You
 Need" (arXiv 1706.03762), equation 2, for the feed-forward layer; CS336 section 3.4.2 (2024: GELU, 2025: SwiGLU).
-Convention: w1 is the gate and w3 the value of SwiGLU, w2 leads back to d_model, as in Llama and CS336. GELU is the
-exact one, with erf. SwiGLU's d_ff is the multiple of 64 nearest to 8/3 d_model (Llama rounds up, to a multiple of 256).
+Convention: SwiGLU's d_ff is the multiple of 64 nearest to 8/3 d_model (Llama rounds up, to a multiple of 256). w1 is
+the gate and w3 the value of SwiGLU, w2 leads back to d_model, as in Llama and CS336. GELU is the exact one, with erf.
 """
 
 from collections.abc import Callable

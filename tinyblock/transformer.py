@@ -1,6 +1,7 @@
 """A stack of pre-norm blocks that share one RoPE, and the final norm: a language model without embedding and head.
 
 Source: CS336 section 3.5, whose reference has the same keys in its state dict, and those of embedding and head.
+Convention: the blocks share one table of rotations, which is no part of the state dict.
 """
 
 from collections.abc import Callable
