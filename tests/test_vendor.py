@@ -1,0 +1,888 @@
+"""Copies of layers in real folders: taken, edited, outdated, merged, refused."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tinyblock import __version__, vendor
+from tinyblock.__main__ import main
+from tinyblock.vendor import LAYERS, Copies, Refusal, Upstream, merge
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "tinyblock"
+LOCK = "tinyblock.lock"
+
+
+def snapshot(folder):
+    """Everything below a folder: names, kinds, contents, where links lead."""
+    return {
+        path.relative_to(folder).as_posix(): os.readlink(path)
+        if path.is_symlink()
+        else path.is_dir() or path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def release(folder, version, **changed):
+    """A tinyblock of another version: the files of this one, but for those that are given."""
+    shutil.copytree(PACKAGE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, text in changed.items():
+        (folder / f"{name}.py").write_bytes(text.encode())
+    return Upstream(folder, version)
+
+
+def text_of(name):
+    return (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
+
+
+def old_text(name):
+    """The text that a layer file had in an earlier commit, before its last change."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("there is no history here to take an earlier version from")
+
+    def git(*arguments):
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=True).stdout
+
+    for commit in git("log", "--format=%H", "--", f"tinyblock/{name}.py").decode().split():
+        text = git("show", f"{commit}:tinyblock/{name}.py").decode()
+        if text != text_of(name):
+            return text
+    pytest.skip("the history here holds one version only")
+
+
+def replace(path, old, new):
+    text = path.read_bytes().decode()
+    assert text.count(old) == 1
+    path.write_bytes(text.replace(old, new).encode())
+
+
+@pytest.fixture
+def old(tmp_path):
+    """An earlier release: no scale of 1/sqrt(d_k) in attention's equation, and another first line of rope."""
+    attention = text_of("attention").replace(" / math.sqrt(q.shape[-1])\n", "\n")
+    rope = text_of("rope").replace("Rotary position embedding (RoPE): turn", "RoPE: turn")
+    assert attention != text_of("attention")
+    assert rope != text_of("rope")
+    return release(tmp_path / "releases" / "old", "0.0.9", attention=attention, rope=rope)
+
+
+@pytest.fixture
+def layers(tmp_path):
+    return tmp_path / "host" / "läyers of mine"
+
+
+def run(capsys, *argv, upstream=None):
+    code = main([str(argument) for argument in argv], upstream)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def states(capsys, folder, upstream=None):
+    code, out, _ = run(capsys, "check", folder, upstream=upstream)
+    return code, {line.split()[0]: line.split()[1] for line in out.splitlines()}
+
+
+# list
+
+
+def test_list_has_a_line_for_each_layer_with_needs_and_convention(capsys):
+    code, out, _ = run(capsys, "list")
+    assert code == 0
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert tuple(lines) == LAYERS
+    assert "needs attention.py, ffn.py, rmsnorm.py, jaxtyping, torch" in lines["block"]
+    assert "consecutive" in lines["rope"]
+    assert "float32 or wider" in lines["rmsnorm"]
+    assert "multiple of 64 nearest to 8/3 d_model" in lines["ffn"]
+    assert all(len(line.split("  ")[-1]) > 20 for line in out.splitlines())
+
+
+def test_list_as_json_says_what_the_files_import(capsys):
+    _, out, _ = run(capsys, "list", "--json")
+    described = {layer["name"]: layer for layer in json.loads(out)["layers"]}
+    assert json.loads(out)["tinyblock"] == __version__
+    for name, layer in described.items():
+        text = text_of(name)
+        assert set(layer["siblings"]) == set(re.findall(r"^from \.(\w+) import", text, re.MULTILINE))
+        packages = set(re.findall(r"^(?:from|import) ([a-z]\w*)", text, re.MULTILINE)) - sys.stdlib_module_names
+        assert set(layer["packages"]) == packages
+        assert set(layer["exports"]) == set(sys.modules[f"tinyblock.{name}"].__all__)
+
+
+# add
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_add_brings_siblings_licence_and_lock(layer, layers, capsys):
+    code, out, _ = run(capsys, "add", layer, "--to", layers)
+    needed = {layer} | {
+        "block": {"attention", "ffn", "rmsnorm"},
+        "transformer": {"block", "attention", "ffn", "rmsnorm", "rope"},
+    }.get(layer, set())
+    assert code == 0
+    assert {path.name for path in layers.iterdir()} == {f"{name}.py" for name in needed} | {LOCK, "LICENSE.tinyblock"}
+    assert {line.split()[0] for line in out.splitlines()} == {p.name for p in layers.iterdir()} - {LOCK}
+    assert (layers / "LICENSE.tinyblock").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    for name in needed:
+        header, _, body = (layers / f"{name}.py").read_text(encoding="utf-8").partition('"""')
+        assert '"""' + body == text_of(name)
+        assert header.splitlines() == [
+            f"# Copied from tinyblock {__version__}: tinyblock/{name}.py (licence: LICENSE.tinyblock)",
+            f"# Pristine SHA-256: {hashlib.sha256((PACKAGE / f'{name}.py').read_bytes()).hexdigest()}",
+            "# SPDX-License-Identifier: MIT",
+        ]
+    assert states(capsys, layers) == (
+        0,
+        dict.fromkeys(sorted(p.name for p in layers.iterdir() if p.name != LOCK), "pristine"),
+    )
+
+
+def test_licence_of_the_package_is_that_of_the_project():
+    assert (PACKAGE / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def test_add_with_tests_and_typecheck_brings_their_files(layers, capsys):
+    assert run(capsys, "add", "rope", "--to", layers, "--with-tests", "--with-typecheck")[0] == 0
+    assert {"contract.py", "test_contract.py", "typecheck.py", "rope.py"} <= {path.name for path in layers.iterdir()}
+    assert states(capsys, layers)[0] == 0
+
+
+def test_add_dry_run_writes_nothing(tmp_path, layers, capsys):
+    code, out, _ = run(capsys, "add", "block", "--to", layers, "--dry-run")
+    assert code == 0
+    assert "block.py" in out
+    assert "dry run" in out
+    assert snapshot(tmp_path) == {}
+
+
+def test_add_again_changes_nothing(layers, capsys):
+    run(capsys, "add", "block", "--to", layers)
+    before = snapshot(layers)
+    code, out, _ = run(capsys, "add", "block", "rope", "--to", layers)
+    assert code == 0
+    assert out.count("up to date") == 5
+    assert {name: content for name, content in snapshot(layers).items() if name in before and name != LOCK} == {
+        name: content for name, content in before.items() if name != LOCK
+    }
+    assert (layers / "rope.py").is_file()
+
+
+def test_add_stops_at_an_edited_copy_and_says_what_differs(layers, capsys):
+    run(capsys, "add", "rope", "--to", layers)
+    replace(layers / "rope.py", "RoPE needs a positive finite theta", "theta must be positive")
+    before = snapshot(layers)
+    code, out, err = run(capsys, "add", "rope", "ffn", "--to", layers)
+    assert code == 1
+    assert '-            raise ValueError(f"RoPE needs a positive finite theta' in out
+    assert '+            raise ValueError(f"theta must be positive' in out
+    assert "nothing was copied" in err
+    assert snapshot(layers) == before
+
+
+def test_add_keeps_an_edited_sibling(layers, capsys):
+    run(capsys, "add", "rmsnorm", "--to", layers)
+    replace(layers / "rmsnorm.py", "Set every gain to 1.", "Set every gain to one.")
+    edited = (layers / "rmsnorm.py").read_bytes()
+    code, out, _ = run(capsys, "add", "block", "--to", layers)
+    assert code == 0
+    assert re.search(r"rmsnorm\.py +kept, with your edits", out)
+    assert (layers / "rmsnorm.py").read_bytes() == edited
+    assert states(capsys, layers)[1]["rmsnorm.py"] == "edited"
+
+
+def test_add_restores_a_missing_copy(layers, capsys):
+    run(capsys, "add", "block", "--to", layers)
+    before = snapshot(layers)
+    (layers / "ffn.py").unlink()
+    (layers / "LICENSE.tinyblock").unlink()
+    assert states(capsys, layers)[0] == 1
+    assert states(capsys, layers)[1]["ffn.py"] == "missing"
+    assert run(capsys, "add", "ffn", "--to", layers)[0] == 0
+    assert snapshot(layers) == before
+
+
+def test_add_adopts_copies_whose_lock_was_lost(layers, capsys):
+    run(capsys, "add", "block", "--to", layers)
+    before = snapshot(layers)
+    (layers / LOCK).unlink()
+    assert run(capsys, "add", "block", "--to", layers)[0] == 0
+    assert snapshot(layers) == before
+
+
+# check and diff
+
+
+def test_check_knows_every_state(layers, old, capsys):
+    run(capsys, "add", "transformer", "--to", layers, upstream=old)
+    replace(layers / "rmsnorm.py", "Set every gain to 1.", "Set every gain to one.")
+    replace(layers / "rope.py", "Compute the table.", "Fill the table.")
+    (layers / "ffn.py").unlink()
+    code, found = states(capsys, layers)
+    assert code == 1
+    assert found == {
+        "LICENSE.tinyblock": "pristine",
+        "attention.py": "outdated",
+        "block.py": "pristine",
+        "ffn.py": "missing",
+        "rmsnorm.py": "edited",
+        "rope.py": "both",
+        "transformer.py": "pristine",
+    }
+    _, out, _ = run(capsys, "check", layers)
+    assert re.search(rf"attention\.py +outdated +0\.0\.9 -> {re.escape(__version__)}\n", out)
+
+
+def test_check_lets_edits_pass_unless_asked(layers, capsys):
+    run(capsys, "add", "rope", "--to", layers)
+    assert run(capsys, "check", layers, "--fail-on-edits")[0] == 0
+    replace(layers / "rope.py", "Compute the table.", "Fill the table.")
+    assert run(capsys, "check", layers)[0] == 0
+    assert run(capsys, "check", layers, "--fail-on-edits")[0] == 1
+    (layers / "rope.py").unlink()
+    assert run(capsys, "check", layers)[0] == 1
+
+
+def test_diff_shows_edits_and_news_apart(layers, old, capsys):
+    run(capsys, "add", "attention", "--to", layers, upstream=old)
+    replace(layers / "attention.py", "keys whose mask is True.", "keys that the mask lets through.")
+    _, mine, _ = run(capsys, "diff", layers, "--mine")
+    _, upstream, _ = run(capsys, "diff", layers, "--upstream")
+    _, both, _ = run(capsys, "diff", layers)
+    assert re.search(r"^\+.*keys that the mask lets through", mine, re.MULTILINE)
+    assert "math.sqrt(q.shape" not in mine
+    assert re.search(r"^\+    scores = .* / math\.sqrt\(q\.shape\[-1\]\)$", upstream, re.MULTILINE)
+    assert "lets through" not in upstream
+    assert both == mine + upstream
+    assert mine.startswith(f"--- tinyblock 0.0.9/attention.py\n+++ {layers.as_posix()}/attention.py\n@@")
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_diff_can_be_applied(tmp_path, layers, capsys):
+    run(capsys, "add", "rope", "--to", layers)
+    pristine = (layers / "rope.py").read_bytes()
+    with (layers / "rope.py").open("ab") as file:
+        file.write(b"# no newline at the end")
+    replace(layers / "rope.py", "Compute the table.", "Fill the table.")
+    _, patch, _ = run(capsys, "diff", layers, "--mine")
+    shutil.copy(layers / "rope.py", tmp_path / "edited")
+    (tmp_path / "edited.py").write_bytes(pristine)
+    patch = re.sub(r"^(---|\+\+\+) .*$", r"\1 a/edited.py", patch, flags=re.MULTILINE)
+    subprocess.run(["git", "apply", "-"], input=patch.encode(), cwd=tmp_path, check=True)
+    assert (tmp_path / "edited.py").read_bytes() == (tmp_path / "edited").read_bytes()
+
+
+def test_diff_of_a_missing_copy_removes_it(layers, capsys):
+    run(capsys, "add", "rmsnorm", "--to", layers)
+    (layers / "rmsnorm.py").unlink()
+    _, out, _ = run(capsys, "diff", layers)
+    assert "+++ /dev/null" in out
+    assert sum(line.startswith("-") for line in out.splitlines()) == len(text_of("rmsnorm").splitlines()) + 3 + 1
+
+
+def test_diff_without_any_says_so(layers, capsys):
+    run(capsys, "add", "rope", "--to", layers)
+    code, out, err = run(capsys, "diff", layers)
+    assert (code, out) == (0, "")
+    assert "no difference" in err
+
+
+# update
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_round_trip_from_the_previous_commit(name, newline, tmp_path, layers, capsys):
+    """Copy the file as an earlier commit had it, edit it, update: this commit's text, with the edit."""
+    earlier = release(tmp_path / "earlier", "0.0.9", **{name: old_text(name)})
+    run(capsys, "add", name, "--to", layers, upstream=earlier)
+    path = layers / f"{name}.py"
+    first, last = "# Ours since 2026.\n", "\n\nOURS = True\n"
+    path.write_bytes((first + path.read_text(encoding="utf-8") + last).replace("\n", newline).encode())
+    assert states(capsys, layers)[1][f"{name}.py"] == "both"
+    before = snapshot(layers)
+    code, out, _ = run(capsys, "update", layers, "--dry-run")
+    assert (code, snapshot(layers)) == (0, before)
+    assert re.search(rf"{name}\.py +merged", out)
+    code, out, _ = run(capsys, "update", layers)
+    assert code == 0
+    assert re.search(rf"{name}\.py +merged with your edits\n", out)
+    pristine = Upstream.installed().entry(f"{name}.py").text
+    assert path.read_bytes() == (first + pristine + last).replace("\n", newline).encode()
+    assert states(capsys, layers) == (0, states(capsys, layers)[1] | {f"{name}.py": "edited"})
+    assert {path.name for path in layers.iterdir()} == set(before)
+
+
+def test_update_of_pristine_copies_is_what_add_writes(tmp_path, layers, old, capsys):
+    run(capsys, "add", "transformer", "--to", layers, upstream=old)
+    run(capsys, "add", "transformer", "--to", tmp_path / "fresh")
+    code, out, _ = run(capsys, "update", layers)
+    assert code == 0
+    assert re.search(r"attention\.py +updated\n", out)
+    ours, fresh = snapshot(layers), snapshot(tmp_path / "fresh")
+    assert ours.keys() == fresh.keys()
+    for name in fresh.keys() - {LOCK}:
+        if name in ("attention.py", "rope.py", "LICENSE.tinyblock"):
+            assert ours[name] == fresh[name]
+        else:  # nothing has changed but the version: the header keeps the one that the file was copied from
+            assert ours[name] == fresh[name].replace(__version__.encode(), b"0.0.9", 1)
+    assert states(capsys, layers)[0] == 0
+    assert run(capsys, "update", layers)[1].count("up to date") == 7
+
+
+def test_update_marks_a_conflict_and_keeps_the_file_before(layers, old, capsys):
+    run(capsys, "add", "attention", "rope", "--to", layers, upstream=old)
+    replace(
+        layers / "attention.py", '"... query d_k, ... key d_k -> ... query key")\n', '"... i d, ... j d -> ... i j")\n'
+    )
+    edited = (layers / "attention.py").read_bytes()
+    assert run(capsys, "update", layers, "--dry-run")[0] == 1
+    code, out, err = run(capsys, "update", layers)
+    assert code == 1
+    assert re.search(r"attention\.py +CONFLICT\n", out)
+    assert re.search(r"rope\.py +updated\n", out)
+    assert "attention.py.orig" in err or "NAME.orig" in err
+    assert (layers / "attention.py.orig").read_bytes() == edited
+    text = (layers / "attention.py").read_text(encoding="utf-8")
+    mine, theirs = re.search(
+        rf"^<<<<<<< .*/attention\.py\n(.*?)^=======\n(.*?)^>>>>>>> tinyblock {re.escape(__version__)}\n",
+        text,
+        re.M | re.S,
+    ).groups()
+    assert '"... i d, ... j d -> ... i j")\n' in mine
+    assert "math.sqrt(q.shape[-1])" in theirs
+    assert states(capsys, layers)[1]["attention.py"] == "conflict"
+    assert states(capsys, layers)[0] == 1
+
+    before = snapshot(layers)
+    code, _, err = run(capsys, "update", layers)
+    assert code == 2
+    assert "conflict marks" in err
+    assert snapshot(layers) == before
+
+    resolved = re.sub(r"^<<<<<<< .*?^=======\n(.*?)^>>>>>>> .*?\n", r"\1", text, flags=re.M | re.S)
+    (layers / "attention.py").write_text(resolved, encoding="utf-8")
+    assert states(capsys, layers)[1]["attention.py"] == "pristine"
+    assert run(capsys, "update", layers)[0] == 0
+
+
+def test_update_never_overwrites_an_earlier_backup(layers, old, capsys):
+    run(capsys, "add", "attention", "--to", layers, upstream=old)
+    replace(
+        layers / "attention.py", '"... query d_k, ... key d_k -> ... query key")\n', '"... i d, ... j d -> ... i j")\n'
+    )
+    (layers / "attention.py.orig").write_text("mine")
+    assert run(capsys, "update", layers)[0] == 1
+    assert (layers / "attention.py.orig").read_text() == "mine"
+    assert (layers / "attention.py.orig2").is_file()
+
+
+def test_update_leaves_a_missing_copy_missing(layers, old, capsys):
+    run(capsys, "add", "attention", "rope", "--to", layers, upstream=old)
+    (layers / "rope.py").unlink()
+    code, out, _ = run(capsys, "update", layers)
+    assert code == 0
+    assert re.search(r"rope\.py +missing", out)
+    assert not (layers / "rope.py").exists()
+    assert states(capsys, layers)[1]["rope.py"] == "missing"
+
+
+def test_update_brings_a_sibling_that_the_new_version_imports(tmp_path, layers, capsys):
+    without = release(
+        tmp_path / "without", "0.0.9", block=text_of("block").replace("from .rmsnorm import RMSNorm\n", "")
+    )
+    run(capsys, "add", "block", "--to", layers, upstream=without)
+    assert not (layers / "rmsnorm.py").exists()
+    assert run(capsys, "update", layers)[0] == 0
+    assert states(capsys, layers) == (0, dict.fromkeys(states(capsys, layers)[1], "pristine"))
+    assert (layers / "rmsnorm.py").is_file()
+
+
+def test_update_refuses_when_such_a_sibling_clashes(tmp_path, layers, capsys):
+    without = release(
+        tmp_path / "without", "0.0.9", block=text_of("block").replace("from .rmsnorm import RMSNorm\n", "")
+    )
+    run(capsys, "add", "block", "--to", layers, upstream=without)
+    (layers / "rmsnorm.py").write_text("mine\n")
+    before = snapshot(layers)
+    code, _, err = run(capsys, "update", layers)
+    assert code == 2
+    assert "rmsnorm.py is there already" in err
+    assert snapshot(layers) == before
+
+
+def test_update_leaves_alone_what_tinyblock_no_longer_has(tmp_path, layers, capsys):
+    run(capsys, "add", "rope", "rmsnorm", "--to", layers)
+    newer = release(tmp_path / "newer", "9.0.0")
+    (newer.root / "rope.py").unlink()
+    before = snapshot(layers)
+    code, out, _ = run(capsys, "update", layers, upstream=newer)
+    assert code == 0
+    assert re.search(r"rope\.py +no longer in tinyblock", out)
+    assert snapshot(layers) == before
+    assert run(capsys, "check", layers, upstream=newer)[0] == 0
+
+
+def test_update_without_git_still_replaces_what_was_not_edited(layers, old, monkeypatch, capsys):
+    run(capsys, "add", "attention", "rope", "--to", layers, upstream=old)
+    replace(layers / "rope.py", "Compute the table.", "Fill the table.")
+    monkeypatch.setattr(vendor.shutil, "which", lambda name: None)
+    before = snapshot(layers)
+    code, _, err = run(capsys, "update", layers)
+    assert code == 2
+    assert "install git" in err
+    assert snapshot(layers) == before
+    (layers / "rope.py").unlink()
+    assert run(capsys, "update", layers)[0] == 0
+    assert states(capsys, layers)[1]["attention.py"] == "pristine"
+
+
+def test_update_that_was_cut_off_before_the_lock_is_finished_by_the_next(layers, old, capsys):
+    run(capsys, "add", "attention", "--to", layers, upstream=old)
+    lock = (layers / LOCK).read_bytes()
+    run(capsys, "update", layers)
+    after = snapshot(layers)
+    (layers / LOCK).write_bytes(lock)
+    assert states(capsys, layers)[1]["attention.py"] == "pristine"
+    assert run(capsys, "update", layers)[0] == 0
+    assert snapshot(layers) == after
+
+
+def test_copies_keep_a_removed_header_removed(layers, old, capsys):
+    run(capsys, "add", "attention", "--to", layers, upstream=old)
+    path = layers / "attention.py"
+    path.write_text(
+        path.read_text(encoding="utf-8").partition("\n# SPDX-License-Identifier: MIT\n")[2], encoding="utf-8"
+    )
+    assert run(capsys, "update", layers)[0] == 0
+    assert path.read_text(encoding="utf-8") == text_of("attention")
+    assert states(capsys, layers)[1]["attention.py"] == "edited"
+
+
+def test_line_ends_are_no_edits(layers, old, capsys):
+    run(capsys, "add", "transformer", "--to", layers, upstream=old)
+    for path in layers.iterdir():  # as git writes them on Windows, the lock file too
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert set(states(capsys, layers)[1].values()) == {"pristine", "outdated"}
+    assert run(capsys, "diff", layers, "--mine")[1] == ""
+    replace(layers / "rope.py", "Compute the table.", "Fill the table.")
+    assert run(capsys, "update", layers)[0] == 0
+    for name in ("attention.py", "rope.py"):
+        content = (layers / name).read_bytes()
+        assert content.count(b"\r\n") == content.count(b"\n") > 100
+    assert states(capsys, layers) == (0, states(capsys, layers)[1] | {"rope.py": "edited"})
+
+
+def test_bytes_that_are_not_utf_8_survive_an_update(layers, old, capsys):
+    run(capsys, "add", "attention", "--to", layers, upstream=old)
+    with (layers / "attention.py").open("ab") as file:
+        file.write(b"# caf\xe9\n")
+    assert run(capsys, "diff", layers)[0] == 0
+    assert run(capsys, "update", layers)[0] == 0
+    assert (layers / "attention.py").read_bytes().endswith(b"# caf\xe9\n")
+
+
+def test_file_modes_survive_an_update(layers, old, capsys):
+    run(capsys, "add", "attention", "--to", layers, upstream=old)
+    (layers / "attention.py").chmod(0o640)
+    run(capsys, "update", layers)
+    assert (layers / "attention.py").stat().st_mode & 0o777 == 0o640
+
+
+# merge
+
+LINES = st.lists(st.sampled_from(["a", "b", "c", "", "\tdef f():", "é"]), max_size=8)
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+LABELS = ("mine", "base", "theirs")
+
+
+def joined(lines):
+    return "".join(f"{line}\n" for line in lines)
+
+
+@needs_git
+@settings(deadline=None, max_examples=40)
+@given(base=LINES, other=LINES)
+def test_merge_with_one_side_unchanged_is_the_other(base, other):
+    base, other = joined(base), joined(other)
+    assert merge(other, base, base, LABELS) == (other, False)
+    assert merge(base, base, other, LABELS) == (other, False)
+    assert merge(other, base, other, LABELS) == (other, False)
+
+
+@needs_git
+@settings(deadline=None, max_examples=40)
+@given(parts=st.tuples(LINES, LINES, LINES, LINES))
+def test_merge_of_changes_apart_has_both(parts):
+    first, mine, second, theirs = map(joined, parts)
+    between = joined(f"unchanged {number}" for number in range(5))
+    merged = merge(mine + between + second, first + between + second, first + between + theirs, LABELS)
+    assert merged == (mine + between + theirs, False)
+
+
+@needs_git
+@settings(deadline=None, max_examples=40)
+@given(base=LINES, mine=LINES, theirs=LINES)
+def test_merge_loses_nothing_that_either_side_added(base, mine, theirs):
+    assume(mine != theirs)
+    mine, theirs = [f"mine {line}" for line in mine], [f"theirs {line}" for line in theirs]
+    text, conflicts = merge(joined(mine), joined(base), joined(theirs), LABELS)
+    lines = text.splitlines()
+    assert [line for line in lines if line.startswith("mine ")] == mine
+    assert [line for line in lines if line.startswith("theirs ")] == theirs
+    assert conflicts == any(line.startswith("<<<<<<< mine") for line in lines) == (">>>>>>> theirs" in lines)
+
+
+@needs_git
+def test_merge_refuses_what_git_cannot_merge():
+    with pytest.raises(Refusal, match=r"git could not merge mine: .*binary"):
+        merge("a\0b\n", "a\n", "c\n", LABELS)
+
+
+# What is refused, in one line and without a change on the disk
+
+
+def corrupt(folder, change):
+    lock = json.loads((folder / LOCK).read_bytes())
+    change(lock)
+    (folder / LOCK).write_text(json.dumps(lock))
+
+
+def prepend(path, content):
+    path.write_bytes(content + path.read_bytes())
+
+
+def escape(name):
+    def change(lock):
+        lock["files"][name] = lock["files"].pop("rope.py")
+
+    return change
+
+
+def set_field(key, value):
+    return lambda lock: lock["files"]["rope.py"].__setitem__(key, value)
+
+
+CORRUPTIONS = {
+    "no JSON": (lambda folder: (folder / LOCK).write_bytes(b"{"), "corrupt"),
+    "no UTF-8": (lambda folder: (folder / LOCK).write_bytes(b"\xff\xfe{}"), "corrupt"),
+    "empty": (lambda folder: (folder / LOCK).write_bytes(b""), "corrupt"),
+    "a list": (lambda folder: (folder / LOCK).write_bytes(b"[]"), "corrupt"),
+    "nested": (lambda folder: (folder / LOCK).write_bytes(b"[" * 100_000), "corrupt"),
+    "no files": (lambda folder: corrupt(folder, lambda lock: lock.pop("files")), "corrupt"),
+    "no lock version": (lambda folder: corrupt(folder, lambda lock: lock.pop("lock_version")), "corrupt"),
+    "git's conflict": (lambda folder: prepend(folder / LOCK, b"<<<<<<< HEAD\n"), "corrupt"),
+    "other text": (lambda folder: corrupt(folder, set_field("pristine", ["x = 1", ""])), "SHA-256"),
+    "no text": (lambda folder: corrupt(folder, set_field("pristine", None)), "corrupt"),
+    "number as version": (lambda folder: corrupt(folder, set_field("version", 3)), "corrupt"),
+    "no version": (lambda folder: corrupt(folder, set_field("version", "new")), "corrupt"),
+    "no source": (lambda folder: corrupt(folder, set_field("source", None)), "corrupt"),
+    "newer lock": (lambda folder: corrupt(folder, lambda lock: lock.update(lock_version=2)), "newer tinyblock"),
+    "parent folder": (lambda folder: corrupt(folder, escape("../rope.py")), "not the name of a file in its folder"),
+    "absolute": (lambda folder: corrupt(folder, escape("/etc/rope.py")), "not the name of a file in its folder"),
+    "backslash": (lambda folder: corrupt(folder, escape("..\\rope.py")), "not the name of a file in its folder"),
+    "drive": (lambda folder: corrupt(folder, escape("C:rope.py")), "not the name of a file in its folder"),
+    "subfolder": (lambda folder: corrupt(folder, escape("a/rope.py")), "not the name of a file in its folder"),
+    "newline": (lambda folder: corrupt(folder, escape("rope.py\n")), "not the name of a file in its folder"),
+}  # fmt: skip
+COMMANDS = {
+    "add": lambda folder: ["add", "ffn", "--to", folder],
+    "check": lambda folder: ["check", folder],
+    "diff": lambda folder: ["diff", folder],
+    "update": lambda folder: ["update", folder],
+}
+
+
+def assert_refused(capsys, tmp_path, argv, expected, upstream=None):
+    before = snapshot(tmp_path)
+    code, out, err = run(capsys, *argv, upstream=upstream)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert re.match("tinyblock: error: ", err)
+    assert re.search(expected, err), err
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("how", CORRUPTIONS)
+def test_corrupt_lock_is_refused(command, how, tmp_path, layers, capsys):
+    damage, expected = CORRUPTIONS[how]
+    run(capsys, "add", "rope", "--to", layers)
+    damage(layers)
+    assert_refused(capsys, tmp_path, COMMANDS[command](layers), expected)
+
+
+@pytest.mark.parametrize("name", ["rope.py", LOCK])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_link_out_of_the_folder_is_not_followed(command, name, tmp_path, layers, capsys):
+    run(capsys, "add", "rope", "--to", layers)
+    outside = tmp_path / "outside"
+    shutil.move(layers / name, outside)
+    (layers / name).symlink_to(outside)
+    argv = COMMANDS[command](layers) if command != "add" else ["add", "rope", "--to", layers]
+    assert_refused(capsys, tmp_path, argv, "symbolic link that leads out of the folder")
+
+
+def test_dangling_link_out_of_the_folder_is_not_written_through(tmp_path, layers, capsys):
+    layers.mkdir(parents=True)
+    (layers / "rope.py").symlink_to(tmp_path / "outside.py")
+    assert_refused(capsys, tmp_path, ["add", "rope", "--to", layers], "symbolic link")
+
+
+def test_link_inside_the_folder_and_a_folder_that_is_a_link_work(tmp_path, layers, old, capsys):
+    run(capsys, "add", "attention", "--to", layers, upstream=old)
+    (layers / "sub").mkdir()
+    shutil.move(layers / "attention.py", layers / "sub" / "real.py")
+    (layers / "attention.py").symlink_to(Path("sub", "real.py"))
+    (tmp_path / "link").symlink_to(layers)
+    assert run(capsys, "update", tmp_path / "link")[0] == 0
+    assert (layers / "attention.py").is_symlink()
+    assert (layers / "sub" / "real.py").read_text(encoding="utf-8").endswith(text_of("attention"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("rop", "no layer 'rop': did you mean rope"),
+        ("attn", "no layer 'attn': did you mean attention"),
+        ("Rope", "did you mean rope"),
+        ("rope.py", "did you mean rope"),
+        ("SwiGLU", "did you mean ffn"),
+        ("rms_norm", "did you mean rmsnorm"),
+        ("contract", "no layer 'contract'"),
+        ("../rope", "did you mean rope"),
+        ("", "there are rmsnorm, ffn"),
+        ("wörld peace", "there are rmsnorm, ffn"),
+    ],
+)
+def test_unknown_layer_is_refused_with_the_nearest_name(asked, expected, tmp_path, layers, capsys):
+    assert_refused(capsys, tmp_path, ["add", "rope", asked, "--to", layers], expected)
+
+
+def test_target_that_is_a_file_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    for target in (tmp_path / "file", tmp_path / "file" / "below"):
+        for command in ("add", "check"):
+            assert_refused(capsys, tmp_path, COMMANDS[command](target), "file is a file")
+
+
+@pytest.mark.parametrize("inside", [PACKAGE, PACKAGE / "copies", PACKAGE / "sub" / ".."])
+def test_target_inside_the_package_is_refused(inside, tmp_path, capsys):
+    assert_refused(capsys, PACKAGE, ["add", "rope", "--to", inside], "inside the tinyblock package")
+
+
+def test_target_that_cannot_be_written_is_refused(tmp_path, layers, capsys, monkeypatch):
+    layers.mkdir(parents=True)
+    for argv in (["add", "rope", "--to", layers], ["add", "rope", "--to", layers / "new", "--dry-run"]):
+        with monkeypatch.context() as patch:  # the user who runs the tests may be one who can write anywhere
+            patch.setattr(vendor.os, "access", lambda path, mode: False)
+            assert_refused(capsys, tmp_path, argv, "is not writable")
+    with monkeypatch.context() as patch:
+
+        def full(*arguments, **options):
+            raise OSError(28, "No space left on device", "rope.py")
+
+        patch.setattr(Path, "write_bytes", full)
+        assert_refused(capsys, tmp_path, ["add", "rope", "--to", layers / "new"], r"rope\.py: No space left on device")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a place where even root cannot write")
+def test_target_on_a_read_only_file_system_is_refused(tmp_path, capsys):
+    assert_refused(capsys, tmp_path, ["add", "rope", "--to", "/proc/layers"], "/proc/?.*: |not writable")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_file_that_tinyblock_did_not_write_is_refused(kind, tmp_path, layers, capsys):
+    layers.mkdir(parents=True)
+    if kind == "file":
+        (layers / "rmsnorm.py").write_text("mine\n")
+    else:
+        (layers / "rmsnorm.py").mkdir()
+    assert_refused(capsys, tmp_path, ["add", "block", "--to", layers], r"rmsnorm\.py is there already")
+    assert_refused(capsys, tmp_path, ["add", "block", "--to", layers, "--dry-run"], r"rmsnorm\.py is there already")
+
+
+def test_outdated_sibling_is_refused(tmp_path, layers, old, capsys):
+    run(capsys, "add", "attention", "--to", layers, upstream=old)
+    assert_refused(
+        capsys, tmp_path, ["add", "block", "--to", layers], r"earlier tinyblock \(0\.0\.9\): run `tinyblock update"
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_copies_of_a_newer_tinyblock_are_refused(command, tmp_path, layers, old, capsys):
+    run(capsys, "add", "attention", "--to", layers)
+    argv = COMMANDS[command](layers)
+    assert_refused(capsys, tmp_path, argv, rf"{__version__}, newer than the installed 0\.0\.9: upgrade", upstream=old)
+
+
+@pytest.mark.parametrize("command", ["check", "diff", "update"])
+def test_folder_without_copies_is_refused(command, tmp_path, layers, capsys):
+    assert_refused(capsys, tmp_path, [command, layers], "there is no folder")
+    layers.mkdir(parents=True)
+    assert_refused(capsys, tmp_path, [command, layers], "has no tinyblock.lock")
+
+
+@pytest.mark.parametrize("argv", [[], ["remove", "x"], ["add", "rope"], ["diff", "x", "--mine", "--upstream"]])
+def test_wrong_usage_is_refused_in_one_line(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError, SystemExit])
+@pytest.mark.parametrize("at", range(6))
+def test_interrupted_copy_leaves_nothing(interruption, at, tmp_path, layers, monkeypatch, capsys):
+    calls, real = [], os.replace
+
+    def interrupted(source, target):
+        calls.append(target)
+        if len(calls) == at + 1:
+            raise interruption("cut off")
+        real(source, target)
+
+    monkeypatch.setattr(vendor.os, "replace", interrupted)
+    before = snapshot(tmp_path)
+    if interruption is SystemExit:
+        with pytest.raises(SystemExit):
+            main(["add", "block", "--to", str(layers)])
+    else:
+        code, _, err = run(capsys, "add", "block", "--to", layers)
+        assert code == {KeyboardInterrupt: 130, OSError: 2}[interruption]
+        assert err.count("\n") == 1
+    assert len(calls) == at + 1
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_interrupted_update_puts_everything_back(at, tmp_path, layers, old, monkeypatch, capsys):
+    run(capsys, "add", "attention", "rope", "--to", layers, upstream=old)
+    before, calls, real = snapshot(tmp_path), [], os.replace
+
+    def interrupted(source, target):
+        calls.append(target)
+        if len(calls) == at + 1:
+            raise KeyboardInterrupt
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vendor.os, "replace", interrupted)
+        assert run(capsys, "update", layers)[0] == 130
+    assert snapshot(tmp_path) == before
+    assert run(capsys, "update", layers)[0] == 0
+
+
+# As users run it: another process, an archive, a host project
+
+ONLY_WHAT_LAYERS_NEED = """
+import sys
+ALLOWED = {"torch", "einops", "jaxtyping", "my_project"} | sys.stdlib_module_names
+ALLOWED |= {"functorch", "torchgen", "sympy", "mpmath", "filelock", "networkx", "jinja2", "markupsafe", "fsspec"}
+ALLOWED |= {"typing_extensions", "wadler_lindig"}  # what torch and jaxtyping themselves import
+class Only:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return self.finder.find_spec(name, path, target) if name.partition(".")[0] in ALLOWED else None
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = map(Only, sys.meta_path)
+for name in ("tinyblock", "beartype", "numpy"):
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        continue
+    sys.exit(f"{name} can be imported")
+"""
+HOST = """
+import torch
+from my_project.model import model
+out = model(torch.randn(2, 5, 24))
+assert out.shape == (2, 5, 24)
+out.sum().backward()
+import my_project.layers.block
+assert my_project.layers.block.__file__.startswith(sys.argv[1])
+"""
+
+
+def command(*argv, cwd, path=ROOT, **options):
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    return subprocess.run(
+        [sys.executable, "-m", "tinyblock", *map(str, argv)],
+        cwd=cwd, env=environment, capture_output=True, text=True, encoding="utf-8", **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("has_init", [True, False])
+def test_host_package_imports_the_copies_without_tinyblock(has_init, tmp_path, capsys):
+    package = tmp_path / "my_project"
+    run(capsys, "add", "transformer", "--to", package / "layers")
+    for folder in (package, package / "layers") if has_init else ():
+        (folder / "__init__.py").touch()
+    (package / "model.py").write_text(
+        "from .layers.transformer import Transformer\n\nmodel = Transformer(2, 24, 4, max_seq_len=8)\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    code = [sys.executable, "-c", ONLY_WHAT_LAYERS_NEED + HOST, str(tmp_path)]
+    done = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_add_works_from_a_zip_archive(tmp_path):
+    archive = tmp_path / "with space.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in [*PACKAGE.glob("*.py"), PACKAGE / "LICENSE"]:
+            file.write(path, path.relative_to(ROOT))
+    done = command("add", "block", "--to", "my läyers", "--with-typecheck", cwd=tmp_path, path=archive)
+    assert done.returncode == 0, done.stderr
+    done = command("check", "my läyers", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("pristine") == 6
+
+
+def test_terminated_copy_leaves_nothing(tmp_path):
+    """SIGTERM in the middle of a copy, as a CI system sends it."""
+    code = (
+        "import os, signal, sys, tinyblock.vendor as vendor\n"
+        "from tinyblock.__main__ import main\n"
+        "real = os.replace\n"
+        "def replace(a, b):\n    real(a, b)\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "os.replace = replace\n"
+        "main(['add', 'block', '--to', 'layers'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert snapshot(tmp_path) == {}
+
+
+def test_vendor_imports_the_standard_library_only():
+    for name in ("vendor", "__main__"):
+        imported = set(re.findall(r"^ *(?:from|import) ([\w.]+)", text_of(name), re.MULTILINE))
+        own = {module for module in imported if module.startswith(".")}
+        assert own <= {".", ".vendor"}
+        assert {module.partition(".")[0] for module in imported - own} <= sys.stdlib_module_names
+
+
+def test_copies_can_be_used_from_python(layers, old):
+    actions = Copies(layers, old).add(["rope"])
+    assert {name: str(action) for name, action in actions.items()} == {
+        "rope.py": "copied",
+        "LICENSE.tinyblock": "copied",
+    }
+    copies = Copies(layers, Upstream.installed())
+    assert copies.states()["rope.py"] == "outdated"
+    copies.update()
+    assert set(copies.states().values()) == {"pristine"}

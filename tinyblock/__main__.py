@@ -1,0 +1,231 @@
+"""The command `tinyblock`, also `python -m tinyblock`: copy layers into a project, and keep them known and right."""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import sys
+import unittest
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from . import __version__
+from .vendor import LAYERS, TESTS, TYPECHECK, Action, Copies, Edited, Refusal, State, Upstream
+
+_EXAMPLES = """examples:
+  tinyblock list                                  what there is to copy
+  tinyblock add rope --to my_project/layers       copy rope.py, with its licence and a lock file
+  tinyblock add block --to my_project/layers --with-tests
+  tinyblock check my_project/layers               is anything outdated or missing? for CI
+  tinyblock diff my_project/layers --upstream     what has changed in tinyblock since
+  tinyblock update my_project/layers              merge that with your edits
+  tinyblock verify my_project/layers              do the copies, as edited, still compute the right thing?
+  tinyblock verify my_project.layers.rope         the same, of one module
+
+exit codes: 0 all is well; 1 something was found (outdated, missing, edited, a conflict, a property that fails);
+2 refused, nothing changed; 130 interrupted, nothing changed
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuse in one line, without the usage, and exit with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) -> int:
+    """Do what `argv` says, with the copies of `upstream` (default: this tinyblock), and return the exit code."""
+    for stream in (sys.stdout, sys.stderr):  # a path that the terminal's encoding lacks is no reason to fail
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    arguments = _parser().parse_args(argv)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was begun is then undone
+    try:
+        code = int(arguments.run(arguments, upstream or Upstream.installed()))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+    except Refusal as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except KeyboardInterrupt:
+        print("tinyblock: interrupted", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _refuse(message: str) -> int:
+    print(f"tinyblock: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="tinyblock",
+        description="Copy layers into your project, see what changed, merge it, and verify the copies as edited.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tinyblock {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    command = commands.add_parser("list", help="the layers, what each needs, and its convention")
+    command.add_argument("--json", action="store_true", help="print JSON, with docstrings' conventions whole")
+    command.set_defaults(run=_list)
+
+    command = commands.add_parser("add", help="copy layers, and the siblings that they import, into a folder")
+    command.add_argument("layers", nargs="+", metavar="LAYER", help=f"{', '.join(LAYERS)}")
+    command.add_argument("--to", required=True, type=Path, metavar="DIR", help="the folder; it is made if need be")
+    command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    command.add_argument(
+        "--with-tests", action="store_true", help="also copy the contract and a pytest file that runs it"
+    )
+    command.add_argument("--with-typecheck", action="store_true", help="also copy typecheck.py, the shape checks")
+    command.set_defaults(run=_add)
+
+    command = commands.add_parser(
+        "check", help="tell which copies are edited, outdated or missing; 1 if any of the last two"
+    )
+    command.add_argument("folder", type=Path, metavar="DIR")
+    command.add_argument("--fail-on-edits", action="store_true", help="exit with 1 for an edited copy, too")
+    command.set_defaults(run=_check)
+
+    command = commands.add_parser("diff", help="show your edits, and what changed in tinyblock since")
+    command.add_argument("folder", type=Path, metavar="DIR")
+    only = command.add_mutually_exclusive_group()
+    only.add_argument("--mine", action="store_true", help="your edits only")
+    only.add_argument("--upstream", action="store_true", help="the changes in tinyblock only")
+    command.set_defaults(run=_diff)
+
+    command = commands.add_parser("update", help="merge what changed in tinyblock with your edits")
+    command.add_argument("folder", type=Path, metavar="DIR")
+    command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    command.set_defaults(run=_update)
+
+    command = commands.add_parser("verify", help="check that copies, edited or not, still compute the right thing")
+    command.add_argument("target", metavar="DIR|FILE|MODULE", help="a folder, a file, or a name as in `import`")
+    command.add_argument(
+        "--skip", action="append", default=[], metavar="PROPERTY", help="one that you gave up on purpose"
+    )
+    command.set_defaults(run=_verify)
+    return parser
+
+
+def _list(arguments: argparse.Namespace, upstream: Upstream) -> int:
+    layers = upstream.layers()
+    if arguments.json:
+        described = [dataclasses.asdict(layer) | {"file": f"{layer.name}.py"} for layer in layers]
+        print(json.dumps({"tinyblock": upstream.version, "layers": described}, indent=2, ensure_ascii=False))
+        return 0
+    rows = []
+    for layer in layers:
+        needs = ", ".join([*(f"{sibling}.py" for sibling in layer.siblings), *layer.packages])
+        rows.append((layer.name, needs, layer.convention.partition(". ")[0].removesuffix(".")))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, needs, convention in rows:
+        print(f"{name:{widths[0]}}  needs {needs:{widths[1]}}  {convention}")
+    return 0
+
+
+def _add(arguments: argparse.Namespace, upstream: Upstream) -> int:
+    extras = [*(TESTS if arguments.with_tests else ()), *(TYPECHECK if arguments.with_typecheck else ())]
+    copies = Copies(arguments.to, upstream)
+    try:
+        actions = copies.add(arguments.layers, extras, dry_run=arguments.dry_run)
+    except Edited as error:
+        print(error.diff, end="")
+        names = ", ".join(error.names)
+        print(f"tinyblock: nothing was copied: {arguments.to} has {names} already, edited as shown", file=sys.stderr)
+        return 1
+    _print_actions(copies, actions, arguments.dry_run)
+    return 0
+
+
+def _check(arguments: argparse.Namespace, upstream: Upstream) -> int:
+    copies = Copies(arguments.folder, upstream).require_lock()
+    states = copies.states()
+    width = max(map(len, states))
+    for name, state in states.items():
+        since = f"{copies.entries[name].version} -> {upstream.version}" if state.is_outdated else ""
+        print(f"{name:{width}}  {state:8}  {since}".rstrip())
+    found = [state for state in states.values() if state.is_outdated or state in (State.MISSING, State.CONFLICT)]
+    found += [state for state in states.values() if state.is_edited and arguments.fail_on_edits]
+    return 1 if found else 0
+
+
+def _diff(arguments: argparse.Namespace, upstream: Upstream) -> int:
+    copies = Copies(arguments.folder, upstream).require_lock()
+    wanted = [copies.edits] if not arguments.upstream else []
+    wanted += [copies.news] if not arguments.mine else []
+    text = "".join(difference(name) for difference in wanted for name in copies.entries)
+    print(text, end="")
+    if not text:
+        print(f"no difference: {arguments.folder}", file=sys.stderr)
+    return 0
+
+
+def _update(arguments: argparse.Namespace, upstream: Upstream) -> int:
+    copies = Copies(arguments.folder, upstream).require_lock()
+    actions = copies.update(dry_run=arguments.dry_run)
+    _print_actions(copies, actions, arguments.dry_run)
+    if Action.CONFLICT not in actions.values():
+        return 0
+    if not arguments.dry_run:
+        print("resolve what stands between <<<<<<< and >>>>>>>; NAME.orig is the file as it was", file=sys.stderr)
+    return 1
+
+
+def _verify(arguments: argparse.Namespace, upstream: Upstream) -> int:
+    from . import contract
+
+    names = {prop.name for prop in contract.PROPERTIES}
+    for name in arguments.skip:
+        if name not in names:
+            raise Refusal(f"there is no property {name!r} to skip; there are: {', '.join(sorted(names))}")
+    try:
+        copies = contract.load(arguments.target)
+    except (LookupError, ImportError) as error:
+        raise Refusal(str(error)) from None
+    own = {layer: importlib.import_module(f"{__package__}.{layer}") for layer in LAYERS}
+    counts = {"ok": 0, "FAIL": 0, "skip": 0}
+    for layer, module in copies.items():
+        print(f"{layer}: {getattr(module, '__file__', module.__name__)}")
+        for prop in contract.PROPERTIES:
+            if prop.layer != layer:
+                continue
+            outcome, why = "ok", ""
+            try:
+                if prop.name in arguments.skip:
+                    raise unittest.SkipTest("as you asked")
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    prop.run(own | copies)
+            except contract.Violation as error:
+                outcome, why = "FAIL", str(error)
+            except unittest.SkipTest as error:
+                outcome, why = "skip", str(error)
+            counts[outcome] += 1
+            print(f"  {outcome:4}  {prop.name}{why and ': '}{why}", flush=True)
+    print(f"{counts['ok']} hold, {counts['FAIL']} fail, {counts['skip']} skipped")
+    return 1 if counts["FAIL"] else 0
+
+
+def _print_actions(copies: Copies, actions: dict[str, Action], dry_run: bool) -> None:
+    width = max((len(name) for name in actions), default=0)
+    for name, action in actions.items():
+        print(f"{name:{width}}  {action}")
+    if dry_run:
+        print(f"dry run: nothing was written to {copies.folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
