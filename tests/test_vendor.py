@@ -680,6 +680,8 @@ def test_target_that_is_a_file_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize("inside", [PACKAGE, PACKAGE / "copies", PACKAGE / "sub" / ".."])
 def test_target_inside_the_package_is_refused(inside, tmp_path, capsys):
     assert_refused(capsys, PACKAGE, ["add", "rope", "--to", inside], "inside the tinyblock package")
+    (tmp_path / "link").symlink_to(inside.resolve())
+    assert_refused(capsys, PACKAGE, ["add", "rope", "--to", tmp_path / "link"], "inside the tinyblock package")
 
 
 def test_target_that_cannot_be_written_is_refused(tmp_path, layers, capsys, monkeypatch):
