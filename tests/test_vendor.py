@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -549,6 +550,66 @@ def test_merge_refuses_what_git_cannot_merge():
         merge("a\0b\n", "a\n", "c\n", LABELS)
 
 
+# verify
+
+
+def test_verify_passes_a_pristine_copy_and_says_where_an_edited_one_fails(layers, monkeypatch, capsys):
+    run(capsys, "add", "rmsnorm", "--to", layers)
+    monkeypatch.chdir(layers.parent)
+    code, out, _ = run(capsys, "verify", layers)
+    assert code == 0
+    assert out.startswith(f"rmsnorm: {Path(layers.name, 'rmsnorm.py')}\n  ok    equation in float64\n")
+    properties = out.count("  ok    ")
+    assert out.endswith(f"\n{properties} hold, 0 fail, 0 skipped\n")
+
+    replace(layers / "rmsnorm.py", 'raise ValueError(f"RMSNorm needs a positive', 'print(f"RMSNorm needs a positive')
+    code, out, _ = run(capsys, "verify", layers / "rmsnorm.py")
+    assert code == 1
+    assert re.search(r"^  FAIL  refuses bad hyperparameters: .*RMSNorm\(4, 0\.0\)", out, re.MULTILINE)
+    assert out.endswith(f"\n{properties - 1} hold, 1 fail, 0 skipped\n")
+    code, out, _ = run(capsys, "verify", layers, "--skip", "refuses bad hyperparameters")
+    assert code == 0
+    assert "  skip  refuses bad hyperparameters: as you asked\n" in out
+
+
+def test_verify_of_a_part_of_a_layer_skips_the_rest(layers, capsys):
+    run(capsys, "add", "rmsnorm", "--to", layers)
+    text = (layers / "rmsnorm.py").read_text(encoding="utf-8")
+    function = re.search(r"^def rms_norm\(.*?(?=^class )", text, re.MULTILINE | re.DOTALL)[0]
+    (layers / "rmsnorm.py").write_text(text.replace(function, ""), encoding="utf-8")
+    code, out, _ = run(capsys, "verify", layers)
+    assert code == 0
+    assert re.search(r"^  skip  rms_norm: equation: .*rms_norm", out, re.MULTILINE)
+
+
+def test_verify_of_attention_alone_borrows_rope(layers, capsys):
+    run(capsys, "add", "attention", "--to", layers)
+    replace(layers / "attention.py", "rope.rotate(q, cos_sin), rope.rotate(k, cos_sin)", "q, rope.rotate(k, cos_sin)")
+    code, out, _ = run(capsys, "verify", layers)
+    assert code == 1
+    assert re.search(r"^  FAIL  relative positions only \(with RoPE\): ", out, re.MULTILINE)
+    assert re.search(r"^  ok    equation in float64$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [("nowhere", "nowhere"), ("nowhere.rope", "nowhere"), ("empty", "empty"), ("broken", r"broken.*rope\.py.*line 1")],
+)
+def test_verify_refuses_what_it_cannot_load(target, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "rope.py").write_text("class RotaryPositionalEmbedding(:\n")
+    assert_refused(capsys, tmp_path / "empty", ["verify", target], expected)
+
+
+def test_verify_refuses_to_skip_what_is_no_property(tmp_path, layers, capsys):
+    run(capsys, "add", "rmsnorm", "--to", layers)
+    assert_refused(
+        capsys, tmp_path, ["verify", layers, "--skip", "equation in float"], "did you mean 'equation in float64'"
+    )
+
+
 # What is refused, in one line and without a change on the disk
 
 
@@ -852,6 +913,56 @@ def test_add_works_from_a_zip_archive(tmp_path):
     done = command("check", "my läyers", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("pristine") == 6
+
+
+def readme(kind):
+    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def replay(session, folder, capsys):
+    """Run the commands of a session, and return it with what they print."""
+    shown = []
+    for line in re.findall(r"^\$ (.*)\n", session, re.MULTILINE):
+        shown.append(f"$ {line}\n")
+        words = shlex.split(line)
+        argv = words[: words.index("|")] if "|" in words else words
+        if argv[0] == "tinyblock":
+            _, out, err = run(capsys, *argv[1:])
+            assert err == ""
+            filters = line.partition(" | ")[2]
+            done = subprocess.run(filters or "cat", shell=True, input=out, cwd=folder, capture_output=True, text=True)
+        else:
+            done = subprocess.run(line, shell=True, cwd=folder, capture_output=True, text=True)
+        shown.append(done.stdout)
+    return "".join(shown)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the session uses GNU sed")
+def test_readme_sessions_print_what_they_say(tmp_path, monkeypatch, capsys):
+    taking, editing, updating = readme("console")
+    monkeypatch.chdir(tmp_path)
+    assert replay(taking + editing, tmp_path, capsys) == taking + editing
+    shutil.rmtree("my_project")
+    earlier = release(tmp_path / "earlier", __version__, ffn=old_text("ffn"))
+    run(capsys, "add", "ffn", "--to", "my_project/layers", upstream=earlier)
+    assert replay(updating, tmp_path, capsys) == updating
+
+
+def test_readme_says_how_a_host_turns_the_checks_on(tmp_path, monkeypatch, capsys):
+    [add] = [line for block in readme("sh") for line in block.splitlines() if line.startswith("tinyblock add")]
+    [init] = [block for block in readme("python") if block.startswith("# my_project/layers/__init__.py\n")]
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, *shlex.split(add)[1:])[0] == 0
+    (tmp_path / "my_project" / "layers" / "__init__.py").write_text(init)
+    code = (
+        "import sys, torch; sys.modules['tinyblock'] = None\n"
+        "from my_project.layers.block import Block\n"
+        "block = Block(24, 4); block(torch.randn(3, 24)); block(torch.randn(3, 23))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "my_project.layers.block.Block.forward" in done.stderr
+    assert "f32[3,23]" in done.stderr
 
 
 def test_terminated_copy_leaves_nothing(tmp_path):

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import importlib
 import json
 import os
@@ -155,8 +156,9 @@ def _check(arguments: argparse.Namespace, upstream: Upstream) -> int:
     states = copies.states()
     width = max(map(len, states))
     for name, state in states.items():
-        since = f"{copies.entries[name].version} -> {upstream.version}" if state.is_outdated else ""
-        print(f"{name:{width}}  {state:8}  {since}".rstrip())
+        old = copies.entries[name].version
+        since = f"{old} -> {upstream.version}" if old != upstream.version else f"{old}, changed since"
+        print(f"{name:{width}}  {state:8}  {since if state.is_outdated else ''}".rstrip())
     found = [state for state in states.values() if state.is_outdated or state in (State.MISSING, State.CONFLICT)]
     found += [state for state in states.values() if state.is_edited and arguments.fail_on_edits]
     return 1 if found else 0
@@ -190,7 +192,8 @@ def _verify(arguments: argparse.Namespace, upstream: Upstream) -> int:
     names = {prop.name for prop in contract.PROPERTIES}
     for name in arguments.skip:
         if name not in names:
-            raise Refusal(f"there is no property {name!r} to skip; there are: {', '.join(sorted(names))}")
+            near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0)
+            raise Refusal(f"there is no property {name!r} to skip: did you mean {near[0]!r}?")
     try:
         copies = contract.load(arguments.target)
     except (LookupError, ImportError) as error:
@@ -198,7 +201,8 @@ def _verify(arguments: argparse.Namespace, upstream: Upstream) -> int:
     own = {layer: importlib.import_module(f"{__package__}.{layer}") for layer in LAYERS}
     counts = {"ok": 0, "FAIL": 0, "skip": 0}
     for layer, module in copies.items():
-        print(f"{layer}: {getattr(module, '__file__', module.__name__)}")
+        path = Path(str(module.__file__))
+        print(f"{layer}: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
         for prop in contract.PROPERTIES:
             if prop.layer != layer:
                 continue
