@@ -1,12 +1,12 @@
 """The behavioural contract: what a copy of a layer must still compute, however it was edited.
 
-A property is a check that calls a layer with seeded inputs and compares what comes out with the paper's formula, or
-with what another call gives. One that fails raises a `Violation`, which names the call, the input and the component
-that is furthest off. tinyblock's own tests and `tinyblock verify` run these properties; so does test_contract.py
-beside a copy. Nothing but torch is imported, so that this file can be copied as well.
+A property calls a layer with seeded inputs, and compares the result with the paper's formula or with that of another
+call. Where it fails it raises a `Violation`, which names the call, the input, and the component that is furthest off.
+`tinyblock verify` runs the properties, and so do tinyblock's own tests, and test_contract.py beside a copy: this file
+imports nothing but torch, so that it can be copied along.
 
-An input written "x of shape (2, 7, 24), seed 3" is `torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(3),
-dtype=torch.float64)`, rounded to the dtype that is named. Weights are drawn alike (see `fill`).
+An input "x of shape (2, 7, 24), seed 3" is `torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(3),
+dtype=torch.float64)`, rounded to the dtype that is named. Weights are drawn alike, by `fill`.
 """
 
 import ast
@@ -44,22 +44,17 @@ LAYERS = {
     "block": ("Block",),
     "transformer": ("Transformer",),
 }
-EPS = 1e-5
-ALLOWED = {  # errors relative to the largest component
-    torch.float64: 1e-12,
-    torch.float32: 1e-6,
-    torch.bfloat16: 16 * torch.finfo(torch.bfloat16).eps,
-    torch.float16: 16 * torch.finfo(torch.float16).eps,
-}
 HALVES = (torch.bfloat16, torch.float16)
+ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-6} | {half: 16 * torch.finfo(half).eps for half in HALVES}
 
+Shape = tuple[int, ...]
 State = Mapping[str, Tensor]
 
 
 # The papers' formulas, in float64, with loops and complex numbers: as unlike the layers as can be.
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     return x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps) ** 0.5 * weight
 
 
@@ -87,40 +82,33 @@ def feed_forward(x: Tensor, w1: Tensor, w2: Tensor, activation: Callable[[Tensor
     return activation(x @ w1.T) @ w2.T
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def angles_of(positions: Tensor, d_k: int, theta: float) -> Tensor:
+    return positions[..., None] * torch.tensor([theta ** (-2 * k / d_k) for k in range(d_k // 2)], dtype=torch.float64)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Multiply consecutive pairs, as complex numbers, by exp(i angle)."""
-    d_k = x.shape[-1]
-    frequencies = torch.tensor([theta ** (-2 * k / d_k) for k in range(d_k // 2)], dtype=torch.float64)
-    turned = torch.complex(x[..., 0::2], x[..., 1::2]) * torch.exp(1j * (positions[..., None] * frequencies))
+    turned = torch.complex(x[..., 0::2], x[..., 1::2]) * torch.exp(1j * angles)
     return torch.stack((turned.real, turned.imag), dim=-1).flatten(-2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attend with one softmax per query; a query that may attend to no key yields zeros."""
-    rows = []
+    shape = (*q.shape[:-1], k.shape[-2])
+    mask = torch.ones(shape, dtype=torch.bool) if mask is None else mask.expand(shape)
+    out = [v.new_zeros(0)]
     for index in itertools.product(*map(range, q.shape[:-1])):
-        batch, keys = index[:-1], allowed[index]
-        if keys.any():
-            scores = (k[batch][keys] @ q[index] / math.sqrt(q.shape[-1])).exp()
-            rows.append(scores / scores.sum() @ v[batch][keys])
-        else:
-            rows.append(v.new_zeros(v.shape[-1]))
-    return torch.stack(rows or [v.new_zeros(v.shape[-1])])[: len(rows)].reshape(*q.shape[:-1], v.shape[-1])
+        batch, keys = index[:-1], mask[index]
+        weights = (k[batch][keys] @ q[index] / math.sqrt(q.shape[-1])).exp()
+        out.append(weights / weights.sum() @ v[batch][keys] if keys.any() else v.new_zeros(v.shape[-1]))
+    return torch.cat(out).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def self_attention(
-    x: Tensor,
-    state: State,
-    positions: Tensor | None = None,
-    mask: Tensor | None = None,
-    *,
-    heads: int,
-    theta: float | None = None,
+    x: Tensor, state: State, positions: Tensor | None, mask: Tensor | None, *, heads: int, theta: float | None = None
 ) -> Tensor:
     """Attend causally, one head at a time, with the weights of a layer's state dict."""
-    *batch, seq, _ = x.shape
-    positions = torch.arange(seq) if positions is None else positions
-    allowed = torch.ones(seq, seq, dtype=torch.bool).tril() & (True if mask is None else mask)
+    causal = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).tril()
     d_head = state["q_proj.weight"].shape[0] // heads
     group = heads // (state["k_proj.weight"].shape[0] // d_head)
     outputs = []
@@ -130,37 +118,34 @@ def self_attention(
         if "q_norm.weight" in state:
             q, k = rms_norm(q, state["q_norm.weight"]), rms_norm(k, state["k_norm.weight"])
         if theta is not None:
-            q, k = rotate(q, positions, theta), rotate(k, positions, theta)
-        outputs.append(attend(q, k, v, allowed.expand(*batch, seq, seq)))
+            angles = angles_of(torch.arange(x.shape[-2]) if positions is None else positions, d_head, theta)
+            q, k = rotate(q, angles), rotate(k, angles)
+        outputs.append(attend(q, k, v, causal if mask is None else causal & mask))
     return torch.cat(outputs, dim=-1) @ state["output_proj.weight"].T
 
 
-def pre_norm_block(x: Tensor, state: State, *positions_and_mask: Tensor | None, **options: Any) -> Tensor:
-    """Apply the pre-norm block: SwiGLU where the state has a w3, the GELU layer of CS336 2024 where it has none."""
-    normed = rms_norm(x, state["ln1.weight"])
-    x = x + self_attention(normed, below(state, "attn."), *positions_and_mask, **options)
+def pre_norm_block(x: Tensor, state: State, *rest: Tensor | None, **options: Any) -> Tensor:
+    """Apply a block: with SwiGLU where the state has a w3, with the GELU layer of CS336 2024 where it has none."""
+    x = x + self_attention(rms_norm(x, state["ln1.weight"]), below(state, "attn."), *rest, **options)
     weights: list[Any] = [state[key] for key in ("ffn.w1.weight", "ffn.w2.weight", "ffn.w3.weight") if key in state]
     return x + (swiglu if len(weights) == 3 else feed_forward)(rms_norm(x, state["ln2.weight"]), *weights)
 
 
-def stack(x: Tensor, state: State, *positions_and_mask: Tensor | None, **options: Any) -> Tensor:
-    for layer in itertools.count():
-        weights = below(state, f"layers.{layer}.")
-        if not weights:
-            return rms_norm(x, state["ln_final.weight"])
-        x = pre_norm_block(x, weights, *positions_and_mask, **options)
-    raise AssertionError
+def blocks_and_norm(x: Tensor, state: State, *rest: Tensor | None, **options: Any) -> Tensor:
+    for layer in range(1 + max(int(key.split(".")[1]) for key in state if key.startswith("layers."))):
+        x = pre_norm_block(x, below(state, f"layers.{layer}."), *rest, **options)
+    return rms_norm(x, state["ln_final.weight"])
 
 
 def below(state: State, prefix: str) -> State:
     return {key.removeprefix(prefix): weight for key, weight in state.items() if key.startswith(prefix)}
 
 
-# Inputs, and what is said of them when a property fails.
+# Inputs, how they are compared, and what is said of them.
 
 
 class Violation(AssertionError):
-    """A copy does not do what its layer promises; the message says at which input, what came out and what should."""
+    """A layer does not do what it promises; the message says at which input, what came out, and what should."""
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -168,10 +153,10 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 
 
 def fill(module: nn.Module) -> nn.Module:
-    """Draw weights of the size that keeps a vector's length, and gains around 1, each from a seed of its own."""
+    """Draw weights that keep the length of a vector, and gains around 1, the n-th parameter from seed n."""
     for seed, parameter in enumerate(module.parameters()):
-        weight = randn(*parameter.shape, seed=seed) / math.sqrt(parameter.shape[-1]) + (parameter.ndim == 1)
-        parameter.data.copy_(weight)
+        gain = parameter.ndim == 1
+        parameter.data.copy_(randn(*parameter.shape, seed=seed) / math.sqrt(parameter.shape[-1]) + gain)
     return module
 
 
@@ -181,21 +166,26 @@ def show(value: Any) -> str:
     return getattr(value, "__name__", None) or repr(value).partition("\n")[0]
 
 
-def called(cls: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> str:
-    return f"{cls.__name__}({', '.join([*map(show, arguments), *(f'{k}={show(v)}' for k, v in options.items())])})"
+def show_call(function: Any, arguments: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None) -> str:
+    named = [f"{name}={show(value)}" for name, value in (options or {}).items()]
+    return f"{function.__name__}({', '.join([*map(show, arguments), *named])})"
 
 
 @contextmanager
 def given(*what: Any) -> Iterator[None]:
-    """Put the input in front of whatever goes wrong with it."""
+    """Put the input in front of whatever goes wrong with it, in one line."""
     try:
         yield
     except SkipTest:
         raise
     except Violation as violation:
-        raise Violation(f"{', '.join(map(str, what))}: {violation}") from violation.__cause__
+        raise Violation(f"{', '.join(map(str, what))}: {violation}".removeprefix(": ")) from violation.__cause__
     except Exception as error:
-        raise Violation(f"{', '.join(map(str, what))}: {explain(error)}") from error
+        ours = (os.path.dirname(torch.__file__), __file__)
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+        place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+        cause = f"{type(error).__name__}: {textwrap.shorten(str(error), 400, placeholder=' ...')}{place}"
+        raise Violation(f"{', '.join(map(str, what))}: {cause}".removeprefix(": ")) from error
 
 
 @contextmanager
@@ -207,80 +197,75 @@ def refused() -> Iterator[None]:
     raise Violation("was accepted, expected a ValueError")
 
 
-def explain(error: BaseException) -> str:
-    """Return an exception in one line, with the place in the copy that it comes from."""
-    inside = (os.path.dirname(torch.__file__), __file__)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inside)]
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {textwrap.shorten(str(error), 400, placeholder=' ...')}{place}"
-
-
 def close(actual: Any, expected: Tensor, allowed: float | Tensor) -> None:
     """Raise a Violation that shows the worst component, unless every absolute error is allowed."""
     if not isinstance(actual, Tensor) or actual.shape != expected.shape:
-        got = f"shape {tuple(actual.shape)}" if isinstance(actual, Tensor) else f"a {type(actual).__name__}"
-        raise Violation(f"got {got}, expected shape {tuple(expected.shape)}")
-    have, exact = actual.detach().double(), expected.detach().double()
-    error = (have - exact).abs().masked_fill((have == exact) | (have.isnan() & exact.isnan()), 0).nan_to_num(math.inf)
+        kind = f"shape {tuple(actual.shape)}" if isinstance(actual, Tensor) else f"a {type(actual).__name__}"
+        raise Violation(f"got {kind}, expected shape {tuple(expected.shape)}")
+    got, wanted = actual.detach().double(), expected.detach().double()
+    equal = (got == wanted) | (got.isnan() & wanted.isnan())
+    error = (got - wanted).abs().masked_fill(equal, 0).nan_to_num(math.inf)
     excess = error - allowed
     if excess.numel() and excess.max() > 0:
         at = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+        values = f"got {got[at]:.9g}, expected {wanted[at]:.9g}"
         bound = torch.as_tensor(allowed).expand_as(error)[at]
-        raise Violation(
-            f"largest error {error[at]:.1e} at {list(at)}: got {have[at]:.9g}, expected {exact[at]:.9g}; "
-            f"allowed {bound:.1e}"
-        )
+        raise Violation(f"largest error {error[at]:.1e} at {list(at)}: {values}; allowed {bound:.1e}")
 
 
-def scale(tensor: Tensor) -> float:
+def differs(actual: Tensor, other: Tensor) -> None:
+    same = (actual - other).abs().amax(-1) <= 1e-9
+    if same.any():
+        raise Violation(f"nothing changed at {same.nonzero()[0].tolist()}, expected a change of every token")
+
+
+def has_dtype(actual: Any, dtype: torch.dtype) -> None:
+    if isinstance(actual, Tensor) and actual.dtype != dtype:
+        raise Violation(f"got a result of {actual.dtype}, expected {dtype}")
+
+
+def size(tensor: Tensor) -> float:
     return tensor.detach().abs().max().item() if tensor.numel() else 0.0
 
 
 def half_ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the error of one rounding, and a hundredth of it for what was computed in float32 before."""
+    """Return the error of one rounding, and 2% of it for what float32 lost before."""
     info = torch.finfo(dtype)
-    return 0.51 * info.eps * 2.0 ** exact.abs().clamp(min=info.smallest_normal).log2().floor()
-
-
-def has_dtype(actual: Tensor, dtype: torch.dtype) -> None:
-    if actual.dtype != dtype:
-        raise Violation(f"got a result of {actual.dtype}, expected {dtype}")
+    return 0.51 * info.eps * 2.0 ** exact.detach().abs().clamp(min=info.smallest_normal).log2().floor()
 
 
 def public(layer: ModuleType, name: str) -> Any:
-    """Return what a copy may have dropped; without it, the property is skipped."""
+    """Return what a copy may have dropped; the property is skipped without it."""
     if not hasattr(layer, name):
         raise SkipTest(f"{name} is not in this copy")
     return getattr(layer, name)
 
 
 def make(cls: Any, *arguments: Any, **options: Any) -> Any:
-    with given(called(cls, arguments, options)):
+    with given(show_call(cls, arguments, options)):
         return cls(*arguments, **options)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer to be built, an input for it, and the formula (x, state dict, *rest) of what comes out."""
+    """A layer to be made, an input for it, and the formula (x, state dict, *rest) of what comes out."""
 
     cls: Any
     arguments: tuple[Any, ...]
-    shape: tuple[int, ...]
+    shape: Shape
     formula: Callable[..., Tensor]
     options: Mapping[str, Any] = field(default_factory=dict)
     rest: tuple[Tensor | None, ...] = ()  # token_positions, mask
-    seed: int = 0
     scale: float = 1.0
+    rounds_once: bool = False
     compiled: bool = False
 
-    def build(self, dtype: torch.dtype = torch.float64) -> Any:
-        options = copy.deepcopy(dict(self.options))  # a rope of its own
-        if "dtype" in inspect.signature(self.cls).parameters:
-            options["dtype"] = dtype
-        return fill(make(self.cls, *self.arguments, **options))
+    def module(self, dtype: torch.dtype = torch.float64) -> Any:
+        options = copy.deepcopy(dict(self.options))  # with a rope of its own
+        return fill(make(self.cls, *self.arguments, **options).to(dtype))
 
     def x(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        return (randn(*self.shape, seed=self.seed) * self.scale).to(dtype)
+        return (randn(*self.shape) * self.scale).to(dtype)
 
     def exact(self, module: nn.Module, x: Tensor) -> Tensor:
         state = {key: weight.double() for key, weight in module.state_dict(keep_vars=True).items()}
@@ -289,62 +274,64 @@ class Case:
         except KeyError as error:
             raise Violation(f"no {error} in the state dict, which has {', '.join(state)}") from None
 
+    def allowed(self, exact: Tensor, dtype: torch.dtype) -> float | Tensor:
+        if self.rounds_once and dtype in HALVES:
+            return half_ulp(exact, dtype) + 1e-6
+        return ALLOWED[dtype] * size(exact)
+
     def __str__(self) -> str:
-        made, scaled = called(self.cls, self.arguments, self.options), "" if self.scale == 1 else f" times {self.scale}"
-        rest = [
-            f"; {n} {show(t)}" for n, t in zip(("token_positions", "mask"), self.rest, strict=False) if t is not None
-        ]
-        return f"{made} of x of shape {self.shape}, seed {self.seed}{scaled}{''.join(rest)}"
+        made, scaled = show_call(self.cls, self.arguments, self.options), "" if self.scale == 1 else f" * {self.scale}"
+        return f"{made} of x of shape {self.shape}, seed 0{scaled}{show_rest(self.rest)}"
 
 
-# The properties that every layer has.
+def show_rest(rest: tuple[Tensor | None, ...]) -> str:
+    named = zip(("token_positions", "mask"), rest, strict=False)
+    return "".join(f", {name} {show(tensor)}" for name, tensor in named if tensor is not None)
+
+
+# What every layer promises.
 
 
 def follows(cases: list[Case], *dtypes: torch.dtype) -> None:
     for case, dtype in itertools.product(cases, dtypes):
         with given(case, dtype):
-            module, x = case.build(dtype), case.x(dtype)
-            actual, exact = module(x, *case.rest), case.exact(module, x)
+            module = case.module(dtype)
+            actual, exact = module(case.x(dtype), *case.rest), case.exact(module, case.x(dtype))
             has_dtype(actual, dtype)
-            close(actual, exact, ALLOWED[dtype] * scale(exact))
+            close(actual, exact, case.allowed(exact, dtype))
+
+
+def same_gradients(actual: Tensor, mine: Mapping[str, Tensor], exact: Tensor, its: Mapping[str, Tensor]) -> None:
+    """Compare the gradients of two results, each with regard to tensors of its own."""
+    upstream = randn(*actual.shape, seed=9, dtype=actual.dtype)
+    grad = functools.partial(torch.autograd.grad, materialize_grads=True)  # zeros where an empty batch has none
+    wanted = grad(exact, list(its.values()), upstream.double())
+    for name, got, want in zip(mine, grad(actual, list(mine.values()), upstream), wanted, strict=True):
+        with given(f"gradient of {name}, for one of the result of seed 9"):
+            close(got, want, 10 * ALLOWED[actual.dtype] * max(1, size(want)))
 
 
 def differentiates(cases: list[Case]) -> None:
-    # Of an empty batch, some gradients are zeros that autograd need not return.
-    grad = functools.partial(torch.autograd.grad, materialize_grads=True)
     for case, dtype in itertools.product(cases, ALLOWED):
-        with given(f"gradients of {case}", dtype):
-            module, mine, exact = case.build(dtype), case.x(dtype).requires_grad_(), case.x(dtype).requires_grad_()
-            upstream = randn(*case.shape, seed=9, dtype=dtype)
-            parameters = dict(module.named_parameters())
-            wanted = grad(case.exact(module, exact), [exact, *parameters.values()], upstream.double())
-            actual = grad(module(mine, *case.rest), [mine, *parameters.values()], upstream)
-            for name, got, want in zip(["x", *parameters], actual, wanted, strict=True):
-                with given(f"that of {name}"):
-                    close(got, want, 10 * ALLOWED[dtype] * max(1, scale(want)))
+        with given(case, dtype):
+            module, mine, its = case.module(dtype), case.x(dtype).requires_grad_(), case.x(dtype).requires_grad_()
+            weights, exact = dict(module.named_parameters()), case.exact(module, its)
+            same_gradients(module(mine, *case.rest), {"x": mine, **weights}, exact, {"x": its, **weights})
+    with given(cases[0], "gradcheck"):
+        torch.autograd.gradcheck(cases[0].module(), cases[0].x().requires_grad_(), fast_mode=True)
 
 
-def gradcheck(function: Callable[..., Tensor], *inputs: Tensor) -> None:
-    torch.autograd.gradcheck(function, tuple(tensor.clone().requires_grad_() for tensor in inputs))
-
-
-def leaves_alone(cases: list[Case]) -> None:
+def leaves_inputs_alone(cases: list[Case]) -> None:
     for case, dtype in itertools.product(cases, ALLOWED):
         with given(case, dtype), torch.no_grad():
-            module, x = case.build(dtype), case.x(dtype)
-            touched = {
-                "x": x,
-                "token_positions": None,
-                "mask": None,
-                **module.state_dict(),
-                **dict(module.named_buffers()),
-            }
-            touched |= dict(zip(("token_positions", "mask"), case.rest, strict=False))
-            before = {name: tensor.clone() for name, tensor in touched.items() if tensor is not None}
+            module, x = case.module(dtype), case.x(dtype)
+            inputs = {"x": x, **dict(zip(("token_positions", "mask"), case.rest, strict=False))}
+            inputs |= {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            before = {name: (tensor, tensor.clone()) for name, tensor in inputs.items() if tensor is not None}
             first = module(x, *case.rest)
-            for name, tensor in before.items():
+            for name, (tensor, copied) in before.items():
                 with given(f"{name} was modified"):
-                    close(touched[name], tensor, 0)
+                    close(tensor, copied, 0)
             with given("the same call again"):
                 close(module(x, *case.rest), first, 0)
 
@@ -366,132 +353,134 @@ def compiled(module: nn.Module) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def compiles(cases: list[Case]) -> None:
-    lengths = (5, 8, 1, 13)
-    for case in filter(lambda case: case.compiled, cases):
-        module = case.build(torch.float32)
+    for case in (case for case in cases if case.compiled):
+        module = case.module(torch.float32)
         with given(f"torch.compile of {case}", torch.float32), compiled(module) as (run, graphs):
-            for length in lengths:
-                x = randn(*case.shape[:-2], length, case.shape[-1], seed=length, dtype=torch.float32)
+            for length in (5, 8, 1, 13):
+                x = randn(*case.shape[:-2], length, case.shape[-1], dtype=torch.float32)
                 mask = torch.ones(length, length, dtype=torch.bool)
                 mask[:, :2] = False
-                new = torch.arange(length) + 3, mask
-                rest = [None if old is None else tensor for old, tensor in zip(case.rest, new, strict=False)]
-                with given(f"with {length} tokens"):
+                changed = zip(case.rest, (torch.arange(length) + 3, mask), strict=False)
+                rest = tuple(None if old is None else new for old, new in changed)
+                with given(f"with {length} tokens{show_rest(rest)}"):
                     expected = module(x, *rest)
-                    close(run(x, *rest), expected, 1e-5 * scale(expected))
-            if len(graphs) > 3:  # of the first length, of any length, of one token
-                raise Violation(
-                    f"{len(graphs)} graphs for sequences of {lengths}, expected 3: one for all but the first"
-                )
+                    close(run(x, *rest), expected, 1e-5 * size(expected))
+            if len(graphs) > 3:
+                raise Violation(f"{len(graphs)} graphs for 5, 8, 1 and 13 tokens, expected 3: for 5, any number, and 1")
+
+
+def places_parameters(cases: list[Case]) -> None:
+    case = cases[0]
+    if not {"device", "dtype"} <= inspect.signature(case.cls).parameters.keys():
+        raise SkipTest(f"{case.cls.__name__} has no device and dtype in this copy")
+    options = {"device": "meta", "dtype": torch.bfloat16}
+    with given(show_call(case.cls, case.arguments, {**case.options, **options})):
+        for name, parameter in case.cls(*case.arguments, **case.options, **options).named_parameters():
+            if not parameter.is_meta or parameter.dtype != torch.bfloat16:
+                raise Violation(f"{name} is of {parameter.dtype} on {parameter.device}")
 
 
 LAYER = {
     "equation in float64": lambda cases: follows(cases, torch.float64),
-    "equation in float32 to 1e-6": lambda cases: follows(cases, torch.float32),
+    "equation in float32": lambda cases: follows(cases, torch.float32),
     "equation in bfloat16 and float16": lambda cases: follows(cases, *HALVES),
     "gradients": differentiates,
-    "inputs not modified": leaves_alone,
+    "inputs not modified": leaves_inputs_alone,
     "compiles to one graph": compiles,
 }
+WEIGHTS = LAYER | {"device and dtype of the parameters": places_parameters}
 
 
-# The properties of layers along a sequence.
+# What attention, and all that is made of it, promises.
+
+TABLE = 200  # positions that RoPE has below
+
+
+def unmasked(cases: list[Case]) -> Iterator[tuple[Case, Any, Tensor, Tensor, float]]:
+    """Yield what the checks of a sequence share: case, module, x, result, and the error that is allowed."""
+    for case in cases:
+        if case.rest[1:] == (None,):
+            module, x = case.module(), case.x()
+            with given(case):
+                out = module(x, *case.rest)
+            yield case, module, x, out, ALLOWED[torch.float64] * size(out)
+
+
+def other(x: Tensor, tokens: slice) -> Tensor:
+    x = x.clone()
+    x[..., tokens, :] = randn(*x[..., tokens, :].shape, seed=7)
+    return x
 
 
 def is_causal(cases: list[Case]) -> None:
-    for case in (case for case in cases if case.shape[-2] > 4 and None in case.rest[-1:]):
-        module, x = case.build(), case.x()
-        with given(f"{case}, with other tokens from the 4th on"):
-            later = x.clone()
-            later[..., 3:, :] = randn(*later[..., 3:, :].shape, seed=7)
-            expected, changed = module(x, *case.rest), module(later, *case.rest)
-            close(changed[..., :3, :], expected[..., :3, :], ALLOWED[torch.float64] * scale(expected))
-        with given(f"{case}, with another first token"):
-            earlier = x.clone()
-            earlier[..., 0, :] = randn(*earlier[..., 0, :].shape, seed=7)
-            differs(module(earlier, *case.rest), expected)
-
-
-def differs(actual: Tensor, expected: Tensor) -> None:
-    same = (actual - expected).abs().amax(-1) <= 1e-9
-    if same.any():
-        raise Violation(f"the result of token {same.nonzero()[0].tolist()} is the same, expected a change")
+    for case, module, x, out, allowed in unmasked(cases):
+        with given(f"{case}, and with other tokens from the 4th on: the first three"):
+            close(module(other(x, slice(3, None)), *case.rest)[..., :3, :], out[..., :3, :], allowed)
+        with given(f"{case}, and with another first token"):
+            differs(module(other(x, slice(1)), *case.rest), out)
 
 
 def prefills(cases: list[Case]) -> None:
     for case in cases:
-        module, x, whole = case.build(), case.x(), None
+        module, x, out = case.module(), case.x(), torch.empty(0)
         for length in range(x.shape[-2], 0, -1):
-            with given(f"{case}, the first {length} tokens alone"):
-                positions, mask = (*case.rest, None, None)[:2]
-                rest = [positions if positions is None else positions[..., :length]]
-                rest += [mask if mask is None else mask[..., :length, :length]]
-                prefix = module(x[..., :length, :], *rest)
-                whole = prefix if whole is None else whole
-                close(prefix, whole[..., :length, :], ALLOWED[torch.float64] * scale(whole))
+            positions, mask = (*case.rest, None, None)[:2]
+            with given(f"{case}, and its first {length} tokens alone"):
+                rest = positions if positions is None else positions[..., :length]
+                prefix = module(x[..., :length, :], rest, mask if mask is None else mask[..., :length, :length])
+                out = prefix if length == x.shape[-2] else out
+                close(prefix, out[..., :length, :], ALLOWED[torch.float64] * size(out))
 
 
 def masks(cases: list[Case]) -> None:
-    for case in (case for case in cases if case.shape[-2] > 4 and None in case.rest[-1:]):
-        module, x, seq, positions = case.build(), case.x(), case.shape[-2], case.rest[:-1]
-        expected, allowed = module(x, *case.rest), ALLOWED[torch.float64]
-        with given(f"{case}, with a mask that is True everywhere"):
-            everything = torch.ones(seq, seq, dtype=torch.bool)
-            close(module(x, *positions, everything), expected, allowed * scale(expected))
-        with given(f"{case}, with a mask (1, seq) that hides the first 2 keys, and these exchanged"):
+    for case, module, x, out, allowed in unmasked(cases):
+        seq, positions = x.shape[-2], case.rest[0]
+        with given(f"{case}, and a mask that is True everywhere"):
+            close(module(x, positions, torch.ones(seq, seq, dtype=torch.bool)), out, allowed)
+        with given(f"{case}, and a mask that hides the first two keys, in a (1, seq) row: the tokens after them"):
             keep = torch.arange(seq)[None] >= 2
-            other = x.clone()
-            other[..., :2, :] = randn(*other[..., :2, :].shape, seed=8)
-            masked, changed = module(x, *positions, keep), module(other, *positions, keep)
-            close(changed[..., 2:, :], masked[..., 2:, :], allowed * scale(masked))
-            differs(masked[..., 2:, :], expected[..., 2:, :])
+            masked = module(x, positions, keep)[..., 2:, :]
+            close(module(other(x, slice(2)), positions, keep)[..., 2:, :], masked, allowed)
+            differs(masked, out[..., 2:, :])
 
 
-SEQUENCE = {
-    "later tokens change nothing before them": is_causal,
+SEQUENCE = WEIGHTS | {
+    "causality": is_causal,
     "prefill against one-shot": prefills,
-    "mask narrows causality, and cannot lift it": masks,
+    "mask narrows causality and never lifts it": masks,
 }
 
 
 def is_relative(cases: list[Case]) -> None:
-    case = cases[0]
-    module, x, ahead = case.build(), case.x(), torch.arange(case.shape[-2])
-    expected = module(x)
-    with given(f"{case}, with token_positions 150 further on"):
-        close(module(x, ahead + 150), expected, 10 * ALLOWED[torch.float64] * scale(expected))
-    with given(f"{case}, with token_positions twice as far apart"):
-        differs(module(x, 2 * ahead)[..., 2:, :], expected[..., 2:, :])
+    case, module, x, out, allowed = next(unmasked(cases))
+    ahead = torch.arange(x.shape[-2])
+    with given(f"{case}, and token_positions 150 further on"):
+        close(module(x, ahead + 150), out, 10 * allowed)
+    with given(f"{case}, and token_positions twice as far apart"):
+        differs(module(x, 2 * ahead)[..., 1:, :], out[..., 1:, :])
 
 
-def marks_positions(cases: list[Case], spreads: bool = False) -> None:
-    """Positions off the table are refused; where they cannot be read, their tokens are NaN (in a stack, others too)."""
-    case = cases[0]
-    module, x = case.build(torch.float32), case.x(torch.float32)
-    size = TABLE - 3
-    positions = torch.arange(case.shape[-2]) + size
-    with given(f"{case}, token_positions {show(positions)} of a table for {TABLE}"):
+def marks_positions(cases: list[Case]) -> None:
+    """Refuse positions off the table; where none can be read, let their tokens be NaN (in a stack, others too)."""
+    case, module = cases[0], cases[0].module(torch.float32)
+    x, positions = case.x(torch.float32), torch.arange(case.shape[-2]) + TABLE - 3
+    with given(f"{case}, and token_positions {show(positions)} in a table of {TABLE}"):
         with refused():
             module(x, positions)
-        with given("compiled"), compiled(module) as (run, _):
-            nan = run(x, positions).isnan().all(-1)
-            outside = (positions >= TABLE).expand(nan.shape)
-            close(nan & outside if spreads else nan, outside, 0)
+        with given("compiled, where they cannot be read, NaN"), compiled(module) as (run, _):
+            outside, nan = (positions >= TABLE).expand(x.shape[:-1]), run(x, positions).isnan().all(-1)
+            close(nan & outside if hasattr(module, "layers") else nan, outside, 0)
 
 
-ROTARY = {
-    "relative positions only": is_relative,
-    "positions off the table": marks_positions,
-}
-TABLE = 200  # positions in the tables below
+ROTARY = SEQUENCE | {"relative positions only": is_relative, "positions off the table": marks_positions}
 
 
-# Registration: a property is a function whose parameters are the layers that it needs, its own first.
+# Properties, and how they are registered.
 
 
 @dataclass(frozen=True)
 class Property:
-    """Something that a layer promises, checked with the modules that hold it and the layers it needs."""
+    """Something that a layer promises, and the layers that are needed to check it."""
 
     layer: str
     name: str
@@ -503,19 +492,19 @@ class Property:
 
         Raises:
             Violation: the property does not hold.
-            unittest.SkipTest: it is about a function or class that the copy does not have.
+            unittest.SkipTest: it is one of a function or class that the copy does not have.
         """
-        with torch.random.fork_rng(devices=()), given(self.layer):
+        with torch.random.fork_rng(devices=()), given():
             self.check(**{layer: modules[layer] for layer in self.needs})
 
 
 _registered: list[Property] = []
 
 
-def promises(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a check as the property of that name."""
+def promises(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a property that needs the layers by which the parameters are named, and belongs to the first."""
 
-    def register(check: Callable[..., None]) -> Callable[..., None]:
+    def register(check: Callable[..., Any]) -> Callable[..., Any]:
         needs = list(inspect.signature(check).parameters)
         _registered.append(Property(needs[0], name, frozenset(needs), check))
         return check
@@ -523,103 +512,106 @@ def promises(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return register
 
 
-def cases(label: str, *groups: Mapping[str, Callable[[list[Case]], None]]) -> Callable[..., Any]:
-    """Register every property of the groups for the cases that the function below returns."""
+def promises_all(group: Mapping[str, Callable[[list[Case]], None]], of: str = "") -> Callable[..., Any]:
+    """Register the properties of the group for the cases that a function of the layers returns."""
 
-    def register(make_cases: Callable[..., list[Case]]) -> Callable[..., list[Case]]:
-        for name, check in {name: check for group in groups for name, check in group.items()}.items():
-
-            def of_cases(check: Callable[[list[Case]], None] = check, **modules: ModuleType) -> None:
-                check(make_cases(**modules))
-
-            needs = list(inspect.signature(make_cases).parameters)
-            name = f"{name} ({label})" if label else name
-            _registered.append(Property(needs[0], name, frozenset(needs), of_cases))
-        return make_cases
+    def register(cases: Callable[..., list[Case]]) -> Callable[..., list[Case]]:
+        needs = list(inspect.signature(cases).parameters)
+        for name, check in group.items():
+            run = functools.partial(lambda check, **modules: check(cases(**modules)), check)
+            _registered.append(Property(needs[0], f"{name} ({of})" if of else name, frozenset(needs), run))
+        return cases
 
     return register
 
 
-def function_follows(
-    function: Callable[..., Tensor],
-    formula: Callable[..., Tensor],
-    *shapes: tuple[int, ...],
-    rest: tuple[Any, ...] = (),
+def promises_function(
+    layer: str, name: str, formula: Callable[..., Tensor], shapes: list[Shape], rests: Any = ((),), once: bool = False
 ) -> None:
-    """Check a function of tensors of these shapes, in every dtype: value, dtype, inputs left alone, gradients."""
-    for dtype, allowed in ALLOWED.items():
-        with given(f"{function.__name__} of {', '.join(f'{s} seed {i}' for i, s in enumerate(shapes))}", dtype):
-            inputs = [randn(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
-            actual = function(*inputs, *rest)
-            for seed, (tensor, shape) in enumerate(zip(inputs, shapes, strict=True)):
-                with given(f"argument {seed} was modified"):
-                    close(tensor, randn(*shape, seed=seed, dtype=dtype).double(), 0)
-            exact = formula(*(tensor.double() for tensor in inputs), *rest)
-            has_dtype(actual, dtype)
-            close(actual, exact, allowed * scale(exact))
-            if dtype == torch.float64:
-                gradcheck(lambda *inputs: function(*inputs, *rest), *inputs)
+    """Register the equation of a function of tensors of these shapes: value, dtype, inputs left alone, gradients."""
+
+    def check(**modules: ModuleType) -> None:
+        function, shown = public(modules[layer], name), ", ".join(f"{shape} seed {i}" for i, shape in enumerate(shapes))
+        for rest, dtype in itertools.product(rests, ALLOWED):
+            mine, its, before = (
+                {f"argument {i}": randn(*shape, seed=i, dtype=dtype).requires_grad_() for i, shape in enumerate(shapes)}
+                for _ in range(3)
+            )
+            with given(", ".join([f"{name} of {shown}", *map(show, rest)]), dtype):
+                actual, exact = function(*mine.values(), *rest), formula(*(t.double() for t in its.values()), *rest)
+                for argument, tensor in mine.items():
+                    with given(f"{argument} was modified"):
+                        close(tensor, before[argument], 0)
+                has_dtype(actual, dtype)
+                rounding = half_ulp(exact, dtype) + 1e-6 if once and dtype in HALVES else ALLOWED[dtype] * size(exact)
+                close(actual, exact, rounding)
+                same_gradients(actual, mine, exact, its)
+
+    _registered.append(Property(layer, f"{name}: equation and gradients", frozenset({layer}), check))
+
+
+def promises_to_refuse(layer: str, cls: str, calls: list[tuple[Any, ...]]) -> None:
+    """Register which arguments are refused; a dictionary at the end is one of options."""
+
+    def check(**modules: ModuleType) -> None:
+        made = public(modules[layer], cls)
+        for call in calls:
+            arguments, options = (call[:-1], call[-1]) if isinstance(call[-1], dict) else (call, {})
+            with given(show_call(made, arguments, options)), refused():
+                made(*arguments, **options)
+
+    _registered.append(Property(layer, f"{cls}: bad hyperparameters refused", frozenset({layer}), check))
+
+
+def has_state(cls: Any, arguments: tuple[Any, ...], expected: Mapping[str, Shape], **options: Any) -> None:
+    with given(show_call(cls, arguments, options)):
+        state = {key: tuple(tensor.shape) for key, tensor in cls(*arguments, **options).state_dict().items()}
+        if state != expected:
+            wrong = {key: shape for key, shape in state.items() if expected.get(key) != shape}
+            right = {key: shape for key, shape in expected.items() if state.get(key) != shape}
+            raise Violation(f"got {wrong or 'nothing else'}, expected {right or 'nothing else'}")
 
 
 # RMSNorm.
 
 
-@cases("", LAYER)
+@promises_all(WEIGHTS)
 def rmsnorm_cases(rmsnorm: ModuleType) -> list[Case]:
-    cls = public(rmsnorm, "RMSNorm")
+    def case(shape: Shape, *eps: float, **more: Any) -> Case:
+        def formula(x: Tensor, state: State) -> Tensor:
+            return rms_norm(x, state["weight"], *eps)
 
-    def case(shape: tuple[int, ...], eps: float = EPS, **options: Any) -> Case:
-        arguments = (shape[-1],) if eps == EPS else (shape[-1], eps)
-        return Case(cls, arguments, shape, lambda x, state: rms_norm(x, state["weight"], eps), **options)
+        return Case(public(rmsnorm, "RMSNorm"), (shape[-1], *eps), shape, formula, rounds_once=True, **more)
 
-    small = case((5, 33), 3e-6, scale=1e-3)  # where eps counts
-    return [
-        case((2, 3, 7), compiled=True),
-        small,
-        case((2, 8), scale=0.0),
-        *map(case, [(6,), (1, 6), (0, 6), (2, 1, 4, 6)]),
-    ]
+    small = case((5, 33), 3e-6, scale=1e-3), case((2, 8), scale=0.0)  # where eps counts
+    return [case((2, 3, 7), compiled=True), *small, *map(case, [(6,), (1, 6), (0, 6), (2, 1, 4, 6)])]
 
 
 def rounds_once(forward: Callable[[Tensor, Tensor], Tensor]) -> None:
-    weight = 1 + 0.3 * randn(257, seed=1)
-    for dtype, times in itertools.product(HALVES, (1e-3, 1.0, 200.0, 6e4)):
-        for gains in (dtype, torch.float32):
-            size = f"seed 0, times {times}" if times < 6e4 else "all 6e4"
-            with given(f"x of shape (64, 257), {size}, gains {gains}", dtype):
-                x = (randn(64, 257) * times if times < 6e4 else torch.full((64, 257), times)).to(dtype)
-                exact = rms_norm(x.double(), weight.to(gains).double())
-                actual = forward(x, weight.to(gains))
-                has_dtype(actual, dtype)
-                close(actual, exact, half_ulp(exact, dtype))
+    inputs = {f"x of shape (64, 257), seed 0 * {scale}": randn(64, 257) * scale for scale in (1e-3, 1.0, 200.0)}
+    inputs["x of shape (64, 257), all 60000"] = torch.full((64, 257), 6e4, dtype=torch.float64)  # squared, no float16
+    for (name, x), dtype, wide in itertools.product(inputs.items(), HALVES, (False, True)):
+        weight = (1 + 0.3 * randn(257, seed=1)).to(torch.float32 if wide else dtype)
+        with given(name, dtype, f"gains of {weight.dtype}"):
+            exact = rms_norm(x.to(dtype).double(), weight.double())
+            actual = forward(x.to(dtype), weight)
+            has_dtype(actual, dtype)
+            close(actual, exact, half_ulp(exact, dtype))
 
 
-@promises("rounds once, large float16 too")
+@promises("rounds once, and no square overflows")
 def rmsnorm_rounds_once(rmsnorm: ModuleType) -> None:
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        norm = make(public(rmsnorm, "RMSNorm"), len(weight), dtype=weight.dtype)
+        norm = make(public(rmsnorm, "RMSNorm"), len(weight)).to(weight.dtype)
         norm.weight.data.copy_(weight)
-        return norm(x).detach()
+        return norm(x)
 
     rounds_once(forward)
 
 
-@promises("rms_norm: equation")
-def rms_norm_follows(rmsnorm: ModuleType) -> None:
-    function = public(rmsnorm, "rms_norm")
-    function_follows(function, rms_norm, (2, 3, 7), (7,))
-    rounds_once(function)
-
-
-@promises("refuses bad hyperparameters")
-def rmsnorm_refuses(rmsnorm: ModuleType) -> None:
-    refuses(public(rmsnorm, "RMSNorm"), [(0,), (-3,), (4, 0.0), (4, -1e-5), (4, math.nan), (4, math.inf)])
-
-
-def refuses(cls: Any, calls: list[tuple[Any, ...]], **options: Any) -> None:
-    for arguments in calls:
-        with given(called(cls, arguments, options)), refused():
-            cls(*arguments, **options)
+@promises("rms_norm: rounds once, and no square overflows")
+def rms_norm_rounds_once(rmsnorm: ModuleType) -> None:
+    rounds_once(public(rmsnorm, "rms_norm"))
 
 
 @promises("keys of the state dict")
@@ -627,77 +619,51 @@ def rmsnorm_keys(rmsnorm: ModuleType) -> None:
     has_state(public(rmsnorm, "RMSNorm"), (7,), {"weight": (7,)})
 
 
-def has_state(cls: Any, arguments: tuple[Any, ...], expected: Mapping[str, tuple[int, ...]], **options: Any) -> None:
-    with given(called(cls, arguments, options)):
-        state = {key: tuple(tensor.shape) for key, tensor in cls(*arguments, **options).state_dict().items()}
-        if state != expected:
-            wrong = {key: shape for key, shape in state.items() if expected.get(key) != shape}
-            right = {key: shape for key, shape in expected.items() if state.get(key) != shape}
-            raise Violation(f"got {wrong}, expected {right}")
+promises_function("rmsnorm", "rms_norm", rms_norm, [(2, 3, 7), (7,)])
+promises_to_refuse("rmsnorm", "RMSNorm", [(0,), (-3,), (4, 0.0), (4, -1e-5), (4, math.nan), (4, math.inf)])
 
 
 # The feed-forward layers.
 
 
-@cases("SwiGLU", LAYER)
+@promises_all(WEIGHTS, of="SwiGLU")
 def swiglu_cases(ffn: ModuleType) -> list[Case]:
     def formula(x: Tensor, state: State) -> Tensor:
-        return swiglu(x, state["w1.weight"], state["w2.weight"], state["w3.weight"])
+        return swiglu(x, *(state[f"{name}.weight"] for name in ("w1", "w2", "w3")))
 
     shapes = [(2, 3, 5), (5,), (0, 5)]
     return [Case(public(ffn, "SwiGLU"), (5, 7), shape, formula, compiled=len(shape) == 3) for shape in shapes]
 
 
-@cases("FeedForward", LAYER)
+@promises_all(WEIGHTS, of="FeedForward")
 def feed_forward_cases(ffn: ModuleType) -> list[Case]:
-    def formula(x: Tensor, state: State, activation: Callable[[Tensor], Tensor] = gelu) -> Tensor:
-        return feed_forward(x, state["w1.weight"], state["w2.weight"], activation)
+    def case(shape: Shape, *given: Any, exact: Callable[[Tensor], Tensor] = gelu, **more: Any) -> Case:
+        def formula(x: Tensor, state: State) -> Tensor:
+            return feed_forward(x, state["w1.weight"], state["w2.weight"], exact)
 
-    cls = public(ffn, "FeedForward")
-    activations = [(torch.relu, lambda x: x.clamp(min=0)), (nn.SiLU(), silu)]
-    return [
-        Case(cls, (5, 7), (2, 3, 5), formula, compiled=True),
-        *(Case(cls, (5, 7), shape, formula) for shape in [(5,), (0, 5)]),
-        *(Case(cls, (5, 7, f), (2, 3, 5), functools.partial(formula, activation=exact)) for f, exact in activations),
-    ]
+        return Case(public(ffn, "FeedForward"), (5, 7, *given), shape, formula, **more)
+
+    activations = case((2, 3, 5), torch.relu, exact=lambda x: x.clamp(min=0)), case((2, 3, 5), nn.SiLU(), exact=silu)
+    return [case((2, 3, 5), compiled=True), case((5,)), case((0, 5)), *activations]
 
 
 @promises("silu, gelu: equation")
 def activations_follow(ffn: ModuleType) -> None:
-    for name, formula in {"silu": silu, "gelu": gelu}.items():
-        for dtype in ALLOWED:
-            with given(f"{name} of torch.linspace(-12, 12, 401)", dtype):
-                x = torch.linspace(-12, 12, 401, dtype=torch.float64).to(dtype)
-                actual, exact = public(ffn, name)(x), formula(x.double())
-                has_dtype(actual, dtype)
-                # In float32, torch evaluates erf and exp to a few units of the last place of 1.
-                noise = 1e-14 if dtype == torch.float64 else 1e-6
-                close(actual, exact, 2 * torch.finfo(dtype).eps * exact.abs() + noise)
-
-
-@promises("glu: equation")
-def glu_follows(ffn: ModuleType) -> None:
-    function_follows(public(ffn, "glu"), glu, (3, 5), (7, 5), (7, 5))
-
-
-@promises("swiglu: equation")
-def swiglu_follows(ffn: ModuleType) -> None:
-    function_follows(public(ffn, "swiglu"), swiglu, (2, 3, 5), (7, 5), (5, 7), (7, 5))
-
-
-@promises("feed_forward: equation")
-def feed_forward_follows(ffn: ModuleType) -> None:
-    function_follows(public(ffn, "feed_forward"), feed_forward, (2, 3, 5), (7, 5), (5, 7))
-
-
-WIDTHS = {512: 1344, 768: 2048, 1600: 4288, 64: 192, 24: 64, 1: 64, 36: 128, 59: 128, 61: 192}  # of the Llama rule
+    for (name, formula), dtype in itertools.product({"silu": silu, "gelu": gelu}.items(), ALLOWED):
+        with given(f"{name} of torch.linspace(-12, 12, 401)", dtype):
+            x = torch.linspace(-12, 12, 401, dtype=torch.float64).to(dtype)
+            actual, exact = public(ffn, name)(x), formula(x.double())
+            has_dtype(actual, dtype)
+            # In float32, torch evaluates erf and exp to a few units of the last place of 1.
+            close(actual, exact, 2 * torch.finfo(dtype).eps * exact.abs() + (1e-14 if dtype == torch.float64 else 1e-6))
 
 
 @promises("d_ff is the multiple of 64 nearest to 8/3 d_model (SwiGLU)")
 def swiglu_width(ffn: ModuleType) -> None:
-    for d_model, d_ff in WIDTHS.items():
-        expected = {"w1.weight": (d_ff, d_model), "w2.weight": (d_model, d_ff), "w3.weight": (d_ff, d_model)}
-        has_state(public(ffn, "SwiGLU"), (d_model,), expected, device="meta")
+    widths = {512: 1344, 64: 192, 24: 64, 1: 64, 36: 128, 59: 128, 61: 192}
+    for d_model, d_ff in widths.items():
+        inner, outer = (d_ff, d_model), (d_model, d_ff)
+        has_state(public(ffn, "SwiGLU"), (d_model,), {"w1.weight": inner, "w2.weight": outer, "w3.weight": inner})
 
 
 @promises("d_ff is 4 d_model (FeedForward)")
@@ -705,500 +671,444 @@ def feed_forward_width(ffn: ModuleType) -> None:
     has_state(public(ffn, "FeedForward"), (12,), {"w1.weight": (48, 12), "w2.weight": (12, 48)})
 
 
-@promises("refuses bad hyperparameters")
-def ffn_refuses(ffn: ModuleType) -> None:
-    for name in ("SwiGLU", "FeedForward"):
-        if hasattr(ffn, name):
-            refuses(getattr(ffn, name), [(0, 4), (-1, 4), (4, 0), (4, -2)])
+promises_function("ffn", "glu", glu, [(3, 5), (7, 5), (7, 5)])
+promises_function("ffn", "swiglu", swiglu, [(2, 3, 5), (7, 5), (5, 7), (7, 5)])
+promises_function("ffn", "feed_forward", feed_forward, [(2, 3, 5), (7, 5), (5, 7)])
+promises_to_refuse("ffn", "SwiGLU", [(0, 4), (-1, 4), (4, 0), (4, -2)])
+promises_to_refuse("ffn", "FeedForward", [(0, 4), (-1, 4), (4, 0), (4, -2)])
 
 
 # RoPE.
 
+ROPE = "RotaryPositionalEmbedding"
 
-@cases("", LAYER)
+
+@promises_all(LAYER)
 def rope_cases(rope: ModuleType) -> list[Case]:
-    return [
-        rope_case(rope, (2, 3, 11, 8), compiled=True),
-        rope_case(rope, (2, 7, 6), torch.tensor([3, 9, 2, TABLE - 1, 0, 5, 5]), compiled=True),
-        rope_case(rope, (4, 7, 6), torch.tensor([[3, 9, 2, 63, 0, 5, 5]]).expand(4, 7) + torch.arange(4)[:, None]),
-        *(rope_case(rope, shape) for shape in [(1, 2), (5, 6), (0, 5, 6), (2, 0, 6)]),
-    ]
+    def case(shape: Shape, *rest: Tensor, **more: Any) -> Case:
+        def formula(x: Tensor, state: State, positions: Tensor | None = None) -> Tensor:
+            return rotate(x, angles_of(torch.arange(x.shape[-2]) if positions is None else positions, shape[-1], 100.0))
+
+        return Case(public(rope, ROPE), (100.0, shape[-1], TABLE), shape, formula, rest=rest, rounds_once=True, **more)
+
+    positions = torch.tensor([3, 9, 2, TABLE - 1, 0, 5, 5])
+    plain = [case((2, 3, 11, 8), compiled=True), *map(case, [(1, 2), (5, 6), (0, 5, 6), (2, 0, 6)])]
+    return [*plain, case((2, 7, 6), positions, compiled=True), case((0, 7, 6), positions[None])]
 
 
-def rope_case(module: ModuleType, shape: tuple[int, ...], positions: Tensor | None = None, **options: Any) -> Case:
-    def formula(x: Tensor, state: State, positions: Tensor | None = None) -> Tensor:
-        return rotate(x, torch.arange(shape[-2]) if positions is None else positions, 100.0)
-
-    cls = public(module, "RotaryPositionalEmbedding")
-    return Case(
-        cls, (100.0, shape[-1], TABLE), shape, formula, rest=() if positions is None else (positions,), **options
-    )
-
-
-def far(d_k: int) -> tuple[Tensor, Tensor]:
-    """Return unit vectors for every 61st of 131072 positions and the last 100: all wavelengths, at both ends."""
-    positions = torch.cat((torch.arange(0, 131072, 61), torch.arange(131072 - 100, 131072)))
-    return positions, torch.nn.functional.normalize(randn(len(positions), d_k), dim=-1)
-
-
-def on_meta(cls: Any, arguments: tuple[Any, ...]) -> Any:
-    module = make(cls, *arguments, device="meta").to(torch.bfloat16).to_empty(device="cpu")
-    module.reset_parameters()
-    return module
-
-
-@promises("table survives what torch does to modules")
+@promises("table survives")
 def rope_survives(rope: ModuleType) -> None:
-    cls, arguments, (positions, x) = public(rope, "RotaryPositionalEmbedding"), (5e5, 16, 131072), far(16)
+    """Compare at both ends of a long table, for all of its wavelengths, after what torch does to modules."""
+    cls, sizes = public(rope, ROPE), (5e5, 16, 131072)
+    positions = torch.cat((torch.arange(0, 131072, 61), torch.arange(131072 - 100, 131072)))
+    x = nn.functional.normalize(randn(len(positions), 16), dim=-1)
+
+    def from_meta(_: Any) -> Any:
+        module = cls(*sizes, device="meta").to(torch.bfloat16).to_empty(device="cpu")
+        module.reset_parameters()
+        return module
+
     ways: dict[str, Callable[[Any], Any]] = {
-        "fresh": lambda module: module,
+        "as it was made": lambda module: module,
         ".to(torch.bfloat16)": lambda module: module.to(torch.bfloat16),
-        ".to(torch.bfloat16).float()": lambda module: module.to(torch.bfloat16).float(),
-        ".half()": lambda module: module.half(),
-        ".double().half()": lambda module: module.double().half(),
-        "device='meta', then .to(torch.bfloat16).to_empty and reset_parameters": lambda _: on_meta(cls, arguments),
-        '.to("meta").to_empty': lambda module: module.to("meta").to_empty(device="cpu"),
+        ".half().float()": lambda module: module.half().float(),
+        ".double()": lambda module: module.double(),
+        'on "meta", then .to(torch.bfloat16).to_empty() and reset_parameters()': from_meta,
+        '.to("meta").to_empty()': lambda module: module.to("meta").to_empty(device="cpu"),
         "copy.deepcopy": lambda module: copy.deepcopy(module.bfloat16()),
         "pickle": lambda module: pickle.loads(pickle.dumps(module)),
     }
-    for way, go in ways.items():
-        for dtype, allowed in ((torch.float32, 1e-6), (torch.float64, 1e-10)):
-            with given(called(cls, arguments, {}), way, f"unit vectors at positions 0 ... 131071, {dtype}"):
-                module, unit = make(cls, *arguments), x.to(dtype)
-                module(unit[:1], positions[3:4])  # what was read last must not travel with a copy
-                close(go(module)(unit, positions), rotate(unit.double(), positions, 5e5), allowed)
-
-
-@promises("no key in the state dict")
-def rope_keys(rope: ModuleType) -> None:
-    has_state(public(rope, "RotaryPositionalEmbedding"), (100.0, 6, 8), {})
+    for (way, go), (dtype, allowed) in itertools.product(
+        ways.items(), {torch.float32: 1e-6, torch.float64: 1e-10}.items()
+    ):
+        with given(show_call(cls, sizes), way, f"unit vectors at positions 0 ... 131071, {dtype}"):
+            module, unit = make(cls, *sizes), x.to(dtype)
+            module(unit[:1], positions[3:4])  # what was read last must not travel with a copy
+            close(go(module)(unit, positions), rotate(unit.double(), angles_of(positions, 16, 5e5)), allowed)
 
 
 @promises("relative positions only")
 def rope_is_relative(rope: ModuleType) -> None:
     q, k = randn(1, 8), randn(1, 8, seed=1)
-    for theta in (2.0, 1e4, 1e6):
-        module = make(public(rope, "RotaryPositionalEmbedding"), theta, 8, 4096)
-        for query, key, shift in ((0, 0, 4000), (7, 3, 1), (3, 90, 511), (90, 2, 4000)):
-            with given(f"q k^T at theta={theta}, positions {query} and {key}, both shifted by {shift}"):
-                scores = [
-                    (module(q, torch.tensor([query + by])) * module(k, torch.tensor([key + by]))).sum()
-                    for by in (0, shift)
-                ]
-                close(scores[1], scores[0], 1e-9)
+    for theta, (i, j, shift) in itertools.product(
+        (2.0, 1e4, 1e6), [(0, 0, 4000), (7, 3, 1), (3, 90, 511), (90, 2, 4000)]
+    ):
+        with given(
+            f"scores of q and k (1, 8), seeds 0 and 1, {theta=}, at positions {i} and {j}, and {shift} further on"
+        ):
+            module = make(public(rope, ROPE), theta, 8, 4096)
+            here, there = (module(q, torch.tensor([i + s])) * module(k, torch.tensor([j + s])) for s in (0, shift))
+            close(there.sum(), here.sum(), 1e-9)
 
 
 @promises("norms preserved")
 def rope_preserves_norms(rope: ModuleType) -> None:
     for case in rope_cases(rope):
-        with given(f"norms of {case}"):
-            close(case.build()(case.x(), *case.rest).norm(dim=-1), case.x().norm(dim=-1), 1e-12 * scale(case.x()))
-
-
-@promises("rounds once")
-def rope_rounds_once(rope: ModuleType) -> None:
-    for case, dtype in itertools.product(rope_cases(rope), HALVES):
-        with given(case, dtype):
-            module, x = case.build(dtype), case.x(dtype)
-            exact = case.exact(module, x)
-            close(module(x, *case.rest), exact, half_ulp(exact, dtype) + 1e-6)
+        with given(f"norms after {case}"):
+            close(case.module()(case.x(), *case.rest).norm(dim=-1), case.x().norm(dim=-1), 1e-12 * size(case.x()))
 
 
 @promises("positions broadcast, in every integer dtype")
 def rope_broadcasts(rope: ModuleType) -> None:
-    x = randn(2, 4, 5, 6)
-    module = make(public(rope, "RotaryPositionalEmbedding"), 10.0, 6, TABLE)
-    for shape, dtype in itertools.product(
-        [(5,), (1, 5), (4, 5), (2, 1, 5), (2, 4, 5)], (torch.int64, torch.int32, torch.int16, torch.int8)
-    ):
+    x, module = randn(2, 4, 5, 6), make(public(rope, ROPE), 10.0, 6, TABLE)
+    shapes, dtypes = [(5,), (1, 5), (4, 5), (2, 1, 5), (2, 4, 5)], (torch.int64, torch.int32, torch.int16, torch.int8)
+    for shape, dtype in itertools.product(shapes, dtypes):
         positions = torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(3)).to(dtype)
-        with given(f"x of shape (2, 4, 5, 6), token_positions {show(positions)}, {dtype}"):
-            exact = rotate(x, positions.long(), 10.0)
+        with given(f"x of shape (2, 4, 5, 6), seed 0, token_positions {show(positions)} of {dtype}"):
+            exact = rotate(x, angles_of(positions.long(), 6, 10.0))
             close(module(x, positions), exact, 1e-12)
             close(module(x.float(), positions), exact, 1e-6)
 
 
 @promises("any strides")
 def rope_takes_any_strides(rope: ModuleType) -> None:
-    module, wide = make(public(rope, "RotaryPositionalEmbedding"), 10.0, 6, 50), randn(2, 5, 13, dtype=torch.float32)
-    views = {
-        "x[..., 1:7]": wide[..., 1:7],
-        "x[..., :6]": wide[..., :6],
-        "x[..., :12:2]": wide[..., :12:2],
-        "x[:, :, :5].mT": randn(2, 6, 5, dtype=torch.float32).mT,
-        "x[0, 0, :6].expand(4, 6)": wide[0, 0, :6].expand(4, 6),
-    }
+    module, wide = make(public(rope, ROPE), 10.0, 6, 50), randn(6, 6, 13, dtype=torch.float32)
+    views = {"[..., 1:7]": wide[..., 1:7], "[..., :6]": wide[..., :6], "[..., :12:2]": wide[..., :12:2]}
+    views |= {"[:, :, :5].mT": wide[:, :, :5].mT, "[0, 0, :6].expand(4, 6)": wide[0, 0, :6].expand(4, 6)}
     for name, x in views.items():
-        with given(f"x of shape (2, 5, 13), float32, seed 0, as {name}"):
-            close(module(x), rotate(x.double(), torch.arange(x.shape[-2]), 10.0), 2e-6)
+        with given(f"x{name} of x of shape (6, 6, 13), seed 0, float32"):
+            close(module(x), rotate(x.double(), angles_of(torch.arange(x.shape[-2]), 6, 10.0)), 1e-6 * size(x))
 
 
 @promises("positions off the table")
-def rope_refuses_positions(rope: ModuleType) -> None:
-    made = (10.0, 4, 8)
-    module = make(public(rope, "RotaryPositionalEmbedding"), *made)
-    for positions, dtype in itertools.product(([0, 1, 8], [0, -1, 2], [10**9, 0, 0]), (torch.float32, torch.float64)):
-        with given(f"{made} at positions {positions}, {dtype}"), refused():
-            module(torch.zeros(3, 4, dtype=dtype), torch.tensor(positions))
-    with given(f"{made} of 9 tokens"), refused():
+def rope_marks_positions(rope: ModuleType) -> None:
+    """Refuse them; where none can be read, under a compiler, let those tokens be NaN, and no other."""
+    module = make(public(rope, ROPE), 10.0, 4, 8)
+    tables: list[list[int]] = [[0, 1, 8], [0, -1, 2], [10**9, 0, 0]]
+    for positions, dtype in itertools.product(map(torch.tensor, tables), (torch.float32, torch.float64)):
+        with given(f"token_positions {positions.tolist()} in a table of 8", dtype), refused():
+            module(torch.zeros(3, 4, dtype=dtype), positions)
+    with given("9 tokens in a table of 8"), refused():
         module(torch.zeros(9, 4))
-    x, unread = torch.ones(6, 4), torch.tensor([0, 7, 8, -1, 3, 10**12])
-    with (
-        given(f"{made} at positions {unread.tolist()}, compiled, where none can be read"),
-        compiled(module) as (run, _),
-    ):
-        expected = rotate(x.double(), unread, 10.0).masked_fill(((unread < 0) | (unread > 7))[:, None], math.nan)
-        close(run(x, unread), expected, 1e-6)
+    x, positions = torch.ones(6, 4), torch.tensor([0, 7, 8, -1, 3, 10**12])
+    exact = rotate(x.double(), angles_of(positions, 4, 10.0))
+    with given(f"compiled, token_positions {positions.tolist()} in a table of 8"), compiled(module) as (run, _):
+        close(run(x, positions), exact.masked_fill(((positions < 0) | (positions > 7))[:, None], math.nan), 1e-6)
 
 
-@promises("apply_rope: equation")
-def apply_rope_follows(rope: ModuleType) -> None:
-    positions = torch.tensor([0, 1, 5, 100, 7])
-    angles = positions[:, None] * torch.tensor([100.0 ** (-2 * k / 8) for k in range(4)], dtype=torch.float64)
-    function = public(rope, "apply_rope")
-    function_follows(
-        functools.wraps(function)(lambda x: function(x, angles)), lambda x: rotate(x, positions, 100.0), (2, 3, 5, 8)
-    )
+@promises("keys of the state dict: none")
+def rope_keys(rope: ModuleType) -> None:
+    has_state(public(rope, ROPE), (100.0, 6, 8), {})
 
 
-@promises("refuses bad hyperparameters")
-def rope_refuses(rope: ModuleType) -> None:
-    sizes = [(10.0, 5, 8), (10.0, 0, 8), (10.0, -2, 8), (10.0, 4, 0), (10.0, 4, -1)]
-    bases = [(theta, 4, 8) for theta in (0.0, -1.0, math.nan, math.inf)]
-    refuses(public(rope, "RotaryPositionalEmbedding"), sizes + bases)
+promises_function(
+    "rope", "apply_rope", rotate, [(2, 3, 5, 8)], [(angles_of(torch.tensor([0, 1, 5, 100, 7]), 8, 100.0),)], once=True
+)
+SIZES = [(10.0, 5, 8), (10.0, 0, 8), (10.0, -2, 8), (10.0, 4, 0), (10.0, 4, -1)]
+promises_to_refuse("rope", ROPE, [*((theta, 4, 8) for theta in (0.0, -1.0, math.nan, math.inf)), *SIZES])
 
 
 # Attention.
 
-HEADS: tuple[dict[str, Any], ...] = (
-    {},
-    {"num_kv_heads": 2},
-    {"num_kv_heads": 1},
-    {"d_head": 10},
-    {"qk_norm": True, "num_kv_heads": 2},
-)
+ATTENTION = "CausalMultiHeadSelfAttention"
+HEADS: list[dict[str, Any]] = [{}, {"num_kv_heads": 2}, {"num_kv_heads": 1}, {"d_head": 10}]
+HEADS += [{"qk_norm": True, "num_kv_heads": 2}]
+NOTHING = (None, None)  # neither token_positions nor a mask
+POSITIONS = torch.tensor([[3, 9, 2, TABLE - 1, 0, 5, 5], [0, 1, 2, 3, 4, 5, 6]])
 
 
 def mask_of(*shape: int) -> Tensor:
-    """Return a mask of which about 7 in 10 are True, and the fourth row is all False."""
+    """Return a mask that is True for about 7 keys in 10, and for none of the fourth query."""
     mask = torch.rand(*shape, generator=torch.Generator().manual_seed(2)) < 0.7
     mask[..., 3, :] = False
     return mask
 
 
-def gradcheck_first(cases: list[Case]) -> None:
-    with given(f"gradcheck of {cases[0]}"):
-        gradcheck(cases[0].build(), cases[0].x()[:1, :3])
-
-
-ATTENDS = {**LAYER, **SEQUENCE}
-
-
-@cases("", ATTENDS)
+@promises_all(SEQUENCE)
 def attention_cases(attention: ModuleType) -> list[Case]:
-    cls, formula = public(attention, "CausalMultiHeadSelfAttention"), functools.partial(self_attention, heads=4)
+    def case(shape: Shape, options: dict[str, Any], mask: Tensor | None = None, **more: Any) -> Case:
+        formula = functools.partial(self_attention, heads=4)
+        return Case(public(attention, ATTENTION), (24, 4), shape, formula, options, (None, mask), **more)
+
+    shapes = [(5, 24), (0, 5, 24), (1, 5, 24), (2, 0, 5, 24), (2, 3, 5, 24), (2, 1, 24)]
+    masked = (
+        case((2, 7, 24), {}, mask_of(2, 7, 7), compiled=True),
+        case((2, 3, 5, 24), {}, mask_of(3, 5, 5)[..., :1, :]),
+    )
+    odd = case((2, 7, 24), {"d_head": 4, "num_kv_heads": 1})
     return [
-        *(Case(cls, (24, 4), (2, 7, 24), formula, options, rest=(None, None)) for options in HEADS),
-        *(Case(cls, (24, 4), (*batch, 5, 24), formula, HEADS[1]) for batch in [(), (0,), (1,), (2, 3)]),
-        Case(cls, (24, 4), (2, 1, 24), formula),
-        Case(cls, (24, 4), (2, 7, 24), formula, HEADS[1], rest=(None, mask_of(2, 7, 7)), compiled=True),
-        Case(cls, (24, 4), (2, 3, 5, 24), formula, rest=(None, mask_of(3, 5, 5)[..., :1, :])),
+        *(case((2, 7, 24), options) for options in HEADS),
+        *(case(shape, HEADS[1]) for shape in shapes),
+        *masked,
+        odd,
     ]
 
 
-@cases("with RoPE", ATTENDS, ROTARY)
+@promises_all(ROTARY, of="with RoPE")
 def rotary_attention_cases(attention: ModuleType, rope: ModuleType) -> list[Case]:
-    def case(shape: tuple[int, ...], options: Mapping[str, Any], *rest: Tensor | None, **more: Any) -> Case:
-        table = make(public(rope, "RotaryPositionalEmbedding"), 100.0, options.get("d_head", 6), TABLE)
+    def case(options: dict[str, Any], *rest: Tensor | None, shape: Shape = (2, 7, 24), **more: Any) -> Case:
+        table = make(public(rope, ROPE), 100.0, options.get("d_head", 6), TABLE)
         formula = functools.partial(self_attention, heads=4, theta=100.0)
-        cls = public(attention, "CausalMultiHeadSelfAttention")
-        return Case(cls, (24, 4), shape, formula, {**options, "rope": table}, rest=rest or (None, None), **more)
+        made = public(attention, ATTENTION), (24, 4), shape, formula, {**options, "rope": table}
+        return Case(*made, rest or NOTHING, **more)
 
-    positions = torch.randint(0, TABLE, (2, 7), generator=torch.Generator().manual_seed(1))
     return [
-        *(case((2, 7, 24), options) for options in HEADS),
-        case((2, 7, 24), HEADS[1], positions, mask_of(2, 7, 7), compiled=True),
-        case((2, 3, 7, 24), HEADS[4], positions[:1], None),
-        case((7, 24), HEADS[0], positions[0], mask_of(7, 7)),
-        case((2, 0, 7, 24), HEADS[1], positions[0], mask_of(7, 7)),
+        *map(case, HEADS),
+        case(HEADS[1], POSITIONS, mask_of(2, 7, 7), compiled=True),
+        case(HEADS[4], POSITIONS[:1], None, shape=(2, 3, 7, 24)),
+        case(HEADS[0], POSITIONS[0], mask_of(7, 7), shape=(7, 24)),
+        case(HEADS[1], POSITIONS[0], mask_of(7, 7), shape=(2, 0, 7, 24)),
     ]
 
 
 @promises("positions without a RoPE are refused")
 def attention_refuses_positions(attention: ModuleType) -> None:
-    module = make(public(attention, "CausalMultiHeadSelfAttention"), 24, 4)
-    with given("token_positions [0, 1, 2] without a rope"), refused():
-        module(randn(1, 3, 24, dtype=torch.float32), torch.arange(3))
+    with given(f"{ATTENTION}(24, 4), token_positions [0, 1, 2]"), refused():
+        public(attention, ATTENTION)(24, 4)(torch.zeros(1, 3, 24), torch.arange(3))
+
+
+@promises("a RoPE of another head size is refused")
+def attention_refuses_rope(attention: ModuleType, rope: ModuleType) -> None:
+    with given(f"{ATTENTION}(24, 4, rope={ROPE}(10.0, 4, 8))"), refused():
+        public(attention, ATTENTION)(24, 4, rope=public(rope, ROPE)(10.0, 4, 8))
 
 
 @promises("keys of the state dict")
 def attention_keys(attention: ModuleType) -> None:
-    cls, projections = public(attention, "CausalMultiHeadSelfAttention"), ("q", "k", "v", "output")
-    has_state(cls, (24, 4), {f"{name}_proj.weight": (24, 24) for name in projections})
-    expected: dict[str, tuple[int, ...]] = {
-        "q_proj.weight": (40, 24),
-        "k_proj.weight": (20, 24),
-        "v_proj.weight": (20, 24),
-    }
-    expected |= {"output_proj.weight": (24, 40), "q_norm.weight": (10,), "k_norm.weight": (10,)}
-    has_state(cls, (24, 4), expected, num_kv_heads=2, d_head=10, qk_norm=True)
+    names = [f"{name}_proj.weight" for name in ("q", "k", "v", "output")]
+    has_state(public(attention, ATTENTION), (24, 4), dict.fromkeys(names, (24, 24)))
+    shapes: list[Shape] = [(40, 24), (20, 24), (20, 24), (24, 40), (10,), (10,)]
+    expected = dict(zip([*names, "q_norm.weight", "k_norm.weight"], shapes, strict=True))
+    has_state(public(attention, ATTENTION), (24, 4), expected, num_kv_heads=2, d_head=10, qk_norm=True)
 
 
-@promises("refuses bad hyperparameters")
-def attention_refuses(attention: ModuleType) -> None:
-    cls = public(attention, "CausalMultiHeadSelfAttention")
-    refuses(cls, [(24, 5), (24, 0), (0, 4), (24, -4)])
-    for option, value in (("num_kv_heads", 3), ("num_kv_heads", 0), ("d_head", 0), ("eps", 0.0), ("eps", math.nan)):
-        refuses(cls, [(24, 4)], **{option: value})
+promises_function(
+    "attention",
+    "scaled_dot_product_attention",
+    attend,
+    [(2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 4)],
+    [(None,), (mask_of(5, 7),), (mask_of(2, 2, 5, 7),)],
+    once=True,
+)
+UNFIT = [{"num_kv_heads": 3}, {"num_kv_heads": 0}, {"d_head": 0}, {"eps": 0.0}, {"eps": math.nan}]
+promises_to_refuse(
+    "attention", ATTENTION, [(24, 5), (24, 0), (0, 4), (24, -4), *((24, 4, options) for options in UNFIT)]
+)
 
 
-@promises("refuses a RoPE of another head size")
-def attention_refuses_rope(attention: ModuleType, rope: ModuleType) -> None:
-    table = make(public(rope, "RotaryPositionalEmbedding"), 10.0, 4, 8)
-    refuses(public(attention, "CausalMultiHeadSelfAttention"), [(24, 4)], rope=table)
+# The block, of both editions of CS336.
+
+OLD = "2024: GELU, no RoPE"
 
 
-@promises("scaled_dot_product_attention: equation")
-def attention_function_follows(attention: ModuleType) -> None:
-    function, shapes = public(attention, "scaled_dot_product_attention"), ((2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 4))
-    everything = torch.ones(5, 7, dtype=torch.bool)
-    for mask in (None, everything, mask_of(5, 7), mask_of(2, 2, 5, 7)):
-        with given(f"mask {None if mask is None else show(mask)}"):
-
-            def formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-                return attend(q, k, v, (everything if mask is None else mask).expand(2, 2, 5, 7))
-
-            function_follows(function, formula, *shapes, rest=(mask,))
-            for dtype in HALVES:
-                q, k, v = (randn(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
-                exact = formula(q.double(), k.double(), v.double(), mask)
-                with given(f"rounding of q, k, v {shapes}, seeds 0, 1, 2", dtype):
-                    close(function(q, k, v, mask), exact, half_ulp(exact, dtype) + 1e-6)
-
-
-# The block, of the 2025 and the 2024 edition of CS336.
-
-
-@cases("", ATTENDS, ROTARY)
+@promises_all(ROTARY)
 def block_cases(block: ModuleType, rope: ModuleType) -> list[Case]:
-    def case(*rest: Tensor | None, shape: tuple[int, ...] = (2, 7, 24), **options: Any) -> Case:
-        compiled = options.pop("compiled", False)
-        options["rope"] = make(public(rope, "RotaryPositionalEmbedding"), 100.0, options.get("d_head", 6), TABLE)
+    def case(*rest: Tensor | None, shape: Shape = (2, 7, 24), compiled: bool = False, **options: Any) -> Case:
+        table = make(public(rope, ROPE), 100.0, options.get("d_head", 6), TABLE)
         formula = functools.partial(pre_norm_block, heads=4, theta=100.0)
-        return Case(
-            public(block, "Block"), (24, 4, 40), shape, formula, options, rest or (None, None), compiled=compiled
-        )
+        made = public(block, "Block"), (24, 4, 40), shape, formula, {**options, "rope": table}
+        return Case(*made, rest or NOTHING, compiled=compiled)
 
-    positions = torch.tensor([[3, 9, 2, 63, 0, 5, 5], [0, 1, 2, 3, 4, 5, 6]])
-    return [
-        case(),
-        case(positions, mask_of(2, 7, 7), num_kv_heads=2, d_head=8, qk_norm=True, compiled=True),
-        *(case(shape=shape) for shape in [(5, 24), (0, 5, 24), (2, 1, 3, 24), (2, 1, 24)]),
-    ]
+    every = case(POSITIONS, mask_of(2, 7, 7), num_kv_heads=2, d_head=8, qk_norm=True, compiled=True)
+    return [case(), every, *(case(shape=shape) for shape in [(5, 24), (0, 5, 24), (2, 1, 3, 24), (2, 1, 24)])]
 
 
-@cases("2024: GELU, no RoPE", LAYER, SEQUENCE)
-def block_cases_2024(block: ModuleType, ffn: ModuleType) -> list[Case]:
+@promises_all(SEQUENCE, of=OLD)
+def old_block_cases(block: ModuleType, ffn: ModuleType) -> list[Case]:
     formula, options = functools.partial(pre_norm_block, heads=4), {"ffn": public(ffn, "FeedForward")}
-    return [Case(public(block, "Block"), (24, 4, 40), (2, 7, 24), formula, options, (None, None))]
+    return [Case(public(block, "Block"), (24, 4, 40), (2, 7, 24), formula, options, NOTHING)]
 
 
-def block_state(d_model: int, d_ff: int, *kinds: str, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    """Return the keys and shapes of the reference block of CS336."""
-    state: dict[str, tuple[int, ...]] = {f"attn.{n}_proj.weight": (d_model, d_model) for n in ("q", "k", "v", "output")}
-    state |= {"ln1.weight": (d_model,), "ln2.weight": (d_model,), "ffn.w2.weight": (d_model, d_ff)}
-    state |= {f"ffn.{kind}.weight": (d_ff, d_model) for kind in kinds}
-    return {prefix + key: shape for key, shape in state.items()}
+def block_state(d_ff: int, prefix: str = "", inner: tuple[str, ...] = ("w1", "w3")) -> dict[str, Shape]:
+    """Return the keys and shapes of the reference block of CS336, of d_model 24."""
+    state: dict[str, Shape] = {f"attn.{name}_proj.weight": (24, 24) for name in ("q", "k", "v", "output")}
+    state |= {"ln1.weight": (24,), "ln2.weight": (24,), "ffn.w2.weight": (24, d_ff)}
+    return {prefix + key: shape for key, shape in (state | {f"ffn.{n}.weight": (d_ff, 24) for n in inner}).items()}
 
 
 @promises("keys of the state dict")
 def block_keys(block: ModuleType) -> None:
-    has_state(public(block, "Block"), (24, 4, 40), block_state(24, 40, "w1", "w3"))
-    has_state(public(block, "Block"), (24, 4), block_state(24, 64, "w1", "w3"))
+    has_state(public(block, "Block"), (24, 4, 40), block_state(40))
+    has_state(public(block, "Block"), (24, 4), block_state(64))
 
 
-@promises("keys of the state dict (2024: GELU, no RoPE)")
-def block_keys_2024(block: ModuleType, ffn: ModuleType) -> None:
-    feed_forward = public(ffn, "FeedForward")
-    has_state(public(block, "Block"), (24, 4, 40), block_state(24, 40, "w1"), ffn=feed_forward)
-    has_state(public(block, "Block"), (24, 4), block_state(24, 96, "w1"), ffn=feed_forward)
+@promises(f"keys of the state dict ({OLD})")
+def old_block_keys(block: ModuleType, ffn: ModuleType) -> None:
+    has_state(public(block, "Block"), (24, 4), block_state(96, inner=("w1",)), ffn=public(ffn, "FeedForward"))
 
 
-@promises("refuses bad hyperparameters")
-def block_refuses(block: ModuleType) -> None:
-    refuses(public(block, "Block"), [(24, 5), (24, 0), (0, 4), (24, 4, 0)])
-    refuses(public(block, "Block"), [(24, 4)], eps=-1.0)
+promises_to_refuse("block", "Block", [(24, 5), (24, 0), (0, 4), (24, 4, 0), (24, 4, {"eps": -1.0})])
 
 
 # The stack of blocks.
 
 
-@cases("", ATTENDS, {**ROTARY, "positions off the table": functools.partial(marks_positions, spreads=True)})
+@promises_all(ROTARY)
 def transformer_cases(transformer: ModuleType) -> list[Case]:
-    positions = torch.tensor([[3, 9, 2, 63, 0, 5, 5], [0, 1, 2, 3, 4, 5, 6]])
-    options = {"num_kv_heads": 2, "d_head": 8, "qk_norm": True}
-    plain: dict[str, Any] = {"max_seq_len": TABLE, "theta": 100.0}
-    cls, formula = public(transformer, "Transformer"), functools.partial(stack, heads=4, theta=100.0)
-    return [
-        Case(cls, (2, 24, 4), (2, 7, 24), formula, plain, (None, None), compiled=True),
-        Case(cls, (2, 24, 4, 40), (2, 7, 24), formula, plain | options, (positions, mask_of(2, 7, 7))),
-    ]
+    def case(*rest: Tensor | None, compiled: bool = False, **options: Any) -> Case:
+        formula = functools.partial(blocks_and_norm, heads=4, theta=100.0)
+        made = public(transformer, "Transformer"), (2, 24, 4), (2, 7, 24), formula
+        return Case(*made, {"max_seq_len": TABLE, "theta": 100.0, **options}, rest or NOTHING, compiled=compiled)
+
+    return [case(compiled=True), case(POSITIONS, mask_of(2, 7, 7), num_kv_heads=2, d_head=8, qk_norm=True)]
 
 
-@cases("2024: GELU, no RoPE", LAYER, SEQUENCE)
-def transformer_cases_2024(transformer: ModuleType, ffn: ModuleType) -> list[Case]:
+@promises_all(SEQUENCE, of=OLD)
+def old_transformer_cases(transformer: ModuleType, ffn: ModuleType) -> list[Case]:
     options = {"max_seq_len": 9, "theta": None, "ffn": public(ffn, "FeedForward")}
-    formula = functools.partial(stack, heads=4)
-    return [Case(public(transformer, "Transformer"), (3, 24, 4, 40), (2, 7, 24), formula, options, (None, None))]
+    formula = functools.partial(blocks_and_norm, heads=4)
+    return [Case(public(transformer, "Transformer"), (3, 24, 4, 40), (2, 7, 24), formula, options, NOTHING)]
 
 
 @promises("keys of the state dict")
 def transformer_keys(transformer: ModuleType) -> None:
-    state: dict[str, tuple[int, ...]] = {"ln_final.weight": (24,)}
-    for layer in range(3):
-        state |= block_state(24, 40, "w1", "w3", prefix=f"layers.{layer}.")
-    has_state(public(transformer, "Transformer"), (3, 24, 4, 40), state, max_seq_len=9)
+    blocks = block_state(40, "layers.0.") | block_state(40, "layers.1.") | block_state(40, "layers.2.")
+    has_state(public(transformer, "Transformer"), (3, 24, 4, 40), {"ln_final.weight": (24,), **blocks}, max_seq_len=9)
 
 
-@promises("one table for all blocks")
+@promises("one table for all blocks, and in float32")
 def transformer_shares_its_table(transformer: ModuleType) -> None:
-    cls = public(transformer, "Transformer")
-    model, on_meta = (make(cls, 3, 24, 4, max_seq_len=9, device=device) for device in ("cpu", "meta"))
-    moved = {
-        "fresh": model,
+    model, empty = (
+        make(public(transformer, "Transformer"), 3, 24, 4, max_seq_len=9, device=d) for d in ("cpu", "meta")
+    )
+    ways = {
+        "as it was made": model,
         "copy.deepcopy": copy.deepcopy(model),
         ".to(torch.bfloat16)": copy.deepcopy(model).to(torch.bfloat16),
         ".double()": copy.deepcopy(model).double(),
-        '.to("meta").to_empty': copy.deepcopy(model).to("meta").to_empty(device="cpu"),
-        "device='meta', then .half().to_empty": on_meta.half().to_empty(device="cpu"),
+        '.to("meta").to_empty()': copy.deepcopy(model).to("meta").to_empty(device="cpu"),
+        'on "meta", then .half().to_empty()': empty.half().to_empty(device="cpu"),
     }
-    [expected] = {id(table): table for _, table in model.named_buffers(remove_duplicate=False)}.values()
-    for way, module in moved.items():
-        with given(f"Transformer(3, 24, 4, max_seq_len=9), {way}"):
-            tables = {id(table): table for _, table in module.named_buffers(remove_duplicate=False)}
-            if len(tables) != 1:
-                raise Violation(f"{len(tables)} tables, expected 1")
-            for table in tables.values():
-                has_dtype(table, torch.float32)
-                close(table, expected, 0)
+    expected = next(model.buffers(), None)
+    for way, moved in ways.items():
+        with given("Transformer(3, 24, 4, max_seq_len=9)", way):
+            tables = {id(table): table for _, table in moved.named_buffers(remove_duplicate=False)}
+            if len(tables) != 1 or expected is None:
+                raise Violation(f"got {len(tables)} buffers, expected 1, the table")
+            [table] = tables.values()
+            has_dtype(table, torch.float32)
+            close(table, expected, 0)
 
 
-@promises("refuses bad hyperparameters, and sequences that are too long")
-def transformer_refuses(transformer: ModuleType) -> None:
-    cls = public(transformer, "Transformer")
-    refuses(cls, [(0, 24, 4), (-1, 24, 4), (1, 24, 5), (1, 24, 0), (1, 24, 8), (1, 24, 4, 0)], max_seq_len=9)
-    for options in ({"max_seq_len": 0}, {"max_seq_len": 9, "theta": 0.0}, {"max_seq_len": 9, "eps": -1.0}):
-        refuses(cls, [(1, 24, 4)], **options)
+@promises("a sequence longer than max_seq_len is refused")
+def transformer_refuses_length(transformer: ModuleType) -> None:
     for theta in (100.0, None):
-        with given(f"10 tokens, of max_seq_len=9, theta={theta}"), refused():
-            make(cls, 1, 24, 4, max_seq_len=9, theta=theta)(torch.zeros(10, 24))
+        with given(f"10 tokens, max_seq_len=9, {theta=}"), refused():
+            make(public(transformer, "Transformer"), 1, 24, 4, max_seq_len=9, theta=theta)(torch.zeros(10, 24))
 
+
+promises_to_refuse(
+    "transformer",
+    "Transformer",
+    [
+        (*sizes, {"max_seq_len": 9})
+        for sizes in [(0, 24, 4), (-1, 24, 4), (1, 24, 5), (1, 24, 0), (1, 24, 8), (1, 24, 4, 0)]
+    ]
+    + [(1, 24, 4, {"max_seq_len": 0}), (1, 24, 4, {"max_seq_len": 9, "theta": 0.0})],
+)
 
 PROPERTIES = tuple(_registered)
 
 
 # Finding the layers of a copy.
 
-_SYNTHETIC = itertools.count()
+_numbers = itertools.count(1)
 
 
 def load(target: str | os.PathLike[str]) -> dict[str, ModuleType]:
-    """Import the layers of a folder, a file, or a module or package given by its dotted name; key them by layer.
+    """Import the layers of a folder, a .py file, or a module or package given by its dotted name; return them by name.
 
-    A file is known by its name, or else by the classes that it defines; others in the folder are not imported. A folder
-    with an __init__.py is imported as the package that it is; any other under a name of its own.
+    A file is known by its name and what it defines, or else by a class of tinyblock's that it defines; what else lies
+    in the folder is not imported. A folder with an __init__.py is imported as the package that it is, and any other one
+    as a package of a name of its own.
 
     Raises:
-        LookupError: there is no layer.
-        ImportError: a file of the copy cannot be imported.
+        LookupError: there is no layer, or it cannot be told which file holds it.
+        ImportError: a file that holds a layer cannot be imported.
     """
-    path = Path(target)
+    path, name = Path(target), os.fspath(target)
     if path.is_dir():
-        names = _find(path)
-        layers = _import_folder(path, names)
+        layers = _import_from(path.resolve(), _find(path))
     elif path.is_file():
-        names = _find(path.parent, path)
-        layers = _import_folder(path.parent, names)
-    elif re.fullmatch(r"\w+(\.\w+)*", str(target)):
-        layers = _import_dotted(str(target))
+        layers = _import_from(path.resolve().parent, _find(path.parent, path.name))
+    elif re.fullmatch(r"\w+(\.\w+)*", name):
+        layers = _import_named(name)
     else:
-        raise LookupError(f"{target} is not there: give a folder, a file, or a name such as my_project.layers")
+        raise LookupError(f"{name} is not there: give a folder, a .py file, or a name such as my_project.layers")
     if not layers:
-        wanted = ", ".join(names[0] for names in LAYERS.values())
-        raise LookupError(f"{target} has no layer: nothing in it defines {wanted}")
+        classes = ", ".join(names[0] for names in LAYERS.values())
+        raise LookupError(
+            f"{name} holds no layer: it defines none of {classes}; give the folder or the file of the copies"
+        )
     return layers
 
 
-def _find(folder: Path, only: Path | None = None) -> dict[str, str]:
-    """Return the stem of the file of each layer, without importing any."""
-    found: dict[str, str] = {}
-    paths = [only] if only else sorted(folder.glob("*.py"))
-    defined: dict[str, set[str]] = {}
-    for path in paths:
+def _find(folder: Path, only: str | None = None) -> dict[str, str]:
+    """Return the stem of the file of each layer; no file is imported for that."""
+    defined: dict[str, dict[str, str]] = {}  # stem: name: source
+    for path in [folder / only] if only else sorted(folder.glob("*.py")):
         if path.stem == "contract" or path.stem.startswith("test_"):
             continue
         try:
-            tree = ast.parse(path.read_bytes(), str(path))
+            tree = ast.parse(path.read_bytes(), path.name)
         except (SyntaxError, ValueError) as error:
-            if path.stem in LAYERS or only:
-                raise ImportError(f"{path}, line {getattr(error, 'lineno', 0)}: {error}") from None
+            if only or path.stem in LAYERS:
+                raise ImportError(f"{path}, line {getattr(error, 'lineno', '?')}: {error}") from None
             continue
-        defined[path.stem] = {n.name for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
+        kinds = ast.ClassDef, ast.FunctionDef
+        defined[path.stem] = {node.name: ast.unparse(node) for node in tree.body if isinstance(node, kinds)}
+
+    def is_ours(source: str) -> bool:  # other people call classes Block as well
+        return bool(re.match(r"(@.*\n)*class ", source) and re.search(r"\bd_(model|k)\b", source))
+
+    found: dict[str, str] = {}
     for layer, names in LAYERS.items():
-        stems = [stem for stem, its in defined.items() if its & set(names)]
-        if layer in stems:
+        stems = [stem for stem, its in defined.items() if any(is_ours(its.get(name, "")) for name in names)]
+        if any(name in defined.get(layer, {}) for name in names):
             stems = [layer]
         if len(stems) > 1:
-            raise LookupError(f"{folder}: {' and '.join(stems)} both define {names[0]}: name one of the files")
+            raise LookupError(f"{folder}: {', '.join(stems)} all define {' or '.join(names)}: give the one file")
         if stems:
-            found[layer] = stems[0]
+            [found[layer]] = stems
     return found
 
 
-def _import_folder(folder: Path, stems: Mapping[str, str]) -> dict[str, ModuleType]:
-    folder = folder.resolve()
-    if not stems:
-        return {}
-    root = folder
-    while (root / "__init__.py").is_file():
-        root = root.parent
+def _import_from(folder: Path, stems: Mapping[str, str]) -> dict[str, ModuleType]:
+    """Import files of a folder, as part of the package that the folder is or else of one made for it."""
+    root = next(parent for parent in (folder, *folder.parents) if not (parent / "__init__.py").is_file())
     parts = folder.relative_to(root).parts
-    if not parts:
-        package = f"_tinyblock_copy_{next(_SYNTHETIC)}"
-        module = ModuleType(package)
+    if not parts or any("." in part for part in parts):
+        package, root = f"_tinyblock_copy_{next(_numbers)}", Path.cwd()
+        sys.modules[package] = module = ModuleType(package)
         module.__path__ = [str(folder)]
-        sys.modules[package] = module
-        root = Path.cwd()
     else:
         package = ".".join(parts)
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
-    importlib.invalidate_caches()
-    return {layer: _import(f"{package}.{stem}", folder) for layer, stem in stems.items()}
+    _make_importable(root)
+    return _import_all(package, folder, stems)
 
 
-def _import(name: str, folder: Path) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        inside = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)] or frames
-        raise ImportError(
-            f"{inside[-1].filename}, line {inside[-1].lineno}: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _import_dotted(name: str) -> dict[str, ModuleType]:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+def _import_named(name: str) -> dict[str, ModuleType]:
+    _make_importable(Path.cwd())
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name and f"{name}.".startswith(f"{error.name}."):
-            raise LookupError(f"there is no module {name}: run in the folder of the project, or give a path") from None
-        raise
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise LookupError(f"there is no module {name}: go to the folder of the project, or give a path") from None
     if hasattr(module, "__path__"):
         folder = Path(next(iter(module.__path__)))
-        return {layer: _import(f"{name}.{stem}", folder) for layer, stem in _find(folder).items()}
+        return _import_all(name, folder, _find(folder))
     path = Path(str(module.__file__))
-    return dict.fromkeys(_find(path.parent, path), module)
+    return dict.fromkeys(_find(path.parent, path.name), module)
+
+
+def _make_importable(root: Path) -> None:
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    importlib.invalidate_caches()
+
+
+def _import_all(package: str, folder: Path, stems: Mapping[str, str]) -> dict[str, ModuleType]:
+    layers = {}
+    for layer, stem in stems.items():
+        try:
+            module = importlib.import_module(f"{package}.{stem}".removesuffix(".__init__"))
+        except (Exception, SystemExit) as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            place = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)] or list(frames)
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ImportError(f"{place[-1].filename}, line {place[-1].lineno}: {cause}") from error
+        if module.__file__ is None or not (folder / f"{stem}.py").samefile(module.__file__):
+            raise LookupError(f"{folder} is the package {package}, but here that is another, with {module.__file__}")
+        layers[layer] = module
+    return layers
