@@ -1043,7 +1043,8 @@ def _find(folder: Path, only: str | None = None) -> dict[str, str]:
             tree = ast.parse(path.read_bytes(), path.name)
         except (SyntaxError, ValueError) as error:
             if only or path.stem in LAYERS:
-                raise ImportError(f"{path}, line {getattr(error, 'lineno', '?')}: {error}") from None
+                line = getattr(error, "lineno", "?")
+                raise ImportError(f"{path}, line {line}: {type(error).__name__}: {error}") from None
             continue
         kinds = ast.ClassDef, ast.FunctionDef
         defined[path.stem] = {node.name: ast.unparse(node) for node in tree.body if isinstance(node, kinds)}
@@ -1067,24 +1068,18 @@ def _import_from(folder: Path, stems: Mapping[str, str]) -> dict[str, ModuleType
     """Import files of a folder, as part of the package that the folder is or else of one made for it."""
     root = next(parent for parent in (folder, *folder.parents) if not (parent / "__init__.py").is_file())
     parts = folder.relative_to(root).parts
-    if not parts or any("." in part for part in parts):
+    package = ".".join(parts)
+    if not parts or package.count(".") >= len(parts):
         package, root = f"_tinyblock_copy_{next(_numbers)}", Path.cwd()
         sys.modules[package] = module = ModuleType(package)
         module.__path__ = [str(folder)]
-    else:
-        package = ".".join(parts)
     _make_importable(root)
     return _import_all(package, folder, stems)
 
 
 def _import_named(name: str) -> dict[str, ModuleType]:
     _make_importable(Path.cwd())
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise LookupError(f"there is no module {name}: go to the folder of the project, or give a path") from None
+    module = _import(name)
     if hasattr(module, "__path__"):
         folder = Path(next(iter(module.__path__)))
         return _import_all(name, folder, _find(folder))
@@ -1101,14 +1096,23 @@ def _make_importable(root: Path) -> None:
 def _import_all(package: str, folder: Path, stems: Mapping[str, str]) -> dict[str, ModuleType]:
     layers = {}
     for layer, stem in stems.items():
-        try:
-            module = importlib.import_module(f"{package}.{stem}".removesuffix(".__init__"))
-        except (Exception, SystemExit) as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            place = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)] or list(frames)
-            cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ImportError(f"{place[-1].filename}, line {place[-1].lineno}: {cause}") from error
+        layers[layer] = module = _import(f"{package}.{stem}".removesuffix(".__init__"))
         if module.__file__ is None or not (folder / f"{stem}.py").samefile(module.__file__):
             raise LookupError(f"{folder} is the package {package}, but here that is another, with {module.__file__}")
-        layers[layer] = module
     return layers
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise LookupError(f"there is no module {name}: go to the folder of the project, or give a path") from None
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [f for f in frames if f.line and f.filename not in (__file__, importlib.__file__)] or frames[-1:]
+        folder = os.path.dirname(theirs[0].filename)
+        file, line = [(f.filename, f.lineno) for f in theirs if os.path.dirname(f.filename) == folder][-1]
+        if isinstance(error, SyntaxError):
+            file, line = error.filename or file, error.lineno
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ImportError(f"{file}, line {line}: {cause}") from error

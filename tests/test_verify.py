@@ -1,0 +1,531 @@
+"""The contract finds what an edit breaks, names the input, lets harmless edits pass, and runs wherever copies lie."""
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+
+import pytest
+import torch
+
+import tinyblock
+from tinyblock import contract
+
+PACKAGE = Path(tinyblock.__file__).parent
+OWN = {layer: importlib.import_module(f"tinyblock.{layer}") for layer in contract.LAYERS}
+COMPILED = {"compiles to one graph", "positions off the table"}  # slow: run where they are to fail
+
+
+@pytest.fixture(autouse=True)
+def _leave_imports_as_they_were(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if not name.startswith(("torch", "sympy", "numpy")):
+            del sys.modules[name]
+
+
+def copies(folder, layers=tuple(contract.LAYERS), edits=()):
+    """Copy layers to a folder, with edits (layer, old, new) of text that is there once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for layer in layers:
+        text = (PACKAGE / f"{layer}.py").read_text(encoding="utf-8")
+        for _, old, new in (edit for edit in edits if edit[0] == layer):
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        (folder / f"{layer}.py").write_text(text, encoding="utf-8")
+    return folder
+
+
+def outcomes(modules, layer, compiled=False):
+    """Run the properties of a layer; return what they said, by their names without "(of which class)"."""
+    violations, skipped = {}, {}
+    for held in contract.PROPERTIES:
+        name = held.name.partition(" (")[0]
+        if held.layer == layer and (compiled or name not in COMPILED):
+            try:
+                held.run(OWN | modules)
+            except contract.Violation as violation:
+                violations.setdefault(name, str(violation))
+            except unittest.SkipTest as skip:
+                skipped[name] = str(skip)
+    return violations, skipped
+
+
+LOW = "equation in bfloat16 and float16"
+EQUATION = {"equation in float64", "equation in float32", LOW, "gradients"}
+ROUNDING = "rounds once, and no square overflows"
+ROTATION = {*EQUATION, "any strides", "positions broadcast, in every integer dtype", "table survives"}
+REFUSED = "CausalMultiHeadSelfAttention: bad hyperparameters refused"
+MASK = "mask narrows causality and never lifts it"
+ALONG = {"causality", "prefill against one-shot", MASK, "relative positions only"}
+FORWARD = "        if x.dtype == self.weight.dtype and (_ROUNDS_ONCE or x.dtype.itemsize > 2):\n"
+TURN = "q, k = rope.rotate(q, cos_sin), rope.rotate(k, cos_sin)"
+MUTANTS = {  # name: layer, edits, properties that fail
+    "eps outside the root": (
+        "rmsnorm",
+        {FORWARD: f"        return x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps) * self.weight\n{FORWARD}"},
+        {*EQUATION, ROUNDING},
+    ),
+    "the cast order of Hugging Face": (
+        "rmsnorm",
+        {
+            FORWARD: "        if x.dtype.itemsize < 4:\n"
+            "            wide = x.float()\n"
+            "            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)\n"
+            f"            return (self.weight * wide.to(x.dtype)).to(x.dtype)\n{FORWARD}"
+        },
+        {LOW, ROUNDING},
+    ),
+    "everything in float32": (
+        "rmsnorm",
+        {FORWARD: f"        if x.dtype == torch.float64:\n            return self(x.float()).double()\n{FORWARD}"},
+        {"equation in float64", "gradients"},
+    ),
+    "rms_norm in the dtype of x": (
+        "rmsnorm",
+        {"wide = x.to(torch.promote_types(x.dtype, torch.float32))\n    mean": "wide = x\n    mean"},
+        {f"rms_norm: {ROUNDING}"},
+    ),
+    "RMSNorm scales its input in place": (
+        "rmsnorm",
+        {FORWARD: f"        x.data.div_(2)\n{FORWARD}"},
+        {*EQUATION, ROUNDING, "inputs not modified"},
+    ),
+    "gains in the default dtype": (
+        "rmsnorm",
+        {"torch.empty(d_model, device=device, dtype=dtype)": "torch.empty(d_model)"},
+        {"device and dtype of the parameters"},
+    ),
+    "eps may be 0": ("rmsnorm", {"0 < eps": "0 <= eps"}, {"RMSNorm: bad hyperparameters refused"}),
+    "w1 and w3 swapped": (
+        "ffn",
+        {"F.silu(self.w1(x)) * self.w3(x)": "F.silu(self.w3(x)) * self.w1(x)"},
+        EQUATION,
+    ),
+    "GELU by tanh": (
+        "ffn",
+        {"return F.gelu(x)": 'return F.gelu(x, approximate="tanh")'},
+        {*EQUATION - {LOW}, "silu, gelu: equation", "feed_forward: equation and gradients"},
+    ),
+    "d_ff rounded up": (
+        "ffn",
+        {"max(1, (d_model + 12) // 24) * 64 if": "(8 * d_model + 191) // 192 * 64 if"},
+        {"d_ff is the multiple of 64 nearest to 8/3 d_model"},
+    ),
+    "w3 renamed": (
+        "ffn",
+        {
+            "self.w3 = nn.Linear": "self.up = nn.Linear",
+            "* self.w3(x)": "* self.up(x)",
+            "self.w1, self.w2, self.w3": "self.w1, self.w2, self.up",
+        },
+        {*EQUATION, "d_ff is the multiple of 64 nearest to 8/3 d_model"},
+    ),
+    "the activation ignored": ("ffn", {"self.w2(self.activation(": "self.w2(gelu("}, EQUATION),
+    "a print": (
+        "ffn",
+        {"        return self.w2(F.silu(": "        print(end='')\n        return self.w2(F.silu("},
+        {"compiles to one graph"},
+    ),
+    "halves for pairs": (
+        "rope",
+        {
+            "numbers = torch.view_as_complex(pairs)": "numbers = torch.complex(*pairs.flatten(-2).chunk(2, dim=-1))",
+            "return torch.view_as_real(numbers * cos_sin).flatten(-2).to(x.dtype)": "turned = numbers * cos_sin\n"
+            "        return torch.cat((turned.real, turned.imag), dim=-1).to(x.dtype)",
+        },
+        ROTATION,
+    ),
+    "the other direction": ("rope", {"positions[..., None] * self": "-positions[..., None] * self"}, ROTATION),
+    "positions from 1": ("rope", {"positions[..., None] * self": "(positions[..., None] + 1) * self"}, ROTATION),
+    "a table built in float32": (
+        "rope",
+        {"self.theta**-exponents": "(self.theta**-exponents).float()"},
+        {*ROTATION - {"equation in float32", LOW, "any strides"}, "norms preserved", "relative positions only"},
+    ),
+    "the table follows the dtype": (
+        "rope",
+        {
+            "def _apply(self": "def _apply_not(self",
+            "table = self.cos_sin\n        if table": "table = self.cos_sin.float()\n        if table",
+        },
+        {LOW, "table survives"},
+    ),
+    "the table in the state dict": ("rope", {"persistent=False": "persistent=True"}, {"keys of the state dict: none"}),
+    "float64 lowered": (
+        "rope",
+        {"(x if x.dtype == torch.float64 else x.float())": "x.float()"},
+        {
+            *("equation in float64", "gradients", "table survives"),
+            *("norms preserved", "positions broadcast, in every integer dtype"),
+        },
+    ),
+    "a result in float32": (
+        "rope",
+        {"(numbers * cos_sin).flatten(-2).to(x.dtype)": "(numbers * cos_sin).flatten(-2)"},
+        {LOW},
+    ),
+    "strides that cannot be viewed": (
+        "rope",
+        {"except RuntimeError:  # the strides": "except IndexError:  # the strides"},
+        {"any strides"},
+    ),
+    "positions past the table taken": (
+        "rope",
+        {"low < 0 or high >= self": "low < 0 or high > self"},
+        {"positions off the table"},
+    ),
+    "unread positions clamped": (
+        "rope",
+        {"(index != positions).unsqueeze(-1)": "(index < 0).unsqueeze(-1)"},
+        {"positions off the table"},
+    ),
+    "no causality": (
+        "attention",
+        {"is_causal=mask is None": "is_causal=False"},
+        {*EQUATION, *ALONG - {"relative positions only"}},
+    ),
+    "the mask dropped": (
+        "attention",
+        {"        batch, seq, group": "        mask = None\n        batch, seq, group"},
+        {*EQUATION, MASK},
+    ),
+    "the mask alone": ("attention", {"(mask & causal)": "mask"}, {*EQUATION, MASK, "prefill against one-shot"}),
+    "no scale": ("attention", {"enable_gqa=shares)": "enable_gqa=shares, scale=1.0)"}, EQUATION),
+    "key heads dealt out in turn": (
+        "attention",
+        {
+            "shares = group > 1 and (flash or not q.is_cuda)": "shares = False",
+            "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)": (
+                "k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)"
+            ),
+        },
+        EQUATION,
+    ),
+    "keys not rotated": ("attention", {TURN: "q = rope.rotate(q, cos_sin)"}, {*EQUATION, "relative positions only"}),
+    "positions ignored": (
+        "attention",
+        {
+            "        rope, outside = self.rope, None\n": "        rope, outside = self.rope, None\n"
+            "        token_positions = token_positions if rope is None else None\n"
+        },
+        {*EQUATION, "relative positions only", "positions off the table"},
+    ),
+    "a marked token hidden": ("attention", {"if outside is not None:": "if False:"}, {"positions off the table"}),
+    "a state between calls": (
+        "attention",
+        {
+            "        projections = (self": "        self.calls = getattr(self, 'calls', 0) + 1\n"
+            "        x = x * (1 + 1e-9 * self.calls)\n        projections = (self"
+        },
+        {*EQUATION - {"equation in float32", LOW}, *ALONG, "inputs not modified"},
+    ),
+    "a renamed option": (
+        "attention",
+        {
+            "num_kv_heads: int | None = None,": "kv: int | None = None,",
+            "        sizes = {": "        num_kv_heads = kv\n        sizes = {",
+        },
+        {*EQUATION, *ALONG - {"relative positions only"}, "inputs not modified", "keys of the state dict", REFUSED},
+    ),
+    "post-norm": (
+        "block",
+        {"x + self.attn(self.ln1(x), token_positions, mask)": "self.ln1(x + self.attn(x, token_positions, mask))"},
+        EQUATION,
+    ),
+    "no residual": ("block", {"return x + self.ffn": "return self.ffn"}, EQUATION),
+    "a residual in place": (
+        "block",
+        {"x = x + self.attn": "x += self.attn"},
+        {"gradients", "inputs not modified", *ALONG},
+    ),
+    "the mask not passed on": (
+        "block",
+        {"token_positions, mask)\n        r": "token_positions)\n        r"},
+        {*EQUATION, MASK},
+    ),
+    "a fixed eps": ("block", {"self.ln2 = RMSNorm(d_model, eps": "self.ln2 = RMSNorm(d_model, 1e-6"}, EQUATION - {LOW}),
+    "no final norm": ("transformer", {"return self.ln_final(x)": "return x"}, EQUATION),
+    "a table per block": (
+        "transformer",
+        {"attn.rope = self.rope": "attn.rope = RotaryPositionalEmbedding(theta, self.rope.d_k, max_seq_len)"},
+        {"one table for all blocks, and in float32"},
+    ),
+    "no limit": (
+        "transformer",
+        {"if token_positions is None and x.shape[-2] > self": "if False and x.shape[-2] > self"},
+        {"a sequence longer than max_seq_len is refused"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_an_edit_that_breaks_a_layer_is_found(name, tmp_path):
+    layer, edits, expected = MUTANTS[name]
+    modules = contract.load(copies(tmp_path, edits=[(layer, *edit) for edit in edits.items()]))
+    violations, _ = outcomes(modules, layer, compiled=bool(expected & COMPILED))
+    assert violations.keys() == expected, violations
+    for message in violations.values():
+        assert "\n" not in message
+        assert re.search(r"shape \(|\(\d|linspace|position|tokens", message), message
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "post-norm",
+            r"Block\(24, 4, 40, rope=RotaryPositionalEmbedding\(.*\)\) of x of shape \(2, 7, 24\), seed 0, "
+            r"torch.float64: largest error [\d.]+e\+00 at \[\d, \d, \d+\]: got -?[\d.]+, "
+            r"expected -?[\d.]+; allowed [\d.]+e-12",
+        ),
+        (
+            "a table built in float32",
+            r".*x of shape \(2, 3, 11, 8\), seed 0, torch.float64: largest error .*e-0\d at \[",
+        ),
+        ("w3 renamed", r".*: no 'w3.weight' in the state dict, which has w1.weight, w2.weight, up.weight"),
+        (
+            "a renamed option",
+            r".*Attention\(24, 4, num_kv_heads=2\): TypeError: .* unexpected keyword argument 'num_kv_heads'",
+        ),
+    ],
+)
+def test_a_violation_says_at_which_input_and_what_came_out(name, said, tmp_path):
+    layer, edits, _ = MUTANTS[name]
+    modules = contract.load(copies(tmp_path, edits=[(layer, *edit) for edit in edits.items()]))
+    [equation] = [
+        held for held in contract.PROPERTIES if held.layer == layer and held.name.startswith("equation in float64")
+    ][:1]
+    with pytest.raises(contract.Violation, match=said):
+        equation.run(OWN | modules)
+
+
+def test_a_violation_names_the_line_of_the_copy_that_raised(tmp_path):
+    edit = "attention", "        q, k, v = (projection", "        q, k, v = (projections"
+    modules = contract.load(copies(tmp_path, edits=[(*edit[:2], "        x[0, 0, 99]\n" + edit[1])]))
+    line = (tmp_path / "attention.py").read_text().splitlines().index("        x[0, 0, 99]") + 1
+    message = outcomes(modules, "attention")[0]["equation in float64"]
+    assert re.search(rf"seed 0, torch.float64: IndexError: .* \(attention.py, line {line}\)$", message)
+
+
+def test_harmless_edits_pass(tmp_path):
+    copies(
+        tmp_path,
+        edits=[("rope", "Computed in float32 or wider, returned in the dtype of the input.", "Ours, since May.")],
+    )
+    rope = (tmp_path / "rope.py").read_text()
+    start, end = rope.index("def apply_rope"), rope.index("class RotaryPositionalEmbedding")
+    rope = (
+        (rope[:start] + rope[end:])
+        .replace('"apply_rope"', "")
+        .replace("cos_sin, outside = self.look_up", "turns, outside = self.look_up")
+    )
+    rope = rope.replace("self.rotate(x, cos_sin)", "self.rotate(x, turns)")
+    (tmp_path / "rope.py").write_text(rope)
+    ffn = (tmp_path / "ffn.py").read_text()
+    (tmp_path / "ffn.py").write_text(ffn.replace("FeedForward", "Plain"))
+    modules = contract.load(tmp_path)
+    violations, skipped = outcomes(modules, "rope", compiled=True)
+    assert (violations, set(skipped.values())) == ({}, {"apply_rope is not in this copy"})
+    violations, skipped = outcomes(modules, "ffn")
+    assert (violations, set(skipped.values())) == ({}, {"FeedForward is not in this copy"})
+    assert outcomes(modules, "transformer")[0] == {}
+
+
+def test_a_property_leaves_the_random_numbers_of_its_caller_alone():
+    before = torch.get_rng_state()
+    for held in contract.PROPERTIES:
+        if held.name.startswith("keys"):
+            held.run(OWN)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Where the copies lie.
+
+
+def origins(modules):
+    return {layer: Path(module.__file__).name for layer, module in modules.items()}
+
+
+def test_load_of_our_own_folder_gives_the_checked_modules():
+    assert contract.load(PACKAGE) == OWN
+    assert contract.load("tinyblock") == OWN
+    assert contract.load("tinyblock.rope") == {"rope": tinyblock.rope}
+    assert contract.load(PACKAGE / "ffn.py") == {"ffn": tinyblock.ffn}
+
+
+@pytest.mark.parametrize("name", ["layers", "my layers", "v1.2", "Schichten-\u00fc\u03b8", "class", "[a]*"])
+@pytest.mark.parametrize("package", [False, True])
+def test_load_takes_any_folder(name, package, tmp_path):
+    folder = copies(tmp_path / name)
+    if package:
+        (folder / "__init__.py").touch()
+    modules = contract.load(str(folder))
+    assert list(modules) == list(contract.LAYERS)
+    assert modules["block"].RMSNorm is modules["rmsnorm"].RMSNorm
+    assert [module.__file__ for module in modules.values()] == [str(folder / f"{layer}.py") for layer in modules]
+    assert list(contract.load(folder / "rope.py")) == ["rope"]
+
+
+def test_load_keeps_two_folders_apart(tmp_path):
+    first, second = (
+        contract.load(copies(tmp_path / name, edits=edits))
+        for name, edits in {"a": [], "b": [("rmsnorm", "eps={self.eps}", "epsilon={self.eps}")]}.items()
+    )
+    assert "epsilon=" not in repr(first["block"].Block(8, 2).ln1)
+    assert "epsilon=" in repr(second["block"].Block(8, 2).ln1)
+
+
+def test_load_imports_a_package_as_its_project_does(tmp_path):
+    folder = copies(tmp_path / "host_project" / "layers")
+    for package in (folder, folder.parent):
+        (package / "__init__.py").touch()
+    (folder.parent / "settings.py").write_text("EPS = 1e-5")
+    text = (folder / "block.py").read_text().replace("from .rmsnorm", "from host_project.layers.rmsnorm")
+    (folder / "block.py").write_text(text.replace("from .ffn", "from ..settings import EPS\nfrom .ffn"))
+    modules = contract.load(folder)
+    assert modules["block"].__name__ == "host_project.layers.block"
+    assert contract.load("host_project.layers") == modules
+    assert contract.load("host_project.layers.rope") == {"rope": modules["rope"]}
+
+
+def test_load_finds_namespace_packages_from_the_current_folder(tmp_path, monkeypatch):
+    folder = copies(tmp_path / "host_space" / "layers")
+    text = (folder / "block.py").read_text().replace("from .rmsnorm", "from host_space.layers.rmsnorm")
+    (folder / "block.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert list(contract.load("host_space/layers")) == list(contract.LAYERS)
+    assert contract.load("host_space.layers")["rope"].__name__ == "host_space.layers.rope"
+
+
+def test_load_knows_renamed_files_and_imports_no_other(tmp_path):
+    folder = copies(tmp_path, layers=["rmsnorm", "rope", "ffn"])
+    (folder / "rope.py").rename(folder / "rotary.py")
+    (folder / "ffn.py").write_text((folder / "ffn.py").read_text() + (folder / "rmsnorm.py").read_text())
+    (folder / "rmsnorm.py").unlink()
+    (folder / "ffn.py").rename(folder / "__init__.py")
+    (folder / "vision.py").write_text("class Block:\n    def __init__(self, channels): ...\nraise SystemExit")
+    (folder / "broken.py").write_text("class RMSNorm(:")
+    (folder / "test_it.py").write_text("class Block:\n    d_model = 3\nraise SystemExit")
+    assert origins(contract.load(folder)) == {"rmsnorm": "__init__.py", "ffn": "__init__.py", "rope": "rotary.py"}
+    assert origins(contract.load(folder / "rotary.py")) == {"rope": "rotary.py"}
+    monkey = folder / "rope.py"
+    monkey.write_text("def rope(length): ...")
+    assert origins(contract.load(folder))["rope"] == "rotary.py"
+
+
+def test_load_does_not_choose_between_two_files(tmp_path):
+    folder = copies(tmp_path, layers=["rope"])
+    text = (folder / "rope.py").read_text()
+    (folder / "old.py").write_text(text)
+    assert origins(contract.load(folder)) == {"rope": "rope.py"}
+    (folder / "rope.py").rename(folder / "new.py")
+    with pytest.raises(LookupError, match=r"new, old all define RotaryPositionalEmbedding .*give the one file"):
+        contract.load(folder)
+    assert origins(contract.load(folder / "old.py")) == {"rope": "old.py"}
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("nowhere/layers", "nowhere/layers is not there: give a folder"),
+        ("nowhere.layers", "there is no module nowhere.layers: go to the folder of the project"),
+        ("tinyblock.nothing", "there is no module tinyblock.nothing"),
+        ("tinyblock.typecheck", "tinyblock.typecheck holds no layer: it defines none of RMSNorm"),
+        ("no layer", "no layer holds no layer"),
+        ("no layer/other.py", "holds no layer"),
+    ],
+)
+def test_load_says_in_one_line_what_it_did_not_find(target, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("no layer").mkdir()
+    Path("no layer/other.py").write_text("x = 1")
+    with pytest.raises(LookupError, match=re.escape(said)) as caught:
+        contract.load(target)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("raise RuntimeError('not\\ntoday')", r"rope.py, line 1: RuntimeError: not today$"),
+        ("import not_installed", r"rope.py, line 1: ModuleNotFoundError: No module named 'not_installed'$"),
+        ("raise SystemExit(3)", r"rope.py, line 1: SystemExit: 3$"),
+        ("<<<<<<< mine", r"rope.py, line 1: SyntaxError: invalid syntax"),
+        ("from .helper import x", r"helper.py, line 2: ZeroDivisionError: division by zero$"),
+        ("from ..above import x", r"rope.py, line 1: ImportError: attempted relative import beyond top-level package$"),
+    ],
+)
+@pytest.mark.parametrize("way", ["folder", "file", "name"])
+def test_load_says_in_one_line_why_a_copy_cannot_be_imported(line, said, way, tmp_path, monkeypatch):
+    folder = copies(tmp_path / "host_broken", layers=["rope"])
+    (folder / "helper.py").write_text("y = 0\nx = 1 / y")
+    (folder / "rope.py").write_text(f"{line}\n{(folder / 'rope.py').read_text()}")
+    monkeypatch.chdir(tmp_path)
+    target = {"folder": folder, "file": folder / "rope.py", "name": "host_broken.rope"}[way]
+    with pytest.raises(ImportError, match=said) as caught:
+        contract.load(target)
+    assert "\n" not in str(caught.value)
+
+
+def test_load_does_not_take_one_package_for_another(tmp_path):
+    for project in ("a", "b"):
+        (copies(tmp_path / project / "host_layers", layers=["rope"]) / "__init__.py").touch()
+    contract.load(tmp_path / "a" / "host_layers")
+    with pytest.raises(
+        LookupError, match=r"is the package host_layers, but here that is another, with .*a.host_layers"
+    ):
+        contract.load(tmp_path / "b" / "host_layers")
+
+
+# The contract beside the copies, in a project without tinyblock.
+
+CONFTEST = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("beartype", "tinyblock"):
+            raise ImportError(f"{name} is not to be had here")
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+@pytest.mark.parametrize("package", [False, True], ids=["folder", "package"])
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+def test_the_contract_runs_beside_the_copies(package, mode, tmp_path):
+    edits = [("rmsnorm", "0 < eps", "0 <= eps")]
+    folder = copies(tmp_path / "my_project" / "layers", ["rmsnorm", "ffn", "attention", "block"], edits)
+    for name in ("contract.py", "test_contract.py"):
+        shutil.copy(PACKAGE / name, folder)
+    if package:
+        for path in (folder, folder.parent):
+            (path / "__init__.py").touch()
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-W",
+        "error",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "-rs",
+        "--import-mode",
+        mode,
+    ]
+    chosen = "keys or float64 or refused"
+    done = subprocess.run(
+        [*command, "my_project", "-k", chosen], cwd=tmp_path, capture_output=True, text=True, env=environment
+    )
+    assert "1 failed, " in done.stdout, done.stdout + done.stderr
+    assert "Violation: RMSNorm(4, 0.0): was accepted, expected a ValueError" in done.stdout
+    assert "test_contract[rmsnorm: RMSNorm: bad hyperparameters refused]" in done.stdout
+    assert "it needs rope in this folder too" in done.stdout
