@@ -1,103 +1,37 @@
-import copy
+"""What of RoPE is no part of the contract in tinyblock/contract.py, and its invariants for many sizes."""
+
 import gc
 import io
-import pickle
 import weakref
 
-import numpy as np
 import pytest
-import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinyblock import RotaryPositionalEmbedding, apply_rope
-
-FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-LLAMA = {"theta": 5e5, "d_k": 128, "max_seq_len": 131072}
-
-
-def randn(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def angles(positions, d_k, theta):
-    return positions.double()[..., None] * theta ** -(torch.arange(0, d_k, 2, dtype=torch.float64) / d_k)
-
-
-def test_apply_rope_follows_the_formula():
-    x, positions = randn(2, 3, 5, 8), torch.tensor([0, 1, 5, 100, 7])
-    exact = reference.rope(reference.array(x), positions.numpy(), 100.0)
-    np.testing.assert_allclose(reference.array(apply_rope(x, angles(positions, 8, 100.0))), exact, atol=1e-13)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_rope_engine_matches_equation_and_its_gradients(dtype):
-    x = randn(2, 3, 11, 16, dtype=dtype)
-    rope = RotaryPositionalEmbedding(100.0, 16, 11)
-    for_engine, for_equation = x.clone().requires_grad_(), x.clone().requires_grad_()
-    engine, equation = rope(for_engine), apply_rope(for_equation, angles(torch.arange(11), 16, 100.0))
-    upstream = randn(2, 3, 11, 16, seed=1, dtype=dtype)
-    engine.backward(upstream)
-    equation.backward(upstream)
-    tolerance = 2 * torch.finfo(dtype).eps
-    assert engine.dtype == dtype
-    torch.testing.assert_close(engine, equation, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(for_engine.grad, for_equation.grad, rtol=tolerance, atol=tolerance)
-
-
-def round_trip(rope, way):
-    if way == "bfloat16 and back":
-        return rope.to(torch.bfloat16).float()
-    if way == "double and back":
-        return rope.double().half()
-    if way == "meta":
-        with torch.device("meta"):
-            rope = RotaryPositionalEmbedding(**LLAMA)
-        assert rope.cos_sin.is_meta
-        rope = rope.to(torch.bfloat16).to_empty(device="cpu")
-        rope.reset_parameters()
-        return rope
-    if way == "to_empty alone":
-        return rope.to("meta").to_empty(device="cpu").to_empty(device="cpu")
-    if way == "deepcopy":
-        return copy.deepcopy(rope.bfloat16())
-    if way == "pickle":
-        return pickle.loads(pickle.dumps(rope))
-    if way == "torch.save":
-        file = io.BytesIO()
-        torch.save(rope.bfloat16(), file)
-        file.seek(0)
-        return torch.load(file, weights_only=False)
-    return rope
-
-
-WAYS = ["fresh", "bfloat16 and back", "double and back", "meta", "to_empty alone", "deepcopy", "pickle", "torch.save"]
-
-
-@pytest.fixture(scope="module")
-def far_positions():
-    """Every 61st position, and the last 100: both ends of the table and all of its wavelengths."""
-    return torch.cat((torch.arange(0, 131072, 61), torch.arange(131072 - 100, 131072)))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_rope_is_exact_at_far_positions(way, far_positions):
-    rope = round_trip(RotaryPositionalEmbedding(**LLAMA), way)
-    assert rope.cos_sin.dtype == torch.float32
-    assert rope.state_dict() == {}
-    rope(torch.zeros(1, 128), torch.tensor([3]))  # what was read last must not travel with a copy
-    for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-10)):
-        x = torch.nn.functional.normalize(randn(len(far_positions), 128, dtype=dtype), dim=-1)
-        exact = reference.rope(reference.array(x), far_positions.numpy(), 5e5)
-        assert np.abs(reference.array(rope(x, far_positions)) - exact).max() <= bound
+from tinyblock import RotaryPositionalEmbedding
+from tinyblock.contract import angles_of, randn
 
 
 def test_rope_table_is_rounded_from_float64():
-    rope = RotaryPositionalEmbedding(**LLAMA)
-    expected = torch.polar(torch.ones(1, dtype=torch.float64), angles(torch.arange(131072), 128, 5e5))
+    rope = RotaryPositionalEmbedding(5e5, 128, 131072)
+    expected = torch.polar(torch.ones(1, dtype=torch.float64), angles_of(torch.arange(131072), 128, 5e5))
     torch.testing.assert_close(rope.cos_sin, torch.view_as_real(expected).float(), rtol=0, atol=6e-8)
     assert rope.cos_sin.shape == (131072, 64, 2)
+    assert repr(rope) == "RotaryPositionalEmbedding(theta=500000.0, d_k=128, max_seq_len=131072)"
+
+
+def test_rope_table_is_whole_and_float32_after_meta_and_torch_save():
+    exact, file = RotaryPositionalEmbedding(100.0, 6, 50).cos_sin, io.BytesIO()
+    with torch.device("meta"):
+        empty = RotaryPositionalEmbedding(100.0, 6, 50)
+    assert empty.cos_sin.is_meta
+    materialized = empty.half().to_empty(device="cpu").to_empty(device="cpu")
+    torch.save(materialized.bfloat16(), file)
+    file.seek(0)
+    for rope in (materialized, torch.load(file, weights_only=False)):
+        assert rope.cos_sin.dtype == torch.float32
+        assert torch.equal(rope.cos_sin, exact)
 
 
 @settings(deadline=None, max_examples=50)
@@ -126,37 +60,10 @@ def test_rope_preserves_norms(seq, half, theta, seed):
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), rtol=1e-12, atol=0)
 
 
-def test_rope_gradcheck():
-    x = randn(2, 3, 4).requires_grad_()
-    assert torch.autograd.gradcheck(RotaryPositionalEmbedding(10.0, 4, 3), (x,))
-    assert torch.autograd.gradcheck(lambda x: apply_rope(x, angles(torch.arange(3), 4, 10.0)), (x,))
-
-
-@pytest.mark.parametrize("shape", [(5,), (1, 5), (4, 5), (2, 1, 5), (2, 4, 5)])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8])
-def test_rope_positions_broadcast(shape, dtype):
-    x, rope = randn(2, 4, 5, 6), RotaryPositionalEmbedding(10.0, 6, 200)
-    positions = torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(3)).to(dtype)
-    exact = reference.rope(reference.array(x), np.broadcast_to(positions.numpy(), (2, 4, 5)), 10.0)
-    np.testing.assert_allclose(reference.array(rope(x, positions)), exact, atol=1e-12)
-    np.testing.assert_allclose(reference.array(rope(x.float(), positions)), exact, atol=1e-6)
-
-
 def test_rope_without_positions_counts_from_zero():
     x, rope = randn(2, 5, 6, dtype=torch.float32), RotaryPositionalEmbedding(10.0, 6, 50)
     assert torch.equal(rope(x), rope(x, torch.arange(5)))
-    assert rope(x[:, :1]).shape == (2, 1, 6)
     assert torch.equal(rope(x[:, :1]), x[:, :1])
-    assert rope(x[:0]).shape == (0, 5, 6)
-    assert rope(x[:0], torch.zeros(0, 5, dtype=torch.long)).shape == (0, 5, 6)
-
-
-def test_rope_takes_any_strides():
-    rope, wide = RotaryPositionalEmbedding(10.0, 6, 50), randn(2, 5, 9, dtype=torch.float32)
-    even = randn(2, 5, 12, dtype=torch.float32)
-    odd_offset, odd_rows, steps = even[..., 1:7], wide[..., :6], even[..., ::2]
-    for x in (odd_offset, odd_rows, steps, randn(2, 6, 5, dtype=torch.float32).mT, wide[0, 0, :6].expand(4, 6)):
-        torch.testing.assert_close(rope(x), rope(x.contiguous()), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -215,14 +122,12 @@ def test_rope_keeps_neither_positions_nor_modules_alive():
     assert seen_module() is None
 
 
-def test_rope_marks_positions_outside_the_table_where_they_cannot_be_read():
+def test_rope_marks_positions_outside_the_table_under_vmap():
     rope, x = RotaryPositionalEmbedding(10.0, 4, 8), torch.ones(6, 4)
     positions = torch.tensor([0, 7, 8, -1, 3, 10**12])
-    compiled = torch.compile(rope, fullgraph=True, backend="aot_eager")
-    batched = torch.func.vmap(rope)
-    for out in (compiled(x, positions), batched(x[None], positions[None])[0]):
-        assert out.isnan().all(-1).tolist() == [False, False, True, True, False, True]
-        torch.testing.assert_close(out[[0, 1, 4]], rope(x[:3], positions[[0, 1, 4]]))
+    out = torch.func.vmap(rope)(x[None], positions[None])[0]
+    assert out.isnan().all(-1).tolist() == [False, False, True, True, False, True]
+    torch.testing.assert_close(out[[0, 1, 4]], rope(x[:3], positions[[0, 1, 4]]))
 
 
 def test_rope_of_any_strides_under_vmap():
@@ -259,16 +164,3 @@ def test_rope_rejects_a_sequence_longer_than_the_table():
 def test_rope_rejects_bad_hyperparameters(arguments, named):
     with pytest.raises(ValueError, match=named):
         RotaryPositionalEmbedding(*arguments)
-
-
-def test_rope_leaves_inputs_alone():
-    rope, x, positions = RotaryPositionalEmbedding(10.0, 4, 8), randn(3, 4), torch.arange(3)
-    table = rope.cos_sin.clone()
-    for dtype in FLOATS:
-        mine = x.to(dtype)
-        before = mine.clone()
-        rope(mine, positions)
-        assert torch.equal(mine, before)
-    assert torch.equal(positions, torch.arange(3))
-    assert torch.equal(rope.cos_sin, table)
-    assert repr(rope) == "RotaryPositionalEmbedding(theta=10.0, d_k=4, max_seq_len=8)"

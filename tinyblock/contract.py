@@ -673,7 +673,7 @@ def feed_forward_width(ffn: ModuleType) -> None:
 
 promises_function("ffn", "glu", glu, [(3, 5), (7, 5), (7, 5)])
 promises_function("ffn", "swiglu", swiglu, [(2, 3, 5), (7, 5), (5, 7), (7, 5)])
-promises_function("ffn", "feed_forward", feed_forward, [(2, 3, 5), (7, 5), (5, 7)])
+promises_function("ffn", "feed_forward", feed_forward, [(2, 3, 5), (7, 5), (5, 7)], [(), (torch.relu,)])
 promises_to_refuse("ffn", "SwiGLU", [(0, 4), (-1, 4), (4, 0), (4, -2)])
 promises_to_refuse("ffn", "FeedForward", [(0, 4), (-1, 4), (4, 0), (4, -2)])
 
@@ -693,7 +693,12 @@ def rope_cases(rope: ModuleType) -> list[Case]:
 
     positions = torch.tensor([3, 9, 2, TABLE - 1, 0, 5, 5])
     plain = [case((2, 3, 11, 8), compiled=True), *map(case, [(1, 2), (5, 6), (0, 5, 6), (2, 0, 6)])]
-    return [*plain, case((2, 7, 6), positions, compiled=True), case((0, 7, 6), positions[None])]
+    return [
+        *plain,
+        case((2, 7, 6), positions, compiled=True),
+        case((0, 7, 6), positions[None]),
+        case((0, 7, 6), positions[None][:0]),
+    ]
 
 
 @promises("table survives")
