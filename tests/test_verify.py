@@ -102,6 +102,11 @@ MUTANTS = {  # name: layer, edits, properties that fail
         {"torch.empty(d_model, device=device, dtype=dtype)": "torch.empty(d_model)"},
         {"device and dtype of the parameters"},
     ),
+    "a batch of one lost": (
+        "rmsnorm",
+        {FORWARD: f"        if len(x) == 1:\n            return self(x[0])\n{FORWARD}"},
+        EQUATION,
+    ),
     "eps may be 0": ("rmsnorm", {"0 < eps": "0 <= eps"}, {"RMSNorm: bad hyperparameters refused"}),
     "w1 and w3 swapped": (
         "ffn",
@@ -131,6 +136,13 @@ MUTANTS = {  # name: layer, edits, properties that fail
     "a print": (
         "ffn",
         {"        return self.w2(F.silu(": "        print(end='')\n        return self.w2(F.silu("},
+        {"compiles to one graph"},
+    ),
+    "a loop over the tokens": (
+        "ffn",
+        {
+            "        return self.w2(F.silu(": "        for _ in range(x.numel()):\n            pass\n        return self.w2(F.silu("
+        },
         {"compiles to one graph"},
     ),
     "halves for pairs": (
@@ -336,6 +348,14 @@ def test_harmless_edits_pass(tmp_path):
     violations, skipped = outcomes(modules, "ffn")
     assert (violations, set(skipped.values())) == ({}, {"FeedForward is not in this copy"})
     assert outcomes(modules, "transformer")[0] == {}
+
+
+def test_a_copy_may_drop_device_and_dtype(tmp_path):
+    text = (PACKAGE / "rmsnorm.py").read_text().replace(", device=device, dtype=dtype", "")
+    text = re.sub(r"        device: .*\n        dtype: .*\n", "", text)
+    (tmp_path / "rmsnorm.py").write_text(text)
+    violations, skipped = outcomes(contract.load(tmp_path), "rmsnorm")
+    assert (violations, list(skipped.values())) == ({}, ["RMSNorm has no device and dtype in this copy"])
 
 
 def test_a_property_leaves_the_random_numbers_of_its_caller_alone():

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ _PROPERTIES = [held for held in contract.PROPERTIES if held.layer in _LAYERS]
 
 
 @pytest.mark.parametrize("held", _PROPERTIES, ids=[f"{held.layer}: {held.name}" for held in _PROPERTIES])
-def test_contract(held):  # type: ignore[no-untyped-def]
+def test_contract(held: Any) -> None:
     missing = ", ".join(sorted(held.needs - _LAYERS.keys()))
     if missing:
         pytest.skip(f"it needs {missing} in this folder too")
