@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from tinyblock import __version__, vendor
 from tinyblock.__main__ import main
+from tinyblock.staging import Staging
 from tinyblock.vendor import LAYERS, Copies, Refusal, Upstream, merge
 
 ROOT = Path(__file__).parents[1]
@@ -170,6 +172,8 @@ def test_add_dry_run_writes_nothing(tmp_path, layers, capsys):
 def test_add_again_changes_nothing(layers, capsys):
     run(capsys, "add", "block", "--to", layers)
     before = snapshot(layers)
+    assert run(capsys, "add", "block", "--to", layers)[0] == 0
+    assert snapshot(layers) == before
     code, out, _ = run(capsys, "add", "block", "rope", "--to", layers)
     assert code == 0
     assert out.count("up to date") == 5
@@ -177,6 +181,9 @@ def test_add_again_changes_nothing(layers, capsys):
         name: content for name, content in before.items() if name != LOCK
     }
     assert (layers / "rope.py").is_file()
+    assert list(json.loads((layers / LOCK).read_bytes())["files"]) == sorted(
+        p.name for p in layers.iterdir() if p.name != LOCK
+    )
 
 
 def test_add_stops_at_an_edited_copy_and_says_what_differs(layers, capsys):
@@ -269,17 +276,21 @@ def test_diff_shows_edits_and_news_apart(layers, old, capsys):
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_diff_can_be_applied(tmp_path, layers, capsys):
-    run(capsys, "add", "rope", "--to", layers)
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+def test_diff_can_be_applied(newline, tmp_path, layers, capsysbinary):
+    run(capsysbinary, "add", "rope", "--to", layers)
+    (layers / "rope.py").write_bytes((layers / "rope.py").read_bytes().replace(b"\n", newline))
     pristine = (layers / "rope.py").read_bytes()
     with (layers / "rope.py").open("ab") as file:
-        file.write(b"# no newline at the end")
-    replace(layers / "rope.py", "Compute the table.", "Fill the table.")
-    _, patch, _ = run(capsys, "diff", layers, "--mine")
+        file.write(b"# caf\xe9, and no newline at the end")
+    (layers / "rope.py").write_bytes(
+        (layers / "rope.py").read_bytes().replace(b"Compute the table.", b"Fill the table.")
+    )
+    _, patch, _ = run(capsysbinary, "diff", layers, "--mine")
     shutil.copy(layers / "rope.py", tmp_path / "edited")
     (tmp_path / "edited.py").write_bytes(pristine)
-    patch = re.sub(r"^(---|\+\+\+) .*$", r"\1 a/edited.py", patch, flags=re.MULTILINE)
-    subprocess.run(["git", "apply", "-"], input=patch.encode(), cwd=tmp_path, check=True)
+    patch = re.sub(rb"^(---|\+\+\+) .*$", rb"\1 a/edited.py", patch, flags=re.MULTILINE)
+    subprocess.run(["git", "apply", "-"], input=patch, cwd=tmp_path, check=True)
     assert (tmp_path / "edited.py").read_bytes() == (tmp_path / "edited").read_bytes()
 
 
@@ -352,7 +363,7 @@ def test_update_marks_a_conflict_and_keeps_the_file_before(layers, old, capsys):
     assert code == 1
     assert re.search(r"attention\.py +CONFLICT\n", out)
     assert re.search(r"rope\.py +updated\n", out)
-    assert "attention.py.orig" in err or "NAME.orig" in err
+    assert "NAME.orig is the file as it was" in err
     assert (layers / "attention.py.orig").read_bytes() == edited
     text = (layers / "attention.py").read_text(encoding="utf-8")
     mine, theirs = re.search(
@@ -366,15 +377,75 @@ def test_update_marks_a_conflict_and_keeps_the_file_before(layers, old, capsys):
     assert states(capsys, layers)[0] == 1
 
     before = snapshot(layers)
-    code, _, err = run(capsys, "update", layers)
-    assert code == 2
-    assert "conflict marks" in err
+    code, out, _ = run(capsys, "update", layers)
+    assert code == 1
+    assert re.search(r"attention\.py +has conflict marks: resolve them\n", out)
     assert snapshot(layers) == before
 
     resolved = re.sub(r"^<<<<<<< .*?^=======\n(.*?)^>>>>>>> .*?\n", r"\1", text, flags=re.M | re.S)
     (layers / "attention.py").write_text(resolved, encoding="utf-8")
     assert states(capsys, layers)[1]["attention.py"] == "pristine"
     assert run(capsys, "update", layers)[0] == 0
+    entry = json.loads((layers / LOCK).read_bytes())["files"]["attention.py"]
+    assert entry.keys() == {"source", "version", "sha256", "pristine"}  # what it was before is not kept any longer
+
+
+@pytest.fixture
+def conflict(layers, old, capsys):
+    """A copy whose edit clashes with what has changed since, updated."""
+    run(capsys, "add", "attention", "--to", layers, upstream=old)
+    replace(
+        layers / "attention.py", '"... query d_k, ... key d_k -> ... query key")\n', '"... i d, ... j d -> ... i j")\n'
+    )
+    assert run(capsys, "update", layers)[0] == 1
+    return layers / "attention.py"
+
+
+def test_giving_up_a_conflict_does_not_hide_what_changed(conflict, layers, capsys):
+    marked = conflict.read_bytes()
+    (layers / "attention.py.orig").replace(conflict)
+    assert states(capsys, layers) == (1, {"LICENSE.tinyblock": "pristine", "attention.py": "both"})
+    assert "math.sqrt(q.shape[-1])" in run(capsys, "diff", layers, "--upstream")[1]
+    assert run(capsys, "update", layers)[0] == 1
+    assert conflict.read_bytes() == marked
+
+
+@pytest.mark.parametrize("left", ["<<<<<<<", ">>>>>>>"])
+def test_half_resolved_conflict_is_one(left, conflict, layers, capsys):
+    lines = conflict.read_text(encoding="utf-8").splitlines(keepends=True)
+    marks = {"<<<<<<<", "=======", ">>>>>>>"} - {left}
+    conflict.write_text("".join(line for line in lines if line[:7] not in marks), encoding="utf-8")
+    assert states(capsys, layers)[1]["attention.py"] == "conflict"
+
+
+def test_marks_in_a_docstring_are_no_conflict(layers, capsys):
+    run(capsys, "add", "rope", "--to", layers)
+    replace(layers / "rope.py", "Compute the table.", "\n<<<<<<< HEAD\na\n=======\nb\n>>>>>>> other\n")
+    assert states(capsys, layers) == (0, {"LICENSE.tinyblock": "pristine", "rope.py": "edited"})
+
+
+def test_conflict_does_not_keep_other_copies_from_an_update(conflict, tmp_path, layers, capsys):
+    run(capsys, "add", "rope", "--to", layers)
+    newer = release(tmp_path / "newer", "9.0", rope=text_of("rope") + "# newer\n")
+    code, out, _ = run(capsys, "update", layers, upstream=newer)
+    assert code == 1
+    assert re.search(r"rope\.py +updated\n", out)
+
+
+def test_copy_and_lock_of_different_versions_are_told(tmp_path, layers, old, capsys):
+    """As after a merge of branches that took the copy from one side and the lock file from the other."""
+    run(capsys, "add", "attention", "--to", layers, upstream=old)
+    copied = (layers / "attention.py").read_bytes()
+    shutil.rmtree(layers)
+    between = release(tmp_path / "between", "0.0.10", attention=text_of("attention") + "# between\n")
+    run(capsys, "add", "attention", "--to", layers, upstream=between)
+    (layers / "attention.py").write_bytes(copied)
+    assert states(capsys, layers) == (1, {"LICENSE.tinyblock": "pristine", "attention.py": "mismatch"})
+    before = snapshot(layers)
+    code, out, _ = run(capsys, "update", layers)
+    assert code == 1
+    assert "of another version than the lock file says" in out
+    assert snapshot(layers) == before
 
 
 def test_update_never_overwrites_an_earlier_backup(layers, old, capsys):
@@ -470,6 +541,24 @@ def test_copies_keep_a_removed_header_removed(layers, old, capsys):
     assert states(capsys, layers)[1]["attention.py"] == "edited"
 
 
+def test_part_of_a_header_is_brought_up_to_date(layers, old, capsys):
+    run(capsys, "add", "rope", "--to", layers, upstream=old)
+    replace(layers / "rope.py", "# SPDX-License-Identifier: MIT\n", "")
+    assert run(capsys, "update", layers)[0] == 0
+    expected = Upstream.installed().entry("rope.py").text.replace("# SPDX-License-Identifier: MIT\n", "")
+    assert (layers / "rope.py").read_text(encoding="utf-8") == expected
+
+
+def test_odd_line_ends_survive_an_update(layers, old, capsys):
+    run(capsys, "add", "attention", "--to", layers, upstream=old)
+    odd = b"A = 1\r\nB = 2\n"
+    with (layers / "attention.py").open("ab") as file:
+        file.write(odd)
+    assert states(capsys, layers)[1]["attention.py"] == "both"
+    assert run(capsys, "update", layers)[0] == 0
+    assert (layers / "attention.py").read_bytes() == Upstream.installed().entry("attention.py").text.encode() + odd
+
+
 def test_line_ends_are_no_edits(layers, old, capsys):
     run(capsys, "add", "transformer", "--to", layers, upstream=old)
     for path in layers.iterdir():  # as git writes them on Windows, the lock file too
@@ -484,12 +573,12 @@ def test_line_ends_are_no_edits(layers, old, capsys):
     assert states(capsys, layers) == (0, states(capsys, layers)[1] | {"rope.py": "edited"})
 
 
-def test_bytes_that_are_not_utf_8_survive_an_update(layers, old, capsys):
-    run(capsys, "add", "attention", "--to", layers, upstream=old)
+def test_bytes_that_are_not_utf_8_survive(layers, old, capsysbinary):
+    run(capsysbinary, "add", "attention", "--to", layers, upstream=old)
     with (layers / "attention.py").open("ab") as file:
         file.write(b"# caf\xe9\n")
-    assert run(capsys, "diff", layers)[0] == 0
-    assert run(capsys, "update", layers)[0] == 0
+    assert b"\n+# caf\xe9\n" in run(capsysbinary, "diff", layers)[1]
+    assert run(capsysbinary, "update", layers)[0] == 0
     assert (layers / "attention.py").read_bytes().endswith(b"# caf\xe9\n")
 
 
@@ -545,6 +634,32 @@ def test_merge_loses_nothing_that_either_side_added(base, mine, theirs):
 
 
 @needs_git
+@pytest.mark.parametrize("style", ["diff3", "zdiff3", "nonsense"])
+def test_merge_does_not_depend_on_the_repository_around(style, tmp_path, monkeypatch):
+    texts = ("a\nmine\nz\n", "a\nbase\nz\n", "a\ntheirs\nz\n", LABELS)
+    expected = merge(*texts)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    subprocess.run(["git", "config", "merge.conflictStyle", style], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    assert merge(*texts) == expected
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a stub is a shell script")
+@pytest.mark.parametrize(
+    "stub", ["exit 0", "exit 1", "exit 126", "exit 127", "cat $8", "echo install me >&2; exit 1", "cat $8; exit 1"]
+)
+def test_what_only_calls_itself_git_changes_nothing(stub, tmp_path, layers, old, monkeypatch, capsys):
+    run(capsys, "add", "attention", "rope", "--to", layers, upstream=old)
+    replace(layers / "rope.py", "Compute the table.", "Fill the table.")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "git").write_text(f"#!/bin/sh\n{stub}\n")
+    (tmp_path / "bin" / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    assert_refused(capsys, tmp_path, ["update", layers], "git could not merge .*rope.py: ")
+
+
+@needs_git
 def test_merge_refuses_what_git_cannot_merge():
     with pytest.raises(Refusal, match=r"git could not merge mine: .*binary"):
         merge("a\0b\n", "a\n", "c\n", LABELS)
@@ -565,11 +680,11 @@ def test_verify_passes_a_pristine_copy_and_says_where_an_edited_one_fails(layers
     replace(layers / "rmsnorm.py", 'raise ValueError(f"RMSNorm needs a positive', 'print(f"RMSNorm needs a positive')
     code, out, _ = run(capsys, "verify", layers / "rmsnorm.py")
     assert code == 1
-    assert re.search(r"^  FAIL  refuses bad hyperparameters: .*RMSNorm\(4, 0\.0\)", out, re.MULTILINE)
+    assert re.search(r"^  FAIL  RMSNorm: bad hyperparameters refused: .*RMSNorm\(4, 0\.0\)", out, re.MULTILINE)
     assert out.endswith(f"\n{properties - 1} hold, 1 fail, 0 skipped\n")
-    code, out, _ = run(capsys, "verify", layers, "--skip", "refuses bad hyperparameters")
+    code, out, _ = run(capsys, "verify", layers, "--skip", "RMSNorm: bad hyperparameters refused")
     assert code == 0
-    assert "  skip  refuses bad hyperparameters: as you asked\n" in out
+    assert "  skip  RMSNorm: bad hyperparameters refused: as you asked\n" in out
 
 
 def test_verify_of_a_part_of_a_layer_skips_the_rest(layers, capsys):
@@ -579,7 +694,7 @@ def test_verify_of_a_part_of_a_layer_skips_the_rest(layers, capsys):
     (layers / "rmsnorm.py").write_text(text.replace(function, ""), encoding="utf-8")
     code, out, _ = run(capsys, "verify", layers)
     assert code == 0
-    assert re.search(r"^  skip  rms_norm: equation: .*rms_norm", out, re.MULTILINE)
+    assert re.search(r"^  skip  rms_norm: equation and gradients: rms_norm is not in this copy$", out, re.MULTILINE)
 
 
 def test_verify_of_attention_alone_borrows_rope(layers, capsys):
@@ -641,6 +756,13 @@ CORRUPTIONS = {
     "a list": (lambda folder: (folder / LOCK).write_bytes(b"[]"), "corrupt"),
     "nested": (lambda folder: (folder / LOCK).write_bytes(b"[" * 100_000), "corrupt"),
     "no files": (lambda folder: corrupt(folder, lambda lock: lock.pop("files")), "corrupt"),
+    "lock version 0": (lambda folder: corrupt(folder, lambda lock: lock.update(lock_version=0)), "corrupt"),
+    "lock version 1.5": (lambda folder: corrupt(folder, lambda lock: lock.update(lock_version=1.5)), "corrupt"),
+    "infinite": (lambda folder: replace(folder / LOCK, '"lock_version": 1', '"lock_version": 1e999'), "corrupt"),
+    "twice": (lambda folder: replace(folder / LOCK, '"lock_version": 1', '"files": {}, "lock_version": 1'), "twice"),
+    "long version": (lambda folder: corrupt(folder, set_field("version", "1" * 5000)), "is no version"),
+    "other source": (lambda folder: corrupt(folder, set_field("source", "\x1b[2J")), "is no file of tinyblock"),
+    "upper case": (lambda folder: corrupt(folder, escape("rOPE.py")), "not the name of a file in its folder"),
     "no lock version": (lambda folder: corrupt(folder, lambda lock: lock.pop("lock_version")), "corrupt"),
     "git's conflict": (lambda folder: prepend(folder / LOCK, b"<<<<<<< HEAD\n"), "corrupt"),
     "other text": (lambda folder: corrupt(folder, set_field("pristine", ["x = 1", ""])), "SHA-256"),
@@ -693,6 +815,27 @@ def test_link_out_of_the_folder_is_not_followed(command, name, tmp_path, layers,
     (layers / name).symlink_to(outside)
     argv = COMMANDS[command](layers) if command != "add" else ["add", "rope", "--to", layers]
     assert_refused(capsys, tmp_path, argv, "symbolic link that leads out of the folder")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_link_to_itself_is_refused(command, tmp_path, layers, capsys):
+    run(capsys, "add", "rope", "--to", layers)
+    (layers / "rope.py").unlink()
+    (layers / "rope.py").symlink_to(layers / "rope.py")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    argv = COMMANDS[command](layers) if command != "add" else ["add", "rope", "--to", layers]
+    assert_refused(capsys, tmp_path, argv, "leads back to itself|Too many levels")
+    assert_refused(capsys, tmp_path, COMMANDS[command](tmp_path / "loop"), "leads back to itself|Too many levels")
+
+
+def test_two_copies_that_are_one_file_are_refused(tmp_path, layers, old, capsys):
+    run(capsys, "add", "attention", "rope", "--to", layers, upstream=old)
+    (layers / "rope.py").unlink()
+    (layers / "rope.py").symlink_to("attention.py")
+    assert states(capsys, layers)[1]["rope.py"] == "mismatch"
+    (layers / "attention.py").write_text("A = 1\n")  # without the headers
+    assert states(capsys, layers)[1]["rope.py"] == "both"
+    assert_refused(capsys, tmp_path, ["update", layers, "--dry-run"], "two of attention.py, rope.py are the same file")
 
 
 def test_dangling_link_out_of_the_folder_is_not_written_through(tmp_path, layers, capsys):
@@ -756,8 +899,12 @@ def test_target_that_cannot_be_written_is_refused(tmp_path, layers, capsys, monk
         def full(*arguments, **options):
             raise OSError(28, "No space left on device", "rope.py")
 
-        patch.setattr(Path, "write_bytes", full)
+        patch.setattr(vendor.os, "fsync", full)
         assert_refused(capsys, tmp_path, ["add", "rope", "--to", layers / "new"], r"rope\.py: No space left on device")
+    run(capsys, "add", "rope", "--to", layers)
+    with monkeypatch.context() as patch:
+        patch.setattr(vendor.os, "access", lambda path, mode: not (mode & os.W_OK and Path(path).name == LOCK))
+        assert_refused(capsys, tmp_path, ["add", "ffn", "--to", layers], r"tinyblock\.lock is not writable")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a place where even root cannot write")
@@ -788,6 +935,60 @@ def test_copies_of_a_newer_tinyblock_are_refused(command, tmp_path, layers, old,
     run(capsys, "add", "attention", "--to", layers)
     argv = COMMANDS[command](layers)
     assert_refused(capsys, tmp_path, argv, rf"{__version__}, newer than the installed 0\.0\.9: upgrade", upstream=old)
+
+
+def test_newer_copy_of_what_this_tinyblock_has_not_is_refused(tmp_path, layers, capsys):
+    run(capsys, "add", "rope", "--to", layers)
+
+    def rename(lock):
+        lock["files"]["kv_cache.py"] = {**lock["files"].pop("rope.py"), "version": "9.0.0"}
+
+    corrupt(layers, rename)
+    assert_refused(capsys, tmp_path, ["check", layers], r"tinyblock 9\.0\.0, newer than the installed")
+
+
+@pytest.mark.parametrize(("taken", "installed"), [("0.10.0", "0.9.0"), ("1.0", "0.9.9"), ("0.9.1", "0.9")])
+def test_versions_are_compared_by_their_numbers(taken, installed, tmp_path, layers, capsys):
+    newer, older = release(tmp_path / "newer", taken), release(tmp_path / "older", installed, rope="# older\n")
+    run(capsys, "add", "rope", "--to", layers, upstream=newer)
+    assert_refused(capsys, tmp_path, ["check", layers], f"newer than the installed {installed}", upstream=older)
+    shutil.rmtree(layers)
+    run(capsys, "add", "rope", "--to", layers, upstream=older)
+    assert run(capsys, "check", layers, upstream=newer)[0] == 1
+
+
+def test_check_of_an_emptied_lock_file_finds_nothing(layers, capsys):
+    run(capsys, "add", "rope", "--to", layers)
+    corrupt(layers, lambda lock: lock["files"].clear())
+    assert run(capsys, "check", layers) == (0, "", "")
+
+
+def test_empty_target_is_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["add", "rope", "--to", ""])
+    assert stop.value.code == 2
+
+
+def test_way_through_a_folder_that_is_not_there_makes_none(tmp_path, capsys):
+    assert run(capsys, "add", "rope", "--to", tmp_path / "nowhere" / ".." / "layers")[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["layers"]
+
+
+def test_copy_that_is_a_folder_is_refused(tmp_path, layers, capsys):
+    run(capsys, "add", "rope", "--to", layers)
+    (layers / "rope.py").unlink()
+    (layers / "rope.py").mkdir()
+    for argv in (["add", "rope", "--to", layers, "--dry-run"], ["add", "rope", "--to", layers], ["check", layers]):
+        assert_refused(capsys, tmp_path, argv, r"rope\.py is there already, and is no file")
+
+
+def test_lost_lock_file_with_an_edited_copy_is_told(tmp_path, layers, capsys):
+    run(capsys, "add", "rope", "--to", layers)
+    (layers / LOCK).unlink()
+    replace(layers / "rope.py", "Compute the table.", "Fill the table.")
+    assert_refused(
+        capsys, tmp_path, ["add", "rope", "--to", layers], r"a copy, with edits, that tinyblock\.lock does not know"
+    )
 
 
 @pytest.mark.parametrize("command", ["check", "diff", "update"])
@@ -845,6 +1046,60 @@ def test_interrupted_update_puts_everything_back(at, tmp_path, layers, old, monk
         assert run(capsys, "update", layers)[0] == 130
     assert snapshot(tmp_path) == before
     assert run(capsys, "update", layers)[0] == 0
+
+
+def test_two_runs_at_once_are_kept_apart(tmp_path, layers, old, capsys):
+    run(capsys, "add", "attention", "--to", layers, upstream=old)
+    with Staging(layers.resolve()):
+        assert_refused(
+            capsys, tmp_path, ["add", "ffn", "--to", layers], "another run is at work there.*delete .*staging"
+        )
+        assert_refused(capsys, tmp_path, ["update", layers], "another run is at work there")
+        assert run(capsys, "update", layers, "--dry-run")[0] == 0
+    assert run(capsys, "update", layers)[0] == 0
+
+
+def test_edit_that_is_saved_during_an_update_is_not_lost(tmp_path, layers, old, monkeypatch, capsys):
+    run(capsys, "add", "attention", "rope", "--to", layers, upstream=old)
+    replace(layers / "rope.py", "Compute the table.", "Fill the table.")
+
+    def merge_while_an_editor_saves(*arguments):
+        replace(layers / "rope.py", "Fill the table.", "Fill in the table.")
+        return merge(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vendor, "merge", merge_while_an_editor_saves)
+        code, _, err = run(capsys, "update", layers)
+    assert code == 2
+    assert "changed meanwhile" in err
+    assert states(capsys, layers)[1] == {"LICENSE.tinyblock": "pristine", "attention.py": "outdated", "rope.py": "both"}
+    assert "Fill in the table." in (layers / "rope.py").read_text(encoding="utf-8")
+
+
+def test_files_that_cannot_be_put_back_are_kept(layers, old, monkeypatch, capsys):
+    run(capsys, "add", "attention", "rope", "--to", layers, upstream=old)
+    before, real = (layers / "attention.py").read_bytes(), os.replace
+
+    def fails_from_the_second_on(source, target):
+        if Path(target).name != "attention.py" or source.suffix == ".old":
+            raise OSError(5, "Input/output error", str(target))
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vendor.os, "replace", fails_from_the_second_on)
+        code, _, err = run(capsys, "update", layers)
+    assert code == 2
+    assert re.search(r"/attention\.py could not be put back: see \S.*\.tinyblock-staging\n$", err)
+    assert "rope.py" not in err
+    assert before in [path.read_bytes() for path in (layers / Staging.NAME).iterdir()]
+
+
+def test_main_runs_in_a_thread(layers):
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(main(["add", "rope", "--to", str(layers)])))
+    thread.start()
+    thread.join()
+    assert codes == [0]
 
 
 # As users run it: another process, an archive, a host project
@@ -965,27 +1220,69 @@ def test_readme_says_how_a_host_turns_the_checks_on(tmp_path, monkeypatch, capsy
     assert "f32[3,23]" in done.stderr
 
 
-def test_terminated_copy_leaves_nothing(tmp_path):
-    """SIGTERM in the middle of a copy, as a CI system sends it."""
-    code = (
-        "import os, signal, sys, tinyblock.vendor as vendor\n"
-        "from tinyblock.__main__ import main\n"
-        "real = os.replace\n"
-        "def replace(a, b):\n    real(a, b)\n    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "os.replace = replace\n"
-        "main(['add', 'block', '--to', 'layers'])\n"
-    )
+INTERRUPTED = """
+import os, shutil, signal, sys
+from tinyblock.__main__ main
+def interrupting(module, name, at):
+    real, calls = getattr(module, name), []
+    def wrapper(*arguments, **options):
+        result = real(*arguments, **options)
+        calls.append(name)
+        if len(calls) == at:
+            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        return result
+    setattr(module, name, wrapper)
+interrupting({"os": os, "shutil": shutil}[sys.argv[2]], sys.argv[3], int(sys.argv[4]))
+sys.exit(main(["add", "block", "--to", "layers"]))
+""".replace("__main__ main", "__main__ import main")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+@pytest.mark.parametrize(
+    ("number", "module", "function", "at", "is_done"),
+    [
+        ("SIGINT", "os", "fsync", 2, False),
+        ("SIGTERM", "os", "fsync", 6, False),
+        ("SIGINT", "os", "replace", 1, True),  # too late: what half a folder holds is finished
+        ("SIGINT", "shutil", "rmtree", 1, True),
+        ("SIGKILL", "os", "replace", 3, None),
+    ],
+)
+def test_signal_leaves_all_or_nothing(number, module, function, at, is_done, tmp_path, capsys):
+    arguments = [sys.executable, "-c", INTERRUPTED, number, module, function, str(at)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    assert snapshot(tmp_path) == {}
+    done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    folder = tmp_path / "layers"
+    if is_done is None:
+        assert done.returncode == -signal.SIGKILL
+        assert_refused(capsys, tmp_path, ["add", "block", "--to", folder], "was killed: if none is, delete .*staging")
+        shutil.rmtree(folder / Staging.NAME)
+        assert run(capsys, "add", "block", "--to", folder)[0] == 0
+        assert states(capsys, folder)[0] == 0
+    elif is_done:
+        assert done.returncode == 0, done.stderr
+        assert states(capsys, folder) == (
+            0,
+            dict.fromkeys(sorted(p.name for p in folder.iterdir() if p.name != LOCK), "pristine"),
+        )
+    else:
+        assert (done.returncode, done.stderr) == (130, "tinyblock: interrupted\n")
+        assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell of POSIX")
+def test_closed_output_is_no_traceback(tmp_path):
+    tinyblock = f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m tinyblock"
+    for line in (f"{tinyblock} list >&-", f"{tinyblock} list --json | true"):
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+        assert done.stderr == ""
 
 
 def test_vendor_imports_the_standard_library_only():
-    for name in ("vendor", "__main__"):
+    for name in ("vendor", "staging", "__main__"):
         imported = set(re.findall(r"^ *(?:from|import) ([\w.]+)", text_of(name), re.MULTILINE))
         own = {module for module in imported if module.startswith(".")}
-        assert own <= {".", ".vendor"}
+        assert own <= {".", ".staging", ".vendor"}
         assert {module.partition(".")[0] for module in imported - own} <= sys.stdlib_module_names
 
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import importlib
+import io
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import unittest
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,13 +44,15 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) -> int:
     """Do what `argv` says, with the copies of `upstream` (default: this tinyblock), and return the exit code."""
     for stream in (sys.stdout, sys.stderr):  # a path that the terminal's encoding lacks is no reason to fail
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was begun is then undone
+    with suppress(ValueError):  # it is for the main thread
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was begun is then undone, as by Ctrl-C
     try:
         code = int(arguments.run(arguments, upstream or Upstream.installed()))
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -60,8 +64,6 @@ def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) ->
     except KeyboardInterrupt:
         print("tinyblock: interrupted", file=sys.stderr)
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _refuse(message: str) -> int:
@@ -85,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("add", help="copy layers, and the siblings that they import, into a folder")
     command.add_argument("layers", nargs="+", metavar="LAYER", help=f"{', '.join(LAYERS)}")
-    command.add_argument("--to", required=True, type=Path, metavar="DIR", help="the folder; it is made if need be")
+    command.add_argument("--to", required=True, type=_folder, metavar="DIR", help="the folder; it is made if need be")
     command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     command.add_argument(
         "--with-tests", action="store_true", help="also copy the contract and a pytest file that runs it"
@@ -96,19 +98,19 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "check", help="tell which copies are edited, outdated or missing; 1 if any of the last two"
     )
-    command.add_argument("folder", type=Path, metavar="DIR")
+    command.add_argument("folder", type=_folder, metavar="DIR")
     command.add_argument("--fail-on-edits", action="store_true", help="exit with 1 for an edited copy, too")
     command.set_defaults(run=_check)
 
     command = commands.add_parser("diff", help="show your edits, and what changed in tinyblock since")
-    command.add_argument("folder", type=Path, metavar="DIR")
+    command.add_argument("folder", type=_folder, metavar="DIR")
     only = command.add_mutually_exclusive_group()
     only.add_argument("--mine", action="store_true", help="your edits only")
     only.add_argument("--upstream", action="store_true", help="the changes in tinyblock only")
     command.set_defaults(run=_diff)
 
     command = commands.add_parser("update", help="merge what changed in tinyblock with your edits")
-    command.add_argument("folder", type=Path, metavar="DIR")
+    command.add_argument("folder", type=_folder, metavar="DIR")
     command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     command.set_defaults(run=_update)
 
@@ -121,11 +123,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; the current folder is .")
+    return Path(text)
+
+
 def _list(arguments: argparse.Namespace, upstream: Upstream) -> int:
     layers = upstream.layers()
     if arguments.json:
         described = [dataclasses.asdict(layer) | {"file": f"{layer.name}.py"} for layer in layers]
-        print(json.dumps({"tinyblock": upstream.version, "layers": described}, indent=2, ensure_ascii=False))
+        print(json.dumps({"tinyblock": upstream.version, "layers": described}, indent=2))
         return 0
     rows = []
     for layer in layers:
@@ -143,7 +151,7 @@ def _add(arguments: argparse.Namespace, upstream: Upstream) -> int:
     try:
         actions = copies.add(arguments.layers, extras, dry_run=arguments.dry_run)
     except Edited as error:
-        print(error.diff, end="")
+        _write(error.diff)
         names = ", ".join(error.names)
         print(f"tinyblock: nothing was copied: {arguments.to} has {names} already, edited as shown", file=sys.stderr)
         return 1
@@ -154,14 +162,14 @@ def _add(arguments: argparse.Namespace, upstream: Upstream) -> int:
 def _check(arguments: argparse.Namespace, upstream: Upstream) -> int:
     copies = Copies(arguments.folder, upstream).require_lock()
     states = copies.states()
-    width = max(map(len, states))
+    width = max(map(len, states), default=0)
     for name, state in states.items():
         old = copies.entries[name].version
         since = f"{old} -> {upstream.version}" if old != upstream.version else f"{old}, changed since"
-        print(f"{name:{width}}  {state:8}  {since if state.is_outdated else ''}".rstrip())
-    found = [state for state in states.values() if state.is_outdated or state in (State.MISSING, State.CONFLICT)]
-    found += [state for state in states.values() if state.is_edited and arguments.fail_on_edits]
-    return 1 if found else 0
+        since = since if state.is_outdated else "no longer in tinyblock" if copies.is_gone(name) else ""
+        print(f"{name:{width}}  {state:8}  {since}".rstrip())
+    fine = {State.PRISTINE} if arguments.fail_on_edits else {State.PRISTINE, State.EDITED}
+    return 0 if fine.issuperset(states.values()) else 1
 
 
 def _diff(arguments: argparse.Namespace, upstream: Upstream) -> int:
@@ -169,7 +177,7 @@ def _diff(arguments: argparse.Namespace, upstream: Upstream) -> int:
     wanted = [copies.edits] if not arguments.upstream else []
     wanted += [copies.news] if not arguments.mine else []
     text = "".join(difference(name) for difference in wanted for name in copies.entries)
-    print(text, end="")
+    _write(text)
     if not text:
         print(f"no difference: {arguments.folder}", file=sys.stderr)
     return 0
@@ -179,11 +187,9 @@ def _update(arguments: argparse.Namespace, upstream: Upstream) -> int:
     copies = Copies(arguments.folder, upstream).require_lock()
     actions = copies.update(dry_run=arguments.dry_run)
     _print_actions(copies, actions, arguments.dry_run)
-    if Action.CONFLICT not in actions.values():
-        return 0
-    if not arguments.dry_run:
+    if Action.CONFLICT in actions.values() and not arguments.dry_run:
         print("resolve what stands between <<<<<<< and >>>>>>>; NAME.orig is the file as it was", file=sys.stderr)
-    return 1
+    return 1 if {Action.CONFLICT, Action.UNRESOLVED, Action.MISMATCH} & set(actions.values()) else 0
 
 
 def _verify(arguments: argparse.Namespace, upstream: Upstream) -> int:
@@ -221,6 +227,13 @@ def _verify(arguments: argparse.Namespace, upstream: Upstream) -> int:
             print(f"  {outcome:4}  {prop.name}{why and ': '}{why}", flush=True)
     print(f"{counts['ok']} hold, {counts['FAIL']} fail, {counts['skip']} skipped")
     return 1 if counts["FAIL"] else 0
+
+
+def _write(text: str) -> None:
+    """Write a patch byte for byte, whatever the terminal's encoding, so that it can be applied."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode(errors="surrogateescape"))
 
 
 def _print_actions(copies: Copies, actions: dict[str, Action], dry_run: bool) -> None:

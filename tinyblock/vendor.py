@@ -18,15 +18,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
 
 from . import __version__
+from .staging import Busy, ChangedMeanwhile, Staging
 
 __all__ = ["LAYERS", "Action", "Copies", "Edited", "Entry", "Layer", "Refusal", "State", "Upstream", "merge"]
 
@@ -38,9 +41,12 @@ SOURCES = {f"{name}.py": f"{name}.py" for name in LAYERS + TESTS + TYPECHECK} | 
 LOCK = "tinyblock.lock"
 LOCK_VERSION = 1
 
-_FILE_NAME = re.compile(rf"[a-z_]\w*\.py|{re.escape(LICENCE)}", re.ASCII)  # so no entry can lead out of its folder
-_VERSION = re.compile(r"\d+(\.\d+)*\S*", re.ASCII)
-_CONFLICT = re.compile(r"^<{7} .*?^={7}$.*?^>{7} ", re.MULTILINE | re.DOTALL)
+_FILE_NAME = re.compile(rf"[a-z][a-z0-9_]*\.py|{re.escape(LICENCE)}")  # so no entry can lead out of its folder
+_VERSION = re.compile(r"\d{1,9}(\.\d{1,9}){0,3}[\w.+-]{0,40}", re.ASCII)
+_HEADER = re.compile(r"^# Pristine SHA-256: ([0-9a-f]{64})$", re.MULTILINE)
+_MARKS = re.compile(
+    r"^(<{7} .*/\S+\.\w+|\|{7} tinyblock \d\S*|>{7} tinyblock \d\S*)$", re.MULTILINE
+)  # those of `_merge`
 
 
 class Refusal(Exception):
@@ -55,15 +61,12 @@ class State(StrEnum):
     OUTDATED = "outdated"
     BOTH = "both"
     MISSING = "missing"
-    CONFLICT = "conflict"  # with the marks of a merge that nobody has resolved yet
+    CONFLICT = "conflict"  # with marks of a merge that are not resolved yet
+    MISMATCH = "mismatch"  # its header names another text than the lock file, and not that of this tinyblock either
 
     @property
     def is_outdated(self) -> bool:
         return self in (State.OUTDATED, State.BOTH)
-
-    @property
-    def is_edited(self) -> bool:
-        return self in (State.EDITED, State.BOTH, State.CONFLICT)
 
 
 class Action(StrEnum):
@@ -78,6 +81,11 @@ class Action(StrEnum):
     UPDATED = "updated"
     MERGED = "merged with your edits"
     CONFLICT = "CONFLICT"
+    UNRESOLVED = "has conflict marks: resolve them"
+    MISMATCH = "is of another version than the lock file says: restore one of them"
+
+
+_UNCLEAR = {State.CONFLICT: Action.UNRESOLVED, State.MISMATCH: Action.MISMATCH}  # so it is left as it is
 
 
 @dataclass(frozen=True)
@@ -176,6 +184,7 @@ class Entry:
     source: str
     version: str
     pristine: str
+    before: "Entry | None" = None  # what it was before a merge with conflicts, until they are resolved
 
     @cached_property
     def sha256(self) -> str:
@@ -211,16 +220,16 @@ class Copies:
     upstream: Upstream
 
     def __post_init__(self) -> None:
-        for path in (self.folder, *self.folder.parents):
-            if path.exists():
-                if not path.is_dir():
-                    raise Refusal(f"{path} is a file, not a folder")
-                break
+        self.root = self._resolved(self.folder)
+        existing = next(path for path in (self.root, *self.root.parents) if path.exists())
+        if not existing.is_dir():
+            raise Refusal(f"{existing} is a file, not a folder")
+        self._read = dict[Path, bytes | None]()  # what every decision rests on
         self.entries = self._read_lock()
 
     def require_lock(self) -> "Copies":
         """Raise a Refusal unless something was copied here."""
-        if not self.folder.is_dir():
+        if not self.root.is_dir():
             raise Refusal(f"there is no folder {self.folder}")
         if not self._path(LOCK).is_file():
             raise Refusal(f"{self.folder} has no {LOCK}: nothing was copied there with `tinyblock add`")
@@ -228,38 +237,46 @@ class Copies:
 
     def text(self, name: str) -> str | None:
         """Return the copy as it is now, or None where it is missing."""
-        path = self._path(name)
-        return _decode(path.read_bytes()) if path.is_file() else None
+        content = self._content(name)
+        return None if content is None else _decode(content)
 
     def state(self, name: str) -> State:
-        entry, mine, new = self.entries[name], self.text(name), self._new(name)
+        mine, new = self.text(name), self._new(name)
         if mine is None:
             return State.MISSING
-        if _CONFLICT.search(mine):
+        if _MARKS.search(mine):
             return State.CONFLICT
-        if new is not None and mine == new.text:  # also where an update was cut off before it wrote the lock
+        if new is not None and mine == new.text:
             return State.PRISTINE
-        is_outdated, is_edited = new is not None and new.pristine != entry.pristine, mine != entry.text
-        if is_outdated:
-            return State.BOTH if is_edited else State.OUTDATED
-        return State.EDITED if is_edited else State.PRISTINE
+        base = self._base(name, mine)
+        if base is None:
+            return State.MISMATCH
+        if new is not None and new.pristine != base.pristine:
+            return State.OUTDATED if mine == base.text else State.BOTH
+        return State.PRISTINE if mine == base.text else State.EDITED
 
     def states(self) -> dict[str, State]:
         return {name: self.state(name) for name in self.entries}
 
+    def is_gone(self, name: str) -> bool:
+        """Tell whether this tinyblock no longer has the file."""
+        return self._new(name) is None
+
     def edits(self, name: str) -> str:
-        """Return what was edited in a copy, as a unified diff."""
-        entry = self.entries[name]
-        return unified_diff(entry.text, self.text(name), f"tinyblock {entry.version}/{name}", self._shown(name))
+        """Return what was edited in a copy, as a unified diff that has the line ends of the copy."""
+        content, mine = self._content(name), self.text(name)
+        base = (self._base(name, mine) if mine is not None else None) or self.entries[name]
+        texts = [None if text is None else _with_newline(text, _newline(content or b"")) for text in (base.text, mine)]
+        return unified_diff(str(texts[0]), texts[1], f"tinyblock {base.version}/{name}", self._shown(name))
 
     def news(self, name: str) -> str:
         """Return what has changed in tinyblock since a copy was taken, as a unified diff."""
-        entry, new = self.entries[name], self._new(name)
-        if new is None or new.pristine == entry.pristine:
+        mine, new = self.text(name), self._new(name)
+        base = (self._base(name, mine) if mine is not None else None) or self.entries[name]
+        if new is None or new.pristine == base.pristine:
             return ""
-        return unified_diff(
-            entry.pristine, new.pristine, f"tinyblock {entry.version}/{name}", f"tinyblock {new.version}/{name}"
-        )
+        labels = (f"tinyblock {version}/{name}" for version in (base.version, new.version))
+        return unified_diff(base.pristine, new.pristine, *labels)
 
     def add(self, names: Iterable[str], extras: Iterable[str] = (), dry_run: bool = False) -> dict[str, Action]:
         """Copy layers, and what they import from tinyblock, into the folder; return what was done to each file.
@@ -267,7 +284,7 @@ class Copies:
         A sibling that is there with edits is kept. Asked for by name, it is no longer the layer that was asked for.
 
         Raises:
-            Refusal: an unknown layer; a folder inside tinyblock; another file of that name; an older copy.
+            Refusal: an unknown layer; a folder inside tinyblock; another file of that name; an older copy; another run.
             Edited: a layer that was asked for is there, with edits.
             OSError: the folder cannot be written to.
         """
@@ -275,16 +292,16 @@ class Copies:
         names = list(names)
         for name in names:
             self.upstream.require_layer(name)
-        wanted = [f"{name}.py" for name in [*self.upstream.with_siblings(names), *extras]]
-        actions, changed = dict[str, Action](), list[str]()
-        for name in [*wanted, LICENCE]:
-            actions[name] = self._action_of_add(name)
-            if actions[name] is Action.KEPT and name.removesuffix(".py") in names:
-                changed.append(name)
-        if changed:
-            raise Edited("".join(self.edits(name) for name in changed), changed)
-        taken = [name for name, action in actions.items() if action in (Action.COPIED, Action.ADOPTED)]
-        self._write({name: self._require_new(name) for name in taken}, {}, dry_run)
+        wanted = [*(f"{name}.py" for name in [*self.upstream.with_siblings(names), *extras]), LICENCE]
+        with self._held(dry_run) as staging:
+            actions = {name: self._action_of_add(name) for name in wanted}
+            edited = [f"{name}.py" for name in names if actions[f"{name}.py"] is Action.KEPT]
+            if edited:
+                raise Edited("".join(map(self.edits, edited)), edited)
+            taken = [name for name, action in actions.items() if action in (Action.COPIED, Action.ADOPTED)]
+            entries = {name: self._require_new(name) for name in taken}
+            copied = {name: entry.text for name, entry in entries.items() if actions[name] is Action.COPIED}
+            self._write(staging, entries, copied)
         return actions
 
     def update(self, dry_run: bool = False) -> dict[str, Action]:
@@ -293,51 +310,70 @@ class Copies:
         Where both changed the same lines, the copy gets git's conflict marks, and stays beside as NAME.orig.
 
         Raises:
-            Refusal: conflict marks of an earlier update; no git, where a merge needs it; a clash of names.
+            Refusal: no git, where a merge needs it; a clash of names; another run.
             OSError: the folder cannot be written to.
         """
-        actions, entries, texts = dict[str, Action](), dict[str, Entry](), dict[str, str]()
-        for name, state in self.states().items():
-            if state is State.CONFLICT:
-                raise Refusal(
-                    f"{self._shown(name)} still has conflict marks (<<<<<<<): resolve them, then update again"
-                )
-            new, mine = self._new(name), self.text(name)
-            if new is None or mine is None:
-                actions[name] = Action.GONE if new is None else Action.MISSING
-                continue
-            actions[name] = Action.CURRENT
-            if state is State.OUTDATED:
-                actions[name] = Action.UPDATED
-            elif state is State.BOTH:
-                texts[name], conflicts = self._merge(name, mine, new)
-                actions[name] = Action.CONFLICT if conflicts else Action.MERGED
-            if new.pristine != self.entries[name].pristine:
-                entries[name] = new
-        layers = [name.removesuffix(".py") for name in entries if name.removesuffix(".py") in LAYERS]
-        for name in (f"{layer}.py" for layer in self.upstream.with_siblings(layers)):
-            if name not in self.entries:  # the new version imports a sibling that the old one did not
-                actions[name] = self._action_of_add(name)
-                entries[name] = self._require_new(name)
-        backups = [name for name, action in actions.items() if action is Action.CONFLICT]
-        self._write(entries, texts, dry_run, backups)
+        with self._held(dry_run) as staging:
+            actions, entries, texts = dict[str, Action](), dict[str, Entry](), dict[str, str]()
+            for name, entry in self.entries.items():
+                actions[name], changed, text = self._action_of_update(name, entry)
+                if changed is not None:
+                    entries[name] = changed
+                if text is not None:
+                    texts[name] = text
+            layers = [name.removesuffix(".py") for name in texts if name.removesuffix(".py") in LAYERS]
+            for name in (f"{layer}.py" for layer in self.upstream.with_siblings(layers)):
+                if name not in self.entries:  # the new version imports a sibling that the old one did not
+                    actions[name] = self._action_of_add(name)
+                    entries[name] = self._require_new(name)
+                    texts |= {name: entries[name].text} if actions[name] is Action.COPIED else {}
+            self._write(staging, entries, texts, [name for name, done in actions.items() if done is Action.CONFLICT])
         return actions
 
     def _action_of_add(self, name: str) -> Action:
         text, shown, new = self.text(name), self._shown(name), self._require_new(name)
         if name not in self.entries:
-            if text is None and not os.path.lexists(self.folder / name):
+            if text is None and not os.path.lexists(self.root / name):
                 return Action.COPIED
-            if text == new.text:  # the lock file was lost, or never written
+            if text == new.text:  # the lock file was lost
                 return Action.ADOPTED
-            raise Refusal(f"{shown} is there already, and no copy that {LOCK} knows: move it, or choose another folder")
+            if text is not None and _HEADER.search(text):
+                raise Refusal(
+                    f"{shown} is a copy, with edits, that {LOCK} does not know: restore that from your repository"
+                )
+            raise Refusal(f"{shown} is there already, and no copy of tinyblock's: move it, or choose another folder")
         state = self.state(name)
-        if state is State.CONFLICT:
-            raise Refusal(f"{shown} has conflict marks (<<<<<<<): resolve them first")
+        if state in _UNCLEAR:
+            raise Refusal(f"{shown} {_UNCLEAR[state]}")
         if state.is_outdated:
             version = self.entries[name].version
             raise Refusal(f"{shown} is of an earlier tinyblock ({version}): run `tinyblock update {self.folder}` first")
         return {State.MISSING: Action.COPIED, State.EDITED: Action.KEPT}.get(state, Action.CURRENT)
+
+    def _action_of_update(self, name: str, entry: Entry) -> tuple[Action, Entry | None, str | None]:
+        """Return what an update does to a copy, and the new entry and text that it gets, if any."""
+        state, mine, new = self.state(name), self.text(name), self._new(name)
+        if state in _UNCLEAR:
+            return _UNCLEAR[state], None, None
+        if new is None or mine is None:
+            return Action.GONE if new is None else Action.MISSING, None, None
+        base = self._base(name, mine) or entry
+        if state is State.OUTDATED:
+            return Action.UPDATED, new, new.text
+        if state is State.BOTH:
+            text, has_conflicts = self._merge(mine, base, new)
+            # Who restores the file before has the old text again: it is kept until the conflicts are resolved.
+            kept = replace(new, before=replace(base, before=None))
+            return (Action.CONFLICT, kept, text) if has_conflicts else (Action.MERGED, new, text)
+        is_settled = entry.before is None and entry.pristine == new.pristine
+        return Action.CURRENT, None if is_settled else new, None
+
+    def _base(self, name: str, mine: str) -> Entry | None:
+        """Return what a copy was taken from or last merged with: what its header names, as long as it has one."""
+        entry = self.entries[name]
+        named = _HEADER.findall(mine)
+        known = (entry, self._new(name), entry.before)
+        return next((base for base in known if base is not None and base.sha256 in named), None if named else entry)
 
     def _new(self, name: str) -> Entry | None:
         return self.upstream.entry(name)
@@ -350,95 +386,120 @@ class Copies:
     def _shown(self, name: str) -> str:
         return (self.folder / name).as_posix()
 
-    def _merge(self, name: str, mine: str, new: Entry) -> tuple[str, bool]:
-        old = self.entries[name]
-        # With the new header in all three, it conflicts with nothing, wherever the copy has it, and whether or not.
-        mine = mine.replace(old.header, new.header, 1) if old.header else mine
-        labels = self._shown(name), f"tinyblock {old.version}", f"tinyblock {new.version}"
-        return merge(mine, new.header + old.pristine, new.text, labels)
+    def _merge(self, mine: str, base: Entry, new: Entry) -> tuple[str, bool]:
+        header = ""
+        for old_line, new_line in zip(base.header.splitlines(True), new.header.splitlines(True), strict=True):
+            if old_line in mine:  # the same in all three texts, wherever the copy has it, so it conflicts with nothing
+                mine, header = mine.replace(old_line, new_line, 1), header + new_line
+        labels = self._shown(new.name), f"tinyblock {base.version}", f"tinyblock {new.version}"
+        return merge(mine, header + base.pristine, header + new.pristine, labels)
+
+    def _resolved(self, path: Path) -> Path:
+        try:
+            return path.resolve()
+        except RuntimeError:  # what Python before 3.13 makes of a loop
+            raise Refusal(f"{path} is a symbolic link that leads back to itself") from None
 
     def _path(self, name: str) -> Path:
         """Return where a file of the folder lies; a symbolic link is followed, but not out of the folder."""
-        folder = self.folder.resolve()
-        path = (folder / name).resolve()
-        if not path.is_relative_to(folder):
+        path = self._resolved(self.root / name)
+        if not path.is_relative_to(self.root):
             raise Refusal(f"{self._shown(name)} is a symbolic link that leads out of the folder")
         return path
 
+    def _content(self, name: str) -> bytes | None:
+        path = self._path(name)
+        if path not in self._read:
+            if path.exists() and not path.is_file():
+                raise Refusal(f"{self._shown(name)} is there already, and is no file: move it")
+            self._read[path] = path.read_bytes() if path.exists() else None
+        return self._read[path]
+
     def _require_outside_the_package(self) -> None:
         for package in (self.upstream.root, Path(__file__).parent):
-            if isinstance(package, Path) and self.folder.resolve().is_relative_to(package.resolve()):
+            if isinstance(package, Path) and self.root.is_relative_to(package.resolve()):
                 raise Refusal(
                     f"{self.folder} lies inside the tinyblock package itself: choose a folder of your project"
                 )
 
     def _read_lock(self) -> dict[str, Entry]:
-        path, shown = self._path(LOCK), self._shown(LOCK)
-        if not path.exists():
+        content, shown = self._content(LOCK), self._shown(LOCK)
+        if content is None:
             return {}
         try:
-            lock = json.loads(path.read_bytes())
-            version = int(lock["lock_version"])
+            lock = json.loads(content, object_pairs_hook=_without_duplicates)
+            version = lock["lock_version"]
+            if type(version) is not int or version < 1:
+                raise ValueError("lock_version is no number from 1 on")
             if version > LOCK_VERSION:
                 raise Refusal(f"{shown} is from a newer tinyblock (lock version {version}): upgrade tinyblock")
-            entries = {}
-            for name, fields in lock["files"].items():
-                if not _FILE_NAME.fullmatch(name):
-                    raise Refusal(f"{shown} is corrupt: {name!r} is not the name of a file in its folder")
-                entry = Entry(name, fields["source"], fields["version"], "\n".join(fields["pristine"]))
-                if entry.sha256 != fields["sha256"]:
-                    raise Refusal(f"{shown} is corrupt: the pristine text of {name} does not have its SHA-256")
-                if not _VERSION.fullmatch(entry.version) or not isinstance(entry.source, str):
-                    raise Refusal(f"{shown} is corrupt: {name} has no version or no source")
-                entries[name] = entry
+            entries = {name: _entry(name, fields) for name, fields in lock["files"].items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            what = " ".join(str(error).split())
-            raise Refusal(
-                f"{shown} is corrupt ({type(error).__name__}: {what}): restore it from your repository"
-            ) from None
+            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise Refusal(f"{shown} is corrupt ({what}): restore it from your repository") from None
         for entry in entries.values():
             new = self._new(entry.name)
-            if new is not None and new.pristine != entry.pristine and _numbers(entry.version) > _numbers(new.version):
-                versions = f"tinyblock {entry.version}, newer than the installed {new.version}"
+            differs = new is None or new.pristine != entry.pristine
+            if differs and _numbers(entry.version) > _numbers(self.upstream.version):
+                versions = f"tinyblock {entry.version}, newer than the installed {self.upstream.version}"
                 raise Refusal(f"{self._shown(entry.name)} is of {versions}: upgrade tinyblock")
         return entries
 
+    @contextmanager
+    def _held(self, dry_run: bool) -> Iterator[Staging | None]:
+        """Keep other runs away from the folder, and read it anew; a dry run neither needs that nor writes."""
+        self._require_writable(self.root)
+        if dry_run:
+            yield None
+            return
+        try:
+            with Staging(self.root) as staging:
+                self._read.clear()
+                self.entries = self._read_lock()
+                yield staging
+        except Busy as error:
+            raise Refusal(
+                f"another run is at work there, or was killed: if none is, delete {error}, and repeat"
+            ) from None
+        except ChangedMeanwhile as error:
+            raise Refusal(f"{error} was changed meanwhile by another program: repeat") from None
+
+    def _require_writable(self, path: Path) -> None:
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        if not os.access(existing, os.W_OK | os.X_OK if existing.is_dir() else os.W_OK):
+            raise Refusal(f"{existing} is not writable")
+
     def _write(
-        self, entries: Mapping[str, Entry], texts: Mapping[str, str], dry_run: bool, backups: Iterable[str] = ()
+        self,
+        staging: Staging | None,
+        entries: Mapping[str, Entry],
+        texts: Mapping[str, str],
+        backups: Sequence[str] = (),
     ) -> None:
-        """Write the copies of `entries`, with the text of `texts` where it has one, and the lock file."""
+        """Write texts of copies, and the lock file with new entries; in a dry run, without `staging`, only check."""
         if not entries:
             return
-        existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
-        if not os.access(existing, os.W_OK):
-            raise Refusal(f"{existing} is not writable")
-        if dry_run:
-            return
-        contents = {}
+        contents = dict[Path, bytes]()
         for name in backups:
-            contents[self._free_name(f"{name}.orig")] = self._path(name).read_bytes()
-        for name, entry in entries.items():
-            path = self._path(name)
-            newline = _newline(path.read_bytes()) if path.is_file() else b"\n"
-            contents[name] = _encode(texts.get(name, entry.text)).replace(b"\n", newline)
+            contents[self.root / self._free_name(f"{name}.orig")] = self._content(name) or b""
+        for name, text in texts.items():
+            content = self._content(name)
+            contents[self._path(name)] = _encode(_with_newline(text, _newline(content or b"")))
         ordered = dict(sorted({**self.entries, **entries}.items()))
-        files = {
-            name: {
-                "source": entry.source,
-                "version": entry.version,
-                "sha256": entry.sha256,
-                "pristine": entry.pristine.split("\n"),
-            }
-            for name, entry in ordered.items()
-        }
-        lock = json.dumps({"lock_version": LOCK_VERSION, "files": files}, indent=1, ensure_ascii=False)
-        contents[LOCK] = lock.encode() + b"\n"
-        write_all(self.folder, {self._path(name): content for name, content in contents.items()})
-        self.entries = ordered
+        lock = {"lock_version": LOCK_VERSION, "files": {name: _fields(entry) for name, entry in ordered.items()}}
+        contents[self._path(LOCK)] = json.dumps(lock, indent=1, ensure_ascii=False).encode() + b"\n"  # last of all
+        if len(contents) != len(backups) + len(texts) + 1:
+            raise Refusal(f"two of {', '.join(texts)} are the same file, by a symbolic link")
+        for path in contents:
+            self._require_writable(path)
+        if staging is not None:
+            staging.replace_all(contents, self._read)
+            self._read.clear()
+            self.entries = ordered
 
     def _free_name(self, name: str) -> str:
         candidates = (name, *(f"{name}{number}" for number in range(2, 1000)))
-        return next(candidate for candidate in candidates if not os.path.lexists(self.folder / candidate))
+        return next(candidate for candidate in candidates if not os.path.lexists(self.root / candidate))
 
 
 class Edited(Exception):
@@ -463,10 +524,18 @@ def merge(mine: str, base: str, theirs: str, labels: tuple[str, str, str]) -> tu
         for path, text in zip(paths, (mine, base, theirs), strict=True):
             path.write_bytes(_encode(text))
         named = [argument for label in labels for argument in ("-L", label)]
-        done = subprocess.run([git, "merge-file", "-p", *named, *map(str, paths)], capture_output=True, check=False)
-    if not 0 <= done.returncode < 128:
-        raise Refusal(f"git could not merge {labels[0]}: {' '.join(_decode(done.stderr).split())}")
-    return _decode(done.stdout), done.returncode > 0
+        # Neither the repository around nor a hook's variables are to change the outcome.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        command = [git, "merge-file", "-p", *named, *map(str, paths)]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False)
+    text, has_conflicts = _decode(done.stdout), done.returncode > 0
+    # What calls itself git may be something else, such as a stub that asks to be installed.
+    added = {line for side in (mine, theirs) for line in side.splitlines()} - set(base.splitlines())
+    marks = {f"<<<<<<< {labels[0]}", f">>>>>>> {labels[2]}"} if has_conflicts else set()
+    if not 0 <= done.returncode < 128 or not added | marks <= set(text.splitlines()):
+        answer = " ".join(_decode(done.stderr).split()) or f"exit code {done.returncode}, {len(text)} characters"
+        raise Refusal(f"git could not merge {labels[0]}: {answer}")
+    return text, has_conflicts
 
 
 def unified_diff(old: str, new: str | None, old_name: str, new_name: str) -> str:
@@ -482,53 +551,57 @@ def unified_diff(old: str, new: str | None, old_name: str, new_name: str) -> str
     return "".join(with_last_newline(lines))
 
 
-def write_all(folder: Path, contents: Mapping[Path, bytes]) -> None:
-    """Write every file, or none: on an error or an interrupt, all is put back as it was, and the folder too."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    staging: Path | None = None
-    replaced = dict[Path, Path | None]()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".tinyblock-", dir=folder))
-        for number, (path, content) in enumerate(contents.items()):
-            new, old = staging / f"{number}.new", staging / f"{number}.old"
-            new.write_bytes(content)
-            if path.exists():
-                shutil.copy2(path, old)
-                shutil.copymode(path, new)
-        for number, path in enumerate(contents):
-            old = staging / f"{number}.old"
-            replaced[path] = old if old.exists() else None
-            os.replace(staging / f"{number}.new", path)
-    except BaseException:
-        for path, before in replaced.items():
-            if before is None:
-                path.unlink(missing_ok=True)
-            else:
-                os.replace(before, path)
-        if staging is not None:
-            shutil.rmtree(staging)
-        for path in missing:
-            if path.exists():
-                path.rmdir()
-        raise
-    shutil.rmtree(staging)
+def _entry(name: str, fields: Mapping[str, Any]) -> Entry:
+    """Return an entry as the lock file has it.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is not to be trusted.
+    """
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a file in its folder")
+    before = _entry(name, fields["before"]) if "before" in fields else None
+    entry = Entry(name, fields["source"], fields["version"], "\n".join(fields["pristine"]), before)
+    if not _VERSION.fullmatch(entry.version):
+        raise ValueError(f"{entry.version!r} is no version")
+    if not re.fullmatch(r"tinyblock/[\w.]+", entry.source, re.ASCII):
+        raise ValueError(f"{entry.source!r} is no file of tinyblock")
+    if entry.sha256 != fields["sha256"]:
+        raise ValueError(f"the pristine text of {name} does not have its SHA-256")
+    return entry
+
+
+def _fields(entry: Entry) -> dict[str, Any]:
+    """Return what the lock file holds of an entry; the text is a list of lines, for the sake of its diffs."""
+    before = {} if entry.before is None else {"before": _fields(entry.before)}
+    pristine = entry.pristine.split("\n")
+    return {"source": entry.source, "version": entry.version, "sha256": entry.sha256, "pristine": pristine, **before}
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key is there twice")
+    return dict(pairs)
+
+
+def _newline(content: bytes) -> str:
+    """Return what ends most lines."""
+    return "\r\n" if 2 * content.count(b"\r\n") > content.count(b"\n") else "\n"
+
+
+def _with_newline(text: str, newline: str) -> str:
+    return text.replace("\n", newline)
 
 
 def _decode(content: bytes) -> str:
-    """Return a text as it is compared: with "\\n" at the end of each line, and bytes that are not UTF-8 kept."""
-    return content.decode(errors="surrogateescape").replace("\r\n", "\n")
+    """Return a text as it is compared: lines end in "\\n" where most of them ended in "\\r\\n"; no byte is lost."""
+    text = content.decode(errors="surrogateescape")
+    return text.replace("\r\n", "\n") if _newline(content) == "\r\n" else text
 
 
 def _encode(text: str) -> bytes:
     return text.encode(errors="surrogateescape")
 
 
-def _newline(content: bytes) -> bytes:
-    """Return what ends most lines."""
-    return b"\r\n" if 2 * content.count(b"\r\n") > content.count(b"\n") else b"\n"
-
-
 def _numbers(version: str) -> tuple[int, ...]:
     """Return the numbers of a version, 0.10.1 after 0.9; what follows them does not count."""
-    return tuple(map(int, version_match[0].split("."))) if (version_match := re.match(r"\d+(\.\d+)*", version)) else ()
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
