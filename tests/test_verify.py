@@ -59,6 +59,7 @@ def outcomes(modules, layer, compiled=False):
 
 LOW = "equation in bfloat16 and float16"
 EQUATION = {"equation in float64", "equation in float32", LOW, "gradients"}
+KEYS, PLACED = "keys of the state dict", "device and dtype of the parameters"
 ROUNDING = "rounds once, and no square overflows"
 ROTATION = {*EQUATION, "any strides", "positions broadcast, in every integer dtype", "table survives"}
 REFUSED = "CausalMultiHeadSelfAttention: bad hyperparameters refused"
@@ -100,7 +101,7 @@ MUTANTS = {  # name: layer, edits, properties that fail
     "gains in the default dtype": (
         "rmsnorm",
         {"torch.empty(d_model, device=device, dtype=dtype)": "torch.empty(d_model)"},
-        {"device and dtype of the parameters"},
+        {PLACED},
     ),
     "a batch of one lost": (
         "rmsnorm",
@@ -140,9 +141,7 @@ MUTANTS = {  # name: layer, edits, properties that fail
     ),
     "a loop over the tokens": (
         "ffn",
-        {
-            "        return self.w2(F.silu(": "        for _ in range(x.numel()):\n            pass\n        return self.w2(F.silu("
-        },
+        {"        return self.w2(F.silu(": "        for _ in range(x.numel()): ...\n        return self.w2(F.silu("},
         {"compiles to one graph"},
     ),
     "halves for pairs": (
@@ -244,7 +243,7 @@ MUTANTS = {  # name: layer, edits, properties that fail
             "num_kv_heads: int | None = None,": "kv: int | None = None,",
             "        sizes = {": "        num_kv_heads = kv\n        sizes = {",
         },
-        {*EQUATION, *ALONG - {"relative positions only"}, "inputs not modified", "keys of the state dict", REFUSED},
+        {*EQUATION, *ALONG - {"relative positions only"}, "inputs not modified", KEYS, PLACED, REFUSED},
     ),
     "post-norm": (
         "block",
@@ -263,6 +262,8 @@ MUTANTS = {  # name: layer, edits, properties that fail
         {*EQUATION, MASK},
     ),
     "a fixed eps": ("block", {"self.ln2 = RMSNorm(d_model, eps": "self.ln2 = RMSNorm(d_model, 1e-6"}, EQUATION - {LOW}),
+    "an option not passed on": ("block", {"            qk_norm=qk_norm,\n": ""}, {KEYS}),
+    "eps not passed on": ("block", {"            eps=eps,\n": ""}, EQUATION - {LOW}),
     "no final norm": ("transformer", {"return self.ln_final(x)": "return x"}, EQUATION),
     "a table per block": (
         "transformer",
