@@ -25,3 +25,51 @@ def test_rms_norm_reset_parameters_after_meta():
     norm.reset_parameters()
     assert torch.equal(norm.weight, torch.ones(5))
     assert repr(norm) == "RMSNorm(5, eps=1e-05)"
+
+
+def engine_of(norm):
+    return lambda x, weight: torch.func.functional_call(norm, {"weight": weight}, (x,))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rms_norm_keeps_nothing_but_its_inputs_for_backward_on_a_cpu(dtype):
+    x, weight = inputs(dtype, 2, 5, 33)
+    norm, kept = module_with(weight), {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        norm(x.requires_grad_())
+    assert kept.keys() == {x.data_ptr(), norm.weight.data_ptr()}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
+def test_rms_norm_has_second_and_forward_derivatives():
+    x, weight = (t.requires_grad_() for t in inputs(torch.float64, 2, 3, 4))
+    engine = engine_of(RMSNorm(4, dtype=torch.float64))
+    every = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
+    assert torch.autograd.gradcheck(engine, (x, weight), **every)
+    assert torch.autograd.gradgradcheck(engine, (x, weight), check_fwd_over_rev=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_rms_norm_can_be_transformed():
+    x, weight = inputs(torch.float64, 6, 7)
+    weights = torch.stack((weight, -2 * weight))
+    engine = engine_of(RMSNorm(7, dtype=torch.float64))
+    transforms = [
+        lambda norm: torch.func.vmap(norm, (None, 0))(x, weights),
+        lambda norm: torch.func.vmap(torch.func.grad(lambda *p: norm(*p).pow(3).sum(), (0, 1)), (0, None))(x, weight),
+        lambda norm: torch.func.jvp(norm, (x, weight), (x.cos(), weight.exp())),
+        lambda norm: torch.func.hessian(lambda vector: norm(vector, weight).pow(3).sum())(x[0]),
+    ]
+    for transform in transforms:
+        torch.testing.assert_close(transform(engine), transform(rms_norm))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_rms_norm_is_traced_with_torchs_own_operation():
+    x, weight = inputs(torch.float32, 3, 8)
+    norm = module_with(weight)
+    traced = torch.jit.trace(norm, (x,))
+    assert "aten::rms_norm" in str(traced.graph)
+    torch.testing.assert_close(traced(2 * x), norm(2 * x))
+    targets = {str(node.target) for node in torch.export.export(norm, (x,)).graph.nodes}
+    assert "aten.rms_norm.default" in targets
