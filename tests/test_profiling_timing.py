@@ -1,7 +1,6 @@
 """Timings and their spread."""
 
 import time
-import types
 
 import pytest
 from profiling import timing
@@ -54,10 +53,16 @@ def test_interleave_repeats_a_short_call(monkeypatch):
 
         def timeit(self, number):
             counts.append(number)
-            return types.SimpleNamespace(mean=1e-6)
+            return number * 1e-6
 
     monkeypatch.setattr(timing, "Timer", Timer)
     samples = interleave({"": int}, rounds=2, sample_seconds=0.001, warmup_calls=3)
     assert counts[:2] == [3, 3]
-    assert counts[2:] == pytest.approx([1000, 1000], abs=1)  # 0.001 / 1e-6 need not be an integer
-    assert samples == {"": [1e-6, 1e-6]}
+    assert counts[2:] == pytest.approx([2, 1000, 2, 1000], abs=1)  # 0.001 / 1e-6 need not be an integer
+    assert samples == {"": pytest.approx([1e-6, 1e-6])}
+
+
+def test_interleave_repeats_no_call_that_is_long():
+    calls = []
+    interleave({"": lambda: calls.append(time.sleep(0.002))}, rounds=4, sample_seconds=0.001, warmup_calls=1)
+    assert len(calls) == 2 + 4

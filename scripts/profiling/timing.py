@@ -4,9 +4,9 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from timeit import Timer
 
-import torch
-from torch.utils.benchmark import Timer
+from torch.utils.benchmark import timer as clock  # waits for the accelerator
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,23 @@ def interleave(
     """Time each run once a round and return its seconds per call, one sample a round.
 
     A machine that slows down slows all of the runs down alike, so that samples of one round can be compared. A sample
-    repeats the call for at least `sample_seconds` and is synchronized with the accelerator at both ends, and every
+    repeats the call for at least `sample_seconds`, after two more that are not timed, as the one before it left the
+    caches to another run; a call that is as long as a sample needs none. The clock waits for the accelerator, and every
     other round goes in reverse order. `on_sample` is told of each finished sample, for a progress display.
     `samples` is filled and returned: a caller who may be interrupted keeps what was measured until then.
     """
-    timers = {
-        name: Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()) for name, run in runs.items()
-    }
+    timers = {name: Timer("run()", timer=clock, globals={"run": run}) for name, run in runs.items()}
     calls = {}
     for name, timer in timers.items():
         timer.timeit(warmup_calls)
-        calls[name] = max(1, math.ceil(sample_seconds / timer.timeit(warmup_calls).mean))
+        calls[name] = max(1, math.ceil(sample_seconds / timer.timeit(warmup_calls) * warmup_calls))
     samples = {} if samples is None else samples
     samples.update((name, []) for name in runs)
     for round_ in range(rounds):
         for name in list(runs)[:: 1 if round_ % 2 == 0 else -1]:
-            samples[name].append(timers[name].timeit(calls[name]).mean)
+            if calls[name] > 1:
+                timers[name].timeit(2)
+            samples[name].append(timers[name].timeit(calls[name]) / calls[name])
             on_sample(name)
     return samples
 
