@@ -72,3 +72,24 @@ def test_self_attention_reset_parameters_after_meta():
         assert weight.std().item() == pytest.approx(0.98658 * std, rel=0.05)
     assert torch.equal(module.q_norm.weight, torch.ones(24))
     assert torch.equal(module.k_norm.weight, torch.ones(24))
+
+
+def test_attention_keeps_no_copies_for_backward_when_compiled():
+    rope = RotaryPositionalEmbedding(10000.0, 8, 12)
+    module = CausalMultiHeadSelfAttention(32, 4, rope=rope)
+    x = randn(2, 12, 32, dtype=torch.float32).requires_grad_()
+
+    def kept_by(call):
+        storages = {}
+
+        def keep(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            call(x)
+        return sum(storage.nbytes() == x.nbytes for storage in storages.values())
+
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    compiled(x)
+    assert kept_by(module) == kept_by(compiled) == 5  # the input, q, k, v and the heads attended to

@@ -108,19 +108,20 @@ class CausalMultiHeadSelfAttention(nn.Module):
         mask: Bool[Tensor, "*#batch #seq seq"] | None = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
         projections = (self.q_proj, self.k_proj, self.v_proj)  # -1 heads: a tensor-parallel one yields its share
-        q, k, v = (projection(x).unflatten(-1, (-1, self.d_head)).transpose(-2, -3) for projection in projections)
+        q, k, v = (projection(x).unflatten(-1, (-1, self.d_head)) for projection in projections)
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast q is bfloat16 and the gains are float32; given two dtypes, torch would warn.
             q = self.q_norm(q.to(self.q_norm.weight.dtype)).to(v.dtype)
             k = self.k_norm(k.to(self.k_norm.weight.dtype)).to(v.dtype)
         rope, outside = self.rope, None
         if rope is not None:
-            cos_sin, outside = rope.look_up(q, token_positions)
-            if token_positions is not None:
-                cos_sin = cos_sin.unsqueeze(token_positions.ndim - 1)  # the same for every head
+            cos_sin, outside = rope.look_up(x, token_positions)
+            cos_sin = cos_sin.unsqueeze(1 if token_positions is None else token_positions.ndim)  # one for all heads
+            # Transposed only afterwards, they keep a layout that spares a compiler a copy of the attended heads.
             q, k = rope.rotate(q, cos_sin), rope.rotate(k, cos_sin)
         elif token_positions is not None:
             raise ValueError("token_positions were given, but this attention has no rope to apply them")
+        q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
         heads = self._attend(q, k, v, mask).transpose(-2, -3).flatten(-2)
         if outside is not None:  # marked here, because the attention kernels would hide NaN in q or k, or spread it
             heads = heads.masked_fill(outside, math.nan)

@@ -169,7 +169,7 @@ def _functions(block: Block) -> dict[str, tuple[Callable[..., tuple[Tensor, ...]
     assert rope is not None
 
     def split(t: Tensor, heads: int) -> Tensor:
-        return t.unflatten(-1, (heads, attn.d_head)).transpose(-2, -3)
+        return t.unflatten(-1, (heads, attn.d_head))
 
     def ln1(x: Tensor) -> tuple[Tensor, ...]:
         return (block.ln1(x),)
@@ -179,10 +179,11 @@ def _functions(block: Block) -> dict[str, tuple[Callable[..., tuple[Tensor, ...]
         return split(attn.q_proj(h), attn.num_heads), split(attn.k_proj(h), kv_heads), split(attn.v_proj(h), kv_heads)
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        cos_sin, _ = rope.look_up(q)
-        return rope.rotate(q, cos_sin), rope.rotate(k, cos_sin)
+        cos_sin, _ = rope.look_up(q.transpose(-2, -3))
+        return tuple(rope.rotate(t, cos_sin.unsqueeze(1)) for t in (q, k))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
         return (attn._attend(q, k, v, None).transpose(-2, -3).flatten(-2),)
 
     def project_back(heads: Tensor) -> tuple[Tensor, ...]:
