@@ -1,5 +1,6 @@
 """The profiler as a program: every mode, every output, every refusal."""
 
+import copy
 import gc
 import json
 import os
@@ -461,3 +462,11 @@ def test_report_that_nobody_reads_to_the_end_is_no_error(tmp_path):
         assert run.stderr.read() == b""
     assert run.returncode == 0
     assert (tmp_path / "x.json").exists()
+
+
+def test_compare_names_another_precision_of_float32(tmp_path):
+    old = profile(tmp_path, "--mode", "forward")
+    new = copy.deepcopy(old)
+    new["settings"]["float32_matmul_precision"] = "medium"
+    then = old["settings"]["float32_matmul_precision"]
+    assert f"float32 matmul precision: {then} then, medium now" in compare(new, old)[0]

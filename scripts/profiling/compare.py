@@ -54,7 +54,7 @@ def _differences(new: dict[str, Any], old: dict[str, Any]) -> str:
     lines = [f"Compared with the profile of {old['environment']['date']}, commit {old['environment']['commit']}:"]
     for section, keys in (
         ("environment", ("device", "torch", "threads", "driver", "commit")),
-        ("settings", ("dtype", "mode", "compile", "attention_backend")),
+        ("settings", ("dtype", "mode", "compile", "float32_matmul_precision", "attention_backend")),
     ):
         for key in keys:
             then, now = old[section].get(key), new[section].get(key)
