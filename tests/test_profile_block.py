@@ -470,3 +470,19 @@ def test_compare_names_another_precision_of_float32(tmp_path):
     new["settings"]["float32_matmul_precision"] = "medium"
     then = old["settings"]["float32_matmul_precision"]
     assert f"float32 matmul precision: {then} then, medium now" in compare(new, old)[0]
+
+
+def test_layers_that_no_memory_can_hold_are_refused_before_they_are_built(capsys, monkeypatch):
+    message = refusal(capsys, "--num-layers", str(10**12))
+    assert re.search(r"--num-layers 10{12} makes [\d.]+ GiB of weights, and cpu has [\d.]+ GiB", message)
+    assert "GiB of weights" in refusal(capsys, "--num-layers", str(10**12), "--sweep", "seq-len=2,4")
+    monkeypatch.setattr(cli, "memory_bytes", lambda device: None)
+    cli._request(cli._parser().parse_args([*TINY, "--num-layers", str(10**12)]))  # nothing is known: it is tried
+
+
+def test_a_stack_that_fits_is_not_refused_for_a_larger_one_in_its_sweep(monkeypatch):
+    size = cli._size(cli._parser().parse_args([*TINY, "--num-layers", "3"]))
+    monkeypatch.setattr(cli, "memory_bytes", lambda device: 4 * size.parameters)  # float32
+    options = [*TINY, "--num-layers", "3", "--sweep", f"d-model={size.d_model},4096"]
+    request = cli._request(cli._parser().parse_args(options))
+    assert [size.d_model for size in request.sizes] == [size.d_model, 4096]

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from tinyblock import Block
 from .compare import SCHEMA, compare, load
 from .environment import device_name, environment
 from .files import atomic, require_writable
-from .machine import Ceilings, Datasheet, datasheet, float32_precision, measure_ceilings
+from .machine import Ceilings, Datasheet, datasheet, float32_precision, measure_ceilings, memory_bytes
 from .measure import BACKENDS, MODES, Extras, Settings, measure, require_attention_backend
 from .memory import is_out_of_memory
 from .parts import build
@@ -160,6 +160,7 @@ def _request(arguments: argparse.Namespace) -> _Request:
         raise _Refused("--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train")
     axis, values = _sweep(arguments.sweep)
     sizes = [_possible_size(arguments, settings, axis, value) for value in (values if axis else [None])]
+    _check_layers(sizes, settings)
     extras = Extras(arguments.trace, arguments.memory_snapshot, arguments.nvtx)
     if settings.device.type != "cuda":
         for option in ("memory_snapshot", "nvtx"):
@@ -226,11 +227,24 @@ def _possible_size(arguments: argparse.Namespace, settings: Settings, axis: str 
         widest = max(size.d_model, size.d_ff, size.num_heads * size.d_head)
         if max(size.parameters, size.tokens * widest) * settings.dtype.itemsize >= 2**63:
             raise OverflowError(f"{size.parameters} parameters and {size.tokens} tokens are more than can be counted")
-        build(size, "meta", settings.dtype)
+        one_layer = replace(size, num_layers=size.num_layers and min(size.num_layers, 1))  # the others are like it
+        build(one_layer, "meta", settings.dtype)
         torch.empty(size.batch_size, size.seq_len, size.d_model, device="meta", dtype=settings.dtype)
     except (RuntimeError, OverflowError, TypeError) as error:
         raise _Refused(f"impossible size: {_first_sentence(error)}") from None
     return size
+
+
+def _check_layers(sizes: list[Size], settings: Settings) -> None:
+    """Refuse a stack whose weights alone are larger than the memory: it would only be built until that is full.
+
+    In a sweep a size that is too large is a row, as long as a smaller one can be measured.
+    """
+    smallest = min(sizes, key=lambda size: size.parameters)
+    weights, memory = smallest.parameters * settings.dtype.itemsize, memory_bytes(settings.device)
+    if smallest.num_layers is not None and memory is not None and weights > memory:
+        makes, has = (f"{size / 2**30:.1f} GiB" for size in (weights, memory))
+        raise _Refused(f"--num-layers {smallest.num_layers} makes {makes} of weights, and {settings.device} has {has}")
 
 
 def _size(arguments: argparse.Namespace, axis: str | None = None, value: int | None = None) -> Size:

@@ -4,13 +4,14 @@ The roofline model: Williams, Waterman and Patterson, "Roofline: An Insightful V
 a given arithmetic intensity can run at most at min(peak FLOP/s, intensity * peak bytes/s).
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
 
 from .timing import Spread, interleave
 
-__all__ = ["DATASHEETS", "Ceilings", "Datasheet", "datasheet", "float32_precision", "measure_ceilings"]
+__all__ = ["DATASHEETS", "Ceilings", "Datasheet", "datasheet", "float32_precision", "measure_ceilings", "memory_bytes"]
 
 
 @dataclass(frozen=True)
@@ -126,3 +127,13 @@ def measure_ceilings(
     best = max(rates, key=lambda n: rates[n].median)
     moved = 2 * source.nbytes
     return Ceilings(rates[best], Spread.of([moved / seconds for seconds in samples["copy"]]), best, source.nbytes)
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """Return the size of the device's memory, or None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # as on Windows
+        return None
