@@ -17,7 +17,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tinyblock import __version__, vendor
+from tinyblock import __version__, contract, vendor
 from tinyblock.__main__ import main
 from tinyblock.staging import Staging
 from tinyblock.vendor import LAYERS, Copies, Refusal, Upstream, merge
@@ -159,6 +159,13 @@ def test_add_with_tests_and_typecheck_brings_their_files(layers, capsys):
     assert run(capsys, "add", "rope", "--to", layers, "--with-tests", "--with-typecheck")[0] == 0
     assert {"contract.py", "test_contract.py", "typecheck.py", "rope.py"} <= {path.name for path in layers.iterdir()}
     assert states(capsys, layers)[0] == 0
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_add_with_tests_brings_all_that_they_need(layer, layers, capsys):
+    assert run(capsys, "add", layer, "--to", layers, "--with-tests")[0] == 0
+    needed = {need for held in contract.PROPERTIES if (layers / f"{held.layer}.py").exists() for need in held.needs}
+    assert {name for name in needed if not (layers / f"{name}.py").exists()} == set()
 
 
 def test_add_dry_run_writes_nothing(tmp_path, layers, capsys):
@@ -702,20 +709,56 @@ def test_verify_of_attention_alone_borrows_rope(layers, capsys):
     replace(layers / "attention.py", "rope.rotate(q, cos_sin), rope.rotate(k, cos_sin)", "q, rope.rotate(k, cos_sin)")
     code, out, _ = run(capsys, "verify", layers)
     assert code == 1
+    assert out.startswith(f"attention: {layers / 'attention.py'} (with the rope of tinyblock)\n")
     assert re.search(r"^  FAIL  relative positions only \(with RoPE\): ", out, re.MULTILINE)
     assert re.search(r"^  ok    equation in float64$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     ("target", "expected"),
-    [("nowhere", "nowhere"), ("nowhere.rope", "nowhere"), ("empty", "empty"), ("broken", r"broken.*rope\.py.*line 1")],
+    [
+        ("nowhere", "nowhere"),
+        ("nowhere.rope", "nowhere"),
+        ("empty", "empty"),
+        ("broken", r"broken.*rope\.py.*line 1"),
+        ("sys", "sys is no .py file: it comes from Python itself"),
+        ("data.zip", "data.zip"),
+        ("zipped", "zipped is no folder: it comes from .*data.zip"),
+        ("zipped.rope", "zipped.rope is no .py file"),
+    ],
 )
 def test_verify_refuses_what_it_cannot_load(target, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "rope.py").write_text("class RotaryPositionalEmbedding(:\n")
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.write(PACKAGE / "rope.py", "zipped/rope.py")
+        archive.writestr("zipped/__init__.py", "")
+    monkeypatch.syspath_prepend(tmp_path / "data.zip")
     assert_refused(capsys, tmp_path / "empty", ["verify", target], expected)
+
+
+def test_verify_does_not_pass_over_a_class_of_another_name(layers, capsys):
+    run(capsys, "add", "block", "--to", layers)
+    replace(layers / "rmsnorm.py", "class RMSNorm(nn.Module)", "class Norm(nn.Module)")
+    replace(layers / "rmsnorm.py", '__all__ = ["RMSNorm", ', '__all__ = ["Norm", ')
+    for name in ("attention", "block", "ffn"):
+        (layers / f"{name}.py").unlink()
+    (layers / "block.py").write_text("class DecoderLayer: ...\n")
+    code, out, _ = run(capsys, "verify", layers)
+    assert code == 1
+    assert "  FAIL  RMSNorm is there: rmsnorm.py has Norm only, which is not verified\n" in out
+    assert "  FAIL  Block is there: block.py does not define it, and is not verified\n" in out
+
+
+def test_verify_skips_a_property_of_one_layer_only(layers, capsys):
+    run(capsys, "add", "rmsnorm", "ffn", "--to", layers)
+    _, out, _ = run(capsys, "verify", layers, "--skip", "rmsnorm: keys of the state dict")
+    assert out.count("  skip  ") == 1
+    code, _, err = run(capsys, "verify", layers, "--skip", "positions off the table")
+    assert code == 2
+    assert "no property 'positions off the table' to skip here" in err
 
 
 def test_verify_refuses_to_skip_what_is_no_property(tmp_path, layers, capsys):
@@ -1242,7 +1285,7 @@ sys.exit(main(["add", "block", "--to", "layers"]))
     ("number", "module", "function", "at", "is_done"),
     [
         ("SIGINT", "os", "fsync", 2, False),
-        ("SIGTERM", "os", "fsync", 6, False),
+        ("SIGHUP", "os", "fsync", 6, False),
         ("SIGINT", "os", "replace", 1, True),  # too late: what half a folder holds is finished
         ("SIGINT", "shutil", "rmtree", 1, True),
         ("SIGKILL", "os", "replace", 3, None),
@@ -1256,6 +1299,7 @@ def test_signal_leaves_all_or_nothing(number, module, function, at, is_done, tmp
     if is_done is None:
         assert done.returncode == -signal.SIGKILL
         assert_refused(capsys, tmp_path, ["add", "block", "--to", folder], "was killed: if none is, delete .*staging")
+        assert {path.suffix for path in (folder / Staging.NAME).iterdir()} == {".new"}  # what it had not come to
         shutil.rmtree(folder / Staging.NAME)
         assert run(capsys, "add", "block", "--to", folder)[0] == 0
         assert states(capsys, folder)[0] == 0

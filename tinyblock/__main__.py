@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import __version__
-from .vendor import LAYERS, TESTS, TYPECHECK, Action, Copies, Edited, Refusal, State, Upstream
+from .staging import SIGNALS
+from .vendor import COMPANIONS, LAYERS, TESTS, TYPECHECK, Action, Copies, Edited, Refusal, State, Upstream
 
 _EXAMPLES = """examples:
   tinyblock list                                  what there is to copy
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) ->
             stream.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)
     with suppress(ValueError):  # it is for the main thread
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was begun is then undone, as by Ctrl-C
+        for number in SIGNALS:
+            signal.signal(number, signal.default_int_handler)  # what was begun is then undone, as by Ctrl-C
     try:
         code = int(arguments.run(arguments, upstream or Upstream.installed()))
         if sys.stdout is not None:
@@ -148,6 +150,10 @@ def _list(arguments: argparse.Namespace, upstream: Upstream) -> int:
 def _add(arguments: argparse.Namespace, upstream: Upstream) -> int:
     extras = [*(TESTS if arguments.with_tests else ()), *(TYPECHECK if arguments.with_typecheck else ())]
     copies = Copies(arguments.to, upstream)
+    if arguments.with_tests:
+        extras += [
+            companion for layer in upstream.with_siblings(arguments.layers) for companion in COMPANIONS.get(layer, ())
+        ]
     try:
         actions = copies.add(arguments.layers, extras, dry_run=arguments.dry_run)
     except Edited as error:
@@ -195,36 +201,54 @@ def _update(arguments: argparse.Namespace, upstream: Upstream) -> int:
 def _verify(arguments: argparse.Namespace, upstream: Upstream) -> int:
     from . import contract
 
-    names = {prop.name for prop in contract.PROPERTIES}
-    for name in arguments.skip:
-        if name not in names:
-            near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0)
-            raise Refusal(f"there is no property {name!r} to skip: did you mean {near[0]!r}?")
     try:
         copies = contract.load(arguments.target)
     except (LookupError, ImportError) as error:
         raise Refusal(str(error)) from None
-    own = {layer: importlib.import_module(f"{__package__}.{layer}") for layer in LAYERS}
+    properties = [prop for prop in contract.PROPERTIES if prop.layer in copies]
+    names = {name for prop in properties for name in (prop.name, f"{prop.layer}: {prop.name}")}
+    for name in arguments.skip:
+        if name not in names:
+            near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0)
+            raise Refusal(f"there is no property {name!r} to skip here: did you mean {near[0]!r}?")
+    modules = {layer: importlib.import_module(f"{__package__}.{layer}") for layer in LAYERS} | copies
     counts = {"ok": 0, "FAIL": 0, "skip": 0}
+
+    def tell(outcome: str, what: str, why: str = "") -> None:
+        counts[outcome] += 1
+        print(f"  {outcome:4}  {what}{why and ': '}{why}", flush=True)
+
     for layer, module in copies.items():
+        own = [prop for prop in properties if prop.layer == layer]
+        borrowed = ", ".join(sorted({need for prop in own for need in prop.needs} - copies.keys()))
         path = Path(str(module.__file__))
-        print(f"{layer}: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
-        for prop in contract.PROPERTIES:
-            if prop.layer != layer:
-                continue
-            outcome, why = "ok", ""
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        print(f"{layer}: {shown}{borrowed and f' (with the {borrowed} of tinyblock)'}")
+        classes = [name for name in contract.LAYERS[layer] if name[0].isupper()]
+        others = [name for name, member in vars(module).items() if name[0].isupper() and isinstance(member, type)]
+        others = [name for name in others if vars(module)[name].__module__ == module.__name__]
+        if others and not any(name in others for name in classes):
+            tell("FAIL", f"{classes[0]} is there", f"{path.name} has {', '.join(others)} only, which is not verified")
+        for prop in own:
             try:
-                if prop.name in arguments.skip:
+                if prop.name in arguments.skip or f"{layer}: {prop.name}" in arguments.skip:
                     raise unittest.SkipTest("as you asked")
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    prop.run(own | copies)
+                    prop.run(modules)
+                tell("ok", prop.name)
             except contract.Violation as error:
-                outcome, why = "FAIL", str(error)
+                tell("FAIL", prop.name, str(error))
             except unittest.SkipTest as error:
-                outcome, why = "skip", str(error)
-            counts[outcome] += 1
-            print(f"  {outcome:4}  {prop.name}{why and ': '}{why}", flush=True)
+                tell("skip", prop.name, str(error))
+    for path in sorted(Path(arguments.target).glob("*.py")):
+        if path.stem in LAYERS and path.stem not in copies:
+            print(f"{path.stem}: {path}")
+            tell(
+                "FAIL",
+                f"{contract.LAYERS[path.stem][0]} is there",
+                f"{path.name} does not define it, and is not verified",
+            )
     print(f"{counts['ok']} hold, {counts['FAIL']} fail, {counts['skip']} skipped")
     return 1 if counts["FAIL"] else 0
 

@@ -1037,7 +1037,7 @@ def load(target: str | os.PathLike[str]) -> dict[str, ModuleType]:
     path, name = Path(target), os.fspath(target)
     if path.is_dir():
         layers = _import_from(path.resolve(), _find(path))
-    elif path.is_file():
+    elif path.is_file() and path.suffix == ".py":
         layers = _import_from(path.resolve().parent, _find(path.parent, path.name))
     elif re.fullmatch(r"\w+(\.\w+)*", name):
         layers = _import_named(name)
@@ -1100,8 +1100,12 @@ def _import_named(name: str) -> dict[str, ModuleType]:
     module = _import(name)
     if hasattr(module, "__path__"):
         folder = Path(next(iter(module.__path__)))
+        if not folder.is_dir():
+            raise LookupError(f"{name} is no folder: it comes from {folder}")
         return _import_all(name, folder, _find(folder))
-    path = Path(str(module.__file__))
+    path = Path(getattr(module, "__file__", None) or "")
+    if path.suffix != ".py" or not path.is_file():
+        raise LookupError(f"{name} is no .py file: it comes from {path if path.name else 'Python itself'}")
     return dict.fromkeys(_find(path.parent, path.name), module)
 
 

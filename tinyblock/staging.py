@@ -9,7 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Busy", "ChangedMeanwhile", "Staging"]
+__all__ = ["SIGNALS", "Busy", "ChangedMeanwhile", "Staging"]
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class Staging:
@@ -61,13 +63,13 @@ class Staging:
             OSError: one cannot be written; the others are as they were.
         """
         for number, (path, content) in enumerate(contents.items()):
-            new = self.path / f"{number}.new"
+            new = self._staged(number, path, "new")
             with new.open("wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             if path.exists():
-                shutil.copy2(path, self.path / f"{number}.old")
+                shutil.copy2(path, self._staged(number, path, "old"))
                 shutil.copymode(path, new)
         with _uninterrupted():
             for path, content_before in before.items():
@@ -76,13 +78,16 @@ class Staging:
             replaced: list[tuple[Path, Path]] = []
             try:
                 for number, path in enumerate(contents):
-                    os.replace(self.path / f"{number}.new", path)
-                    replaced.append((path, self.path / f"{number}.old"))
+                    os.replace(self._staged(number, path, "new"), path)
+                    replaced.append((path, self._staged(number, path, "old")))
             except BaseException as error:
                 stuck = [path for path, old in replaced if not _put_back(path, old)]
                 if stuck:
                     raise _Stuck(f"{', '.join(map(str, stuck))} could not be put back: see {self.path}") from error
                 raise
+
+    def _staged(self, number: int, path: Path, which: str) -> Path:
+        return self.path / f"{number}.{path.name}.{which}"
 
     def _remove_folders(self) -> None:
         for path in self._made:  # the innermost first; one that holds a copy now stays
@@ -115,14 +120,14 @@ def _put_back(path: Path, old: Path) -> bool:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM pass unheard for the few milliseconds in which half of the files are new."""
+    """Let Ctrl-C and the like pass unheard for the few milliseconds in which half of the files are new."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None is one that was not set from Python, and cannot be
+                signal.signal(number, handler)

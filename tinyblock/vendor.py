@@ -35,6 +35,7 @@ __all__ = ["LAYERS", "Action", "Copies", "Edited", "Entry", "Layer", "Refusal", 
 
 LAYERS = ("rmsnorm", "ffn", "rope", "attention", "block", "transformer")
 TESTS = ("contract", "test_contract")
+COMPANIONS = {"attention": ("rope",), "block": ("rope",)}  # what the tests of a layer need that it does not import
 TYPECHECK = ("typecheck",)
 LICENCE = "LICENSE.tinyblock"
 SOURCES = {f"{name}.py": f"{name}.py" for name in LAYERS + TESTS + TYPECHECK} | {LICENCE: "LICENSE"}  # copy: file here
@@ -458,9 +459,8 @@ class Copies:
                 self.entries = self._read_lock()
                 yield staging
         except Busy as error:
-            raise Refusal(
-                f"another run is at work there, or was killed: if none is, delete {error}, and repeat"
-            ) from None
+            ways_out = f"if none is, delete {error} (where NAME.old is a file as it was), and repeat"
+            raise Refusal(f"another run is at work there, or was killed: {ways_out}") from None
         except ChangedMeanwhile as error:
             raise Refusal(f"{error} was changed meanwhile by another program: repeat") from None
 
