@@ -65,7 +65,12 @@ ROTATION = {*EQUATION, "any strides", "positions broadcast, in every integer dty
 REFUSED = "CausalMultiHeadSelfAttention: bad hyperparameters refused"
 MASK = "mask narrows causality and never lifts it"
 ALONG = {"causality", "prefill against one-shot", MASK, "relative positions only"}
-FORWARD = "        if x.dtype == self.weight.dtype and (_ROUNDS_ONCE or x.dtype.itemsize > 2):\n"
+FORWARD = "        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]\n"
+FFN = "        return self.w2(F.silu(self.w1(x)) * self.w3(x))"
+ATTEND = (
+    "        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shares)\n"
+)
+SCORES = "scores in float32 or wider"
 TURN = "q, k = rope.rotate(q, cos_sin), rope.rotate(k, cos_sin)"
 MUTANTS = {  # name: layer, edits, properties that fail
     "eps outside the root": (
@@ -108,6 +113,14 @@ MUTANTS = {  # name: layer, edits, properties that fail
         {FORWARD: f"        if len(x) == 1:\n            return self(x[0])\n{FORWARD}"},
         EQUATION,
     ),
+    "no gradient for the gains in bfloat16": (
+        "rmsnorm",
+        {
+            "_KeepInputs.apply(x, self.weight, self.eps)": "_KeepInputs.apply(\n"
+            "                x, self.weight.detach() if x.dtype == torch.bfloat16 else self.weight, self.eps)"
+        },
+        {"gradients"},
+    ),
     "eps may be 0": ("rmsnorm", {"0 < eps": "0 <= eps"}, {"RMSNorm: bad hyperparameters refused"}),
     "w1 and w3 swapped": (
         "ffn",
@@ -144,6 +157,17 @@ MUTANTS = {  # name: layer, edits, properties that fail
         {"        return self.w2(F.silu(": "        for _ in range(x.numel()): ...\n        return self.w2(F.silu("},
         {"compiles to one graph"},
     ),
+    "no gradient for x in bfloat16": (
+        "ffn",
+        {FFN: f"        x = x.detach() if x.dtype == torch.bfloat16 else x\n{FFN}"},
+        {"gradients"},
+    ),
+    "bfloat16 scaled by 1.05": (
+        "ffn",
+        {FFN: f"{FFN} * (1.05 if x.dtype == torch.bfloat16 else 1)"},
+        {LOW, "gradients"},
+    ),
+    "a clamp": ("ffn", {FFN: f"{FFN}.clamp(-1e4, 1e4)"}, EQUATION),
     "halves for pairs": (
         "rope",
         {
@@ -197,10 +221,86 @@ MUTANTS = {  # name: layer, edits, properties that fail
         {"(index != positions).unsqueeze(-1)": "(index < 0).unsqueeze(-1)"},
         {"positions off the table"},
     ),
+    "a softmax in the dtype of the input": (
+        "attention",
+        {
+            ATTEND: "        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))\n"
+            "        causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()\n"
+            "        seen = causal if mask is None else mask\n"
+            "        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -math.inf)\n"
+            "        out = scores.softmax(-1).masked_fill(~seen, 0) @ v\n"
+        },
+        {SCORES},
+    ),
+    "no causality in evaluation": (
+        "attention",
+        {"is_causal=mask is None": "is_causal=mask is None and self.training"},
+        EQUATION - {"gradients"},
+    ),
+    "no causality without gradients": (
+        "attention",
+        {"is_causal=mask is None": "is_causal=mask is None and torch.is_grad_enabled()"},
+        {*EQUATION - {"gradients"}, SCORES},
+    ),
+    "dropout in evaluation": (
+        "attention",
+        {"enable_gqa=shares)": "enable_gqa=shares, dropout_p=0.0 if self.training else 0.5)"},
+        EQUATION - {"gradients"},
+    ),
+    "a window of 16": (
+        "attention",
+        {
+            ATTEND: "        seen = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril().triu(-15)\n"
+            "        mask, is_causal = seen if mask is None else mask & seen, False\n"
+            + ATTEND.replace("is_causal=mask is None", "is_causal=False")
+        },
+        {*EQUATION, "causality", MASK},
+    ),
+    "a mask for 64 tokens": (
+        "attention",
+        {
+            "causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()": "causal = torch.ones("
+            "64, 64, dtype=torch.bool).tril()[:seq, :seq]",
+            "        if mask is not None:\n": "        mask = mask if mask is not None else torch.tensor(True)\n"
+            "        if mask is not None:\n",
+        },
+        {*EQUATION, "causality", "prefill against one-shot", MASK, "inputs not modified"},
+    ),
+    "a scale for small heads": (
+        "attention",
+        {"enable_gqa=shares)": "enable_gqa=shares, scale=min(self.d_head, 32) ** -0.5)"},
+        {*EQUATION, SCORES},
+    ),
+    "masked scores of -100": (
+        "attention",
+        {
+            ATTEND: "        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))\n"
+            "        causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()\n"
+            "        seen = causal if mask is None else mask\n"
+            "        scores = (q.float() if q.dtype.itemsize < 4 else q) @ k.mT.to(q.dtype if q.dtype.itemsize > 2 "
+            "else torch.float32) / q.shape[-1] ** 0.5\n"
+            "        weights = scores.masked_fill(~seen, -100.0).softmax(-1).masked_fill(~seen, 0)\n"
+            "        out = (weights @ v.to(weights.dtype)).to(v.dtype)\n"
+        },
+        {"equation in float64", "gradients", "prefill against one-shot"},
+    ),
+    "a softmax that overflows": (
+        "attention",
+        {
+            ATTEND: "        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))\n"
+            "        causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()\n"
+            "        seen = causal if mask is None else mask\n"
+            "        wide = torch.promote_types(q.dtype, torch.float32)\n"
+            "        weights = (q.to(wide) @ k.to(wide).mT / q.shape[-1] ** 0.5).exp() * seen\n"
+            "        sums = weights.sum(-1, keepdim=True).clamp(min=1e-30)\n"
+            "        out = (weights / sums @ v.to(wide)).to(v.dtype)\n"
+        },
+        {"equation in float64", "gradients", SCORES},
+    ),
     "no causality": (
         "attention",
         {"is_causal=mask is None": "is_causal=False"},
-        {*EQUATION, *ALONG - {"relative positions only"}},
+        {*EQUATION, *ALONG - {"relative positions only"}, SCORES},
     ),
     "the mask dropped": (
         "attention",
@@ -208,7 +308,11 @@ MUTANTS = {  # name: layer, edits, properties that fail
         {*EQUATION, MASK},
     ),
     "the mask alone": ("attention", {"(mask & causal)": "mask"}, {*EQUATION, MASK, "prefill against one-shot"}),
-    "no scale": ("attention", {"enable_gqa=shares)": "enable_gqa=shares, scale=1.0)"}, EQUATION),
+    "no scale": (
+        "attention",
+        {"enable_gqa=shares)": "enable_gqa=shares, scale=1.0)"},
+        {*EQUATION, "causality", MASK, SCORES},
+    ),
     "key heads dealt out in turn": (
         "attention",
         {
