@@ -24,7 +24,7 @@ import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -278,6 +278,16 @@ def public(layer: ModuleType, name: str) -> Any:
     return getattr(layer, name)
 
 
+def takes(function: Any, name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(it.kind is it.VAR_KEYWORD for it in parameters.values())
+
+
+def kept(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options that a copy has not dropped."""
+    return {name: value for name, value in options.items() if takes(cls, name)}
+
+
 def make(cls: Any, *arguments: Any, **options: Any) -> Any:
     with given(show_call(cls, arguments, options)):
         return cls(*arguments, **options)
@@ -298,6 +308,13 @@ class Case:
     compiled: bool = False
     roundings: int = 1  # of a half, one after another or side by side, on the way to the result
     dtypes: tuple[torch.dtype, ...] = tuple(ALLOWED)
+
+    def missing(self) -> list[str]:
+        """Return what the case gives, and the copy does not take any more."""
+        rest = [name for name, tensor in zip(REST, self.rest, strict=False) if tensor is not None]
+        return [name for name in self.options if not takes(self.cls, name)] + [
+            name for name in rest if not takes(self.cls.forward, name)
+        ]
 
     def module(self, dtype: torch.dtype = torch.float64) -> Any:
         options = copy.deepcopy(dict(self.options))  # with a rope of its own
@@ -350,29 +367,37 @@ def follows(cases: list[Case], *dtypes: torch.dtype) -> None:
                 agrees(call(module.eval(), case.x(dtype), case.rest), exact, dtype, case.roundings, case.rounds_once)
 
 
-def agrees(actual: Any, exact: Tensor, dtype: torch.dtype, roundings: int, rounds_once: bool = False) -> None:
-    has_dtype(actual, dtype)
+def agrees(
+    actual: Any, exact: Tensor, dtype: torch.dtype, roundings: int, rounds_once: bool = False, keeps: bool = True
+) -> None:
+    has_dtype(actual, dtype if keeps else getattr(actual, "dtype", dtype))
     close(actual, exact, allowed_of(exact, dtype, rounds_once))
     if dtype in HALVES:
         close_on_average(actual, exact, roundings, dtype)
 
 
 def same_gradients(
-    actual: Tensor, mine: Mapping[str, Tensor], exact: Tensor, its: Mapping[str, Tensor], roundings: int
+    actual: Tensor,
+    mine: Mapping[str, Tensor],
+    exact: Tensor,
+    its: Mapping[str, Tensor],
+    roundings: int,
+    computed_in: torch.dtype | None = None,
 ) -> None:
     """Compare the gradients of two results, each with regard to tensors of its own.
 
     On the way back each product has two, and both factors were rounded: three times the roundings of the result. What
     the scores of attention get is a difference of terms that are as large as the gradient of the result, of size 1.
     """
+    dtype = computed_in or actual.dtype
     upstream = randn(*actual.shape, seed=9, dtype=actual.dtype)
     grad = functools.partial(torch.autograd.grad, materialize_grads=True)  # zeros where an empty batch has none
     wanted = grad(exact, list(its.values()), upstream.double())
     for name, got, want in zip(mine, grad(actual, list(mine.values()), upstream), wanted, strict=True):
         with given(f"gradient of {name}, for one of the result of seed 9"):
-            if actual.dtype in HALVES:
-                close_on_average(got, want, 3 * roundings, actual.dtype, least=1.0)
-            close(got, want, 10 * ALLOWED[actual.dtype] * max(1, size(want)))
+            if dtype in HALVES:
+                close_on_average(got, want, 3 * roundings, dtype, least=1.0)
+            close(got, want, 10 * ALLOWED[dtype] * max(1, size(want)))
 
 
 def differentiates(cases: list[Case]) -> None:
@@ -446,6 +471,37 @@ def places_parameters(cases: list[Case]) -> None:
                     raise Violation(f"{name} is of {parameter.dtype} on {parameter.device}")
 
 
+def autocasts(cases: list[Case]) -> None:
+    """Compute in bfloat16 what torch.autocast says, with weights and inputs that are rounded to it besides."""
+    for case in some([case for case in cases if 0 not in case.shape and case.scale == 1]):
+        with given(f"torch.autocast('cpu', torch.bfloat16) around {case}", torch.float32), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            module, mine, its = (case.module(torch.float32), *(case.x(torch.float32).requires_grad_() for _ in "12"))
+            with torch.autocast("cpu", torch.bfloat16):
+                actual = call(module, mine, case.rest)
+            weights, exact = dict(module.named_parameters()), case.exact(module, its)
+            agrees(actual, exact, torch.bfloat16, 3 * case.roundings, keeps=False)
+            before, after = {"x": mine, **weights}, {"x": its, **weights}
+            same_gradients(actual, before, exact, after, 3 * case.roundings, torch.bfloat16)
+
+
+def follows_on_cuda(cases: list[Case]) -> None:
+    if not torch.cuda.is_available():
+        raise SkipTest("no CUDA here")
+    for case, dtype in each(cases):
+        with given(case, dtype, "on CUDA"):
+            module = case.module(dtype)
+            exact, rest = case.exact(module, case.x(dtype)), tuple(None if t is None else t.cuda() for t in case.rest)
+            module, x = module.cuda(), case.x(dtype).cuda()
+            for enabled in (True, False):
+                with given("gradients " + ("on" if enabled else "off")), torch.set_grad_enabled(enabled):
+                    actual = call(module, x, rest)
+                    has_dtype(actual, dtype)
+                    close(actual.cpu(), exact, (1 if dtype in HALVES else 10) * ALLOWED[dtype] * size(exact))
+                    if dtype in HALVES:
+                        close_on_average(actual.cpu(), exact, case.roundings, dtype)
+
+
 LAYER = {
     "equation in float64": lambda cases: follows(cases, torch.float64),
     "equation in float32": lambda cases: follows(cases, torch.float32),
@@ -453,6 +509,8 @@ LAYER = {
     "gradients": differentiates,
     "inputs not modified": leaves_inputs_alone,
     "compiles to one graph": compiles,
+    "autocast": autocasts,
+    "equation on CUDA": follows_on_cuda,
 }
 WEIGHTS = LAYER | {"device and dtype of the parameters": places_parameters}
 
@@ -498,7 +556,13 @@ def prefills(cases: list[Case]) -> None:
                 close(prefix, out[..., :length, :], ALLOWED[torch.float64] * size(out))
 
 
+def needs_argument(cases: list[Case], name: str) -> None:
+    if not takes(cases[0].cls.forward, name):
+        raise SkipTest(f"forward of {cases[0].cls.__name__} has no {name} in this copy")
+
+
 def masks(cases: list[Case]) -> None:
+    needs_argument(cases, "mask")
     for case, module, x, out, allowed in unmasked(cases):
         seq, positions = x.shape[-2], case.rest[0]
         with given(f"{case}, and a mask that is True everywhere"):
@@ -518,6 +582,7 @@ SEQUENCE = WEIGHTS | {
 
 
 def is_relative(cases: list[Case]) -> None:
+    needs_argument(cases, "token_positions")
     case, module, x, out, allowed = next(unmasked(cases))
     ahead = torch.arange(x.shape[-2])
     with given(f"{case}, and token_positions 150 further on"):
@@ -528,6 +593,7 @@ def is_relative(cases: list[Case]) -> None:
 
 def marks_positions(cases: list[Case]) -> None:
     """Refuse positions off the table; where none can be read, let their tokens be NaN (in a stack, others too)."""
+    needs_argument(cases, "token_positions")
     case, module = cases[0], cases[0].module(torch.float32)
     x, positions = case.x(torch.float32), torch.arange(case.shape[-2]) + TABLE - 3
     with given(f"{case}, and token_positions {show(positions)} in a table of {TABLE}"):
@@ -542,6 +608,21 @@ ROTARY = SEQUENCE | {"relative positions only": is_relative, "positions off the 
 
 
 # Properties, and how they are registered.
+
+
+@contextmanager
+def usual_defaults() -> Iterator[None]:
+    """Set what the host may have changed: gradients on, the CPU, float32, and no autocast."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        if device.type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
+        yield
 
 
 @dataclass(frozen=True)
@@ -560,7 +641,7 @@ class Property:
             Violation: the property does not hold.
             unittest.SkipTest: it is one of a function or class that the copy does not have.
         """
-        with torch.random.fork_rng(devices=()), given():
+        with torch.random.fork_rng(devices=()), usual_defaults(), given():
             self.check(**{layer: modules[layer] for layer in self.needs})
 
 
@@ -578,13 +659,22 @@ def promises(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
+def of_copy(cases: list[Case]) -> list[Case]:
+    """Leave out the cases of what a copy has dropped."""
+    fitting = [case for case in cases if not case.missing()]
+    if cases and not fitting:
+        missing = min((case.missing() for case in cases), key=len)
+        raise SkipTest(f"{cases[0].cls.__name__} has no {' and no '.join(missing)} in this copy")
+    return fitting
+
+
 def promises_all(group: Mapping[str, Callable[[list[Case]], None]], of: str = "") -> Callable[..., Any]:
     """Register the properties of the group for the cases that a function of the layers returns."""
 
     def register(cases: Callable[..., list[Case]]) -> Callable[..., list[Case]]:
         needs = list(inspect.signature(cases).parameters)
         for name, check in group.items():
-            run = functools.partial(lambda check, **modules: check(cases(**modules)), check)
+            run = functools.partial(lambda check, **modules: check(of_copy(cases(**modules))), check)
             _registered.append(Property(needs[0], f"{name} ({of})" if of else name, frozenset(needs), run))
         return cases
 
@@ -624,6 +714,45 @@ def promises_function(
     _registered.append(Property(layer, f"{name}: equation and gradients", frozenset({layer}), check))
 
 
+def promises_weights(layer: str, cls: str, *arguments: int, **options: Any) -> None:
+    """Register what weights are drawn: gains of 1, and a normal of variance 2 / (d_in + d_out), cut at three sigma."""
+
+    def check(**modules: ModuleType) -> None:
+        made = public(modules[layer], cls)
+        more = kept(made, options)
+        with given(show_call(made, arguments, more), "after torch.manual_seed(0)"):
+            torch.default_generator.manual_seed(0)
+            has_initial_weights(made(*arguments, **more))
+        if takes(made, "device") and hasattr(made, "reset_parameters"):
+            way = ".to_empty(device='cpu'), NaN in every weight, torch.manual_seed(0), reset_parameters()"
+            with given(show_call(made, arguments, {**more, "device": "meta"}), way):
+                module = made(*arguments, **more, device="meta").to_empty(device="cpu")
+                for parameter in module.parameters():
+                    parameter.data.fill_(math.nan)
+                torch.default_generator.manual_seed(0)
+                module.reset_parameters()
+                has_initial_weights(module)
+
+    _registered.append(Property(layer, f"{cls}: initial weights", frozenset({layer}), check))
+
+
+def has_initial_weights(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        weight = parameter.detach().double()
+        with given(f"{name} of shape {tuple(weight.shape)}"):
+            if weight.ndim == 1:
+                close(weight, torch.ones_like(weight), 0)
+            else:
+                unit = weight / math.sqrt(2 / sum(weight.shape))
+                # Cut there, a normal has a variance of 0.97333 and a kurtosis of 2.83. Five standard errors:
+                error = 5 / math.sqrt(unit.numel())
+                found = {"largest": size(unit), "mean": unit.mean().item(), "deviation": unit.std().item()}
+                inside = found["largest"] <= 3 + 1e-6 and abs(found["mean"]) <= error
+                if not inside or abs(found["deviation"] / 0.98658 - 1) > 0.68 * error:
+                    shown = ", ".join(f"{key} {value:.3f}" for key, value in found.items())
+                    raise Violation(f"in units of sqrt(2 / (d_in + d_out)): {shown}; expected 3.000, 0.000, 0.987")
+
+
 def promises_to_refuse(layer: str, cls: str, calls: list[tuple[Any, ...]]) -> None:
     """Register which arguments are refused; a dictionary at the end is one of options."""
 
@@ -631,8 +760,9 @@ def promises_to_refuse(layer: str, cls: str, calls: list[tuple[Any, ...]]) -> No
         made = public(modules[layer], cls)
         for call in calls:
             arguments, options = (call[:-1], call[-1]) if isinstance(call[-1], dict) else (call, {})
-            with given(show_call(made, arguments, options)), refused():
-                made(*arguments, **options)
+            if kept(made, options) == options:
+                with given(show_call(made, arguments, options)), refused():
+                    made(*arguments, **options)
 
     _registered.append(Property(layer, f"{cls}: bad hyperparameters refused", frozenset({layer}), check))
 
@@ -695,6 +825,7 @@ def rmsnorm_keys(rmsnorm: ModuleType) -> None:
 
 
 promises_function("rmsnorm", "rms_norm", rms_norm, [((2, 3, 7), (7,)), ((7,), (7,), 0.5), ((2, 1, 3, 7), (7,), 1e-3)])
+promises_weights("rmsnorm", "RMSNorm", 7)
 promises_to_refuse("rmsnorm", "RMSNorm", [(0,), (-3,), (4, 0.0), (4, -1e-5), (4, math.nan), (4, math.inf)])
 
 
@@ -759,6 +890,8 @@ promises_function("ffn", "glu", glu, [(shape, IN, IN) for shape in [(3, 5), (5,)
 promises_function("ffn", "swiglu", swiglu, [(shape, IN, OUT, IN) for shape in [(2, 3, 5), (5,), (2, 1, 3, 5)]], SWIGLU)
 plain = [((2, 3, 5), IN, OUT), ((5,), IN, OUT), ((2, 1, 3, 5), IN, OUT), ((2, 3, 5), IN, OUT, torch.relu)]
 promises_function("ffn", "feed_forward", feed_forward, plain, PLAIN)
+promises_weights("ffn", "SwiGLU", 96, 160)
+promises_weights("ffn", "FeedForward", 96, 160)
 promises_to_refuse("ffn", "SwiGLU", [(0, 4), (-1, 4), (4, 0), (4, -2)])
 promises_to_refuse("ffn", "FeedForward", [(0, 4), (-1, 4), (4, 0), (4, -2)])
 
@@ -963,6 +1096,16 @@ def attention_keeps_scores(attention: ModuleType) -> None:
             close_on_average(module(x.to(dtype))[..., 1:64], exact[..., 1:64], 2, dtype)
 
 
+def attention_state(
+    num_kv_heads: int = 4, d_head: int = 6, qk_norm: bool = False, eps: float = 0.0, prefix: str = ""
+) -> dict[str, Shape]:
+    """Return the keys and shapes of attention, of d_model 24 in 4 heads."""
+    state: dict[str, Shape] = {"q_proj.weight": (4 * d_head, 24), "output_proj.weight": (24, 4 * d_head)}
+    state |= {f"{name}_proj.weight": (num_kv_heads * d_head, 24) for name in ("k", "v")}
+    state |= {f"{name}_norm.weight": (d_head,) for name in ("q", "k") if qk_norm}
+    return {prefix + key: shape for key, shape in state.items()}
+
+
 @promises("positions without a RoPE are refused")
 def attention_refuses_positions(attention: ModuleType) -> None:
     with given(f"{ATTENTION}(24, 4), token_positions [0, 1, 2]"), refused():
@@ -979,15 +1122,15 @@ def attention_refuses_rope(attention: ModuleType, rope: ModuleType) -> None:
 def attention_keys(attention: ModuleType) -> None:
     names = [f"{name}_proj.weight" for name in ("q", "k", "v", "output")]
     has_state(public(attention, ATTENTION), (24, 4), dict.fromkeys(names, (24, 24)))
-    shapes: list[Shape] = [(40, 24), (20, 24), (20, 24), (24, 40), (10,), (10,)]
-    expected = dict(zip([*names, "q_norm.weight", "k_norm.weight"], shapes, strict=True))
-    has_state(public(attention, ATTENTION), (24, 4), expected, num_kv_heads=2, d_head=10, qk_norm=True)
+    options = kept(public(attention, ATTENTION), {"num_kv_heads": 2, "d_head": 10, "qk_norm": True})
+    has_state(public(attention, ATTENTION), (24, 4), attention_state(**options), **options)
 
 
 keys: list[Shape] = [(2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 4)]
 scored = [(*keys, None), (*keys, mask_of(5, 7)), (*keys, mask_of(2, 2, 5, 7)), ((5, 8), (7, 8), (7, 4), mask_of(5, 7))]
 promises_function("attention", "scaled_dot_product_attention", attend, scored, once=True)
 UNFIT = [(24, 4, {"num_kv_heads": n}) for n in (3, 0)] + [(24, 4, {"eps": eps}) for eps in (0.0, math.nan, math.inf)]
+promises_weights("attention", ATTENTION, 192, 4, num_kv_heads=2, d_head=32, qk_norm=True)
 promises_to_refuse("attention", ATTENTION, [(24, 5), (24, 0), (0, 4), (24, -4), (24, 4, {"d_head": 0}), *UNFIT])
 
 
@@ -1007,9 +1150,10 @@ def block_cases(block: ModuleType, rope: ModuleType) -> list[Case]:
         made = public(block, "Block"), (24, 4, 40), shape, formula, {**options, "rope": table}, rest or NOTHING
         return Case(*made, compiled=compiled, roundings=roundings_of(rope=True, **options) + SWIGLU + 2 * ADDED)
 
-    every = case(POSITIONS, mask_of(2, 7, 7), **OPTIONS, compiled=True)
+    options = kept(public(block, "Block"), OPTIONS)
+    every = case(POSITIONS, mask_of(2, 7, 7), **options, compiled=True)
     shapes = [(5, 24), (0, 5, 24), (2, 1, 3, 24), (2, 1, 24)]
-    return [case(compiled=True), case(**OPTIONS), every, *(case(shape=shape) for shape in shapes)]
+    return [case(compiled=True), case(**options), every, *(case(shape=shape) for shape in shapes)]
 
 
 @promises_all(SEQUENCE, of=OLD)
@@ -1019,14 +1163,9 @@ def old_block_cases(block: ModuleType, ffn: ModuleType) -> list[Case]:
     return [Case(*made, compiled=True, roundings=roundings_of(rope=False) + PLAIN + 2 * ADDED)]
 
 
-def block_state(
-    d_ff: int, prefix: str = "", inner: tuple[str, ...] = ("w1", "w3"), plain: bool = True
-) -> dict[str, Shape]:
-    """Return the keys and shapes of the reference block of CS336, of d_model 24, or of one with OPTIONS."""
-    state: dict[str, Shape] = {f"attn.{name}_proj.weight": (24, 24) for name in ("q", "k", "v", "output")}
-    if not plain:
-        state |= {"attn.q_proj.weight": (32, 24), "attn.k_proj.weight": (16, 24), "attn.v_proj.weight": (16, 24)}
-        state |= {"attn.output_proj.weight": (24, 32), "attn.q_norm.weight": (8,), "attn.k_norm.weight": (8,)}
+def block_state(d_ff: int, prefix: str = "", inner: tuple[str, ...] = ("w1", "w3"), **options: Any) -> dict[str, Shape]:
+    """Return the keys and shapes of the reference block of CS336, of d_model 24, or of one with options."""
+    state = attention_state(**options, prefix="attn.")
     state |= {"ln1.weight": (24,), "ln2.weight": (24,), "ffn.w2.weight": (24, d_ff)}
     return {prefix + key: shape for key, shape in (state | {f"ffn.{n}.weight": (d_ff, 24) for n in inner}).items()}
 
@@ -1034,7 +1173,8 @@ def block_state(
 @promises("keys of the state dict")
 def block_keys(block: ModuleType) -> None:
     has_state(public(block, "Block"), (24, 4, 40), block_state(40))
-    has_state(public(block, "Block"), (24, 4), block_state(64, plain=False), **OPTIONS)
+    options = kept(public(block, "Block"), OPTIONS)
+    has_state(public(block, "Block"), (24, 4), block_state(64, **options), **options)
 
 
 @promises(f"keys of the state dict ({OLD})")
@@ -1042,6 +1182,7 @@ def old_block_keys(block: ModuleType, ffn: ModuleType) -> None:
     has_state(public(block, "Block"), (24, 4), block_state(96, inner=("w1",)), ffn=public(ffn, "FeedForward"))
 
 
+promises_weights("block", "Block", 96, 4, 160, num_kv_heads=2, qk_norm=True)
 promises_to_refuse("block", "Block", [(24, 5), (24, 0), (0, 4), (24, 4, 0), (24, 4, {"eps": -1.0})])
 
 
@@ -1058,7 +1199,8 @@ def transformer_cases(transformer: ModuleType) -> list[Case]:
         more: Any = {"compiled": compiled, "roundings": roundings}
         return Case(*made, {"max_seq_len": TABLE, **options}, rest or NOTHING, **more)
 
-    return [case(compiled=True), case(POSITIONS, mask_of(2, 7, 7), theta=100.0, **OPTIONS)]
+    options = kept(public(transformer, "Transformer"), {"theta": 100.0, **OPTIONS})
+    return [case(compiled=True), case(**options), case(POSITIONS, mask_of(2, 7, 7), **options)]
 
 
 @promises_all(SEQUENCE, of=OLD)
@@ -1079,7 +1221,8 @@ def has_blocks(transformer: ModuleType, num_layers: int, d_ff: int, shapes: Any,
 @promises("keys of the state dict")
 def transformer_keys(transformer: ModuleType) -> None:
     has_blocks(transformer, 3, 40, {})
-    has_blocks(transformer, 1, 64, {"plain": False}, **OPTIONS)
+    options = kept(public(transformer, "Transformer"), OPTIONS)
+    has_blocks(transformer, 1, 64, options, **options)
 
 
 @promises(f"keys of the state dict ({OLD})")
@@ -1089,28 +1232,44 @@ def old_transformer_keys(transformer: ModuleType, ffn: ModuleType) -> None:
 
 @promises("one table for all blocks, and in float32")
 def transformer_shares_its_table(transformer: ModuleType) -> None:
-    cls = public(transformer, "Transformer")
-    model, empty = (make(cls, 3, 24, 4, max_seq_len=9, device=device) for device in ("cpu", "meta"))
-    ways = {
-        "as it was made": model,
-        "copy.deepcopy": copy.deepcopy(model),
-        ".to(torch.bfloat16)": copy.deepcopy(model).to(torch.bfloat16),
-        ".double()": copy.deepcopy(model).double(),
-        '.to("meta").to_empty()': copy.deepcopy(model).to("meta").to_empty(device="cpu"),
-        'on "meta", then .half().to_empty()': copy.deepcopy(empty).half().to_empty(device="cpu"),
+    """Look for tables of equal values, whatever they hold, and for what a rounded one does at far positions."""
+    cls, options = public(transformer, "Transformer"), {"max_seq_len": 131072}
+    formula = functools.partial(blocks_and_norm, heads=4, theta=1e4)
+    positions = torch.tensor([0, 1, 1000, 65537, 131000, 131070, 131071])
+    case = Case(cls, (3, 24, 4), (2, 7, 24), formula, options, (positions, None))
+    needs_argument([case], "token_positions")
+    model = make(cls, *case.arguments, **options)
+
+    def tables(of: nn.Module) -> list[tuple[str, Tensor]]:
+        named = [(name, table) for name, table in of.named_buffers() if table.is_floating_point() or table.is_complex()]
+        return list({table.data_ptr() or id(table): (name, table) for name, table in named}.values())
+
+    ways: dict[str, Callable[[], Any]] = {
+        "as it was made": lambda: model,
+        "copy.deepcopy": lambda: copy.deepcopy(model),
+        ".to(torch.bfloat16)": lambda: copy.deepcopy(model).to(torch.bfloat16),
+        ".double()": lambda: copy.deepcopy(model).double(),
+        '.to("meta").to_empty()': lambda: copy.deepcopy(model).to("meta").to_empty(device="cpu"),
     }
-    expected = next(model.buffers(), None)
-    with given("Transformer(3, 24, 4, max_seq_len=9, device='meta')"):
-        if not all(table.is_meta for table in empty.buffers()):
-            raise Violation("the table is not on meta")
+    if takes(cls, "device"):
+        empty = make(cls, *case.arguments, **options, device="meta")
+        ways['on "meta", then .half().to_empty()'] = lambda: empty.half().to_empty(device="cpu")
+        with given(show_call(cls, case.arguments, {**options, "device": "meta"})):
+            if not all(table.is_meta for _, table in tables(empty)):
+                raise Violation("the table is not on meta")
     for way, moved in ways.items():
-        with given("Transformer(3, 24, 4, max_seq_len=9)", way):
-            tables = {id(table): table for _, table in moved.named_buffers(remove_duplicate=False)}
-            if len(tables) != 1 or expected is None:
-                raise Violation(f"got {len(tables)} buffers, expected 1, the table")
-            [table] = tables.values()
-            has_dtype(table, torch.float32)
-            close(table, expected, 0)
+        with given(case, way):
+            module = moved()
+            for (one, table), (other, second) in itertools.combinations(tables(module), 2):
+                if table.shape == second.shape and torch.equal(table, second):
+                    raise Violation(f"{one} and {other} are two tables of the same values")
+            if "empty" in way and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+            x = case.x(torch.float32)
+            fill(module.float())
+            exact = case.exact(module, x)
+            with given("then .float() and the weights of `fill`"):
+                close(call(module, x, case.rest), exact, 1e-5 * size(exact))
 
 
 @promises("a sequence longer than max_seq_len is refused")
@@ -1123,6 +1282,7 @@ def transformer_refuses_length(transformer: ModuleType) -> None:
 LENGTH = {"max_seq_len": 9}
 WRONG = [(*sizes, LENGTH) for sizes in [(0, 24, 4), (-1, 24, 4), (1, 24, 5), (1, 24, 0), (1, 24, 8), (1, 24, 4, 0)]]
 WRONG += [(1, 24, 4, {"max_seq_len": 0}), (1, 24, 4, LENGTH | {"theta": 0.0}), (1, 24, 4, LENGTH | {"eps": -1.0})]
+promises_weights("transformer", "Transformer", 2, 96, 4, 160, max_seq_len=9, num_kv_heads=2, qk_norm=True)
 promises_to_refuse("transformer", "Transformer", WRONG)
 
 PROPERTIES = tuple(_registered)
