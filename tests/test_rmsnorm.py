@@ -3,7 +3,22 @@
 import pytest
 import torch
 
-from tinyblock import RMSNorm
+from tinyblock import RMSNorm, rms_norm
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def inputs(dtype, *shape):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*shape, generator=generator).to(dtype)
+    weight = (1 + 0.3 * torch.randn(shape[-1], generator=generator)).to(dtype)
+    return x, weight
+
+
+def module_with(weight):
+    norm = RMSNorm(len(weight), dtype=weight.dtype)
+    norm.load_state_dict({"weight": weight})
+    return norm
 
 
 @pytest.mark.parametrize(
