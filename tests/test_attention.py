@@ -61,19 +61,6 @@ def test_self_attention_rejects_positions_that_it_cannot_apply():
         CausalMultiHeadSelfAttention(24, 4)(torch.zeros(1, 3, 24), torch.arange(3))
 
 
-def test_self_attention_reset_parameters_after_meta():
-    torch.manual_seed(0)
-    module = CausalMultiHeadSelfAttention(96, 4, num_kv_heads=2, qk_norm=True, device="meta").to_empty(device="cpu")
-    module.reset_parameters()
-    for name in ("q_proj", "k_proj", "v_proj", "output_proj"):
-        weight = module.get_submodule(name).weight.detach()
-        std = (2 / sum(weight.shape)) ** 0.5
-        assert 2.5 * std < weight.abs().max() <= 3 * std
-        assert weight.std().item() == pytest.approx(0.98658 * std, rel=0.05)
-    assert torch.equal(module.q_norm.weight, torch.ones(24))
-    assert torch.equal(module.k_norm.weight, torch.ones(24))
-
-
 def test_attention_keeps_no_copies_for_backward_when_compiled():
     rope = RotaryPositionalEmbedding(10000.0, 8, 12)
     module = CausalMultiHeadSelfAttention(32, 4, rope=rope)

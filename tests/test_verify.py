@@ -333,6 +333,11 @@ MUTANTS = {  # name: layer, edits, properties that fail
         {*EQUATION, MASK},
     ),
     "the mask alone": ("attention", {"(mask & causal)": "mask"}, {*EQUATION, MASK, "prefill against one-shot"}),
+    "a print where there is no RoPE": (
+        "attention",
+        {ATTEND: f"        if self.rope is None:\n            print(end='')\n{ATTEND}"},
+        {"compiles to one graph"},
+    ),
     "weights of the default": (
         "attention",
         {"nn.init.trunc_normal_(linear.weight, std=std, a=-3 * std, b=3 * std)": "pass"},
@@ -380,6 +385,14 @@ MUTANTS = {  # name: layer, edits, properties that fail
         "block",
         {"x + self.attn(self.ln1(x), token_positions, mask)": "self.ln1(x + self.attn(x, token_positions, mask))"},
         EQUATION,
+    ),
+    "a print where there is no gate": (
+        "block",
+        {
+            "        x = x + self.attn": "        if not hasattr(self.ffn, 'w3'):\n            print(end='')\n"
+            "        x = x + self.attn"
+        },
+        {"compiles to one graph"},
     ),
     "no residual": ("block", {"return x + self.ffn": "return self.ffn"}, EQUATION),
     "a residual in place": (
@@ -571,6 +584,20 @@ def test_the_contract_does_not_depend_on_its_host(host):
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
+
+
+def test_the_equation_is_checked_on_cuda_where_there_is_one(monkeypatch, tmp_path):
+    """Here the CPU stands for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    monkeypatch.setattr(torch.nn.Module, "cuda", lambda self: self)
+    broken = contract.load(copies(tmp_path, edits=[("attention", "(mask & causal)", "mask")]))
+    held = [it for it in contract.PROPERTIES if it.name.startswith("equation on CUDA") and it.layer == "attention"]
+    for it in held:
+        it.run(OWN)
+        with pytest.raises(contract.Violation, match=r"mask_of\(.*\), torch.float64, on CUDA: gradients on: largest"):
+            it.run(OWN | broken)
+    assert len(held) == 2
 
 
 def test_a_violation_says_how_long_inputs_were_made(tmp_path):

@@ -6,7 +6,8 @@ call. Where it fails it raises a `Violation`, which names the call, the input, a
 imports nothing but torch, so that it can be copied along.
 
 An input "x of shape (2, 7, 24), seed 3" is `torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(3),
-dtype=torch.float64)`, rounded to the dtype that is named. Weights are drawn alike, by `fill`.
+dtype=torch.float64)`, rounded to the dtype that is named. Weights of which nothing is said are those of `fill`, and
+what is too long to be shown is named by the function below that makes it, such as `mask_of(2, 7, 7)`.
 """
 
 import ast
@@ -537,9 +538,9 @@ def other(x: Tensor, tokens: slice) -> Tensor:
 
 def is_causal(cases: list[Case]) -> None:
     for case, module, x, out, allowed in unmasked(cases):
-        with given(f"{case}, and with other tokens from the 4th on: the first three"):
+        with given(f"{case}, and with other tokens (seed 7) from the 4th on: the first three"):
             close(call(module, other(x, slice(3, None)), case.rest)[..., :3, :], out[..., :3, :], allowed)
-        with given(f"{case}, and with another first token"):
+        with given(f"{case}, and with another first token (seed 7)"):
             differs(call(module, other(x, slice(1)), case.rest), out)
 
 
