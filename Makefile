@@ -4,6 +4,8 @@
 
 PYTHON ?= python3
 VENV := .venv
+# The pin of the dev extra, to be named beside it: pip would else fetch the newest torch first, and drop it again.
+TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",$$/\1/p' pyproject.toml)
 
 .PHONY: profile test compare lint
 profile: $(VENV)/installed
@@ -24,9 +26,9 @@ lint: $(VENV)/installed
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tinyblock needs Python 3.11 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -e ".[dev]"
+	$(VENV)/bin/python -m pip install $(TORCH) -e ".[dev]"
 	touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed
-	$(VENV)/bin/python -m pip install -e ".[dev,bench]"
+	$(VENV)/bin/python -m pip install $(TORCH) -e ".[dev,bench]"
 	touch $@
