@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import os
 import re
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from isolated import REFUSE_TINYBLOCK_AND_BEARTYPE, WITH_PACKAGE, WITHOUT_PACKAGE
 from torch import nn
 
 import tinyblock
@@ -22,24 +22,16 @@ LEAVES = {
     "rope": "r = rope.RotaryPositionalEmbedding(1e4, 8, 9); assert r(x, torch.arange(3)).shape == x.shape",
     "attention": "assert attention.CausalMultiHeadSelfAttention(8, 2, qk_norm=True)(x).shape == x.shape",
 }
-WITH_PACKAGE = {**os.environ, "PYTHONPATH": str(ROOT)}
-ONLY = """
-import sys, torch, einops, jaxtyping
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("beartype", "tinyblock"):
-            raise ImportError(f"{name} is not to be had here")
-sys.meta_path.insert(0, Refuse())
-x = torch.randn(2, 3, 8)
-"""
+ONLY = REFUSE_TINYBLOCK_AND_BEARTYPE + "import torch, einops, jaxtyping\nx = torch.randn(2, 3, 8)\n"
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_leaf_file_works_alone(leaf, tmp_path):
     shutil.copy(ROOT / "tinyblock" / f"{leaf}.py", tmp_path)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     code = ONLY + f"import {leaf}\nassert {leaf}.__file__.startswith({str(tmp_path)!r})\n" + LEAVES[leaf]
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=WITHOUT_PACKAGE
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from isolated import WITH_PACKAGE, WITHOUT_PACKAGE
 
 from tinyblock import __version__, contract, vendor
 from tinyblock.__main__ import main
@@ -90,6 +91,25 @@ def run(capsys, *argv, upstream=None):
     code = main([str(argument) for argument in argv], upstream)
     out, err = capsys.readouterr()
     return code, out, err
+
+
+def clash(path):
+    """Edit the line of attention.py that the earlier release has another way."""
+    replace(path, '"... query d_k, ... key d_k -> ... query key")\n', '"... i d, ... j d -> ... i j")\n')
+
+
+def fail_to_replace(patch, at, error):
+    """Let the call of os.replace with this number raise; return the list of the calls."""
+    calls, real = [], os.replace
+
+    def failing(source, target):
+        calls.append(target)
+        if len(calls) == at + 1:
+            raise error
+        real(source, target)
+
+    patch.setattr(os, "replace", failing)
+    return calls
 
 
 def states(capsys, folder, upstream=None):
@@ -362,9 +382,7 @@ def test_update_of_pristine_copies_is_what_add_writes(tmp_path, layers, old, cap
 
 def test_update_marks_a_conflict_and_keeps_the_file_before(layers, old, capsys):
     run(capsys, "add", "attention", "rope", "--to", layers, upstream=old)
-    replace(
-        layers / "attention.py", '"... query d_k, ... key d_k -> ... query key")\n', '"... i d, ... j d -> ... i j")\n'
-    )
+    clash(layers / "attention.py")
     edited = (layers / "attention.py").read_bytes()
     assert run(capsys, "update", layers, "--dry-run")[0] == 1
     code, out, err = run(capsys, "update", layers)
@@ -402,9 +420,7 @@ def test_update_marks_a_conflict_and_keeps_the_file_before(layers, old, capsys):
 def conflict(layers, old, capsys):
     """A copy whose edit clashes with what has changed since, updated."""
     run(capsys, "add", "attention", "--to", layers, upstream=old)
-    replace(
-        layers / "attention.py", '"... query d_k, ... key d_k -> ... query key")\n', '"... i d, ... j d -> ... i j")\n'
-    )
+    clash(layers / "attention.py")
     assert run(capsys, "update", layers)[0] == 1
     return layers / "attention.py"
 
@@ -458,9 +474,7 @@ def test_copy_and_lock_of_different_versions_are_told(tmp_path, layers, old, cap
 
 def test_update_never_overwrites_an_earlier_backup(layers, old, capsys):
     run(capsys, "add", "attention", "--to", layers, upstream=old)
-    replace(
-        layers / "attention.py", '"... query d_k, ... key d_k -> ... query key")\n', '"... i d, ... j d -> ... i j")\n'
-    )
+    clash(layers / "attention.py")
     (layers / "attention.py.orig").write_text("mine")
     assert run(capsys, "update", layers)[0] == 1
     assert (layers / "attention.py.orig").read_text() == "mine"
@@ -477,10 +491,14 @@ def test_update_leaves_a_missing_copy_missing(layers, old, capsys):
     assert states(capsys, layers)[1]["rope.py"] == "missing"
 
 
-def test_update_brings_a_sibling_that_the_new_version_imports(tmp_path, layers, capsys):
-    without = release(
-        tmp_path / "without", "0.0.9", block=text_of("block").replace("from .rmsnorm import RMSNorm\n", "")
-    )
+@pytest.fixture
+def without(tmp_path):
+    """An earlier release, whose block did not import rmsnorm."""
+    block = text_of("block").replace("from .rmsnorm import RMSNorm\n", "")
+    return release(tmp_path / "without", "0.0.9", block=block)
+
+
+def test_update_brings_a_sibling_that_the_new_version_imports(without, layers, capsys):
     run(capsys, "add", "block", "--to", layers, upstream=without)
     assert not (layers / "rmsnorm.py").exists()
     assert run(capsys, "update", layers)[0] == 0
@@ -488,10 +506,7 @@ def test_update_brings_a_sibling_that_the_new_version_imports(tmp_path, layers, 
     assert (layers / "rmsnorm.py").is_file()
 
 
-def test_update_refuses_when_such_a_sibling_clashes(tmp_path, layers, capsys):
-    without = release(
-        tmp_path / "without", "0.0.9", block=text_of("block").replace("from .rmsnorm import RMSNorm\n", "")
-    )
+def test_update_refuses_when_such_a_sibling_clashes(without, layers, capsys):
     run(capsys, "add", "block", "--to", layers, upstream=without)
     (layers / "rmsnorm.py").write_text("mine\n")
     before = snapshot(layers)
@@ -916,7 +931,8 @@ def test_link_inside_the_folder_and_a_folder_that_is_a_link_work(tmp_path, layer
     ],
 )
 def test_unknown_layer_is_refused_with_the_nearest_name(asked, expected, tmp_path, layers, capsys):
-    assert_refused(capsys, tmp_path, ["add", "rope", asked, "--to", layers], expected)
+    for options in ([], ["--with-tests"]):
+        assert_refused(capsys, tmp_path, ["add", "rope", asked, "--to", layers, *options], expected)
 
 
 def test_target_that_is_a_file_is_refused(tmp_path, capsys):
@@ -1054,16 +1070,7 @@ def test_wrong_usage_is_refused_in_one_line(argv, capsys):
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError, SystemExit])
 @pytest.mark.parametrize("at", range(6))
 def test_interrupted_copy_leaves_nothing(interruption, at, tmp_path, layers, monkeypatch, capsys):
-    calls, real = [], os.replace
-
-    def interrupted(source, target):
-        calls.append(target)
-        if len(calls) == at + 1:
-            raise interruption("cut off")
-        real(source, target)
-
-    monkeypatch.setattr(vendor.os, "replace", interrupted)
-    before = snapshot(tmp_path)
+    calls, before = fail_to_replace(monkeypatch, at, interruption("cut off")), snapshot(tmp_path)
     if interruption is SystemExit:
         with pytest.raises(SystemExit):
             main(["add", "block", "--to", str(layers)])
@@ -1078,16 +1085,9 @@ def test_interrupted_copy_leaves_nothing(interruption, at, tmp_path, layers, mon
 @pytest.mark.parametrize("at", range(3))
 def test_interrupted_update_puts_everything_back(at, tmp_path, layers, old, monkeypatch, capsys):
     run(capsys, "add", "attention", "rope", "--to", layers, upstream=old)
-    before, calls, real = snapshot(tmp_path), [], os.replace
-
-    def interrupted(source, target):
-        calls.append(target)
-        if len(calls) == at + 1:
-            raise KeyboardInterrupt
-        real(source, target)
-
+    before = snapshot(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(vendor.os, "replace", interrupted)
+        fail_to_replace(patch, at, KeyboardInterrupt())
         assert run(capsys, "update", layers)[0] == 130
     assert snapshot(tmp_path) == before
     assert run(capsys, "update", layers)[0] == 0
@@ -1180,11 +1180,10 @@ assert my_project.layers.block.__file__.startswith(sys.argv[1])
 """
 
 
-def command(*argv, cwd, path=ROOT, **options):
-    environment = {**os.environ, "PYTHONPATH": str(path)}
+def command(*argv, cwd, path=ROOT):
     return subprocess.run(
-        [sys.executable, "-m", "tinyblock", *map(str, argv)],
-        cwd=cwd, env=environment, capture_output=True, text=True, encoding="utf-8", **options,
+        [sys.executable, "-m", "tinyblock", *argv],
+        cwd=cwd, env={**WITH_PACKAGE, "PYTHONPATH": str(path)}, capture_output=True, text=True, encoding="utf-8",
     )  # fmt: skip
 
 
@@ -1197,9 +1196,8 @@ def test_host_package_imports_the_copies_without_tinyblock(has_init, tmp_path, c
     (package / "model.py").write_text(
         "from .layers.transformer import Transformer\n\nmodel = Transformer(2, 24, 4, max_seq_len=8)\n"
     )
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     code = [sys.executable, "-c", ONLY_WHAT_LAYERS_NEED + HOST, str(tmp_path)]
-    done = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(code, cwd=tmp_path, env=WITHOUT_PACKAGE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -1295,8 +1293,7 @@ sys.exit(main(["add", "block", "--to", "layers"]))
 )
 def test_signal_leaves_all_or_nothing(number, module, function, at, is_done, tmp_path, capsys):
     arguments = [sys.executable, "-c", INTERRUPTED, number, module, function, str(at)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(arguments, cwd=tmp_path, env=WITH_PACKAGE, capture_output=True, text=True)
     folder = tmp_path / "layers"
     if is_done is None:
         assert done.returncode == -signal.SIGKILL
@@ -1318,9 +1315,9 @@ def test_signal_leaves_all_or_nothing(number, module, function, at, is_done, tmp
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell of POSIX")
 def test_closed_output_is_no_traceback(tmp_path):
-    tinyblock = f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m tinyblock"
+    tinyblock = f"{shlex.quote(sys.executable)} -m tinyblock"
     for line in (f"{tinyblock} list >&-", f"{tinyblock} list --json | true"):
-        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=WITH_PACKAGE, capture_output=True, text=True)
         assert done.stderr == ""
 
 

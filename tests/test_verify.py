@@ -1,7 +1,6 @@
 """The contract finds what an edit breaks, names the input, lets harmless edits pass, and runs wherever copies lie."""
 
 import importlib
-import os
 import re
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from isolated import REFUSE_TINYBLOCK_AND_BEARTYPE, WITHOUT_PACKAGE
 
 import tinyblock
 from tinyblock import contract
@@ -768,15 +768,6 @@ def test_load_does_not_take_one_package_for_another(tmp_path):
 
 # The contract beside the copies, in a project without tinyblock.
 
-CONFTEST = """
-import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("beartype", "tinyblock"):
-            raise ImportError(f"{name} is not to be had here")
-sys.meta_path.insert(0, Refuse())
-"""
-
 
 @pytest.mark.parametrize("package", [False, True], ids=["folder", "package"])
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
@@ -788,8 +779,7 @@ def test_the_contract_runs_beside_the_copies(package, mode, tmp_path):
     if package:
         for path in (folder, folder.parent):
             (path / "__init__.py").touch()
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    (tmp_path / "conftest.py").write_text(REFUSE_TINYBLOCK_AND_BEARTYPE)
     command = [
         sys.executable,
         "-m",
@@ -805,7 +795,7 @@ def test_the_contract_runs_beside_the_copies(package, mode, tmp_path):
     ]
     chosen = "keys or float64 or refused"
     done = subprocess.run(
-        [*command, "my_project", "-k", chosen], cwd=tmp_path, capture_output=True, text=True, env=environment
+        [*command, "my_project", "-k", chosen], cwd=tmp_path, capture_output=True, text=True, env=WITHOUT_PACKAGE
     )
     assert "1 failed, " in done.stdout, done.stdout + done.stderr
     assert "Violation: RMSNorm(4, 0.0): was accepted, expected a ValueError" in done.stdout

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from . import __version__
 from .staging import SIGNALS
-from .vendor import COMPANIONS, LAYERS, TESTS, TYPECHECK, Action, Copies, Edited, Refusal, State, Upstream
+from .vendor import LAYERS, Action, Copies, Edited, Refusal, State, Upstream
 
 _EXAMPLES = """examples:
   tinyblock list                                  what there is to copy
@@ -148,14 +148,10 @@ def _list(arguments: argparse.Namespace, upstream: Upstream) -> int:
 
 
 def _add(arguments: argparse.Namespace, upstream: Upstream) -> int:
-    extras = [*(TESTS if arguments.with_tests else ()), *(TYPECHECK if arguments.with_typecheck else ())]
     copies = Copies(arguments.to, upstream)
-    if arguments.with_tests:
-        extras += [
-            companion for layer in upstream.with_siblings(arguments.layers) for companion in COMPANIONS.get(layer, ())
-        ]
+    wanted = {"with_tests": arguments.with_tests, "with_typecheck": arguments.with_typecheck}
     try:
-        actions = copies.add(arguments.layers, extras, dry_run=arguments.dry_run)
+        actions = copies.add(arguments.layers, **wanted, dry_run=arguments.dry_run)
     except Edited as error:
         _write(error.diff)
         names = ", ".join(error.names)
@@ -225,8 +221,8 @@ def _verify(arguments: argparse.Namespace, upstream: Upstream) -> int:
         shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
         print(f"{layer}: {shown}{borrowed and f' (with the {borrowed} of tinyblock)'}")
         classes = [name for name in contract.LAYERS[layer] if name[0].isupper()]
-        others = [name for name, member in vars(module).items() if name[0].isupper() and isinstance(member, type)]
-        others = [name for name in others if vars(module)[name].__module__ == module.__name__]
+        own_types = {k: v for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__}
+        others = [name for name in own_types if name[0].isupper()]
         if others and not any(name in others for name in classes):
             tell("FAIL", f"{classes[0]} is there", f"{path.name} has {', '.join(others)} only, which is not verified")
         for prop in own:

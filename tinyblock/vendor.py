@@ -265,24 +265,26 @@ class Copies:
 
     def edits(self, name: str) -> str:
         """Return what was edited in a copy, as a unified diff that has the line ends of the copy."""
-        content, mine = self._content(name), self.text(name)
-        base = (self._base(name, mine) if mine is not None else None) or self.entries[name]
-        texts = [None if text is None else _with_newline(text, _newline(content or b"")) for text in (base.text, mine)]
-        return unified_diff(str(texts[0]), texts[1], f"tinyblock {base.version}/{name}", self._shown(name))
+        base, mine, newline = self._base_or_entry(name), self.text(name), _newline(self._content(name) or b"")
+        mine = None if mine is None else _with_newline(mine, newline)
+        labels = f"tinyblock {base.version}/{name}", self._shown(name)
+        return unified_diff(_with_newline(base.text, newline), mine, *labels)
 
     def news(self, name: str) -> str:
         """Return what has changed in tinyblock since a copy was taken, as a unified diff."""
-        mine, new = self.text(name), self._new(name)
-        base = (self._base(name, mine) if mine is not None else None) or self.entries[name]
+        base, new = self._base_or_entry(name), self._new(name)
         if new is None or new.pristine == base.pristine:
             return ""
         labels = (f"tinyblock {version}/{name}" for version in (base.version, new.version))
         return unified_diff(base.pristine, new.pristine, *labels)
 
-    def add(self, names: Iterable[str], extras: Iterable[str] = (), dry_run: bool = False) -> dict[str, Action]:
+    def add(
+        self, names: Sequence[str], *, with_tests: bool = False, with_typecheck: bool = False, dry_run: bool = False
+    ) -> dict[str, Action]:
         """Copy layers, and what they import from tinyblock, into the folder; return what was done to each file.
 
-        A sibling that is there with edits is kept. Asked for by name, it is no longer the layer that was asked for.
+        With their tests come the layers that these need besides. A sibling that is there with edits is kept. Asked for
+        by name, it is no longer the layer that was asked for.
 
         Raises:
             Refusal: an unknown layer; a folder inside tinyblock; another file of that name; an older copy; another run.
@@ -290,10 +292,12 @@ class Copies:
             OSError: the folder cannot be written to.
         """
         self._require_outside_the_package()
-        names = list(names)
         for name in names:
             self.upstream.require_layer(name)
-        wanted = [*(f"{name}.py" for name in [*self.upstream.with_siblings(names), *extras]), LICENCE]
+        layers = self.upstream.with_siblings(names)
+        tests = [*TESTS, *(companion for layer in layers for companion in COMPANIONS.get(layer, ()))]
+        modules = [*layers, *(tests if with_tests else ()), *(TYPECHECK if with_typecheck else ())]
+        wanted = [*(f"{name}.py" for name in modules), LICENCE]
         with self._held(dry_run) as staging:
             actions = {name: self._action_of_add(name) for name in wanted}
             edited = [f"{name}.py" for name in names if actions[f"{name}.py"] is Action.KEPT]
@@ -358,7 +362,7 @@ class Copies:
             return _UNCLEAR[state], None, None
         if new is None or mine is None:
             return Action.GONE if new is None else Action.MISSING, None, None
-        base = self._base(name, mine) or entry
+        base = self._base_or_entry(name)
         if state is State.OUTDATED:
             return Action.UPDATED, new, new.text
         if state is State.BOTH:
@@ -375,6 +379,11 @@ class Copies:
         named = _HEADER.findall(mine)
         known = (entry, self._new(name), entry.before)
         return next((base for base in known if base is not None and base.sha256 in named), None if named else entry)
+
+    def _base_or_entry(self, name: str) -> Entry:
+        """Return the base of a copy, or what the lock file has where the copy is missing or at odds with that."""
+        mine = self.text(name)
+        return (None if mine is None else self._base(name, mine)) or self.entries[name]
 
     def _new(self, name: str) -> Entry | None:
         return self.upstream.entry(name)

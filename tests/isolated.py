@@ -1,0 +1,17 @@
+"""What a test hands to the Python processes that it starts."""
+
+import os
+from pathlib import Path
+
+WITHOUT_PACKAGE = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+WITH_PACKAGE = {**WITHOUT_PACKAGE, "PYTHONPATH": str(Path(__file__).parents[1])}
+
+# Code to run before the imports: as where neither is installed.
+REFUSE_TINYBLOCK_AND_BEARTYPE = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("beartype", "tinyblock"):
+            raise ImportError(f"{name} is not to be had here")
+sys.meta_path.insert(0, Refuse())
+"""
