@@ -24,7 +24,7 @@ from tinyblock.__main__ import main
 from tinyblock.staging import Staging
 from tinyblock.vendor import LAYERS, Copies, Refusal, Upstream, merge
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tinyblock"
 LOCK = "tinyblock.lock"
 

@@ -18,7 +18,7 @@ from profiling.machine import Ceilings
 from profiling.progress import TerminalProgress
 from profiling.timing import Spread
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = ["--device=cpu", "--batch-size=2", "--seq-len=6", "--d-model=16", "--num-heads=4", "--num-kv-heads=2"]
 TINY += ["--d-ff=24", "--rounds=2"]
 PARTS = ["ln1", "q/k/v projections", "rope", "attention", "output projection", "residual adds", "ln2", "ffn"]

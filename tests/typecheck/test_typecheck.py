@@ -14,7 +14,7 @@ import tinyblock
 from tinyblock import typecheck as checks
 from tinyblock.typecheck import typecheck
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCE = '''
 from collections.abc import Iterator
 from contextlib import contextmanager
