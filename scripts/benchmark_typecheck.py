@@ -21,6 +21,7 @@ from torch import Tensor
 
 import tinyblock
 from tinyblock.typecheck import typecheck
+from tinyblock.vendoring.parser import OneLineParser
 
 
 def import_unchecked() -> ModuleType:
@@ -68,7 +69,7 @@ def blocks_on_one_token(*packages: ModuleType, d_model: int) -> list[Callable[[]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
     arguments = parser.parse_args()

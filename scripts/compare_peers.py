@@ -25,7 +25,6 @@ from typing import Any
 
 import jaxtyping
 import torch
-from profiling.cli import Parser
 from profiling.costs import part_costs
 from profiling.environment import environment
 from profiling.files import atomic, require_writable
@@ -38,6 +37,7 @@ from profiling.timing import Spread, interleave, paired_ratio
 from torch import Tensor
 
 from tinyblock import Block, RotaryPositionalEmbedding
+from tinyblock.vendoring.parser import OneLineParser
 
 SCHEMA = "tinyblock.compare_peers/1"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -507,7 +507,7 @@ def _cell(text: str) -> str:
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     """Return the arguments and the cases that they choose; what cannot work ends the program here, before measuring."""
     names = "\n".join(f"  {name:16}{peer.title}" for name, peer in PEERS.items())
-    parser = Parser(
+    parser = OneLineParser(
         description=(__doc__ or "").split("\n\n    ")[0],
         epilog=EXAMPLES + names,
         formatter_class=argparse.RawDescriptionHelpFormatter,

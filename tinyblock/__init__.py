@@ -3,7 +3,8 @@
 from . import attention, block, ffn, rmsnorm, rope, transformer
 from .typecheck import typecheck as _typecheck
 
-for _layer in (rmsnorm, ffn, rope, attention, block, transformer):
+LAYERS = (rmsnorm, ffn, rope, attention, block, transformer)  # the one place where their names stand
+for _layer in LAYERS:
     _typecheck(_layer)
 
 # After the checks, so that these are the checked functions.

@@ -14,11 +14,11 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from . import __version__
 from .staging import SIGNALS
 from .vendor import LAYERS, Action, Copies, Edited, Refusal, State, Upstream
+from .vendoring.parser import OneLineParser
 
 _EXAMPLES = """examples:
   tinyblock list                                  what there is to copy
@@ -33,13 +33,6 @@ _EXAMPLES = """examples:
 exit codes: 0 all is well; 1 something was found (outdated, missing, edited, a conflict, a property that fails);
 2 refused, nothing changed; 130 interrupted, nothing changed
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """Refuse in one line, without the usage, and exit with 2."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) -> int:
@@ -74,7 +67,7 @@ def _refuse(message: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="tinyblock",
         description="Copy layers into your project, see what changed, merge it, and verify the copies as edited.",
         epilog=_EXAMPLES,

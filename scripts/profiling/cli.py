@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jaxtyping import config as jaxtyping_config
 
 from tinyblock import Block
+from tinyblock.vendoring.parser import OneLineParser
 
 from .compare import SCHEMA, compare, load
 from .environment import device_name, environment
@@ -27,7 +28,7 @@ from .progress import TerminalProgress
 from .report import report, show
 from .tracing import nsys_command
 
-__all__ = ["Parser", "main"]
+__all__ = ["main"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SWEEPS = ("seq-len", "batch-size", "d-model")
@@ -45,13 +46,6 @@ _EXAMPLES = """examples:
 
 class _Refused(Exception):
     """Something that cannot be done, found before anything was measured."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Refuse in one line, without the usage, and exit with 2."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 @dataclass(frozen=True)
@@ -96,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="profile_block.py",
         description="Show where the time and memory of a Transformer block go, and how far the machine's limit is.",
         epilog=_EXAMPLES,
