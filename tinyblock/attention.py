@@ -9,16 +9,18 @@ nothing yields zeros. The rows of each projection are ordered (heads d_head); qu
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import einsum
+from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-__all__ = ["CausalMultiHeadSelfAttention", "scaled_dot_product_attention"]
+__all__ = ["CausalMultiHeadSelfAttention", "Rope", "scaled_dot_product_attention"]
 
+Rope = Callable[[Tensor, Tensor | None], Tensor]  # rope(x, token_positions) rotates x of shape (..., seq, d_head)
 _Heads = Float[Tensor, "*batch heads seq d_head"]
 
 
@@ -32,24 +34,25 @@ def scaled_dot_product_attention(
 
     Computed in float32 or wider, returned in the dtype of `q`.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = einsum(q.to(wide), k.to(wide), "... query d_k, ... key d_k -> ... query key") / math.sqrt(q.shape[-1])
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = einsum(q.to(dtype), k.to(dtype), "... query d_k, ... key d_k -> ... query key") / math.sqrt(q.shape[-1])
     if mask is None:
         weights = scores.softmax(dim=-1)
     else:  # the second fill turns the NaN of a row without any key into 0
         weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1).masked_fill(~mask, 0)
-    return einsum(weights, v.to(wide), "... query key, ... key d_v -> ... query d_v").to(q.dtype)
+    return einsum(weights, v.to(dtype), "... query key, ... key d_v -> ... query d_v").to(q.dtype)
 
 
 class CausalMultiHeadSelfAttention(nn.Module):
     """Attend from every token to itself and to the tokens before it, in num_heads heads of size d_head.
 
     num_kv_heads (default: num_heads) key and value heads are shared by groups of query heads. d_head defaults to
-    d_model / num_heads. `rope` rotates queries and keys: a RotaryPositionalEmbedding for d_head, one for all layers;
-    None leaves positions out. qk_norm normalizes queries and keys over d_head, with `eps`. Keeps the dtype of `x`.
+    d_model / num_heads. `rope` rotates queries and keys, of shape (..., heads, seq, d_head): any module or function with the
+    call `rope(x, token_positions)`, such as the RotaryPositionalEmbedding that all layers share; None leaves positions
+    out. qk_norm normalizes queries and keys over d_head, with `eps`. Keeps the dtype of `x`.
 
-    `token_positions` goes to `rope`. `mask` is True where a query may attend to a key, for all heads alike, on top of
-    causality: (seq, seq) or (1, seq) after leading axes that broadcast to those of `x`.
+    `token_positions` goes to `rope`, as (..., 1, seq): one for all heads. `mask` is True where a query may attend to a
+    key, for all heads alike, on top of causality: (seq, seq) or (1, seq) after axes that broadcast to those of `x`.
 
     Raises:
         ValueError: a size is below 1; d_model is not a multiple of num_heads and no d_head is given; num_heads is not a
@@ -63,7 +66,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         *,
         num_kv_heads: int | None = None,
         d_head: int | None = None,
-        rope: nn.Module | None = None,
+        rope: Rope | None = None,
         qk_norm: bool = False,
         eps: float = 1e-5,
         device: torch.device | str | None = None,
@@ -82,9 +85,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
             raise ValueError(f"attention needs a positive finite eps, such as 1e-5, got {eps}")
         self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, num_kv_heads
         self.d_head = d_model // num_heads if d_head is None else d_head
-        if rope is not None and getattr(rope, "d_k", self.d_head) != self.d_head:
-            raise ValueError(f"rope rotates heads of size d_k={rope.d_k}, but the size of these heads is {self.d_head}")
-        self.rope: Any = rope
+        self.rope = rope
         self.q_proj = nn.Linear(d_model, num_heads * self.d_head, bias=False, device=device, dtype=dtype)
         self.k_proj = nn.Linear(d_model, num_kv_heads * self.d_head, bias=False, device=device, dtype=dtype)
         self.v_proj = nn.Linear(d_model, num_kv_heads * self.d_head, bias=False, device=device, dtype=dtype)
@@ -107,31 +108,27 @@ class CausalMultiHeadSelfAttention(nn.Module):
         token_positions: Int[Tensor, "*#batch seq"] | None = None,
         mask: Bool[Tensor, "*#batch #seq seq"] | None = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
-        projections = (self.q_proj, self.k_proj, self.v_proj)  # -1 heads: a tensor-parallel one yields its share
-        q, k, v = (projection(x).unflatten(-1, (-1, self.d_head)) for projection in projections)
+        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        split = "... seq (heads d_head) -> ... heads seq d_head"
+        q, k, v = (rearrange(heads, split, d_head=self.d_head) for heads in projected)
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast q is bfloat16 and the gains are float32; given two dtypes, torch would warn.
             q = self.q_norm(q.to(self.q_norm.weight.dtype)).to(v.dtype)
             k = self.k_norm(k.to(self.k_norm.weight.dtype)).to(v.dtype)
-        rope, outside = self.rope, None
-        if rope is not None:
-            cos_sin, outside = rope.look_up(x, token_positions)
-            cos_sin = cos_sin.unsqueeze(1 if token_positions is None else token_positions.ndim)  # one for all heads
-            # Transposed only afterwards, they keep a layout that spares a compiler a copy of the attended heads.
-            q, k = rope.rotate(q, cos_sin), rope.rotate(k, cos_sin)
+        if self.rope is not None:
+            if token_positions is not None:
+                token_positions = rearrange(token_positions, "... seq -> ... 1 seq")  # one for all heads
+            q, k = self.rope(q, token_positions), self.rope(k, token_positions)
         elif token_positions is not None:
             raise ValueError("token_positions were given, but this attention has no rope to apply them")
-        q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
-        heads = self._attend(q, k, v, mask).transpose(-2, -3).flatten(-2)
-        if outside is not None:  # marked here, because the attention kernels would hide NaN in q or k, or spread it
-            heads = heads.masked_fill(outside, math.nan)
-        return self.output_proj(heads)
+        attended = self._attend(q, k, v, mask)
+        return self.output_proj(rearrange(attended, "... heads seq d_head -> ... seq (heads d_head)"))
 
     def _attend(self, q: _Heads, k: _Heads, v: _Heads, mask: Tensor | None) -> _Heads:
         """Attend causally with torch's kernels, whose fast ones want exactly one batch axis."""
         batch, seq, group = q.shape[:-3], q.shape[-2], self.num_heads // self.num_kv_heads
         if len(batch) != 1:
-            q, k, v = (t.flatten(0, -4) if batch else t.unsqueeze(0) for t in (q, k, v))
+            q, k, v = (rearrange(t, "... heads seq d_head -> (...) heads seq d_head") for t in (q, k, v))
         if mask is not None:
             causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
             mask = (mask & causal).expand(*batch, seq, seq).reshape(q.shape[0], 1, seq, seq)
@@ -146,3 +143,9 @@ class CausalMultiHeadSelfAttention(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"{self.d_model}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, d_head={self.d_head}"
         return f"{sizes}, qk_norm={self.q_norm is not None}"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a `rope` for another head size, also one that is set later."""
+        if name == "rope" and getattr(value, "d_k", self.d_head) != self.d_head:
+            raise ValueError(f"rope is for heads of size d_k={value.d_k}, but these have size {self.d_head}")
+        super().__setattr__(name, value)
