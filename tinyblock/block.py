@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from .attention import CausalMultiHeadSelfAttention
+from .attention import CausalMultiHeadSelfAttention, Rope
 from .ffn import SwiGLU
 from .rmsnorm import RMSNorm
 
@@ -19,11 +19,12 @@ __all__ = ["Block"]
 
 
 class Block(nn.Module):
-    """Add causal self-attention, then a feed-forward layer, each to its own input and each after an RMSNorm.
+    """Add causal self-attention, then a feed-forward layer, each to its own input and each after a norm.
 
     `ffn` is any callable `(d_model, d_ff, device=..., dtype=...) -> nn.Module`: SwiGLU (CS336 2025), FeedForward
-    (2024), or `functools.partial(FeedForward, activation=silu)`; d_ff=None leaves the width to it. `rope` is the one
-    instance that all blocks share; None means no positions, the block of 2024. The remaining arguments are those of
+    (2024), or `functools.partial(FeedForward, activation=silu)`; d_ff=None leaves the width to it. `norm` is any
+    callable `(d_model, eps=..., device=..., dtype=...) -> nn.Module`, such as nn.LayerNorm. `rope` is the one instance
+    that all blocks share; None means no positions, the block of 2024. The remaining arguments are those of
     CausalMultiHeadSelfAttention, as are `token_positions` and `mask`. Returns the dtype of the input.
 
     Raises:
@@ -36,8 +37,9 @@ class Block(nn.Module):
         num_heads: int,
         d_ff: int | None = None,
         *,
-        rope: nn.Module | None = None,
+        rope: Rope | None = None,
         ffn: Callable[..., nn.Module] = SwiGLU,
+        norm: Callable[..., nn.Module] = RMSNorm,
         num_kv_heads: int | None = None,
         d_head: int | None = None,
         qk_norm: bool = False,
@@ -47,7 +49,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.d_model = d_model
-        self.ln1 = RMSNorm(d_model, eps, device=device, dtype=dtype)
+        self.ln1 = norm(d_model, eps=eps, device=device, dtype=dtype)
         self.attn = CausalMultiHeadSelfAttention(
             d_model,
             num_heads,
@@ -59,13 +61,13 @@ class Block(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.ln2 = RMSNorm(d_model, eps, device=device, dtype=dtype)
+        self.ln2 = norm(d_model, eps=eps, device=device, dtype=dtype)
         self.ffn = ffn(d_model, d_ff, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draw the weights of every layer anew. The table of a shared rope needs no reset: it is never left empty."""
-        for layer in (self.ln1, self.attn, self.ln2, self.ffn):
-            layer.reset_parameters()  # type: ignore[operator]
+        """Draw the weights of every layer anew, where the layer knows how to."""
+        for layer in self.children():
+            reset_parameters(layer)
 
     def forward(
         self,
@@ -75,3 +77,12 @@ class Block(nn.Module):
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
         x = x + self.attn(self.ln1(x), token_positions, mask)
         return x + self.ffn(self.ln2(x))
+
+
+def reset_parameters(module: nn.Module) -> None:
+    """Let `module` reset its parameters, or those of its children that can, where it cannot itself."""
+    if callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
+    else:
+        for child in module.children():
+            reset_parameters(child)

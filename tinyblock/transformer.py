@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from .block import Block
+from .block import Block, Rope, reset_parameters
 from .ffn import SwiGLU
 from .rmsnorm import RMSNorm
 from .rope import RotaryPositionalEmbedding
@@ -19,11 +19,11 @@ __all__ = ["Transformer"]
 
 
 class Transformer(nn.Module):
-    """Apply num_layers blocks one after another, then an RMSNorm.
+    """Apply num_layers blocks one after another, then a norm.
 
-    All blocks rotate by one table, of max_seq_len positions and base theta; theta=None leaves positions out, for the
-    model of CS336 2024, which adds them to the embeddings. The remaining arguments are those of Block. Returns the
-    dtype of the input.
+    All blocks rotate by one table, of max_seq_len positions and base theta, or by the `rope` that is given instead;
+    theta=None leaves positions out, for the model of CS336 2024, which adds them to the embeddings. The remaining
+    arguments are those of Block. Returns the dtype of the input.
 
     Raises:
         ValueError: num_layers or max_seq_len is below 1; an argument that one of the layers refuses; a sequence longer
@@ -39,7 +39,9 @@ class Transformer(nn.Module):
         *,
         max_seq_len: int,
         theta: float | None = 10000.0,
+        rope: Rope | None = None,
         ffn: Callable[..., nn.Module] = SwiGLU,
+        norm: Callable[..., nn.Module] = RMSNorm,
         num_kv_heads: int | None = None,
         d_head: int | None = None,
         qk_norm: bool = False,
@@ -48,16 +50,23 @@ class Transformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_layers < 1 or max_seq_len < 1:
-            raise ValueError(f"need num_layers and max_seq_len of at least 1, got {num_layers=}, {max_seq_len=}")
+        sizes = {"num_layers": num_layers, "d_model": d_model, "num_heads": num_heads, "max_seq_len": max_seq_len}
+        if min(sizes.values()) < 1:
+            raise ValueError(f"a Transformer needs sizes of at least 1, got {sizes}")
         self.d_model = d_model
         self.max_seq_len = max_seq_len
-        blocks = [
+        if rope is None and theta is not None:
+            d_k = d_model // num_heads if d_head is None else d_head
+            rope = RotaryPositionalEmbedding(theta, d_k, max_seq_len, device=device)
+        self.rope = rope
+        blocks = (
             Block(
                 d_model,
                 num_heads,
                 d_ff,
+                rope=rope,
                 ffn=ffn,
+                norm=norm,
                 num_kv_heads=num_kv_heads,
                 d_head=d_head,
                 qk_norm=qk_norm,
@@ -66,19 +75,14 @@ class Transformer(nn.Module):
                 dtype=dtype,
             )
             for _ in range(num_layers)
-        ]
+        )
         self.layers = nn.ModuleList(blocks)
-        self.ln_final = RMSNorm(d_model, eps, device=device, dtype=dtype)
-        self.rope = None
-        if theta is not None:  # the blocks, which have checked the sizes, know the head size
-            self.rope = RotaryPositionalEmbedding(theta, blocks[0].attn.d_head, max_seq_len, device=device)
-            for block in blocks:
-                block.attn.rope = self.rope
+        self.ln_final = norm(d_model, eps=eps, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draw the weights of every block anew and set every gain to 1."""
-        for layer in (*self.layers, self.ln_final):
-            layer.reset_parameters()
+        """Draw the weights of every layer anew, where the layer knows how to."""
+        for layer in self.children():
+            reset_parameters(layer)
 
     def forward(
         self,
