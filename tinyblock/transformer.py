@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from .block import Block, Rope, reset_parameters
+from .attention import Rope
+from .block import Block, reset_parameters
 from .ffn import SwiGLU
 from .rmsnorm import RMSNorm
 from .rope import RotaryPositionalEmbedding
