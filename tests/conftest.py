@@ -1,4 +1,4 @@
-"""What every test needs: a clean compiler."""
+"""What every test needs: the same random numbers on every run, and a clean compiler."""
 
 import warnings
 
@@ -11,7 +11,8 @@ with warnings.catch_warnings():  # inductor's own import uses a deprecated part 
 
 
 @pytest.fixture(autouse=True)
-def _clean_compiler():
+def _same_start():
+    torch.manual_seed(0)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield

@@ -47,9 +47,9 @@ class CausalMultiHeadSelfAttention(nn.Module):
     """Attend from every token to itself and to the tokens before it, in num_heads heads of size d_head.
 
     num_kv_heads (default: num_heads) key and value heads are shared by groups of query heads. d_head defaults to
-    d_model / num_heads. `rope` is any module or function that rotates queries and keys, of shape (..., heads, seq, d_head), by
-    `rope(x, token_positions)`: a RotaryPositionalEmbedding, say, that all layers share. None leaves positions out.
-    qk_norm normalizes queries and keys over d_head, with `eps`. Keeps the dtype of `x`.
+    d_model / num_heads. `rope` is any module or function that rotates queries and keys, of shape (..., heads, seq,
+    d_head), by `rope(x, token_positions)`: a RotaryPositionalEmbedding, say, that all layers share. None leaves
+    positions out. qk_norm normalizes queries and keys over d_head, with `eps`. Keeps the dtype of `x`.
 
     `token_positions` goes to `rope`, as (..., 1, seq): one for all heads. `mask` is True where a query may attend to a
     key, for all heads alike, on top of causality: (seq, seq) or (1, seq) after axes that broadcast to those of `x`.

@@ -1,0 +1,195 @@
+"""What PyTorch does with the layers, with the shape checks on: compile, export, meta, FSDP, transforms, autocast."""
+
+import copy
+import statistics
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tinyblock import Block, RotaryPositionalEmbedding, Transformer
+
+
+def model_and_input(layers=2):
+    return Transformer(layers, 24, 4, max_seq_len=40, num_kv_heads=2, qk_norm=True), torch.randn(2, 7, 24)
+
+
+def test_compile_with_inductor_matches_eager_and_its_gradients_and_refuses_positions():
+    (model, x), positions = model_and_input(), torch.arange(7)
+    compiled = torch.compile(model, fullgraph=True)
+    for_eager, for_compiled = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(for_eager, positions).square().sum().backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    compiled(for_compiled, positions).square().sum().backward()
+    torch.testing.assert_close(for_compiled.grad, for_eager.grad, rtol=1e-4, atol=1e-4)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-4)
+    for wrong in (positions + 34, positions - 1):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            compiled(for_compiled, wrong)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_with_a_dynamic_sequence(strict):
+    model, x = model_and_input()
+    seq = torch.export.Dim("seq", min=2, max=40)
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: seq}}, strict=strict)
+    for length in (2, 11, 40):
+        x = torch.randn(2, length, 24)
+        torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_exported_positions_off_the_table_are_refused():
+    block = Block(24, 4, rope=RotaryPositionalEmbedding(100.0, 6, 40), num_kv_heads=2)
+    x, positions, mask = torch.randn(2, 7, 24), torch.arange(7), torch.ones(7, 7, dtype=torch.bool)
+    exported = torch.export.export(block, (x, positions, mask)).module()
+    torch.testing.assert_close(exported(x, positions + 33, mask), block(x, positions + 33, mask))
+    for wrong in (positions + 34, positions - 1):
+        with pytest.raises(IndexError, match="out of range"):
+            exported(x, wrong, mask)
+
+
+def test_transformer_is_whole_after_meta_and_reset_parameters():
+    with torch.device("meta"):
+        model = Transformer(2, 24, 4, max_seq_len=9, qk_norm=True)
+    assert len({id(table) for _, table in model.to("meta").named_buffers(remove_duplicate=False)}) == 1
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    model.reset_parameters()
+    assert model(torch.randn(1, 9, 24)).isfinite().all()
+    assert torch.equal(model.layers[1].ln2.weight, torch.ones(24))
+    assert torch.equal(model.layers[0].attn.q_norm.weight, torch.ones(6))
+    model.layers[0].attn.q_proj.weight.data.fill_(torch.nan)
+    model.layers[0].reset_parameters()
+    assert model(torch.randn(1, 9, 24)).isfinite().all()
+
+
+def test_load_state_dict_into_a_model_on_meta():
+    model, x = model_and_input()
+    with torch.device("meta"):
+        empty = Transformer(2, 24, 4, max_seq_len=40, num_kv_heads=2, qk_norm=True)
+    empty.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(empty(x), model(x))
+
+
+def test_attention_accepts_a_tensor_parallel_share_of_the_heads():
+    """Two ranks with half of the heads each, whose outputs are summed, as the standard plan does it."""
+    attention = Block(24, 4, rope=RotaryPositionalEmbedding(100.0, 6, 9), num_kv_heads=2).attn
+    x, total = torch.randn(2, 7, 24), 0
+    for rank in range(2):
+        share = copy.deepcopy(attention)
+        for name, dim in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("output_proj", 1)):
+            linear = share.get_submodule(name)
+            linear.weight = torch.nn.Parameter(linear.weight.chunk(2, dim)[rank])
+        total = total + share(x)
+    torch.testing.assert_close(total, attention(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_jit_trace_as_tensorboard_does_it():
+    model, x = model_and_input()
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
+
+
+FSDP = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from tinyblock import RotaryPositionalEmbedding, Transformer
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with torch.device("meta"):
+    model = Transformer(2, 24, 4, max_seq_len=40, qk_norm=True)
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+for layer in (*model.layers, model):
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+model.to_empty(device="cpu")
+model.reset_parameters()
+assert len({id(buffer) for buffer in model.buffers()}) == 1
+assert torch.equal(model.rope.cos_sin, RotaryPositionalEmbedding(10000.0, 6, 40).cos_sin)
+model(torch.randn(2, 7, 24)).sum().backward()
+assert all(parameter.grad is not None for parameter in model.parameters())
+dist.destroy_process_group()
+"""
+
+
+def test_fsdp2_from_meta_in_mixed_precision():
+    done = subprocess.run([sys.executable, "-c", FSDP], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for this kernel
+def test_functional_call_grad_and_vmap():
+    model, x = model_and_input()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+    gradients = torch.func.grad(loss)(parameters, x)
+    model(x).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for name, gradient in per_sample.items():
+        torch.testing.assert_close(gradient.mean(0), gradients[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.func.vmap(model)(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_in_the_lower_dtype_without_a_warning(dtype):
+    model, x = model_and_input()
+    with torch.autocast("cpu", dtype):
+        out = model(x)
+    assert out.dtype == torch.float32  # that of the residual stream
+    torch.testing.assert_close(out, model(x), rtol=0.1, atol=0.1)
+    assert not torch.equal(out, model(x))
+
+
+def test_meta_and_fake_tensors_have_the_right_shapes():
+    model, x = model_and_input()
+    positions, mask = torch.arange(7), torch.ones(7, 7, dtype=torch.bool)
+    on_meta = copy.deepcopy(model).to("meta")
+    out = on_meta(x.to("meta"), positions.to("meta"), mask.to("meta"))
+    assert out.is_meta
+    assert out.shape == x.shape
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        out = model(mode.from_tensor(x), mode.from_tensor(positions), mode.from_tensor(mask))
+        assert isinstance(out, torch._subclasses.FakeTensor)
+        assert out.shape == x.shape
+
+
+def test_bfloat16_stack_is_no_further_from_float64_than_the_cast_order_of_llama():
+    """Compare with the same stack whose norms round before the gain, and whose attention is the same."""
+
+    class RoundsTwice(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x):
+            root = torch.sqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
+            return self.weight * (x.float() / root).to(x.dtype)
+
+    ratios = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        exact_model = Transformer(4, 96, 4, max_seq_len=32)
+        for name, parameter in exact_model.named_parameters():
+            if "ln" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 2)
+        ours = exact_model.to(torch.bfloat16)
+        exact_model = copy.deepcopy(ours).double()
+        theirs = copy.deepcopy(ours)
+        for layer in theirs.layers:
+            layer.ln1, layer.ln2 = RoundsTwice(layer.ln1.weight), RoundsTwice(layer.ln2.weight)
+        theirs.ln_final = RoundsTwice(theirs.ln_final.weight)
+        x = torch.randn(2, 32, 96, dtype=torch.bfloat16)
+        exact = exact_model(x.double())
+        our_error, their_error = ((model(x) - exact).square().mean().item() for model in (ours, theirs))
+        ratios.append((our_error / their_error) ** 0.5)
+    assert statistics.median(ratios) < 1
