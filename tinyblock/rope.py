@@ -74,7 +74,7 @@ class RotaryPositionalEmbedding(nn.Module):
             self.cos_sin.copy_(self._table())
 
     def forward(
-        self, x: Float[Tensor, "*batch seq {self.d_k}"], token_positions: Int[Tensor, "*#batch #seq"] | None = None
+        self, x: Float[Tensor, "*batch seq {self.d_k}"], token_positions: Int[Tensor, "*#batch seq"] | None = None
     ) -> Float[Tensor, "*batch seq {self.d_k}"]:
         if self.cos_sin.is_meta and not x.is_meta:  # as after load_state_dict(assign=True) into a model on meta
             self.to_empty(device=x.device)
