@@ -19,10 +19,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from isolated import WITH_PACKAGE, WITHOUT_PACKAGE
 
-from tinyblock import __version__, contract, vendor
-from tinyblock.__main__ import main
-from tinyblock.staging import Staging
-from tinyblock.vendor import LAYERS, Copies, Refusal, Upstream, merge
+from tinyblock import __version__, contract
+from tinyblock.vendoring import copies as vendor
+from tinyblock.vendoring.cli import main
+from tinyblock.vendoring.staging import Staging
+from tinyblock.vendoring.copies import LAYERS, Copies, Refusal, Upstream, merge
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tinyblock"

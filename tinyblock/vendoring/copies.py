@@ -28,7 +28,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from . import __version__
+from .. import __version__
 from .staging import Busy, ChangedMeanwhile, Staging
 
 __all__ = ["LAYERS", "Action", "Copies", "Edited", "Entry", "Layer", "Refusal", "State", "Upstream", "merge"]
@@ -134,7 +134,7 @@ class Upstream:
 
     @classmethod
     def installed(cls) -> "Upstream":
-        return cls(files(__package__), __version__)
+        return cls(files("tinyblock"), __version__)
 
     def entry(self, name: str) -> "Entry | None":
         """Return what a copy of that name would be taken from, or None where this tinyblock has nothing of the kind."""
@@ -426,7 +426,7 @@ class Copies:
         return self._read[path]
 
     def _require_outside_the_package(self) -> None:
-        for package in (self.upstream.root, Path(__file__).parent):
+        for package in (self.upstream.root, Path(__file__).parents[1]):
             if isinstance(package, Path) and self.root.is_relative_to(package.resolve()):
                 raise Refusal(
                     f"{self.folder} lies inside the tinyblock package itself: choose a folder of your project"
