@@ -2,23 +2,18 @@
 
 import argparse
 import dataclasses
-import difflib
-import importlib
 import io
 import json
 import os
-import signal
 import sys
-import unittest
-import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from .. import __version__
-from .copies import LAYERS, Action, Copies, Edited, Refusal, State, Upstream
+from . import Refusal
+from .catalogue import LAYER_NAMES, Upstream
+from .copies import Action, Copies, State
 from .parser import OneLineParser
-from .staging import SIGNALS
 
 _EXAMPLES = """examples:
   tinyblock list                                  what there is to copy
@@ -41,13 +36,9 @@ def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) ->
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)
-    with suppress(ValueError):  # it is for the main thread
-        for number in SIGNALS:
-            signal.signal(number, signal.default_int_handler)  # what was begun is then undone, as by Ctrl-C
     try:
         code = int(arguments.run(arguments, upstream or Upstream.installed()))
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        print(end="", flush=True)
         return code
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -81,31 +72,29 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_list)
 
     command = commands.add_parser("add", help="copy layers, and the siblings that they import, into a folder")
-    command.add_argument("layers", nargs="+", metavar="LAYER", help=f"{', '.join(LAYERS)}")
-    command.add_argument("--to", required=True, type=_folder, metavar="DIR", help="the folder; it is made if need be")
+    command.add_argument("layers", nargs="+", metavar="LAYER", help=f"{', '.join(LAYER_NAMES)}")
+    command.add_argument("--to", required=True, type=Path, metavar="DIR", help="the folder; it is made if need be")
     command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
-    command.add_argument(
-        "--with-tests", action="store_true", help="also copy the contract and a pytest file that runs it"
-    )
+    command.add_argument("--with-tests", action="store_true", help="also copy what they promise, as tests for pytest")
     command.add_argument("--with-typecheck", action="store_true", help="also copy typecheck.py, the shape checks")
     command.set_defaults(run=_add)
 
     command = commands.add_parser(
         "check", help="tell which copies are edited, outdated or missing; 1 if any of the last two"
     )
-    command.add_argument("folder", type=_folder, metavar="DIR")
+    command.add_argument("folder", type=Path, metavar="DIR")
     command.add_argument("--fail-on-edits", action="store_true", help="exit with 1 for an edited copy, too")
     command.set_defaults(run=_check)
 
     command = commands.add_parser("diff", help="show your edits, and what changed in tinyblock since")
-    command.add_argument("folder", type=_folder, metavar="DIR")
+    command.add_argument("folder", type=Path, metavar="DIR")
     only = command.add_mutually_exclusive_group()
     only.add_argument("--mine", action="store_true", help="your edits only")
     only.add_argument("--upstream", action="store_true", help="the changes in tinyblock only")
     command.set_defaults(run=_diff)
 
     command = commands.add_parser("update", help="merge what changed in tinyblock with your edits")
-    command.add_argument("folder", type=_folder, metavar="DIR")
+    command.add_argument("folder", type=Path, metavar="DIR")
     command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     command.set_defaults(run=_update)
 
@@ -116,12 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_verify)
     return parser
-
-
-def _folder(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty; the current folder is .")
-    return Path(text)
 
 
 def _list(arguments: argparse.Namespace, upstream: Upstream) -> int:
@@ -143,13 +126,7 @@ def _list(arguments: argparse.Namespace, upstream: Upstream) -> int:
 def _add(arguments: argparse.Namespace, upstream: Upstream) -> int:
     copies = Copies(arguments.to, upstream)
     wanted = {"with_tests": arguments.with_tests, "with_typecheck": arguments.with_typecheck}
-    try:
-        actions = copies.add(arguments.layers, **wanted, dry_run=arguments.dry_run)
-    except Edited as error:
-        _write(error.diff)
-        names = ", ".join(error.names)
-        print(f"tinyblock: nothing was copied: {arguments.to} has {names} already, edited as shown", file=sys.stderr)
-        return 1
+    actions = copies.add(arguments.layers, **wanted, dry_run=arguments.dry_run)
     _print_actions(copies, actions, arguments.dry_run)
     return 0
 
@@ -157,12 +134,14 @@ def _add(arguments: argparse.Namespace, upstream: Upstream) -> int:
 def _check(arguments: argparse.Namespace, upstream: Upstream) -> int:
     copies = Copies(arguments.folder, upstream).require_lock()
     states = copies.states()
-    width = max(map(len, states), default=0)
+    width, state_width = (max(map(len, column), default=0) for column in (states, states.values()))
     for name, state in states.items():
-        old = copies.entries[name].version
-        since = f"{old} -> {upstream.version}" if old != upstream.version else f"{old}, changed since"
-        since = since if state.is_outdated else "no longer in tinyblock" if copies.is_gone(name) else ""
-        print(f"{name:{width}}  {state:8}  {since}".rstrip())
+        taken, note = copies.entries[name].version, ""
+        if state.is_outdated:
+            note = f"{taken} -> {upstream.version}" if taken != upstream.version else f"{taken}, changed since"
+        elif upstream.original(name) is None:
+            note = "no longer in tinyblock"
+        print(f"{name:{width}}  {state:{state_width}}  {note}".rstrip())
     fine = {State.PRISTINE} if arguments.fail_on_edits else {State.PRISTINE, State.EDITED}
     return 0 if fine.issuperset(states.values()) else 1
 
@@ -170,7 +149,7 @@ def _check(arguments: argparse.Namespace, upstream: Upstream) -> int:
 def _diff(arguments: argparse.Namespace, upstream: Upstream) -> int:
     copies = Copies(arguments.folder, upstream).require_lock()
     wanted = [copies.edits] if not arguments.upstream else []
-    wanted += [copies.news] if not arguments.mine else []
+    wanted += [copies.upstream_changes] if not arguments.mine else []
     text = "".join(difference(name) for difference in wanted for name in copies.entries)
     _write(text)
     if not text:
@@ -184,62 +163,16 @@ def _update(arguments: argparse.Namespace, upstream: Upstream) -> int:
     _print_actions(copies, actions, arguments.dry_run)
     if Action.CONFLICT in actions.values() and not arguments.dry_run:
         print("resolve what stands between <<<<<<< and >>>>>>>; NAME.orig is the file as it was", file=sys.stderr)
-    return 1 if {Action.CONFLICT, Action.UNRESOLVED, Action.MISMATCH} & set(actions.values()) else 0
+    return int(any(action.needs_a_person for action in actions.values()))
 
 
 def _verify(arguments: argparse.Namespace, upstream: Upstream) -> int:
-    from .. import contract
+    from ..contract import verify
 
     try:
-        copies = contract.load(arguments.target)
+        return verify.verify(arguments.target, arguments.skip)
     except (LookupError, ImportError) as error:
         raise Refusal(str(error)) from None
-    properties = [prop for prop in contract.PROPERTIES if prop.layer in copies]
-    names = {name for prop in properties for name in (prop.name, f"{prop.layer}: {prop.name}")}
-    for name in arguments.skip:
-        if name not in names:
-            near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0)
-            raise Refusal(f"there is no property {name!r} to skip here: did you mean {near[0]!r}?")
-    modules = {layer: importlib.import_module(f"tinyblock.{layer}") for layer in LAYERS} | copies
-    counts = {"ok": 0, "FAIL": 0, "skip": 0}
-
-    def tell(outcome: str, what: str, why: str = "") -> None:
-        counts[outcome] += 1
-        print(f"  {outcome:4}  {what}{why and ': '}{why}", flush=True)
-
-    for layer, module in copies.items():
-        own = [prop for prop in properties if prop.layer == layer]
-        borrowed = ", ".join(sorted({need for prop in own for need in prop.needs} - copies.keys()))
-        path = Path(str(module.__file__))
-        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        print(f"{layer}: {shown}{borrowed and f' (with the {borrowed} of tinyblock)'}")
-        classes = [name for name in contract.LAYERS[layer] if name[0].isupper()]
-        own_types = {k: v for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__}
-        others = [name for name in own_types if name[0].isupper()]
-        if others and not any(name in others for name in classes):
-            tell("FAIL", f"{classes[0]} is there", f"{path.name} has {', '.join(others)} only, which is not verified")
-        for prop in own:
-            try:
-                if prop.name in arguments.skip or f"{layer}: {prop.name}" in arguments.skip:
-                    raise unittest.SkipTest("as you asked")
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    prop.run(modules)
-                tell("ok", prop.name)
-            except contract.Violation as error:
-                tell("FAIL", prop.name, str(error))
-            except unittest.SkipTest as error:
-                tell("skip", prop.name, str(error))
-    for path in sorted(Path(arguments.target).glob("*.py")):
-        if path.stem in LAYERS and path.stem not in copies:
-            print(f"{path.stem}: {path}")
-            tell(
-                "FAIL",
-                f"{contract.LAYERS[path.stem][0]} is there",
-                f"{path.name} does not define it, and is not verified",
-            )
-    print(f"{counts['ok']} hold, {counts['FAIL']} fail, {counts['skip']} skipped")
-    return 1 if counts["FAIL"] else 0
 
 
 def _write(text: str) -> None:

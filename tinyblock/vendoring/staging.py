@@ -1,133 +1,76 @@
-"""Change several files of a folder together: all of them, or none, also where the run is interrupted."""
+"""Replace several files of a folder together: all of them, or none."""
 
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
-__all__ = ["SIGNALS", "Busy", "ChangedMeanwhile", "Staging"]
+from . import Refusal
 
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+__all__ = ["STAGING", "replace_all"]
+
+STAGING = ".tinyblock-staging"
 
 
-class Staging:
-    """Hold a folder for one run, in a `with` statement; on the way out nothing is left but what `replace_all` wrote.
+def replace_all(folder: Path, contents: Mapping[Path, bytes], before: Mapping[Path, bytes | None]) -> None:
+    """Write files of a folder, if each of `before` is still as it is there, and leave nothing else behind.
 
     The new files, and those that they replace, lie in a folder inside, which tells another run to keep away. Only a
-    process that is killed outright leaves it behind.
+    process that is killed outright leaves it there.
 
     Raises:
-        Busy: another run holds the folder, or was killed there.
-        OSError: the folder cannot be made or written to.
+        Refusal: another run holds the folder, or a file is not as before.
+        OSError: a file cannot be written; the others are as they were.
     """
-
-    NAME = ".tinyblock-staging"
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / self.NAME
-        self._made: list[Path] = []
-
-    def __enter__(self) -> "Staging":
-        missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+    staging = folder / STAGING
+    new = {path: staging / f"{number}.{path.name}.new" for number, path in enumerate(contents)}
+    old = {path: new[path].with_suffix(".old") for path in contents}
+    with _uninterrupted(), ExitStack() as cleanup:
+        for parent in (folder, *(path.parent for path in contents)):
+            for missing in reversed([path for path in (parent, *parent.parents) if not path.exists()]):
+                missing.mkdir()
+                cleanup.callback(_remove_if_empty, missing)
         try:
-            with _uninterrupted():
-                for path in reversed(missing):
-                    path.mkdir()
-                    self._made.insert(0, path)
-                try:
-                    self.path.mkdir()
-                except FileExistsError:
-                    raise Busy(self.path) from None
-        except BaseException:
-            self._remove_folders()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with _uninterrupted():
-            if not isinstance(error, _Stuck):
-                shutil.rmtree(self.path, ignore_errors=True)
-            self._remove_folders()
-
-    def replace_all(self, contents: Mapping[Path, bytes], before: Mapping[Path, bytes | None]) -> None:
-        """Write every file, if each is still as it was `before`, or none.
-
-        Raises:
-            ChangedMeanwhile: one is not.
-            OSError: one cannot be written; the others are as they were.
-        """
-        for number, (path, content) in enumerate(contents.items()):
-            new = self._staged(number, path, "new")
-            with new.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            staging.mkdir()
+        except FileExistsError:
+            ways_out = f"if none is, delete {staging} (where NAME.old is a file as it was), and repeat"
+            raise Refusal(f"another run is at work there, or was killed: {ways_out}") from None
+        cleanup.callback(shutil.rmtree, staging, ignore_errors=True)
+        for path, content in contents.items():
+            new[path].write_bytes(content)
             if path.exists():
-                shutil.copy2(path, self._staged(number, path, "old"))
-                shutil.copymode(path, new)
-        with _uninterrupted():
-            for path, content_before in before.items():
-                if (path.read_bytes() if path.is_file() else None) != content_before:
-                    raise ChangedMeanwhile(path)
-            replaced: list[tuple[Path, Path]] = []
-            try:
-                for number, path in enumerate(contents):
-                    os.replace(self._staged(number, path, "new"), path)
-                    replaced.append((path, self._staged(number, path, "old")))
-            except BaseException as error:
-                stuck = [path for path, old in replaced if not _put_back(path, old)]
-                if stuck:
-                    raise _Stuck(f"{', '.join(map(str, stuck))} could not be put back: see {self.path}") from error
-                raise
-
-    def _staged(self, number: int, path: Path, which: str) -> Path:
-        return self.path / f"{number}.{path.name}.{which}"
-
-    def _remove_folders(self) -> None:
-        for path in self._made:  # the innermost first; one that holds a copy now stays
-            with suppress(OSError):
-                path.rmdir()
+                shutil.copy2(path, old[path])
+                shutil.copymode(path, new[path])
+        for path, content_before in before.items():
+            if (path.read_bytes() if path.is_file() else None) != content_before:
+                raise Refusal(f"{path} was changed meanwhile by another program: repeat")
+        replaced: list[Path] = []
+        try:
+            for path in contents:
+                os.replace(new[path], path)
+                replaced.append(path)
+        except BaseException:
+            undone = cleanup.pop_all()  # should this fail too, what is staged has no other copy, and stays
+            for path in replaced:
+                os.replace(old[path], path) if old[path].exists() else path.unlink()
+            undone.close()
+            raise
 
 
-class Busy(Exception):
-    """The folder is held by another run; the argument is the staging folder."""
-
-
-class ChangedMeanwhile(Exception):
-    """Somebody else wrote to a file while the run decided what to make of it; the argument is its path."""
-
-
-class _Stuck(OSError):
-    """The files that were replaced could not be put back; they are still in the staging folder."""
-
-
-def _put_back(path: Path, old: Path) -> bool:
-    try:
-        if old.exists():
-            os.replace(old, path)
-        else:
-            path.unlink(missing_ok=True)
-    except OSError:
-        return False
-    return True
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Let Ctrl-C and the like pass unheard for the few milliseconds in which half of the files are new."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    numbers = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None is one that was not set from Python, and cannot be
-                signal.signal(number, handler)
+            signal.signal(number, handler)
