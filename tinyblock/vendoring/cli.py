@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) ->
     except Refusal as error:
         return _refuse(str(error))
     except OSError as error:
-        return _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        path = error.filename2 or error.filename  # the second is what was to be replaced
+        return _refuse(f"{path}: {error.strerror}" if path else str(error))
     except KeyboardInterrupt:
         print("tinyblock: interrupted", file=sys.stderr)
         return 130
@@ -153,7 +154,7 @@ def _diff(arguments: argparse.Namespace, upstream: Upstream) -> int:
     text = "".join(difference(name) for difference in wanted for name in copies.entries)
     _write(text)
     if not text:
-        print(f"no difference: {arguments.folder}", file=sys.stderr)
+        print(f"tinyblock: no difference in {arguments.folder}", file=sys.stderr)
     return 0
 
 
@@ -162,7 +163,8 @@ def _update(arguments: argparse.Namespace, upstream: Upstream) -> int:
     actions = copies.update(dry_run=arguments.dry_run)
     _print_actions(copies, actions, arguments.dry_run)
     if Action.CONFLICT in actions.values() and not arguments.dry_run:
-        print("resolve what stands between <<<<<<< and >>>>>>>; NAME.orig is the file as it was", file=sys.stderr)
+        what = "resolve what stands between <<<<<<< and >>>>>>>; NAME.orig is the file as it was"
+        print(f"tinyblock: {what}", file=sys.stderr)
     return int(any(action.needs_a_person for action in actions.values()))
 
 

@@ -107,7 +107,7 @@ class Copies:
         return {name: self.state(name) for name in self.entries}
 
     def edits(self, name: str) -> str:
-        """Return what was edited in a copy, as a unified diff, or in words where the lock file has no text to compare."""
+        """Return what was edited in a copy, as a unified diff, or in words where the lock file has no text."""
         copy = self._text(name)
         base = self._base_or_entry(name, copy)
         if copy is not None and base.is_text_of(copy):
@@ -214,7 +214,7 @@ class Copies:
             if step.text is not None:
                 contents[self._path(name)] = encode(with_newline(step.text, newline_of(before)))
         entries = self.entries | {name: step.entry for name, step in steps.items() if step.entry is not None}
-        if entries != self.entries and not dry_run:
+        if (contents or entries != self.entries) and not dry_run:
             contents[self._path(LOCK)] = render_lock(entries)  # last of all
             replace_all(self.root, contents, before=self._contents)
             self.entries = entries
