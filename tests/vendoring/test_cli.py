@@ -1,6 +1,7 @@
 """The command line: what it hands over, prints and refuses; and the command as people run it."""
 
 import ast
+import io
 import re
 import shlex
 import subprocess
@@ -40,7 +41,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Sequence[str]]]
         return 1
 
     contract = ModuleType("tinyblock.contract")
-    contract.verify = SimpleNamespace(verify=verify)  # type: ignore[attr-defined]
+    contract.verify = SimpleNamespace(verify=verify)
     monkeypatch.setitem(sys.modules, "tinyblock.contract", contract)
     return calls
 
@@ -87,6 +88,13 @@ def test_add_works_from_a_zip_archive(project: Project, new: Upstream) -> None:
     project.add("transformer", "--with-tests", "--with-typecheck", upstream=Upstream(archive, "0.2.0"))
     assert {"transformer.py", "typecheck.py", "contract/harness.py"} <= project.names()
     assert set(project.states().values()) == {"pristine"}
+
+
+def test_path_that_the_terminal_cannot_show_is_no_error(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["add", "rope", "--to", "läyers", "--dry-run"], project.upstream) == 0
+    assert terminal.buffer.getvalue().endswith(b"nothing was written to l\\xe4yers\n")
 
 
 def test_no_output_is_no_error(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
