@@ -1,6 +1,7 @@
 """The command line: what it hands over, prints and refuses; and the command as people run it."""
 
 import ast
+import importlib
 import io
 import re
 import shlex
@@ -12,7 +13,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from isolated import WITH_PACKAGE, WITHOUT_PACKAGE
+import torch
+from isolated import WITH_PACKAGE
 from vendoring.project import PACKAGE, Project
 
 from tinyblock.vendoring.catalogue import Upstream
@@ -41,7 +43,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Sequence[str]]]
         return 1
 
     contract = ModuleType("tinyblock.contract")
-    contract.verify = SimpleNamespace(verify=verify)
+    vars(contract).update(verify=SimpleNamespace(verify=verify))
     monkeypatch.setitem(sys.modules, "tinyblock.contract", contract)
     return calls
 
@@ -111,27 +113,13 @@ def test_closed_output_is_no_traceback(tmp_path: Path) -> None:
     assert not re.search("Traceback|BrokenPipe|tinyblock:", done.stderr), done.stderr
 
 
-HOST = """
-import sys
-class Refuse:  # whatever layers do not need
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("tinyblock", "beartype"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Refuse())
-import torch
-from my_project.model import model
-out = model(torch.randn(2, 5, 24))
-assert out.shape == (2, 5, 24)
-out.sum().backward()
-assert sys.modules["my_project.layers.block"].__file__.startswith(sys.argv[1])
-"""
-
-
-def test_host_package_imports_the_copies_without_tinyblock(project: Project) -> None:
-    package = project.root / "my_project"  # a package without an __init__.py
+def test_host_package_imports_the_copies_without_tinyblock(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = project.root / "host_of_copies"  # a package without an __init__.py
     project.run("add", "transformer", "--to", package / "layers", upstream=Upstream.installed())
-    model = "from .layers.transformer import Transformer\n\nmodel = Transformer(2, 24, 4, max_seq_len=8)\n"
-    (package / "model.py").write_text(model)
-    code = [sys.executable, "-c", HOST, str(project.root)]
-    done = subprocess.run(code, cwd=project.root, env=WITHOUT_PACKAGE, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    (package / "model.py").write_text("from .layers.transformer import Transformer\n")
+    monkeypatch.syspath_prepend(project.root)
+    for name in ("tinyblock", "beartype"):
+        monkeypatch.setitem(sys.modules, name, None)  # so that importing it fails
+    model = importlib.import_module("host_of_copies.model").Transformer(2, 24, 4, max_seq_len=8)
+    model(torch.randn(2, 5, 24)).sum().backward()
+    assert Path(sys.modules["host_of_copies.layers.block"].__file__ or "") == package / "layers" / "block.py"

@@ -85,9 +85,8 @@ class Upstream:
         """Raise a Refusal, with the nearest name, unless `name` is a layer."""
         if name in LAYER_NAMES:
             return
-        bare = name.replace("\\", "/").rpartition("/")[2].removesuffix(".py").casefold()
         homes = {export.casefold(): layer.name for layer in self.layers() for export in layer.exports}
-        near = difflib.get_close_matches(bare, [*LAYER_NAMES, *homes], n=1)
+        near = difflib.get_close_matches(name.casefold(), [*LAYER_NAMES, *homes], n=1)
         way_out = f"did you mean {homes.get(near[0], near[0])}?" if near else f"there are {', '.join(LAYER_NAMES)}"
         raise Refusal(f"there is no layer {name!r}: {way_out}")
 

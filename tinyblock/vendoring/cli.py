@@ -180,7 +180,6 @@ def _verify(arguments: argparse.Namespace, upstream: Upstream) -> int:
 def _write(text: str) -> None:
     """Write a patch byte for byte, whatever the terminal's encoding, so that it can be applied."""
     if sys.stdout is not None:
-        sys.stdout.flush()
         sys.stdout.buffer.write(text.encode(errors="surrogateescape"))
 
 
