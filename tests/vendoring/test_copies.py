@@ -316,18 +316,21 @@ def test_update_never_overwrites_an_earlier_backup(project: Project, old: Upstre
     assert "first = 'ours'" in project.path("attention.py.orig2").read_text()
 
 
-def test_update_replaces_edited_tests_and_keeps_them_beside(project: Project, old: Upstream) -> None:
+def test_update_replaces_edited_tests_and_licence_and_keeps_them_beside(project: Project, old: Upstream) -> None:
     project.add("rmsnorm", "--with-tests", upstream=old)
-    for name in ("contract/harness.py", "contract/loading.py"):
+    for name in ("contract/harness.py", "contract/loading.py", LICENCE):
         with project.path(name).open("a") as file:
             file.write("# ours\n")
-    edited = project.path("contract/harness.py").read_bytes()
-    done = project.run("update", project.folder)
+    edited = {name: project.path(name).read_bytes() for name in ("contract/harness.py", LICENCE)}
+    changed = {"contract/harness.py": FIRST_OF_NEW, "LICENSE": "Everybody may.\n"}
+    newer = release(project.root / "newer", "0.3.0", changed)
+    done = project.run("update", project.folder, upstream=newer)
     assert done.code == 1
-    assert re.search(r"^contract/harness\.py +REPLACED, your edits are in NAME\.orig$", done.out, re.MULTILINE)
-    assert project.path("contract/harness.py.orig").read_bytes() == edited
-    assert project.path("contract/harness.py").read_text() == project.upstream.require("contract/harness.py").text
-    assert project.states() == dict.fromkeys(project.states(), "pristine") | {"contract/loading.py": "edited"}
+    for name, content in edited.items():
+        assert re.search(rf"^{name} +REPLACED, your edits are in NAME\.orig$", done.out, re.MULTILINE)
+        assert project.path(f"{name}.orig").read_bytes() == content
+        assert project.path(name).read_text() == newer.require(name).text
+    assert project.states(newer) == dict.fromkeys(project.states(newer), "pristine") | {"contract/loading.py": "edited"}
 
 
 def test_update_leaves_a_missing_copy_missing(project: Project, old: Upstream) -> None:

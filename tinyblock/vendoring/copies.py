@@ -93,8 +93,6 @@ class Copies:
             return State.MISSING
         if has_conflict_marks(copy):
             return State.CONFLICT
-        if installed is not None and copy == installed.text:
-            return State.PRISTINE
         base = self._base(name, copy)
         if base is None:
             return State.LOCK_MISMATCH
