@@ -96,6 +96,9 @@ def test_what_only_calls_itself_git_changes_nothing(
         git.write_text(f"#!/bin/sh\n{stub}\n")
         git.chmod(0o755)
         project.assert_refused(r"git could not merge .*rope\.py: (install me|exit code)", "update", project.folder)
+    git.write_text("#!/bin/sh\nkill $$\n")  # an answer of nothing has all that two texts without lines added
+    with pytest.raises(Refusal, match="git could not merge mine"):
+        merge("", "base\n", "", LABELS)
 
 
 @given(st.binary(max_size=20) | st.text("\r\na", max_size=20).map(str.encode))
