@@ -80,18 +80,25 @@ def test_two_runs_at_once_are_kept_apart(project: Project, old: Upstream) -> Non
 def test_signal_while_files_are_replaced_is_not_heard(
     number: signal.Signals, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, handler = os.replace, signal.getsignal(number)
+    real = os.replace
 
     def replace(source: Path, target: Path) -> None:
         assert source.parent.name == staging.STAGING
         real(source, target)
         os.kill(os.getpid(), number)
 
+    def heard(*_: object) -> None:
+        raise AssertionError("it was heard")
+
     monkeypatch.setattr(os, "replace", replace)
-    project.add("block", "--with-tests")
+    handler = signal.signal(number, heard)
+    try:
+        project.add("block", "--with-tests")
+        assert signal.getsignal(number) is heard
+    finally:
+        signal.signal(number, handler)
     assert set(project.states().values()) == {"pristine"}
     assert not (project.folder / staging.STAGING).exists()
-    assert signal.getsignal(number) == handler
 
 
 def test_process_that_is_killed_leaves_what_was_there(
