@@ -30,7 +30,7 @@ from profiling.environment import environment
 from profiling.files import atomic, require_writable
 from profiling.machine import datasheet
 from profiling.memory import SavedBytes
-from profiling.peers import PEERS, Candidate, Unavailable, build
+from peers.candidates import PEERS, Candidate, Unavailable, build
 from profiling.presets import PRESETS, Size
 from profiling.report import Section, Table, number, share, show
 from profiling.timing import Spread, interleave, paired_ratio

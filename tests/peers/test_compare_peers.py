@@ -13,7 +13,7 @@ import weakref
 import compare_peers
 import pytest
 import torch
-from profiling import peers
+from peers import candidates as peers
 from profiling.presets import Size
 
 from tinyblock import Block
