@@ -25,12 +25,12 @@ from typing import Any
 
 import jaxtyping
 import torch
+from peers.candidates import PEERS, Candidate, Unavailable, build
 from profiling.costs import part_costs
 from profiling.environment import environment
 from profiling.files import atomic, require_writable
 from profiling.machine import datasheet
 from profiling.memory import SavedBytes
-from peers.candidates import PEERS, Candidate, Unavailable, build
 from profiling.presets import PRESETS, Size
 from profiling.report import Section, Table, number, share, show
 from profiling.timing import Spread, interleave, paired_ratio
@@ -54,7 +54,7 @@ examples:
   one row of it, against one peer:
     python scripts/compare_peers.py --case train-bf16-768 --peers transformers,limit
   all cases of one token:
-    python scripts/compare_peers.py --case decode --json decode.json
+    python scripts/compare_peers.py --case one-token --json one-token.json
   on a GPU, and then one report of both machines:
     python scripts/compare_peers.py --device cuda --json gpu.json
     python scripts/compare_peers.py --report cpu.json gpu.json --write docs/benchmarks.md
@@ -98,10 +98,10 @@ def all_cases(device: torch.device, presets: Iterable[str]) -> list[Case]:
         Case("train-bf16-2048", wide, bf16, True, to_peers=1.03, to_limit=1.04),
         Case("train-compiled-bf16-768", small, bf16, True, True, to_peers=1.03, to_limit=1.03),
         Case("train-compiled-f32-768", small, f32, True, True, to_peers=1.03, to_limit=1.03),
-        Case("decode-f32", token, f32, False, to_peers=1.00, to_limit=1.15),
-        Case("decode-bf16", token, bf16, False, to_peers=1.00, to_limit=1.20),
-        Case("decode-compiled-f32", token, f32, False, True, to_peers=1.00, to_limit=1.15),
-        Case("decode-compiled-bf16", token, bf16, False, True, to_peers=1.00, to_limit=1.15),
+        Case("one-token-f32", token, f32, False, to_peers=1.00, to_limit=1.15),
+        Case("one-token-bf16", token, bf16, False, to_peers=1.00, to_limit=1.20),
+        Case("one-token-compiled-f32", token, f32, False, True, to_peers=1.00, to_limit=1.15),
+        Case("one-token-compiled-bf16", token, bf16, False, True, to_peers=1.00, to_limit=1.15),
     ]
     for name in presets if device.type == "cuda" else ():
         p = PRESETS[name]

@@ -43,7 +43,7 @@ def limit_that(function):
 
 def test_quick_run_measures_and_reports_every_case(tmp_path, capsys):
     path, report = tmp_path / "run.json", tmp_path / "report.md"
-    cases = "train-bf16-768,train-f32-768,train-bf16-2048,decode-f32,decode-bf16"
+    cases = "train-bf16-768,train-f32-768,train-bf16-2048,one-token-f32,one-token-bf16"
     options = ["--quick", "--rounds", "2", "--case", cases, "--peers", BUILT_IN]
     assert compare_peers.main([*options, "--json", str(path), "--write", str(report)]) == 0
     run = json.loads(path.read_text())
@@ -68,17 +68,17 @@ def test_quick_run_measures_and_reports_every_case(tmp_path, capsys):
 
 def test_markdown_is_made_from_the_json_alone(tmp_path):
     path, first, second = tmp_path / "run.json", tmp_path / "first.md", tmp_path / "second.md"
-    options = ["--quick", "--rounds", "2", "--case", "decode-f32", "--peers", BUILT_IN]
+    options = ["--quick", "--rounds", "2", "--case", "one-token-f32", "--peers", BUILT_IN]
     assert compare_peers.main([*options, "--json", str(path), "--write", str(first)]) == 0
     assert compare_peers.main(["--report", str(path), "--write", str(second)]) == 0
     assert first.read_text() == second.read_text()
     assert compare_peers.main(["--report", str(path), str(path), "--write", str(second)]) == 0
-    assert second.read_text().count("### decode-f32") == 2
+    assert second.read_text().count("### one-token-f32") == 2
 
 
 def test_report_has_one_heading_for_a_machine_and_lists_every_run(tmp_path):
     paths, report = [tmp_path / f"{name}.json" for name in "abc"], tmp_path / "report.md"
-    for path, case in zip(paths, ("decode-f32", "decode-bf16", "train-f32"), strict=True):
+    for path, case in zip(paths, ("one-token-f32", "one-token-bf16", "train-f32"), strict=True):
         options = ["--quick", "--rounds", "2", "--case", case, "--peers", BUILT_IN]
         assert compare_peers.main([*options, "--json", str(path)]) == 0
     other = json.loads(paths[2].read_text())
@@ -91,13 +91,13 @@ def test_report_has_one_heading_for_a_machine_and_lists_every_run(tmp_path):
     assert [heading.endswith(", commit abacus") for heading in headings] == [False, True]
     first, second = lines[: lines.index(headings[1])], lines[lines.index(headings[1]) :]
     assert sum(" | 2 | 1 | 0 |" in line for line in first) == 2
-    assert [line for line in first if line.startswith("### ")] == ["### decode-f32", "### decode-bf16"]
+    assert [line for line in first if line.startswith("### ")] == ["### one-token-f32", "### one-token-bf16"]
     assert [line for line in second if line.startswith("### ")] == ["### train-f32-768"]
 
 
 def test_processes_are_pooled(tmp_path):
     path = tmp_path / "run.json"
-    options = ["--quick", "--rounds", "2", "--case", "decode-f32", "--peers", "control", "--processes", "2"]
+    options = ["--quick", "--rounds", "2", "--case", "one-token-f32", "--peers", "control", "--processes", "2"]
     assert compare_peers.main([*options, "--json", str(path)]) == 0
     run = json.loads(path.read_text())
     (row,) = run["cases"][0]["rows"]
@@ -119,7 +119,7 @@ def test_every_finished_process_is_written(monkeypatch, tmp_path):
         return run_to_its_end(command, variables)
 
     monkeypatch.setattr(compare_peers, "run_to_its_end", killed_after_the_first)
-    options = ["--quick", "--rounds", "2", "--case", "decode-f32", "--peers", "control", "--processes", "2"]
+    options = ["--quick", "--rounds", "2", "--case", "one-token-f32", "--peers", "control", "--processes", "2"]
     with pytest.raises(MemoryError):
         compare_peers.main([*options, "--json", str(path), "--write", str(report)])
     run = json.loads(path.read_text())
@@ -137,28 +137,28 @@ def test_interrupted_process_is_reported(code, monkeypatch, tmp_path):
         return code, code == 0  # Ctrl-C came here, or there
 
     monkeypatch.setattr(compare_peers, "run_to_its_end", interrupted)
-    options = ["--quick", "--rounds", "2", "--case", "decode-f32", "--peers", "control", "--processes", "9"]
+    options = ["--quick", "--rounds", "2", "--case", "one-token-f32", "--peers", "control", "--processes", "9"]
     assert compare_peers.main([*options, "--json", str(path)]) == 130
     assert json.loads(path.read_text())["settings"]["processes"] == 1
 
 
 def test_closed_pipe_loses_no_files(tmp_path):
     path = tmp_path / "run.json"
-    options = ["--quick", "--rounds", "2", "--case", "decode-f32", "--peers", "control", "--json", str(path)]
+    options = ["--quick", "--rounds", "2", "--case", "one-token-f32", "--peers", "control", "--json", str(path)]
     command = [sys.executable, compare_peers.__file__, *options]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment, text=True)
     os.close(write)
-    assert (done.returncode, done.stderr) == (0, "[1/1] decode-f32: control\n")
+    assert (done.returncode, done.stderr) == (0, "[1/1] one-token-f32: control\n")
     assert json.loads(path.read_text())["cases"][0]["rows"][0]["status"] == "measured"
 
 
 def test_processes_without_a_result_are_an_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(SystemExit, match="no process came to an end"):
-        compare_peers.main(["--quick", "--case", "decode-f32", "--processes", "2"])
+        compare_peers.main(["--quick", "--case", "one-token-f32", "--processes", "2"])
     assert "process 2 ended with exit code 1 and no result" in capsys.readouterr().err
 
 
@@ -193,7 +193,7 @@ def test_perturbed_weight_disagrees_and_is_not_timed(weight, monkeypatch, tmp_pa
 def test_disagreement_is_the_exit_code_and_in_the_report(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(peers.PEERS, "control", limit_that(lambda block, x: 1.01 * block(x)))
     report = tmp_path / "report.md"
-    options = ["--quick", "--rounds", "2", "--case", "decode-f32", "--peers", BUILT_IN, "--write", str(report)]
+    options = ["--quick", "--rounds", "2", "--case", "one-token-f32", "--peers", BUILT_IN, "--write", str(report)]
     assert compare_peers.main(options) == 1
     for text in (capsys.readouterr().out, report.read_text()):
         assert "disagrees" in text
@@ -228,7 +228,7 @@ def test_crash_of_a_peer_is_a_row_and_the_rest_goes_on(monkeypatch):
 
 def test_missing_peer_is_a_message(monkeypatch, capsys):
     monkeypatch.setitem(peers.PEERS, "control", dataclasses.replace(peers.PEERS["control"], package="no-such-peer"))
-    options = ["--quick", "--rounds", "2", "--case", "decode-f32", "--peers", BUILT_IN]
+    options = ["--quick", "--rounds", "2", "--case", "one-token-f32", "--peers", BUILT_IN]
     assert compare_peers.main(options) == 0
     assert "not installed: pip install no-such-peer" in capsys.readouterr().out
 
@@ -324,7 +324,7 @@ def test_half_split_rope_is_a_permutation_of_the_rows_of_each_head():
     ("options", "message"),
     [
         (["--case", "nothing"], "no case begins with 'nothing'"),
-        (["--case", "decode-f32", "--dtype", "bfloat16"], "none of these cases is in bfloat16"),
+        (["--case", "one-token-f32", "--dtype", "bfloat16"], "none of these cases is in bfloat16"),
         (["--peers", "nobody"], "unknown peer 'nobody'"),
         (["--presets", "gpt-7"], "unknown preset 'gpt-7'"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
@@ -360,14 +360,14 @@ def test_interrupt_writes_what_was_measured(monkeypatch, tmp_path):
     measure_case, report = compare_peers.measure_case, tmp_path / "report.md"
 
     def interrupted(case, *rest):
-        if case.name == "decode-bf16":
+        if case.name == "one-token-bf16":
             raise KeyboardInterrupt
         return measure_case(case, *rest)
 
     monkeypatch.setattr(compare_peers, "measure_case", interrupted)
-    options = ["--quick", "--rounds", "2", "--case", "decode-f32,decode-bf16", "--peers", "limit"]
+    options = ["--quick", "--rounds", "2", "--case", "one-token-f32,one-token-bf16", "--peers", "limit"]
     assert compare_peers.main([*options, "--write", str(report)]) == 130
-    assert "### decode-f32" in report.read_text()
+    assert "### one-token-f32" in report.read_text()
     assert "Interrupted" in report.read_text()
 
 
@@ -396,7 +396,7 @@ def test_interrupt_keeps_the_peers_of_the_case_until_then(monkeypatch, tmp_path)
 
     monkeypatch.setitem(peers.PEERS, "control", limit_that(interrupted))
     path = tmp_path / "run.json"
-    options = ["--quick", "--rounds", "2", "--case", "decode-f32,decode-bf16", "--json", str(path)]
+    options = ["--quick", "--rounds", "2", "--case", "one-token-f32,one-token-bf16", "--json", str(path)]
     assert compare_peers.main([*options, "--peers", "limit,control"]) == 130
     (case,) = json.loads(path.read_text())["cases"]
     assert [row["peer"] for row in case["rows"]] == ["limit"]
