@@ -25,7 +25,7 @@ from typing import Any
 
 import jaxtyping
 import torch
-from peers.candidates import PEERS, Candidate, Unavailable, build
+from peers.candidates import PEERS, Candidate, Peer, Unavailable, block_of, build
 from profiling.costs import part_costs
 from profiling.environment import environment
 from profiling.files import atomic, require_writable
@@ -55,6 +55,9 @@ examples:
     python scripts/compare_peers.py --case train-bf16-768 --peers transformers,limit
   all cases of one token:
     python scripts/compare_peers.py --case one-token --json one-token.json
+  a changed Block beside the one before the change, with token positions and without:
+    python scripts/compare_peers.py --threads 1 --case forward,train,one-token --against ../before
+    python scripts/compare_peers.py --threads 1 --case forward,train,one-token --against ../before --positions
   on a GPU, and then one report of both machines:
     python scripts/compare_peers.py --device cuda --json gpu.json
     python scripts/compare_peers.py --report cpu.json gpu.json --write docs/benchmarks.md
@@ -72,27 +75,33 @@ class Case:
     dtype: torch.dtype
     train: bool
     compiled: bool = False
+    positions: bool = False
     to_peers: float | None = None
     to_limit: float | None = None
 
     def target(self, peer: str) -> float | None:
-        return {"limit": self.to_limit, "operations": None, "control": None}.get(peer, self.to_peers)
+        return {"limit": self.to_limit, "operations": None, "control": None, "against": None}.get(peer, self.to_peers)
 
     def describe(self) -> str:
         size = self.size
         work = "forward and backward" if self.train else "forward without gradients"
         how = "compiled" if self.compiled else "eager"
         shape = f"batch {size.batch_size}, sequence {size.seq_len}, d_model {size.d_model}, heads {size.num_heads}"
+        positions = ", token positions given" if self.positions else ""
         shared = f", key heads {size.num_kv_heads}" if size.num_kv_heads != size.num_heads else ""
-        return f"{work}, {how}, {_name(self.dtype)}, {shape}{shared}, d_ff {size.d_ff}"
+        return f"{work}, {how}, {_name(self.dtype)}, {shape}{shared}, d_ff {size.d_ff}{positions}"
 
 
 def all_cases(device: torch.device, presets: Iterable[str]) -> list[Case]:
-    """Return the cases with a target, and on CUDA those of the presets."""
+    """Return the cases of every device, and on CUDA those of the presets."""
     bf16, f32 = torch.bfloat16, torch.float32
     small, wide = Size(4, 512, 768, 12, 12, 64, 2048), Size(4, 512, 2048, 32, 32, 64, 5440)
     token = dataclasses.replace(small, batch_size=1, seq_len=1)
     cases = [
+        Case("forward-f32-768", small, f32, False),
+        Case("forward-bf16-768", small, bf16, False),
+        Case("forward-compiled-f32-768", small, f32, False, True),
+        Case("forward-compiled-bf16-768", small, bf16, False, True),
         Case("train-bf16-768", small, bf16, True, to_peers=1.03, to_limit=1.10),
         Case("train-f32-768", small, f32, True, to_peers=1.03, to_limit=1.04),
         Case("train-bf16-2048", wide, bf16, True, to_peers=1.03, to_limit=1.04),
@@ -107,11 +116,23 @@ def all_cases(device: torch.device, presets: Iterable[str]) -> list[Case]:
         p = PRESETS[name]
         size = Size(4, 2048, p.d_model, p.num_heads, p.num_kv_heads, p.d_head, p.d_ff, theta=p.theta, eps=p.eps)
         cases += [
-            Case(f"{mode}-{'compiled-' if compiled else ''}bf16-{name}", size, bf16, mode == "train", compiled, 1.03)
+            Case(
+                f"{mode}-{'compiled-' if compiled else ''}bf16-{name}",
+                size,
+                bf16,
+                mode == "train",
+                compiled,
+                to_peers=1.03,
+            )
             for mode in ("forward", "train")
             for compiled in (False, True)
         ]
     return cases
+
+
+def with_positions(case: Case) -> Case:
+    """Return the case with positions 0, 1, 2, ... given to the Block; no target was set for it."""
+    return dataclasses.replace(case, name=f"{case.name}-positions", positions=True, to_peers=None, to_limit=None)
 
 
 def shrink(case: Case) -> Case:
@@ -162,8 +183,11 @@ def make_blocks(
 class Contestant:
     """A candidate with an input, ready to run: forward, or forward and backward to the input and all of the weights."""
 
-    def __init__(self, candidate: Candidate, x: Tensor, case: Case, seed: int) -> None:
+    def __init__(self, candidate: Candidate, x: Tensor, case: Case, seed: int, takes_positions: bool = False) -> None:
         self.x = x.clone().requires_grad_(case.train)
+        if case.positions and takes_positions:
+            positions = {"token_positions": torch.arange(case.size.seq_len, device=x.device)}
+            candidate = dataclasses.replace(candidate, keywords=candidate.keywords | positions)
         self.candidate = candidate
         self.call = torch.compile(candidate.call, dynamic=False) if case.compiled else candidate.call
         self.inputs = [self.x, *candidate.parameters]
@@ -210,7 +234,7 @@ class Settings:
 
 def measure_case(
     case: Case,
-    peers: Sequence[str],
+    peers: Mapping[str, Peer],
     settings: Settings,
     report: Callable[[str], None],
     result: dict[str, Any] | None = None,
@@ -225,21 +249,20 @@ def measure_case(
     result |= {"dtype": _name(case.dtype), "rows": []}
     try:
         (block,), x = make_blocks(case.size, case.dtype, settings.device, settings.seed)
-        ours = Contestant(Candidate.of(block), x, case, settings.seed)
+        ours = Contestant(Candidate.of(block), x, case, settings.seed, takes_positions=True)
     except Exception as error:
         result["failure"] = one_line(error)
         return result
     result["saved_bytes"] = ours.saved_bytes
     costs = [ahead + back * case.train for ahead, back in part_costs(case.size, case.dtype.itemsize).values()]
     result |= {flops: sum(getattr(cost, flops) for cost in costs) for flops in MFU.values()}
-    for name in peers:
-        peer = PEERS[name]
+    for name, peer in peers.items():
         row = {"peer": name, "title": peer.title, "version": peer.version(), "target": case.target(name)}
         report(f"{case.name}: {name}")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the peers': they are not ours to mend
-                row |= measure_peer(name, block, ours, x, case, settings)
+                row |= measure_peer(peer, block, ours, x, case, settings)
         except Unavailable as reason:
             row |= {"status": "skipped", "reason": str(reason)}
         except Exception as error:
@@ -249,11 +272,11 @@ def measure_case(
 
 
 def measure_peer(
-    name: str, block: Block, ours: Contestant, x: Tensor, case: Case, settings: Settings
+    peer: Peer, block: Block, ours: Contestant, x: Tensor, case: Case, settings: Settings
 ) -> dict[str, Any]:
-    theirs = Contestant(build(name, block, case.size.seq_len), x, case, settings.seed)
+    theirs = Contestant(build(peer, block, case.size.seq_len), x, case, settings.seed, peer.takes_positions)
     row: dict[str, Any] = {"saved_bytes": theirs.saved_bytes}
-    if PEERS[name].agrees:
+    if peer.agrees:
         row["error"] = relative_error(theirs.output[0], ours.output[0])
         if theirs.input_gradient is not None and ours.input_gradient is not None:
             row["gradient_error"] = relative_error(theirs.input_gradient, ours.input_gradient)
@@ -296,7 +319,7 @@ def measure_accuracy(settings: Settings, quick: bool, layers: int = 8, seeds: in
             stacks = {
                 "tinyblock": tuple([Candidate.of(b) for b in stack] for stack in (blocks, exact)),
                 "transformers": tuple(
-                    [build("transformers", b, size.seq_len) for b in stack] for stack in (blocks, exact)
+                    [build(PEERS["transformers"], b, size.seq_len) for b in stack] for stack in (blocks, exact)
                 ),
             }
             with torch.no_grad():
@@ -348,7 +371,9 @@ def summarize(run: dict[str, Any]) -> dict[str, Any]:
             row["met"] = None if row["target"] is None else row["ratio"]["median"] <= row["target"]
             # Only where something is saved, and by a peer that could not save less without computing it again.
             judged = (
-                case["train"] and row["peer"] not in ("limit", "operations", "control") and row["target"] is not None
+                case["train"]
+                and row["peer"] not in ("limit", "operations", "control", "against")
+                and row["target"] is not None
             )
             row["saved_met"] = case["saved_bytes"] <= row["saved_bytes"] if judged else None
         if case.get("errors"):
@@ -514,7 +539,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     )
     add = parser.add_argument
     add("--case", default="", metavar="NAME,...", help="cases, or beginnings of their names (default: all)")
-    add("--peers", default=",".join(PEERS), metavar="NAME,...", help="peers, listed below (default: all)")
+    add("--peers", metavar="NAME,...", help="peers, listed below (default: all; with --against, control and it)")
+    add("--against", type=Path, metavar="PATH", help="a checkout of another version, whose Block is the peer against")
+    add("--positions", action="store_true", help="give the Block token positions, which peers have in their tables")
     add("--dtype", choices=DTYPES, help="only the cases of this dtype")
     add("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
     add("--presets", default=",".join(CUDA_PRESETS), metavar="NAME,...", help="models measured on CUDA besides")
@@ -555,7 +582,13 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Case]]:
                 parser.error(f"unknown {what} {word!r}; there are {', '.join(known)}")
         return words
 
-    args.peers = chosen(args.peers, PEERS, "peer")
+    known = dict(PEERS)
+    if args.against:
+        if not (args.against / "tinyblock" / "__init__.py").is_file():
+            parser.error(f"--against needs a checkout of tinyblock, and {args.against} is none")
+        known["against"] = block_of(args.against)
+    peers = args.peers or ("control,against" if args.against else ",".join(PEERS))
+    args.peers = {name: known[name] for name in chosen(peers, known, "peer")}
     cases = all_cases(args.device, chosen(args.presets, PRESETS, "preset"))
     accuracy = dataclasses.replace(cases[0], name=ACCURACY)
     words = [word.strip() for word in args.case.split(",") if word.strip()]
@@ -566,6 +599,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Case]]:
     cases = [case for case in cases if args.dtype is None or case.dtype == DTYPES[args.dtype]]
     if not cases:
         parser.error(f"none of these cases is in {args.dtype}")
+    if args.positions:
+        cases = [case if case.name == ACCURACY else with_positions(case) for case in cases]
     return args, [shrink(case) for case in cases] if args.quick else cases
 
 
@@ -615,10 +650,17 @@ def measure_in_processes(
     args: argparse.Namespace, cases: Sequence[Case], run: dict[str, Any], save: Callable[[dict[str, Any]], None]
 ) -> None:
     """Run this script once for each process, and pool in `run` what those that came to an end have measured."""
-    options = ["--case", ",".join(case.name for case in cases), "--peers", ",".join(args.peers)]
+    options = [
+        "--case",
+        ",".join(case.name.removesuffix("-positions") for case in cases),
+        "--peers",
+        ",".join(args.peers),
+    ]
     options += ["--device", str(args.device), "--presets", args.presets, "--rounds", str(args.rounds)]
     options += ["--seed", str(args.seed), "--threads", str(args.threads or torch.get_num_threads())]
     options += ["--quick"] if args.quick else []
+    options += ["--positions"] if args.positions else []
+    options += ["--against", str(args.against)] if args.against else []
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # import what is imported here
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

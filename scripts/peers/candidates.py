@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -53,13 +54,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a peer comes from. `agrees` is False where the outputs are of another kind, and not to be compared."""
+    """Where a peer comes from. `agrees` is False where the outputs are of another kind, and not to be compared.
+
+    One that takes positions is given those of the Block; the others rotate by the same, from tables made beforehand.
+    """
 
     build: Callable[[Block, int], Candidate]
     title: str
     package: str | None = None
     cuda_only: bool = False
     agrees: bool = True
+    takes_positions: bool = False
 
     def version(self) -> str | None:
         try:
@@ -68,9 +73,8 @@ class Peer:
             return None
 
 
-def build(name: str, block: Block, seq_len: int) -> Candidate:
-    """Return the peer called `name` with the weights, dtype and device of `block`, or raise Unavailable."""
-    peer = PEERS[name]
+def build(peer: Peer, block: Block, seq_len: int) -> Candidate:
+    """Return a peer with the weights, dtype and device of `block`, or raise Unavailable."""
     if peer.cuda_only and not block.ln1.weight.is_cuda:
         raise Unavailable(f"{peer.package} needs CUDA")
     if peer.package and peer.version() is None:
@@ -136,6 +140,28 @@ def _build_operations(block: Block, seq_len: int) -> Candidate:
 
 def _build_control(block: Block, seq_len: int) -> Candidate:
     return Candidate.of(copy.deepcopy(block))
+
+
+def block_of(checkout: Path) -> Peer:
+    """Return the Block of another version, with the very weights of the Block, so that only the code differs."""
+
+    def build_other(block: Block, seq_len: int) -> Candidate:
+        package = import_as("tinyblock_against", checkout / "tinyblock" / "__init__.py")
+        attn, weights = block.attn, _weights(block)
+        rope = package.RotaryPositionalEmbedding(_theta(block), attn.d_head, seq_len)
+        layer = package.Block(
+            block.d_model,
+            attn.num_heads,
+            weights["w1"].shape[0],
+            rope=rope.to(weights["w1"].device),
+            num_kv_heads=attn.num_kv_heads,
+            d_head=attn.d_head,
+            eps=_eps(block),
+        )
+        layer.load_state_dict(block.state_dict(), assign=True)
+        return Candidate.of(layer)
+
+    return Peer(build_other, f"the Block of {checkout}", takes_positions=True)
 
 
 def _build_hugging_face(block: Block, seq_len: int) -> Candidate:
@@ -322,7 +348,7 @@ def _build_torchtune(block: Block, seq_len: int) -> Candidate:
 PEERS: Mapping[str, Peer] = {
     "limit": Peer(_build_limit, "limit: the matrix products and SDPA", agrees=False),
     "operations": Peer(_build_operations, "operations: the Block's, without modules or checks"),
-    "control": Peer(_build_control, "control: a second copy of the Block"),
+    "control": Peer(_build_control, "control: a second copy of the Block", takes_positions=True),
     "transformers": Peer(_build_hugging_face, "Hugging Face LlamaDecoderLayer", "transformers"),
     "liger": Peer(_build_liger, "Liger-Kernel's LlamaDecoderLayer", "liger-kernel", cuda_only=True),
     "litgpt": Peer(_build_litgpt, "litgpt Block", "litgpt"),
@@ -336,21 +362,26 @@ PEERS: Mapping[str, Peer] = {
 
 def private_copy(name: str) -> ModuleType:
     """Import a second, independent copy of a module, which can be patched without reaching the first."""
-    copy_name = f"{name}_private_copy"
-    if copy_name not in sys.modules:
-        original = importlib.util.find_spec(name)
-        if original is None or original.origin is None:
-            raise ImportError(f"no source of {name} to copy")
-        spec = importlib.util.spec_from_file_location(copy_name, original.origin)
+    original = importlib.util.find_spec(name)
+    if original is None or original.origin is None:
+        raise ImportError(f"no source of {name} to copy")
+    return import_as(f"{name}_private_copy", Path(original.origin))
+
+
+def import_as(name: str, source: Path) -> ModuleType:
+    """Import a file under another name, once; an `__init__.py` brings the modules of its package along."""
+    if name not in sys.modules:
+        folders = [str(source.parent)] if source.name == "__init__.py" else None
+        spec = importlib.util.spec_from_file_location(name, source, submodule_search_locations=folders)
         if spec is None or spec.loader is None:
-            raise ImportError(f"no loader for {original.origin}")
-        sys.modules[copy_name] = module = importlib.util.module_from_spec(spec)
+            raise ImportError(f"no loader for {source}")
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
         except BaseException:
-            del sys.modules[copy_name]
+            del sys.modules[name]
             raise
-    return sys.modules[copy_name]
+    return sys.modules[name]
 
 
 def _load(make: Callable[[], nn.Module], state: dict[str, Tensor]) -> nn.Module:

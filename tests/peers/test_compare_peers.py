@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import compare_peers
 import pytest
@@ -16,16 +17,19 @@ import torch
 from peers import candidates as peers
 from profiling.presets import Size
 
+import tinyblock
 from tinyblock import Block
 
 BUILT_IN = "limit,control"
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="no transformers")
-CASE = compare_peers.shrink(compare_peers.all_cases(torch.device("cpu"), ())[1])  # float32 training
+CASES = {case.name: compare_peers.shrink(case) for case in compare_peers.all_cases(torch.device("cpu"), ())}
+CASE = CASES["train-f32-768"]
 SETTINGS = compare_peers.Settings(torch.device("cpu"), rounds=2, sample_seconds=0.0, seed=0)
 
 
 def rows(case=CASE, names=("control",)):
-    return compare_peers.measure_case(case, names, SETTINGS, lambda text: None)["rows"]
+    candidates = {name: peers.PEERS[name] for name in names}
+    return compare_peers.measure_case(case, candidates, SETTINGS, lambda text: None)["rows"]
 
 
 def grouped(case=CASE):
@@ -242,6 +246,20 @@ def test_peer_that_does_not_import_is_a_message(monkeypatch):
     assert (row["status"], row["reason"]) == ("skipped", "torch does not import: no module named x")
 
 
+def test_block_of_a_checkout_runs_its_code_with_our_weights_and_positions(tmp_path):
+    shutil.copytree(Path(tinyblock.__file__).parent, tmp_path / "tinyblock")
+    path = tmp_path / "tinyblock" / "block.py"
+    line = "        x = x + self.attn("
+    assert line in path.read_text()
+    refusal = '        if token_positions is None:\n            raise RuntimeError("none given")\n'
+    path.write_text(path.read_text().replace(line, refusal + line))
+    peer = {"against": peers.block_of(tmp_path)}
+    (row,) = compare_peers.measure_case(compare_peers.with_positions(CASE), peer, SETTINGS, print)["rows"]
+    assert (row["status"], row["error"], row["gradient_error"]) == ("measured", 0, 0)
+    (row,) = compare_peers.measure_case(CASE, peer, SETTINGS, print)["rows"]
+    assert row["reason"] == "RuntimeError: none given"
+
+
 def test_peer_for_cuda_alone_is_skipped_on_a_cpu():
     (row,) = rows(names=("liger",))
     assert (row["status"], row["reason"]) == ("skipped", "liger-kernel needs CUDA")
@@ -265,7 +283,7 @@ def test_patching_a_private_copy_leaves_hugging_face_alone(monkeypatch):
     patched = peers.private_copy(modeling_llama.__name__)
     monkeypatch.setattr(patched, "apply_rotary_pos_emb", lambda q, k, cos, sin: (0 * q, k))
     (block,), x = compare_peers.make_blocks(CASE.size, torch.float32, SETTINGS.device, seed=0)
-    plain = peers.build("transformers", block, CASE.size.seq_len)
+    plain = peers.build(peers.PEERS["transformers"], block, CASE.size.seq_len)
     other = peers._hugging_face_layer(patched, block, CASE.size.seq_len)
     with torch.no_grad():
         assert compare_peers.relative_error(plain.call(x, **plain.keywords), block(x)) < 2e-5
@@ -286,7 +304,7 @@ def test_accuracy_compares_stacks_with_their_own_float64_runs(tmp_path):
 
 def test_limit_runs_the_products_of_the_block_and_nothing_else():
     (block,), x = compare_peers.make_blocks(CASE.size, torch.float32, SETTINGS.device, seed=0)
-    limit = peers.build("limit", block, CASE.size.seq_len)
+    limit = peers.build(peers.PEERS["limit"], block, CASE.size.seq_len)
     with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         limit.call(x)
     counts = {event.key: event.count for event in profile.key_averages()}
@@ -307,7 +325,7 @@ def test_saved_bytes_count_each_storage_once_and_no_weights():
 @pytest.mark.parametrize("name", ["limit", "operations", "control"])
 def test_contestant_frees_its_graph_and_parameters(name):
     (block,), x = compare_peers.make_blocks(CASE.size, torch.float32, SETTINGS.device, seed=0)
-    contestant = compare_peers.Contestant(peers.build(name, block, CASE.size.seq_len), x, CASE, seed=0)
+    contestant = compare_peers.Contestant(peers.build(peers.PEERS[name], block, CASE.size.seq_len), x, CASE, seed=0)
     contestant.run()
     references = [weakref.ref(parameter) for parameter in contestant.candidate.parameters]
     del contestant, block
@@ -336,6 +354,7 @@ def test_half_split_rope_is_a_permutation_of_the_rows_of_each_head():
         (["--json", "no/such/folder/run.json"], "cannot write no/such/folder/run.json"),
         (["--write", "."], "cannot write ."),
         (["--write", "no/such/folder/report.md"], "cannot write no/such/folder/report.md: No such file or directory"),
+        (["--against", "no/such/folder"], "--against needs a checkout of tinyblock, and no/such/folder is none"),
         (["--report", "a.json", "--json", "b.json"], "--report measures nothing"),
     ],
 )
@@ -444,8 +463,8 @@ def test_mfu_is_named_by_its_flops(judged):
 
 
 def test_costs_are_those_of_the_pass_that_is_measured():
-    train = compare_peers.measure_case(CASE, [], SETTINGS, lambda text: None)
-    forward = compare_peers.measure_case(dataclasses.replace(CASE, train=False), [], SETTINGS, lambda text: None)
+    train = compare_peers.measure_case(CASE, {}, SETTINGS, lambda text: None)
+    forward = compare_peers.measure_case(dataclasses.replace(CASE, train=False), {}, SETTINGS, lambda text: None)
     for flops in compare_peers.MFU.values():
         assert train[flops] == 3 * forward[flops]
     assert train["matmul_flops"] < train["dense_matmul_flops"]
