@@ -1,0 +1,245 @@
+"""The layers of other projects, each given the weights of a Block. Builders import them: none has to be there.
+
+The Block rotates consecutive pairs, (x0, x1), (x2, x3), ...; Hugging Face, Liger and litgpt pair x[k] with
+x[k + d_head/2]. That is the same attention once the rows of q and k are permuted alike within each head, because a
+score is a sum over them.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from einops import rearrange, repeat
+from profiling.presets import Size
+from torch import Tensor, nn
+
+from tinyblock import Block
+
+from .candidates import Candidate, Peer, build_control, build_limit, build_operations, import_as, weights_of
+
+_LLAMA = "transformers.models.llama.modeling_llama"
+
+
+def _build_hugging_face(block: Block, size: Size) -> Candidate:
+    return hugging_face_layer(import_module(_LLAMA), block, size)
+
+
+def _build_liger(block: Block, size: Size) -> Candidate:
+    """Give Liger's kernels to a private copy of the Llama module: Liger's own patch would reach the plain peer too."""
+    patched = private_copy(_LLAMA)
+    vars(patched).update(
+        LlamaRMSNorm=import_module("liger_kernel.transformers.rms_norm").LigerRMSNorm,
+        LlamaMLP=import_module("liger_kernel.transformers.swiglu").LigerSwiGLUMLP,
+        apply_rotary_pos_emb=import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb,
+    )
+    return hugging_face_layer(patched, block, size)
+
+
+def private_copy(name: str) -> ModuleType:
+    """Import a second, independent copy of a module, which can be patched without reaching the first."""
+    original = importlib.util.find_spec(name)
+    if original is None or original.origin is None:
+        raise ImportError(f"no source of {name} to copy")
+    return import_as(f"{name}_private_copy", Path(original.origin))
+
+
+def hugging_face_layer(modeling: ModuleType, block: Block, size: Size) -> Candidate:
+    """Return the decoder layer of transformers' Llama module, or of a patched copy of it."""
+    weights = weights_of(block)
+    config = modeling.LlamaConfig(
+        hidden_size=size.d_model,
+        intermediate_size=size.d_ff,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_kv_heads,
+        head_dim=size.d_head,
+        num_hidden_layers=1,
+        rms_norm_eps=size.eps,
+        hidden_act="silu",
+        attn_implementation="sdpa",
+    )
+    layer = _load(
+        lambda: modeling.LlamaDecoderLayer(config, layer_idx=0),
+        {
+            "self_attn.q_proj.weight": split_halves(weights["q"], size.d_head),
+            "self_attn.k_proj.weight": split_halves(weights["k"], size.d_head),
+            "self_attn.v_proj.weight": weights["v"],
+            "self_attn.o_proj.weight": weights["o"],
+            "mlp.gate_proj.weight": weights["w1"],
+            "mlp.down_proj.weight": weights["w2"],
+            "mlp.up_proj.weight": weights["w3"],
+            "input_layernorm.weight": weights["ln1"],
+            "post_attention_layernorm.weight": weights["ln2"],
+        },
+    )
+    return Candidate.of(layer, position_embeddings=_half_split_tables(size, weights["q"]))
+
+
+def _build_litgpt(block: Block, size: Size) -> Candidate:
+    litgpt, weights = import_module("litgpt.model"), weights_of(block)
+    config = litgpt.Config(
+        n_layer=1,
+        n_head=size.num_heads,
+        n_query_groups=size.num_kv_heads,
+        head_size=size.d_head,
+        n_embd=size.d_model,
+        intermediate_size=size.d_ff,
+        block_size=size.seq_len,
+        vocab_size=1,
+        norm_class_name="RMSNorm",
+        norm_eps=size.eps,
+        mlp_class_name="LLaMAMLP",
+        bias=False,
+        parallel_residual=False,
+        rotary_percentage=1.0,
+    )
+    q, k = (split_halves(weights[name], size.d_head) for name in "qk")
+    layer = _load(
+        lambda: litgpt.Block(config, block_idx=0),
+        {
+            "attn.qkv.weight": torch.cat((q, k, weights["v"])),
+            "attn.proj.weight": weights["o"],
+            "mlp.fc_1.weight": weights["w1"],
+            "mlp.fc_2.weight": weights["w3"],
+            "mlp.proj.weight": weights["w2"],
+            "norm_1.weight": weights["ln1"],
+            "norm_2.weight": weights["ln2"],
+        },
+    )
+    cos, sin = _half_split_tables(size, weights["q"])
+    return Candidate.of(layer, cos=cos, sin=sin)
+
+
+def _build_x_transformers(block: Block, size: Size) -> Candidate:
+    """Configure x-transformers' Decoder to one such layer; its RMSNorm has no eps, and its gate a bias, removed here.
+
+    Its query head h reads key head h % kv_heads, where ours reads h // group: the heads of q and of o are reordered.
+    """
+    weights, heads = weights_of(block), {"kv_heads": size.num_kv_heads, "d_head": size.d_head}
+    q = rearrange(weights["q"], "(kv_heads group d_head) d_model -> (group kv_heads d_head) d_model", **heads)
+    o = rearrange(weights["o"], "d_model (kv_heads group d_head) -> d_model (group kv_heads d_head)", **heads)
+
+    def make() -> nn.Module:
+        layers = import_module("x_transformers").Decoder(
+            dim=size.d_model,
+            depth=1,
+            heads=size.num_heads,
+            attn_kv_heads=size.num_kv_heads,
+            attn_dim_head=size.d_head,
+            attn_flash=True,
+            use_rmsnorm=True,
+            norm_add_unit_offset=False,
+            pre_norm_has_final_norm=False,
+            rotary_pos_emb=True,
+            rotary_emb_dim=size.d_head,
+            ff_mult=(size.d_ff + 0.5) / size.d_model,  # which x-transformers multiplies and rounds down
+            ff_glu=True,
+            ff_swish=True,
+            ff_no_bias=True,
+            verbose=False,
+        )
+        layers.rotary_pos_emb = None  # its angles are an argument
+        layers.layers[1][1].ff[0].proj.bias = None
+        return layers
+
+    layers = _load(
+        make,
+        {
+            "layers.0.0.0.g": weights["ln1"],
+            "layers.0.1.to_q.weight": q,
+            "layers.0.1.to_k.weight": weights["k"],
+            "layers.0.1.to_v.weight": weights["v"],
+            "layers.0.1.to_out.weight": o,
+            "layers.1.0.0.g": weights["ln2"],
+            "layers.1.1.ff.0.proj.weight": torch.cat((weights["w3"], weights["w1"])),
+            "layers.1.1.ff.2.weight": weights["w2"],
+        },
+    )
+    angles = repeat(_angles(size, weights["q"].device), "seq half -> 1 seq (half pair)", pair=2).float()
+    return Candidate.of(layers, rotary_pos_emb=(angles, 1.0))
+
+
+def _build_torchtune(block: Block, size: Size) -> Candidate:
+    modules, weights = import_module("torchtune.modules"), weights_of(block)
+
+    def linear(d_in: int, d_out: int) -> nn.Linear:
+        return nn.Linear(d_in, d_out, bias=False)
+
+    def make() -> nn.Module:
+        attention = modules.MultiHeadAttention(
+            embed_dim=size.d_model,
+            num_heads=size.num_heads,
+            num_kv_heads=size.num_kv_heads,
+            head_dim=size.d_head,
+            q_proj=linear(size.d_model, size.num_heads * size.d_head),
+            k_proj=linear(size.d_model, size.num_kv_heads * size.d_head),
+            v_proj=linear(size.d_model, size.num_kv_heads * size.d_head),
+            output_proj=linear(size.num_heads * size.d_head, size.d_model),
+            max_seq_len=size.seq_len,
+        )
+        mlp = modules.FeedForward(
+            gate_proj=linear(size.d_model, size.d_ff),
+            down_proj=linear(size.d_ff, size.d_model),
+            up_proj=linear(size.d_model, size.d_ff),
+        )
+        norms = {name: modules.RMSNorm(size.d_model, eps=size.eps) for name in ("sa_norm", "mlp_norm")}
+        return modules.TransformerSelfAttentionLayer(attention, mlp, **norms)
+
+    layer = _load(
+        make,
+        {
+            "attn.q_proj.weight": weights["q"],
+            "attn.k_proj.weight": weights["k"],
+            "attn.v_proj.weight": weights["v"],
+            "attn.output_proj.weight": weights["o"],
+            "mlp.w1.weight": weights["w1"],
+            "mlp.w2.weight": weights["w2"],
+            "mlp.w3.weight": weights["w3"],
+            "sa_norm.scale": weights["ln1"],
+            "mlp_norm.scale": weights["ln2"],
+        },
+    )
+    # After _load, so that its table stays float32, as it does in torchtune's own models.
+    with torch.device(weights["q"].device):
+        rope = modules.RotaryPositionalEmbeddings(size.d_head, max_seq_len=size.seq_len, base=size.theta)
+    layer.attn.pos_embeddings = rope  # type: ignore[union-attr]
+    return Candidate.of(layer)
+
+
+PEERS: Mapping[str, Peer] = {
+    "limit": Peer(build_limit, "limit: the matrix products and SDPA", agrees=False),
+    "operations": Peer(build_operations, "operations: the Block's, without modules or checks"),
+    "control": Peer(build_control, "control: a second copy of the Block", takes_positions=True),
+    "transformers": Peer(_build_hugging_face, "Hugging Face LlamaDecoderLayer", "transformers"),
+    "liger": Peer(_build_liger, "Liger-Kernel's LlamaDecoderLayer", "liger-kernel", cuda_only=True),
+    "litgpt": Peer(_build_litgpt, "litgpt Block", "litgpt"),
+    "torchtune": Peer(_build_torchtune, "torchtune TransformerSelfAttentionLayer", "torchtune"),
+    "x-transformers": Peer(_build_x_transformers, "x-transformers Decoder of depth 1", "x-transformers"),
+}
+
+
+def _load(make: Callable[[], nn.Module], state: dict[str, Tensor]) -> nn.Module:
+    """Make a module on the device and in the dtype of the weights in `state`, and load all of them into it."""
+    like = next(iter(state.values()))
+    with torch.device(like.device):
+        module = make().to(like.dtype)
+    module.load_state_dict(state, strict=True)
+    return module
+
+
+def split_halves(weight: Tensor, d_head: int) -> Tensor:
+    """Reorder the rows of each head, (x0, x1), (x2, x3), ... to x0, x2, ..., x1, x3, ..."""
+    return rearrange(weight, "(heads half pair) d_model -> (heads pair half) d_model", half=d_head // 2, pair=2)
+
+
+def _angles(size: Size, device: torch.device) -> Tensor:
+    exponents = torch.arange(0, size.d_head, 2, dtype=torch.float64, device=device) / size.d_head
+    return torch.arange(size.seq_len, device=device)[:, None] * size.theta**-exponents
+
+
+def _half_split_tables(size: Size, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of shape (1, seq, d_head) in the dtype of the weights, as these peers' stacks do."""
+    angles = repeat(_angles(size, like.device), "seq half -> 1 seq (pair half)", pair=2)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)

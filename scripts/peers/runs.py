@@ -1,0 +1,185 @@
+"""A whole run: its cases one after another, in this process or in several, and what follows from their samples."""
+
+import copy
+import dataclasses
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+from profiling.environment import environment
+from profiling.machine import datasheet
+from profiling.timing import Spread, paired_ratio
+
+from .candidates import Peer
+from .cases import DTYPES, Case
+from .measuring import Settings, measure_case
+
+SCHEMA = "tinyblock.compare_peers/2"
+Cases = list[dict[str, Any]]
+Save = Callable[[dict[str, Any]], None]
+
+
+def measure(
+    cases: Sequence[Case], peers: Mapping[str, Peer], settings: Settings, processes: int, quick: bool, save: Save
+) -> dict[str, Any]:
+    """Measure all cases; after Ctrl-C return what was measured until then.
+
+    `save` is called with what there is after every case or process: a machine that goes down loses only the last one.
+    """
+    shape_checks = not jaxtyping.config.jaxtyping_disable
+    run: dict[str, Any] = {
+        "schema": SCHEMA,
+        "environment": environment(settings.device, settings.seed),
+        "settings": {"rounds": settings.rounds, "processes": 1, "quick": quick, "shape_checks": shape_checks},
+        "interrupted": True,  # until it is over
+        "cases": [],
+    }
+
+    def save_run() -> None:
+        run["cases"][:] = [case for case in run["cases"] if case.get("rows") or "failure" in case]
+        if run["cases"]:  # else an earlier report is left alone
+            save(summarize(run))
+
+    try:
+        if processes == 1:
+            measure_here(cases, peers, settings, run["cases"], save_run)
+        else:
+            measure_in_processes(cases, peers, settings, processes, run, save_run)
+        run["interrupted"] = False
+    except KeyboardInterrupt:
+        pass
+    save_run()
+    return run
+
+
+def measure_here(
+    cases: Sequence[Case],
+    peers: Mapping[str, Peer],
+    settings: Settings,
+    results: Cases,
+    save: Callable[[], None] = lambda: None,
+) -> None:
+    settings.apply()
+    for index, case in enumerate(cases, 1):
+        print(f"[{index}/{len(cases)}] {case.name}", file=sys.stderr, flush=True)
+        results.append({})
+        measure_case(case, peers, settings, results[-1])
+        save()
+
+
+def measure_in_processes(
+    cases: Sequence[Case],
+    peers: Mapping[str, Peer],
+    settings: Settings,
+    processes: int,
+    run: dict[str, Any],
+    save: Callable[[], None],
+) -> None:
+    """Pool in `run` what each process that came to an end has measured."""
+    finished: list[Cases] = []
+    for index in range(1, processes + 1):
+        print(f"process {index} of {processes}", file=sys.stderr, flush=True)
+        timed = [case for case in cases if case.work != "accuracy" or index == 1]  # which is the same in all of them
+        results, interrupted = measure_in_new_process(timed, peers, settings)
+        if results is None:
+            print(f"process {index} ended without a result", file=sys.stderr)
+        else:
+            finished.append(results)
+            run["cases"] = pool(finished)
+            run["settings"]["processes"] = len(finished)
+            save()
+        if interrupted:
+            raise KeyboardInterrupt
+    if not finished:
+        sys.exit("compare_peers.py: error: no process came to an end")
+
+
+def measure_in_new_process(
+    cases: Sequence[Case], peers: Mapping[str, Peer], settings: Settings
+) -> tuple[Cases | None, bool]:
+    """Return what another process has measured, and whether Ctrl-C, which reaches it too, made it end early."""
+    context, interrupted = multiprocessing.get_context("spawn"), False
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_and_send, args=(cases, peers, settings, sender))
+    process.start()
+    sender.close()
+    try:
+        while True:
+            try:
+                results, child_interrupted = receiver.recv()
+                return results, interrupted or child_interrupted
+            except KeyboardInterrupt:
+                if interrupted:
+                    process.kill()
+                    raise
+                interrupted = True  # it sends what it has measured
+            except EOFError:
+                return None, interrupted
+    finally:
+        process.join()
+
+
+def _measure_and_send(cases: Sequence[Case], peers: Mapping[str, Peer], settings: Settings, sender: Connection) -> None:
+    results: Cases = []
+    interrupted = True
+    try:
+        measure_here(cases, peers, settings, results)
+        interrupted = False
+    except KeyboardInterrupt:
+        pass
+    sender.send((results, interrupted))
+
+
+def pool(processes: Sequence[Cases]) -> Cases:
+    """Join the same cases measured in several processes; a row that one process could not measure is not measured."""
+    pooled = copy.deepcopy(processes[0])
+    for results in processes[1:]:
+        rows = {(case["case"], row["peer"]): row for case in results for row in case.get("rows", [])}
+        for case in pooled:
+            for row in case.get("rows", []):
+                more = rows.get((case["case"], row["peer"]))
+                if more is None or row["status"] != "measured":
+                    continue
+                if more["status"] == "measured":
+                    row["processes"] += more["processes"]
+                else:
+                    del row["processes"]
+                    row.update(more)
+    return pooled
+
+
+def summarize(run: dict[str, Any]) -> dict[str, Any]:
+    """Add to a run what follows from its samples: medians, ratios with their spread, and the targets met."""
+    peak = datasheet(str(run["environment"]["device"]))
+    for case in run["cases"]:
+        flops_per_second = peak.flops_per_second(DTYPES[case["dtype"]]) if peak else None
+        for row in case["rows"]:
+            if row["status"] != "measured":
+                continue
+            samples = {who: [s for p in row["processes"] for s in p[who]] for who in ("tinyblock", "peer")}
+            row["ratio"] = dataclasses.asdict(paired_ratio(samples["tinyblock"], samples["peer"]))
+            row["process_medians"] = [paired_ratio(p["tinyblock"], p["peer"]).median for p in row["processes"]]
+            row["medians"] = {who: Spread.of(values).median for who, values in samples.items()}
+            if flops_per_second and "flops" in case:
+                row["mfu"] = {
+                    f"{prefix}MFU {kind}": flops / seconds / flops_per_second
+                    for kind, flops in case["flops"].items()
+                    for prefix, seconds in zip(("", "peer "), row["medians"].values(), strict=True)
+                }
+            row["met"] = None if row["target"] is None else row["ratio"]["median"] <= row["target"]
+            # Only where something is saved, and by a peer that could not save less without computing it again.
+            judged = case["work"] == "train" and row["target"] is not None and row["peer"] != "limit"
+            row["saved_met"] = case["saved_bytes"] <= row["saved_bytes"] if judged else None
+    return run
+
+
+def load_run(path: Path) -> dict[str, Any]:
+    run = json.loads(path.read_text())
+    if not isinstance(run, dict) or run.get("schema") != SCHEMA:
+        raise ValueError(f"{path} is not a run of this script, whose schema is {SCHEMA}")
+    return summarize(run)

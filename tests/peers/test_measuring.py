@@ -1,0 +1,219 @@
+"""A Block beside its peers, at tiny sizes: they agree before they are timed, and each ends in a row of its own."""
+
+import dataclasses
+import gc
+import importlib.util
+import shutil
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from peers import candidates, cases, measuring, projects
+from profiling.presets import Size
+
+import tinyblock
+from tinyblock import Block
+
+CASES = {case.name: cases.shrink(case) for case in cases.all_cases(torch.device("cpu"), ())}
+TRAIN = CASES["train-f32-768"]
+SETTINGS = measuring.Settings(torch.device("cpu"), threads=1, rounds=2, sample_seconds=0.0, seed=0)
+needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="no transformers")
+
+
+def measure(case=TRAIN, **peers):
+    result = {}
+    measuring.measure_case(case, peers, SETTINGS, result)
+    return result
+
+
+def one_row(case=TRAIN, **peers):
+    (row,) = measure(case, **peers)["rows"]
+    return row
+
+
+def with_shared_key_heads(case):
+    return dataclasses.replace(case, size=dataclasses.replace(case.size, num_kv_heads=2))
+
+
+def peer_of(function):
+    """Return a peer whose call is `function` of the Block and of x."""
+
+    def build(block, size):
+        return candidates.Candidate(lambda x: function(block, x), list(block.parameters()))
+
+    return candidates.Peer(build, "made up")
+
+
+def with_doubled_gradient(block, x):
+    y = block(x)
+    return y.detach() + 2 * (y - y.detach())
+
+
+def raise_two_lines(block, x):
+    raise RuntimeError("out of memory\nsecond line")
+
+
+def fail_to_import(block, size):
+    raise ImportError("no module\n   named x")
+
+
+@pytest.mark.parametrize("case", [TRAIN, with_shared_key_heads(TRAIN), CASES["one-token-f32"]], ids=lambda c: c.name)
+def test_candidates_of_the_blocks_parts_compute_what_it_computes(case):
+    names = ("limit", "operations", "control")
+    for row in measure(case, **{name: projects.PEERS[name] for name in names})["rows"]:
+        assert row["status"] == "measured", row
+        assert ("errors" in row) == (row["peer"] != "limit")
+        assert all(error < 1e-6 for error in row.get("errors", {}).values())
+        (samples,) = row["processes"]
+        assert len(samples["tinyblock"]) == len(samples["peer"]) == 2
+
+
+@pytest.mark.parametrize("layer", ["attn.q_proj", "attn.output_proj", "ffn.w2", "ln2"])
+def test_perturbed_weight_disagrees_and_is_not_timed(layer):
+    def build(block, size):
+        candidate = candidates.build_control(block, size)
+        with torch.no_grad():
+            candidate.call.get_submodule(layer).weight[0].add_(0.1)
+        return candidate
+
+    row = one_row(perturbed=candidates.Peer(build, "perturbed"))
+    assert row["status"] == "disagrees"
+    assert "outputs by" in row["reason"]
+    assert "processes" not in row
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [(with_doubled_gradient, "gradients by 1: above 2e-05"), (lambda block, x: block(x) * torch.nan, "outputs by nan")],
+)
+def test_wrong_gradient_or_nan_disagrees(function, reason):
+    row = one_row(wrong=peer_of(function))
+    assert row["status"] == "disagrees"
+    assert row["reason"].startswith(reason)
+
+
+def test_crash_of_a_peer_is_a_row_and_the_rest_goes_on():
+    first, second = measure(crash=peer_of(raise_two_lines), control=projects.PEERS["control"])["rows"]
+    assert (first["status"], first["reason"]) == ("failed", "RuntimeError: out of memory")
+    assert second["status"] == "measured"
+
+
+@pytest.mark.parametrize(
+    ("peer", "reason"),
+    [
+        (candidates.Peer(fail_to_import, "absent", "no-such-peer"), "not installed: pip install no-such-peer"),
+        (candidates.Peer(fail_to_import, "broken", "torch"), "torch does not import: no module named x"),
+        (projects.PEERS["liger"], "liger-kernel needs CUDA"),
+    ],
+)
+def test_missing_peer_is_skipped_with_the_reason(peer, reason):
+    row = one_row(missing=peer)
+    assert (row["status"], row["reason"]) == ("skipped", reason)
+
+
+def test_block_of_a_checkout_runs_its_code_with_our_weights_and_positions(tmp_path):
+    shutil.copytree(Path(tinyblock.__file__).parent, tmp_path / "tinyblock")
+    path, line = tmp_path / "tinyblock" / "block.py", "        x = x + self.attn("
+    before, found, after = path.read_text().partition(line)
+    assert found
+    path.write_text(
+        f'{before}        if token_positions is None:\n            raise RuntimeError("none")\n{line}{after}'
+    )
+    peer = candidates.block_of(tmp_path)
+    assert one_row(cases.with_positions(TRAIN), against=peer)["errors"] == {"outputs": 0, "gradients": 0}
+    assert one_row(against=peer)["reason"] == "RuntimeError: none"
+
+
+@pytest.mark.parametrize(
+    "case", [with_shared_key_heads(TRAIN), CASES["train-bf16-768"], CASES["one-token-f32"]], ids=lambda case: case.name
+)
+@needs_transformers
+def test_hugging_face_agrees(case):
+    row = one_row(case, transformers=projects.PEERS["transformers"])
+    assert row["status"] == "measured", row["reason"]
+    assert max(row["errors"].values()) <= measuring.tolerance(case.dtype)
+
+
+@needs_transformers
+@pytest.mark.filterwarnings("default")  # transformers' own
+def test_patching_a_private_copy_leaves_hugging_face_alone(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    patched = projects.private_copy(modeling_llama.__name__)
+    monkeypatch.setattr(patched, "apply_rotary_pos_emb", lambda q, k, cos, sin: (0 * q, k))
+    broken = candidates.Peer(lambda *given: projects.hugging_face_layer(patched, *given), "patched")
+    plain, patched_row = measure(transformers=projects.PEERS["transformers"], patched=broken)["rows"]
+    assert (plain["status"], patched_row["status"]) == ("measured", "disagrees")
+
+
+@needs_transformers
+def test_accuracy_compares_stacks_with_their_own_float64_runs():
+    row = one_row(CASES["accuracy-bf16"])
+    eps = torch.finfo(torch.bfloat16).eps
+    assert (row["peer"], row["status"]) == ("transformers", "measured")
+    (samples,) = row["processes"]
+    assert len(samples["tinyblock"]) == len(samples["peer"]) == measuring.ACCURACY_SEEDS
+    assert all(eps / 10 < error < 10 * eps for errors in samples.values() for error in errors)
+    assert samples["tinyblock"] != samples["peer"]
+
+
+def test_limit_runs_the_products_of_the_block_and_nothing_else():
+    block, x = measuring.make_block(TRAIN.size, torch.float32, SETTINGS.device, seed=0)
+    limit = candidates.build_limit(block, TRAIN.size)
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        limit.call(x)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["aten::linear"] == 7
+    assert counts["aten::scaled_dot_product_attention"] == 1
+    assert not {"aten::mul", "aten::add", "aten::silu", "aten::rms_norm", "aten::copy_"} & set(counts)
+
+
+def test_saved_bytes_count_each_storage_once_and_no_weights():
+    case = dataclasses.replace(TRAIN, size=Size(1, 4, 8, 1, 1, 8, 8))
+    _, x = measuring.make_block(case.size, torch.float32, SETTINGS.device, seed=0)
+    weight = torch.nn.Parameter(torch.eye(8))
+    square = candidates.Candidate(lambda x: (x @ weight) * x * x, [weight])  # keeps x, x @ weight, (x @ weight) * x
+    assert measuring.Contestant(square, x, case, seed=0).saved_bytes == 3 * x.nbytes
+
+
+@pytest.mark.parametrize("name", ["limit", "operations", "control"])
+def test_contestant_frees_its_graph_and_parameters(name):
+    block, x = measuring.make_block(TRAIN.size, torch.float32, SETTINGS.device, seed=0)
+    candidate = candidates.build(projects.PEERS[name], block, TRAIN.size)
+    contestant = measuring.Contestant(candidate, x, TRAIN, seed=0)
+    contestant.run()
+    references = [weakref.ref(parameter) for parameter in candidate.parameters]
+    del candidate, contestant, block
+    gc.collect()
+    assert all(reference() is None for reference in references)
+
+
+def test_split_halves_permutes_the_rows_of_each_head():
+    weight = torch.arange(8.0)[:, None]
+    assert projects.split_halves(weight, d_head=4).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_flops_are_those_of_the_pass_that_is_measured():
+    train, forward = measure()["flops"], measure(dataclasses.replace(TRAIN, work="forward"))["flops"]
+    assert train == {kind: 3 * flops for kind, flops in forward.items()}
+    assert train["causal"] < train["dense"]
+
+
+def test_make_block_is_reproducible_and_leaves_the_global_seed_alone():
+    state = torch.get_rng_state()
+    block, x = measuring.make_block(TRAIN.size, torch.float32, SETTINGS.device, seed=3)
+    again, same_x = measuring.make_block(TRAIN.size, torch.float32, SETTINGS.device, seed=3)
+    assert isinstance(block, Block)
+    assert block.ln1.weight.std() > 0.01
+    assert torch.equal(x, same_x)
+    assert all(torch.equal(a, b) for a, b in zip(block.parameters(), again.parameters(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_settings_choose_the_gpu_that_timers_synchronize(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    device = torch.device("cuda:1")
+    dataclasses.replace(SETTINGS, device=device, threads=torch.get_num_threads()).apply()
+    assert chosen == [device]
