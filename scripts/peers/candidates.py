@@ -126,8 +126,12 @@ def build_limit(block: Block, size: Size) -> Candidate:
 
 
 def build_operations(block: Block, size: Size) -> Candidate:
-    """Chain the operations of a plain eager Block, without modules, checks, options or positions: what Python costs."""
-    weights, width, rope = weights_of(block), (size.d_model,), block.attn.rope
+    """Chain the operations of a plain eager Block, without modules, checks, options or positions: what Python costs.
+
+    In the order of the Block: heads are split and transposed before they are rotated.
+    """
+    weights, width = weights_of(block), (size.d_model,)
+    rope: Any = block.attn.rope
     norm_1, norm_2, gate_weight, down_weight, up_weight = (weights[name] for name in ("ln1", "ln2", "w1", "w2", "w3"))
     rotation = torch.view_as_complex(rope.cos_sin[: size.seq_len])
 
