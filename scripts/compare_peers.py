@@ -145,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         write(runs)
     else:
-        settings = Settings(args.device, args.threads, args.rounds, 0.002 if args.quick else 0.05, args.seed)
-        runs = [measure(cases, args.peers, settings, args.processes, args.quick, save)]
+        settings = Settings(args.device, args.threads, args.rounds, args.processes, args.seed, args.quick)
+        runs = [measure(cases, args.peers, settings, save)]
     shown: list[Section] = []
     for run in runs:
         summary, failed = verdicts(run["cases"])

@@ -29,8 +29,9 @@ class Settings:
     device: torch.device
     threads: int
     rounds: int
-    sample_seconds: float
+    processes: int
     seed: int
+    quick: bool
 
     def apply(self) -> None:
         torch.set_num_threads(self.threads)
@@ -96,7 +97,7 @@ def prepare_turns(case: Case, settings: Settings, result: dict[str, Any]) -> Mea
             samples = interleave(
                 {"tinyblock": ours.run, "peer": theirs.run},
                 rounds=settings.rounds,
-                sample_seconds=settings.sample_seconds,
+                sample_seconds=0.002 if settings.quick else 0.05,
                 warmup_calls=1 if case.work == "train" else 3,
             )
         return row | {"status": "measured", "processes": [samples]}

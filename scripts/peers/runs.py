@@ -5,8 +5,9 @@ import dataclasses
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -21,118 +22,96 @@ from .measuring import Settings, measure_case
 
 SCHEMA = "tinyblock.compare_peers/2"
 Cases = list[dict[str, Any]]
-Save = Callable[[dict[str, Any]], None]
 
 
 def measure(
-    cases: Sequence[Case], peers: Mapping[str, Peer], settings: Settings, processes: int, quick: bool, save: Save
+    cases: Sequence[Case], peers: Mapping[str, Peer], settings: Settings, save: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """Measure all cases; after Ctrl-C return what was measured until then.
 
     `save` is called with what there is after every case or process: a machine that goes down loses only the last one.
     """
-    shape_checks = not jaxtyping.config.jaxtyping_disable
+    checked = not jaxtyping.config.jaxtyping_disable
     run: dict[str, Any] = {
         "schema": SCHEMA,
         "environment": environment(settings.device, settings.seed),
-        "settings": {"rounds": settings.rounds, "processes": 1, "quick": quick, "shape_checks": shape_checks},
+        "settings": {"rounds": settings.rounds, "processes": 1, "quick": settings.quick, "shape_checks": checked},
         "interrupted": True,  # until it is over
         "cases": [],
     }
+    results: Cases = []
 
-    def save_run() -> None:
-        run["cases"][:] = [case for case in run["cases"] if case.get("rows") or "failure" in case]
+    def save_results() -> None:
+        run["cases"] = [case for case in results if case.get("rows") or "failure" in case]
         if run["cases"]:  # else an earlier report is left alone
             save(summarize(run))
 
     try:
-        if processes == 1:
-            measure_here(cases, peers, settings, run["cases"], save_run)
-        else:
-            measure_in_processes(cases, peers, settings, processes, run, save_run)
+        for measured in (measure_here if settings.processes == 1 else measure_in_processes)(cases, peers, settings):
+            results = measured
+            save_results()
         run["interrupted"] = False
     except KeyboardInterrupt:
         pass
-    save_run()
+    save_results()
     return run
 
 
-def measure_here(
-    cases: Sequence[Case],
-    peers: Mapping[str, Peer],
-    settings: Settings,
-    results: Cases,
-    save: Callable[[], None] = lambda: None,
-) -> None:
+def measure_here(cases: Sequence[Case], peers: Mapping[str, Peer], settings: Settings) -> Iterator[Cases]:
+    """Yield the results before each case, which fills the last of them, and at the end."""
     settings.apply()
+    results: Cases = []
     for index, case in enumerate(cases, 1):
         print(f"[{index}/{len(cases)}] {case.name}", file=sys.stderr, flush=True)
         results.append({})
+        yield results
         measure_case(case, peers, settings, results[-1])
-        save()
+    yield results
 
 
-def measure_in_processes(
-    cases: Sequence[Case],
-    peers: Mapping[str, Peer],
-    settings: Settings,
-    processes: int,
-    run: dict[str, Any],
-    save: Callable[[], None],
-) -> None:
-    """Pool in `run` what each process that came to an end has measured."""
+def measure_in_processes(cases: Sequence[Case], peers: Mapping[str, Peer], settings: Settings) -> Iterator[Cases]:
+    """Yield what the processes that came to an end have measured, pooled, after each of them."""
     finished: list[Cases] = []
-    for index in range(1, processes + 1):
-        print(f"process {index} of {processes}", file=sys.stderr, flush=True)
+    for index in range(1, settings.processes + 1):
+        print(f"process {index} of {settings.processes}", file=sys.stderr, flush=True)
         timed = [case for case in cases if case.work != "accuracy" or index == 1]  # which is the same in all of them
         results, interrupted = measure_in_new_process(timed, peers, settings)
         if results is None:
             print(f"process {index} ended without a result", file=sys.stderr)
         else:
             finished.append(results)
-            run["cases"] = pool(finished)
-            run["settings"]["processes"] = len(finished)
-            save()
+            yield pool(finished)
         if interrupted:
             raise KeyboardInterrupt
     if not finished:
         sys.exit("compare_peers.py: error: no process came to an end")
 
 
-def measure_in_new_process(
-    cases: Sequence[Case], peers: Mapping[str, Peer], settings: Settings
-) -> tuple[Cases | None, bool]:
-    """Return what another process has measured, and whether Ctrl-C, which reaches it too, made it end early."""
-    context, interrupted = multiprocessing.get_context("spawn"), False
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measure_and_send, args=(cases, peers, settings, sender))
-    process.start()
-    sender.close()
-    try:
+def measure_in_new_process(*what: Any) -> tuple[Cases | None, bool]:
+    """Return what another process has measured, or None if it died, and whether Ctrl-C, which reaches both, came."""
+    interrupted = False
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        future = executor.submit(measure_until_interrupted, *what)
         while True:
             try:
-                results, child_interrupted = receiver.recv()
-                return results, interrupted or child_interrupted
+                results, ended_early = future.result()
+                return results, ended_early or interrupted
             except KeyboardInterrupt:
                 if interrupted:
-                    process.kill()
                     raise
-                interrupted = True  # it sends what it has measured
-            except EOFError:
+                interrupted = True  # and wait for what it has measured
+            except BrokenProcessPool:
                 return None, interrupted
-    finally:
-        process.join()
 
 
-def _measure_and_send(cases: Sequence[Case], peers: Mapping[str, Peer], settings: Settings, sender: Connection) -> None:
+def measure_until_interrupted(*what: Any) -> tuple[Cases, bool]:
     results: Cases = []
-    interrupted = True
     try:
-        measure_here(cases, peers, settings, results)
-        interrupted = False
+        for measured in measure_here(*what):
+            results = measured
     except KeyboardInterrupt:
-        pass
-    sender.send((results, interrupted))
+        return results, True
+    return results, False
 
 
 def pool(processes: Sequence[Cases]) -> Cases:
@@ -161,6 +140,7 @@ def summarize(run: dict[str, Any]) -> dict[str, Any]:
         for row in case["rows"]:
             if row["status"] != "measured":
                 continue
+            run["settings"]["processes"] = max(run["settings"]["processes"], len(row["processes"]))
             samples = {who: [s for p in row["processes"] for s in p[who]] for who in ("tinyblock", "peer")}
             row["ratio"] = dataclasses.asdict(paired_ratio(samples["tinyblock"], samples["peer"]))
             row["process_medians"] = [paired_ratio(p["tinyblock"], p["peer"]).median for p in row["processes"]]

@@ -173,15 +173,13 @@ def run_processes(monkeypatch, tmp_path):
     def run(*ends):
         given, path = iter(ends), tmp_path / "run.json"
 
-        def measure_here(chosen, peers, settings):
+        def measure_in_new_process(*what):
             end = next(given)
             if isinstance(end, Exception):
                 raise end
-            results = []
-            runs.measure_here(chosen, peers, settings, results)
-            return (None if end == "died" else results), end == "interrupted"
+            return (None if end == "died" else list(runs.measure_here(*what))[-1]), end == "interrupted"
 
-        monkeypatch.setattr(runs, "measure_in_new_process", measure_here)
+        monkeypatch.setattr(runs, "measure_in_new_process", measure_in_new_process)
         try:
             code = compare_peers.main([*ONE_TOKEN, "--processes", "3", "--json", str(path)])
         except (MemoryError, SystemExit) as error:

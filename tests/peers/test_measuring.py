@@ -17,7 +17,7 @@ from tinyblock import Block
 
 CASES = {case.name: cases.shrink(case) for case in cases.all_cases(torch.device("cpu"), ())}
 TRAIN = CASES["train-f32-768"]
-SETTINGS = measuring.Settings(torch.device("cpu"), threads=1, rounds=2, sample_seconds=0.0, seed=0)
+SETTINGS = measuring.Settings(torch.device("cpu"), threads=1, rounds=2, processes=1, seed=0, quick=True)
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="no transformers")
 
 
