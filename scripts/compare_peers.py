@@ -87,6 +87,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Case]]:
         except OSError as error:
             parser.error(f"cannot write {path}: {error.strerror or error}")
     try:
+        args.report = [load_run(path) for path in args.report or ()]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    try:
         args.device = torch.device(args.device)
     except RuntimeError:
         parser.error(f"no such device: {args.device}")
@@ -137,12 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             with atomic(args.write) as temporary:
                 temporary.write_text(markdown(runs))
 
-    if args.report:
-        try:
-            runs = [load_run(path) for path in args.report]
-        except (OSError, ValueError) as error:
-            print(f"compare_peers.py: error: {error}", file=sys.stderr)
-            return 2
+    runs = args.report
+    if runs:
         write(runs)
     else:
         settings = Settings(args.device, args.threads, args.rounds, args.processes, args.seed, args.quick)

@@ -6,14 +6,15 @@ import importlib.util
 import shutil
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peers import candidates, cases, measuring, projects
 from profiling.presets import Size
+from torch.func import functional_call
 
 import tinyblock
-from tinyblock import Block
 
 CASES = {case.name: cases.shrink(case) for case in cases.all_cases(torch.device("cpu"), ())}
 TRAIN = CASES["train-f32-768"]
@@ -21,15 +22,10 @@ SETTINGS = measuring.Settings(torch.device("cpu"), threads=1, rounds=2, processe
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="no transformers")
 
 
-def measure(case=TRAIN, **peers):
-    result = {}
+def measure(case=TRAIN, **peers) -> dict[str, Any]:
+    result: dict[str, Any] = {}
     measuring.measure_case(case, peers, SETTINGS, result)
     return result
-
-
-def one_row(case=TRAIN, **peers):
-    (row,) = measure(case, **peers)["rows"]
-    return row
 
 
 def with_shared_key_heads(case):
@@ -45,9 +41,13 @@ def peer_of(function):
     return candidates.Peer(build, "made up")
 
 
+def perturbed(name):
+    """Return the Block as a peer, with one weight that is 1% larger."""
+    return peer_of(lambda block, x: functional_call(block, {name: 1.01 * block.get_parameter(name)}, (x,)))
+
+
 def with_doubled_gradient(block, x):
-    y = block(x)
-    return y.detach() + 2 * (y - y.detach())
+    return block(x).detach() + 2 * (block(x) - block(x).detach())
 
 
 def raise_two_lines(block, x):
@@ -69,47 +69,28 @@ def test_candidates_of_the_blocks_parts_compute_what_it_computes(case):
         assert len(samples["tinyblock"]) == len(samples["peer"]) == 2
 
 
-@pytest.mark.parametrize("layer", ["attn.q_proj", "attn.output_proj", "ffn.w2", "ln2"])
-def test_perturbed_weight_disagrees_and_is_not_timed(layer):
-    def build(block, size):
-        candidate = candidates.build_control(block, size)
-        with torch.no_grad():
-            candidate.call.get_submodule(layer).weight[0].add_(0.1)
-        return candidate
-
-    row = one_row(perturbed=candidates.Peer(build, "perturbed"))
-    assert row["status"] == "disagrees"
-    assert "outputs by" in row["reason"]
-    assert "processes" not in row
-
-
 @pytest.mark.parametrize(
-    ("function", "reason"),
-    [(with_doubled_gradient, "gradients by 1: above 2e-05"), (lambda block, x: block(x) * torch.nan, "outputs by nan")],
-)
-def test_wrong_gradient_or_nan_disagrees(function, reason):
-    row = one_row(wrong=peer_of(function))
-    assert row["status"] == "disagrees"
-    assert row["reason"].startswith(reason)
-
-
-def test_crash_of_a_peer_is_a_row_and_the_rest_goes_on():
-    first, second = measure(crash=peer_of(raise_two_lines), control=projects.PEERS["control"])["rows"]
-    assert (first["status"], first["reason"]) == ("failed", "RuntimeError: out of memory")
-    assert second["status"] == "measured"
-
-
-@pytest.mark.parametrize(
-    ("peer", "reason"),
+    ("peer", "status", "reason"),
     [
-        (candidates.Peer(fail_to_import, "absent", "no-such-peer"), "not installed: pip install no-such-peer"),
-        (candidates.Peer(fail_to_import, "broken", "torch"), "torch does not import: no module named x"),
-        (projects.PEERS["liger"], "liger-kernel needs CUDA"),
+        *((perturbed(f"{name}.weight"), "disagrees", "outputs by ") for name in ("attn.q_proj", "ffn.w2", "ln2")),
+        (peer_of(lambda block, x: block(x) * torch.nan), "disagrees", "outputs by nan, gradients by nan: above 2e-05"),
+        (peer_of(with_doubled_gradient), "disagrees", "gradients by 1: above 2e-05"),
+        (peer_of(raise_two_lines), "failed", "RuntimeError: out of memory"),
+        (
+            candidates.Peer(fail_to_import, "absent", "no-such-peer"),
+            "skipped",
+            "not installed: pip install no-such-peer",
+        ),
+        (candidates.Peer(fail_to_import, "broken", "torch"), "skipped", "torch does not import: no module named x"),
+        (projects.PEERS["liger"], "skipped", "liger-kernel needs CUDA"),
     ],
 )
-def test_missing_peer_is_skipped_with_the_reason(peer, reason):
-    row = one_row(missing=peer)
-    assert (row["status"], row["reason"]) == ("skipped", reason)
+def test_peer_that_cannot_be_compared_is_a_row_and_the_rest_goes_on(peer, status, reason):
+    row, control = measure(peer=peer, control=projects.PEERS["control"])["rows"]
+    assert row["status"] == status
+    assert row["reason"].startswith(reason)
+    assert "processes" not in row
+    assert control["status"] == "measured"
 
 
 def test_block_of_a_checkout_runs_its_code_with_our_weights_and_positions(tmp_path):
@@ -121,8 +102,9 @@ def test_block_of_a_checkout_runs_its_code_with_our_weights_and_positions(tmp_pa
         f'{before}        if token_positions is None:\n            raise RuntimeError("none")\n{line}{after}'
     )
     peer = candidates.block_of(tmp_path)
-    assert one_row(cases.with_positions(TRAIN), against=peer)["errors"] == {"outputs": 0, "gradients": 0}
-    assert one_row(against=peer)["reason"] == "RuntimeError: none"
+    (row,) = measure(cases.with_positions(TRAIN), against=peer)["rows"]
+    assert row["errors"] == {"outputs": 0, "gradients": 0}
+    assert measure(against=peer)["rows"][0]["reason"] == "RuntimeError: none"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +112,7 @@ def test_block_of_a_checkout_runs_its_code_with_our_weights_and_positions(tmp_pa
 )
 @needs_transformers
 def test_hugging_face_agrees(case):
-    row = one_row(case, transformers=projects.PEERS["transformers"])
+    (row,) = measure(case, transformers=projects.PEERS["transformers"])["rows"]
     assert row["status"] == "measured", row["reason"]
     assert max(row["errors"].values()) <= measuring.tolerance(case.dtype)
 
@@ -149,7 +131,7 @@ def test_patching_a_private_copy_leaves_hugging_face_alone(monkeypatch):
 
 @needs_transformers
 def test_accuracy_compares_stacks_with_their_own_float64_runs():
-    row = one_row(CASES["accuracy-bf16"])
+    (row,) = measure(CASES["accuracy-bf16"])["rows"]
     eps = torch.finfo(torch.bfloat16).eps
     assert (row["peer"], row["status"]) == ("transformers", "measured")
     (samples,) = row["processes"]
@@ -204,15 +186,14 @@ def test_make_block_is_reproducible_and_leaves_the_global_seed_alone():
     state = torch.get_rng_state()
     block, x = measuring.make_block(TRAIN.size, torch.float32, SETTINGS.device, seed=3)
     again, same_x = measuring.make_block(TRAIN.size, torch.float32, SETTINGS.device, seed=3)
-    assert isinstance(block, Block)
-    assert block.ln1.weight.std() > 0.01
+    assert block.get_parameter("ln1.weight").std() > 0.01
     assert torch.equal(x, same_x)
     assert all(torch.equal(a, b) for a, b in zip(block.parameters(), again.parameters(), strict=True))
     assert torch.equal(state, torch.get_rng_state())
 
 
 def test_settings_choose_the_gpu_that_timers_synchronize(monkeypatch):
-    chosen = []
+    chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     device = torch.device("cuda:1")
     dataclasses.replace(SETTINGS, device=device, threads=torch.get_num_threads()).apply()
