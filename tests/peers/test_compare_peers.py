@@ -47,14 +47,16 @@ def test_quick_run_measures_and_reports_every_case(tmp_path, capsys):
 
 
 def test_page_is_made_from_the_json_with_one_heading_for_a_machine(tmp_path):
-    path, other_path, page, second_page = (tmp_path / name for name in ("a.json", "b.json", "a.md", "b.md"))
+    path, later, other_commit = (tmp_path / name for name in ("run.json", "later.json", "other_commit.json"))
+    page, second_page = tmp_path / "page.md", tmp_path / "second_page.md"
     assert compare_peers.main([*ONE_TOKEN, "--json", str(path), "--write", str(page)]) == 0
     assert compare_peers.main(["--report", str(path), "--write", str(second_page)]) == 0
     assert second_page.read_text() == page.read_text()
     run = json.loads(path.read_text())
-    run["environment"] |= {"commit": "abacus", "date": "today"}
-    other_path.write_text(json.dumps(run))
-    assert compare_peers.main(["--report", *map(str, (path, other_path, path)), "--write", str(second_page)]) == 0
+    later.write_text(json.dumps(run | {"environment": run["environment"] | {"date": "later"}}))
+    other_commit.write_text(json.dumps(run | {"environment": run["environment"] | {"commit": "abacus"}}))
+    paths = [str(path), str(other_commit), str(later)]
+    assert compare_peers.main(["--report", *paths, "--write", str(second_page)]) == 0
     first, second = second_page.read_text().split("\n## ")[1:]
     assert "commit abacus" in second.partition("\n")[0]
     assert [part.count(" | 2 | 1 | 0 |") for part in (first, second)] == [2, 1]
