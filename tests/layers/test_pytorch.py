@@ -89,7 +89,8 @@ def test_attention_accepts_a_tensor_parallel_share_of_the_heads():
     torch.testing.assert_close(total, attention(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_jit_trace_as_tensorboard_does_it():
     model, x = model_and_input()
     torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
