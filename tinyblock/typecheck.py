@@ -9,7 +9,7 @@ and the shape that was expected.
   same of the result. A call with anything else, a list or a module, is looked at every time.
 - torch.compile cannot trace jaxtyping (patrick-kidger/jaxtyping issues 196 and 384), so under a compiler a wrapped
   function is the plain one: no graph break, no guard.
-- The environment variable JAXTYPING_DISABLE=1 leaves everything as it was written.
+- The environment variable JAXTYPING_DISABLE=1 leaves everything as it was written, and beartype unimported.
 """
 
 import functools
@@ -21,14 +21,12 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, get_args
 
 import torch
-from beartype import BeartypeConf, beartype
 from jaxtyping import TypeCheckError, config, jaxtyped
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 __all__ = ["typecheck"]
 
-_BEARTYPE = beartype(conf=BeartypeConf(is_pep484_tower=True))  # the numeric tower: theta=10000 passes for a float
 _BY_VALUE = {type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device}
 _BY_VALUE |= {FunctionType, BuiltinFunctionType}
 _MAX_SIGNATURES = 1024  # per function: a caller whose sequence grows by one token would otherwise add for ever
@@ -181,11 +179,14 @@ def _give_back(*args: Any, _returned: Any, **kwargs: Any) -> Any:
 
 def _checker(function: FunctionType, stub: Callable[..., Any], signature: inspect.Signature) -> Callable[..., None]:
     """Return `stub` with the name, the globals and this signature of `function`, checked by jaxtyping and beartype."""
+    from beartype import BeartypeConf, beartype  # not above: nobody needs it who has set JAXTYPING_DISABLE=1
+
+    numbers_widen = BeartypeConf(is_pep484_tower=True)  # theta=10000 passes for a float
     # Its globals are those in which jaxtyping resolves postponed annotations.
     twin: Any = functools.wraps(function)(FunctionType(stub.__code__, inspect.unwrap(function).__globals__))
     twin.__signature__ = signature
     twin.__kwdefaults__ = None
-    full = jaxtyped(twin, typechecker=_BEARTYPE)
+    full = jaxtyped(twin, typechecker=beartype(conf=numbers_widen))
 
     def check(*args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True
