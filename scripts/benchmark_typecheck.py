@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's tinyblock, installed or not
+
 import torch
 from jaxtyping import Float, Int, config
 from profiling.timing import Spread, interleave, paired_ratio
