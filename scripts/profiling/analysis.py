@@ -13,6 +13,7 @@ from .costs import Cost, adamw_cost, part_costs
 from .machine import Ceilings, Datasheet
 from .presets import Size
 from .timing import Spread, paired_ratio
+from .trust import trust
 
 __all__ = ["analyse"]
 
@@ -20,12 +21,19 @@ Samples = Mapping[str, list[float]]
 
 
 def analyse(
-    samples: Samples, size: Size, mode: str, dtype: torch.dtype, ceilings: Ceilings, datasheet: Datasheet | None
+    samples: Samples,
+    size: Size,
+    mode: str,
+    dtype: torch.dtype,
+    ceilings: Ceilings,
+    datasheet: Datasheet | None,
+    hindrances: Mapping[str, float | None],
 ) -> dict[str, Any]:
     """Return the figures of one point, from seconds per call and round of the runs of `measure`, by their names.
 
     Those are "<part> forward" and, unless the mode is forward, "<part> train" (forward and backward) of each part, of
     "whole" and of "smallest", if there is one; in the mode step also "whole step", "smallest step" and "AdamW".
+    `hindrances` are the shares that a Watch returns.
     """
     train = mode != "forward"
     passes = ("forward", "backward") if train else ("forward",)
@@ -66,7 +74,7 @@ def analyse(
     whole = {p: _pass(times["whole"][p], whole_costs[p], ceilings, floors[p]) for p in times["whole"]}
 
     seconds = whole[mode]["seconds"]["median"]
-    overhead = None
+    overhead: dict[str, Any] | None = None
     if (name := f"smallest {mode}") in samples:
         smallest = Spread.of(samples[name])
         overhead = {"seconds": asdict(smallest), "share": smallest.median / seconds}
@@ -95,7 +103,36 @@ def analyse(
             "dense": utilization(whole_costs[mode].dense_matmul_flops),
         },
         "overhead": overhead,
+        "losses": _losses(parts, optimizer, seconds, None if overhead is None else smallest.median),
+        "trust": trust(times["whole"][mode], hindrances, [ceilings.flops_per_second, ceilings.bytes_per_second]),
     }
+
+
+def _losses(
+    parts: list[dict[str, Any]], optimizer: dict[str, Any] | None, whole: float, overhead: float | None
+) -> list[dict[str, Any]]:
+    """Return the three parts that lose most against the roofline, and the cause that their figures point to."""
+    calls = sum(part["count"] for part in parts)
+    records = [(part["name"], part["count"], [part[p] for p in ("forward", "backward") if p in part]) for part in parts]
+    records += [] if optimizer is None else [("AdamW", 1, [optimizer])]
+    losses = []
+    for name, count, passes in records:
+        taken = sum(record["seconds"]["median"] for record in passes)
+        least = sum(record["roofline_seconds"] for record in passes)
+        costliest = max(passes, key=lambda record: record["seconds"]["median"] - record["roofline_seconds"])
+        if overhead is not None and taken < 2 * overhead / calls:  # most of it, if the calls of all parts cost the same
+            cause = "overhead"
+        elif costliest["bound"] == "compute":
+            cause = "products"
+        else:
+            cause = "weights" if costliest["matmul_flops"] else "elementwise"
+        if taken > least:
+            lost = count * (taken - least)
+            fraction = least / taken
+            losses.append(
+                {"name": name, "seconds": lost, "share": lost / whole, "roofline_fraction": fraction, "cause": cause}
+            )
+    return sorted(losses, key=lambda loss: -loss["seconds"])[:3]
 
 
 def _pass_times(samples: Samples, name: str, train: bool) -> dict[str, list[float]]:

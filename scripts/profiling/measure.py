@@ -20,6 +20,7 @@ from .memory import SavedBytes, bytes_of, is_out_of_memory, peak_added_bytes
 from .parts import Part, build, cut, whole
 from .presets import Size
 from .timing import interleave
+from .trust import Watch
 
 __all__ = ["BACKENDS", "MODES", "Extras", "Progress", "Settings", "measure", "require_attention_backend"]
 
@@ -169,13 +170,15 @@ class _Measurement:
 
     def point(self, ceilings: Ceilings, datasheet: Datasheet | None, extras: Extras) -> dict[str, Any]:
         settings = self.settings
+        watch = Watch()
         samples, complete = self._samples()
+        hindrances = watch.shares()
         point: dict[str, Any] = {
             "status": "ok" if complete else "interrupted",
             "error": None,
             "size": asdict(self.size),
         }
-        point |= analyse(samples, self.size, settings.mode, settings.dtype, ceilings, datasheet)
+        point |= analyse(samples, self.size, settings.mode, settings.dtype, ceilings, datasheet, hindrances)
         point |= {"compile": self.compile, "memory": None, "kernels": None, "notes": self.notes}
         if complete:
             try:

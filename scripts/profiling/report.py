@@ -269,7 +269,29 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
     if point["status"] == "interrupted":
         lines.append(f"Interrupted after {_count(seconds['samples'], 'round')}.")
     lines.append(_LEGEND[mode != "forward"])
+    lines += ["", "Most time lost against the roofline, and what that usually means:"]
+    for loss in point["losses"]:
+        lost = f"{number(loss['seconds'] * factor)} {unit}, {share(loss['share'])} of the whole"
+        lines.append(f"  {loss['name']}: {lost}; {_CAUSES[loss['cause']].format(share(loss['roofline_fraction']))}")
+    if point["trust"]["doubts"]:
+        lines += ["", _doubts(point)]
     return "\n".join(lines)
+
+
+# Of the causes that the figures point to; {} is the share of the roofline.
+_CAUSES = {
+    "overhead": "little but its calls: Python, dispatch and launches, for which more tokens or a compiler help",
+    "products": "matrix products at {} of the measured ceiling: their sizes, layout or threads",
+    "weights": "weights that few tokens share, moved at {} of the measured bandwidth: a larger batch helps",
+    "elementwise": "elementwise work, memory-bound, at {} of the measured bandwidth: a compiler would fuse it",
+}
+
+
+def _doubts(point: dict[str, Any]) -> str:
+    return (
+        f"Do not trust these figures: {'; '.join(point['trust']['doubts'])}.\n"
+        "Close other programs, use fewer threads (OMP_NUM_THREADS) or raise --rounds."
+    )
 
 
 _MODE = {
@@ -318,8 +340,14 @@ def _sweep(points: list[dict[str, Any]], document: dict[str, Any]) -> list[Secti
     if measured:
         sections.append(_sweep_parts(measured, axis, mode))
         sections.append("One token: the same calls at width 8, which is overhead alone.")
+        losses = Table("Most time lost against the roofline", [axis, "first", "second", "third"])
+        for point in measured:
+            shown = [f"{loss['name']} {share(loss['share'])}" for loss in point["losses"]]
+            losses.rows.append([str(point["size"][axis.replace("-", "_")]), *shown, *[""] * (3 - len(shown))])
+        sections.append(losses)
     key = axis.replace("-", "_")
     notes = [f"{axis} {point['size'][key]}: not measured: {note}" for point in measured for note in point["notes"]]
+    notes += [f"{axis} {point['size'][key]}: {_doubts(point)}" for point in measured if point["trust"]["doubts"]]
     if notes:
         sections.append("\n".join(notes))
     return sections

@@ -11,6 +11,7 @@ from profiling.presets import Size
 from profiling.timing import Spread
 
 MACHINE = Ceilings(Spread(1e9, 1e9, 1e9, 1), Spread(1e8, 1e8, 1e8, 1), 1024, 2**20)
+IDLE = {"waited_share": 0.0, "others_share": 0.0}
 SIZE = Size(batch_size=2, seq_len=5, d_model=12, num_heads=6, num_kv_heads=2, d_head=4, d_ff=20)
 
 
@@ -27,13 +28,13 @@ def samples_of(size: Size, mode: str) -> dict[str, list[float]]:
 
 
 def point(mode: str, size: Size = SIZE, sheet: Datasheet | None = None):
-    return analyse(samples_of(size, mode), size, mode, torch.float32, MACHINE, sheet)
+    return analyse(samples_of(size, mode), size, mode, torch.float32, MACHINE, sheet, IDLE)
 
 
 def test_analysis_takes_backward_from_the_difference_of_each_round():
     samples = samples_of(SIZE, "train")
     samples["ffn forward"], samples["ffn train"] = [1.0, 5.0, 2.0], [4.0, 6.0, 9.0]
-    ffn = analyse(samples, SIZE, "train", torch.float32, MACHINE, None)["parts"][-1]
+    ffn = analyse(samples, SIZE, "train", torch.float32, MACHINE, None, IDLE)["parts"][-1]
     assert ffn["name"] == "ffn"
     assert ffn["forward"]["seconds"]["median"] == 2.0
     assert ffn["backward"]["seconds"]["median"] == 3.0  # of 3, 1 and 7
@@ -111,8 +112,50 @@ def test_analysis_has_no_rate_where_noise_left_no_time():
     samples = samples_of(SIZE, "train")
     samples["rope train"] = samples["rope forward"]
     rope = next(
-        p for p in analyse(samples, SIZE, "train", torch.float32, MACHINE, None)["parts"] if p["name"] == "rope"
+        p for p in analyse(samples, SIZE, "train", torch.float32, MACHINE, None, IDLE)["parts"] if p["name"] == "rope"
     )
     assert rope["backward"]["flops_per_second"] is None
     assert rope["backward"]["roofline_fraction"] is None
     assert rope["forward"]["flops_per_second"] == pytest.approx(part_costs(SIZE, 4)["rope"][0].flops / 2.0)
+
+
+def losses(size=SIZE, smallest=0.0, **seconds):
+    """Return the losses of a forward pass of 10 s in which these parts take so long, the others their least."""
+    costs = part_costs(size, 4)
+    samples = {f"{name} forward": [MACHINE.seconds(cost.flops, cost.bytes)] for name, (cost, _) in costs.items()}
+    samples |= {f"{name} forward": [time] for name, time in seconds.items()}
+    samples |= {"whole forward": [10.0], "smallest forward": [smallest]}
+    return analyse(samples, size, "forward", torch.float32, MACHINE, None, IDLE)["losses"]
+
+
+def test_analysis_names_the_three_parts_that_lose_most_against_the_roofline():
+    least = {name: MACHINE.seconds(cost.flops, cost.bytes) for name, (cost, _) in part_costs(SIZE, 4).items()}
+    lost = {"ln1": 1.0, "rope": 4.0, "ffn": 2.0, "attention": 3.0}
+    found = losses(**{name: least[name] + more for name, more in lost.items()})
+    assert [loss["name"] for loss in found] == ["rope", "attention", "ffn"]
+    assert [loss["seconds"] for loss in found] == pytest.approx([4.0, 3.0, 2.0])
+    assert [loss["share"] for loss in found] == pytest.approx([0.4, 0.3, 0.2])
+    assert found[0]["roofline_fraction"] == pytest.approx(least["rope"] / (least["rope"] + 4.0))
+    stack = Size(2, 5, 12, 6, 2, 4, 20, num_layers=3)
+    assert losses(stack, rope=least["rope"] + 1.0)[0]["seconds"] == pytest.approx(3.0)
+    assert losses() == []
+
+
+def test_analysis_tells_the_cause_of_a_loss_by_its_figures():
+    many_tokens, one_token = Size(1, 400, 64, 2, 2, 32, 64), Size(1, 1, 64, 2, 2, 32, 64)
+    assert losses(many_tokens, ffn=5.0)[0]["cause"] == "products"
+    assert losses(one_token, ffn=5.0)[0]["cause"] == "weights"
+    assert losses(one_token, rope=5.0)[0]["cause"] == "elementwise"
+    # The same calls without arithmetic take 8 s, each of the 8 parts 1 s of it: more than half of 1.9 s, not of 2.1 s.
+    assert losses(many_tokens, ffn=1.9, smallest=8.0)[0]["cause"] == "overhead"
+    assert losses(many_tokens, ffn=2.1, smallest=8.0)[0]["cause"] == "products"
+
+
+def test_analysis_counts_backward_and_the_optimizer_among_the_losses():
+    samples = samples_of(SIZE, "step") | {"AdamW": [40.0] * 3}
+    result = analyse(samples, SIZE, "step", torch.float32, MACHINE, None, IDLE)
+    optimizer, second, _ = result["losses"]
+    assert (optimizer["name"], optimizer["cause"]) == ("AdamW", "elementwise")
+    assert optimizer["seconds"] == pytest.approx(40.0 - result["optimizer"]["roofline_seconds"])
+    assert optimizer["share"] == pytest.approx(optimizer["seconds"] / 70.0)
+    assert second["seconds"] == pytest.approx(6.0, abs=0.1)  # 2 s forward and 4 s backward, and little least time
