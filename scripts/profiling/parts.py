@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from tinyblock import Block, Transformer
@@ -168,23 +169,19 @@ def _functions(block: Block) -> dict[str, tuple[Callable[..., tuple[Tensor, ...]
     q_norm, k_norm, rope = attn.q_norm, attn.k_norm, attn.rope
     assert rope is not None
 
-    def split(t: Tensor, heads: int) -> Tensor:
-        return t.unflatten(-1, (heads, attn.d_head))
-
     def ln1(x: Tensor) -> tuple[Tensor, ...]:
         return (block.ln1(x),)
 
     def project(h: Tensor) -> tuple[Tensor, ...]:
-        kv_heads = attn.num_kv_heads
-        return split(attn.q_proj(h), attn.num_heads), split(attn.k_proj(h), kv_heads), split(attn.v_proj(h), kv_heads)
+        projected = attn.q_proj(h), attn.k_proj(h), attn.v_proj(h)
+        split = "... seq (heads d_head) -> ... heads seq d_head"
+        return tuple(rearrange(heads, split, d_head=attn.d_head) for heads in projected)
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        cos_sin, _ = rope.look_up(q.transpose(-2, -3))
-        return tuple(rope.rotate(t, cos_sin.unsqueeze(1)) for t in (q, k))
+        return rope(q, None), rope(k, None)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
-        return (attn._attend(q, k, v, None).transpose(-2, -3).flatten(-2),)
+        return (rearrange(attn._attend(q, k, v, None), "... heads seq d_head -> ... seq (heads d_head)"),)
 
     def project_back(heads: Tensor) -> tuple[Tensor, ...]:
         return (attn.output_proj(heads),)
