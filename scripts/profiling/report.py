@@ -101,7 +101,17 @@ def report(document: dict[str, Any]) -> list[Section]:
         sections += _sweep(points, document)
     if document["status"] == "interrupted":
         sections.append("Interrupted: these are the figures until then.")
+    if doubts := [line for point in points for line in _doubts(point, document["settings"]["sweep"])]:
+        advice = "Close other programs, use fewer threads (OMP_NUM_THREADS) or raise --rounds."
+        sections.append("\n".join(["Do not trust these figures:", *doubts, advice]))
     return sections
+
+
+def _doubts(point: dict[str, Any], axis: str | None) -> list[str]:
+    if "trust" not in point or not point["trust"]["doubts"]:
+        return []
+    where = "" if axis is None else f"{axis} {point['size'][axis.replace('-', '_')]}: "
+    return [f"  {where}{'; '.join(point['trust']['doubts'])}"]
 
 
 def describe(size: dict[str, Any]) -> str:
@@ -273,8 +283,6 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
     for loss in point["losses"]:
         lost = f"{number(loss['seconds'] * factor)} {unit}, {share(loss['share'])} of the whole"
         lines.append(f"  {loss['name']}: {lost}; {_CAUSES[loss['cause']].format(share(loss['roofline_fraction']))}")
-    if point["trust"]["doubts"]:
-        lines += ["", _doubts(point)]
     return "\n".join(lines)
 
 
@@ -285,13 +293,6 @@ _CAUSES = {
     "weights": "weights that few tokens share, moved at {} of the measured bandwidth: a larger batch helps",
     "elementwise": "elementwise work, memory-bound, at {} of the measured bandwidth: a compiler would fuse it",
 }
-
-
-def _doubts(point: dict[str, Any]) -> str:
-    return (
-        f"Do not trust these figures: {'; '.join(point['trust']['doubts'])}.\n"
-        "Close other programs, use fewer threads (OMP_NUM_THREADS) or raise --rounds."
-    )
 
 
 _MODE = {
@@ -347,7 +348,6 @@ def _sweep(points: list[dict[str, Any]], document: dict[str, Any]) -> list[Secti
         sections.append(losses)
     key = axis.replace("-", "_")
     notes = [f"{axis} {point['size'][key]}: not measured: {note}" for point in measured for note in point["notes"]]
-    notes += [f"{axis} {point['size'][key]}: {_doubts(point)}" for point in measured if point["trust"]["doubts"]]
     if notes:
         sections.append("\n".join(notes))
     return sections

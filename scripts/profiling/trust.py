@@ -58,7 +58,7 @@ def trust(seconds: list[float], shares: Mapping[str, float | None], ceilings: li
     unsteady = max((rate.p80 - rate.p20) / rate.median for rate in ceilings)
     waited, others = shares["waited_share"] or 0.0, shares["others_share"] or 0.0
     sentences = {
-        f"it waited for a core for {waited:.0%} of the time": waited > _WAITED,
+        f"threads waited for a core, together {waited:.0%} of the time": waited > _WAITED,
         f"other programs kept {others:.0%} of all cores busy": others > _OTHERS,
         f"the samples vary by {width:.0%} (p20 to p80)": width > _SPREAD,
         f"the median is {above:.0%} above the fastest sample": above > _ABOVE_FASTEST,

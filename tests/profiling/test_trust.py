@@ -30,7 +30,7 @@ def test_trust_of_a_steady_run_on_an_idle_machine_has_no_doubts():
         ([0.435, 0.017, 0.402, 0.221, 0.460, 0.018, 0.444], IDLE, CEILING, "the samples vary by 95% (p20 to p80)"),
         # A fast sample, and then always another program's turn: steady, and wrong.
         ([0.5, *[1.0] * 9], IDLE, CEILING, "the median is 100% above the fastest sample"),
-        (STEADY, IDLE | {"waited_share": 0.45}, CEILING, "it waited for a core for 45% of the time"),
+        (STEADY, IDLE | {"waited_share": 0.45}, CEILING, "threads waited for a core, together 45% of the time"),
         (STEADY, IDLE | {"others_share": 0.5}, CEILING, "other programs kept 50% of all cores busy"),
         (STEADY, IDLE, Spread(1e11, 0.8e11, 1.1e11, 7), "the ceilings vary by 30% (p20 to p80)"),
     ],
