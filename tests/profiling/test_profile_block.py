@@ -1,6 +1,8 @@
 """The profiler as a program: every mode, every output, every refusal."""
 
+import contextlib
 import copy
+import datetime
 import gc
 import json
 import os
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from profiling import cli
+from isolated import WITHOUT_PACKAGE, refuse
+from profiling import cli, measure
 from profiling.compare import compare
 from profiling.machine import Ceilings
 from profiling.progress import TerminalProgress
@@ -25,10 +28,11 @@ PARTS = ["ln1", "q/k/v projections", "rope", "attention", "output projection", "
 
 
 @pytest.fixture(autouse=True)
-def _known_ceilings(monkeypatch):
-    """Leave the measuring of the ceilings out, which has tests of its own and takes a second."""
+def _quick(monkeypatch):
+    """Leave out what takes time and has tests of its own: measuring the ceilings, and repeating short calls."""
     ceilings = Ceilings(Spread(1e11, 1e11, 1e11, 7), Spread(1e10, 1e10, 1e10, 7), 1024, 2**27)
     monkeypatch.setattr(cli, "measure_ceilings", lambda device, dtype: ceilings)
+    monkeypatch.setattr(measure, "_SAMPLE_SECONDS", 0.0)
 
 
 def profile(tmp_path, *options, code=0):
@@ -38,16 +42,17 @@ def profile(tmp_path, *options, code=0):
     return json.loads(path.read_text())
 
 
-def script(*options):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
-    command = [sys.executable, str(ROOT / "scripts" / "profile_block.py"), *TINY, *options]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-
-
-def test_script_prints_plain_tables_and_turns_the_shape_checks_off(tmp_path):
-    path = tmp_path / "profile.json"
-    run = script("--json", str(path))
-    assert (run.returncode, run.stderr) == (0, "")
+def test_script_runs_in_a_checkout_with_torch_einops_and_jaxtyping_alone(tmp_path):
+    path, script = tmp_path / "profile.json", ROOT / "scripts" / "profile_block.py"
+    options = [str(script), *TINY, "--json", str(path)]
+    # As Python runs a script: with its folder first on the path. Torch warns where numpy is missing, so that is there.
+    code = refuse("beartype", "rich", "matplotlib")
+    code += f"import runpy\nsys.argv[:] = {options}\nsys.path[0] = {str(script.parent)!r}\n"
+    code += f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    environment = WITHOUT_PACKAGE | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "profile_block" not in run.stderr  # torch has warnings of its own, as on a CUDA build without a GPU
     document = json.loads(path.read_text())
     assert document["settings"]["shape_checks"] is False
     assert document["environment"]["command"].endswith(f"--json {path}")
@@ -57,13 +62,6 @@ def test_script_prints_plain_tables_and_turns_the_shape_checks_off(tmp_path):
     assert all(re.search(rf"^{name}  ", run.stdout, re.MULTILINE) for name in [*PARTS, "sum of the parts", "whole"])
     assert "datasheet n/a" in run.stdout
     assert "Kernels: n/a" in run.stdout
-
-
-def test_script_refuses_in_one_line():
-    run = script("--d-model", "17")
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.count("\n") == 1
-    assert "d_model=17 is not a multiple of num_heads=4" in run.stderr
 
 
 def test_profile_of_forward_has_no_backward(tmp_path, capsys):
@@ -93,6 +91,7 @@ def test_profile_of_train_measures_every_part(tmp_path):
     assert memory["peak_bytes"] >= weights + max(weights, memory["saved_bytes"])
     assert point["kernels"] is None
     assert point["compile"] is None
+    assert point["overhead"]["share"] > 0
 
 
 def test_profile_of_a_step_has_the_optimizer(tmp_path, capsys):
@@ -123,7 +122,7 @@ def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch, capsys)
 
     def quick(function, **options):  # the real inductor takes a minute here
         compiled.append(getattr(function, "__name__", ""))
-        return compile_(function, backend="aot_eager", **options)
+        return compile_(function, backend="eager", **options)
 
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", quick)
@@ -133,11 +132,6 @@ def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch, capsys)
     assert point["compile"]["seconds"] > 0
     assert len(compiled) == 1 + 2 + len(PARTS)  # the check, the whole and the smallest, the parts
     assert "1 graph, 0 breaks" in capsys.readouterr().out
-
-
-def test_profile_of_one_token_shows_the_overhead(tmp_path):
-    (point,) = profile(tmp_path, "--seq-len", "1", "--batch-size", "1", "--mode", "forward")["points"]
-    assert point["overhead"]["share"] > 0
 
 
 def test_profile_uses_the_attention_backend_alone(tmp_path, monkeypatch):
@@ -171,8 +165,6 @@ def test_overhead_is_left_out_where_the_backend_cannot_run_one_token(tmp_path, m
 
 @pytest.mark.parametrize("options", [[], ["--sweep", "seq-len=6"]])
 def test_lack_of_memory_after_the_timings_keeps_them(tmp_path, monkeypatch, capsys, options):
-    from profiling import measure
-
     def exhausted(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -190,8 +182,6 @@ def test_lack_of_memory_after_the_timings_keeps_them(tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize("mode", ["forward", "train", "step"])
 def test_measure_lets_go_of_everything(mode, monkeypatch):
-    from profiling import measure
-
     weights = []
     build = measure.build
 
@@ -266,22 +256,40 @@ def test_single_size_without_memory_is_reported_and_fails(tmp_path, capsys):
     assert "out of memory" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("axis", ["seq-len=4,8", "d-model=16,32"])
-def test_sweep_measures_every_value(tmp_path, axis):
-    document = profile(tmp_path, "--mode", "forward", "--sweep", axis)
-    key, values = axis.split("=")
-    assert [str(point["size"][key.replace("-", "_")]) for point in document["points"]] == values.split(",")
+def test_sweep_measures_every_value(tmp_path):
+    document = profile(tmp_path, "--mode", "forward", "--sweep", "d-model=16,32")
+    assert [(point["size"]["d_model"], point["size"]["d_head"]) for point in document["points"]] == [(16, 4), (32, 8)]
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-@pytest.mark.parametrize("options", [[], ["--sweep", "seq-len=4,8"]])
-def test_plot_writes_a_picture(tmp_path, suffix, options):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("plot.png", ["--mode", "step"]), ("plot.svg", ["--mode", "forward", "--sweep", "seq-len=4,8"])],
+)
+def test_plot_writes_a_picture(tmp_path, name, options):
     pytest.importorskip("matplotlib")
-    path = tmp_path / f"plot.{suffix}"
+    path = tmp_path / name
     profile(tmp_path, *options, "--plot", str(path))
     start = path.read_bytes()[:400]
-    assert start.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in start
+    assert start.startswith(b"\x89PNG") if path.suffix == ".png" else b"<svg" in start
     assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, "profile.json"]
+
+
+def test_plot_says_what_was_measured_where_and_when(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **options: figures.append(figure))
+    monkeypatch.setattr(cli, "atomic", contextlib.nullcontext)
+    monkeypatch.setattr(cli, "_write_json", lambda *args: None)
+    cli.main([*TINY, "--plot", str(tmp_path / "plot.png")])
+    [figure] = figures
+    roofline, times = figure.axes
+    assert "d_model 16" in figure.get_suptitle()
+    assert f"torch {torch.__version__}; {datetime.datetime.now(datetime.UTC).date()}" in figure.get_supxlabel()
+    assert [label.get_text() for label in times.get_yticklabels()] == PARTS
+    legends = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (roofline, times)]
+    assert legends == [
+        ["100 GFLOP/s, 10.0 GB/s", "whole, forward", "whole, backward"],
+        ["roofline", "forward", "backward"],
+    ]
 
 
 def test_plot_that_fails_does_not_lose_the_report(tmp_path, monkeypatch, capsys):
@@ -331,8 +339,6 @@ def test_compare_shows_ratios_with_their_spread(tmp_path, capsys):
 
 
 def test_interruption_writes_what_was_measured(tmp_path, monkeypatch, capsys):
-    from profiling import measure
-
     def interrupted(runs, rounds, seconds, warmup, on_sample, samples):
         samples.update({name: [2e-3, 1e-3] for name in runs} | {"whole forward": [1e-3]})
         raise KeyboardInterrupt
@@ -347,13 +353,13 @@ def test_interruption_writes_what_was_measured(tmp_path, monkeypatch, capsys):
 
 
 def test_interruption_keeps_the_points_before_it(tmp_path, monkeypatch):
-    measure, calls = cli.measure, []
+    measure_one, calls = cli.measure, []
 
     def second_is_interrupted(*args):
         calls.append(args)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return measure(*args)
+        return measure_one(*args)
 
     monkeypatch.setattr(cli, "measure", second_is_interrupted)
     document = profile(tmp_path, "--mode", "forward", "--sweep", "seq-len=4,8,16", code=130)
@@ -362,8 +368,6 @@ def test_interruption_keeps_the_points_before_it(tmp_path, monkeypatch):
 
 
 def test_error_that_is_no_lack_of_memory_is_raised(monkeypatch):
-    from profiling import measure
-
     def broken(*args):
         raise RuntimeError("something else")
 
@@ -392,7 +396,7 @@ def refusal(capsys, *options):
         (["--seq-len", "0"], "seq_len of at least 1, got 2 and 0"),
         (["--batch-size", "-1"], "batch_size"),
         (["--d-ff", "0"], "d_ff=0"),
-        (["--num-layers", "0"], "num_layers=0"),
+        (["--num-layers", "0"], "num_layers"),
         (["--sweep", "d-model=16,17"], "d_model=17"),
         (["--sweep", "d-ff=16"], "--sweep takes one of seq-len, batch-size, d-model"),
         (["--sweep", "seq-len=8,x"], "'seq-len=8,x'"),
@@ -411,12 +415,9 @@ def refusal(capsys, *options):
         (["--attention-backend", "cudnn"], "--attention-backend cudnn cannot run on cpu in float32"),
         (["--sweep", "seq-len=4", "--trace", "x"], "leave --sweep out"),
         (["--d-ff", str(2**63 - 1)], "impossible size: "),
-        (["--d-ff", "9" * 20], "impossible size: "),
         (["--d-model", "4" + "0" * 20], "impossible size: "),
         (["--num-heads", "4" + "0" * 20], "not a multiple of num_heads"),
         (["--seq-len", str(2**62)], "impossible size: "),
-        (["--seq-len", "9" * 20], "impossible size: "),
-        (["--batch-size", "9" * 20], "impossible size: "),
         (["--num-layers", "9" * 20], "impossible size: "),
         (["--sweep", "seq-len=4," + "9" * 20], "impossible size: "),
         (["--seed", "9" * 20], "--seed must fit into 64 bits"),
@@ -454,14 +455,13 @@ def test_compiler_that_does_not_work_is_refused(capsys, monkeypatch):
     assert "torch.compile does not work here: Failed to find C++ compiler\n" in refusal(capsys, "--compile")
 
 
-def test_report_that_nobody_reads_to_the_end_is_no_error(tmp_path):
-    command = [sys.executable, str(ROOT / "scripts" / "profile_block.py"), *TINY, "--json", str(tmp_path / "x.json")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as run:
-        run.stdout.close()
-        assert run.stderr.read() == b""
-    assert run.returncode == 0
-    assert (tmp_path / "x.json").exists()
+def test_report_that_nobody_reads_to_the_end_is_no_error(tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed_pipe:
+        monkeypatch.setattr(sys, "stdout", closed_pipe)
+        profile(tmp_path, "--mode", "forward")
+        monkeypatch.undo()
 
 
 def test_compare_names_another_precision_of_float32(tmp_path):
