@@ -19,7 +19,7 @@ from tinyblock.vendoring.parser import OneLineParser
 from .compare import SCHEMA, compare, load
 from .environment import device_name, environment
 from .files import atomic, require_writable
-from .machine import Ceilings, Datasheet, datasheet, float32_precision, measure_ceilings, memory_bytes
+from .machine import datasheet, float32_precision, measure_ceilings, memory_bytes
 from .measure import BACKENDS, MODES, Extras, Settings, measure, require_attention_backend
 from .memory import is_out_of_memory
 from .parts import build
@@ -44,21 +44,15 @@ _EXAMPLES = """examples:
 """
 
 
-class _Refused(Exception):
-    """Something that cannot be done, found before anything was measured."""
-
-
 @dataclass(frozen=True)
 class _Request:
     """All that is to be done, checked."""
 
+    arguments: argparse.Namespace
     settings: Settings
     sizes: list[Size]
     sweep: str | None
-    preset: str | None
     extras: Extras
-    json: Path | None
-    plot: Path | None
     old: dict[str, Any] | None
 
 
@@ -71,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         request = _request(arguments)
-    except (_Refused, ValueError) as error:
+    except ValueError as error:
         parser.error(str(error))
     if arguments.nvtx:
         print(f"To record the ranges: {nsys_command(sys.argv[1:] if argv is None else argv)}", flush=True)
@@ -148,10 +142,11 @@ def _request(arguments: argparse.Namespace) -> _Request:
         seed=arguments.seed,
     )
     if settings.rounds < 1:
-        raise _Refused(f"--rounds must be at least 1, got {settings.rounds}")
-    _check_seed(settings.seed)
+        raise ValueError(f"--rounds must be at least 1, got {settings.rounds}")
+    if not -(2**63) <= settings.seed < 2**64:
+        raise ValueError(f"--seed must fit into 64 bits, got {settings.seed}")
     if settings.mode == "step" and settings.dtype == torch.float16:
-        raise _Refused("--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train")
+        raise ValueError("--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train")
     axis, values = _sweep(arguments.sweep)
     sizes = [_possible_size(arguments, settings, axis, value) for value in (values if axis else [None])]
     _check_layers(sizes, settings)
@@ -159,38 +154,36 @@ def _request(arguments: argparse.Namespace) -> _Request:
     if settings.device.type != "cuda":
         for option in ("memory_snapshot", "nvtx"):
             if getattr(arguments, option):
-                raise _Refused(f"--{option.replace('_', '-')} needs CUDA, and the device is {settings.device}")
+                raise ValueError(f"--{option.replace('_', '-')} needs CUDA, and the device is {settings.device}")
     if axis and (extras.trace or extras.memory_snapshot or extras.nvtx):
-        raise _Refused("--trace, --memory-snapshot and --nvtx record one size: leave --sweep out")
+        raise ValueError("--trace, --memory-snapshot and --nvtx record one size: leave --sweep out")
     _check_outputs(arguments)
-    old = None if arguments.compare is None else _load(arguments.compare)
+    old = None if arguments.compare is None else load(arguments.compare)
     if old is not None and not any(point["size"] == asdict(size) for point in old["points"] for size in sizes):
-        raise _Refused(f"{arguments.compare} has none of the sizes that are asked for")
+        raise ValueError(f"{arguments.compare} has none of the sizes that are asked for")
     if settings.device.type == "cuda":
         torch.cuda.set_device(settings.device)
     if settings.attention_backend is not None:
         _check_backend(sizes, settings)
     if settings.compile:
         _check_compile(settings)
-    return _Request(settings, sizes, axis, arguments.preset, extras, arguments.json, arguments.plot, old)
+    return _Request(arguments, settings, sizes, axis, extras, old)
 
 
 def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        device = torch.device(name)
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise _Refused(f"unknown device {name!r}: use cpu, cuda or cuda:N") from None
+        raise ValueError(f"unknown device {name!r}: use cpu, cuda or cuda:N") from None
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":
-        raise _Refused(f"cannot profile on {name!r}: use cpu, cuda or cuda:N")
+        raise ValueError(f"cannot profile on {name!r}: use cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
-        raise _Refused(f"--device {name}: this machine, or this build of torch, has no CUDA")
+        raise ValueError(f"--device {name}: this machine, or this build of torch, has no CUDA")
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
-        raise _Refused(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", index)
 
 
@@ -203,15 +196,10 @@ def _sweep(text: str | None) -> tuple[str | None, list[int]]:
     except ValueError:
         numbers = []
     if axis not in _SWEEPS or not numbers:
-        raise _Refused(f"--sweep takes one of {', '.join(_SWEEPS)} and its values, as in seq-len=128,256, got {text!r}")
+        raise ValueError(
+            f"--sweep takes one of {', '.join(_SWEEPS)} and its values, as in seq-len=128,256, got {text!r}"
+        )
     return axis, numbers
-
-
-def _check_seed(seed: int) -> None:
-    try:
-        torch.Generator().manual_seed(seed)
-    except (RuntimeError, OverflowError, TypeError, ValueError):
-        raise _Refused(f"--seed must fit into 64 bits, got {seed}") from None
 
 
 def _possible_size(arguments: argparse.Namespace, settings: Settings, axis: str | None, value: int | None) -> Size:
@@ -225,7 +213,7 @@ def _possible_size(arguments: argparse.Namespace, settings: Settings, axis: str 
         build(one_layer, "meta", settings.dtype)
         torch.empty(size.batch_size, size.seq_len, size.d_model, device="meta", dtype=settings.dtype)
     except (RuntimeError, OverflowError, TypeError) as error:
-        raise _Refused(f"impossible size: {_first_sentence(error)}") from None
+        raise ValueError(f"impossible size: {_first_sentence(error)}") from None
     return size
 
 
@@ -238,7 +226,9 @@ def _check_layers(sizes: list[Size], settings: Settings) -> None:
     weights, memory = smallest.parameters * settings.dtype.itemsize, memory_bytes(settings.device)
     if smallest.num_layers is not None and memory is not None and weights > memory:
         makes, has = (f"{size / 2**30:.1f} GiB" for size in (weights, memory))
-        raise _Refused(f"--num-layers {smallest.num_layers} makes {makes} of weights, and {settings.device} has {has}")
+        raise ValueError(
+            f"--num-layers {smallest.num_layers} makes {makes} of weights, and {settings.device} has {has}"
+        )
 
 
 def _size(arguments: argparse.Namespace, axis: str | None = None, value: int | None = None) -> Size:
@@ -275,19 +265,11 @@ def _size(arguments: argparse.Namespace, axis: str | None = None, value: int | N
     return Size(**size, **other)
 
 
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        return load(path)
-    except OSError as error:
-        raise _Refused(f"--compare: cannot read {path}: {error.strerror}") from None
-
-
 def _check_outputs(arguments: argparse.Namespace) -> None:
-    if arguments.plot is not None:
-        if arguments.plot.suffix not in _PLOTS:
-            raise _Refused(f"--plot draws {', '.join(_PLOTS)}, got {str(arguments.plot)!r}")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise _Refused("--plot needs matplotlib: pip install 'tinyblock[plot]', or leave --plot out")
+    if arguments.plot is not None and arguments.plot.suffix not in _PLOTS:
+        raise ValueError(f"--plot draws {', '.join(_PLOTS)}, got {str(arguments.plot)!r}")
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
     resolved: set[Path] = set()
     for option in ("json", "plot", "trace", "memory_snapshot"):
         path = getattr(arguments, option)
@@ -298,9 +280,9 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
             target = path.resolve()
         except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
             reason = getattr(error, "strerror", None) or error
-            raise _Refused(f"--{option.replace('_', '-')}: cannot write {path}: {reason}") from None
+            raise ValueError(f"--{option.replace('_', '-')}: cannot write {path}: {reason}") from None
         if target in resolved:
-            raise _Refused("two outputs have the same path")
+            raise ValueError("two outputs have the same path")
         resolved.add(target)
 
 
@@ -310,7 +292,7 @@ def _check_backend(sizes: list[Size], settings: Settings) -> None:
             require_attention_backend(size, settings)
     except RuntimeError as error:
         where = f"on {settings.device} in {str(settings.dtype).removeprefix('torch.')} with these heads"
-        raise _Refused(
+        raise ValueError(
             f"--attention-backend {settings.attention_backend} cannot run {where}: {_first_sentence(error)}"
         ) from None
 
@@ -319,7 +301,7 @@ def _check_compile(settings: Settings) -> None:
     try:
         torch.compile(lambda x: x + 1)(torch.ones(2, device=settings.device))
     except Exception as error:  # whatever a missing or broken compiler leads to
-        raise _Refused(f"--compile: torch.compile does not work here: {_first_sentence(error)}") from None
+        raise ValueError(f"--compile: torch.compile does not work here: {_first_sentence(error)}") from None
     finally:
         torch.compiler.reset()
 
@@ -329,7 +311,7 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _profile(request: _Request) -> int:
-    settings = request.settings
+    settings, arguments = request.settings, request.arguments
     with TerminalProgress() as progress:
         progress.start("measuring the ceilings")
         ceilings = measure_ceilings(settings.device, settings.dtype)
@@ -339,31 +321,36 @@ def _profile(request: _Request) -> int:
             "status": "ok",
             "environment": environment(settings.device, settings.seed),
             "settings": _settings(request),
-            "ceilings": _ceilings(ceilings, sheet, settings.dtype),
-            "points": [],
+            "ceilings": asdict(ceilings)
+            | {"ridge": ceilings.ridge, "datasheet": sheet and sheet.peaks(settings.dtype)},
+            "points": (points := []),
         }
         for index, size in enumerate(request.sizes, 1):
             progress.prefix = f"{index}/{len(request.sizes)} " if request.sweep else ""
             try:
-                document["points"].append(measure(size, settings, ceilings, sheet, progress, request.extras))
+                points.append(measure(size, settings, ceilings, sheet, progress, request.extras))
+                interrupted = points[-1]["status"] == "interrupted"
             except KeyboardInterrupt:
+                interrupted = True
+            if interrupted:
                 document["status"] = "interrupted"
-            if document["points"] and document["points"][-1]["status"] == "interrupted":
-                document["status"] = "interrupted"
-            # After every point, so that a process which is killed later leaves the points until then.
-            _write_json(document, request.json)
-            if document["status"] == "interrupted":
+            if (
+                arguments.json is not None
+            ):  # after every point, so that a process which is killed leaves those until then
+                with atomic(arguments.json) as temporary:
+                    temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+            if interrupted:
                 break
-    measured = [point for point in document["points"] if "parts" in point]
+    measured = [point for point in points if "parts" in point]
     try:  # the report first, so that a plot that fails does not lose it
         show(report(document), sys.stdout)
         if request.old is not None:
             show(["", *compare(document, request.old)], sys.stdout)
     finally:  # for somebody, too, who does not read the report to its end
-        if request.plot is not None and measured:
+        if arguments.plot is not None and measured:
             from .plot import plot
 
-            with atomic(request.plot) as temporary:
+            with atomic(arguments.plot) as temporary:
                 plot(document, temporary)
     if document["status"] == "interrupted":
         return 130
@@ -381,21 +368,7 @@ def _settings(request: _Request) -> dict[str, Any]:
         "attention_backend": settings.attention_backend,
         "rounds": settings.rounds,
         "seed": settings.seed,
-        "preset": request.preset,
+        "preset": request.arguments.preset,
         "sweep": request.sweep,
         "shape_checks": not jaxtyping_config.jaxtyping_disable,
     }
-
-
-def _ceilings(ceilings: Ceilings, sheet: Datasheet | None, dtype: torch.dtype) -> dict[str, Any]:
-    known = sheet and {
-        "flops_per_second": sheet.flops_per_second(dtype),
-        "bytes_per_second": sheet.bytes_per_second,
-    }
-    return asdict(ceilings) | {"ridge": ceilings.ridge, "datasheet": known}
-
-
-def _write_json(document: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        with atomic(path) as temporary:
-            temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")

@@ -12,14 +12,15 @@ SCHEMA = "tinyblock.profile/1"
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a profile.
+    """Read a profile, for the option --compare.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no profile of this schema.
+        ValueError: it cannot be read, or is no profile of this schema.
     """
     try:
         document = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"--compare: cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:

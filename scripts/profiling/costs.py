@@ -13,7 +13,7 @@ Conventions:
   writes the gradients of the inputs and of the weights.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from .presets import Size
 
@@ -39,20 +39,10 @@ class Cost:
         return self.flops / self.bytes
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            self.matmul_flops + other.matmul_flops,
-            self.dense_matmul_flops + other.dense_matmul_flops,
-            self.elementwise_flops + other.elementwise_flops,
-            self.bytes + other.bytes,
-        )
+        return Cost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, count: int) -> "Cost":
-        return Cost(
-            self.matmul_flops * count,
-            self.dense_matmul_flops * count,
-            self.elementwise_flops * count,
-            self.bytes * count,
-        )
+        return Cost(*(count * figure for figure in astuple(self)))
 
 
 def part_costs(size: Size, element_size: int) -> dict[str, tuple[Cost, Cost]]:
@@ -84,12 +74,7 @@ def part_costs(size: Size, element_size: int) -> dict[str, tuple[Cost, Cost]]:
     adds = Cost(elementwise_flops=2 * x, bytes=2 * 3 * x * element_size)
     costs = {
         "ln1": norm(x, d_model),
-        "q/k/v projections": part(
-            x,
-            d_model * (query_width + 2 * key_width),
-            q + 2 * k,
-            matmul=2 * tokens * d_model * (query_width + 2 * key_width),
-        ),
+        "q/k/v projections": linear(d_model, query_width + 2 * key_width),
         "q/k norm": norm(q + k, 2 * size.d_head),
         "rope": (rope, rope),  # backward turns the gradients back, and needs no input for it
         "attention": part(

@@ -29,6 +29,9 @@ class Datasheet:
             return self.float32 if float32_precision() == "highest" else None
         return self.half if dtype == torch.float16 or (dtype == torch.bfloat16 and self.bfloat16) else None
 
+    def peaks(self, dtype: torch.dtype) -> dict[str, float | None]:
+        return {"flops_per_second": self.flops_per_second(dtype), "bytes_per_second": self.bytes_per_second}
+
 
 # NVIDIA's datasheets and architecture whitepapers, by the exact name that the driver gives: variants of one GPU differ,
 # and an entry that is not certain is better left out. Torch multiplies float32 without TF32 unless it is told to.

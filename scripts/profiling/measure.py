@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,10 +19,11 @@ from .machine import Ceilings, Datasheet
 from .memory import SavedBytes, bytes_of, is_out_of_memory, peak_added_bytes
 from .parts import Part, build, cut, whole
 from .presets import Size
+from .progress import TerminalProgress
 from .timing import interleave
 from .trust import Watch
 
-__all__ = ["BACKENDS", "MODES", "Extras", "Progress", "Settings", "measure", "require_attention_backend"]
+__all__ = ["BACKENDS", "MODES", "Extras", "Settings", "measure", "require_attention_backend"]
 
 Result = TypeVar("Result")
 
@@ -66,16 +67,6 @@ class Extras:
     nvtx: bool = False
 
 
-class Progress(Protocol):
-    """Somebody who wants to know how far the measuring is."""
-
-    def start(self, what: str, steps: int | None = None) -> None:
-        """Begin something new, of so many steps where that is known."""
-
-    def advance(self) -> None:
-        """Finish one of the steps."""
-
-
 def require_attention_backend(size: Size, settings: Settings) -> None:
     """Run the block once with the chosen attention backend, on a short sequence.
 
@@ -94,7 +85,7 @@ def measure(
     settings: Settings,
     ceilings: Ceilings,
     datasheet: Datasheet | None,
-    progress: Progress,
+    progress: TerminalProgress,
     extras: Extras = Extras(),
 ) -> dict[str, Any]:
     """Measure one size, and return a point of docs/profile_schema.md.
@@ -117,7 +108,7 @@ def measure(
 class _Measurement:
     """One size, built: what is run, and what is asked of it."""
 
-    def __init__(self, size: Size, settings: Settings, progress: Progress) -> None:
+    def __init__(self, size: Size, settings: Settings, progress: TerminalProgress) -> None:
         self.size, self.settings, self.progress = size, settings, progress
         progress.start("building")
         torch.manual_seed(settings.seed)
@@ -262,7 +253,6 @@ class _Measurement:
         for part in self.parts:
             saved = SavedBytes(there)  # one for each part, so that what it saves is free again before the next
             outputs, saved_by_part[part.name] = saved.of(part.forward)
-            there += [tensor for tensor in part.inputs if saved.has(tensor)]
             # What one part puts out and saves, and the next one saves as its input, is one storage in the block.
             twins = zip(outputs, part.outputs, strict=False)
             there += [input_of_next for output, input_of_next in twins if saved.has(output)]

@@ -7,23 +7,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from .report import describe_all, number, share, si
+from .report import describe_all, number, share, si, time_unit
 
 __all__ = ["plot"]
 
 # Okabe and Ito's palette, which people with any kind of colour blindness can tell apart; the markers say it again.
-_COLOURS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#56B4E9",
-    "#CC79A7",
-    "#8A8A00",
-    "#999999",
-    "#661100",
-    "#332288",
-)
+_HUES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8A8A00", "#999999", "#661100", "#332288")
 _MARKERS = "osD^vPXphd"
 _PASSES = ("forward", "backward", "step")
 _BELOW: dict[str, Any] = {"fontsize": 9, "loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "frameon": False}
@@ -52,7 +41,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 def _style(index: int, filled: bool = True) -> dict[str, Any]:
     """Return how the marker of a part looks."""
-    colour = _COLOURS[index % 10]
+    colour = _HUES[index % 10]
     return {
         "linestyle": "",
         "marker": _MARKERS[index % 10],
@@ -97,7 +86,7 @@ def _roofline(axes: Axes, point: dict[str, Any], ceilings: dict[str, Any]) -> No
 def _times(axes: Axes, point: dict[str, Any], mode: str) -> None:
     """Draw a bar for each part, which ends where its last pass does, and the least time that it could take."""
     passes = [name for name in _PASSES[:2] if name in point["whole"]]
-    unit, factor = ("us", 1e6) if point["whole"]["forward"]["seconds"]["median"] < 1e-3 else ("ms", 1e3)
+    unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
     total = point["whole"][mode]["seconds"]["median"]
     rows = [*point["parts"], *([{"name": "AdamW", "count": 1, "step": point["optimizer"]}] if mode == "step" else [])]
     names = []
@@ -105,9 +94,9 @@ def _times(axes: Axes, point: dict[str, Any], mode: str) -> None:
         records = [part[name] for name in _PASSES if name in part]
         times = [part["count"] * factor * record["seconds"]["median"] for record in records]
         least = part["count"] * factor * sum(record["roofline_seconds"] for record in records)
-        axes.barh(row, times[0], 0.7, color=_COLOURS[row % 10])
+        axes.barh(row, times[0], 0.7, color=_HUES[row % 10])
         if len(times) == 2:
-            axes.barh(row, times[1], 0.7, left=times[0], color=_COLOURS[row % 10], alpha=0.5)
+            axes.barh(row, times[1], 0.7, left=times[0], color=_HUES[row % 10], alpha=0.5)
         axes.plot([least, least], [row - 0.42, row + 0.42], color="black", linewidth=2)
         text = f"  {number(sum(times))} {unit}, {share(sum(times) / factor / total)}"
         axes.text(max(sum(times), least), row, text, va="center", fontsize=9)
@@ -131,7 +120,7 @@ def _sweep(figure: Figure, points: list[dict[str, Any]], axis: str) -> None:
     passes = [name for name in _PASSES if name in points[0]["whole"]]
     left, right = figure.subplots(1, 2)
     for index, name in enumerate(passes):
-        colour = _COLOURS[index]
+        colour = _HUES[index]
         times = {
             key: [1e3 * point["whole"][name]["seconds"][key] for point in points] for key in ("median", "p20", "p80")
         }
@@ -144,7 +133,7 @@ def _sweep(figure: Figure, points: list[dict[str, Any]], axis: str) -> None:
     for index, part in enumerate(points[0]["parts"]):
         rows = [point["parts"][index] for point in points]
         times_of_part = [1e3 * row["count"] * sum(row[name]["seconds"]["median"] for name in passes) for row in rows]
-        right.plot(values, times_of_part, label=part["name"], color=_COLOURS[index % 10], marker=_MARKERS[index % 10])
+        right.plot(values, times_of_part, label=part["name"], color=_HUES[index % 10], marker=_MARKERS[index % 10])
     right.set_title(f"Time of the parts: {' and '.join(passes)}", fontsize=11)
     for axes in (left, right):
         axes.set(xscale="log", yscale="log", xlabel=axis, ylabel="ms")

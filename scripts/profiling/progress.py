@@ -1,14 +1,12 @@
 """How far the measuring is, on a terminal with rich; elsewhere silence."""
 
 import sys
-from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 __all__ = ["TerminalProgress"]
 
 
-class TerminalProgress(AbstractContextManager["TerminalProgress"]):
+class TerminalProgress:
     """One bar on stderr for what goes on now, gone at the end."""
 
     def __init__(self) -> None:
@@ -30,9 +28,7 @@ class TerminalProgress(AbstractContextManager["TerminalProgress"]):
             self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._progress is not None:
             self._progress.stop()
 

@@ -6,7 +6,7 @@ from typing import Any, TextIO
 
 from .presets import PRESETS
 
-__all__ = ["Section", "Table", "describe", "describe_all", "number", "report", "share", "show", "si"]
+__all__ = ["Section", "Table", "describe", "describe_all", "number", "report", "share", "show", "si", "time_unit"]
 
 
 @dataclass
@@ -170,7 +170,7 @@ def _point(point: dict[str, Any], document: dict[str, Any]) -> list[Section]:
 
 
 def _times(point: dict[str, Any], passes: list[str], title: str) -> Table:
-    unit, factor = _time_unit(point["whole"]["forward"]["seconds"]["median"])
+    unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
     table = Table(title, ["part"])
     table.columns = ["part", *(c for name in passes for c in (f"{name} {unit}", "p20-p80", "share"))]
 
@@ -232,7 +232,7 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
     mode = document["settings"]["mode"]
     whole, memory, kernels, compiled = (point[key] for key in ("whole", "memory", "kernels", "compile"))
     seconds = whole[mode]["seconds"]
-    unit, factor = _time_unit(seconds["median"])
+    unit, factor = time_unit(seconds["median"])
     lines = [
         f"{_MODE[mode]}: {number(seconds['median'] * factor)} {unit} ({_range(seconds, factor)}), "
         f"{si(point['tokens_per_second'])} tokens/s, {share(whole[mode]['roofline_fraction'])} of the roofline"
@@ -278,7 +278,7 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
     lines += [f"Not measured: {note}" for note in point["notes"]]
     if point["status"] == "interrupted":
         lines.append(f"Interrupted after {_count(seconds['samples'], 'round')}.")
-    lines.append(_LEGEND[mode != "forward"])
+    lines.append(_LEGEND)
     lines += ["", "Most time lost against the roofline, and what that usually means:"]
     for loss in point["losses"]:
         lost = f"{number(loss['seconds'] * factor)} {unit}, {share(loss['share'])} of the whole"
@@ -300,11 +300,10 @@ _MODE = {
     "train": "Forward and backward",
     "step": "Forward, backward and AdamW",
 }
-_LEGEND = {
-    False: "Times are medians. Bytes are the fewest possible; above 100% of the roofline, they come from a cache.",
-    True: "Times are medians; backward is what a run of both takes longer than forward, round by round.\n"
-    "Bytes are the fewest possible; above 100% of the roofline, they come from a cache.",
-}
+_LEGEND = (
+    "Times are medians; backward is what a run of both takes longer than forward, round by round.\n"
+    "Bytes are the fewest possible; above 100% of the roofline, they come from a cache."
+)
 
 
 def _sweep(points: list[dict[str, Any]], document: dict[str, Any]) -> list[Section]:
@@ -313,7 +312,7 @@ def _sweep(points: list[dict[str, Any]], document: dict[str, Any]) -> list[Secti
     sections: list[Section] = []
     if points:
         sections.append(describe_all([point["size"] for point in points]))
-    unit, factor = _time_unit(min((point["whole"][mode]["seconds"]["median"] for point in measured), default=1.0))
+    unit, factor = time_unit(min((point["whole"][mode]["seconds"]["median"] for point in measured), default=1.0))
     columns = [axis, f"{mode} {unit}", "p20-p80", "tokens/s", "MFU causal", "sum/whole", "saved", "peak"]
     columns.insert(3, f"one token {unit}")
     table = Table(f"Sweep: {_MODE[mode][0].lower() + _MODE[mode][1:]}, MFU of the measured ceiling", columns)
@@ -355,7 +354,7 @@ def _sweep(points: list[dict[str, Any]], document: dict[str, Any]) -> list[Secti
 
 def _sweep_parts(points: list[dict[str, Any]], axis: str, mode: str) -> Table:
     passes = ["forward"] if mode == "forward" else ["forward", "backward"]
-    unit, factor = _time_unit(min(point["whole"]["forward"]["seconds"]["median"] for point in points))
+    unit, factor = time_unit(min(point["whole"]["forward"]["seconds"]["median"] for point in points))
     values = [str(point["size"][axis.replace("-", "_")]) for point in points]
     table = Table(f"Parts: {' and '.join(passes)}, {unit}, by {axis}", ["part", *values])
     for rows in zip(*(point["parts"] for point in points), strict=True):
@@ -364,7 +363,7 @@ def _sweep_parts(points: list[dict[str, Any]], axis: str, mode: str) -> Table:
     return table
 
 
-def _time_unit(seconds: float) -> tuple[str, float]:
+def time_unit(seconds: float) -> tuple[str, float]:
     return ("us", 1e6) if seconds < 1e-3 else ("ms", 1e3)
 
 

@@ -76,10 +76,3 @@ def test_measure_ceilings_grows_the_product_within_its_time(monkeypatch):
     fast = measure_ceilings(cpu, torch.float32, largest_product=512, product_seconds=1.0, copy_bytes=4096)
     assert names.pop() == ["256", "512", "copy"]
     assert fast.flops_per_second.median == pytest.approx(1e9)
-
-
-def test_measure_ceilings_on_this_machine_are_positive():
-    machine = measure_ceilings(torch.device("cpu"), torch.float32, largest_product=64, copy_bytes=2**16, rounds=3)
-    assert machine.flops_per_second.p20 > 0
-    assert machine.bytes_per_second.p20 > 0
-    assert machine.flops_per_second.samples == 3
