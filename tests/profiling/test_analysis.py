@@ -97,6 +97,8 @@ def test_analysis_of_a_step_has_the_optimizer():
     train, step = result["whole"]["train"], result["whole"]["step"]
     assert step["bytes"] == train["bytes"] + result["optimizer"]["bytes"]
     assert step["roofline_seconds"] == train["roofline_seconds"] + result["optimizer"]["roofline_seconds"]
+    passes = [part[pass_]["roofline_seconds"] for part in result["parts"] for pass_ in ("forward", "backward")]
+    assert train["roofline_seconds"] == pytest.approx(sum(passes))
     assert result["tokens_per_second"] == 10 / 70.0
     assert result["overhead"] == {"seconds": {"median": 7.0, "p20": 7.0, "p80": 7.0, "samples": 3}, "share": 0.1}
 
