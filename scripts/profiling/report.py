@@ -279,7 +279,8 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
     if point["status"] == "interrupted":
         lines.append(f"Interrupted after {_count(seconds['samples'], 'round')}.")
     lines.append(_LEGEND)
-    lines += ["", "Most time lost against the roofline, and what that usually means:"]
+    if point["losses"]:
+        lines += ["", "Most time lost against the roofline, and what that usually means:"]
     for loss in point["losses"]:
         lost = f"{number(loss['seconds'] * factor)} {unit}, {share(loss['share'])} of the whole"
         lines.append(f"  {loss['name']}: {lost}; {_CAUSES[loss['cause']].format(share(loss['roofline_fraction']))}")
@@ -291,7 +292,7 @@ _CAUSES = {
     "overhead": "little but its calls: Python, dispatch and launches, for which more tokens or a compiler help",
     "products": "matrix products at {} of the measured ceiling: their sizes, layout or threads",
     "weights": "weights that few tokens share, moved at {} of the measured bandwidth: a larger batch helps",
-    "elementwise": "elementwise work, memory-bound, at {} of the measured bandwidth: a compiler would fuse it",
+    "elementwise": "memory-bound elementwise work at {} of the measured bandwidth: a fused kernel or a compiler helps",
 }
 
 

@@ -137,6 +137,28 @@ def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch, capsys)
     assert "1 graph, 0 breaks" in capsys.readouterr().out
 
 
+def test_profile_ends_with_the_losses_and_the_doubts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measure.Watch, "shares", lambda watch: {"waited_share": 0.5, "others_share": 0.0})
+    (point,) = profile(tmp_path)["points"]
+    assert point["trust"]["waited_share"] == 0.5
+    losses, doubts = capsys.readouterr().out.split("\n\n")[-2:]
+    assert [line.partition(":")[0] for line in losses.split("\n")[1:]] == [
+        f"  {part['name']}" for part in point["losses"]
+    ]
+    first, why, advice = doubts.strip().split("\n")
+    assert first == "Do not trust these figures:"
+    assert "threads waited for a core, together 50% of the time" in why
+    assert "--rounds" in advice
+    (point,) = profile(tmp_path, "--sweep", "seq-len=6")["points"]
+    out = capsys.readouterr().out
+    assert re.search(rf"^6 +{point['losses'][0]['name']} [0-9.]+%", out, re.MULTILINE)
+    assert "\n  seq-len 6: threads waited" in out
+    monkeypatch.setattr(measure, "interleave", lambda runs, *args: {name: [len(name) * 1e-3] * 3 for name in runs})
+    monkeypatch.setattr(measure.Watch, "shares", lambda watch: {"waited_share": 0.0, "others_share": None})
+    assert profile(tmp_path, "--mode", "forward")["points"][0]["trust"]["doubts"] == []
+    assert "Do not trust" not in capsys.readouterr().out
+
+
 def test_profile_uses_the_attention_backend_alone(tmp_path, monkeypatch):
     seen = set()
     attend = torch.nn.functional.scaled_dot_product_attention
