@@ -74,10 +74,13 @@ def analyse(
     whole = {p: _pass(times["whole"][p], whole_costs[p], ceilings, floors[p]) for p in times["whole"]}
 
     seconds = whole[mode]["seconds"]["median"]
-    overhead: dict[str, Any] | None = None
+    overhead, overheads = None, {}
     if (name := f"smallest {mode}") in samples:
         smallest = Spread.of(samples[name])
         overhead = {"seconds": asdict(smallest), "share": smallest.median / seconds}
+        # Of the parts, as if the calls of each cost the same.
+        of_parts = Spread.of(samples["smallest train" if train else "smallest forward"]).median
+        overheads = dict.fromkeys(counts, of_parts / sum(counts.values())) | {"AdamW": smallest.median - of_parts}
     peaks = {
         "measured": ceilings.flops_per_second.median,
         "datasheet": None if datasheet is None else datasheet.flops_per_second(dtype),
@@ -103,16 +106,15 @@ def analyse(
             "dense": utilization(whole_costs[mode].dense_matmul_flops),
         },
         "overhead": overhead,
-        "losses": _losses(parts, optimizer, seconds, None if overhead is None else smallest.median),
+        "losses": _losses(parts, optimizer, seconds, overheads),
         "trust": trust(times["whole"][mode], hindrances, [ceilings.flops_per_second, ceilings.bytes_per_second]),
     }
 
 
 def _losses(
-    parts: list[dict[str, Any]], optimizer: dict[str, Any] | None, whole: float, overhead: float | None
+    parts: list[dict[str, Any]], optimizer: dict[str, Any] | None, whole: float, overheads: dict[str, float]
 ) -> list[dict[str, Any]]:
     """Return the three parts that lose most against the roofline, and the cause that their figures point to."""
-    calls = sum(part["count"] for part in parts)
     records = [(part["name"], part["count"], [part[p] for p in ("forward", "backward") if p in part]) for part in parts]
     records += [] if optimizer is None else [("AdamW", 1, [optimizer])]
     losses = []
@@ -120,7 +122,7 @@ def _losses(
         taken = sum(record["seconds"]["median"] for record in passes)
         least = sum(record["roofline_seconds"] for record in passes)
         costliest = max(passes, key=lambda record: record["seconds"]["median"] - record["roofline_seconds"])
-        if overhead is not None and taken < 2 * overhead / calls:  # most of it, if the calls of all parts cost the same
+        if taken < 2 * overheads.get(name, 0.0):
             cause = "overhead"
         elif costliest["bound"] == "compute":
             cause = "products"
