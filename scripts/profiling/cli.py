@@ -240,10 +240,10 @@ def _size(arguments: argparse.Namespace, axis: str | None = None, value: int | N
     if axis is not None:
         given[axis.replace("-", "_")] = value
     defaults: dict[str, Any] = {"d_model": 512, "num_heads": 8}
-    other: dict[str, Any] = {"qk_norm": arguments.qk_norm}
+    numerics: dict[str, Any] = {"qk_norm": arguments.qk_norm}
     if arguments.preset is not None:
         preset = PRESETS[arguments.preset]
-        other = {"theta": preset.theta, "eps": preset.eps, "qk_norm": preset.qk_norm or arguments.qk_norm}
+        numerics = {"theta": preset.theta, "eps": preset.eps, "qk_norm": preset.qk_norm or arguments.qk_norm}
         defaults = {"d_model": preset.d_model, "num_heads": preset.num_heads, "num_kv_heads": preset.num_kv_heads}
         # Its head size and d_ff belong to its width and heads: with others the layers' own defaults hold.
         if given["d_model"] is None:
@@ -262,7 +262,7 @@ def _size(arguments: argparse.Namespace, axis: str | None = None, value: int | N
         device="meta",
     )
     size |= {"num_kv_heads": block.attn.num_kv_heads, "d_head": block.attn.d_head, "d_ff": block.ffn.d_ff}
-    return Size(**size, **other)
+    return Size(**size, **numerics)
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:

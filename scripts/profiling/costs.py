@@ -38,8 +38,8 @@ class Cost:
         """Return the arithmetic intensity, in FLOPs for each byte moved."""
         return self.flops / self.bytes
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, more: "Cost") -> "Cost":
+        return Cost(*(a + b for a, b in zip(astuple(self), astuple(more), strict=True)))
 
     def __mul__(self, count: int) -> "Cost":
         return Cost(*(count * figure for figure in astuple(self)))

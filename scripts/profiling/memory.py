@@ -25,7 +25,7 @@ class SavedBytes:
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         self._seen = {tensor.untyped_storage().data_ptr(): 0 for tensor in known}  # address: bytes that count
-        self._kept: list[object] = []  # keeps the storages alive: an address that is free may be given out again
+        self._alive: list[object] = []  # keeps the storages alive: an address that is free may be given out again
 
     def of(self, run: Callable[[], Outputs]) -> tuple[Outputs, int]:
         """Return what `run` returns, and the bytes that it saves and no earlier run has saved."""
@@ -41,7 +41,7 @@ class SavedBytes:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = run()
-        self._kept.append(outputs)
+        self._alive.append(outputs)
         return outputs, sum(seen.values()) - before
 
     def has(self, tensor: Tensor) -> bool:

@@ -76,12 +76,8 @@ def build(size: Size, device: torch.device | str, dtype: torch.dtype) -> Block |
 
 def whole(model: Block | Transformer, x: Tensor, gradient: Tensor | None) -> Part:
     """Return the whole model as one part."""
-
-    def run(x: Tensor) -> tuple[Tensor, ...]:
-        return (model(x),)
-
     gradients = () if gradient is None else (gradient,)
-    return Part("whole", run, (x,), tuple(model.parameters()), gradients)
+    return Part("whole", lambda x: (model(x),), (x,), tuple(model.parameters()), gradients)
 
 
 def cut(model: Block | Transformer, x: Tensor, gradient: Tensor | None = None) -> list[Part]:
@@ -135,13 +131,8 @@ def cut(model: Block | Transformer, x: Tensor, gradient: Tensor | None = None) -
         for name, (run, modules) in functions.items()
     ]
     if isinstance(model, Transformer):
-        final_norm = model.ln_final
-
-        def normalize(x: Tensor) -> tuple[Tensor, ...]:
-            return (final_norm(x),)
-
-        last = () if gradient is None else (gradient,)
-        parts.append(Part("final norm", normalize, leaves(out), weights(final_norm), last))
+        final_norm, last = model.ln_final, () if gradient is None else (gradient,)
+        parts.append(Part("final norm", lambda x: (final_norm(x),), leaves(out), weights(final_norm), last))
     return parts
 
 
@@ -169,48 +160,29 @@ def _functions(block: Block) -> dict[str, tuple[Callable[..., tuple[Tensor, ...]
     q_norm, k_norm, rope = attn.q_norm, attn.k_norm, attn.rope
     assert rope is not None
 
-    def ln1(x: Tensor) -> tuple[Tensor, ...]:
-        return (block.ln1(x),)
-
     def project(h: Tensor) -> tuple[Tensor, ...]:
         projected = attn.q_proj(h), attn.k_proj(h), attn.v_proj(h)
         split = "... seq (heads d_head) -> ... heads seq d_head"
         return tuple(rearrange(heads, split, d_head=attn.d_head) for heads in projected)
 
-    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        return rope(q, None), rope(k, None)
-
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return (rearrange(attn._attend(q, k, v, None), "... heads seq d_head -> ... seq (heads d_head)"),)
-
-    def project_back(heads: Tensor) -> tuple[Tensor, ...]:
-        return (attn.output_proj(heads),)
-
-    def ln2(y: Tensor) -> tuple[Tensor, ...]:
-        return (block.ln2(y),)
-
-    def feed(h: Tensor) -> tuple[Tensor, ...]:
-        return (block.ffn(h),)
 
     def add(x: Tensor, attended: Tensor, y: Tensor, fed: Tensor) -> tuple[Tensor, ...]:
         # x and y are outputs too, because each goes on into a branch: the sum of its two gradients is this part's work.
         return x, x + attended, y, y + fed
 
     functions: dict[str, tuple[Callable[..., tuple[Tensor, ...]], list[nn.Module]]] = {
-        "ln1": (ln1, [block.ln1]),
+        "ln1": (lambda x: (block.ln1(x),), [block.ln1]),
         "q/k/v projections": (project, [attn.q_proj, attn.k_proj, attn.v_proj]),
     }
     if q_norm is not None and k_norm is not None:
-
-        def normalize(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-            return q_norm(q), k_norm(k)
-
-        functions["q/k norm"] = (normalize, [q_norm, k_norm])
+        functions["q/k norm"] = (lambda q, k: (q_norm(q), k_norm(k)), [q_norm, k_norm])
     return functions | {
-        "rope": (rotate, []),
+        "rope": (lambda q, k: (rope(q, None), rope(k, None)), []),
         "attention": (attend, []),
-        "output projection": (project_back, [attn.output_proj]),
+        "output projection": (lambda heads: (attn.output_proj(heads),), [attn.output_proj]),
         _ADDS: (add, []),
-        "ln2": (ln2, [block.ln2]),
-        "ffn": (feed, [block.ffn]),
+        "ln2": (lambda y: (block.ln2(y),), [block.ln2]),
+        "ffn": (lambda h: (block.ffn(h),), [block.ffn]),
     }

@@ -22,25 +22,25 @@ def test_paired_ratio_cancels_what_both_have_in_a_round():
 
 def test_interleave_takes_one_sample_a_round_in_turn():
     order = []
-    kept = {}
+    collected = {}
     runs = {"a": lambda: time.sleep(0.002), "b": lambda: None}
-    samples = interleave(runs, rounds=3, sample_seconds=0, on_sample=order.append, samples=kept)
+    samples = interleave(runs, rounds=3, sample_seconds=0, on_sample=order.append, samples=collected)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3}
     assert all(seconds >= 0.002 for seconds in samples["a"])
-    assert kept is samples
+    assert collected is samples
 
 
 def test_interleave_leaves_its_samples_to_who_interrupts_it():
-    kept = {}
+    collected = {}
 
     def stop(name):
-        if len(kept["b"]) == 2:
+        if len(collected["b"]) == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        interleave({"a": int, "b": int}, rounds=9, sample_seconds=0, on_sample=stop, samples=kept)
-    assert (len(kept["a"]), len(kept["b"])) == (1, 2)
+        interleave({"a": int, "b": int}, rounds=9, sample_seconds=0, on_sample=stop, samples=collected)
+    assert (len(collected["a"]), len(collected["b"])) == (1, 2)
 
 
 def test_interleave_repeats_a_short_call(monkeypatch):
