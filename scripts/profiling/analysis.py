@@ -124,10 +124,10 @@ def _losses(
         costliest = max(passes, key=lambda record: record["seconds"]["median"] - record["roofline_seconds"])
         if taken < 2 * overheads.get(name, 0.0):
             cause = "overhead"
-        elif costliest["bound"] == "compute":
-            cause = "products"
+        elif not costliest["matmul_flops"]:
+            cause = "elementwise"
         else:
-            cause = "weights" if costliest["matmul_flops"] else "elementwise"
+            cause = "products" if costliest["bound"] == "compute" else "weights"
         if taken > least:
             lost = count * (taken - least)
             fraction = least / taken

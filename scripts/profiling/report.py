@@ -292,7 +292,7 @@ _CAUSES = {
     "overhead": "little but its calls: Python, dispatch and launches, for which more tokens or a compiler help",
     "products": "matrix products at {} of the measured ceiling: their sizes, layout or threads",
     "weights": "weights that few tokens share, moved at {} of the measured bandwidth: a larger batch helps",
-    "elementwise": "memory-bound elementwise work at {} of the measured bandwidth: a fused kernel or a compiler helps",
+    "elementwise": "elementwise work at {} of the roofline: it waits for memory, and a compiler would fuse it",
 }
 
 

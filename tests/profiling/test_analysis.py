@@ -121,13 +121,13 @@ def test_analysis_has_no_rate_where_noise_left_no_time():
     assert rope["forward"]["flops_per_second"] == pytest.approx(part_costs(SIZE, 4)["rope"][0].flops / 2.0)
 
 
-def losses(size=SIZE, smallest=0.0, **seconds):
+def losses(size=SIZE, smallest=0.0, machine=MACHINE, **seconds):
     """Return the losses of a forward pass of 10 s in which these parts take so long, the others their least."""
     costs = part_costs(size, 4)
-    samples = {f"{name} forward": [MACHINE.seconds(cost.flops, cost.bytes)] for name, (cost, _) in costs.items()}
+    samples = {f"{name} forward": [machine.seconds(cost.flops, cost.bytes)] for name, (cost, _) in costs.items()}
     samples |= {f"{name} forward": [time] for name, time in seconds.items()}
     samples |= {"whole forward": [10.0], "smallest forward": [smallest]}
-    return analyse(samples, size, "forward", torch.float32, MACHINE, None, IDLE)["losses"]
+    return analyse(samples, size, "forward", torch.float32, machine, None, IDLE)["losses"]
 
 
 def test_analysis_names_the_three_parts_that_lose_most_against_the_roofline():
@@ -148,6 +148,8 @@ def test_analysis_tells_the_cause_of_a_loss_by_its_figures():
     assert losses(many_tokens, ffn=5.0)[0]["cause"] == "products"
     assert losses(one_token, ffn=5.0)[0]["cause"] == "weights"
     assert losses(one_token, rope=5.0)[0]["cause"] == "elementwise"
+    slow_core = Ceilings(Spread(1e6, 1e6, 1e6, 1), MACHINE.bytes_per_second, 1024, 2**20)  # where even rope has to wait
+    assert losses(one_token, machine=slow_core, rope=5.0)[0]["cause"] == "elementwise"
     # The same calls without arithmetic take 8 s, each of the 8 parts 1 s of it: more than half of 1.9 s, not of 2.1 s.
     assert losses(many_tokens, ffn=1.9, smallest=8.0)[0]["cause"] == "overhead"
     assert losses(many_tokens, ffn=2.1, smallest=8.0)[0]["cause"] == "products"
