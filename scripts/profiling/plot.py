@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from .report import describe_all, number, share, si, time_unit
+from .report import describe_all, number, plural, share, si, time_unit
 
 __all__ = ["plot"]
 
@@ -25,7 +25,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     settings, environment = document["settings"], document["environment"]
     figure = Figure(figsize=(10, 5), layout="constrained")
     figure.suptitle(describe_all([point["size"] for point in points]), fontsize=12, fontweight="bold")
-    threads = f", {environment['threads']} threads" if settings["device"] == "cpu" else ""
+    threads = f", {plural(environment['threads'], 'thread')}" if settings["device"] == "cpu" else ""
     how = f"{settings['dtype']}, {'compiled' if settings['compile'] else 'eager'}"
     date = environment["date"].partition("T")[0]
     origin = f"{environment['device']}{threads}; {how}; torch {environment['torch']}; {date}"

@@ -6,7 +6,8 @@ from typing import Any, TextIO
 
 from .presets import PRESETS
 
-__all__ = ["Section", "Table", "describe", "describe_all", "number", "report", "share", "show", "si", "time_unit"]
+__all__ = ["Section", "Table", "describe", "describe_all", "number", "plural", "report", "share", "show", "si"]
+__all__ += ["time_unit"]
 
 
 @dataclass
@@ -138,7 +139,7 @@ def _header(document: dict[str, Any]) -> str:
     model = f", preset {preset} ({PRESETS[preset].model_layers} blocks in the model)" if preset else ""
     compiled = "compiled (and each part on its own)" if settings["compile"] else "eager"
     backend = settings["attention_backend"] or "torch's choice of"
-    threads = f", {environment['threads']} threads" if settings["device"] == "cpu" else ""
+    threads = f", {plural(environment['threads'], 'thread')}" if settings["device"] == "cpu" else ""
     measured = (
         f"{si(ceilings['flops_per_second']['median'], 'FLOP/s')}, {si(ceilings['bytes_per_second']['median'], 'B/s')}"
     )
@@ -265,8 +266,8 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
     if compiled is not None:
         cache = ", from inductor's cache" if compiled["from_cache"] else ""
         lines.append(
-            f"Compilation: {number(compiled['seconds'])} s{cache}; {_count(compiled['graphs'], 'graph')}, "
-            f"{_count(compiled['graph_breaks'], 'break')}"
+            f"Compilation: {number(compiled['seconds'])} s{cache}; {plural(compiled['graphs'], 'graph')}, "
+            f"{plural(compiled['graph_breaks'], 'break')}"
         )
         lines += [f"  break: {' '.join(reason.split())}" for reason in compiled["break_reasons"]]
     if memory is not None:
@@ -277,7 +278,7 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
         )
     lines += [f"Not measured: {note}" for note in point["notes"]]
     if point["status"] == "interrupted":
-        lines.append(f"Interrupted after {_count(seconds['samples'], 'round')}.")
+        lines.append(f"Interrupted after {plural(seconds['samples'], 'round')}.")
     lines.append(_LEGEND)
     if point["losses"]:
         lines += ["", "Most time lost against the roofline, and what that usually means:"]
@@ -372,5 +373,5 @@ def _range(spread: dict[str, float], factor: float) -> str:
     return f"{number(spread['p20'] * factor)}-{number(spread['p80'] * factor)}"
 
 
-def _count(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
