@@ -13,6 +13,7 @@ __all__ = ["Watch", "trust"]
 
 # On an idle machine, a half of these is not reached.
 _SPREAD, _ABOVE_FASTEST, _WAITED, _OTHERS = 0.2, 0.25, 0.05, 0.25
+_PROC = Path("/proc")
 
 
 class Watch:
@@ -41,9 +42,9 @@ def _clocks() -> tuple[float, float, float | None]:
     wall, own = time.perf_counter(), time.process_time()
     waited, others = wall - own, None  # the time in which no thread ran is known everywhere
     with suppress(OSError):  # Linux tells more
-        ticks = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
+        ticks = [int(word) for word in (_PROC / "stat").read_text().split()[1:9]]
         others = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK") - own  # all ticks but idle and iowait
-        threads = [path.read_text() for path in Path("/proc/self/task").glob("*/schedstat")]
+        threads = [path.read_text() for path in _PROC.glob("self/task/*/schedstat")]
         waited = sum(int(thread.split()[1]) for thread in threads) / 1e9 if threads else waited
     return wall, waited, others
 
