@@ -1,0 +1,98 @@
+"""Find and import the layers of a folder, of a file, or of a module."""
+
+import importlib.util
+import itertools
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from . import LAYERS
+
+_numbers = itertools.count(1)
+
+
+def load(target: str | os.PathLike[str]) -> dict[str, ModuleType]:
+    """Import the layers of a folder, a .py file, or a module or package given by its dotted name; return them by name.
+
+    A layer's file is known by its name and what it defines, or else by a class of tinyblock's that it defines. Other
+    files are not imported. A folder with an __init__.py is imported as the package that it is.
+
+    Raises:
+        LookupError: there is no layer, or it cannot be told which file holds it.
+        ImportError: a file that holds a layer cannot be imported.
+    """
+    path = Path(target) if Path(target).exists() else _locate(os.fspath(target))
+    folder, files = (path, sorted(path.glob("*.py"))) if path.is_dir() else (path.parent, [path])
+    stems = _find(files)
+    if not stems:
+        classes = ", ".join(names[0] for names in LAYERS.values())
+        raise LookupError(f"{target} holds no layer, none of {classes}: give the folder or the file of the copies")
+    package = _package_of(folder.resolve())
+    return {layer: _import(f"{package}.{stem}", folder / f"{stem}.py") for layer, stem in stems.items()}
+
+
+def _locate(name: str) -> Path:
+    """Return the folder of a package, or the file of a module, that can be imported from here."""
+    _make_importable(Path.cwd())
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # of what is above it
+        spec = None
+    path = Path([*(spec.submodule_search_locations or []), spec.origin or ""][0] if spec else "")
+    if not path.exists() or path == Path():
+        raise LookupError(f"{name} is not there: give a folder, a .py file, or a module as it is imported from here")
+    return path
+
+
+def _make_importable(root: Path) -> None:
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    importlib.invalidate_caches()
+
+
+def _find(files: list[Path]) -> dict[str, str]:
+    """Return the stem of the file of each layer; no file is imported for that."""
+    sources = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in files}
+    found: dict[str, str] = {}
+    for layer, names in LAYERS.items():
+        defined = re.compile(rf"^(class|def) ({'|'.join(names)})\b", re.MULTILINE)
+        # Other people call classes Block as well.
+        ours = re.compile(rf"^class ({'|'.join(names)})\b.*\bd_(model|k)\b", re.MULTILINE | re.DOTALL)
+        stems = [stem for stem, source in sources.items() if ours.search(source)]
+        if defined.search(sources.get(layer, "")):
+            stems = [layer]
+        if len(stems) > 1:
+            raise LookupError(f"{', '.join(stems)} all define {' or '.join(names)}: give the one file")
+        if stems:
+            found[layer] = stems[0]
+    return found
+
+
+def _package_of(folder: Path) -> str:
+    """Return the name by which a folder is imported: as the package that it is, or as one made for it."""
+    root = next(parent for parent in (folder, *folder.parents) if not (parent / "__init__.py").is_file())
+    parts = folder.relative_to(root).parts
+    if parts and not any("." in part for part in parts):
+        _make_importable(root)
+        return ".".join(parts)
+    _make_importable(Path.cwd())
+    package = ModuleType(f"_copies_{next(_numbers)}")
+    package.__path__ = [str(folder)]
+    sys.modules[package.__name__] = package
+    return package.__name__
+
+
+def _import(name: str, path: Path) -> ModuleType:
+    try:
+        module = importlib.import_module(name.removesuffix(".__init__"))
+    except (Exception, SystemExit) as error:
+        files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        beside = [f"{file}, line {line}" for file, line in files if Path(file).parent == path.resolve().parent]
+        place = beside[-1] if beside else path
+        raise ImportError(f"{place}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    if not path.samefile(str(module.__file__)):
+        raise LookupError(f"{path} is {name}, but here that is another, {module.__file__}")
+    return module
