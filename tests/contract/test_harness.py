@@ -1,0 +1,147 @@
+"""What the contract says of a violation, what it lets pass, and that it leaves its host alone."""
+
+import re
+import unittest
+
+import pytest
+import torch
+from contract.copying import LAYERS, copy_layers
+
+from tinyblock import contract
+from tinyblock.contract.loading import load
+
+FLOAT64 = "equation and gradients in float64"
+CUDA = "equation and gradients on CUDA"
+SLOW = (
+    "compiles",
+    "positions off",
+    "autocast",
+    "equation and gradients in b",
+    "equation and gradients in float32",
+    CUDA,
+)
+
+
+def outcomes(modules, layer, *only):
+    """Run those properties of a layer, or the fast ones; return the violations, and why others were skipped."""
+    violations, skipped = {}, set()
+    for promised in contract.PROPERTIES:
+        chosen = promised.name in only if only else not promised.name.startswith(SLOW)
+        if promised.layer == layer and chosen:
+            try:
+                promised.run(LAYERS | modules)
+            except contract.Violation as violation:
+                violations[promised.name] = str(violation)
+            except unittest.SkipTest as skip:
+                skipped.add(str(skip))
+    return violations, skipped
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (
+            ("block", "return x + self.ffn(", "return self.ffn("),
+            r"Block\(24, 4, 40, rope=RotaryPositionalEmbedding\(.*\)\) of x of shape \(2, 7, 24\), seed 0, "
+            r"torch.float64: largest error [\d.]+e\+00 at \[\d, \d, \d+\]: got -?[\d.]+, expected -?[\d.]+; "
+            r"allowed [\d.]+e-12$",
+        ),
+        (
+            ("ffn", "        return self.w2(F.silu(self.w1(x)) * self.w3(x))", "        return x[..., :3]"),
+            r"SwiGLU\(5, 7\) of .*: got shape \(2, 3, 3\), expected shape \(2, 3, 5\)$",
+        ),
+        (
+            ("attention", "        projected = ", "        x[0, 0, 99]\n        projected = "),
+            r".*seed 0, torch.float64: IndexError: .* \(attention.py, line \d+\)$",
+        ),
+        (("attention", "(mask & causal)", "mask"), r".*seed 0, mask of shape \(2, 7, 7\), torch.float64: largest"),
+    ],
+    ids=["value", "shape", "exception", "long input"],
+)
+def test_a_violation_says_at_which_input_and_what_came_out(edit, said, tmp_path):
+    violations, _ = outcomes(load(copy_layers(tmp_path, edits=[edit])), edit[0])
+    assert any(re.match(said, message) for message in violations.values()), violations
+
+
+def test_harmless_edits_pass(tmp_path):
+    copy_layers(tmp_path, edits=[("rope", "Compute the table.", "Compute the table, since May.")])
+    text = (tmp_path / "rope.py").read_text()
+    function = text[text.index("def apply_rope") : text.index("class RotaryPositionalEmbedding")]
+    text = text.replace(function, "").replace(', "apply_rope"', "").replace("cos_sin", "turns")
+    (tmp_path / "rope.py").write_text(text)
+    ffn = (tmp_path / "ffn.py").read_text()
+    (tmp_path / "ffn.py").write_text(ffn.replace("FeedForward", "TwoLayers"))
+    modules = load(tmp_path)
+    assert outcomes(modules, "rope") == ({}, {"apply_rope is not in this copy"})
+    assert outcomes(modules, "ffn") == ({}, {"FeedForward is not in this copy"})
+    assert outcomes(modules, "block") == ({}, {"FeedForward is not in this copy"})
+
+
+@pytest.mark.parametrize(
+    ("option", "passed", "default", "said"),
+    [
+        ("num_kv_heads: int | None = None", "num_kv_heads=num_kv_heads", "num_kv_heads=None", set()),
+        ("qk_norm: bool = False", "qk_norm=qk_norm", "qk_norm=False", set()),
+        ("eps: float = 1e-5", "eps=eps", "eps=1e-5", set()),
+        (
+            'mask: Bool[Tensor, "*#batch #seq seq"] | None = None',
+            "token_positions, mask)",
+            "token_positions)",
+            {"Block.forward has no mask in this copy"},
+        ),
+        ("rope: Rope | None = None", "rope=rope", "rope=None", {"Block has no rope in this copy"}),
+        ("norm: Callable[..., nn.Module] = RMSNorm", "norm(", "RMSNorm(", {"Block has no norm in this copy"}),
+    ],
+    ids=["num_kv_heads", "qk_norm", "eps", "mask", "rope", "norm"],
+)
+def test_a_copy_may_drop_an_option_and_the_rest_is_still_checked(option, passed, default, said, tmp_path):
+    text = (copy_layers(tmp_path) / "block.py").read_text()
+    assert text.count(f"        {option},\n") == 1
+    text = text.replace(f"        {option},\n", "").replace(passed, default)
+    (tmp_path / "block.py").write_text(text)
+    assert outcomes(load(tmp_path), "block") == ({}, said)
+    (tmp_path / "block.py").write_text(text.replace("return x + self.ffn(", "return self.ffn("))
+    violations, _ = outcomes(load(tmp_path), "block", FLOAT64, f"{FLOAT64} (2024: GELU, no RoPE)")
+    assert violations
+
+
+def test_a_copy_may_drop_device_and_dtype(tmp_path):
+    text = (copy_layers(tmp_path, "rmsnorm") / "rmsnorm.py").read_text().replace(", device=device, dtype=dtype", "")
+    (tmp_path / "rmsnorm.py").write_text(re.sub(r"        device: .*\n        dtype: .*\n", "", text))
+    assert outcomes(load(tmp_path), "rmsnorm") == ({}, {"RMSNorm has no device and no dtype in this copy"})
+
+
+def test_a_transformer_may_have_equal_masks_and_a_table_in_float64(tmp_path):
+    table = "torch.empty(shape, device=device, dtype=torch.float32), persistent=False)"
+    size = "        self.max_seq_len = max_seq_len\n"
+    masks = (
+        "        for name in ('causal', 'seen'):\n"
+        "            self.register_buffer(name, torch.ones(9, 9, dtype=torch.bool).tril(), persistent=False)\n"
+    )
+    edits = [("rope", table, table.replace("float32", "float64")), ("transformer", size, size + masks)]
+    modules = load(copy_layers(tmp_path, edits=edits))
+    assert outcomes(modules, "transformer", "one table for all blocks, and in float32") == ({}, set())
+
+
+def test_the_equation_is_checked_on_cuda_where_there_is_one(monkeypatch, tmp_path):
+    """Here another device stands for it: that of the CPU, by the name of cuda."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    move, move_module = torch.Tensor.to, torch.nn.Module.to
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda t, *a, **k: move(t, *("cpu" if it == "cuda" else it for it in a), **k)
+    )
+    monkeypatch.setattr(torch.nn.Module, "to", lambda m, it: m if it == "cuda" else move_module(m, it))
+    assert outcomes({}, "rmsnorm", CUDA) == ({}, set())
+    norm = "F.rms_norm(x, (self.d_model,), self.weight"
+    broken = load(copy_layers(tmp_path, edits=[("rmsnorm", norm, f"{norm} + 1e-3")]))
+    violations, _ = outcomes(broken, "rmsnorm", CUDA)
+    assert re.search(r"seed 0, torch.float64, on cuda: largest error", violations[CUDA])
+
+
+def test_a_property_leaves_the_random_numbers_and_the_mode_of_its_caller_alone():
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        violations, _ = outcomes({}, "rmsnorm", "initial weights", FLOAT64)
+        assert not torch.is_grad_enabled()
+    assert violations == {}
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,169 @@
+"""Layers are found wherever copies lie, and the contract runs beside them, in a project without tinyblock."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from contract.copying import LAYERS, PACKAGE, copy_layers
+from isolated import REFUSE_TINYBLOCK_AND_BEARTYPE, WITHOUT_PACKAGE
+
+import tinyblock
+from tinyblock.contract.loading import load
+
+
+@pytest.fixture(autouse=True)
+def _leave_imports_as_they_were(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if not name.startswith(("torch", "sympy", "numpy")):
+            del sys.modules[name]
+
+
+def files_of(modules):
+    return {layer: Path(module.__file__).name for layer, module in modules.items()}
+
+
+def test_load_of_our_own_folder_gives_the_checked_modules():
+    assert load(PACKAGE) == LAYERS
+    assert load("tinyblock") == LAYERS
+    assert load("tinyblock.rope") == {"rope": tinyblock.rope}
+    assert load(PACKAGE / "ffn.py") == {"ffn": tinyblock.ffn}
+
+
+@pytest.mark.parametrize("name", ["layers", "my layers", "v1.2", "Schichten-\u00fc\u03b8", "class", "[a]*"])
+@pytest.mark.parametrize("package", [False, True])
+def test_load_takes_any_folder(name, package, tmp_path):
+    folder = copy_layers(tmp_path / name)
+    if package:
+        (folder / "__init__.py").touch()
+    modules = load(str(folder))
+    assert modules.keys() == LAYERS.keys()
+    assert modules["block"].RMSNorm is modules["rmsnorm"].RMSNorm
+    assert [module.__file__ for module in modules.values()] == [str(folder / f"{layer}.py") for layer in modules]
+    assert list(load(folder / "rope.py")) == ["rope"]
+
+
+def test_load_keeps_two_folders_apart(tmp_path):
+    edit = "rmsnorm", "eps={self.eps}", "epsilon={self.eps}"
+    first, second = load(copy_layers(tmp_path / "a")), load(copy_layers(tmp_path / "b", edits=[edit]))
+    assert "epsilon=" not in repr(first["block"].Block(8, 2).ln1)
+    assert "epsilon=" in repr(second["block"].Block(8, 2).ln1)
+
+
+def test_load_imports_a_package_as_its_project_does(tmp_path):
+    folder = copy_layers(
+        tmp_path / "host_project" / "layers",
+        edits=[
+            ("block", "from .rmsnorm", "from host_project.layers.rmsnorm"),
+            ("block", "from .ffn", "from ..settings import EPS\nfrom .ffn"),
+        ],
+    )
+    for package in (folder, folder.parent):
+        (package / "__init__.py").touch()
+    (folder.parent / "settings.py").write_text("EPS = 1e-5")
+    modules = load(folder)
+    assert modules["block"].__name__ == "host_project.layers.block"
+    assert load("host_project.layers") == modules
+    assert load("host_project.layers.rope") == {"rope": modules["rope"]}
+
+
+def test_load_finds_folders_without_an_init_from_the_current_one(tmp_path, monkeypatch):
+    edit = "block", "from .rmsnorm", "from host_space.layers.rmsnorm"
+    copy_layers(tmp_path / "host_space" / "layers", edits=[edit])
+    monkeypatch.chdir(tmp_path)
+    assert load("host_space/layers").keys() == load("host_space.layers").keys() == LAYERS.keys()
+    assert list(load("host_space.layers.rope")) == ["rope"]
+
+
+def test_load_knows_renamed_files_and_imports_no_other(tmp_path):
+    folder = copy_layers(tmp_path, "rmsnorm", "rope", "ffn")
+    (folder / "rope.py").rename(folder / "rotary.py")
+    (folder / "ffn.py").write_text((folder / "ffn.py").read_text() + (folder / "rmsnorm.py").read_text())
+    (folder / "rmsnorm.py").unlink()
+    (folder / "ffn.py").rename(folder / "__init__.py")
+    (folder / "vision.py").write_text("class Block:\n    def __init__(self, channels): ...\nraise SystemExit")
+    (folder / "broken.py").write_text("class RMSNorm(:")
+    assert files_of(load(folder)) == {"rmsnorm": "__init__.py", "ffn": "__init__.py", "rope": "rotary.py"}
+    assert files_of(load(folder / "rotary.py")) == {"rope": "rotary.py"}
+    (folder / "rope.py").write_text("def rope(length): ...")
+    assert files_of(load(folder))["rope"] == "rotary.py"
+
+
+def test_load_does_not_choose_between_two_files(tmp_path):
+    folder = copy_layers(tmp_path, "rope")
+    shutil.copy(folder / "rope.py", folder / "old.py")
+    assert files_of(load(folder)) == {"rope": "rope.py"}
+    (folder / "rope.py").rename(folder / "new.py")
+    with pytest.raises(LookupError, match=r"new, old all define RotaryPositionalEmbedding .*give the one file"):
+        load(folder)
+    assert files_of(load(folder / "old.py")) == {"rope": "old.py"}
+
+
+def test_load_does_not_take_one_package_for_another(tmp_path):
+    for project in ("a", "b"):
+        (copy_layers(tmp_path / project / "host_layers", "rope") / "__init__.py").touch()
+    load(tmp_path / "a" / "host_layers")
+    with pytest.raises(LookupError, match=r"is host_layers.rope, but here that is another, .*a.host_layers"):
+        load(tmp_path / "b" / "host_layers")
+
+
+@pytest.mark.parametrize(
+    "target", ["nowhere/layers", "nowhere.layers", "tinyblock.nothing", "tinyblock.typecheck", "empty", "sys", ""]
+)
+def test_load_says_in_one_line_what_it_did_not_find(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("empty/text.py").write_text("x = 1")
+    found = target in ("tinyblock.typecheck", "empty", "")
+    said = f"{target} holds no layer, none of " if found else f"{target} is not there: give a folder"
+    with pytest.raises(LookupError, match=re.escape(said)) as caught:
+        load(target)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("raise RuntimeError('not\\ntoday')", r"rope.py, line 1: RuntimeError: not today$"),
+        ("import not_installed", r"rope.py, line 1: ModuleNotFoundError: No module named 'not_installed'$"),
+        ("raise SystemExit(3)", r"rope.py, line 1: SystemExit: 3$"),
+        ("<<<<<<< mine", r"SyntaxError: invalid syntax \(rope.py, line 1\)$"),
+        ("from .helper import x", r"helper.py, line 2: ZeroDivisionError: division by zero$"),
+    ],
+)
+@pytest.mark.parametrize("way", ["folder", "file"])
+def test_load_says_in_one_line_why_a_copy_cannot_be_imported(line, said, way, tmp_path):
+    folder = copy_layers(tmp_path, "rope")
+    (folder / "helper.py").write_text("y = 0\nx = 1 / y")
+    (folder / "rope.py").write_text(f"{line}\n{(folder / 'rope.py').read_text()}")
+    with pytest.raises(ImportError, match=said) as caught:
+        load({"folder": folder, "file": folder / "rope.py"}[way])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+def test_the_contract_runs_beside_the_copies(mode, tmp_path):
+    """In a folder, and in a package of a package."""
+    for project in ("of_folders", "of_packages"):
+        folder = copy_layers(
+            tmp_path / project / "layers", "rmsnorm", "attention", edits=[("rmsnorm", "0 < eps", "0 <= eps")]
+        )
+        (folder / "contract").mkdir()
+        for name in ("__init__", "harness", "loading", "test_contract", "rmsnorm", "attention", "rope"):
+            shutil.copy(PACKAGE / "contract" / f"{name}.py", folder / "contract")
+    for path in (folder, folder.parent):
+        (path / "__init__.py").touch()
+    (tmp_path / "conftest.py").write_text(REFUSE_TINYBLOCK_AND_BEARTYPE)
+    command = [sys.executable, *f"-m pytest -W error -p no:cacheprovider -q -rs --import-mode {mode}".split()]
+    done = subprocess.run(
+        [*command, "-k", "keys or bad or head"], cwd=tmp_path, capture_output=True, text=True, env=WITHOUT_PACKAGE
+    )
+    assert "2 failed, 6 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("Violation: RMSNorm(4, 0.0): was accepted, expected an error") >= 2
+    assert "test_contract[rmsnorm: bad hyperparameters refused]" in done.stdout
+    assert "it needs rope in this folder too" in done.stdout
