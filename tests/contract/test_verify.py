@@ -1,6 +1,7 @@
 """`verify` says of each property of a copy whether it holds."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,30 @@ def test_verify_does_not_pass_over_a_class_of_another_name(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "  FAIL  RMSNorm is there: rmsnorm.py does not define it, and it is not verified\n" in out
     assert "  FAIL  Block is there: block.py does not define it, and it is not verified\n" in out
+
+
+@pytest.mark.parametrize(
+    "target", ["tinyblock.rmsnorm", "host.layers.rmsnorm", "host/layers/rmsnorm.py", "host.layers"]
+)
+def test_verify_takes_a_file_and_a_dotted_name(target, tmp_path, monkeypatch, capsys):
+    copy_layers(tmp_path / "host" / "layers", "rmsnorm")
+    copy_layers(tmp_path / "host", "rmsnorm")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert verify(target, [promised.name for promised in PROPERTIES if promised.layer == "rmsnorm"]) == 0
+    assert re.match(r"rmsnorm: \S*(host|layers|tinyblock).rmsnorm.py\n  skip ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("target", ["nowhere/layers", "nowhere.layers", "tinyblock.nothing", "sys", "", "data.zip"])
+def test_verify_says_in_one_line_what_is_not_there(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(LookupError, match=r"^\S* (is not there: give a folder|holds no layer)") as caught:
+        verify(target, [])
+    assert "\n" not in str(caught.value)
+
+
+def test_verify_of_a_folder_without_layers_names_what_it_looks_for(tmp_path):
+    (tmp_path / "text.py").write_text("x = 1")
+    with pytest.raises(LookupError, match=r"holds no layer, none of .*RMSNorm.*: give the folder or the file"):
+        verify(str(tmp_path), [])

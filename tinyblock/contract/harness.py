@@ -13,7 +13,6 @@ import functools
 import inspect
 import math
 import os
-import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +27,6 @@ from unittest import SkipTest
 import torch
 from torch import Tensor, nn
 
-FLOATS = (torch.float64, torch.float32)
 HALVES = (torch.bfloat16, torch.float16)
 # The error that is allowed, as a part of the largest component.
 ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-6} | {half: 16 * torch.finfo(half).eps for half in HALVES}
@@ -80,8 +78,7 @@ def given(*what: Any) -> Iterator[None]:
         ours = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-        cause = textwrap.shorten(str(error), 400, placeholder=" ...")
-        raise Violation(f"{said}{type(error).__name__}: {cause}{place}") from error
+        raise Violation(f"{said}{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}") from error
 
 
 # Comparison.
@@ -158,9 +155,15 @@ def accepted(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if takes_any or name in parameters}
 
 
+def dropped(function: Any, *names: str) -> str:
+    """Say which of the parameters a copy has dropped, if any."""
+    absent = [name for name in names if not accepted(function, {name: None})]
+    return f"{function.__qualname__} has no {' and no '.join(absent)} in this copy" if absent else ""
+
+
 def require(function: Any, *names: str) -> None:
-    if dropped := [name for name in names if not accepted(function, {name: None})]:
-        raise SkipTest(f"{function.__qualname__} has no {' and no '.join(dropped)} in this copy")
+    if said := dropped(function, *names):
+        raise SkipTest(said)
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,9 @@ class Case:
     rounds_once: bool = False
     roundings: int = 1  # of a half, one after another or side by side, on the way to the result
     dtypes: tuple[torch.dtype, ...] = tuple(ALLOWED)
+
+    def dropped(self) -> str:
+        return dropped(self.cls, *self.options) or dropped(self.cls.forward, *self.inputs)
 
     def module(self, dtype: torch.dtype = torch.float64) -> Any:
         return fill(self.cls(*self.arguments, **copy.deepcopy(dict(self.options))).to(dtype))  # with a rope of its own
@@ -237,27 +243,26 @@ def _follows(case: Case, dtype: torch.dtype, device: str, autocast: bool) -> Non
     exact = case.exact(module, x)
     upstream = randn(*exact.shape, seed=9, dtype=computed)
     wanted = gradients(exact, module, x, upstream)
-    module, inputs = module.to(device), {"x": x, **case.inputs}
-    inputs = {name: tensor.detach().to(device, copy=True) for name, tensor in inputs.items()}
-    before = {name: tensor.clone() for name, tensor in inputs.items()}
-    inputs["x"].requires_grad_()
+    before = {"x": x.detach().clone(), **case.inputs}
+    module, inputs = module.to(device), {name: tensor.to(device, copy=True) for name, tensor in before.items()}
+    x = inputs.pop("x").requires_grad_()
 
     def run() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            actual = module(**inputs)
+            actual = module(x, **inputs)
         has_dtype(actual, actual.dtype if autocast else dtype)
         once = case.rounds_once and dtype in HALVES and device == "cpu"
         close(actual, exact, half_ulp(exact, dtype) + 1e-6 if once else allowed * largest(exact))
         if computed in HALVES:
             close_on_average(actual, exact, roundings, computed)
-        for name, tensor in inputs.items():
+        for name, tensor in {"x": x, **inputs}.items():
             with given(f"{name} was modified"):
-                close(tensor, before[name].cpu(), 0)
+                close(tensor, before[name], 0)
         return actual
 
     # On the way back each product has two, and both factors were rounded: three times the roundings of the result. What
     # the scores of attention get is a difference of terms that are as large as the gradient of the result, of size 1.
-    for name, gradient in gradients(run(), module, inputs["x"], upstream).items():
+    for name, gradient in gradients(run(), module, x, upstream).items():
         with given(f"gradient of {name}, for one of the result of seed 9"):
             if computed in HALVES:
                 close_on_average(gradient, wanted[name], 3 * roundings, computed, least=1.0)
@@ -367,8 +372,9 @@ def has_state(cls: Any, arguments: tuple[Any, ...], expected: Mapping[str, Shape
     with given(show_call(cls, arguments, options)):
         state = {key: tuple(tensor.shape) for key, tensor in cls(*arguments, **options).state_dict().items()}
         if state != expected:
-            got, wanted = (dict(one.items() - two.items()) for one, two in ((state, expected), (expected, state)))
-            raise Violation(f"got {got or 'nothing else'}, expected {wanted or 'nothing else'}")
+            raise Violation(
+                f"got {dict(state.items() - expected.items())}, expected {dict(expected.items() - state.items())}"
+            )
 
 
 # How properties are registered.
@@ -412,16 +418,9 @@ def promises_all(group: Mapping[str, Callable[[list[Case]], None]], of: str = ""
 
     def register(make_cases: Callable[..., list[Case]]) -> Callable[..., list[Case]]:
         def run(check: Callable[[list[Case]], None], *layers: ModuleType) -> None:
-            fitting, skipped = [], SkipTest("no case is left")
-            for case in make_cases(*layers):
-                try:
-                    require(case.cls, *case.options)
-                    require(case.cls.forward, *case.inputs)
-                    fitting.append(case)
-                except SkipTest as dropped:
-                    skipped = dropped
-            if not fitting:
-                raise skipped
+            cases = make_cases(*layers)
+            if not (fitting := [case for case in cases if not case.dropped()]):
+                raise SkipTest(cases[0].dropped())
             check(fitting)
 
         for name, check in group.items():

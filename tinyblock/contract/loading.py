@@ -1,8 +1,7 @@
-"""Find and import the layers of a folder, of a file, or of a module."""
+"""Find and import the layers of a folder, or of a file."""
 
-import importlib.util
+import importlib
 import itertools
-import os
 import re
 import sys
 import traceback
@@ -14,8 +13,8 @@ from . import LAYERS
 _numbers = itertools.count(1)
 
 
-def load(target: str | os.PathLike[str]) -> dict[str, ModuleType]:
-    """Import the layers of a folder, a .py file, or a module or package given by its dotted name; return them by name.
+def load(path: Path) -> dict[str, ModuleType]:
+    """Import the layers of a folder, or of a .py file; return them by name.
 
     A layer's file is known by its name and what it defines, or else by a class of tinyblock's that it defines. Other
     files are not imported. A folder with an __init__.py is imported as the package that it is.
@@ -24,30 +23,16 @@ def load(target: str | os.PathLike[str]) -> dict[str, ModuleType]:
         LookupError: there is no layer, or it cannot be told which file holds it.
         ImportError: a file that holds a layer cannot be imported.
     """
-    path = Path(target) if Path(target).exists() else _locate(os.fspath(target))
     folder, files = (path, sorted(path.glob("*.py"))) if path.is_dir() else (path.parent, [path])
     stems = _find(files)
     if not stems:
         classes = ", ".join(names[0] for names in LAYERS.values())
-        raise LookupError(f"{target} holds no layer, none of {classes}: give the folder or the file of the copies")
+        raise LookupError(f"{path} holds no layer, none of {classes}: give the folder or the file of the copies")
     package = _package_of(folder.resolve())
     return {layer: _import(f"{package}.{stem}", folder / f"{stem}.py") for layer, stem in stems.items()}
 
 
-def _locate(name: str) -> Path:
-    """Return the folder of a package, or the file of a module, that can be imported from here."""
-    _make_importable(Path.cwd())
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # of what is above it
-        spec = None
-    path = Path([*(spec.submodule_search_locations or []), spec.origin or ""][0] if spec else "")
-    if not path.exists() or path == Path():
-        raise LookupError(f"{name} is not there: give a folder, a .py file, or a module as it is imported from here")
-    return path
-
-
-def _make_importable(root: Path) -> None:
+def make_importable(root: Path) -> None:
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     importlib.invalidate_caches()
@@ -76,9 +61,9 @@ def _package_of(folder: Path) -> str:
     root = next(parent for parent in (folder, *folder.parents) if not (parent / "__init__.py").is_file())
     parts = folder.relative_to(root).parts
     if parts and not any("." in part for part in parts):
-        _make_importable(root)
+        make_importable(root)
         return ".".join(parts)
-    _make_importable(Path.cwd())
+    make_importable(Path.cwd())
     package = ModuleType(f"_copies_{next(_numbers)}")
     package.__path__ = [str(folder)]
     sys.modules[package.__name__] = package
