@@ -48,7 +48,7 @@ def outcomes(modules, layer, *only):
         ),
         (
             ("ffn", "        return self.w2(F.silu(self.w1(x)) * self.w3(x))", "        return x[..., :3]"),
-            r"SwiGLU\(5, 7\) of .*: got shape \(2, 3, 3\), expected shape \(2, 3, 5\)$",
+            r"SwiGLU\(5, 7\) of .*: got shape \(2, 3, 3\), expected \(2, 3, 5\)$",
         ),
         (
             ("attention", "        projected = ", "        x[0, 0, 99]\n        projected = "),

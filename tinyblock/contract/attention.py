@@ -247,8 +247,7 @@ def rotary_cases(attention: ModuleType, rope: ModuleType) -> list[Case]:
         return Case(*made, inputs, compiled=compiled, roundings=roundings_of(rope=True, **options))
 
     return [
-        case(HEADS[0], compiled=True),
-        *map(case, HEADS[1:]),
+        *map(case, HEADS),
         case(HEADS[1], token_positions=POSITIONS, mask=mask_of(2, 7, 7), compiled=True),
         case(HEADS[4], (2, 3, 7, 24), token_positions=POSITIONS[:1]),
         case(HEADS[0], (7, 24), token_positions=POSITIONS[0], mask=mask_of(7, 7)),

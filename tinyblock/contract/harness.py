@@ -39,9 +39,6 @@ class Violation(AssertionError):
     """A layer does not do what it promises; the message says at which input, what came out, and what should."""
 
 
-# Inputs, and what is said of them.
-
-
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
@@ -81,9 +78,6 @@ def given(*what: Any) -> Iterator[None]:
         raise Violation(f"{said}{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}") from error
 
 
-# Comparison.
-
-
 @contextmanager
 def refused(errors: tuple[type[Exception], ...] = (ValueError,), naming: str = "") -> Iterator[None]:
     """Expect one of these errors, with a message that names what could be given."""
@@ -100,11 +94,12 @@ def largest(tensor: Tensor) -> float:
     return tensor.detach().abs().max().item() if tensor.numel() else 0.0
 
 
-def close(actual: Any, expected: Tensor, allowed: float | Tensor) -> None:
+def close(actual: Tensor, expected: Tensor, allowed: float | Tensor, dtype: torch.dtype | None = None) -> None:
     """Raise a Violation that shows the worst component, unless every absolute error is allowed."""
-    if not isinstance(actual, Tensor) or actual.shape != expected.shape:
-        kind = f"shape {tuple(actual.shape)}" if isinstance(actual, Tensor) else f"a {type(actual).__name__}"
-        raise Violation(f"got {kind}, expected shape {tuple(expected.shape)}")
+    if actual.shape != expected.shape:
+        raise Violation(f"got shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+    if dtype and actual.dtype != dtype:
+        raise Violation(f"got a result of {actual.dtype}, expected {dtype}")
     got, wanted = actual.detach().cpu().double(), expected.detach().double()
     error = (got - wanted).abs().nan_to_num(math.inf)
     excess = error - allowed
@@ -119,19 +114,13 @@ def close_on_average(actual: Tensor, exact: Tensor, roundings: int, dtype: torch
     """Raise a Violation unless the root mean square error is that of so many roundings to a half.
 
     One is off by up to u = eps/2 of a value, by u / sqrt(3) on average, and independent ones add up in squares. Four
-    times that leaves room for a layer that enlarges errors (SiLU's slope is up to 1.1), and for tensors of few
-    components. `least` is the size of the terms, where they cancel out in the result.
+    times that leaves room for what enlarges errors. `least` is the size of the terms, where they cancel out.
     """
     if exact.numel():
         error, wanted = ((t.detach().double() ** 2).mean().sqrt() for t in (actual.cpu().double() - exact, exact))
         allowed = 4 * math.sqrt(roundings / 3) * torch.finfo(dtype).eps / 2 * max(least, wanted.item())
         if not error <= allowed:
             raise Violation(f"root mean square error {error:.1e} of values of {wanted:.1e}; allowed {allowed:.1e}")
-
-
-def has_dtype(actual: Any, dtype: torch.dtype) -> None:
-    if isinstance(actual, Tensor) and actual.dtype != dtype:
-        raise Violation(f"got a result of {actual.dtype}, expected {dtype}")
 
 
 def half_ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
@@ -239,6 +228,7 @@ def _follows(case: Case, dtype: torch.dtype, device: str, autocast: bool) -> Non
     # Under autocast the weights and inputs are rounded besides.
     computed, roundings = (torch.bfloat16, 3 * case.roundings) if autocast else (dtype, case.roundings)
     allowed = ALLOWED[computed] * (1 if device == "cpu" or dtype in HALVES else 10)
+    once = case.rounds_once and dtype in HALVES and device == "cpu"
     module, x = case.module(dtype), case.x(dtype).requires_grad_()
     exact = case.exact(module, x)
     upstream = randn(*exact.shape, seed=9, dtype=computed)
@@ -250,9 +240,8 @@ def _follows(case: Case, dtype: torch.dtype, device: str, autocast: bool) -> Non
     def run() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             actual = module(x, **inputs)
-        has_dtype(actual, actual.dtype if autocast else dtype)
-        once = case.rounds_once and dtype in HALVES and device == "cpu"
-        close(actual, exact, half_ulp(exact, dtype) + 1e-6 if once else allowed * largest(exact))
+        bound = half_ulp(exact, dtype) + 1e-6 if once else allowed * largest(exact)
+        close(actual, exact, bound, None if autocast else dtype)
         if computed in HALVES:
             close_on_average(actual, exact, roundings, computed)
         for name, tensor in {"x": x, **inputs}.items():
@@ -424,8 +413,8 @@ def promises_all(group: Mapping[str, Callable[[list[Case]], None]], of: str = ""
             check(fitting)
 
         for name, check in group.items():
-            checked = functools.update_wrapper(functools.partial(run, check), make_cases)  # by the same layers
-            promises(f"{name} ({of})" if of else name)(checked)
+            needs = tuple(inspect.signature(make_cases).parameters)
+            PROPERTIES.append(Property(f"{name} ({of})" if of else name, needs, functools.partial(run, check)))
         return make_cases
 
     return register

@@ -1,7 +1,6 @@
 """Find and import the layers of a folder, or of a file."""
 
 import importlib
-import itertools
 import re
 import sys
 import traceback
@@ -9,8 +8,6 @@ from pathlib import Path
 from types import ModuleType
 
 from . import LAYERS
-
-_numbers = itertools.count(1)
 
 
 def load(path: Path) -> dict[str, ModuleType]:
@@ -64,7 +61,7 @@ def _package_of(folder: Path) -> str:
         make_importable(root)
         return ".".join(parts)
     make_importable(Path.cwd())
-    package = ModuleType(f"_copies_{next(_numbers)}")
+    package = ModuleType(f"_copies_{len(sys.modules)}")
     package.__path__ = [str(folder)]
     sys.modules[package.__name__] = package
     return package.__name__

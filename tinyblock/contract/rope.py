@@ -1,6 +1,7 @@
 """What RoPE promises: consecutive pairs, as complex numbers, times exp(i position theta^(-2k/d_k))."""
 
 import copy
+import functools
 import math
 import pickle
 from collections.abc import Callable
@@ -54,24 +55,25 @@ def function(rope: ModuleType) -> None:
 @promises("table survives")
 def survives(rope: ModuleType) -> None:
     """Compare at both ends of a long table, for all of its wavelengths, after what torch does to modules."""
-    arguments = 5e5, 16, 131072
+    cls, arguments = public(rope, ROPE), (5e5, 16, 131072)
     positions = torch.cat((torch.arange(0, 131072, 61), torch.arange(131072 - 100, 131072)))
     x = nn.functional.normalize(randn(len(positions), 16), dim=-1)
     exact = rotate(x, angles_of(positions, 16, 5e5))
 
-    def from_meta() -> Any:
-        module = public(rope, ROPE)(*arguments, device="meta").to(torch.bfloat16).to_empty(device="cpu")
-        module.reset_parameters()
-        return module
+    def emptied(module: Any) -> Any:
+        module = module.to("meta")
+        _ = [torch.full((131072, 8, 2), math.nan) for _ in range(3)]  # else the memory may still hold the table
+        return module.to_empty(device="cpu")
 
-    made = public(rope, ROPE)(*arguments)
+    made, on_meta = cls(*arguments), functools.partial(cls, *arguments, device="meta")
     ways: dict[str, Callable[[], Any]] = {
         "as it was made": lambda: made,
         "copy.deepcopy, .to(torch.bfloat16)": lambda: copy.deepcopy(made).to(torch.bfloat16),
         ".half().float()": lambda: copy.deepcopy(made).half().float(),
         ".double()": lambda: copy.deepcopy(made).double(),
-        '.to("meta").to_empty()': lambda: copy.deepcopy(made).to("meta").to_empty(device="cpu"),
-        'on "meta", then .to(torch.bfloat16).to_empty() and reset_parameters()': from_meta,
+        '.to("meta").to_empty()': lambda: emptied(copy.deepcopy(made)),
+        'on "meta", then .to(torch.bfloat16).to_empty()': lambda: emptied(on_meta().to(torch.bfloat16)),
+        'on "meta", then called on the CPU': on_meta,
         "pickle": lambda: pickle.loads(pickle.dumps(made)),
     }
     for way in ways:
@@ -129,6 +131,8 @@ def refuses_positions(rope: ModuleType) -> None:
     module = public(rope, ROPE)(10.0, 4, 8)
     with given("9 tokens in a table of 8"), harness.refused():
         module(torch.zeros(9, 4))
+    with given("one token in a table of 1"):
+        public(rope, ROPE)(10.0, 4, 1)(torch.zeros(1, 4))
     with compiled(module) as (run, _):
         run(torch.zeros(3, 4), torch.tensor([0, 1, 7]))
         for positions in map(torch.tensor, [[0, 1, 8], [0, -1, 2], [10**9, 0, 0], [0, 0, 2**32]]):
