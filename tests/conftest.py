@@ -10,6 +10,9 @@ with warnings.catch_warnings():  # inductor's own import uses a deprecated part 
     import torch._inductor.compile_fx
 
 
+torch.set_num_threads(1)  # the tensors are small: a second thread costs more than it does
+
+
 @pytest.fixture(autouse=True)
 def _same_start():
     torch.manual_seed(0)

@@ -1,5 +1,7 @@
 """The presets, against the sizes of the published models."""
 
+from typing import Any
+
 import pytest
 import torch
 from profiling.parts import build
@@ -8,7 +10,7 @@ from profiling.presets import PRESETS, Size
 
 def size_of(name: str, **changes: object) -> Size:
     preset = PRESETS[name]
-    sizes = {
+    sizes: dict[str, Any] = {
         "d_model": preset.d_model,
         "num_heads": preset.num_heads,
         "num_kv_heads": preset.num_kv_heads,

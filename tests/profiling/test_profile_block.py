@@ -354,6 +354,7 @@ def test_compare_shows_ratios_with_their_spread(tmp_path, capsys):
             "forward": {"seconds": {"median": 2e-6 * factor, "p20": 1.9e-6 * factor, "p80": 2.1e-6 * factor}}
         }
     changes, table = compare(slow, old)
+    assert isinstance(changes, str)
     assert "dtype: float32 then, bfloat16 now" in changes
     assert f"float32 matmul precision: {old['settings']['float32_matmul_precision']} then, medium now" in changes
     assert ["whole", "forward", "2.00", "6.00", "3.00", "2.71-3.32", "slower"] in table.rows

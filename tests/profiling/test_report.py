@@ -90,8 +90,8 @@ def test_show_draws_tables_on_a_terminal(monkeypatch):
 
 
 def test_describe_all_shows_what_varies():
-    size = {"batch_size": 2, "seq_len": 8, "d_model": 64, "num_heads": 4, "num_kv_heads": 4, "d_head": 16, "d_ff": 192}
-    size |= {"qk_norm": False, "num_layers": None}
+    heads = {"num_heads": 4, "num_kv_heads": 4, "d_head": 16, "qk_norm": False}
+    size = {"batch_size": 2, "seq_len": 8, "d_model": 64, "d_ff": 192, "num_layers": None, **heads}
     assert describe_all([size]) == "Block: batch 2, 8 tokens, d_model 64, 4 heads of 16, d_ff 192"
     longer = size | {"seq_len": 32, "num_kv_heads": 2}
     assert "8 to 32 tokens" in describe_all([size, longer])

@@ -407,9 +407,9 @@ def test_every_module_rejects_sizes_of_the_wrong_type(size):
     ):
         with pytest.raises(TypeCheckError):
             build()
-    for build in (lambda: tinyblock.RMSNorm(8, "1"), lambda: rope("10", 8, 9), lambda: rope(None, 8, 9)):
+    for make, arguments in ((tinyblock.RMSNorm, (8, "1")), (rope, ("10", 8, 9)), (rope, (None, 8, 9))):
         with pytest.raises(TypeCheckError):
-            build()
+            make(*arguments)
 
 
 def python(code, **environment):
