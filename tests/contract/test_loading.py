@@ -68,12 +68,6 @@ def test_load_imports_a_package_as_its_project_does(tmp_path):
     assert load(folder / "rope.py") == {"rope": modules["rope"]}
 
 
-def test_load_of_a_folder_without_an_init_may_import_from_the_current_one(tmp_path, monkeypatch):
-    copy_layers(tmp_path / "host" / "layers", edits=[("block", "from .rmsnorm", "from host.layers.rmsnorm")])
-    monkeypatch.chdir(tmp_path)
-    assert load(Path("host/layers")).keys() == LAYERS.keys()
-
-
 def test_load_knows_renamed_files_and_imports_no_other(tmp_path):
     folder = copy_layers(tmp_path, "rmsnorm", "rope", "ffn")
     (folder / "rope.py").rename(folder / "rotary.py")

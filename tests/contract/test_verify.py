@@ -78,8 +78,8 @@ def test_verify_does_not_pass_over_a_class_of_another_name(tmp_path, capsys):
     "target", ["tinyblock.rmsnorm", "host.layers.rmsnorm", "host/layers/rmsnorm.py", "host.layers"]
 )
 def test_verify_takes_a_file_and_a_dotted_name(target, tmp_path, monkeypatch, capsys):
+    copy_layers(tmp_path / "host", "rmsnorm", edits=[("rmsnorm", "import math", "import host.layers.rmsnorm, math")])
     copy_layers(tmp_path / "host" / "layers", "rmsnorm")
-    copy_layers(tmp_path / "host", "rmsnorm")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert verify(target, [promised.name for promised in PROPERTIES if promised.layer == "rmsnorm"]) == 0

@@ -12,7 +12,6 @@ import copy
 import functools
 import inspect
 import math
-import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -72,7 +71,7 @@ def given(*what: Any) -> Iterator[None]:
     except Violation as violation:
         raise Violation(f"{said}{violation}") from violation.__cause__
     except Exception as error:
-        ours = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+        ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
         raise Violation(f"{said}{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}") from error
@@ -308,9 +307,9 @@ def places_parameters(cases: list[Case]) -> None:
     for case in cases:
         require(case.cls, *options)
         with given(case, "made with device='meta', dtype=torch.bfloat16"):
-            for name, parameter in case.cls(*case.arguments, **case.options, **options).named_parameters():
-                if not parameter.is_meta or parameter.dtype != torch.bfloat16:
-                    raise Violation(f"{name} is of {parameter.dtype} on {parameter.device}")
+            for name, it in case.cls(*case.arguments, **case.options, **options).named_parameters():
+                if (it.device.type, it.dtype) != ("meta", torch.bfloat16):
+                    raise Violation(f"{name} is of {it.dtype} on {it.device}")
 
 
 EVERY_LAYER: dict[str, Callable[[list[Case]], None]] = {
@@ -371,15 +370,12 @@ def has_state(cls: Any, arguments: tuple[Any, ...], expected: Mapping[str, Shape
 
 @dataclass(frozen=True)
 class Property:
-    """Something that a layer promises, and the layers that are needed to check it, this one first."""
+    """Something that a layer promises, and the layers that are needed to check it, this one among them."""
 
+    layer: str
     name: str
     needs: tuple[str, ...]
     check: Callable[..., None]
-
-    @property
-    def layer(self) -> str:
-        return self.needs[0]
 
     def run(self, layers: Mapping[str, ModuleType]) -> None:
         """Check the layers, given by their names; raise a Violation, or unittest.SkipTest where something is absent."""
@@ -396,7 +392,8 @@ def promises(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a property, which needs the layers by which the parameters are named, and belongs to the first."""
 
     def register(check: Callable[..., Any]) -> Callable[..., Any]:
-        PROPERTIES.append(Property(name, tuple(inspect.signature(check).parameters), check))
+        needs = tuple(inspect.signature(check).parameters)
+        PROPERTIES.append(Property(needs[0], name, needs, check))
         return check
 
     return register
@@ -412,9 +409,10 @@ def promises_all(group: Mapping[str, Callable[[list[Case]], None]], of: str = ""
                 raise SkipTest(cases[0].dropped())
             check(fitting)
 
+        needs = tuple(inspect.signature(make_cases).parameters)
         for name, check in group.items():
-            needs = tuple(inspect.signature(make_cases).parameters)
-            PROPERTIES.append(Property(f"{name} ({of})" if of else name, needs, functools.partial(run, check)))
+            named = f"{name} ({of})" if of else name
+            PROPERTIES.append(Property(needs[0], named, needs, functools.partial(run, check)))
         return make_cases
 
     return register

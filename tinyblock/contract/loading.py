@@ -60,7 +60,6 @@ def _package_of(folder: Path) -> str:
     if parts and not any("." in part for part in parts):
         make_importable(root)
         return ".".join(parts)
-    make_importable(Path.cwd())
     package = ModuleType(f"_copies_{len(sys.modules)}")
     package.__path__ = [str(folder)]
     sys.modules[package.__name__] = package

@@ -27,6 +27,7 @@ def verify(target: str, skip: Sequence[str]) -> int:
         LookupError: there is no layer in `target`, or no property of a name to skip.
         ImportError: a layer cannot be imported.
     """
+    make_importable(Path.cwd())
     path = Path(target) if Path(target).exists() else _locate(target)
     copies, upstream = load(path), {module.__name__.rpartition(".")[2]: module for module in tinyblock.LAYERS}
     properties = [promised for promised in PROPERTIES if promised.layer in copies]
@@ -72,7 +73,6 @@ def verify(target: str, skip: Sequence[str]) -> int:
 
 def _locate(name: str) -> Path:
     """Return the folder of a package, or the file of a module, that can be imported from here."""
-    make_importable(Path.cwd())
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # of what is above it
