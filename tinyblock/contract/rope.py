@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import harness
-from .harness import EVERY_LAYER, Case, Shape, State, close, compiled, given, promises, promises_all, public, randn
+from .harness import EVERY_LAYER, Case, Shape, State, Violation, close, given, promises, promises_all, public, randn
 
 ROPE = "RotaryPositionalEmbedding"
 DEFINES = (ROPE, "apply_rope")
@@ -66,6 +66,9 @@ def survives(rope: ModuleType) -> None:
         return module.to_empty(device="cpu")
 
     made, on_meta = cls(*arguments), functools.partial(cls, *arguments, device="meta")
+    with given(f"{ROPE}{arguments}, device='meta'"):
+        if not all(table.is_meta for table in on_meta().buffers()):
+            raise Violation("the table is not on meta")
     ways: dict[str, Callable[[], Any]] = {
         "as it was made": lambda: made,
         "copy.deepcopy, .to(torch.bfloat16)": lambda: copy.deepcopy(made).to(torch.bfloat16),
@@ -92,6 +95,13 @@ def is_relative(rope: ModuleType) -> None:
             module = public(rope, ROPE)(theta, 8, 4096)
             here, there = (module(q, torch.tensor([i + s])) * module(k, torch.tensor([j + s])) for s in (0, by))
             close(there.sum(), here.sum(), 1e-9)
+
+
+@promises("compiled, the dtype of the input")
+def keeps_dtype(rope: ModuleType) -> None:
+    module, x = public(rope, ROPE)(100.0, 8, TABLE), randn(2, 5, 8, dtype=torch.bfloat16)
+    with given("x of shape (2, 5, 8), seed 0, torch.bfloat16"), harness.compiled(module) as (run, _):
+        close(run(x), module(x), torch.finfo(x.dtype).eps * harness.largest(x), x.dtype)
 
 
 @promises("norms preserved")
@@ -133,7 +143,7 @@ def refuses_positions(rope: ModuleType) -> None:
         module(torch.zeros(9, 4))
     with given("one token in a table of 1"):
         public(rope, ROPE)(10.0, 4, 1)(torch.zeros(1, 4))
-    with compiled(module) as (run, _):
+    with harness.compiled(module) as (run, _):
         run(torch.zeros(3, 4), torch.tensor([0, 1, 7]))
         for positions in map(torch.tensor, [[0, 1, 8], [0, -1, 2], [10**9, 0, 0], [0, 0, 2**32]]):
             with given(f"token_positions {positions.tolist()} in a table of 8"):

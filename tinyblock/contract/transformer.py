@@ -60,7 +60,7 @@ def keys(transformer: ModuleType) -> None:
 
 @promises("any norm and any ffn serve")
 def any_layers(transformer: ModuleType) -> None:
-    takes_any_layers(public(transformer, "Transformer"), (2, 24, 4), norms=5, max_seq_len=9)
+    takes_any_layers(public(transformer, "Transformer"), (2, 24, 4), max_seq_len=9)
 
 
 @promises("any callable serves as rope, for all blocks")
@@ -83,6 +83,10 @@ def shares_its_table(transformer: ModuleType) -> None:
         ".double()": lambda model: model.double(),
         '.to("meta").to_empty()': lambda model: model.to("meta").to_empty(device="cpu"),
     }
+    if accepted(cls, {"device": None}):
+        with given(case, "with device='meta'"):
+            if not all(table.is_meta for table in cls(*case.arguments, **options, device="meta").buffers()):
+                raise Violation("the table is not on meta")
     for way, move in ways.items():
         with given(case, way):
             model = move(cls(*case.arguments, **options))
@@ -100,8 +104,11 @@ def shares_its_table(transformer: ModuleType) -> None:
 @promises("a sequence longer than max_seq_len is refused")
 def refuses_length(transformer: ModuleType) -> None:
     for theta in (100.0, None):
-        with given(f"10 tokens, max_seq_len=9, {theta=}"), harness.refused():
-            public(transformer, "Transformer")(1, 24, 4, max_seq_len=9, theta=theta)(torch.zeros(10, 24))
+        model = public(transformer, "Transformer")(1, 24, 4, max_seq_len=9, theta=theta)
+        with given(f"max_seq_len=9, {theta=}, 9 tokens"):
+            model(torch.zeros(9, 24))
+        with given(f"max_seq_len=9, {theta=}, 10 tokens"), harness.refused():
+            model(torch.zeros(10, 24))
 
 
 @promises("initial weights")
