@@ -2,6 +2,7 @@
 
 import re
 import unittest
+from typing import Any
 
 import pytest
 import torch
@@ -126,7 +127,8 @@ def test_a_transformer_may_have_equal_masks_and_a_table_in_float64(tmp_path):
 def test_the_equation_is_checked_on_cuda_where_there_is_one(monkeypatch, tmp_path):
     """Here another device stands for it: that of the CPU, by the name of cuda."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    move, move_module = torch.Tensor.to, torch.nn.Module.to
+    move: Any = torch.Tensor.to
+    move_module = torch.nn.Module.to
     monkeypatch.setattr(
         torch.Tensor, "to", lambda t, *a, **k: move(t, *("cpu" if it == "cuda" else it for it in a), **k)
     )
