@@ -8,7 +8,7 @@ import pytest
 import torch
 from contract.copying import LAYERS, copy_layers
 
-from tinyblock import contract
+from tinyblock.contract.harness import PROPERTIES, Violation
 from tinyblock.contract.loading import load
 
 FLOAT64 = "equation and gradients in float64"
@@ -26,12 +26,12 @@ SLOW = (
 def outcomes(modules, layer, *only):
     """Run those properties of a layer, or the fast ones; return the violations, and why others were skipped."""
     violations, skipped = {}, set()
-    for promised in contract.PROPERTIES:
+    for promised in PROPERTIES:
         chosen = promised.name in only if only else not promised.name.startswith(SLOW)
         if promised.layer == layer and chosen:
             try:
                 promised.run(LAYERS | modules)
-            except contract.Violation as violation:
+            except Violation as violation:
                 violations[promised.name] = str(violation)
             except unittest.SkipTest as skip:
                 skipped.add(str(skip))

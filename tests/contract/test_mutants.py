@@ -5,7 +5,7 @@ import re
 import pytest
 from contract.copying import LAYERS, copy_layers
 
-from tinyblock.contract import PROPERTIES, Violation
+from tinyblock.contract.harness import PROPERTIES, Violation
 from tinyblock.contract.loading import load
 
 FLOAT64, FLOAT32, HALVES = (f"equation and gradients in {it}" for it in ("float64", "float32", "bfloat16 and float16"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from contract.copying import copy_layers
 
-from tinyblock.contract import PROPERTIES
+from tinyblock.contract.harness import PROPERTIES
 from tinyblock.contract.verify import verify
 
 BAD = "bad hyperparameters refused"

@@ -1,14 +1,10 @@
 """What each layer promises: one file a layer, found by looking into this folder, as a project copies only some.
 
-`PROPERTIES` are all promises; `LAYERS` has, for each layer that promises something, the names that its file defines.
+`LAYERS` has, for each layer that promises something, the names that its file defines. Only torch is imported.
 """
 
 from importlib import import_module
 from pkgutil import iter_modules
-
-from .harness import PROPERTIES, Property, Violation
-
-__all__ = ["LAYERS", "PROPERTIES", "Property", "Violation"]
 
 _TOOLS = {"harness", "loading", "test_contract", "verify"}
 _LAYERS = [module.name for module in iter_modules(__path__) if module.name not in _TOOLS]

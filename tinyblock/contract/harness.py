@@ -2,7 +2,6 @@
 
 A property calls a layer with seeded inputs, and compares the result with the paper's formula or with that of another
 call. Where it fails it raises a `Violation`, which names the call, the input, and the component that is furthest off.
-Like all files of the contract that are copied along with layers, this one imports nothing but torch.
 
 An input "x of shape (2, 7, 24), seed 3" is `torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(3),
 dtype=torch.float64)`, rounded to the dtype that is named. Weights of which nothing is said are those of `fill`.
@@ -360,12 +359,8 @@ def has_state(cls: Any, arguments: tuple[Any, ...], expected: Mapping[str, Shape
     with given(show_call(cls, arguments, options)):
         state = {key: tuple(tensor.shape) for key, tensor in cls(*arguments, **options).state_dict().items()}
         if state != expected:
-            raise Violation(
-                f"got {dict(state.items() - expected.items())}, expected {dict(expected.items() - state.items())}"
-            )
-
-
-# How properties are registered.
+            wrong, wanted = dict(state.items() - expected.items()), dict(expected.items() - state.items())
+            raise Violation(f"got {wrong}, expected {wanted}")
 
 
 @dataclass(frozen=True)

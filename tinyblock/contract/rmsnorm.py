@@ -36,31 +36,27 @@ def function(rmsnorm: ModuleType) -> None:
     harness.function_follows(public(rmsnorm, "rms_norm"), rms_norm, calls, rounds_once=True)
 
 
-def rounds_once(forward: Any) -> None:
+@promises("rounds once, and no square overflows")
+def rounds_once(rmsnorm: ModuleType) -> None:
+    def by_module(x: Tensor, weight: Tensor) -> Tensor:
+        norm = public(rmsnorm, "RMSNorm")(len(weight)).to(weight.dtype)
+        norm.weight.data.copy_(weight)
+        return norm(x)
+
     inputs = {f"x of shape (64, 257), seed 0 * {scale}": randn(64, 257) * scale for scale in (1e-3, 1.0, 200.0)}
     inputs["x of shape (64, 257), all 60000"] = torch.full((64, 257), 6e4, dtype=torch.float64)  # squared, no float16
     dtypes = [pair for half in HALVES for pair in ((half, half), (half, torch.float32), (torch.float32, half))]
-    for (name, x), (dtype, gains) in product(inputs.items(), dtypes):
-        with given(name, dtype, f"gains of seed 1 * 0.3 + 1 in {gains}"):
+    forwards = [by_module, *filter(None, [getattr(rmsnorm, "rms_norm", None)])]
+    for forward, (name, x), (dtype, gains) in product(forwards, inputs.items(), dtypes):
+        with given(forward.__name__, name, dtype, f"gains of seed 1 * 0.3 + 1 in {gains}"):
             weight = (1 + 0.3 * randn(257, seed=1)).to(gains)
             exact, actual = rms_norm(x.to(dtype).double(), weight.double()), forward(x.to(dtype), weight)
             allowed = harness.half_ulp(exact, dtype) if dtype in HALVES else 1e-6 * exact.abs()
             harness.close(actual, exact, allowed, dtype)
 
 
-@promises("rounds once, and no square overflows")
-def module_rounds_once(rmsnorm: ModuleType) -> None:
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        norm = public(rmsnorm, "RMSNorm")(len(weight)).to(weight.dtype)
-        norm.weight.data.copy_(weight)
-        return norm(x)
-
-    rounds_once(forward)
-
-
 KEYS = {"weight": (7,)}
 BAD = (0,), (-3,), (4, 0.0), (4, -1e-5), (4, math.nan), (4, math.inf)
-promises("rms_norm: rounds once, and no square overflows")(lambda rmsnorm: rounds_once(public(rmsnorm, "rms_norm")))
 promises("keys of the state dict")(lambda rmsnorm: harness.has_state(public(rmsnorm, "RMSNorm"), (7,), KEYS))
 promises("initial weights")(lambda rmsnorm: harness.draws_weights(public(rmsnorm, "RMSNorm"), 7))
 promises("bad hyperparameters refused")(lambda rmsnorm: harness.refuses(public(rmsnorm, "RMSNorm"), *BAD))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from . import PROPERTIES, Property
+from .harness import PROPERTIES, Property
 from .loading import load
 
 _LAYERS = load(Path(__file__).parents[1])

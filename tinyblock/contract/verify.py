@@ -11,7 +11,8 @@ from unittest import SkipTest
 
 import tinyblock
 
-from . import LAYERS, PROPERTIES, Violation
+from . import LAYERS
+from .harness import PROPERTIES, Violation
 from .loading import load, make_importable
 
 __all__ = ["verify"]
