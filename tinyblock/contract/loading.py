@@ -13,8 +13,8 @@ from . import LAYERS
 def load(path: Path) -> dict[str, ModuleType]:
     """Import the layers of a folder, or of a .py file; return them by name.
 
-    A layer's file is known by its name and what it defines, or else by a class of tinyblock's that it defines: one that
-    takes d_model or d_k. Other files are not imported. A folder with an __init__.py is imported as the package that it is.
+    A layer's file is known by its name and what it defines, or else by a class of tinyblock's that it defines, one that
+    takes d_model or d_k. No other file is imported; a folder with an __init__.py is imported as the package that it is.
 
     Raises:
         LookupError: there is no layer, or it cannot be told which file holds it.
