@@ -146,6 +146,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse a `rope` for another head size, also one that is set later."""
-        if name == "rope" and getattr(value, "d_k", self.d_head) != self.d_head:
-            raise ValueError(f"rope is for heads of size d_k={value.d_k}, but these have size {self.d_head}")
+        if name == "rope":
+            if getattr(value, "d_k", self.d_head) != self.d_head:
+                raise ValueError(f"rope is for heads of size d_k={value.d_k}, but these have size {self.d_head}")
+            self._modules.pop("rope", None)  # torch sets no function where a module was
         super().__setattr__(name, value)

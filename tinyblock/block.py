@@ -65,7 +65,7 @@ class Block(nn.Module):
         self.ffn = ffn(d_model, d_ff, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draw the weights of every layer anew, where the layer knows how to."""
+        """Draw the weights of every layer anew, where the layer knows how to; a rope is its owner's to reset."""
         for layer in self.children():
             reset_parameters(layer)
 
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Let `module` reset its parameters, or those of its children that can, where it cannot itself."""
+    """Let `module` reset its parameters or, where it has no such method, let its children reset theirs."""
     if callable(reset := getattr(module, "reset_parameters", None)):
         reset()
     else:

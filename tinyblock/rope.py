@@ -7,7 +7,7 @@ Source: Su et al., "RoFormer" (arXiv 2104.09864), equations 13 to 15; CS336 sect
 Convention: pairs are consecutive, (x0, x1), (x2, x3), ..., as in the paper and in Meta's Llama. Hugging Face pairs x[k]
 with x[k + d_k/2]: the same rotation for permuted rows of the query and key weights.
 Numerics: the table is built in float64, and float32 in a module of any dtype; built in float32 it is off by 3e-3 at
-position 131071. float64 input gets a table in float64.
+position 131071. float64 input gets float64 angles.
 """
 
 import math
@@ -43,8 +43,9 @@ class RotaryPositionalEmbedding(nn.Module):
     theta is the base of the wavelengths, d_k the head size, max_seq_len the number of positions in the table.
     Computed in float32 or wider, returned in the dtype of the input.
 
-    `token_positions` counts tokens from 0 and broadcasts to the axes of `x`; None stands for 0 ... seq-1. One that is
-    off the table is refused as by nn.Embedding: on CUDA by a device-side assert, in compiled code by a RuntimeError.
+    `token_positions` counts tokens from 0, on the device of `x`, and broadcasts to its leading axes; None stands for
+    0 ... seq-1. One that is off the table is refused as by nn.Embedding: on CUDA by a device-side assert, in compiled
+    and exported code by torch's own error.
 
     Raises:
         ValueError: d_k is odd, a size below 1, theta not positive and finite; a sequence or position off the table.
@@ -64,33 +65,38 @@ class RotaryPositionalEmbedding(nn.Module):
         self.reset_parameters()
 
     def frequencies(self) -> Float[Tensor, " half"]:
-        """Return the angle, in radians, by which each pair turns from one token to the next, in float64."""
+        """Return the angle, in radians, by which each pair turns from one token to the next, in float64.
+
+        A subclass that overrides it sets what it needs before `super().__init__`, which computes the table.
+        """
         exponents = torch.arange(0, self.d_k, 2, device="cpu", dtype=torch.float64) / self.d_k
         return self.theta**-exponents
 
     def reset_parameters(self) -> None:
         """Compute the table."""
         if not self.cos_sin.is_meta:
-            self.cos_sin.copy_(self._table())
+            self.cos_sin.copy_(self._cos_sin(self._positions("cpu")))
 
     def forward(
         self, x: Float[Tensor, "*batch seq {self.d_k}"], token_positions: Int[Tensor, "*#batch seq"] | None = None
     ) -> Float[Tensor, "*batch seq {self.d_k}"]:
-        if self.cos_sin.is_meta and not x.is_meta:  # as after load_state_dict(assign=True) into a model on meta
+        if self.cos_sin.is_meta:  # as after load_state_dict(assign=True) into a model on meta
             self.to_empty(device=x.device)
-        table = self._table().to(x.device) if x.dtype == torch.float64 else self.cos_sin
+        in_float64 = x.dtype == torch.float64  # whose angles are computed from the rows of a table of positions
+        table = self._positions(x.device) if in_float64 else self.cos_sin.flatten(-2)
         if token_positions is None:
             if x.shape[-2] > self.max_seq_len:
                 raise ValueError(f"a sequence of {x.shape[-2]} tokens is longer than max_seq_len={self.max_seq_len}")
-            cos_sin = table[: x.shape[-2]]
+            rows = table[: x.shape[-2]]
         else:
-            try:  # an embedding checks the bounds on every device, in compiled code too, and never waits to do so
-                rows = F.embedding(token_positions.to(x.device, torch.int64), table.flatten(-2))
+            indices = token_positions.to(torch.promote_types(token_positions.dtype, torch.int32))
+            try:  # an embedding checks the bounds on every device, in compiled code too, and waits for nothing
+                rows = F.embedding(indices, table)
             except IndexError as error:
                 limits = f"0 ... {self.max_seq_len - 1}"
                 raise ValueError(f"token_positions must be {limits}: is max_seq_len large enough?") from error
-            cos_sin = rows.unflatten(-1, (-1, 2))
-        pairs = x.to(table.dtype).unflatten(-1, (-1, 2))  # views as rearrange would give them, in a third of its time
+        cos_sin = self._cos_sin(rows) if in_float64 else rows.unflatten(-1, (-1, 2))
+        pairs = x.to(cos_sin.dtype).unflatten(-1, (-1, 2))  # a view as of rearrange, in a third of its time
         if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
             (even, odd), (cos, sin) = pairs.unbind(-1), cos_sin.unbind(-1)
             return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
@@ -103,9 +109,12 @@ class RotaryPositionalEmbedding(nn.Module):
     def extra_repr(self) -> str:
         return f"theta={self.theta}, d_k={self.d_k}, max_seq_len={self.max_seq_len}"
 
-    def _table(self) -> Float[Tensor, "max_seq_len half pair"]:
-        positions = torch.arange(self.max_seq_len, device="cpu", dtype=torch.float64)
-        angles = einsum(positions, self.frequencies(), "seq, half -> seq half")
+    def _positions(self, device: torch.device | str) -> Float[Tensor, "max_seq_len 1"]:
+        return torch.arange(self.max_seq_len, device=device, dtype=torch.float64)[:, None]
+
+    def _cos_sin(self, positions: Float[Tensor, "*batch seq 1"]) -> Float[Tensor, "*batch seq half pair"]:
+        frequencies = self.frequencies().view(self.d_k // 2)  # one for each pair, or an error
+        angles = positions * frequencies.to(positions.device)
         return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]

@@ -28,7 +28,7 @@ class Transformer(nn.Module):
 
     Raises:
         ValueError: num_layers or max_seq_len is below 1; an argument that one of the layers refuses; a sequence longer
-            than max_seq_len.
+            than max_seq_len, unless positions are given.
     """
 
     def __init__(
@@ -56,6 +56,8 @@ class Transformer(nn.Module):
             raise ValueError(f"a Transformer needs sizes of at least 1, got {sizes}")
         self.d_model = d_model
         self.max_seq_len = max_seq_len
+        if d_head is None and d_model % num_heads:
+            raise ValueError(f"d_model={d_model} is not a multiple of num_heads={num_heads}: change it or give d_head")
         if rope is None and theta is not None:
             d_k = d_model // num_heads if d_head is None else d_head
             rope = RotaryPositionalEmbedding(theta, d_k, max_seq_len, device=device)

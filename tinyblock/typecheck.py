@@ -5,8 +5,8 @@ breaks an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which nam
 and the shape that was expected.
 
 - jaxtyping and beartype take tens of microseconds or more, so they look at a call once per signature: the type, dtype
-  and shape of every tensor, numbers, strings and functions by value, what the annotations read in `{braces}`, and the
-  same of the result. A call with anything else, a list or a module, is looked at every time.
+  and shape of every tensor, numbers and strings by value, what the annotations read in `{braces}`, and the same of the
+  result. A call with anything else, a list, a module or a function, is looked at every time: it is not kept alive.
 - torch.compile cannot trace jaxtyping (patrick-kidger/jaxtyping issues 196 and 384), so under a compiler a wrapped
   function is the plain one: no graph break, no guard.
 - The environment variable JAXTYPING_DISABLE=1 leaves everything as it was written, and beartype unimported.
@@ -17,7 +17,7 @@ import inspect
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, get_args
 
 import torch
@@ -28,7 +28,6 @@ from torch.compiler import is_dynamo_compiling
 __all__ = ["typecheck"]
 
 _BY_VALUE = {type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device}
-_BY_VALUE |= {FunctionType, BuiltinFunctionType}
 _MAX_SIGNATURES = 1024  # per function: a caller whose sequence grows by one token would otherwise add for ever
 
 

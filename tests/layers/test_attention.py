@@ -84,8 +84,9 @@ def test_self_attention_refuses_a_rope_for_another_head_size_wherever_it_is_set(
         module.rope = RotaryPositionalEmbedding(10.0, 4, 8)
     with pytest.raises(ValueError, match=r"d_k=6.*8"):
         CausalMultiHeadSelfAttention(24, 4, rope=RotaryPositionalEmbedding(10.0, 6, 8), d_head=8)
-    module.rope = RotaryPositionalEmbedding(10.0, 6, 8)
-    assert module(torch.zeros(1, 3, 24), torch.arange(3)).shape == (1, 3, 24)
+    for rope in (RotaryPositionalEmbedding(10.0, 6, 8), identity, RotaryPositionalEmbedding(10.0, 6, 8)):
+        module.rope = rope
+        assert module(torch.zeros(1, 3, 24), torch.arange(3)).shape == (1, 3, 24)
 
 
 def test_scaled_dot_product_attention_does_not_hide_nan():

@@ -55,6 +55,8 @@ def test_transformer_rejects_a_sequence_longer_than_its_limit(theta):
     model = Transformer(1, 24, 4, max_seq_len=9, theta=theta)
     with pytest.raises(ValueError, match=r"10 tokens .*max_seq_len=9"):
         model(torch.zeros(10, 24))
+    if theta is not None:
+        assert model(torch.zeros(10, 24), torch.arange(10) % 9).shape == (10, 24)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,7 @@ def test_transformer_rejects_a_sequence_longer_than_its_limit(theta):
         ((1, 24, 0), {}, "'num_heads': 0"),
         ((1, 0, 4), {}, "'d_model': 0"),
         ((1, 24, 5), {}, "num_heads=5"),
+        ((1, 24, 7), {}, "num_heads=7"),
         ((1, 24, 8), {}, "even.*3"),
         ((1, 24, 4), {"theta": 0.0}, "theta.*0.0"),
         ((1, 24, 4), {"eps": -1.0}, "eps.*-1.0"),

@@ -104,3 +104,29 @@ def test_rope_rejects_a_sequence_longer_than_the_table():
 def test_rope_rejects_bad_hyperparameters(arguments, named):
     with pytest.raises(ValueError, match=named):
         RotaryPositionalEmbedding(*arguments)
+
+
+def test_rope_in_float64_costs_what_its_tokens_cost():
+    """Keep for backward no more than the rotations of the tokens, whatever the length of the table."""
+    rope, x = RotaryPositionalEmbedding(1e4, 8, 1000), torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    storages = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: storages.append(t.untyped_storage().nbytes()), lambda t: t):
+        rope(x)
+        rope(x, torch.arange(5))
+    assert max(storages) <= x.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("positions", [torch.tensor([0.0, 1.5, 2.0]), torch.tensor([0.0, 1.0, 2.0])])
+def test_rope_takes_no_fractions_of_positions_even_when_compiled(positions):
+    rope = torch.compile(RotaryPositionalEmbedding(10.0, 4, 8), fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="indices"):
+        rope(torch.zeros(3, 4), positions)
+
+
+def test_rope_wants_a_frequency_for_each_pair():
+    class TooFew(RotaryPositionalEmbedding):
+        def frequencies(self):
+            return super().frequencies()[:1]
+
+    with pytest.raises(RuntimeError, match=r"\[4\].*size 1"):
+        TooFew(10.0, 8, 9)

@@ -184,6 +184,8 @@ def takes_any_rope(cls: Any, arguments: tuple[int, ...], formula: Any, **options
                 with given("token_positions as they were handed on"):
                     if positions is not None:
                         close(handed_on.flatten(), positions.flatten(), 0)
+                    elif handed_on is not None:
+                        raise Violation(f"got {handed_on}, expected None")
 
 
 SEQUENCE = WITH_WEIGHTS | {

@@ -112,7 +112,7 @@ def preserves_norms(rope: ModuleType) -> None:
             close(case.module()(x, **case.inputs).norm(dim=-1), x.norm(dim=-1), 1e-12 * harness.largest(x))
 
 
-@promises("positions broadcast, in every integer dtype")
+@promises("positions broadcast, in every signed integer dtype")
 def broadcasts(rope: ModuleType) -> None:
     x, module = randn(2, 4, 5, 6), public(rope, ROPE)(10.0, 6, TABLE)
     shapes, dtypes = [(5,), (1, 5), (4, 5), (2, 1, 5), (2, 4, 5)], (torch.int64, torch.int32, torch.int16, torch.int8)
