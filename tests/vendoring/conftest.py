@@ -1,25 +1,21 @@
 """Two releases of a tinyblock of stand-ins, and a project that copies from the newer one."""
 
-from pathlib import Path
-
 import pytest
 from vendoring.project import FILES, FIRST, FIRST_OF_NEW, Project, release
 
-from tinyblock.vendoring.catalogue import Upstream
-
 
 @pytest.fixture
-def old(tmp_path: Path) -> Upstream:
+def old(tmp_path):
     return release(tmp_path / "old", "0.1.0")
 
 
 @pytest.fixture
-def new(tmp_path: Path) -> Upstream:
+def new(tmp_path):
     """The release after the old one: attention, rope and what runs the promises have changed."""
     names = ("attention.py", "rope.py", "contract/harness.py")
     return release(tmp_path / "new", "0.2.0", {name: FILES[name].replace(FIRST, FIRST_OF_NEW) for name in names})
 
 
 @pytest.fixture
-def project(tmp_path: Path, new: Upstream, capsys: pytest.CaptureFixture[str]) -> Project:
+def project(tmp_path, new, capsys):
     return Project(tmp_path, new, capsys)

@@ -6,8 +6,6 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from tinyblock.vendoring.catalogue import LAYER_NAMES, Upstream
 from tinyblock.vendoring.cli import main
 
@@ -20,7 +18,7 @@ FIRST, MIDDLE, LAST = "first = 1", "middle = 1", "last = 1"  # lines of each lay
 FIRST_OF_NEW = "first = 2  # since 0.2.0"
 
 
-def _layer(name: str) -> str:
+def _layer(name):
     lines = [
         f'"""The {name}, in short.\n\nConvention: {name} stays\nas it is. The rest is longer.\nNumerics: none.\n"""\n'
     ]
@@ -31,7 +29,7 @@ def _layer(name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _promises(name: str) -> str:
+def _promises(name):
     return "from .harness import run\n" + "".join(
         f"from .{needed} import formula\n" for needed in PROMISES.get(name, ())
     )
@@ -50,7 +48,7 @@ FILES = {
 }
 
 
-def release(folder: Path, version: str, changed: dict[str, str] | None = None, left_out: str = "") -> Upstream:
+def release(folder, version, changed=None, left_out=""):
     """Write a release of the stand-ins, with some files changed."""
     for name, text in {**FILES, **(changed or {})}.items():
         if name != left_out:
@@ -59,14 +57,14 @@ def release(folder: Path, version: str, changed: dict[str, str] | None = None, l
     return Upstream(folder, version)
 
 
-def edit(path: Path, old: str, new: str) -> None:
+def edit(path, old, new):
     """Replace what is there once."""
     text = path.read_bytes().decode()
     assert text.count(old) == 1
     path.write_bytes(text.replace(old, new).encode())
 
 
-def snapshot(folder: Path) -> dict[str, bytes | str | bool]:
+def snapshot(folder):
     """Everything below a folder: names, kinds, contents, where links lead."""
     return {
         path.relative_to(folder).as_posix(): os.readlink(path)
@@ -87,27 +85,27 @@ class Done(NamedTuple):
 class Project:
     """A folder of copies in a project that is not tinyblock."""
 
-    def __init__(self, root: Path, upstream: Upstream, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, root, upstream, capsys):
         self.root, self.upstream, self._capsys = root / "host", upstream, capsys
         self.folder = self.root / "läyers of mine"
         self.root.mkdir()
 
-    def run(self, *argv: str | Path, upstream: Upstream | None = None) -> Done:
+    def run(self, *argv, upstream=None):
         code = main([str(argument) for argument in argv], upstream or self.upstream)
         out, err = self._capsys.readouterr()
         return Done(code, out, "".join(line for line in err.splitlines(True) if line.startswith("tinyblock:")))
 
-    def add(self, *argv: str, upstream: Upstream | None = None) -> Done:
+    def add(self, *argv, upstream=None):
         done = self.run("add", *argv, "--to", self.folder, upstream=upstream)
         assert done.code == 0, done.err
         return done
 
-    def states(self, upstream: Upstream | None = None) -> dict[str, str]:
+    def states(self, upstream=None):
         """Return what `check` says of each copy."""
         out = self.run("check", self.folder, upstream=upstream).out
         return dict(re.split("  +", line)[:2] for line in out.splitlines())
 
-    def assert_refused(self, expected: str, *argv: str | Path, upstream: Upstream | None = None) -> None:
+    def assert_refused(self, expected, *argv, upstream=None):
         """Assert that a command refuses in one line, and changes nothing."""
         before = snapshot(self.root)
         code, out, err = self.run(*argv, upstream=upstream)
@@ -115,17 +113,17 @@ class Project:
         assert re.match(f"tinyblock: error: .*(?:{expected})", err), err
         assert snapshot(self.root) == before
 
-    def commands(self) -> list[tuple[str | Path, ...]]:
+    def commands(self):
         """Return each command that reads the folder."""
         names = ("check", "diff", "update")
         return [("add", "ffn", "--to", self.folder), *((name, self.folder) for name in names)]
 
-    def path(self, name: str) -> Path:
+    def path(self, name):
         return self.folder / name
 
-    def names(self) -> set[str]:
+    def names(self):
         files = (path for path in self.folder.rglob("*") if path.is_file())
         return {path.relative_to(self.folder).as_posix() for path in files} - {LOCK, LICENCE}
 
-    def empty(self) -> None:
+    def empty(self):
         shutil.rmtree(self.folder)

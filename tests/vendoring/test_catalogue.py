@@ -4,10 +4,9 @@ import ast
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
-from vendoring.project import PACKAGE, Project, release
+from vendoring.project import PACKAGE, release
 
 import tinyblock
 from tinyblock.vendoring import Refusal
@@ -16,7 +15,7 @@ from tinyblock.vendoring.catalogue import LAYER_NAMES, Layer, Upstream
 HARNESS = {f"contract/{name}.py" for name in ("__init__", "test_contract", "harness", "loading")}
 
 
-def test_layer_is_described_by_its_text(new: Upstream) -> None:
+def test_layer_is_described_by_its_text(new):
     *_, transformer = new.layers()
     assert transformer == Layer(
         name="transformer",
@@ -28,14 +27,14 @@ def test_layer_is_described_by_its_text(new: Upstream) -> None:
     )
 
 
-def test_list_has_a_line_for_each_layer(project: Project) -> None:
+def test_list_has_a_line_for_each_layer(project):
     code, out, _ = project.run("list")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == list(LAYER_NAMES)
     assert re.search(r"^block +needs attention.py, ffn.py, rmsnorm.py, einops, torch +block stays as it is$", out, re.M)
 
 
-def test_list_describes_the_layers_of_this_tinyblock(project: Project) -> None:
+def test_list_describes_the_layers_of_this_tinyblock(project):
     listed = json.loads(project.run("list", "--json", upstream=Upstream.installed()).out)
     assert listed["tinyblock"] == tinyblock.__version__
     assert [layer["name"] for layer in listed["layers"]] == list(LAYER_NAMES)
@@ -58,9 +57,7 @@ def test_list_describes_the_layers_of_this_tinyblock(project: Project) -> None:
         ("transformer", ("attention", "block", "ffn", "rmsnorm", "rope"), ()),
     ],
 )
-def test_layer_needs_what_it_imports_and_with_tests_its_promises(
-    layer: str, siblings: tuple[str, ...], with_tests: tuple[str, ...], new: Upstream
-) -> None:
+def test_layer_needs_what_it_imports_and_with_tests_its_promises(layer, siblings, with_tests, new):
     needed = new.with_needs([f"{layer}.py"])
     assert set(needed) == {f"{name}.py" for name in (layer, *siblings)}
     assert needed[-1] == f"{layer}.py"  # after what it imports
@@ -71,7 +68,7 @@ def test_layer_needs_what_it_imports_and_with_tests_its_promises(
     assert ["/" in name for name in needed] == sorted("/" in name for name in needed)
 
 
-def test_promises_may_import_from_the_folder_above(tmp_path: Path) -> None:
+def test_promises_may_import_from_the_folder_above(tmp_path):
     changed = {"contract/ffn.py": "from ..typecheck import typecheck\nfrom .. import rope, nothing\n"}
     upstream = release(tmp_path / "above", "1.0", changed)
     needed = upstream.with_needs(["ffn.py"], with_tests=True)
@@ -80,7 +77,7 @@ def test_promises_may_import_from_the_folder_above(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not (PACKAGE / "contract").is_dir(), reason="the promises are one file yet")
 @pytest.mark.parametrize("layer", LAYER_NAMES)
-def test_copies_of_this_tinyblock_import_nothing_that_is_left_behind(layer: str, project: Project) -> None:
+def test_copies_of_this_tinyblock_import_nothing_that_is_left_behind(layer, project):
     project.add(layer, "--with-tests", "--with-typecheck", upstream=Upstream.installed())
     for name in project.names():
         for node in ast.walk(ast.parse(project.path(name).read_text(encoding="utf-8"))):
@@ -109,10 +106,10 @@ def test_copies_of_this_tinyblock_import_nothing_that_is_left_behind(layer: str,
         ("contract", "no layer 'contract'"),
     ],
 )
-def test_unknown_layer_is_refused_with_the_nearest_name(asked: str, expected: str) -> None:
+def test_unknown_layer_is_refused_with_the_nearest_name(asked, expected):
     with pytest.raises(Refusal, match=expected):
         Upstream.installed().require_layer(asked)
 
 
-def test_licence_of_the_package_is_that_of_the_project() -> None:
+def test_licence_of_the_package_is_that_of_the_project():
     assert (PACKAGE / "LICENSE").read_bytes() == (PACKAGE.parent / "LICENSE").read_bytes()

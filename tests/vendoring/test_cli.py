@@ -15,13 +15,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from isolated import WITH_PACKAGE
-from vendoring.project import PACKAGE, Project
+from vendoring.project import PACKAGE
 
 from tinyblock.vendoring.catalogue import Upstream
 from tinyblock.vendoring.cli import main
 
 
-def test_wrong_usage_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_refused_in_one_line(capsys):
     for argv in ([], ["remove", "x"], ["add", "rope"], ["diff", "x", "--mine", "--upstream"]):
         with pytest.raises(SystemExit) as stop:
             main(argv)
@@ -31,11 +31,11 @@ def test_wrong_usage_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.fixture
-def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Sequence[str]]]:
+def verified(monkeypatch):
     """What was handed to a stand-in of verify, which returns 1 or raises what the target is called."""
     calls = list[tuple[str, Sequence[str]]]()
 
-    def verify(target: str, skip: Sequence[str]) -> int:
+    def verify(target, skip):
         calls.append((target, skip))
         raised = {"LookupError": LookupError, "ImportError": ImportError}.get(target)
         if raised is not None:
@@ -48,20 +48,18 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Sequence[str]]]
     return calls
 
 
-def test_verify_hands_over_what_was_asked(verified: list[tuple[str, Sequence[str]]], project: Project) -> None:
+def test_verify_hands_over_what_was_asked(verified, project):
     assert project.run("verify", "my.layers", "--skip", "rope: a", "--skip", "b").code == 1
     assert verified == [("my.layers", ["rope: a", "b"])]
 
 
-def test_verify_refuses_what_cannot_be_loaded(verified: list[tuple[str, Sequence[str]]], project: Project) -> None:
+def test_verify_refuses_what_cannot_be_loaded(verified, project):
     for target in ("LookupError", "ImportError"):
         project.assert_refused("there is no layer\n", "verify", target)
     assert verified == [("LookupError", []), ("ImportError", [])]
 
 
-def test_diff_is_written_byte_for_byte(
-    new: Upstream, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
-) -> None:
+def test_diff_is_written_byte_for_byte(new, tmp_path, capsysbinary):
     main(["add", "rope", "--to", str(tmp_path)], new)
     with (tmp_path / "rope.py").open("ab") as file:
         file.write(b"# caf\xe9\n")
@@ -70,7 +68,7 @@ def test_diff_is_written_byte_for_byte(
     assert b"\n+# caf\xe9\n" in capsysbinary.readouterr().out
 
 
-def test_command_imports_the_standard_library_only() -> None:
+def test_command_imports_the_standard_library_only():
     for path in [*(PACKAGE / "vendoring").glob("*.py"), PACKAGE / "__main__.py"]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
@@ -81,7 +79,7 @@ def test_command_imports_the_standard_library_only() -> None:
                 assert {alias.name for alias in node.names} <= {"LAYERS", "__version__"}
 
 
-def test_add_works_from_a_zip_archive(project: Project, new: Upstream) -> None:
+def test_add_works_from_a_zip_archive(project, new):
     assert isinstance(new.root, Path)
     with zipfile.ZipFile(project.root / "with space.zip", "w") as file:
         for path in new.root.rglob("*"):
@@ -92,14 +90,14 @@ def test_add_works_from_a_zip_archive(project: Project, new: Upstream) -> None:
     assert set(project.states().values()) == {"pristine"}
 
 
-def test_path_that_the_terminal_cannot_show_is_no_error(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_that_the_terminal_cannot_show_is_no_error(project, monkeypatch):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
     assert main(["add", "rope", "--to", "läyers", "--dry-run"], project.upstream) == 0
     assert terminal.buffer.getvalue().endswith(b"nothing was written to l\\xe4yers\n")
 
 
-def test_no_output_is_no_error(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_output_is_no_error(project, monkeypatch):
     project.add("rope")
     project.path("rope.py").write_text("ours\n")
     monkeypatch.setattr(sys, "stdout", None)
@@ -107,13 +105,13 @@ def test_no_output_is_no_error(project: Project, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell of POSIX")
-def test_closed_output_is_no_traceback(tmp_path: Path) -> None:
+def test_closed_output_is_no_traceback(tmp_path):
     line = f"{shlex.quote(sys.executable)} -m tinyblock list --json | true"
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=WITH_PACKAGE, capture_output=True, text=True)
     assert not re.search("Traceback|BrokenPipe|tinyblock:", done.stderr), done.stderr
 
 
-def test_host_package_imports_the_copies_without_tinyblock(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_package_imports_the_copies_without_tinyblock(project, monkeypatch):
     package = project.root / "host_of_copies"  # a package without an __init__.py
     project.run("add", "transformer", "--to", package / "layers", upstream=Upstream.installed())
     (package / "model.py").write_text("from .layers.transformer import Transformer\n")

@@ -4,7 +4,6 @@ import hashlib
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from vendoring.project import (
@@ -16,13 +15,11 @@ from vendoring.project import (
     LOCK,
     MIDDLE,
     PACKAGE,
-    Project,
     edit,
     release,
     snapshot,
 )
 
-from tinyblock.vendoring.catalogue import Upstream
 from tinyblock.vendoring.copies import Action, Copies, State
 from tinyblock.vendoring.merging import encode, merge
 
@@ -31,7 +28,7 @@ needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 # add
 
 
-def test_add_writes_the_text_under_a_header(project: Project) -> None:
+def test_add_writes_the_text_under_a_header(project):
     out = project.add("block", "--with-tests").out
     assert {line.split()[0] for line in out.splitlines()} == {*project.names(), LICENCE}
     assert project.path(LICENCE).read_text() == FILES["LICENSE"]
@@ -49,14 +46,14 @@ def test_add_writes_the_text_under_a_header(project: Project) -> None:
     assert snapshot(project.root) == before
 
 
-def test_add_dry_run_writes_nothing(project: Project) -> None:
+def test_add_dry_run_writes_nothing(project):
     out = project.add("block", "--dry-run").out
     assert re.search(r"^block\.py +copied$", out, re.MULTILINE)
     assert "dry run: nothing was written" in out
     assert snapshot(project.root) == {}
 
 
-def test_add_refuses_to_replace_an_edited_copy_that_was_asked_for(project: Project) -> None:
+def test_add_refuses_to_replace_an_edited_copy_that_was_asked_for(project):
     project.add("rope")
     edit(project.path("rope.py"), LAST, "last = 'ours'")
     expected = r"rope\.py is there already, edited: see `tinyblock diff"
@@ -66,7 +63,7 @@ def test_add_refuses_to_replace_an_edited_copy_that_was_asked_for(project: Proje
     assert project.states() == dict.fromkeys(project.states(), "pristine") | {"rope.py": "edited"}
 
 
-def test_add_restores_a_missing_copy(project: Project) -> None:
+def test_add_restores_a_missing_copy(project):
     project.add("block", "--with-tests")
     before = snapshot(project.root)
     for name in ("ffn.py", "contract/harness.py", LICENCE):
@@ -77,7 +74,7 @@ def test_add_restores_a_missing_copy(project: Project) -> None:
     assert snapshot(project.root) == before
 
 
-def test_add_adopts_copies_whose_lock_was_lost(project: Project) -> None:
+def test_add_adopts_copies_whose_lock_was_lost(project):
     project.add("block", "--with-tests")
     before = snapshot(project.root)
     project.path(LOCK).unlink()
@@ -89,7 +86,7 @@ def test_add_adopts_copies_whose_lock_was_lost(project: Project) -> None:
     project.assert_refused(expected, "add", "ffn", "--to", project.folder)
 
 
-def test_add_refuses_an_outdated_sibling(project: Project, old: Upstream) -> None:
+def test_add_refuses_an_outdated_sibling(project, old):
     project.add("attention", upstream=old)
     project.assert_refused(
         r"earlier tinyblock \(0\.1\.0\): run `tinyblock update", "add", "block", "--to", project.folder
@@ -97,7 +94,7 @@ def test_add_refuses_an_outdated_sibling(project: Project, old: Upstream) -> Non
 
 
 @pytest.mark.parametrize("name", ["rmsnorm.py", "contract/harness.py", "contract", LICENCE])
-def test_add_refuses_to_replace_what_it_did_not_write(name: str, project: Project) -> None:
+def test_add_refuses_to_replace_what_it_did_not_write(name, project):
     add = ("add", "block", "--with-tests", "--to", project.folder)
     project.path(name).parent.mkdir(parents=True)
     project.path(name).write_text("mine\n")
@@ -108,7 +105,7 @@ def test_add_refuses_to_replace_what_it_did_not_write(name: str, project: Projec
         project.assert_refused("is there already, and is no file", *add)
 
 
-def test_add_refuses_to_write_into_the_package(project: Project) -> None:
+def test_add_refuses_to_write_into_the_package(project):
     (project.root / "link").symlink_to(PACKAGE)
     for folder in (PACKAGE, PACKAGE / "copies", PACKAGE / "sub" / "..", project.root / "link"):
         project.assert_refused("inside the tinyblock package", "add", "rope", "--to", folder)
@@ -118,7 +115,7 @@ def test_add_refuses_to_write_into_the_package(project: Project) -> None:
 # check and diff
 
 
-def test_check_knows_every_state(project: Project, old: Upstream) -> None:
+def test_check_knows_every_state(project, old):
     project.add("transformer", upstream=old)
     edit(project.path("rmsnorm.py"), LAST, "")
     edit(project.path("rope.py"), LAST, "")
@@ -138,7 +135,7 @@ def test_check_knows_every_state(project: Project, old: Upstream) -> None:
     ]
 
 
-def test_check_lets_edits_pass_unless_asked(project: Project) -> None:
+def test_check_lets_edits_pass_unless_asked(project):
     project.add("rope")
     assert project.run("check", project.folder, "--fail-on-edits").code == 0
     edit(project.path("rope.py"), LAST, "")
@@ -146,13 +143,13 @@ def test_check_lets_edits_pass_unless_asked(project: Project) -> None:
     assert project.run("check", project.folder, "--fail-on-edits").code == 1
 
 
-def test_check_of_an_emptied_lock_file_finds_nothing(project: Project) -> None:
+def test_check_of_an_emptied_lock_file_finds_nothing(project):
     project.folder.mkdir()
     project.path(LOCK).write_text('{"lock_version": 2, "files": {}}')
     assert project.run("check", project.folder) == (0, "", "")
 
 
-def test_diff_shows_edits_and_changes_upstream_apart(project: Project, old: Upstream) -> None:
+def test_diff_shows_edits_and_changes_upstream_apart(project, old):
     project.add("attention", upstream=old)
     edit(project.path("attention.py"), LAST, "last = 'ours'")
     mine, upstream, both = (project.run("diff", project.folder, *only).out for only in (["--mine"], ["--upstream"], []))
@@ -163,7 +160,7 @@ def test_diff_shows_edits_and_changes_upstream_apart(project: Project, old: Upst
     assert both == mine + upstream
 
 
-def test_diff_of_tests_says_in_words_what_it_cannot_show(project: Project, old: Upstream) -> None:
+def test_diff_of_tests_says_in_words_what_it_cannot_show(project, old):
     project.add("rmsnorm", "--with-tests", upstream=old)
     edit(project.path("contract/harness.py"), FIRST, "first = 'ours'")
     done = project.run("diff", project.folder)
@@ -177,12 +174,12 @@ def test_diff_of_tests_says_in_words_what_it_cannot_show(project: Project, old: 
     assert "harness.py is missing; tinyblock.lock has no text" in project.run("diff", project.folder, "--mine").out
 
 
-def test_diff_without_any_says_so(project: Project) -> None:
+def test_diff_without_any_says_so(project):
     project.add("rope", "--with-tests")
     assert project.run("diff", project.folder) == (0, "", "tinyblock: no difference in " + str(project.folder) + "\n")
 
 
-def test_diff_of_a_missing_copy_removes_it(project: Project) -> None:
+def test_diff_of_a_missing_copy_removes_it(project):
     project.add("rope")
     lines = project.path("rope.py").read_text().splitlines()
     project.path("rope.py").unlink()
@@ -192,7 +189,7 @@ def test_diff_of_a_missing_copy_removes_it(project: Project) -> None:
 
 
 @needs_git
-def test_diff_can_be_applied(project: Project) -> None:
+def test_diff_can_be_applied(project):
     project.add("rope")
     pristine = project.path("rope.py").read_bytes()
     edited = pristine.replace(MIDDLE.encode(), b"middle = 2") + b"# caf\xe9, and no newline at the end"
@@ -209,7 +206,7 @@ def test_diff_can_be_applied(project: Project) -> None:
 
 @needs_git
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])  # as git writes them on Windows, the lock file too
-def test_update_merges_edits_with_what_changed(newline: bytes, project: Project, old: Upstream) -> None:
+def test_update_merges_edits_with_what_changed(newline, project, old):
     project.add("attention", "rope", "ffn", upstream=old)
     for path in project.folder.iterdir():
         path.write_bytes(path.read_bytes().replace(b"\n", newline))
@@ -242,7 +239,7 @@ def test_update_merges_edits_with_what_changed(newline: bytes, project: Project,
 
 
 @pytest.fixture
-def conflict(project: Project, old: Upstream) -> Path:
+def conflict(project, old):
     """A copy, updated, of which an edit clashes with what had changed."""
     project.add("attention", "rope", upstream=old)
     edit(project.path("attention.py"), FIRST, "first = 'ours'")
@@ -255,7 +252,7 @@ def conflict(project: Project, old: Upstream) -> Path:
 
 
 @needs_git
-def test_update_marks_a_conflict_and_keeps_the_file_before(conflict: Path, project: Project) -> None:
+def test_update_marks_a_conflict_and_keeps_the_file_before(conflict, project):
     assert "first = 'ours'" in project.path("attention.py.orig").read_text()
     mine, theirs = (
         f"<<<<<<< {conflict.as_posix()}\nfirst = 'ours'\n=======\n",
@@ -280,7 +277,7 @@ def test_update_marks_a_conflict_and_keeps_the_file_before(conflict: Path, proje
 
 
 @needs_git
-def test_giving_up_a_conflict_is_told(conflict: Path, project: Project) -> None:
+def test_giving_up_a_conflict_is_told(conflict, project):
     project.path("attention.py.orig").replace(conflict)
     assert project.states()["attention.py"] == "lock mismatch"
     before = snapshot(project.root)
@@ -291,7 +288,7 @@ def test_giving_up_a_conflict_is_told(conflict: Path, project: Project) -> None:
 
 
 @needs_git
-def test_conflict_does_not_keep_other_copies_from_an_update(conflict: Path, project: Project) -> None:
+def test_conflict_does_not_keep_other_copies_from_an_update(conflict, project):
     marked = conflict.read_bytes()
     newer = release(project.root / "newer", "0.3.0", {"rope.py": FILES["rope.py"] + "# newer\n"})
     done = project.run("update", project.folder, upstream=newer)
@@ -300,14 +297,14 @@ def test_conflict_does_not_keep_other_copies_from_an_update(conflict: Path, proj
     assert conflict.read_bytes() == marked
 
 
-def test_marks_in_a_docstring_are_no_conflict(project: Project) -> None:
+def test_marks_in_a_docstring_are_no_conflict(project):
     project.add("rope")
     edit(project.path("rope.py"), LAST, "<<<<<<< HEAD\na\n=======\nb\n>>>>>>> other")
     assert project.states()["rope.py"] == "edited"
 
 
 @needs_git
-def test_update_never_overwrites_an_earlier_backup(project: Project, old: Upstream) -> None:
+def test_update_never_overwrites_an_earlier_backup(project, old):
     project.add("attention", upstream=old)
     edit(project.path("attention.py"), FIRST, "first = 'ours'")
     project.path("attention.py.orig").write_text("mine")
@@ -316,7 +313,7 @@ def test_update_never_overwrites_an_earlier_backup(project: Project, old: Upstre
     assert "first = 'ours'" in project.path("attention.py.orig2").read_text()
 
 
-def test_update_replaces_edited_tests_and_licence_and_keeps_them_beside(project: Project, old: Upstream) -> None:
+def test_update_replaces_edited_tests_and_licence_and_keeps_them_beside(project, old):
     project.add("rmsnorm", "--with-tests", upstream=old)
     for name in ("contract/harness.py", "contract/loading.py", LICENCE):
         with project.path(name).open("a") as file:
@@ -333,7 +330,7 @@ def test_update_replaces_edited_tests_and_licence_and_keeps_them_beside(project:
     assert project.states(newer) == dict.fromkeys(project.states(newer), "pristine") | {"contract/loading.py": "edited"}
 
 
-def test_update_leaves_a_missing_copy_missing(project: Project, old: Upstream) -> None:
+def test_update_leaves_a_missing_copy_missing(project, old):
     project.add("attention", "rope", upstream=old)
     project.path("rope.py").unlink()
     done = project.run("update", project.folder)
@@ -342,7 +339,7 @@ def test_update_leaves_a_missing_copy_missing(project: Project, old: Upstream) -
     assert project.states()["rope.py"] == "missing"
 
 
-def test_update_brings_what_the_new_version_needs(project: Project) -> None:
+def test_update_brings_what_the_new_version_needs(project):
     without = {
         "block.py": FILES["block.py"].replace("from .rmsnorm import middle as rmsnorm\n", ""),
         "contract/attention.py": FILES["contract/attention.py"].replace("from .rope import formula\n", ""),
@@ -361,7 +358,7 @@ def test_update_brings_what_the_new_version_needs(project: Project) -> None:
     assert set(project.states().values()) == {"pristine"}
 
 
-def test_update_leaves_alone_what_tinyblock_no_longer_has(project: Project) -> None:
+def test_update_leaves_alone_what_tinyblock_no_longer_has(project):
     project.add("rope")
     newer = release(project.root / "newer", "9.0.0", left_out="rope.py")
     before = snapshot(project.folder)
@@ -373,9 +370,7 @@ def test_update_leaves_alone_what_tinyblock_no_longer_has(project: Project) -> N
     assert (done.code, done.out.splitlines()[1]) == (0, "rope.py            pristine  no longer in tinyblock")
 
 
-def test_update_without_git_still_replaces_what_was_not_edited(
-    project: Project, old: Upstream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_update_without_git_still_replaces_what_was_not_edited(project, old, monkeypatch):
     project.add("attention", "rope", upstream=old)
     edit(project.path("rope.py"), LAST, "")
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -385,7 +380,7 @@ def test_update_without_git_still_replaces_what_was_not_edited(
     assert project.states()["attention.py"] == "pristine"
 
 
-def test_copy_and_lock_of_different_versions_are_told(project: Project, old: Upstream) -> None:
+def test_copy_and_lock_of_different_versions_are_told(project, old):
     """As after a merge of branches that took the copy from one side and the lock file from the other."""
     project.add("attention", "rope", upstream=old)
     old_lock, old_copy = (project.path(name).read_bytes() for name in (LOCK, "attention.py"))
@@ -401,7 +396,7 @@ def test_copy_and_lock_of_different_versions_are_told(project: Project, old: Ups
 
 
 @needs_git
-def test_update_brings_as_much_of_a_header_up_to_date_as_is_there(project: Project, old: Upstream) -> None:
+def test_update_brings_as_much_of_a_header_up_to_date_as_is_there(project, old):
     project.add("attention", "rope", upstream=old)
     edit(project.path("rope.py"), "# SPDX-License-Identifier: MIT\n", "")
     text = project.path("attention.py").read_text()
@@ -414,7 +409,7 @@ def test_update_brings_as_much_of_a_header_up_to_date_as_is_there(project: Proje
 
 
 @needs_git
-def test_odd_bytes_and_modes_survive_an_update(project: Project, old: Upstream) -> None:
+def test_odd_bytes_and_modes_survive_an_update(project, old):
     project.add("attention", "rope", upstream=old)
     odd = b"a = 1\r\nb = 2\n# caf\xe9"
     with project.path("attention.py").open("ab") as file:
@@ -428,7 +423,7 @@ def test_odd_bytes_and_modes_survive_an_update(project: Project, old: Upstream) 
 # What is refused, or interrupted
 
 
-def test_symbolic_links_are_followed_to_the_folder_and_not_inside(project: Project) -> None:
+def test_symbolic_links_are_followed_to_the_folder_and_not_inside(project):
     elsewhere = project.root / "elsewhere"
     project.add("rope", "--with-tests")
     (project.root / "link").symlink_to(project.folder)
@@ -446,7 +441,7 @@ def test_symbolic_links_are_followed_to_the_folder_and_not_inside(project: Proje
     project.assert_refused("is reached by a symbolic link", "add", "rope", "--to", project.root / "loop")
 
 
-def test_folder_that_is_none_is_refused(project: Project) -> None:
+def test_folder_that_is_none_is_refused(project):
     for command in project.commands()[1:]:
         project.assert_refused("there is no folder", *command)
     project.folder.mkdir()
@@ -463,14 +458,12 @@ def test_folder_that_is_none_is_refused(project: Project) -> None:
 
 @needs_git
 @pytest.mark.parametrize("interrupted", [True, False])
-def test_nothing_is_lost_while_an_update_decides(
-    interrupted: bool, project: Project, old: Upstream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_lost_while_an_update_decides(interrupted, project, old, monkeypatch):
     project.add("attention", "rope", upstream=old)
     edit(project.path("rope.py"), LAST, "last = 'ours'")
     before = snapshot(project.root)
 
-    def merge_meanwhile(*texts: str) -> tuple[str, bool]:
+    def merge_meanwhile(*texts):
         if interrupted:
             raise KeyboardInterrupt
         edit(project.path("rope.py"), "last = 'ours'", "last = 'saved'")  # by an editor
@@ -487,7 +480,7 @@ def test_nothing_is_lost_while_an_update_decides(
     assert snapshot(project.root) == before
 
 
-def test_copies_can_be_used_from_python(project: Project, old: Upstream) -> None:
+def test_copies_can_be_used_from_python(project, old):
     assert Copies(project.folder, old).add(["rope"]) == {"rope.py": Action.COPIED, LICENCE: Action.COPIED}
     copies = Copies(project.folder, project.upstream)
     assert copies.state("rope.py") is State.OUTDATED

@@ -5,12 +5,11 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from isolated import WITHOUT_PACKAGE
-from vendoring.project import PACKAGE, ROOT, Project
+from vendoring.project import PACKAGE, ROOT
 
 from tinyblock import __version__
 from tinyblock.vendoring.catalogue import Upstream
@@ -19,13 +18,13 @@ from tinyblock.vendoring.copies import Copies
 INSTALLED = Upstream.installed()
 
 
-def blocks(kind: str) -> list[str]:
+def blocks(kind):
     """Return the code blocks of a kind."""
     text = (ROOT / "docs" / "vendoring.md").read_text(encoding="utf-8")
     return re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)
 
 
-def replay(session: str, project: Project) -> str:
+def replay(session, project):
     """Run the commands of a session in the project, and return it with what they print."""
     shown = []
     for line in re.findall(r"^\$ (.*)\n", session, re.MULTILINE):
@@ -41,7 +40,7 @@ def replay(session: str, project: Project) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the sessions use GNU sed")
-def test_sessions_print_what_they_say(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_print_what_they_say(project, monkeypatch):
     monkeypatch.chdir(project.root)
     take, edit_, verify, update = blocks("console")
     assert replay(take, project) == take
@@ -55,7 +54,7 @@ def test_sessions_print_what_they_say(project: Project, monkeypatch: pytest.Monk
     assert replay(update, project) == update
 
 
-def _with_earlier_ffn(folder: Path) -> Path:
+def _with_earlier_ffn(folder):
     folder.mkdir()
     for name in ("LICENSE", "ffn.py"):
         (folder / name).write_bytes((PACKAGE / name).read_bytes())
@@ -64,7 +63,7 @@ def _with_earlier_ffn(folder: Path) -> Path:
     return folder
 
 
-def test_host_turns_the_checks_on_as_it_says(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_turns_the_checks_on_as_it_says(project, monkeypatch):
     [add] = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("tinyblock add")]
     [init] = blocks("python")
     path = project.root / init.partition("\n")[0].removeprefix("# ")
@@ -88,7 +87,7 @@ def test_wrong(): RMSNorm(8)(torch.ones(2, 9))
 """
 
 
-def test_hook_of_jaxtyping_checks_copies_as_it_says(project: Project) -> None:
+def test_hook_of_jaxtyping_checks_copies_as_it_says(project):
     [line] = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("pytest ")]
     project.run("add", "rmsnorm", "--to", project.root / "my_project" / "layers", upstream=INSTALLED)
     (project.root / "test_used.py").write_text(USED)

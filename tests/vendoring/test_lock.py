@@ -6,19 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vendoring.project import FILES, LICENCE, LOCK, Project, release
+from vendoring.project import FILES, LICENCE, LOCK, release
 
 from tinyblock.vendoring.catalogue import Upstream
 from tinyblock.vendoring.lock import Entry, Original, parse_lock, render_lock
 
 
-def test_lock_is_read_as_it_was_written() -> None:
+def test_lock_is_read_as_it_was_written():
     pristine = 'a = "é"\n\n\tb = 1'  # without a newline at the end
     entries: dict[str, Entry] = {"rope.py": Original.of("rope.py", "1.2.3rc1", pristine)}
     assert parse_lock(render_lock(entries), "lock") == entries
 
 
-def test_lock_keeps_the_text_of_what_is_merged_and_of_the_rest_the_hash(project: Project) -> None:
+def test_lock_keeps_the_text_of_what_is_merged_and_of_the_rest_the_hash(project):
     project.add("rope", "--with-tests", "--with-typecheck")
     files = json.loads(project.path(LOCK).read_bytes())["files"]
     assert list(files) == sorted({*project.names(), LICENCE})
@@ -27,16 +27,16 @@ def test_lock_keeps_the_text_of_what_is_merged_and_of_the_rest_the_hash(project:
     assert files[LICENCE] == {"version": "0.2.0", "sha256": hashlib.sha256(FILES["LICENSE"].encode()).hexdigest()}
 
 
-def test_lock_of_block_and_its_siblings_is_small(project: Project) -> None:
+def test_lock_of_block_and_its_siblings_is_small(project):
     project.add("block", upstream=Upstream.installed())
     assert project.path(LOCK).stat().st_size <= 30_000
 
 
-def _rename(name: str) -> Callable[[dict[str, Any]], Any]:
+def _rename(name):
     return lambda lock: lock["files"].update({name: lock["files"].pop("rope.py")})
 
 
-def _set(key: str, value: object) -> Callable[[dict[str, Any]], Any]:
+def _set(key, value):
     return lambda lock: lock["files"]["rope.py"].update({key: value})
 
 
@@ -71,7 +71,7 @@ CORRUPTIONS: list[tuple[bytes | Callable[[dict[str, Any]], Any], str]] = [
 ]  # fmt: skip
 
 
-def test_corrupt_lock_is_refused(project: Project) -> None:
+def test_corrupt_lock_is_refused(project):
     project.add("rope")
     pristine = project.path(LOCK).read_bytes()
     for corrupt, expected in CORRUPTIONS:
@@ -87,7 +87,7 @@ def test_corrupt_lock_is_refused(project: Project) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 3, 1e999, "2", None, "x" * 100])
-def test_lock_of_an_unknown_version_is_refused_with_the_way_out(version: object, project: Project) -> None:
+def test_lock_of_an_unknown_version_is_refused_with_the_way_out(version, project):
     project.add("rope")
     project.path(LOCK).write_text(json.dumps({"lock_version": version, "files": "of another kind"}))
     for command in project.commands():
@@ -97,7 +97,7 @@ def test_lock_of_an_unknown_version_is_refused_with_the_way_out(version: object,
 
 
 @pytest.mark.parametrize(("taken", "installed"), [("0.10.0", "0.9.0"), ("1.0", "0.9.9"), ("0.9.1", "0.9")])
-def test_copies_of_a_newer_tinyblock_are_refused(taken: str, installed: str, project: Project) -> None:
+def test_copies_of_a_newer_tinyblock_are_refused(taken, installed, project):
     newer = release(project.root / "newer", taken)
     older = release(project.root / "older", installed, {"rope.py": "# older\n"})
     project.add("rope", upstream=newer)
@@ -109,7 +109,7 @@ def test_copies_of_a_newer_tinyblock_are_refused(taken: str, installed: str, pro
     assert project.states(newer)["rope.py"] == "outdated"
 
 
-def test_newer_copy_of_a_file_that_did_not_exist_yet_is_refused(project: Project) -> None:
+def test_newer_copy_of_a_file_that_did_not_exist_yet_is_refused(project):
     newer = release(project.root / "newer", "9.0")
     older = release(project.root / "older", "0.1.0", left_out="rope.py")
     project.add("rope", upstream=newer)

@@ -3,15 +3,13 @@
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from vendoring.project import LAST, Project, edit
+from vendoring.project import LAST, edit
 
 from tinyblock.vendoring import Refusal
-from tinyblock.vendoring.catalogue import Upstream
 from tinyblock.vendoring.merging import decode, encode, merge, newline_of, with_newline
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -19,14 +17,14 @@ LINES = st.lists(st.sampled_from(["a", "b", "c", "", "\tdef f():", "é"]), max_s
 LABELS = ("mine", "base", "theirs")
 
 
-def joined(lines: list[str]) -> str:
+def joined(lines):
     return "".join(f"{line}\n" for line in lines)
 
 
 @needs_git
 @settings(deadline=None, max_examples=15)
 @given(base=LINES, changed=LINES)
-def test_merge_with_one_side_unchanged_is_the_changed_one(base: list[str], changed: list[str]) -> None:
+def test_merge_with_one_side_unchanged_is_the_changed_one(base, changed):
     before, after = joined(base), joined(changed)
     assert merge(after, before, before, LABELS) == (after, False)
     assert merge(before, before, after, LABELS) == (after, False)
@@ -36,7 +34,7 @@ def test_merge_with_one_side_unchanged_is_the_changed_one(base: list[str], chang
 @needs_git
 @settings(deadline=None, max_examples=15)
 @given(parts=st.tuples(LINES, LINES, LINES, LINES))
-def test_merge_of_changes_apart_has_both(parts: tuple[list[str], ...]) -> None:
+def test_merge_of_changes_apart_has_both(parts):
     first, mine, second, theirs = map(joined, parts)
     between = joined([f"unchanged {number}" for number in range(5)])
     merged = merge(mine + between + second, first + between + second, first + between + theirs, LABELS)
@@ -46,7 +44,7 @@ def test_merge_of_changes_apart_has_both(parts: tuple[list[str], ...]) -> None:
 @needs_git
 @settings(deadline=None, max_examples=15)
 @given(base=LINES, mine=LINES, theirs=LINES)
-def test_merge_loses_nothing_that_either_side_added(base: list[str], mine: list[str], theirs: list[str]) -> None:
+def test_merge_loses_nothing_that_either_side_added(base, mine, theirs):
     assume(mine != theirs)
     mine, theirs = [f"mine {line}" for line in mine], [f"theirs {line}" for line in theirs]
     text, conflicts = merge(joined(mine), joined(base), joined(theirs), LABELS)
@@ -57,7 +55,7 @@ def test_merge_loses_nothing_that_either_side_added(base: list[str], mine: list[
 
 
 @needs_git
-def test_merge_does_not_depend_on_the_repository_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merge_does_not_depend_on_the_repository_around(tmp_path, monkeypatch):
     texts = ("a\nmine\nz\n", "a\nbase\nz\n", "a\ntheirs\nz\n")
     expected = merge(*texts, LABELS)
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
@@ -69,15 +67,13 @@ def test_merge_does_not_depend_on_the_repository_around(tmp_path: Path, monkeypa
 
 
 @needs_git
-def test_merge_refuses_what_git_cannot_merge() -> None:
+def test_merge_refuses_what_git_cannot_merge():
     with pytest.raises(Refusal, match=r"git could not merge mine: .*binary"):
         merge("a\0b\n", "a\n", "c\n", LABELS)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a stub is a shell script")
-def test_what_only_calls_itself_git_changes_nothing(
-    project: Project, old: Upstream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_only_calls_itself_git_changes_nothing(project, old, monkeypatch):
     project.add("attention", "rope", upstream=old)
     edit(project.path("rope.py"), LAST, "last = 'ours'")
     git = project.root / "bin" / "git"
@@ -102,7 +98,7 @@ def test_what_only_calls_itself_git_changes_nothing(
 
 
 @given(st.binary(max_size=20) | st.text("\r\na", max_size=20).map(str.encode))
-def test_no_byte_is_lost_between_file_and_text(content: bytes) -> None:
+def test_no_byte_is_lost_between_file_and_text(content):
     text, newline = decode(content), newline_of(content)
     if newline == "\n":
         assert encode(text) == content

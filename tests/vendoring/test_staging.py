@@ -5,20 +5,19 @@ import signal
 from pathlib import Path
 
 import pytest
-from vendoring.project import LAST, LOCK, Project, edit, snapshot
+from vendoring.project import LAST, LOCK, edit, snapshot
 
 from tinyblock.vendoring import staging
-from tinyblock.vendoring.catalogue import Upstream
 
 FILES_OF_BLOCK = 16  # copies of block with its tests, the licence, the lock file
 ADD = ("add", "block", "--with-tests", "--to")
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, failing: set[int], error: BaseException) -> list[Path]:
+def fail_at(monkeypatch, failing, error):
     """Let these calls of os.replace raise; return what is replaced, in a list that grows."""
     replaced, real = list[Path](), os.replace
 
-    def replace(source: Path, target: Path) -> None:
+    def replace(source, target):
         replaced.append(target)
         if len(replaced) - 1 in failing:
             raise error
@@ -28,7 +27,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, failing: set[int], error: BaseExcep
     return replaced
 
 
-def test_add_that_cannot_be_finished_leaves_nothing(project: Project) -> None:
+def test_add_that_cannot_be_finished_leaves_nothing(project):
     for at in range(FILES_OF_BLOCK):
         with pytest.MonkeyPatch.context() as monkeypatch:
             replaced = fail_at(monkeypatch, {at}, OSError(28, "No space left on device", "new", None, "rope.py"))
@@ -42,7 +41,7 @@ def test_add_that_cannot_be_finished_leaves_nothing(project: Project) -> None:
     assert replaced[-1].name == LOCK  # what is not in it yet is found to be new
 
 
-def test_update_that_cannot_be_finished_puts_everything_back(project: Project, old: Upstream) -> None:
+def test_update_that_cannot_be_finished_puts_everything_back(project, old):
     project.add("attention", "rope", upstream=old)
     before = snapshot(project.root)
     for at in range(3):
@@ -54,7 +53,7 @@ def test_update_that_cannot_be_finished_puts_everything_back(project: Project, o
     assert project.run("update", project.folder).code == 0
 
 
-def test_files_that_cannot_be_put_back_are_kept(project: Project, old: Upstream) -> None:
+def test_files_that_cannot_be_put_back_are_kept(project, old):
     project.add("attention", "rope", upstream=old)
     before = project.path("attention.py").read_bytes()
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -65,7 +64,7 @@ def test_files_that_cannot_be_put_back_are_kept(project: Project, old: Upstream)
     project.assert_refused(r"was killed: if none is, delete .*staging \(where NAME\.old", "update", project.folder)
 
 
-def test_two_runs_at_once_are_kept_apart(project: Project, old: Upstream) -> None:
+def test_two_runs_at_once_are_kept_apart(project, old):
     project.add("attention", upstream=old)
     folder = project.folder / staging.STAGING
     folder.mkdir()
@@ -77,17 +76,15 @@ def test_two_runs_at_once_are_kept_apart(project: Project, old: Upstream) -> Non
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signal_while_files_are_replaced_is_not_heard(
-    number: signal.Signals, project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signal_while_files_are_replaced_is_not_heard(number, project, monkeypatch):
     real = os.replace
 
-    def replace(source: Path, target: Path) -> None:
+    def replace(source, target):
         assert source.parent.name == staging.STAGING
         real(source, target)
         os.kill(os.getpid(), number)
 
-    def heard(*_: object) -> None:
+    def heard(*_):
         raise AssertionError("it was heard")
 
     monkeypatch.setattr(os, "replace", replace)
@@ -101,16 +98,14 @@ def test_signal_while_files_are_replaced_is_not_heard(
     assert not (project.folder / staging.STAGING).exists()
 
 
-def test_process_that_is_killed_leaves_what_was_there(
-    project: Project, old: Upstream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_that_is_killed_leaves_what_was_there(project, old, monkeypatch):
     """Look at the folder at the moment before each file is replaced: what the file was is there a second time."""
     project.add("attention", "rope", upstream=old)
     edit(project.path("rope.py"), LAST, "last = 'ours'")
     contents = {path: path.read_bytes() for path in project.folder.iterdir()}
     real, seen = os.replace, list[str]()
 
-    def replace(source: Path, target: Path) -> None:
+    def replace(source, target):
         assert source.with_suffix(".old").read_bytes() == contents[target]
         seen.append(target.name)
         real(source, target)
