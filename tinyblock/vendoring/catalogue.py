@@ -17,8 +17,6 @@ from . import Refusal
 from .lock import LICENCE, Original
 from .merging import decode
 
-__all__ = ["LAYER_NAMES", "TESTS", "Layer", "Upstream"]
-
 LAYER_NAMES = tuple(layer.__name__.rpartition(".")[2] for layer in LAYERS)
 TESTS = ("contract/__init__.py", "contract/test_contract.py")  # these import the rest, but for the layers' promises
 

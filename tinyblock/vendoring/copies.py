@@ -17,8 +17,6 @@ from .lock import LICENCE, LOCK, Entry, Original, named_hashes, parse_lock, rend
 from .merging import decode, encode, has_conflict_marks, merge, newline_of, unified_diff, with_newline
 from .staging import replace_all
 
-__all__ = ["Action", "Copies", "State"]
-
 
 class State(StrEnum):
     """How a copy stands to the text that it was taken from, and to that of this tinyblock."""

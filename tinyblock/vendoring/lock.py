@@ -13,8 +13,6 @@ from typing import Any
 from . import Refusal
 from .merging import encode
 
-__all__ = ["LICENCE", "LOCK", "Entry", "Original", "named_hashes", "parse_lock", "render_lock", "version_numbers"]
-
 LOCK = "tinyblock.lock"
 LOCK_VERSION = 2
 LICENCE = "LICENSE.tinyblock"

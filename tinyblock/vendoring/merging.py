@@ -14,8 +14,6 @@ from pathlib import Path
 
 from . import Refusal
 
-__all__ = ["decode", "encode", "has_conflict_marks", "merge", "newline_of", "unified_diff", "with_newline"]
-
 # Those of `merge`, and no others: a docstring may well show git's.
 _CONFLICT_MARKS = re.compile(r"^(<{7} .*/\S+\.\w+|>{7} tinyblock \d\S*)$", re.MULTILINE)
 

@@ -3,8 +3,6 @@
 import argparse
 from typing import NoReturn
 
-__all__ = ["OneLineParser"]
-
 
 class OneLineParser(argparse.ArgumentParser):
     """Refuse in one line, without the usage, and exit with 2."""

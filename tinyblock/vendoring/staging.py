@@ -9,8 +9,6 @@ from pathlib import Path
 
 from . import Refusal
 
-__all__ = ["STAGING", "replace_all"]
-
 STAGING = ".tinyblock-staging"
 
 
