@@ -89,25 +89,15 @@ class Upstream:
         raise Refusal(f"there is no layer {name!r}: {way_out}")
 
     def with_needs(self, names: Iterable[str], with_tests: bool = False) -> list[str]:
-        """Return files and all that they need, each once, layers first, and what is imported before what imports it.
+        """Return files and all that they need, each once, layers first.
 
         A file needs what it imports from tinyblock, and the promises of a layer need that layer. `with_tests`, each
         layer also needs its promises, and these what runs them.
         """
-        found = dict[str, None]()
-        visited = set[str]()
-
-        def visit(name: str) -> None:
-            if name in visited:
-                return
-            visited.add(name)
-            for needed in self._needs(name, with_tests):
-                visit(needed)
-            found[name] = None
-
-        for name in (*names, *(TESTS if with_tests else ())):
-            visit(name)
-        return sorted(found, key=lambda name: "/" in name)
+        found = [*names, *(TESTS if with_tests else ())]
+        for name in found:  # which grows meanwhile
+            found += [needed for needed in self._needs(name, with_tests) if needed not in found]
+        return sorted(dict.fromkeys(found), key=lambda name: "/" in name)
 
     def _needs(self, name: str, with_tests: bool) -> Iterator[str]:
         folder, _, file = name.rpartition("/")
