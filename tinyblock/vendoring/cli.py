@@ -1,4 +1,4 @@
-"""The command `tinyblock`, also `python -m tinyblock`: copy layers into a project, and keep them known and right."""
+"""The command line: what may be typed, what is printed, and the exit code."""
 
 import argparse
 import dataclasses
@@ -13,17 +13,16 @@ from .. import __version__
 from . import Refusal
 from .catalogue import LAYER_NAMES, Upstream
 from .copies import Action, Copies, State
+from .merging import encode
 from .parser import OneLineParser
 
 _EXAMPLES = """examples:
   tinyblock list                                  what there is to copy
   tinyblock add rope --to my_project/layers       copy rope.py, with its licence and a lock file
-  tinyblock add block --to my_project/layers --with-tests
   tinyblock check my_project/layers               is anything outdated or missing? for CI
   tinyblock diff my_project/layers --upstream     what has changed in tinyblock since
   tinyblock update my_project/layers              merge that with your edits
   tinyblock verify my_project/layers              do the copies, as edited, still compute the right thing?
-  tinyblock verify my_project.layers.rope         the same, of one module
 
 exit codes: 0 all is well; 1 something was found (outdated, missing, edited, a conflict, a property that fails);
 2 refused, nothing changed; 130 interrupted, nothing changed
@@ -43,18 +42,15 @@ def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) ->
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
-    except Refusal as error:
-        return _refuse(str(error))
-    except OSError as error:
-        path = error.filename2 or error.filename  # the second is what was to be replaced
-        return _refuse(f"{path}: {error.strerror}" if path else str(error))
     except KeyboardInterrupt:
         print("tinyblock: interrupted", file=sys.stderr)
         return 130
-
-
-def _refuse(message: str) -> int:
-    print(f"tinyblock: error: {' '.join(message.split())}", file=sys.stderr)
+    except Refusal as error:
+        reason = str(error)
+    except OSError as error:
+        path = error.filename2 or error.filename  # the second is what was to be replaced
+        reason = f"{path}: {error.strerror}" if path else str(error)
+    print(f"tinyblock: error: {' '.join(reason.split())}", file=sys.stderr)
     return 2
 
 
@@ -152,7 +148,7 @@ def _diff(arguments: argparse.Namespace, upstream: Upstream) -> int:
     wanted = [copies.edits] if not arguments.upstream else []
     wanted += [copies.upstream_changes] if not arguments.mine else []
     text = "".join(difference(name) for difference in wanted for name in copies.entries)
-    _write(text)
+    sys.stdout.buffer.write(encode(text))  # so that the patch can be applied, whatever the terminal's encoding
     if not text:
         print(f"tinyblock: no difference in {arguments.folder}", file=sys.stderr)
     return 0
@@ -175,12 +171,6 @@ def _verify(arguments: argparse.Namespace, upstream: Upstream) -> int:
         return verify.verify(arguments.target, arguments.skip)
     except (LookupError, ImportError) as error:
         raise Refusal(str(error)) from None
-
-
-def _write(text: str) -> None:
-    """Write a patch byte for byte, whatever the terminal's encoding, so that it can be applied."""
-    if sys.stdout is not None:
-        sys.stdout.buffer.write(text.encode(errors="surrogateescape"))
 
 
 def _print_actions(copies: Copies, actions: dict[str, Action], dry_run: bool) -> None:
