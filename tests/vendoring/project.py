@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +18,7 @@ FIRST_OF_NEW = "first = 2  # since 0.2.0"
 
 
 def _layer(name):
-    lines = [
-        f'"""The {name}, in short.\n\nConvention: {name} stays\nas it is. The rest is longer.\nNumerics: none.\n"""\n'
-    ]
+    lines = [f'"""The {name}, in short.\n\nConvention: {name} stays\nas it is. The rest is longer.\nSource: none.\n"""']
     lines += ["import math", "import einops.layers", "from torch import nn"]
     lines += [f"from .{sibling} import middle as {sibling}" for sibling in IMPORTS.get(name, ())]
     gap = "\n" * 9
@@ -30,14 +27,13 @@ def _layer(name):
 
 
 def _promises(name):
-    return "from .harness import run\n" + "".join(
-        f"from .{needed} import formula\n" for needed in PROMISES.get(name, ())
-    )
+    imports = [f"from .{needed} import formula\n" for needed in PROMISES.get(name, ())]
+    return "".join(["from .harness import run\n", *imports])
 
 
 FILES = {
     "LICENSE": "Anybody may.\n",
-    "typecheck.py": "import beartype\n",
+    "typecheck.py": "import beartype  # é, and no newline at the end",
     "contract/__init__.py": "",
     "contract/harness.py": f"import torch\n{FIRST}\n",
     "contract/loading.py": "import ast\n",
@@ -124,6 +120,3 @@ class Project:
     def names(self):
         files = (path for path in self.folder.rglob("*") if path.is_file())
         return {path.relative_to(self.folder).as_posix() for path in files} - {LOCK, LICENCE}
-
-    def empty(self):
-        shutil.rmtree(self.folder)

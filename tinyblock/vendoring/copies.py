@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from . import Refusal
 from .catalogue import Upstream
-from .lock import LICENCE, LOCK, Entry, Original, named_hashes, parse_lock, render_lock, version_numbers
-from .merging import decode, encode, has_conflict_marks, merge, newline_of, unified_diff, with_newline
+from .lock import HASH_LINE, LICENCE, LOCK, Entry, Original, parse_lock, render_lock, version_numbers
+from .merging import CONFLICT_MARKS, decode, encode, merge, newline_of, unified_diff
 from .staging import replace_all
 
 
@@ -63,7 +63,7 @@ class Copies:
     """A folder of copies, and the tinyblock that is installed.
 
     Raises:
-        Refusal: the path is a file, or the lock file is not to be trusted.
+        Refusal: the lock file is not to be trusted.
         OSError: something cannot be read.
     """
 
@@ -72,24 +72,20 @@ class Copies:
 
     def __post_init__(self) -> None:
         self.root = Path(os.path.realpath(self.folder))
-        if self.root.exists() and not self.root.is_dir():
-            raise Refusal(f"{self.folder} is a file, not a folder")
         self._contents = dict[Path, bytes | None]()  # as they were read: what every decision rests on
         self.entries = self._read_lock()
 
     def require_lock(self) -> "Copies":
         """Raise a Refusal unless something was copied here."""
-        if not self.root.is_dir():
-            raise Refusal(f"there is no folder {self.folder}")
         if self._content(LOCK) is None:
-            raise Refusal(f"{self.folder} has no {LOCK}: nothing was copied there with `tinyblock add`")
+            raise Refusal(f"there is no {self._shown(LOCK)}: nothing was copied there with `tinyblock add`")
         return self
 
     def state(self, name: str) -> State:
         copy, installed = self._text(name), self.upstream.original(name)
         if copy is None:
             return State.MISSING
-        if has_conflict_marks(copy):
+        if CONFLICT_MARKS.search(copy):
             return State.CONFLICT
         base = self._base(name, copy)
         if base is None:
@@ -105,12 +101,13 @@ class Copies:
     def edits(self, name: str) -> str:
         """Return what was edited in a copy, as a unified diff, or in words where the lock file has no text."""
         copy = self._text(name)
+        if copy is None:
+            return f"{self._shown(name)} is missing\n"
         base = self._base_or_entry(name, copy)
-        if copy is not None and base.is_text_of(copy):
+        if base.is_text_of(copy):
             return ""
         if not isinstance(base, Original):
-            what = "missing" if copy is None else "edited"
-            return f"{self._shown(name)} is {what}; {LOCK} has no text of tinyblock {base.version} to show how\n"
+            return f"{self._shown(name)} is edited; {LOCK} has no text of tinyblock {base.version} to show how\n"
         return unified_diff(base.text, copy, f"tinyblock {base.version}/{name}", self._shown(name))
 
     def upstream_changes(self, name: str) -> str:
@@ -131,12 +128,10 @@ class Copies:
         What comes along and is there with edits is kept. Asked for by name, it is no longer the layer asked for.
 
         Raises:
-            Refusal: an unknown layer; a folder inside tinyblock; another file of that name; an older copy, or one that
-                was asked for and is edited; another run.
+            Refusal: an unknown layer; another file of that name; an older copy, or one that was asked for and is
+                edited; another run.
             OSError: the folder cannot be written to.
         """
-        if self.root.is_relative_to(Path(__file__).resolve().parents[1]):
-            raise Refusal(f"{self.folder} lies inside the tinyblock package itself: choose a folder of your project")
         for layer in layers:
             self.upstream.require_layer(layer)
         asked = [f"{layer}.py" for layer in layers]
@@ -145,7 +140,7 @@ class Copies:
         for name in asked:
             if steps[name].action is Action.EDITS_KEPT:
                 raise Refusal(f"{self._shown(name)} is there already, edited: see `tinyblock diff {self.folder}`")
-        return self._do(steps, dry_run)
+        return self._write(steps, dry_run)
 
     def update(self, dry_run: bool = False) -> dict[str, Action]:
         """Bring every outdated copy up to this tinyblock, edits kept; return what was done to each file.
@@ -161,7 +156,7 @@ class Copies:
         # The new version may import a sibling that the old one did not.
         changed = [name for name, step in steps.items() if step.text is not None and name != LICENCE]
         added = [name for name in self.upstream.with_needs(changed) if name not in self.entries]
-        return self._do(steps | {name: self._step_of_add(name) for name in added}, dry_run)
+        return self._write(steps | {name: self._step_of_add(name) for name in added}, dry_run)
 
     def _step_of_add(self, name: str) -> "_Step":
         copy, shown, installed = self._text(name), self._shown(name), self.upstream.require(name)
@@ -170,9 +165,7 @@ class Copies:
                 return _Step(Action.COPIED, installed, installed.text)
             if copy == installed.text:
                 return _Step(Action.ADOPTED, installed)
-            if named_hashes(copy):
-                raise Refusal(f"{shown} is an edited copy that {LOCK} does not know: restore that from your repository")
-            raise Refusal(f"{shown} is there already, and no copy of tinyblock's: move it, or choose another folder")
+            raise Refusal(f"{shown} is there already, and not in {LOCK}: move it away, or restore that lock file")
         state = self.state(name)
         if state is State.MISSING:
             return _Step(Action.COPIED, installed, installed.text)
@@ -200,7 +193,7 @@ class Copies:
         is_in_lock = self.entries[name].sha256 == installed.sha256
         return _Step(Action.UP_TO_DATE, None if is_in_lock else installed)
 
-    def _do(self, steps: Mapping[str, "_Step"], dry_run: bool) -> dict[str, Action]:
+    def _write(self, steps: Mapping[str, "_Step"], dry_run: bool) -> dict[str, Action]:
         """Write the texts, and the lock file with the new entries."""
         contents = dict[Path, bytes]()
         for name, step in steps.items():
@@ -208,7 +201,7 @@ class Copies:
             if step.action in (Action.CONFLICT, Action.REPLACED):
                 contents[self._free_path(f"{name}.orig")] = before
             if step.text is not None:
-                contents[self._path(name)] = encode(with_newline(step.text, newline_of(before)))
+                contents[self._path(name)] = encode(step.text.replace("\n", newline_of(before)))
         entries = self.entries | {name: step.entry for name, step in steps.items() if step.entry is not None}
         if (contents or entries != self.entries) and not dry_run:
             contents[self._path(LOCK)] = render_lock(entries)  # last of all
@@ -219,7 +212,7 @@ class Copies:
 
     def _base(self, name: str, copy: str) -> Entry | None:
         """Return what a copy was taken from or last merged with: what its header names, as long as it has one."""
-        named = named_hashes(copy)
+        named = HASH_LINE.findall(copy)
         known = (self.entries[name], self.upstream.original(name))
         return next((base for base in known if base is not None and base.sha256 in named), None if named else known[0])
 
@@ -248,8 +241,6 @@ class Copies:
     def _content(self, name: str) -> bytes | None:
         path = self._path(name)
         if path not in self._contents:
-            if path.exists() and not path.is_file():
-                raise Refusal(f"{self._shown(name)} is there already, and is no file: move it")
             self._contents[path] = path.read_bytes() if path.exists() else None
         return self._contents[path]
 

@@ -9,13 +9,12 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from . import Refusal
 
 # Those of `merge`, and no others: a docstring may well show git's.
-_CONFLICT_MARKS = re.compile(r"^(<{7} .*/\S+\.\w+|>{7} tinyblock \d\S*)$", re.MULTILINE)
+CONFLICT_MARKS = re.compile(r"^(<{7} .*/\S+\.\w+|>{7} tinyblock \d\S*)$", re.MULTILINE)
 
 
 def decode(content: bytes) -> str:
@@ -33,25 +32,10 @@ def newline_of(content: bytes) -> str:
     return "\r\n" if 2 * content.count(b"\r\n") > content.count(b"\n") else "\n"
 
 
-def with_newline(text: str, newline: str) -> str:
-    return text.replace("\n", newline)
-
-
-def has_conflict_marks(text: str) -> bool:
-    return bool(_CONFLICT_MARKS.search(text))
-
-
-def unified_diff(old: str, new: str | None, old_name: str, new_name: str) -> str:
-    """Return the difference of two texts as `git diff` shows it; None is a text that is not there."""
-    if new is None:
-        new, new_name = "", os.devnull
-
-    def with_last_newline(lines: Iterator[str]) -> Iterator[str]:
-        for line in lines:
-            yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
-
+def unified_diff(old: str, new: str, old_name: str, new_name: str) -> str:
+    """Return the difference of two texts as `git diff` shows it."""
     lines = difflib.unified_diff(re.findall(r".*\n|.+", old), re.findall(r".*\n|.+", new), old_name, new_name)
-    return "".join(with_last_newline(lines))
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def merge(mine: str, base: str, theirs: str, labels: tuple[str, str, str]) -> tuple[str, bool]:

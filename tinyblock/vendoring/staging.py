@@ -26,7 +26,7 @@ def replace_all(folder: Path, contents: Mapping[Path, bytes], before: Mapping[Pa
     new = {path: staging / f"{number}.{path.name}.new" for number, path in enumerate(contents)}
     old = {path: new[path].with_suffix(".old") for path in contents}
     with _uninterrupted(), ExitStack() as cleanup:
-        for parent in (folder, *(path.parent for path in contents)):
+        for parent in (path.parent for path in contents):
             for missing in reversed([path for path in (parent, *parent.parents) if not path.exists()]):
                 missing.mkdir()
                 cleanup.callback(_remove_if_empty, missing)
