@@ -15,8 +15,6 @@ from .presets import Size
 from .timing import Spread, paired_ratio
 from .trust import trust
 
-__all__ = ["analyse"]
-
 Samples = Mapping[str, list[float]]
 
 

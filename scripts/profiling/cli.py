@@ -28,8 +28,6 @@ from .progress import TerminalProgress
 from .report import report, show
 from .tracing import nsys_command
 
-__all__ = ["main"]
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SWEEPS = ("seq-len", "batch-size", "d-model")
 _PLOTS = (".png", ".svg", ".pdf")

@@ -6,8 +6,6 @@ from typing import Any
 
 from .report import Section, Table, describe, number
 
-__all__ = ["SCHEMA", "compare", "load"]
-
 SCHEMA = "tinyblock.profile/1"
 
 

@@ -17,8 +17,6 @@ from dataclasses import astuple, dataclass
 
 from .presets import Size
 
-__all__ = ["Cost", "adamw_cost", "part_costs"]
-
 
 @dataclass(frozen=True)
 class Cost:

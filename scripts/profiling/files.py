@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["atomic", "require_writable"]
-
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:

@@ -11,8 +11,6 @@ import torch
 
 from .timing import Spread, interleave
 
-__all__ = ["DATASHEETS", "Ceilings", "Datasheet", "datasheet", "float32_precision", "measure_ceilings", "memory_bytes"]
-
 
 @dataclass(frozen=True)
 class Datasheet:

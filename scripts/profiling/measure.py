@@ -23,8 +23,6 @@ from .progress import TerminalProgress
 from .timing import interleave
 from .trust import Watch
 
-__all__ = ["BACKENDS", "MODES", "Extras", "Settings", "measure", "require_attention_backend"]
-
 Result = TypeVar("Result")
 
 MODES = ("forward", "train", "step")

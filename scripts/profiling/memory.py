@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["SavedBytes", "bytes_of", "is_out_of_memory", "peak_added_bytes"]
-
 Outputs = TypeVar("Outputs")
 
 

@@ -11,8 +11,6 @@ from tinyblock import Block, Transformer
 
 from .presets import Size
 
-__all__ = ["Part", "backward_of", "build", "cut", "flow", "whole"]
-
 
 @dataclass(frozen=True)
 class Part:

@@ -9,8 +9,6 @@ from matplotlib.ticker import LogLocator
 
 from .report import describe_all, number, plural, share, si, time_unit
 
-__all__ = ["plot"]
-
 # Okabe and Ito's palette, which people with any kind of colour blindness can tell apart; the markers say it again.
 _HUES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8A8A00", "#999999", "#661100", "#332288")
 _MARKERS = "osD^vPXphd"

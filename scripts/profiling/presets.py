@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-__all__ = ["PRESETS", "Preset", "Size"]
-
 
 @dataclass(frozen=True)
 class Size:

@@ -3,8 +3,6 @@
 import sys
 from typing import Any
 
-__all__ = ["TerminalProgress"]
-
 
 class TerminalProgress:
     """One bar on stderr for what goes on now, gone at the end."""

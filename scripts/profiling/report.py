@@ -6,9 +6,6 @@ from typing import Any, TextIO
 
 from .presets import PRESETS
 
-__all__ = ["Section", "Table", "describe", "describe_all", "number", "plural", "report", "share", "show", "si"]
-__all__ += ["time_unit"]
-
 
 @dataclass
 class Table:

@@ -14,9 +14,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from .files import atomic
 from .parts import Part, backward_of
 
-__all__ = ["compile_report", "kernel_report", "mark_ranges", "nsys_command", "run_labelled", "summarize_kernels"]
-__all__ += ["write_memory_snapshot", "write_trace"]
-
 # A GPU that waits for its next kernel for more than a fifth of the time is limited by how fast kernels are launched.
 _LAUNCH_BOUND_BELOW = 0.8
 

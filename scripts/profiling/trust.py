@@ -9,8 +9,6 @@ from typing import Any
 
 from .timing import Spread
 
-__all__ = ["Watch", "trust"]
-
 # On an idle machine, a half of these is not reached.
 _SPREAD, _ABOVE_FASTEST, _WAITED, _OTHERS = 0.2, 0.25, 0.05, 0.25
 _PROC = Path("/proc")
