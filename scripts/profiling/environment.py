@@ -18,25 +18,26 @@ def environment(device: torch.device, seed: int) -> dict[str, object]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
+        "commit": _commit(),
         "seed": seed,
         "tinyblock": tinyblock.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "os": platform.platform(),
-        "cpu": cpu_name(),
+        "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "device": device_name(device),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
-        "driver": driver_version() if device.type == "cuda" else None,
+        "driver": _driver_version() if device.type == "cuda" else None,
     }
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    """Return the name of the GPU as its driver gives it, or that of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 
-def cpu_name() -> str:
+def _cpu_name() -> str:
     """Return the processor's model, and the widest matrix instructions that torch uses on it."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -46,21 +47,20 @@ def cpu_name() -> str:
     return f"{model}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def commit() -> str | None:
+def _commit() -> str | None:
     """Return the commit of the checkout, with "+changes" where its files differ; None outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head.stdout.strip() + ("+changes" if status.stdout.strip() else "")
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
+    return _output(["git", "-C", str(Path(__file__).resolve().parent), *describe])
 
 
-def driver_version() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def _driver_version() -> str | None:
+    versions = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return versions and versions.splitlines()[0].strip()  # one line for each GPU
+
+
+def _output(command: list[str]) -> str | None:
+    """Return what a command prints; None where it is not to be had, or fails."""
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.splitlines()[0].strip()
