@@ -19,7 +19,7 @@ from tinyblock.vendoring.parser import OneLineParser
 from .compare import SCHEMA, compare, load
 from .environment import device_name, environment
 from .files import atomic, require_writable
-from .machine import datasheet, float32_precision, measure_ceilings, memory_bytes
+from .machine import datasheet, measure_ceilings, memory_bytes
 from .measure import BACKENDS, MODES, Extras, Settings, measure, require_attention_backend
 from .memory import is_out_of_memory
 from .parts import build
@@ -362,7 +362,7 @@ def _settings(request: _Request) -> dict[str, Any]:
         "dtype": str(settings.dtype).removeprefix("torch."),
         "mode": settings.mode,
         "compile": settings.compile,
-        "float32_matmul_precision": float32_precision(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "attention_backend": settings.attention_backend,
         "rounds": settings.rounds,
         "seed": settings.seed,

@@ -5,9 +5,11 @@ a given arithmetic intensity can run at most at min(peak FLOP/s, intensity * pea
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .timing import Spread, interleave
 
@@ -24,7 +26,7 @@ class Datasheet:
     def flops_per_second(self, dtype: torch.dtype) -> float | None:
         """Return the peak, None where it is not here: of other dtypes, and of float32 that may be computed in TF32."""
         if dtype == torch.float32:
-            return self.float32 if float32_precision() == "highest" else None
+            return self.float32 if torch.get_float32_matmul_precision() == "highest" else None
         return self.half if dtype == torch.float16 or (dtype == torch.bfloat16 and self.bfloat16) else None
 
     def peaks(self, dtype: torch.dtype) -> dict[str, float | None]:
@@ -46,16 +48,6 @@ DATASHEETS = {
     "NVIDIA H100 PCIe": Datasheet(756e12, 51e12, 2000e9),
     "NVIDIA H200": Datasheet(989e12, 67e12, 4800e9),
 }
-
-
-def float32_precision() -> str:
-    """Return torch's precision of float32 matrix products: "highest", or less, as TF32 and bfloat16 give it."""
-    try:
-        precision = torch.get_float32_matmul_precision()
-        return "high" if precision == "highest" and torch.backends.cuda.matmul.allow_tf32 else precision
-    except RuntimeError:  # set by torch's newer interface, fp32_precision, and the older one may not be asked any more
-        precision = torch.backends.cuda.matmul.fp32_precision
-        return "highest" if precision in ("none", "ieee") else precision
 
 
 def datasheet(name: str) -> Datasheet | None:
@@ -81,6 +73,7 @@ class Ceilings:
         return self.flops_per_second.median / self.bytes_per_second.median
 
     def bound(self, intensity: float) -> str:
+        """Return "compute" or "memory": what holds up work of this arithmetic intensity."""
         return "compute" if intensity >= self.ridge else "memory"
 
     def seconds(self, flops: float, bytes_moved: float) -> float:
@@ -106,7 +99,7 @@ def measure_ceilings(
     if copy_bytes is None:
         copy_bytes = 128 * 2**20 if device.type == "cpu" else 512 * 2**20
 
-    def product(size: int):  # type: ignore[no-untyped-def]
+    def product(size: int) -> Callable[[], Tensor]:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         out = torch.empty_like(a)
         return lambda: torch.mm(a, b, out=out)
@@ -134,7 +127,4 @@ def memory_bytes(device: torch.device) -> int | None:
     """Return the size of the device's memory, or None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # as on Windows
-        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
