@@ -31,16 +31,11 @@ class Size:
         return 1 if self.num_layers is None else self.num_layers
 
     @property
-    def block_parameters(self) -> int:
-        """Count the parameters of one block."""
+    def parameters(self) -> int:
         heads = self.num_heads + self.num_kv_heads
         norms = 2 * self.d_model + (2 * self.d_head if self.qk_norm else 0)
-        return 2 * self.d_model * heads * self.d_head + 3 * self.d_model * self.d_ff + norms
-
-    @property
-    def parameters(self) -> int:
-        final_norm = 0 if self.num_layers is None else self.d_model
-        return self.layers * self.block_parameters + final_norm
+        block = 2 * self.d_model * heads * self.d_head + 3 * self.d_model * self.d_ff + norms
+        return self.layers * block + (0 if self.num_layers is None else self.d_model)
 
     def smallest(self) -> "Size":
         """Return the same block with next to no arithmetic: what is left of its time is overhead.
