@@ -16,8 +16,8 @@ from .presets import Size
 class Part:
     """A function of tensors, what goes in, what the backward pass starts from, and the weights in between.
 
-    `count` is how often the whole has this part. `gradients` is empty where no backward pass is wanted. `outputs` is
-    what came out when the block was cut: other parts have it for their inputs.
+    `gradients` is empty where no backward pass is wanted. `outputs` came out when the block was cut: other parts have
+    them for their inputs.
     """
 
     name: str
@@ -25,7 +25,6 @@ class Part:
     inputs: tuple[Tensor, ...]
     weights: tuple[nn.Parameter, ...] = ()
     gradients: tuple[Tensor, ...] = ()
-    count: int = 1
     outputs: tuple[Tensor, ...] = ()
 
     def forward(self) -> tuple[Tensor, ...]:
@@ -115,7 +114,6 @@ def cut(model: Block | Transformer, x: Tensor, gradient: Tensor | None = None) -
     def weights(*modules: nn.Module) -> tuple[nn.Parameter, ...]:
         return tuple(weight for module in modules for weight in module.parameters())
 
-    layers = len(model.layers) if isinstance(model, Transformer) else 1
     parts = [
         Part(
             name,
@@ -123,7 +121,6 @@ def cut(model: Block | Transformer, x: Tensor, gradient: Tensor | None = None) -
             leaves(*inputs_of[name]),
             weights(*modules),
             gradients_of[name],
-            layers,
             leaves(*outputs_of[name], requires_grad=False),
         )
         for name, (run, modules) in functions.items()
