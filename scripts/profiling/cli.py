@@ -20,7 +20,7 @@ from .compare import SCHEMA, compare, load
 from .environment import device_name, environment
 from .files import atomic, require_writable
 from .machine import datasheet, measure_ceilings, memory_bytes
-from .measure import BACKENDS, MODES, Extras, Settings, measure, require_attention_backend
+from .measure import BACKENDS, MODES, Settings, measure, require_attention_backend
 from .memory import is_out_of_memory
 from .parts import build
 from .presets import PRESETS, Size
@@ -50,7 +50,6 @@ class _Request:
     settings: Settings
     sizes: list[Size]
     sweep: str | None
-    extras: Extras
     old: dict[str, Any] | None
 
 
@@ -138,6 +137,9 @@ def _request(arguments: argparse.Namespace) -> _Request:
         attention_backend=arguments.attention_backend,
         rounds=arguments.rounds,
         seed=arguments.seed,
+        trace=arguments.trace,
+        memory_snapshot=arguments.memory_snapshot,
+        nvtx=arguments.nvtx,
     )
     if settings.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {settings.rounds}")
@@ -148,12 +150,11 @@ def _request(arguments: argparse.Namespace) -> _Request:
     axis, values = _sweep(arguments.sweep)
     sizes = [_possible_size(arguments, settings, axis, value) for value in (values if axis else [None])]
     _check_layers(sizes, settings)
-    extras = Extras(arguments.trace, arguments.memory_snapshot, arguments.nvtx)
     if settings.device.type != "cuda":
         for option in ("memory_snapshot", "nvtx"):
             if getattr(arguments, option):
                 raise ValueError(f"--{option.replace('_', '-')} needs CUDA, and the device is {settings.device}")
-    if axis and (extras.trace or extras.memory_snapshot or extras.nvtx):
+    if axis and (settings.trace or settings.memory_snapshot or settings.nvtx):
         raise ValueError("--trace, --memory-snapshot and --nvtx record one size: leave --sweep out")
     _check_outputs(arguments)
     old = None if arguments.compare is None else load(arguments.compare)
@@ -165,7 +166,7 @@ def _request(arguments: argparse.Namespace) -> _Request:
         _check_backend(sizes, settings)
     if settings.compile:
         _check_compile(settings)
-    return _Request(arguments, settings, sizes, axis, extras, old)
+    return _Request(arguments, settings, sizes, axis, old)
 
 
 def _device(name: str | None) -> torch.device:
@@ -326,18 +327,15 @@ def _profile(request: _Request) -> int:
         for index, size in enumerate(request.sizes, 1):
             progress.prefix = f"{index}/{len(request.sizes)} " if request.sweep else ""
             try:
-                points.append(measure(size, settings, ceilings, sheet, progress, request.extras))
-                interrupted = points[-1]["status"] == "interrupted"
+                points.append(measure(size, settings, ceilings, sheet, progress))
+                if points[-1]["status"] == "interrupted":
+                    document["status"] = "interrupted"
             except KeyboardInterrupt:
-                interrupted = True
-            if interrupted:
                 document["status"] = "interrupted"
-            if (
-                arguments.json is not None
-            ):  # after every point, so that a process which is killed leaves those until then
+            if arguments.json is not None:  # after every point: a process that is killed leaves those until then
                 with atomic(arguments.json) as temporary:
                     temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-            if interrupted:
+            if document["status"] == "interrupted":
                 break
     measured = [point for point in points if "parts" in point]
     try:  # the report first, so that a plot that fails does not lose it

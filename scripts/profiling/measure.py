@@ -37,7 +37,10 @@ _SAMPLE_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure: `mode` is forward, train (forward and backward) or step (train, and a step of AdamW)."""
+    """How to measure: `mode` is forward, train (forward and backward) or step (train, and a step of AdamW).
+
+    What `trace`, `memory_snapshot` and `nvtx` ask for is recorded in runs of their own, after the timings.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -46,6 +49,9 @@ class Settings:
     attention_backend: str | None = None
     rounds: int = 15
     seed: int = 0
+    trace: Path | None = None
+    memory_snapshot: Path | None = None
+    nvtx: bool = False
 
     @property
     def train(self) -> bool:
@@ -54,15 +60,6 @@ class Settings:
     def attention(self) -> AbstractContextManager[None]:
         """Return a context in which SDPA uses the chosen backend only."""
         return nullcontext() if self.attention_backend is None else sdpa_kernel(BACKENDS[self.attention_backend])
-
-
-@dataclass(frozen=True)
-class Extras:
-    """What is to be recorded besides, each in a run of its own after the timings."""
-
-    trace: Path | None = None
-    memory_snapshot: Path | None = None
-    nvtx: bool = False
 
 
 def require_attention_backend(size: Size, settings: Settings) -> None:
@@ -79,12 +76,7 @@ def require_attention_backend(size: Size, settings: Settings) -> None:
 
 
 def measure(
-    size: Size,
-    settings: Settings,
-    ceilings: Ceilings,
-    datasheet: Datasheet | None,
-    progress: TerminalProgress,
-    extras: Extras = Extras(),
+    size: Size, settings: Settings, ceilings: Ceilings, datasheet: Datasheet | None, progress: TerminalProgress
 ) -> dict[str, Any]:
     """Measure one size, and return a point of docs/profile_schema.md.
 
@@ -94,7 +86,7 @@ def measure(
     """
     try:
         with settings.attention(), torch.set_grad_enabled(settings.train):
-            return _Measurement(size, settings, progress).point(ceilings, datasheet, extras)
+            return _Measurement(size, settings, progress).point(ceilings, datasheet)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -157,7 +149,7 @@ class _Measurement:
                 runs["smallest step"] = _Optimizing(self.smallest).step
         return runs
 
-    def point(self, ceilings: Ceilings, datasheet: Datasheet | None, extras: Extras) -> dict[str, Any]:
+    def point(self, ceilings: Ceilings, datasheet: Datasheet | None) -> dict[str, Any]:
         settings = self.settings
         watch = Watch()
         samples, complete = self._samples()
@@ -174,11 +166,11 @@ class _Measurement:
                 self.progress.start("measuring memory")
                 point["memory"] = self._stage("memory", self._memory)
                 seconds = point["whole"][settings.mode]["seconds"]["median"]
-                if not extras.nvtx:  # nsys and torch.profiler cannot both listen to the GPU
+                if not settings.nvtx:  # nsys and torch.profiler cannot both listen to the GPU
                     point["kernels"] = self._stage(
                         "kernels", lambda: tracing.kernel_report(self.run(), settings.device, seconds)
                     )
-                self._record(extras)
+                self._record()
             except KeyboardInterrupt:
                 point["status"] = "interrupted"
         return point
@@ -257,18 +249,14 @@ class _Measurement:
             del saved, outputs
         return saved_by_part
 
-    def _record(self, extras: Extras) -> None:
+    def _record(self) -> None:
         parts, step = [self.whole, *self.parts], None if self.optimizing is None else self.optimizing.update
-        if extras.trace is not None:
+        if (trace := self.settings.trace) is not None:
             self.progress.start("tracing")
-            path = extras.trace
-            self._stage(
-                "trace", lambda: tracing.write_trace(lambda label: tracing.run_labelled(parts, step, label), path)
-            )
-        if extras.memory_snapshot is not None:
-            snapshot = extras.memory_snapshot
+            self._stage("trace", lambda: tracing.write_trace(parts, step, trace))
+        if (snapshot := self.settings.memory_snapshot) is not None:
             self._stage("memory snapshot", lambda: tracing.write_memory_snapshot(self.run(), snapshot))
-        if extras.nvtx:
+        if self.settings.nvtx:
             self._stage("NVTX ranges", lambda: tracing.mark_ranges(parts, step))
 
 

@@ -34,10 +34,10 @@ def run_labelled(
             step()
 
 
-def write_trace(run: Callable[[Callable[[str], AbstractContextManager[object]]], None], path: Path) -> None:
-    """Write a Chrome trace of `run(label)`, for ui.perfetto.dev or chrome://tracing."""
+def write_trace(parts: Sequence[Part], step: Callable[[], object] | None, path: Path) -> None:
+    """Write a Chrome trace of a labelled run of the parts, for ui.perfetto.dev or chrome://tracing."""
     with profile(activities=_activities(), record_shapes=True) as profiler:
-        run(record_function)
+        run_labelled(parts, step, record_function)
         _synchronize()
     with atomic(path) as temporary:
         profiler.export_chrome_trace(str(temporary))
