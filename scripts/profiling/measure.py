@@ -2,13 +2,15 @@
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tinyblock import Block, Transformer
@@ -16,7 +18,7 @@ from tinyblock import Block, Transformer
 from . import tracing
 from .analysis import analyse
 from .machine import Ceilings, Datasheet
-from .memory import SavedBytes, bytes_of, is_out_of_memory, peak_added_bytes
+from .memory import SavedBytes, is_out_of_memory, peak_added_bytes
 from .parts import Part, build, cut, whole
 from .presets import Size
 from .progress import TerminalProgress
@@ -138,10 +140,11 @@ class _Measurement:
     def _runs(self) -> dict[str, Callable[[], object]]:
         """Return what is timed. Backward alone is not: it is what "train" takes longer than "forward"."""
         runs: dict[str, Callable[[], object]] = {}
-        for part in (self.whole, *self.parts, *([] if self.smallest is None else [self.smallest])):
-            runs[f"{part.name} forward"] = part.forward
-            if self.settings.train:
-                runs[f"{part.name} train"] = part.train
+        for part in (self.whole, *self.parts, self.smallest):
+            if part is not None:
+                runs[f"{part.name} forward"] = part.forward
+                if self.settings.train:
+                    runs[f"{part.name} train"] = part.train
         if self.optimizing is not None:
             runs["whole step"] = self.optimizing.step
             runs["AdamW"] = self.optimizing.update
@@ -150,16 +153,11 @@ class _Measurement:
         return runs
 
     def point(self, ceilings: Ceilings, datasheet: Datasheet | None) -> dict[str, Any]:
-        settings = self.settings
-        watch = Watch()
+        settings, watch = self.settings, Watch()
         samples, complete = self._samples()
-        hindrances = watch.shares()
-        point: dict[str, Any] = {
-            "status": "ok" if complete else "interrupted",
-            "error": None,
-            "size": asdict(self.size),
-        }
-        point |= analyse(samples, self.size, settings.mode, settings.dtype, ceilings, datasheet, hindrances)
+        status = "ok" if complete else "interrupted"
+        point: dict[str, Any] = {"status": status, "error": None, "size": asdict(self.size)}
+        point |= analyse(samples, self.size, settings.mode, settings.dtype, ceilings, datasheet, watch.shares())
         point |= {"compile": self.compile, "memory": None, "kernels": None, "notes": self.notes}
         if complete:
             try:
@@ -167,9 +165,8 @@ class _Measurement:
                 point["memory"] = self._stage("memory", self._memory)
                 seconds = point["whole"][settings.mode]["seconds"]["median"]
                 if not settings.nvtx:  # nsys and torch.profiler cannot both listen to the GPU
-                    point["kernels"] = self._stage(
-                        "kernels", lambda: tracing.kernel_report(self.run(), settings.device, seconds)
-                    )
+                    kernels = partial(tracing.kernel_report, self.run(), settings.device, seconds)
+                    point["kernels"] = self._stage("kernels", kernels)
                 self._record()
             except KeyboardInterrupt:
                 point["status"] = "interrupted"
@@ -219,17 +216,16 @@ class _Measurement:
             }
             for part in self.parts
         ]
-        x, weights = self.whole.inputs[0], self.whole.weights
-        gradients = bytes_of(*self.whole.train()[1:]) if train else None
+        gradients = _bytes(self.whole.train()[1:]) if train else None
         saved_by_whole = SavedBytes(self.known).of(self.whole.forward)[1] if train else None
         state = None
         if self.optimizing is not None:
             state = self.optimizing.state_bytes()
             self.optimizing.clear()  # else the gradients of the last step would be there already
         added = peak_added_bytes(self.run(), device)
-        there = bytes_of(*self.known, x) + (state or 0)
+        there = _bytes([*self.known, *self.whole.inputs]) + (state or 0)
         return {
-            "parameters_bytes": bytes_of(*weights),
+            "parameters_bytes": _bytes(self.whole.weights),
             "gradients_bytes": gradients,
             "optimizer_state_bytes": state,
             "saved_bytes": saved_by_whole,
@@ -243,9 +239,10 @@ class _Measurement:
         for part in self.parts:
             saved = SavedBytes(there)  # one for each part, so that what it saves is free again before the next
             outputs, saved_by_part[part.name] = saved.of(part.forward)
-            # What one part puts out and saves, and the next one saves as its input, is one storage in the block.
-            twins = zip(outputs, part.outputs, strict=False)
-            there += [input_of_next for output, input_of_next in twins if saved.has(output)]
+            # What one part puts out and saves, and the next one saves as its input, is one storage in the block. The
+            # final norm has no next.
+            pairs = zip(outputs, part.outputs, strict=False)
+            there += [input_of_next for output, input_of_next in pairs if saved.has(output)]
             del saved, outputs
         return saved_by_part
 
@@ -253,11 +250,11 @@ class _Measurement:
         parts, step = [self.whole, *self.parts], None if self.optimizing is None else self.optimizing.update
         if (trace := self.settings.trace) is not None:
             self.progress.start("tracing")
-            self._stage("trace", lambda: tracing.write_trace(parts, step, trace))
+            self._stage("trace", partial(tracing.write_trace, parts, step, trace))
         if (snapshot := self.settings.memory_snapshot) is not None:
-            self._stage("memory snapshot", lambda: tracing.write_memory_snapshot(self.run(), snapshot))
+            self._stage("memory snapshot", partial(tracing.write_memory_snapshot, self.run(), snapshot))
         if self.settings.nvtx:
-            self._stage("NVTX ranges", lambda: tracing.mark_ranges(parts, step))
+            self._stage("NVTX ranges", partial(tracing.mark_ranges, parts, step))
 
 
 class _Optimizing:
@@ -285,7 +282,7 @@ class _Optimizing:
 
     def state_bytes(self) -> int:
         states = self.optimizer.state.values()
-        return bytes_of(*(value for state in states for value in state.values() if torch.is_tensor(value)))
+        return _bytes(value for state in states for value in state.values() if torch.is_tensor(value))
 
 
 def _whole(size: Size, settings: Settings) -> tuple[Block | Transformer, Part]:
@@ -293,6 +290,10 @@ def _whole(size: Size, settings: Settings) -> tuple[Block | Transformer, Part]:
     shape = (size.batch_size, size.seq_len, size.d_model)
     x = torch.randn(shape, device=settings.device).to(settings.dtype).requires_grad_(settings.train)
     return model, whole(model, x, torch.randn_like(x) if settings.train else None)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _one_line(error: BaseException) -> str:

@@ -47,10 +47,6 @@ class SavedBytes:
         return tensor.untyped_storage().data_ptr() in self._seen
 
 
-def bytes_of(*tensors: Tensor) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
 def peak_added_bytes(run: Callable[[], object], device: torch.device) -> int | None:
     """Return the most bytes of tensors that `run` holds at a time, beyond those that existed before it.
 

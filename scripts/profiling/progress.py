@@ -32,12 +32,11 @@ class TerminalProgress:
 
     def start(self, what: str, steps: int | None = None) -> None:
         """Replace the bar by one for `what`; without steps it only shows that something goes on."""
-        if self._progress is None:
-            return
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-        self._task = self._progress.add_task(self.prefix + what, total=steps)
-        self._progress.refresh()
+        if self._progress is not None:
+            if self._task is not None:
+                self._progress.remove_task(self._task)
+            self._task = self._progress.add_task(self.prefix + what, total=steps)
+            self._progress.refresh()
 
     def advance(self) -> None:
         """Finish one step."""

@@ -2,20 +2,17 @@
 
 import shlex
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from .files import atomic
 from .parts import Part, backward_of
-
-# A GPU that waits for its next kernel for more than a fifth of the time is limited by how fast kernels are launched.
-_LAUNCH_BOUND_BELOW = 0.8
+from .timing import clock
 
 
 def run_labelled(
@@ -36,27 +33,18 @@ def run_labelled(
 
 def write_trace(parts: Sequence[Part], step: Callable[[], object] | None, path: Path) -> None:
     """Write a Chrome trace of a labelled run of the parts, for ui.perfetto.dev or chrome://tracing."""
-    with profile(activities=_activities(), record_shapes=True) as profiler:
+    with profile(record_shapes=True) as profiler:
         run_labelled(parts, step, record_function)
         _synchronize()
     with atomic(path) as temporary:
         profiler.export_chrome_trace(str(temporary))
 
 
-@contextmanager
-def nvtx_range(name: str) -> Iterator[None]:
-    torch.cuda.nvtx.range_push(name)
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()
-
-
 def mark_ranges(parts: Sequence[Part], step: Callable[[], object] | None) -> None:
     """Run the parts in NVTX ranges, and have nsys record that alone, which waits for the profiler's interface."""
     torch.cuda.profiler.start()
     try:
-        run_labelled(parts, step, nvtx_range)
+        run_labelled(parts, step, torch.cuda.nvtx.range)
         torch.cuda.synchronize()
     finally:
         torch.cuda.profiler.stop()
@@ -73,7 +61,7 @@ def kernel_report(run: Callable[[], object], device: torch.device, seconds: floa
     """Count the kernels of `run`, which takes so many seconds without a profiler; None where none can be seen."""
     if device.type != "cuda":
         return None
-    with profile(activities=_activities()) as profiler:
+    with profile() as profiler:
         run()
         _synchronize()
     return summarize_kernels(profiler.events() or [], seconds)
@@ -99,7 +87,7 @@ def summarize_kernels(events: Iterable[Any], seconds: float) -> dict[str, Any] |
         "count": count,
         "busy_seconds": busy * 1e-6,
         "busy_fraction": fraction,
-        "launch_bound": fraction < _LAUNCH_BOUND_BELOW,
+        "launch_bound": fraction < 0.8,  # for a fifth of the time, the GPU waits for its next kernel
     }
 
 
@@ -108,10 +96,9 @@ def compile_report(eager: Part, compiled: Part, train: bool) -> dict[str, Any]:
     explained = torch._dynamo.explain(eager.run)(*eager.inputs)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    start = time.perf_counter()
+    start = clock()
     compiled.train() if train else compiled.forward()
-    _synchronize()
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     counters = torch._dynamo.utils.counters
     hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
     return {
@@ -132,11 +119,6 @@ def write_memory_snapshot(run: Callable[[], object], path: Path) -> None:
             torch.cuda.memory._dump_snapshot(str(temporary))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _activities() -> list[ProfilerActivity]:
-    cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return [ProfilerActivity.CPU, *cuda]
 
 
 def _synchronize() -> None:

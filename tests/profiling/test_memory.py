@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from profiling.memory import SavedBytes, bytes_of, is_out_of_memory, peak_added_bytes, peak_of_trace
+from profiling.memory import SavedBytes, is_out_of_memory, peak_added_bytes, peak_of_trace
 
 CPU = torch.device("cpu")
 
@@ -81,11 +81,6 @@ def test_peak_added_bytes_sees_what_is_released_within():
         return z + 1
 
     assert peak_added_bytes(run, CPU) == pytest.approx(2 * 4000, abs=100)  # torch adds a few bytes for each scalar
-
-
-def test_bytes_of_adds_tensors_up():
-    assert bytes_of(torch.empty(3), torch.empty(2, dtype=torch.bfloat16)) == 16
-    assert bytes_of() == 0
 
 
 @pytest.mark.parametrize(
