@@ -34,18 +34,15 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> list[Section]:
     """
     sections: list[Section] = [_differences(new, old)]
     for point in new["points"]:
-        twin = next((p for p in old["points"] if p["size"] == point["size"]), None)
-        if twin is None or "parts" not in twin or "parts" not in point:
-            sections.append(f"{describe(point['size'])}: nothing to compare with")
-            continue
-        table = Table(
-            f"New / old: {describe(point['size'])}", ["part", "pass", "old us", "new us", "ratio", "spread", ""]
-        )
-        before = dict(_times(twin))
-        for (name, pass_), seconds in _times(point):
-            if (name, pass_) in before:
-                table.rows.append([name, pass_, *_ratio(seconds, before[name, pass_])])
-        sections.append(table)
+        size = point["size"]
+        before = next((_times(earlier) for earlier in old["points"] if earlier["size"] == size), {})
+        now = _times(point)
+        if before and now:
+            rows = [[*key, *_ratio(seconds, before[key])] for key, seconds in now.items() if key in before]
+            columns = ["part", "pass", "old us", "new us", "ratio", "spread", ""]
+            sections.append(Table(f"New / old: {describe(size)}", columns, rows))
+        else:
+            sections.append(f"{describe(size)}: nothing to compare with")
     return sections
 
 
@@ -62,17 +59,15 @@ def _differences(new: dict[str, Any], old: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _times(point: dict[str, Any]) -> list[tuple[tuple[str, str], dict[str, float]]]:
-    records = [
-        (part["name"], pass_, part[pass_])
-        for part in point["parts"]
-        for pass_ in ("forward", "backward")
-        if pass_ in part
-    ]
-    records += [("whole", pass_, record) for pass_, record in point["whole"].items()]
-    if point["optimizer"] is not None:
-        records.append(("AdamW", "step", point["optimizer"]))
-    return [((name, pass_), record["seconds"]) for name, pass_, record in records]
+def _times(point: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
+    """Return the seconds of each part and pass; of none where the memory did not suffice."""
+    if "parts" not in point:
+        return {}
+    records = [*point["parts"], {"name": "whole"} | point["whole"], {"name": "AdamW", "step": point["optimizer"]}]
+    passes = ("forward", "backward", "train", "step")
+    return {
+        (record["name"], name): record[name]["seconds"] for record in records for name in passes if record.get(name)
+    }
 
 
 def _ratio(new: dict[str, float], old: dict[str, float]) -> list[str]:

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from .report import describe_all, number, plural, share, si, time_unit
+from .report import describe_all, device_and_threads, number, rates, share, time_unit, value_on
 
 # Okabe and Ito's palette, which people with any kind of colour blindness can tell apart; the markers say it again.
 _HUES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8A8A00", "#999999", "#661100", "#332288")
@@ -23,10 +23,9 @@ def plot(document: dict[str, Any], path: Path) -> None:
     settings, environment = document["settings"], document["environment"]
     figure = Figure(figsize=(10, 5), layout="constrained")
     figure.suptitle(describe_all([point["size"] for point in points]), fontsize=12, fontweight="bold")
-    threads = f", {plural(environment['threads'], 'thread')}" if settings["device"] == "cpu" else ""
     how = f"{settings['dtype']}, {'compiled' if settings['compile'] else 'eager'}"
     date = environment["date"].partition("T")[0]
-    origin = f"{environment['device']}{threads}; {how}; torch {environment['torch']}; {date}"
+    origin = f"{device_and_threads(document)}; {how}; torch {environment['torch']}; {date}"
     figure.supxlabel(origin, fontsize=8, color="dimgrey")
     if settings["sweep"]:
         _sweep(figure, points, settings["sweep"])
@@ -51,27 +50,23 @@ def _style(index: int, filled: bool = True) -> dict[str, Any]:
 
 
 def _roofline(axes: Axes, point: dict[str, Any], ceilings: dict[str, Any]) -> None:
-    whole = {"marker": "*", "markersize": 13, "markeredgecolor": "black"}
     shown = []
-    for pass_ in [name for name in ("forward", "backward") if name in point["whole"]]:
+    for pass_ in [name for name in _PASSES[:2] if name in point["whole"]]:
         filled = pass_ == "forward"
-        for index, part in enumerate(point["parts"]):
-            shown.append((part[pass_], _style(index, filled)))
-        face = {"markerfacecolor": "black" if filled else "white"}
-        shown.append((point["whole"][pass_], _style(0) | whole | face | {"label": f"whole, {pass_}"}))
+        shown += [(part[pass_], _style(index, filled)) for index, part in enumerate(point["parts"])]
+        star = {"marker": "*", "markersize": 13, "markeredgecolor": "black", "label": f"whole, {pass_}"}
+        shown.append((point["whole"][pass_], _style(0) | star | {"markerfacecolor": "black" if filled else "white"}))
     shown = [(record, style) for record, style in shown if record["flops_per_second"] is not None]
     intensities = [record["intensity"] for record, _ in shown] + [ceilings["ridge"]]
     low, high = min(intensities) / 2, max(intensities) * 2
-    sheet = ceilings["datasheet"] or {"flops_per_second": None}
-    for name, line, peak, bandwidth in (
-        ("", "-", ceilings["flops_per_second"]["median"], ceilings["bytes_per_second"]["median"]),
-        ("datasheet: ", ":", sheet["flops_per_second"], sheet.get("bytes_per_second")),
-    ):
-        if peak is None:
-            continue
+    roofs = [("", "-", ceilings["flops_per_second"]["median"], ceilings["bytes_per_second"]["median"])]
+    sheet = ceilings["datasheet"]
+    if sheet is not None and sheet["flops_per_second"] is not None:
+        roofs.append(("datasheet: ", ":", sheet["flops_per_second"], sheet["bytes_per_second"]))
+    for name, line, peak, bandwidth in roofs:
         corner = min(max(peak / bandwidth, low), high)
         roof = [min(peak, x * bandwidth) for x in (low, corner, high)]
-        label = f"{name}{si(peak, 'FLOP/s')}, {si(bandwidth, 'B/s')}"
+        label = name + rates(peak, bandwidth)
         axes.plot([low, corner, high], roof, color="black", linewidth=1.2, linestyle=line, label=label)
     for record, style in shown:
         axes.plot(record["intensity"], record["flops_per_second"], **style)
@@ -114,16 +109,15 @@ def _times(axes: Axes, point: dict[str, Any], mode: str) -> None:
 
 
 def _sweep(figure: Figure, points: list[dict[str, Any]], axis: str) -> None:
-    values = [point["size"][axis.replace("-", "_")] for point in points]
+    values = [int(value_on(axis, point)) for point in points]
     passes = [name for name in _PASSES if name in points[0]["whole"]]
     left, right = figure.subplots(1, 2)
     for index, name in enumerate(passes):
         colour = _HUES[index]
-        times = {
-            key: [1e3 * point["whole"][name]["seconds"][key] for point in points] for key in ("median", "p20", "p80")
-        }
-        left.plot(values, times["median"], label=name, color=colour, marker=_MARKERS[index])
-        left.fill_between(values, times["p20"], times["p80"], alpha=0.2, color=colour)
+        spreads = [point["whole"][name]["seconds"] for point in points]
+        median, p20, p80 = ([1e3 * spread[key] for spread in spreads] for key in ("median", "p20", "p80"))
+        left.plot(values, median, label=name, color=colour, marker=_MARKERS[index])
+        left.fill_between(values, p20, p80, alpha=0.2, color=colour)
         floors = [1e3 * point["whole"][name]["roofline_seconds"] for point in points]
         left.plot(values, floors, color=colour, linestyle=":", label=f"{name}: roofline")
     left.set_title("Time of the whole: median, p20 to p80", fontsize=11)

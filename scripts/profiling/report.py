@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TextIO
 
 from .presets import PRESETS
@@ -90,26 +91,22 @@ def share(value: float | None) -> str:
 
 def report(document: dict[str, Any]) -> list[Section]:
     """Return the sections of a whole profile: of one size in full, of a sweep one line for each point."""
-    points = document["points"]
+    points, axis = document["points"], document["settings"]["sweep"]
     sections: list[Section] = [_header(document)]
-    if document["settings"]["sweep"] is None:
+    if axis is None:
         for point in points:
             sections += _point(point, document)
     else:
-        sections += _sweep(points, document)
+        sections += _sweep(points, axis, document["settings"]["mode"])
     if document["status"] == "interrupted":
         sections.append("Interrupted: these are the figures until then.")
-    if doubts := [line for point in points for line in _doubts(point, document["settings"]["sweep"])]:
+    doubted = [point for point in points if "trust" in point and point["trust"]["doubts"]]
+    if doubted:
+        where = (f"{axis} {value_on(axis, point)}: " if axis else "" for point in doubted)
+        doubts = [f"  {at}{'; '.join(point['trust']['doubts'])}" for at, point in zip(where, doubted, strict=True)]
         advice = "Close other programs, use fewer threads (OMP_NUM_THREADS) or raise --rounds."
         sections.append("\n".join(["Do not trust these figures:", *doubts, advice]))
     return sections
-
-
-def _doubts(point: dict[str, Any], axis: str | None) -> list[str]:
-    if "trust" not in point or not point["trust"]["doubts"]:
-        return []
-    where = "" if axis is None else f"{axis} {point['size'][axis.replace('-', '_')]}: "
-    return [f"  {where}{'; '.join(point['trust']['doubts'])}"]
 
 
 def describe(size: dict[str, Any]) -> str:
@@ -119,8 +116,7 @@ def describe(size: dict[str, Any]) -> str:
     norm = ", q/k norm" if size["qk_norm"] else ""
     return (
         f"{stack}: batch {size['batch_size']}, {size['seq_len']} tokens, d_model {size['d_model']}, "
-        f"{size['num_heads']} heads of {size['d_head']}{grouped}{norm}, "
-        f"d_ff {size['d_ff']}"
+        f"{size['num_heads']} heads of {size['d_head']}{grouped}{norm}, d_ff {size['d_ff']}"
     )
 
 
@@ -136,20 +132,26 @@ def _header(document: dict[str, Any]) -> str:
     model = f", preset {preset} ({PRESETS[preset].model_layers} blocks in the model)" if preset else ""
     compiled = "compiled (and each part on its own)" if settings["compile"] else "eager"
     backend = settings["attention_backend"] or "torch's choice of"
-    threads = f", {plural(environment['threads'], 'thread')}" if settings["device"] == "cpu" else ""
-    measured = (
-        f"{si(ceilings['flops_per_second']['median'], 'FLOP/s')}, {si(ceilings['bytes_per_second']['median'], 'B/s')}"
-    )
+    measured = rates(ceilings["flops_per_second"]["median"], ceilings["bytes_per_second"]["median"])
     sheet = ceilings["datasheet"]
-    known = f"{si(sheet['flops_per_second'], 'FLOP/s')}, {si(sheet['bytes_per_second'], 'B/s')}" if sheet else "n/a"
+    known = rates(sheet["flops_per_second"], sheet["bytes_per_second"]) if sheet else "n/a"
     return "\n".join(
         [
-            f"{environment['device']}{threads}, torch {environment['torch']}",
+            f"{device_and_threads(document)}, torch {environment['torch']}",
             f"{settings['dtype']}, mode {settings['mode']}, {compiled}, {backend} attention backend{model}",
             f"Ceilings: measured {measured} (a product of {ceilings['product_size']}, a copy of "
             f"{si(ceilings['copy_bytes'], 'B')}); datasheet {known}",
         ]
     )
+
+
+def device_and_threads(document: dict[str, Any]) -> str:
+    threads, on_cpu = document["environment"]["threads"], document["settings"]["device"] == "cpu"
+    return document["environment"]["device"] + (f", {_plural(threads, 'thread')}" if on_cpu else "")
+
+
+def rates(flops_per_second: float | None, bytes_per_second: float) -> str:
+    return f"{si(flops_per_second, 'FLOP/s')}, {si(bytes_per_second, 'B/s')}"
 
 
 def _point(point: dict[str, Any], document: dict[str, Any]) -> list[Section]:
@@ -169,27 +171,17 @@ def _point(point: dict[str, Any], document: dict[str, Any]) -> list[Section]:
 
 def _times(point: dict[str, Any], passes: list[str], title: str) -> Table:
     unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
-    table = Table(title, ["part"])
-    table.columns = ["part", *(c for name in passes for c in (f"{name} {unit}", "p20-p80", "share"))]
-
-    def cells(seconds: dict[str, float], part_share: float | None = None) -> list[str]:
-        shown = "" if part_share is None else share(part_share)
-        return [number(seconds["median"] * factor), _range(seconds, factor), shown]
-
-    for part in point["parts"]:
-        row = [part["name"]]
-        for name in passes:
-            row += cells(part[name]["seconds"], part[name]["share"])
-        table.rows.append(row)
+    table = Table(title, ["part", *(column for name in passes for column in (f"{name} {unit}", "p20-p80", "share"))])
     sums, whole = point["sum_of_parts"], point["whole"]
-    table.totals = [
-        ["sum of the parts", *(c for name in passes for c in cells(sums[name]["seconds"], 1.0))],
-        ["whole", *(c for name in passes for c in cells(whole[name]["seconds"]))],
-        ["sum / whole"],
-    ]
-    for name in passes:
-        ratio = sums[name]["of_whole"]
-        table.totals[-1] += [number(ratio["median"]), _range(ratio, 1), ""]
+    for part in point["parts"]:
+        cells = [[*_spread(part[name]["seconds"], factor), share(part[name]["share"])] for name in passes]
+        table.rows.append([part["name"], *chain(*cells)])
+    for title, cells in (
+        ("sum of the parts", [[*_spread(sums[name]["seconds"], factor), share(1.0)] for name in passes]),
+        ("whole", [[*_spread(whole[name]["seconds"], factor), ""] for name in passes]),
+        ("sum / whole", [[*_spread(sums[name]["of_whole"], 1), ""] for name in passes]),
+    ):
+        table.totals.append([title, *chain(*cells)])
     return table
 
 
@@ -231,16 +223,18 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
     whole, memory, kernels, compiled = (point[key] for key in ("whole", "memory", "kernels", "compile"))
     seconds = whole[mode]["seconds"]
     unit, factor = time_unit(seconds["median"])
+
+    def timed(spread: dict[str, float]) -> str:
+        median, low_to_high = _spread(spread, factor)
+        return f"{median} {unit} ({low_to_high})"
+
     lines = [
-        f"{_MODE[mode]}: {number(seconds['median'] * factor)} {unit} ({_range(seconds, factor)}), "
-        f"{si(point['tokens_per_second'])} tokens/s, {share(whole[mode]['roofline_fraction'])} of the roofline"
+        f"{_MODES[mode]}: {timed(seconds)}, {si(point['tokens_per_second'])} tokens/s, "
+        f"{share(whole[mode]['roofline_fraction'])} of the roofline"
     ]
     if point["optimizer"] is not None:
         update = point["optimizer"]["seconds"]
-        part = share(update["median"] / seconds["median"])
-        lines.append(
-            f"AdamW: {number(update['median'] * factor)} {unit} ({_range(update, factor)}), {part} of the step"
-        )
+        lines.append(f"AdamW: {timed(update)}, {share(update['median'] / seconds['median'])} of the step")
     mfu = point["mfu"]
     for source, name in (("measured", "measured ceiling"), ("datasheet", "datasheet")):
         lines.append(f"MFU of the {name}: causal {share(mfu['causal'][source])}, dense {share(mfu['dense'][source])}")
@@ -255,16 +249,16 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
             f"Same calls on one token of width 8: {number(overhead['seconds']['median'] * factor)} {unit}{part}, "
             "all of it overhead: Python, dispatch and launches"
         )
-    if kernels is not None:
+    if kernels is None:
+        lines.append("Kernels: n/a")
+    else:
         bound = "launch-bound" if kernels["launch_bound"] else "not launch-bound"
         lines.append(f"Kernels: {kernels['count']}, which run {share(kernels['busy_fraction'])} of the time: {bound}")
-    else:
-        lines.append("Kernels: n/a")
     if compiled is not None:
         cache = ", from inductor's cache" if compiled["from_cache"] else ""
         lines.append(
-            f"Compilation: {number(compiled['seconds'])} s{cache}; {plural(compiled['graphs'], 'graph')}, "
-            f"{plural(compiled['graph_breaks'], 'break')}"
+            f"Compilation: {number(compiled['seconds'])} s{cache}; {_plural(compiled['graphs'], 'graph')}, "
+            f"{_plural(compiled['graph_breaks'], 'break')}"
         )
         lines += [f"  break: {' '.join(reason.split())}" for reason in compiled["break_reasons"]]
     if memory is not None:
@@ -275,7 +269,7 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
         )
     lines += [f"Not measured: {note}" for note in point["notes"]]
     if point["status"] == "interrupted":
-        lines.append(f"Interrupted after {plural(seconds['samples'], 'round')}.")
+        lines.append(f"Interrupted after {_plural(seconds['samples'], 'round')}.")
     lines.append(_LEGEND)
     if point["losses"]:
         lines += ["", "Most time lost against the roofline, and what that usually means:"]
@@ -293,48 +287,38 @@ _CAUSES = {
     "elementwise": "elementwise work at {} of the roofline: it waits for memory, and a compiler would fuse it",
 }
 
-
-_MODE = {
-    "forward": "Forward",
-    "train": "Forward and backward",
-    "step": "Forward, backward and AdamW",
-}
+_MODES = {"forward": "Forward", "train": "Forward and backward", "step": "Forward, backward and AdamW"}
 _LEGEND = (
     "Times are medians; backward is what a run of both takes longer than forward, round by round.\n"
     "Bytes are the fewest possible; above 100% of the roofline, they come from a cache."
 )
 
 
-def _sweep(points: list[dict[str, Any]], document: dict[str, Any]) -> list[Section]:
-    axis, mode = document["settings"]["sweep"], document["settings"]["mode"]
+def _sweep(points: list[dict[str, Any]], axis: str, mode: str) -> list[Section]:
     measured = [point for point in points if "parts" in point]
-    sections: list[Section] = []
-    if points:
-        sections.append(describe_all([point["size"] for point in points]))
     unit, factor = time_unit(min((point["whole"][mode]["seconds"]["median"] for point in measured), default=1.0))
-    columns = [axis, f"{mode} {unit}", "p20-p80", "tokens/s", "MFU causal", "sum/whole", "saved", "peak"]
-    columns.insert(3, f"one token {unit}")
-    table = Table(f"Sweep: {_MODE[mode][0].lower() + _MODE[mode][1:]}, MFU of the measured ceiling", columns)
+    columns = [axis, f"{mode} {unit}", "p20-p80", f"one token {unit}", "tokens/s", "MFU causal", "sum/whole"]
+    columns += ["saved", "peak"]
+    table = Table(f"Sweep: {_MODES[mode][0].lower() + _MODES[mode][1:]}, MFU of the measured ceiling", columns)
     for point in points:
-        value = str(point["size"][axis.replace("-", "_")])
+        value = value_on(axis, point)
         if "parts" not in point:
             table.rows.append([value, point["status"], *[""] * (len(columns) - 2)])
             continue
-        seconds, memory = point["whole"][mode]["seconds"], point["memory"] or {}
-        ratio = point["sum_of_parts"]["forward" if mode == "forward" else "train"]["of_whole"]["median"]
+        overhead, memory = point["overhead"], point["memory"] or {}
         table.rows.append(
             [
                 value + (" (interrupted)" if point["status"] == "interrupted" else ""),
-                number(seconds["median"] * factor),
-                _range(seconds, factor),
-                number(None if point["overhead"] is None else point["overhead"]["seconds"]["median"] * factor),
+                *_spread(point["whole"][mode]["seconds"], factor),
+                number(overhead and overhead["seconds"]["median"] * factor),
                 si(point["tokens_per_second"]),
                 share(point["mfu"]["causal"]["measured"]),
-                number(ratio),
+                number(point["sum_of_parts"]["forward" if mode == "forward" else "train"]["of_whole"]["median"]),
                 si(memory.get("saved_bytes"), "B"),
                 si(memory.get("peak_bytes"), "B"),
             ]
         )
+    sections: list[Section] = [describe_all([point["size"] for point in points])] if points else []
     sections.append(table)
     if measured:
         sections.append(_sweep_parts(measured, axis, mode))
@@ -342,33 +326,38 @@ def _sweep(points: list[dict[str, Any]], document: dict[str, Any]) -> list[Secti
         losses = Table("Most time lost against the roofline", [axis, "first", "second", "third"])
         for point in measured:
             shown = [f"{loss['name']} {share(loss['share'])}" for loss in point["losses"]]
-            losses.rows.append([str(point["size"][axis.replace("-", "_")]), *shown, *[""] * (3 - len(shown))])
+            losses.rows.append([value_on(axis, point), *shown, *[""] * (3 - len(shown))])
         sections.append(losses)
-    key = axis.replace("-", "_")
-    notes = [f"{axis} {point['size'][key]}: not measured: {note}" for point in measured for note in point["notes"]]
+    notes = [(value_on(axis, point), note) for point in measured for note in point["notes"]]
     if notes:
-        sections.append("\n".join(notes))
+        sections.append("\n".join(f"{axis} {value}: not measured: {note}" for value, note in notes))
     return sections
 
 
 def _sweep_parts(points: list[dict[str, Any]], axis: str, mode: str) -> Table:
     passes = ["forward"] if mode == "forward" else ["forward", "backward"]
     unit, factor = time_unit(min(point["whole"]["forward"]["seconds"]["median"] for point in points))
-    values = [str(point["size"][axis.replace("-", "_")]) for point in points]
-    table = Table(f"Parts: {' and '.join(passes)}, {unit}, by {axis}", ["part", *values])
+    title = f"Parts: {' and '.join(passes)}, {unit}, by {axis}"
+    table = Table(title, ["part", *(value_on(axis, point) for point in points)])
     for rows in zip(*(point["parts"] for point in points), strict=True):
         times = [sum(row[name]["seconds"]["median"] for name in passes) for row in rows]
         table.rows.append([rows[0]["name"], *(number(seconds * factor) for seconds in times)])
     return table
 
 
+def value_on(axis: str, point: dict[str, Any]) -> str:
+    """Return the point's value on the axis of the sweep."""
+    return str(point["size"][axis.replace("-", "_")])
+
+
 def time_unit(seconds: float) -> tuple[str, float]:
     return ("us", 1e6) if seconds < 1e-3 else ("ms", 1e3)
 
 
-def _range(spread: dict[str, float], factor: float) -> str:
-    return f"{number(spread['p20'] * factor)}-{number(spread['p80'] * factor)}"
+def _spread(spread: dict[str, float], factor: float) -> list[str]:
+    """Return the median, and the range from p20 to p80."""
+    return [number(spread["median"] * factor), f"{number(spread['p20'] * factor)}-{number(spread['p80'] * factor)}"]
 
 
-def plural(count: int, noun: str) -> str:
+def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
