@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +42,6 @@ _EXAMPLES = """examples:
 """
 
 
-@dataclass(frozen=True)
-class _Request:
-    """All that is to be done, checked."""
-
-    arguments: argparse.Namespace
-    settings: Settings
-    sizes: list[Size]
-    sweep: str | None
-    old: dict[str, Any] | None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Profile what `argv` asks for, and return the exit code.
 
@@ -61,13 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
-        request = _request(arguments)
+        settings, sizes, earlier = _checked(arguments)
     except ValueError as error:
         parser.error(str(error))
     if arguments.nvtx:
         print(f"To record the ranges: {nsys_command(sys.argv[1:] if argv is None else argv)}", flush=True)
     try:
-        return _profile(request)
+        return _profile(arguments, settings, sizes, earlier)
     except BrokenPipeError:  # whoever read the report has seen enough; the files are written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -127,8 +116,8 @@ def _parser() -> OneLineParser:
     return parser
 
 
-def _request(arguments: argparse.Namespace) -> _Request:
-    """Check everything that can be checked before measuring."""
+def _checked(arguments: argparse.Namespace) -> tuple[Settings, list[Size], dict[str, Any] | None]:
+    """Return how to measure, what, and the profile to compare with, once all that can be checked before is checked."""
     settings = Settings(
         device=_device(arguments.device),
         dtype=_DTYPES[arguments.dtype],
@@ -147,18 +136,17 @@ def _request(arguments: argparse.Namespace) -> _Request:
         raise ValueError(f"--seed must fit into 64 bits, got {settings.seed}")
     if settings.mode == "step" and settings.dtype == torch.float16:
         raise ValueError("--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train")
-    axis, values = _sweep(arguments.sweep)
-    sizes = [_possible_size(arguments, settings, axis, value) for value in (values if axis else [None])]
+    sizes = [_possible_size(arguments, settings, swept) for swept in _sweep(arguments.sweep)]
     _check_layers(sizes, settings)
     if settings.device.type != "cuda":
         for option in ("memory_snapshot", "nvtx"):
             if getattr(arguments, option):
                 raise ValueError(f"--{option.replace('_', '-')} needs CUDA, and the device is {settings.device}")
-    if axis and (settings.trace or settings.memory_snapshot or settings.nvtx):
+    if arguments.sweep and (settings.trace or settings.memory_snapshot or settings.nvtx):
         raise ValueError("--trace, --memory-snapshot and --nvtx record one size: leave --sweep out")
     _check_outputs(arguments)
-    old = None if arguments.compare is None else load(arguments.compare)
-    if old is not None and not any(point["size"] == asdict(size) for point in old["points"] for size in sizes):
+    earlier = None if arguments.compare is None else load(arguments.compare)
+    if earlier is not None and not any(point["size"] == asdict(size) for point in earlier["points"] for size in sizes):
         raise ValueError(f"{arguments.compare} has none of the sizes that are asked for")
     if settings.device.type == "cuda":
         torch.cuda.set_device(settings.device)
@@ -166,7 +154,7 @@ def _request(arguments: argparse.Namespace) -> _Request:
         _check_backend(sizes, settings)
     if settings.compile:
         _check_compile(settings)
-    return _Request(arguments, settings, sizes, axis, old)
+    return settings, sizes, earlier
 
 
 def _device(name: str | None) -> torch.device:
@@ -186,9 +174,10 @@ def _device(name: str | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _sweep(text: str | None) -> tuple[str | None, list[int]]:
+def _sweep(text: str | None) -> list[dict[str, int]]:
+    """Return what each size of the sweep has in place of the options; nothing, of a single size."""
     if text is None:
-        return None, []
+        return [{}]
     axis, _, values = text.partition("=")
     try:
         numbers = [int(value) for value in values.split(",")]
@@ -198,16 +187,13 @@ def _sweep(text: str | None) -> tuple[str | None, list[int]]:
         raise ValueError(
             f"--sweep takes one of {', '.join(_SWEEPS)} and its values, as in seq-len=128,256, got {text!r}"
         )
-    return axis, numbers
+    return [{axis.replace("-", "_"): number} for number in numbers]
 
 
-def _possible_size(arguments: argparse.Namespace, settings: Settings, axis: str | None, value: int | None) -> Size:
+def _possible_size(arguments: argparse.Namespace, settings: Settings, swept: dict[str, int]) -> Size:
     """Return the size that is asked for, once torch and the layers have taken it without allocating anything."""
     try:
-        size = _size(arguments, axis, value)
-        widest = max(size.d_model, size.d_ff, size.num_heads * size.d_head)
-        if max(size.parameters, size.tokens * widest) * settings.dtype.itemsize >= 2**63:
-            raise OverflowError(f"{size.parameters} parameters and {size.tokens} tokens are more than can be counted")
+        size = _size(arguments, swept)
         one_layer = replace(size, num_layers=size.num_layers and min(size.num_layers, 1))  # the others are like it
         build(one_layer, "meta", settings.dtype)
         torch.empty(size.batch_size, size.seq_len, size.d_model, device="meta", dtype=settings.dtype)
@@ -230,14 +216,10 @@ def _check_layers(sizes: list[Size], settings: Settings) -> None:
         )
 
 
-def _size(arguments: argparse.Namespace, axis: str | None = None, value: int | None = None) -> Size:
+def _size(arguments: argparse.Namespace, swept: dict[str, int]) -> Size:
     """Return the size that the options add up to; the layers fill in what is left open and refuse the impossible."""
-    given = {
-        name: getattr(arguments, name)
-        for name in ("batch_size", "seq_len", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff", "num_layers")
-    }
-    if axis is not None:
-        given[axis.replace("-", "_")] = value
+    names = ("batch_size", "seq_len", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff", "num_layers")
+    given = {name: getattr(arguments, name) for name in names} | swept
     defaults: dict[str, Any] = {"d_model": 512, "num_heads": 8}
     numerics: dict[str, Any] = {"qk_norm": arguments.qk_norm}
     if arguments.preset is not None:
@@ -252,14 +234,7 @@ def _size(arguments: argparse.Namespace, axis: str | None = None, value: int | N
         if given["num_heads"] is not None:
             del defaults["num_kv_heads"]
     size: dict[str, Any] = {name: defaults.get(name) if chosen is None else chosen for name, chosen in given.items()}
-    block = Block(
-        size["d_model"],
-        size["num_heads"],
-        size["d_ff"],
-        num_kv_heads=size["num_kv_heads"],
-        d_head=size["d_head"],
-        device="meta",
-    )
+    block = Block(**{name: size[name] for name in names[2:-1]}, device="meta")
     size |= {"num_kv_heads": block.attn.num_kv_heads, "d_head": block.attn.d_head, "d_ff": block.ffn.d_ff}
     return Size(**size, **numerics)
 
@@ -276,13 +251,11 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
             continue
         try:
             require_writable(path)
-            target = path.resolve()
-        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
-            reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"--{option.replace('_', '-')}: cannot write {path}: {reason}") from None
-        if target in resolved:
+        except OSError as error:
+            raise ValueError(f"--{option.replace('_', '-')}: cannot write {path}: {error.strerror}") from None
+        if path.resolve() in resolved:
             raise ValueError("two outputs have the same path")
-        resolved.add(target)
+        resolved.add(path.resolve())
 
 
 def _check_backend(sizes: list[Size], settings: Settings) -> None:
@@ -309,8 +282,11 @@ def _first_sentence(error: Exception) -> str:
     return str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
 
 
-def _profile(request: _Request) -> int:
-    settings, arguments = request.settings, request.arguments
+def _profile(
+    arguments: argparse.Namespace, settings: Settings, sizes: list[Size], earlier: dict[str, Any] | None
+) -> int:
+    """Measure the sizes, write and show the result, and return the exit code."""
+    axis = arguments.sweep and arguments.sweep.partition("=")[0]
     with TerminalProgress() as progress:
         progress.start("measuring the ceilings")
         ceilings = measure_ceilings(settings.device, settings.dtype)
@@ -319,13 +295,13 @@ def _profile(request: _Request) -> int:
             "schema": SCHEMA,
             "status": "ok",
             "environment": environment(settings.device, settings.seed),
-            "settings": _settings(request),
+            "settings": _as_json(settings) | {"preset": arguments.preset, "sweep": axis},
             "ceilings": asdict(ceilings)
             | {"ridge": ceilings.ridge, "datasheet": sheet and sheet.peaks(settings.dtype)},
             "points": (points := []),
         }
-        for index, size in enumerate(request.sizes, 1):
-            progress.prefix = f"{index}/{len(request.sizes)} " if request.sweep else ""
+        for index, size in enumerate(sizes, 1):
+            progress.prefix = f"{index}/{len(sizes)} " if axis else ""
             try:
                 points.append(measure(size, settings, ceilings, sheet, progress))
                 if points[-1]["status"] == "interrupted":
@@ -340,8 +316,8 @@ def _profile(request: _Request) -> int:
     measured = [point for point in points if "parts" in point]
     try:  # the report first, so that a plot that fails does not lose it
         show(report(document), sys.stdout)
-        if request.old is not None:
-            show(["", *compare(document, request.old)], sys.stdout)
+        if earlier is not None:
+            show(["", *compare(document, earlier)], sys.stdout)
     finally:  # for somebody, too, who does not read the report to its end
         if arguments.plot is not None and measured:
             from .plot import plot
@@ -353,8 +329,7 @@ def _profile(request: _Request) -> int:
     return 0 if measured else 1
 
 
-def _settings(request: _Request) -> dict[str, Any]:
-    settings = request.settings
+def _as_json(settings: Settings) -> dict[str, Any]:
     return {
         "device": str(settings.device),
         "dtype": str(settings.dtype).removeprefix("torch."),
@@ -364,7 +339,5 @@ def _settings(request: _Request) -> dict[str, Any]:
         "attention_backend": settings.attention_backend,
         "rounds": settings.rounds,
         "seed": settings.seed,
-        "preset": request.arguments.preset,
-        "sweep": request.sweep,
         "shape_checks": not jaxtyping_config.jaxtyping_disable,
     }

@@ -3,6 +3,7 @@
 import datetime
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -39,11 +40,9 @@ def device_name(device: torch.device) -> str:
 
 def _cpu_name() -> str:
     """Return the processor's model, and the widest matrix instructions that torch uses on it."""
-    model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = lines[0].split(":", 1)[1].strip() if lines else model
+    found = re.search(r"^model name\s*: (.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    model = found[1] if found else platform.processor() or platform.machine()
     return f"{model}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 
