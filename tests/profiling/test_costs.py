@@ -66,20 +66,15 @@ def test_costs_move_the_inputs_weights_and_outputs_once(dtype):
     model, parts = parts_of(SIZE, dtype)
     table = model.attn.rope.cos_sin.nbytes
     for part in parts:
-        outputs = part.forward()
-        moved = {
-            "in": sum(t.nbytes for t in part.inputs),
-            "weights": sum(t.nbytes for t in part.weights),
-            "out": sum(t.nbytes for t in outputs),
-        }
+        into, weights, out = (sum(t.nbytes for t in ts) for ts in (part.inputs, part.weights, part.forward()))
         forward, backward = part_costs(SIZE, dtype.itemsize)[part.name]
         if part.name == "rope":
-            assert forward.bytes == backward.bytes == moved["in"] + moved["out"] + table
+            assert forward.bytes == backward.bytes == into + out + table
         elif part.name == "residual adds":  # two of its outputs are inputs, passed on
-            assert forward.bytes == backward.bytes == moved["in"] + moved["out"] / 2
+            assert forward.bytes == backward.bytes == into + out / 2
         else:
-            assert forward.bytes == sum(moved.values())
-            assert backward.bytes == sum(moved.values()) + moved["in"] + moved["weights"]
+            assert forward.bytes == into + weights + out
+            assert backward.bytes == forward.bytes + into + weights
 
 
 def test_costs_have_a_name_for_every_part_and_the_final_norm_of_a_stack():
@@ -88,12 +83,8 @@ def test_costs_have_a_name_for_every_part_and_the_final_norm_of_a_stack():
         assert list(part_costs(size, 4)) == [part.name for part in parts_of(size)[1]]
 
 
-def test_adamw_reads_four_tensors_and_writes_three():
-    assert adamw_cost(parameters=10, element_size=4).bytes == (4 + 3) * 10 * 4
-
-
 def test_cost_adds_and_multiplies_field_by_field():
     cost = Cost(1, 2, 3, 4)
     assert cost + cost * 2 == Cost(3, 6, 9, 12)
-    assert cost.flops == 4
-    assert cost.intensity == 1.0
+    assert (cost.flops, cost.intensity) == (4, 1.0)
+    assert adamw_cost(parameters=10, element_size=4).bytes == (4 + 3) * 10 * 4  # reads four tensors, writes three

@@ -10,6 +10,8 @@ from profiling.files import atomic, require_writable
 def test_atomic_replaces_a_file_at_the_end(tmp_path):
     path = tmp_path / "out.json"
     path.write_text("old")
+    require_writable(path)
+    assert path.read_text() == "old"
     with atomic(path) as temporary:
         temporary.write_text("new")
         assert path.read_text() == "old"
@@ -58,17 +60,10 @@ def test_require_writable_refuses_what_is_no_regular_file(tmp_path):
     assert fifo.is_fifo()
 
 
-def test_require_writable_leaves_nothing_behind(tmp_path):
-    path = tmp_path / "out.json"
-    require_writable(path)
-    assert list(tmp_path.iterdir()) == []
-    path.write_text("old")
-    require_writable(path)
-    assert path.read_text() == "old"
-
-
-def test_require_writable_raises_what_writing_would(tmp_path):
+def test_require_writable_raises_what_writing_would_and_leaves_nothing(tmp_path):
     with pytest.raises(FileNotFoundError):
         require_writable(tmp_path / "missing" / "out.json")
     with pytest.raises(IsADirectoryError):
         require_writable(tmp_path)
+    require_writable(tmp_path / "out.json")
+    assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,6 @@
 """The presets, against the sizes of the published models."""
 
-from typing import Any
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -8,21 +8,11 @@ from profiling.parts import build
 from profiling.presets import PRESETS, Size
 
 
-def size_of(name: str, **changes: object) -> Size:
-    preset = PRESETS[name]
-    sizes: dict[str, Any] = {
-        "d_model": preset.d_model,
-        "num_heads": preset.num_heads,
-        "num_kv_heads": preset.num_kv_heads,
-        "d_head": preset.d_head,
-        "d_ff": preset.d_ff,
-        "qk_norm": preset.qk_norm,
-        "num_layers": preset.model_layers,
-    }
-    return Size(batch_size=1, seq_len=8, **(sizes | changes))
+def size_of(name: str) -> Size:
+    preset = asdict(PRESETS[name])
+    return Size(batch_size=1, seq_len=8, num_layers=preset.pop("model_layers"), **preset)
 
 
-# Parameters as the model cards count them, vocabulary, and how often the embedding table counts (twice without tying).
 @pytest.mark.parametrize(
     ("name", "parameters", "vocabulary", "tables"),
     [

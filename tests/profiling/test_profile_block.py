@@ -187,24 +187,12 @@ def test_profile_of_forward_has_no_backward_and_of_steady_rounds_no_doubts(tmp_p
     assert "Do not trust" not in out
 
 
-def test_profile_uses_the_attention_backend_alone(tmp_path, monkeypatch):
-    seen = set()
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def spy(*args, **options):
-        seen.add((torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
-        return attend(*args, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    document = profile(tmp_path, "--attention-backend", "math", "--mode", "forward")
-    assert seen == {(True, False)}
-    assert document["settings"]["attention_backend"] == "math"
-
-
-def test_overhead_is_left_out_where_the_backend_cannot_run_one_token(tmp_path, monkeypatch, capsys):
+def test_attention_backend_is_used_alone_and_may_be_unable_to_run_one_token(tmp_path, monkeypatch, capsys):
+    enabled = set()
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def picky(q, *args, **options):
+        enabled.add((torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
         if q.shape[-2] < 2:
             raise RuntimeError("No available kernel. Aborting execution.")
         return attend(q, *args, **options)
@@ -212,8 +200,10 @@ def test_overhead_is_left_out_where_the_backend_cannot_run_one_token(tmp_path, m
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", picky)
     for options, shown in (([], "width 8: n/a, this"), (["--sweep", "seq-len=4"], " n/a ")):
         document = profile(tmp_path, "--attention-backend", "math", "--mode", "step", *options)
+        assert document["settings"]["attention_backend"] == "math"
         assert document["points"][0]["overhead"] is None
         assert shown in capsys.readouterr().out
+    assert enabled == {(True, False)}
 
 
 @pytest.mark.parametrize("options", [[], ["--sweep", "seq-len=6"]])

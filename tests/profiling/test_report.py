@@ -1,8 +1,8 @@
 """Numbers and tables as text."""
 
 import io
+import sys
 
-import pytest
 from profiling.report import Table, describe_all, number, plain, share, show, si
 
 TABLE = Table(
@@ -10,43 +10,19 @@ TABLE = Table(
 )
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0.00"),
-        (0.1234, "0.12"),
-        (1.234, "1.23"),
-        (12.34, "12.3"),
-        (123.4, "123"),
-        (12345.6, "12346"),
-        (None, "n/a"),
-    ],
-)
-def test_number_has_three_digits_and_no_exponent(value, text):
-    assert number(value) == text
+def test_number_has_three_digits_and_no_exponent():
+    values = [0.0, 0.1234, 1.234, 12.34, 123.4, 12345.6, None]
+    assert [number(value) for value in values] == ["0.00", "0.12", "1.23", "12.3", "123", "12346", "n/a"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.00 kB"),
-        (999_999, "1.00 MB"),
-        (3_110_000, "3.11 MB"),
-        (2e15, "2.00 PB"),
-        (None, "n/a"),
-    ],
-)
-def test_si_takes_the_prefix_that_leaves_three_digits(value, text):
-    assert si(value, "B") == text
+def test_si_takes_the_prefix_that_leaves_three_digits():
+    values = [0, 999, 1000, 999_999, 3_110_000, 2e15]
+    assert [si(value, "B") for value in values] == ["0 B", "999 B", "1.00 kB", "1.00 MB", "3.11 MB", "2.00 PB"]
+    assert si(None, "B") == "n/a"
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(None, "n/a"), (0.004, "0.4%"), (0.456, "45.6%"), (1.0, "100%"), (1.3, "130%")]
-)
-def test_share_is_in_percent(value, text):
-    assert share(value) == text
+def test_share_is_in_percent():
+    assert [share(value) for value in (None, 0.004, 0.456, 1.0, 1.3)] == ["n/a", "0.4%", "45.6%", "100%", "130%"]
 
 
 def test_plain_aligns_columns_and_sets_totals_apart():
@@ -66,17 +42,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_show_is_plain_in_a_pipe():
-    stream = io.StringIO()
-    show(["A paragraph.", TABLE], stream)
-    assert stream.getvalue() == "A paragraph.\n\n" + plain(TABLE) + "\n"
-
-
-def test_show_is_plain_on_a_terminal_without_rich(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
-    stream = Terminal()
-    show([TABLE], stream)
-    assert stream.getvalue() == plain(TABLE) + "\n"
+def test_show_is_plain_in_a_pipe_and_without_rich(monkeypatch):
+    expected = "A paragraph.\n\n" + plain(TABLE) + "\n"
+    show(["A paragraph.", TABLE], stream := io.StringIO())
+    assert stream.getvalue() == expected
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    show(["A paragraph.", TABLE], terminal := Terminal())
+    assert terminal.getvalue() == expected
 
 
 def test_show_draws_tables_on_a_terminal(monkeypatch):

@@ -21,53 +21,36 @@ def test_paired_ratio_cancels_what_both_have_in_a_round():
 
 
 def test_interleave_takes_one_sample_a_round_in_turn():
-    order = []
-    collected = {}
+    order, collected = [], {}
     runs = {"a": lambda: time.sleep(0.002), "b": lambda: None}
-    samples = interleave(runs, rounds=3, sample_seconds=0, on_sample=order.append, samples=collected)
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3}
-    assert all(seconds >= 0.002 for seconds in samples["a"])
-    assert collected is samples
-
-
-def test_interleave_leaves_its_samples_to_who_interrupts_it():
-    collected = {}
 
     def stop(name):
-        if len(collected["b"]) == 2:
-            raise KeyboardInterrupt
+        order.append(name)
+        if len(order) == 6:
+            raise KeyboardInterrupt  # what was measured is there all the same
 
     with pytest.raises(KeyboardInterrupt):
-        interleave({"a": int, "b": int}, rounds=9, sample_seconds=0, on_sample=stop, samples=collected)
-    assert (len(collected["a"]), len(collected["b"])) == (1, 2)
+        interleave(runs, rounds=9, sample_seconds=0, on_sample=stop, samples=collected)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert {name: len(times) for name, times in collected.items()} == {"a": 3, "b": 3}
+    assert all(seconds >= 0.002 for seconds in collected["a"])
 
 
-def test_interleave_repeats_a_short_call(monkeypatch):
-    """By the clock of a machine on which each call takes a microsecond, however busy this one is."""
-    counts = []
+@pytest.mark.parametrize(("seconds", "counts"), [(1e-6, [2, 1000, 2, 1000]), (2e-3, [1, 1])])
+def test_interleave_repeats_a_short_call_and_no_long_one(monkeypatch, seconds, counts):
+    """By the clock of a machine on which each call takes so long, however busy this one is."""
+    seen = []
 
     class Timer:
         def __init__(self, *arguments, **options):
             pass
 
         def timeit(self, number):
-            counts.append(number)
-            return number * 1e-6
+            seen.append(number)
+            return number * seconds
 
     monkeypatch.setattr(timing, "Timer", Timer)
     samples = interleave({"": int}, rounds=2, sample_seconds=0.001, warmup_calls=3)
-    assert counts[:2] == [3, 3]
-    assert counts[2:] == pytest.approx([2, 1000, 2, 1000], abs=1)  # 0.001 / 1e-6 need not be an integer
-    assert samples == {"": pytest.approx([1e-6, 1e-6])}
-
-
-def test_interleave_repeats_no_call_that_is_long():
-    calls = []
-
-    def call():
-        calls.append(1)
-        time.sleep(0.002)
-
-    interleave({"": call}, rounds=4, sample_seconds=0.001, warmup_calls=1)
-    assert len(calls) == 2 + 4
+    assert seen[:2] == [3, 3]
+    assert seen[2:] == pytest.approx(counts, abs=1)  # 0.001 / 1e-6 need not be an integer
+    assert samples == {"": pytest.approx([seconds, seconds])}

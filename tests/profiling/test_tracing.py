@@ -36,12 +36,9 @@ def test_summarize_kernels_counts_kernels_and_the_time_that_any_runs():
     assert summarize_kernels(events, seconds=33e-6)["launch_bound"] is False
 
 
-def test_summarize_kernels_of_a_profiler_that_saw_none_is_none():
+def test_kernels_that_nobody_saw_are_none():
     assert summarize_kernels([], seconds=1.0) is None
     assert summarize_kernels([event("aten::mm", 0, 100, device="CPU"), event("Memset", 0, 1)], seconds=1.0) is None
-
-
-def test_kernel_report_is_none_on_a_cpu():
     assert kernel_report(lambda: None, torch.device("cpu"), 1.0) is None
 
 
@@ -54,26 +51,19 @@ def test_nsys_command_repeats_the_run_quoted(monkeypatch):
     assert command.endswith("scripts/profile_block.py --json 'my file.json' --nvtx")
 
 
-def test_run_labelled_names_every_pass():
-    names = []
+def test_run_labelled_names_every_pass_and_runs_backward_on_its_thread():
+    names, multithreading = [], []
 
     def label(name):
         names.append(name)
         return torch.profiler.record_function(name)
 
     x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: multithreading.append(torch.autograd.is_multithreading_enabled()))
     trained = Part("a", lambda x: (x * x,), (x,), (), (torch.ones(2),))
     run_labelled([trained, Part("b", lambda x: (x + 1,), (x,))], lambda: names.append("called"), label)
     assert names == ["a forward", "a backward", "b forward", "AdamW", "called"]
-
-
-def test_run_labelled_runs_backward_on_the_thread_of_its_label():
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda gradient: seen.append(torch.autograd.is_multithreading_enabled()))
-    part = Part("a", lambda x: (x * x,), (x,), (), (torch.ones(2),))
-    run_labelled([part], None, torch.profiler.record_function)
-    assert seen == [False]
+    assert multithreading == [False]
     assert torch.autograd.is_multithreading_enabled()
 
 
