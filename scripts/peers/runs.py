@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,28 +91,22 @@ def measure_in_processes(cases: Sequence[Case], peers: Mapping[str, Peer], setti
 def measure_in_new_process(*what: Any) -> tuple[Cases | None, bool]:
     """Return what another process has measured, or None if it died, and whether Ctrl-C, which reaches both, came."""
     interrupted = False
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor, suppress(BrokenProcessPool):
         future = executor.submit(measure_until_interrupted, *what)
-        while True:
-            try:
-                results, ended_early = future.result()
-                return results, ended_early or interrupted
-            except KeyboardInterrupt:
-                if interrupted:
-                    raise
-                interrupted = True  # and wait for what it has measured
-            except BrokenProcessPool:
-                return None, interrupted
+        try:
+            return future.result(), False
+        except KeyboardInterrupt:
+            interrupted = True
+            return future.result(), True
+    return None, interrupted
 
 
-def measure_until_interrupted(*what: Any) -> tuple[Cases, bool]:
+def measure_until_interrupted(*what: Any) -> Cases:
     results: Cases = []
-    try:
+    with suppress(KeyboardInterrupt):
         for measured in measure_here(*what):
             results = measured
-    except KeyboardInterrupt:
-        return results, True
-    return results, False
+    return results
 
 
 def pool(processes: Sequence[Cases]) -> Cases:
