@@ -16,16 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jaxtyping
 import torch
 import torch.nn.functional as F
 from profiling.presets import Size
 from torch import Tensor, nn
 
+import tinyblock
 from tinyblock import Block
-
-
-class Unavailable(Exception):
-    """A peer that is not installed, does not import, or needs another device. The text says which."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +67,12 @@ class Peer:
 
 
 def build(peer: Peer, block: Block, size: Size) -> Candidate:
-    """Return a peer with the weights, dtype and device of `block`, or raise Unavailable."""
+    """Return a peer with the weights, dtype and device of `block`; ImportError where it is not to be had."""
     if peer.cuda_only and not weights_of(block)["q"].is_cuda:
-        raise Unavailable(f"{peer.package} needs CUDA")
+        raise ImportError(f"{peer.package} needs CUDA")
     if peer.package and peer.version() is None:
-        raise Unavailable(f"not installed: pip install {peer.package}")
-    try:
-        return peer.builder(block, size)
-    except ImportError as error:
-        raise Unavailable(f"{peer.package} does not import: {' '.join(str(error).split())}") from error
+        raise ImportError(f"not installed: pip install {peer.package}")
+    return peer.builder(block, size)
 
 
 def weights_of(block: Block) -> dict[str, Any]:
@@ -88,20 +83,15 @@ def weights_of(block: Block) -> dict[str, Any]:
     return {name: layer.weight for name, layer in layers.items()}
 
 
+@functools.cache
 def import_as(name: str, source: Path) -> ModuleType:
-    """Import a file under another name, once; an `__init__.py` brings the modules of its package along."""
-    if name not in sys.modules:
-        folders = [str(source.parent)] if source.name == "__init__.py" else None
-        spec = importlib.util.spec_from_file_location(name, source, submodule_search_locations=folders)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"no loader for {source}")
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    """Import a file under another name; an `__init__.py` brings the modules of its package along."""
+    spec = importlib.util.spec_from_file_location(name, source)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no loader for {source}")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def build_limit(block: Block, size: Size) -> Candidate:
@@ -157,12 +147,24 @@ def build_control(block: Block, size: Size) -> Candidate:
 
 def block_of(checkout: Path) -> Peer:
     """Return the Block of another version of tinyblock as a peer."""
-    return Peer(functools.partial(_build_block_of, checkout), f"the Block of {checkout}", takes_positions=True)
+
+    def build_against(block: Block, size: Size) -> Candidate:
+        return _build_block_of(import_as("tinyblock_against", checkout / "tinyblock" / "__init__.py"), block, size)
+
+    return Peer(build_against, f"the Block of {checkout}", takes_positions=True)
 
 
-def _build_block_of(checkout: Path, block: Block, size: Size) -> Candidate:
+def build_unchecked(block: Block, size: Size) -> Candidate:
+    """Import tinyblock a second time, without its shape checks."""
+    checks_were_off = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    package = import_as("tinyblock_unchecked", Path(tinyblock.__file__))
+    jaxtyping.config.update("jaxtyping_disable", checks_were_off)
+    return _build_block_of(package, block, size)
+
+
+def _build_block_of(package: ModuleType, block: Block, size: Size) -> Candidate:
     """Make it of the very weights of the Block, not of a copy: one that lies elsewhere may be faster to read."""
-    package = import_as("tinyblock_against", checkout / "tinyblock" / "__init__.py")
     rope = package.RotaryPositionalEmbedding(size.theta, size.d_head, size.seq_len)
     layer = package.Block(
         size.d_model,

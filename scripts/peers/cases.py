@@ -29,7 +29,8 @@ class Case:
     positions: bool = False
 
     def target(self, peer: str) -> float | None:
-        return {"limit": self.to_limit, "operations": None, "control": None, "against": None}.get(peer, self.to_peers)
+        ours = ("operations", "control", "unchecked", "against")
+        return self.to_limit if peer == "limit" else None if peer in ours else self.to_peers
 
     def describe(self) -> str:
         size, dtype, how = self.size, dtype_name(self.dtype), "compiled" if self.compiled else "eager"
@@ -67,6 +68,7 @@ def all_cases(device: torch.device, presets: Iterable[str]) -> list[Case]:
         Case("one-token-bf16", "forward", one_token, bf16, False, 1.00, 1.20),
         Case("one-token-compiled-f32", "forward", one_token, f32, True, 1.00, 1.15),
         Case("one-token-compiled-bf16", "forward", one_token, bf16, True, 1.00, 1.15),
+        Case("one-token-tiny-f32", "forward", Size(1, 1, 64, 4, 4, 16, 192), f32),
         Case("accuracy-bf16", "accuracy", stack, bf16, False, 1.00),
     ]
     for name in presets if device.type == "cuda" else ():

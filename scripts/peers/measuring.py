@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tinyblock import Block, RotaryPositionalEmbedding
 
-from .candidates import Candidate, Peer, Unavailable, build
+from .candidates import Candidate, Peer, build
 from .cases import Case, dtype_name
 from .projects import PEERS
 
@@ -63,8 +63,8 @@ def measure_case(case: Case, peers: Mapping[str, Peer], settings: Settings, resu
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the peers': they are not ours to mend
                 row |= measure(peer)
-        except Unavailable as reason:
-            row |= {"status": "skipped", "reason": str(reason)}
+        except ImportError as error:
+            row |= {"status": "skipped", "reason": _one_line(error)}
         except Exception as error:
             row |= {"status": "failed", "reason": _one_line(error)}
         result["rows"].append(row)

@@ -5,11 +5,11 @@ x[k + d_head/2]. That is the same attention once the rows of q and k are permute
 score is a sum over them.
 """
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from einops import rearrange, repeat
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from tinyblock import Block
 
-from .candidates import Candidate, Peer, build_control, build_limit, build_operations, import_as, weights_of
+from . import candidates
+from .candidates import Candidate, Peer, import_as, weights_of
 
 _LLAMA = "transformers.models.llama.modeling_llama"
 
@@ -29,7 +30,7 @@ def _build_hugging_face(block: Block, size: Size) -> Candidate:
 
 def _build_liger(block: Block, size: Size) -> Candidate:
     """Give Liger's kernels to a private copy of the Llama module: Liger's own patch would reach the plain peer too."""
-    patched = private_copy(_LLAMA)
+    patched = import_private_copy(_LLAMA)
     vars(patched).update(
         LlamaRMSNorm=import_module("liger_kernel.transformers.rms_norm").LigerRMSNorm,
         LlamaMLP=import_module("liger_kernel.transformers.swiglu").LigerSwiGLUMLP,
@@ -38,12 +39,9 @@ def _build_liger(block: Block, size: Size) -> Candidate:
     return hugging_face_layer(patched, block, size)
 
 
-def private_copy(name: str) -> ModuleType:
-    """Import a second, independent copy of a module, which can be patched without reaching the first."""
-    original = importlib.util.find_spec(name)
-    if original is None or original.origin is None:
-        raise ImportError(f"no source of {name} to copy")
-    return import_as(f"{name}_private_copy", Path(original.origin))
+def import_private_copy(name: str) -> ModuleType:
+    """Import a module once more, which can be patched without reaching the first."""
+    return import_as(f"{name}_private_copy", Path(str(import_module(name).__file__)))
 
 
 def hugging_face_layer(modeling: ModuleType, block: Block, size: Size) -> Candidate:
@@ -162,30 +160,22 @@ def _build_x_transformers(block: Block, size: Size) -> Candidate:
 
 
 def _build_torchtune(block: Block, size: Size) -> Candidate:
-    modules, weights = import_module("torchtune.modules"), weights_of(block)
-
-    def linear(d_in: int, d_out: int) -> nn.Linear:
-        return nn.Linear(d_in, d_out, bias=False)
+    """Take the layer of torchtune's Llama 3, whose head size is d_model / num_heads, as in all cases."""
+    weights = weights_of(block)
 
     def make() -> nn.Module:
-        attention = modules.MultiHeadAttention(
-            embed_dim=size.d_model,
+        model = import_module("torchtune.models.llama3").llama3(
+            vocab_size=1,
+            num_layers=1,
             num_heads=size.num_heads,
             num_kv_heads=size.num_kv_heads,
-            head_dim=size.d_head,
-            q_proj=linear(size.d_model, size.num_heads * size.d_head),
-            k_proj=linear(size.d_model, size.num_kv_heads * size.d_head),
-            v_proj=linear(size.d_model, size.num_kv_heads * size.d_head),
-            output_proj=linear(size.num_heads * size.d_head, size.d_model),
+            embed_dim=size.d_model,
             max_seq_len=size.seq_len,
+            intermediate_dim=size.d_ff,
+            rope_base=size.theta,
+            norm_eps=size.eps,
         )
-        mlp = modules.FeedForward(
-            gate_proj=linear(size.d_model, size.d_ff),
-            down_proj=linear(size.d_ff, size.d_model),
-            up_proj=linear(size.d_model, size.d_ff),
-        )
-        norms = {name: modules.RMSNorm(size.d_model, eps=size.eps) for name in ("sa_norm", "mlp_norm")}
-        return modules.TransformerSelfAttentionLayer(attention, mlp, **norms)
+        return model.layers[0]
 
     layer = _load(
         make,
@@ -201,17 +191,17 @@ def _build_torchtune(block: Block, size: Size) -> Candidate:
             "mlp_norm.scale": weights["ln2"],
         },
     )
-    # After _load, so that its table stays float32, as it does in torchtune's own models.
+    rope: Any = layer.get_submodule("attn.pos_embeddings")
     with torch.device(weights["q"].device):
-        rope = modules.RotaryPositionalEmbeddings(size.d_head, max_seq_len=size.seq_len, base=size.theta)
-    layer.attn.pos_embeddings = rope  # type: ignore[union-attr]
+        rope.rope_init()  # its table anew, in float32, as torchtune's own models have it
     return Candidate.of(layer)
 
 
 PEERS: Mapping[str, Peer] = {
-    "limit": Peer(build_limit, "limit: the matrix products and SDPA", agrees=False),
-    "operations": Peer(build_operations, "operations: the Block's, without modules or checks"),
-    "control": Peer(build_control, "control: a second copy of the Block", takes_positions=True),
+    "limit": Peer(candidates.build_limit, "limit: the matrix products and SDPA", agrees=False),
+    "operations": Peer(candidates.build_operations, "operations: the Block's, without modules or checks"),
+    "control": Peer(candidates.build_control, "control: a second copy of the Block", takes_positions=True),
+    "unchecked": Peer(candidates.build_unchecked, "unchecked: the Block without checks", takes_positions=True),
     "transformers": Peer(_build_hugging_face, "Hugging Face LlamaDecoderLayer", "transformers"),
     "liger": Peer(_build_liger, "Liger-Kernel's LlamaDecoderLayer", "liger-kernel", cuda_only=True),
     "litgpt": Peer(_build_litgpt, "litgpt Block", "litgpt"),

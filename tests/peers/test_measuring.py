@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from peers import candidates, cases, measuring, projects
@@ -55,12 +56,20 @@ def raise_two_lines(block, x):
 
 
 def fail_to_import(block, size):
-    raise ImportError("no module\n   named x")
+    raise ImportError("no module named x")
+
+
+def test_unchecked_peer_is_the_block_without_its_checks():
+    block, _ = measuring.make_block(TRAIN.size, torch.float32, SETTINGS.device, seed=0)
+    unchecked = candidates.build(projects.PEERS["unchecked"], block, TRAIN.size).call
+    assert [hasattr(type(each).forward, "__typechecked__") for each in (block, unchecked)] == [True, False]
+    assert [p.data_ptr() for p in unchecked.parameters()] == [p.data_ptr() for p in block.parameters()]
+    assert not jaxtyping.config.jaxtyping_disable
 
 
 @pytest.mark.parametrize("case", [TRAIN, with_shared_key_heads(TRAIN), CASES["one-token-f32"]], ids=lambda c: c.name)
 def test_candidates_of_the_blocks_parts_compute_what_it_computes(case):
-    names = ("limit", "operations", "control")
+    names = ("limit", "operations", "control", "unchecked")
     for row in measure(case, **{name: projects.PEERS[name] for name in names})["rows"]:
         assert row["status"] == "measured", row
         assert ("errors" in row) == (row["peer"] != "limit")
@@ -77,12 +86,12 @@ def test_candidates_of_the_blocks_parts_compute_what_it_computes(case):
         (peer_of(with_doubled_gradient), "disagrees", "gradients by 1: above 2e-05"),
         (peer_of(raise_two_lines), "failed", "RuntimeError: out of memory"),
         (
-            candidates.Peer(fail_to_import, "absent", "no-such-peer"),
+            candidates.Peer(fail_to_import, "absent", "no-peer"),
             "skipped",
-            "not installed: pip install no-such-peer",
+            "ImportError: not installed: pip install",
         ),
-        (candidates.Peer(fail_to_import, "broken", "torch"), "skipped", "torch does not import: no module named x"),
-        (projects.PEERS["liger"], "skipped", "liger-kernel needs CUDA"),
+        (candidates.Peer(fail_to_import, "broken", "torch"), "skipped", "ImportError: no module named x"),
+        (projects.PEERS["liger"], "skipped", "ImportError: liger-kernel needs CUDA"),
     ],
 )
 def test_peer_that_cannot_be_compared_is_a_row_and_the_rest_goes_on(peer, status, reason):
@@ -122,7 +131,7 @@ def test_hugging_face_agrees(case):
 def test_patching_a_private_copy_leaves_hugging_face_alone(monkeypatch):
     from transformers.models.llama import modeling_llama
 
-    patched = projects.private_copy(modeling_llama.__name__)
+    patched = projects.import_private_copy(modeling_llama.__name__)
     monkeypatch.setattr(patched, "apply_rotary_pos_emb", lambda q, k, cos, sin: (0 * q, k))
     broken = candidates.Peer(lambda *given: projects.hugging_face_layer(patched, *given), "patched")
     plain, patched_row = measure(transformers=projects.PEERS["transformers"], patched=broken)["rows"]
@@ -196,6 +205,5 @@ def test_make_block_is_reproducible_and_leaves_the_global_seed_alone():
 def test_settings_choose_the_gpu_that_timers_synchronize(monkeypatch):
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    device = torch.device("cuda:1")
-    dataclasses.replace(SETTINGS, device=device, threads=torch.get_num_threads()).apply()
-    assert chosen == [device]
+    dataclasses.replace(SETTINGS, device=torch.device("cuda:1")).apply()
+    assert chosen == [torch.device("cuda:1")]
