@@ -88,7 +88,7 @@ def test_candidates_of_the_blocks_parts_compute_what_it_computes(case):
         (
             candidates.Peer(fail_to_import, "absent", "no-peer"),
             "skipped",
-            "ImportError: not installed: pip install",
+            "ImportError: not installed: pip install no-peer",
         ),
         (candidates.Peer(fail_to_import, "broken", "torch"), "skipped", "ImportError: no module named x"),
         (projects.PEERS["liger"], "skipped", "ImportError: liger-kernel needs CUDA"),

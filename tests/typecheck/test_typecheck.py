@@ -1,9 +1,11 @@
 import asyncio
+import gc
 import inspect
 import pickle
 import subprocess
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ SOURCE = '''
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
+import weakref
 import torch
 from torch import Tensor, nn
 from jaxtyping import Float, Int
@@ -160,14 +163,23 @@ def test_typecheck_checks_a_signature_once_and_calls_the_function_each_time(modu
         layer(x)
         module.scale(x, x[0])
         module.decorated(x[0], bias=1)
-        module.apply(x[0], torch.add, then=torch.mul)
-        tinyblock.feed_forward(x, torch.ones(4, 3), torch.ones(3, 4), torch.relu)
 
     call_each()
     monkeypatch.setattr("jaxtyping._decorator.push_shape_memo", lambda *_: pytest.fail("checked again"))
     call_each()
     module.Layer.forward(layer, torch.zeros(2, 3))
     assert module.calls == ["scale"] * 2
+
+
+def test_typecheck_keeps_no_function_alive():
+    def rope(x, token_positions):
+        return x
+
+    seen = weakref.ref(rope)
+    tinyblock.Block(8, 2, rope=rope)
+    del rope
+    gc.collect()
+    assert seen() is None
 
 
 def test_typecheck_forgets_signatures_beyond_its_bound(module, monkeypatch):

@@ -78,9 +78,9 @@ def test_copies_of_this_tinyblock_import_nothing_that_is_left_behind(layer, proj
                 assert {path for path in paths if (PACKAGE / path).is_file()} <= project.names()
             elif isinstance(node, ast.ImportFrom):
                 assert str(node.module).partition(".")[0] != "tinyblock"
-    if layer == "rmsnorm":
-        lines = sum(len(project.path(name).read_bytes().splitlines()) for name in project.names() - {"typecheck.py"})
-        assert lines <= 650
+    if layer == "rmsnorm":  # without the three lines of each header
+        wanted = [name for name in project.names() if name.endswith(".py") and name != "typecheck.py"]
+        assert sum(len(project.path(name).read_bytes().splitlines()) - 3 for name in wanted) <= 650
 
 
 def test_unknown_layer_is_refused_with_the_nearest_name():
