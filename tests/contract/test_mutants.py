@@ -21,7 +21,7 @@ ONE_TABLE = "one table for all blocks, and in float32"
 
 NORM = "        if x.dtype == self.weight.dtype:\n"
 GATED = "        return self.w2(F.silu(self.w1(x)) * self.w3(x))"
-LOOK_UP = "F.embedding(token_positions.to(x.device, torch.int64), table.flatten(-2))"
+INDICES = "token_positions.to(torch.promote_types(token_positions.dtype, torch.int32))"
 NUMBERS = "        return torch.view_as_real(numbers * torch.view_as_complex(cos_sin)).flatten(-2).to(x.dtype)"
 TURN = "q, k = self.rope(q, token_positions), self.rope(k, token_positions)"
 PROJECTED = "        projected = self.q_proj(x)"
@@ -58,7 +58,7 @@ MUTANTS = {  # name: layer, edits, properties that fail
     "rms_norm in the dtype of x": (
         "rmsnorm",
         {"x.to(torch.promote_types(x.dtype, torch.float32))\n": "x\n"},
-        {f"rms_norm: {ROUNDING}"},
+        {ROUNDING},
     ),
     "an input scaled in place and back": (
         "rmsnorm",
@@ -144,13 +144,13 @@ MUTANTS = {  # name: layer, edits, properties that fail
     ),
     "the table follows the dtype": (
         "rope",
-        {"def _apply(self": "def _apply_not(self", "else self.cos_sin\n": "else self.cos_sin.float()\n"},
+        {"def _apply(self": "def _apply_not(self", "self.cos_sin.flatten(-2)": "self.cos_sin.flatten(-2).float()"},
         {HALVES, SURVIVES},
     ),
     "the table in the state dict": ("rope", {"persistent=False": "persistent=True"}, {"keys of the state dict: none"}),
     "float64 lowered": (
         "rope",
-        {"self._table().to(x.device) if x.dtype == torch.float64 else self.cos_sin": "self.cos_sin"},
+        {"in_float64 = x.dtype == torch.float64": "in_float64 = False"},
         {FLOAT64, SURVIVES, BROADCAST, "norms preserved"},
     ),
     "a result in float32": ("rope", {"cos_sin)).flatten(-2).to(x.dtype)": "cos_sin)).flatten(-2)"}, {HALVES}),
@@ -161,25 +161,25 @@ MUTANTS = {  # name: layer, edits, properties that fail
     ),
     "integers that are not cast": (
         "rope",
-        {"token_positions.to(x.device, torch.int64)": "token_positions.to(x.device)"},
+        {INDICES: "token_positions"},
         {BROADCAST},
     ),
     "positions clamped": (
         "rope",
-        {LOOK_UP: LOOK_UP.replace("torch.int64)", "torch.int64).clamp(0, self.max_seq_len - 1)")},
+        {INDICES: f"{INDICES}.clamp(0, self.max_seq_len - 1)"},
         {OFF_TABLE},
     ),
     "negative positions counted from the end": (
         "rope",
-        {LOOK_UP: "table.flatten(-2)[token_positions.to(torch.int64)]"},
+        {"F.embedding(indices, table)": "table[indices]"},
         {OFF_TABLE},
     ),
-    "positions lowered to int32": ("rope", {LOOK_UP: LOOK_UP.replace("int64", "int32")}, {OFF_TABLE}),
+    "positions lowered to int32": ("rope", {INDICES: "token_positions.to(torch.int32)"}, {OFF_TABLE}),
     "positions clamped where they are compiled": (
         "rope",
         {
             "            try:  # an": "            if torch.compiler.is_compiling():\n"
-            "                token_positions = token_positions.clamp(0, self.max_seq_len - 1)\n            try:  # an"
+            "                indices = indices.clamp(0, self.max_seq_len - 1)\n            try:  # an"
         },
         {OFF_TABLE},
     ),
@@ -275,7 +275,7 @@ MUTANTS = {  # name: layer, edits, properties that fail
     ),
     "a rope that is not checked": (
         "attention",
-        {'if name == "rope" and': 'if name == "never" and'},
+        {'if name == "rope":': 'if name == "never":'},
         {"a RoPE of another head size is refused"},
     ),
     "positions without a rope taken": (
