@@ -11,6 +11,7 @@ for _layer in LAYERS:
 from .attention import CausalMultiHeadSelfAttention, scaled_dot_product_attention  # noqa: E402
 from .block import Block  # noqa: E402
 from .ffn import FeedForward, SwiGLU, feed_forward, gelu, glu, silu, swiglu  # noqa: E402
+from .parallelize import parallelize  # noqa: E402
 from .rmsnorm import RMSNorm, rms_norm  # noqa: E402
 from .rope import RotaryPositionalEmbedding, apply_rope  # noqa: E402
 from .transformer import Transformer  # noqa: E402
@@ -28,6 +29,7 @@ __all__ = [
     "feed_forward",
     "gelu",
     "glu",
+    "parallelize",
     "rms_norm",
     "scaled_dot_product_attention",
     "silu",
