@@ -58,24 +58,25 @@ def parallelize(
     axes = mesh.mesh_dim_names or ()
     blocks = list(getattr(model, "layers", [model]))
     _require_rules(model, blocks, mesh, fsdp)
-    if "tp" in axes:
+    tp = mesh["tp"] if "tp" in axes else None  # once: compiled code looks at whether two meshes are the same object
+    if tp is not None:
         for block in blocks:
-            _split(block, mesh["tp"])
+            _split(block, tp)
         if isinstance(ln_final := getattr(model, "ln_final", None), nn.Module):
-            _replicate(ln_final, mesh["tp"])
+            _replicate(ln_final, tp)
     for block in blocks:
         if compile:
             block.forward = _compiled(block.forward)
         if recompute:  # around what is compiled: inside of it, torch 2.13 fails on DTensors
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if "tp" in axes:
-        _take_plain_tensors(model, mesh["tp"])
+    if tp is not None:
+        _take_plain_tensors(model, tp)
     if "dp" in axes:
         from torch.distributed.fsdp import fully_shard
 
         for module in dict.fromkeys((*blocks, model)):
             fully_shard(module, mesh=mesh[tuple(axis for axis in axes if axis != "tp")], **fsdp)
-    if "tp" in axes:  # after FSDP's hook, which would warn that the plain tensor is a view
+    if tp is not None:  # after FSDP's hook, which would warn that the plain tensor is a view
         model.register_forward_hook(lambda model, args, out: out.full_tensor())
     return model
 
