@@ -3,8 +3,8 @@
 Sources: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053) for weights that are split by columns, then by rows;
 Korthikanti et al., "Reducing Activation Recomputation" (arXiv 2205.05198) for norms and sums that are split by tokens;
 Zhao et al., "PyTorch FSDP" (arXiv 2304.11277) for weights, gradients and optimizer states that are split over the data.
-Convention: the mesh names its axes "tp", over which each layer is split, "dp", over which batches and what is stored
-are, and "dp_replicate", over which whole copies of all that are. Modules are known by the names of their children.
+Convention: of a mesh's axes "tp" splits each layer, "dp" the batch and what is stored, "dp_replicate" the batch alone.
+Modules are known by the names of their children: those of tinyblock, or copies of them.
 """
 
 import inspect

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from tinyblock.vendoring.catalogue import LAYER_NAMES, Upstream
+from tinyblock.vendoring.catalogue import LAYER_NAMES, NAMES, Upstream
 from tinyblock.vendoring.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ FILES = {
     "contract/loading.py": "import ast\n",
     "contract/test_contract.py": "from . import loading\nfrom .harness import run\n",
     "contract/verify.py": "from . import harness, loading\n",
-    **{f"{name}.py": _layer(name) for name in LAYER_NAMES},
+    **{f"{name}.py": _layer(name) for name in NAMES},
     **{f"contract/{name}.py": _promises(name) for name in LAYER_NAMES},
 }
 

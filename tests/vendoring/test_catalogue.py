@@ -10,13 +10,13 @@ from vendoring.project import PACKAGE, release
 
 import tinyblock
 from tinyblock.vendoring import Refusal
-from tinyblock.vendoring.catalogue import LAYER_NAMES, Layer, Upstream
+from tinyblock.vendoring.catalogue import NAMES, Layer, Upstream
 
 HARNESS = {f"contract/{name}.py" for name in ("__init__", "test_contract", "harness", "loading")}
 
 
 def test_layer_is_described_by_its_text(project, new):
-    *_, transformer = new.layers()
+    *_, transformer, _ = new.layers()
     assert transformer == Layer(
         name="transformer",
         summary="The transformer, in short.",
@@ -26,13 +26,14 @@ def test_layer_is_described_by_its_text(project, new):
         exports=("Transformer",),
     )
     out = project.run("list").out
+    assert [line.split()[0] for line in out.splitlines()] == list(NAMES)
     assert re.search(r"^block +needs attention.py, ffn.py, rmsnorm.py, einops, torch +block stays as it is$", out, re.M)
 
 
 def test_list_describes_the_layers_of_this_tinyblock(project):
     listed = json.loads(project.run("list", "--json", upstream=Upstream.installed()).out)
     assert listed["tinyblock"] == tinyblock.__version__
-    assert [layer["name"] for layer in listed["layers"]] == list(LAYER_NAMES)
+    assert [layer["name"] for layer in listed["layers"]] == list(NAMES)
     for layer in listed["layers"]:
         text = (PACKAGE / layer["file"]).read_text(encoding="utf-8")
         assert set(layer["siblings"]) == set(re.findall(r"^from \.(\w+) import", text, re.MULTILINE))
@@ -66,7 +67,7 @@ def test_promises_may_import_from_the_folder_above(tmp_path):
     assert set(needed) - HARNESS == {"ffn.py", "contract/ffn.py", "typecheck.py", "rope.py", "contract/rope.py"}
 
 
-@pytest.mark.parametrize("layer", LAYER_NAMES)
+@pytest.mark.parametrize("layer", NAMES)
 def test_copies_of_this_tinyblock_import_nothing_that_is_left_behind(layer, project):
     project.add(layer, "--with-tests", "--with-typecheck", upstream=Upstream.installed())
     for name in project.names():

@@ -18,6 +18,7 @@ from .lock import LICENCE, Original
 from .merging import decode
 
 LAYER_NAMES = tuple(layer.__name__.rpartition(".")[2] for layer in LAYERS)
+NAMES = (*LAYER_NAMES, "parallelize")  # what can be copied by name; it is no layer, and has no promises
 TESTS = ("contract/__init__.py", "contract/test_contract.py")  # these import the rest, but for the layers' promises
 
 
@@ -77,15 +78,15 @@ class Upstream:
         return original
 
     def layers(self) -> list[Layer]:
-        return [Layer.read(name, self.require(f"{name}.py").pristine) for name in LAYER_NAMES]
+        return [Layer.read(name, self.require(f"{name}.py").pristine) for name in NAMES]
 
     def require_layer(self, name: str) -> None:
         """Raise a Refusal, with the nearest name, unless `name` is a layer."""
-        if name in LAYER_NAMES:
+        if name in NAMES:
             return
         homes = {export.casefold(): layer.name for layer in self.layers() for export in layer.exports}
-        near = difflib.get_close_matches(name.casefold(), [*LAYER_NAMES, *homes], n=1)
-        way_out = f"did you mean {homes.get(near[0], near[0])}?" if near else f"there are {', '.join(LAYER_NAMES)}"
+        near = difflib.get_close_matches(name.casefold(), [*NAMES, *homes], n=1)
+        way_out = f"did you mean {homes.get(near[0], near[0])}?" if near else f"there are {', '.join(NAMES)}"
         raise Refusal(f"there is no layer {name!r}: {way_out}")
 
     def with_needs(self, names: Iterable[str], with_tests: bool = False) -> list[str]:

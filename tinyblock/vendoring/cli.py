@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .. import __version__
 from . import Refusal
-from .catalogue import LAYER_NAMES, Upstream
+from .catalogue import NAMES, Upstream
 from .copies import Action, Copies, State
 from .merging import encode
 from .parser import OneLineParser
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_list)
 
     command = commands.add_parser("add", help="copy layers, and the siblings that they import, into a folder")
-    command.add_argument("layers", nargs="+", metavar="LAYER", help=f"{', '.join(LAYER_NAMES)}")
+    command.add_argument("layers", nargs="+", metavar="LAYER", help=", ".join(NAMES))
     command.add_argument("--to", required=True, type=Path, metavar="DIR", help="the folder; it is made if need be")
     command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
     command.add_argument("--with-tests", action="store_true", help="also copy what they promise, as tests for pytest")
