@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from test_recipes import run
 from torch import Tensor, nn
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -321,3 +322,38 @@ def checkpoints_of_tp_and_dp_load_anywhere_and_resume() -> None:
         torch.testing.assert_close(resume(build, other, folder), expected, rtol=1e-10, atol=0)
     if dist.get_rank() == 0:
         torch.save(expected, folder / "losses.pt")
+
+
+@case
+def recipe_of_ten_lines_trains_like_one_process() -> None:
+    model = run("Tensor and data parallel in ten lines")["model"]
+    torch.manual_seed(0)
+    one = Transformer(2, d_model=64, num_heads=4, max_seq_len=128)
+    optimizer = torch.optim.AdamW(one.parameters(), fused=True)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
+    for _ in range(2):
+        x = torch.cat([torch.randn(4, 128, 64, generator=generator) for generator in generators])
+        (one(x) - x).square().mean().backward()
+        nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for (name, tensor), expected in zip(model.state_dict().items(), one.state_dict().values(), strict=True):
+        torch.testing.assert_close(
+            whole(tensor), expected, rtol=0, atol=1e-4, msg=f"{name} differs"
+        )  # of steps of 1e-3
+
+
+@case
+def recipe_of_embedding_and_head_is_like_one_process_and_on_one_mesh() -> None:
+    made = run("Embedding and head beside a parallel model")
+    model, mesh = made["model"], made["mesh"]
+    torch.manual_seed(0)
+    one = made["LanguageModel"](vocabulary=1000, d_model=64)
+    tokens, targets = torch.randint(0, 1000, (2, 2, 3, 9))  # two batches
+    rank, _ = data_rank(mesh)
+    model(tokens[rank], targets[rank]).backward()
+    one(*(part.flatten(0, 1) for part in (tokens, targets))).backward()
+    for (name, parameter), expected in zip(model.named_parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(whole(parameter.grad), expected.grad, msg=f"the gradient of {name} differs")
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.AdamW(model.parameters(), fused=True).step()
