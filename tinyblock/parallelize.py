@@ -76,6 +76,8 @@ def parallelize(
 
         for module in dict.fromkeys((*blocks, model)):
             fully_shard(module, mesh=mesh[tuple(axis for axis in axes if axis != "tp")], **fsdp)
+    else:
+        _sum_gradients_of_gains(model)
     if tp is not None:  # after FSDP's hook, which would warn that the plain tensor is a view
         model.register_forward_hook(lambda model, args, out: out.full_tensor())
     return model
@@ -146,13 +148,26 @@ def _split(block: nn.Module, tp: DeviceMesh) -> None:
 
 
 def _replicate(norm: nn.Module, tp: DeviceMesh, of_local_heads: bool = False) -> None:
-    """Give each process all gains, as a DTensor, whose gradient is the sum over the processes."""
+    """Give each process all gains, as a DTensor: so their gradients are summed over the processes."""
     from torch.distributed.tensor import DTensor, Shard, distribute_module
 
     distribute_module(norm, tp)
     if of_local_heads:  # which come and go as plain tensors; left so, the gains would learn from these heads only
         norm.register_forward_pre_hook(lambda norm, args: DTensor.from_local(args[0], tp, [Shard(-3)]))
         norm.register_forward_hook(lambda norm, args, out: out.to_local())
+
+
+def _sum_gradients_of_gains(model: nn.Module) -> None:
+    """Sum them in the backward pass, as FSDP does: of sums that are left open, torch 2.9 clips a wrong norm."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def at_first_call(model: nn.Module, args: Any) -> None:  # not before: `to_empty` makes new parameters
+        for gains in model.parameters():
+            if gains.requires_grad and isinstance(gains, DTensor) and gains.placements[0].is_replicate():
+                gains.register_hook(lambda grad: grad.redistribute(placements=[Replicate()]))
+        handle.remove()
+
+    handle = model.register_forward_pre_hook(at_first_call)
 
 
 def _compiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -183,6 +183,8 @@ def weights_are_those_of_the_first_rank_and_the_same_by_way_of_meta() -> None:
                 assert torch.equal(whole(tensor), expected[name]), (axes, name)
         x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         assert torch.equal(spread(x), loaded(x))  # the table of rotations, which is not in the state dict
+        loaded(x).sum().backward()  # no gradient is left as a sum to be made
+        assert not any(place.is_partial() for gains in loaded.parameters() for place in gains.grad.placements)
 
 
 class Collectives(TorchDispatchMode):
@@ -215,6 +217,7 @@ def collectives_are_two_gathers_and_two_scatters_a_block_each_way() -> None:
         for elements in (forward.elements, backward.elements):  # the one more: the output, the input's gradient
             assert elements.pop("all_gather_into_tensor") == [stream // of_tp] * (2 * blocks + 1)
             assert elements.pop("reduce_scatter_tensor") == [stream] * 2 * blocks
+        assert sorted(backward.elements.pop("all_reduce")) == [2] * 2 * blocks + [16] * (2 * blocks + 1)  # each gain
         if axes == ("tp",):
             assert not forward.elements
             assert not backward.elements
@@ -223,7 +226,6 @@ def collectives_are_two_gathers_and_two_scatters_a_block_each_way() -> None:
         assert not forward.elements
         assert len(backward.elements.pop("_allgather_base_")) == blocks
         assert len(backward.elements.pop("_reduce_scatter_base_")) == blocks + 1
-        assert sorted(backward.elements.pop("all_reduce")) == [2] * 2 * blocks + [16] * (2 * blocks + 1)  # each gain
         assert not backward.elements
 
 
@@ -259,7 +261,7 @@ def clipping_and_fused_adamw_train_like_one_process() -> None:
         mesh = mesh_of(*axes)
         model = parallelize(seeded(build), mesh)
         actual = train(model, adamw(model), *data_rank(mesh), range(3))
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=0)
+        torch.testing.assert_close(actual, expected, rtol=1e-7, atol=0)
 
 
 @case
@@ -319,7 +321,7 @@ def checkpoints_of_tp_and_dp_load_anywhere_and_resume() -> None:
     pairs, single = (init_device_mesh("cpu", shape, mesh_dim_names=("rest", "dp")) for shape in ((2, 2), (4, 1)))
     tensors = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rest", "tp"))
     for other in (pairs["dp"], tensors["tp"], single["dp"]):
-        torch.testing.assert_close(resume(build, other, folder), expected, rtol=1e-10, atol=0)
+        torch.testing.assert_close(resume(build, other, folder), expected, rtol=1e-7, atol=0)
     if dist.get_rank() == 0:
         torch.save(expected, folder / "losses.pt")
 

@@ -50,7 +50,7 @@ def test_processes_agree_that(name: str, outcome: Outcome) -> None:
 def test_checkpoint_resumes_without_a_process_group(outcome: Outcome) -> None:
     folder = outcome.folder / "checkpoint"
     losses = cases.resume(partial(cases.transformer, qk_norm=True), None, folder)
-    torch.testing.assert_close(losses, torch.load(folder / "losses.pt"), rtol=1e-10, atol=0)
+    torch.testing.assert_close(losses, torch.load(folder / "losses.pt"), rtol=1e-7, atol=0)
 
 
 @pytest.fixture
