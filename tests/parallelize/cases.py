@@ -109,20 +109,23 @@ def assert_close(what: str, actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_like_one_process(
-    mesh: DeviceMesh, model: nn.Module, reference: nn.Module, shape: tuple[int, ...], positions: bool = True
+    mesh: DeviceMesh,
+    model: nn.Module,
+    reference: nn.Module,
+    shape: tuple[int, ...],
+    extra: tuple[str, ...] = ("mask", "token_positions"),
 ) -> None:
     """Compare the output, and the gradients of the input and of each parameter, with those of the whole batch."""
     rank, count = data_rank(mesh)
     torch.manual_seed(1)
     shapes = (count, *shape)
     batch, weights = torch.randn(2, *shapes, dtype=torch.float64)
-    extra = {"mask": torch.rand(*shapes[:-1], shape[-2]) < 0.7}
-    if positions:
-        extra["token_positions"] = torch.randint(0, 16, shapes[:-1])
+    mask, positions = torch.rand(*shapes[:-1], shape[-2]) < 0.7, torch.randint(0, 16, shapes[:-1])
+    extras = {name: {"mask": mask, "token_positions": positions}[name] for name in extra}
     whole_x, x = batch.clone().requires_grad_(), batch[rank].clone().requires_grad_()
-    expected = reference(whole_x, **extra)
+    expected = reference(whole_x, **extras)
     (expected * weights).mean().backward()
-    out = model(x, **{name: tensor[rank] for name, tensor in extra.items()})
+    out = model(x, **{name: tensor[rank] for name, tensor in extras.items()})
     (out * weights[rank]).mean().backward()
     assert type(out) is Tensor
     assert_close("the output", out, expected[rank])
@@ -141,7 +144,8 @@ def _equality(axes: tuple[str, ...], kind: str) -> None:
     build, shape, options = MODELS[kind]
     mesh = mesh_of(*axes)
     model = parallelize(seeded(build), mesh, **options)
-    assert_like_one_process(mesh, model, seeded(build), shape, positions="LayerNorm" not in kind)
+    extra = ("mask",) if "LayerNorm" in kind else ("mask", "token_positions")
+    assert_like_one_process(mesh, model, seeded(build), shape, extra)
 
 
 for _axes in MESHES:
@@ -160,7 +164,7 @@ def compiled_blocks_are_like_one_process_without_a_graph_break() -> None:
         model = parallelize(seeded(build), mesh, compile=True, recompute=axes == ("dp", "tp"))
         torch.compile = compiler
         for seq in (7, 8, 8):  # the first process has four tokens of each
-            assert_like_one_process(mesh, model, seeded(build), (2, seq, 16))
+            assert_like_one_process(mesh, model, seeded(build), (2, seq, 16), extra=())
         assert not torch._dynamo.utils.counters["graph_break"]
         print(torch._dynamo.utils.counters["stats"], flush=True)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one a length, for all blocks
@@ -250,6 +254,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+@case
+def recomputing_costs_the_collectives_of_the_forward_pass_but_for_the_last_of_a_block() -> None:
+    model = parallelize(seeded(partial(transformer, qk_norm=True)), mesh_of("tp"), recompute=True)
+    out = model(torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True))
+    with Collectives() as backward:
+        out.sum().backward()
+    assert len(backward.elements["all_gather_into_tensor"]) == 2 * (2 + 2) + 1
+    assert len(backward.elements["reduce_scatter_tensor"]) == 2 * (2 + 1)
 
 
 @case
