@@ -160,7 +160,7 @@ def compiled_blocks_are_like_one_process_without_a_graph_break() -> None:
         torch._dynamo.utils.counters.clear()
         build, mesh = partial(transformer, qk_norm=True), mesh_of(*axes)
         compiler = torch.compile
-        torch.compile = partial(compiler, backend="aot_eager")  # type: ignore[assignment] # traces all, builds no C++
+        torch.compile = partial(compiler, backend="aot_eager")
         model = parallelize(seeded(build), mesh, compile=True, recompute=axes == ("dp", "tp"))
         torch.compile = compiler
         for seq in (7, 8, 8):  # the first process has four tokens of each
