@@ -46,6 +46,8 @@ def parallelize(
     `full_state_dict=True, broadcast_from_rank0=True`. `reset_parameters` after this call draws wrong weights: on a CPU
     each process draws the same numbers for its part. Make the optimizer after this call.
 
+    Torch 2.9 raises an error for `compile` with "tp", and for a length that "tp" does not divide; 2.13 does both.
+
     Mistakes that nothing here can see, and how far off they put gradients, in units of their size: another `x` on each
     rank along "tp" (1.4); a loss over the tokens of one rank along "tp" instead of all (1.0); the mean over a batch
     that is not as large as the others along "dp" (0.9); another seed on each rank along "dp_replicate" (copies differ).

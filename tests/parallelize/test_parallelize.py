@@ -32,7 +32,8 @@ class Outcome(NamedTuple):
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """Run all cases in one launch of four processes."""
     folder, error = tmp_path_factory.mktemp("processes"), ""
-    multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint"])  # imported once
+    once = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "torch._functorch.aot_autograd"]
+    multiprocessing.set_forkserver_preload(once)
     try:
         start_processes(cases.run_cases, (folder,), cases.PROCESSES, start_method="forkserver")
     except (ProcessRaisedException, ProcessExitedException) as failure:
