@@ -83,7 +83,7 @@ class RotaryPositionalEmbedding(nn.Module):
         if self.cos_sin.is_meta:  # as after load_state_dict(assign=True) into a model on meta
             self.to_empty(device=x.device)
         in_float64 = x.dtype == torch.float64  # whose angles are computed from the rows of a table of positions
-        table = self._positions(x.device) if in_float64 else self.cos_sin.flatten(-2)
+        table = self._positions(x.device) if in_float64 else self.cos_sin
         if token_positions is None:
             if x.shape[-2] > self.max_seq_len:
                 raise ValueError(f"a sequence of {x.shape[-2]} tokens is longer than max_seq_len={self.max_seq_len}")
@@ -91,11 +91,11 @@ class RotaryPositionalEmbedding(nn.Module):
         else:
             indices = token_positions.to(torch.promote_types(token_positions.dtype, torch.int32))
             try:  # an embedding checks the bounds on every device, in compiled code too, and waits for nothing
-                rows = F.embedding(indices, table)
+                rows = F.embedding(indices, table.flatten(1)).unflatten(-1, table.shape[1:])
             except IndexError as error:
                 limits = f"0 ... {self.max_seq_len - 1}"
                 raise ValueError(f"token_positions must be {limits}: is max_seq_len large enough?") from error
-        cos_sin = self._cos_sin(rows) if in_float64 else rows.unflatten(-1, (-1, 2))
+        cos_sin = self._cos_sin(rows) if in_float64 else rows
         pairs = x.to(cos_sin.dtype).unflatten(-1, (-1, 2))  # a view as of rearrange, in a third of its time
         if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
             (even, odd), (cos, sin) = pairs.unbind(-1), cos_sin.unbind(-1)

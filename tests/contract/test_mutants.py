@@ -144,7 +144,7 @@ MUTANTS = {  # name: layer, edits, properties that fail
     ),
     "the table follows the dtype": (
         "rope",
-        {"def _apply(self": "def _apply_not(self", "self.cos_sin.flatten(-2)": "self.cos_sin.flatten(-2).float()"},
+        {"def _apply(self": "def _apply_not(self", "else self.cos_sin\n": "else self.cos_sin.float()\n"},
         {HALVES, SURVIVES},
     ),
     "the table in the state dict": ("rope", {"persistent=False": "persistent=True"}, {"keys of the state dict: none"}),
@@ -171,7 +171,7 @@ MUTANTS = {  # name: layer, edits, properties that fail
     ),
     "negative positions counted from the end": (
         "rope",
-        {"F.embedding(indices, table)": "table[indices]"},
+        {"F.embedding(indices, table.flatten(1))": "table.flatten(1)[indices]"},
         {OFF_TABLE},
     ),
     "positions lowered to int32": ("rope", {INDICES: "token_positions.to(torch.int32)"}, {OFF_TABLE}),
