@@ -12,7 +12,7 @@ profile: $(VENV)/installed
 	$(VENV)/bin/python scripts/profile_block.py $(ARGS)
 
 test: $(VENV)/installed
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 compare: $(VENV)/installed-bench
 	$(VENV)/bin/python scripts/compare_peers.py $(ARGS)

@@ -59,7 +59,7 @@ def run_cases(rank: int, folder: Path) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # dynamo looks at that of each DTensor
     store = dist.FileStore(str(folder / "store"), PROCESSES)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=timedelta(minutes=5))
     os.chdir(folder)
     for name, case in CASES.items():
         case()
@@ -155,7 +155,10 @@ for _axes in MESHES:
 
 @case
 def compiled_blocks_are_like_one_process_without_a_graph_break() -> None:
-    build, mesh, compiler = partial(transformer, qk_norm=True), mesh_of("dp", "tp"), torch.compile
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))  # two compile as well as four, in half the time
+    if mesh.get_coordinate() is None:
+        return
+    build, compiler = partial(transformer, qk_norm=True), torch.compile
     torch.compile = partial(compiler, backend="aot_eager")  # traces all, builds no C++
     model = parallelize(seeded(build), mesh, compile=True, recompute=True)
     torch.compile = compiler
@@ -266,7 +269,7 @@ def clipping_and_fused_adamw_train_like_one_process() -> None:
     build = partial(transformer, qk_norm=True)
     one = seeded(build)
     expected = train(one, adamw(one), 0, 1, range(3))
-    for axes in (("tp",), ("dp", "tp"), ("dp_replicate", "dp", "tp")):
+    for axes in (("tp",), ("dp_replicate", "dp", "tp")):
         mesh = mesh_of(*axes)
         model = parallelize(seeded(build), mesh)
         actual = train(model, adamw(model), *data_rank(mesh), range(3))
