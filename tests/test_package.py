@@ -26,10 +26,13 @@ LEAVES = {
 ONLY = REFUSE_TINYBLOCK_AND_BEARTYPE + "import torch, einops, jaxtyping\nx = torch.randn(2, 3, 8)\n"
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
-def test_leaf_file_works_alone(leaf, tmp_path):
-    shutil.copy(ROOT / "tinyblock" / f"{leaf}.py", tmp_path)
-    code = ONLY + f"import {leaf}\nassert {leaf}.__file__.startswith({str(tmp_path)!r})\n" + LEAVES[leaf]
+def test_leaf_files_work_alone(tmp_path):
+    code = ONLY
+    for leaf, use in LEAVES.items():
+        folder = tmp_path / leaf
+        folder.mkdir()
+        shutil.copy(ROOT / "tinyblock" / f"{leaf}.py", folder)
+        code += f"sys.path[0] = {str(folder)!r}\nimport {leaf}\nassert {leaf}.__file__.startswith(sys.path[0])\n{use}\n"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=WITHOUT_PACKAGE
     )
