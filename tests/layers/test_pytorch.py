@@ -32,11 +32,10 @@ def test_compile_with_inductor_matches_eager_and_its_gradients_and_refuses_posit
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_export_with_a_dynamic_sequence(strict):
+def test_strict_export_with_a_dynamic_sequence():
     model, x = model_and_input()
     seq = torch.export.Dim("seq", min=2, max=40)
-    program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: seq}}, strict=strict)
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: seq}}, strict=True)
     for length in (2, 11, 40):
         x = torch.randn(2, length, 24)
         torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
