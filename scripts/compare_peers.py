@@ -59,13 +59,18 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Case]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--case", default="", metavar="NAME,...", help="cases, or beginnings of their names (default: all)")
+    add(
+        "--case",
+        default="",
+        metavar="NAME,...",
+        help="cases, or how their names begin, in order (default: all)",
+    )
     add("--peers", metavar="NAME,...", help="peers, listed below (default: all; with --against, control and against)")
     add("--against", type=Path, metavar="PATH", help='a checkout of tinyblock, whose Block becomes the peer "against"')
     add("--positions", action="store_true", help="give the Block token positions, which peers have in their tables")
     add("--dtype", choices=DTYPES, help="only the cases of this dtype")
     add("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
-    add("--presets", default=",".join(CUDA_PRESETS), metavar="NAME,...", help="models measured on CUDA besides")
+    add("--presets", metavar="NAME,...", help=f"models measured besides (default: on CUDA {','.join(CUDA_PRESETS)})")
     add("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="torch's (default: its own choice)")
     add("--rounds", type=int, default=15, metavar="N", help="turns of Block and peer (default: 15)")
     add("--processes", type=int, default=1, metavar="N", help="measure in N processes, one after another")
@@ -113,12 +118,15 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Case]]:
         peers["against"] = block_of(args.against)
         args.peers = args.peers or "control,against"
     args.peers = {name: peers[name] for name in chosen(args.peers or ",".join(PEERS), peers, "peer")}
+    if args.presets is None:
+        args.presets = ",".join(CUDA_PRESETS) if args.device.type == "cuda" else ""
     known_cases = all_cases(args.device, chosen(args.presets, PRESETS, "preset"))
     words = tuple(word.strip() for word in args.case.split(",") if word.strip())
     for word in words:
         if not any(case.name.startswith(word) for case in known_cases):
             parser.error(f"no case begins with {word!r}; there are {', '.join(case.name for case in known_cases)}")
-    cases = [case for case in known_cases if not words or case.name.startswith(words)]
+    wanted = (case for word in words or ("",) for case in known_cases if case.name.startswith(word))
+    cases = list({case.name: case for case in wanted}.values())  # in the order of the words, each once
     cases = [case for case in cases if args.dtype is None or case.dtype == DTYPES[args.dtype]]
     if not cases:
         parser.error(f"none of these cases is in {args.dtype}")

@@ -115,6 +115,15 @@ def build_limit(block: Block, size: Size) -> Candidate:
     return Candidate(limit, [q_weight, k_weight, v_weight, o_weight, gate_weight, down_weight, up_weight])
 
 
+def build_copy(block: Block, size: Size) -> Candidate:
+    """Copy half as many bytes as the weights have: read and written, as many are moved. One token takes no less."""
+    if size.tokens > 1:
+        raise ImportError("it bounds one token, whose weights are most of what is moved")
+    weights = torch.cat([weight.detach().flatten() for weight in block.parameters()])
+    half = weights[: weights.numel() // 2]
+    return Candidate(lambda x: half.clone(), [half])
+
+
 def build_operations(block: Block, size: Size) -> Candidate:
     """Chain the operations of a plain eager Block, without modules, checks, options or positions: what Python costs.
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from profiling.costs import part_costs
-from profiling.memory import SavedBytes
+from profiling.memory import SavedBytes, peak_added_bytes
 from profiling.presets import Size
 from profiling.timing import interleave
+from profiling.tracing import kernel_report
 from torch import Tensor
 
 from tinyblock import Block, RotaryPositionalEmbedding
@@ -46,7 +47,7 @@ def measure_case(case: Case, peers: Mapping[str, Peer], settings: Settings, resu
     """
     result |= {"case": case.name, "describe": case.describe(), "work": case.work}
     result |= {"dtype": dtype_name(case.dtype), "rows": []}
-    if case.compiled:
+    if case.how != "eager":
         torch.compiler.reset()  # else too many sizes of one function were compiled at the end
     try:
         if case.work == "accuracy":
@@ -76,7 +77,7 @@ def prepare_turns(case: Case, settings: Settings, result: dict[str, Any]) -> Mea
     positions = {"token_positions": torch.arange(case.size.seq_len, device=x.device)} if case.positions else {}
     ours = Contestant(Candidate.of(block, **positions), x, case, settings.seed)
     costs = [ahead + back * (case.work == "train") for ahead, back in part_costs(case.size, x.itemsize).values()]
-    result["saved_bytes"] = ours.saved_bytes
+    result |= ours.counts()
     result["flops"] = {
         "causal": sum(cost.matmul_flops for cost in costs),
         "dense": sum(cost.dense_matmul_flops for cost in costs),
@@ -86,7 +87,7 @@ def prepare_turns(case: Case, settings: Settings, result: dict[str, Any]) -> Mea
         candidate = build(peer, block, case.size)
         candidate.keywords.update(positions if peer.takes_positions else {})
         theirs = Contestant(candidate, x, case, settings.seed)
-        row: dict[str, Any] = {"saved_bytes": theirs.saved_bytes}
+        row = theirs.counts()
         if peer.agrees:
             row["errors"] = {name: relative_error(theirs.compared[name], ours.compared[name]) for name in ours.compared}
             allowed = tolerance(case.dtype)
@@ -125,25 +126,42 @@ class Contestant:
     def __init__(self, candidate: Candidate, x: Tensor, case: Case, seed: int) -> None:
         train = case.work == "train"
         self.x = x.clone().requires_grad_(train)
-        self.candidate = candidate
-        self.call = torch.compile(candidate.call, dynamic=False) if case.compiled else candidate.call
+        self.candidate, self.graphs = candidate, case.how == "graphs"
+        self.call = candidate.call
+        if case.how != "eager":
+            mode = "reduce-overhead" if self.graphs else None
+            self.call = torch.compile(candidate.call, dynamic=False, mode=mode)
+        for tensor in (self.x, *candidate.constants()) if self.graphs else ():
+            torch._dynamo.mark_static_address(tensor)  # else those of a plain function are copied before each replay
         with torch.set_grad_enabled(train):
             self.forward()  # compiles, before anything is counted
             output, self.saved_bytes = SavedBytes(candidate.constants()).of(lambda: _as_tuple(self.forward()))
         # The same numbers for the same shapes: gradients can be compared between contestants.
         generator = torch.Generator().manual_seed(seed + 1)
         self.output_gradients = [torch.randn(t.shape, generator=generator).to(t) for t in output]
-        self.compared = {"outputs": output[0].detach()}
+        self.compared = {"outputs": output[0].detach().clone()}  # a graph's next replay would write over it
         if train:
-            self.compared["gradients"] = self.train()[0]
+            self.compared["gradients"] = self.train()[0].clone()
         self.run = self.train if train else self.forward
 
     def forward(self) -> Any:
+        if self.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         return self.call(self.x, **self.candidate.keywords)
 
     def train(self) -> Sequence[Tensor]:
         inputs = [self.x, *self.candidate.parameters]
         return torch.autograd.grad(_as_tuple(self.forward()), inputs, self.output_gradients)
+
+    def counts(self) -> dict[str, Any]:
+        """Return the bytes that are kept for backward, and on CUDA the most that a run adds, and its kernels."""
+        counts: dict[str, Any] = {"saved_bytes": self.saved_bytes}
+        if self.x.is_cuda:
+            with torch.set_grad_enabled(self.x.requires_grad):
+                counts["peak_bytes"] = peak_added_bytes(self.run, self.x.device)
+                kernels = kernel_report(self.run, self.x.device, seconds=1.0)
+            counts["kernels"] = kernels and kernels["count"]
+        return counts
 
 
 def prepare_accuracy(case: Case, settings: Settings) -> Measure:

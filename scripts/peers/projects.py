@@ -199,6 +199,7 @@ def _build_torchtune(block: Block, size: Size) -> Candidate:
 
 PEERS: Mapping[str, Peer] = {
     "limit": Peer(candidates.build_limit, "limit: the matrix products and SDPA", agrees=False),
+    "copy": Peer(candidates.build_copy, "copy: as many bytes as the weights have", agrees=False),
     "operations": Peer(candidates.build_operations, "operations: the Block's, without modules or checks"),
     "control": Peer(candidates.build_control, "control: a second copy of the Block", takes_positions=True),
     "unchecked": Peer(candidates.build_unchecked, "unchecked: the Block without checks", takes_positions=True),

@@ -56,6 +56,10 @@ def _cells(case: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
     cells["outputs differ"] = f"{row['errors']['outputs']:.1e}" if "errors" in row else "not compared"
     if case["work"] == "train":
         cells |= {"saved MiB": _mib(case), "peer MiB": _mib(row), "saved verdict": VERDICTS[row["saved_met"]]}
+    for name, counted in (("", case), ("peer ", row)):
+        if "peak_bytes" in counted:
+            cells[f"{name}peak MiB"] = f"{counted['peak_bytes'] / 2**20:.1f}"
+            cells[f"{name}kernels"] = str(counted["kernels"])
     return cells | {name: share(value) for name, value in row.get("mfu", {}).items()}
 
 

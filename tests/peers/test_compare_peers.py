@@ -78,13 +78,13 @@ def test_against_and_positions_choose_peers_and_cases(tmp_path):
     options = ["--against", str(tmp_path), "--case", "one-token-f32,accuracy"]
     args, chosen = compare_peers.parse([*options, "--positions"])
     assert list(args.peers) == ["control", "against"]
-    assert [(case.name, case.to_limit) for case in chosen] == [
+    assert [(case.name, case.target("limit")) for case in chosen] == [
         ("one-token-f32-positions", None),
         ("accuracy-bf16", None),
     ]
     args, chosen = compare_peers.parse([*options, "--peers", "limit,against", "--dtype", "float32"])
     assert list(args.peers) == ["limit", "against"]
-    assert [(case.name, case.to_limit) for case in chosen] == [("one-token-f32", 1.15)]
+    assert [(case.name, case.target("limit")) for case in chosen] == [("one-token-f32", 1.15)]
 
 
 @pytest.mark.parametrize(
