@@ -25,7 +25,8 @@ def main() -> int:
         rows.add("CUDA", "failed", f"torch {torch.__version__} sees none here: --device cpu walks the same code")
         return 1
     facts = environment(torch.device(options.device), 0)
-    rows.add("device", "ok", f"{facts['device']}, CUDA {facts['cuda']}, driver {facts['driver']}")
+    cuda = f", CUDA {facts['cuda']}, driver {facts['driver']}" if facts["cuda"] else ""
+    rows.add("device", "ok", f"{facts['device']}{cuda}")
     rows.add("software", "ok", f"torch {facts['torch']}, Python {facts['python']}, commit {facts['commit']}")
     for package, absent in PACKAGES.items():
         try:

@@ -39,7 +39,7 @@ def judge(run: dict[str, Any], rows: Rows) -> None:
         figures += [f"{kind} {mfu[kind]:.0%}" for kind in ("MFU causal", "MFU dense") if kind in mfu]
         judged = any(row.get("met") is not None for row in case["rows"])
         status = "failed" if wrong else "ok" if judged else "not judged"
-        rows.add(case["case"], status, "; ".join([*wrong, ", ".join(figures)]))
+        rows.add(case["case"], status, "; ".join([*wrong, *([", ".join(figures)] if figures else [])]))
     all_rows = [row for case in run["cases"] for row in case["rows"]]
     reasons = {row["peer"]: row["reason"] for row in all_rows if row["status"] == "skipped"}
     for peer in reasons.keys() - {row["peer"] for row in all_rows if row["status"] == "measured"}:

@@ -207,3 +207,26 @@ def test_settings_choose_the_gpu_that_timers_synchronize(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     dataclasses.replace(SETTINGS, device=torch.device("cuda:1")).apply()
     assert chosen == [torch.device("cuda:1")]
+
+
+def test_cuda_graphs_begin_a_step_with_every_call_and_copy_no_weights(monkeypatch):
+    begun: list[None] = []
+    modes: list[Any] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(None))
+    monkeypatch.setattr(torch, "compile", lambda call, dynamic, mode: modes.append(mode) or call)
+    case = dataclasses.replace(CASES["one-token-f32"], how="graphs")
+    block, x = measuring.make_block(case.size, torch.float32, SETTINGS.device, seed=0)
+    operations = candidates.build(projects.PEERS["operations"], block, case.size)
+    contestant = measuring.Contestant(operations, x, case, seed=0)
+    calls = len(begun)
+    contestant.run()
+    assert (modes, len(begun)) == (["reduce-overhead"], calls + 1)
+    assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in (contestant.x, *block.parameters()))
+
+
+def test_copy_moves_as_many_bytes_as_the_weights_have():
+    case = CASES["one-token-bf16"]
+    block, x = measuring.make_block(case.size, case.dtype, SETTINGS.device, seed=0)
+    copied = candidates.build(projects.PEERS["copy"], block, case.size).call(x)
+    assert 2 * copied.nbytes == sum(weight.nbytes for weight in block.parameters())
+    assert measure(copy=projects.PEERS["copy"])["rows"][0]["status"] == "skipped"
