@@ -1,13 +1,15 @@
 # make profile: run the profiler.   make test: run the test suite.   make compare: measure beside other people's blocks.
+# make cuda: accept, measure and report on a GPU, into the folder OUT= (cuda-acceptance).
 # Each makes .venv first, once.
 # ARGS= passes arguments on:        make profile ARGS="--seq-len 1024"    make test ARGS="-k rope"
 
 PYTHON ?= python3
 VENV := .venv
+OUT ?= cuda-acceptance
 # The pin of the dev extra, to be named beside it: pip would else fetch the newest torch first, and drop it again.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",$$/\1/p' pyproject.toml)
 
-.PHONY: profile test compare lint
+.PHONY: profile test compare cuda lint
 profile: $(VENV)/installed
 	$(VENV)/bin/python scripts/profile_block.py $(ARGS)
 
@@ -16,6 +18,9 @@ test: $(VENV)/installed
 
 compare: $(VENV)/installed-bench
 	$(VENV)/bin/python scripts/compare_peers.py $(ARGS)
+
+cuda: $(VENV)/installed-bench
+	PYTHON=$(CURDIR)/$(VENV)/bin/python bash scripts/cuda_acceptance.sh "$(OUT)" $(ARGS)
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check
