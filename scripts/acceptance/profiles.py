@@ -42,15 +42,19 @@ def runs(device: str, quick: bool) -> list[Run]:
     half, size = ("--dtype", "bfloat16"), TINY if quick else BATCH
     files = {"--plot": "profile.png"} if importlib.util.find_spec("matplotlib") else {}
     files |= {"--trace": "trace.json"} | ({"--memory-snapshot": "memory.pickle"} if device == "cuda" else {})
-    eager, compiled = [Run("defaults", TINY if quick else ())], []
+    recorded = tuple(word for pair in files.items() for word in pair)
+    eager, compiled = [], []
     for name in PRESETS[: 1 if quick else 2]:
         step = ("--preset", name, *half, *size, "--mode", "step")
         one_token = (*step, "--mode", "forward", "--batch-size", "1", "--seq-len", "1")
         eager += [Run(f"{name} step", step), Run(f"{name} one token", one_token)]
         compiled += [Run(f"{name} step, compiled", (*step, "--compile"))]
         compiled += [Run(f"{name} one token, compiled", (*one_token, "--compile"))]
-    recorded = tuple(word for pair in files.items() for word in pair)
-    eager[1] = replace(eager[1], options=(*eager[1].options, *recorded), files=tuple(files.values()))
+    eager[0] = replace(eager[0], options=(*eager[0].options, *recorded), files=tuple(files.values()))
+    if quick:
+        eager, compiled = eager[:1], compiled[:1]
+    else:
+        eager.insert(0, Run("defaults", ()))
     small = (*half, *(TINY if quick else ()))
     backends = list(BACKENDS)[: None if device == "cuda" and not quick else 1]
     options = [Run(f"--attention-backend {name}", (*small, "--attention-backend", name)) for name in backends]

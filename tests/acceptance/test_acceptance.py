@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_part_that_ends_badly_is_a_row_and_the_others_go_on(tmp_path):
 
 
 def report(of_whole=1.0, breaks=None, kernels=None, mode="train", command="profile_block.py"):
-    point = {"status": "ok", "whole": {mode: {"seconds": {"median": 0.01}}}, "notes": []}
+    point: dict[str, Any] = {"status": "ok", "whole": {mode: {"seconds": {"median": 0.01}}}, "notes": []}
     point |= {"sum_of_parts": {mode: {"of_whole": {"median": of_whole}}}, "mfu": {"causal": {"measured": 0.5}}}
     point |= {"kernels": kernels, "compile": None if breaks is None else {"graph_breaks": breaks}}
     return {"points": [point], "settings": {"mode": mode}, "environment": {"command": command}}
