@@ -30,7 +30,7 @@ mkdir -p "$out" || refuse "$out cannot be made"
 out=$(cd "$out" && pwd)
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
-export PYTHONPATH=$PWD/scripts:$PWD
+export PYTHONPATH=$PWD/scripts:$PWD${PYTHONPATH:+:$PYTHONPATH}
 # Without beartype the layers run as they are written, and the rows of the shape checks say so.
 "$python" -c "import beartype" 2>/dev/null || export JAXTYPING_DISABLE=1
 rm -f "$out"/{summary.txt,results.jsonl,log.txt,profiles.json,profile.png,trace.json.gz,benchmarks.json,benchmarks.md}
@@ -47,8 +47,11 @@ part() {
     echo "$((SECONDS - start)) s"
     local why="ended with exit code $code: see log.txt"
     ((code == 124 || code == 137)) && why="was cut off after $limit s"
-    ((code <= 1)) || printf '{"part": "%s", "name": "all of it", "status": "failed", "detail": "%s", "seconds": %s}\n' \
-        "$name" "$why" "$((SECONDS - start))" >>"$out/results.jsonl"
+    # 1 is what pytest ends with where a row has failed, and the machine without a GPU.
+    if ((code > 1)) || [[ $code == 1 && ($name == profile || $name == peers) ]]; then
+        printf '{"part": "%s", "name": "all of it", "status": "failed", "detail": "%s", "seconds": %s}\n' \
+            "$name" "$why" "$((SECONDS - start))" >>"$out/results.jsonl"
+    fi
     return "$code"
 }
 tests() {

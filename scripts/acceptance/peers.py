@@ -60,7 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = process.wait(options.seconds)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)  # it writes what it has
-            code = process.wait(10)
+            try:
+                code = process.wait(10)
+            except subprocess.TimeoutExpired:  # a compiler does not listen; the cases until then are written
+                process.kill()
+                code = process.wait()
     if path.exists():
         run = json.loads(path.read_text())
         judge(run, rows)

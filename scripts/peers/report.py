@@ -18,7 +18,8 @@ is faster. Both have the same weights, inputs, dtype and threads, and take turns
 the median of those of single turns, with their 20th and 80th percentile, and over several processes the
 range of their medians. Outputs and, in training, input gradients agreed before anything was timed; the table
 shows the relative error of the outputs. Training differentiates with respect to the input and all weights.
-The limit is the bare matrix products and `scaled_dot_product_attention`; the operations are the Block's own,
+The limit is the bare matrix products and `scaled_dot_product_attention`; the copy, for one token, moves as many
+bytes as the weights have; the operations are the Block's own,
 one after another, without modules, checks or options; the control is a second copy of the Block,
 and shows the noise. Saved MiB are kept for backward, weights not counted, and the Block is to save no more
 than any peer. MFU is the share of the datasheet's FLOP/s that the FLOPs of the matrix products make:
@@ -59,7 +60,7 @@ def _cells(case: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
     for name, counted in (("", case), ("peer ", row)):
         if "peak_bytes" in counted:
             cells[f"{name}peak MiB"] = f"{counted['peak_bytes'] / 2**20:.1f}"
-            cells[f"{name}kernels"] = str(counted["kernels"])
+            cells[f"{name}kernels"] = str(counted["kernels"] or "")
     return cells | {name: share(value) for name, value in row.get("mfu", {}).items()}
 
 

@@ -109,6 +109,8 @@ def test_part_that_ends_badly_is_a_row_and_the_others_go_on(tmp_path):
         *acceptance.summary*) exec {sys.executable} "$@" ;;
         *acceptance.profiles*) echo half of it; kill -SEGV $$ ;;
         *on_device*) exit 4 ;;
+        *acceptance.peers*) exit 1 ;;
+        *contract*) exit 1 ;;
         esac
     """)
     python.chmod(0o755)
@@ -116,11 +118,10 @@ def test_part_that_ends_badly_is_a_row_and_the_others_go_on(tmp_path):
     env = {**os.environ, "PYTHON": str(python)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     rows = [(row["part"], row["detail"]) for row in rows_of(tmp_path / "out" / "results.jsonl")]
-    assert rows == [
-        (name, f"ended with exit code {code}: see log.txt") for name, code in (("right", 4), ("profile", 139))
-    ]
+    ends = (("right", 4), ("profile", 139), ("peers", 1))
+    assert rows == [(name, f"ended with exit code {code}: see log.txt") for name, code in ends]
     assert done.returncode == 1
-    assert done.stdout.splitlines()[-1] == "2 of 2 rows failed"
+    assert done.stdout.splitlines()[-1] == "3 of 3 rows failed"
     log = (tmp_path / "out" / "log.txt").read_text()
     assert log.index("== profile ==\nhalf of it") < log.index("== peers ==")
 

@@ -168,7 +168,8 @@ rope(torch.ones(1, 8, device=device), torch.tensor([int(sys.argv[2])], device=de
 
 def test_positions_off_the_table_end_their_process(device):
     """In processes of their own: after a device-side assert, CUDA answers nothing in the one that met it."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    found = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": found}
     for position in ("16", "-1") if device.type == "cuda" else ("16",):
         command = [sys.executable, "-c", OFF_THE_TABLE, device.type, position]
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
