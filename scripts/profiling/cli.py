@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import config as jaxtyping_config
@@ -16,16 +16,21 @@ from jaxtyping import config as jaxtyping_config
 from tinyblock import Block
 from tinyblock.vendoring.parser import OneLineParser
 
+from .collectives import Mesh
 from .compare import SCHEMA, compare, load
 from .environment import device_name, environment
 from .files import atomic, require_writable
-from .machine import datasheet, measure_ceilings, memory_bytes
+from .machine import datasheet, find_datasheet, measure_ceilings, memory_bytes
 from .measure import BACKENDS, MODES, Settings, measure, require_attention_backend
 from .memory import is_out_of_memory
 from .parts import build
+from .predict import Links, fastest, predict
 from .presets import PRESETS, Size
+from .processes import first_to_fail, from_first, is_first, launched, run_together
 from .progress import TerminalProgress
 from .report import report, show
+from .report_processes import prediction_report, spread_report
+from .spread import measure_spread
 from .tracing import nsys_command
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,6 +44,9 @@ _EXAMPLES = """examples:
   profile_block.py --sweep seq-len=128,256,512 --plot scaling.png
   profile_block.py --json old.json                            ... change something ...
   profile_block.py --compare old.json
+  torchrun --nproc-per-node 4 scripts/profile_block.py --tp 2 --dp 2 --batch-size 2 --num-layers 4 --mode step
+  profile_block.py --predict gpus=8 tp=8,dp=64 --link 450e9,50e9 --ceilings "h100 80gb" --dtype bfloat16
+      --preset llama-3.1-8b --num-layers 32 --batch-size 512 --seq-len 8192 --mode step
 """
 
 
@@ -47,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: nothing could be measured. 2: refused before measuring. 130: interrupted; what was measured is written.
     """
+    return run_together(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     try:
@@ -56,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.nvtx:
         print(f"To record the ranges: {nsys_command(sys.argv[1:] if argv is None else argv)}", flush=True)
     try:
+        if arguments.predict is not None:
+            return _predict(arguments, settings, sizes)
         return _profile(arguments, settings, sizes, earlier)
     except BrokenPipeError:  # whoever read the report has seen enough; the files are written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -66,12 +80,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        print(f"{parser.prog}: error: out of memory: {' '.join(str(error).split())}", file=sys.stderr)
+        if first_to_fail():
+            print(f"{parser.prog}: error: out of memory: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
 
 
+class _Parser(OneLineParser):
+    def error(self, message: str) -> NoReturn:
+        """Refuse in one line, of all processes that do."""
+        if not first_to_fail():
+            self.exit(2)
+        super().error(message)
+
+
 def _parser() -> OneLineParser:
-    parser = OneLineParser(
+    parser = _Parser(
         prog="profile_block.py",
         description="Show where the time and memory of a Transformer block go, and how far the machine's limit is.",
         epilog=_EXAMPLES,
@@ -102,6 +125,26 @@ def _parser() -> OneLineParser:
     how.add_argument("--rounds", type=int, default=15, metavar="N", help="samples of every run (15)")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and inputs (0)")
 
+    spread = parser.add_argument_group("several processes", "started by torchrun: --nproc-per-node is the product")
+    for axis, what in (
+        ("tp", "that each layer is split over"),
+        ("dp", "that the batch and what is stored are split over"),
+        ("dp-replicate", "groups of --dp, that the batch is split over"),
+    ):
+        spread.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"processes {what} (1)")
+
+    paper = parser.add_argument_group("on paper")
+    paper.add_argument(
+        "--predict",
+        nargs="+",
+        metavar="MESH",
+        help="tell what these meshes would take, as in tp=8,dp=64; gpus=512 is the fastest mesh of so many",
+    )
+    paper.add_argument(
+        "--link", metavar="A[,B]", help="bytes/s that a device receives from its own machine of 8, and from others"
+    )
+    paper.add_argument("--ceilings", metavar="GPU", help="those of a datasheet, as in h200 (measured on --device)")
+
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="FILE", help="write everything; see docs/profile_schema.md")
     out.add_argument("--compare", type=Path, metavar="OLD.json", help="show the ratios to an earlier --json")
@@ -129,6 +172,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[Settings, list[Size], dict[
         trace=arguments.trace,
         memory_snapshot=arguments.memory_snapshot,
         nvtx=arguments.nvtx,
+        mesh=Mesh(arguments.dp_replicate, arguments.dp, arguments.tp),
     )
     if settings.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {settings.rounds}")
@@ -137,6 +181,12 @@ def _checked(arguments: argparse.Namespace) -> tuple[Settings, list[Size], dict[
     if settings.mode == "step" and settings.dtype == torch.float16:
         raise ValueError("--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train")
     sizes = [_possible_size(arguments, settings, swept) for swept in _sweep(arguments.sweep)]
+    if arguments.predict is not None:
+        _check_prediction(arguments, settings)
+        return settings, sizes, None
+    if arguments.link or arguments.ceilings:
+        raise ValueError("--link and --ceilings are for --predict")
+    _check_mesh(arguments, settings, sizes)
     _check_layers(sizes, settings)
     if settings.device.type != "cuda":
         for option in ("memory_snapshot", "nvtx"):
@@ -169,6 +219,10 @@ def _device(name: str | None) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError(f"--device {name}: this machine, or this build of torch, has no CUDA")
     index = torch.cuda.current_device() if device.index is None else device.index
+    if launched() > 1:
+        if device.index is not None:
+            raise ValueError(f"--device {name}: each process has a device of its own: use cuda")
+        index = int(os.environ["LOCAL_RANK"])
     if index >= torch.cuda.device_count():
         raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", index)
@@ -200,6 +254,58 @@ def _possible_size(arguments: argparse.Namespace, settings: Settings, swept: dic
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ValueError(f"impossible size: {_first_sentence(error)}") from None
     return size
+
+
+def _check_mesh(arguments: argparse.Namespace, settings: Settings, sizes: list[Size]) -> None:
+    mesh, processes = settings.mesh, launched()
+    for size in sizes:
+        mesh.require(size)
+    if mesh.processes != processes:
+        options = " ".join(f"--{axis.replace('_', '-')} {count}" for axis, count in mesh.axes.items())
+        start = f"torchrun --nproc-per-node {mesh.processes} {sys.argv[0]} {options} ..." if options else "python"
+        raise ValueError(f"{mesh} makes {mesh.processes}, and there are {processes}: start with {start}")
+    if processes > 1:
+        for option in ("sweep", "trace", "memory_snapshot", "nvtx"):
+            if getattr(arguments, option):
+                raise ValueError(f"--{option.replace('_', '-')} is for one process: leave --tp and --dp out")
+
+
+def _check_prediction(arguments: argparse.Namespace, settings: Settings) -> None:
+    """Refuse what a prediction cannot be made of, or makes nothing of."""
+    if arguments.link is None:
+        raise ValueError("--predict needs --link, as in --link 450e9,50e9: bytes/s within and between machines")
+    if launched() > 1 or settings.mesh.processes > 1:
+        raise ValueError("--predict is for one process: name the mesh behind it, as in --predict tp=2,dp=2")
+    for option in ("compare", "trace", "memory_snapshot", "nvtx"):
+        if getattr(arguments, option):
+            raise ValueError(f"--{option.replace('_', '-')} needs a measurement: leave --predict out")
+    _check_outputs(arguments)
+    _links(arguments.link)
+    for text in arguments.predict:
+        _mesh(text)
+    if arguments.ceilings is not None:
+        find_datasheet(arguments.ceilings)[1].ceilings(settings.dtype)
+
+
+def _links(text: str) -> Links:
+    try:
+        rates = [float(rate) for rate in text.split(",")]
+    except ValueError:
+        rates = []
+    if not 1 <= len(rates) <= 2 or not all(0 < rate < float("inf") for rate in rates):
+        raise ValueError(f"--link takes bytes/s within and between machines, as in 450e9,50e9, got {text!r}")
+    return Links(rates[0], rates[1] if len(rates) == 2 else None)
+
+
+def _mesh(text: str) -> Mesh | int:
+    """Return the mesh, or how many processes it is to have."""
+    axes = {axis: count for axis, _, count in (part.partition("=") for part in text.split(","))}
+    if all(count.isdecimal() and int(count) > 0 for count in axes.values()):
+        if list(axes) == ["gpus"]:
+            return int(axes["gpus"])
+        if axes.keys() <= asdict(Mesh()).keys():
+            return Mesh(**{axis: int(count) for axis, count in axes.items()})
+    raise ValueError(f"--predict takes meshes as in tp=8,dp=64 or gpus=512, got {text!r}")
 
 
 def _check_layers(sizes: list[Size], settings: Settings) -> None:
@@ -286,10 +392,10 @@ def _profile(
     arguments: argparse.Namespace, settings: Settings, sizes: list[Size], earlier: dict[str, Any] | None
 ) -> int:
     """Measure the sizes, write and show the result, and return the exit code."""
-    axis = arguments.sweep and arguments.sweep.partition("=")[0]
+    axis = _axis(arguments)
     with TerminalProgress() as progress:
         progress.start("measuring the ceilings")
-        ceilings = measure_ceilings(settings.device, settings.dtype)
+        ceilings = from_first(lambda: measure_ceilings(settings.device, settings.dtype))
         sheet = datasheet(device_name(settings.device))
         document: dict[str, Any] = {
             "schema": SCHEMA,
@@ -303,19 +409,22 @@ def _profile(
         for index, size in enumerate(sizes, 1):
             progress.prefix = f"{index}/{len(sizes)} " if axis else ""
             try:
-                points.append(measure(size, settings, ceilings, sheet, progress))
+                if settings.mesh.processes > 1:
+                    points.append(measure_spread(size, settings, ceilings, progress))
+                else:
+                    points.append(measure(size, settings, ceilings, sheet, progress))
                 if points[-1]["status"] == "interrupted":
                     document["status"] = "interrupted"
             except KeyboardInterrupt:
                 document["status"] = "interrupted"
-            if arguments.json is not None:  # after every point: a process that is killed leaves those until then
-                with atomic(arguments.json) as temporary:
-                    temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+            _write(document, arguments.json)  # after every point: a process that is killed leaves those until then
             if document["status"] == "interrupted":
                 break
-    measured = [point for point in points if "parts" in point]
+    measured = [point for point in points if "whole" in point]
+    if not is_first():
+        return 0 if measured else 1
     try:  # the report first, so that a plot that fails does not lose it
-        show(report(document), sys.stdout)
+        show((spread_report if settings.mesh.processes > 1 else report)(document), sys.stdout)
         if earlier is not None:
             show(["", *compare(document, earlier)], sys.stdout)
     finally:  # for somebody, too, who does not read the report to its end
@@ -329,6 +438,50 @@ def _profile(
     return 0 if measured else 1
 
 
+def _predict(arguments: argparse.Namespace, settings: Settings, sizes: list[Size]) -> int:
+    """Predict the sizes on the meshes, write and show the result, and return the exit code."""
+    links, dtype = _links(arguments.link), settings.dtype
+    source = f"measured on {device_name(settings.device)}"
+    if arguments.ceilings is None:
+        ceilings = measure_ceilings(settings.device, dtype)
+    else:
+        name, sheet = find_datasheet(arguments.ceilings)
+        ceilings, source = sheet.ceilings(dtype), f"{name} datasheet"
+    predictions = []
+    for size in sizes:
+        for mesh in map(_mesh, arguments.predict):
+            how = (ceilings, links, settings.mode, dtype)
+            predictions.append(fastest(size, mesh, *how) if isinstance(mesh, int) else predict(size, mesh, *how))
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "status": "ok",
+        "environment": environment(settings.device, settings.seed),
+        "settings": _as_json(settings) | {"preset": arguments.preset, "sweep": _axis(arguments)},
+        "ceilings": asdict(ceilings) | {"ridge": ceilings.ridge, "datasheet": None, "source": source},
+        "links": asdict(links),
+        "points": [],
+        "predictions": predictions,
+    }
+    _write(document, arguments.json)
+    show(prediction_report(document), sys.stdout)
+    if arguments.plot is not None:
+        from .plot import plot_predictions
+
+        with atomic(arguments.plot) as temporary:
+            plot_predictions(document, temporary)
+    return 0
+
+
+def _axis(arguments: argparse.Namespace) -> str | None:
+    return arguments.sweep and arguments.sweep.partition("=")[0]
+
+
+def _write(document: dict[str, Any], path: Path | None) -> None:
+    if path is not None and is_first():
+        with atomic(path) as temporary:
+            temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
 def _as_json(settings: Settings) -> dict[str, Any]:
     return {
         "device": str(settings.device),
@@ -337,6 +490,7 @@ def _as_json(settings: Settings) -> dict[str, Any]:
         "compile": settings.compile,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "attention_backend": settings.attention_backend,
+        "mesh": asdict(settings.mesh),
         "rounds": settings.rounds,
         "seed": settings.seed,
         "shape_checks": not jaxtyping_config.jaxtyping_disable,

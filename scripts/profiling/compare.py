@@ -50,7 +50,7 @@ def _differences(new: dict[str, Any], old: dict[str, Any]) -> str:
     lines = [f"Compared with the profile of {old['environment']['date']}, commit {old['environment']['commit']}:"]
     for section, keys in (
         ("environment", ("device", "torch", "threads", "driver", "commit")),
-        ("settings", ("dtype", "mode", "compile", "float32_matmul_precision", "attention_backend")),
+        ("settings", ("dtype", "mode", "compile", "float32_matmul_precision", "attention_backend", "mesh")),
     ):
         for key in keys:
             then, now = old[section].get(key), new[section].get(key)
@@ -61,9 +61,10 @@ def _differences(new: dict[str, Any], old: dict[str, Any]) -> str:
 
 def _times(point: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
     """Return the seconds of each part and pass; of none where the memory did not suffice."""
-    if "parts" not in point:
+    if "whole" not in point:
         return {}
-    records = [*point["parts"], {"name": "whole"} | point["whole"], {"name": "AdamW", "step": point["optimizer"]}]
+    parts, optimizer = point.get("parts", []), point.get("optimizer")  # several processes have neither
+    records = [*parts, {"name": "whole"} | point["whole"], {"name": "AdamW", "step": optimizer}]
     passes = ("forward", "backward", "train", "step")
     return {
         (record["name"], name): record[name]["seconds"] for record in records for name in passes if record.get(name)

@@ -13,12 +13,14 @@ import torch
 
 import tinyblock
 
+from .processes import launched
+
 
 def environment(device: torch.device, seed: int) -> dict[str, object]:
     """Return machine, device, driver, versions, threads, commit, seed, command and date, ready for JSON."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join([*_started_by(), *sys.argv]),
         "commit": _commit(),
         "seed": seed,
         "tinyblock": tinyblock.__version__,
@@ -31,6 +33,10 @@ def environment(device: torch.device, seed: int) -> dict[str, object]:
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "driver": _driver_version() if device.type == "cuda" else None,
     }
+
+
+def _started_by() -> list[str]:
+    return ["python"] if launched() == 1 else ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
 
 
 def device_name(device: torch.device) -> str:

@@ -29,6 +29,17 @@ class Datasheet:
             return self.float32 if torch.get_float32_matmul_precision() == "highest" else None
         return self.half if dtype == torch.float16 or (dtype == torch.bfloat16 and self.bfloat16) else None
 
+    def ceilings(self, dtype: torch.dtype) -> "Ceilings":
+        """Return the peaks as ceilings that rest on no sample.
+
+        Raises:
+            ValueError: there is none of this dtype.
+        """
+        if (peak := self.flops_per_second(dtype)) is None:
+            raise ValueError(f"the datasheet has no peak for {str(dtype).removeprefix('torch.')}")
+        flops, memory = (Spread(rate, rate, rate, 0) for rate in (peak, self.bytes_per_second))
+        return Ceilings(flops, memory, product_size=0, copy_bytes=0)
+
     def peaks(self, dtype: torch.dtype) -> dict[str, float | None]:
         return {"flops_per_second": self.flops_per_second(dtype), "bytes_per_second": self.bytes_per_second}
 
@@ -55,9 +66,22 @@ def datasheet(name: str) -> Datasheet | None:
     return DATASHEETS.get(name)
 
 
+def find_datasheet(name: str) -> tuple[str, Datasheet]:
+    """Return the one GPU that is meant by its name, or by a part of it in any case.
+
+    Raises:
+        ValueError: none or several are.
+    """
+    found = [known for known in DATASHEETS if name.lower() in known.lower()]
+    found = [known for known in found if known.lower().removeprefix("nvidia ") == name.lower()] or found
+    if len(found) != 1:
+        raise ValueError(f"{name!r} is not one of the GPUs with a datasheet here: {', '.join(found or DATASHEETS)}")
+    return found[0], DATASHEETS[found[0]]
+
+
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured peaks of one device in one dtype: FLOP/s of a large matrix product, bytes/s of a copy.
+    """Peaks of one device in one dtype. Measured, they are FLOP/s of a large matrix product, bytes/s of a copy.
 
     `product_size` is the side of the matrices, `copy_bytes` what the copy reads and then writes.
     """

@@ -17,9 +17,10 @@ from tinyblock import Block, Transformer
 
 from . import tracing
 from .analysis import analyse
+from .collectives import ONE_PROCESS, Mesh
 from .machine import Ceilings, Datasheet
 from .memory import SavedBytes, is_out_of_memory, peak_added_bytes
-from .parts import Part, build, cut, whole
+from .parts import Part, accumulate, build, clear, cut, whole
 from .presets import Size
 from .progress import TerminalProgress
 from .timing import interleave
@@ -54,6 +55,7 @@ class Settings:
     trace: Path | None = None
     memory_snapshot: Path | None = None
     nvtx: bool = False
+    mesh: Mesh = ONE_PROCESS
 
     @property
     def train(self) -> bool:
@@ -73,7 +75,7 @@ def require_attention_backend(size: Size, settings: Settings) -> None:
     short = replace(size, batch_size=1, seq_len=min(size.seq_len, 64), d_model=8, d_ff=8, num_layers=None)
     with settings.attention(), torch.set_grad_enabled(settings.train), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch explains at length, in one warning for each backend
-        _, part = _whole(short, settings)
+        _, part = build_whole(short, settings)
         part.train() if settings.train else part.forward()
 
 
@@ -104,7 +106,7 @@ class _Measurement:
         self.size, self.settings, self.progress = size, settings, progress
         progress.start("building")
         torch.manual_seed(settings.seed)
-        model, self.whole = _whole(size, settings)
+        model, self.whole = build_whole(size, settings)
         self.smallest = self._smallest()
         self.known = [*model.parameters(), *model.buffers()]
         self.parts = cut(model, self.whole.inputs[0], *self.whole.gradients)
@@ -116,7 +118,7 @@ class _Measurement:
             self.compile = tracing.compile_report(eager, self.whole, settings.train)
             self.smallest = self.smallest and self.smallest.compiled()
             self.parts = [part.compiled() for part in self.parts]
-        self.optimizing = _Optimizing(self.whole) if settings.mode == "step" else None
+        self.optimizing = Optimizing(self.whole) if settings.mode == "step" else None
         self.notes: list[str] = []
 
     def _smallest(self) -> Part | None:
@@ -129,7 +131,7 @@ class _Measurement:
                 if is_out_of_memory(error):
                     raise
                 return None
-        return replace(_whole(size, self.settings)[1], name="smallest")
+        return replace(build_whole(size, self.settings)[1], name="smallest")
 
     def run(self) -> Callable[[], object]:
         """Return the whole, as far as the mode goes."""
@@ -149,7 +151,7 @@ class _Measurement:
             runs["whole step"] = self.optimizing.step
             runs["AdamW"] = self.optimizing.update
             if self.smallest is not None:
-                runs["smallest step"] = _Optimizing(self.smallest).step
+                runs["smallest step"] = Optimizing(self.smallest).step
         return runs
 
     def point(self, ceilings: Ceilings, datasheet: Datasheet | None) -> dict[str, Any]:
@@ -216,16 +218,16 @@ class _Measurement:
             }
             for part in self.parts
         ]
-        gradients = _bytes(self.whole.train()[1:]) if train else None
+        gradients = bytes_of(self.whole.train()[1:]) if train else None
         saved_by_whole = SavedBytes(self.known).of(self.whole.forward)[1] if train else None
         state = None
         if self.optimizing is not None:
             state = self.optimizing.state_bytes()
-            self.optimizing.clear()  # else the gradients of the last step would be there already
+            clear(self.whole)  # else the gradients of the last step would be there already
         added = peak_added_bytes(self.run(), device)
-        there = _bytes([*self.known, *self.whole.inputs]) + (state or 0)
+        there = bytes_of([*self.known, *self.whole.inputs]) + (state or 0)
         return {
-            "parameters_bytes": _bytes(self.whole.weights),
+            "parameters_bytes": bytes_of(self.whole.weights),
             "gradients_bytes": gradients,
             "optimizer_state_bytes": state,
             "saved_bytes": saved_by_whole,
@@ -257,7 +259,7 @@ class _Measurement:
             self._stage("NVTX ranges", partial(tracing.mark_ranges, parts, step))
 
 
-class _Optimizing:
+class Optimizing:
     """A whole training step with AdamW as torch sets it up, but for a learning rate of 0.
 
     That leaves the weights as they are for all the other runs, and takes no kernel away.
@@ -269,31 +271,27 @@ class _Optimizing:
         self.step()  # which makes the moments, and the gradients that `update` needs
 
     def step(self) -> None:
-        self.clear()
-        torch.autograd.backward(self.part.forward(), self.part.gradients)
+        accumulate(self.part)
         self.update()
 
     def update(self) -> None:
         self.optimizer.step()
 
-    def clear(self) -> None:
-        for leaf in (*self.part.inputs, *self.part.weights):
-            leaf.grad = None
-
     def state_bytes(self) -> int:
         states = self.optimizer.state.values()
-        return _bytes(value for state in states for value in state.values() if torch.is_tensor(value))
+        return bytes_of(value for state in states for value in state.values() if torch.is_tensor(value))
 
 
-def _whole(size: Size, settings: Settings) -> tuple[Block | Transformer, Part]:
+def build_whole(size: Size, settings: Settings) -> tuple[Block | Transformer, Part]:
     model = build(size, settings.device, settings.dtype)
     shape = (size.batch_size, size.seq_len, size.d_model)
     x = torch.randn(shape, device=settings.device).to(settings.dtype).requires_grad_(settings.train)
     return model, whole(model, x, torch.randn_like(x) if settings.train else None)
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors; of a DTensor, those that this process has."""
+    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors)
 
 
 def _one_line(error: BaseException) -> str:

@@ -44,6 +44,17 @@ def backward_of(part: Part, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(outputs, (*part.inputs, *part.weights), part.gradients)
 
 
+def accumulate(part: Part) -> None:
+    """Run forward and backward as a training step does, with fresh gradients where the optimizer looks for them."""
+    clear(part)
+    torch.autograd.backward(part.forward(), part.gradients)
+
+
+def clear(part: Part) -> None:
+    for leaf in (*part.inputs, *part.weights):
+        leaf.grad = None
+
+
 def build(size: Size, device: torch.device | str, dtype: torch.dtype) -> Block | Transformer:
     """Build the block, or the stack, in the training mode that a new module is in.
 

@@ -7,7 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from .report import describe_all, device_and_threads, number, rates, share, time_unit, value_on
+from .report import describe_all, device_and_threads, number, rates, share, si, time_unit, value_on
+from .report_processes import mesh_of
 
 # Okabe and Ito's palette, which people with any kind of colour blindness can tell apart; the markers say it again.
 _HUES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8A8A00", "#999999", "#661100", "#332288")
@@ -19,7 +20,7 @@ _BELOW |= {"columnspacing": 1.0, "handlelength": 1.5}
 
 def plot(document: dict[str, Any], path: Path) -> None:
     """Draw a profile's measured points, in the format that the suffix of `path` names."""
-    points = [point for point in document["points"] if "parts" in point]
+    points = [point for point in document["points"] if "whole" in point]
     settings, environment = document["settings"], document["environment"]
     figure = Figure(figsize=(10, 5), layout="constrained")
     figure.suptitle(describe_all([point["size"] for point in points]), fontsize=12, fontweight="bold")
@@ -27,13 +28,60 @@ def plot(document: dict[str, Any], path: Path) -> None:
     date = environment["date"].partition("T")[0]
     origin = f"{device_and_threads(document)}; {how}; torch {environment['torch']}; {date}"
     figure.supxlabel(origin, fontsize=8, color="dimgrey")
-    if settings["sweep"]:
+    if "parts" not in points[0]:
+        _processes(figure, points[0])
+    elif settings["sweep"]:
         _sweep(figure, points, settings["sweep"])
     else:
         left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
         _roofline(left, points[0], document["ceilings"])
         _times(right, points[0], settings["mode"])
     figure.savefig(path, dpi=144)
+
+
+def plot_predictions(document: dict[str, Any], path: Path) -> None:
+    """Draw the MFU of each mesh over a sweep; of a single size, where the time of each mesh goes."""
+    predictions, axis = document["predictions"], document["settings"]["sweep"]
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    figure.suptitle(describe_all([prediction["size"] for prediction in predictions]), fontsize=12, fontweight="bold")
+    links, settings = document["links"], document["settings"]
+    links_of = ", ".join(si(links[key], "B/s") for key in ("within", "between") if links[key])
+    source = f"on paper: {document['ceilings']['source']}; links of {links_of}"
+    figure.supxlabel(f"{source}; {settings['dtype']}, mode {settings['mode']}", fontsize=8, color="dimgrey")
+    axes = figure.subplots()
+    if axis:
+        _utilization(axes, predictions, axis)
+    else:
+        _computing_and_waiting(axes, predictions)
+    axes.grid(alpha=0.3)
+    axes.legend(**_BELOW, ncols=4)
+    figure.savefig(path, dpi=144)
+
+
+def _utilization(axes: Axes, predictions: list[dict[str, Any]], axis: str) -> None:
+    for index, mesh in enumerate(dict.fromkeys(mesh_of(prediction["mesh"]) for prediction in predictions)):
+        records = [prediction for prediction in predictions if mesh_of(prediction["mesh"]) == mesh]
+        values = [int(value_on(axis, record)) for record in records]
+        utilization = [100 * record["mfu"] for record in records]
+        axes.plot(values, utilization, label=mesh, color=_HUES[index % 10], marker=_MARKERS[index % 10])
+    ticks = sorted({int(value_on(axis, prediction)) for prediction in predictions})
+    axes.set(xscale="log", xlabel=axis, ylabel="MFU, %", ylim=(0, None))
+    axes.set_title("Which mesh is fastest?", fontsize=11)
+    axes.minorticks_off()
+    axes.set_xticks(ticks, [str(value) for value in ticks])
+
+
+def _computing_and_waiting(axes: Axes, predictions: list[dict[str, Any]]) -> None:
+    for row, record in enumerate(predictions):
+        compute, total = (1e3 * record[key] for key in ("compute_seconds", "seconds"))
+        axes.barh(row, compute, 0.7, color=_HUES[0], label=None if row else "computing")
+        axes.barh(row, total - compute, 0.7, left=compute, color=_HUES[3], label=None if row else "collectives")
+        axes.text(total, row, f"  MFU {share(record['mfu'])}", va="center", fontsize=9)
+    axes.set_yticks(range(len(predictions)), [mesh_of(prediction["mesh"]) for prediction in predictions])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.2 * axes.get_xlim()[1])
+    axes.set_xlabel("ms")
+    axes.set_title("Computing, and collectives that are not hidden", fontsize=11)
 
 
 def _style(index: int, filled: bool = True) -> dict[str, Any]:
@@ -106,6 +154,35 @@ def _times(axes: Axes, point: dict[str, Any], mode: str) -> None:
         axes.barh(0, 0, color="grey", alpha=alpha, label=name)
     axes.plot([], [], color="black", linewidth=2, label="roofline")
     axes.legend(**_BELOW, ncols=3)
+
+
+def _processes(figure: Figure, point: dict[str, Any]) -> None:
+    """Draw what one process takes, its equal share, and what all take together; beside, each kind of collective."""
+    whole, rows = point["whole"], point["collectives"]
+    left, right = figure.subplots(1, 2, width_ratios=[1, 1.4])
+    unit, factor = time_unit(whole["forward"]["seconds"]["median"])
+    processes = len(whole["forward"]["of_ranks"])
+    for column, record in enumerate(whole.values()):
+        one, together = (factor * record[key]["median"] for key in ("one_process", "seconds"))
+        bars = (one, "one process"), (one / processes, "its equal share"), (together, f"{processes} processes")
+        for index, (height, label) in enumerate(bars):
+            left.bar(column + 0.27 * (index - 1), height, 0.25, color=_HUES[index], label=None if column else label)
+        speed_up = f"x {number(record['speed_up']['median'])}"
+        left.text(column + 0.27, together, speed_up, ha="center", va="bottom", fontsize=9)
+    left.set_xticks(range(len(whole)), list(whole))
+    left.set_ylabel(unit)
+    left.set_title("Speed-up over one process", fontsize=11)
+    left.legend(**_BELOW, ncols=3)
+    for row, record in enumerate(rows):
+        right.barh(row, factor * record["seconds"], 0.7, color=_HUES[row % 10])
+        text = f"  {record['count']}, {si(record['bytes'], 'B')}, {share(record['share'])}"
+        right.text(factor * record["seconds"], row, text, va="center", fontsize=9)
+    right.set_yticks(range(len(rows)), [f"{row['pass']}, {row['axis']}, {row['kind']}" for row in rows], fontsize=9)
+    right.invert_yaxis()
+    right.set_xlim(0, 1.6 * right.get_xlim()[1])
+    right.set_xlabel(unit)
+    right.set_title("Collectives, each alone: number, bytes, share", fontsize=11)
+    right.grid(axis="x", alpha=0.3)
 
 
 def _sweep(figure: Figure, points: list[dict[str, Any]], axis: str) -> None:

@@ -31,11 +31,17 @@ class Size:
         return 1 if self.num_layers is None else self.num_layers
 
     @property
-    def parameters(self) -> int:
+    def block_gains(self) -> int:
+        return 2 * self.d_model + (2 * self.d_head if self.qk_norm else 0)
+
+    @property
+    def block_parameters(self) -> int:
         heads = self.num_heads + self.num_kv_heads
-        norms = 2 * self.d_model + (2 * self.d_head if self.qk_norm else 0)
-        block = 2 * self.d_model * heads * self.d_head + 3 * self.d_model * self.d_ff + norms
-        return self.layers * block + (0 if self.num_layers is None else self.d_model)
+        return 2 * self.d_model * heads * self.d_head + 3 * self.d_model * self.d_ff + self.block_gains
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.block_parameters + (0 if self.num_layers is None else self.d_model)
 
     def smallest(self) -> "Size":
         """Return the same block with next to no arithmetic: what is left of its time is overhead.

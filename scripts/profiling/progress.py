@@ -3,6 +3,8 @@
 import sys
 from typing import Any
 
+from .processes import is_first
+
 
 class TerminalProgress:
     """One bar on stderr for what goes on now, gone at the end."""
@@ -11,7 +13,7 @@ class TerminalProgress:
         self._progress: Any = None
         self._task: Any = None
         self.prefix = ""  # the point of a sweep
-        if not sys.stderr.isatty():
+        if not (sys.stderr.isatty() and is_first()):
             return
         try:
             from rich.console import Console

@@ -92,7 +92,7 @@ def share(value: float | None) -> str:
 def report(document: dict[str, Any]) -> list[Section]:
     """Return the sections of a whole profile: of one size in full, of a sweep one line for each point."""
     points, axis = document["points"], document["settings"]["sweep"]
-    sections: list[Section] = [_header(document)]
+    sections: list[Section] = [header(document)]
     if axis is None:
         for point in points:
             sections += _point(point, document)
@@ -100,13 +100,19 @@ def report(document: dict[str, Any]) -> list[Section]:
         sections += _sweep(points, axis, document["settings"]["mode"])
     if document["status"] == "interrupted":
         sections.append("Interrupted: these are the figures until then.")
-    doubted = [point for point in points if "trust" in point and point["trust"]["doubts"]]
-    if doubted:
-        where = (f"{axis} {value_on(axis, point)}: " if axis else "" for point in doubted)
-        doubts = [f"  {at}{'; '.join(point['trust']['doubts'])}" for at, point in zip(where, doubted, strict=True)]
-        advice = "Close other programs, use fewer threads (OMP_NUM_THREADS) or raise --rounds."
-        sections.append("\n".join(["Do not trust these figures:", *doubts, advice]))
-    return sections
+    return [*sections, *doubts(document)]
+
+
+def doubts(document: dict[str, Any]) -> list[Section]:
+    """Return why not to trust the figures of a profile, if so."""
+    axis = document["settings"]["sweep"]
+    doubted = [point for point in document["points"] if "trust" in point and point["trust"]["doubts"]]
+    if not doubted:
+        return []
+    where = (f"{axis} {value_on(axis, point)}: " if axis else "" for point in doubted)
+    lines = [f"  {at}{'; '.join(point['trust']['doubts'])}" for at, point in zip(where, doubted, strict=True)]
+    advice = "Close other programs, use fewer threads (OMP_NUM_THREADS) or raise --rounds."
+    return ["\n".join(["Do not trust these figures:", *lines, advice])]
 
 
 def describe(size: dict[str, Any]) -> str:
@@ -126,7 +132,7 @@ def describe_all(sizes: Sequence[dict[str, Any]]) -> str:
     return describe({key: first[key] if first[key] == last[key] else f"{first[key]} to {last[key]}" for key in first})
 
 
-def _header(document: dict[str, Any]) -> str:
+def header(document: dict[str, Any]) -> str:
     settings, environment, ceilings = document["settings"], document["environment"], document["ceilings"]
     preset = settings["preset"]
     model = f", preset {preset} ({PRESETS[preset].model_layers} blocks in the model)" if preset else ""
@@ -174,12 +180,12 @@ def _times(point: dict[str, Any], passes: list[str], title: str) -> Table:
     table = Table(title, ["part", *(column for name in passes for column in (f"{name} {unit}", "p20-p80", "share"))])
     sums, whole = point["sum_of_parts"], point["whole"]
     for part in point["parts"]:
-        cells = [[*_spread(part[name]["seconds"], factor), share(part[name]["share"])] for name in passes]
+        cells = [[*spread_cells(part[name]["seconds"], factor), share(part[name]["share"])] for name in passes]
         table.rows.append([part["name"], *chain(*cells)])
     for title, cells in (
-        ("sum of the parts", [[*_spread(sums[name]["seconds"], factor), share(1.0)] for name in passes]),
-        ("whole", [[*_spread(whole[name]["seconds"], factor), ""] for name in passes]),
-        ("sum / whole", [[*_spread(sums[name]["of_whole"], 1), ""] for name in passes]),
+        ("sum of the parts", [[*spread_cells(sums[name]["seconds"], factor), share(1.0)] for name in passes]),
+        ("whole", [[*spread_cells(whole[name]["seconds"], factor), ""] for name in passes]),
+        ("sum / whole", [[*spread_cells(sums[name]["of_whole"], 1), ""] for name in passes]),
     ):
         table.totals.append([title, *chain(*cells)])
     return table
@@ -225,7 +231,7 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
     unit, factor = time_unit(seconds["median"])
 
     def timed(spread: dict[str, float]) -> str:
-        median, low_to_high = _spread(spread, factor)
+        median, low_to_high = spread_cells(spread, factor)
         return f"{median} {unit} ({low_to_high})"
 
     lines = [
@@ -309,7 +315,7 @@ def _sweep(points: list[dict[str, Any]], axis: str, mode: str) -> list[Section]:
         table.rows.append(
             [
                 value + (" (interrupted)" if point["status"] == "interrupted" else ""),
-                *_spread(point["whole"][mode]["seconds"], factor),
+                *spread_cells(point["whole"][mode]["seconds"], factor),
                 number(overhead and overhead["seconds"]["median"] * factor),
                 si(point["tokens_per_second"]),
                 share(point["mfu"]["causal"]["measured"]),
@@ -354,7 +360,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return ("us", 1e6) if seconds < 1e-3 else ("ms", 1e3)
 
 
-def _spread(spread: dict[str, float], factor: float) -> list[str]:
+def spread_cells(spread: dict[str, float], factor: float) -> list[str]:
     """Return the median, and the range from p20 to p80."""
     return [number(spread["median"] * factor), f"{number(spread['p20'] * factor)}-{number(spread['p80'] * factor)}"]
 

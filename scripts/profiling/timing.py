@@ -41,6 +41,7 @@ def interleave(
     warmup_calls: int = 3,
     on_sample: Callable[[str], None] = lambda name: None,
     samples: dict[str, list[float]] | None = None,
+    agree: Callable[[int], int] = lambda calls: calls,
 ) -> dict[str, list[float]]:
     """Time each run once a round and return its seconds per call, one sample a round.
 
@@ -49,18 +50,21 @@ def interleave(
     caches to another run; a call that is as long as a sample needs none. The clock waits for the accelerator, and every
     other round goes in reverse order. `on_sample` is told of each finished sample, for a progress display.
     `samples` is filled and returned: a caller who may be interrupted keeps what was measured until then.
+    `agree` returns how often to call, once all processes that time together have come to it: so each sample starts in
+    all of them at once.
     """
     timers = {name: Timer("run()", timer=clock, globals={"run": run}) for name, run in runs.items()}
     calls = {}
     for name, timer in timers.items():
         timer.timeit(warmup_calls)
-        calls[name] = max(1, math.ceil(sample_seconds / timer.timeit(warmup_calls) * warmup_calls))
+        calls[name] = agree(max(1, math.ceil(sample_seconds / timer.timeit(warmup_calls) * warmup_calls)))
     samples = {} if samples is None else samples
     samples.update((name, []) for name in runs)
     for round_ in range(rounds):
         for name in list(runs)[:: 1 if round_ % 2 == 0 else -1]:
             if calls[name] > 1:
                 timers[name].timeit(2)
+            agree(calls[name])
             samples[name].append(timers[name].timeit(calls[name]) / calls[name])
             on_sample(name)
     return samples

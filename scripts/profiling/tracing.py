@@ -77,11 +77,7 @@ def summarize_kernels(events: Iterable[Any], seconds: float) -> dict[str, Any] |
     count = sum(not event.name.startswith(("Memcpy", "Memset")) for event in work)
     if count == 0:
         return None
-    busy, until = 0.0, float("-inf")
-    # In microseconds; what is on several streams may overlap.
-    for start, end in sorted((event.time_range.start, event.time_range.end) for event in work):
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
+    busy = _busy(work)
     fraction = busy * 1e-6 / seconds
     return {
         "count": count,
@@ -89,6 +85,39 @@ def summarize_kernels(events: Iterable[Any], seconds: float) -> dict[str, Any] |
         "busy_fraction": fraction,
         "launch_bound": fraction < 0.8,  # for a fifth of the time, the GPU waits for its next kernel
     }
+
+
+def overlap_report(run: Callable[[], object], device: torch.device) -> dict[str, float] | None:
+    """Return how long NCCL's kernels of `run` take, and how much of that is hidden; None where none can be seen."""
+    if device.type != "cuda":
+        return None
+    with profile() as profiler:
+        run()
+        _synchronize()
+    return summarize_overlap(profiler.events() or [])
+
+
+def summarize_overlap(events: Iterable[Any]) -> dict[str, float] | None:
+    """Return the seconds in which a profiler's events have a collective on the GPU, and in which another kernel beside.
+
+    A collective that waits for another process is running, too.
+    """
+    work = [e for e in events if e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False)]
+    collectives = [event for event in work if event.name.startswith("nccl")]
+    if not collectives:
+        return None
+    together, others = _busy(work), _busy(event for event in work if not event.name.startswith("nccl"))
+    seconds = _busy(collectives)
+    return {"collective_seconds": 1e-6 * seconds, "hidden_seconds": 1e-6 * (seconds + others - together)}
+
+
+def _busy(events: Iterable[Any]) -> float:
+    """Return the microseconds in which one of the events is on: on several streams, they may overlap."""
+    busy, until = 0.0, float("-inf")
+    for start, end in sorted((event.time_range.start, event.time_range.end) for event in events):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy
 
 
 def compile_report(eager: Part, compiled: Part, train: bool) -> dict[str, Any]:

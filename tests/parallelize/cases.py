@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from profiling.collectives import Collective, Collectives, Mesh, collectives_of
+from profiling.presets import Size
 from test_recipes import run
 from torch import Tensor, nn
 from torch.distributed import checkpoint as distributed_checkpoint
@@ -22,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinyblock import Block, FeedForward, RotaryPositionalEmbedding, Transformer, parallelize
 
@@ -189,46 +190,27 @@ def weights_are_those_of_the_first_rank_and_the_same_by_way_of_meta() -> None:
         assert not any(place.is_partial() for gains in loaded.parameters() for place in gains.grad.placements)
 
 
-class Collectives(TorchDispatchMode):
-    """Counts collectives, and the elements that each takes; CommDebugMode fails on a module that is called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: dict[str, list[int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(tensor, DTensor) for tensor in types):
-            return NotImplemented  # what it does to local tensors comes here again
-        name = func.overloadpacket.__name__
-        if func.namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap")):
-            tensors = (leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, Tensor))
-            self.elements.setdefault(name, []).append(max(tensor.numel() for tensor in tensors))
-        return func(*args, **(kwargs or {}))
-
-
 @case
 def collectives_are_two_gathers_and_two_scatters_a_block_each_way() -> None:
-    for axes in (("tp",), ("dp", "tp")):
-        model, stream = parallelize(seeded(partial(transformer, qk_norm=True)), mesh_of(*axes)), 2 * 8 * 16
-        x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
-        of_tp, blocks = dist.get_world_size() // data_rank(mesh_of(*axes))[1], 2
-        with Collectives() as forward:
-            out = model(x)
-        with Collectives() as backward:
-            out.sum().backward()
-        for elements in (forward.elements, backward.elements):  # the one more: the output, the input's gradient
-            assert elements.pop("all_gather_into_tensor") == [stream // of_tp] * (2 * blocks + 1)
-            assert elements.pop("reduce_scatter_tensor") == [stream] * 2 * blocks
-        assert sorted(backward.elements.pop("all_reduce")) == [2] * 2 * blocks + [16] * (2 * blocks + 1)  # each gain
-        if axes == ("tp",):
-            assert not forward.elements
-            assert not backward.elements
-            continue
-        assert len(forward.elements.pop("_allgather_base_")) == blocks + 1  # FSDP, of weights
-        assert not forward.elements
-        assert len(backward.elements.pop("_allgather_base_")) == blocks
-        assert len(backward.elements.pop("_reduce_scatter_base_")) == blocks + 1
-        assert not backward.elements
+    sizes = SIZES | {"qk_norm": True, "d_head": 4}  # no weight that FSDP would pad for a dp of 4
+    stack, block = partial(Transformer, 2, 16, 8, 32, max_seq_len=8, **sizes), partial(Block, 16, 8, 32, **sizes)
+    for axes, shape in MESHES.items():
+        for build in (stack, block) if 1 not in shape else ():
+            mesh = mesh_of(*axes)
+            model = parallelize(seeded(build), mesh)
+            batch, layers = 2 * data_rank(mesh)[1], None if build is block else 2
+            size = Size(batch, 8, 16, 8, 4, 4, 32, qk_norm=True, num_layers=layers)
+            x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
+            with Collectives(mesh) as forward:
+                out = model(x)
+            with Collectives(mesh) as backward:
+                out.sum().backward()
+            counted = {"forward": forward.calls, "backward": backward.calls}
+            assert counted == collectives_of(size, Mesh(**dict(zip(axes, shape, strict=True)))), (axes, size, counted)
+            if "tp" in axes:  # the one more: the output, the input's gradient
+                for calls in counted.values():
+                    assert calls[Collective("all-gather", "tp", 2 * 8 * 16)] == 2 * size.layers + 1
+                    assert calls[Collective("reduce-scatter", "tp", 2 * 8 * 16)] == 2 * size.layers
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: int, steps: range) -> list[float]:
@@ -256,12 +238,13 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @case
 def recomputing_costs_the_collectives_of_the_forward_pass_but_for_the_last_of_a_block() -> None:
-    model = parallelize(seeded(partial(transformer, qk_norm=True)), mesh_of("tp"), recompute=True)
+    mesh = mesh_of("tp")
+    model = parallelize(seeded(partial(transformer, qk_norm=True)), mesh, recompute=True)
     out = model(torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True))
-    with Collectives() as backward:
+    with Collectives(mesh) as backward:
         out.sum().backward()
-    assert len(backward.elements["all_gather_into_tensor"]) == 2 * (2 + 2) + 1
-    assert len(backward.elements["reduce_scatter_tensor"]) == 2 * (2 + 1)
+    assert backward.calls[Collective("all-gather", "tp", 2 * 8 * 16)] == 2 * (2 + 2) + 1
+    assert backward.calls[Collective("reduce-scatter", "tp", 2 * 8 * 16)] == 2 * (2 + 1)
 
 
 @case

@@ -1,0 +1,171 @@
+"""The collectives of a model that `parallelize` has spread: counted as they run, told from the sizes, and run alone.
+
+Sources: Korthikanti et al., "Reducing Activation Recomputation" (arXiv 2205.05198), section 4.2.2, for tensor and
+sequence parallelism; Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 7, and Zhao et al., "PyTorch FSDP" (arXiv
+2304.11277) for what is sharded over the data. A test of `parallelize` counts what the formulas here tell.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .presets import Size
+
+# DTensor calls the functional ones, FSDP the others.
+_KINDS = {
+    **dict.fromkeys(("all_gather_into_tensor", "_allgather_base_"), "all-gather"),
+    **dict.fromkeys(("reduce_scatter_tensor", "_reduce_scatter_base_"), "reduce-scatter"),
+    **dict.fromkeys(("all_reduce", "allreduce_"), "all-reduce"),
+}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many processes there are along each axis of `parallelize`."""
+
+    dp_replicate: int = 1
+    dp: int = 1
+    tp: int = 1
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Return the axes that have more than one process, the outermost first."""
+        return {axis: count for axis, count in asdict(self).items() if count > 1}
+
+    @property
+    def processes(self) -> int:
+        return prod(self.axes.values())
+
+    @property
+    def batches(self) -> int:
+        """Return into how many the batch is split."""
+        return self.dp_replicate * self.dp
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={count}" for axis, count in self.axes.items()) or "one process"
+
+    def require(self, size: Size) -> None:
+        """Raise a ValueError where the size does not split over the mesh."""
+        if min(asdict(self).values()) < 1:
+            raise ValueError(f"a mesh has at least 1 process along each axis, got {asdict(self)}")
+        if self.dp_replicate > 1 and self.dp == 1:
+            raise ValueError(f"dp_replicate={self.dp_replicate} needs dp of at least 2: use dp alone")
+        if size.batch_size % self.batches:
+            raise ValueError(
+                f"a batch of {size.batch_size} does not split over {self}: use a multiple of {self.batches}"
+            )
+        for name in ("num_heads", "num_kv_heads", "d_ff"):
+            if getattr(size, name) % self.tp:
+                raise ValueError(f"{name}={getattr(size, name)} is not a multiple of tp={self.tp}")
+
+
+ONE_PROCESS = Mesh()
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A call along one axis. `elements` is of the whole tensor: when gathered, before it is scattered, or summed."""
+
+    kind: str
+    axis: str
+    elements: int
+
+    def moved(self, processes: int) -> float:
+        """Return how many elements each process must receive: those that the others have, of a sum twice as many."""
+        return (2 if self.kind == "all-reduce" else 1) * self.elements * (processes - 1) / processes
+
+
+class Collectives(TorchDispatchMode):
+    """Record the collectives along the axes of a mesh; torch's CommDebugMode fails on a module that is called twice."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.calls: Counter[Collective] = Counter()
+        # By their ranks: DTensor may use the group of an equal mesh that was there before.
+        self._axes = {_ranks(mesh[axis].get_group()): axis for axis in mesh.mesh_dim_names or ()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        if any(issubclass(tensor, DTensor) for tensor in types):
+            return NotImplemented  # what it does to local tensors comes here again
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap")):
+            leaves = tree_leaves((args, out))
+            elements = max(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
+            self.calls[Collective(_KINDS.get(name, name), self._axes[_ranks(_group(leaves))], elements)] += 1
+        return out
+
+
+def _group(leaves: list[Any]) -> "dist.ProcessGroup":
+    """Return the group among a collective's arguments: itself, or its name behind that of the sum."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.ScriptObject) and str(leaf._type()).endswith("ProcessGroup"):
+            return dist.ProcessGroup.unbox(leaf)
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    name: Any = [leaf for leaf in leaves if isinstance(leaf, str)][-1]
+    return _resolve_process_group(name)
+
+
+def _ranks(group: "dist.ProcessGroup") -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def collectives_of(size: Size, mesh: Mesh) -> dict[str, Counter[Collective]]:
+    """Return the collectives of each process in a forward and in a backward pass, the input's gradient included.
+
+    They are exact where tp divides the sequence and dp the rows of each weight: else torch pads.
+    """
+    forward: Counter[Collective] = Counter()
+    backward: Counter[Collective] = Counter()
+    blocks, final_norm = size.layers, int(size.num_layers is not None)
+    stream = size.tokens // mesh.batches * size.d_model
+    if mesh.tp > 1:
+        for calls in (forward, backward):  # into each sub-layer and out of it; one more for the output, or its input
+            calls[Collective("all-gather", "tp", stream)] += 2 * blocks + 1
+            calls[Collective("reduce-scatter", "tp", stream)] += 2 * blocks
+        for gains, count in ((size.d_model, 2 * blocks + final_norm), (size.d_head, 2 * blocks * size.qk_norm)):
+            if count:
+                backward[Collective("all-reduce", "tp", gains)] += count
+    if mesh.dp > 1:
+        of_block = size.block_gains + (size.block_parameters - size.block_gains) // mesh.tp
+        for elements, count in ((of_block, blocks), (size.d_model, final_norm)):
+            if count:
+                forward[Collective("all-gather", "dp", elements)] += count
+                backward[Collective("reduce-scatter", "dp", elements)] += count
+                if mesh.dp_replicate > 1:
+                    backward[Collective("all-reduce", "dp_replicate", elements // mesh.dp)] += count
+        if (
+            final_norm
+        ):  # the outermost module keeps its weights for the backward pass: the stack's gains, or all of a Block
+            backward[Collective("all-gather", "dp", of_block)] += blocks
+    return {"forward": forward, "backward": backward}
+
+
+def alone(
+    collective: Collective, group: "dist.ProcessGroup", device: torch.device, dtype: torch.dtype
+) -> Callable[[], object]:
+    """Return a function that does what the collective does, and nothing else, on tensors of its own."""
+    processes = group.size()
+    part = torch.zeros(-(-collective.elements // processes), device=device, dtype=dtype)
+    whole = torch.zeros(processes * len(part), device=device, dtype=dtype)
+    # As torch 2.13 calls them, or before.
+    if collective.kind == "all-gather":
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return partial(gather, whole, part, group=group)
+    if collective.kind == "reduce-scatter":
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return partial(scatter, part, whole, group=group)
+    return partial(dist.all_reduce, whole, group=group)

@@ -1,0 +1,150 @@
+"""How long a pass takes on many devices, on paper: sizes, ceilings and links in, seconds and MFU out.
+
+The model, which docs/scaling.md checks against measurements:
+- Each process computes its share of every part at the roofline of its device.
+- A collective takes what its bytes take on the link that it crosses, all processes of a machine at a time; no latency.
+- Tensor-parallel collectives lie between computations that need them: none of them is hidden.
+- FSDP fetches the weights of the next block, and sends the gradients of the last, while one block computes. So of
+  `layers` equal steps of both, the longer one counts, and the transfer that is first or last is not hidden.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from .collectives import Collective, Mesh, collectives_of
+from .costs import adamw_cost, part_costs
+from .machine import Ceilings
+from .presets import Size
+
+PASSES = {"forward": ("forward",), "train": ("forward", "backward"), "step": ("forward", "backward", "optimizer")}
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes per second that each device receives, while it sends as many: from its own machine, and from others.
+
+    `between` is None where all devices are like those of one machine.
+    """
+
+    within: float
+    between: float | None = None
+    per_machine: int = 8
+
+    def seconds(self, collective: Collective, mesh: Mesh, element_size: int) -> float:
+        """Return the least time in which its bytes cross each link, when all groups do the same at once."""
+        axes = mesh.axes
+        processes, inner = axes[collective.axis], 1
+        for axis in reversed(axes):  # the last has neighbours, the others are so many apart
+            if axis == collective.axis:
+                break
+            inner *= axes[axis]
+        together = processes if self.between is None else min(processes, max(1, self.per_machine // inner))
+        moved = element_size * collective.moved(processes)
+        seconds = moved / self.within if together > 1 else 0.0
+        if together < processes and self.between is not None:
+            # What other machines have comes once to each machine, by the links of all its devices in the group.
+            of_others = (processes - together) / (processes - 1)
+            seconds = max(seconds, moved * of_others / together / self.between)
+        return seconds
+
+
+def predict(size: Size, mesh: Mesh, ceilings: Ceilings, links: Links, mode: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Return a prediction of docs/profile_schema.md.
+
+    Raises:
+        ValueError: the size does not split over the mesh.
+    """
+    mesh.require(size)
+    compute = compute_seconds(size, mesh, ceilings, dtype.itemsize)
+    passes = {name: compute[name] for name in PASSES[mode]}
+    sums = overlapped(size, mesh, passes, lambda call: links.seconds(call, mesh, dtype.itemsize))
+    peak = mesh.processes * ceilings.flops_per_second.median
+    return {
+        "size": asdict(size),
+        "mesh": asdict(mesh),
+        "processes": mesh.processes,
+        "tokens_per_process": size.tokens / mesh.processes,
+        "state_bytes": (4 if mode == "step" else 2 if mode == "train" else 1) * _stored(size, mesh) * dtype.itemsize,
+        **sums,
+        "mfu": matmul_flops(size, mode) / sums["seconds"] / peak,
+    }
+
+
+def fastest(
+    size: Size, processes: int, ceilings: Ceilings, links: Links, mode: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the prediction of the fastest mesh of so many processes, tp within a machine.
+
+    Raises:
+        ValueError: the size splits over none of them.
+    """
+    meshes = [Mesh(dp=processes // tp, tp=tp) for tp in range(1, links.per_machine + 1) if processes % tp == 0]
+    predictions = []
+    for mesh in meshes:
+        try:
+            predictions.append(predict(size, mesh, ceilings, links, mode, dtype))
+        except ValueError:
+            continue
+    if not predictions:
+        heads = f"{size.num_kv_heads} key heads"
+        raise ValueError(f"a batch of {size.batch_size} with {heads} splits over no mesh of {processes} processes")
+    return min(predictions, key=lambda prediction: prediction["seconds"])
+
+
+def compute_seconds(size: Size, mesh: Mesh, ceilings: Ceilings, element_size: int) -> dict[str, float]:
+    """Return what one process computes in a forward and a backward pass, and to update its weights, at the roofline."""
+    of_batch = replace(size, batch_size=size.batch_size // mesh.batches)
+    # Along tp, some parts are split by tokens, the others by heads or d_ff.
+    by_tokens = replace(of_batch, seq_len=-(-size.seq_len // mesh.tp))
+    heads, kv_heads = size.num_heads // mesh.tp, size.num_kv_heads // mesh.tp
+    by_heads = replace(of_batch, num_heads=heads, num_kv_heads=kv_heads, d_ff=size.d_ff // mesh.tp)
+    of_tokens = part_costs(by_tokens, element_size)
+    seconds = {"forward": 0.0, "backward": 0.0}
+    for name, costs in part_costs(by_heads, element_size).items():
+        both = of_tokens[name] if name in ("ln1", "residual adds", "ln2", "final norm") else costs
+        for pass_, cost in zip(seconds, both, strict=True):
+            seconds[pass_] += ceilings.seconds(cost.flops, cost.bytes) * (1 if name == "final norm" else size.layers)
+    update = adamw_cost(_stored(size, mesh), element_size)
+    return seconds | {"optimizer": ceilings.seconds(update.flops, update.bytes)}
+
+
+def overlapped(
+    size: Size, mesh: Mesh, compute: Mapping[str, float], seconds_of: Callable[[Collective], float], hides: bool = True
+) -> dict[str, float]:
+    """Return the seconds of all passes together, those of computing and of collectives, and what of these is hidden.
+
+    `hides` is False where computing and collectives share the same cores.
+    """
+    tp_seconds = dp_seconds = hidden = 0.0
+    for name, calls in collectives_of(size, mesh).items():
+        if name in compute:
+            of_axis = dict.fromkeys(mesh.axes, 0.0)
+            for call, count in calls.items():
+                of_axis[call.axis] += count * seconds_of(call)
+            tp = of_axis.pop("tp", 0.0)
+            dp = sum(of_axis.values())
+            tp_seconds, dp_seconds = tp_seconds + tp, dp_seconds + dp
+            hidden += hides * (size.layers - 1) / size.layers * min(dp, compute[name])
+    computing = sum(compute.values())
+    return {
+        "seconds": computing + tp_seconds + dp_seconds - hidden,
+        "compute_seconds": computing,
+        "tp_seconds": tp_seconds,
+        "dp_seconds": dp_seconds,
+        "hidden_seconds": hidden,
+    }
+
+
+def matmul_flops(size: Size, mode: str) -> int:
+    """Return the FLOPs of the matrix products, with causal attention: twice as many in a backward pass."""
+    forward = sum(size.layers * of_forward.matmul_flops for of_forward, _ in part_costs(size, 1).values())
+    return forward * (1 if mode == "forward" else 3)
+
+
+def _stored(size: Size, mesh: Mesh) -> int:
+    """Return how many parameters a process stores."""
+    gains = size.layers * size.block_gains + (0 if size.num_layers is None else size.d_model)
+    return (gains + (size.parameters - gains) // mesh.tp) // mesh.dp

@@ -1,0 +1,133 @@
+"""What is spread over processes, measured or on paper, as text."""
+
+from typing import Any
+
+from .report import Section, Table, describe, doubts, header, number, share, si, spread_cells, time_unit
+
+_LEGEND = (
+    "Times are medians, of rounds in which the slowest process counts. Speed-up: over one process with the whole\n"
+    "batch, in turns with these, which wait. Collectives: counted in a run and timed alone, so without what they wait\n"
+    "for another process. Predicted: an equal share of what one process takes, and the bytes over the links."
+)
+_PAPER = (
+    "The least time: every part at its roofline, every link at its full rate and without latency. States: weights,\n"
+    "gradients and AdamW's moments of a device, as far as the mode has them; activations come on top."
+)
+
+
+def spread_report(document: dict[str, Any]) -> list[Section]:
+    """Return the sections of a profile of several processes."""
+    mesh = document["settings"]["mesh"]
+    sections: list[Section] = [f"{header(document)}\n{mesh_of(mesh)}"]
+    for point in document["points"]:
+        sections += [_times(point), _collectives(point), _summary(point, document)]
+    return [*sections, *doubts(document)]
+
+
+def prediction_report(document: dict[str, Any]) -> list[Section]:
+    """Return the sections of what was predicted: a table for each size."""
+    settings, ceilings, links = (document[key] for key in ("settings", "ceilings", "links"))
+    flops, memory = (ceilings[key]["median"] for key in ("flops_per_second", "bytes_per_second"))
+    between = f", {si(links['between'], 'B/s')} between machines of {links['per_machine']}" if links["between"] else ""
+    sections: list[Section] = [
+        f"On paper: {settings['dtype']}, mode {settings['mode']}\n"
+        f"Ceilings: {ceilings['source']}, {si(flops, 'FLOP/s')}, {si(memory, 'B/s')}\n"
+        f"Links: {si(links['within'], 'B/s')} within a machine{between}, that each device receives"
+    ]
+    columns = [
+        "mesh",
+        "devices",
+        "tokens each",
+        "states",
+        f"{settings['mode']} ms",
+        "compute",
+        "tp",
+        "dp",
+        "not hidden",
+    ]
+    columns += ["MFU", "rests on"]
+    sizes = [prediction["size"] for prediction in document["predictions"]]
+    for size in [size for index, size in enumerate(sizes) if size not in sizes[:index]]:
+        table = Table(describe(size), columns)
+        for record in [record for record in document["predictions"] if record["size"] == size]:
+            bare = record["tp_seconds"] + record["dp_seconds"] - record["hidden_seconds"]
+            times = [record[key] for key in ("seconds", "compute_seconds", "tp_seconds", "dp_seconds")]
+            table.rows.append(
+                [
+                    mesh_of(record["mesh"]),
+                    str(record["processes"]),
+                    si(record["tokens_per_process"]),
+                    si(record["state_bytes"], "B"),
+                    *(number(1e3 * seconds) for seconds in (*times, bare)),
+                    share(record["mfu"]),
+                    ceilings["source"],
+                ]
+            )
+        sections.append(table)
+    return [*sections, _PAPER]
+
+
+def mesh_of(mesh: dict[str, int]) -> str:
+    """Return a mesh as --predict takes it."""
+    return ",".join(f"{axis}={count}" for axis, count in mesh.items() if count > 1) or "tp=1"
+
+
+def _times(point: dict[str, Any]) -> Table:
+    unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
+    columns = ["whole", f"slowest {unit}", "p20-p80", "ranks differ", f"one process {unit}", "p20-p80"]
+    table = Table(describe(point["size"]), [*columns, "speed-up", "p20-p80", "efficiency", f"predicted {unit}"])
+    for name, record in point["whole"].items():
+        table.rows.append(
+            [
+                name,
+                *spread_cells(record["seconds"], factor),
+                share(max(record["of_ranks"]) / min(record["of_ranks"]) - 1),
+                *spread_cells(record["one_process"], factor),
+                *spread_cells(record["speed_up"], 1),
+                share(record["efficiency"]),
+                number(factor * record["predicted_seconds"]),
+            ]
+        )
+    return table
+
+
+def _collectives(point: dict[str, Any]) -> Table:
+    unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
+    table = Table("Collectives", ["pass, axis, kind", "number", "bytes", f"alone {unit}", "share", "B/s received"])
+    for record in point["collectives"]:
+        table.rows.append(
+            [
+                f"{record['pass']}, {record['axis']}, {record['kind']}",
+                str(record["count"]),
+                si(record["bytes"], "B"),
+                number(factor * record["seconds"]),
+                share(record["share"]),
+                si(record["moved_bytes"] / record["seconds"]),
+            ]
+        )
+    seconds, shares = (sum(record[key] for record in point["collectives"]) for key in ("seconds", "share"))
+    table.totals = [["all", "", "", number(factor * seconds), share(shares), ""]]
+    return table
+
+
+def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
+    memory, overlap = point["memory"], point["overlap"]
+    links = ", ".join(f"{axis} {si(rate['median'], 'B/s')}" for axis, rate in point["links"].items())
+    hidden = "nothing: gloo works on the cores that compute"
+    if document["settings"]["device"] != "cpu":
+        hidden = "n/a: torch.profiler saw no kernel of NCCL"
+    if overlap is not None:
+        fraction = overlap["hidden_seconds"] / overlap["collective_seconds"]
+        hidden = f"{share(fraction)} of {number(1e3 * overlap['collective_seconds'])} ms of NCCL's kernels"
+    return "\n".join(
+        [
+            f"{si(point['tokens_per_second'])} tokens/s; MFU of the measured ceiling, causal: {share(point['mfu'])}",
+            f"Hidden behind computing: {hidden}",
+            f"Links, each process receives in a large all-gather: {links}",
+            f"Memory of a process: parameters {si(memory['parameters_bytes'], 'B')}, "
+            f"gradients {si(memory['gradients_bytes'], 'B')}, "
+            f"optimizer state {si(memory['optimizer_state_bytes'], 'B')}, "
+            f"peak above parameters and state {si(memory['peak_added_bytes'], 'B')}",
+            _LEGEND,
+        ]
+    )

@@ -1,0 +1,198 @@
+"""Measure a size that is spread over processes, beside one process with all of it, in interleaved rounds."""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tinyblock import parallelize
+
+from .analysis import Samples
+from .collectives import Collective, Collectives, alone, collectives_of
+from .machine import Ceilings
+from .measure import Optimizing, Settings, build_whole, bytes_of
+from .memory import peak_added_bytes
+from .parts import Part, accumulate, clear, whole
+from .predict import matmul_flops, overlapped
+from .presets import Size
+from .processes import from_all, is_first, least
+from .progress import TerminalProgress
+from .timing import Spread, interleave, paired_ratio
+from .tracing import overlap_report
+from .trust import Watch, trust
+
+_LINK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # of the all-gather that measures a link
+
+
+def measure_spread(size: Size, settings: Settings, ceilings: Ceilings, progress: TerminalProgress) -> dict[str, Any]:
+    """Measure one size over the processes of the settings' mesh, and return a spread point of docs/profile_schema.md.
+
+    The collectives are those counted in a run, of a compiled model those that the sizes tell. Each is timed alone, by
+    all groups of its axis at once: what it waits for the others where it is called is not seen so. How much is hidden
+    behind computing is seen on CUDA, by torch.profiler; gloo computes on the same cores.
+    """
+    with settings.attention(), torch.set_grad_enabled(settings.train):
+        progress.start("building")
+        return _Spread(size, settings).point(ceilings, progress)
+
+
+class _Spread:
+    def __init__(self, size: Size, settings: Settings) -> None:
+        self.size, self.mesh, self.settings = size, settings.mesh, settings
+        device, axes = settings.device, settings.mesh.axes
+        self.devices = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        model, one = self._build()
+        parallelize(model, self.devices, compile=settings.compile)
+        x, *gradients = (_batch_of_this(tensor, self.devices) for tensor in (*one.inputs, *one.gradients))
+        self.part = whole(model, x.requires_grad_(settings.train), gradients[0] if gradients else None)
+        self.calls = collectives_of(size, settings.mesh) if settings.compile else self._count()
+        self.runs, self.optimizing = _runs(self.part, settings.mode)
+        self.of_one: dict[str, Callable[[], object]] = dict.fromkeys(self.runs, _nothing)
+        if is_first():
+            one = self._build()[1]
+            self.of_one = _runs(one.compiled() if settings.compile else one, settings.mode)[0]
+        elements = _LINK_BYTES[device.type] // settings.dtype.itemsize
+        self.links = {axis: Collective("all-gather", axis, elements) for axis in axes}
+
+    def _build(self) -> tuple[Any, Part]:
+        torch.manual_seed(self.settings.seed)
+        return build_whole(self.size, self.settings)
+
+    def _count(self) -> dict[str, Counter[Collective]]:
+        with Collectives(self.devices) as forward:
+            out = self.part.forward()
+        with Collectives(self.devices) as backward:
+            if self.settings.train:
+                torch.autograd.backward(out, self.part.gradients)
+        return {"forward": forward.calls, "backward": backward.calls}
+
+    def point(self, ceilings: Ceilings, progress: TerminalProgress) -> dict[str, Any]:
+        settings, mesh, watch = self.settings, self.mesh, Watch()
+        timed = {f"spread {name}": run for name, run in self.runs.items()}
+        timed |= {f"one {name}": run for name, run in self.of_one.items()}
+        for call in dict.fromkeys([*self.links.values(), *self.calls["forward"], *self.calls["backward"]]):
+            timed[str(call)] = alone(call, self.devices[call.axis].get_group(), settings.device, settings.dtype)
+        progress.start("timing", len(timed) * settings.rounds)
+        samples = interleave(timed, settings.rounds, 0.01, 1, lambda name: progress.advance(), agree=least)
+        waited = watch.shares() | {"others_share": None}  # of which the processes of this profile are the most
+        run = self.runs[settings.mode]
+        overlap, memory = overlap_report(run, settings.device), self._memory(run)
+        self.samples = [cast(Samples, of_rank) for of_rank in from_all(samples)]
+        passes = {name: self._pass(name) for name in self.runs}
+        slowest, seconds = self._slowest(f"spread {settings.mode}"), passes[settings.mode]["seconds"]["median"]
+        peaks = mesh.processes * ceilings.flops_per_second.median
+        return {
+            "status": "ok",
+            "error": None,
+            "size": asdict(self.size),
+            "whole": passes,
+            "collectives": self._collectives(seconds),
+            "links": {axis: self._rate(call) for axis, call in self.links.items()},
+            "overlap": overlap,
+            "memory": memory,
+            "tokens_per_second": self.size.tokens / seconds,
+            "mfu": matmul_flops(self.size, settings.mode) / seconds / peaks,
+            "trust": trust(slowest, waited, [ceilings.flops_per_second, ceilings.bytes_per_second]),
+        }
+
+    def _slowest(self, name: str) -> list[float]:
+        """Return what the slowest process takes in each round."""
+        return [max(round_) for round_ in zip(*(samples[name] for samples in self.samples), strict=True)]
+
+    def _pass(self, name: str) -> dict[str, Any]:
+        slowest, one = self._slowest(f"spread {name}"), self.samples[0][f"one {name}"]
+        medians = [Spread.of(samples[f"spread {name}"]).median for samples in self.samples]
+        speed_up = paired_ratio(one, slowest)
+        return {
+            "seconds": asdict(Spread.of(slowest)),
+            "of_ranks": medians,
+            "one_process": asdict(Spread.of(one)),
+            "speed_up": asdict(speed_up),
+            "efficiency": speed_up.median / self.mesh.processes,
+            "predicted_seconds": self._predicted(name),
+        }
+
+    def _predicted(self, name: str) -> float:
+        """Return an equal share of what one process takes, and the bytes of the collectives over the measured links."""
+        on_cuda, itemsize = self.settings.device.type == "cuda", self.settings.dtype.itemsize
+        one = {done: Spread.of(self.samples[0][f"one {done}"]).median for done in self.runs}
+        taken = {"forward": one["forward"]}
+        if name != "forward":
+            taken["backward"] = one["train"] - one["forward"]
+        if name == "step":
+            taken["optimizer"] = one["step"] - one["train"]
+        cores = (os.cpu_count() or 1) // torch.get_num_threads()  # more processes than these take turns
+        at_once = self.mesh.processes if on_cuda else max(1, min(self.mesh.processes, cores))
+        compute = {pass_: seconds / at_once for pass_, seconds in taken.items()}
+        rates = {axis: self._rate(call)["median"] for axis, call in self.links.items()}
+        return overlapped(
+            self.size,
+            self.mesh,
+            compute,
+            lambda call: itemsize * call.moved(self.mesh.axes[call.axis]) / rates[call.axis],
+            hides=on_cuda,
+        )["seconds"]
+
+    def _rate(self, call: Collective) -> dict[str, Any]:
+        moved = self.settings.dtype.itemsize * call.moved(self.mesh.axes[call.axis])
+        return asdict(Spread.of([moved / seconds for seconds in self._slowest(str(call))]))
+
+    def _collectives(self, whole_seconds: float) -> list[dict[str, Any]]:
+        """Return the collectives by pass, axis and kind; the seconds of all of them, as each takes alone."""
+        records: dict[tuple[str, str, str], dict[str, Any]] = {}
+        for pass_, calls in self.calls.items():
+            for call, count in calls.items():
+                record = records.setdefault(
+                    (pass_, call.axis, call.kind), {"count": 0, "bytes": 0, "moved_bytes": 0.0, "seconds": 0.0}
+                )
+                itemsize = self.settings.dtype.itemsize
+                record["count"] += count
+                record["bytes"] += count * itemsize * call.elements
+                record["moved_bytes"] += count * itemsize * call.moved(self.mesh.axes[call.axis])
+                record["seconds"] += count * Spread.of(self._slowest(str(call))).median
+        return [
+            {"pass": pass_, "axis": axis, "kind": kind, **record, "share": record["seconds"] / whole_seconds}
+            for (pass_, axis, kind), record in records.items()
+        ]
+
+    def _memory(self, run: Callable[[], object]) -> dict[str, int | None]:
+        """Return what the process with the most of each holds."""
+        gradients = [weight.grad for weight in self.part.weights if weight.grad is not None]
+        held = {
+            "parameters_bytes": bytes_of(self.part.weights),
+            "gradients_bytes": bytes_of(gradients) if self.settings.train else None,
+            "optimizer_state_bytes": self.optimizing and self.optimizing.state_bytes(),
+        }
+        clear(self.part)
+        held["peak_added_bytes"] = peak_added_bytes(run, self.settings.device)
+        of_ranks = [cast(dict[str, int | None], of_rank) for of_rank in from_all(held)]
+        return {key: max(rank[key] or 0 for rank in of_ranks) if held[key] is not None else None for key in held}
+
+
+def _batch_of_this(tensor: Tensor, devices: DeviceMesh) -> Tensor:
+    """Return the sequences of this process, of a batch that is split along every axis but tp."""
+    for axis in devices.mesh_dim_names or ():
+        if axis != "tp":
+            tensor = tensor.chunk(devices[axis].size())[devices[axis].get_local_rank()]
+    return tensor.detach().clone()
+
+
+def _runs(part: Part, mode: str) -> tuple[dict[str, Callable[[], object]], Optimizing | None]:
+    """Return what is timed, as far as the mode goes, and the optimizer of a step."""
+    runs: dict[str, Callable[[], object]] = {"forward": part.forward}
+    optimizing = Optimizing(part) if mode == "step" else None
+    if mode != "forward":
+        runs["train"] = partial(accumulate, part)
+    if optimizing is not None:
+        runs["step"] = optimizing.step
+    return runs, optimizing
+
+
+def _nothing() -> None:
+    """Wait for the first process, which does something else meanwhile."""
