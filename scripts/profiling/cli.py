@@ -16,7 +16,7 @@ from jaxtyping import config as jaxtyping_config
 from tinyblock import Block
 from tinyblock.vendoring.parser import OneLineParser
 
-from .collectives import Mesh
+from .collectives import ONE_PROCESS, Mesh
 from .compare import SCHEMA, compare, load
 from .environment import device_name, environment
 from .files import atomic, require_writable
@@ -24,7 +24,7 @@ from .machine import datasheet, find_datasheet, measure_ceilings, memory_bytes
 from .measure import BACKENDS, MODES, Settings, measure, require_attention_backend
 from .memory import is_out_of_memory
 from .parts import build
-from .predict import Links, fastest, predict
+from .predict import Links, meshes_of, predict
 from .presets import PRESETS, Size
 from .processes import first_to_fail, from_first, is_first, launched, run_together
 from .progress import TerminalProgress
@@ -78,10 +78,9 @@ def _main(argv: Sequence[str] | None) -> int:
         print(f"{parser.prog}: interrupted before anything was measured", file=sys.stderr)
         return 130
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if launched() > 1 or not is_out_of_memory(error):
             raise
-        if first_to_fail():
-            print(f"{parser.prog}: error: out of memory: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{parser.prog}: error: out of memory: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
 
 
@@ -182,7 +181,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[Settings, list[Size], dict[
         raise ValueError("--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train")
     sizes = [_possible_size(arguments, settings, swept) for swept in _sweep(arguments.sweep)]
     if arguments.predict is not None:
-        _check_prediction(arguments, settings)
+        _check_prediction(arguments, settings, sizes)
         return settings, sizes, None
     if arguments.link or arguments.ceilings:
         raise ValueError("--link and --ceilings are for --predict")
@@ -270,7 +269,7 @@ def _check_mesh(arguments: argparse.Namespace, settings: Settings, sizes: list[S
                 raise ValueError(f"--{option.replace('_', '-')} is for one process: leave --tp and --dp out")
 
 
-def _check_prediction(arguments: argparse.Namespace, settings: Settings) -> None:
+def _check_prediction(arguments: argparse.Namespace, settings: Settings, sizes: list[Size]) -> None:
     """Refuse what a prediction cannot be made of, or makes nothing of."""
     if arguments.link is None:
         raise ValueError("--predict needs --link, as in --link 450e9,50e9: bytes/s within and between machines")
@@ -281,8 +280,9 @@ def _check_prediction(arguments: argparse.Namespace, settings: Settings) -> None
             raise ValueError(f"--{option.replace('_', '-')} needs a measurement: leave --predict out")
     _check_outputs(arguments)
     _links(arguments.link)
-    for text in arguments.predict:
-        _mesh(text)
+    for size in sizes:
+        for text in arguments.predict:
+            _meshes(text, size)
     if arguments.ceilings is not None:
         find_datasheet(arguments.ceilings)[1].ceilings(settings.dtype)
 
@@ -297,14 +297,16 @@ def _links(text: str) -> Links:
     return Links(rates[0], rates[1] if len(rates) == 2 else None)
 
 
-def _mesh(text: str) -> Mesh | int:
-    """Return the mesh, or how many processes it is to have."""
+def _meshes(text: str, size: Size) -> list[Mesh]:
+    """Return the mesh that is asked for, or all of so many GPUs."""
     axes = {axis: count for axis, _, count in (part.partition("=") for part in text.split(","))}
     if all(count.isdecimal() and int(count) > 0 for count in axes.values()):
         if list(axes) == ["gpus"]:
-            return int(axes["gpus"])
-        if axes.keys() <= asdict(Mesh()).keys():
-            return Mesh(**{axis: int(count) for axis, count in axes.items()})
+            return meshes_of(int(axes["gpus"]), size)
+        if axes.keys() <= asdict(ONE_PROCESS).keys():
+            mesh = Mesh(**{axis: int(count) for axis, count in axes.items()})
+            mesh.require(size)
+            return [mesh]
     raise ValueError(f"--predict takes meshes as in tp=8,dp=64 or gpus=512, got {text!r}")
 
 
@@ -449,9 +451,9 @@ def _predict(arguments: argparse.Namespace, settings: Settings, sizes: list[Size
         ceilings, source = sheet.ceilings(dtype), f"{name} datasheet"
     predictions = []
     for size in sizes:
-        for mesh in map(_mesh, arguments.predict):
-            how = (ceilings, links, settings.mode, dtype)
-            predictions.append(fastest(size, mesh, *how) if isinstance(mesh, int) else predict(size, mesh, *how))
+        for text in arguments.predict:
+            asked = [predict(size, mesh, ceilings, links, settings.mode, dtype) for mesh in _meshes(text, size)]
+            predictions.append(min(asked, key=lambda prediction: prediction["seconds"]))
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "status": "ok",

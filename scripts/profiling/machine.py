@@ -75,7 +75,7 @@ def find_datasheet(name: str) -> tuple[str, Datasheet]:
     found = [known for known in DATASHEETS if name.lower() in known.lower()]
     found = [known for known in found if known.lower().removeprefix("nvidia ") == name.lower()] or found
     if len(found) != 1:
-        raise ValueError(f"{name!r} is not one of the GPUs with a datasheet here: {', '.join(found or DATASHEETS)}")
+        raise ValueError(f"{name!r} is not the name of one GPU with a datasheet: {', '.join(found or DATASHEETS)}")
     return found[0], DATASHEETS[found[0]]
 
 

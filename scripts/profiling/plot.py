@@ -164,7 +164,7 @@ def _processes(figure: Figure, point: dict[str, Any]) -> None:
     processes = len(whole["forward"]["of_ranks"])
     for column, record in enumerate(whole.values()):
         one, together = (factor * record[key]["median"] for key in ("one_process", "seconds"))
-        bars = (one, "one process"), (one / processes, "its equal share"), (together, f"{processes} processes")
+        bars = (one, "one process"), (one / processes, "an equal share of it"), (together, f"{processes} processes")
         for index, (height, label) in enumerate(bars):
             left.bar(column + 0.27 * (index - 1), height, 0.25, color=_HUES[index], label=None if column else label)
         speed_up = f"x {number(record['speed_up']['median'])}"

@@ -9,6 +9,7 @@ The model, which docs/scaling.md checks against measurements:
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -52,12 +53,7 @@ class Links:
 
 
 def predict(size: Size, mesh: Mesh, ceilings: Ceilings, links: Links, mode: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return a prediction of docs/profile_schema.md.
-
-    Raises:
-        ValueError: the size does not split over the mesh.
-    """
-    mesh.require(size)
+    """Return a prediction of docs/profile_schema.md, of a size that splits over the mesh."""
     compute = compute_seconds(size, mesh, ceilings, dtype.itemsize)
     passes = {name: compute[name] for name in PASSES[mode]}
     sums = overlapped(size, mesh, passes, lambda call: links.seconds(call, mesh, dtype.itemsize))
@@ -73,25 +69,23 @@ def predict(size: Size, mesh: Mesh, ceilings: Ceilings, links: Links, mode: str,
     }
 
 
-def fastest(
-    size: Size, processes: int, ceilings: Ceilings, links: Links, mode: str, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Return the prediction of the fastest mesh of so many processes, tp within a machine.
+def meshes_of(processes: int, size: Size, per_machine: int = 8) -> list[Mesh]:
+    """Return the meshes of dp and tp that the size splits over, tp within a machine.
 
     Raises:
-        ValueError: the size splits over none of them.
+        ValueError: there are none.
     """
-    meshes = [Mesh(dp=processes // tp, tp=tp) for tp in range(1, links.per_machine + 1) if processes % tp == 0]
-    predictions = []
-    for mesh in meshes:
-        try:
-            predictions.append(predict(size, mesh, ceilings, links, mode, dtype))
-        except ValueError:
-            continue
-    if not predictions:
+    meshes = []
+    for tp in range(1, per_machine + 1):
+        if processes % tp == 0:
+            with suppress(ValueError):
+                mesh = Mesh(dp=processes // tp, tp=tp)
+                mesh.require(size)
+                meshes.append(mesh)
+    if not meshes:
         heads = f"{size.num_kv_heads} key heads"
         raise ValueError(f"a batch of {size.batch_size} with {heads} splits over no mesh of {processes} processes")
-    return min(predictions, key=lambda prediction: prediction["seconds"])
+    return meshes
 
 
 def compute_seconds(size: Size, mesh: Mesh, ceilings: Ceilings, element_size: int) -> dict[str, float]:

@@ -51,14 +51,12 @@ def run_together(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
-        handler = get_error_handler()
-        handler.initialize()
-        handler.record_exception(error)
-        if first_to_fail():
-            text = " ".join(str(error).split())
-            print(
-                f"profile_block.py: error: rank {os.environ['RANK']}: {type(error).__name__}: {text}", file=sys.stderr
-            )
+        if first_to_fail():  # the others lose their connection to it
+            handler = get_error_handler()
+            handler.initialize()
+            handler.record_exception(error)
+            what = f"rank {os.environ['RANK']}: {type(error).__name__}: {' '.join(str(error).split())}"
+            print(f"profile_block.py: error: {what}", file=sys.stderr)
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

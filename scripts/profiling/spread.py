@@ -127,7 +127,7 @@ class _Spread:
             taken["backward"] = one["train"] - one["forward"]
         if name == "step":
             taken["optimizer"] = one["step"] - one["train"]
-        cores = (os.cpu_count() or 1) // torch.get_num_threads()  # more processes than these take turns
+        cores = _cores() // torch.get_num_threads()  # more processes than these take turns
         at_once = self.mesh.processes if on_cuda else max(1, min(self.mesh.processes, cores))
         compute = {pass_: seconds / at_once for pass_, seconds in taken.items()}
         rates = {axis: self._rate(call)["median"] for axis, call in self.links.items()}
@@ -173,6 +173,11 @@ class _Spread:
         held["peak_added_bytes"] = peak_added_bytes(run, self.settings.device)
         of_ranks = [cast(dict[str, int | None], of_rank) for of_rank in from_all(held)]
         return {key: max(rank[key] or 0 for rank in of_ranks) if held[key] is not None else None for key in held}
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _batch_of_this(tensor: Tensor, devices: DeviceMesh) -> Tensor:

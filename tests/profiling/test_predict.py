@@ -1,0 +1,79 @@
+"""Predictions, against sums by hand."""
+
+import pytest
+import torch
+from profiling.collectives import Collective, Mesh
+from profiling.machine import find_datasheet
+from profiling.predict import Links, compute_seconds, matmul_flops, meshes_of, overlapped, predict
+from profiling.presets import Size
+
+LLAMA = Size(16, 8192, 4096, 32, 8, 128, 14336, num_layers=32)
+LINKS = Links(within=450e9, between=50e9)
+H100 = find_datasheet("h100 80gb")[1].ceilings(torch.bfloat16)
+
+
+def test_link_that_is_crossed_decides():
+    gather, in_half = Collective("all-gather", "dp", 1000), 2 * 1000 * 15 / 16
+    # All of a machine is one group: what the other machine has comes by eight links, the rest is faster.
+    assert LINKS.seconds(gather, Mesh(dp=16), 2) == pytest.approx(max(in_half / 450e9, 2 * 500 / 8 / 50e9))
+    # Each process of a machine is in another group: all comes by its own link.
+    assert LINKS.seconds(gather, Mesh(dp=16, tp=8), 2) == pytest.approx(in_half / 50e9)
+    assert Links(450e9).seconds(gather, Mesh(dp=16, tp=8), 2) == pytest.approx(in_half / 450e9)
+    reduce = Collective("all-reduce", "tp", 1000)
+    assert LINKS.seconds(reduce, Mesh(dp=16, tp=8), 2) == pytest.approx(2 * 2 * 1000 * 7 / 8 / 450e9)
+
+
+def test_each_process_computes_its_share():
+    # Products dominate: their FLOPs are shared exactly, so that an eighth is left on eight processes.
+    one = compute_seconds(LLAMA, Mesh(), H100, 2)
+    for mesh in (Mesh(dp=8), Mesh(tp=8), Mesh(dp=4, tp=2)):
+        eighth = compute_seconds(LLAMA, mesh, H100, 2)
+        for pass_ in ("forward", "backward"):
+            assert (
+                one[pass_] / 8 <= eighth[pass_] < 1.02 * one[pass_] / 8
+            )  # whole activations beside a part of a weight
+        assert eighth["optimizer"] == pytest.approx(one["optimizer"] / 8, rel=1e-3)
+
+
+def test_data_parallel_collectives_hide_behind_all_but_one_of_the_layers():
+    def sums(seconds, hides=True):
+        # Forward: a gather a layer and that of the norm; backward: two kinds.
+        return overlapped(LLAMA, Mesh(dp=2), {"forward": 32.0}, lambda call: seconds, hides)
+
+    fast, slow = sums(0.5), sums(2.0)
+    assert fast["dp_seconds"] == 33 * 0.5
+    assert fast["seconds"] == pytest.approx(32 + 33 * 0.5 / 32)
+    assert slow["seconds"] == pytest.approx(33 * 2 + 32 / 32)
+    assert sums(0.5, hides=False)["seconds"] == 32 + 33 * 0.5
+    tp = overlapped(LLAMA, Mesh(tp=2), {"forward": 32.0}, lambda call: 1.0)
+    assert tp["seconds"] == 32 + 4 * 32 + 1
+
+
+def test_prediction_of_a_model_is_that_of_its_parts():
+    record = predict(LLAMA, Mesh(dp=2, tp=8), H100, LINKS, "step", torch.bfloat16)
+    sbh = 8 * 8192 * 4096
+    of_stream = 2 * sbh * 7 / 8 / 450e9
+    assert record["tp_seconds"] == pytest.approx(2 * (4 * 32 + 1) * of_stream, rel=1e-3)  # the gains are small
+    # 16 processes: 3 Psi of bfloat16 of an eighth of the weights, half of which the other machine has.
+    assert record["dp_seconds"] == pytest.approx(3 * 2 * LLAMA.parameters / 8 / 2 / 50e9, rel=1e-3)
+    assert record["state_bytes"] == pytest.approx(4 * 2 * LLAMA.parameters / 16, rel=1e-3)
+    six_n_d = 6 * (LLAMA.parameters - 65 * 4096) * LLAMA.tokens
+    attention = 3 * 32 * 4 * 4096 * 16 * 8192 * 8193 / 2
+    assert matmul_flops(LLAMA, "step") == six_n_d + attention
+    assert record["mfu"] == pytest.approx((six_n_d + attention) / 16 / 989e12 / record["seconds"])
+
+
+def test_meshes_of_a_number_of_gpus_keep_tp_within_a_machine_and_split_the_heads():
+    assert [(mesh.dp, mesh.tp) for mesh in meshes_of(16, LLAMA)] == [(16, 1), (8, 2), (4, 4), (2, 8)]
+    assert [(mesh.dp, mesh.tp) for mesh in meshes_of(128, LLAMA)] == [(16, 8)]  # no more than there are sequences
+    with pytest.raises(ValueError, match="over no mesh of 256 processes"):
+        meshes_of(256, LLAMA)
+
+
+def test_datasheet_is_found_by_a_part_of_its_name():
+    assert find_datasheet("H200")[0] == "NVIDIA H200"
+    assert find_datasheet("l4")[0] == "NVIDIA L4"  # not L40S
+    with pytest.raises(ValueError, match="not the name of one GPU with a datasheet: NVIDIA H100 80GB HBM3, NVIDIA H1"):
+        find_datasheet("h100")
+    with pytest.raises(ValueError, match="no peak for float64"):
+        find_datasheet("H200")[1].ceilings(torch.float64)

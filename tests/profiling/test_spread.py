@@ -1,0 +1,130 @@
+"""The profiler on two processes, as torchrun starts them: all of it in one launch."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from isolated import WITHOUT_PACKAGE
+from profiling import cli
+from profiling.collectives import Mesh, collectives_of
+from profiling.compare import compare
+from profiling.presets import Size
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+TINY = ["--device=cpu", "--seq-len=8", "--d-model=16", "--num-heads=4", "--d-ff=24", "--num-layers=2", "--rounds=2"]
+
+# What each of two processes does: profile; once all is written, the second fails.
+PROGRAM = """
+import sys, time
+from pathlib import Path
+sys.path[:0] = {paths}
+sys.argv[0] = "scripts/profile_block.py"
+from profiling import cli, spread
+from profiling.machine import Ceilings
+from profiling.processes import is_first
+from profiling.timing import Spread
+
+def measure_spread(*args):
+    point = spread.measure_spread(*args)
+    while not is_first():
+        if Path("plot.svg").exists():
+            raise ZeroDivisionError("by\\nzero")
+        time.sleep(0.1)
+    return point
+
+cli.measure_spread = measure_spread
+cli.measure_ceilings = lambda *args: Ceilings(Spread(1e11, 1e11, 1e11, 7), Spread(1e10, 1e10, 1e10, 7), 1024, 2**27)
+spread._LINK_BYTES["cpu"] = 2**16
+sys.exit(cli.main([*{tiny}, "--tp=2", "--mode=step", "--json=profile.json", "--plot=plot.svg"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """Return what two processes wrote and said, and their folder."""
+    folder = tmp_path_factory.mktemp("processes")
+    program = folder / "program.py"
+    program.write_text(PROGRAM.format(paths=[str(SCRIPTS), str(SCRIPTS.parent)], tiny=TINY))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
+    environment = os.environ | WITHOUT_PACKAGE | {"OMP_NUM_THREADS": "1", "JAXTYPING_DISABLE": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=100)
+    return run, folder
+
+
+def test_only_the_first_process_speaks_and_of_the_slowest(outcome):
+    run, folder = outcome
+    document = json.loads((folder / "profile.json").read_text())
+    assert run.stdout.count("speed-up") == run.stdout.count("\nforward ") == 1
+    assert document["environment"]["command"].startswith("torchrun --nproc-per-node 2 scripts/profile_block.py")
+    assert document["settings"]["mesh"] == {"dp_replicate": 1, "dp": 1, "tp": 2}
+    (point,) = document["points"]
+    assert list(point["whole"]) == ["forward", "train", "step"]
+    for record in point["whole"].values():
+        assert len(record["of_ranks"]) == 2
+        assert record["seconds"]["median"] >= max(record["of_ranks"]) > 0
+        assert record["efficiency"] == record["speed_up"]["median"] / 2
+    assert point["overlap"] is None
+    assert "Hidden behind computing: nothing" in run.stdout
+
+
+def test_collectives_and_memory_are_those_of_the_sizes(outcome):
+    (point,) = json.loads((outcome[1] / "profile.json").read_text())["points"]
+    size, counted, expected = Size(**point["size"]), {}, Counter()
+    for record in point["collectives"]:
+        counted[record["pass"], record["axis"], record["kind"]] = (record["count"], record["bytes"])
+        assert record["seconds"] > 0
+    for pass_, calls in collectives_of(size, Mesh(tp=2)).items():
+        for call, count in calls.items():
+            expected[pass_, call.axis, call.kind] += count * (1 + 1000j * 4 * call.elements)
+    assert counted == {key: (int(both.real), int(both.imag) // 1000) for key, both in expected.items()}
+    gains = 5 * 16
+    of_process = 4 * (gains + (size.parameters - gains) // 2)
+    assert point["memory"]["parameters_bytes"] == point["memory"]["gradients_bytes"] == of_process
+    assert point["memory"]["optimizer_state_bytes"] == 2 * of_process + 4 * 19  # and as many step counts
+
+
+def test_process_that_fails_ends_all_with_one_line(outcome):
+    run, _ = outcome
+    assert run.returncode == 1
+    assert re.findall(r"^profile_block.py: .*", run.stderr, re.MULTILINE) == [
+        "profile_block.py: error: rank 1: ZeroDivisionError: by zero"
+    ]
+
+
+def test_schema_compare_and_plot_know_processes(outcome):
+    document = json.loads((outcome[1] / "profile.json").read_text())
+    assert set(keys(document)) <= documented()
+    table = compare(document, document)[1]
+    assert [row[:2] for row in table.rows] == [["whole", "forward"], ["whole", "train"], ["whole", "step"]]
+    assert "<svg" in (outcome[1] / "plot.svg").read_text()
+
+
+def test_prediction_is_written_shown_and_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "paper.json"
+    options = [*TINY, "--batch-size=8", "--predict", "tp=2,dp=2", "gpus=8", "--link=450e9,50e9", "--ceilings=h200"]
+    assert cli.main([*options, "--json", str(path), "--plot", str(tmp_path / "paper.png")]) == 0
+    document, out = json.loads(path.read_text()), capsys.readouterr().out
+    assert set(keys(document)) <= documented()
+    assert [prediction["processes"] for prediction in document["predictions"]] == [4, 8]
+    assert re.search(r"^dp=2,tp=2 +4 +16 .*NVIDIA H200 datasheet$", out, re.MULTILINE)
+    assert (tmp_path / "paper.png").read_bytes().startswith(b"\x89PNG")
+    assert cli.main([*options, "--sweep", "batch-size=8,16", "--plot", str(tmp_path / "sweep.png")]) == 0
+    assert capsys.readouterr().out.count("dp=2,tp=2") == 2
+
+
+def documented():
+    page = (SCRIPTS.parent / "docs" / "profile_schema.md").read_text()
+    return set(re.findall(r"[`\"]([a-z0-9_]+)[`\"]", page))
+
+
+def keys(value):
+    if isinstance(value, dict):
+        yield from value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from keys(item)
