@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -280,9 +281,8 @@ def _check_prediction(arguments: argparse.Namespace, settings: Settings, sizes: 
             raise ValueError(f"--{option.replace('_', '-')} needs a measurement: leave --predict out")
     _check_outputs(arguments)
     _links(arguments.link)
-    for size in sizes:
-        for text in arguments.predict:
-            _meshes(text, size)
+    for text in arguments.predict:
+        _meshes(text, sizes[-1])  # of a sweep, a smaller size need not split
     if arguments.ceilings is not None:
         find_datasheet(arguments.ceilings)[1].ceilings(settings.dtype)
 
@@ -452,8 +452,9 @@ def _predict(arguments: argparse.Namespace, settings: Settings, sizes: list[Size
     predictions = []
     for size in sizes:
         for text in arguments.predict:
-            asked = [predict(size, mesh, ceilings, links, settings.mode, dtype) for mesh in _meshes(text, size)]
-            predictions.append(min(asked, key=lambda prediction: prediction["seconds"]))
+            with suppress(ValueError) if arguments.sweep else nullcontext():  # what does not split has no point
+                asked = [predict(size, mesh, ceilings, links, settings.mode, dtype) for mesh in _meshes(text, size)]
+                predictions.append(min(asked, key=lambda prediction: prediction["seconds"]))
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "status": "ok",

@@ -43,7 +43,7 @@ def plot_predictions(document: dict[str, Any], path: Path) -> None:
     """Draw the MFU of each mesh over a sweep; of a single size, where the time of each mesh goes."""
     predictions, axis = document["predictions"], document["settings"]["sweep"]
     figure = Figure(figsize=(10, 5), layout="constrained")
-    figure.suptitle(describe_all([prediction["size"] for prediction in predictions]), fontsize=12, fontweight="bold")
+    figure.suptitle(describe_all([prediction["size"] for prediction in predictions]), fontsize=10, fontweight="bold")
     links, settings = document["links"], document["settings"]
     links_of = ", ".join(si(links[key], "B/s") for key in ("within", "between") if links[key])
     source = f"on paper: {document['ceilings']['source']}; links of {links_of}"
@@ -65,8 +65,8 @@ def _utilization(axes: Axes, predictions: list[dict[str, Any]], axis: str) -> No
         utilization = [100 * record["mfu"] for record in records]
         axes.plot(values, utilization, label=mesh, color=_HUES[index % 10], marker=_MARKERS[index % 10])
     ticks = sorted({int(value_on(axis, prediction)) for prediction in predictions})
-    axes.set(xscale="log", xlabel=axis, ylabel="MFU, %", ylim=(0, None))
-    axes.set_title("Which mesh is fastest?", fontsize=11)
+    axes.set(xscale="log", xlabel=axis, ylabel="MFU, %", ylim=(0, 100))
+    axes.set_title("Which mesh uses its devices best? One that does not split the batch has no point", fontsize=11)
     axes.minorticks_off()
     axes.set_xticks(ticks, [str(value) for value in ticks])
 

@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from profiling.parts import Part
-from profiling.tracing import compile_report, kernel_report, nsys_command, run_labelled, summarize_kernels
+from profiling.tracing import (
+    compile_report,
+    kernel_report,
+    nsys_command,
+    run_labelled,
+    summarize_kernels,
+    summarize_overlap,
+)
 
 
 def event(name, start, end, device="CUDA", annotation=False):
@@ -40,6 +47,20 @@ def test_kernels_that_nobody_saw_are_none():
     assert summarize_kernels([], seconds=1.0) is None
     assert summarize_kernels([event("aten::mm", 0, 100, device="CPU"), event("Memset", 0, 1)], seconds=1.0) is None
     assert kernel_report(lambda: None, torch.device("cpu"), 1.0) is None
+
+
+def test_overlap_is_the_time_of_collectives_in_which_another_kernel_runs():
+    events = [
+        event("ncclDevKernel_AllGather_RING_LL", 0, 30),
+        event("gemm", 10, 25),
+        event("add", 20, 40),  # beside both of the others
+        event("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 50, 60),
+        event("nccl:all_gather", 0, 90, annotation=True),
+        event("aten::mm", 0, 100, device="CPU"),
+    ]
+    summary = summarize_overlap(events)
+    assert summary == {"collective_seconds": pytest.approx(40e-6), "hidden_seconds": pytest.approx(20e-6)}
+    assert summarize_overlap(events[1:3]) is None
 
 
 def test_nsys_command_repeats_the_run_quoted(monkeypatch):
