@@ -59,7 +59,8 @@ def test_overlap_is_the_time_of_collectives_in_which_another_kernel_runs():
         event("aten::mm", 0, 100, device="CPU"),
     ]
     summary = summarize_overlap(events)
-    assert summary == {"collective_seconds": pytest.approx(40e-6), "hidden_seconds": pytest.approx(20e-6)}
+    assert summary["collective_seconds"] == pytest.approx(40e-6)
+    assert summary["hidden_seconds"] == pytest.approx(20e-6)
     assert summarize_overlap(events[1:3]) is None
 
 
