@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,11 +21,11 @@ from .collectives import ONE_PROCESS, Mesh
 from .compare import SCHEMA, compare, load
 from .environment import device_name, environment
 from .files import atomic, require_writable
-from .machine import datasheet, find_datasheet, measure_ceilings, memory_bytes
+from .machine import DATASHEETS, datasheet, measure_ceilings, memory_bytes
 from .measure import BACKENDS, MODES, Settings, measure, require_attention_backend
 from .memory import is_out_of_memory
 from .parts import build
-from .predict import Links, meshes_of, predict
+from .predict import Links, predict
 from .presets import PRESETS, Size
 from .processes import first_to_fail, from_first, is_first, launched, run_together
 from .progress import TerminalProgress
@@ -46,7 +46,7 @@ _EXAMPLES = """examples:
   profile_block.py --json old.json                            ... change something ...
   profile_block.py --compare old.json
   torchrun --nproc-per-node 4 scripts/profile_block.py --tp 2 --dp 2 --batch-size 2 --num-layers 4 --mode step
-  profile_block.py --predict gpus=8 tp=8,dp=64 --link 450e9,50e9 --ceilings "h100 80gb" --dtype bfloat16
+  profile_block.py --predict dp=8 tp=8,dp=64 --link 450e9,50e9 --ceilings "NVIDIA H200" --dtype bfloat16
       --preset llama-3.1-8b --num-layers 32 --batch-size 512 --seq-len 8192 --mode step
 """
 
@@ -138,12 +138,17 @@ def _parser() -> OneLineParser:
         "--predict",
         nargs="+",
         metavar="MESH",
-        help="tell what these meshes would take, as in tp=8,dp=64; gpus=512 is the fastest mesh of so many",
+        help="tell what these meshes would take, as in tp=8,dp=64",
     )
     paper.add_argument(
         "--link", metavar="A[,B]", help="bytes/s that a device receives from its own machine of 8, and from others"
     )
-    paper.add_argument("--ceilings", metavar="GPU", help="those of a datasheet, as in h200 (measured on --device)")
+    paper.add_argument(
+        "--ceilings",
+        choices=DATASHEETS,
+        metavar="GPU",
+        help="a datasheet's, as in 'NVIDIA H200', instead of those measured on --device",
+    )
 
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="FILE", help="write everything; see docs/profile_schema.md")
@@ -280,11 +285,13 @@ def _check_prediction(arguments: argparse.Namespace, settings: Settings, sizes: 
         if getattr(arguments, option):
             raise ValueError(f"--{option.replace('_', '-')} needs a measurement: leave --predict out")
     _check_outputs(arguments)
+    if arguments.plot is not None and not arguments.sweep:
+        raise ValueError("--plot of a prediction draws a sweep: add --sweep batch-size=64,128,256")
     _links(arguments.link)
     for text in arguments.predict:
-        _meshes(text, sizes[-1])  # of a sweep, a smaller size need not split
+        _mesh(text).require(sizes[-1])  # of a sweep, a smaller size need not split
     if arguments.ceilings is not None:
-        find_datasheet(arguments.ceilings)[1].ceilings(settings.dtype)
+        DATASHEETS[arguments.ceilings].ceilings(settings.dtype)
 
 
 def _links(text: str) -> Links:
@@ -297,17 +304,11 @@ def _links(text: str) -> Links:
     return Links(rates[0], rates[1] if len(rates) == 2 else None)
 
 
-def _meshes(text: str, size: Size) -> list[Mesh]:
-    """Return the mesh that is asked for, or all of so many GPUs."""
+def _mesh(text: str) -> Mesh:
     axes = {axis: count for axis, _, count in (part.partition("=") for part in text.split(","))}
-    if all(count.isdecimal() and int(count) > 0 for count in axes.values()):
-        if list(axes) == ["gpus"]:
-            return meshes_of(int(axes["gpus"]), size)
-        if axes.keys() <= asdict(ONE_PROCESS).keys():
-            mesh = Mesh(**{axis: int(count) for axis, count in axes.items()})
-            mesh.require(size)
-            return [mesh]
-    raise ValueError(f"--predict takes meshes as in tp=8,dp=64 or gpus=512, got {text!r}")
+    if axes.keys() <= asdict(ONE_PROCESS).keys() and all(count.isdecimal() for count in axes.values()):
+        return Mesh(**{axis: int(count) for axis, count in axes.items()})
+    raise ValueError(f"--predict takes meshes as in tp=8,dp=64, got {text!r}")
 
 
 def _check_layers(sizes: list[Size], settings: Settings) -> None:
@@ -447,14 +448,13 @@ def _predict(arguments: argparse.Namespace, settings: Settings, sizes: list[Size
     if arguments.ceilings is None:
         ceilings = measure_ceilings(settings.device, dtype)
     else:
-        name, sheet = find_datasheet(arguments.ceilings)
-        ceilings, source = sheet.ceilings(dtype), f"{name} datasheet"
+        ceilings, source = DATASHEETS[arguments.ceilings].ceilings(dtype), f"{arguments.ceilings} datasheet"
     predictions = []
     for size in sizes:
-        for text in arguments.predict:
-            with suppress(ValueError) if arguments.sweep else nullcontext():  # what does not split has no point
-                asked = [predict(size, mesh, ceilings, links, settings.mode, dtype) for mesh in _meshes(text, size)]
-                predictions.append(min(asked, key=lambda prediction: prediction["seconds"]))
+        for mesh in map(_mesh, arguments.predict):
+            with suppress(ValueError):  # of a sweep, what does not split has no point
+                mesh.require(size)
+                predictions.append(predict(size, mesh, ceilings, links, settings.mode, dtype))
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "status": "ok",

@@ -66,19 +66,6 @@ def datasheet(name: str) -> Datasheet | None:
     return DATASHEETS.get(name)
 
 
-def find_datasheet(name: str) -> tuple[str, Datasheet]:
-    """Return the one GPU that is meant by its name, or by a part of it in any case.
-
-    Raises:
-        ValueError: none or several are.
-    """
-    found = [known for known in DATASHEETS if name.lower() in known.lower()]
-    found = [known for known in found if known.lower().removeprefix("nvidia ") == name.lower()] or found
-    if len(found) != 1:
-        raise ValueError(f"{name!r} is not the name of one GPU with a datasheet: {', '.join(found or DATASHEETS)}")
-    return found[0], DATASHEETS[found[0]]
-
-
 @dataclass(frozen=True)
 class Ceilings:
     """Peaks of one device in one dtype. Measured, they are FLOP/s of a large matrix product, bytes/s of a copy.

@@ -40,25 +40,15 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 
 def plot_predictions(document: dict[str, Any], path: Path) -> None:
-    """Draw the MFU of each mesh over a sweep; of a single size, where the time of each mesh goes."""
-    predictions, axis = document["predictions"], document["settings"]["sweep"]
+    """Draw the MFU of each mesh over a sweep."""
+    predictions, settings, links = (document[key] for key in ("predictions", "settings", "links"))
+    axis = settings["sweep"]
     figure = Figure(figsize=(10, 5), layout="constrained")
     figure.suptitle(describe_all([prediction["size"] for prediction in predictions]), fontsize=10, fontweight="bold")
-    links, settings = document["links"], document["settings"]
     links_of = ", ".join(si(links[key], "B/s") for key in ("within", "between") if links[key])
     source = f"on paper: {document['ceilings']['source']}; links of {links_of}"
     figure.supxlabel(f"{source}; {settings['dtype']}, mode {settings['mode']}", fontsize=8, color="dimgrey")
     axes = figure.subplots()
-    if axis:
-        _utilization(axes, predictions, axis)
-    else:
-        _computing_and_waiting(axes, predictions)
-    axes.grid(alpha=0.3)
-    axes.legend(**_BELOW, ncols=4)
-    figure.savefig(path, dpi=144)
-
-
-def _utilization(axes: Axes, predictions: list[dict[str, Any]], axis: str) -> None:
     for index, mesh in enumerate(dict.fromkeys(mesh_of(prediction["mesh"]) for prediction in predictions)):
         records = [prediction for prediction in predictions if mesh_of(prediction["mesh"]) == mesh]
         values = [int(value_on(axis, record)) for record in records]
@@ -69,19 +59,9 @@ def _utilization(axes: Axes, predictions: list[dict[str, Any]], axis: str) -> No
     axes.set_title("Which mesh uses its devices best? One that does not split the batch has no point", fontsize=11)
     axes.minorticks_off()
     axes.set_xticks(ticks, [str(value) for value in ticks])
-
-
-def _computing_and_waiting(axes: Axes, predictions: list[dict[str, Any]]) -> None:
-    for row, record in enumerate(predictions):
-        compute, total = (1e3 * record[key] for key in ("compute_seconds", "seconds"))
-        axes.barh(row, compute, 0.7, color=_HUES[0], label=None if row else "computing")
-        axes.barh(row, total - compute, 0.7, left=compute, color=_HUES[3], label=None if row else "collectives")
-        axes.text(total, row, f"  MFU {share(record['mfu'])}", va="center", fontsize=9)
-    axes.set_yticks(range(len(predictions)), [mesh_of(prediction["mesh"]) for prediction in predictions])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.2 * axes.get_xlim()[1])
-    axes.set_xlabel("ms")
-    axes.set_title("Computing, and collectives that are not hidden", fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(**_BELOW, ncols=4)
+    figure.savefig(path, dpi=144)
 
 
 def _style(index: int, filled: bool = True) -> dict[str, Any]:

@@ -4,12 +4,11 @@ The model, which docs/scaling.md checks against measurements:
 - Each process computes its share of every part at the roofline of its device.
 - A collective takes what its bytes take on the link that it crosses, all processes of a machine at a time; no latency.
 - Tensor-parallel collectives lie between computations that need them: none of them is hidden.
-- FSDP fetches the weights of the next block, and sends the gradients of the last, while one block computes. So of
-  `layers` equal steps of both, the longer one counts, and the transfer that is first or last is not hidden.
+- FSDP fetches the weights of the next block, and sends the gradients of the last, while one block runs, its
+  tensor-parallel collectives included: they have other streams and mostly other links. So of `layers` equal steps of
+  both, the longer one counts, and the transfer that is first or last is not hidden.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -54,38 +53,33 @@ class Links:
 
 def predict(size: Size, mesh: Mesh, ceilings: Ceilings, links: Links, mode: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return a prediction of docs/profile_schema.md, of a size that splits over the mesh."""
-    compute = compute_seconds(size, mesh, ceilings, dtype.itemsize)
-    passes = {name: compute[name] for name in PASSES[mode]}
-    sums = overlapped(size, mesh, passes, lambda call: links.seconds(call, mesh, dtype.itemsize))
-    peak = mesh.processes * ceilings.flops_per_second.median
+    seconds = compute_seconds(size, mesh, ceilings, dtype.itemsize)
+    compute = {name: seconds[name] for name in PASSES[mode]}
+    tp = dp = hidden = 0.0
+    for name, calls in collectives_of(size, mesh).items():
+        if name in compute:
+            of_axis = dict.fromkeys(mesh.axes, 0.0)
+            for call, count in calls.items():
+                of_axis[call.axis] += count * links.seconds(call, mesh, dtype.itemsize)
+            of_tp = of_axis.pop("tp", 0.0)
+            of_dp = sum(of_axis.values())
+            tp, dp = tp + of_tp, dp + of_dp
+            hidden += (size.layers - 1) / size.layers * min(of_dp, compute[name] + of_tp)
+    computing = sum(compute.values())
+    whole = computing + tp + dp - hidden
     return {
         "size": asdict(size),
         "mesh": asdict(mesh),
         "processes": mesh.processes,
         "tokens_per_process": size.tokens / mesh.processes,
         "state_bytes": (4 if mode == "step" else 2 if mode == "train" else 1) * _stored(size, mesh) * dtype.itemsize,
-        **sums,
-        "mfu": matmul_flops(size, mode) / sums["seconds"] / peak,
+        "seconds": whole,
+        "compute_seconds": computing,
+        "tp_seconds": tp,
+        "dp_seconds": dp,
+        "hidden_seconds": hidden,
+        "mfu": matmul_flops(size, mode) / whole / mesh.processes / ceilings.flops_per_second.median,
     }
-
-
-def meshes_of(processes: int, size: Size, per_machine: int = 8) -> list[Mesh]:
-    """Return the meshes of dp and tp that the size splits over, tp within a machine.
-
-    Raises:
-        ValueError: there are none.
-    """
-    meshes = []
-    for tp in range(1, per_machine + 1):
-        if processes % tp == 0:
-            with suppress(ValueError):
-                mesh = Mesh(dp=processes // tp, tp=tp)
-                mesh.require(size)
-                meshes.append(mesh)
-    if not meshes:
-        heads = f"{size.num_kv_heads} key heads"
-        raise ValueError(f"a batch of {size.batch_size} with {heads} splits over no mesh of {processes} processes")
-    return meshes
 
 
 def compute_seconds(size: Size, mesh: Mesh, ceilings: Ceilings, element_size: int) -> dict[str, float]:
@@ -103,33 +97,6 @@ def compute_seconds(size: Size, mesh: Mesh, ceilings: Ceilings, element_size: in
             seconds[pass_] += ceilings.seconds(cost.flops, cost.bytes) * (1 if name == "final norm" else size.layers)
     update = adamw_cost(_stored(size, mesh), element_size)
     return seconds | {"optimizer": ceilings.seconds(update.flops, update.bytes)}
-
-
-def overlapped(
-    size: Size, mesh: Mesh, compute: Mapping[str, float], seconds_of: Callable[[Collective], float], hides: bool = True
-) -> dict[str, float]:
-    """Return the seconds of all passes together, those of computing and of collectives, and what of these is hidden.
-
-    `hides` is False where computing and collectives share the same cores.
-    """
-    tp_seconds = dp_seconds = hidden = 0.0
-    for name, calls in collectives_of(size, mesh).items():
-        if name in compute:
-            of_axis = dict.fromkeys(mesh.axes, 0.0)
-            for call, count in calls.items():
-                of_axis[call.axis] += count * seconds_of(call)
-            tp = of_axis.pop("tp", 0.0)
-            dp = sum(of_axis.values())
-            tp_seconds, dp_seconds = tp_seconds + tp, dp_seconds + dp
-            hidden += hides * (size.layers - 1) / size.layers * min(dp, compute[name])
-    computing = sum(compute.values())
-    return {
-        "seconds": computing + tp_seconds + dp_seconds - hidden,
-        "compute_seconds": computing,
-        "tp_seconds": tp_seconds,
-        "dp_seconds": dp_seconds,
-        "hidden_seconds": hidden,
-    }
 
 
 def matmul_flops(size: Size, mode: str) -> int:

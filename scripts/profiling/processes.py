@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 Result = TypeVar("Result")
 
-_TIMEOUT = timedelta(seconds=120)  # the longest that one of them waits for another
 _store: Any = None  # torchrun's own, which outlives a process that fails
 
 
@@ -39,7 +37,7 @@ def run_together(main: Callable[[], int]) -> int:
     try:
         if torch.cuda.is_available():  # NCCL has one process a device; too many processes are refused by `main`
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        dist.init_process_group(timeout=_TIMEOUT)
+        dist.init_process_group()
         _store = dist.distributed_c10d._get_default_store()
         with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if is_first() else nowhere):
             code = main()

@@ -7,7 +7,7 @@ from .report import Section, Table, describe, doubts, header, number, share, si,
 _LEGEND = (
     "Times are medians, of rounds in which the slowest process counts. Speed-up: over one process with the whole\n"
     "batch, in turns with these, which wait. Collectives: counted in a run and timed alone, so without what they wait\n"
-    "for another process. Predicted: an equal share of what one process takes, and the bytes over the links."
+    "for another process."
 )
 _PAPER = (
     "The least time: every part at its roofline, every link at its full rate and without latency. States: weights,\n"
@@ -75,7 +75,7 @@ def mesh_of(mesh: dict[str, int]) -> str:
 def _times(point: dict[str, Any]) -> Table:
     unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
     columns = ["whole", f"slowest {unit}", "p20-p80", "ranks differ", f"one process {unit}", "p20-p80"]
-    table = Table(describe(point["size"]), [*columns, "speed-up", "p20-p80", "efficiency", f"predicted {unit}"])
+    table = Table(describe(point["size"]), [*columns, "speed-up", "p20-p80", "efficiency"])
     for name, record in point["whole"].items():
         table.rows.append(
             [
@@ -85,7 +85,6 @@ def _times(point: dict[str, Any]) -> Table:
                 *spread_cells(record["one_process"], factor),
                 *spread_cells(record["speed_up"], 1),
                 share(record["efficiency"]),
-                number(factor * record["predicted_seconds"]),
             ]
         )
     return table

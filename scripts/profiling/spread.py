@@ -1,6 +1,5 @@
 """Measure a size that is spread over processes, beside one process with all of it, in interleaved rounds."""
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from .machine import Ceilings
 from .measure import Optimizing, Settings, build_whole, bytes_of
 from .memory import peak_added_bytes
 from .parts import Part, accumulate, clear, whole
-from .predict import matmul_flops, overlapped
+from .predict import matmul_flops
 from .presets import Size
 from .processes import from_all, is_first, least
 from .progress import TerminalProgress
@@ -115,29 +114,7 @@ class _Spread:
             "one_process": asdict(Spread.of(one)),
             "speed_up": asdict(speed_up),
             "efficiency": speed_up.median / self.mesh.processes,
-            "predicted_seconds": self._predicted(name),
         }
-
-    def _predicted(self, name: str) -> float:
-        """Return an equal share of what one process takes, and the bytes of the collectives over the measured links."""
-        on_cuda, itemsize = self.settings.device.type == "cuda", self.settings.dtype.itemsize
-        one = {done: Spread.of(self.samples[0][f"one {done}"]).median for done in self.runs}
-        taken = {"forward": one["forward"]}
-        if name != "forward":
-            taken["backward"] = one["train"] - one["forward"]
-        if name == "step":
-            taken["optimizer"] = one["step"] - one["train"]
-        cores = _cores() // torch.get_num_threads()  # more processes than these take turns
-        at_once = self.mesh.processes if on_cuda else max(1, min(self.mesh.processes, cores))
-        compute = {pass_: seconds / at_once for pass_, seconds in taken.items()}
-        rates = {axis: self._rate(call)["median"] for axis, call in self.links.items()}
-        return overlapped(
-            self.size,
-            self.mesh,
-            compute,
-            lambda call: itemsize * call.moved(self.mesh.axes[call.axis]) / rates[call.axis],
-            hides=on_cuda,
-        )["seconds"]
 
     def _rate(self, call: Collective) -> dict[str, Any]:
         moved = self.settings.dtype.itemsize * call.moved(self.mesh.axes[call.axis])
@@ -173,11 +150,6 @@ class _Spread:
         held["peak_added_bytes"] = peak_added_bytes(run, self.settings.device)
         of_ranks = [cast(dict[str, int | None], of_rank) for of_rank in from_all(held)]
         return {key: max(rank[key] or 0 for rank in of_ranks) if held[key] is not None else None for key in held}
-
-
-def _cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _batch_of_this(tensor: Tensor, devices: DeviceMesh) -> Tensor:

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from profiling.collectives import Collective, Mesh
-from profiling.machine import find_datasheet
-from profiling.predict import Links, compute_seconds, matmul_flops, meshes_of, overlapped, predict
+from profiling.machine import DATASHEETS
+from profiling.predict import Links, compute_seconds, matmul_flops, predict
 from profiling.presets import Size
 
 LLAMA = Size(16, 8192, 4096, 32, 8, 128, 14336, num_layers=32)
 LINKS = Links(within=450e9, between=50e9)
-H100 = find_datasheet("h100 80gb")[1].ceilings(torch.bfloat16)
+H100 = DATASHEETS["NVIDIA H100 80GB HBM3"].ceilings(torch.bfloat16)
 
 
 def test_link_that_is_crossed_decides():
@@ -36,17 +36,21 @@ def test_each_process_computes_its_share():
 
 
 def test_data_parallel_collectives_hide_behind_all_but_one_of_the_layers():
-    def sums(seconds, hides=True):
-        # Forward: a gather a layer and that of the norm; backward: two kinds.
-        return overlapped(LLAMA, Mesh(dp=2), {"forward": 32.0}, lambda call: seconds, hides)
+    # Of 32 gathers of a block's weights and that of the norm, as long as the link makes them.
+    def sums(mesh, rate):
+        return predict(LLAMA, mesh, H100, Links(rate), "forward", torch.bfloat16)
 
-    fast, slow = sums(0.5), sums(2.0)
-    assert fast["dp_seconds"] == 33 * 0.5
-    assert fast["seconds"] == pytest.approx(32 + 33 * 0.5 / 32)
-    assert slow["seconds"] == pytest.approx(33 * 2 + 32 / 32)
-    assert sums(0.5, hides=False)["seconds"] == 32 + 33 * 0.5
-    tp = overlapped(LLAMA, Mesh(tp=2), {"forward": 32.0}, lambda call: 1.0)
-    assert tp["seconds"] == 32 + 4 * 32 + 1
+    for mesh, rate, dp_is_longer in (
+        (Mesh(dp=2), 1e12, False),
+        (Mesh(dp=2), 1e8, True),
+        (Mesh(dp=2, tp=4), 1e12, False),
+    ):
+        record = sums(mesh, rate)
+        beside = record["compute_seconds"] + record["tp_seconds"]
+        shorter, longer = sorted((beside, record["dp_seconds"]))
+        assert (longer == record["dp_seconds"]) == dp_is_longer
+        assert record["seconds"] == pytest.approx(longer + shorter / 32)
+    assert sums(Mesh(tp=2), 1e9)["hidden_seconds"] == 0
 
 
 def test_prediction_of_a_model_is_that_of_its_parts():
@@ -61,19 +65,3 @@ def test_prediction_of_a_model_is_that_of_its_parts():
     attention = 3 * 32 * 4 * 4096 * 16 * 8192 * 8193 / 2
     assert matmul_flops(LLAMA, "step") == six_n_d + attention
     assert record["mfu"] == pytest.approx((six_n_d + attention) / 16 / 989e12 / record["seconds"])
-
-
-def test_meshes_of_a_number_of_gpus_keep_tp_within_a_machine_and_split_the_heads():
-    assert [(mesh.dp, mesh.tp) for mesh in meshes_of(16, LLAMA)] == [(16, 1), (8, 2), (4, 4), (2, 8)]
-    assert [(mesh.dp, mesh.tp) for mesh in meshes_of(128, LLAMA)] == [(16, 8)]  # no more than there are sequences
-    with pytest.raises(ValueError, match="over no mesh of 256 processes"):
-        meshes_of(256, LLAMA)
-
-
-def test_datasheet_is_found_by_a_part_of_its_name():
-    assert find_datasheet("H200")[0] == "NVIDIA H200"
-    assert find_datasheet("l4")[0] == "NVIDIA L4"  # not L40S
-    with pytest.raises(ValueError, match="not the name of one GPU with a datasheet: NVIDIA H100 80GB HBM3, NVIDIA H1"):
-        find_datasheet("h100")
-    with pytest.raises(ValueError, match="no peak for float64"):
-        find_datasheet("H200")[1].ceilings(torch.float64)
