@@ -21,7 +21,7 @@ from .collectives import ONE_PROCESS, Mesh
 from .compare import SCHEMA, compare, load
 from .environment import device_name, environment
 from .files import atomic, require_writable
-from .machine import DATASHEETS, datasheet, measure_ceilings, memory_bytes
+from .machine import DATASHEETS, Ceilings, datasheet, measure_ceilings, memory_bytes
 from .measure import BACKENDS, MODES, Settings, measure, require_attention_backend
 from .memory import is_out_of_memory
 from .parts import build
@@ -194,9 +194,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[Settings, list[Size], dict[
     _check_mesh(arguments, settings, sizes)
     _check_layers(sizes, settings)
     if settings.device.type != "cuda":
-        for option in ("memory_snapshot", "nvtx"):
-            if getattr(arguments, option):
-                raise ValueError(f"--{option.replace('_', '-')} needs CUDA, and the device is {settings.device}")
+        _refuse(arguments, f"needs CUDA, and the device is {settings.device}", "memory_snapshot", "nvtx")
     if arguments.sweep and (settings.trace or settings.memory_snapshot or settings.nvtx):
         raise ValueError("--trace, --memory-snapshot and --nvtx record one size: leave --sweep out")
     _check_outputs(arguments)
@@ -261,6 +259,12 @@ def _possible_size(arguments: argparse.Namespace, settings: Settings, swept: dic
     return size
 
 
+def _refuse(arguments: argparse.Namespace, why: str, *options: str) -> None:
+    for option in options:
+        if getattr(arguments, option):
+            raise ValueError(f"--{option.replace('_', '-')} {why}")
+
+
 def _check_mesh(arguments: argparse.Namespace, settings: Settings, sizes: list[Size]) -> None:
     mesh, processes = settings.mesh, launched()
     for size in sizes:
@@ -270,9 +274,7 @@ def _check_mesh(arguments: argparse.Namespace, settings: Settings, sizes: list[S
         start = f"torchrun --nproc-per-node {mesh.processes} {sys.argv[0]} {options} ..." if options else "python"
         raise ValueError(f"{mesh} makes {mesh.processes}, and there are {processes}: start with {start}")
     if processes > 1:
-        for option in ("sweep", "trace", "memory_snapshot", "nvtx"):
-            if getattr(arguments, option):
-                raise ValueError(f"--{option.replace('_', '-')} is for one process: leave --tp and --dp out")
+        _refuse(arguments, "is for one process: leave --tp and --dp out", "sweep", "trace", "memory_snapshot", "nvtx")
 
 
 def _check_prediction(arguments: argparse.Namespace, settings: Settings, sizes: list[Size]) -> None:
@@ -281,15 +283,13 @@ def _check_prediction(arguments: argparse.Namespace, settings: Settings, sizes: 
         raise ValueError("--predict needs --link, as in --link 450e9,50e9: bytes/s within and between machines")
     if launched() > 1 or settings.mesh.processes > 1:
         raise ValueError("--predict is for one process: name the mesh behind it, as in --predict tp=2,dp=2")
-    for option in ("compare", "trace", "memory_snapshot", "nvtx"):
-        if getattr(arguments, option):
-            raise ValueError(f"--{option.replace('_', '-')} needs a measurement: leave --predict out")
+    _refuse(arguments, "needs a measurement: leave --predict out", "compare", "trace", "memory_snapshot", "nvtx")
     _check_outputs(arguments)
     if arguments.plot is not None and not arguments.sweep:
         raise ValueError("--plot of a prediction draws a sweep: add --sweep batch-size=64,128,256")
     _links(arguments.link)
     for text in arguments.predict:
-        _mesh(text).require(sizes[-1])  # of a sweep, a smaller size need not split
+        _mesh(text).require(max(sizes, key=lambda size: size.batch_size))  # of a sweep, a smaller one need not split
     if arguments.ceilings is not None:
         DATASHEETS[arguments.ceilings].ceilings(settings.dtype)
 
@@ -395,22 +395,14 @@ def _profile(
     arguments: argparse.Namespace, settings: Settings, sizes: list[Size], earlier: dict[str, Any] | None
 ) -> int:
     """Measure the sizes, write and show the result, and return the exit code."""
-    axis = _axis(arguments)
     with TerminalProgress() as progress:
         progress.start("measuring the ceilings")
         ceilings = from_first(lambda: measure_ceilings(settings.device, settings.dtype))
         sheet = datasheet(device_name(settings.device))
-        document: dict[str, Any] = {
-            "schema": SCHEMA,
-            "status": "ok",
-            "environment": environment(settings.device, settings.seed),
-            "settings": _as_json(settings) | {"preset": arguments.preset, "sweep": axis},
-            "ceilings": asdict(ceilings)
-            | {"ridge": ceilings.ridge, "datasheet": sheet and sheet.peaks(settings.dtype)},
-            "points": (points := []),
-        }
+        document = _document(arguments, settings, ceilings, {"datasheet": sheet and sheet.peaks(settings.dtype)})
+        points = document["points"]
         for index, size in enumerate(sizes, 1):
-            progress.prefix = f"{index}/{len(sizes)} " if axis else ""
+            progress.prefix = f"{index}/{len(sizes)} " if arguments.sweep else ""
             try:
                 if settings.mesh.processes > 1:
                     points.append(measure_spread(size, settings, ceilings, progress))
@@ -455,16 +447,8 @@ def _predict(arguments: argparse.Namespace, settings: Settings, sizes: list[Size
             with suppress(ValueError):  # of a sweep, what does not split has no point
                 mesh.require(size)
                 predictions.append(predict(size, mesh, ceilings, links, settings.mode, dtype))
-    document: dict[str, Any] = {
-        "schema": SCHEMA,
-        "status": "ok",
-        "environment": environment(settings.device, settings.seed),
-        "settings": _as_json(settings) | {"preset": arguments.preset, "sweep": _axis(arguments)},
-        "ceilings": asdict(ceilings) | {"ridge": ceilings.ridge, "datasheet": None, "source": source},
-        "links": asdict(links),
-        "points": [],
-        "predictions": predictions,
-    }
+    document = _document(arguments, settings, ceilings, {"datasheet": None, "source": source})
+    document |= {"links": asdict(links), "predictions": predictions}
     _write(document, arguments.json)
     show(prediction_report(document), sys.stdout)
     if arguments.plot is not None:
@@ -475,8 +459,19 @@ def _predict(arguments: argparse.Namespace, settings: Settings, sizes: list[Size
     return 0
 
 
-def _axis(arguments: argparse.Namespace) -> str | None:
-    return arguments.sweep and arguments.sweep.partition("=")[0]
+def _document(
+    arguments: argparse.Namespace, settings: Settings, ceilings: Ceilings, source: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a document that has all but its points; `source` is what is said of the ceilings."""
+    axis = arguments.sweep and arguments.sweep.partition("=")[0]
+    return {
+        "schema": SCHEMA,
+        "status": "ok",
+        "environment": environment(settings.device, settings.seed),
+        "settings": _as_json(settings) | {"preset": arguments.preset, "sweep": axis},
+        "ceilings": asdict(ceilings) | {"ridge": ceilings.ridge} | source,
+        "points": [],
+    }
 
 
 def _write(document: dict[str, Any], path: Path | None) -> None:

@@ -18,9 +18,10 @@ from .processes import launched
 
 def environment(device: torch.device, seed: int) -> dict[str, object]:
     """Return machine, device, driver, versions, threads, commit, seed, command and date, ready for JSON."""
+    started_by = ["python"] if launched() == 1 else ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([*_started_by(), *sys.argv]),
+        "command": shlex.join([*started_by, *sys.argv]),
         "commit": _commit(),
         "seed": seed,
         "tinyblock": tinyblock.__version__,
@@ -33,10 +34,6 @@ def environment(device: torch.device, seed: int) -> dict[str, object]:
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "driver": _driver_version() if device.type == "cuda" else None,
     }
-
-
-def _started_by() -> list[str]:
-    return ["python"] if launched() == 1 else ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
 
 
 def device_name(device: torch.device) -> str:

@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
+from .collectives import Mesh
 from .report import describe_all, device_and_threads, number, rates, share, si, time_unit, value_on
-from .report_processes import mesh_of
 
 # Okabe and Ito's palette, which people with any kind of colour blindness can tell apart; the markers say it again.
 _HUES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8A8A00", "#999999", "#661100", "#332288")
@@ -49,11 +49,12 @@ def plot_predictions(document: dict[str, Any], path: Path) -> None:
     source = f"on paper: {document['ceilings']['source']}; links of {links_of}"
     figure.supxlabel(f"{source}; {settings['dtype']}, mode {settings['mode']}", fontsize=8, color="dimgrey")
     axes = figure.subplots()
-    for index, mesh in enumerate(dict.fromkeys(mesh_of(prediction["mesh"]) for prediction in predictions)):
-        records = [prediction for prediction in predictions if mesh_of(prediction["mesh"]) == mesh]
+    meshes = dict.fromkeys(Mesh(**prediction["mesh"]) for prediction in predictions)
+    for index, mesh in enumerate(meshes):
+        records = [prediction for prediction in predictions if Mesh(**prediction["mesh"]) == mesh]
         values = [int(value_on(axis, record)) for record in records]
-        utilization = [100 * record["mfu"] for record in records]
-        axes.plot(values, utilization, label=mesh, color=_HUES[index % 10], marker=_MARKERS[index % 10])
+        mfu = [100 * record["mfu"] for record in records]
+        axes.plot(values, mfu, label=str(mesh), color=_HUES[index % 10], marker=_MARKERS[index % 10])
     ticks = sorted({int(value_on(axis, prediction)) for prediction in predictions})
     axes.set(xscale="log", xlabel=axis, ylabel="MFU, %", ylim=(0, 100))
     axes.set_title("Which mesh uses its devices best? One that does not split the batch has no point", fontsize=11)

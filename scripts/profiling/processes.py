@@ -84,8 +84,8 @@ def from_first(get: Callable[[], Result]) -> Result:
     return cast(Result, values[0])
 
 
-def from_all(value: object) -> list[object]:
+def from_all(value: Result) -> list[Result]:
     """Return what each process has called this with, by rank."""
-    values: list[object] = [None] * dist.get_world_size()
+    values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -1,7 +1,9 @@
 """What is spread over processes, measured or on paper, as text."""
 
+from itertools import groupby
 from typing import Any
 
+from .collectives import Mesh
 from .report import Section, Table, describe, doubts, header, number, share, si, spread_cells, time_unit
 
 _LEGEND = (
@@ -18,7 +20,7 @@ _PAPER = (
 def spread_report(document: dict[str, Any]) -> list[Section]:
     """Return the sections of a profile of several processes."""
     mesh = document["settings"]["mesh"]
-    sections: list[Section] = [f"{header(document)}\n{mesh_of(mesh)}"]
+    sections: list[Section] = [f"{header(document)}\n{Mesh(**mesh)}"]
     for point in document["points"]:
         sections += [_times(point), _collectives(point), _summary(point, document)]
     return [*sections, *doubts(document)]
@@ -45,16 +47,14 @@ def prediction_report(document: dict[str, Any]) -> list[Section]:
         "dp",
         "not hidden",
     ]
-    columns += ["MFU", "rests on"]
-    sizes = [prediction["size"] for prediction in document["predictions"]]
-    for size in [size for index, size in enumerate(sizes) if size not in sizes[:index]]:
-        table = Table(describe(size), columns)
-        for record in [record for record in document["predictions"] if record["size"] == size]:
+    for size, records in groupby(document["predictions"], lambda prediction: describe(prediction["size"])):
+        table = Table(size, [*columns, "MFU", "rests on"])
+        for record in records:
             bare = record["tp_seconds"] + record["dp_seconds"] - record["hidden_seconds"]
             times = [record[key] for key in ("seconds", "compute_seconds", "tp_seconds", "dp_seconds")]
             table.rows.append(
                 [
-                    mesh_of(record["mesh"]),
+                    str(Mesh(**record["mesh"])),
                     str(record["processes"]),
                     si(record["tokens_per_process"]),
                     si(record["state_bytes"], "B"),
@@ -65,11 +65,6 @@ def prediction_report(document: dict[str, Any]) -> list[Section]:
             )
         sections.append(table)
     return [*sections, _PAPER]
-
-
-def mesh_of(mesh: dict[str, int]) -> str:
-    """Return a mesh as --predict takes it."""
-    return ",".join(f"{axis}={count}" for axis, count in mesh.items() if count > 1) or "tp=1"
 
 
 def _times(point: dict[str, Any]) -> Table:

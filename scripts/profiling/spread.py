@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tinyblock import parallelize
 
-from .analysis import Samples
 from .collectives import Collective, Collectives, alone, collectives_of
 from .machine import Ceilings
 from .measure import Optimizing, Settings, build_whole, bytes_of
@@ -52,8 +51,8 @@ class _Spread:
         self.part = whole(model, x.requires_grad_(settings.train), gradients[0] if gradients else None)
         self.calls = collectives_of(size, settings.mesh) if settings.compile else self._count()
         self.runs, self.optimizing = _runs(self.part, settings.mode)
-        self.of_one: dict[str, Callable[[], object]] = dict.fromkeys(self.runs, _nothing)
-        if is_first():
+        self.of_one: dict[str, Callable[[], object]] = dict.fromkeys(self.runs, lambda: None)
+        if is_first():  # for which the others wait, without a core
             one = self._build()[1]
             self.of_one = _runs(one.compiled() if settings.compile else one, settings.mode)[0]
         elements = _LINK_BYTES[device.type] // settings.dtype.itemsize
@@ -82,7 +81,7 @@ class _Spread:
         waited = watch.shares() | {"others_share": None}  # of which the processes of this profile are the most
         run = self.runs[settings.mode]
         overlap, memory = overlap_report(run, settings.device), self._memory(run)
-        self.samples = [cast(Samples, of_rank) for of_rank in from_all(samples)]
+        self.samples = from_all(samples)
         passes = {name: self._pass(name) for name in self.runs}
         slowest, seconds = self._slowest(f"spread {settings.mode}"), passes[settings.mode]["seconds"]["median"]
         peaks = mesh.processes * ceilings.flops_per_second.median
@@ -148,7 +147,7 @@ class _Spread:
         }
         clear(self.part)
         held["peak_added_bytes"] = peak_added_bytes(run, self.settings.device)
-        of_ranks = [cast(dict[str, int | None], of_rank) for of_rank in from_all(held)]
+        of_ranks = from_all(held)
         return {key: max(rank[key] or 0 for rank in of_ranks) if held[key] is not None else None for key in held}
 
 
@@ -169,7 +168,3 @@ def _runs(part: Part, mode: str) -> tuple[dict[str, Callable[[], object]], Optim
     if optimizing is not None:
         runs["step"] = optimizing.step
     return runs, optimizing
-
-
-def _nothing() -> None:
-    """Wait for the first process, which does something else meanwhile."""
