@@ -36,19 +36,9 @@ def prediction_report(document: dict[str, Any]) -> list[Section]:
         f"Ceilings: {ceilings['source']}, {si(flops, 'FLOP/s')}, {si(memory, 'B/s')}\n"
         f"Links: {si(links['within'], 'B/s')} within a machine{between}, that each device receives"
     ]
-    columns = [
-        "mesh",
-        "devices",
-        "tokens each",
-        "states",
-        f"{settings['mode']} ms",
-        "compute",
-        "tp",
-        "dp",
-        "not hidden",
-    ]
+    columns = f"mesh,devices,tokens each,states,{settings['mode']} ms,compute,tp,dp,not hidden,MFU,rests on".split(",")
     for size, records in groupby(document["predictions"], lambda prediction: describe(prediction["size"])):
-        table = Table(size, [*columns, "MFU", "rests on"])
+        table = Table(size, columns)
         for record in records:
             bare = record["tp_seconds"] + record["dp_seconds"] - record["hidden_seconds"]
             times = [record[key] for key in ("seconds", "compute_seconds", "tp_seconds", "dp_seconds")]

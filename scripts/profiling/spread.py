@@ -116,8 +116,10 @@ class _Spread:
         }
 
     def _rate(self, call: Collective) -> dict[str, Any]:
-        moved = self.settings.dtype.itemsize * call.moved(self.mesh.axes[call.axis])
-        return asdict(Spread.of([moved / seconds for seconds in self._slowest(str(call))]))
+        return asdict(Spread.of([self._moved(call) / seconds for seconds in self._slowest(str(call))]))
+
+    def _moved(self, call: Collective) -> float:
+        return self.settings.dtype.itemsize * call.moved(self.mesh.axes[call.axis])
 
     def _collectives(self, whole_seconds: float) -> list[dict[str, Any]]:
         """Return the collectives by pass, axis and kind; the seconds of all of them, as each takes alone."""
@@ -127,10 +129,9 @@ class _Spread:
                 record = records.setdefault(
                     (pass_, call.axis, call.kind), {"count": 0, "bytes": 0, "moved_bytes": 0.0, "seconds": 0.0}
                 )
-                itemsize = self.settings.dtype.itemsize
                 record["count"] += count
-                record["bytes"] += count * itemsize * call.elements
-                record["moved_bytes"] += count * itemsize * call.moved(self.mesh.axes[call.axis])
+                record["bytes"] += count * call.elements * self.settings.dtype.itemsize
+                record["moved_bytes"] += count * self._moved(call)
                 record["seconds"] += count * Spread.of(self._slowest(str(call))).median
         return [
             {"pass": pass_, "axis": axis, "kind": kind, **record, "share": record["seconds"] / whole_seconds}

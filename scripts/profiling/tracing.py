@@ -59,12 +59,7 @@ def nsys_command(arguments: Sequence[str]) -> str:
 
 def kernel_report(run: Callable[[], object], device: torch.device, seconds: float) -> dict[str, Any] | None:
     """Count the kernels of `run`, which takes so many seconds without a profiler; None where none can be seen."""
-    if device.type != "cuda":
-        return None
-    with profile() as profiler:
-        run()
-        _synchronize()
-    return summarize_kernels(profiler.events() or [], seconds)
+    return summarize_kernels(_events(run, device), seconds)
 
 
 def summarize_kernels(events: Iterable[Any], seconds: float) -> dict[str, Any] | None:
@@ -73,7 +68,7 @@ def summarize_kernels(events: Iterable[Any], seconds: float) -> dict[str, Any] |
     Copies and fills are no kernels, and keep the GPU busy all the same. Without a kernel the profiler has seen nothing
     of the GPU, and the result is None.
     """
-    work = [e for e in events if e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False)]
+    work = _on_gpu(events)
     count = sum(not event.name.startswith(("Memcpy", "Memset")) for event in work)
     if count == 0:
         return None
@@ -89,12 +84,7 @@ def summarize_kernels(events: Iterable[Any], seconds: float) -> dict[str, Any] |
 
 def overlap_report(run: Callable[[], object], device: torch.device) -> dict[str, float] | None:
     """Return how long NCCL's kernels of `run` take, and how much of that is hidden; None where none can be seen."""
-    if device.type != "cuda":
-        return None
-    with profile() as profiler:
-        run()
-        _synchronize()
-    return summarize_overlap(profiler.events() or [])
+    return summarize_overlap(_events(run, device))
 
 
 def summarize_overlap(events: Iterable[Any]) -> dict[str, float] | None:
@@ -102,13 +92,27 @@ def summarize_overlap(events: Iterable[Any]) -> dict[str, float] | None:
 
     A collective that waits for another process is running, too.
     """
-    work = [e for e in events if e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False)]
+    work = _on_gpu(events)
     collectives = [event for event in work if event.name.startswith("nccl")]
     if not collectives:
         return None
     together, others = _busy(work), _busy(event for event in work if not event.name.startswith("nccl"))
     seconds = _busy(collectives)
     return {"collective_seconds": 1e-6 * seconds, "hidden_seconds": 1e-6 * (seconds + others - together)}
+
+
+def _events(run: Callable[[], object], device: torch.device) -> Iterable[Any]:
+    """Return what a profiler sees of `run`; nothing where there is no GPU to be seen."""
+    if device.type != "cuda":
+        return []
+    with profile() as profiler:
+        run()
+        _synchronize()
+    return profiler.events() or []
+
+
+def _on_gpu(events: Iterable[Any]) -> list[Any]:
+    return [e for e in events if e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False)]
 
 
 def _busy(events: Iterable[Any]) -> float:
