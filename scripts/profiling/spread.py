@@ -37,10 +37,12 @@ def measure_spread(size: Size, settings: Settings, ceilings: Ceilings, progress:
     """
     with settings.attention(), torch.set_grad_enabled(settings.train):
         progress.start("building")
-        return _Spread(size, settings).point(ceilings, progress)
+        return SpreadModel(size, settings).point(ceilings, progress)
 
 
-class _Spread:
+class SpreadModel:
+    """A size, built on all processes and on the first alone, and what is timed of both."""
+
     def __init__(self, size: Size, settings: Settings) -> None:
         self.size, self.mesh, self.settings = size, settings.mesh, settings
         device, axes = settings.device, settings.mesh.axes
@@ -51,6 +53,8 @@ class _Spread:
         self.part = whole(model, x.requires_grad_(settings.train), gradients[0] if gradients else None)
         self.calls = collectives_of(size, settings.mesh) if settings.compile else self._count()
         self.runs, self.optimizing = _runs(self.part, settings.mode)
+        if settings.mesh.dp > 1:  # else the outermost module keeps its weights, and the next pass need not gather them
+            self.runs["forward"] = lambda: (self.part.forward(), model.reshard())
         self.of_one: dict[str, Callable[[], object]] = dict.fromkeys(self.runs, lambda: None)
         if is_first():  # for which the others wait, without a core
             one = self._build()[1]

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from profiling.collectives import Collective, Collectives, Mesh, collectives_of
+from profiling.measure import Settings
 from profiling.presets import Size
+from profiling.spread import SpreadModel
 from test_recipes import run
 from torch import Tensor, nn
 from torch.distributed import checkpoint as distributed_checkpoint
@@ -211,6 +213,18 @@ def collectives_are_two_gathers_and_two_scatters_a_block_each_way() -> None:
                 for calls in counted.values():
                     assert calls[Collective("all-gather", "tp", 2 * 8 * 16)] == 2 * size.layers + 1
                     assert calls[Collective("reduce-scatter", "tp", 2 * 8 * 16)] == 2 * size.layers
+
+
+@case
+def each_pass_that_is_profiled_calls_what_a_step_calls() -> None:
+    size, mesh = Size(4, 8, 16, 8, 4, 4, 32), Mesh(dp=2, tp=2)  # a Block, that would keep its weights when called again
+    model = SpreadModel(size, Settings(torch.device("cpu"), torch.float32, "train", mesh=mesh))
+    calls = collectives_of(size, mesh)
+    for name, expected in (("forward", calls["forward"]), ("train", calls["forward"] + calls["backward"])):
+        for _ in range(2):
+            with Collectives(model.devices) as counted:
+                model.runs[name]()
+            assert counted.calls == expected, (name, counted.calls)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: int, steps: range) -> list[float]:
