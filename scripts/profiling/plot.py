@@ -138,32 +138,22 @@ def _times(axes: Axes, point: dict[str, Any], mode: str) -> None:
 
 
 def _processes(figure: Figure, point: dict[str, Any]) -> None:
-    """Draw what one process takes, its equal share, and what all take together; beside, each kind of collective."""
-    whole, rows = point["whole"], point["collectives"]
-    left, right = figure.subplots(1, 2, width_ratios=[1, 1.4])
+    """Draw what one process takes, its equal share, and what all take together."""
+    whole, axes = point["whole"], figure.subplots()
     unit, factor = time_unit(whole["forward"]["seconds"]["median"])
     processes = len(whole["forward"]["of_ranks"])
     for column, record in enumerate(whole.values()):
         one, together = (factor * record[key]["median"] for key in ("one_process", "seconds"))
         bars = (one, "one process"), (one / processes, "an equal share of it"), (together, f"{processes} processes")
         for index, (height, label) in enumerate(bars):
-            left.bar(column + 0.27 * (index - 1), height, 0.25, color=_HUES[index], label=None if column else label)
-        speed_up = f"x {number(record['speed_up']['median'])}"
-        left.text(column + 0.27, together, speed_up, ha="center", va="bottom", fontsize=9)
-    left.set_xticks(range(len(whole)), list(whole))
-    left.set_ylabel(unit)
-    left.set_title("Speed-up over one process", fontsize=11)
-    left.legend(**_BELOW, ncols=3)
-    for row, record in enumerate(rows):
-        right.barh(row, factor * record["seconds"], 0.7, color=_HUES[row % 10])
-        text = f"  {record['count']}, {si(record['bytes'], 'B')}, {share(record['share'])}"
-        right.text(factor * record["seconds"], row, text, va="center", fontsize=9)
-    right.set_yticks(range(len(rows)), [f"{row['pass']}, {row['axis']}, {row['kind']}" for row in rows], fontsize=9)
-    right.invert_yaxis()
-    right.set_xlim(0, 1.6 * right.get_xlim()[1])
-    right.set_xlabel(unit)
-    right.set_title("Collectives, each alone: number, bytes, share", fontsize=11)
-    right.grid(axis="x", alpha=0.3)
+            axes.bar(column + 0.27 * (index - 1), height, 0.25, color=_HUES[index], label=None if column else label)
+        text = f"x {number(record['speed_up']['median'])}"
+        axes.text(column + 0.27, together, text, ha="center", va="bottom", fontsize=9)
+    axes.set_xticks(range(len(whole)), list(whole))
+    axes.set_ylabel(unit)
+    collectives = sum(record["share"] for record in point["collectives"])
+    axes.set_title(f"Speed-up over one process; collectives, alone, would take {share(collectives)}", fontsize=11)
+    axes.legend(**_BELOW, ncols=3)
 
 
 def _sweep(figure: Figure, points: list[dict[str, Any]], axis: str) -> None:
