@@ -3,12 +3,10 @@
 import gzip
 import importlib.util
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 from profiling.files import atomic
 from profiling.measure import BACKENDS
-from profiling.timing import clock
+from torch.utils.benchmark import Timer
 
 from .options import parse
 from .rows import Rows
@@ -99,35 +97,20 @@ def judge(report: dict[str, Any], device: str) -> tuple[str, list[str]]:
     return ", ".join(figures), [*wrong, *point["notes"]]
 
 
-def seconds_of(run: Callable[[], object], device: str, repeats: int = 20) -> float:
-    """Return the median time of a run: by CUDA's events, and on a CPU by its clock."""
-    for _ in range(5):
-        run()
-    if device == "cpu":
-        times = []
-        for _ in range(repeats):
-            start = clock()
-            run()
-            times.append(clock() - start)
-        return statistics.median(times)
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for begin, end in events:
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) / 1e3 for begin, end in events)
-
-
 def independent_ceilings(device: str, dtype: torch.dtype, quick: bool) -> dict[str, float]:
-    """Measure FLOP/s of a large product, and bytes/s of a large copy, read and written."""
+    """Measure FLOP/s of a large product, and bytes/s of a large copy, read and written, by torch's own benchmark."""
     side, count = (256, 2**20) if quick else (8192, 2**30)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     source = torch.randn(count // dtype.itemsize, device=device).to(dtype)
     target = torch.empty_like(source)
+
+    def seconds(statement: str) -> float:
+        timer = Timer(statement, globals={"a": a, "b": b, "source": source, "target": target})
+        return timer.blocked_autorange(min_run_time=0.5).median
+
     return {
-        "flops_per_second": 2 * side**3 / seconds_of(lambda: a @ b, device),
-        "bytes_per_second": 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device),
+        "flops_per_second": 2 * side**3 / seconds("a @ b"),
+        "bytes_per_second": 2 * source.nbytes / seconds("target.copy_(source)"),
     }
 
 

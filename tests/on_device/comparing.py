@@ -1,6 +1,7 @@
 """How results on a device are compared with those of float64 on the CPU."""
 
 import copy
+from contextlib import nullcontext
 
 import torch
 
@@ -31,10 +32,9 @@ def assert_close(actual, expected, allowed):
         assert error <= bound, f"{name}, of norm {tensor.norm():.1e}, is off by {error:.1e}, allowed {bound:.1e}"
 
 
-def assert_right(model, x, *inputs, device):
+def assert_right(model, x, *inputs, device, by=None):
     """Compare a model that was made on the CPU with a copy in float64; x and inputs are there, too."""
-    dtype = next((parameter.dtype for parameter in model.parameters()), x.dtype)
     exact = results(copy.deepcopy(model).double(), x.double(), *inputs)
-    model = model.to(device)
-    actual = results(model, x.to(device, dtype), *(it if it is None else it.to(device) for it in inputs))
-    assert_close(actual, exact, ALLOWED[dtype])
+    with by or nullcontext():
+        actual = results(model.to(device), x.to(device), *(it if it is None else it.to(device) for it in inputs))
+    assert_close(actual, exact, ALLOWED[x.dtype])

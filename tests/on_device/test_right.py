@@ -1,11 +1,13 @@
-"""The layers on a device: the numbers of float64 on the CPU, by each kernel, and in each way that torch runs them."""
+"""A model on a device: the numbers of float64 on the CPU, by each kernel, and in each way that torch runs it.
+
+What each layer promises at small sizes, tinyblock/contract tries on CUDA too.
+"""
 
 import copy
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,18 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from tinyblock import (
-    Block,
-    CausalMultiHeadSelfAttention,
-    FeedForward,
-    RMSNorm,
-    RotaryPositionalEmbedding,
-    SwiGLU,
-    Transformer,
-    parallelize,
-)
+from tinyblock import CausalMultiHeadSelfAttention, RotaryPositionalEmbedding, Transformer, parallelize
 
-pytestmark = pytest.mark.cuda
+# Inductor warns where it finds tensor cores that float32 leaves unused: a warning is no error here.
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -48,33 +42,11 @@ def causes(sizes, batch=2):
     return positions, mask | torch.eye(sizes.seq, dtype=torch.bool)
 
 
-LAYERS: dict[str, Callable[..., torch.nn.Module]] = {
-    "RMSNorm": lambda s, dtype: RMSNorm(s.d_model, dtype=dtype),
-    "SwiGLU": lambda s, dtype: SwiGLU(s.d_model, dtype=dtype),
-    "FeedForward": lambda s, dtype: FeedForward(s.d_model, dtype=dtype),
-    "RoPE": lambda s, dtype: RotaryPositionalEmbedding(1e4, s.d_model, s.longest),
-    "attention": lambda s, dtype: CausalMultiHeadSelfAttention(s.d_model, s.heads, dtype=dtype),
-    "Block": lambda s, dtype: Block(s.d_model, s.heads, num_kv_heads=s.kv_heads, dtype=dtype),
-    "Transformer": transformer,
-}
-
-
+@pytest.mark.parametrize("given", ["", "positions and mask"])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=name_of)
-@pytest.mark.parametrize("layer", LAYERS)
-def test_layer_is_close_to_float64_on_the_cpu(layer, dtype, device, sizes):
-    assert_right(LAYERS[layer](sizes, dtype), draw(2, sizes.seq, sizes.d_model).to(dtype), device=device)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=name_of)
-def test_positions_and_mask_are_close_to_float64_on_the_cpu(dtype, device, sizes):
-    x = draw(2, sizes.seq, sizes.d_model).to(dtype)
-    assert_right(transformer(sizes, dtype), x, *causes(sizes), device=device)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (0, 5), (5,), (2, 1, 3)], ids=["one token", "empty", "no batch", "axes"])
-def test_shapes_are_close_to_float64_on_the_cpu(shape, device, sizes):
-    for dtype in (torch.float32, torch.bfloat16):
-        assert_right(transformer(sizes, dtype), draw(*shape, sizes.d_model).to(dtype), device=device)
+def test_model_is_close_to_float64_on_the_cpu(dtype, given, device, sizes):
+    inputs = causes(sizes) if given else ()
+    assert_right(transformer(sizes, dtype), draw(2, sizes.seq, sizes.d_model).to(dtype), *inputs, device=device)
 
 
 KERNELS = {
@@ -102,20 +74,16 @@ def test_attention_kernel(kernel, d_head, grouped, masked, device, sizes):
         options = {"num_kv_heads": sizes.kv_heads if grouped else None, "d_head": d_head, "dtype": dtype}
         options["rope"] = RotaryPositionalEmbedding(1e4, d_head, sizes.longest)
         attention = CausalMultiHeadSelfAttention(sizes.d_model, sizes.heads, **options)
-        inputs = [None, causes(sizes)[1]] if masked else []
-        x = draw(2, sizes.seq, sizes.d_model).to(dtype)
-        exact = results(copy.deepcopy(attention).double(), x.double(), *inputs)
-        inputs = [it if it is None else it.to(device) for it in inputs]
+        x, inputs = draw(2, sizes.seq, sizes.d_model).to(dtype), [None, causes(sizes)[1]] if masked else []
         try:
-            with sdpa_kernel(KERNELS[kernel]), warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch explains at length why it has no kernel
-                actual = results(attention.to(device), x.to(device), *inputs)
+                assert_right(attention, x, *inputs, device=device, by=sdpa_kernel(KERNELS[kernel]))
         except RuntimeError as error:
-            refused = "No available kernel" in str(error) or "No viable backend" in str(error)
+            refused = any(said in str(error) for said in ("No available kernel", "No viable backend", "cuDNN"))
             if not refused or must_run(kernel, device, grouped, masked, d_head):
                 raise
             pytest.skip(f"torch has no such kernel here: {error}")
-        assert_close(actual, exact, ALLOWED[dtype])
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
