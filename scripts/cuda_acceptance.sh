@@ -42,7 +42,7 @@ part() {
     [[ " $parts " == *" $name "* ]] || return 0
     printf '%s (at most %s s) ... ' "$name" "$limit"
     printf '\n== %s ==\n' "$name" >>"$out/log.txt"
-    timeout --signal=INT --kill-after=10 "$limit" "$@" >>"$out/log.txt" 2>&1
+    timeout --foreground --signal=INT --kill-after=10 "$limit" "$@" >>"$out/log.txt" 2>&1
     code=$?
     echo "$((SECONDS - start)) s"
     local why="ended with exit code $code: see log.txt"
@@ -71,7 +71,7 @@ limit() {
 if part machine "$(limit 60)" "$python" -m acceptance.machine "$out" "${on[@]}"; then
     tests contract "$(limit 80)" tinyblock/contract ${quick:+-k "CUDA or (block and float32)"}
     tests right "$(limit 150)" tests/on_device "${on[@]}"
-    seconds=$(limit 200)
+    seconds=$(limit 150)
     part profile "$seconds" "$python" -m acceptance.profiles "$out" "${on[@]}" --seconds $((seconds - 15))
     seconds=$(limit 525)
     part peers "$seconds" "$python" -m acceptance.peers "$out" "${on[@]}" --seconds $((seconds - 15))

@@ -3,11 +3,9 @@
 import argparse
 from pathlib import Path
 
-from tinyblock.vendoring.parser import OneLineParser
-
 
 def parse(description: str | None) -> argparse.Namespace:
-    parser = OneLineParser(description=description)
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("out", type=Path, help="the folder of the results")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu walks the same code (cuda)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, of which nothing is judged")

@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +44,7 @@ def judge(run: dict[str, Any], rows: Rows) -> None:
         rows.add(peer, "missing", reasons[peer])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     options = parse(__doc__)
     rows, path = Rows(options.out / "results.jsonl", "peers"), options.out / "benchmarks.json"
     command = [sys.executable, str(SCRIPT), "--device", options.device, "--json", str(path)]
@@ -55,16 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get("JAXTYPING_DISABLE") == "1":  # then nothing is checked, as the row of the machine says
         peers = peers.replace(",unchecked", "")
     command += ["--case", ",".join(cases), "--peers", peers, *(["--quick"] if options.quick else [])]
-    with subprocess.Popen(command) as process:
-        try:
-            code = process.wait(options.seconds)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # it writes what it has
-            try:
-                code = process.wait(10)
-            except subprocess.TimeoutExpired:  # a compiler does not listen; the cases until then are written
-                process.kill()
-                code = process.wait()
+    # At an interrupt it writes what it has. A compiler may not listen; the cases until then are written.
+    limit = ["timeout", "--foreground", "--signal=INT", "--kill-after=10", str(options.seconds)]
+    code = subprocess.run([*limit, *command]).returncode
     if path.exists():
         run = json.loads(path.read_text())
         judge(run, rows)

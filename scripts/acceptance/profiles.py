@@ -36,27 +36,29 @@ class Run:
 
 
 def runs(device: str, quick: bool) -> list[Run]:
-    """Return the runs, the quick ones first. A CPU compiles for too long, and has none of what is for CUDA."""
+    """Return the runs, the most wanted first. A CPU compiles for too long, and has none of what is for CUDA."""
     half, size = ("--dtype", "bfloat16"), TINY if quick else BATCH
     files = {"--plot": "profile.png"} if importlib.util.find_spec("matplotlib") else {}
     files |= {"--trace": "trace.json"} | ({"--memory-snapshot": "memory.pickle"} if device == "cuda" else {})
     recorded = tuple(word for pair in files.items() for word in pair)
-    eager, compiled = [], []
-    for name in PRESETS[: 1 if quick else 2]:
+    blocks = []
+    for name in PRESETS:
         step = ("--preset", name, *half, *size, "--mode", "step")
         one_token = (*step, "--mode", "forward", "--batch-size", "1", "--seq-len", "1")
-        eager += [Run(f"{name} step", step), Run(f"{name} one token", one_token)]
-        compiled += [Run(f"{name} step, compiled", (*step, "--compile"))]
-        compiled += [Run(f"{name} one token, compiled", (*one_token, "--compile"))]
-    eager[0] = replace(eager[0], options=(*eager[0].options, *recorded), files=tuple(files.values()))
+        for how, options in (("", ()), (", compiled", ("--compile",))):
+            blocks += [
+                Run(f"{name} step{how}", (*step, *options)),
+                Run(f"{name} one token{how}", (*one_token, *options)),
+            ]
+    blocks[0] = replace(blocks[0], options=(*blocks[0].options, *recorded), files=tuple(files.values()))
+    small = (*half, *TINY) if quick else (*half, "--rounds", "3")
+    others = [Run("--nvtx", (*small, "--nvtx"))]
+    others += [Run(f"--attention-backend {name}", (*small, "--attention-backend", name)) for name in BACKENDS]
+    if device == "cpu":
+        return blocks[:1]
     if quick:
-        eager, compiled = eager[:1], compiled[:1]
-    else:
-        eager.insert(0, Run("defaults", ()))
-    small = (*half, *(TINY if quick else ()))
-    backends = list(BACKENDS)[: None if device == "cuda" and not quick else 1]
-    options = [Run(f"--attention-backend {name}", (*small, "--attention-backend", name)) for name in backends]
-    return [*eager, *options, *([Run("--nvtx", (*small, "--nvtx")), *compiled] if device == "cuda" else ())]
+        return [blocks[0], blocks[2], *others[:2]]
+    return [Run("defaults", ()), *blocks[:4], *others, *blocks[4:]]
 
 
 def profile(run: Run, device: str, folder: Path, limit: float) -> tuple[dict[str, Any] | None, str]:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,13 +29,10 @@ def test_summary_of_a_recorded_run(tmp_path, capsys):
     assert (tmp_path / "summary.txt").read_text().splitlines() == lines
     rows = rows_of(RECORDED)
     assert lines[-1] == f"0 of {len(rows)} rows failed"
-    assert [line.partition(":")[0] for line in lines if line[0] != " "][:-1] == list(
-        dict.fromkeys(row["part"] for row in rows)
-    )
-    kernels = [row for row in rows if row["status"] == "missing" and "no such kernel" in row["detail"]]
-    assert len(kernels) > 1
+    kernels = [row for row in rows if "no such kernel" in row["detail"]]
     assert sum(f"{kernels[0]['name']} and {len(kernels) - 1} more: torch has no" in line for line in lines) == 1
     for row in rows:
+        assert any(line.startswith(f"{row['part']}: ") for line in lines)
         assert (f"{row['name']}: " in "\n".join(lines)) == bool(row["detail"]) or row["status"] == "missing"
 
 
@@ -47,17 +45,16 @@ def test_summary_shows_what_failed_where_there_is_no_room_for_all(tmp_path):
     assert summary.main(tmp_path) == 1
     lines = (tmp_path / "summary.txt").read_text().splitlines()
     assert len(lines) == summary.LINES
-    assert lines[-5].startswith("right: 1 ok, 1 failed") or "right: 1 ok, 1 failed" in lines
-    assert any(line.startswith("  failed      test_rope: off by 1 xxx") for line in lines)
-    assert all(len(line) <= summary.WIDTH for line in lines)
+    assert lines[-4] == "right: 1 ok, 1 failed"
+    assert lines[-3].startswith("  failed      test_rope: off by 1 xxx")
+    assert len(lines[-3]) == summary.WIDTH
     assert lines[-2:] == ["... and 25 lines more, in results.jsonl", "1 of 62 rows failed"]
 
 
 TESTS = """
 import pytest
 def test_good(): pass
-@pytest.mark.parametrize("x", ["a::b"])
-def test_bad(x): assert x == 1, "not one"
+def test_bad(): assert 0 == 1, "not one"
 def test_absent(): pytest.skip("no such thing")
 @pytest.fixture
 def broken(): raise OSError("gone")
@@ -72,17 +69,16 @@ def test_plugin_writes_a_row_for_each_test(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(SCRIPTS)}
     subprocess.run([*command, "--continue-on-collection-errors"], cwd=tmp_path, env=env, capture_output=True)
     rows = {row["name"]: row for row in rows_of(tmp_path / "rows.jsonl")}
-    assert {name: (row["part"], row["status"]) for name, row in rows.items()} == {
-        "all of it": ("unimportable", "failed"),
-        "test_good": ("some part", "ok"),
-        "test_bad[a::b]": ("some part", "failed"),
-        "test_absent": ("some part", "missing"),
-        "test_without_its_fixture": ("some part", "failed"),
-    }
-    assert "nothing_of_this_name" in rows["all of it"]["detail"]
-    assert "not one" in rows["test_bad[a::b]"]["detail"]
-    assert rows["test_absent"]["detail"] == "no such thing"
-    assert "gone" in rows["test_without_its_fixture"]["detail"]
+    for name, part, status, detail in [
+        ("all of it", "unimportable", "failed", "nothing_of_this_name"),
+        ("test_good", "some part", "ok", ""),
+        ("test_bad", "some part", "failed", "not one"),
+        ("test_absent", "some part", "missing", "no such thing"),
+        ("test_without_its_fixture", "some part", "failed", "gone"),
+    ]:
+        row = rows.pop(name)
+        assert (row["part"], row["status"], detail in row["detail"]) == (part, status, True)
+    assert not rows
 
 
 @pytest.mark.parametrize(
@@ -126,53 +122,46 @@ def test_part_that_ends_badly_is_a_row_and_the_others_go_on(tmp_path):
     assert log.index("== profile ==\nhalf of it") < log.index("== peers ==")
 
 
-def report(of_whole=1.0, breaks=None, kernels=None, mode="train", command="profile_block.py"):
-    point: dict[str, Any] = {"status": "ok", "whole": {mode: {"seconds": {"median": 0.01}}}, "notes": []}
-    point |= {"sum_of_parts": {mode: {"of_whole": {"median": of_whole}}}, "mfu": {"causal": {"measured": 0.5}}}
+KERNELS = {"count": 50, "busy_fraction": 0.9}
+OFF = ["the sum of the parts is more than 10% off"]
+
+
+@pytest.mark.parametrize(
+    ("of_whole", "breaks", "kernels", "wrong"),
+    [
+        (1.05, None, KERNELS, []),
+        (1.11, None, KERNELS, OFF),
+        (0.89, None, KERNELS, OFF),
+        (1.5, 0, KERNELS, []),
+        (1, 2, KERNELS, ["2 graph breaks"]),
+        (1, None, None, ["no kernel was counted"]),
+    ],
+)
+def test_profile_is_judged(of_whole, breaks, kernels, wrong):
+    point: dict[str, Any] = {"status": "ok", "whole": {"train": {"seconds": {"median": 0.01}}}, "notes": []}
+    point |= {"sum_of_parts": {"train": {"of_whole": {"median": of_whole}}}, "mfu": {"causal": {"measured": 0.5}}}
     point |= {"kernels": kernels, "compile": None if breaks is None else {"graph_breaks": breaks}}
-    return {"points": [point], "settings": {"mode": mode}, "environment": {"command": command}}
-
-
-COUNTED = {"count": 50, "busy_fraction": 0.9}
-
-
-@pytest.mark.parametrize(
-    ("given", "wrong"),
-    [
-        ({"kernels": COUNTED}, []),
-        ({"kernels": COUNTED, "of_whole": 1.11}, ["the sum of the parts is more than 10% off"]),
-        ({"kernels": COUNTED, "of_whole": 0.89}, ["the sum of the parts is more than 10% off"]),
-        ({"kernels": COUNTED, "of_whole": 1.5, "breaks": 0}, []),
-        ({"kernels": COUNTED, "breaks": 2}, ["2 graph breaks"]),
-        ({}, ["no kernel was counted"]),
-        ({"command": "profile_block.py --nvtx"}, []),
-    ],
-)
-def test_profile_is_judged(given, wrong):
-    assert profiles.judge(report(**given), "cuda")[1] == wrong
+    report = {"points": [point], "settings": {"mode": "train"}, "environment": {"command": ""}}
+    assert profiles.judge(report, "cuda")[1] == wrong
+    report["environment"] = {"command": "profile_block.py --nvtx"}  # beside which no kernels are counted
+    assert profiles.judge(report, "cuda")[1] == (wrong if kernels else [])
 
 
 @pytest.mark.parametrize(
-    ("theirs", "peak", "quick", "status"),
-    [
-        (1.04, 2.0, False, "ok"),
-        (0.94, 2.0, False, "failed"),
-        (1.06, 2.0, False, "failed"),
-        (1.04, 1.03, False, "failed"),
-        (1.04, None, False, "ok"),
-        (9.0, 2.0, True, "not judged"),
-    ],
+    ("theirs", "peak", "status"),
+    [(1.04, 2.0, "ok"), (0.94, None, "failed"), (1.06, 2.0, "failed"), (1.04, 1.03, "failed"), (1.04, None, "ok")],
 )
-def test_ceilings_are_judged(theirs, peak, quick, status, tmp_path, monkeypatch):
+def test_ceilings_are_judged(theirs, peak, status, tmp_path, monkeypatch):
     monkeypatch.setattr(profiles, "independent_ceilings", lambda *given: {"flops_per_second": 1.0})
     ceilings = {"flops_per_second": {"median": theirs}, "datasheet": peak and {"flops_per_second": peak}}
     rows = Rows(tmp_path / "rows.jsonl", "profile")
-    profiles.judge_ceilings({"settings": {"dtype": "bfloat16"}, "ceilings": ceilings}, rows, "cuda", quick)
+    profiles.judge_ceilings({"settings": {"dtype": "bfloat16"}, "ceilings": ceilings}, rows, "cuda", quick=False)
     assert [row["status"] for row in rows_of(rows.path)] == [status]
 
 
 def test_independent_ceilings_are_rates(monkeypatch):
-    monkeypatch.setattr(profiles, "seconds_of", lambda run, device: 0.5 if run() is not None else 0)
+    timer = SimpleNamespace(blocked_autorange=lambda **given: SimpleNamespace(median=0.5))
+    monkeypatch.setattr(profiles, "Timer", lambda statement, globals: exec(statement, globals) or timer)
     rates = profiles.independent_ceilings("cpu", torch.bfloat16, quick=True)
     assert rates == {"flops_per_second": 2 * 2 * 256**3, "bytes_per_second": 2 * 2 * 2**20}
 

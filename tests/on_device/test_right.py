@@ -99,13 +99,11 @@ def test_attention_does_not_materialize_the_scores(masked, device, sizes):
 
 
 MOVES = {
-    "made there": lambda make, device: make(device=device),
     "to": lambda make, device: make().to(device),
     "to bfloat16": lambda make, device: make().to(device, torch.bfloat16),
-    "half": lambda make, device: make(device=device).half(),
+    "made there, half": lambda make, device: make(device=device).half(),
     "meta, to_empty": lambda make, device: emptied(make(device="meta"), device),
     "meta, called there": lambda make, device: make(device="meta"),
-    "deepcopy": lambda make, device: copy.deepcopy(make(device=device)),
 }
 
 
