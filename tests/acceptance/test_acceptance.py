@@ -160,8 +160,12 @@ def test_ceilings_are_judged(theirs, peak, status, tmp_path, monkeypatch):
 
 
 def test_independent_ceilings_are_rates(monkeypatch):
-    timer = SimpleNamespace(blocked_autorange=lambda **given: SimpleNamespace(median=0.5))
-    monkeypatch.setattr(profiles, "Timer", lambda statement, globals: exec(statement, globals) or timer)
+    class HalfASecond(SimpleNamespace):
+        def blocked_autorange(self, min_run_time):
+            exec(self.statement, self.globals)
+            return SimpleNamespace(median=0.5)
+
+    monkeypatch.setattr(profiles, "Timer", lambda statement, **given: HalfASecond(statement=statement, **given))
     rates = profiles.independent_ceilings("cpu", torch.bfloat16, quick=True)
     assert rates == {"flops_per_second": 2 * 2 * 256**3, "bytes_per_second": 2 * 2 * 2**20}
 
