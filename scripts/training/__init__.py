@@ -1,0 +1,1 @@
+"""What train_lm.py calls: text, model, training, checkpoints, comparisons and pictures."""

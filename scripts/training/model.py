@@ -1,0 +1,103 @@
+"""A language model of bytes made of tinyblock's layers, its spreading over processes, and a post-norm block."""
+
+from typing import Any, cast
+
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tinyblock import Block, Transformer, parallelize
+
+from .text import SYMBOLS
+
+
+class LanguageModel(nn.Module):
+    """Embed bytes, apply a Transformer, and project to a logit for each byte that may come next.
+
+    The keys of the state dict are those of CS336's reference: token_embeddings.weight, layers.*, ln_final.weight and
+    lm_head.weight.
+    """
+
+    def __init__(self, num_layers: int, d_model: int, num_heads: int, **options: Any) -> None:
+        super().__init__()
+        device = options.get("device")
+        self.token_embeddings = nn.Embedding(SYMBOLS, d_model, device=device)
+        self.transformer = Transformer(num_layers, d_model, num_heads, **options)
+        self.lm_head = nn.Linear(d_model, SYMBOLS, bias=False, device=device)
+        nn.init.trunc_normal_(self.token_embeddings.weight, std=1, a=-3, b=3)
+        std = (2 / (d_model + SYMBOLS)) ** 0.5
+        nn.init.trunc_normal_(self.lm_head.weight, std=std, a=-3 * std, b=3 * std)
+        self.register_state_dict_post_hook(_without_prefix)
+        self.register_load_state_dict_pre_hook(_with_prefix)
+
+    @property
+    def d_ff(self) -> int:
+        ffn: Any = self.transformer.layers[0].ffn
+        return ffn.d_ff
+
+    def forward(self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"] | None = None) -> Tensor:
+        """Return the logits, of shape (batch, seq, 256); or, given targets, their mean cross entropy in nats."""
+        logits: Float[Tensor, "batch seq symbols"] = self.lm_head(self.transformer(self.token_embeddings(tokens)))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+_STACK = ("layers.", "ln_final.")  # what in the state dict is the Transformer's
+
+
+def _without_prefix(model: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+    for key in [key for key in state if key.startswith(f"{prefix}transformer.")]:
+        state[prefix + key.removeprefix(f"{prefix}transformer.")] = state.pop(key)
+
+
+def _with_prefix(model: nn.Module, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+    for key in [key for key in state if key.startswith(tuple(prefix + part for part in _STACK))]:
+        state[f"{prefix}transformer.{key.removeprefix(prefix)}"] = state.pop(key)
+
+
+def spread(model: LanguageModel, mesh: DeviceMesh, compile: bool) -> None:
+    """Spread the model over the processes of a mesh of the axes "dp" and "tp", in place."""
+    axes = mesh.mesh_dim_names or ()
+    parallelize(model.transformer, mesh, compile=compile)
+    if "tp" in axes:
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        by_vocabulary = {
+            "token_embeddings": RowwiseParallel(input_layouts=Replicate()),
+            "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh["tp"], by_vocabulary)
+    if "dp" in axes:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=mesh["dp"])
+
+
+class PostNormBlock(nn.Module):
+    """Normalize behind each sub-layer, after the addition: z = norm(x + attention(x)), then norm(z + ffn(z)).
+
+    The block of Vaswani et al. (arXiv 1706.03762), which Xiong et al. (arXiv 2002.04745) compare with the one that has
+    the norm before. It takes the layers of a Block, and so its weights.
+    """
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.attn, self.ln1, self.ffn, self.ln2 = block.attn, block.ln1, block.ffn, block.ln2
+
+    def forward(self, x: Tensor, token_positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        x = self.ln1(x + self.attn(x, token_positions, mask))
+        return self.ln2(x + self.ffn(x))
+
+
+def no_norm(d_model: int, **options: Any) -> nn.Module:
+    """Stand where a norm would, and return its input."""
+    return nn.Identity()
+
+
+def with_norm_behind(model: LanguageModel) -> LanguageModel:
+    """Move the norms of every block behind its sub-layers; the last one's replaces the final norm."""
+    stack = model.transformer
+    stack.layers = nn.ModuleList(PostNormBlock(cast(Block, block)) for block in stack.layers)
+    stack.ln_final = nn.Identity()
+    return model

@@ -1,0 +1,119 @@
+"""What train_lm.py is made of: text and its order-2 model, batches, and the models that are compared."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from training import cli
+from training.compare import variants
+from training.run import Settings
+from training.text import batch, even_windows, files_in, open_text, order_two_loss, standard_library
+
+from tinyblock import RMSNorm
+
+SETTINGS = Settings(1, 4, 8, 16, 32, 2, 2, 0, 1e-3, 0, 1)
+
+
+@pytest.fixture
+def text(tmp_path):
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_bytes(bytes((number * k * k) % 7 for k in range(number)))
+    (tmp_path / ".hidden").write_text("no")
+    return open_text(files_in([tmp_path]))
+
+
+def test_text_is_the_files_in_their_order_and_validation_the_last_twentieth(text):
+    files = [bytes((number * k * k) % 7 for k in range(number)) for number in range(1, 40)]  # the empty one is left out
+    assert len(text.files) == 39
+    for part, expected in ((text.training, b"".join(files[:-1])), (text.validation, files[-1])):
+        assert len(part) == len(expected)
+        assert bytes(torch.cat(part.between(0, len(part))).tolist()) == expected
+        assert bytes(part.windows([11], 25)[0].tolist()) == expected[11:36]  # across files
+
+
+def test_standard_library_is_source_without_installed_packages():
+    files = standard_library()
+    assert files == sorted(files)
+    assert any(path.parts[-2:] == ("json", "decoder.py") for path in files)
+    assert not any("site-packages" in path.parts for path in files)
+
+
+def test_batch_depends_on_seed_and_step_alone(text):
+    whole = batch(text.training, 0, 5, 4, 9, slice(0, 4))
+    assert whole.shape == (4, 10)
+    halves = [batch(text.training, 0, 5, 4, 9, slice(first, first + 2)) for first in (0, 2)]
+    assert torch.equal(torch.cat(halves), whole)
+    assert not torch.equal(batch(text.training, 0, 6, 4, 9, slice(0, 4)), whole)
+    assert not torch.equal(batch(text.training, 1, 5, 4, 9, slice(0, 4)), whole)
+
+
+def test_order_two_loss_is_that_of_smoothed_counts(text):
+    data = torch.cat(text.training.between(0, len(text.training))).tolist()
+    triples = Counter(zip(data, data[1:], data[2:], strict=False))
+    windows, expected = even_windows(text.validation, 3, 12), []
+    of = {n: Counter(key[3 - n :] for key in triples.elements()) for n in (1, 2)}
+    for a, b, c in (row[at : at + 3] for row in windows.tolist() for at in range(10)):
+        p = (of[1][c,] + 1) / (triples.total() + 256)
+        p = (of[2][b, c] + 4 * p) / (sum(of[2][b, x] for x in range(256)) + 4)
+        expected.append((triples[a, b, c] + 4 * p) / (sum(triples[a, b, x] for x in range(256)) + 4))
+    assert order_two_loss(text.training, windows) == pytest.approx(
+        -torch.tensor(expected).log().mean().item(), rel=1e-5
+    )
+
+
+def test_language_model_loads_its_own_keys_and_gives_logits_or_their_loss():
+    model, other = SETTINGS.build(), SETTINGS.build()
+    other.load_state_dict(model.state_dict(), strict=True)
+    tokens, targets = torch.randint(256, (2, 3, 8))
+    assert torch.equal(model(tokens), other(tokens))
+    picked = model(tokens).log_softmax(-1).gather(-1, targets[..., None])
+    torch.testing.assert_close(model(tokens, targets), -picked.mean())
+
+
+@pytest.mark.parametrize("kind", ["ffn", "norm", "positions"])
+def test_variants_have_as_many_parameters_and_differ(kind):
+    tokens, counts, outputs = torch.randint(256, (2, 8)), [], []
+    for build in variants(kind, SETTINGS).values():
+        torch.manual_seed(0)
+        model = build(SETTINGS)
+        counts.append(sum(p.numel() for p in model.parameters() if p.ndim > 1))
+        outputs.append(model(tokens))
+    assert len(set(counts)) == 1
+    assert all(not torch.allclose(one, other) for i, one in enumerate(outputs) for other in outputs[:i])
+
+
+def test_post_norm_is_the_equation():
+    torch.manual_seed(0)
+    before: Any = variants("norm", SETTINGS)["pre"](SETTINGS)
+    torch.manual_seed(0)
+    behind = variants("norm", SETTINGS)["post"](SETTINGS)
+    norm, tokens = RMSNorm(32), torch.randint(256, (2, 8))
+    x = before.token_embeddings(tokens)
+    for block in before.transformer.layers:
+        z = norm(x + block.attn(x))
+        x = norm(z + block.ffn(z))
+    torch.testing.assert_close(behind(tokens), before.lm_head(x))
+
+
+def test_comparison_writes_runs_of_every_seed_and_a_picture(tmp_path, capsys):
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 9)
+    sizes = ["--steps=4", "--batch-size=2", "--seq-len=8", "--d-model=24", "--num-layers=1", "--num-heads=1"]
+    argv = [*sizes, "--seeds=2", "--data", str(tmp_path / "text"), "--json", str(tmp_path / "of.json")]
+    for kind, rates in (("positions", ["0.01"]), ("norm", ["0.01", "1e30"])):
+        picture = tmp_path / f"{kind}.png"
+        assert cli.main([*argv, "--compare", kind, "--plot", str(picture), "--lr", *rates]) == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        document = json.loads((tmp_path / "of.json").read_text())
+        names = list(variants(kind, SETTINGS))
+        assert [(run["variant"], run["seed"], run["lr"]) for run in document["runs"]] == [
+            (name, seed, float(rate)) for seed in (0, 1) for rate in rates for name in names
+        ]
+        assert all((run["diverged"] is None) == (run["lr"] < 1) for run in document["runs"])
+        printed = capsys.readouterr().out
+        assert all(f"\n{name} " in printed for name in names)
+        if kind == "positions":
+            assert all(len(run["by_position"]) == 32 for run in document["runs"])
+    assert cli.main(["--compare", "activations", "--plot", str(tmp_path / "activations.png")]) == 0
+    assert (tmp_path / "activations.png").exists()
