@@ -152,7 +152,13 @@ def test_interrupted_script_keeps_what_its_processes_measured(tmp_path):
     read, write = os.pipe()
     os.close(read)
     with subprocess.Popen(
-        command, stdout=write, stderr=subprocess.PIPE, env=WITHOUT_PACKAGE, text=True, start_new_session=True
+        command,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        env=WITHOUT_PACKAGE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     ) as script:
         os.close(write)
         assert script.stderr is not None
