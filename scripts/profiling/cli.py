@@ -1,7 +1,6 @@
 """The command line of profile_block.py: what can be asked for, what is refused, and the order of events."""
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -20,7 +19,7 @@ from tinyblock.vendoring.parser import OneLineParser
 from .collectives import ONE_PROCESS, Mesh
 from .compare import SCHEMA, compare, load
 from .environment import device_name, environment
-from .files import atomic, require_writable
+from .files import atomic, require_plottable, require_writable
 from .machine import DATASHEETS, Ceilings, datasheet, measure_ceilings, memory_bytes
 from .measure import BACKENDS, MODES, Settings, measure, require_attention_backend
 from .memory import is_out_of_memory
@@ -36,7 +35,6 @@ from .tracing import nsys_command
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SWEEPS = ("seq-len", "batch-size", "d-model")
-_PLOTS = (".png", ".svg", ".pdf")
 
 _EXAMPLES = """examples:
   profile_block.py                                            a small block, forward and backward
@@ -349,10 +347,8 @@ def _size(arguments: argparse.Namespace, swept: dict[str, int]) -> Size:
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
-    if arguments.plot is not None and arguments.plot.suffix not in _PLOTS:
-        raise ValueError(f"--plot draws {', '.join(_PLOTS)}, got {str(arguments.plot)!r}")
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
+    if arguments.plot is not None:
+        require_plottable(arguments.plot)
     resolved: set[Path] = set()
     for option in ("json", "plot", "trace", "memory_snapshot"):
         path = getattr(arguments, option)

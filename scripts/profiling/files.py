@@ -1,10 +1,13 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and what is refused before."""
 
 import errno
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_PLOTS = (".png", ".svg", ".pdf")
 
 
 @contextmanager
@@ -32,6 +35,14 @@ def require_writable(path: Path) -> None:
     probe = _beside(path.resolve())
     probe.touch()
     probe.unlink()
+
+
+def require_plottable(path: Path) -> None:
+    """Raise a ValueError where matplotlib is missing, or does not draw files of such a name."""
+    if path.suffix not in _PLOTS:
+        raise ValueError(f"--plot draws {', '.join(_PLOTS)}, got {str(path)!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
 
 
 def _beside(path: Path) -> Path:

@@ -1,7 +1,6 @@
 """The command line of train_lm.py: what can be asked for, what is refused, and what comes of an error."""
 
 import argparse
-import importlib.util
 import os
 import shlex
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from profiling.files import require_writable
+from profiling.files import require_plottable, require_writable
 from profiling.memory import is_out_of_memory
 
 from tinyblock import SwiGLU, Transformer
@@ -174,10 +173,7 @@ def _check_processes(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 def _check_outputs(args: argparse.Namespace) -> None:
     if args.plot is not None:
-        if args.plot.suffix not in (".png", ".svg", ".pdf"):
-            raise ValueError(f"--plot draws .png, .svg, .pdf, got {str(args.plot)!r}")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
+        require_plottable(args.plot)
     elif args.compare == "activations":
         raise ValueError("--compare activations draws, and needs --plot FILE")
     for path in filter(None, (args.json, args.plot)):

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import gc
+import importlib.util
 import io
 import json
 import os
@@ -321,8 +322,8 @@ def test_plot_that_fails_does_not_lose_the_report(tmp_path, monkeypatch, capsys)
 
 def test_plot_without_matplotlib_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    find = cli.importlib.util.find_spec
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert "pip install matplotlib" in refusal(capsys, "--plot", str(tmp_path / "a.png"))
 
 
