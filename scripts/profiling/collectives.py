@@ -147,9 +147,7 @@ def collectives_of(size: Size, mesh: Mesh) -> dict[str, Counter[Collective]]:
                 backward[Collective("reduce-scatter", "dp", elements)] += count
                 if mesh.dp_replicate > 1:
                     backward[Collective("all-reduce", "dp_replicate", elements // mesh.dp)] += count
-        if (
-            final_norm
-        ):  # the outermost module keeps its weights for the backward pass: the stack's gains, or all of a Block
+        if final_norm:  # else the Block is the outermost module, which keeps its weights for the backward pass
             backward[Collective("all-gather", "dp", of_block)] += blocks
     return {"forward": forward, "backward": backward}
 

@@ -14,6 +14,7 @@ from profiling.files import atomic
 from tinyblock import gelu, silu
 
 from .compare import groups
+from .progress import bits
 
 HUES = ("#0072B2", "#E69F00", "#009E73", "#D55E00")  # Okabe and Ito's, for any kind of colour blindness
 LINES = ("-", "--", "-.", ":")
@@ -102,7 +103,7 @@ def _band(axes: Axes, length: int, curves: Sequence[Sequence[float]], look: dict
 
 
 def _in_bits(axes: Axes) -> None:
-    there_and_back: Any = (lambda nats: nats / math.log(2), lambda bits: bits * math.log(2))
+    there_and_back: Any = (bits, lambda bits: bits * math.log(2))
     axes.secondary_yaxis("right", functions=there_and_back).set_ylabel("bits per byte")
 
 
