@@ -1,22 +1,20 @@
-"""What every test needs: the same random numbers on every run, and a clean compiler."""
+"""What every test needs: one thread, the same random numbers on every run, and a clean compiler."""
 
-import warnings
+import os
+import sys
 
 import pytest
-import torch
 
-with warnings.catch_warnings():  # inductor's own import uses a deprecated part of torch
-    warnings.simplefilter("ignore", DeprecationWarning)
-    import torch._inductor.compile_fx
-
-
-torch.set_num_threads(1)  # the tensors are small: a second thread costs more than it does
+# Before torch starts. The tensors are small: a second thread would do less than it costs to wait for it.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(autouse=True)
 def _same_start():
+    import torch  # not above: pytest-xdist's first process runs no test, and need not wait for it
+
     torch.manual_seed(0)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     yield
-    torch._dynamo.reset()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
