@@ -1,17 +1,15 @@
 """parallelize: four processes against one, and what it refuses."""
 
-import multiprocessing
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from parallelize import cases
+from processes import run_as_torchrun
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tinyblock import Transformer, parallelize
@@ -21,36 +19,31 @@ DP_2_TP_2 = ((2, 2), ("dp", "tp"))
 
 
 class Outcome(NamedTuple):
-    """Which cases passed, what ended the rest, and the folder that they wrote to."""
+    """Which cases passed, what was said of the rest, and the folder that they wrote to."""
 
     passed: list[str]
-    error: str
+    errors: list[str]
     folder: Path
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """Run all cases in one launch of four processes."""
-    folder, error = tmp_path_factory.mktemp("processes"), ""
-    once = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "torch._functorch.aot_autograd"]
-    multiprocessing.set_forkserver_preload(once)
-    try:
-        start_processes(cases.run_cases, (folder,), cases.PROCESSES, start_method="forkserver")
-    except (ProcessRaisedException, ProcessExitedException) as failure:
-        error = str(failure)
+    folder = tmp_path_factory.mktemp("processes")
+    ended = run_as_torchrun("from parallelize import cases; cases.run_cases()", cases.PROCESSES, folder)
     names = folder / "passed"
-    return Outcome(names.read_text().splitlines() if names.exists() else [], error, folder)
+    return Outcome(names.read_text().splitlines() if names.exists() else [], [each.err for each in ended], folder)
 
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_processes_agree_that(name: str, outcome: Outcome) -> None:
-    assert name in outcome.passed, outcome.error
+    assert name in outcome.passed, outcome.errors
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_checkpoint_resumes_without_a_process_group(outcome: Outcome) -> None:
     folder = outcome.folder / "checkpoint"
-    losses = cases.resume(partial(cases.transformer, qk_norm=True), None, folder)
+    losses = cases.resume(None, folder)
     torch.testing.assert_close(losses, torch.load(folder / "losses.pt"), rtol=1e-7, atol=0)
 
 

@@ -1,15 +1,12 @@
-"""The profiler on two processes, as torchrun starts them: all of it in one launch."""
+"""The profiler on two processes: all of it in one launch."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from isolated import WITHOUT_PACKAGE
+from processes import run_as_torchrun
 from profiling import cli
 from profiling.collectives import Mesh, collectives_of
 from profiling.compare import compare
@@ -22,7 +19,6 @@ TINY = ["--device=cpu", "--seq-len=8", "--d-model=16", "--num-heads=4", "--d-ff=
 PROGRAM = """
 import sys, time
 from pathlib import Path
-sys.path[:0] = {paths}
 sys.argv[0] = "scripts/profile_block.py"
 from profiling import cli, spread
 from profiling.machine import Ceilings
@@ -46,20 +42,16 @@ sys.exit(cli.main([*{tiny}, "--tp=2", "--mode=step", "--json=profile.json", "--p
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """Return what two processes wrote and said, and their folder."""
+    """Return how two processes ended, and their folder."""
     folder = tmp_path_factory.mktemp("processes")
-    program = folder / "program.py"
-    program.write_text(PROGRAM.format(paths=[str(SCRIPTS), str(SCRIPTS.parent)], tiny=TINY))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
-    environment = os.environ | WITHOUT_PACKAGE | {"OMP_NUM_THREADS": "1", "JAXTYPING_DISABLE": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=100)
-    return run, folder
+    return run_as_torchrun(PROGRAM.format(tiny=TINY), 2, folder), folder
 
 
 def test_only_the_first_process_speaks_and_of_the_slowest(outcome):
-    run, folder = outcome
+    (first, second), folder = outcome
     document = json.loads((folder / "profile.json").read_text())
-    assert run.stdout.count("speed-up") == run.stdout.count("\nforward ") == 1
+    assert first.out.count("speed-up") == first.out.count("\nforward ") == 1
+    assert second.out == ""
     assert document["environment"]["command"].startswith("torchrun --nproc-per-node 2 scripts/profile_block.py")
     assert document["settings"]["mesh"] == {"dp_replicate": 1, "dp": 1, "tp": 2}
     (point,) = document["points"]
@@ -69,7 +61,7 @@ def test_only_the_first_process_speaks_and_of_the_slowest(outcome):
         assert record["seconds"]["median"] >= max(record["of_ranks"]) > 0
         assert record["efficiency"] == record["speed_up"]["median"] / 2
     assert point["overlap"] is None
-    assert "Hidden behind computing: nothing" in run.stdout
+    assert "Hidden behind computing: nothing" in first.out
 
 
 def test_collectives_and_memory_are_those_of_the_sizes(outcome):
@@ -90,11 +82,10 @@ def test_collectives_and_memory_are_those_of_the_sizes(outcome):
 
 
 def test_process_that_fails_ends_all_with_one_line(outcome):
-    run, _ = outcome
-    assert run.returncode == 1
-    assert re.findall(r"^profile_block.py: .*", run.stderr, re.MULTILINE) == [
-        "profile_block.py: error: rank 1: ZeroDivisionError: by zero"
-    ]
+    (_, second), _ = outcome
+    assert second.code == 1
+    said = [re.findall(r"^profile_block.py: .*", each.err, re.MULTILINE) for each in outcome[0]]
+    assert said == [[], ["profile_block.py: error: rank 1: ZeroDivisionError: by zero"]]
 
 
 def test_schema_compare_and_plot_know_processes(outcome):

@@ -8,18 +8,13 @@ import math
 import os
 import resource
 import signal
-import socket
-import subprocess
-import sys
-from functools import partial
-from pathlib import Path
 
 import pytest
+from processes import run_as_torchrun
 from torch.distributed.checkpoint import FileSystemReader
 from training import checkpoints, cli
 from training.run import Trainer
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 TINY = ["--batch-size=4", "--seq-len=12", "--d-model=16", "--num-layers=2", "--num-heads=2", "--warmup=4", "--steps=8"]
 
 
@@ -87,11 +82,8 @@ def test_killed_while_it_writes_a_checkpoint_resumes_to_the_same_losses(whole, t
     outputs = ["--data", str(text), "--checkpoint", str(tmp_path / "saved"), "--json", str(tmp_path / "loss.json")]
     argv = [*TINY, *outputs, "--every=2", "--keep=3"]
     code = f"""
-import os, signal, sys
-sys.path[:0] = {[str(SCRIPTS), str(SCRIPTS.parent)]}
-import torch
+import os, signal
 from training import cli
-torch.set_num_threads(1)
 def replace(source, target):
     if "step-00000006" in str(target):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -99,8 +91,8 @@ def replace(source, target):
 rename, os.replace = os.replace, replace
 cli.main({argv})
 """
-    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    [killed] = run_as_torchrun(code, 1, tmp_path)
+    assert killed.code == -signal.SIGKILL, killed
     assert len(losses_in(tmp_path / "loss.json")) == 6
     assert list((tmp_path / "saved").glob(".step-*"))
     assert cli.main([*argv, "--resume"]) == 0
@@ -132,12 +124,6 @@ def test_ctrl_c_leaves_a_checkpoint_and_a_picture(whole, text, tmp_path, monkeyp
     assert losses_in(tmp_path / "loss.json") == whole[0]
 
 
-def free_port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
 def test_two_processes_train_and_resume_like_one(whole, text, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt_after(2, patch)
@@ -148,26 +134,16 @@ def test_two_processes_train_and_resume_like_one(whole, text, tmp_path, monkeypa
     ]
     for name, argv in zip(("tp", "dp"), calls, strict=True):
         argv += ["--json", str(tmp_path / f"{name}.json")]
-    code = f"""
-import os, sys
-sys.path[:0] = {[str(SCRIPTS), str(SCRIPTS.parent)]}
-import torch
+    code = """
+import sys
 from training import cli, session
-torch.set_num_threads(1)
 session.SAMPLE, session.VALIDATION_BATCHES = 4, 1  # each takes many messages
-for port, argv in zip({[free_port(), free_port()]}, {calls}):
-    os.environ["MASTER_PORT"] = str(port)
-    assert cli.main(argv) == 0
+sys.exit(cli.main({argv}))
 """
-    processes = []
-    for rank in ("0", "1"):
-        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        run = partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        processes.append(run([sys.executable, "-c", code], env=os.environ | environment))
-    outputs = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert "resumed after step 2" in outputs[0][0]
-    assert outputs[1][0] == ""
+    tp, dp = (run_as_torchrun(code.format(argv=argv), 2, tmp_path) for argv in calls)
+    assert [process.code for process in (*tp, *dp)] == [0] * 4, (tp, dp)
+    assert "resumed after step 2" in tp[0].out
+    assert tp[1].out == dp[1].out == ""
     for name in ("tp", "dp"):
         assert losses_in(tmp_path / f"{name}.json") == pytest.approx(whole[0], rel=1e-5)
     (tmp_path / "two" / "step-00000008").rename(tmp_path / "elsewhere")
