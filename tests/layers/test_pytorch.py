@@ -2,11 +2,12 @@
 
 import copy
 import statistics
-import subprocess
-import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tinyblock import Block, CausalMultiHeadSelfAttention, RotaryPositionalEmbedding, Transformer
 
@@ -15,30 +16,20 @@ def model_and_input(layers=2):
     return Transformer(layers, 24, 4, max_seq_len=40, num_kv_heads=2, qk_norm=True), torch.randn(2, 7, 24)
 
 
-def test_compile_with_inductor_matches_eager_and_its_gradients_and_refuses_positions():
-    (model, x), positions = model_and_input(1), torch.arange(7)
-    compiled = torch.compile(model, fullgraph=True)
-    for_eager, for_compiled = x.clone().requires_grad_(), x.clone().requires_grad_()
-    model(for_eager, positions).square().sum().backward()
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    compiled(for_compiled, positions).square().sum().backward()
-    torch.testing.assert_close(for_compiled.grad, for_eager.grad, rtol=1e-4, atol=1e-4)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-4)
+def test_inductor_rotates_like_eager_forward_and_backward_and_refuses_positions():
+    """RoPE alone has code of its own for compilers."""
+    rope, x, positions = RotaryPositionalEmbedding(100.0, 6, 40), torch.randn(2, 7, 6), torch.arange(7)
+    compiled = torch.compile(rope, fullgraph=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        for_eager, for_compiled = (x.to(dtype, copy=True).requires_grad_() for _ in range(2))
+        expected, actual = rope(for_eager, positions + 33), compiled(for_compiled, positions + 33)
+        torch.testing.assert_close(actual, expected)
+        actual.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(for_compiled.grad, for_eager.grad)
     for wrong in (positions + 34, positions - 1):
         with pytest.raises(RuntimeError, match="out of bounds"):
             compiled(for_compiled, wrong)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-def test_strict_export_with_a_dynamic_sequence():
-    model, x = model_and_input()
-    seq = torch.export.Dim("seq", min=2, max=40)
-    program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: seq}}, strict=True)
-    for length in (2, 11, 40):
-        x = torch.randn(2, length, 24)
-        torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_exported_positions_off_the_table_are_refused():
@@ -92,31 +83,23 @@ def test_jit_trace_as_tensorboard_does_it():
     torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
 
 
-FSDP = """
-import torch, torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from tinyblock import RotaryPositionalEmbedding, Transformer
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-with torch.device("meta"):
-    model = Transformer(2, 24, 4, max_seq_len=40, qk_norm=True)
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-for layer in (*model.layers, model):
-    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-model.to_empty(device="cpu")
-model.reset_parameters()
-assert len({id(buffer) for buffer in model.buffers()}) == 1
-assert torch.equal(model.rope.cos_sin, RotaryPositionalEmbedding(10000.0, 6, 40).cos_sin)
-model(torch.randn(2, 7, 24)).sum().backward()
-assert all(parameter.grad is not None for parameter in model.parameters())
-dist.destroy_process_group()
-"""
-
-
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
 def test_fsdp2_from_meta_in_mixed_precision():
-    done = subprocess.run([sys.executable, "-c", FSDP], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.device("meta"):
+            model = Transformer(2, 24, 4, max_seq_len=40, qk_norm=True)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for layer in (*model.layers, model):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        model.to_empty(device="cpu")
+        model.reset_parameters()
+        assert len({id(buffer) for buffer in model.buffers()}) == 1
+        assert torch.equal(model.rope.cos_sin, RotaryPositionalEmbedding(10000.0, 6, 40).cos_sin)
+        model(torch.randn(2, 7, 24)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for this kernel

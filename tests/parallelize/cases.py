@@ -1,6 +1,5 @@
 """What four processes check together: each case raises, on any of them, where it finds a difference."""
 
-import os
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from tinyblock import Block, FeedForward, RotaryPositionalEmbedding, Transformer, parallelize
 
@@ -37,8 +37,9 @@ MESHES = {
     ("dp_replicate", "dp"): (2, 2),
     ("dp_replicate", "dp", "tp"): (2, 1, 2),
 }
-SIZES: dict[str, Any] = {"num_kv_heads": 4, "dtype": torch.float64}
-transformer = partial(Transformer, 2, 16, 8, 32, max_seq_len=16, **SIZES)  # a key head each for a tp of 4
+SIZES: dict[str, Any] = {"num_kv_heads": 4, "dtype": torch.float64}  # a key head each for a tp of 4
+transformer = partial(Transformer, num_layers=2, d_model=16, num_heads=8, d_ff=32, max_seq_len=16, **SIZES)
+one_layer = partial(transformer, num_layers=1, qk_norm=True)
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
     "with q_norm and k_norm": (partial(transformer, qk_norm=True), (2, 7, 16), {}),  # 7: an uneven sequence
     "of FeedForward and LayerNorm, recomputed": (
@@ -46,7 +47,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]
         (8, 16),  # no batch axis
         {"recompute": True},
     ),
-    "of one token": (partial(transformer, qk_norm=True), (2, 1, 16), {}),  # fewer than a tp of 4
+    "of one token": (partial(transformer, qk_norm=True), (2, 1, 16), {}),  # fewer than a tp of 2
     "of one Block": (
         lambda: Block(16, 8, 32, rope=RotaryPositionalEmbedding(10000.0, 2, 16), qk_norm=True, **SIZES),
         (2, 3, 5, 16),  # two batch axes
@@ -56,18 +57,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]
 CASES: dict[str, Callable[[], None]] = {}
 
 
-def run_cases(rank: int, folder: Path) -> None:
+def run_cases() -> None:
     """Run all cases in one of the processes, and note which have passed."""
-    torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # dynamo looks at that of each DTensor
-    store = dist.FileStore(str(folder / "store"), PROCESSES)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=timedelta(minutes=5))
-    os.chdir(folder)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     for name, case in CASES.items():
         case()
         dist.barrier()
-        if rank == 0:
+        if dist.get_rank() == 0:
             with Path("passed").open("a") as passed:
                 print(name, file=passed)
     dist.destroy_process_group()
@@ -151,8 +149,8 @@ def _equality(axes: tuple[str, ...], kind: str) -> None:
     assert_like_one_process(mesh, model, seeded(build), shape, extra)
 
 
-for _axes in MESHES:
-    for _kind in MODELS:
+for _number, _kind in enumerate(MODELS):
+    for _axes in [("dp", "tp")] if _number else MESHES:
         CASES[f"a model {_kind} over {' '.join(_axes)} is like one process"] = partial(_equality, _axes, _kind)
 
 
@@ -162,9 +160,10 @@ def compiled_blocks_are_like_one_process_without_a_graph_break() -> None:
     if mesh.get_coordinate() is None:
         return
     build, compiler = partial(transformer, qk_norm=True), torch.compile
-    torch.compile = partial(compiler, backend="aot_eager")  # traces all, builds no C++
+    torch.compile = partial(compiler, backend="eager")  # traces, and builds no C++
     model = parallelize(seeded(build), mesh, compile=True, recompute=True)
     torch.compile = compiler
+    assert all(layer.forward.func is checkpoint for layer in model.layers)  # other backends fail on one inside
     for seq in (7, 8):  # the first process along tp has four tokens of each
         assert_like_one_process(mesh, model, seeded(build), (2, seq, 16), extra=())
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -173,13 +172,12 @@ def compiled_blocks_are_like_one_process_without_a_graph_break() -> None:
 
 @case
 def weights_are_those_of_the_first_rank_and_the_same_by_way_of_meta() -> None:
-    build = partial(transformer, qk_norm=True)
-    expected = seeded(build).state_dict()
+    expected = seeded(one_layer).state_dict()
     for axes in (("dp",), ("dp_replicate", "dp", "tp")):
         mesh = mesh_of(*axes)
         rank = mesh["tp"].get_local_rank() if "tp" in axes else 0
-        spread = parallelize(seeded(build, seed=rank), mesh)
-        loaded = parallelize(build(device="meta"), mesh)
+        spread = parallelize(seeded(one_layer, seed=rank), mesh)
+        loaded = parallelize(one_layer(device="meta"), mesh)
         loaded.to_empty(device="cpu")
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(loaded, dict(expected) if dist.get_rank() == 0 else {}, options=options)
@@ -263,11 +261,10 @@ def recomputing_costs_the_collectives_of_the_forward_pass_but_for_the_last_of_a_
 
 @case
 def clipping_and_fused_adamw_train_like_one_process() -> None:
-    build = partial(transformer, qk_norm=True)
-    one = seeded(build)
+    one = seeded(one_layer)
     expected = train(one, adamw(one), 0, 1, range(3))
     mesh = mesh_of("tp")  # the recipe of ten lines does it over ("dp", "tp")
-    model = parallelize(seeded(build), mesh)
+    model = parallelize(seeded(one_layer), mesh)
     actual = train(model, adamw(model), *data_rank(mesh), range(3))
     torch.testing.assert_close(actual, expected, rtol=1e-7, atol=0)
 
@@ -292,9 +289,9 @@ def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return {"model": weights, "optimizer": state}
 
 
-def resume(build: Callable[[], nn.Module], mesh: DeviceMesh | None, folder: Path) -> list[float]:
+def resume(mesh: DeviceMesh | None, folder: Path) -> list[float]:
     """Load a checkpoint into a model with other weights, check each bit, and train on."""
-    model = seeded(build, seed=1)
+    model = seeded(one_layer, seed=1)
     rank, count = data_rank(mesh) if mesh else (0, 1)
     if mesh:
         parallelize(model, mesh)
@@ -314,9 +311,8 @@ def resume(build: Callable[[], nn.Module], mesh: DeviceMesh | None, folder: Path
 
 @case
 def checkpoints_of_tp_and_dp_load_anywhere_and_resume() -> None:
-    build, folder = partial(transformer, qk_norm=True), Path("checkpoint")
-    mesh = mesh_of("dp", "tp")
-    model = parallelize(seeded(build), mesh)
+    folder, mesh = Path("checkpoint"), mesh_of("dp", "tp")
+    model = parallelize(seeded(one_layer), mesh)
     optimizer = adamw(model)
     train(model, optimizer, *data_rank(mesh), range(2))
     state = checkpoint_of(model, optimizer)
@@ -326,10 +322,9 @@ def checkpoints_of_tp_and_dp_load_anywhere_and_resume() -> None:
         torch.save(wholes, folder / "whole.pt")
     dist.barrier()
     expected = train(model, optimizer, *data_rank(mesh), range(2, 4))
-    pairs, single = (init_device_mesh("cpu", shape, mesh_dim_names=("rest", "dp")) for shape in ((2, 2), (4, 1)))
-    tensors = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rest", "tp"))
-    for other in (pairs["dp"], tensors["tp"], single["dp"]):
-        torch.testing.assert_close(resume(build, other, folder), expected, rtol=1e-7, atol=0)
+    for axis in ("dp", "tp"):
+        pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rest", axis))[axis]
+        torch.testing.assert_close(resume(pair, folder), expected, rtol=1e-7, atol=0)
     if dist.get_rank() == 0:
         torch.save(expected, folder / "losses.pt")
 
