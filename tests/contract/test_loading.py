@@ -120,8 +120,7 @@ def test_load_says_in_one_line_why_a_copy_cannot_be_imported(line, said, way, tm
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("mode", ["prepend", "importlib"])
-def test_the_contract_runs_beside_the_copies(mode, tmp_path):
+def test_the_contract_runs_beside_the_copies(tmp_path):
     """In a folder, and in a package of a package."""
     for project in ("of_folders", "of_packages"):
         folder = copy_layers(
@@ -133,10 +132,9 @@ def test_the_contract_runs_beside_the_copies(mode, tmp_path):
     for path in (folder, folder.parent):
         (path / "__init__.py").touch()
     (tmp_path / "conftest.py").write_text(REFUSE_TINYBLOCK_AND_BEARTYPE)
-    command = [sys.executable, *f"-m pytest -W error -p no:cacheprovider -q -rs --import-mode {mode}".split()]
-    done = subprocess.run(
-        [*command, "-k", "keys or bad or head"], cwd=tmp_path, capture_output=True, text=True, env=WITHOUT_PACKAGE
-    )
+    command = [sys.executable, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-q", "-rs"]
+    command += ["-k", "keys or bad or head"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=WITHOUT_PACKAGE)
     assert "2 failed, 6 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
     assert done.stdout.count("Violation: RMSNorm(4, 0.0): was accepted, expected an error") >= 2
     assert "test_contract[rmsnorm: bad hyperparameters refused]" in done.stdout
