@@ -16,6 +16,7 @@ def model_and_input(layers=2):
     return Transformer(layers, 24, 4, max_seq_len=40, num_kv_heads=2, qk_norm=True), torch.randn(2, 7, 24)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by inductor's own import
 def test_inductor_rotates_like_eager_forward_and_backward_and_refuses_positions():
     """RoPE alone has code of its own for compilers."""
     rope, x, positions = RotaryPositionalEmbedding(100.0, 6, 40), torch.randn(2, 7, 6), torch.arange(7)
@@ -30,6 +31,24 @@ def test_inductor_rotates_like_eager_forward_and_backward_and_refuses_positions(
     for wrong in (positions + 34, positions - 1):
         with pytest.raises(RuntimeError, match="out of bounds"):
             compiled(for_compiled, wrong)
+
+
+def test_compile_ahead_of_time_gives_the_gradients_of_eager_in_one_graph():
+    (model, x), positions = model_and_input(1), torch.arange(7)
+    expected = torch.autograd.grad(model(x, positions).square().sum(), list(model.parameters()))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    actual = torch.autograd.grad(compiled(x, positions).square().sum(), list(model.parameters()))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_strict_export_with_a_dynamic_sequence():
+    model, x = model_and_input(1)
+    seq = torch.export.Dim("seq", min=2, max=40)
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: seq}}, strict=True)
+    for length in (2, 11, 40):
+        x = torch.randn(2, length, 24)
+        torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_exported_positions_off_the_table_are_refused():

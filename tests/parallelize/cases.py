@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from tinyblock import Block, FeedForward, RotaryPositionalEmbedding, Transformer, parallelize
 
@@ -47,7 +46,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]
         (8, 16),  # no batch axis
         {"recompute": True},
     ),
-    "of one token": (partial(transformer, qk_norm=True), (2, 1, 16), {}),  # fewer than a tp of 2
+    "of one token": (partial(transformer, qk_norm=True), (2, 1, 16), {}),  # fewer than a tp of 4
     "of one Block": (
         lambda: Block(16, 8, 32, rope=RotaryPositionalEmbedding(10000.0, 2, 16), qk_norm=True, **SIZES),
         (2, 3, 5, 16),  # two batch axes
@@ -150,7 +149,7 @@ def _equality(axes: tuple[str, ...], kind: str) -> None:
 
 
 for _number, _kind in enumerate(MODELS):
-    for _axes in [("dp", "tp")] if _number else MESHES:
+    for _axes in [("tp",)] if _number else MESHES:
         CASES[f"a model {_kind} over {' '.join(_axes)} is like one process"] = partial(_equality, _axes, _kind)
 
 
@@ -160,10 +159,9 @@ def compiled_blocks_are_like_one_process_without_a_graph_break() -> None:
     if mesh.get_coordinate() is None:
         return
     build, compiler = partial(transformer, qk_norm=True), torch.compile
-    torch.compile = partial(compiler, backend="eager")  # traces, and builds no C++
+    torch.compile = partial(compiler, backend="aot_eager")  # traces all, builds no C++
     model = parallelize(seeded(build), mesh, compile=True, recompute=True)
     torch.compile = compiler
-    assert all(layer.forward.func is checkpoint for layer in model.layers)  # other backends fail on one inside
     for seq in (7, 8):  # the first process along tp has four tokens of each
         assert_like_one_process(mesh, model, seeded(build), (2, seq, 16), extra=())
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -173,21 +171,19 @@ def compiled_blocks_are_like_one_process_without_a_graph_break() -> None:
 @case
 def weights_are_those_of_the_first_rank_and_the_same_by_way_of_meta() -> None:
     expected = seeded(one_layer).state_dict()
-    for axes in (("dp",), ("dp_replicate", "dp", "tp")):
-        mesh = mesh_of(*axes)
-        rank = mesh["tp"].get_local_rank() if "tp" in axes else 0
-        spread = parallelize(seeded(one_layer, seed=rank), mesh)
-        loaded = parallelize(one_layer(device="meta"), mesh)
-        loaded.to_empty(device="cpu")
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(loaded, dict(expected) if dist.get_rank() == 0 else {}, options=options)
-        for model in (spread, loaded):
-            for name, tensor in model.state_dict().items():
-                assert torch.equal(whole(tensor), expected[name]), (axes, name)
-        x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        assert torch.equal(spread(x), loaded(x))  # the table of rotations, which is not in the state dict
-        loaded(x).sum().backward()  # no gradient is left as a sum to be made
-        assert not any(place.is_partial() for gains in loaded.parameters() for place in gains.grad.placements)
+    mesh = mesh_of("dp", "tp")
+    spread = parallelize(seeded(one_layer, seed=mesh["tp"].get_local_rank()), mesh)
+    loaded = parallelize(one_layer(device="meta"), mesh)
+    loaded.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(loaded, dict(expected) if dist.get_rank() == 0 else {}, options=options)
+    for model in (spread, loaded):
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(whole(tensor), expected[name]), name
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert torch.equal(spread(x), loaded(x))  # the table of rotations, which is not in the state dict
+    loaded(x).sum().backward()  # no gradient is left as a sum to be made
+    assert not any(place.is_partial() for gains in loaded.parameters() for place in gains.grad.placements)
 
 
 @case

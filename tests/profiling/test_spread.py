@@ -81,7 +81,7 @@ def test_collectives_and_memory_are_those_of_the_sizes(outcome):
     assert point["memory"]["optimizer_state_bytes"] == 2 * of_process + 4 * 19  # and as many step counts
 
 
-def test_process_that_fails_ends_all_with_one_line(outcome):
+def test_process_that_fails_is_named_in_one_line(outcome):
     (_, second), _ = outcome
     assert second.code == 1
     said = [re.findall(r"^profile_block.py: .*", each.err, re.MULTILINE) for each in outcome[0]]
