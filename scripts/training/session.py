@@ -79,8 +79,9 @@ def train(args: argparse.Namespace, settings: Settings, text: TextFiles, path: P
     prompt = text.validation.windows([0], 64)[0]
     with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
         continued = trainer.continue_text(prompt, SAMPLE)
-    written, drawn = _printable(bytes(prompt.tolist())), _printable(continued)
-    say(f"the validation text begins, and the model goes on after the bar:\n{written}|{drawn}")
+    sample = (bytes(prompt.tolist()) + b"|" + continued).decode("utf-8", "replace")
+    shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in sample)
+    say(f"the validation text begins, and the model goes on after the bar:\n{shown}")
     return 0
 
 
@@ -96,10 +97,6 @@ def _processes(args: argparse.Namespace) -> Processes:
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     dp_rank = mesh["dp"].get_local_rank() if "dp" in axes else 0
     return Processes(device, mesh, dist.get_rank(), dist.get_world_size(), dp_rank, args.dp)
-
-
-def _printable(text: bytes) -> str:
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.decode("utf-8", "replace"))
 
 
 @contextmanager
