@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,9 @@ def train(args: argparse.Namespace, settings: Settings, text: TextFiles, path: P
     flops = flops_per_token(settings, model.d_ff)
     progress = Progress(settings, trainer.step, flops, processes.device, processes.count)
     stop = False
-    with _interrupts(processes) as interrupted, _lines(args.json if first else None, history) as lines:
+    losses = args.json if first and args.json is not None else os.devnull
+    with _interrupts(processes) as interrupted, open(losses, "w") as lines:
+        lines.writelines(json.dumps(record) + "\n" for record in history)
         try:
             while trainer.step < settings.steps and not stop:
                 record = trainer.advance()
@@ -64,8 +66,7 @@ def train(args: argparse.Namespace, settings: Settings, text: TextFiles, path: P
                 if first:
                     progress.show(record)
                 history.append(record | {"tokens_per_second": round(progress.tokens_per_second(step))})
-                if lines is not None:
-                    print(json.dumps(history[-1]), file=lines, flush=True)
+                print(json.dumps(history[-1]), file=lines, flush=True)
                 if args.checkpoint is not None and (last or stop or step % args.every == 0):
                     checkpoints.save(args.checkpoint, trainer, run, args.keep)
         finally:
@@ -117,14 +118,3 @@ def _interrupts(processes: Processes) -> Iterator[Callable[[], bool]]:
         yield any_received
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _lines(path: Path | None, history: list[dict[str, Any]]) -> Iterator[IO[str] | None]:
-    """Open the file of losses, which begins with those of earlier steps."""
-    if path is None:
-        yield None
-        return
-    with path.open("w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in history)
-        yield file
