@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from tinyblock import Block, Transformer, parallelize
 
@@ -21,10 +22,9 @@ class LanguageModel(nn.Module):
 
     def __init__(self, num_layers: int, d_model: int, num_heads: int, **options: Any) -> None:
         super().__init__()
-        device = options.get("device")
-        self.token_embeddings = nn.Embedding(SYMBOLS, d_model, device=device)
+        self.token_embeddings = nn.Embedding(SYMBOLS, d_model)
         self.transformer = Transformer(num_layers, d_model, num_heads, **options)
-        self.lm_head = nn.Linear(d_model, SYMBOLS, bias=False, device=device)
+        self.lm_head = nn.Linear(d_model, SYMBOLS, bias=False)
         nn.init.trunc_normal_(self.token_embeddings.weight, std=1, a=-3, b=3)
         std = (2 / (d_model + SYMBOLS)) ** 0.5
         nn.init.trunc_normal_(self.lm_head.weight, std=std, a=-3 * std, b=3 * std)
@@ -42,17 +42,13 @@ class LanguageModel(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-_STACK = ("layers.", "ln_final.")  # what in the state dict is the Transformer's
-
-
 def _without_prefix(model: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
-    for key in [key for key in state if key.startswith(f"{prefix}transformer.")]:
-        state[prefix + key.removeprefix(f"{prefix}transformer.")] = state.pop(key)
+    consume_prefix_in_state_dict_if_present(state, "transformer.")
 
 
 def _with_prefix(model: nn.Module, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-    for key in [key for key in state if key.startswith(tuple(prefix + part for part in _STACK))]:
-        state[f"{prefix}transformer.{key.removeprefix(prefix)}"] = state.pop(key)
+    for key in [key for key in state if key.startswith(("layers.", "ln_final."))]:
+        state[f"transformer.{key}"] = state.pop(key)
 
 
 def spread(model: LanguageModel, mesh: DeviceMesh, compile: bool) -> None:

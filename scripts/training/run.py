@@ -34,8 +34,7 @@ class Settings:
         return {name: value for name, value in asdict(self).items() if name not in ("steps", "accumulate")}
 
     def build(self, **options: Any) -> LanguageModel:
-        options = {"max_seq_len": self.max_seq_len} | options
-        return LanguageModel(self.num_layers, self.d_model, self.num_heads, **options)
+        return LanguageModel(self.num_layers, self.d_model, self.num_heads, max_seq_len=self.max_seq_len, **options)
 
 
 @dataclass(frozen=True)
