@@ -31,7 +31,8 @@ def plot_losses(path: Path, history: Sequence[dict[str, Any]], floor: float, tit
         axes.plot(*zip(*points, strict=True), color=HUES[3], marker="o", markersize=4, label="validation")
     axes.axhline(floor, color="black", linestyle="--", linewidth=1, label="order-2 model, validation")
     axes.set(xlabel="step", ylabel="nats per byte", title=title)
-    _in_bits(axes)
+    there_and_back: Any = (bits, lambda bits: bits * math.log(2))
+    axes.secondary_yaxis("right", functions=there_and_back).set_ylabel("bits per byte")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     _save(figure, path)
@@ -77,10 +78,10 @@ def plot_comparison(path: Path, document: dict[str, Any]) -> None:
             _band(right, settings["max_seq_len"], [run["by_position"] for run in rates[best]], look)
         else:
             right.plot([name] * len(rates[best]), [run["validation"] for run in rates[best]], "o", color=HUES[index])
-    left.set(xlabel="step", title="training" + (", at its best learning rate" if kind == "norm" else ""))
+    left.set(xlabel="step", ylabel="nats per byte", title="training")
     right.set(title="validation after training", ylabel="nats per byte")
-    left.set(ylabel="nats per byte")
     if kind == "norm":
+        left.set(title="training, at its best learning rate")
         right.set(xscale="log", xlabel="highest learning rate")
     elif kind == "positions":
         right.axvline(settings["seq_len"], color="black", linewidth=1, label="length trained on")
@@ -100,11 +101,6 @@ def _band(axes: Axes, length: int, curves: Sequence[Sequence[float]], look: dict
     x = [length * (index + 0.5) / len(columns) for index in range(len(columns))]
     axes.plot(x, list(map(mean, columns)), linewidth=1.2, **look)
     axes.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=look["color"], alpha=0.2, linewidth=0)
-
-
-def _in_bits(axes: Axes) -> None:
-    there_and_back: Any = (bits, lambda bits: bits * math.log(2))
-    axes.secondary_yaxis("right", functions=there_and_back).set_ylabel("bits per byte")
 
 
 def _save(figure: Figure, path: Path) -> None:
