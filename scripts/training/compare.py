@@ -14,11 +14,11 @@ from profiling.environment import environment
 from profiling.files import atomic
 from profiling.progress import TerminalProgress
 from profiling.report import Table, show
-from torch import Tensor
+from torch import Tensor, nn
 
 from tinyblock import FeedForward, SwiGLU, gelu, silu
 
-from .model import LanguageModel, no_norm, with_norm_behind
+from .model import LanguageModel, with_norm_behind
 from .run import Diverged, Processes, Settings, Trainer
 from .text import TextFiles, even_windows, order_two_loss
 
@@ -35,7 +35,7 @@ def variants(kind: str, settings: Settings) -> dict[str, Build]:
         return {
             "pre": Settings.build,
             "post": lambda settings: with_norm_behind(settings.build()),
-            "none": partial(Settings.build, norm=no_norm),
+            "none": partial(Settings.build, norm=nn.Identity),
         }
     if kind == "positions":
         return {"RoPE": Settings.build, "none": partial(Settings.build, theta=None)}

@@ -86,11 +86,6 @@ class PostNormBlock(nn.Module):
         return self.ln2(x + self.ffn(x))
 
 
-def no_norm(d_model: int, **options: Any) -> nn.Module:
-    """Stand where a norm would, and return its input."""
-    return nn.Identity()
-
-
 def with_norm_behind(model: LanguageModel) -> LanguageModel:
     """Move the norms of every block behind its sub-layers; the last one's replaces the final norm."""
     stack = model.transformer
