@@ -108,13 +108,13 @@ def _run(trainer: Trainer, windows: Tensor, longer: Tensor | None, advanced: Cal
             losses.append(trainer.advance()["loss"])
             advanced()
         record["validation"] = round(trainer.validate(windows), 5)
+        if longer is not None:
+            parts = trainer.losses_by_position(longer).chunk(BINS)
+            record["by_position"] = [round(float(part.mean()), 4) for part in parts]
     except Diverged:
         record["diverged"] = trainer.step + 1
     each = max(1, steps // POINTS)
     record["curve"] = [round(mean(losses[at : at + each]), 4) for at in range(0, len(losses), each)]
-    if longer is not None and record["diverged"] is None:
-        parts = trainer.losses_by_position(longer).chunk(BINS)
-        record["by_position"] = [round(float(part.mean()), 4) for part in parts]
     return record
 
 
