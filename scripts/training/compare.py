@@ -90,7 +90,7 @@ def compare(args: argparse.Namespace, settings: Settings, text: TextFiles) -> in
     finally:
         if runs:
             show(_tables(document), sys.stdout)
-            if args.plot is not None:
+            if args.plot is not None and any(run["diverged"] is None for run in runs):
                 from .plot import plot_comparison
 
                 plot_comparison(args.plot, document)

@@ -115,5 +115,7 @@ def test_comparison_writes_runs_of_every_seed_and_a_picture(tmp_path, capsys):
         assert all(f"\n{name} " in printed for name in names)
         if kind == "positions":
             assert all(len(run["by_position"]) == 32 for run in document["runs"])
+    assert cli.main([*argv, "--compare", "ffn", "--plot", str(tmp_path / "ffn.png"), "--lr=1e30"]) == 0
+    assert not (tmp_path / "ffn.png").exists()  # all diverged
     assert cli.main(["--compare", "activations", "--plot", str(tmp_path / "activations.png")]) == 0
     assert (tmp_path / "activations.png").exists()
