@@ -22,14 +22,13 @@ from .model import LanguageModel, with_norm_behind
 from .run import Diverged, Processes, Settings, Trainer
 from .text import TextFiles, even_windows, order_two_loss
 
-Build = Callable[[Settings], LanguageModel]
 COMPARISONS = ("ffn", "norm", "positions", "activations")
 VALIDATION_BATCHES = 64
 POINTS = 50  # of a curve: each is the mean of as many steps
 BINS = 32  # of positions
 
 
-def variants(kind: str, settings: Settings) -> dict[str, Build]:
+def variants(kind: str, settings: Settings) -> dict[str, Callable[[Settings], LanguageModel]]:
     """Return how to build the models that are compared; they have as many parameters, but for the gains of norms."""
     if kind == "norm":
         return {
@@ -43,7 +42,7 @@ def variants(kind: str, settings: Settings) -> dict[str, Build]:
     plain = {"GELU": gelu, "SiLU": silu, "ReLU": torch.relu}
     of = {name: partial(FeedForward, activation=activation) for name, activation in plain.items()}
     return {
-        "SwiGLU": partial(Settings.build, d_ff=gated),
+        "SwiGLU": Settings.build,
         **{name: partial(Settings.build, ffn=ffn, d_ff=gated * 3 // 2) for name, ffn in of.items()},
     }
 
