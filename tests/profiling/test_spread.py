@@ -82,9 +82,9 @@ def test_collectives_and_memory_are_those_of_the_sizes(outcome):
 
 
 def test_process_that_fails_is_named_in_one_line(outcome):
-    (_, second), _ = outcome
-    assert second.code == 1
-    said = [re.findall(r"^profile_block.py: .*", each.err, re.MULTILINE) for each in outcome[0]]
+    processes, _ = outcome
+    assert processes[1].code == 1
+    said = [re.findall(r"^profile_block.py: .*", each.err, re.MULTILINE) for each in processes]
     assert said == [[], ["profile_block.py: error: rank 1: ZeroDivisionError: by zero"]]
 
 
