@@ -171,19 +171,20 @@ def compiled_blocks_are_like_one_process_without_a_graph_break() -> None:
 @case
 def weights_are_those_of_the_first_rank_and_the_same_by_way_of_meta() -> None:
     expected = seeded(one_layer).state_dict()
-    mesh = mesh_of("dp", "tp")
-    spread = parallelize(seeded(one_layer, seed=mesh["tp"].get_local_rank()), mesh)
-    loaded = parallelize(one_layer(device="meta"), mesh)
-    loaded.to_empty(device="cpu")
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(loaded, dict(expected) if dist.get_rank() == 0 else {}, options=options)
-    for model in (spread, loaded):
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(whole(tensor), expected[name]), name
-    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert torch.equal(spread(x), loaded(x))  # the table of rotations, which is not in the state dict
-    loaded(x).sum().backward()  # no gradient is left as a sum to be made
-    assert not any(place.is_partial() for gains in loaded.parameters() for place in gains.grad.placements)
+    for axes in (("tp",), ("dp", "tp")):
+        mesh = mesh_of(*axes)
+        spread = parallelize(seeded(one_layer, seed=mesh["tp"].get_local_rank()), mesh)
+        loaded = parallelize(one_layer(device="meta"), mesh)
+        loaded.to_empty(device="cpu")
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(loaded, dict(expected) if dist.get_rank() == 0 else {}, options=options)
+        for model in (spread, loaded):
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(whole(tensor), expected[name]), (axes, name)
+        x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        assert torch.equal(spread(x), loaded(x))  # the table of rotations, which is not in the state dict
+        loaded(x).sum().backward()  # no gradient is left as a sum to be made
+        assert not any(place.is_partial() for gains in loaded.parameters() for place in gains.grad.placements)
 
 
 @case
