@@ -1,11 +1,10 @@
 """Causal multi-head self-attention: softmax(Q K^T / sqrt(d_k)) V, each token attending to itself and those before.
 
-Sources: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), equation 1 and section 3.2.2; Ainslie et al.,
-"GQA" (arXiv 2305.13245) for key and value heads that a group of query heads shares; Henry et al., "Query-Key
-Normalization for Transformers" (arXiv 2010.04245), here as in Qwen3: an RMSNorm over the head size, before the
-rotation; CS336 section 3.4.4.
-Convention: a mask is True where a query may attend to a key, and narrows the causal one. A query that may attend to
-nothing yields zeros. The rows of each projection are ordered (heads d_head); query head h reads key head h // group.
+Sources: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), equation 1 and 3.2.2; Ainslie et al., "GQA"
+(arXiv 2305.13245) for shared key and value heads; Henry et al., "Query-Key Normalization for Transformers" (arXiv
+2010.04245), here as in Qwen3: an RMSNorm over the head size, before the rotation; CS336 section 3.4.4.
+Convention: a mask is True where a query may attend to a key, and is combined with the causal mask by AND. A query
+without any key yields zeros. Rows of projections are ordered (heads d_head); query head h reads key head h // group.
 """
 
 import math
@@ -15,13 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from einops import einsum, rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
 __all__ = ["CausalMultiHeadSelfAttention", "scaled_dot_product_attention"]
 
 Rope = Callable[[Tensor, Tensor | None], Tensor]  # rope(x, token_positions) rotates x of shape (..., seq, d_head)
-_Heads = Float[Tensor, "*batch heads seq d_head"]
 
 
 def scaled_dot_product_attention(
@@ -30,10 +28,7 @@ def scaled_dot_product_attention(
     v: Float[Tensor, "*batch key d_v"],
     mask: Bool[Tensor, "*#batch #query #key"] | None = None,
 ) -> Float[Tensor, "*batch query d_v"]:
-    """Return softmax(Q K^T / sqrt(d_k)) V, where a query attends to the keys whose mask is True.
-
-    Computed in float32 or wider, returned in the dtype of `q`.
-    """
+    """Return softmax(Q K^T / sqrt(d_k)) V over the keys whose mask is True, rounded once to the dtype of `q`."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = einsum(q.to(dtype), k.to(dtype), "... query d_k, ... key d_k -> ... query key") / math.sqrt(q.shape[-1])
     if mask is None:
@@ -46,17 +41,14 @@ def scaled_dot_product_attention(
 class CausalMultiHeadSelfAttention(nn.Module):
     """Attend from every token to itself and to the tokens before it, in num_heads heads of size d_head.
 
-    num_kv_heads (default: num_heads) key and value heads are shared by groups of query heads. d_head defaults to
-    d_model / num_heads. `rope` is any module or function that rotates queries and keys, of shape (..., heads, seq,
-    d_head), by `rope(x, token_positions)`: a RotaryPositionalEmbedding, say, that all layers share. None leaves
-    positions out. qk_norm normalizes queries and keys over d_head, with `eps`. Keeps the dtype of `x`.
-
-    `token_positions` goes to `rope`, as (..., 1, seq): one for all heads. `mask` is True where a query may attend to a
-    key, for all heads alike, on top of causality: (seq, seq) or (1, seq) after axes that broadcast to those of `x`.
+    Groups of query heads share num_kv_heads (default: num_heads) key and value heads. d_head defaults to
+    d_model / num_heads. `rope(x, token_positions)` is any callable that rotates queries and keys of shape (..., heads,
+    seq, d_head) by positions of shape (..., 1, seq); None adds no positions. qk_norm normalizes queries and keys over
+    d_head. `mask` is bool, (..., seq, seq) or (..., 1, seq): `keep[:, None, :]` for padding. Returns the dtype of `x`.
 
     Raises:
-        ValueError: a size is below 1; d_model is not a multiple of num_heads and no d_head is given; num_heads is not a
-            multiple of num_kv_heads; eps is not positive and finite; rope has another d_k; positions without a rope.
+        ValueError: a size is below 1 or does not divide another; eps is not positive and finite; rope has another d_k;
+            mask has another dtype or shape; token_positions are given without a rope.
     """
 
     def __init__(
@@ -75,16 +67,18 @@ class CausalMultiHeadSelfAttention(nn.Module):
         super().__init__()
         sizes = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "d_head": d_head}
         if any(size is not None and size < 1 for size in sizes.values()):
-            raise ValueError(f"attention needs sizes of at least 1, got {sizes}")
+            raise ValueError(f"sizes of attention must be at least 1, got {sizes}")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if d_head is None and d_model % num_heads:
-            raise ValueError(f"d_model={d_model} is not a multiple of num_heads={num_heads}: change it or give d_head")
+            raise ValueError(f"d_model={d_model} must be a multiple of num_heads={num_heads}: change it or pass d_head")
         if num_heads % num_kv_heads:
-            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+            raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
         if not 0 < eps < math.inf:
-            raise ValueError(f"attention needs a positive finite eps, such as 1e-5, got {eps}")
+            raise ValueError(f"eps must be positive and finite, such as 1e-5, got {eps}")
         self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, num_kv_heads
         self.d_head = d_model // num_heads if d_head is None else d_head
+        if getattr(rope, "d_k", self.d_head) != self.d_head:
+            raise ValueError(f"rope must have d_k={self.d_head}, the size of a head, got {rope}")
         self.rope = rope
         self.q_proj = nn.Linear(d_model, num_heads * self.d_head, bias=False, device=device, dtype=dtype)
         self.k_proj = nn.Linear(d_model, num_kv_heads * self.d_head, bias=False, device=device, dtype=dtype)
@@ -105,49 +99,42 @@ class CausalMultiHeadSelfAttention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "*batch seq {self.d_model}"],
-        token_positions: Int[Tensor, "*#batch seq"] | None = None,
-        mask: Bool[Tensor, "*#batch #seq seq"] | None = None,
+        token_positions: Shaped[Tensor, "*#batch seq"] | None = None,
+        mask: Any = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
-        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         split = "... seq (heads d_head) -> ... heads seq d_head"
-        q, k, v = (rearrange(heads, split, d_head=self.d_head) for heads in projected)
+        q, k, v = (rearrange(proj(x), split, d_head=self.d_head) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
-            # Under autocast q is bfloat16 and the gains are float32; given two dtypes, torch would warn.
-            q = self.q_norm(q.to(self.q_norm.weight.dtype)).to(v.dtype)
+            q = self.q_norm(q.to(self.q_norm.weight.dtype)).to(v.dtype)  # autocast: torch warns about two dtypes
             k = self.k_norm(k.to(self.k_norm.weight.dtype)).to(v.dtype)
         if self.rope is not None:
             if token_positions is not None:
-                token_positions = rearrange(token_positions, "... seq -> ... 1 seq")  # one for all heads
+                token_positions = rearrange(token_positions, "... seq -> ... 1 seq")  # the same for all heads
             q, k = self.rope(q, token_positions), self.rope(k, token_positions)
         elif token_positions is not None:
-            raise ValueError("token_positions were given, but this attention has no rope to apply them")
-        attended = self._attend(q, k, v, mask)
-        return self.output_proj(rearrange(attended, "... heads seq d_head -> ... seq (heads d_head)"))
+            raise ValueError("token_positions need a rope: pass rope= to the constructor, or leave them out")
+        heads = self.attend(q, k, v, mask)
+        return self.output_proj(rearrange(heads, "... heads seq d_head -> ... seq (heads d_head)"))
 
-    def _attend(self, q: _Heads, k: _Heads, v: _Heads, mask: Tensor | None) -> _Heads:
-        """Attend causally with torch's kernels, whose fast ones want exactly one batch axis."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """Attend causally: q and the result are (..., heads, seq, d_head), k and v (..., kv_heads, key, d_head).
+
+        q and k are normalized and rotated. Here key = seq; an override may add keys, and take any `mask`.
+        """
         batch, seq, group = q.shape[:-3], q.shape[-2], self.num_heads // self.num_kv_heads
-        if len(batch) != 1:
+        if len(batch) != 1:  # the fast kernels take exactly one batch axis
             q, k, v = (rearrange(t, "... heads seq d_head -> (...) heads seq d_head") for t in (q, k, v))
         if mask is not None:
+            if mask.dtype != torch.bool or mask.shape[-2:] not in ((seq, seq), (1, seq)):
+                got = f"{mask.dtype} of {tuple(mask.shape)}: pass keep[:, None, :] for padding, mask == 0 if additive"
+                raise ValueError(f"mask must be bool of shape (..., {seq}, {seq}) or (..., 1, {seq}), got {got}")
             causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
             mask = (mask & causal).expand(*batch, seq, seq).reshape(q.shape[0], 1, seq, seq)
-        # On CUDA only flash shares key heads (pytorch issue 154363): half precision, no mask, heads up to 256.
-        flash = mask is None and q.dtype in (torch.float16, torch.bfloat16) and self.d_head <= 256
-        shares = group > 1 and (flash or not q.is_cuda)
-        if group > 1 and not shares:
-            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shares)
+        # On CUDA key heads are shared by flash and cuDNN (pytorch issue 154363): in half precision, without a mask.
+        if group > 1 and q.is_cuda and (mask is not None or q.dtype.itemsize > 2):
+            k, v, group = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), 1
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1)
         return out if len(batch) == 1 else out.view(*batch, *out.shape[1:])
 
     def extra_repr(self) -> str:
-        sizes = f"{self.d_model}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, d_head={self.d_head}"
-        return f"{sizes}, qk_norm={self.q_norm is not None}"
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse a `rope` for another head size, also one that is set later."""
-        if name == "rope":
-            if getattr(value, "d_k", self.d_head) != self.d_head:
-                raise ValueError(f"rope is for heads of size d_k={value.d_k}, but these have size {self.d_head}")
-            self._modules.pop("rope", None)  # torch sets no function where a module was
-        super().__setattr__(name, value)
+        return f"{self.d_model}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, d_head={self.d_head}"

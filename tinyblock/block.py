@@ -2,13 +2,14 @@
 
 Sources: Xiong et al., "On Layer Normalization in the Transformer Architecture" (arXiv 2002.04745) for the norm before
 each sub-layer; Touvron et al., "LLaMA" (arXiv 2302.13971) for RMSNorm, SwiGLU and RoPE in it; CS336 section 3.5.
-Convention: each norm is before its sub-layer, and what is added up is never normalized: that is left to a final norm.
+Convention: each norm is before its sub-layer, and the residual stream is not normalized; a stack ends with a norm.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from .attention import CausalMultiHeadSelfAttention, Rope
@@ -19,16 +20,16 @@ __all__ = ["Block"]
 
 
 class Block(nn.Module):
-    """Add causal self-attention, then a feed-forward layer, each to its own input and each after a norm.
+    """Add causal self-attention and a feed-forward layer, each after a norm. Only `rope` adds positions.
 
-    `ffn` is any callable `(d_model, d_ff, device=..., dtype=...) -> nn.Module`: SwiGLU (CS336 2025), FeedForward
-    (2024), or `functools.partial(FeedForward, activation=silu)`; d_ff=None leaves the width to it. `norm` is any
-    callable `(d_model, eps=..., device=..., dtype=...) -> nn.Module`, such as nn.LayerNorm. `rope` is the one instance
-    that all blocks share; None means no positions, the block of 2024. The remaining arguments are those of
-    CausalMultiHeadSelfAttention, as are `token_positions` and `mask`. Returns the dtype of the input.
+    `norm(d_model, eps=..., device=..., dtype=...)`, `ffn(d_model, d_ff, device=..., dtype=...)` and
+    `attention(d_model, num_heads, *, num_kv_heads, d_head, rope, qk_norm, eps, device, dtype)` are any callables that
+    build a module: `nn.LayerNorm`, `FeedForward` (CS336 2024), `functools.partial(FeedForward, activation=silu)`.
+    d_ff=None leaves the width to `ffn`. All blocks share one `rope`; None is the block of 2024. The other arguments
+    are those of CausalMultiHeadSelfAttention. Returns the dtype of the input.
 
     Raises:
-        ValueError: a size, eps or rope that one of its layers refuses.
+        ValueError: one of its layers rejects a size, eps or rope.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Block(nn.Module):
         rope: Rope | None = None,
         ffn: Callable[..., nn.Module] = SwiGLU,
         norm: Callable[..., nn.Module] = RMSNorm,
+        attention: Callable[..., nn.Module] = CausalMultiHeadSelfAttention,
         num_kv_heads: int | None = None,
         d_head: int | None = None,
         qk_norm: bool = False,
@@ -49,38 +51,35 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.d_model = d_model
-        self.ln1 = norm(d_model, eps=eps, device=device, dtype=dtype)
-        self.attn = CausalMultiHeadSelfAttention(
-            d_model,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            d_head=d_head,
-            rope=rope,
-            qk_norm=qk_norm,
-            eps=eps,
-            device=device,
-            dtype=dtype,
-        )
-        self.ln2 = norm(d_model, eps=eps, device=device, dtype=dtype)
-        self.ffn = ffn(d_model, d_ff, device=device, dtype=dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        heads: dict[str, Any] = {"num_kv_heads": num_kv_heads, "d_head": d_head, "qk_norm": qk_norm}
+        self.ln1 = norm(d_model, eps=eps, **factory)
+        self.attn = attention(d_model, num_heads, rope=rope, eps=eps, **heads, **factory)
+        self.ln2 = norm(d_model, eps=eps, **factory)
+        self.ffn = ffn(d_model, d_ff, **factory)
 
     def reset_parameters(self) -> None:
-        """Draw the weights of every layer anew, where the layer knows how to; a rope is its owner's to reset."""
+        """Draw new weights for every layer that can; a rope is reset by its owner."""
         for layer in self.children():
             reset_parameters(layer)
 
     def forward(
         self,
         x: Float[Tensor, "*batch seq {self.d_model}"],
-        token_positions: Int[Tensor, "*#batch seq"] | None = None,
-        mask: Bool[Tensor, "*#batch #seq seq"] | None = None,
+        token_positions: Shaped[Tensor, "*#batch seq"] | None = None,
+        mask: Any = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
+        """Apply the block to `x`; `token_positions` and `mask` are those of `attention`.
+
+        The default takes a bool mask, True where a query may attend to a key, of shape (..., seq, seq) or (..., 1,
+        seq); for padding pass `keep[:, None, :]`.
+        """
         x = x + self.attn(self.ln1(x), token_positions, mask)
         return x + self.ffn(self.ln2(x))
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Let `module` reset its parameters or, where it has no such method, let its children reset theirs."""
+    """Reset the parameters of `module`; if it has no such method, those of its children."""
     if callable(reset := getattr(module, "reset_parameters", None)):
         reset()
     else:

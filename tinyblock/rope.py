@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): turn each pair of components by an angle proportional to the token's position.
+"""Rotary position embedding (RoPE): rotate each pair of components by an angle proportional to the token's position.
 
     angle(i, k) = i * theta^(-2k / d_k),  k = 0 ... d_k/2 - 1
     (x[2k], x[2k+1])  ->  (x[2k] cos - x[2k+1] sin,  x[2k] sin + x[2k+1] cos)
@@ -6,8 +6,8 @@
 Source: Su et al., "RoFormer" (arXiv 2104.09864), equations 13 to 15; CS336 section 3.4.3, equation 8.
 Convention: pairs are consecutive, (x0, x1), (x2, x3), ..., as in the paper and in Meta's Llama. Hugging Face pairs x[k]
 with x[k + d_k/2]: the same rotation for permuted rows of the query and key weights.
-Numerics: the table is built in float64, and float32 in a module of any dtype; built in float32 it is off by 3e-3 at
-position 131071. float64 input gets float64 angles.
+Numerics: the table is computed in float64 (in float32 it would be off by 3e-3 at position 131071) and stored in float32
+in a model of any dtype. float64 inputs get float64 angles.
 """
 
 import math
@@ -15,7 +15,7 @@ import math
 import torch
 import torch.nn.functional as F
 from einops import einsum, rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 __all__ = ["RotaryPositionalEmbedding", "apply_rope"]
@@ -24,10 +24,10 @@ __all__ = ["RotaryPositionalEmbedding", "apply_rope"]
 def apply_rope(
     x: Float[Tensor, "*batch seq d_k"], angles: Float[Tensor, "*#batch seq d_k//2"]
 ) -> Float[Tensor, "*batch seq d_k"]:
-    """Rotate each consecutive pair of `x` by its angle, in radians: the 2x2 matrices of equation 8.
+    """Rotate each consecutive pair of `x` by its angle in radians: the 2x2 matrices of equation 8.
 
-    `angles` broadcasts to the leading axes of `x`; give float64, as float32 cannot hold the radians of far positions.
-    Computed in float32 or wider, returned in the dtype of `x`.
+    `angles` broadcasts to the leading axes of `x`. Pass float64: float32 cannot hold the angles of far positions.
+    Computes in float32 or wider and returns the dtype of `x`.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -38,17 +38,15 @@ def apply_rope(
 
 
 class RotaryPositionalEmbedding(nn.Module):
-    """Rotate queries or keys by their positions; one instance serves every layer of a model.
+    """Rotate queries or keys by their positions. All layers of a model share one instance.
 
     theta is the base of the wavelengths, d_k the head size, max_seq_len the number of positions in the table.
-    Computed in float32 or wider, returned in the dtype of the input.
-
-    `token_positions` counts tokens from 0, on the device of `x`, and broadcasts to its leading axes; None stands for
-    0 ... seq-1. One that is off the table is refused as by nn.Embedding: on CUDA by a device-side assert, in compiled
-    and exported code by torch's own error.
+    `token_positions` counts tokens from 0 and broadcasts to the leading axes of `x`; None means 0 ... seq-1.
+    Computes in float32 or wider and returns the dtype of `x`.
 
     Raises:
-        ValueError: d_k is odd, a size below 1, theta not positive and finite; a sequence or position off the table.
+        ValueError: d_k is odd, a size below 1, or theta not positive and finite; a sequence is longer than the table;
+            positions are not integers, or out of range (compiled: torch's own error; on CUDA: a device-side assert).
     """
 
     cos_sin: Tensor
@@ -56,21 +54,17 @@ class RotaryPositionalEmbedding(nn.Module):
     def __init__(self, theta: float, d_k: int, max_seq_len: int, device: torch.device | str | None = None) -> None:
         super().__init__()
         if not 0 < theta < math.inf:
-            raise ValueError(f"RoPE needs a positive finite theta, such as 10000, got {theta}")
+            raise ValueError(f"theta must be positive and finite, such as 10000, got {theta}")
         if d_k < 2 or d_k % 2 or max_seq_len < 1:
-            raise ValueError(f"RoPE needs an even d_k and max_seq_len of at least 1, got {d_k=}, {max_seq_len=}")
+            raise ValueError(f"d_k must be even and max_seq_len at least 1, got {d_k=}, {max_seq_len=}")
         self.theta, self.d_k, self.max_seq_len = theta, d_k, max_seq_len
         shape = (max_seq_len, d_k // 2, 2)
         self.register_buffer("cos_sin", torch.empty(shape, device=device, dtype=torch.float32), persistent=False)
         self.reset_parameters()
 
     def frequencies(self) -> Float[Tensor, " half"]:
-        """Return the angle, in radians, by which each pair turns from one token to the next, in float64.
-
-        A subclass that overrides it sets what it needs before `super().__init__`, which computes the table.
-        """
-        exponents = torch.arange(0, self.d_k, 2, device="cpu", dtype=torch.float64) / self.d_k
-        return self.theta**-exponents
+        """Return the angle in radians by which each pair turns per token, in float64. `super().__init__` calls this."""
+        return self.theta ** (-torch.arange(0, self.d_k, 2, device="cpu", dtype=torch.float64) / self.d_k)
 
     def reset_parameters(self) -> None:
         """Compute the table."""
@@ -78,33 +72,36 @@ class RotaryPositionalEmbedding(nn.Module):
             self.cos_sin.copy_(self._cos_sin(self._positions("cpu")))
 
     def forward(
-        self, x: Float[Tensor, "*batch seq {self.d_k}"], token_positions: Int[Tensor, "*#batch seq"] | None = None
+        self, x: Float[Tensor, "*batch seq {self.d_k}"], token_positions: Shaped[Tensor, "*#batch seq"] | None = None
     ) -> Float[Tensor, "*batch seq {self.d_k}"]:
-        if self.cos_sin.is_meta:  # as after load_state_dict(assign=True) into a model on meta
-            self.to_empty(device=x.device)
-        in_float64 = x.dtype == torch.float64  # whose angles are computed from the rows of a table of positions
-        table = self._positions(x.device) if in_float64 else self.cos_sin
+        table, in_float64 = self.cos_sin, x.dtype == torch.float64
+        if table.is_meta:  # as after load_state_dict(assign=True) into a model on meta
+            table = self.to_empty(device=x.device).cos_sin
+        if in_float64:  # select rows of positions, whose angles follow below
+            table = self._positions(x.device)
         if token_positions is None:
             if x.shape[-2] > self.max_seq_len:
                 raise ValueError(f"a sequence of {x.shape[-2]} tokens is longer than max_seq_len={self.max_seq_len}")
             rows = table[: x.shape[-2]]
+        elif token_positions.dtype == torch.bool or token_positions.is_floating_point():
+            raise ValueError(f"token_positions must be integers, got {token_positions.dtype}: pass a mask with mask=")
         else:
-            indices = token_positions.to(torch.promote_types(token_positions.dtype, torch.int32))
-            try:  # an embedding checks the bounds on every device, in compiled code too, and waits for nothing
-                rows = F.embedding(indices, table.flatten(1)).unflatten(-1, table.shape[1:])
+            try:  # an embedding checks the bounds on every device, also in compiled code, without synchronization
+                rows = F.embedding(token_positions.long(), table.flatten(1)).unflatten(-1, table.shape[1:])
             except IndexError as error:
-                limits = f"0 ... {self.max_seq_len - 1}"
-                raise ValueError(f"token_positions must be {limits}: is max_seq_len large enough?") from error
+                raise ValueError(f"token_positions must be 0 ... {self.max_seq_len - 1} (max_seq_len - 1)") from error
         cos_sin = self._cos_sin(rows) if in_float64 else rows
-        pairs = x.to(cos_sin.dtype).unflatten(-1, (-1, 2))  # a view as of rearrange, in a third of its time
+        pairs = (x if x.dtype == cos_sin.dtype else x.to(cos_sin.dtype)).unflatten(-1, (-1, 2))  # faster than rearrange
         if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
             (even, odd), (cos, sin) = pairs.unbind(-1), cos_sin.unbind(-1)
-            return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
-        try:
-            numbers = torch.view_as_complex(pairs)
-        except RuntimeError:  # the strides of x forbid a view: a slice at an odd offset, say
-            numbers = torch.complex(*pairs.unbind(-1))
-        return torch.view_as_real(numbers * torch.view_as_complex(cos_sin)).flatten(-2).to(x.dtype)
+            rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        else:
+            try:
+                numbers = torch.view_as_complex(pairs)
+            except RuntimeError:  # the strides of x forbid a view, such as those of a slice at an odd offset
+                numbers = torch.complex(*pairs.unbind(-1))
+            rotated = torch.view_as_real(numbers * torch.view_as_complex(cos_sin))
+        return rotated.flatten(-2) if rotated.dtype == x.dtype else rotated.flatten(-2).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"theta={self.theta}, d_k={self.d_k}, max_seq_len={self.max_seq_len}"
@@ -113,16 +110,14 @@ class RotaryPositionalEmbedding(nn.Module):
         return torch.arange(self.max_seq_len, device=device, dtype=torch.float64)[:, None]
 
     def _cos_sin(self, positions: Float[Tensor, "*batch seq 1"]) -> Float[Tensor, "*batch seq half pair"]:
-        frequencies = self.frequencies().view(self.d_k // 2)  # one for each pair, or an error
-        angles = positions * frequencies.to(positions.device)
+        angles = positions * self.frequencies().view(self.d_k // 2).to(positions.device)  # view: one for each pair
         return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        """Take the table along to another device whole: not rounded to another dtype, nor left empty by `to_empty`."""
-        table = self.cos_sin
-        device = fn(table[:0]).device
-        del self._buffers["cos_sin"]  # out of the reach of fn
+        """Move the table to another device whole: neither cast to another dtype, nor left empty by `to_empty`."""
+        table = self._buffers.pop("cos_sin")  # fn must not reach it
         super()._apply(fn, recurse)
+        device = fn(table[:0]).device
         self._buffers["cos_sin"] = torch.empty_like(table, device=device) if table.is_meta else table.to(device)
         if table.is_meta:
             self.reset_parameters()

@@ -1,20 +1,22 @@
 """Shape checks at run time: turn a module's jaxtyping annotations into errors.
 
 `typecheck(module)` wraps the module's public functions, and the `__init__` and `forward` of its classes. A call that
-breaks an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which names the function, the argument, its shape
-and the shape that was expected.
+violates an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which names the function, the argument, its
+shape and the expected shape.
 
-- jaxtyping and beartype take tens of microseconds or more, so they look at a call once per signature: the type, dtype
+- jaxtyping and beartype take tens of microseconds or more, so they check a call once per signature: the type, dtype
   and shape of every tensor, numbers and strings by value, what the annotations read in `{braces}`, and the same of the
-  result. A call with anything else, a list, a module or a function, is looked at every time: it is not kept alive.
+  result. A call with anything else, such as a list, a module or a function, is checked every time and not kept alive.
 - torch.compile cannot trace jaxtyping (patrick-kidger/jaxtyping issues 196 and 384), so under a compiler a wrapped
   function is the plain one: no graph break, no guard.
-- The environment variable JAXTYPING_DISABLE=1 leaves everything as it was written, and beartype unimported.
+- The environment variable JAXTYPING_DISABLE=1 leaves all functions unwrapped and beartype unimported.
 """
 
 import functools
 import inspect
 import re
+import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import FunctionType, ModuleType
@@ -34,33 +36,42 @@ _MAX_SIGNATURES = 1024  # per function: a caller whose sequence grows by one tok
 def typecheck(module: ModuleType) -> None:
     """Check every call of `module`'s public functions and of its classes' `__init__` and `forward`.
 
-    Public are the names in `__all__`, or without one those that do not begin with an underscore. What the module
-    imported from elsewhere stays as it is, and so do nested classes, lambdas, coroutines and decorated generators, such
-    as context managers. A second call changes nothing. Call it once the module is imported:
+    Public are the names in `__all__`, or without `__all__` those that do not begin with an underscore. Names that the
+    module imported stay as they are, and so do nested classes, lambdas, coroutines and decorated generators, such as
+    context managers. A second call changes nothing. Pass each module that defines layers, after its import:
 
-        import my_project.layers
+        from my_project.layers import attention, rope
         from tinyblock.typecheck import typecheck
 
-        typecheck(my_project.layers)
+        for module in (attention, rope):
+            typecheck(module)
+
+    A module that defines nothing to check, such as the package `my_project.layers`, causes a warning.
     """
     if config.jaxtyping_disable:
         return
     exported = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
     checked: dict[Any, Any] = {}
+    found = False
     for name, member in list(vars(module).items()):  # in the order of definition, which defaults follow
         if name not in exported or getattr(member, "__module__", None) != module.__name__:
             continue
         if isinstance(member, FunctionType):
             checked[member] = _checked(_replace_defaults(member, checked))
             setattr(module, name, checked[member])
+            found = True
         elif isinstance(member, type):
             for method in ("__init__", "forward"):
                 if isinstance(function := vars(member).get(method), FunctionType):
                     setattr(member, method, _checked(_replace_defaults(function, checked), is_method=True))
+                    found = True
+    if not found:
+        told = f"typecheck found nothing to check in {module.__name__}: pass the modules that define the layers"
+        warnings.warn(told, stacklevel=2)
 
 
 def _replace_defaults(function: FunctionType, checked: dict[Any, Any]) -> FunctionType:
-    """Let a default such as `activation=gelu` be the function that the module exports now: pickle insists on it."""
+    """Replace a default such as `activation=gelu` by its checked function, because pickle looks it up by name."""
 
     def current(default: Any) -> Any:
         return checked.get(default, default) if isinstance(default, FunctionType) else default
@@ -82,11 +93,11 @@ def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
     returned = inspect.Parameter("_returned", inspect.Parameter.KEYWORD_ONLY)
     with_result = sorted([*signature.parameters.values(), returned], key=lambda parameter: parameter.kind)
     check_arguments = _checker(function, _take_arguments, signature.replace(return_annotation=signature.empty))
-    check_result = _checker(function, _give_back, signature.replace(parameters=with_result))
-    sign = _signer(function, is_method)
+    check_result = _checker(function, _return_result, signature.replace(parameters=with_result))
+    call_signature = _signer(function, is_method)
     seen: dict[Any, Any] = {}  # signature of the arguments -> signature of the result
     # Bound methods, because dynamo would guard on a dict in the closure, and recompile whenever it grows.
-    recall, remember, forget, count = seen.get, seen.__setitem__, seen.clear, seen.__len__
+    get, put, clear, count = seen.get, seen.__setitem__, seen.clear, seen.__len__
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -96,9 +107,9 @@ def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
         known: Any = None
         outcome: Any = None
         try:
-            call = sign(*args, **kwargs)
-            known = recall(call)
-        except Exception:  # it has no signature: an unknown type, a symbolic size, a missing argument
+            call = call_signature(*args, **kwargs)
+            known = get(call)
+        except Exception:  # no signature: an unknown type, a symbolic size, a missing argument
             call = None
         if known is None:
             check_arguments(*args, **kwargs)
@@ -114,8 +125,8 @@ def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
             check_result(*args, **kwargs, _returned=result)
             if call is not None:
                 if count() >= _MAX_SIGNATURES:
-                    forget()
-                remember(call, outcome)
+                    clear()
+                put(call, outcome)
         return result
 
     wrapper: Any = checked
@@ -126,9 +137,9 @@ def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
 
 
 def _signature(value: Any) -> tuple[Any, ...]:
-    """Return all that an annotation can read of `value`, which is no tensor; TypeError for a type not known here.
+    """Return all that an annotation can read of `value`, which is not a tensor; TypeError for other types.
 
-    Lists and tuples are not: beartype looks at one of their items, drawn at random, so that one pass proves little.
+    Lists and tuples have no signature: beartype checks one randomly chosen item, so one pass proves little.
     """
     if type(value) in _BY_VALUE:
         return type(value), value
@@ -138,7 +149,7 @@ def _signature(value: Any) -> tuple[Any, ...]:
 def _signer(function: FunctionType, is_method: bool) -> Callable[..., tuple[Any, ...]]:
     """Return a function of the same arguments that returns the signature of a call."""
     names = list(inspect.signature(function).parameters)[is_method:]
-    # Tensors and None are signed in place: that is what a checked call costs.
+    # Inlined for tensors and None: this is what a checked call costs.
     tensor = "({0}.__class__, {0}.dtype, {0}.shape) if isinstance({0}, Tensor)"
     sign = tensor + " else None if {0} is None else _signature({0})"
     return _lambda(function, _expressions(function) + [sign.format(name) for name in names])
@@ -172,15 +183,15 @@ def _take_arguments(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _give_back(*args: Any, _returned: Any, **kwargs: Any) -> Any:
+def _return_result(*args: Any, _returned: Any, **kwargs: Any) -> Any:
     return _returned
 
 
 def _checker(function: FunctionType, stub: Callable[..., Any], signature: inspect.Signature) -> Callable[..., None]:
     """Return `stub` with the name, the globals and this signature of `function`, checked by jaxtyping and beartype."""
-    from beartype import BeartypeConf, beartype  # not above: nobody needs it who has set JAXTYPING_DISABLE=1
+    from beartype import BeartypeConf, beartype  # not above: JAXTYPING_DISABLE=1 works without it
 
-    numbers_widen = BeartypeConf(is_pep484_tower=True)  # theta=10000 passes for a float
+    numbers_widen = BeartypeConf(is_pep484_tower=True)  # an int such as theta=10000 is a float
     # Its globals are those in which jaxtyping resolves postponed annotations.
     twin: Any = functools.wraps(function)(FunctionType(stub.__code__, inspect.unwrap(function).__globals__))
     twin.__signature__ = signature
@@ -190,14 +201,19 @@ def _checker(function: FunctionType, stub: Callable[..., Any], signature: inspec
     def check(*args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True
         try:
-            full(*args, **kwargs)
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            function(*args, **kwargs)  # raises Python's own message, with the name of the function
+        try:
+            # After a graph break this is eager code whose calls dynamo traces, if it has been imported.
+            (torch.compiler.disable(full) if "torch._dynamo" in sys.modules else full)(*args, **kwargs)
         except TypeCheckError as error:
             message = str(error)
         else:
             return
         kwargs.pop("_returned", None)
         for expression in _expressions(function):
-            with suppress(Exception):  # what cannot be evaluated stays as it was written
+            with suppress(Exception):  # an expression that cannot be evaluated stays as it is
                 [value] = _lambda(function, [expression])(*args, **kwargs)
                 message = message.replace(f"{{{expression}}}", f"{expression}={value}")
         raise TypeCheckError(message)
