@@ -30,10 +30,9 @@ from torch.compiler import is_dynamo_compiling
 __all__ = ["typecheck"]
 
 _BY_VALUE = {type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device}
-_MAX_SIGNATURES = 1024  # per function: a caller whose sequence grows by one token would otherwise add for ever
 
 
-def typecheck(module: ModuleType) -> None:
+def typecheck(module: ModuleType, max_signatures: int = 1024) -> None:
     """Check every call of `module`'s public functions and of its classes' `__init__` and `forward`.
 
     Public are the names in `__all__`, or without `__all__` those that do not begin with an underscore. Names that the
@@ -46,7 +45,8 @@ def typecheck(module: ModuleType) -> None:
         for module in (attention, rope):
             typecheck(module)
 
-    A module that defines nothing to check, such as the package `my_project.layers`, causes a warning.
+    A module that defines nothing to check, such as the package `my_project.layers`, causes a warning. Each function
+    remembers at most max_signatures signatures, because a sequence that grows token by token adds one per token.
     """
     if config.jaxtyping_disable:
         return
@@ -57,13 +57,14 @@ def typecheck(module: ModuleType) -> None:
         if name not in exported or getattr(member, "__module__", None) != module.__name__:
             continue
         if isinstance(member, FunctionType):
-            checked[member] = _checked(_replace_defaults(member, checked))
+            checked[member] = _checked(_replace_defaults(member, checked), max_signatures)
             setattr(module, name, checked[member])
             found = True
         elif isinstance(member, type):
             for method in ("__init__", "forward"):
                 if isinstance(function := vars(member).get(method), FunctionType):
-                    setattr(member, method, _checked(_replace_defaults(function, checked), is_method=True))
+                    function = _replace_defaults(function, checked)
+                    setattr(member, method, _checked(function, max_signatures, is_method=True))
                     found = True
     if not found:
         told = f"typecheck found nothing to check in {module.__name__}: pass the modules that define the layers"
@@ -83,7 +84,7 @@ def _replace_defaults(function: FunctionType, checked: dict[Any, Any]) -> Functi
     return function
 
 
-def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
+def _checked(function: FunctionType, max_signatures: int, is_method: bool = False) -> FunctionType:
     if hasattr(function, "__typechecked__") or not function.__name__.isidentifier():
         return function
     inner = inspect.unwrap(function)
@@ -124,7 +125,7 @@ def _checked(function: FunctionType, is_method: bool = False) -> FunctionType:
         if known is None or known != outcome:
             check_result(*args, **kwargs, _returned=result)
             if call is not None:
-                if count() >= _MAX_SIGNATURES:
+                if count() >= max_signatures:
                     clear()
                 put(call, outcome)
         return result

@@ -1,6 +1,6 @@
 import asyncio
 import gc
-import inspect
+import itertools
 import pickle
 import subprocess
 import sys
@@ -15,19 +15,18 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tinyblock
-from tinyblock import typecheck as checks
 from tinyblock.typecheck import typecheck
 
 SOURCE = '''
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
-import weakref
+from typing import Annotated, Literal
 import torch
+from beartype.vale import Is
 from torch import Tensor, nn
 from jaxtyping import Float, Int
 
-calls = []
+calls, checks = [], []
 
 def scale(x: Float[Tensor, "*a d"], weight: Float[Tensor, " d"], *, factor: float = 1.0) -> Float[Tensor, "*a d"]:
     """Scale."""
@@ -36,6 +35,14 @@ def scale(x: Float[Tensor, "*a d"], weight: Float[Tensor, " d"], *, factor: floa
 
 def first(tensors: list[Float[Tensor, " d"]], default: Float[Tensor, " d"] | None = None) -> Float[Tensor, " d"]:
     return tensors[0]
+
+def watched(x: Annotated[Tensor, Is[lambda x: checks.append(tuple(x.shape)) is None]]) -> None:
+    pass
+
+def limited(x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    if x.shape[0] > 2:
+        raise ValueError(f"{x.shape[0]} is too long")
+    return x
 
 def nonzero(x: Float[Tensor, " n"], width: int) -> Float[Tensor, " {width}"]:
     return x[x != 0]
@@ -149,26 +156,36 @@ def test_typecheck_message_names_function_argument_shape_and_expected_size(modul
             assert part in str(caught.value)
 
 
-def test_typecheck_tells_missing_arguments_as_python_does(module):
-    with pytest.raises(TypeError, match="weight"):
-        module.scale(torch.ones(3))
-    with pytest.raises(TypeError, match=r"unexpected|other"):
-        module.scale(torch.ones(3), torch.ones(3), other=1)
+def test_typecheck_raises_the_message_of_python_for_arguments_that_do_not_bind(module):
+    x = torch.ones(3)
+    calls = (lambda f: f(x), lambda f: f(x, x, other=1), lambda f: f(x, x, x))
+    for call in calls:
+        with pytest.raises(TypeError) as of_python:
+            call(module.scale.__wrapped__)
+        with pytest.raises(TypeError) as checked:
+            call(module.scale)
+        assert str(checked.value) == str(of_python.value)
+    with pytest.raises(TypeError, match=r"Block\.__init__\(\) got an unexpected keyword argument 'dropout'"):
+        tinyblock.Block(64, 4, dropout=0.1)  # type: ignore[call-arg]
 
 
-def test_typecheck_checks_a_signature_once_and_calls_the_function_each_time(module, monkeypatch):
-    layer, x = module.Layer(3), torch.ones(2, 3)
+def test_typecheck_warns_about_a_module_without_anything_to_check(module):
+    typecheck(module)  # a second time, without a warning
+    package = types.ModuleType("users_package")
+    package.Layer = module.Layer
+    with pytest.warns(UserWarning, match=r"nothing to check in users_package: pass the modules"):
+        typecheck(package)
 
-    def call_each():
-        layer(x)
+
+def test_typecheck_checks_a_signature_once_and_calls_the_function_each_time(module):
+    x = torch.ones(2, 3)
+    for _ in range(2):
         module.scale(x, x[0])
-        module.decorated(x[0], bias=1)
-
-    call_each()
-    monkeypatch.setattr("jaxtyping._decorator.push_shape_memo", lambda *_: pytest.fail("checked again"))
-    call_each()
-    module.Layer.forward(layer, torch.zeros(2, 3))
     assert module.calls == ["scale"] * 2
+    module.watched(x)
+    checks = list(module.checks)
+    module.watched(torch.zeros(2, 3))
+    assert module.checks == checks != []
 
 
 def test_typecheck_keeps_no_function_alive():
@@ -182,14 +199,13 @@ def test_typecheck_keeps_no_function_alive():
     assert seen() is None
 
 
-def test_typecheck_forgets_signatures_beyond_its_bound(module, monkeypatch):
-    monkeypatch.setattr(checks, "_MAX_SIGNATURES", 4)
-    layer, count = module.Layer(3), inspect.getclosurevars(module.Layer.forward).nonlocals["count"]
-    counts = []
-    for length in range(9):
-        layer(torch.ones(length, 3))
-        counts.append(count())
-    assert counts == [1, 2, 3, 4, 1, 2, 3, 4, 1]
+def test_typecheck_forgets_signatures_beyond_its_bound():
+    module = types.ModuleType("users_module")
+    exec(SOURCE, module.__dict__)
+    typecheck(module, max_signatures=4)
+    for length in (0, 1, 2, 3, 0, 4, 0):  # the fifth signature clears the four before it
+        module.watched(torch.ones(length))
+    assert [length for [length], _ in itertools.groupby(module.checks)] == [0, 1, 2, 3, 4, 0]
 
 
 def test_typecheck_keeps_names_defaults_and_pickles_and_wraps_once(module):
@@ -250,6 +266,12 @@ def test_compiled_calls_do_not_depend_on_what_was_seen(module):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+def test_compiled_call_raises_the_error_of_the_function(module):
+    """The error ends the compiled frame; it runs in eager mode, where dynamo would trace the checks as well."""
+    with pytest.raises(ValueError, match="3 is too long"):
+        torch.compile(module.limited, backend="eager")(torch.ones(3))
+
+
 X = torch.ones(2, 3, 8)
 LAYERS = {
     "RMSNorm": lambda size: tinyblock.RMSNorm(size),
@@ -261,9 +283,7 @@ LAYERS = {
     "Transformer": lambda size: tinyblock.Transformer(1, size, 2, max_seq_len=9),
 }
 WITH_POSITIONS = list(LAYERS)[3:]
-WITH_MASK = list(LAYERS)[4:]
-MISFIT_POSITIONS = [torch.arange(3.0), torch.arange(4), torch.zeros(3, 3).long(), torch.tensor(1), [0, 1, 2]]
-MISFIT_MASKS = [torch.ones(3, 3), *(torch.ones(shape) > 0 for shape in ((3, 4), (2, 3), (3, 3, 3), (3,)))]
+MISFIT_POSITIONS = [torch.arange(4), torch.zeros(3, 3).long(), torch.tensor(1), [0, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +294,6 @@ MISFIT_MASKS = [torch.ones(3, 3), *(torch.ones(shape) > 0 for shape in ((3, 4), 
         (LAYERS, r"'x'.*\[2,3,8\].*=8", (X.to(torch.complex64),)),
         (WITH_POSITIONS, "'x'", (torch.ones(8),)),
         *((WITH_POSITIONS, "'token_positions'", (X, positions)) for positions in MISFIT_POSITIONS),
-        *((WITH_MASK, "'mask'", (X, None, mask)) for mask in MISFIT_MASKS),
         (["rms_norm"], "'weight'", (X, torch.ones(7))),
         (["glu"], "'w1'", (X, torch.ones(5, 7), torch.ones(5, 8))),
         (["swiglu"], "'w2'", (X, torch.ones(5, 8), torch.ones(5, 8), torch.ones(5, 8))),
