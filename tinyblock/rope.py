@@ -115,7 +115,8 @@ class RotaryPositionalEmbedding(nn.Module):
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """Move the table to another device whole: neither cast to another dtype, nor left empty by `to_empty`."""
-        table = self._buffers.pop("cos_sin")  # fn must not reach it
+        table = self.cos_sin
+        del self._buffers["cos_sin"]  # fn must not reach it
         super()._apply(fn, recurse)
         device = fn(table[:0]).device
         self._buffers["cos_sin"] = torch.empty_like(table, device=device) if table.is_meta else table.to(device)

@@ -206,7 +206,7 @@ def _checker(function: FunctionType, stub: Callable[..., Any], signature: inspec
         except TypeError:
             function(*args, **kwargs)  # raises Python's own message, with the name of the function
         try:
-            # After a graph break this is eager code whose calls dynamo traces, if it has been imported.
+            # When an error ends a compiled frame, this runs in eager mode, and dynamo traces what it calls.
             (torch.compiler.disable(full) if "torch._dynamo" in sys.modules else full)(*args, **kwargs)
         except TypeCheckError as error:
             message = str(error)
