@@ -1,5 +1,6 @@
 """The recipes of docs/recipes.md, run as they stand."""
 
+import itertools
 import math
 import re
 import sys
@@ -24,6 +25,78 @@ def run(recipe):
     names = {}
     exec(RECIPES[recipe], names)
     return names
+
+
+def sequence(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def test_recipe_of_generation_equals_the_full_sequence():
+    model, tokens = (made := run("Generation with cached keys and values"))["model"].double(), made["tokens"]
+    full = model(tokens)
+    model.clear_cache()
+    steps = [model(tokens[:, :8], torch.arange(8))]  # the prompt, then token by token
+    steps += [model(tokens[:, i : i + 1], torch.tensor([i])) for i in range(8, tokens.shape[1])]
+    torch.testing.assert_close(torch.cat(steps, dim=1), full, rtol=0, atol=1e-10)
+    prompt = tokens[:, :8]
+    assert torch.equal(model.generate(prompt, 20), tokens)
+    drawn = model.generate(prompt[:1].expand(2000, 8), 1, temperature=0.5)[:, 8]
+    frequencies = torch.nn.functional.one_hot(drawn, 99).double().mean(0)
+    probabilities = (full[0, 7] / 0.5).softmax(-1)
+    assert (frequencies - probabilities).abs().max() < 0.05  # over four standard errors of 2,000 draws
+
+
+def test_recipe_of_padding_and_packed_documents_equals_each_document_alone():
+    made = run("Padding and packed documents")
+    model, x, starts = made["model"].double(), sequence(2, 7, 64), {0: (0, 3, 7), 1: (0, 2, 3, 7)}
+    padded, packed = model(x, mask=made["keep"][:, None, :]), model(x, made["positions"], made["same_document"])
+    torch.testing.assert_close(padded[0, :5], model(x[0, :5]), rtol=0, atol=1e-12)
+    torch.testing.assert_close(padded[1], model(x[1]), rtol=0, atol=1e-12)
+    for row, cuts in starts.items():
+        for start, end in itertools.pairwise(cuts):
+            torch.testing.assert_close(packed[row, start:end], model(x[row, start:end]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_recipe_of_flex_attention_equals_the_dense_mask():
+    assert run("FlexAttention with block masks")["difference"].abs().max() < 1e-5
+
+
+def test_recipe_of_a_sliding_window_equals_its_mask():
+    windowed, x = run("Sliding window")["model"].double(), sequence(2, 40, 64)
+    plain = tinyblock.Transformer(1, d_model=64, num_heads=4, max_seq_len=128, dtype=torch.float64)
+    plain.load_state_dict(windowed.state_dict())
+    band = torch.ones(40, 40, dtype=torch.bool).triu(-15)
+    keep = (torch.arange(40) < torch.tensor([[30], [40]]))[:, None, :]
+    torch.testing.assert_close(windowed(x), plain(x, mask=band), rtol=0, atol=1e-12)
+    torch.testing.assert_close(windowed(x, mask=keep), plain(x, mask=band & keep), rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("recipe", ["Bidirectional attention for an encoder", "Soft-capped scores"])
+def test_recipe_of_another_softmax_equals_its_formula(recipe):
+    attention = run(recipe)["model"].layers[0].attn.double()
+    attention.rope = None
+    x = 30 * sequence(2, 7, 64)
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    q, k, v = (projection(x).unflatten(-1, (4, 16)).transpose(1, 2) for projection in projections)
+    scores = q @ k.mT / 4  # heads of size 16
+    if recipe == "Soft-capped scores":
+        assert scores.abs().max() > 50
+        scores = (50 * (scores / 50).tanh()).masked_fill(torch.ones(7, 7).triu(1) > 0, -math.inf)
+    expected = attention.output_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+    torch.testing.assert_close(attention(x), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_recipe_of_a_mixture_of_experts_weights_the_two_best():
+    layer, x = run("A mixture of experts as the feed-forward layer")["model"].layers[0].ffn.double(), sequence(2, 7, 64)
+    for token, out in zip(x.flatten(0, 1), layer(x).flatten(0, 1), strict=True):
+        probabilities = layer.router(token).softmax(-1).tolist()
+        best = sorted(range(4), key=probabilities.__getitem__)[2:]
+        total = sum(probabilities[expert] for expert in best)
+        expected = sum(probabilities[expert] / total * layer.experts[expert](token) for expert in best)
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_recipe_of_llama_3_1_scales_by_wavelength():
@@ -66,11 +139,13 @@ def test_recipe_of_llama_3_1_has_the_frequencies_of_transformers():
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning")
-@pytest.mark.parametrize("kind", ["Llama", "Llama with shared key heads", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Llama", "Llama with shared key heads", "Qwen2", "Qwen3"])
 def test_recipe_of_hugging_face_gives_its_logits_and_its_weights_back(kind):
     transformers = pytest.importorskip("transformers")
     made = run("Llama and Qwen weights from Hugging Face, and back")
-    name, options = ("Qwen3", {"qk_norm": True}) if kind == "Qwen3" else ("Llama", {})
+    of_qwen = {"Qwen2": {"attention": made["AttentionWithBiases"]}, "Qwen3": {"qk_norm": True}}
+    name, options = kind.split()[0], of_qwen.get(kind, {})
+    head = {} if kind == "Qwen2" else {"head_dim": 24 if kind == "Qwen3" else 16}
     config = getattr(transformers, f"{name}Config")(
         vocab_size=99,
         hidden_size=64,
@@ -78,7 +153,7 @@ def test_recipe_of_hugging_face_gives_its_logits_and_its_weights_back(kind):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4 if kind == "Llama" else 2,
-        head_dim=24 if kind == "Qwen3" else 16,
+        **head,
         initializer_range=0.15,  # logits of about 1
     )
     theirs = getattr(transformers, f"{name}ForCausalLM")(config).eval()
@@ -86,12 +161,13 @@ def test_recipe_of_hugging_face_gives_its_logits_and_its_weights_back(kind):
         if gains.ndim == 1:
             nn.init.uniform_(gains, 0.5, 1.5)
     ours = made["LanguageModel"](config, **options)
-    ours.load_state_dict(made["from_hugging_face"](theirs.state_dict(), config.head_dim))
+    d_head = head.get("head_dim", 16)
+    ours.load_state_dict(made["from_hugging_face"](theirs.state_dict(), d_head))
     tokens = torch.randint(0, 99, (2, 17))
     expected = theirs(tokens).logits
     assert expected.std() > 0.5
     torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=2e-5)
-    back = made["to_hugging_face"](ours.state_dict(), config.head_dim)
+    back = made["to_hugging_face"](ours.state_dict(), d_head)
     assert back.keys() == theirs.state_dict().keys()
     assert all(torch.equal(back[key], weight) for key, weight in theirs.state_dict().items())
 
@@ -143,6 +219,7 @@ def test_recipe_of_checkpointing_gives_the_gradients_and_saves_less():
     model = run("Activation checkpointing")["model"]
     plain = tinyblock.Transformer(4, d_model=64, num_heads=4, max_seq_len=128)
     plain.load_state_dict(model.state_dict())
+    model.zero_grad()
     x, saved = torch.randn(2, 9, 64), []
     for each in (model, plain):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved[-1].append(t.nbytes) or t, lambda t: t):
