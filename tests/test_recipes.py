@@ -50,6 +50,7 @@ def test_recipe_of_padding_and_packed_documents_equals_each_document_alone():
     made = run("Padding and packed documents")
     model, x, starts = made["model"].double(), sequence(2, 7, 64), {0: (0, 3, 7), 1: (0, 2, 3, 7)}
     padded, packed = model(x, mask=made["keep"][:, None, :]), model(x, made["positions"], made["same_document"])
+    assert made["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 0, 1, 2, 3]]
     torch.testing.assert_close(padded[0, :5], model(x[0, :5]), rtol=0, atol=1e-12)
     torch.testing.assert_close(padded[1], model(x[1]), rtol=0, atol=1e-12)
     for row, cuts in starts.items():
