@@ -1,11 +1,12 @@
-"""The pre-norm Transformer block, one file per layer, with shapes that are checked while it runs."""
+"""A pre-norm Transformer block, one file per layer, with shapes that are checked at run time."""
 
 from . import attention, block, ffn, rmsnorm, rope, transformer
 from .typecheck import typecheck as _typecheck
 
-LAYERS = (rmsnorm, ffn, rope, attention, block, transformer)  # the one place where their names stand
+LAYERS = (rmsnorm, ffn, rope, attention, block, transformer)  # the one list of the layers
 for _layer in LAYERS:
     _typecheck(_layer)
+del _layer
 
 # After the checks, so that these are the checked functions.
 from .attention import CausalMultiHeadSelfAttention, scaled_dot_product_attention  # noqa: E402
