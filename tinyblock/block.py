@@ -26,10 +26,10 @@ class Block(nn.Module):
     `attention(d_model, num_heads, *, num_kv_heads, d_head, rope, qk_norm, eps, device, dtype)` are any callables that
     build a module: `nn.LayerNorm`, `FeedForward` (CS336 2024), `functools.partial(FeedForward, activation=silu)`.
     d_ff=None leaves the width to `ffn`. All blocks share one `rope`; None is the block of 2024. The other arguments
-    are those of CausalMultiHeadSelfAttention. Returns the dtype of the input.
+    are those of CausalMultiHeadSelfAttention, as are `token_positions` and `mask`. Returns the dtype of the input.
 
     Raises:
-        ValueError: one of its layers rejects a size, eps or rope.
+        ValueError: a layer rejects an argument; `attention` or `ffn` returns another shape than that of its input.
     """
 
     def __init__(
@@ -69,13 +69,15 @@ class Block(nn.Module):
         token_positions: Shaped[Tensor, "*#batch seq"] | None = None,
         mask: Any = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
-        """Apply the block to `x`; `token_positions` and `mask` are those of `attention`.
+        """Apply the block. `mask` is bool, (..., seq, seq) or (..., 1, seq); for padding pass `keep[:, None, :]`."""
+        x = x + _like(x, self.attn(self.ln1(x), token_positions, mask), "attention")
+        return x + _like(x, self.ffn(self.ln2(x)), "ffn")
 
-        The default takes a bool mask, True where a query may attend to a key, of shape (..., seq, seq) or (..., 1,
-        seq); for padding pass `keep[:, None, :]`.
-        """
-        x = x + self.attn(self.ln1(x), token_positions, mask)
-        return x + self.ffn(self.ln2(x))
+
+def _like(x: Tensor, out: Tensor, part: str) -> Tensor:
+    if out.shape != x.shape:  # which the sum could broadcast
+        raise ValueError(f"{part} must return shape {tuple(x.shape)}, the shape of its input, got {tuple(out.shape)}")
+    return out
 
 
 def reset_parameters(module: nn.Module) -> None:

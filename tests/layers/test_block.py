@@ -89,3 +89,16 @@ def test_load_state_dict_names_the_key_that_is_wrong(change):
         state["attn.k_proj.weight"] = torch.zeros(24, 23)
     with pytest.raises(RuntimeError, match=r"attn\.k_proj\.weight"):
         block.load_state_dict(state)
+
+
+@pytest.mark.parametrize("part", ["attention", "ffn"])
+def test_block_names_the_part_that_returns_another_shape(part):
+    class Narrow(nn.Module):
+        def __init__(self, *sizes, **options):
+            super().__init__()
+
+        def forward(self, x, *positions_and_mask):
+            return x[..., :1]  # a sum would broadcast it
+
+    with pytest.raises(ValueError, match=rf"{part} must return shape \(2, 7, 24\).*got \(2, 7, 1\)"):
+        Block(24, 4, **{part: Narrow})(torch.zeros(2, 7, 24))
