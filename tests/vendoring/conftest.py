@@ -11,7 +11,7 @@ def old(tmp_path):
 
 @pytest.fixture
 def new(tmp_path):
-    """The release after the old one: attention, rope and what runs the promises have changed."""
+    """The release after the old one: attention, rope and the harness of the contracts have changed."""
     names = ("attention.py", "rope.py", "contract/harness.py")
     return release(tmp_path / "new", "0.2.0", {name: FILES[name].replace(FIRST, FIRST_OF_NEW) for name in names})
 

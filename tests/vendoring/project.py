@@ -10,37 +10,29 @@ from tinyblock.vendoring.cli import main
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tinyblock"
-LOCK, LICENCE = "tinyblock.lock", "LICENSE.tinyblock"
-IMPORTS = {"block": ("attention", "ffn", "rmsnorm"), "transformer": ("block", "ffn", "rmsnorm", "rope")}
-PROMISES = {"attention": ("rope",), "block": ("attention", "rmsnorm"), "transformer": ("block",)}
-FIRST, MIDDLE, LAST = "first = 1", "middle = 1", "last = 1"  # lines of each layer, too far apart to clash
+LOCK, LICENSE = "tinyblock.lock", "LICENSE.tinyblock"
+IMPORTS = {"block": ("attention", "ffn", "rmsnorm"), "transformer": ("block", "ffn", "rope")}
+CONTRACT_IMPORTS = {"attention": ("rope",), "block": ("attention", "rmsnorm"), "transformer": ("block",)}
+FIRST, LAST = "first = 1", "last = 1"  # lines of each layer, too far apart to conflict
 FIRST_OF_NEW = "first = 2  # since 0.2.0"
 
 
-def _layer(name):
-    lines = [f'"""The {name}, in short.\n\nConvention: {name} stays\nas it is. The rest is longer.\nSource: none.\n"""']
-    lines += ["import math", "import einops.layers", "from torch import nn"]
-    lines += [f"from .{sibling} import middle as {sibling}" for sibling in IMPORTS.get(name, ())]
-    gap = "\n" * 9
-    lines += [f'__all__ = ["{name.title()}"]', FIRST, gap, MIDDLE, gap, LAST]
-    return "\n".join(lines) + "\n"
-
-
-def _promises(name):
-    imports = [f"from .{needed} import formula\n" for needed in PROMISES.get(name, ())]
-    return "".join(["from .harness import run\n", *imports])
+def _imports(siblings):
+    return "".join(f"from .{sibling} import last\n" for sibling in siblings)
 
 
 FILES = {
     "LICENSE": "Anybody may.\n",
-    "typecheck.py": "import beartype  # é, and no newline at the end",
     "contract/__init__.py": "",
     "contract/harness.py": f"import torch\n{FIRST}\n",
-    "contract/loading.py": "import ast\n",
-    "contract/test_contract.py": "from . import loading\nfrom .harness import run\n",
-    "contract/verify.py": "from . import harness, loading\n",
-    **{f"{name}.py": _layer(name) for name in NAMES},
-    **{f"contract/{name}.py": _promises(name) for name in LAYER_NAMES},
+    "contract/test_contract.py": _imports(["harness"]),
+    "contract/verify.py": _imports(["harness"]),
+    **{f"contract/{name}.py": _imports(["harness", *CONTRACT_IMPORTS.get(name, ())]) for name in LAYER_NAMES},
+    **{
+        f"{name}.py": f'"""The {name}: in short."""\n{_imports(IMPORTS.get(name, ()))}{FIRST}\n\n\n\n{LAST}\n'
+        for name in NAMES
+    },
+    "typecheck.py": "import beartype  # é, and no newline at the end",
 }
 
 
@@ -61,11 +53,11 @@ def edit(path, old, new):
 
 
 def snapshot(folder):
-    """Everything below a folder: names, kinds, contents, where links lead."""
+    """Return the content of all files below a folder, where links lead, and None for each folder."""
     return {
         path.relative_to(folder).as_posix(): os.readlink(path)
         if path.is_symlink()
-        else path.is_dir() or path.read_bytes()
+        else (path.read_bytes() if path.is_file() else None)
         for path in sorted(folder.rglob("*"))
     }
 
@@ -76,6 +68,11 @@ class Done(NamedTuple):
     code: int
     out: str
     err: str
+
+    @property
+    def rows(self):
+        """What is printed of each file."""
+        return dict(re.split("  +", line, maxsplit=1) for line in self.out.splitlines() if "  " in line)
 
 
 class Project:
@@ -89,34 +86,26 @@ class Project:
     def run(self, *argv, upstream=None):
         code = main([str(argument) for argument in argv], upstream or self.upstream)
         out, err = self._capsys.readouterr()
-        return Done(code, out, "".join(line for line in err.splitlines(True) if line.startswith("tinyblock:")))
+        return Done(code, out, "".join(line for line in err.splitlines(True) if line.startswith("tinyblock")))
 
     def add(self, *argv, upstream=None):
         done = self.run("add", *argv, "--to", self.folder, upstream=upstream)
         assert done.code == 0, done.err
         return done
 
-    def states(self, upstream=None):
-        """Return what `check` says of each copy."""
-        out = self.run("check", self.folder, upstream=upstream).out
-        return dict(re.split("  +", line)[:2] for line in out.splitlines())
-
-    def assert_refused(self, expected, *argv, upstream=None):
-        """Assert that a command refuses in one line, and changes nothing."""
+    def assert_rejected(self, expected, *argv, upstream=None):
+        """Assert that a command fails with one line, and changes nothing."""
         before = snapshot(self.root)
         code, out, err = self.run(*argv, upstream=upstream)
         assert (code, out, err.count("\n")) == (2, "", 1), (argv, err)
         assert re.match(f"tinyblock: error: .*(?:{expected})", err), err
         assert snapshot(self.root) == before
 
-    def commands(self):
-        """Return each command that reads the folder."""
-        names = ("check", "diff", "update")
-        return [("add", "ffn", "--to", self.folder), *((name, self.folder) for name in names)]
-
     def path(self, name):
         return self.folder / name
 
+    def original(self, name):
+        return self.upstream.find(name).text
+
     def names(self):
-        files = (path for path in self.folder.rglob("*") if path.is_file())
-        return {path.relative_to(self.folder).as_posix() for path in files} - {LOCK, LICENCE}
+        return {name for name, content in snapshot(self.folder).items() if content is not None} - {LOCK, LICENSE}

@@ -1,5 +1,5 @@
-"""The command `tinyblock`: copy layers into a project, and keep them known, up to date and right."""
+"""The command `tinyblock`: copy layers into a project, keep them up to date, and verify them."""
 
 
-class Refusal(Exception):
-    """What was asked for cannot be done; the message is one line, and nothing on the disk has changed."""
+class CommandError(Exception):
+    """A command cannot be carried out; the message is one line, and no file has changed."""

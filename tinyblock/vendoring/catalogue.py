@@ -1,122 +1,85 @@
-"""What there is to copy: the layers as their texts describe them, and what a wish brings along.
+"""What can be copied: the files of a tinyblock, and which of them each file needs.
 
-A text is read, and not run; it may lie in a zip archive.
+Files are read, not imported; they may be inside a zip archive.
 """
 
 import ast
 import difflib
-import re
-import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from pathlib import PurePosixPath
 
 from .. import LAYERS, __version__
-from . import Refusal
-from .lock import LICENCE, Original
-from .merging import decode
+from . import CommandError
+from .texts import decode
 
+LICENSE = "LICENSE.tinyblock"
 LAYER_NAMES = tuple(layer.__name__.rpartition(".")[2] for layer in LAYERS)
-NAMES = (*LAYER_NAMES, "parallelize")  # what can be copied by name; it is no layer, and has no promises
-TESTS = ("contract/__init__.py", "contract/test_contract.py")  # these import the rest, but for the layers' promises
+NAMES = (*LAYER_NAMES, "parallelize", "typecheck")  # what `add` accepts; the last two have no contract
+TESTS = ("contract/__init__.py", "contract/test_contract.py")  # these import what runs the contracts
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What a layer file says of itself."""
+class Original:
+    """A copy as it is written first, with its header."""
 
     name: str
-    summary: str
-    convention: str
-    siblings: tuple[str, ...]
-    packages: tuple[str, ...]
-    exports: tuple[str, ...]
+    version: str
+    text: str
 
-    @classmethod
-    def read(cls, name: str, text: str) -> "Layer":
-        tree = ast.parse(text)
-        docstring = ast.get_docstring(tree) or ""
-        convention = re.search(r"^Convention: (.*?)(?=^[A-Z]\w+: |\Z)", docstring, re.MULTILINE | re.DOTALL)
-        packages, exports = set(), list[str]()
-        for node in tree.body:
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                packages.add(str(node.module).partition(".")[0])
-            elif isinstance(node, ast.Import):
-                packages |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                exports = ast.literal_eval(node.value)
-        return cls(
-            name,
-            summary=docstring.partition("\n")[0],
-            convention=" ".join(convention[1].split()) if convention else "",
-            siblings=tuple(sorted(module for _, module in _relative_imports(tree))),
-            packages=tuple(sorted(packages - sys.stdlib_module_names)),
-            exports=tuple(exports),
-        )
+    @property
+    def label(self) -> str:
+        return f"tinyblock {self.version}: {self.name}"
+
+    def imports(self) -> set[str]:
+        """Return the file names of all relative imports; a name imported from a package need not be a file."""
+        found = set[str]()
+        for node in ast.walk(ast.parse(self.text)) if self.name.endswith(".py") else ():
+            if isinstance(node, ast.ImportFrom) and node.level:
+                folder = PurePosixPath(self.name).parents[node.level - 1]
+                modules = [node.module] if node.module else [alias.name for alias in node.names]
+                found |= {(folder / f"{module}.py").as_posix() for module in modules}
+        return found
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """The tinyblock that copies are taken from."""
+    """The tinyblock that copies are taken from (default: the installed one)."""
 
-    root: Traversable
-    version: str
+    root: Traversable = field(default_factory=lambda: files("tinyblock"))
+    version: str = __version__
 
-    @classmethod
-    def installed(cls) -> "Upstream":
-        return cls(files("tinyblock"), __version__)
+    def find(self, name: str) -> Original | None:
+        """Return the original of a copy of that name, or None if this tinyblock has no such file."""
+        source = self.root.joinpath("LICENSE" if name == LICENSE else name)
+        if not source.is_file():
+            return None
+        header = (
+            f"# Copied from tinyblock {self.version}: {name} (license: {LICENSE})\n# SPDX-License-Identifier: MIT\n"
+        )
+        return Original(name, self.version, ("" if name == LICENSE else header) + decode(source.read_bytes()))
 
-    def original(self, name: str) -> Original | None:
-        """Return what a copy of that name is taken from, or None where this tinyblock has no such file."""
-        source = self.root.joinpath("LICENSE" if name == LICENCE else name)
-        return Original.of(name, self.version, decode(source.read_bytes())) if source.is_file() else None
-
-    def require(self, name: str) -> Original:
-        if (original := self.original(name)) is None:
-            raise Refusal(f"tinyblock {self.version} has no {name}")
-        return original
-
-    def layers(self) -> list[Layer]:
-        return [Layer.read(name, self.require(f"{name}.py").pristine) for name in NAMES]
-
-    def require_layer(self, name: str) -> None:
-        """Raise a Refusal, with the nearest name, unless `name` is a layer."""
-        if name in NAMES:
-            return
-        homes = {export.casefold(): layer.name for layer in self.layers() for export in layer.exports}
+    def layer(self, name: str) -> Original:
+        """Return the original of a layer, or raise a CommandError that suggests the nearest name."""
+        if name in NAMES and (original := self.find(f"{name}.py")):
+            return original
+        homes = {public.casefold(): layer.__name__.rpartition(".")[2] for layer in LAYERS for public in layer.__all__}
         near = difflib.get_close_matches(name.casefold(), [*NAMES, *homes], n=1)
-        way_out = f"did you mean {homes.get(near[0], near[0])}?" if near else f"there are {', '.join(NAMES)}"
-        raise Refusal(f"there is no layer {name!r}: {way_out}")
+        fix = f"did you mean {homes.get(near[0], near[0])}?" if near else f"choose from {', '.join(NAMES)}"
+        raise CommandError(f"there is no layer {name!r}: {fix}")
 
-    def with_needs(self, names: Iterable[str], with_tests: bool = False) -> list[str]:
-        """Return files and all that they need, each once, layers first.
+    def with_imports(self, names: Iterable[str], with_tests: bool = False) -> list[str]:
+        """Return files and everything that they import from tinyblock, layers first.
 
-        A file needs what it imports from tinyblock, and the promises of a layer need that layer. `with_tests`, each
-        layer also needs its promises, and these what runs them.
+        The contract of a layer comes with that layer. With `with_tests`, each layer comes with its contract, too.
         """
         found = [*names, *(TESTS if with_tests else ())]
-        for name in found:  # which grows meanwhile
-            found += [needed for needed in self._needs(name, with_tests) if needed not in found]
-        return sorted(dict.fromkeys(found), key=lambda name: "/" in name)
-
-    def _needs(self, name: str, with_tests: bool) -> Iterator[str]:
-        folder, _, file = name.rpartition("/")
-        for level, module in _relative_imports(ast.parse(self.require(name).pristine)):
-            needed = f"{folder}/{module}.py" if folder and level == 1 else f"{module}.py"
-            if self.original(needed) is not None:  # else it is a name of the package itself
-                yield needed
-        if file.removesuffix(".py") in LAYER_NAMES:
-            if folder:
-                yield file
-            elif with_tests:
-                yield f"contract/{file}"
-
-
-def _relative_imports(tree: ast.Module) -> list[tuple[int, str]]:
-    """Return the number of dots and the module of each `from .module import name` and `from . import module`."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            found += [(node.level, name) for name in ([node.module] if node.module else [a.name for a in node.names])]
-    return found
+        for name in found:  # grows during the loop
+            original, file = self.find(name), PurePosixPath(name).name
+            needed = {imported for imported in original.imports() if self.find(imported)} if original else set()
+            if file.removesuffix(".py") in LAYER_NAMES:
+                needed |= {file, f"contract/{file}"} if with_tests else {file}
+            found += sorted(needed.difference(found))
+        return sorted(found, key=lambda name: ("/" in name, name))
