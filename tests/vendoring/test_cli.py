@@ -33,8 +33,10 @@ def test_help_of_each_command_has_an_example(command, capsys):
 def test_verify_passes_its_arguments_on_and_reports_what_cannot_be_loaded(project, monkeypatch):
     verify = Mock(side_effect=[1, LookupError("there is\nno layer"), ImportError("there is\nno layer")])
     monkeypatch.setattr("tinyblock.contract.verify.verify", verify)
-    assert project.run("verify", "my.layers", "--skip", "rope: a", "--skip", "b").code == 1
-    verify.assert_called_with("my.layers", ["rope: a", "b"])
+    project.add("rope")
+    project.path("tinyblock.skip").write_text("# We need no tables.\n\nrope: a\n")
+    assert project.run("verify", project.folder, "--skip", "b", "--skip", "c: d").code == 1
+    verify.assert_called_with(str(project.folder), ["b", "c: d", "rope: a"])
     for _ in range(2):
         project.assert_rejected("there is no layer\n", "verify", "elsewhere")
 

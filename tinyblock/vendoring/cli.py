@@ -12,9 +12,11 @@ from .. import __version__
 from . import CommandError
 from .catalogue import NAMES, Upstream
 from .copies import CONFLICT, UP_TO_DATE, Copies, Copy, Step
+from .files import read
 from .parser import OneLineParser
-from .texts import encode
+from .texts import decode, encode
 
+SKIP = "tinyblock.skip"  # in a folder of copies, the properties that `verify` leaves out
 EXAMPLES = """examples:
   tinyblock list
   tinyblock add rope --to my_project/layers
@@ -77,17 +79,19 @@ def update(arguments: argparse.Namespace, upstream: Upstream) -> int:
 
 
 def remove(arguments: argparse.Namespace, upstream: Upstream) -> int:
-    """Delete copies that have no edits."""
+    """Delete copies that have no edits and that no other copy imports."""
     copies = Copies(arguments.folder, upstream)
     return _carry_out(copies, copies.remove(arguments.layers), arguments.dry_run)
 
 
 def verify(arguments: argparse.Namespace, upstream: Upstream) -> int:
-    """Check that copies, with your edits, still compute the same."""
+    """Check that copies, edits included, still compute what tinyblock's layers guarantee."""
     from ..contract.verify import verify
 
+    stored = decode(read(Path(arguments.target, SKIP)) or b"").splitlines()
+    skip = [*arguments.skip, *(line for line in stored if line and not line.startswith("#"))]
     try:
-        return verify(arguments.target, arguments.skip)
+        return verify(arguments.target, skip)
     except (LookupError, ImportError) as error:
         raise CommandError(str(error)) from None
 
@@ -148,7 +152,7 @@ def _parser() -> OneLineParser:
     command(list_)
     made = command(add, dry_run)
     made.add_argument("layers", nargs="+", metavar="LAYER", help=", ".join(NAMES))
-    made.add_argument("--to", dest="folder", required=True, type=_folder, metavar="DIR", help="created if missing")
+    made.add_argument("--to", dest="folder", required=True, type=_folder, metavar="DIR", help="new or existing folder")
     made.add_argument("--with-tests", action="store_true", help="copy the layers' contracts, too, as pytest files")
     command(check, folder, some).add_argument("--fail-on-edits", action="store_true", help="exit with 1 for edits, too")
     made = command(diff, folder, some)
@@ -158,7 +162,7 @@ def _parser() -> OneLineParser:
     command(remove, folder, dry_run).add_argument("layers", nargs="+", metavar="LAYER", help="the layers to delete")
     made = command(verify)
     made.add_argument("target", metavar="DIR|FILE|MODULE", help="a folder, a file, or a name as in `import`")
-    made.add_argument("--skip", action="append", default=[], metavar="PROPERTY", help="leave this property out")
+    made.add_argument("--skip", action="append", default=[], metavar="PROPERTY", help=f"leave out, as DIR/{SKIP} does")
     return parser
 
 
