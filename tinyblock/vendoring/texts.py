@@ -38,9 +38,7 @@ def unified_diff(old: str, new: str, old_name: str, new_name: str) -> str:
 def merge(mine: str, base: str, theirs: str, labels: tuple[str, str, str]) -> tuple[str, bool]:
     """Merge two texts that come from `base`; return the text and whether it has conflicts."""
     with tempfile.TemporaryDirectory() as folder:
-        command = ["git", "merge-file", "-p"]
-        for label in labels:
-            command += ["-L", label]
+        command = ["git", "merge-file", "-p", "-L", labels[0], "-L", labels[1], "-L", labels[2]]
         for name, text in {"mine": mine, "base": base, "theirs": theirs}.items():
             command.append(f"{folder}/{name}")
             Path(folder, name).write_bytes(encode(text))
