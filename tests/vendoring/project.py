@@ -1,6 +1,5 @@
 """A tinyblock of stand-ins, in several releases, and a project that copies from them."""
 
-import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -53,13 +52,9 @@ def edit(path, old, new):
 
 
 def snapshot(folder):
-    """Return the content of all files below a folder, where links lead, and None for each folder."""
-    return {
-        path.relative_to(folder).as_posix(): os.readlink(path)
-        if path.is_symlink()
-        else (path.read_bytes() if path.is_file() else None)
-        for path in sorted(folder.rglob("*"))
-    }
+    """Return the content of all files below a folder, and None for each folder."""
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
+    return {name: path.read_bytes() if path.is_file() else None for name, path in paths.items()}
 
 
 class Done(NamedTuple):
@@ -93,10 +88,10 @@ class Project:
         assert done.code == 0, done.err
         return done
 
-    def assert_rejected(self, expected, *argv, upstream=None):
+    def assert_rejected(self, expected, *argv):
         """Assert that a command fails with one line, and changes nothing."""
         before = snapshot(self.root)
-        code, out, err = self.run(*argv, upstream=upstream)
+        code, out, err = self.run(*argv)
         assert (code, out, err.count("\n")) == (2, "", 1), (argv, err)
         assert re.match(f"tinyblock: error: .*(?:{expected})", err), err
         assert snapshot(self.root) == before

@@ -1,8 +1,6 @@
 """What can be copied, and which files come along."""
 
 import re
-import zipfile
-from shutil import make_archive
 
 import pytest
 from vendoring.project import PACKAGE, release
@@ -55,12 +53,6 @@ def test_copies_of_this_tinyblock_import_no_file_that_is_left_behind(layer, proj
             folder = (PACKAGE / name).parents[len(dots) - 1]
             paths = [folder / f"{stem}.py" for stem in ([module] if module else imported.split(", "))]
             assert {path.relative_to(PACKAGE).as_posix() for path in paths if path.is_file()} <= project.names()
-
-
-def test_files_may_be_in_a_zip_archive(project, new):
-    archive = zipfile.Path(make_archive(str(project.root / "zip"), "zip", new.root.parent, "new"), "new/")
-    project.add("transformer", "typecheck", "--with-tests", upstream=Upstream(archive, "0.2.0"))
-    assert project.run("check", project.folder) == (0, f"{len(project.names()) + 1} pristine\n", "")
 
 
 def test_unknown_layer_is_rejected_with_the_nearest_name():

@@ -23,13 +23,6 @@ def test_wrong_usage_is_rejected_in_one_line(argv, capsys):
     assert (stop.value.code, out, err.count("\n")) == (2, "", 1)
 
 
-@pytest.mark.parametrize("command", ["list", "add", "check", "diff", "update", "remove", "verify"])
-def test_help_of_each_command_has_an_example(command, capsys):
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    assert re.search(rf"^example: tinyblock {command}", capsys.readouterr().out, re.MULTILINE)
-
-
 def test_verify_passes_its_arguments_on_and_reports_what_cannot_be_loaded(project, monkeypatch):
     verify = Mock(side_effect=[1, LookupError("there is\nno layer"), ImportError("there is\nno layer")])
     monkeypatch.setattr("tinyblock.contract.verify.verify", verify)

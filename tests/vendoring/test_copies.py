@@ -29,14 +29,6 @@ def test_add_writes_each_file_under_a_header(project):
         assert snapshot(project.root) == before
 
 
-@pytest.mark.parametrize("name", ["rmsnorm.py", "contract/harness.py", LICENSE])
-def test_add_does_not_replace_a_file_that_is_not_a_copy(name, project):
-    project.path(name).parent.mkdir(parents=True)
-    project.path(name).write_text("mine\n")
-    add = ("add", "block", "--with-tests", "--to", project.folder)
-    project.assert_rejected(rf"{name} exists, but is not in tinyblock\.lock: move it away", *add)
-
-
 def test_check_reports_every_state(project, old):
     project.add("transformer", upstream=old)
     assert project.run("check", project.folder, upstream=old) == (0, "7 pristine\n", "")
@@ -148,7 +140,8 @@ def test_update_brings_what_the_new_version_imports(project):
     older = release(project.root / "older", "0.1.0", {"block.py": block, "contract/attention.py": ""})
     project.add("block", upstream=older)
     project.path("rmsnorm.py").write_text("mine\n")
-    project.assert_rejected(r"rmsnorm\.py exists", "update", project.folder)
+    for command in (["update"], ["add", "rmsnorm", "--to"]):
+        project.assert_rejected(r"rmsnorm\.py exists, but is not in tinyblock\.lock: move", *command, project.folder)
     project.path("rmsnorm.py").unlink()
     assert project.run("update", project.folder).rows["rmsnorm.py"] == "copied"
     shutil.rmtree(project.folder)

@@ -14,15 +14,6 @@ def joined(lines):
 
 
 @settings(deadline=None, max_examples=15)
-@given(parts=st.tuples(LINES, LINES, LINES, LINES))
-def test_merge_of_distant_changes_has_both(parts):
-    first, mine, second, theirs = map(joined, parts)
-    between = joined([f"unchanged {number}" for number in range(5)])
-    merged = merge(mine + between + second, first + between + second, first + between + theirs, LABELS)
-    assert merged == (mine + between + theirs, False)
-
-
-@settings(deadline=None, max_examples=15)
 @given(base=LINES, mine=LINES, theirs=LINES)
 def test_merge_loses_nothing_that_either_side_added(base, mine, theirs):
     assume(mine != theirs)
