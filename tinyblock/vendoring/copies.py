@@ -101,9 +101,8 @@ class Copies:
         stems = {name: PurePosixPath(name).stem for name in self.originals}
         for layer in layers:
             if layer not in stems.values():
-                raise CommandError(
-                    f"there is no copy of {layer!r} in {self.folder}, only of {', '.join(stems.values())}"
-                )
+                known = ", ".join(sorted({*stems.values()}))
+                raise CommandError(f"there is no copy of {layer!r} in {self.folder}, only of {known}")
         return [self._copy(name) for name, stem in stems.items() if not layers or stem in layers]
 
     def add(self, layers: Sequence[str], with_tests: bool = False) -> dict[Copy, Step]:
