@@ -28,8 +28,8 @@ def test_verify_passes_its_arguments_on_and_reports_what_cannot_be_loaded(projec
     monkeypatch.setattr("tinyblock.contract.verify.verify", verify)
     project.add("rope")
     project.path("tinyblock.skip").write_text("# We need no tables.\n\nrope: a\n")
-    assert project.run("verify", project.folder, "--skip", "b", "--skip", "c: d").code == 1
-    verify.assert_called_with(str(project.folder), ["b", "c: d", "rope: a"])
+    assert project.run("verify", project.folder, "--skip", "b", "--skip", "c: d", "-v").code == 1
+    verify.assert_called_with(str(project.folder), ["b", "c: d", "rope: a"], True)
     for _ in range(2):
         project.assert_rejected("there is no layer\n", "verify", "elsewhere")
 

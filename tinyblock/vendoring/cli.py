@@ -91,7 +91,7 @@ def verify(arguments: argparse.Namespace, upstream: Upstream) -> int:
     stored = decode(read(Path(arguments.target, SKIP)) or b"").splitlines()
     skip = [*arguments.skip, *(line for line in stored if line and not line.startswith("#"))]
     try:
-        return verify(arguments.target, skip)
+        return verify(arguments.target, skip, arguments.verbose)
     except (LookupError, ImportError) as error:
         raise CommandError(str(error)) from None
 
@@ -163,6 +163,7 @@ def _parser() -> OneLineParser:
     made = command(verify)
     made.add_argument("target", metavar="DIR|FILE|MODULE", help="a folder, a file, or a name as in `import`")
     made.add_argument("--skip", action="append", default=[], metavar="PROPERTY", help=f"leave out, as DIR/{SKIP} does")
+    made.add_argument("-v", "--verbose", action="store_true", help="print every property, not only those that fail")
     return parser
 
 
