@@ -1,25 +1,70 @@
-"""Where the layers are tried: on CUDA, or by `--device cpu --quick` through the same code at tiny sizes."""
+"""Options and fixtures of the tests that need a GPU; with --device cpu --quick the same code runs without one."""
 
+import importlib.metadata
+import json
 import os
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS starts: else it cannot be deterministic
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+START = time.monotonic()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", help="cuda, or cpu to walk the same code (default: CUDA where there is one)")
-    parser.addoption("--quick", action="store_true", help="tiny sizes")
+    add = parser.getgroup("tests on a device").addoption
+    add("--device", choices=("cuda", "cpu"), help="(default: CUDA, and the tests are skipped without a GPU)")
+    add("--quick", action="store_true", help="tiny sizes, which show that everything runs; no figure is judged")
+    add("--out", type=Path, help="folder for reports, pictures and traces (default: a temporary folder)")
+    add("--seconds", type=float, help="skip the tests that are left after this time (default: no limit)")
 
 
-@pytest.fixture
-def device(request):
-    name = request.config.getoption("device", None) or "cuda"
+def pytest_configure(config):
+    if config.getoption("device", None) == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError(
+            f"--device cuda needs a GPU, but torch {torch.__version__} finds none; use --device cpu --quick"
+        )
+
+
+def pytest_report_header():
+    found = [torch.cuda.get_device_name()] if torch.cuda.is_available() else ["no GPU"]
+    found += [f"torch {torch.__version__}", f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
+    for package in ("beartype", "transformers", "liger-kernel", "litgpt", "matplotlib"):
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {package}")
+    return ", ".join(found)
+
+
+def seconds_left(config):
+    limit = config.getoption("seconds", None)
+    return None if limit is None else limit - (time.monotonic() - START)
+
+
+def pytest_runtest_setup(item):
+    left = seconds_left(item.config)
+    if left is not None and left <= 0:
+        pytest.skip("missing: no time was left")
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig):
+    name = pytestconfig.getoption("device", None) or "cuda"
     if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA here: --device cpu walks the same code")
+        pytest.skip("needs a GPU; --device cpu runs the same code without one")
     return torch.device(name)
+
+
+@pytest.fixture(scope="session")
+def quick(pytestconfig):
+    return pytestconfig.getoption("quick", False)
 
 
 @dataclass(frozen=True)
@@ -29,8 +74,39 @@ class Sizes:
     kv_heads: int
     seq: int
     longest: int
+    uneven: int  # a sequence length, 64 more than a multiple of 128
 
 
-@pytest.fixture
-def sizes(request):
-    return Sizes(64, 4, 2, 16, 32) if request.config.getoption("quick", False) else Sizes(512, 8, 2, 256, 4096)
+@pytest.fixture(scope="session")
+def sizes(quick):
+    return Sizes(64, 4, 2, 16, 32, 64) if quick else Sizes(512, 8, 2, 256, 4096, 704)
+
+
+@pytest.fixture(scope="session")
+def out(pytestconfig, tmp_path_factory):
+    folder = pytestconfig.getoption("out", None) or tmp_path_factory.mktemp("out")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder.resolve()
+
+
+@pytest.fixture(scope="session")
+def run(pytestconfig, device, out):
+    """Return a function that runs a script as a user does, and writes OUT/NAME.json and, what it prints, OUT/NAME.txt.
+
+    It returns the JSON, or None without one, and the errors that were printed, or None after the time limit.
+    """
+
+    def run(script, name, *options):
+        path = out / f"{name}.json"
+        path.unlink(missing_ok=True)
+        command = [sys.executable, str(SCRIPTS / script), "--device", device.type, *options, "--json", str(path)]
+        with (out / f"{name}.txt").open("w") as report:
+            try:
+                left = seconds_left(pytestconfig)
+                done = subprocess.run(command, stdout=report, stderr=subprocess.PIPE, text=True, timeout=left, cwd=out)
+                errors = done.stderr
+            except subprocess.TimeoutExpired:  # the file has what was finished
+                errors = None
+        return json.loads(path.read_text()) if path.exists() else None, errors
+
+    return run
