@@ -1,5 +1,5 @@
 # make profile: run the profiler.   make test: run the test suite.   make compare: measure beside other people's blocks.
-# make cuda: accept, measure and report on a GPU, into the folder OUT= (cuda-acceptance).
+# make cuda: run all that needs a GPU, and write reports, pictures and traces into the folder OUT= (cuda-acceptance).
 # Each makes .venv first, once.
 # ARGS= passes arguments on:        make profile ARGS="--seq-len 1024"    make test ARGS="-k rope"
 
