@@ -14,6 +14,7 @@ def cases(how):
 
 
 CASES = {"eager": [*cases(""), "train-bf16-768"], "compiled": cases("-compiled"), "graphs": cases("-graphs")}
+ABSENT = ("skipped", "missing")  # not installed, or no time was left
 QUICK = {mode: [names[0], names[8]] for mode, names in CASES.items()}  # a training step and one token
 
 
@@ -44,9 +45,7 @@ def test_block_meets_its_targets(outcome, name, quick):
         pytest.skip("missing: no time was left") if errors is None else pytest.fail(errors, pytrace=False)
     case = measured[name]
     assert "failure" not in case, case["failure"]
-    rows = [
-        row for row in case["rows"] if row["status"] not in ("skipped", "missing")
-    ]  # not installed, or no time left
+    rows = [row for row in case["rows"] if row["status"] not in ABSENT]
     if not rows:
         pytest.skip(f"missing: {case['rows'][0]['reason']}")
     assert [f"{row['peer']} {row['status']}: {row['reason']}" for row in rows if row["status"] != "measured"] == []
