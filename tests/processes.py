@@ -7,9 +7,16 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch.distributed import TCPStore
 
-IMPORTED_ONCE = ["tinyblock", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch._dynamo"]
+IMPORTED_ONCE = [
+    "tinyblock",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.pipelining",
+    "torch._dynamo",
+]
 
 
 class Ended(NamedTuple):
@@ -51,4 +58,6 @@ def _run(code: str, rank: int, count: int, port: int, logs: list[Path]) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": "tests"}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if count > 1:
+        torch.set_num_threads(1)  # torchrun sets OMP_NUM_THREADS=1, which has no effect after the fork
     exec(code, {})
