@@ -186,6 +186,30 @@ def test_recipe_of_lora_trains_adapters_alone_and_merges_them():
         assert torch.equal(merged, before) == ("ln" in name), name
 
 
+@pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning")
+def test_recipe_of_lora_over_processes_trains_the_adapters_of_one(monkeypatch, capsys):
+    peft = pytest.importorskip("peft")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        made = run("LoRA over several processes")
+    finally:
+        torch.distributed.destroy_process_group()
+    torch.manual_seed(0)
+    plain = tinyblock.Transformer(2, d_model=64, num_heads=4, max_seq_len=128)
+    plain = peft.get_peft_model(plain, made["model"].peft_config["default"])
+    optimizer = torch.optim.AdamW(plain.parameters())
+    torch.manual_seed(0)
+    for _ in range(2):
+        x = torch.randn(4, 16, 64)
+        (plain(x) - x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: weight.detach() for name, weight in plain.named_parameters() if weight.requires_grad}
+    torch.testing.assert_close(made["adapters"], expected)
+    assert capsys.readouterr().out == "trained 28 matrices of adapters\n"
+
+
 @pytest.mark.filterwarnings("default")  # torchao's import has many
 def test_recipe_of_int8_rounds_by_half_a_step_at_most():
     pytest.importorskip("torchao")
