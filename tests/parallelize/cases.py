@@ -199,7 +199,7 @@ def _equality(axes: tuple[str, ...], kind: str) -> None:
 
 
 for _kind in MODELS:
-    _meshes = [("tp",)]
+    _meshes: list[tuple[str, ...]] = [("tp",)]
     if "experts" in _kind:
         _meshes = [("dp",)]
     elif "window" in _kind:

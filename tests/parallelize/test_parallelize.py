@@ -111,7 +111,7 @@ def test_parallelize_rejects_in_one_line_and_changes_nothing(
 @pytest.mark.parametrize("mesh", [TP_4, ((4,), ("dp",))])
 @pytest.mark.usefixtures("fake_processes")
 def test_parallelize_rejects_shared_parameters(mesh: tuple[Any, Any]) -> None:
-    def rejects(share: Callable[[Transformer], None], expected: str) -> None:
+    def rejects(share: Callable[[Transformer], object], expected: str) -> None:
         transformer = Transformer(2, 16, 8, max_seq_len=8)
         share(transformer)
         assert_rejected(transformer, init_device_mesh("cpu", mesh[0], mesh_dim_names=mesh[1]), expected)
