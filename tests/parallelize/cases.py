@@ -315,7 +315,7 @@ def recomputing_costs_the_collectives_of_the_forward_pass_but_for_the_last_of_a_
 def clipping_and_fused_adamw_train_like_one_process() -> None:
     one = seeded(one_layer)
     expected = train(one, adamw(one), 0, 1, range(3))
-    mesh = mesh_of("tp")  # the recipe of ten lines does it over ("dp", "tp")
+    mesh = mesh_of("tp")  # a recipe does it over ("dp", "tp")
     model = parallelize(seeded(one_layer), mesh)
     actual = train(model, adamw(model), *data_rank(mesh), range(3))
     torch.testing.assert_close(actual, expected, rtol=1e-7, atol=0)
