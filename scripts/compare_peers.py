@@ -20,15 +20,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's tinyblock, installed or not
 
 import torch
+from lab.files import atomic, require_writable
+from lab.presets import PRESETS
+from lab.tables import Section, show
 from peers.candidates import block_of
 from peers.cases import CUDA_PRESETS, DTYPES, Case, all_cases, shrink, with_positions
 from peers.measuring import Settings
 from peers.projects import PEERS
 from peers.report import markdown, sections, verdicts
 from peers.runs import load_run, measure
-from profiling.files import atomic, require_writable
-from profiling.presets import PRESETS
-from profiling.report import Section, show
 
 from tinyblock.vendoring.parser import OneLineParser
 
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary, failed = verdicts(run["cases"])
         shown += [*sections(run), "\n".join([summary, *failed])]
     try:
-        show(shown, sys.stdout)
+        show(shown)
     except BrokenPipeError:  # whoever read the tables has seen enough; the files are written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if any(run["interrupted"] for run in runs):

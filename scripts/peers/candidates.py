@@ -19,7 +19,7 @@ from typing import Any
 import jaxtyping
 import torch
 import torch.nn.functional as F
-from profiling.presets import Size
+from lab.sizes import Size
 from torch import Tensor, nn
 
 import tinyblock

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from profiling.presets import PRESETS, Size
+from lab.presets import PRESETS
+from lab.sizes import Size
 
 CUDA_PRESETS = ("llama-3.2-1b", "llama-3.1-8b")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from profiling.costs import part_costs
-from profiling.memory import SavedBytes, peak_added_bytes
-from profiling.presets import Size
-from profiling.timing import interleave
-from profiling.tracing import kernel_report
+from lab.kernels import kernel_report
+from lab.memory import SavedBytes, peak_added_bytes
+from lab.sizes import Size
+from lab.timing import interleave
 from torch import Tensor
 
 from tinyblock import Block, RotaryPositionalEmbedding
@@ -76,12 +75,9 @@ def prepare_turns(case: Case, settings: Settings, result: dict[str, Any]) -> Mea
     block, x = make_block(case.size, case.dtype, settings.device, settings.seed)
     positions = {"token_positions": torch.arange(case.size.seq_len, device=x.device)} if case.positions else {}
     ours = Contestant(Candidate.of(block, **positions), x, case, settings.seed)
-    costs = [ahead + back * (case.work == "train") for ahead, back in part_costs(case.size, x.itemsize).values()]
+    cost = case.size.costs(case.work)
     result |= ours.counts()
-    result["flops"] = {
-        "causal": sum(cost.matmul_flops for cost in costs),
-        "dense": sum(cost.dense_matmul_flops for cost in costs),
-    }
+    result["flops"] = {"causal": cost.matmul_flops, "dense": cost.dense_matmul_flops}
 
     def measure(peer: Peer) -> dict[str, Any]:
         candidate = build(peer, block, case.size)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from einops import rearrange, repeat
-from profiling.presets import Size
+from lab.sizes import Size
 from torch import Tensor, nn
 
 from tinyblock import Block

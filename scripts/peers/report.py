@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from profiling.report import Section, Table, number, share
+from lab.tables import Section, Table, number, share
 
 VERDICTS = {True: "met", False: "missed", None: ""}
 

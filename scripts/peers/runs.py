@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import jaxtyping
-from profiling.environment import environment
-from profiling.machine import datasheet
-from profiling.timing import Spread, paired_ratio
+from lab.environment import environment
+from lab.machine import datasheet
+from lab.timing import Spread, paired_ratio
 
 from .candidates import Peer
 from .cases import DTYPES, Case

@@ -8,11 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from lab.machine import Ceilings, Datasheet
+from lab.sizes import Cost, Size, adamw_cost
+from lab.timing import Spread, paired_ratio
 
-from .costs import Cost, adamw_cost, part_costs
-from .machine import Ceilings, Datasheet
-from .presets import Size
-from .timing import Spread, paired_ratio
 from .trust import trust
 
 Samples = Mapping[str, list[float]]
@@ -35,10 +34,7 @@ def analyse(
     """
     train = mode != "forward"
     passes = ("forward", "backward") if train else ("forward",)
-    costs = {
-        name: dict(zip(("forward", "backward"), both, strict=True))
-        for name, both in part_costs(size, dtype.itemsize).items()
-    }
+    costs = size.part_costs(dtype.itemsize)
     counts = {name: 1 if name == "final norm" else size.layers for name in costs}
     times = {name: _pass_times(samples, name, train) for name in (*costs, "whole")}
 

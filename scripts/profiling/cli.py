@@ -2,33 +2,32 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jaxtyping import config as jaxtyping_config
+from lab.cli import Parser, check_outputs, device_of, run
+from lab.environment import device_name, environment
+from lab.files import atomic
+from lab.machine import DATASHEETS, Ceilings, datasheet, measure_ceilings, memory_bytes
+from lab.presets import PRESETS
+from lab.processes import from_first, is_first, launched
+from lab.progress import Progress
+from lab.sizes import Size
+from lab.tables import show
 
 from tinyblock import Block
-from tinyblock.vendoring.parser import OneLineParser
 
 from .collectives import ONE_PROCESS, Mesh
 from .compare import SCHEMA, compare, load
-from .environment import device_name, environment
-from .files import atomic, require_plottable, require_writable
-from .machine import DATASHEETS, Ceilings, datasheet, measure_ceilings, memory_bytes
 from .measure import BACKENDS, MODES, Settings, measure, require_attention_backend
-from .memory import is_out_of_memory
-from .parts import build
 from .predict import Links, predict
-from .presets import PRESETS, Size
-from .processes import first_to_fail, from_first, is_first, launched, run_together
-from .progress import TerminalProgress
-from .report import report, show
+from .report import report
 from .report_processes import prediction_report, spread_report
 from .spread import measure_spread
 from .tracing import nsys_command
@@ -54,50 +53,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: nothing could be measured. 2: refused before measuring. 130: interrupted; what was measured is written.
     """
-    return run_together(lambda: _main(argv))
-
-
-def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
-    try:
+    with parser.reporting():
         settings, sizes, earlier = _checked(arguments)
-    except ValueError as error:
-        parser.error(str(error))
     if arguments.nvtx:
         print(f"To record the ranges: {nsys_command(sys.argv[1:] if argv is None else argv)}", flush=True)
-    try:
-        if arguments.predict is not None:
-            return _predict(arguments, settings, sizes)
-        return _profile(arguments, settings, sizes, earlier)
-    except BrokenPipeError:  # whoever read the report has seen enough; the files are written
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted before anything was measured", file=sys.stderr)
-        return 130
-    except (RuntimeError, MemoryError) as error:
-        if launched() > 1 or not is_out_of_memory(error):
-            raise
-        print(f"{parser.prog}: error: out of memory: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+    if arguments.predict is not None:
+        return run(parser, lambda: _predict(arguments, settings, sizes))
+    return run(parser, lambda: _profile(arguments, settings, sizes, earlier))
 
 
-class _Parser(OneLineParser):
-    def error(self, message: str) -> NoReturn:
-        """Refuse in one line, of all processes that do."""
-        if not first_to_fail():
-            self.exit(2)
-        super().error(message)
-
-
-def _parser() -> OneLineParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="profile_block.py",
         description="Show where the time and memory of a Transformer block go, and how far the machine's limit is.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     size = parser.add_argument_group("size")
     size.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"the block of a model: {', '.join(PRESETS)}")
@@ -165,7 +136,7 @@ def _parser() -> OneLineParser:
 def _checked(arguments: argparse.Namespace) -> tuple[Settings, list[Size], dict[str, Any] | None]:
     """Return how to measure, what, and the profile to compare with, once all that can be checked before is checked."""
     settings = Settings(
-        device=_device(arguments.device),
+        device=device_of(arguments.device),
         dtype=_DTYPES[arguments.dtype],
         mode=arguments.mode,
         compile=arguments.compile,
@@ -195,38 +166,15 @@ def _checked(arguments: argparse.Namespace) -> tuple[Settings, list[Size], dict[
         _refuse(arguments, f"needs CUDA, and the device is {settings.device}", "memory_snapshot", "nvtx")
     if arguments.sweep and (settings.trace or settings.memory_snapshot or settings.nvtx):
         raise ValueError("--trace, --memory-snapshot and --nvtx record one size: leave --sweep out")
-    _check_outputs(arguments)
+    check_outputs(arguments, "json", "plot", "trace", "memory_snapshot")
     earlier = None if arguments.compare is None else load(arguments.compare)
     if earlier is not None and not any(point["size"] == asdict(size) for point in earlier["points"] for size in sizes):
         raise ValueError(f"{arguments.compare} has none of the sizes that are asked for")
-    if settings.device.type == "cuda":
-        torch.cuda.set_device(settings.device)
     if settings.attention_backend is not None:
         _check_backend(sizes, settings)
     if settings.compile:
         _check_compile(settings)
     return settings, sizes, earlier
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ValueError(f"unknown device {name!r}: use cpu, cuda or cuda:N") from None
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise ValueError(f"cannot profile on {name!r}: use cpu, cuda or cuda:N")
-    if not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: this machine, or this build of torch, has no CUDA")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if launched() > 1:
-        if device.index is not None:
-            raise ValueError(f"--device {name}: each process has a device of its own: use cuda")
-        index = int(os.environ["LOCAL_RANK"])
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", index)
 
 
 def _sweep(text: str | None) -> list[dict[str, int]]:
@@ -250,7 +198,7 @@ def _possible_size(arguments: argparse.Namespace, settings: Settings, swept: dic
     try:
         size = _size(arguments, swept)
         one_layer = replace(size, num_layers=size.num_layers and min(size.num_layers, 1))  # the others are like it
-        build(one_layer, "meta", settings.dtype)
+        one_layer.build("meta", settings.dtype)
         torch.empty(size.batch_size, size.seq_len, size.d_model, device="meta", dtype=settings.dtype)
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ValueError(f"impossible size: {_first_sentence(error)}") from None
@@ -282,7 +230,7 @@ def _check_prediction(arguments: argparse.Namespace, settings: Settings, sizes: 
     if launched() > 1 or settings.mesh.processes > 1:
         raise ValueError("--predict is for one process: name the mesh behind it, as in --predict tp=2,dp=2")
     _refuse(arguments, "needs a measurement: leave --predict out", "compare", "trace", "memory_snapshot", "nvtx")
-    _check_outputs(arguments)
+    check_outputs(arguments, "json", "plot", "trace", "memory_snapshot")
     if arguments.plot is not None and not arguments.sweep:
         raise ValueError("--plot of a prediction draws a sweep: add --sweep batch-size=64,128,256")
     _links(arguments.link)
@@ -346,23 +294,6 @@ def _size(arguments: argparse.Namespace, swept: dict[str, int]) -> Size:
     return Size(**size, **numerics)
 
 
-def _check_outputs(arguments: argparse.Namespace) -> None:
-    if arguments.plot is not None:
-        require_plottable(arguments.plot)
-    resolved: set[Path] = set()
-    for option in ("json", "plot", "trace", "memory_snapshot"):
-        path = getattr(arguments, option)
-        if path is None:
-            continue
-        try:
-            require_writable(path)
-        except OSError as error:
-            raise ValueError(f"--{option.replace('_', '-')}: cannot write {path}: {error.strerror}") from None
-        if path.resolve() in resolved:
-            raise ValueError("two outputs have the same path")
-        resolved.add(path.resolve())
-
-
 def _check_backend(sizes: list[Size], settings: Settings) -> None:
     try:
         for size in sizes:
@@ -391,7 +322,7 @@ def _profile(
     arguments: argparse.Namespace, settings: Settings, sizes: list[Size], earlier: dict[str, Any] | None
 ) -> int:
     """Measure the sizes, write and show the result, and return the exit code."""
-    with TerminalProgress() as progress:
+    with Progress() as progress:
         progress.start("measuring the ceilings")
         ceilings = from_first(lambda: measure_ceilings(settings.device, settings.dtype))
         sheet = datasheet(device_name(settings.device))
@@ -415,9 +346,9 @@ def _profile(
     if not is_first():
         return 0 if measured else 1
     try:  # the report first, so that a plot that fails does not lose it
-        show((spread_report if settings.mesh.processes > 1 else report)(document), sys.stdout)
+        show((spread_report if settings.mesh.processes > 1 else report)(document))
         if earlier is not None:
-            show(["", *compare(document, earlier)], sys.stdout)
+            show(["", *compare(document, earlier)])
     finally:  # for somebody, too, who does not read the report to its end
         if arguments.plot is not None and measured:
             from .plot import plot
@@ -446,7 +377,7 @@ def _predict(arguments: argparse.Namespace, settings: Settings, sizes: list[Size
     document = _document(arguments, settings, ceilings, {"datasheet": None, "source": source})
     document |= {"links": asdict(links), "predictions": predictions}
     _write(document, arguments.json)
-    show(prediction_report(document), sys.stdout)
+    show(prediction_report(document))
     if arguments.plot is not None:
         from .plot import plot_predictions
 

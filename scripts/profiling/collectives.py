@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lab.sizes import Size
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from .presets import Size
 
 # DTensor calls the functional ones, FSDP the others.
 _KINDS = {

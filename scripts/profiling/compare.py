@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .report import Section, Table, describe, number
+from lab.tables import Section, Table, number
+
+from .report import describe
 
 SCHEMA = "tinyblock.profile/1"
 

@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from lab import kernels
+from lab.machine import Ceilings, Datasheet
+from lab.memory import SavedBytes, bytes_of, is_out_of_memory, peak_added_bytes
+from lab.progress import Progress
+from lab.sizes import Size
+from lab.timing import interleave
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tinyblock import Block, Transformer
@@ -18,12 +23,7 @@ from tinyblock import Block, Transformer
 from . import tracing
 from .analysis import analyse
 from .collectives import ONE_PROCESS, Mesh
-from .machine import Ceilings, Datasheet
-from .memory import SavedBytes, is_out_of_memory, peak_added_bytes
-from .parts import Part, accumulate, build, clear, cut, whole
-from .presets import Size
-from .progress import TerminalProgress
-from .timing import interleave
+from .parts import Part, accumulate, clear, cut, whole
 from .trust import Watch
 
 Result = TypeVar("Result")
@@ -80,7 +80,7 @@ def require_attention_backend(size: Size, settings: Settings) -> None:
 
 
 def measure(
-    size: Size, settings: Settings, ceilings: Ceilings, datasheet: Datasheet | None, progress: TerminalProgress
+    size: Size, settings: Settings, ceilings: Ceilings, datasheet: Datasheet | None, progress: Progress
 ) -> dict[str, Any]:
     """Measure one size, and return a point of docs/profile_schema.md.
 
@@ -102,7 +102,7 @@ def measure(
 class _Measurement:
     """One size, built: what is run, and what is asked of it."""
 
-    def __init__(self, size: Size, settings: Settings, progress: TerminalProgress) -> None:
+    def __init__(self, size: Size, settings: Settings, progress: Progress) -> None:
         self.size, self.settings, self.progress = size, settings, progress
         progress.start("building")
         torch.manual_seed(settings.seed)
@@ -167,8 +167,8 @@ class _Measurement:
                 point["memory"] = self._stage("memory", self._memory)
                 seconds = point["whole"][settings.mode]["seconds"]["median"]
                 if not settings.nvtx:  # nsys and torch.profiler cannot both listen to the GPU
-                    kernels = partial(tracing.kernel_report, self.run(), settings.device, seconds)
-                    point["kernels"] = self._stage("kernels", kernels)
+                    counting = partial(kernels.kernel_report, self.run(), settings.device, seconds)
+                    point["kernels"] = self._stage("kernels", counting)
                 self._record()
             except KeyboardInterrupt:
                 point["status"] = "interrupted"
@@ -283,15 +283,10 @@ class Optimizing:
 
 
 def build_whole(size: Size, settings: Settings) -> tuple[Block | Transformer, Part]:
-    model = build(size, settings.device, settings.dtype)
+    model = size.build(settings.device, settings.dtype)
     shape = (size.batch_size, size.seq_len, size.d_model)
     x = torch.randn(shape, device=settings.device).to(settings.dtype).requires_grad_(settings.train)
     return model, whole(model, x, torch.randn_like(x) if settings.train else None)
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors; of a DTensor, those that this process has."""
-    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors)
 
 
 def _one_line(error: BaseException) -> str:

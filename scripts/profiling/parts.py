@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from tinyblock import Block, Transformer
 
-from .presets import Size
-
 
 @dataclass(frozen=True)
 class Part:
@@ -53,33 +51,6 @@ def accumulate(part: Part) -> None:
 def clear(part: Part) -> None:
     for leaf in (*part.inputs, *part.weights):
         leaf.grad = None
-
-
-def build(size: Size, device: torch.device | str, dtype: torch.dtype) -> Block | Transformer:
-    """Build the block, or the stack, in the training mode that a new module is in.
-
-    Raises:
-        ValueError: a size that one of the layers refuses.
-    """
-    if size.batch_size < 1 or size.seq_len < 1:
-        raise ValueError(f"need batch_size and seq_len of at least 1, got {size.batch_size} and {size.seq_len}")
-    stack = Transformer(
-        size.layers,
-        size.d_model,
-        size.num_heads,
-        size.d_ff,
-        max_seq_len=size.seq_len,
-        theta=size.theta,
-        num_kv_heads=size.num_kv_heads,
-        d_head=size.d_head,
-        qk_norm=size.qk_norm,
-        eps=size.eps,
-        device=device,
-        dtype=dtype,
-    )
-    block = stack.layers[0]
-    assert isinstance(block, Block)
-    return block if size.num_layers is None else stack
 
 
 def whole(model: Block | Transformer, x: Tensor, gradient: Tensor | None) -> Part:

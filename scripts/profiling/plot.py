@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from lab.tables import number, share, si, time_unit
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from .collectives import Mesh
-from .report import describe_all, device_and_threads, number, rates, share, si, time_unit, value_on
+from .report import describe_all, device_and_threads, rates, value_on
 
 # Okabe and Ito's palette, which people with any kind of colour blindness can tell apart; the markers say it again.
 _HUES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8A8A00", "#999999", "#661100", "#332288")

@@ -13,13 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from lab.machine import Ceilings
+from lab.sizes import PASSES, Size, adamw_cost
 
 from .collectives import Collective, Mesh, collectives_of
-from .costs import adamw_cost, part_costs
-from .machine import Ceilings
-from .presets import Size
-
-PASSES = {"forward": ("forward",), "train": ("forward", "backward"), "step": ("forward", "backward", "optimizer")}
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ def predict(size: Size, mesh: Mesh, ceilings: Ceilings, links: Links, mode: str,
         "tp_seconds": tp,
         "dp_seconds": dp,
         "hidden_seconds": hidden,
-        "mfu": matmul_flops(size, mode) / whole / mesh.processes / ceilings.flops_per_second.median,
+        "mfu": size.costs(mode).matmul_flops / whole / mesh.processes / ceilings.flops_per_second.median,
     }
 
 
@@ -89,20 +86,14 @@ def compute_seconds(size: Size, mesh: Mesh, ceilings: Ceilings, element_size: in
     by_tokens = replace(of_batch, seq_len=-(-size.seq_len // mesh.tp))
     heads, kv_heads = size.num_heads // mesh.tp, size.num_kv_heads // mesh.tp
     by_heads = replace(of_batch, num_heads=heads, num_kv_heads=kv_heads, d_ff=size.d_ff // mesh.tp)
-    of_tokens = part_costs(by_tokens, element_size)
+    of_tokens = by_tokens.part_costs(element_size)
     seconds = {"forward": 0.0, "backward": 0.0}
-    for name, costs in part_costs(by_heads, element_size).items():
+    for name, costs in by_heads.part_costs(element_size).items():
         both = of_tokens[name] if name in ("ln1", "residual adds", "ln2", "final norm") else costs
-        for pass_, cost in zip(seconds, both, strict=True):
-            seconds[pass_] += ceilings.seconds(cost.flops, cost.bytes) * (1 if name == "final norm" else size.layers)
+        for pass_, cost in both.items():
+            seconds[pass_] += ceilings.seconds(cost.flops, cost.bytes) * size.count(name)
     update = adamw_cost(_stored(size, mesh), element_size)
     return seconds | {"optimizer": ceilings.seconds(update.flops, update.bytes)}
-
-
-def matmul_flops(size: Size, mode: str) -> int:
-    """Return the FLOPs of the matrix products, with causal attention: twice as many in a backward pass."""
-    forward = sum(size.layers * of_forward.matmul_flops for of_forward, _ in part_costs(size, 1).values())
-    return forward * (1 if mode == "forward" else 3)
 
 
 def _stored(size: Size, mesh: Mesh) -> int:

@@ -1,92 +1,11 @@
 """The result as text: rich tables on a terminal, plain aligned columns elsewhere or without rich."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, TextIO
+from typing import Any
 
-from .presets import PRESETS
-
-
-@dataclass
-class Table:
-    """Rows of cells; the first column is text, the others are numbers. `totals` rows are set apart below."""
-
-    title: str
-    columns: Sequence[str]
-    rows: list[list[str]] = field(default_factory=list)
-    totals: list[list[str]] = field(default_factory=list)
-
-
-Section = Table | str
-
-
-def show(sections: Iterable[Section], stream: TextIO) -> None:
-    """Print tables and paragraphs to `stream`."""
-    try:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table as RichTable
-    except ImportError:
-        rich = False
-    else:
-        rich = stream.isatty()
-    if not rich:
-        print("\n\n".join(plain(section) for section in sections), file=stream, flush=True)
-        return
-    console = Console(file=stream, markup=False, highlight=False, emoji=False)
-    for section in sections:
-        if isinstance(section, str):
-            console.print(section)
-            console.print()
-            continue
-        table = RichTable(title=section.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        for index, column in enumerate(section.columns):
-            table.add_column(column, justify="right" if index else "left", no_wrap=True)
-        for row in section.rows:
-            table.add_row(*row)
-        table.add_section()
-        for row in section.totals:
-            table.add_row(*row, style="bold")
-        console.print(table)
-
-
-def plain(section: Section) -> str:
-    """Return a section as text: a table as columns two spaces apart, with a rule above its totals."""
-    if isinstance(section, str):
-        return section
-    lines = [list(section.columns), *section.rows, *section.totals]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(section.columns))]
-
-    def row(line: Sequence[str]) -> str:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        return "  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip()
-
-    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
-    totals = [rule, *map(row, section.totals)] if section.totals else []
-    return "\n".join([section.title, row(section.columns), rule, *map(row, section.rows), *totals])
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """Write a number with so many significant digits and without an exponent; None is n/a."""
-    if value is None:
-        return "n/a"
-    whole_digits = len(str(int(abs(value))))
-    return f"{value:.{max(0, digits - whole_digits)}f}"
-
-
-def si(value: float | None, unit: str = "") -> str:
-    """Write a number with a decimal prefix, such as 3.11 MB."""
-    if value is None:
-        return "n/a"
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * factor:
-            return f"{number(value / factor)} {prefix}{unit}"
-    return f"{number(value) if value % 1 else int(value)} {unit}".rstrip()
-
-
-def share(value: float | None) -> str:
-    return "n/a" if value is None else f"{number(100 * value, 2 if abs(value) < 0.1 else 3)}%"
+from lab.presets import PRESETS
+from lab.tables import Section, Table, number, plural, share, si, spread_cells, time_unit
 
 
 def report(document: dict[str, Any]) -> list[Section]:
@@ -135,7 +54,7 @@ def describe_all(sizes: Sequence[dict[str, Any]]) -> str:
 def header(document: dict[str, Any]) -> str:
     settings, environment, ceilings = document["settings"], document["environment"], document["ceilings"]
     preset = settings["preset"]
-    model = f", preset {preset} ({PRESETS[preset].model_layers} blocks in the model)" if preset else ""
+    model = f", preset {preset} ({PRESETS[preset].num_layers} blocks in the model)" if preset else ""
     compiled = "compiled (and each part on its own)" if settings["compile"] else "eager"
     backend = settings["attention_backend"] or "torch's choice of"
     measured = rates(ceilings["flops_per_second"]["median"], ceilings["bytes_per_second"]["median"])
@@ -153,7 +72,7 @@ def header(document: dict[str, Any]) -> str:
 
 def device_and_threads(document: dict[str, Any]) -> str:
     threads, on_cpu = document["environment"]["threads"], document["settings"]["device"] == "cpu"
-    return document["environment"]["device"] + (f", {_plural(threads, 'thread')}" if on_cpu else "")
+    return document["environment"]["device"] + (f", {plural(threads, 'thread')}" if on_cpu else "")
 
 
 def rates(flops_per_second: float | None, bytes_per_second: float) -> str:
@@ -187,7 +106,7 @@ def _times(point: dict[str, Any], passes: list[str], title: str) -> Table:
         ("whole", [[*spread_cells(whole[name]["seconds"], factor), ""] for name in passes]),
         ("sum / whole", [[*spread_cells(sums[name]["of_whole"], 1), ""] for name in passes]),
     ):
-        table.totals.append([title, *chain(*cells)])
+        table.rows.append([title, *chain(*cells)])
     return table
 
 
@@ -209,9 +128,9 @@ def _work(point: dict[str, Any], name: str) -> Table:
         ]
 
     table.rows = [row(part["name"], part[name]) for part in point["parts"]]
-    table.totals = [row("whole", point["whole"][name])]
+    table.rows += [row("whole", point["whole"][name])]
     if point["optimizer"] is not None and name == "backward":
-        table.totals.append(row("AdamW", point["optimizer"]))
+        table.rows.append(row("AdamW", point["optimizer"]))
     return table
 
 
@@ -220,7 +139,7 @@ def _memory(point: dict[str, Any]) -> Table:
     table = Table("Memory", ["part", "saved for backward", "peak above the start"])
     for part in memory["parts"]:
         table.rows.append([part["name"], si(part["saved_bytes"], "B"), si(part["peak_added_bytes"], "B")])
-    table.totals = [["whole", si(memory["saved_bytes"], "B"), si(memory["peak_added_bytes"], "B")]]
+    table.rows += [["whole", si(memory["saved_bytes"], "B"), si(memory["peak_added_bytes"], "B")]]
     return table
 
 
@@ -263,8 +182,8 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
     if compiled is not None:
         cache = ", from inductor's cache" if compiled["from_cache"] else ""
         lines.append(
-            f"Compilation: {number(compiled['seconds'])} s{cache}; {_plural(compiled['graphs'], 'graph')}, "
-            f"{_plural(compiled['graph_breaks'], 'break')}"
+            f"Compilation: {number(compiled['seconds'])} s{cache}; {plural(compiled['graphs'], 'graph')}, "
+            f"{plural(compiled['graph_breaks'], 'break')}"
         )
         lines += [f"  break: {' '.join(reason.split())}" for reason in compiled["break_reasons"]]
     if memory is not None:
@@ -275,7 +194,7 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
         )
     lines += [f"Not measured: {note}" for note in point["notes"]]
     if point["status"] == "interrupted":
-        lines.append(f"Interrupted after {_plural(seconds['samples'], 'round')}.")
+        lines.append(f"Interrupted after {plural(seconds['samples'], 'round')}.")
     lines.append(_LEGEND)
     if point["losses"]:
         lines += ["", "Most time lost against the roofline, and what that usually means:"]
@@ -354,16 +273,3 @@ def _sweep_parts(points: list[dict[str, Any]], axis: str, mode: str) -> Table:
 def value_on(axis: str, point: dict[str, Any]) -> str:
     """Return the point's value on the axis of the sweep."""
     return str(point["size"][axis.replace("-", "_")])
-
-
-def time_unit(seconds: float) -> tuple[str, float]:
-    return ("us", 1e6) if seconds < 1e-3 else ("ms", 1e3)
-
-
-def spread_cells(spread: dict[str, float], factor: float) -> list[str]:
-    """Return the median, and the range from p20 to p80."""
-    return [number(spread["median"] * factor), f"{number(spread['p20'] * factor)}-{number(spread['p80'] * factor)}"]
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -3,8 +3,10 @@
 from itertools import groupby
 from typing import Any
 
+from lab.tables import Section, Table, number, share, si, spread_cells, time_unit
+
 from .collectives import Mesh
-from .report import Section, Table, describe, doubts, header, number, share, si, spread_cells, time_unit
+from .report import describe, doubts, header
 
 _LEGEND = (
     "Times are medians, of rounds in which the slowest process counts. Speed-up: over one process with the whole\n"
@@ -90,7 +92,7 @@ def _collectives(point: dict[str, Any]) -> Table:
             ]
         )
     seconds, shares = (sum(record[key] for record in point["collectives"]) for key in ("seconds", "share"))
-    table.totals = [["all", "", "", number(factor * seconds), share(shares), ""]]
+    table.rows += [["all", "", "", number(factor * seconds), share(shares), ""]]
     return table
 
 

@@ -7,28 +7,27 @@ from functools import partial
 from typing import Any
 
 import torch
+from lab.machine import Ceilings
+from lab.memory import bytes_of, peak_added_bytes
+from lab.processes import from_all, is_first, least
+from lab.progress import Progress
+from lab.sizes import Size
+from lab.timing import Spread, interleave, paired_ratio
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tinyblock import parallelize
 
 from .collectives import Collective, Collectives, alone, collectives_of
-from .machine import Ceilings
-from .measure import Optimizing, Settings, build_whole, bytes_of
-from .memory import peak_added_bytes
+from .measure import Optimizing, Settings, build_whole
 from .parts import Part, accumulate, clear, whole
-from .predict import matmul_flops
-from .presets import Size
-from .processes import from_all, is_first, least
-from .progress import TerminalProgress
-from .timing import Spread, interleave, paired_ratio
 from .tracing import overlap_report
 from .trust import Watch, trust
 
 _LINK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # of the all-gather that measures a link
 
 
-def measure_spread(size: Size, settings: Settings, ceilings: Ceilings, progress: TerminalProgress) -> dict[str, Any]:
+def measure_spread(size: Size, settings: Settings, ceilings: Ceilings, progress: Progress) -> dict[str, Any]:
     """Measure one size over the processes of the settings' mesh, and return a spread point of docs/profile_schema.md.
 
     The collectives are those counted in a run, of a compiled model those that the sizes tell. Each is timed alone, by
@@ -74,7 +73,7 @@ class SpreadModel:
                 torch.autograd.backward(out, self.part.gradients)
         return {"forward": forward.calls, "backward": backward.calls}
 
-    def point(self, ceilings: Ceilings, progress: TerminalProgress) -> dict[str, Any]:
+    def point(self, ceilings: Ceilings, progress: Progress) -> dict[str, Any]:
         settings, mesh, watch = self.settings, self.mesh, Watch()
         timed = {f"spread {name}": run for name, run in self.runs.items()}
         timed |= {f"one {name}": run for name, run in self.of_one.items()}
@@ -99,7 +98,7 @@ class SpreadModel:
             "overlap": overlap,
             "memory": memory,
             "tokens_per_second": self.size.tokens / seconds,
-            "mfu": matmul_flops(self.size, settings.mode) / seconds / peaks,
+            "mfu": self.size.costs(settings.mode).matmul_flops / seconds / peaks,
             "trust": trust(slowest, waited, [ceilings.flops_per_second, ceilings.bytes_per_second]),
         }
 

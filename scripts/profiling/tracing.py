@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab.files import atomic
+from lab.kernels import busy_time, events_of, on_gpu
+from lab.timing import clock
 from torch.profiler import profile, record_function
 
-from .files import atomic
 from .parts import Part, backward_of
-from .timing import clock
 
 
 def run_labelled(
@@ -57,34 +58,9 @@ def nsys_command(arguments: Sequence[str]) -> str:
     return f"{nsys} {shlex.join([sys.executable, sys.argv[0], *arguments])}"
 
 
-def kernel_report(run: Callable[[], object], device: torch.device, seconds: float) -> dict[str, Any] | None:
-    """Count the kernels of `run`, which takes so many seconds without a profiler; None where none can be seen."""
-    return summarize_kernels(_events(run, device), seconds)
-
-
-def summarize_kernels(events: Iterable[Any], seconds: float) -> dict[str, Any] | None:
-    """Return the count of the kernels among a profiler's events, and how long the GPU was busy.
-
-    Copies and fills are no kernels, and keep the GPU busy all the same. Without a kernel the profiler has seen nothing
-    of the GPU, and the result is None.
-    """
-    work = _on_gpu(events)
-    count = sum(not event.name.startswith(("Memcpy", "Memset")) for event in work)
-    if count == 0:
-        return None
-    busy = _busy(work)
-    fraction = busy * 1e-6 / seconds
-    return {
-        "count": count,
-        "busy_seconds": busy * 1e-6,
-        "busy_fraction": fraction,
-        "launch_bound": fraction < 0.8,  # for a fifth of the time, the GPU waits for its next kernel
-    }
-
-
 def overlap_report(run: Callable[[], object], device: torch.device) -> dict[str, float] | None:
     """Return how long NCCL's kernels of `run` take, and how much of that is hidden; None where none can be seen."""
-    return summarize_overlap(_events(run, device))
+    return summarize_overlap(events_of(run, device))
 
 
 def summarize_overlap(events: Iterable[Any]) -> dict[str, float] | None:
@@ -92,36 +68,13 @@ def summarize_overlap(events: Iterable[Any]) -> dict[str, float] | None:
 
     A collective that waits for another process is running, too.
     """
-    work = _on_gpu(events)
+    work = on_gpu(events)
     collectives = [event for event in work if event.name.startswith("nccl")]
     if not collectives:
         return None
-    together, others = _busy(work), _busy(event for event in work if not event.name.startswith("nccl"))
-    seconds = _busy(collectives)
+    together, others = busy_time(work), busy_time(event for event in work if not event.name.startswith("nccl"))
+    seconds = busy_time(collectives)
     return {"collective_seconds": 1e-6 * seconds, "hidden_seconds": 1e-6 * (seconds + others - together)}
-
-
-def _events(run: Callable[[], object], device: torch.device) -> Iterable[Any]:
-    """Return what a profiler sees of `run`; nothing where there is no GPU to be seen."""
-    if device.type != "cuda":
-        return []
-    with profile() as profiler:
-        run()
-        _synchronize()
-    return profiler.events() or []
-
-
-def _on_gpu(events: Iterable[Any]) -> list[Any]:
-    return [e for e in events if e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False)]
-
-
-def _busy(events: Iterable[Any]) -> float:
-    """Return the microseconds in which one of the events is on: on several streams, they may overlap."""
-    busy, until = 0.0, float("-inf")
-    for start, end in sorted((event.time_range.start, event.time_range.end) for event in events):
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return busy
 
 
 def compile_report(eager: Part, compiled: Part, train: bool) -> dict[str, Any]:

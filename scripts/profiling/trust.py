@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .timing import Spread
+from lab.timing import Spread
 
 # On an idle machine, a half of these is not reached.
 _SPREAD, _ABOVE_FASTEST, _WAITED, _OTHERS = 0.2, 0.25, 0.05, 0.25

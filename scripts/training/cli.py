@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from profiling.files import require_plottable, require_writable
-from profiling.memory import is_out_of_memory
+from lab.cli import check_outputs
+from lab.files import require_writable
+from lab.memory import is_out_of_memory
 
 from tinyblock import SwiGLU, Transformer
 from tinyblock.vendoring.parser import OneLineParser
@@ -83,7 +84,9 @@ def _checked(
     try:
         settings = _settings(args)
         _check_processes(args, argv)
-        _check_outputs(args)
+        check_outputs(args, "json", "plot")
+        if args.compare == "activations" and args.plot is None:
+            raise ValueError("--compare activations draws, and needs --plot FILE")
         text = _text(args, settings)
         return settings, text, *_checkpoint(args, settings, text)
     except ValueError as error:
@@ -169,18 +172,6 @@ def _check_processes(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if count != wanted:
         command = shlex.join(["torchrun", "--nproc-per-node", str(wanted), "scripts/train_lm.py", *argv])
         raise ValueError(f"--tp {args.tp} --dp {args.dp} needs {wanted} processes, and there is {count}: {command}")
-
-
-def _check_outputs(args: argparse.Namespace) -> None:
-    if args.plot is not None:
-        require_plottable(args.plot)
-    elif args.compare == "activations":
-        raise ValueError("--compare activations draws, and needs --plot FILE")
-    for path in filter(None, (args.json, args.plot)):
-        try:
-            require_writable(path)
-        except OSError as error:
-            raise ValueError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _text(args: argparse.Namespace, settings: Settings) -> TextFiles:

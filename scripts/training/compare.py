@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -10,10 +9,10 @@ from statistics import mean
 from typing import Any
 
 import torch
-from profiling.environment import environment
-from profiling.files import atomic
-from profiling.progress import TerminalProgress
-from profiling.report import Table, show
+from lab.environment import environment
+from lab.files import atomic
+from lab.progress import Progress
+from lab.tables import Table, show
 from torch import Tensor, nn
 
 from tinyblock import FeedForward, SwiGLU, gelu, silu
@@ -75,7 +74,7 @@ def compare(args: argparse.Namespace, settings: Settings, text: TextFiles) -> in
         for name in builds
     ]
     try:
-        with TerminalProgress() as progress:
+        with Progress() as progress:
             for index, (name, chosen) in enumerate(everything, 1):
                 progress.start(f"{index}/{len(everything)} {name}, lr {chosen.lr:g}, seed {chosen.seed}", chosen.steps)
                 torch.manual_seed(chosen.seed)
@@ -88,7 +87,7 @@ def compare(args: argparse.Namespace, settings: Settings, text: TextFiles) -> in
                         temporary.write_text(json.dumps(document) + "\n")
     finally:
         if runs:
-            show(_tables(document), sys.stdout)
+            show(_tables(document))
             if args.plot is not None and any(run["diverged"] is None for run in runs):
                 from .plot import plot_comparison
 

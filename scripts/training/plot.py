@@ -7,9 +7,9 @@ from statistics import mean
 from typing import Any
 
 import torch
+from lab.files import atomic
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from profiling.files import atomic
 
 from tinyblock import gelu, silu
 

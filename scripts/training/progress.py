@@ -6,10 +6,9 @@ import time
 from typing import Any
 
 import torch
-from profiling.costs import Cost, part_costs
-from profiling.environment import device_name
-from profiling.machine import datasheet
-from profiling.presets import Size
+from lab.environment import device_name
+from lab.machine import datasheet
+from lab.sizes import Size
 
 from .run import Settings
 from .text import SYMBOLS
@@ -18,9 +17,8 @@ from .text import SYMBOLS
 def flops_per_token(settings: Settings, d_ff: int) -> float:
     """Return the FLOPs of the matrix products, forward and backward, that a causal mask leaves."""
     heads, d_model = settings.num_heads, settings.d_model
-    size = Size(1, settings.seq_len, d_model, heads, heads, d_model // heads, d_ff)
-    block = sum((cost for passes in part_costs(size, 4).values() for cost in passes), Cost())
-    return settings.num_layers * block.matmul_flops / settings.seq_len + 3 * 2 * d_model * SYMBOLS
+    size = Size(1, settings.seq_len, d_model, heads, heads, d_model // heads, d_ff, num_layers=settings.num_layers)
+    return size.costs("train").matmul_flops / settings.seq_len + 3 * 2 * d_model * SYMBOLS
 
 
 class Progress:

@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from lab.sizes import Size
 from profiling.collectives import Collective, Collectives, Mesh, collectives_of
 from profiling.measure import Settings
-from profiling.presets import Size
 from profiling.spread import SpreadModel
 from test_recipes import run
 from torch import Tensor, nn

@@ -10,8 +10,8 @@ from pathlib import Path
 import compare_peers
 import pytest
 from isolated import WITHOUT_PACKAGE
+from lab.tables import Table
 from peers import candidates, projects, report, runs
-from profiling.report import Table
 
 QUICK = ["--quick", "--rounds", "2", "--threads", "1"]
 ONE_TOKEN = [*QUICK, "--case", "one-token-f32", "--peers", "control"]

@@ -11,8 +11,8 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
+from lab.sizes import Size
 from peers import candidates, cases, measuring, projects
-from profiling.presets import Size
 from torch.func import functional_call
 
 import tinyblock

@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
+from lab.machine import Ceilings, Datasheet
+from lab.sizes import Cost, Size, adamw_cost
+from lab.timing import Spread
 from profiling.analysis import analyse
-from profiling.costs import Cost, adamw_cost, part_costs
-from profiling.machine import Ceilings, Datasheet
-from profiling.presets import Size
-from profiling.timing import Spread
 
 MACHINE = Ceilings(Spread(1e9, 1e9, 1e9, 1), Spread(1e8, 1e8, 1e8, 1), 1024, 2**20)
 IDLE = {"waited_share": 0.0, "others_share": 0.0}
@@ -18,7 +17,7 @@ SIZE = Size(batch_size=2, seq_len=5, d_model=12, num_heads=6, num_kv_heads=2, d_
 def samples_of(size: Size, mode: str) -> dict[str, list[float]]:
     """Forward takes each part 1, 2 and 3 s in three rounds, and backward twice that; the whole, 10, 20 and 30 times."""
     samples = {}
-    for name, factor in [*((name, 1) for name in part_costs(size, 4)), ("whole", 10), ("smallest", 0.5)]:
+    for name, factor in [*((name, 1) for name in size.part_costs(4)), ("whole", 10), ("smallest", 0.5)]:
         samples[f"{name} forward"] = [factor * t for t in (1.0, 2.0, 3.0)]
         if mode != "forward":
             samples[f"{name} train"] = [3 * factor * t for t in (1.0, 2.0, 3.0)]
@@ -60,7 +59,7 @@ def test_analysis_counts_the_parts_of_a_stack_once_a_layer():
     assert result["sum_of_parts"]["forward"]["seconds"]["median"] == 3 * 8 * 2.0 + 2.0
     assert [part["count"] for part in result["parts"]] == [3] * 8 + [1]
     assert math.isclose(sum(part["forward"]["share"] for part in result["parts"]), 1.0)
-    costs = {name: forward for name, (forward, _) in part_costs(stack, 4).items()}
+    costs = {name: forward for name, (forward, _) in ((n, c.values()) for n, c in stack.part_costs(4).items())}
     once = costs.pop("final norm")
     total = sum(costs.values(), Cost()) * 3 + once
     assert result["whole"]["forward"]["bytes"] == total.bytes
@@ -69,7 +68,7 @@ def test_analysis_counts_the_parts_of_a_stack_once_a_layer():
 
 def test_analysis_places_a_pass_under_the_roofline():
     record = point("forward")["parts"][-1]["forward"]
-    cost, _ = part_costs(SIZE, 4)["ffn"]
+    cost = SIZE.part_costs(4)["ffn"]["forward"]
     floor = max(cost.flops / 1e9, cost.bytes / 1e8)
     assert record["roofline_seconds"] == floor
     assert record["roofline_fraction"] == floor / 2.0
@@ -83,7 +82,7 @@ def test_analysis_places_a_pass_under_the_roofline():
 
 
 def test_analysis_gives_mfu_of_both_attentions_and_both_peaks():
-    costs = part_costs(SIZE, 4).values()
+    costs = [c.values() for c in SIZE.part_costs(4).values()]
     causal = sum(f.matmul_flops + b.matmul_flops for f, b in costs)
     dense = sum(f.dense_matmul_flops + b.dense_matmul_flops for f, b in costs)
     assert causal < dense
@@ -109,15 +108,18 @@ def test_analysis_of_a_step_has_the_optimizer():
 
 def losses(size=SIZE, smallest=0.0, machine=MACHINE, **seconds):
     """Return the losses of a forward pass of 10 s in which these parts take so long, the others their least."""
-    costs = part_costs(size, 4)
-    samples = {f"{name} forward": [machine.seconds(cost.flops, cost.bytes)] for name, (cost, _) in costs.items()}
+    costs = size.part_costs(4)
+    samples = {
+        f"{name} forward": [machine.seconds(cost["forward"].flops, cost["forward"].bytes)]
+        for name, cost in costs.items()
+    }
     samples |= {f"{name} forward": [time] for name, time in seconds.items()}
     samples |= {"whole forward": [10.0], "smallest forward": [smallest]}
     return analyse(samples, size, "forward", torch.float32, machine, None, IDLE)["losses"]
 
 
 def test_analysis_names_the_three_parts_that_lose_most_against_the_roofline():
-    least = {name: MACHINE.seconds(cost.flops, cost.bytes) for name, (cost, _) in part_costs(SIZE, 4).items()}
+    least = {name: MACHINE.seconds(cost.flops, cost.bytes) for name, cost in SIZE.part_costs(4).items()}
     lost = {"ln1": 1.0, "rope": 4.0, "ffn": 2.0, "attention": 3.0}
     found = losses(**{name: least[name] + more for name, more in lost.items()})
     assert [loss["name"] for loss in found] == ["rope", "attention", "ffn"]

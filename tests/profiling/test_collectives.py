@@ -1,8 +1,8 @@
 """The bytes of collectives, against the formulas of the papers. That these calls are made, tests/parallelize counts."""
 
 import pytest
+from lab.sizes import Size
 from profiling.collectives import Collective, Mesh, collectives_of
-from profiling.presets import Size
 
 SIZE = Size(batch_size=8, seq_len=32, d_model=64, num_heads=8, num_kv_heads=4, d_head=8, d_ff=192, num_layers=3)
 

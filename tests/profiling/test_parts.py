@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from profiling.parts import build, cut, flow, whole
-from profiling.presets import Size
+from lab.sizes import Size
+from profiling.parts import cut, flow, whole
 from torch.nn import functional as F
 
 
 def cut_block(num_layers=None, qk_norm=True, dtype=torch.float32):
     size = Size(2, 5, 12, 6, 2, 4, 20, qk_norm=qk_norm, num_layers=num_layers)
     torch.manual_seed(0)
-    model = build(size, "cpu", dtype)
+    model = size.build("cpu", dtype)
     x = torch.randn(2, 5, 12, dtype=dtype, requires_grad=True)
     gradient = torch.randn_like(x)
     return model, x, gradient, cut(model, x, gradient)
@@ -71,7 +71,7 @@ def test_parts_of_a_stack_are_those_of_a_block_and_the_final_norm():
 
 def test_parts_without_gradient_record_no_graph():
     size = Size(1, 3, 8, 2, 2, 4, 8)
-    block = build(size, "cpu", torch.float32)
+    block = size.build("cpu", torch.float32)
     with torch.no_grad():
         parts = cut(block, torch.randn(1, 3, 8))
         assert not any(t.requires_grad for part in parts for t in (*part.inputs, *part.forward()))

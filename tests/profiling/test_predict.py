@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from lab.machine import DATASHEETS
+from lab.sizes import Size
 from profiling.collectives import Collective, Mesh
-from profiling.machine import DATASHEETS
-from profiling.predict import Links, compute_seconds, matmul_flops, predict
-from profiling.presets import Size
+from profiling.predict import Links, compute_seconds, predict
 
 LLAMA = Size(16, 8192, 4096, 32, 8, 128, 14336, num_layers=32)
 LINKS = Links(within=450e9, between=50e9)
@@ -63,5 +63,5 @@ def test_prediction_of_a_model_is_that_of_its_parts():
     assert record["state_bytes"] == pytest.approx(4 * 2 * LLAMA.parameters / 16, rel=1e-3)
     six_n_d = 6 * (LLAMA.parameters - 65 * 4096) * LLAMA.tokens
     attention = 3 * 32 * 4 * 4096 * 16 * 8192 * 8193 / 2
-    assert matmul_flops(LLAMA, "step") == six_n_d + attention
+    assert LLAMA.costs("step").matmul_flops == six_n_d + attention
     assert record["mfu"] == pytest.approx((six_n_d + attention) / 16 / 989e12 / record["seconds"])

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from isolated import WITHOUT_PACKAGE, refuse
+from lab.machine import Ceilings
+from lab.timing import Spread
 from profiling import cli, measure
 from profiling.compare import compare
-from profiling.machine import Ceilings
-from profiling.timing import Spread
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--device=cpu", "--batch-size=2", "--seq-len=6", "--d-model=16", "--num-heads=4", "--num-kv-heads=2"]
@@ -64,7 +64,7 @@ def test_script_runs_in_a_checkout_with_torch_einops_and_jaxtyping_alone(tmp_pat
     assert document["ceilings"]["flops_per_second"]["median"] > 1e6
     assert document["ceilings"]["bytes_per_second"]["median"] > 1e6
     assert run.stdout.isascii()
-    assert all(re.search(rf"^{name}  ", run.stdout, re.MULTILINE) for name in [*PARTS, "sum of the parts", "whole"])
+    assert all(re.search(rf"^\| {name} ", run.stdout, re.MULTILINE) for name in [*PARTS, "sum of the parts", "whole"])
     assert "datasheet n/a" in run.stdout
     assert "Kernels: n/a" in run.stdout
 
@@ -114,7 +114,9 @@ def test_profile_of_a_step_has_the_optimizer(step):
     assert "AdamW" in text
     assert "the sum counts 2 times" in text
     number = "-?[0-9.]+"  # on a busy machine, a difference of two small times may be negative
-    assert re.search(rf"^sum of the parts( +{number} +{number}-{number} +100%){{2}}$", text, re.MULTILINE)
+    assert re.search(
+        rf"^\| sum of the parts( +\| +{number} \| +{number}-{number} \| +100%){{2}} \|", text, re.MULTILINE
+    )
 
 
 def test_trace_has_the_parts_as_labels(step):
@@ -175,7 +177,7 @@ def test_profile_ends_with_the_losses_and_the_doubts(tmp_path, monkeypatch, caps
     assert re.match(r"Do not trust these figures:\n  threads waited for a core, .*\n.*--rounds", doubts)
     (point,) = profile(tmp_path, "--sweep", "seq-len=6")["points"]
     out = capsys.readouterr().out
-    assert re.search(rf"^6 +{point['losses'][0]['name']} [0-9.]+%", out, re.MULTILINE)
+    assert re.search(rf"^\| 6 +\| +{point['losses'][0]['name']} [0-9.]+%", out, re.MULTILINE)
     assert "\n  seq-len 6: threads waited" in out
 
 
@@ -216,7 +218,7 @@ def test_lack_of_memory_after_the_timings_keeps_them(tmp_path, monkeypatch, caps
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(measure, "peak_added_bytes", exhausted)
-    monkeypatch.setattr(measure.tracing, "kernel_report", exhausted)
+    monkeypatch.setattr(measure.kernels, "kernel_report", exhausted)
     monkeypatch.setattr(measure.tracing, "write_trace", exhausted)
     trace = [] if options else ["--trace", str(tmp_path / "trace.json")]
     (point,) = profile(tmp_path, *options, *trace)["points"]
@@ -229,14 +231,14 @@ def test_lack_of_memory_after_the_timings_keeps_them(tmp_path, monkeypatch, caps
 
 def test_measure_lets_go_of_everything(tmp_path, monkeypatch):
     weights = []
-    build = measure.build
+    build = measure.Size.build
 
     def watched(*args):
         model = build(*args)
         weights.extend(weakref.ref(weight) for weight in model.parameters())
         return model
 
-    monkeypatch.setattr(measure, "build", watched)
+    monkeypatch.setattr(measure.Size, "build", watched)
     profile(tmp_path, "--mode", "step")
     gc.collect()
     assert weights
@@ -267,7 +269,7 @@ def test_sweep_goes_on_after_a_point_without_memory(tmp_path, capsys):
     assert [point["status"] for point in document["points"]] == ["ok", "out of memory", "ok"]
     assert document["points"][1]["size"]["batch_size"] == impossible
     assert "parts" not in document["points"][1]
-    assert re.search(rf"^{impossible}  out of memory$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(rf"^\| {impossible} \| out of memory", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_single_size_without_memory_is_reported_and_fails(tmp_path, capsys):
@@ -333,8 +335,8 @@ def test_compare_shows_ratios_with_their_spread(tmp_path, capsys):
     profile(tmp_path, "--compare", str(tmp_path / "profile.json"))
     out = capsys.readouterr().out
     assert "New / old: Block" in out
-    numbers = r"[0-9.]+ +[0-9.]+ +[0-9.]+ +[0-9.]+-[0-9.]+"
-    assert re.search(rf"^whole +train +{numbers} +(same|faster|slower)", out, re.MULTILINE)
+    numbers = r"[0-9.]+ \| +[0-9.]+ \| +[0-9.]+ \| +[0-9.]+-[0-9.]+"
+    assert re.search(rf"^\| whole +\| +train \| +{numbers} \| +(same|faster|slower)", out, re.MULTILINE)
 
     slow = json.loads(json.dumps(old))
     slow["settings"] |= {"dtype": "bfloat16", "float32_matmul_precision": "medium"}
@@ -398,7 +400,7 @@ def refusal(capsys, *options):
     [
         (["--num-kv-heads", "3"], "num_heads=4 is not a multiple of num_kv_heads=3"),
         (["--d-head", "3"], "even d_k"),
-        (["--seq-len", "0"], "seq_len of at least 1, got 2 and 0"),
+        (["--seq-len", "0"], "seq_len must be at least 1, got 2 and 0"),
         (["--batch-size", "-1"], "batch_size"),
         (["--d-ff", "0"], "d_ff=0"),
         (["--num-layers", "0"], "num_layers"),
@@ -407,12 +409,12 @@ def refusal(capsys, *options):
         (["--sweep", "seq-len=8,x"], "'seq-len=8,x'"),
         (["--preset", "gpt-5"], "invalid choice: 'gpt-5'"),
         (["--dtype", "float8"], "invalid choice: 'float8'"),
-        (["--device", "tpu0"], "unknown device 'tpu0'"),
-        (["--device", "meta"], "cannot profile on 'meta'"),
+        (["--device", "tpu0"], "unknown --device 'tpu0'"),
+        (["--device", "meta"], "--device must be cpu, cuda or cuda:N, got 'meta'"),
         (["--rounds", "0"], "--rounds"),
         (["--json", "missing/folder/x.json"], "--json: cannot write"),
         (["--trace", "."], "--trace: cannot write"),
-        (["--plot", "x.gif"], "--plot draws .png, .svg, .pdf"),
+        (["--plot", "x.gif"], "--plot must end in .png, .svg, .pdf"),
         (["--json", "x", "--trace", "./x"], "two outputs have the same path"),
         (["--compare", "missing.json"], "--compare: cannot read missing.json"),
         (["--memory-snapshot", "x"], "--memory-snapshot needs CUDA"),
@@ -423,7 +425,7 @@ def refusal(capsys, *options):
         (["--seq-len", str(2**62)], "impossible size: "),
         (["--seed", "9" * 20], "--seed must fit into 64 bits"),
         (["--dtype", "float16", "--mode", "step"], "use bfloat16, or --mode train"),
-        (["--json", "/dev/null"], "--json: cannot write /dev/null: it is no regular file"),
+        (["--json", "/dev/null"], "--json: cannot write /dev/null: it is not a regular file"),
         (["--tp", "2"], "tp=2 makes 2, and there are 1: start with torchrun --nproc-per-node 2 "),
         (["--dp", "4"], "a batch of 2 does not split over dp=4"),
         (["--predict", "tp=2"], "--predict needs --link"),

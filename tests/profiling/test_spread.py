@@ -6,11 +6,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from lab.sizes import Size
 from processes import run_as_torchrun
 from profiling import cli
 from profiling.collectives import Mesh, collectives_of
 from profiling.compare import compare
-from profiling.presets import Size
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 TINY = ["--device=cpu", "--seq-len=8", "--d-model=16", "--num-heads=4", "--d-ff=24", "--num-layers=2", "--rounds=2"]
@@ -21,9 +21,9 @@ import sys, time
 from pathlib import Path
 sys.argv[0] = "scripts/profile_block.py"
 from profiling import cli, spread
-from profiling.machine import Ceilings
-from profiling.processes import is_first
-from profiling.timing import Spread
+from lab.machine import Ceilings
+from lab.processes import is_first
+from lab.timing import Spread
 
 def measure_spread(*args):
     point = spread.measure_spread(*args)
@@ -50,7 +50,7 @@ def outcome(tmp_path_factory):
 def test_only_the_first_process_speaks_and_of_the_slowest(outcome):
     (first, second), folder = outcome
     document = json.loads((folder / "profile.json").read_text())
-    assert first.out.count("speed-up") == first.out.count("\nforward ") == 1
+    assert first.out.count("speed-up") == first.out.count("\n| forward ") == 1
     assert second.out == ""
     assert document["environment"]["command"].startswith("torchrun --nproc-per-node 2 scripts/profile_block.py")
     assert document["settings"]["mesh"] == {"dp_replicate": 1, "dp": 1, "tp": 2}
@@ -81,11 +81,10 @@ def test_collectives_and_memory_are_those_of_the_sizes(outcome):
     assert point["memory"]["optimizer_state_bytes"] == 2 * of_process + 4 * 19  # and as many step counts
 
 
-def test_process_that_fails_is_named_in_one_line(outcome):
+def test_process_that_fails_reports_its_exception(outcome):
     processes, _ = outcome
     assert processes[1].code == 1
-    said = [re.findall(r"^profile_block.py: .*", each.err, re.MULTILINE) for each in processes]
-    assert said == [[], ["profile_block.py: error: rank 1: ZeroDivisionError: by zero"]]
+    assert ["ZeroDivisionError" in each.err for each in processes] == [False, True]
 
 
 def test_schema_compare_and_plot_know_processes(outcome):
@@ -111,7 +110,7 @@ def test_prediction_is_written_shown_and_drawn(tmp_path, capsys):
     document, out = json.loads(paper.read_text()), capsys.readouterr().out
     assert set(keys(document)) <= documented()
     assert [prediction["processes"] for prediction in document["predictions"]] == [4, 4, 8]  # 4 do not split over 8
-    assert re.search(r"^dp=2,tp=2 +4 +16 .*NVIDIA H200 datasheet$", out, re.MULTILINE)
+    assert re.search(r"^\| dp=2,tp=2 \| +4 \| +16 .*NVIDIA H200 datasheet \|$", out, re.MULTILINE)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

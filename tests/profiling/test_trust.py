@@ -1,8 +1,8 @@
 """Whether the profiler notices that its figures cannot be trusted."""
 
 import pytest
+from lab.timing import Spread
 from profiling import trust
-from profiling.timing import Spread
 from profiling.trust import Watch
 
 IDLE = {"waited_share": 0.01, "others_share": 0.02}

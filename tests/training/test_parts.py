@@ -112,7 +112,7 @@ def test_comparison_writes_runs_of_every_seed_and_a_picture(tmp_path, capsys):
         ]
         assert all((run["diverged"] is None) == (run["lr"] < 1) for run in document["runs"])
         printed = capsys.readouterr().out
-        assert all(f"\n{name} " in printed for name in names)
+        assert all(f"\n| {name} " in printed for name in names)
         if kind == "positions":
             assert all(len(run["by_position"]) == 32 for run in document["runs"])
     assert cli.main([*argv, "--compare", "ffn", "--plot", str(tmp_path / "ffn.png"), "--lr=1e30"]) == 0

@@ -175,7 +175,7 @@ REFUSALS = {
     "--tp 2": "torchrun --nproc-per-node 2 scripts/train_lm.py",
     "--tp 3 --num-heads 4": "--num-heads 4 is not a multiple of --tp 3",
     "--lr 1e-3 1e-2": "several --lr",
-    "--plot loss.gif": "--plot draws",
+    "--plot loss.gif": "--plot must end in",
     "--json missing/loss.json": "No such file",
     "--json .": "cannot write .: it is a folder",
     "--d-model 1000000000000": "impossible size",

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from profiling.files import atomic, require_writable
+from lab.files import atomic, require_writable
 
 
 def test_atomic_replaces_a_file_at_the_end(tmp_path):
@@ -55,7 +55,7 @@ def test_require_writable_refuses_what_is_no_regular_file(tmp_path):
     os.mkfifo(fifo)
     link.symlink_to(fifo)
     for path in (fifo, link, Path("/dev/null")):
-        with pytest.raises(OSError, match="no regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             require_writable(path)
     assert fifo.is_fifo()
 

@@ -1,13 +1,12 @@
-"""Files that are written whole or not at all, and what is refused before."""
+"""Files that are written whole or not at all."""
 
 import errno
-import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-_PLOTS = (".png", ".svg", ".pdf")
+from typing import Any
 
 
 @contextmanager
@@ -26,23 +25,21 @@ def atomic(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
+def write_json(path: Path, document: Any) -> None:
+    """Write a document as JSON, whole or not at all."""
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
 def require_writable(path: Path) -> None:
     """Raise the OSError that writing `path` would raise, and leave what is there untouched."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a folder")
-    if path.exists() and not path.is_file():  # a pipe or a device, which a file would take the place of
-        raise OSError(errno.EINVAL, "it is no regular file")
+    if path.exists() and not path.is_file():  # a pipe or a device, which a file would replace
+        raise OSError(errno.EINVAL, "it is not a regular file")
     probe = _beside(path.resolve())
     probe.touch()
     probe.unlink()
-
-
-def require_plottable(path: Path) -> None:
-    """Raise a ValueError where matplotlib is missing, or does not draw files of such a name."""
-    if path.suffix not in _PLOTS:
-        raise ValueError(f"--plot draws {', '.join(_PLOTS)}, got {str(path)!r}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
 
 
 def _beside(path: Path) -> Path:

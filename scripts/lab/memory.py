@@ -77,6 +77,11 @@ def peak_of_trace(events: list[dict[str, Any]]) -> int | None:
     return max(0, *accumulate(change for _, change in changes))
 
 
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors; of a DTensor, those that this process has."""
+    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors)
+
+
 _OUT_OF_MEMORY = (
     "out of memory",  # the CUDA driver's own, which is no torch.OutOfMemoryError
     "can't allocate memory",  # a CPU's

@@ -1,16 +1,9 @@
 """The presets, against the sizes of the published models."""
 
-from dataclasses import asdict
-
 import pytest
 import torch
-from profiling.parts import build
-from profiling.presets import PRESETS, Size
-
-
-def size_of(name: str) -> Size:
-    preset = asdict(PRESETS[name])
-    return Size(batch_size=1, seq_len=8, num_layers=preset.pop("model_layers"), **preset)
+from lab.presets import PRESETS
+from lab.sizes import Size
 
 
 @pytest.mark.parametrize(
@@ -24,8 +17,8 @@ def size_of(name: str) -> Size:
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name, parameters, vocabulary, tables):
-    size = size_of(name)
-    model = build(size, "meta", torch.float32)
+    size = PRESETS[name]
+    model = size.build("meta", torch.float32)
     body = sum(p.numel() for p in model.parameters())
     assert body + tables * vocabulary * size.d_model == parameters
     assert size.parameters == body
@@ -44,11 +37,11 @@ def test_presets_of_cs336_have_four_times_the_width_and_heads_of_64_or_80():
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_size_counts_the_parameters_of_what_is_built(num_layers, qk_norm):
     size = Size(1, 3, 12, 6, 2, 4, 20, qk_norm=qk_norm, num_layers=num_layers)
-    model = build(size, "meta", torch.float32)
+    model = size.build("meta", torch.float32)
     assert size.parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_smallest_keeps_the_calls_and_drops_the_arithmetic():
-    size = size_of("qwen3-8b").smallest()
+    size = PRESETS["qwen3-8b"].smallest()
     assert (size.tokens, size.d_model, size.d_head, size.d_ff) == (1, 8, 128, 8)
     assert (size.num_heads, size.num_kv_heads, size.qk_norm, size.num_layers) == (32, 8, True, 36)

@@ -3,8 +3,8 @@
 import time
 
 import pytest
-from profiling import timing
-from profiling.timing import Spread, interleave, paired_ratio
+from lab import timing
+from lab.timing import Spread, interleave, paired_ratio
 
 
 def test_spread_is_the_median_and_the_quintiles():

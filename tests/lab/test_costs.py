@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from profiling.costs import Cost, adamw_cost, part_costs
-from profiling.parts import build, cut
-from profiling.presets import Size
+from lab.sizes import Cost, Size, adamw_cost
+from profiling.parts import cut
 from torch.utils.flop_counter import FlopCounterMode
 
 import tinyblock
@@ -14,33 +13,33 @@ SIZE = Size(batch_size=2, seq_len=5, d_model=12, num_heads=6, num_kv_heads=2, d_
 
 def parts_of(size: Size, dtype: torch.dtype = torch.float32):
     torch.manual_seed(0)
-    model = build(size, "cpu", dtype)
+    model = size.build("cpu", dtype)
     x = torch.randn(size.batch_size, size.seq_len, size.d_model, dtype=dtype, requires_grad=True)
     return model, cut(model, x, torch.randn_like(x))
 
 
 def test_costs_of_a_size_counted_by_hand():
     size = Size(batch_size=1, seq_len=3, d_model=4, num_heads=2, num_kv_heads=1, d_head=2, d_ff=5)
-    costs = part_costs(size, element_size=2)
+    costs = size.part_costs(element_size=2)
     # Three tokens; q is 4 wide, k and v are 2 wide each.
-    assert costs["q/k/v projections"][0] == Cost(2 * 3 * 4 * 8, 2 * 3 * 4 * 8, 0, 2 * (3 * 4 + 4 * 8 + 3 * 8))
-    assert costs["q/k/v projections"][1] == Cost(384, 384, 0, 2 * (3 * 8 + 2 * (3 * 4 + 4 * 8)))
+    assert costs["q/k/v projections"]["forward"] == Cost(2 * 3 * 4 * 8, 2 * 3 * 4 * 8, 0, 2 * (3 * 4 + 4 * 8 + 3 * 8))
+    assert costs["q/k/v projections"]["backward"] == Cost(384, 384, 0, 2 * (3 * 8 + 2 * (3 * 4 + 4 * 8)))
     # Causal: 1 + 2 + 3 = 6 of 9 scores in each of 2 heads, each two products of length 2.
-    attention = costs["attention"][0]
+    attention = costs["attention"]["forward"]
     assert attention.matmul_flops == 2 * 6 * (2 * 2 + 2 * 2)
     assert attention.dense_matmul_flops == 2 * 9 * (2 * 2 + 2 * 2)
     assert attention.bytes == 2 * (3 * 4 + 2 * 3 * 2 + 3 * 4)
-    assert costs["rope"][0] == Cost(0, 0, 3 * (3 * 4 + 3 * 2), 2 * 2 * (3 * 4 + 3 * 2) + 3 * 2 * 4)
-    assert costs["ln1"][0] == Cost(0, 0, 4 * 12, 2 * (12 + 4 + 12))
-    assert costs["residual adds"][0] == Cost(0, 0, 24, 2 * 2 * 3 * 12)
-    assert costs["ffn"][0].matmul_flops == 3 * 2 * 3 * 4 * 5
+    assert costs["rope"]["forward"] == Cost(0, 0, 3 * (3 * 4 + 3 * 2), 2 * 2 * (3 * 4 + 3 * 2) + 3 * 2 * 4)
+    assert costs["ln1"]["forward"] == Cost(0, 0, 4 * 12, 2 * (12 + 4 + 12))
+    assert costs["residual adds"]["forward"] == Cost(0, 0, 24, 2 * 2 * 3 * 12)
+    assert costs["ffn"]["forward"].matmul_flops == 3 * 2 * 3 * 4 * 5
     assert "q/k norm" not in costs
 
 
 @pytest.mark.parametrize("name", ["q/k/v projections", "output projection", "ffn"])
 def test_costs_of_products_agree_with_the_flop_counter(name):
     part = next(part for part in parts_of(SIZE)[1] if part.name == name)
-    forward, backward = part_costs(SIZE, 4)[name]
+    forward, backward = SIZE.part_costs(4)[name].values()
     with FlopCounterMode(display=False) as counter:
         part.forward()
     assert counter.get_total_flops() == forward.matmul_flops == forward.dense_matmul_flops
@@ -52,7 +51,7 @@ def test_costs_of_products_agree_with_the_flop_counter(name):
 def test_costs_of_dense_attention_agree_with_the_flop_counter():
     # The counter knows nothing of SDPA on a CPU, so it gets the equation, whose two products are all of its products.
     q, k, v = (torch.randn(2, 6, 5, 4, requires_grad=True) for _ in range(3))
-    forward, backward = part_costs(SIZE, 4)["attention"]
+    forward, backward = SIZE.part_costs(4)["attention"].values()
     with FlopCounterMode(display=False) as counter:
         out = tinyblock.scaled_dot_product_attention(q, k, v)
     assert counter.get_total_flops() == forward.dense_matmul_flops
@@ -67,7 +66,7 @@ def test_costs_move_the_inputs_weights_and_outputs_once(dtype):
     table = model.attn.rope.cos_sin.nbytes
     for part in parts:
         into, weights, out = (sum(t.nbytes for t in ts) for ts in (part.inputs, part.weights, part.forward()))
-        forward, backward = part_costs(SIZE, dtype.itemsize)[part.name]
+        forward, backward = SIZE.part_costs(dtype.itemsize)[part.name].values()
         if part.name == "rope":
             assert forward.bytes == backward.bytes == into + out + table
         elif part.name == "residual adds":  # two of its outputs are inputs, passed on
@@ -80,7 +79,7 @@ def test_costs_move_the_inputs_weights_and_outputs_once(dtype):
 def test_costs_have_a_name_for_every_part_and_the_final_norm_of_a_stack():
     stack = Size(2, 5, 12, 6, 2, 4, 20, num_layers=2)
     for size in (SIZE, stack):
-        assert list(part_costs(size, 4)) == [part.name for part in parts_of(size)[1]]
+        assert list(size.part_costs(4)) == [part.name for part in parts_of(size)[1]]
 
 
 def test_cost_adds_and_multiplies_field_by_field():

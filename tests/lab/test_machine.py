@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from profiling.machine import Ceilings, datasheet, measure_ceilings
-from profiling.timing import Spread
+from lab.machine import Ceilings, datasheet, measure_ceilings
+from lab.timing import Spread
 
 
 def ceilings(flops: float, bandwidth: float) -> Ceilings:
@@ -45,7 +45,7 @@ def test_measure_ceilings_counts_products_and_copies(dtype, monkeypatch):
             run()
         return {name: [1e-3] * rounds for name in runs}
 
-    monkeypatch.setattr("profiling.machine.interleave", interleave)
+    monkeypatch.setattr("lab.machine.interleave", interleave)
     machine = measure_ceilings(torch.device("cpu"), dtype, largest_product=64, copy_bytes=4000, rounds=3)
     assert machine.product_size == 64
     assert machine.flops_per_second.median == pytest.approx(2 * 64**3 / 1e-3)
@@ -60,7 +60,7 @@ def test_measure_ceilings_grows_the_product_within_its_time(monkeypatch):
         names.append(list(runs))
         return {name: [2 * int(name or 256) ** 3 * 1e-9 if name != "copy" else 1.0] * rounds for name in runs}
 
-    monkeypatch.setattr("profiling.machine.interleave", interleave)
+    monkeypatch.setattr("lab.machine.interleave", interleave)
     cpu = torch.device("cpu")
     slow = measure_ceilings(cpu, torch.float32, largest_product=512, product_seconds=0.1, copy_bytes=4096)
     assert slow.product_size == 256

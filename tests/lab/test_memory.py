@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from profiling.memory import SavedBytes, is_out_of_memory, peak_added_bytes, peak_of_trace
+from lab.memory import SavedBytes, is_out_of_memory, peak_added_bytes, peak_of_trace
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,74 @@
+"""Results as text: numbers with units, and aligned Markdown tables, for a terminal, a file or a page."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Table:
+    """A title above rows of cells; the first column is text, the others are numbers. `str` makes it Markdown."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.title}\n\n{markdown(self.columns, self.rows)}"
+
+
+Section = Table | str
+
+
+def show(sections: Iterable[Section]) -> None:
+    """Print tables and paragraphs, with an empty line between two."""
+    print("\n\n".join(map(str, sections)), flush=True)
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of aligned columns: the first to the left, the others to the right."""
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in (columns, *rows)]
+    widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(columns))]
+
+    def row(line: Sequence[str]) -> str:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        return f"| {' | '.join([line[0].ljust(widths[0]), *cells[1:]])} |"
+
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([row(lines[0]), row(rule), *map(row, lines[1:])])
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Write a number with this many significant digits and without an exponent; None is n/a."""
+    if value is None:
+        return "n/a"
+    whole_digits = len(str(int(abs(value))))
+    return f"{value:.{max(0, digits - whole_digits)}f}"
+
+
+def si(value: float | None, unit: str = "") -> str:
+    """Write a number with a decimal prefix, such as 3.11 MB."""
+    if value is None:
+        return "n/a"
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * factor:
+            return f"{number(value / factor)} {prefix}{unit}"
+    return f"{number(value) if value % 1 else int(value)} {unit}".rstrip()
+
+
+def share(value: float | None) -> str:
+    """Write a fraction in percent."""
+    return "n/a" if value is None else f"{number(100 * value, 2 if abs(value) < 0.1 else 3)}%"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Return the unit for times of this order, and how many of it make a second."""
+    return ("us", 1e6) if seconds < 1e-3 else ("ms", 1e3)
+
+
+def spread_cells(spread: dict[str, float], factor: float) -> list[str]:
+    """Return the median, and the range from p20 to p80, in a unit of which `factor` make one of the spread's."""
+    return [number(spread["median"] * factor), f"{number(spread['p20'] * factor)}-{number(spread['p80'] * factor)}"]
