@@ -1,6 +1,7 @@
 """Where a measurement was taken: everything that a reader needs in order to repeat it."""
 
 import datetime
+import importlib.metadata
 import os
 import platform
 import re
@@ -33,6 +34,8 @@ def environment(device: torch.device, seed: int) -> dict[str, object]:
         "device": device_name(device),
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "driver": _driver_version() if device.type == "cuda" else None,
+        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
+        "norm_kernels": _norm_kernels() if device.type == "cuda" else None,
     }
 
 
@@ -58,6 +61,15 @@ def _commit() -> str | None:
 def _driver_version() -> str | None:
     versions = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return versions and versions.splitlines()[0].strip()  # one line for each GPU
+
+
+def _norm_kernels() -> str | None:
+    """Return the packages with which torch 2.13 and later replace their own RMSNorm on Hopper, if both are there."""
+    packages = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
+    try:
+        return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _output(command: list[str]) -> str | None:

@@ -1,10 +1,14 @@
-"""What torch.profiler sees of the GPU: its kernels, and how long they keep it busy."""
+"""What the GPU does: its kernels, as torch.profiler sees them, its own time, and the attention kernel that runs."""
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.profiler import profile
+from torch.profiler import profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_COUNTED = "counted"
 
 
 def kernel_report(run: Callable[[], object], device: torch.device, seconds: float) -> dict[str, Any] | None:
@@ -12,13 +16,37 @@ def kernel_report(run: Callable[[], object], device: torch.device, seconds: floa
     return summarize_kernels(events_of(run, device), seconds)
 
 
-def summarize_kernels(events: Iterable[Any], seconds: float) -> dict[str, Any] | None:
-    """Return the count of the kernels among a profiler's events, and how long the GPU was busy.
+def events_of(run: Callable[[], object], device: torch.device) -> list[Any]:
+    """Return what torch.profiler sees of the GPU in one call of `run`; nothing on a CPU.
 
-    Copies and fills are no kernels, and keep the GPU busy all the same. Without a kernel the profiler has seen nothing
-    of the GPU, and the result is None.
+    The first kernels of a profiler may get lost, the more the older the process is (pytorch issue 192021). So `run` is
+    called twice, and the second call is labeled.
     """
-    work = on_gpu(events)
+    if device.type != "cuda":
+        return []
+    with profile() as profiler:
+        run()
+        torch.cuda.synchronize()
+        with record_function(_COUNTED):
+            run()
+            torch.cuda.synchronize()
+    return counted_on_gpu(profiler.events() or [])
+
+
+def counted_on_gpu(events: Iterable[Any]) -> list[Any]:
+    """Return the work on the GPU that starts after the label."""
+    events = list(events)
+    start = min(e.time_range.start for e in events if e.name == _COUNTED and e.device_type.name == "CPU")
+    work = [e for e in events if e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False)]
+    return [event for event in work if event.time_range.start >= start]
+
+
+def summarize_kernels(work: Iterable[Any], seconds: float) -> dict[str, Any] | None:
+    """Return the count of kernels among the events of a GPU, and how long it was busy; None without a kernel.
+
+    Copies and fills are not kernels, but keep the GPU busy.
+    """
+    work = list(work)
     count = sum(not event.name.startswith(("Memcpy", "Memset")) for event in work)
     if count == 0:
         return None
@@ -32,24 +60,48 @@ def summarize_kernels(events: Iterable[Any], seconds: float) -> dict[str, Any] |
     }
 
 
-def events_of(run: Callable[[], object], device: torch.device) -> Iterable[Any]:
-    """Return what a profiler sees of `run`; nothing where there is no GPU to be seen."""
-    if device.type != "cuda":
-        return []
-    with profile() as profiler:
-        run()
-        torch.cuda.synchronize()
-    return profiler.events() or []
-
-
-def on_gpu(events: Iterable[Any]) -> list[Any]:
-    return [e for e in events if e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False)]
-
-
 def busy_time(events: Iterable[Any]) -> float:
-    """Return the microseconds in which one of the events is on: on several streams, they may overlap."""
+    """Return the microseconds in which at least one of the events is running: on several streams, they may overlap."""
     busy, until = 0.0, float("-inf")
     for start, end in sorted((event.time_range.start, event.time_range.end) for event in events):
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
     return busy
+
+
+def gpu_seconds(run: Callable[[], object], seconds: float, calls: int = 3) -> float:
+    """Return the time that the GPU takes for a call of `run`, which takes so many seconds with the host.
+
+    The calls queue behind a kernel that sleeps until the host has launched them: launching takes at most as long as the
+    whole call, and seldom more than 50 ms.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(2e9 * calls * min(2 * seconds, 0.05)))  # in cycles, of at most 2 GHz
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3 / calls
+
+
+class _Operations(TorchDispatchMode):
+    """Record the names of torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def attention_kernel(run: Callable[[], object]) -> str:
+    """Return which of torch's attention kernels an eager `run` calls: flash, efficient, cudnn or math."""
+    with _Operations() as operations:
+        run()
+    found = re.search(r"scaled_dot_product_(\w+?)_attention", " ".join(operations.names))
+    return found[1] if found else "math"

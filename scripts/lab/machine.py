@@ -4,14 +4,16 @@ The roofline model: Williams, Waterman and Patterson, "Roofline: An Insightful V
 a given arithmetic intensity can run at most at min(peak FLOP/s, intensity * peak bytes/s).
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from timeit import Timer
 
 import torch
 from torch import Tensor
 
-from .timing import Spread, interleave
+from .timing import Clock, Spread, clock, interleave
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Datasheet:
         if (peak := self.flops_per_second(dtype)) is None:
             raise ValueError(f"the datasheet has no peak for {str(dtype).removeprefix('torch.')}")
         flops, memory = (Spread(rate, rate, rate, 0) for rate in (peak, self.bytes_per_second))
-        return Ceilings(flops, memory, product_size=0, copy_bytes=0)
+        return Ceilings(flops, memory, peak, product_size=0, copy_bytes=0)
 
     def peaks(self, dtype: torch.dtype) -> dict[str, float | None]:
         return {"flops_per_second": self.flops_per_second(dtype), "bytes_per_second": self.bytes_per_second}
@@ -70,11 +72,14 @@ def datasheet(name: str) -> Datasheet | None:
 class Ceilings:
     """Peaks of one device in one dtype. Measured, they are FLOP/s of a large matrix product, bytes/s of a copy.
 
-    `product_size` is the side of the matrices, `copy_bytes` what the copy reads and then writes.
+    Both run in bursts of at least 10 ms; the product then runs for half a second too, in which a power limit may lower
+    the clock: `sustained_flops_per_second`. `product_size` is the side of the matrices, `copy_bytes` what the copy
+    reads and then writes.
     """
 
     flops_per_second: Spread
     bytes_per_second: Spread
+    sustained_flops_per_second: float
     product_size: int
     copy_bytes: int
 
@@ -100,6 +105,7 @@ def measure_ceilings(
     product_seconds: float = 0.1,
     copy_bytes: int | None = None,
     rounds: int = 7,
+    clock: Clock = clock,
 ) -> Ceilings:
     """Measure a large square matrix product and a large copy.
 
@@ -119,19 +125,21 @@ def measure_ceilings(
         size = min(256, largest_product)
         products = {size: product(size)}
         while size < largest_product:
-            seconds = interleave({"": products[size]}, rounds=1, sample_seconds=0, warmup_calls=1)[""][0]
+            seconds = interleave({size: products[size]}, 1, sample_seconds=0, warmup_calls=1, clock=clock)[size][0]
             if 8 * seconds > product_seconds:
                 break
             size *= 2
             products = {size // 2: products[size // 2], size: product(size)}
         source = torch.ones(copy_bytes // dtype.itemsize, device=device, dtype=dtype)
         target = torch.empty_like(source)
-        runs = {str(n): run for n, run in products.items()} | {"copy": lambda: target.copy_(source)}
-        samples = interleave(runs, rounds=rounds, sample_seconds=0.01, warmup_calls=1)
-    rates = {n: Spread.of([2 * n**3 / seconds for seconds in samples[str(n)]]) for n in products}
-    best = max(rates, key=lambda n: rates[n].median)
-    moved = 2 * source.nbytes
-    return Ceilings(rates[best], Spread.of([moved / seconds for seconds in samples["copy"]]), best, source.nbytes)
+        runs = {**products, 0: lambda: target.copy_(source)}
+        samples = interleave(runs, rounds, sample_seconds=0.01, warmup_calls=1, clock=clock)
+        rates = {n: Spread.of([2 * n**3 / seconds for seconds in samples[n]]) for n in products}
+        best = max(rates, key=lambda n: rates[n].median)
+        calls = math.ceil(0.5 * rates[best].median / (2 * best**3))
+        sustained = calls * 2 * best**3 / Timer("run()", timer=clock, globals={"run": products[best]}).timeit(calls)
+    copied = Spread.of([2 * source.nbytes / seconds for seconds in samples[0]])
+    return Ceilings(rates[best], copied, sustained, best, source.nbytes)
 
 
 def memory_bytes(device: torch.device) -> int | None:

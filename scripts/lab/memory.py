@@ -42,10 +42,6 @@ class SavedBytes:
         self._alive.append(outputs)
         return outputs, sum(seen.values()) - before
 
-    def has(self, tensor: Tensor) -> bool:
-        """Tell whether the storage of `tensor` was saved, or known from the start."""
-        return tensor.untyped_storage().data_ptr() in self._seen
-
 
 def peak_added_bytes(run: Callable[[], object], device: torch.device) -> int | None:
     """Return the most bytes of tensors that `run` holds at a time, beyond those that existed before it.

@@ -6,13 +6,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from timeit import Timer
+from typing import TypeVar
 
 import torch
 
+Key = TypeVar("Key")
+Clock = Callable[[], float]
+
 
 def clock() -> float:
-    """Return the time in seconds, once the accelerator has done all that it was given."""
-    if torch.cuda.is_available():
+    """Return the time in seconds, once the GPU, if this process uses one, has finished its work."""
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 
@@ -35,38 +39,36 @@ class Spread:
 
 
 def interleave(
-    runs: Mapping[str, Callable[[], object]],
+    runs: Mapping[Key, Callable[[], object]],
     rounds: int = 15,
     sample_seconds: float = 0.05,
     warmup_calls: int = 3,
-    on_sample: Callable[[str], None] = lambda name: None,
-    samples: dict[str, list[float]] | None = None,
+    on_sample: Callable[[], object] = lambda: None,
     agree: Callable[[int], int] = lambda calls: calls,
-) -> dict[str, list[float]]:
+    clock: Clock = clock,
+) -> dict[Key, list[float]]:
     """Time each run once a round and return its seconds per call, one sample a round.
 
-    A machine that slows down slows all of the runs down alike, so that samples of one round can be compared. A sample
-    repeats the call for at least `sample_seconds`, after two more that are not timed, as the one before it left the
-    caches to another run; a call that is as long as a sample needs none. The clock waits for the accelerator, and every
-    other round goes in reverse order. `on_sample` is told of each finished sample, for a progress display.
-    `samples` is filled and returned: a caller who may be interrupted keeps what was measured until then.
-    `agree` returns how often to call, once all processes that time together have come to it: so each sample starts in
-    all of them at once.
+    If the machine slows down, all runs slow down alike, so that the samples of one round can be compared. A sample
+    repeats the call for at least `sample_seconds`, after two more that are not timed, because the run before it has
+    filled the caches; a call that takes as long as a sample is not repeated. The clock waits for the GPU, and every
+    other round goes in reverse order. `on_sample` is called after each sample, for a progress display. `agree` returns
+    the number of calls once all processes that time together have passed theirs: so each sample starts in all of them
+    at once.
     """
-    timers = {name: Timer("run()", timer=clock, globals={"run": run}) for name, run in runs.items()}
+    timers = {key: Timer("run()", timer=clock, globals={"run": run}) for key, run in runs.items()}
     calls = {}
-    for name, timer in timers.items():
+    for key, timer in timers.items():
         timer.timeit(warmup_calls)
-        calls[name] = agree(max(1, math.ceil(sample_seconds / timer.timeit(warmup_calls) * warmup_calls)))
-    samples = {} if samples is None else samples
-    samples.update((name, []) for name in runs)
+        calls[key] = agree(max(1, math.ceil(sample_seconds / timer.timeit(warmup_calls) * warmup_calls)))
+    samples: dict[Key, list[float]] = {key: [] for key in runs}
     for round_ in range(rounds):
-        for name in list(runs)[:: 1 if round_ % 2 == 0 else -1]:
-            if calls[name] > 1:
-                timers[name].timeit(2)
-            agree(calls[name])
-            samples[name].append(timers[name].timeit(calls[name]) / calls[name])
-            on_sample(name)
+        for key in list(runs)[:: 1 if round_ % 2 == 0 else -1]:
+            if calls[key] > 1:
+                timers[key].timeit(2)
+            agree(calls[key])
+            samples[key].append(timers[key].timeit(calls[key]) / calls[key])
+            on_sample()
     return samples
 
 

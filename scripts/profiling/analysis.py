@@ -9,72 +9,68 @@ from typing import Any
 
 import torch
 from lab.machine import Ceilings, Datasheet
-from lab.sizes import Cost, Size, adamw_cost
+from lab.sizes import PASSES, Cost, Size, adamw_cost
 from lab.timing import Spread, paired_ratio
 
 from .trust import trust
 
-Samples = Mapping[str, list[float]]
+Samples = Mapping[tuple[str, str], list[float]]
 
 
 def analyse(
     samples: Samples,
+    gpu: Samples,
     size: Size,
     mode: str,
     dtype: torch.dtype,
     ceilings: Ceilings,
     datasheet: Datasheet | None,
-    hindrances: Mapping[str, float | None],
+    shares: Mapping[str, float | None],
 ) -> dict[str, Any]:
-    """Return the figures of one point, from seconds per call and round of the runs of `measure`, by their names.
+    """Return the figures of one point, from the seconds per call of each part and pass, one sample for each round.
 
-    Those are "<part> forward" and, unless the mode is forward, "<part> train" (forward and backward) of each part, of
-    "whole" and of "smallest", if there is one; in the mode step also "whole step", "smallest step" and "AdamW".
-    `hindrances` are the shares that a Watch returns.
+    The parts are those of `Size.part_costs`, "whole", and "smallest" (the same calls on one token); their passes are
+    "forward", unless the mode is forward "train" (forward and backward), and of the last two "step" in that mode, which
+    adds ("AdamW", "optimizer"). `gpu` has the time of the GPU alone, and is empty on a CPU. `shares` come from a Watch.
     """
-    train = mode != "forward"
-    passes = ("forward", "backward") if train else ("forward",)
-    costs = size.part_costs(dtype.itemsize)
-    counts = {name: 1 if name == "final norm" else size.layers for name in costs}
-    times = {name: _pass_times(samples, name, train) for name in (*costs, "whole")}
+    samples, gpu = _with_backward(samples), _with_backward(gpu)
+    counts = {name: size.count(name) for name in size.part_costs(1)}
+
+    def record(part: str, pass_: str, cost: Cost, floor: float | None = None) -> dict[str, Any]:
+        return _pass(samples[part, pass_], gpu.get((part, pass_)), cost, ceilings, floor)
 
     sums = {
         pass_: [
-            sum(row) for row in zip(*([n * t for t in times[name][pass_]] for name, n in counts.items()), strict=True)
+            sum(row) for row in zip(*([n * t for t in samples[name, pass_]] for name, n in counts.items()), strict=True)
         ]
-        for pass_ in times["whole"]
+        for pass_ in ("forward", "backward", "train")
+        if ("whole", pass_) in samples
     }
     parts: list[dict[str, Any]] = []
-    for name, count in counts.items():
-        record: dict[str, Any] = {"name": name, "count": count}
-        for pass_ in passes:
-            record[pass_] = _pass(times[name][pass_], costs[name][pass_], ceilings)
-            record[pass_]["share"] = count * record[pass_]["seconds"]["median"] / Spread.of(sums[pass_]).median
-        parts.append(record)
+    for name, costs in size.part_costs(dtype.itemsize).items():
+        passes = {pass_: record(name, pass_, costs[pass_]) for pass_ in PASSES[mode] if pass_ in costs}
+        for pass_, figures in passes.items():
+            share = counts[name] * figures["seconds"]["median"] / Spread.of(sums[pass_]).median
+            figures["share"] = share
+        parts.append({"name": name, "count": counts[name], **passes})
+    optimizer = None
+    if mode == "step":
+        optimizer = record("AdamW", "optimizer", adamw_cost(size.parameters, dtype.itemsize))
 
     # The whole as its parts add up: nothing is fused from one part to the next.
-    whole_costs = {p: sum((costs[name][p] * count for name, count in counts.items()), Cost()) for p in passes}
-    floors = {p: sum(part["count"] * part[p]["roofline_seconds"] for part in parts) for p in passes}
-    optimizer = None
-    if train:
-        whole_costs["train"] = whole_costs["forward"] + whole_costs["backward"]
-        floors["train"] = floors["forward"] + floors["backward"]
-    if mode == "step":
-        update = adamw_cost(size.parameters, dtype.itemsize)
-        optimizer = _pass(samples["AdamW"], update, ceilings)
-        times["whole"]["step"] = samples["whole step"]
-        whole_costs["step"] = whole_costs["train"] + update
-        floors["step"] = floors["train"] + optimizer["roofline_seconds"]
-    whole = {p: _pass(times["whole"][p], whole_costs[p], ceilings, floors[p]) for p in times["whole"]}
-
-    seconds = whole[mode]["seconds"]["median"]
-    overhead, overheads = None, {}
-    if (name := f"smallest {mode}") in samples:
-        smallest = Spread.of(samples[name])
-        overhead = {"seconds": asdict(smallest), "share": smallest.median / seconds}
-        # Of the parts, as if the calls of each cost the same.
-        of_parts = Spread.of(samples["smallest train" if train else "smallest forward"]).median
-        overheads = dict.fromkeys(counts, of_parts / sum(counts.values())) | {"AdamW": smallest.median - of_parts}
+    floors = {
+        p: sum(part["count"] * part[p]["roofline_seconds"] for part in parts if p in part) for p in PASSES["train"]
+    }
+    floors["optimizer"] = 0.0 if optimizer is None else optimizer["roofline_seconds"]
+    whole = {
+        pass_: record(
+            "whole", pass_, size.costs(pass_, dtype.itemsize), sum(floors[p] for p in PASSES.get(pass_, [pass_]))
+        )
+        for pass_ in ("forward", "backward", "train", "step")
+        if ("whole", pass_) in samples
+    }
+    seconds, cost = whole[mode]["seconds"]["median"], size.costs(mode)
+    smallest = Spread.of(samples["smallest", mode])
     peaks = {
         "measured": ceilings.flops_per_second.median,
         "datasheet": None if datasheet is None else datasheet.flops_per_second(dtype),
@@ -83,6 +79,11 @@ def analyse(
     def utilization(flops: int) -> dict[str, float | None]:
         return {source: None if peak is None else flops / seconds / peak for source, peak in peaks.items()}
 
+    overheads = {}
+    if not gpu:  # which does not wait for the host in a whole that fills it
+        # Of the calls without arithmetic, each part has an equal share, and AdamW what a step takes longer.
+        of_parts = Spread.of(samples["smallest", "forward" if mode == "forward" else "train"]).median
+        overheads = dict.fromkeys(counts, of_parts / sum(counts.values())) | {"AdamW": smallest.median - of_parts}
     return {
         "parts": parts,
         "optimizer": optimizer,
@@ -90,32 +91,61 @@ def analyse(
         "sum_of_parts": {
             pass_: {
                 "seconds": asdict(Spread.of(total)),
-                "of_whole": asdict(paired_ratio(total, times["whole"][pass_])),
+                "of_whole": asdict(paired_ratio(total, samples["whole", pass_])),
             }
             for pass_, total in sums.items()
         },
         "tokens_per_second": size.tokens / seconds,
-        "mfu": {
-            "causal": utilization(whole_costs[mode].matmul_flops),
-            "dense": utilization(whole_costs[mode].dense_matmul_flops),
-        },
-        "overhead": overhead,
+        "mfu": {"causal": utilization(cost.matmul_flops), "dense": utilization(cost.dense_matmul_flops)},
+        "overhead": {"seconds": asdict(smallest), "share": smallest.median / seconds},
         "losses": _losses(parts, optimizer, seconds, overheads),
-        "trust": trust(times["whole"][mode], hindrances, [ceilings.flops_per_second, ceilings.bytes_per_second]),
+        "trust": trust(samples["whole", mode], shares, [ceilings.flops_per_second, ceilings.bytes_per_second]),
+    }
+
+
+def _with_backward(samples: Samples) -> dict[tuple[str, str], list[float]]:
+    """Add the backward passes: what forward and backward take longer than forward, round by round."""
+    backward = {
+        (part, "backward"): [both - ahead for ahead, both in zip(samples[part, "forward"], times, strict=True)]
+        for (part, pass_), times in samples.items()
+        if pass_ == "train"
+    }
+    return {**samples, **backward}
+
+
+def _pass(
+    samples: list[float], gpu: list[float] | None, cost: Cost, ceilings: Ceilings, floor: float | None
+) -> dict[str, Any]:
+    """Return the figures of one pass; `floor` is its least time in seconds, if that is not the roofline's own."""
+    spread = Spread.of(samples)
+    floor = ceilings.seconds(cost.flops, cost.bytes) if floor is None else floor
+    timed = spread.median > 0  # noise can leave no time at all to a backward pass, which is a difference
+    return {
+        "seconds": asdict(spread),
+        "gpu_seconds": gpu and gpu[0],
+        "matmul_flops": cost.matmul_flops,
+        "dense_matmul_flops": cost.dense_matmul_flops,
+        "elementwise_flops": cost.elementwise_flops,
+        "bytes": cost.bytes,
+        "intensity": cost.intensity,
+        "bound": ceilings.bound(cost.intensity),
+        "flops_per_second": cost.flops / spread.median if timed else None,
+        "roofline_seconds": floor,
+        "roofline_fraction": floor / spread.median if timed else None,
     }
 
 
 def _losses(
-    parts: list[dict[str, Any]], optimizer: dict[str, Any] | None, whole: float, overheads: dict[str, float]
+    parts: list[dict[str, Any]], optimizer: dict[str, Any] | None, whole: float, overheads: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """Return the three parts that lose most against the roofline, and the cause that their figures point to."""
-    records = [(part["name"], part["count"], [part[p] for p in ("forward", "backward") if p in part]) for part in parts]
+    records = [(part["name"], part["count"], [part[p] for p in PASSES["train"] if p in part]) for part in parts]
     records += [] if optimizer is None else [("AdamW", 1, [optimizer])]
     losses = []
     for name, count, passes in records:
-        taken = sum(record["seconds"]["median"] for record in passes)
+        taken = sum(map(_taken, passes))
         least = sum(record["roofline_seconds"] for record in passes)
-        costliest = max(passes, key=lambda record: record["seconds"]["median"] - record["roofline_seconds"])
+        costliest = max(passes, key=lambda record: _taken(record) - record["roofline_seconds"])
         if taken < 2 * overheads.get(name, 0.0):
             cause = "overhead"
         elif not costliest["matmul_flops"]:
@@ -131,28 +161,6 @@ def _losses(
     return sorted(losses, key=lambda loss: -loss["seconds"])[:3]
 
 
-def _pass_times(samples: Samples, name: str, train: bool) -> dict[str, list[float]]:
-    forward = samples[f"{name} forward"]
-    if not train:
-        return {"forward": forward}
-    both = samples[f"{name} train"]
-    return {"forward": forward, "backward": [b - f for f, b in zip(forward, both, strict=True)], "train": both}
-
-
-def _pass(samples: list[float], cost: Cost, ceilings: Ceilings, floor: float | None = None) -> dict[str, Any]:
-    """Return the record of one pass; `floor` is its least time in seconds, where it is not the roofline's own."""
-    spread = Spread.of(samples)
-    floor = ceilings.seconds(cost.flops, cost.bytes) if floor is None else floor
-    timed = spread.median > 0  # noise can leave no time at all to a backward pass, which is a difference
-    return {
-        "seconds": asdict(spread),
-        "matmul_flops": cost.matmul_flops,
-        "dense_matmul_flops": cost.dense_matmul_flops,
-        "elementwise_flops": cost.elementwise_flops,
-        "bytes": cost.bytes,
-        "intensity": cost.intensity,
-        "bound": ceilings.bound(cost.intensity),
-        "flops_per_second": cost.flops / spread.median if timed else None,
-        "roofline_seconds": floor,
-        "roofline_fraction": floor / spread.median if timed else None,
-    }
+def _taken(record: dict[str, Any]) -> float:
+    """Return the time of a pass: on a GPU its own, as the whole does not wait for the launches of each part."""
+    return record["seconds"]["median"] if record["gpu_seconds"] is None else record["gpu_seconds"]

@@ -1,4 +1,4 @@
-"""An earlier profile beside this one: the ratio of every time, with its spread."""
+"""An earlier profile beside this one: the ratio of every time, with the interval in which it may lie."""
 
 import json
 from pathlib import Path
@@ -6,63 +6,76 @@ from typing import Any
 
 from lab.tables import Section, Table, number
 
-from .report import describe
+from .report import describe, doubts
 
 SCHEMA = "tinyblock.profile/1"
+_CEILINGS = ("flops_per_second", "bytes_per_second")
+_ADVICE = (
+    "Two runs of the same code differ by more than the rounds within one. To compare two versions of the code, run\n"
+    "them in turns: scripts/compare_peers.py --against."
+)
 
 
 def load(path: Path) -> dict[str, Any]:
     """Read a profile, for the option --compare.
 
     Raises:
-        ValueError: it cannot be read, or is no profile of this schema.
+        ValueError: it cannot be read, or is not a profile of this schema.
     """
     try:
         document = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"--compare: cannot read {path}: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"--compare: {path} is not JSON: {error}") from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise ValueError(f'{path} is no profile: its "schema" is not "{SCHEMA}"')
+        raise ValueError(f'--compare: {path} is not a profile: its "schema" is not "{SCHEMA}"')
     return document
 
 
 def compare(new: dict[str, Any], old: dict[str, Any]) -> list[Section]:
     """Return new/old for every time that both have, at the same sizes, and first what else differs between the two.
 
-    The spread goes from the new p20 over the old p80 to the new p80 over the old p20. Where 1 lies in it, no change
-    shows.
+    The interval goes from the new p20 over the old p80 to the new p80 over the old p20, and is wider by what the
+    ceilings differ by: where 1 lies in it, no change shows.
     """
-    sections: list[Section] = [_differences(new, old)]
+    sections: list[Section] = [_differences(new, old), *doubts(old)]
+    rates = [new["ceilings"][key]["median"] / old["ceilings"][key]["median"] for key in _CEILINGS]
+    margin = max(*rates, *(1 / rate for rate in rates))
     for point in new["points"]:
         size = point["size"]
         before = next((_times(earlier) for earlier in old["points"] if earlier["size"] == size), {})
         now = _times(point)
         if before and now:
-            rows = [[*key, *_ratio(seconds, before[key])] for key, seconds in now.items() if key in before]
-            columns = ["part", "pass", "old us", "new us", "ratio", "spread", ""]
+            rows = [[*key, *_ratio(seconds, before[key], margin)] for key, seconds in now.items() if key in before]
+            columns = ["part", "pass", "old us", "new us", "ratio", "interval", ""]
             sections.append(Table(f"New / old: {describe(size)}", columns, rows))
         else:
             sections.append(f"{describe(size)}: nothing to compare with")
-    return sections
+    wider = f"The ceilings differ by {number(100 * (margin - 1))}%, by which each interval is wider."
+    return [*sections, f"{wider}\n{_ADVICE}"]
 
 
 def _differences(new: dict[str, Any], old: dict[str, Any]) -> str:
     lines = [f"Compared with the profile of {old['environment']['date']}, commit {old['environment']['commit']}:"]
     for section, keys in (
-        ("environment", ("device", "torch", "threads", "driver", "commit")),
-        ("settings", ("dtype", "mode", "compile", "float32_matmul_precision", "attention_backend", "mesh")),
+        ("environment", ("device", "torch", "threads", "driver", "cudnn", "norm_kernels", "commit")),
+        ("settings", ("dtype", "mode", "compile", "float32_matmul_precision", "mesh")),
     ):
-        for key in keys:
-            then, now = old[section].get(key), new[section].get(key)
-            if then != now:
-                lines.append(f"  {key.replace('_', ' ')}: {then} then, {now} now")
-    return "\n".join(lines)
+        lines += _changes(new[section], old[section], keys)
+    for point in new["points"]:
+        for earlier in (earlier for earlier in old["points"] if earlier["size"] == point["size"]):
+            lines += _changes(point, earlier, ("attention_kernel",))
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _changes(new: dict[str, Any], old: dict[str, Any], keys: tuple[str, ...]) -> list[str]:
+    pairs = ((key.replace("_", " "), old.get(key), new.get(key)) for key in keys)
+    return [f"  {name}: {then} then, {now} now" for name, then, now in pairs if then != now]
 
 
 def _times(point: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
-    """Return the seconds of each part and pass; of none where the memory did not suffice."""
+    """Return the seconds of each part and pass; none of a point that ran out of memory."""
     if "whole" not in point:
         return {}
     parts, optimizer = point.get("parts", []), point.get("optimizer")  # several processes have neither
@@ -73,10 +86,10 @@ def _times(point: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
     }
 
 
-def _ratio(new: dict[str, float], old: dict[str, float]) -> list[str]:
+def _ratio(new: dict[str, float], old: dict[str, float], margin: float) -> list[str]:
     times = [number(old["median"] * 1e6), number(new["median"] * 1e6)]
     if min(old["p20"], new["p20"]) <= 0:  # a backward pass that is lost in the noise
         return [*times, "n/a", "n/a", ""]
-    low, high = new["p20"] / old["p80"], new["p80"] / old["p20"]
-    verdict = "slower" if low > 1 else "faster" if high < 1 else "same"
+    low, high = new["p20"] / old["p80"] / margin, new["p80"] / old["p20"] * margin
+    verdict = "may be slower" if low > 1 else "may be faster" if high < 1 else "same"
     return [*times, number(new["median"] / old["median"]), f"{number(low)}-{number(high)}", verdict]

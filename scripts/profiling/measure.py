@@ -1,41 +1,30 @@
 """Measure one size: the parts and the whole in interleaved rounds; memory, kernels and traces in runs of their own."""
 
 import gc
-import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from lab import kernels
+from lab.kernels import attention_kernel, gpu_seconds, kernel_report
 from lab.machine import Ceilings, Datasheet
 from lab.memory import SavedBytes, bytes_of, is_out_of_memory, peak_added_bytes
 from lab.progress import Progress
 from lab.sizes import Size
-from lab.timing import interleave
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from lab.timing import Clock, clock, interleave
+from torch import Tensor
 
 from tinyblock import Block, Transformer
 
 from . import tracing
 from .analysis import analyse
 from .collectives import ONE_PROCESS, Mesh
-from .parts import Part, accumulate, clear, cut, whole
+from .parts import Step, block_steps, part_steps, run_steps, whole
 from .trust import Watch
 
-Result = TypeVar("Result")
-
-MODES = ("forward", "train", "step")
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-_SAMPLE_SECONDS = 0.01
+TIMED = {"forward": ("forward",), "train": ("forward", "train"), "step": ("forward", "train", "step")}
 
 
 @dataclass(frozen=True)
@@ -49,7 +38,6 @@ class Settings:
     dtype: torch.dtype
     mode: str
     compile: bool = False
-    attention_backend: str | None = None
     rounds: int = 15
     seed: int = 0
     trace: Path | None = None
@@ -61,153 +49,92 @@ class Settings:
     def train(self) -> bool:
         return self.mode != "forward"
 
-    def attention(self) -> AbstractContextManager[None]:
-        """Return a context in which SDPA uses the chosen backend only."""
-        return nullcontext() if self.attention_backend is None else sdpa_kernel(BACKENDS[self.attention_backend])
-
-
-def require_attention_backend(size: Size, settings: Settings) -> None:
-    """Run the block once with the chosen attention backend, on a short sequence.
-
-    Raises:
-        RuntimeError: the backend cannot run on this device, in this dtype or with these heads.
-    """
-    short = replace(size, batch_size=1, seq_len=min(size.seq_len, 64), d_model=8, d_ff=8, num_layers=None)
-    with settings.attention(), torch.set_grad_enabled(settings.train), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch explains at length, in one warning for each backend
-        _, part = build_whole(short, settings)
-        part.train() if settings.train else part.forward()
-
 
 def measure(
-    size: Size, settings: Settings, ceilings: Ceilings, datasheet: Datasheet | None, progress: Progress
+    size: Size,
+    settings: Settings,
+    ceilings: Ceilings,
+    datasheet: Datasheet | None = None,
+    progress: Progress | None = None,
+    clock: Clock = clock,
 ) -> dict[str, Any]:
-    """Measure one size, and return a point of docs/profile_schema.md.
-
-    Without memory for it, the point says so; without memory for what follows the timings, that alone is null, and a
-    note says why. An interruption after the first round gives the point of the rounds until then, with the status
-    "interrupted"; an earlier one is raised.
-    """
+    """Measure one size, and return a point of docs/profile_schema.md, which says so if memory ran out."""
     try:
-        with settings.attention(), torch.set_grad_enabled(settings.train):
-            return _Measurement(size, settings, progress).point(ceilings, datasheet)
+        with torch.set_grad_enabled(settings.train):
+            return _Measurement(size, settings, progress or Progress()).point(ceilings, datasheet, clock)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        message = _one_line(error)
-    _free(settings.device)
+        message = " ".join(str(error).split()) or "out of memory"
+    gc.collect()  # outside the except clause, where the error's frames hold no tensors
+    if settings.device.type == "cuda":
+        torch.cuda.empty_cache()
     return {"status": "out of memory", "error": message, "size": asdict(size)}
 
 
 class _Measurement:
-    """One size, built: what is run, and what is asked of it."""
+    """One size, built."""
 
     def __init__(self, size: Size, settings: Settings, progress: Progress) -> None:
         self.size, self.settings, self.progress = size, settings, progress
         progress.start("building")
         torch.manual_seed(settings.seed)
         model, self.whole = build_whole(size, settings)
-        self.smallest = self._smallest()
+        self.smallest = replace(build_whole(size.smallest(), settings)[1], name="smallest")
         self.known = [*model.parameters(), *model.buffers()]
-        self.parts = cut(model, self.whole.inputs[0], *self.whole.gradients)
+        self.steps = block_steps(model)
+        self.attention_kernel = attention_kernel(lambda: run_steps(self.steps, self.whole.inputs[0]))
         self.compile: dict[str, Any] | None = None
         if settings.compile:
             progress.start("compiling")
             torch.compiler.reset()  # else the second size of a sweep would be compiled for any size
             eager, self.whole = self.whole, self.whole.compiled()
             self.compile = tracing.compile_report(eager, self.whole, settings.train)
-            self.smallest = self.smallest and self.smallest.compiled()
-            self.parts = [part.compiled() for part in self.parts]
+            self.smallest = self.smallest.compiled()
+            self.steps = [step.compiled() for step in self.steps]
+        self.parts = part_steps(self.steps, self.whole.inputs[0], *self.whole.gradients)
         self.optimizing = Optimizing(self.whole) if settings.mode == "step" else None
-        self.notes: list[str] = []
 
-    def _smallest(self) -> Part | None:
-        """Return the same calls on one token, None where the chosen attention backend cannot run them."""
-        size = self.size.smallest()
-        if self.settings.attention_backend is not None:
-            try:
-                require_attention_backend(size, self.settings)
-            except RuntimeError as error:
-                if is_out_of_memory(error):
-                    raise
-                return None
-        return replace(build_whole(size, self.settings)[1], name="smallest")
-
-    def run(self) -> Callable[[], object]:
-        """Return the whole, as far as the mode goes."""
-        if self.optimizing is not None:
-            return self.optimizing.step
-        return self.whole.train if self.settings.train else self.whole.forward
-
-    def _runs(self) -> dict[str, Callable[[], object]]:
+    def _runs(self) -> dict[tuple[str, str], Callable[[], object]]:
         """Return what is timed. Backward alone is not: it is what "train" takes longer than "forward"."""
-        runs: dict[str, Callable[[], object]] = {}
-        for part in (self.whole, *self.parts, self.smallest):
-            if part is not None:
-                runs[f"{part.name} forward"] = part.forward
-                if self.settings.train:
-                    runs[f"{part.name} train"] = part.train
+        runs: dict[tuple[str, str], Callable[[], object]] = {}
+        for step in (self.whole, *self.parts, self.smallest):
+            runs[step.name, "forward"] = step.forward
+            if self.settings.train:
+                runs[step.name, "train"] = step.train
         if self.optimizing is not None:
-            runs["whole step"] = self.optimizing.step
-            runs["AdamW"] = self.optimizing.update
-            if self.smallest is not None:
-                runs["smallest step"] = Optimizing(self.smallest).step
+            runs["whole", "step"] = self.optimizing.step
+            runs["AdamW", "optimizer"] = self.optimizing.update
+            runs["smallest", "step"] = Optimizing(self.smallest).step
         return runs
 
-    def point(self, ceilings: Ceilings, datasheet: Datasheet | None) -> dict[str, Any]:
-        settings, watch = self.settings, Watch()
-        samples, complete = self._samples()
-        status = "ok" if complete else "interrupted"
-        point: dict[str, Any] = {"status": status, "error": None, "size": asdict(self.size)}
-        point |= analyse(samples, self.size, settings.mode, settings.dtype, ceilings, datasheet, watch.shares())
-        point |= {"compile": self.compile, "memory": None, "kernels": None, "notes": self.notes}
-        if complete:
-            try:
-                self.progress.start("measuring memory")
-                point["memory"] = self._stage("memory", self._memory)
-                seconds = point["whole"][settings.mode]["seconds"]["median"]
-                if not settings.nvtx:  # nsys and torch.profiler cannot both listen to the GPU
-                    counting = partial(kernels.kernel_report, self.run(), settings.device, seconds)
-                    point["kernels"] = self._stage("kernels", counting)
-                self._record()
-            except KeyboardInterrupt:
-                point["status"] = "interrupted"
+    def point(self, ceilings: Ceilings, datasheet: Datasheet | None, clock: Clock) -> dict[str, Any]:
+        size, settings, progress, runs, watch = self.size, self.settings, self.progress, self._runs(), Watch()
+        progress.start("timing", len(runs) * settings.rounds)
+        samples = interleave(runs, settings.rounds, 0.01, 1, progress.advance, clock=clock)
+        shares = watch.shares()
+        timed_on_gpu = runs if settings.device.type == "cuda" else {}
+        gpu = {key: [gpu_seconds(run, min(samples[key]))] for key, run in timed_on_gpu.items()}
+        point: dict[str, Any] = {"status": "ok", "error": None, "size": asdict(size)}
+        point |= analyse(samples, gpu, size, settings.mode, settings.dtype, ceilings, datasheet, shares)
+        point |= {"compile": self.compile, "attention_kernel": self.attention_kernel}
+        progress.start("measuring memory")
+        run = runs["whole", settings.mode]
+        point["memory"] = self._memory(run)
+        seconds = point["whole"][settings.mode]["seconds"]["median"]
+        # nsys and torch.profiler cannot both listen to the GPU.
+        point["kernels"] = None if settings.nvtx else kernel_report(run, settings.device, seconds)
+        steps, update = [self.whole, *self.parts], None if self.optimizing is None else self.optimizing.update
+        if settings.trace is not None:
+            progress.start("tracing")
+            tracing.write_trace(steps, update, settings.trace)
+        if settings.memory_snapshot is not None:
+            tracing.write_memory_snapshot(run, settings.memory_snapshot)
+        if settings.nvtx:
+            tracing.mark_ranges(steps, update)
         return point
 
-    def _stage(self, name: str, run: Callable[[], Result]) -> Result | None:
-        """Return what `run` returns; without memory for it None, and leave a note."""
-        try:
-            return run()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            self.notes.append(f"{name}: out of memory: {_one_line(error)}")
-        _free(self.settings.device)
-        return None
-
-    def _samples(self) -> tuple[dict[str, list[float]], bool]:
-        """Return the samples, and whether they are all there; an interrupted round does not count."""
-        runs, rounds = self._runs(), self.settings.rounds
-        self.progress.start("warming up")
-        timing = False
-
-        def on_sample(name: str) -> None:
-            nonlocal timing
-            if not timing:
-                self.progress.start("timing", len(runs) * rounds)
-            timing = True
-            self.progress.advance()
-
-        samples: dict[str, list[float]] = {}
-        try:
-            return interleave(runs, rounds, _SAMPLE_SECONDS, 1, on_sample, samples), True
-        except KeyboardInterrupt:
-            complete = min((len(times) for times in samples.values()), default=0)
-            if complete == 0:
-                raise
-            return {name: times[:complete] for name, times in samples.items()}, False
-
-    def _memory(self) -> dict[str, Any]:
+    def _memory(self, run: Callable[[], object]) -> dict[str, Any]:
         device, train = self.settings.device, self.settings.train
         saved_by_part = self._saved_by_part() if train else {}
         parts = [
@@ -223,8 +150,8 @@ class _Measurement:
         state = None
         if self.optimizing is not None:
             state = self.optimizing.state_bytes()
-            clear(self.whole)  # else the gradients of the last step would be there already
-        added = peak_added_bytes(self.run(), device)
+            self.whole.clear()  # else the gradients of the last step would be there already
+        added = peak_added_bytes(run, device)
         there = bytes_of([*self.known, *self.whole.inputs]) + (state or 0)
         return {
             "parameters_bytes": bytes_of(self.whole.weights),
@@ -236,27 +163,17 @@ class _Measurement:
             "parts": parts,
         }
 
-    def _saved_by_part(self) -> dict[str, int]:
-        there, saved_by_part = list(self.known), {}
-        for part in self.parts:
-            saved = SavedBytes(there)  # one for each part, so that what it saves is free again before the next
-            outputs, saved_by_part[part.name] = saved.of(part.forward)
-            # What one part puts out and saves, and the next one saves as its input, is one storage in the block. The
-            # final norm has no next.
-            pairs = zip(outputs, part.outputs, strict=False)
-            there += [input_of_next for output, input_of_next in pairs if saved.has(output)]
-            del saved, outputs
-        return saved_by_part
+    def _saved_by_part(self) -> Mapping[str, int]:
+        """Return what each step of a block saves, in one run of them all: a storage counts where it is saved first."""
+        saved, by_part = SavedBytes(self.known), Counter[str]()
 
-    def _record(self) -> None:
-        parts, step = [self.whole, *self.parts], None if self.optimizing is None else self.optimizing.update
-        if (trace := self.settings.trace) is not None:
-            self.progress.start("tracing")
-            self._stage("trace", partial(tracing.write_trace, parts, step, trace))
-        if (snapshot := self.settings.memory_snapshot) is not None:
-            self._stage("memory snapshot", partial(tracing.write_memory_snapshot, self.run(), snapshot))
-        if self.settings.nvtx:
-            self._stage("NVTX ranges", partial(tracing.mark_ranges, parts, step))
+        def run(step: Step, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+            outputs, count = saved.of(lambda: step.run(*inputs))
+            by_part[step.name] += count
+            return outputs
+
+        run_steps(self.steps, self.whole.inputs[0], run)
+        return by_part
 
 
 class Optimizing:
@@ -265,13 +182,13 @@ class Optimizing:
     That leaves the weights as they are for all the other runs, and takes no kernel away.
     """
 
-    def __init__(self, part: Part) -> None:
-        self.part = part
-        self.optimizer = torch.optim.AdamW(part.weights, lr=0.0)
+    def __init__(self, model: Step) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.weights, lr=0.0)
         self.step()  # which makes the moments, and the gradients that `update` needs
 
     def step(self) -> None:
-        accumulate(self.part)
+        self.model.accumulate()
         self.update()
 
     def update(self) -> None:
@@ -282,19 +199,9 @@ class Optimizing:
         return bytes_of(value for state in states for value in state.values() if torch.is_tensor(value))
 
 
-def build_whole(size: Size, settings: Settings) -> tuple[Block | Transformer, Part]:
+def build_whole(size: Size, settings: Settings) -> tuple[Block | Transformer, Step]:
+    """Return a model of this size, and all of it as one step with an input, and the gradient of the output."""
     model = size.build(settings.device, settings.dtype)
     shape = (size.batch_size, size.seq_len, size.d_model)
     x = torch.randn(shape, device=settings.device).to(settings.dtype).requires_grad_(settings.train)
     return model, whole(model, x, torch.randn_like(x) if settings.train else None)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or "out of memory"
-
-
-def _free(device: torch.device) -> None:
-    """Give back what an out-of-memory error has left; outside its except clause, where its frames hold no tensors."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

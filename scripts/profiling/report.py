@@ -1,4 +1,4 @@
-"""The result as text: rich tables on a terminal, plain aligned columns elsewhere or without rich."""
+"""The profile of one process as text: what was found first, then the tables that it rests on."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -7,23 +7,35 @@ from typing import Any
 from lab.presets import PRESETS
 from lab.tables import Section, Table, number, plural, share, si, spread_cells, time_unit
 
+_MODES = {"forward": "Forward", "train": "Forward and backward", "step": "Forward, backward and AdamW"}
+
+# Of the causes that the figures point to; {} is the share of the roofline.
+_CAUSES = {
+    "overhead": "mostly its calls (Python, dispatch and launches); more tokens or a compiler help",
+    "products": "matrix products at {} of the measured ceiling: their sizes, layout or threads",
+    "weights": "weights that few tokens share, moved at {} of the measured bandwidth; a larger batch helps",
+    "elementwise": "elementwise work at {} of the roofline: it waits for memory, and a compiler would fuse it",
+}
+_LEGEND = (
+    "Times are medians; backward is what a run of both takes longer than forward, round by round.\n"
+    "Bytes are the fewest possible; above 100% of the roofline, they come from a cache."
+)
+
 
 def report(document: dict[str, Any]) -> list[Section]:
     """Return the sections of a whole profile: of one size in full, of a sweep one line for each point."""
-    points, axis = document["points"], document["settings"]["sweep"]
-    sections: list[Section] = [header(document)]
-    if axis is None:
-        for point in points:
-            sections += _point(point, document)
+    sections: list[Section] = [header(document), *doubts(document)]
+    if document["settings"]["sweep"] is not None:
+        sections += _sweep(document)
     else:
-        sections += _sweep(points, axis, document["settings"]["mode"])
+        sections += chain(*(_point(point, document) for point in document["points"]))
     if document["status"] == "interrupted":
-        sections.append("Interrupted: these are the figures until then.")
-    return [*sections, *doubts(document)]
+        sections.append(f"Interrupted after {plural(len(document['points']), 'size')}.")
+    return sections
 
 
 def doubts(document: dict[str, Any]) -> list[Section]:
-    """Return why not to trust the figures of a profile, if so."""
+    """Return why the figures of a profile cannot be trusted, if so."""
     axis = document["settings"]["sweep"]
     doubted = [point for point in document["points"] if "trust" in point and point["trust"]["doubts"]]
     if not doubted:
@@ -52,19 +64,22 @@ def describe_all(sizes: Sequence[dict[str, Any]]) -> str:
 
 
 def header(document: dict[str, Any]) -> str:
+    """Return where and how was measured."""
     settings, environment, ceilings = document["settings"], document["environment"], document["ceilings"]
     preset = settings["preset"]
     model = f", preset {preset} ({PRESETS[preset].num_layers} blocks in the model)" if preset else ""
     compiled = "compiled (and each part on its own)" if settings["compile"] else "eager"
-    backend = settings["attention_backend"] or "torch's choice of"
+    kernels = dict.fromkeys(point["attention_kernel"] for point in document["points"] if "attention_kernel" in point)
+    attention = f", {' and '.join(kernels)} attention" if kernels else ""
     measured = rates(ceilings["flops_per_second"]["median"], ceilings["bytes_per_second"]["median"])
     sheet = ceilings["datasheet"]
     known = rates(sheet["flops_per_second"], sheet["bytes_per_second"]) if sheet else "n/a"
     return "\n".join(
         [
             f"{device_and_threads(document)}, torch {environment['torch']}",
-            f"{settings['dtype']}, mode {settings['mode']}, {compiled}, {backend} attention backend{model}",
-            f"Ceilings: measured {measured} (a product of {ceilings['product_size']}, a copy of "
+            f"{settings['dtype']}, mode {settings['mode']}, {compiled}{attention}{model}",
+            f"Ceilings: measured {measured} (a product of {ceilings['product_size']}, "
+            f"{si(ceilings['sustained_flops_per_second'], 'FLOP/s')} when it runs for half a second; a copy of "
             f"{si(ceilings['copy_bytes'], 'B')}); datasheet {known}",
         ]
     )
@@ -81,70 +96,17 @@ def rates(flops_per_second: float | None, bytes_per_second: float) -> str:
 
 def _point(point: dict[str, Any], document: dict[str, Any]) -> list[Section]:
     title, layers = describe(point["size"]), point["size"]["num_layers"]
-    if layers is not None and layers > 1:
-        title += f"; parts of one block, which the sum counts {layers} times"
     if "parts" not in point:
         return [f"{title}\n{point['status']}: {point['error']}"]
+    if layers is not None and layers > 1:
+        title += f"; parts of one block, which the sum counts {layers} times"
     passes = [name for name in ("forward", "backward") if name in point["whole"]]
-    sections: list[Section] = [_times(point, passes, title)]
-    sections += [_work(point, name) for name in passes]
-    if point["memory"] is not None:
-        sections.append(_memory(point))
-    sections.append(_summary(point, document))
-    return sections
+    tables = [_times(point, passes, title), *(_work(point, name) for name in passes), _memory(point)]
+    return ["\n".join(_summary(point, document)), *_losses(point), *tables, _LEGEND]
 
 
-def _times(point: dict[str, Any], passes: list[str], title: str) -> Table:
-    unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
-    table = Table(title, ["part", *(column for name in passes for column in (f"{name} {unit}", "p20-p80", "share"))])
-    sums, whole = point["sum_of_parts"], point["whole"]
-    for part in point["parts"]:
-        cells = [[*spread_cells(part[name]["seconds"], factor), share(part[name]["share"])] for name in passes]
-        table.rows.append([part["name"], *chain(*cells)])
-    for title, cells in (
-        ("sum of the parts", [[*spread_cells(sums[name]["seconds"], factor), share(1.0)] for name in passes]),
-        ("whole", [[*spread_cells(whole[name]["seconds"], factor), ""] for name in passes]),
-        ("sum / whole", [[*spread_cells(sums[name]["of_whole"], 1), ""] for name in passes]),
-    ):
-        table.rows.append([title, *chain(*cells)])
-    return table
-
-
-def _work(point: dict[str, Any], name: str) -> Table:
-    table = Table(
-        f"{name.capitalize()}: work, and the roofline",
-        ["part", "FLOP", "bytes", "FLOP/byte", "bound by", "FLOP/s", "of roofline"],
-    )
-
-    def row(title: str, record: dict[str, Any]) -> list[str]:
-        return [
-            title,
-            si(record["matmul_flops"] + record["elementwise_flops"]),
-            si(record["bytes"], "B"),
-            number(record["intensity"]),
-            record["bound"],
-            si(record["flops_per_second"]),
-            share(record["roofline_fraction"]),
-        ]
-
-    table.rows = [row(part["name"], part[name]) for part in point["parts"]]
-    table.rows += [row("whole", point["whole"][name])]
-    if point["optimizer"] is not None and name == "backward":
-        table.rows.append(row("AdamW", point["optimizer"]))
-    return table
-
-
-def _memory(point: dict[str, Any]) -> Table:
-    memory = point["memory"]
-    table = Table("Memory", ["part", "saved for backward", "peak above the start"])
-    for part in memory["parts"]:
-        table.rows.append([part["name"], si(part["saved_bytes"], "B"), si(part["peak_added_bytes"], "B")])
-    table.rows += [["whole", si(memory["saved_bytes"], "B"), si(memory["peak_added_bytes"], "B")]]
-    return table
-
-
-def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
-    mode = document["settings"]["mode"]
+def _summary(point: dict[str, Any], document: dict[str, Any]) -> list[str]:
+    mode, on_cpu = document["settings"]["mode"], document["settings"]["device"] == "cpu"
     whole, memory, kernels, compiled = (point[key] for key in ("whole", "memory", "kernels", "compile"))
     seconds = whole[mode]["seconds"]
     unit, factor = time_unit(seconds["median"])
@@ -163,111 +125,129 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
     mfu = point["mfu"]
     for source, name in (("measured", "measured ceiling"), ("datasheet", "datasheet")):
         lines.append(f"MFU of the {name}: causal {share(mfu['causal'][source])}, dense {share(mfu['dense'][source])}")
-    overhead = point["overhead"]
-    if overhead is None:
-        lines.append("Same calls on one token of width 8: n/a, this attention backend cannot run them")
-    else:
-        # On CUDA the host runs ahead of the GPU, so that its time is no share of the whole's.
-        shown = document["settings"]["device"] == "cpu" and overhead["share"] <= 1
-        part = f", {share(overhead['share'])} of this" if shown else ""
+    if on_cpu or kernels is None or kernels["launch_bound"]:  # else the GPU does not wait for the host
+        overhead = point["overhead"]
+        part = f", {share(overhead['share'])} of this" if on_cpu and overhead["share"] <= 1 else ""
         lines.append(
             f"Same calls on one token of width 8: {number(overhead['seconds']['median'] * factor)} {unit}{part}, "
             "all of it overhead: Python, dispatch and launches"
         )
-    if kernels is None:
-        lines.append("Kernels: n/a")
-    else:
+    if kernels is not None:
         bound = "launch-bound" if kernels["launch_bound"] else "not launch-bound"
         lines.append(f"Kernels: {kernels['count']}, which run {share(kernels['busy_fraction'])} of the time: {bound}")
+    else:
+        why = "the device is a CPU" if on_cpu else "torch.profiler saw none, or --nvtx was given"
+        lines.append(f"Kernels: n/a, because {why}")
     if compiled is not None:
         cache = ", from inductor's cache" if compiled["from_cache"] else ""
-        lines.append(
-            f"Compilation: {number(compiled['seconds'])} s{cache}; {plural(compiled['graphs'], 'graph')}, "
-            f"{plural(compiled['graph_breaks'], 'break')}"
-        )
+        graphs = f"{plural(compiled['graphs'], 'graph')}, {plural(compiled['graph_breaks'], 'break')}"
+        lines.append(f"Compilation: {number(compiled['seconds'])} s{cache}; {graphs}")
         lines += [f"  break: {' '.join(reason.split())}" for reason in compiled["break_reasons"]]
-    if memory is not None:
-        lines.append(
-            f"Memory: peak {si(memory['peak_bytes'], 'B')}; parameters {si(memory['parameters_bytes'], 'B')}, "
-            f"gradients {si(memory['gradients_bytes'], 'B')}, optimizer state "
-            f"{si(memory['optimizer_state_bytes'], 'B')}, saved for backward {si(memory['saved_bytes'], 'B')}"
-        )
-    lines += [f"Not measured: {note}" for note in point["notes"]]
-    if point["status"] == "interrupted":
-        lines.append(f"Interrupted after {plural(seconds['samples'], 'round')}.")
-    lines.append(_LEGEND)
-    if point["losses"]:
-        lines += ["", "Most time lost against the roofline, and what that usually means:"]
+    parameters, gradients, state, saved = (
+        si(memory[f"{name}_bytes"], "B") for name in ("parameters", "gradients", "optimizer_state", "saved")
+    )
+    held = f"parameters {parameters}, gradients {gradients}, optimizer state {state}, saved for backward {saved}"
+    return [*lines, f"Memory: peak {si(memory['peak_bytes'], 'B')}; {held}"]
+
+
+def _losses(point: dict[str, Any]) -> list[str]:
+    """Return the parts that lose most, and why: but no reasons where the figures cannot be trusted."""
+    if not point["losses"]:
+        return []
+    unit, factor = time_unit(point["losses"][0]["seconds"])
+    lines = ["Most time lost against the roofline:"]
     for loss in point["losses"]:
-        lost = f"{number(loss['seconds'] * factor)} {unit}, {share(loss['share'])} of the whole"
-        lines.append(f"  {loss['name']}: {lost}; {_CAUSES[loss['cause']].format(share(loss['roofline_fraction']))}")
-    return "\n".join(lines)
+        cause = (
+            "" if point["trust"]["doubts"] else f"; {_CAUSES[loss['cause']].format(share(loss['roofline_fraction']))}"
+        )
+        lines.append(
+            f"  {loss['name']}: {number(loss['seconds'] * factor)} {unit}, {share(loss['share'])} of the whole{cause}"
+        )
+    return ["\n".join(lines)]
 
 
-# Of the causes that the figures point to; {} is the share of the roofline.
-_CAUSES = {
-    "overhead": "little but its calls: Python, dispatch and launches, for which more tokens or a compiler help",
-    "products": "matrix products at {} of the measured ceiling: their sizes, layout or threads",
-    "weights": "weights that few tokens share, moved at {} of the measured bandwidth: a larger batch helps",
-    "elementwise": "elementwise work at {} of the roofline: it waits for memory, and a compiler would fuse it",
-}
+def _times(point: dict[str, Any], passes: list[str], title: str) -> Table:
+    whole, sums = point["whole"], point["sum_of_parts"]
+    unit, factor = time_unit(whole["forward"]["seconds"]["median"])
+    on_gpu = [f"GPU {unit}"] if whole["forward"]["gpu_seconds"] is not None else []
+    columns = [column for name in passes for column in (f"{name} {unit}", "p20-p80", *on_gpu, "share")]
+    table = Table(title, ["part", *columns])
 
-_MODES = {"forward": "Forward", "train": "Forward and backward", "step": "Forward, backward and AdamW"}
-_LEGEND = (
-    "Times are medians; backward is what a run of both takes longer than forward, round by round.\n"
-    "Bytes are the fewest possible; above 100% of the roofline, they come from a cache."
-)
+    def add(name: str, cells: list[list[str]]) -> None:
+        table.rows.append([name, *chain(*cells)])
+
+    def gpu(record: dict[str, Any]) -> list[str]:
+        return [number(record["gpu_seconds"] * factor)] if on_gpu else []
+
+    for part in point["parts"]:
+        of_passes = [part[name] for name in passes]
+        add(part["name"], [[*spread_cells(of["seconds"], factor), *gpu(of), share(of["share"])] for of in of_passes])
+    none = [""] * len(on_gpu)
+    add("sum of the parts", [[*spread_cells(sums[name]["seconds"], factor), *none, share(1.0)] for name in passes])
+    add("whole", [[*spread_cells(whole[name]["seconds"], factor), *gpu(whole[name]), ""] for name in passes])
+    add("sum / whole", [[*spread_cells(sums[name]["of_whole"], 1), *none, ""] for name in passes])
+    return table
 
 
-def _sweep(points: list[dict[str, Any]], axis: str, mode: str) -> list[Section]:
+def _work(point: dict[str, Any], name: str) -> Table:
+    columns = ["part", "FLOP", "bytes", "FLOP/byte", "bound by", "FLOP/s", "of roofline"]
+    rows = [(part["name"], part[name]) for part in point["parts"]] + [("whole", point["whole"][name])]
+    if point["optimizer"] is not None and name == "backward":
+        rows.append(("AdamW", point["optimizer"]))
+    table = Table(f"{name.capitalize()}: work, and the roofline", columns)
+    for title, record in rows:
+        flops = si(record["matmul_flops"] + record["elementwise_flops"])
+        cells = [title, flops, si(record["bytes"], "B"), number(record["intensity"]), record["bound"]]
+        table.rows.append([*cells, si(record["flops_per_second"]), share(record["roofline_fraction"])])
+    return table
+
+
+def _memory(point: dict[str, Any]) -> Table:
+    memory = point["memory"]
+    rows = [
+        [part["name"], si(part["saved_bytes"], "B"), si(part["peak_added_bytes"], "B")]
+        for part in (*memory["parts"], {"name": "whole"} | memory)
+    ]
+    return Table("Memory", ["part", "saved for backward", "peak above the start"], rows)
+
+
+def _sweep(document: dict[str, Any]) -> list[Section]:
+    """Return a line for each point, the times of the parts, and what loses most."""
+    points, axis, mode = document["points"], document["settings"]["sweep"], document["settings"]["mode"]
     measured = [point for point in points if "parts" in point]
     unit, factor = time_unit(min((point["whole"][mode]["seconds"]["median"] for point in measured), default=1.0))
     columns = [axis, f"{mode} {unit}", "p20-p80", f"one token {unit}", "tokens/s", "MFU causal", "sum/whole"]
-    columns += ["saved", "peak"]
-    table = Table(f"Sweep: {_MODES[mode][0].lower() + _MODES[mode][1:]}, MFU of the measured ceiling", columns)
+    table = Table(f"{_MODES[mode]}, MFU of the measured ceiling", [*columns, "saved", "peak"])
+    losses = Table("Most time lost against the roofline", [axis, "first", "second", "third"])
     for point in points:
         value = value_on(axis, point)
-        if "parts" not in point:
-            table.rows.append([value, point["status"], *[""] * (len(columns) - 2)])
+        if point not in measured:
+            table.rows.append([value, point["status"], *[""] * 7])
             continue
-        overhead, memory = point["overhead"], point["memory"] or {}
         table.rows.append(
             [
-                value + (" (interrupted)" if point["status"] == "interrupted" else ""),
+                value,
                 *spread_cells(point["whole"][mode]["seconds"], factor),
-                number(overhead and overhead["seconds"]["median"] * factor),
+                number(point["overhead"]["seconds"]["median"] * factor),
                 si(point["tokens_per_second"]),
                 share(point["mfu"]["causal"]["measured"]),
                 number(point["sum_of_parts"]["forward" if mode == "forward" else "train"]["of_whole"]["median"]),
-                si(memory.get("saved_bytes"), "B"),
-                si(memory.get("peak_bytes"), "B"),
+                si(point["memory"]["saved_bytes"], "B"),
+                si(point["memory"]["peak_bytes"], "B"),
             ]
         )
+        lost = [f"{loss['name']} {share(loss['share'])}" for loss in point["losses"]]
+        losses.rows.append([value, *lost, *[""] * (3 - len(lost))])
     sections: list[Section] = [describe_all([point["size"] for point in points])] if points else []
-    sections.append(table)
-    if measured:
-        sections.append(_sweep_parts(measured, axis, mode))
-        sections.append("One token: the same calls at width 8, which is overhead alone.")
-        losses = Table("Most time lost against the roofline", [axis, "first", "second", "third"])
-        for point in measured:
-            shown = [f"{loss['name']} {share(loss['share'])}" for loss in point["losses"]]
-            losses.rows.append([value_on(axis, point), *shown, *[""] * (3 - len(shown))])
-        sections.append(losses)
-    notes = [(value_on(axis, point), note) for point in measured for note in point["notes"]]
-    if notes:
-        sections.append("\n".join(f"{axis} {value}: not measured: {note}" for value, note in notes))
-    return sections
-
-
-def _sweep_parts(points: list[dict[str, Any]], axis: str, mode: str) -> Table:
+    if not measured:
+        return [*sections, table]
     passes = ["forward"] if mode == "forward" else ["forward", "backward"]
-    unit, factor = time_unit(min(point["whole"]["forward"]["seconds"]["median"] for point in points))
-    title = f"Parts: {' and '.join(passes)}, {unit}, by {axis}"
-    table = Table(title, ["part", *(value_on(axis, point) for point in points)])
-    for rows in zip(*(point["parts"] for point in points), strict=True):
-        times = [sum(row[name]["seconds"]["median"] for name in passes) for row in rows]
-        table.rows.append([rows[0]["name"], *(number(seconds * factor) for seconds in times)])
-    return table
+    unit, factor = time_unit(min(point["whole"]["forward"]["seconds"]["median"] for point in measured))
+    parts = Table(f"{' and '.join(passes).capitalize()}, {unit}, by {axis}", ["part", *(row[0] for row in losses.rows)])
+    for rows in zip(*(point["parts"] for point in measured), strict=True):
+        times = [factor * sum(row[name]["seconds"]["median"] for name in passes) for row in rows]
+        parts.rows.append([rows[0]["name"], *map(number, times)])
+    return [*sections, table, "One token: the same calls at width 8, which is overhead alone.", losses, parts]
 
 
 def value_on(axis: str, point: dict[str, Any]) -> str:

@@ -1,40 +1,47 @@
-"""Counting kernels, from events as a profiler gives them."""
-
-from types import SimpleNamespace
+"""Kernels, from events as torch.profiler gives them; on a CPU, which attention kernel runs."""
 
 import pytest
 import torch
-from lab.kernels import kernel_report, summarize_kernels
+from lab.kernels import attention_kernel, counted_on_gpu, kernel_report, summarize_kernels
+from profiles import event
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-
-def event(name, start, end, device="CUDA", annotation=False):
-    return SimpleNamespace(
-        name=name,
-        time_range=SimpleNamespace(start=start, end=end),
-        device_type=SimpleNamespace(name=device),
-        is_user_annotation=annotation,
-    )
+EVENTS = [
+    event("gemm", 0, 10),
+    event("softmax", 5, 12),  # on another stream, 5 us of it at the same time
+    event("add", 20, 30),
+    event("within", 21, 22),
+    event("Memcpy DtoD", 40, 50),
+]
 
 
 def test_summarize_kernels_counts_kernels_and_the_time_that_any_runs():
-    events = [
-        event("gemm", 0, 10),
-        event("softmax", 5, 12),  # on another stream, 5 us of it at the same time
-        event("add", 20, 30),
-        event("within", 21, 22),
-        event("aten::mm", 0, 100, device="CPU"),
-        event("Memcpy DtoD", 40, 50),
-        event("Optimizer.step", 0, 90, annotation=True),
-    ]
-    summary = summarize_kernels(events, seconds=64e-6)
-    assert summary["count"] == 4  # the copy is none, but the GPU is busy with it
+    summary = summarize_kernels(EVENTS, seconds=64e-6)
+    assert summary["count"] == 4  # the copy is not one, but the GPU is busy with it
     assert summary["busy_seconds"] == pytest.approx(32e-6)
     assert summary["busy_fraction"] == pytest.approx(0.5)
     assert summary["launch_bound"] is True
-    assert summarize_kernels(events, seconds=33e-6)["launch_bound"] is False
+    assert summarize_kernels(EVENTS, seconds=33e-6)["launch_bound"] is False
+
+
+def test_kernels_are_counted_after_the_label():
+    # Of the first call, the profiler has lost two of three kernels: they must not count, nor make a difference.
+    label = [event("counted", 100, 200, "CPU"), event("counted", 100, 200, annotation=True)]
+    of_first, of_second = (
+        [event("gemm", 0, 10)],
+        [event("gemm", 110, 120), event("add", 130, 140), event("mul", 150, 160)],
+    )
+    assert counted_on_gpu([*of_second, *label, *of_first, event("aten::mm", 101, 150, "CPU")]) == of_second
 
 
 def test_kernels_that_nobody_saw_are_none():
     assert summarize_kernels([], seconds=1.0) is None
-    assert summarize_kernels([event("aten::mm", 0, 100, device="CPU"), event("Memset", 0, 1)], seconds=1.0) is None
+    assert summarize_kernels([event("Memset", 0, 1)], seconds=1.0) is None
     assert kernel_report(lambda: None, torch.device("cpu"), 1.0) is None
+
+
+@pytest.mark.parametrize(("backend", "name"), [(SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.MATH, "math")])
+def test_attention_kernel_is_the_one_that_runs(backend, name):
+    q = torch.randn(1, 2, 4, 8)
+    with sdpa_kernel(backend):
+        assert attention_kernel(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q)) == name

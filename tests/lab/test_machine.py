@@ -4,10 +4,11 @@ import pytest
 import torch
 from lab.machine import Ceilings, datasheet, measure_ceilings
 from lab.timing import Spread
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def ceilings(flops: float, bandwidth: float) -> Ceilings:
-    return Ceilings(Spread(flops, flops, flops, 1), Spread(bandwidth, bandwidth, bandwidth, 1), 1024, 2**20)
+    return Ceilings(Spread(flops, flops, flops, 1), Spread(bandwidth, bandwidth, bandwidth, 1), flops, 1024, 2**20)
 
 
 def test_roofline_takes_the_longer_of_computing_and_moving():
@@ -37,34 +38,55 @@ def test_datasheet_knows_the_dtypes_and_the_precision_of_float32():
         torch.set_float32_matmul_precision("highest")
 
 
+class ClockOf:
+    """A clock of a machine of 1 GFLOP/s and 1 MB/s, which is moved on by what a profiler of its operations counts."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+class Timed(TorchDispatchMode):
+    def __init__(self, clock):
+        super().__init__()
+        self.clock, self.sizes = clock, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._opname == "mm":
+            self.sizes.append(len(args[0]))
+            self.clock.seconds += 2 * len(args[0]) ** 3 / 1e9
+        if func._opname == "copy_":
+            self.clock.seconds += 2 * args[0].nbytes / 1e6
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_measure_ceilings_counts_products_and_copies(dtype, monkeypatch):
-    # A clock by which every call of whatever is timed takes a thousandth of a second.
-    def interleave(runs, rounds, **options):
-        for run in runs.values():
-            run()
-        return {name: [1e-3] * rounds for name in runs}
-
-    monkeypatch.setattr("lab.machine.interleave", interleave)
-    machine = measure_ceilings(torch.device("cpu"), dtype, largest_product=64, copy_bytes=4000, rounds=3)
-    assert machine.product_size == 64
-    assert machine.flops_per_second.median == pytest.approx(2 * 64**3 / 1e-3)
+@pytest.mark.parametrize(("product_seconds", "side"), [(0.1, 256), (1.0, 512)])  # 34 ms, and eight times that
+def test_measure_ceilings_counts_products_and_copies_and_grows_within_its_time(dtype, product_seconds, side):
+    clock = ClockOf()
+    with Timed(clock) as timed:
+        sizes = {"largest_product": 512, "product_seconds": product_seconds, "copy_bytes": 4000}
+        machine = measure_ceilings(torch.device("cpu"), dtype, rounds=3, clock=clock, **sizes)
+    assert max(timed.sizes) == side
+    assert machine.flops_per_second.median == pytest.approx(1e9)
+    assert machine.flops_per_second.samples == 3
     assert machine.copy_bytes == 4000
-    assert machine.bytes_per_second == Spread.of([2 * 4000 / 1e-3] * 3)
+    assert machine.bytes_per_second.median == pytest.approx(1e6)
 
 
-def test_measure_ceilings_grows_the_product_within_its_time(monkeypatch):
-    names = []
+def test_measure_ceilings_runs_the_product_for_half_a_second_too():
+    clock = ClockOf()
+    slow = []
 
-    def interleave(runs, rounds, **options):  # a machine of 1 GFLOP/s
-        names.append(list(runs))
-        return {name: [2 * int(name or 256) ** 3 * 1e-9 if name != "copy" else 1.0] * rounds for name in runs}
+    def throttled():  # a power limit halves the speed for what runs longer than 0.4 s
+        start = slow[-1] if slow else 0.0
+        slow.append(clock.seconds + max(0.0, clock.seconds - start - 0.4))
+        return slow[-1]
 
-    monkeypatch.setattr("lab.machine.interleave", interleave)
-    cpu = torch.device("cpu")
-    slow = measure_ceilings(cpu, torch.float32, largest_product=512, product_seconds=0.1, copy_bytes=4096)
-    assert slow.product_size == 256
-    assert names.pop() == ["256", "copy"]  # 34 ms, and eight times that is too long
-    fast = measure_ceilings(cpu, torch.float32, largest_product=512, product_seconds=1.0, copy_bytes=4096)
-    assert names.pop() == ["256", "512", "copy"]
-    assert fast.flops_per_second.median == pytest.approx(1e9)
+    with Timed(clock):
+        machine = measure_ceilings(
+            torch.device("cpu"), torch.float32, largest_product=256, copy_bytes=4000, clock=throttled
+        )
+    assert machine.sustained_flops_per_second < 0.95 * machine.flops_per_second.median

@@ -33,14 +33,10 @@ def test_saved_bytes_does_not_mistake_a_new_storage_for_one_that_is_gone():
         assert saved.of(lambda: (x + 1).sin())[1] == x.nbytes
 
 
-def test_saved_bytes_leaves_out_what_is_known_and_has_it():
+def test_saved_bytes_leaves_out_what_is_known():
     x, known = torch.randn(10, requires_grad=True), torch.randn(10, requires_grad=True)
-    saved = SavedBytes([known])
-    assert saved.of(lambda: x * known)[1] == x.nbytes
+    assert SavedBytes([known]).of(lambda: x * known)[1] == x.nbytes
     assert SavedBytes().of(lambda: x * known)[1] == x.nbytes + known.nbytes
-    out, _ = saved.of(x.exp)  # saves its result
-    assert all(saved.has(tensor) for tensor in (out, out[:3], known))
-    assert not saved.has(x + 1)
 
 
 def test_saved_bytes_lets_go_of_everything():

@@ -1,10 +1,23 @@
 """Timings and their spread."""
 
+import itertools
 import time
 
 import pytest
-from lab import timing
 from lab.timing import Spread, interleave, paired_ratio
+
+
+class Clock:
+    """A clock that a run moves on by its own time, so that nothing depends on how busy the machine is."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def run(self, seconds):
+        self.now += seconds
 
 
 def test_spread_is_the_median_and_the_quintiles():
@@ -21,36 +34,49 @@ def test_paired_ratio_cancels_what_both_have_in_a_round():
 
 
 def test_interleave_takes_one_sample_a_round_in_turn():
-    order, collected = [], {}
-    runs = {"a": lambda: time.sleep(0.002), "b": lambda: None}
+    clock, order = Clock(), []
+    durations = itertools.count(1)
 
-    def stop(name):
+    def run(name):
         order.append(name)
-        if len(order) == 6:
-            raise KeyboardInterrupt  # what was measured is there all the same
+        clock.run(next(durations))
 
-    with pytest.raises(KeyboardInterrupt):
-        interleave(runs, rounds=9, sample_seconds=0, on_sample=stop, samples=collected)
-    assert order == ["a", "b", "b", "a", "a", "b"]
-    assert {name: len(times) for name, times in collected.items()} == {"a": 3, "b": 3}
-    assert all(seconds >= 0.002 for seconds in collected["a"])
+    runs = {key: (lambda key=key: run(key)) for key in ("a", ("b", "forward"))}
+    samples = interleave(runs, rounds=3, sample_seconds=0, warmup_calls=1, clock=clock)
+    a, b = runs
+    assert order == [a, a, b, b, a, b, b, a, a, b]  # each twice for warming up; every other round in reverse
+    assert samples == {a: [5, 8, 9], b: [6, 7, 10]}
 
 
-@pytest.mark.parametrize(("seconds", "counts"), [(1e-6, [2, 1000, 2, 1000]), (2e-3, [1, 1])])
-def test_interleave_repeats_a_short_call_and_no_long_one(monkeypatch, seconds, counts):
-    """By the clock of a machine on which each call takes so long, however busy this one is."""
-    seen = []
+@pytest.mark.parametrize(("seconds", "timed"), [(0.125, [8, 8]), (2.0, [1, 1])])
+def test_interleave_repeats_a_short_call_and_no_long_one(seconds, timed):
+    clock, advanced, counts = Clock(), [], []
 
-    class Timer:
-        def __init__(self, *arguments, **options):
-            pass
+    def run():
+        counts.append(clock.now)
+        clock.run(seconds)
 
-        def timeit(self, number):
-            seen.append(number)
-            return number * seconds
+    samples = interleave(
+        {"": run}, 2, sample_seconds=1, warmup_calls=3, on_sample=lambda: advanced.append(1), clock=clock
+    )
+    unmeasured = 2 * (timed[0] > 1)  # after another run, the caches are cold
+    assert len(counts) == 3 + 3 + sum(timed) + 2 * unmeasured
+    assert samples == {"": [seconds, seconds]}
+    assert len(advanced) == 2
 
-    monkeypatch.setattr(timing, "Timer", Timer)
-    samples = interleave({"": int}, rounds=2, sample_seconds=0.001, warmup_calls=3)
-    assert seen[:2] == [3, 3]
-    assert seen[2:] == pytest.approx(counts, abs=1)  # 0.001 / 1e-6 need not be an integer
-    assert samples == {"": pytest.approx([seconds, seconds])}
+
+def test_interleave_lets_several_processes_agree_on_the_calls():
+    clock = Clock()
+    asked = []
+
+    def agree(calls):
+        asked.append(calls)
+        return 2
+
+    interleave({"": lambda: clock.run(1.0)}, 2, sample_seconds=8, warmup_calls=1, agree=agree, clock=clock)
+    assert asked == [8, 2, 2]
+
+
+def test_clock_runs():
+    samples = interleave({"": lambda: time.sleep(0.002)}, rounds=1, sample_seconds=0, warmup_calls=1)
+    assert samples[""][0] >= 0.002

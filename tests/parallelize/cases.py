@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from lab.sizes import Size
 from profiling.collectives import Collective, Collectives, Mesh, collectives_of
+from profiling.distributed import Distributed
 from profiling.measure import Settings
-from profiling.spread import SpreadModel
 from test_recipes import run
 from torch import Tensor, nn
 from torch.distributed import checkpoint as distributed_checkpoint
@@ -268,7 +268,7 @@ def collectives_are_two_gathers_and_two_scatters_a_block_each_way() -> None:
 @case
 def each_pass_that_is_profiled_calls_what_a_step_calls() -> None:
     size, mesh = Size(4, 8, 16, 8, 4, 4, 32), Mesh(dp=2, tp=2)  # a Block, that would keep its weights when called again
-    model = SpreadModel(size, Settings(torch.device("cpu"), torch.float32, "train", mesh=mesh))
+    model = Distributed(size, Settings(torch.device("cpu"), torch.float32, "train", mesh=mesh))
     calls = collectives_of(size, mesh)
     for name, expected in (("forward", calls["forward"]), ("train", calls["forward"] + calls["backward"])):
         for _ in range(2):

@@ -9,33 +9,34 @@ from lab.sizes import Cost, Size, adamw_cost
 from lab.timing import Spread
 from profiling.analysis import analyse
 
-MACHINE = Ceilings(Spread(1e9, 1e9, 1e9, 1), Spread(1e8, 1e8, 1e8, 1), 1024, 2**20)
+MACHINE = Ceilings(Spread(1e9, 1e9, 1e9, 1), Spread(1e8, 1e8, 1e8, 1), 1e9, 1024, 2**20)
+ADAMW = ("AdamW", "optimizer")
 IDLE = {"waited_share": 0.0, "others_share": 0.0}
 SIZE = Size(batch_size=2, seq_len=5, d_model=12, num_heads=6, num_kv_heads=2, d_head=4, d_ff=20)
 
 
-def samples_of(size: Size, mode: str) -> dict[str, list[float]]:
+def samples_of(size: Size, mode: str) -> dict[tuple[str, str], list[float]]:
     """Forward takes each part 1, 2 and 3 s in three rounds, and backward twice that; the whole, 10, 20 and 30 times."""
     samples = {}
     for name, factor in [*((name, 1) for name in size.part_costs(4)), ("whole", 10), ("smallest", 0.5)]:
-        samples[f"{name} forward"] = [factor * t for t in (1.0, 2.0, 3.0)]
+        samples[name, "forward"] = [factor * t for t in (1.0, 2.0, 3.0)]
         if mode != "forward":
-            samples[f"{name} train"] = [3 * factor * t for t in (1.0, 2.0, 3.0)]
+            samples[name, "train"] = [3 * factor * t for t in (1.0, 2.0, 3.0)]
     if mode == "step":
-        samples |= {"whole step": [70.0, 70.0, 70.0], "smallest step": [7.0] * 3, "AdamW": [4.0, 5.0, 6.0]}
+        samples |= {("whole", "step"): [70.0] * 3, ("smallest", "step"): [7.0] * 3, ADAMW: [4.0, 5.0, 6.0]}
     return samples
 
 
 def point(mode: str, size: Size = SIZE, sheet: Datasheet | None = None):
-    return analyse(samples_of(size, mode), size, mode, torch.float32, MACHINE, sheet, IDLE)
+    return analyse(samples_of(size, mode), {}, size, mode, torch.float32, MACHINE, sheet, IDLE)
 
 
 def test_analysis_takes_backward_from_the_difference_of_each_round():
     samples = samples_of(SIZE, "train")
-    samples["ffn forward"], samples["ffn train"] = [1.0, 5.0, 2.0], [4.0, 6.0, 9.0]
-    samples["rope train"] = samples["rope forward"]
+    samples["ffn", "forward"], samples["ffn", "train"] = [1.0, 5.0, 2.0], [4.0, 6.0, 9.0]
+    samples["rope", "train"] = samples["rope", "forward"]
     parts = {
-        part["name"]: part for part in analyse(samples, SIZE, "train", torch.float32, MACHINE, None, IDLE)["parts"]
+        part["name"]: part for part in analyse(samples, {}, SIZE, "train", torch.float32, MACHINE, None, IDLE)["parts"]
     }
     assert parts["ffn"]["forward"]["seconds"]["median"] == 2.0
     assert parts["ffn"]["backward"]["seconds"]["median"] == 3.0  # of 3, 1 and 7
@@ -110,16 +111,18 @@ def losses(size=SIZE, smallest=0.0, machine=MACHINE, **seconds):
     """Return the losses of a forward pass of 10 s in which these parts take so long, the others their least."""
     costs = size.part_costs(4)
     samples = {
-        f"{name} forward": [machine.seconds(cost["forward"].flops, cost["forward"].bytes)]
+        (name, "forward"): [machine.seconds(cost["forward"].flops, cost["forward"].bytes)]
         for name, cost in costs.items()
     }
-    samples |= {f"{name} forward": [time] for name, time in seconds.items()}
-    samples |= {"whole forward": [10.0], "smallest forward": [smallest]}
-    return analyse(samples, size, "forward", torch.float32, machine, None, IDLE)["losses"]
+    samples |= {(name, "forward"): [time] for name, time in seconds.items()}
+    samples |= {("whole", "forward"): [10.0], ("smallest", "forward"): [smallest]}
+    return analyse(samples, {}, size, "forward", torch.float32, machine, None, IDLE)["losses"]
 
 
 def test_analysis_names_the_three_parts_that_lose_most_against_the_roofline():
-    least = {name: MACHINE.seconds(cost.flops, cost.bytes) for name, cost in SIZE.part_costs(4).items()}
+    least = {
+        name: MACHINE.seconds(cost["forward"].flops, cost["forward"].bytes) for name, cost in SIZE.part_costs(4).items()
+    }
     lost = {"ln1": 1.0, "rope": 4.0, "ffn": 2.0, "attention": 3.0}
     found = losses(**{name: least[name] + more for name, more in lost.items()})
     assert [loss["name"] for loss in found] == ["rope", "attention", "ffn"]
@@ -136,7 +139,9 @@ def test_analysis_tells_the_cause_of_a_loss_by_its_figures():
     assert losses(many_tokens, ffn=5.0)[0]["cause"] == "products"
     assert losses(one_token, ffn=5.0)[0]["cause"] == "weights"
     assert losses(one_token, rope=5.0)[0]["cause"] == "elementwise"
-    slow_core = Ceilings(Spread(1e6, 1e6, 1e6, 1), MACHINE.bytes_per_second, 1024, 2**20)  # where even rope has to wait
+    slow_core = Ceilings(
+        Spread(1e6, 1e6, 1e6, 1), MACHINE.bytes_per_second, 1e6, 1024, 2**20
+    )  # where even rope has to wait
     assert losses(one_token, machine=slow_core, rope=5.0)[0]["cause"] == "elementwise"
     # The same calls without arithmetic take 8 s, each of the 8 parts 1 s of it: more than half of 1.9 s, not of 2.1 s.
     assert losses(many_tokens, ffn=1.9, smallest=8.0)[0]["cause"] == "overhead"
@@ -144,8 +149,8 @@ def test_analysis_tells_the_cause_of_a_loss_by_its_figures():
 
 
 def test_analysis_counts_backward_and_the_optimizer_among_the_losses():
-    samples = samples_of(SIZE, "step") | {"AdamW": [40.0] * 3}
-    result = analyse(samples, SIZE, "step", torch.float32, MACHINE, None, IDLE)
+    samples = samples_of(SIZE, "step") | {ADAMW: [40.0] * 3}
+    result = analyse(samples, {}, SIZE, "step", torch.float32, MACHINE, None, IDLE)
     optimizer, second, _ = result["losses"]
     assert (optimizer["name"], optimizer["cause"]) == ("AdamW", "elementwise")
     assert optimizer["seconds"] == pytest.approx(40.0 - result["optimizer"]["roofline_seconds"])
@@ -153,5 +158,15 @@ def test_analysis_counts_backward_and_the_optimizer_among_the_losses():
     assert second["seconds"] == pytest.approx(6.0, abs=0.1)  # 2 s forward and 4 s backward, and little least time
     # Without arithmetic a step takes 7 s, and 3 s of them without the optimizer.
     for seconds, cause in ((7.9, "overhead"), (8.1, "elementwise")):
-        result = analyse(samples | {"AdamW": [seconds] * 3}, SIZE, "step", torch.float32, MACHINE, None, IDLE)
+        result = analyse(samples | {ADAMW: [seconds] * 3}, {}, SIZE, "step", torch.float32, MACHINE, None, IDLE)
         assert result["losses"][0]["cause"] == cause
+
+
+def test_analysis_judges_a_gpu_by_its_own_time_and_not_by_launches():
+    samples = samples_of(SIZE, "forward") | {("smallest", "forward"): [100.0] * 3}  # the host takes 12.5 s for a part
+    gpu = {(name, "forward"): [0.001] for name in SIZE.part_costs(4)} | {("ffn", "forward"): [1.5]}
+    result = analyse(samples, gpu, SIZE, "forward", torch.float32, MACHINE, None, IDLE)
+    assert result["parts"][-1]["forward"]["gpu_seconds"] == 1.5
+    assert (result["losses"][0]["name"], result["losses"][0]["cause"]) == ("ffn", "weights")  # and not overhead
+    assert result["losses"][0]["seconds"] == pytest.approx(1.5, abs=0.01)
+    assert point("forward")["parts"][-1]["forward"]["gpu_seconds"] is None

@@ -3,32 +3,30 @@
 import pytest
 import torch
 from lab.sizes import Size
-from profiling.parts import cut, flow, whole
+from profiling.parts import block_steps, part_steps, run_steps, whole
 from torch.nn import functional as F
 
 
-def cut_block(num_layers=None, qk_norm=True, dtype=torch.float32):
+def parts_of(num_layers=None, qk_norm=True, dtype=torch.float32):
     size = Size(2, 5, 12, 6, 2, 4, 20, qk_norm=qk_norm, num_layers=num_layers)
     torch.manual_seed(0)
     model = size.build("cpu", dtype)
     x = torch.randn(2, 5, 12, dtype=dtype, requires_grad=True)
     gradient = torch.randn_like(x)
-    return model, x, gradient, cut(model, x, gradient)
+    return model, x, gradient, part_steps(block_steps(model), x, gradient)
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_compute_the_block_bit_for_bit(qk_norm, dtype):
-    block, x, _, parts = cut_block(qk_norm=qk_norm, dtype=dtype)
-    run = {part.name: part.run for part in parts}
-    out = flow(lambda name, *inputs: run[name](*inputs), x, qk_norm)
-    assert torch.equal(out, block(x))
+    block, x, _, parts = parts_of(qk_norm=qk_norm, dtype=dtype)
+    assert torch.equal(run_steps(block_steps(block), x), block(x))
     adds = next(part for part in parts if part.name == "residual adds")
     assert torch.equal(adds.forward()[-1], block(x))
 
 
 def test_parts_have_the_gradients_of_the_block():
-    block, x, gradient, parts = cut_block()
+    block, x, gradient, parts = parts_of()
     expected = dict(zip((x, *block.parameters()), whole(block, x, gradient).train(), strict=True))
     seen = set()
     for part in parts:
@@ -47,7 +45,7 @@ def test_parts_have_the_gradients_of_the_block():
 
 
 def test_parts_have_the_strides_of_the_block(monkeypatch):
-    block, x, _, parts = cut_block()
+    block, x, _, parts = parts_of()
     seen = []
     attend = F.scaled_dot_product_attention
 
@@ -63,8 +61,8 @@ def test_parts_have_the_strides_of_the_block(monkeypatch):
 
 
 def test_parts_of_a_stack_are_those_of_a_block_and_the_final_norm():
-    model, x, _, parts = cut_block(num_layers=3)
-    assert [part.name for part in parts] == [*(part.name for part in cut_block()[-1]), "final norm"]
+    model, x, _, parts = parts_of(num_layers=3)
+    assert [part.name for part in parts] == [*(part.name for part in parts_of()[-1]), "final norm"]
     assert parts[-1].weights == (model.ln_final.weight,)
     assert torch.equal(parts[0].inputs[0], x)
 
@@ -73,13 +71,13 @@ def test_parts_without_gradient_record_no_graph():
     size = Size(1, 3, 8, 2, 2, 4, 8)
     block = size.build("cpu", torch.float32)
     with torch.no_grad():
-        parts = cut(block, torch.randn(1, 3, 8))
+        parts = part_steps(block_steps(block), torch.randn(1, 3, 8))
         assert not any(t.requires_grad for part in parts for t in (*part.inputs, *part.forward()))
     assert not any(part.gradients for part in parts)
 
 
 def test_part_does_not_change_its_inputs():
-    _, _, _, parts = cut_block()
+    _, _, _, parts = parts_of()
     for part in parts:
         before = [t.detach().clone() for t in (*part.inputs, *part.weights)]
         part.train()

@@ -1,41 +1,18 @@
 """What is made of a profiler's answers."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
-import pytest
 import torch
-from profiling.parts import Part
+from profiling.parts import Step
 from profiling.tracing import (
     compile_report,
     nsys_command,
-    run_labelled,
-    summarize_overlap,
+    run_labeled,
 )
 
 
-def event(name, start, end, device="CUDA", annotation=False):
-    return SimpleNamespace(
-        name=name,
-        time_range=SimpleNamespace(start=start, end=end),
-        device_type=SimpleNamespace(name=device),
-        is_user_annotation=annotation,
-    )
-
-
-def test_overlap_is_the_time_of_collectives_in_which_another_kernel_runs():
-    events = [
-        event("ncclDevKernel_AllGather_RING_LL", 0, 30),
-        event("gemm", 10, 25),
-        event("add", 20, 40),  # beside both of the others
-        event("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 50, 60),
-        event("nccl:all_gather", 0, 90, annotation=True),
-        event("aten::mm", 0, 100, device="CPU"),
-    ]
-    summary = summarize_overlap(events)
-    assert summary["collective_seconds"] == pytest.approx(40e-6)
-    assert summary["hidden_seconds"] == pytest.approx(20e-6)
-    assert summarize_overlap(events[1:3]) is None
+def step(name, run, x, gradients=()):
+    return Step(name, ("x",), ("y",), run, inputs=(x,), gradients=gradients)
 
 
 def test_nsys_command_repeats_the_run_quoted(monkeypatch):
@@ -47,7 +24,7 @@ def test_nsys_command_repeats_the_run_quoted(monkeypatch):
     assert command.endswith("scripts/profile_block.py --json 'my file.json' --nvtx")
 
 
-def test_run_labelled_names_every_pass_and_runs_backward_on_its_thread():
+def test_run_labeled_names_every_pass_and_runs_backward_on_its_thread():
     names, multithreading = [], []
 
     def label(name):
@@ -56,8 +33,8 @@ def test_run_labelled_names_every_pass_and_runs_backward_on_its_thread():
 
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda gradient: multithreading.append(torch.autograd.is_multithreading_enabled()))
-    trained = Part("a", lambda x: (x * x,), (x,), (), (torch.ones(2),))
-    run_labelled([trained, Part("b", lambda x: (x + 1,), (x,))], lambda: names.append("called"), label)
+    trained = step("a", lambda x: (x * x,), x, (torch.ones(2),))
+    run_labeled([trained, step("b", lambda x: (x + 1,), x)], lambda: names.append("called"), label)
     assert names == ["a forward", "a backward", "b forward", "AdamW", "called"]
     assert multithreading == [False]
     assert torch.autograd.is_multithreading_enabled()
@@ -69,7 +46,7 @@ def test_compile_report_counts_graphs_and_breaks():
         torch._dynamo.graph_break()
         return (x * 2,)
 
-    part = Part("whole", broken, (torch.ones(3),))
+    part = step("whole", broken, torch.ones(3))
     report = compile_report(part, replace(part, run=torch.compile(broken, backend="eager")), train=False)
     assert (report["graphs"], report["graph_breaks"]) == (2, 1)
     assert len(report["break_reasons"]) == 1

@@ -1,4 +1,4 @@
-"""What is spread over processes, measured or on paper, as text."""
+"""What is distributed over processes, measured or predicted, as text."""
 
 from itertools import groupby
 from typing import Any
@@ -19,13 +19,12 @@ _PAPER = (
 )
 
 
-def spread_report(document: dict[str, Any]) -> list[Section]:
+def distributed_report(document: dict[str, Any]) -> list[Section]:
     """Return the sections of a profile of several processes."""
-    mesh = document["settings"]["mesh"]
-    sections: list[Section] = [f"{header(document)}\n{Mesh(**mesh)}"]
+    sections: list[Section] = [f"{header(document)}\n{Mesh(**document['settings']['mesh'])}", *doubts(document)]
     for point in document["points"]:
-        sections += [_times(point), _collectives(point), _summary(point, document)]
-    return [*sections, *doubts(document)]
+        sections += [_summary(point, document), _times(point), _collectives(point)]
+    return [*sections, _LEGEND]
 
 
 def prediction_report(document: dict[str, Any]) -> list[Section]:
@@ -114,6 +113,5 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
             f"gradients {si(memory['gradients_bytes'], 'B')}, "
             f"optimizer state {si(memory['optimizer_state_bytes'], 'B')}, "
             f"peak above parameters and state {si(memory['peak_added_bytes'], 'B')}",
-            _LEGEND,
         ]
     )

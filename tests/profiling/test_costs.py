@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lab.sizes import Cost, Size, adamw_cost
-from profiling.parts import cut
+from profiling.parts import block_steps, part_steps
 from torch.utils.flop_counter import FlopCounterMode
 
 import tinyblock
@@ -15,7 +15,7 @@ def parts_of(size: Size, dtype: torch.dtype = torch.float32):
     torch.manual_seed(0)
     model = size.build("cpu", dtype)
     x = torch.randn(size.batch_size, size.seq_len, size.d_model, dtype=dtype, requires_grad=True)
-    return model, cut(model, x, torch.randn_like(x))
+    return model, part_steps(block_steps(model), x, torch.randn_like(x))
 
 
 def test_costs_of_a_size_counted_by_hand():
@@ -80,6 +80,17 @@ def test_costs_have_a_name_for_every_part_and_the_final_norm_of_a_stack():
     stack = Size(2, 5, 12, 6, 2, 4, 20, num_layers=2)
     for size in (SIZE, stack):
         assert list(size.part_costs(4)) == [part.name for part in parts_of(size)[1]]
+
+
+def test_costs_of_a_mode_are_those_of_its_parts_and_passes():
+    stack = Size(2, 5, 12, 6, 2, 4, 20, num_layers=3)
+    parts = stack.part_costs(4)
+    once = parts.pop("final norm")
+    forward = sum((cost["forward"] for cost in parts.values()), Cost()) * 3 + once["forward"]
+    backward = sum((cost["backward"] for cost in parts.values()), Cost()) * 3 + once["backward"]
+    assert (stack.costs("forward", 4), stack.costs("backward", 4)) == (forward, backward)
+    assert stack.costs("train", 4) == forward + backward
+    assert stack.costs("step", 4) == forward + backward + adamw_cost(stack.parameters, 4)
 
 
 def test_cost_adds_and_multiplies_field_by_field():

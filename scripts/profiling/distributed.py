@@ -1,45 +1,47 @@
-"""Measure a size that is spread over processes, beside one process with all of it, in interleaved rounds."""
+"""Measure a size that is distributed over processes, beside one process with all of it, in interleaved rounds."""
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
+from lab.kernels import busy_time, events_of
 from lab.machine import Ceilings
 from lab.memory import bytes_of, peak_added_bytes
 from lab.processes import from_all, is_first, least
 from lab.progress import Progress
 from lab.sizes import Size
-from lab.timing import Spread, interleave, paired_ratio
+from lab.timing import Clock, Spread, clock, interleave, paired_ratio
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tinyblock import parallelize
 
 from .collectives import Collective, Collectives, alone, collectives_of
-from .measure import Optimizing, Settings, build_whole
-from .parts import Part, accumulate, clear, whole
-from .tracing import overlap_report
+from .measure import TIMED, Optimizing, Settings, build_whole
+from .parts import Step, whole
 from .trust import Watch, trust
 
 _LINK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # of the all-gather that measures a link
 
 
-def measure_spread(size: Size, settings: Settings, ceilings: Ceilings, progress: Progress) -> dict[str, Any]:
-    """Measure one size over the processes of the settings' mesh, and return a spread point of docs/profile_schema.md.
+def measure_distributed(
+    size: Size, settings: Settings, ceilings: Ceilings, progress: Progress | None = None, clock: Clock = clock
+) -> dict[str, Any]:
+    """Measure one size over the processes of the settings' mesh, and return such a point of docs/profile_schema.md.
 
-    The collectives are those counted in a run, of a compiled model those that the sizes tell. Each is timed alone, by
-    all groups of its axis at once: what it waits for the others where it is called is not seen so. How much is hidden
-    behind computing is seen on CUDA, by torch.profiler; gloo computes on the same cores.
+    The collectives are those counted in a run, or of a compiled model those that follow from the sizes. Each is timed
+    alone, by all groups of its axis at once, so without the time in which it waits for the others where it is called.
+    How much is hidden behind computing is seen on CUDA, by torch.profiler; gloo computes on the same cores.
     """
-    with settings.attention(), torch.set_grad_enabled(settings.train):
+    progress = progress or Progress()
+    with torch.set_grad_enabled(settings.train):
         progress.start("building")
-        return SpreadModel(size, settings).point(ceilings, progress)
+        return Distributed(size, settings).point(ceilings, progress, clock)
 
 
-class SpreadModel:
+class Distributed:
     """A size, built on all processes and on the first alone, and what is timed of both."""
 
     def __init__(self, size: Size, settings: Settings) -> None:
@@ -49,45 +51,46 @@ class SpreadModel:
         model, one = self._build()
         parallelize(model, self.devices, compile=settings.compile)
         x, *gradients = (_batch_of_this(tensor, self.devices) for tensor in (*one.inputs, *one.gradients))
-        self.part = whole(model, x.requires_grad_(settings.train), gradients[0] if gradients else None)
+        self.step = whole(model, x.requires_grad_(settings.train), gradients[0] if gradients else None)
         self.calls = collectives_of(size, settings.mesh) if settings.compile else self._count()
-        self.runs, self.optimizing = _runs(self.part, settings.mode)
+        self.runs, self.optimizing = _runs(self.step, settings.mode)
         if settings.mesh.dp > 1:  # else the outermost module keeps its weights, and the next pass need not gather them
-            self.runs["forward"] = lambda: (self.part.forward(), model.reshard())
-        self.of_one: dict[str, Callable[[], object]] = dict.fromkeys(self.runs, lambda: None)
+            self.runs["forward"] = lambda: (self.step.forward(), model.reshard())
+        self.runs_of_one: dict[str, Callable[[], object]] = dict.fromkeys(self.runs, lambda: None)
         if is_first():  # for which the others wait, without a core
             one = self._build()[1]
-            self.of_one = _runs(one.compiled() if settings.compile else one, settings.mode)[0]
+            self.runs_of_one = _runs(one.compiled() if settings.compile else one, settings.mode)[0]
         elements = _LINK_BYTES[device.type] // settings.dtype.itemsize
         self.links = {axis: Collective("all-gather", axis, elements) for axis in axes}
 
-    def _build(self) -> tuple[Any, Part]:
+    def _build(self) -> tuple[Any, Step]:
         torch.manual_seed(self.settings.seed)
         return build_whole(self.size, self.settings)
 
     def _count(self) -> dict[str, Counter[Collective]]:
         with Collectives(self.devices) as forward:
-            out = self.part.forward()
+            out = self.step.forward()
         with Collectives(self.devices) as backward:
             if self.settings.train:
-                torch.autograd.backward(out, self.part.gradients)
+                torch.autograd.backward(out, self.step.gradients)
         return {"forward": forward.calls, "backward": backward.calls}
 
-    def point(self, ceilings: Ceilings, progress: Progress) -> dict[str, Any]:
+    def point(self, ceilings: Ceilings, progress: Progress, clock: Clock) -> dict[str, Any]:
         settings, mesh, watch = self.settings, self.mesh, Watch()
-        timed = {f"spread {name}": run for name, run in self.runs.items()}
-        timed |= {f"one {name}": run for name, run in self.of_one.items()}
+        timed: dict[Any, Callable[[], object]] = {("all", name): run for name, run in self.runs.items()}
+        timed |= {("one", name): run for name, run in self.runs_of_one.items()}
         for call in dict.fromkeys([*self.links.values(), *self.calls["forward"], *self.calls["backward"]]):
-            timed[str(call)] = alone(call, self.devices[call.axis].get_group(), settings.device, settings.dtype)
+            timed[call] = alone(call, self.devices[call.axis].get_group(), settings.device, settings.dtype)
         progress.start("timing", len(timed) * settings.rounds)
-        samples = interleave(timed, settings.rounds, 0.01, 1, lambda name: progress.advance(), agree=least)
-        waited = watch.shares() | {"others_share": None}  # of which the processes of this profile are the most
+        samples = interleave(timed, settings.rounds, 0.01, 1, progress.advance, least, clock)
+        shares = watch.shares() | {"others_share": None}  # of which the processes of this profile are the most
         run = self.runs[settings.mode]
-        overlap, memory = overlap_report(run, settings.device), self._memory(run)
+        overlap, memory = summarize_overlap(events_of(run, settings.device)), self._memory(run)
         self.samples = from_all(samples)
         passes = {name: self._pass(name) for name in self.runs}
-        slowest, seconds = self._slowest(f"spread {settings.mode}"), passes[settings.mode]["seconds"]["median"]
+        seconds = passes[settings.mode]["seconds"]["median"]
         peaks = mesh.processes * ceilings.flops_per_second.median
+        rates = [ceilings.flops_per_second, ceilings.bytes_per_second]
         return {
             "status": "ok",
             "error": None,
@@ -99,27 +102,26 @@ class SpreadModel:
             "memory": memory,
             "tokens_per_second": self.size.tokens / seconds,
             "mfu": self.size.costs(settings.mode).matmul_flops / seconds / peaks,
-            "trust": trust(slowest, waited, [ceilings.flops_per_second, ceilings.bytes_per_second]),
+            "trust": trust(self._slowest(("all", settings.mode)), shares, rates),
         }
 
-    def _slowest(self, name: str) -> list[float]:
+    def _slowest(self, key: Any) -> list[float]:
         """Return what the slowest process takes in each round."""
-        return [max(round_) for round_ in zip(*(samples[name] for samples in self.samples), strict=True)]
+        return [max(round_) for round_ in zip(*(samples[key] for samples in self.samples), strict=True)]
 
     def _pass(self, name: str) -> dict[str, Any]:
-        slowest, one = self._slowest(f"spread {name}"), self.samples[0][f"one {name}"]
-        medians = [Spread.of(samples[f"spread {name}"]).median for samples in self.samples]
+        slowest, one = self._slowest(("all", name)), self.samples[0]["one", name]
         speed_up = paired_ratio(one, slowest)
         return {
             "seconds": asdict(Spread.of(slowest)),
-            "of_ranks": medians,
+            "of_ranks": [Spread.of(samples["all", name]).median for samples in self.samples],
             "one_process": asdict(Spread.of(one)),
             "speed_up": asdict(speed_up),
             "efficiency": speed_up.median / self.mesh.processes,
         }
 
     def _rate(self, call: Collective) -> dict[str, Any]:
-        return asdict(Spread.of([self._moved(call) / seconds for seconds in self._slowest(str(call))]))
+        return asdict(Spread.of([self._moved(call) / seconds for seconds in self._slowest(call)]))
 
     def _moved(self, call: Collective) -> float:
         return self.settings.dtype.itemsize * call.moved(self.mesh.axes[call.axis])
@@ -135,7 +137,7 @@ class SpreadModel:
                 record["count"] += count
                 record["bytes"] += count * call.elements * self.settings.dtype.itemsize
                 record["moved_bytes"] += count * self._moved(call)
-                record["seconds"] += count * Spread.of(self._slowest(str(call))).median
+                record["seconds"] += count * Spread.of(self._slowest(call)).median
         return [
             {"pass": pass_, "axis": axis, "kind": kind, **record, "share": record["seconds"] / whole_seconds}
             for (pass_, axis, kind), record in records.items()
@@ -143,16 +145,32 @@ class SpreadModel:
 
     def _memory(self, run: Callable[[], object]) -> dict[str, int | None]:
         """Return what the process with the most of each holds."""
-        gradients = [weight.grad for weight in self.part.weights if weight.grad is not None]
+        gradients = [weight.grad for weight in self.step.weights if weight.grad is not None]
         held = {
-            "parameters_bytes": bytes_of(self.part.weights),
+            "parameters_bytes": bytes_of(self.step.weights),
             "gradients_bytes": bytes_of(gradients) if self.settings.train else None,
             "optimizer_state_bytes": self.optimizing and self.optimizing.state_bytes(),
         }
-        clear(self.part)
+        self.step.clear()
         held["peak_added_bytes"] = peak_added_bytes(run, self.settings.device)
         of_ranks = from_all(held)
         return {key: max(rank[key] or 0 for rank in of_ranks) if held[key] is not None else None for key in held}
+
+
+def summarize_overlap(work: list[Any]) -> dict[str, float] | None:
+    """Return the seconds in which the events of a GPU have a collective, and in which another kernel runs beside it.
+
+    A collective that waits for another process is running, too.
+    """
+    collectives = [event for event in work if event.name.startswith("nccl")]
+    if not collectives:
+        return None
+    others = [event for event in work if not event.name.startswith("nccl")]
+    seconds = busy_time(collectives)
+    return {
+        "collective_seconds": 1e-6 * seconds,
+        "hidden_seconds": 1e-6 * (seconds + busy_time(others) - busy_time(work)),
+    }
 
 
 def _batch_of_this(tensor: Tensor, devices: DeviceMesh) -> Tensor:
@@ -163,12 +181,10 @@ def _batch_of_this(tensor: Tensor, devices: DeviceMesh) -> Tensor:
     return tensor.detach().clone()
 
 
-def _runs(part: Part, mode: str) -> tuple[dict[str, Callable[[], object]], Optimizing | None]:
+def _runs(step: Step, mode: str) -> tuple[dict[str, Callable[[], object]], Optimizing | None]:
     """Return what is timed, as far as the mode goes, and the optimizer of a step."""
-    runs: dict[str, Callable[[], object]] = {"forward": part.forward}
-    optimizing = Optimizing(part) if mode == "step" else None
-    if mode != "forward":
-        runs["train"] = partial(accumulate, part)
+    optimizing = Optimizing(step) if mode == "step" else None
+    runs: dict[str, Callable[[], object]] = {"forward": step.forward, "train": step.accumulate}
     if optimizing is not None:
         runs["step"] = optimizing.step
-    return runs, optimizing
+    return {name: runs[name] for name in TIMED[mode]}, optimizing

@@ -1,0 +1,150 @@
+"""The command line that the programs share."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lab.cli import Parser, check_outputs, device_of, run
+from processes import run_as_torchrun
+
+PARSER = Parser("program.py", "What it does.", "examples:")
+
+
+def test_parser_reports_in_one_line_and_exits_with_2(capsys):
+    with pytest.raises(SystemExit) as raised, PARSER.reporting():
+        raise ValueError("--n must be\n  even, got 3")
+    assert raised.value.code == 2
+    assert capsys.readouterr().err == "program.py: error: --n must be even, got 3\n"
+    with pytest.raises(SystemExit):
+        PARSER.parse_args(["--frobnicate"])
+    assert capsys.readouterr().err == "program.py: error: unrecognized arguments: --frobnicate\n"
+
+
+@pytest.mark.parametrize(("name", "index"), [(None, 0), ("cuda", 0), ("cuda:1", 1)])
+def test_device_of_cuda_has_an_index_and_is_current(name, index, monkeypatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", current.append, raising=False)  # what set_device calls in the end
+    assert device_of(name) == torch.device("cuda", index)
+    assert current == [index]
+
+
+def test_device_of_each_process_is_its_own(monkeypatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", current.append, raising=False)
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "x",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert device_of("cuda") == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match="each process has a GPU of its own"):
+        device_of("cuda:0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="needs 3 GPUs, and there are 2"):
+        device_of("cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "message"),
+    [
+        ("tpu0", 0, "unknown --device 'tpu0'"),
+        ("meta", 0, "must be cpu, cuda or cuda:N"),
+        ("cuda", 0, "has no CUDA"),
+        ("cuda:2", 2, "needs 3 GPUs, and there are 2"),
+    ],
+)
+def test_device_of_something_else_is_rejected(name, count, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ValueError, match=message):
+        device_of(name)
+    assert device_of("cpu") == torch.device("cpu")
+
+
+def test_check_outputs_rejects_what_cannot_be_written(tmp_path, monkeypatch):
+    def check(**paths):
+        check_outputs(argparse.Namespace(**{"json": None, "plot": None, **paths}), "json", "plot")
+
+    check(json=tmp_path / "x.json", plot=tmp_path / "x.svg")
+    assert list(tmp_path.iterdir()) == []
+    for paths, message in (
+        ({"json": tmp_path / "missing" / "x"}, "--json: cannot write .*: No such file or directory"),
+        ({"json": Path(os.devnull)}, "cannot write /dev/null: it is not a regular file"),
+        ({"plot": tmp_path / "x.gif"}, "--plot must end in .png, .svg, .pdf"),
+        ({"json": tmp_path / "x.png", "plot": tmp_path / "." / "x.png"}, "two outputs have the same path"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(**paths)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install matplotlib"):
+        check(plot=tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, "program.py: interrupted\n"),
+        (torch.OutOfMemoryError("CUDA out of\nmemory."), 1, "program.py: error: out of memory: CUDA out of memory.\n"),
+    ],
+)
+def test_run_ends_in_one_line(error, code, message, capsys):
+    def fail():
+        raise error
+
+    assert run(PARSER, fail) == code
+    assert capsys.readouterr().err == message
+
+
+def test_run_passes_other_errors_on():
+    def fail():
+        raise RuntimeError("shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        run(PARSER, fail)
+    assert run(PARSER, lambda: 7) == 7
+
+
+def test_run_accepts_a_reader_that_stops(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed_pipe:
+        monkeypatch.setattr(sys, "stdout", closed_pipe)
+        assert run(PARSER, lambda: print("report", flush=True) or 1) == 0
+        monkeypatch.undo()
+
+
+# The first of two processes prints and waits for the second, which fails.
+FAILING = """
+import os, sys
+os.environ["TORCHELASTIC_ERROR_FILE"] = f"{os.environ['RANK']}.json"
+import torch.distributed as dist
+from lab.cli import Parser, run
+def main():
+    print("from", dist.get_rank())
+    if dist.get_rank() == 1:
+        raise ZeroDivisionError("by zero")
+    dist.barrier()
+sys.exit(run(Parser("program.py", "", ""), main))
+"""
+
+
+def test_process_that_fails_first_is_recorded_and_only_the_first_prints(tmp_path):
+    first, second = run_as_torchrun(FAILING, 2, tmp_path)
+    assert second.code == 1
+    assert "ZeroDivisionError: by zero" in second.err
+    assert "ZeroDivisionError: by zero" in (tmp_path / "1.json").read_text()  # torchrun reports it
+    assert "from 1" not in first.out + second.out
+
+
+def test_all_processes_reject_in_one_line(tmp_path):
+    code = 'from lab.cli import Parser\nParser("program.py", "", "").error("--n is odd")'
+    ended = run_as_torchrun(code, 2, tmp_path)
+    assert [each.err for each in ended] == ["program.py: error: --n is odd\n", ""]
+    assert ended[0].code == 2
