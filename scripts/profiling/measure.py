@@ -83,6 +83,7 @@ class _Measurement:
         self.smallest = replace(build_whole(size.smallest(), settings)[1], name="smallest")
         self.known = [*model.parameters(), *model.buffers()]
         self.steps = block_steps(model)
+        self.parts = part_steps(self.steps, self.whole.inputs[0], *self.whole.gradients)
         self.attention_kernel = attention_kernel(lambda: run_steps(self.steps, self.whole.inputs[0]))
         self.compile: dict[str, Any] | None = None
         if settings.compile:
@@ -91,8 +92,7 @@ class _Measurement:
             eager, self.whole = self.whole, self.whole.compiled()
             self.compile = tracing.compile_report(eager, self.whole, settings.train)
             self.smallest = self.smallest.compiled()
-            self.steps = [step.compiled() for step in self.steps]
-        self.parts = part_steps(self.steps, self.whole.inputs[0], *self.whole.gradients)
+            self.parts = [part.compiled() for part in self.parts]
         self.optimizing = Optimizing(self.whole) if settings.mode == "step" else None
 
     def _runs(self) -> dict[tuple[str, str], Callable[[], object]]:
@@ -164,7 +164,7 @@ class _Measurement:
         }
 
     def _saved_by_part(self) -> Mapping[str, int]:
-        """Return what each step of a block saves, in one run of them all: a storage counts where it is saved first."""
+        """Return what the eager steps save, in one run of them all: a storage counts where it is saved first."""
         saved, by_part = SavedBytes(self.known), Counter[str]()
 
         def run(step: Step, inputs: list[Tensor]) -> tuple[Tensor, ...]:

@@ -1,11 +1,20 @@
 """Two profiles beside each other."""
 
 import copy
+from typing import Any
 
 import pytest
 from profiling.compare import compare, load
 
-SIZE = {"batch_size": 2, "seq_len": 8, "d_model": 64, "num_heads": 4, "num_kv_heads": 4, "d_head": 16, "d_ff": 192}
+SIZE: dict[str, Any] = {
+    "batch_size": 2,
+    "seq_len": 8,
+    "d_model": 64,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "d_head": 16,
+    "d_ff": 192,
+}
 SIZE |= {"qk_norm": False, "num_layers": None}
 
 
@@ -38,14 +47,14 @@ def test_compare_widens_the_interval_by_the_difference_of_the_ceilings():
     for rate in (0.75e9, 1 / 0.75e9 * 1e18):  # a machine that was slower, or faster, by a third
         new = document(2.5, flops=rate)
         assert row(new, document(2))[0][-2:] == ["0.85-1.84", "same"]
-        assert "differ by 33.3%" in compare(new, document(2))[-1]
+        assert "differ by 33.3%" in str(compare(new, document(2))[-1])
 
 
 def test_compare_lists_what_else_differs_and_repeats_the_doubts_of_the_old_profile():
     old, new = document(2), document(2, dtype="bfloat16")
     new["points"][0]["attention_kernel"], new["environment"]["cudnn"] = "cudnn", 91002
     old["points"][0]["trust"] = {"doubts": ["other programs kept 50% of all cores busy"]}
-    differences, doubts, *_, advice = compare(new, old)
+    differences, doubts, *_, advice = map(str, compare(new, old))
     assert "dtype: float32 then, bfloat16 now" in differences
     assert "attention kernel: flash then, cudnn now" in differences
     assert "cudnn: None then, 91002 now" in differences
