@@ -59,6 +59,7 @@ def plot_predictions(document: dict[str, Any], path: Path) -> None:
         axes.annotate(text, (value, 100 * record["mfu"]), (0, 7), textcoords="offset points", ha="center", fontsize=8)
     axes.set(xscale="log", xlabel=axis, ylabel="MFU, %", ylim=(0, 115))
     axes.margins(x=0.08)
+    axes.set_yticks(range(0, 101, 20))
     axes.set_title(
         f"The best mesh for each {axis}: upper bounds, for meshes that the batch can be split over", fontsize=11
     )

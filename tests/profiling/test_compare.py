@@ -6,16 +6,8 @@ from typing import Any
 import pytest
 from profiling.compare import compare, load
 
-SIZE: dict[str, Any] = {
-    "batch_size": 2,
-    "seq_len": 8,
-    "d_model": 64,
-    "num_heads": 4,
-    "num_kv_heads": 4,
-    "d_head": 16,
-    "d_ff": 192,
-}
-SIZE |= {"qk_norm": False, "num_layers": None}
+SIZE: dict[str, Any] = {"batch_size": 2, "seq_len": 8, "d_model": 64, "num_heads": 4, "num_kv_heads": 4}
+SIZE |= {"d_head": 16, "d_ff": 192, "qk_norm": False, "num_layers": None}
 
 
 def document(microseconds, flops=1e9, **settings):
