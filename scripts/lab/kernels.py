@@ -34,10 +34,15 @@ def events_of(run: Callable[[], object], device: torch.device) -> list[Any]:
 
 
 def counted_on_gpu(events: Iterable[Any]) -> list[Any]:
-    """Return the work on the GPU that starts after the label."""
+    """Return the work on the GPU that starts after the label.
+
+    The label has a time on the GPU too, from its first kernel on: by that, the clocks of host and GPU may differ.
+    """
     events = list(events)
-    start = min(e.time_range.start for e in events if e.name == _COUNTED and e.device_type.name == "CPU")
-    work = [e for e in events if e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False)]
+    on_gpu = [event for event in events if event.device_type.name == "CUDA"]
+    labels = [event for event in on_gpu if event.name == _COUNTED] or [e for e in events if e.name == _COUNTED]
+    start = min(label.time_range.start for label in labels)
+    work = [event for event in on_gpu if not getattr(event, "is_user_annotation", False)]
     return [event for event in work if event.time_range.start >= start]
 
 

@@ -143,18 +143,10 @@ def _parser() -> Parser:
 
 def _checked(arguments: argparse.Namespace) -> tuple[Settings, list[Size]]:
     """Return how to measure, and what, after all checks that can come before."""
-    settings = Settings(
-        device=device_of(arguments.device),
-        dtype=_DTYPES[arguments.dtype],
-        mode=arguments.mode,
-        compile=arguments.compile,
-        rounds=arguments.rounds,
-        seed=arguments.seed,
-        trace=arguments.trace,
-        memory_snapshot=arguments.memory_snapshot,
-        nvtx=arguments.nvtx,
-        mesh=Mesh(arguments.dp_replicate, arguments.dp, arguments.tp),
-    )
+    names = ("mode", "compile", "rounds", "seed", "trace", "memory_snapshot", "nvtx")
+    chosen = {name: getattr(arguments, name) for name in names}
+    mesh = Mesh(arguments.dp_replicate, arguments.dp, arguments.tp)
+    settings = Settings(device_of(arguments.device), _DTYPES[arguments.dtype], mesh=mesh, **chosen)
     if settings.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {settings.rounds}")
     if not -(2**63) <= settings.seed < 2**64:
@@ -331,12 +323,13 @@ def _profile(
             if arguments.json is not None and is_first():
                 write_json(arguments.json, document)  # after every point: if the process is killed, those are left
     measured = [point for point in document["points"] if "whole" in point]
-    if document["status"] == "interrupted" and not measured:
-        raise KeyboardInterrupt
-    if arguments.json is not None and is_first():
-        write_json(arguments.json, document)
     if not is_first():
         return 0 if measured else 1
+    if document["status"] == "interrupted":
+        if not measured:
+            raise KeyboardInterrupt
+        if arguments.json is not None:
+            write_json(arguments.json, document)
     try:  # the report first, so that a plot that fails does not lose it
         show(distributed_report(document) if settings.mesh.processes > 1 else report(document))
         if earlier is not None:
@@ -391,16 +384,11 @@ def _document(
         "status": "ok",
         "environment": environment(settings.device, settings.seed),
         "settings": {
+            **{name: getattr(arguments, name) for name in ("dtype", "mode", "compile", "rounds", "seed", "preset")},
             "device": str(settings.device),
-            "dtype": arguments.dtype,
-            "mode": settings.mode,
-            "compile": settings.compile,
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "mesh": asdict(settings.mesh),
-            "rounds": settings.rounds,
-            "seed": settings.seed,
             "shape_checks": not jaxtyping_config.jaxtyping_disable,
-            "preset": arguments.preset,
             "sweep": arguments.sweep and arguments.sweep.partition("=")[0],
         },
         "ceilings": asdict(ceilings) | {"ridge": ceilings.ridge} | source,
