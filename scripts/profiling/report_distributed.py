@@ -33,7 +33,7 @@ def prediction_report(document: dict[str, Any]) -> list[Section]:
     flops, memory = (ceilings[key]["median"] for key in ("flops_per_second", "bytes_per_second"))
     between = f", {si(links['between'], 'B/s')} between machines of {links['per_machine']}" if links["between"] else ""
     sections: list[Section] = [
-        f"On paper: {settings['dtype']}, mode {settings['mode']}\n"
+        f"Predicted, a lower bound of the time: {settings['dtype']}, mode {settings['mode']}\n"
         f"Ceilings: {ceilings['source']}, {si(flops, 'FLOP/s')}, {si(memory, 'B/s')}\n"
         f"Links: {si(links['within'], 'B/s')} within a machine{between}, that each device receives"
     ]
