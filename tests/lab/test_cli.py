@@ -144,7 +144,8 @@ def test_process_that_fails_first_is_recorded_and_only_the_first_prints(tmp_path
 
 
 def test_all_processes_reject_in_one_line(tmp_path):
-    code = 'from lab.cli import Parser\nParser("program.py", "", "").error("--n is odd")'
-    ended = run_as_torchrun(code, 2, tmp_path)
+    code = "import os, time\nfrom lab.cli import Parser\n"
+    code += "time.sleep(0 if os.environ['RANK'] == '1' else 2)\n"  # the second is ready first, and waits all the same
+    ended = run_as_torchrun(code + 'Parser("program.py", "", "").error("--n is odd")', 2, tmp_path)
     assert [each.err for each in ended] == ["program.py: error: --n is odd\n", ""]
     assert ended[0].code == 2

@@ -4,6 +4,7 @@ import itertools
 import time
 
 import pytest
+import torch
 from lab.timing import Spread, interleave, paired_ratio
 
 
@@ -77,6 +78,9 @@ def test_interleave_lets_several_processes_agree_on_the_calls():
     assert asked == [8, 2, 2]
 
 
-def test_clock_runs():
+def test_clock_runs_and_leaves_cuda_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # which starting CUDA would show to be wrong
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     samples = interleave({"": lambda: time.sleep(0.002)}, rounds=1, sample_seconds=0, warmup_calls=1)
     assert samples[""][0] >= 0.002
+    assert not torch.cuda.is_initialized()
