@@ -20,6 +20,9 @@ def atomic(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # torch and Python name no file if the disk is full
+        raise
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()

@@ -67,3 +67,12 @@ def test_require_writable_raises_what_writing_would_and_leaves_nothing(tmp_path)
         require_writable(tmp_path)
     require_writable(tmp_path / "out.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_atomic_names_the_file_where_an_error_does_not(tmp_path):
+    def fail():
+        with atomic(tmp_path / "out.json"), open("/dev/full", "w") as full:
+            full.write("more than fits")
+
+    with pytest.raises(OSError, match="No space left on device: .*out.json"):
+        fail()
