@@ -42,8 +42,14 @@ class Progress:
         elif self._shown:
             print(self.prefix + what, file=sys.stderr, flush=True)
 
-    def advance(self) -> None:
-        """Finish one step."""
+    def advance(self, what: str | None = None) -> None:
+        """Finish one step, and describe the work anew."""
         if self._bar is not None:
-            self._bar.advance(self._bar.task_ids[-1])
+            self._bar.update(self._bar.task_ids[-1], advance=1, description=what and self.prefix + what)
             self._bar.refresh()
+
+    def print(self, line: str) -> None:
+        """Print a line to stdout, above the bar."""
+        self.__exit__()
+        print(line, flush=True)
+        self.__enter__()
