@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any, TypeVar, cast
@@ -32,7 +33,12 @@ def run_together(main: Callable[[], int]) -> int:
     def recorded() -> int:
         dist.init_process_group()
         with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if is_first() else nowhere):
-            code = main()
+            try:
+                code = main()
+            except RuntimeError:
+                if not is_first():  # the first may have reported an error and left: torchrun then ends this process
+                    time.sleep(10)
+                raise
         dist.destroy_process_group()  # not after an exception: the others may wait in a collective
         return code
 
