@@ -1,18 +1,16 @@
-"""Train a language model of bytes that is made of tinyblock's layers, and compare the choices that they offer.
+"""Train a language model of bytes made of tinyblock's layers, and compare the choices that they offer.
 
 python scripts/train_lm.py
 python scripts/train_lm.py --plot loss.png --json loss.json --checkpoint checkpoints --every 100
 python scripts/train_lm.py --compare ffn --plot ffn.png
 python scripts/train_lm.py --help
 
-Draws pictures with matplotlib; trains on CUDA where there is a GPU.
+It trains on CUDA where there is a GPU. Pictures need matplotlib.
 """
 
-import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: so that its sums can be repeated
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's tinyblock, installed or not
 
 from training.cli import main

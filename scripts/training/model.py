@@ -1,4 +1,4 @@
-"""A language model of bytes made of tinyblock's layers, its spreading over processes, and a post-norm block."""
+"""A language model of bytes made of tinyblock's layers, its distribution over processes, and a post-norm block."""
 
 from typing import Any, cast
 
@@ -51,8 +51,8 @@ def _with_prefix(model: nn.Module, state: dict[str, Tensor], prefix: str, *rest:
         state[f"transformer.{key}"] = state.pop(key)
 
 
-def spread(model: LanguageModel, mesh: DeviceMesh, compile: bool) -> None:
-    """Spread the model over the processes of a mesh of the axes "dp" and "tp", in place."""
+def distribute(model: LanguageModel, mesh: DeviceMesh, compile: bool) -> None:
+    """Distribute the model over the processes of a mesh of the axes "dp" and "tp", in place."""
     axes = mesh.mesh_dim_names or ()
     parallelize(model.transformer, mesh, compile=compile)
     if "tp" in axes:
@@ -71,10 +71,10 @@ def spread(model: LanguageModel, mesh: DeviceMesh, compile: bool) -> None:
 
 
 class PostNormBlock(nn.Module):
-    """Normalize behind each sub-layer, after the addition: z = norm(x + attention(x)), then norm(z + ffn(z)).
+    """Normalize after each sub-layer and its residual addition: z = norm(x + attention(x)), then norm(z + ffn(z)).
 
-    The block of Vaswani et al. (arXiv 1706.03762), which Xiong et al. (arXiv 2002.04745) compare with the one that has
-    the norm before. It takes the layers of a Block, and so its weights.
+    The block of Vaswani et al. (arXiv 1706.03762), which Xiong et al. (arXiv 2002.04745) compare with the pre-norm
+    block. It takes the layers of a Block, and so its weights.
     """
 
     def __init__(self, block: Block) -> None:
@@ -86,8 +86,8 @@ class PostNormBlock(nn.Module):
         return self.ln2(x + self.ffn(x))
 
 
-def with_norm_behind(model: LanguageModel) -> LanguageModel:
-    """Move the norms of every block behind its sub-layers; the last one's replaces the final norm."""
+def with_post_norm(model: LanguageModel) -> LanguageModel:
+    """Make every block post-norm; the last one's second norm replaces the final norm."""
     stack = model.transformer
     stack.layers = nn.ModuleList(PostNormBlock(cast(Block, block)) for block in stack.layers)
     stack.ln_final = nn.Identity()

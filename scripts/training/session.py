@@ -1,120 +1,197 @@
-"""A training run from its start to what it leaves: losses, checkpoints, a picture and a sample of text."""
+"""A training run from its start to its results: losses, checkpoints, a picture and a sample of text."""
 
 import argparse
 import json
+import math
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from lab.environment import device_name
+from lab.machine import datasheet
+from lab.processes import is_first
+from lab.progress import Progress
+from lab.sizes import Size
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .model import spread
-from .progress import Progress, bits, flops_per_token
-from .run import Processes, Settings, Trainer
-from .text import TextFiles, even_windows, order_two_loss
+from .model import distribute
+from .text import SYMBOLS, Text, even_windows, order_two_loss
+from .trainer import Settings, Trainer
 
 VALIDATION_BATCHES = 8
 SAMPLE = 200  # bytes that the model writes at the end
+UNTIMED = 5  # first steps, in which torch compiles and allocates
 
 
-def train(args: argparse.Namespace, settings: Settings, text: TextFiles, path: Path | None, run: dict[str, Any]) -> int:
-    """Train from the checkpoint `path`, or from the start, and return the exit code."""
-    processes = _processes(args)
-    first = processes.rank == 0
-    say = partial(print, flush=True) if first else lambda *words: None
-    say(f"text: {len(text.files)} files, {text.bytes:,} bytes, SHA-256 {text.sha256}")
+def train(
+    args: argparse.Namespace,
+    device: torch.device,
+    settings: Settings,
+    text: Text,
+    saved: Path | None,
+    run: dict[str, Any],
+) -> int:
+    """Train from the checkpoint `saved`, or from the start, and return the exit code."""
+    parts = f"{len(text.training):,} bytes for training and {len(text.validation):,} for validation"
+    print(f"text: {text.files} files, {parts}, SHA-256 {text.sha256}")
     windows = even_windows(text.validation, VALIDATION_BATCHES * settings.batch_size, settings.seq_len + 1)
-    floor = order_two_loss(text.training, windows) if first else 0.0
-    say(f"order-2 model of the bytes: validation {floor:.3f} nats ({bits(floor):.3f} bits/byte)")
+    floor = order_two_loss(text.training, windows) if is_first() else 0.0
+    print(f"order-2 model of the bytes: validation {_in_both_units(floor)}")
+    trainer = _build(args, device, settings, text)
+    parameters = sum(map(torch.numel, trainer.model.parameters()))
+    print(f"model: {parameters:,} parameters on {args.tp * args.dp} x {device.type}", flush=True)
+    with ExitStack() as stack:
+        if args.checkpoint is not None:
+            from . import checkpoints  # torch.distributed.checkpoint takes seconds to import
 
-    torch.manual_seed(settings.seed)
-    model = settings.build().to(processes.device)
-    parameters = sum(map(torch.numel, model.parameters()))
-    say(f"model: {parameters:,} parameters on {processes.count} x {processes.device.type}")
-    if processes.mesh is not None:
-        spread(model, processes.mesh, args.compile)
-    elif args.compile:
-        model.compile()
-    trainer = Trainer(model, text.training, settings, processes)
-    if args.checkpoint is not None:
-        from . import checkpoints  # torch.distributed.checkpoint takes seconds to import
-
-        if path is not None:
-            checkpoints.load(path, trainer)
-    if args.resume:
-        say(f"resumed after step {trainer.step}" if path else f"no checkpoint in {args.checkpoint}: from the start")
-
-    history: list[dict[str, Any]] = run["history"]
-    flops = flops_per_token(settings, model.d_ff)
-    progress = Progress(settings, trainer.step, flops, processes.device, processes.count)
-    stop = False
-    losses = args.json if first and args.json is not None else os.devnull
-    with _interrupts(processes) as interrupted, open(losses, "w") as lines:
-        lines.writelines(json.dumps(record) + "\n" for record in history)
+            if is_first():
+                stack.enter_context(checkpoints.locked(args.checkpoint))
+            if saved is not None:
+                checkpoints.load(saved, trainer, run)
+        if args.resume:
+            print(
+                f"resumed after step {trainer.step}" if saved else f"no checkpoint in {args.checkpoint}: step 1 is next"
+            )
+        if trainer.step >= settings.steps:
+            print(f"nothing to do: --steps is {settings.steps}")
         try:
-            while trainer.step < settings.steps and not stop:
-                record = trainer.advance()
-                step, last, stop = trainer.step, trainer.step == settings.steps, interrupted()
-                if last or step % max(1, settings.steps // 10) == 0:
-                    record["validation"] = trainer.validate(windows)
-                if first:
-                    progress.show(record)
-                history.append(record | {"tokens_per_second": round(progress.tokens_per_second(step))})
-                print(json.dumps(history[-1]), file=lines, flush=True)
-                if args.checkpoint is not None and (last or stop or step % args.every == 0):
-                    checkpoints.save(args.checkpoint, trainer, run, args.keep)
+            received = _take_steps(args, trainer, run, windows)
         finally:
-            if args.plot is not None and history and first:
+            if args.plot is not None and run["history"] and is_first():
                 from .plot import plot_losses
 
-                plot_losses(args.plot, history, floor, f"{parameters:,} parameters")
-    if stop:
-        say(f"interrupted after step {trainer.step}")
-        return 130
-    prompt = text.validation.windows([0], 64)[0]
+                source = ", ".join(path.name for path in args.data) if args.data else "Python's standard library"
+                title = f"A language model of bytes, trained on {source}"
+                size = f"{parameters:,} parameters, {settings.num_layers} layers, d_model {settings.d_model}"
+                origin = f"{size}; {settings.steps} steps of {settings.batch_size} x {settings.seq_len} bytes"
+                plot_losses(args.plot, run["history"], floor, title, origin)
+    if received:
+        print(f"stopped by {signal.Signals(received).name} after step {trainer.step}")
+        return 128 + received
+    prompt = text.validation[:64].long()
     with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
         continued = trainer.continue_text(prompt, SAMPLE)
     sample = (bytes(prompt.tolist()) + b"|" + continued).decode("utf-8", "replace")
     shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in sample)
-    say(f"the validation text begins, and the model goes on after the bar:\n{shown}")
+    print(f"the start of the validation text, and after the bar what the model writes:\n{shown}", flush=True)
     return 0
 
 
-def _processes(args: argparse.Namespace) -> Processes:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        torch.use_deterministic_algorithms(True, warn_only=True)  # so that a resumed run has the same losses
+def _build(args: argparse.Namespace, device: torch.device, settings: Settings, text: Text) -> Trainer:
+    if device.type == "cuda":  # a resumed run has the same losses; with warn_only=True, attention's gradients differ
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.manual_seed(settings.seed)
+    model = settings.build().to(device)
     axes = {name: size for name, size in (("dp", args.dp), ("tp", args.tp)) if size > 1}
-    if not axes:
-        return Processes(device)
-    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    dp_rank = mesh["dp"].get_local_rank() if "dp" in axes else 0
-    return Processes(device, mesh, dist.get_rank(), dist.get_world_size(), dp_rank, args.dp)
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)) if axes else None
+    if mesh is not None:
+        distribute(model, mesh, args.compile)
+    elif args.compile:
+        model.compile()
+    return Trainer(model, text.training, settings, device, mesh)
+
+
+def _take_steps(args: argparse.Namespace, trainer: Trainer, run: dict[str, Any], windows: Tensor) -> int:
+    """Train to the last step, or until a signal; return the number of that signal, or 0."""
+    steps, received, history = trainer.settings.steps, 0, run["history"]
+    speed = Speed(trainer, args.tp * args.dp)
+    losses = args.json if args.json is not None and is_first() else os.devnull
+    with _signals(trainer.device, trainer.mesh) as latest, Progress() as progress, open(losses, "w") as lines:
+        lines.writelines(json.dumps(record) + "\n" for record in history)
+        progress.start("training", steps - trainer.step)
+        while trainer.step < steps and not received:
+            start = time.perf_counter()
+            record = trainer.advance()
+            speed.add(time.perf_counter() - start)
+            received, last = latest(), trainer.step == steps
+            loss = f"loss {_in_both_units(record['loss'])}"
+            progress.advance(loss)
+            if last or trainer.step % max(1, steps // 10) == 0:
+                record["validation"] = trainer.validate(windows)
+                validation = f"validation {_in_both_units(record['validation'])}"
+                progress.print(f"step {trainer.step}/{steps}, {loss}, {validation}, {speed}")
+            history.append(record | {"tokens_per_second": speed.tokens_per_second})
+            print(json.dumps(history[-1]), file=lines, flush=True)
+            if args.checkpoint is not None and (last or received or trainer.step % args.every == 0):
+                from . import checkpoints
+
+                checkpoints.save(args.checkpoint, trainer, run, args.keep)
+    return received
+
+
+class Speed:
+    """Tokens per second in training, without the first steps, validation and checkpoints."""
+
+    def __init__(self, trainer: Trainer, devices: int) -> None:
+        settings, heads = trainer.settings, trainer.settings.num_heads
+        length, d_model = settings.seq_len, settings.d_model
+        size = Size(
+            1, length, d_model, heads, heads, d_model // heads, trainer.model.d_ff, num_layers=settings.num_layers
+        )
+        flops = size.costs("train").matmul_flops / length + 3 * 2 * d_model * SYMBOLS  # per token
+        sheet = datasheet(device_name(trainer.device)) if trainer.device.type == "cuda" else None
+        peak = sheet and sheet.flops_per_second(torch.bfloat16)
+        self.utilization = peak and flops / (devices * peak)  # of one token per second
+        self.tokens, self.steps, self.seconds = settings.batch_size * length, -UNTIMED, 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.seconds += seconds if self.steps > 0 else 0.0
+
+    @property
+    def tokens_per_second(self) -> int | None:
+        return round(self.steps * self.tokens / self.seconds) if self.steps > 0 else None
+
+    def __str__(self) -> str:
+        rate = self.tokens_per_second
+        if rate is None:
+            return f"tokens/s from step {UNTIMED + 1} on"
+        return f"{rate:,} tokens/s" + (f", MFU {rate * self.utilization:.1%}" if self.utilization else "")
 
 
 @contextmanager
-def _interrupts(processes: Processes) -> Iterator[Callable[[], bool]]:
-    """Take Ctrl-C as a wish to stop after this step; yield a function that tells whether any process received it."""
-    received = []
+def _signals(device: torch.device, mesh: DeviceMesh | None) -> Iterator[Callable[[], int]]:
+    """Let Ctrl-C, SIGTERM and SIGHUP end the run after this step; yield a function that returns what was received.
 
-    def receive(number: int, frame: object) -> None:
+    In one process the second signal has its usual effect. torchrun passes signals on, so its processes get each twice.
+    """
+    received = [0]
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}  # as nohup sets it
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if processes.mesh is None:  # torchrun passes the signal on, so that its processes get it twice
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if mesh is None:
+            restore()
 
-    def any_received() -> bool:
-        return bool(processes.mean(torch.tensor(float(len(received)), device=processes.device)) > 0)
+    def latest() -> int:
+        number = torch.tensor(received[-1], device=device)
+        if mesh is not None:
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+        return int(number)
 
-    before = signal.signal(signal.SIGINT, receive)
+    for number in before:
+        signal.signal(number, receive)
     try:
-        yield any_received
+        yield latest
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
+
+
+def _in_both_units(nats: float) -> str:
+    return f"{nats:.3f} nats ({nats / math.log(2):.3f} bits/byte)"

@@ -1,6 +1,8 @@
-"""What train_lm.py is made of: text and its order-2 model, batches, and the models that are compared."""
+"""The parts of train_lm.py: text and its order-2 model, batches, and the models that are compared."""
 
+import hashlib
 import json
+import os
 from collections import Counter
 from typing import Any
 
@@ -8,29 +10,38 @@ import pytest
 import torch
 from training import cli
 from training.compare import variants
-from training.run import Settings
-from training.text import batch, even_windows, files_in, open_text, order_two_loss, standard_library
+from training.text import batch, even_windows, files_in, order_two_loss, read_text, standard_library
+from training.trainer import Settings
 
 from tinyblock import RMSNorm
 
-SETTINGS = Settings(1, 4, 8, 16, 32, 2, 2, 0, 1e-3, 0, 1)
+SETTINGS = Settings(1, 4, 8, 16, 32, 2, 2, 0, 1e-3, 0)
 
 
 @pytest.fixture
 def text(tmp_path):
     for number in range(40):
         (tmp_path / f"{number:02}.txt").write_bytes(bytes((number * k * k) % 7 for k in range(number)))
-    (tmp_path / ".hidden").write_text("no")
-    return open_text(files_in([tmp_path]))
+    return read_text(files_in([tmp_path]))
 
 
-def test_text_is_the_files_in_their_order_and_validation_the_last_twentieth(text):
-    files = [bytes((number * k * k) % 7 for k in range(number)) for number in range(1, 40)]  # the empty one is left out
-    assert len(text.files) == 39
-    for part, expected in ((text.training, b"".join(files[:-1])), (text.validation, files[-1])):
-        assert len(part) == len(expected)
-        assert bytes(torch.cat(part.between(0, len(part))).tolist()) == expected
-        assert bytes(part.windows([11], 25)[0].tolist()) == expected[11:36]  # across files
+def test_text_is_the_files_in_their_order_and_validation_the_last_twentieth_of_the_bytes(text):
+    data = b"".join(bytes((number * k * k) % 7 for k in range(number)) for number in range(40))
+    assert text.files == 40
+    assert text.sha256 == hashlib.sha256(data).hexdigest()
+    assert bytes(text.training.tolist()) == data[:741]  # 780 bytes
+    assert bytes(text.validation.tolist()) == data[741:]
+    assert even_windows(text.training, 2, 20).tolist() == [list(data[:20]), list(data[721:741])]
+
+
+def test_folder_is_read_without_outputs_checkpoints_and_hidden_files(tmp_path):
+    for name in (".hidden", "step-00000008/data", "loss.json", "step-1", os.fsdecode(b"\xff")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    os.mkfifo(tmp_path / "pipe")
+    found = files_in([tmp_path], outputs=[tmp_path / "loss.json", tmp_path / "missing"])
+    assert [path.name for path in found] == ["step-1", os.fsdecode(b"\xff")]
+    assert read_text(found).files == 2
 
 
 def test_standard_library_is_source_without_installed_packages():
@@ -50,7 +61,7 @@ def test_batch_depends_on_seed_and_step_alone(text):
 
 
 def test_order_two_loss_is_that_of_smoothed_counts(text):
-    data = torch.cat(text.training.between(0, len(text.training))).tolist()
+    data = text.training.tolist()
     triples = Counter(zip(data, data[1:], data[2:], strict=False))
     windows, expected = even_windows(text.validation, 3, 12), []
     of = {n: Counter(key[3 - n :] for key in triples.elements()) for n in (1, 2)}
@@ -86,15 +97,15 @@ def test_variants_have_as_many_parameters_and_differ(kind):
 
 def test_post_norm_is_the_equation():
     torch.manual_seed(0)
-    before: Any = variants("norm", SETTINGS)["pre"](SETTINGS)
+    before: Any = variants("norm", SETTINGS)["pre-norm"](SETTINGS)
     torch.manual_seed(0)
-    behind = variants("norm", SETTINGS)["post"](SETTINGS)
+    after = variants("norm", SETTINGS)["post-norm"](SETTINGS)
     norm, tokens = RMSNorm(32), torch.randint(256, (2, 8))
     x = before.token_embeddings(tokens)
     for block in before.transformer.layers:
         z = norm(x + block.attn(x))
         x = norm(z + block.ffn(z))
-    torch.testing.assert_close(behind(tokens), before.lm_head(x))
+    torch.testing.assert_close(after(tokens), before.lm_head(x))
 
 
 def test_comparison_writes_runs_of_every_seed_and_a_picture(tmp_path, capsys):

@@ -1,19 +1,19 @@
-"""train_lm.py as its users run it: losses, checkpoints, kills, more than one process, and what is refused."""
+"""train_lm.py as its users run it: losses, checkpoints, signals, several processes, and what it rejects."""
 
 import contextlib
-import hashlib
 import io
 import json
 import math
 import os
 import resource
+import shutil
 import signal
 
 import pytest
 from processes import run_as_torchrun
 from torch.distributed.checkpoint import FileSystemReader
 from training import checkpoints, cli
-from training.run import Trainer
+from training.trainer import Trainer
 
 TINY = ["--batch-size=4", "--seq-len=12", "--d-model=16", "--num-layers=2", "--num-heads=2", "--warmup=4", "--steps=8"]
 
@@ -42,8 +42,8 @@ def whole(text, tmp_path_factory):
     return losses_in(folder / "loss.json"), printed.getvalue(), folder
 
 
-def refused(capsys, *argv):
-    """Return the one line that refuses these arguments."""
+def rejected(capsys, *argv):
+    """Return the one line that rejects these arguments."""
     with pytest.raises(SystemExit) as exit_:
         cli.main([*TINY, *map(str, argv)])
     captured = capsys.readouterr()
@@ -63,10 +63,12 @@ def test_training_writes_losses_a_picture_and_what_it_read(whole, text):
     assert records[5]["lr"] == pytest.approx(5e-3 * (0.55 + 0.45 * math.cos(math.pi / 4)))
     assert records[-1]["validation"] < math.log(256)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [record["tokens_per_second"] is None for record in records] == [True] * 5 + [False] * 3
     data = text.read_bytes()
-    assert f"1 files, {len(data):,} bytes, SHA-256 {hashlib.sha256(data).hexdigest()}" in printed
+    held_out = len(data) // 20
+    assert f"{len(data) - held_out:,} bytes for training and {held_out:,} for validation, SHA-256 " in printed
     assert "bits/byte" in printed
-    assert data[-(len(data) // 20) :][:64].decode() + "|" in printed
+    assert data[-held_out:][:64].decode() + "|" in printed
 
 
 def test_checkpoint_has_the_keys_of_cs336(whole):
@@ -78,20 +80,22 @@ def test_checkpoint_has_the_keys_of_cs336(whole):
     assert keys == expected | {"token_embeddings.weight", "ln_final.weight", "lm_head.weight"}
 
 
+SEND = """
+import signal, sys
+from training import cli
+def hook(event, args):
+    if event == "{}" and any(str(arg).endswith("{}") for arg in args):
+        for number in {}:
+            signal.raise_signal(number)
+sys.addaudithook(hook)
+sys.exit(cli.main({}))
+"""
+
+
 def test_killed_while_it_writes_a_checkpoint_resumes_to_the_same_losses(whole, text, tmp_path):
     outputs = ["--data", str(text), "--checkpoint", str(tmp_path / "saved"), "--json", str(tmp_path / "loss.json")]
     argv = [*TINY, *outputs, "--every=2", "--keep=3"]
-    code = f"""
-import os, signal
-from training import cli
-def replace(source, target):
-    if "step-00000006" in str(target):
-        os.kill(os.getpid(), signal.SIGKILL)
-    rename(source, target)
-rename, os.replace = os.replace, replace
-cli.main({argv})
-"""
-    [killed] = run_as_torchrun(code, 1, tmp_path)
+    [killed] = run_as_torchrun(SEND.format("os.rename", "step-00000006", [int(signal.SIGKILL)], argv), 1, tmp_path)
     assert killed.code == -signal.SIGKILL, killed
     assert len(losses_in(tmp_path / "loss.json")) == 6
     assert list((tmp_path / "saved").glob(".step-*"))
@@ -101,32 +105,87 @@ cli.main({argv})
     assert checkpoints.read(tmp_path / "saved" / "step-00000008")["step"] == 8
 
 
-def interrupt_after(step, monkeypatch):
-    """Press Ctrl-C while the step after this one is taken."""
+def signal_after(step, number, monkeypatch):
+    """Send a signal while this step is taken."""
     advance = Trainer.advance
 
-    def advance_with_interruption(trainer):
+    def advance_with_signal(trainer):
         if trainer.step == step - 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(number)
         return advance(trainer)
 
-    monkeypatch.setattr(Trainer, "advance", advance_with_interruption)
+    monkeypatch.setattr(Trainer, "advance", advance_with_signal)
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_a_picture(whole, text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_leaves_a_checkpoint_and_a_picture(number, whole, text, tmp_path, monkeypatch):
     outputs = ["--data", str(text), "--checkpoint", str(tmp_path / "saved"), "--plot", str(tmp_path / "loss.png")]
     with monkeypatch.context() as patch:
-        interrupt_after(3, patch)
-        assert cli.main([*TINY, *outputs]) == 130
+        signal_after(3, number, patch)
+        assert cli.main([*TINY, *outputs]) == 128 + number
     assert os.listdir(tmp_path / "saved") == ["step-00000003"]
     assert (tmp_path / "loss.png").exists()
     assert cli.main([*TINY, *outputs, "--resume", "--json", str(tmp_path / "loss.json")]) == 0
     assert losses_in(tmp_path / "loss.json") == whole[0]
 
 
+def test_second_ctrl_c_ends_the_writing_of_a_checkpoint(text, tmp_path):
+    argv = [*TINY, "--data", str(text), "--checkpoint", str(tmp_path / "saved"), "--every=2"]
+    code = SEND.format("os.mkdir", ".step-00000004", [int(signal.SIGINT)] * 2, argv)
+    [process] = run_as_torchrun(code, 1, tmp_path)
+    assert (process.code, process.err) == (130, "train_lm.py: interrupted\n")
+    assert os.listdir(tmp_path / "saved") == ["step-00000002"]
+
+
+def test_longer_run_resumes_with_its_own_learning_rate(whole, text, tmp_path, capsys):
+    saved = shutil.copytree(whole[2] / "saved", tmp_path / "saved")
+    argv = [*TINY, "--data", str(text), "--checkpoint", str(saved), "--resume", "--json", str(tmp_path / "loss.json")]
+    assert cli.main([*argv, "--steps=6"]) == 0
+    assert "nothing to do: --steps is 6" in capsys.readouterr().out
+    assert cli.main([*argv, "--steps=12"]) == 0
+    ninth = json.loads((tmp_path / "loss.json").read_text().splitlines()[8])
+    assert ninth["lr"] == pytest.approx(5e-3 * (0.55 + 0.45 * math.cos(math.pi * 4 / 8)))
+
+
+def test_only_folders_of_the_program_are_removed_or_resumed(whole, text, tmp_path):
+    saved = shutil.copytree(whole[2] / "saved", tmp_path / "saved")
+    for name in ("step-00000008-best", "step-99999999x", ".step-notes"):
+        (saved / name).mkdir()
+    argv = [*TINY, "--data", str(text), "--checkpoint", str(saved), "--resume", "--steps=9", "--keep=1"]
+    assert cli.main(argv) == 0
+    assert sorted(os.listdir(saved)) == [".step-notes", "step-00000008-best", "step-00000009", "step-99999999x"]
+
+
+def test_output_among_the_text_is_rejected_and_in_a_folder_left_out(text, tmp_path, capsys):
+    mine = tmp_path / "text" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_bytes(text.read_bytes())
+    assert "is also an output" in rejected(capsys, "--data", mine, "--json", mine)
+    assert mine.read_bytes() == text.read_bytes()
+    argv = [*TINY, "--data", mine.parent, "--json", mine.parent / "loss.json", "--checkpoint", mine.parent]
+    for more in ([], ["--resume", "--steps=9"]):
+        assert cli.main([*map(str, argv), *more]) == 0
+    assert len(losses_in(mine.parent / "loss.json")) == 9
+    (mine.parent / "other.json").write_text("{}")
+    assert "was an output written to a folder of --data?" in rejected(capsys, *argv[len(TINY) :], "--resume")
+
+
+def test_folder_of_another_run_is_rejected(text, tmp_path, capsys):
+    with checkpoints.locked(tmp_path):
+        assert "another run uses this folder" in rejected(capsys, "--data", text, "--checkpoint", tmp_path)
+
+
+def test_sample_reaches_an_ascii_terminal(text, tmp_path, monkeypatch):
+    (tmp_path / "text").write_text("äöü" * 3000)
+    printed = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert cli.main([*TINY, "--data", str(tmp_path / "text")]) == 0
+    assert b"??????|" in printed.getvalue()
+
+
 def test_two_processes_train_and_resume_like_one(whole, text, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        interrupt_after(2, patch)
+        signal_after(2, signal.SIGINT, patch)
         assert cli.main([*TINY, "--data", str(text), "--checkpoint", str(tmp_path / "one")]) == 130
     calls = [
         [*TINY, "--tp=2", "--data", str(text), "--checkpoint", str(tmp_path / "one"), "--resume"],
@@ -152,29 +211,41 @@ sys.exit(cli.main({argv}))
     assert losses_in(tmp_path / "one.json") == pytest.approx(whole[0], rel=1e-5)
 
 
-def test_accumulated_parts_of_a_batch_give_its_loss(whole, text, tmp_path):
-    outputs = ["--data", str(text), "--json", str(tmp_path / "loss.json")]
-    assert cli.main([*TINY, "--accumulate=2", *outputs]) == 0
-    assert losses_in(tmp_path / "loss.json") == pytest.approx(whole[0], rel=1e-5)
+def test_process_that_cannot_write_is_the_only_one_to_report(text, tmp_path):
+    argv = [*TINY, "--steps=40", "--dp=2", "--data", str(text), "--json", str(tmp_path / "loss.json")]
+    code = f"""
+import os, resource, sys
+from training import cli
+if os.environ["RANK"] == "0":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+sys.exit(cli.main({argv}))
+"""
+    first, second = run_as_torchrun(code, 2, tmp_path)
+    assert (first.code, first.err) == (2, f"train_lm.py: error: {tmp_path / 'loss.json'}: File too large\n")
+    assert second.err == ""
 
 
 def test_divergence_stops_with_step_learning_rate_and_gradient_norm(text, capsys):
     assert cli.main([*TINY, "--data", str(text), "--lr=1e30", "--warmup=0"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("train_lm.py: stopped: step 2: the loss is ")
+    assert error.startswith("train_lm.py: error: step 2: the loss is ")
     assert "the learning rate 9.66e+29, the gradient norm nan" in error
 
 
-REFUSALS = {
-    "--data missing.txt": "missing.txt: No such file",
+REJECTED = {
+    "--data missing.txt": "cannot read missing.txt: No such file",
+    "--data .": "--data . has no files",
+    "--data pipe": "--data pipe is not a regular file",
     "--seq-len 500": "the text has",
     "--seq-len 20 --max-seq-len 10": "--seq-len 20 is longer than --max-seq-len 10",
     "--d-model 15": "d_model=15 is not a multiple of num_heads=2",
     "--steps 0": "--steps must be at least 1",
-    "--accumulate 3": "--batch-size 4 is not a multiple of",
+    "--warmup 9": "--warmup must be from 0 to --steps 8, got 9",
+    "--lr nan": "--lr must be positive and finite, got nan",
+    "--lr 1e-3 1e-2": "several --lr",
+    "--dp 3": "--batch-size 4 is not a multiple of --dp 3",
     "--tp 2": "torchrun --nproc-per-node 2 scripts/train_lm.py",
     "--tp 3 --num-heads 4": "--num-heads 4 is not a multiple of --tp 3",
-    "--lr 1e-3 1e-2": "several --lr",
     "--plot loss.gif": "--plot must end in",
     "--json missing/loss.json": "No such file",
     "--json .": "cannot write .: it is a folder",
@@ -182,34 +253,35 @@ REFUSALS = {
     "--every 2": "--every needs --checkpoint",
     "--resume": "--resume needs --checkpoint",
     "--resume --checkpoint missing": "there is no folder missing",
-    "--compare ffn --checkpoint saved": "--compare writes no checkpoints",
+    "--compare ffn --checkpoint saved": "--compare does not support --checkpoint",
+    "--compare ffn --tp 2": "--compare does not support --tp",
+    "--compare ffn --compile": "--compare does not support --compile",
     "--compare activations": "needs --plot",
 }
 
 
-@pytest.mark.parametrize("arguments", REFUSALS)
-def test_refusal_is_one_line_before_anything_is_allocated(arguments, text, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("arguments", REJECTED)
+def test_rejection_is_one_line_before_anything_is_allocated(arguments, text, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
     monkeypatch.setattr(cli, "train", None)  # a call would be a TypeError
     data = [] if "--data" in arguments else ["--data", text]
-    assert REFUSALS[arguments] in refused(capsys, *data, *arguments.split())
-    assert not list(tmp_path.iterdir())
+    assert REJECTED[arguments] in rejected(capsys, *data, *arguments.split())
+    assert os.listdir(tmp_path) == ["pipe"]
 
 
-def test_checkpoint_of_another_run_and_a_damaged_one_are_refused(whole, text, capsys):
-    folder = whole[2] / "saved"
+def test_checkpoint_of_another_run_and_a_damaged_one_are_rejected(whole, text, tmp_path, capsys):
+    folder = shutil.copytree(whole[2] / "saved", tmp_path / "saved")
     argv = ["--data", text, "--checkpoint", folder]
-    assert "add --resume" in refused(capsys, *argv)
-    assert "its d_model is 16, and here 32" in refused(capsys, *argv, "--resume", "--d-model=32")
+    assert "add --resume" in rejected(capsys, *argv)
+    assert "its d_model is 16, but here it is 32" in rejected(capsys, *argv, "--resume", "--d-model=32")
     [saved] = checkpoints.saved_in(folder)
     [weights] = saved.glob("*.distcp")
-    before = weights.read_bytes()
-    for damaged in (before[:-1], before.replace(before[5000:5008], bytes(8), 1), None):
-        weights.unlink() if damaged is None else weights.write_bytes(damaged)
-        assert f"{saved} is damaged" in refused(capsys, *argv, "--resume")
-        weights.write_bytes(before)
-    (saved / "run.json").write_text("{")
-    assert f"{saved} is damaged" in refused(capsys, *argv, "--resume")
+    os.truncate(weights, weights.stat().st_size // 2)
+    assert f"{saved}: the checkpoint is damaged" in rejected(capsys, *argv, "--resume")
+    for foreign in ("{", "[]", '{"settings": 1}'):
+        (saved / "run.json").write_text(foreign)
+        assert f"{saved}: the checkpoint is damaged" in rejected(capsys, *argv, "--resume")
 
 
 def test_full_disk_is_one_line_and_leaves_the_older_checkpoints(text, tmp_path, capsys, monkeypatch):
@@ -223,9 +295,9 @@ def test_full_disk_is_one_line_and_leaves_the_older_checkpoints(text, tmp_path, 
 
     monkeypatch.setattr(Trainer, "advance", advance_until_full)
     try:
-        error = refused(capsys, *argv)
+        error = rejected(capsys, *argv)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "cannot write" in error
+    assert error.startswith(f"train_lm.py: error: {tmp_path / 'step-00000006'}: the checkpoint cannot be written")
     assert os.listdir(tmp_path) == ["step-00000003"]
     assert checkpoints.read(tmp_path / "step-00000003")["step"] == 3

@@ -1,0 +1,134 @@
+"""A model in training: its settings, its optimizer and its learning rate, one step, and what validation measures."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .model import LanguageModel
+from .text import batch
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What determines a run, apart from the text; all processes together take batch_size sequences a step."""
+
+    steps: int
+    batch_size: int
+    seq_len: int
+    max_seq_len: int
+    d_model: int
+    num_layers: int
+    num_heads: int
+    seed: int
+    lr: float
+    warmup: int
+
+    def must_agree(self) -> dict[str, Any]:
+        """Return what a resumed run has in common with its checkpoint: not the steps, so it may be made longer."""
+        return {name: value for name, value in asdict(self).items() if name != "steps"}
+
+    def build(self, **options: Any) -> LanguageModel:
+        return LanguageModel(self.num_layers, self.d_model, self.num_heads, max_seq_len=self.max_seq_len, **options)
+
+
+class Diverged(Exception):
+    """The loss or the gradient is infinite or NaN."""
+
+
+class Trainer:
+    """A model with its optimizer and the number of steps taken, which a checkpoint stores."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        text: Tensor,
+        settings: Settings,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        self.model, self.text, self.settings, self.device, self.mesh = model, text, settings, device, mesh
+        self.step = 0
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        gains = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+        dp = mesh["dp"] if mesh is not None and "dp" in (mesh.mesh_dim_names or ()) else None
+        rank, count = (dp.get_local_rank(), dp.size()) if dp is not None else (0, 1)
+        each = settings.batch_size // count
+        self.rows = slice(rank * each, (rank + 1) * each)  # of each batch, for this process
+
+    def learning_rate(self) -> float:
+        """Return that of the next step: a linear warm-up, then a cosine from the highest to a tenth of it."""
+        settings = self.settings
+        if self.step < settings.warmup:
+            return settings.lr * (self.step + 1) / settings.warmup
+        done = (self.step - settings.warmup) / max(1, settings.steps - settings.warmup)
+        return settings.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+
+    def _mean(self, value: Tensor) -> float:
+        """Return the mean over all processes; those along "tp" have the same value."""
+        if self.mesh is not None:
+            dist.all_reduce(value)
+            value = value / self.mesh.size()
+        return float(value)
+
+    def _loss(self, windows: Tensor) -> Tensor:
+        windows = windows.to(self.device)
+        with torch.autocast(windows.device.type, torch.bfloat16, enabled=windows.is_cuda):
+            return self.model(windows[:, :-1], windows[:, 1:])
+
+    def advance(self) -> dict[str, Any]:
+        """Take one step, and return its number, loss, learning rate and gradient norm.
+
+        Raises:
+            Diverged: the loss or the norm of its gradient is not finite; the weights are those before the step.
+        """
+        settings, lr = self.settings, self.learning_rate()
+        windows = batch(self.text, settings.seed, self.step + 1, settings.batch_size, settings.seq_len, self.rows)
+        loss = self._loss(windows)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        mean_loss = self._mean(loss.detach())
+        record = {"step": self.step + 1, "loss": mean_loss, "lr": lr, "grad_norm": float(norm)}
+        if not (math.isfinite(mean_loss) and math.isfinite(record["grad_norm"])):
+            found = "step {step}: the loss is {loss:.4g}, the learning rate {lr:.3g}, the gradient norm {grad_norm:.3g}"
+            raise Diverged(found.format(**record))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return record
+
+    @torch.no_grad()
+    def validate(self, windows: Tensor) -> float:
+        """Return the mean loss over windows, of shape (a multiple of the batch, seq_len + 1)."""
+        losses = [self._loss(part[self.rows]) for part in windows.split(self.settings.batch_size)]
+        return self._mean(torch.stack(losses).mean())
+
+    @torch.no_grad()
+    def losses_by_position(self, windows: Tensor) -> Tensor:
+        """Return the mean loss at each position of windows, of any length."""
+        total = torch.zeros(windows.shape[1] - 1)
+        for part in windows.to(self.device).split(8):
+            logits, targets = self.model(part[:, :-1]).flatten(0, 1), part[:, 1:]
+            losses = nn.functional.cross_entropy(logits, targets.flatten(), reduction="none")
+            total += losses.view_as(targets).sum(0).cpu()
+        return total / len(windows)
+
+    @torch.no_grad()
+    def continue_text(self, prompt: Tensor, count: int, temperature: float = 0.8) -> bytes:
+        """Draw `count` bytes that follow the prompt; every process of the mesh must take part."""
+        generator, tokens = torch.Generator().manual_seed(self.settings.seed), prompt[None]
+        for _ in range(count):
+            last = tokens[:, -self.settings.seq_len :].to(self.device)
+            logits = self.model(last)[0, -1].float().cpu()
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            tokens = torch.cat((tokens, drawn[None]), dim=1)
+        return bytes(tokens[0, len(prompt) :].tolist())
