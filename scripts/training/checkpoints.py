@@ -63,8 +63,7 @@ def save(folder: Path, trainer: Trainer, run: dict[str, Any], keep: int) -> None
     if is_first():
         _remove_leftovers(folder)
     try:
-        with _alone():
-            save_state(_state(trainer), checkpoint_id=temporary)
+        save_state(_state(trainer), checkpoint_id=temporary)
         if is_first():
             with (temporary / "run.json").open("w") as file:
                 json.dump(run | {"step": trainer.step}, file)
@@ -74,11 +73,8 @@ def save(folder: Path, trainer: Trainer, run: dict[str, Any], keep: int) -> None
             for old in saved_in(folder)[:-keep]:
                 old.rename(old.with_name(f".{old.name}"))
     except (CheckpointException, OSError) as error:
-        cause = _cause(error)
-        if isinstance(cause, KeyboardInterrupt):
-            raise cause from None
         free = shutil.disk_usage(folder).free / 2**20  # torch reports a full disk as an unexpected position
-        reason = f"the checkpoint cannot be written, {free:.1f} MiB are free there ({cause})"
+        reason = f"the checkpoint cannot be written, {free:.1f} MiB are free there ({_cause(error)})"
         raise OSError(errno.EIO, reason, str(target)) from None
     finally:
         if is_first():
@@ -110,8 +106,7 @@ def load(path: Path, trainer: Trainer, run: dict[str, Any]) -> None:
     """
     state = _state(trainer)
     try:
-        with _alone():
-            load_state(state, checkpoint_id=path)
+        load_state(state, checkpoint_id=path)
     except CheckpointException as error:
         raise _damaged(path, str(_cause(error))) from None
     trainer.model.load_state_dict(state["model"])
@@ -120,24 +115,14 @@ def load(path: Path, trainer: Trainer, run: dict[str, Any]) -> None:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    return {
-        "model": trainer.model.state_dict(),
-        "optimizer": get_optimizer_state_dict(trainer.model, trainer.optimizer),
-    }
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Silence torch's warning that one process has no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # so it is, in one process
+    model = trainer.model.state_dict()  # first: it shards what FSDP gathered, and the optimizer has the shards
+    return {"model": model, "optimizer": get_optimizer_state_dict(trainer.model, trainer.optimizer)}
 
 
 def _damaged(path: Path, where: str) -> OSError:
-    return OSError(
-        errno.EIO, f"the checkpoint is damaged ({where}): remove it to resume from the one before", str(path)
-    )
+    reason = f"the checkpoint is damaged ({where}): remove it to resume from the one before"
+    return OSError(errno.EIO, reason, str(path))
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -147,5 +132,8 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the exception of the first process that failed, which torch wraps."""
-    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    """Return the exception that torch wraps, of the first process that failed; raise it if it is Ctrl-C."""
+    cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    if isinstance(cause, KeyboardInterrupt):
+        raise cause
+    return cause

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = _text(args, settings)
         saved, history = _checkpoint(args, settings, text)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # the sample of text is not ASCII, but a terminal may be
+        sys.stdout.reconfigure(errors="replace")  # a sample of text may have characters that a terminal lacks
 
     def work() -> int:
         try:
@@ -136,8 +136,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     for name, value in {"--num-heads": args.num_heads, "d_ff": d_ff, "the vocabulary": SYMBOLS}.items():
         if value % args.tp:
             raise ValueError(f"{name} {value} is not a multiple of --tp {args.tp}")
-    names = [name for name in Settings.__dataclass_fields__ if name != "lr"]
-    return Settings(**{name: getattr(args, name) for name in names}, lr=args.lr[0])
+    return Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__} | {"lr": args.lr[0]})
 
 
 def _check_processes(args: argparse.Namespace, argv: Sequence[str]) -> None:

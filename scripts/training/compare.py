@@ -40,7 +40,10 @@ def variants(kind: str, settings: Settings) -> dict[str, Callable[[Settings], La
     plain = {"GELU": gelu, "SiLU": silu, "ReLU": torch.relu}
     of = {name: partial(FeedForward, activation=activation) for name, activation in plain.items()}
     d_ff = gated * 3 // 2  # two matrices of it have as many weights as three of SwiGLU's
-    return {"SwiGLU": Settings.build} | {name: partial(Settings.build, ffn=ffn, d_ff=d_ff) for name, ffn in of.items()}
+    return {
+        "SwiGLU": Settings.build,
+        **{name: partial(Settings.build, ffn=ffn, d_ff=d_ff) for name, ffn in of.items()},
+    }
 
 
 def compare(args: argparse.Namespace, device: torch.device, settings: Settings, text: Text) -> int:

@@ -6,24 +6,23 @@ import math
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import mean
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lab.environment import device_name
-from lab.machine import datasheet
 from lab.processes import is_first
 from lab.progress import Progress
-from lab.sizes import Size
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .model import distribute
-from .text import SYMBOLS, Text, even_windows, order_two_loss
+from .text import Text, even_windows, order_two_loss
 from .trainer import Settings, Trainer
 
 VALIDATION_BATCHES = 8
@@ -103,61 +102,32 @@ def _build(args: argparse.Namespace, device: torch.device, settings: Settings, t
 
 def _take_steps(args: argparse.Namespace, trainer: Trainer, run: dict[str, Any], windows: Tensor) -> int:
     """Train to the last step, or until a signal; return the number of that signal, or 0."""
-    steps, received, history = trainer.settings.steps, 0, run["history"]
-    speed = Speed(trainer, args.tp * args.dp)
+    settings, first, received, history = trainer.settings, trainer.step, 0, run["history"]
+    recent = deque[float](maxlen=100)  # seconds of steps, without validation and checkpoints
     losses = args.json if args.json is not None and is_first() else os.devnull
     with _signals(trainer.device, trainer.mesh) as latest, Progress() as progress, open(losses, "w") as lines:
         lines.writelines(json.dumps(record) + "\n" for record in history)
-        progress.start("training", steps - trainer.step)
-        while trainer.step < steps and not received:
+        progress.start("training", settings.steps - first)
+        while trainer.step < settings.steps and not received:
             start = time.perf_counter()
             record = trainer.advance()
-            speed.add(time.perf_counter() - start)
-            received, last = latest(), trainer.step == steps
-            loss = f"loss {_in_both_units(record['loss'])}"
-            progress.advance(loss)
-            if last or trainer.step % max(1, steps // 10) == 0:
+            if trainer.step > first + UNTIMED:
+                recent.append(time.perf_counter() - start)
+            rate = round(settings.batch_size * settings.seq_len / mean(recent)) if recent else None
+            received, last = latest(), trainer.step == settings.steps
+            line = f"step {trainer.step}/{settings.steps}, loss {_in_both_units(record['loss'])}"
+            progress.advance(line)
+            if last or trainer.step % max(1, settings.steps // 10) == 0:
                 record["validation"] = trainer.validate(windows)
-                validation = f"validation {_in_both_units(record['validation'])}"
-                progress.print(f"step {trainer.step}/{steps}, {loss}, {validation}, {speed}")
-            history.append(record | {"tokens_per_second": speed.tokens_per_second})
+                line += f", validation {_in_both_units(record['validation'])}"
+                progress.print(line + (f", {rate:,} tokens/s" if rate else ""))
+            history.append(record | {"tokens_per_second": rate})
             print(json.dumps(history[-1]), file=lines, flush=True)
             if args.checkpoint is not None and (last or received or trainer.step % args.every == 0):
                 from . import checkpoints
 
                 checkpoints.save(args.checkpoint, trainer, run, args.keep)
     return received
-
-
-class Speed:
-    """Tokens per second in training, without the first steps, validation and checkpoints."""
-
-    def __init__(self, trainer: Trainer, devices: int) -> None:
-        settings, heads = trainer.settings, trainer.settings.num_heads
-        length, d_model = settings.seq_len, settings.d_model
-        size = Size(
-            1, length, d_model, heads, heads, d_model // heads, trainer.model.d_ff, num_layers=settings.num_layers
-        )
-        flops = size.costs("train").matmul_flops / length + 3 * 2 * d_model * SYMBOLS  # per token
-        sheet = datasheet(device_name(trainer.device)) if trainer.device.type == "cuda" else None
-        peak = sheet and sheet.flops_per_second(torch.bfloat16)
-        self.utilization = peak and flops / (devices * peak)  # of one token per second
-        self.tokens, self.steps, self.seconds = settings.batch_size * length, -UNTIMED, 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count a step."""
-        self.steps += 1
-        self.seconds += seconds if self.steps > 0 else 0.0
-
-    @property
-    def tokens_per_second(self) -> int | None:
-        return round(self.steps * self.tokens / self.seconds) if self.steps > 0 else None
-
-    def __str__(self) -> str:
-        rate = self.tokens_per_second
-        if rate is None:
-            return f"tokens/s from step {UNTIMED + 1} on"
-        return f"{rate:,} tokens/s" + (f", MFU {rate * self.utilization:.1%}" if self.utilization else "")
 
 
 @contextmanager
@@ -168,7 +138,6 @@ def _signals(device: torch.device, mesh: DeviceMesh | None) -> Iterator[Callable
     """
     received = [0]
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}  # as nohup sets it
 
     def restore() -> None:
         for number, handler in before.items():
@@ -185,8 +154,9 @@ def _signals(device: torch.device, mesh: DeviceMesh | None) -> Iterator[Callable
             dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number)
 
-    for number in before:
-        signal.signal(number, receive)
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, receive)
     try:
         yield latest
     finally:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 SYMBOLS = 256
 CHECKPOINT = re.compile(r"step-\d{8}")  # the name of a checkpoint's folder
+LEFT_OUT = re.compile(rf"\..*|__pycache__|{CHECKPOINT.pattern}", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,11 @@ def files_in(paths: Sequence[Path], outputs: Sequence[Path] = ()) -> list[Path]:
     def is_output(path: Path) -> bool:
         return any(output.exists() and path.samefile(output) for output in outputs)
 
-    def is_text(path: Path, folder: Path) -> bool:
-        parts = path.relative_to(folder).parts
-        hidden = any(part.startswith((".", "__pycache__")) or CHECKPOINT.fullmatch(part) for part in parts)
-        return not hidden and path.is_file() and not is_output(path)
-
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            below = sorted(inner for inner in path.rglob("*") if is_text(inner, path))
+            below = [inner for inner in sorted(path.rglob("*")) if inner.is_file() and not is_output(inner)]
+            below = [inner for inner in below if not any(map(LEFT_OUT.fullmatch, inner.relative_to(path).parts))]
             if not below:
                 raise ValueError(f"--data {path} has no files")
             found += below
