@@ -78,14 +78,17 @@ def _parser() -> Parser:
     source = "files or folders (default: the source of Python's standard library)"
     size.add_argument("--data", type=Path, nargs="+", metavar="PATH", help=source)
     for name, default in DEFAULTS.items():
-        help = f"(default: {default}; {TO_COMPARE[name]} with --compare)"
+        compared = f"; {TO_COMPARE[name]} with --compare" if TO_COMPARE[name] != default else ""
+        help = f"(default: {default}{compared})"
         size.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=help)
     size.add_argument("--max-seq-len", type=int, metavar="N", help="longest sequence (default: 4 times --seq-len)")
     how = parser.add_argument_group("how")
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
-    how.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds to compare, from --seed on (default: 3)")
-    how.add_argument("--lr", type=float, nargs="+", default=[5e-3], metavar="LR", help="highest (default: 5e-3)")
-    warmup = "steps in which it rises (default: 50, or a quarter of shorter runs)"
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and batches (default: 0)")
+    how.add_argument("--seeds", type=int, default=3, metavar="N", help="number of seeds with --compare (default: 3)")
+    how.add_argument(
+        "--lr", type=float, nargs="+", default=[5e-3], metavar="LR", help="highest learning rate (default: 5e-3)"
+    )
+    warmup = "steps in which the rate rises (default: 50, or a quarter of shorter runs)"
     how.add_argument("--warmup", type=int, metavar="N", help=warmup)
     how.add_argument("--compile", action="store_true", help="torch.compile the model")
     how.add_argument("--tp", type=int, default=1, metavar="N", help="processes that split each layer (default: 1)")
@@ -97,7 +100,7 @@ def _parser() -> Parser:
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses: .png, .svg, .pdf")
     checkpoint = "write a checkpoint to this folder at the end, at Ctrl-C, SIGTERM and SIGHUP"
     out.add_argument("--checkpoint", type=Path, metavar="DIR", help=checkpoint)
-    out.add_argument("--every", type=int, metavar="N", help="and every N steps")
+    out.add_argument("--every", type=int, metavar="N", help="also write one every N steps")
     out.add_argument("--keep", type=int, default=2, metavar="K", help="checkpoints to keep (default: 2)")
     out.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     return parser
@@ -105,6 +108,14 @@ def _parser() -> Parser:
 
 def _settings(args: argparse.Namespace) -> Settings:
     """Return the sizes, after the layers have accepted them without allocating anything."""
+    if args.compare:
+        for name, default in {"tp": 1, "dp": 1, "compile": False, "checkpoint": None, "resume": False}.items():
+            if getattr(args, name) != default:
+                raise ValueError(f"--compare does not support --{name}: remove it")
+        if launched() > 1:
+            raise ValueError("--compare trains in one process: start it without torchrun")
+        if args.compare == "activations" and args.plot is None:
+            raise ValueError("--compare activations needs --plot FILE")
     for name, default in (TO_COMPARE if args.compare else DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, default)
@@ -140,14 +151,6 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _check_processes(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    if args.compare:
-        for name, default in {"tp": 1, "dp": 1, "compile": False, "checkpoint": None, "resume": False}.items():
-            if getattr(args, name) != default:
-                raise ValueError(f"--compare does not support --{name}: remove it")
-        if launched() > 1:
-            raise ValueError("--compare trains in one process: start it without torchrun")
-        if args.compare == "activations" and args.plot is None:
-            raise ValueError("--compare activations needs --plot FILE")
     needed = args.tp * args.dp
     if launched() != needed:
         command = shlex.join(["torchrun", "--nproc-per-node", str(needed), "scripts/train_lm.py", *argv])

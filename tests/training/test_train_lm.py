@@ -254,7 +254,7 @@ REJECTED = {
     "--resume": "--resume needs --checkpoint",
     "--resume --checkpoint missing": "there is no folder missing",
     "--compare ffn --checkpoint saved": "--compare does not support --checkpoint",
-    "--compare ffn --tp 2": "--compare does not support --tp",
+    "--compare ffn --tp 3": "--compare does not support --tp",
     "--compare ffn --compile": "--compare does not support --compile",
     "--compare activations": "needs --plot",
 }
