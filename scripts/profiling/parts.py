@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -67,7 +68,7 @@ def block_steps(model: Block | Transformer) -> list[Step]:
     """Return the steps of the model's first block, in its order, and the final norm of a stack."""
     block = model.layers[0] if isinstance(model, Transformer) else model
     assert isinstance(block, Block)
-    attn = block.attn
+    attn: Any = block.attn
     q_norm, k_norm, rope = attn.q_norm, attn.k_norm, attn.rope
     assert rope is not None
 
@@ -77,7 +78,7 @@ def block_steps(model: Block | Transformer) -> list[Step]:
         return tuple(rearrange(heads, split, d_head=attn.d_head) for heads in projected)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return (rearrange(attn._attend(q, k, v, None), "... heads seq d_head -> ... seq (heads d_head)"),)
+        return (rearrange(attn.attend(q, k, v, None), "... heads seq d_head -> ... seq (heads d_head)"),)
 
     def add(x: Tensor, branch: Tensor) -> tuple[Tensor, ...]:
         return x, x + branch  # x too, because it also goes into a branch: the sum of its two gradients is work

@@ -74,5 +74,5 @@ def test_atomic_names_the_file_where_an_error_does_not(tmp_path):
         with atomic(tmp_path / "out.json"), open("/dev/full", "w") as full:
             full.write("more than fits")
 
-    with pytest.raises(OSError, match="No space left on device: .*out.json"):
+    with pytest.raises(OSError, match=r"No space left on device: .*out\.json"):
         fail()

@@ -100,5 +100,6 @@ def test_block_names_the_part_that_returns_another_shape(part):
         def forward(self, x, *positions_and_mask):
             return x[..., :1]  # a sum would broadcast it
 
+    block = Block(24, 4, attention=Narrow) if part == "attention" else Block(24, 4, ffn=Narrow)
     with pytest.raises(ValueError, match=rf"{part} must return shape \(2, 7, 24\).*got \(2, 7, 1\)"):
-        Block(24, 4, **{part: Narrow})(torch.zeros(2, 7, 24))
+        block(torch.zeros(2, 7, 24))
