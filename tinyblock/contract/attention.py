@@ -295,11 +295,9 @@ def refuses_positions_without_rope(attention: ModuleType) -> None:
 
 @promises("a RoPE of another head size is refused")
 def refuses_rope(attention: ModuleType, rope: ModuleType) -> None:
-    cls, table = harness.public(attention, ATTENTION), harness.public(rope, ROPE)(10.0, 4, 8)
+    table = harness.public(rope, ROPE)(10.0, 4, 8)
     with given(f"{ATTENTION}(24, 4, rope={ROPE}(10.0, 4, 8))"), harness.refused():
-        cls(24, 4, rope=table)
-    with given(f"{ATTENTION}(24, 4).rope = {ROPE}(10.0, 4, 8)"), harness.refused():
-        cls(24, 4).rope = table
+        harness.public(attention, ATTENTION)(24, 4, rope=table)
 
 
 def attention_state(
