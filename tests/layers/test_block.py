@@ -46,7 +46,7 @@ def test_transformer_takes_a_rope_in_place_of_theta():
     same.load_state_dict(model.state_dict())
     x = torch.randn(2, 7, 24)
     assert torch.equal(model(x), same(x))
-    with pytest.raises(ValueError, match=r"d_k=6.*8"):
+    with pytest.raises(ValueError, match=r"d_k=8.*d_k=6"):
         Transformer(2, 24, 3, max_seq_len=20, rope=rope)
 
 

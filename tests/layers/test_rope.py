@@ -68,7 +68,7 @@ def test_rope_without_positions_counts_from_zero():
 def test_rope_refuses_positions_off_the_table(positions):
     rope, x, positions = RotaryPositionalEmbedding(10.0, 4, 8), torch.zeros(3, 4), torch.tensor(positions)
     for call, dtype in ((rope, torch.float32), (rope, torch.float64), (torch.func.vmap(rope), torch.float32)):
-        with pytest.raises(ValueError, match=r"token_positions must be 0 \.\.\. 7: is max_seq_len"):
+        with pytest.raises(ValueError, match=r"token_positions must be 0 \.\.\. 7 \(max_seq_len - 1\)"):
             call(x.to(dtype)[None], positions[None])
 
 
@@ -118,8 +118,8 @@ def test_rope_in_float64_costs_what_its_tokens_cost():
 
 @pytest.mark.parametrize("positions", [torch.tensor([0.0, 1.5, 2.0]), torch.tensor([0.0, 1.0, 2.0])])
 def test_rope_takes_no_fractions_of_positions_even_when_compiled(positions):
-    rope = torch.compile(RotaryPositionalEmbedding(10.0, 4, 8), fullgraph=True, backend="aot_eager")
-    with pytest.raises(RuntimeError, match="indices"):
+    rope = torch.compile(RotaryPositionalEmbedding(10.0, 4, 8), backend="eager")
+    with pytest.raises(ValueError, match=r"token_positions must be integers, got torch.float32"):
         rope(torch.zeros(3, 4), positions)
 
 
