@@ -1,6 +1,6 @@
-"""What each layer promises: one file a layer, found by looking into this folder, as a project copies only some.
+"""What each layer guarantees: one file per layer. A project may copy only some of them, so this folder is listed.
 
-`LAYERS` has, for each layer that promises something, the names that its file defines. Only torch is imported.
+`LAYERS` maps each layer with a contract to the names that its file defines. Only torch is imported.
 """
 
 from importlib import import_module

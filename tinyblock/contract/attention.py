@@ -1,11 +1,12 @@
-"""What attention promises: softmax(Q K^T / sqrt(d_k)) V, causal, and with RoPE dependent on relative positions only.
+"""What attention guarantees: softmax(Q K^T / sqrt(d_k)) V, causal, and with RoPE dependent on relative positions only.
 
-What it promises as a layer over a sequence, a block and a stack of blocks promise as well.
+What it guarantees as a layer over a sequence, a block and a stack of blocks guarantee as well.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from types import ModuleType
 from typing import Any
@@ -15,11 +16,29 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import harness
-from .harness import ALLOWED, WITH_WEIGHTS, Case, Shape, State, Violation, close, given, largest, promises, promises_all
-from .rope import POSITIONS, ROPE, TABLE, angles_of, rotate
+from .harness import (
+    WITH_WEIGHTS,
+    Case,
+    Shape,
+    State,
+    Violation,
+    close,
+    context,
+    guarantees,
+    guarantees_all,
+    largest,
+    randn,
+    rejected,
+    require,
+    require_parameters,
+    supported,
+)
+from .rmsnorm import rms_norm
+from .rope import POSITIONS, ROPE, TABLE, rotary
 
 ATTENTION = "CausalMultiHeadSelfAttention"
 DEFINES = (ATTENTION, "scaled_dot_product_attention")
+Rope = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -34,6 +53,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     return torch.cat(out).reshape(*q.shape[:-1], v.shape[-1])
 
 
+def attend_causally(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    causal = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril()
+    return attend(q, k, v, causal if mask is None else causal & mask)
+
+
 def self_attention(
     x: Tensor,
     state: State,
@@ -41,44 +65,43 @@ def self_attention(
     mask: Tensor | None = None,
     *,
     heads: int,
-    theta: float | None = None,
-    factor: float = 1.0,
+    num_kv_heads: int | None = None,
+    d_head: int | None = None,
+    rope: Rope | None = None,
+    qk_norm: bool = False,
     eps: float = 1e-5,
+    attend: Callable[..., Tensor] = attend_causally,
 ) -> Tensor:
-    """Attend causally, one head at a time, with the weights of a layer's state dict; factor stands for another rope."""
-    causal = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).tril()
-    d_head = state["q_proj.weight"].shape[0] // heads
-    group = heads // (state["k_proj.weight"].shape[0] // d_head)
+    """Attend one head at a time, with the weights of a layer's state dict."""
+    d_head, group = d_head or x.shape[-1] // heads, heads // (num_kv_heads or heads)
     outputs = []
     for head in range(heads):
         rows = {"q": head, "k": head // group, "v": head // group}
         q, k, v = (x @ state[f"{n}_proj.weight"][row * d_head : (row + 1) * d_head].T for n, row in rows.items())
-        if "q_norm.weight" in state:
-            q = q / (q.square().mean(-1, keepdim=True) + eps) ** 0.5 * state["q_norm.weight"]
-            k = k / (k.square().mean(-1, keepdim=True) + eps) ** 0.5 * state["k_norm.weight"]
-        if theta is not None:
-            angles = angles_of(torch.arange(x.shape[-2]) if token_positions is None else token_positions, d_head, theta)
-            q, k = rotate(q, angles), rotate(k, angles)
-        outputs.append(attend(q * factor, k * factor, v, causal if mask is None else causal & mask))
+        if qk_norm:
+            q, k = rms_norm(q, state["q_norm.weight"], eps), rms_norm(k, state["k_norm.weight"], eps)
+        if rope is not None:
+            q, k = rope(q, token_positions), rope(k, token_positions)
+        outputs.append(attend(q, k, v, mask))
     return torch.cat(outputs, dim=-1) @ state["output_proj.weight"].T
 
 
-# What every layer over a sequence promises.
+# Properties of every layer over a sequence.
 
 
 def unmasked(cases: list[Case]) -> Iterator[tuple[Case, Any, Tensor, Tensor, float]]:
-    """Yield what the checks of a sequence share: case, module, x, result, and the error that is allowed."""
+    """Yield what the checks of a sequence share: case, module, x, result, and the allowed error."""
     for case in cases:
         if "mask" not in case.inputs and case.scale == 1:
-            with given(case):
+            with context(case):
                 module, x = case.module(), case.x()
                 out = module(x, **case.inputs).detach()
-            yield case, module, x, out, ALLOWED[torch.float64] * largest(out)
+            yield case, module, x, out, 1e-12 * largest(out)
 
 
 def replaced(x: Tensor, tokens: slice) -> Tensor:
     x = x.clone()
-    x[..., tokens, :] = harness.randn(*x[..., tokens, :].shape, seed=7)
+    x[..., tokens, :] = randn(*x[..., tokens, :].shape, seed=7)
     return x
 
 
@@ -89,16 +112,9 @@ def differs(actual: Tensor, before: Tensor) -> None:
 
 
 def is_causal(cases: list[Case]) -> None:
-    for case, module, x, out, allowed in unmasked(cases):
-        with given(case, "with other tokens (seed 7) from the 4th on: the first three"):
-            close(module(replaced(x, slice(3, None)), **case.inputs)[..., :3, :], out[..., :3, :], allowed)
-        with given(case, "with another first token (seed 7)"):
-            differs(module(replaced(x, slice(1)), **case.inputs), out)
-
-
-def prefills(cases: list[Case]) -> None:
+    """Compare each prefix alone with the whole sequence, and see that the first token counts for all others."""
     for case in cases:
-        with given(case):
+        with context(case):
             module, x = case.module(), case.x()
             out = module(x, **case.inputs)
             for length in range(1, x.shape[-2]):
@@ -106,18 +122,21 @@ def prefills(cases: list[Case]) -> None:
                     name: tensor[..., :length, :length] if name == "mask" else tensor[..., :length]
                     for name, tensor in case.inputs.items()
                 }
-                with given(f"its first {length} tokens alone"):
+                with context(f"its first {length} tokens alone"):
                     prefix = module(x[..., :length, :], **inputs)
-                    close(prefix, out[..., :length, :], ALLOWED[torch.float64] * largest(out))
+                    close(prefix, out[..., :length, :], 1e-12 * largest(out))
+    for case, module, x, out, _ in unmasked(cases):
+        with context(case, "with another first token (seed 7)"):
+            differs(module(replaced(x, slice(1)), **case.inputs), out)
 
 
 def masks(cases: list[Case]) -> None:
-    harness.require(cases[0].cls.forward, "mask")
+    require_parameters(cases[0].cls.forward, "mask")
     for case, module, x, out, allowed in unmasked(cases):
         seq = x.shape[-2]
-        with given(case, "with a mask that is True everywhere"):
+        with context(case, "with a mask that is True everywhere"):
             close(module(x, **case.inputs, mask=torch.ones(seq, seq, dtype=torch.bool)), out, allowed)
-        with given(case, "with a mask that hides the first two keys, in a (1, seq) row: the tokens after them"):
+        with context(case, "with a mask that hides the first two keys, in a (1, seq) row: the tokens after them"):
             mask = torch.arange(seq)[None] >= 2
             masked = module(x, **case.inputs, mask=mask)[..., 2:, :]
             close(module(replaced(x, slice(2)), **case.inputs, mask=mask)[..., 2:, :], masked, allowed)
@@ -126,77 +145,41 @@ def masks(cases: list[Case]) -> None:
 
 def recomputes(cases: list[Case]) -> None:
     """Give the same output and gradients when the activations are computed anew for the backward pass."""
-
-    def results(run: Any, module: nn.Module, x: Tensor, inputs: State) -> list[Tensor]:
-        x = x.clone().requires_grad_()
-        out = run(x, **inputs)
-        return [out, *torch.autograd.grad(out.sum(), [x, *module.parameters()])]
-
     for case in [case for case in cases if case.inputs] or cases[:1]:
-        with given(case, torch.float32, "torch.utils.checkpoint, use_reentrant=False: output or gradients"):
-            module, x = case.module(torch.float32), case.x(torch.float32)
-            expected = results(module, module, x, case.inputs)
-            recomputed = functools.partial(checkpoint, module, use_reentrant=False)
-            for actual, wanted in zip(results(recomputed, module, x, case.inputs), expected, strict=True):
-                close(actual, wanted, 0)
+        with context(case, torch.float32, "torch.utils.checkpoint, use_reentrant=False: output or gradients"):
+            module, x = case.module(torch.float32), case.x(torch.float32).requires_grad_()
+            run: Any = functools.partial(checkpoint, module, use_reentrant=False)
+            recomputed, usual = (
+                harness.with_gradients(out, module, x, torch.float32)
+                for out in (run(x, **case.inputs), module(x, **case.inputs))
+            )
+            for name, tensor in recomputed.items():
+                close(tensor, usual[name], 0)
 
 
 def is_relative(cases: list[Case]) -> None:
-    harness.require(cases[0].cls.forward, "token_positions")
+    require_parameters(cases[0].cls.forward, "token_positions")
     case, module, x, out, allowed = next(unmasked(cases))
     positions = torch.arange(x.shape[-2])
-    with given(case, "with token_positions 150 further on"):
+    with context(case, "with token_positions 150 further on"):
         close(module(x, positions + 150), out, 10 * allowed)
-    with given(case, "with token_positions twice as far apart"):
+    with context(case, "with token_positions twice as far apart"):
         differs(module(x, 2 * positions)[..., 1:, :], out[..., 1:, :])
 
 
-def refuses_positions(cases: list[Case]) -> None:
-    harness.require(cases[0].cls.forward, "token_positions")
-    case, module = cases[0], cases[0].module(torch.float32)
-    x, positions = case.x(torch.float32), torch.arange(case.shape[-2])
-    for wrong in (positions + TABLE - 3, positions - 1, positions + 2**32):
-        where = f"token_positions {wrong.tolist()} in a table of {TABLE}"
-        with given(case, where), harness.refused(naming=str(TABLE - 1)):
-            module(x, token_positions=wrong)
-
-
-def takes_any_rope(cls: Any, arguments: tuple[int, ...], formula: Any, **options: Any) -> None:
-    """Call a rope as rope(x, token_positions), with the positions as they were given."""
-    harness.require(cls, "rope")
-    harness.require(cls.forward, "token_positions")
-    for factor, positions in product((1.0, 1.5), (POSITIONS, None)):
-        received: list[Any] = []
-
-        def rope(x: Tensor, token_positions: Tensor | None, factor: float = factor, to: Any = received) -> Tensor:
-            to.append(token_positions)
-            return x * factor
-
-        module, x = harness.fill(cls(*arguments, rope=rope, **options).double()), harness.randn(2, 7, 24)
-        with given(f"{cls.__name__}{arguments}, rope=lambda x, _: {factor} * x, of x of shape (2, 7, 24), seed 0"):
-            exact = formula(x, module.state_dict(), heads=4, factor=factor)
-            close(module(x, token_positions=positions), exact, 1e-12 * largest(exact))
-            for handed_on in received:
-                with given("token_positions as they were handed on"):
-                    if positions is not None:
-                        close(handed_on.flatten(), positions.flatten(), 0)
-                    elif handed_on is not None:
-                        raise Violation(f"got {handed_on}, expected None")
-
-
-SEQUENCE = WITH_WEIGHTS | {
+SEQUENCE = {
     "causality": is_causal,
-    "prefill against one-shot": prefills,
-    "mask narrows causality and never lifts it": masks,
+    "masks are combined with the causal mask by AND": masks,
+    **WITH_WEIGHTS,
     "activation checkpointing": recomputes,
 }
-ROTARY = SEQUENCE | {
+ROTARY = {
     "relative positions only": is_relative,
-    "positions off the table are refused": refuses_positions,
+    **SEQUENCE,
 }
 
 
-# What attention promises besides.
+# Properties of attention alone.
 
 HEADS: list[dict[str, Any]] = [{}, {"num_kv_heads": 2}, {"num_kv_heads": 1}, {"d_head": 10, "qk_norm": True}]
 HEADS += [{"qk_norm": True, "num_kv_heads": 2, "eps": 1e-3}]
@@ -209,40 +192,44 @@ def mask_of(*shape: int) -> Tensor:
     return mask
 
 
-def roundings_of(rope: bool, qk_norm: bool = False, **_: Any) -> int:
-    """Count q, k, v, the weights of the softmax, the heads and the output; and q and k again where they are changed."""
-    return 6 + 2 * rope + 2 * qk_norm
+def stretch(x: Tensor, token_positions: Tensor | None) -> Tensor:
+    """Stand for any callable as rope: scale by positions, or by 1.5 where there are none."""
+    return x * (1.5 if token_positions is None else 1 + token_positions[..., None].to(x.dtype) / TABLE)
 
 
-@promises_all(SEQUENCE)
+def case_of(attention: ModuleType, options: Any, shape: Shape = (2, 7, 24), heads: int = 4, **about: Any) -> Case:
+    """Build a case, whose rope is a function or RoPE with theta=100."""
+    table = options.get("rope")
+    rope = functools.partial(rotary, 100.0) if isinstance(table, nn.Module) else table
+    formula = functools.partial(self_attention, heads=heads, **{**options, "rope": rope})
+    return Case(require(attention, ATTENTION), (shape[-1], heads), shape, formula, options, **about)
+
+
+@guarantees_all(SEQUENCE)
 def attention_cases(attention: ModuleType) -> list[Case]:
-    def case(shape: Shape, options: dict[str, Any], heads: int = 4, mask: Tensor | None = None, **about: Any) -> Case:
-        formula = functools.partial(self_attention, heads=heads, eps=options.get("eps", 1e-5))
-        made = harness.public(attention, ATTENTION), (shape[-1], heads), shape, formula, options
-        inputs = {} if mask is None else {"mask": mask}
-        return Case(*made, inputs, roundings=roundings_of(rope=False, **options), **about)
-
+    case = functools.partial(case_of, attention)
     float64: Any = {"dtypes": (torch.float64,)}
+    masked: Any = {"inputs": {"mask": mask_of(2, 7, 7)}}
     shapes = [(5, 24), (0, 5, 24), (1, 5, 24), (2, 0, 5, 24), (2, 3, 5, 24), (2, 1, 24)]
     return [
-        case((2, 7, 24), HEADS[0], compiled=True),
-        *(case((2, 7, 24), options) for options in HEADS[1:]),
-        *(case(shape, HEADS[1], **float64) for shape in shapes),
-        case((2, 7, 24), {}, mask=mask_of(2, 7, 7)),
-        case((2, 3, 5, 24), {}, mask=mask_of(3, 1, 5), **float64),
-        case((80, 64), {}, heads=1),  # longer than a window or a fixed mask, in a head as wide as in use
-        case((2, 7, 24), {}, scale=30.0, **float64),  # scores past where exp overflows
-        case((2, 7, 24), {}, mask=mask_of(2, 7, 7), scale=30.0, **float64),
+        case({}, compiled=True),
+        *map(case, HEADS[1:]),
+        *(case(HEADS[1], shape, **float64) for shape in shapes),
+        case({}, **masked),
+        case({}, (2, 3, 5, 24), inputs={"mask": mask_of(3, 1, 5)}, **float64),
+        case({}, (80, 64), heads=1),  # longer than a window or a fixed mask, in a head as wide as in use
+        case({}, scale=30.0, **float64),  # scores past where exp overflows
+        case({}, scale=30.0, **masked, **float64),
+        case({"rope": stretch}),
+        case({"rope": stretch}, inputs={"token_positions": POSITIONS}),
     ]
 
 
-@promises_all(ROTARY, of="with RoPE")
+@guarantees_all(ROTARY, of="with RoPE")
 def rotary_cases(attention: ModuleType, rope: ModuleType) -> list[Case]:
     def case(options: dict[str, Any], shape: Shape = (2, 7, 24), compiled: bool = False, **inputs: Tensor) -> Case:
-        table = harness.public(rope, ROPE)(100.0, options.get("d_head", 6), TABLE)
-        formula = functools.partial(self_attention, heads=4, theta=100.0, eps=options.get("eps", 1e-5))
-        made = harness.public(attention, ATTENTION), (24, 4), shape, formula, {**options, "rope": table}
-        return Case(*made, inputs, compiled=compiled, roundings=roundings_of(rope=True, **options))
+        table = require(rope, ROPE)(100.0, options.get("d_head", 6), TABLE)
+        return case_of(attention, {**options, "rope": table}, shape, inputs=inputs, compiled=compiled)
 
     return [
         *map(case, HEADS),
@@ -253,76 +240,83 @@ def rotary_cases(attention: ModuleType, rope: ModuleType) -> list[Case]:
     ]
 
 
-@promises("any callable serves as rope")
-def any_rope(attention: ModuleType) -> None:
-    takes_any_rope(harness.public(attention, ATTENTION), (24, 4), self_attention)
+@guarantees("attend overridden")
+def overrides(attention: ModuleType, rope: ModuleType) -> None:
+    """Call the method of a subclass with normalized and rotated queries and keys, and with any mask."""
+
+    def blend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return 2 * q + mask @ (k - v)
+
+    base = require(attention, ATTENTION)
+    require(base, "attend")
+    blended = type("Blended", (base,), {"attend": lambda self, *tensors: blend(*tensors)})
+    options = supported(base, {"rope": require(rope, ROPE)(100.0, 6, TABLE), "qk_norm": True})
+    case = case_of(attention, options, inputs={"token_positions": POSITIONS, "mask": randn(7, 7, seed=3)})
+    formula = functools.partial(case.formula, attend=blend)
+    harness.matches_equation([dataclasses.replace(case, cls=blended, formula=formula)], torch.float64)
 
 
-@promises("scores in float32 or wider")
+@guarantees("masks that are not bool rejected")
+def rejects_masks(attention: ModuleType) -> None:
+    """Reject an additive mask in eager mode and compiled, in which no shape check would see it."""
+    module, x = require(attention, ATTENTION)(24, 4), torch.zeros(1, 5, 24)
+    require_parameters(module.forward, "mask")
+    with harness.compiled(module, fullgraph=False) as (run, _), torch.no_grad():
+        for dtype, call in ((torch.float32, module), (torch.int64, module), (torch.float32, run)):
+            how = "compiled" if call is run else "eager"
+            with context(f"{ATTENTION}(24, 4)", how, f"a (5, 5) mask of {dtype}"), rejected(dtype):
+                call(x, mask=torch.zeros(5, 5, dtype=dtype))
+
+
+@guarantees("scores in float32 or wider")
 def keeps_scores(attention: ModuleType) -> None:
     """Attend by scores of about 512 and their 8ths, which a half cannot hold, though all of q, k and v are exact."""
-    cls = harness.public(attention, ATTENTION)
-    harness.require(cls, "d_head")
-    signs = [harness.randn(2, 9, 64, seed=seed).sign() for seed in (3, 4)]
-    q, k = (torch.cat((torch.full((2, 9, 1), 64.0), sign[..., 1:]), dim=-1) for sign in signs)
-    x, causal = torch.cat((q, k), dim=-1).double(), torch.ones(9, 9, dtype=torch.bool).tril()
+    cls = require(attention, ATTENTION)
+    require_parameters(cls, "d_head")
+    x = randn(2, 9, 128, seed=3).sign()
+    x[..., ::64] = 64
     first, second = torch.eye(128, dtype=torch.float64).split(64)
     weights = {"q_proj": first, "k_proj": second, "v_proj": second, "output_proj": first.T}
-    exact = attend(q, k, k, causal) @ first
-    how = "x of shape (2, 9, 128): [64, signs of seed 3, 64, signs of seed 4]; q is its first half, k and v the second"
+    exact = attend_causally(x[..., :64], x[..., 64:], x[..., 64:], None)
+    how = "x of shape (2, 9, 128): signs of seed 3, 64 in columns 0 and 64; q is its first half, k and v the second"
     for dtype in harness.HALVES:
-        with given(f"{ATTENTION}(128, 1, d_head=64)", how, dtype), torch.no_grad():
+        with context(f"{ATTENTION}(128, 1, d_head=64)", how, dtype), torch.no_grad():
             module = cls(128, 1, d_head=64).to(dtype)
             for name, weight in weights.items():
                 getattr(module, name).weight.copy_(weight)
-            harness.close_on_average(module(x.to(dtype))[..., 1:64], exact[..., 1:64], 2, dtype)
+            out = module(x.to(dtype))[..., 1:64]
+            close(out, exact[..., 1:], 4 * torch.finfo(dtype).eps)
 
 
-@promises("scaled_dot_product_attention: equation and gradients")
+@guarantees("scaled_dot_product_attention: equation and gradients")
 def function(attention: ModuleType) -> None:
     heads: list[Shape] = [(2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 4)]
     calls: list[Any] = [(heads, None), (heads, mask_of(5, 7)), (heads, mask_of(2, 2, 5, 7))]
     calls.append(([(5, 8), (7, 8), (7, 4)], mask_of(5, 7)))
-    equation = harness.public(attention, "scaled_dot_product_attention")
-    harness.function_follows(equation, attend, calls, rounds_once=True)
+    equation = require(attention, "scaled_dot_product_attention")
+    harness.function_matches(equation, attend, calls, rounds_once=True)
 
 
-@promises("positions without a RoPE are refused")
-def refuses_positions_without_rope(attention: ModuleType) -> None:
-    with given(f"{ATTENTION}(24, 4), token_positions [0, 1, 2]"), harness.refused():
-        harness.public(attention, ATTENTION)(24, 4)(torch.zeros(1, 3, 24), torch.arange(3))
+@guarantees("positions without a RoPE rejected")
+def rejects_positions_without_rope(attention: ModuleType) -> None:
+    with context(f"{ATTENTION}(24, 4), token_positions [0, 1, 2]"), rejected("rope"):
+        require(attention, ATTENTION)(24, 4)(torch.zeros(1, 3, 24), torch.arange(3))
 
 
-@promises("a RoPE of another head size is refused")
-def refuses_rope(attention: ModuleType, rope: ModuleType) -> None:
-    table = harness.public(rope, ROPE)(10.0, 4, 8)
-    with given(f"{ATTENTION}(24, 4, rope={ROPE}(10.0, 4, 8))"), harness.refused():
-        harness.public(attention, ATTENTION)(24, 4, rope=table)
+@guarantees("RoPE of another head size rejected")
+def rejects_rope(attention: ModuleType, rope: ModuleType) -> None:
+    with context(f"{ATTENTION}(24, 4, rope={ROPE}(10.0, 4, 8))"), rejected("d_k=4", "d_k=6"):
+        require(attention, ATTENTION)(24, 4, rope=require(rope, ROPE)(10.0, 4, 8))
 
 
-def attention_state(
-    num_kv_heads: int = 4, d_head: int = 6, qk_norm: bool = False, eps: float = 0.0, prefix: str = ""
-) -> dict[str, Shape]:
-    """Return the keys and shapes of attention, of d_model 24 in 4 heads."""
-    state: dict[str, Shape] = {"q_proj.weight": (4 * d_head, 24), "output_proj.weight": (24, 4 * d_head)}
-    state |= {f"{name}_proj.weight": (num_kv_heads * d_head, 24) for name in ("k", "v")}
-    state |= {f"{name}_norm.weight": (d_head,) for name in ("q", "k") if qk_norm}
-    return {prefix + key: shape for key, shape in state.items()}
-
-
-@promises("keys of the state dict")
-def keys(attention: ModuleType) -> None:
-    cls = harness.public(attention, ATTENTION)
-    harness.has_state(cls, (24, 4), attention_state())
-    options = harness.accepted(cls, {"num_kv_heads": 2, "d_head": 10, "qk_norm": True})
-    harness.has_state(cls, (24, 4), attention_state(**options), **options)
-
-
-@promises("initial weights")
-def weights(attention: ModuleType) -> None:
-    harness.draws_weights(harness.public(attention, ATTENTION), 192, 4, num_kv_heads=2, d_head=32, qk_norm=True)
-
-
-BAD: list[Any] = [(24, 5), (24, 0), (0, 4), (24, -4), (24, 4, {"d_head": 0})]
-BAD += [(24, 4, {"num_kv_heads": n}) for n in (3, 0)] + [(24, 4, {"eps": eps}) for eps in (0.0, math.nan, math.inf)]
-promises("bad hyperparameters refused")(lambda attention: harness.refuses(harness.public(attention, ATTENTION), *BAD))
+VALID = {"d_model": 24, "num_heads": 4}
+INVALID: Any = {
+    "d_model": (0,),
+    "num_heads": (5, 0, -4),
+    "num_kv_heads": (3, 0),
+    "d_head": (0,),
+    "eps": (0.0, math.nan),
+}
+WIDE: Any = {"num_kv_heads": 2, "d_head": 32, "qk_norm": True}
+guarantees("initial weights")(lambda attention: harness.draws_weights(require(attention, ATTENTION), 192, 4, **WIDE))
+guarantees(harness.REJECTED)(lambda attention: harness.rejects(require(attention, ATTENTION), VALID, **INVALID))

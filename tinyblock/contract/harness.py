@@ -1,16 +1,17 @@
-"""The means to say what a layer promises: cases with formulas, what every layer promises, and how it is registered.
+"""The tools of the contract: cases with formulas, properties that every layer has, and how properties are registered.
 
-A property calls a layer with seeded inputs, and compares the result with the paper's formula or with that of another
-call. Where it fails it raises a `Violation`, which names the call, the input, and the component that is furthest off.
+A property calls a layer with seeded inputs and compares the result with the paper's formula, or with that of another
+call. If it fails, it raises a `Violation`, which names the call, the input and the component with the largest error.
 
 An input "x of shape (2, 7, 24), seed 3" is `torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(3),
-dtype=torch.float64)`, rounded to the dtype that is named. Weights of which nothing is said are those of `fill`.
+dtype=torch.float64)`, rounded to the dtype that is named. Weights are those of `fill`, unless the message says others.
 """
 
 import copy
 import functools
 import inspect
 import math
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -26,15 +27,16 @@ import torch
 from torch import Tensor, nn
 
 HALVES = (torch.bfloat16, torch.float16)
-# The error that is allowed, as a part of the largest component.
-ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-6} | {half: 16 * torch.finfo(half).eps for half in HALVES}
+ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-6}  # error relative to the largest component
+DTYPES = (*ALLOWED, *HALVES)
+REJECTED = "invalid hyperparameters rejected"
 
 Shape = tuple[int, ...]
 State = Mapping[str, Tensor]
 
 
 class Violation(AssertionError):
-    """A layer does not do what it promises; the message says at which input, what came out, and what should."""
+    """A layer violates its contract; the message shows the input, the result and the expected one."""
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -60,30 +62,31 @@ def show_call(function: Any, arguments: tuple[Any, ...], options: Mapping[str, A
 
 
 @contextmanager
-def given(*what: Any) -> Iterator[None]:
-    """Put the input in front of whatever goes wrong with it, in one line."""
-    said = "".join(f"{it}, " for it in what).removesuffix(", ") + ": " * bool(what)
+def context(*what: Any) -> Iterator[None]:
+    """Put the input in front of the message of whatever fails, in one line."""
+    prefix = ", ".join(map(str, what)) + ": " * bool(what)
     try:
         yield
     except SkipTest:
         raise
     except Violation as violation:
-        raise Violation(f"{said}{violation}") from violation.__cause__
+        raise Violation(f"{prefix}{violation}") from violation.__cause__
     except Exception as error:
         ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-        raise Violation(f"{said}{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}") from error
+        raise Violation(f"{prefix}{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}") from error
 
 
 @contextmanager
-def refused(errors: tuple[type[Exception], ...] = (ValueError,), naming: str = "") -> Iterator[None]:
-    """Expect one of these errors, with a message that names what could be given."""
+def rejected(*named: Any, errors: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """Expect one of these errors, with these values in its message."""
     try:
         yield
     except errors as error:
-        if naming not in str(error):
-            raise Violation(f"was refused, but with {str(error)!r}, which does not name {naming}") from error
+        for value in named:
+            if not re.search(rf"(?<![\w.]){re.escape(str(value))}(?!\w|\.\d)", str(error)):
+                raise Violation(f"was rejected with {str(error)!r}, expected {value} in the message") from error
     else:
         raise Violation("was accepted, expected an error")
 
@@ -108,17 +111,17 @@ def close(actual: Tensor, expected: Tensor, allowed: float | Tensor, dtype: torc
         raise Violation(f"largest error {error[at]:.1e} at {list(at)}: {values}")
 
 
-def close_on_average(actual: Tensor, exact: Tensor, roundings: int, dtype: torch.dtype, least: float = 0.0) -> None:
-    """Raise a Violation unless the root mean square error is that of so many roundings to a half.
+def close_in_half(actual: Tensor, exact: Tensor, formula: Tensor) -> None:
+    """Raise a Violation if the root mean square error exceeds three times that of the formula in the same dtype.
 
-    One is off by up to u = eps/2 of a value, by u / sqrt(3) on average, and independent ones add up in squares. Four
-    times that leaves room for what enlarges errors. `least` is the size of the terms, where they cancel out.
+    The error of one rounding is allowed in any case, as few components may all be exact in the formula.
     """
     if exact.numel():
-        error, wanted = ((t.detach().double() ** 2).mean().sqrt() for t in (actual.cpu().double() - exact, exact))
-        allowed = 4 * math.sqrt(roundings / 3) * torch.finfo(dtype).eps / 2 * max(least, wanted.item())
+        tensors = actual - exact, formula - exact, exact
+        error, usual, size = (t.detach().double().square().mean().sqrt().item() for t in tensors)
+        allowed = max(3 * usual, torch.finfo(formula.dtype).eps * size)
         if not error <= allowed:
-            raise Violation(f"root mean square error {error:.1e} of values of {wanted:.1e}; allowed {allowed:.1e}")
+            raise Violation(f"root mean square error {error:.1e} of values of {size:.1e}; allowed {allowed:.1e}")
 
 
 def half_ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
@@ -127,35 +130,35 @@ def half_ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return 0.51 * info.eps * 2.0 ** exact.detach().abs().clamp(min=info.smallest_normal).log2().floor()
 
 
-# A copy may have dropped what it does not need; the properties of that are skipped.
+# A copy may drop what it does not need. Checks of that are left out; `verify` reports them.
+
+MISSING: set[str] = set()  # what the last property did not find
 
 
-def public(layer: ModuleType, name: str) -> Any:
-    if not hasattr(layer, name):
+def require(owner: Any, name: str) -> Any:
+    if not hasattr(owner, name):
+        MISSING.add(f"{name} is not in this copy")
         raise SkipTest(f"{name} is not in this copy")
-    return getattr(layer, name)
+    return getattr(owner, name)
 
 
-def accepted(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def supported(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the options that a function accepts, and note the others."""
     parameters = inspect.signature(function).parameters
-    takes_any = any(it.kind is it.VAR_KEYWORD for it in parameters.values())
-    return {name: value for name, value in options.items() if takes_any or name in parameters}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    missing = [] if takes_any else [name for name in options if name not in parameters]
+    MISSING.update(f"{function.__qualname__} has no {name} in this copy" for name in missing)
+    return {name: value for name, value in options.items() if name not in missing}
 
 
-def dropped(function: Any, *names: str) -> str:
-    """Say which of the parameters a copy has dropped, if any."""
-    absent = [name for name in names if not accepted(function, {name: None})]
-    return f"{function.__qualname__} has no {' and no '.join(absent)} in this copy" if absent else ""
-
-
-def require(function: Any, *names: str) -> None:
-    if said := dropped(function, *names):
-        raise SkipTest(said)
+def require_parameters(function: Any, *names: str) -> None:
+    if len(supported(function, dict.fromkeys(names))) < len(names):
+        raise SkipTest(" and ".join(sorted(MISSING)))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer to be made, an input for it, and the formula (x, state dict, **inputs) of what comes out."""
+    """A layer to build, an input for it, and the formula (x, state dict, **inputs) of the result."""
 
     cls: Any
     arguments: tuple[Any, ...]
@@ -166,27 +169,37 @@ class Case:
     scale: float = 1.0
     compiled: bool = False
     rounds_once: bool = False
-    roundings: int = 1  # of a half, one after another or side by side, on the way to the result
-    dtypes: tuple[torch.dtype, ...] = tuple(ALLOWED)
+    dtypes: tuple[torch.dtype, ...] = DTYPES
 
-    def dropped(self) -> str:
-        return dropped(self.cls, *self.options) or dropped(self.cls.forward, *self.inputs)
+    def is_supported(self) -> bool:
+        accepted = supported(self.cls, self.options), supported(self.cls.forward, self.inputs)
+        return accepted == (self.options, self.inputs)
 
     def module(self, dtype: torch.dtype = torch.float64) -> Any:
-        return fill(self.cls(*self.arguments, **copy.deepcopy(dict(self.options))).to(dtype))  # with a rope of its own
+        """Build the layer, with a rope of its own; in eval mode if it draws random numbers, as dropout does."""
+        module = fill(self.cls(*self.arguments, **copy.deepcopy(dict(self.options))).to(dtype))
+        return module.eval() if self.is_random else module
+
+    @functools.cached_property
+    def is_random(self) -> bool:
+        module: Any = self.cls(*self.arguments, **copy.deepcopy(dict(self.options))).double()
+        before = torch.get_rng_state()
+        module(self.x(), **self.inputs)
+        return not torch.equal(torch.get_rng_state(), before)
 
     def x(self, dtype: torch.dtype = torch.float64) -> Tensor:
         return (randn(*self.shape) * self.scale).to(dtype)
 
-    def exact(self, module: nn.Module, x: Tensor) -> Tensor:
-        state = {key: weight.double() for key, weight in module.state_dict(keep_vars=True).items()}
-        return self.formula(x.double(), state, **self.inputs)
+    def expected(self, module: nn.Module, x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Evaluate the formula with the weights of the module; in float64 it counts as exact."""
+        state = {key: weight.to(dtype) for key, weight in module.state_dict(keep_vars=True).items()}
+        return self.formula(x.to(dtype), state, **self.inputs)
 
     def __str__(self) -> str:
-        made = show_call(self.cls, self.arguments, self.options)
         scaled = "" if self.scale == 1 else f" * {self.scale}"
         inputs = "".join(f", {name} {show(tensor)}" for name, tensor in self.inputs.items())
-        return f"{made} of x of shape {self.shape}, seed 0{scaled}{inputs}"
+        call = show_call(self.cls, self.arguments, self.options)
+        return f"{call} of x of shape {self.shape}, seed 0{scaled}{inputs}"
 
 
 class Call(nn.Module):
@@ -201,79 +214,79 @@ class Call(nn.Module):
         return self.function(x, *self.weights, *self.more)
 
 
-def function_follows(function: Any, formula: Any, calls: list[tuple[Any, ...]], **about: Any) -> None:
-    """Compare a function with its formula; a call is given by the shapes of its tensors, and what else it takes."""
+def function_matches(function: Any, formula: Any, calls: list[tuple[Any, ...]], rounds_once: bool = False) -> None:
+    """Compare a function with its formula; a call is given by the shapes of its tensors, and further arguments."""
     for (shape, *shapes), *more in calls:
         exact = functools.partial(lambda x, state, more: formula(x, *state.values(), *more), more=more)
-        follows([Case(Call, (function, shapes, *more), shape, exact, **about)])
+        matches_equation([Case(Call, (function, shapes, *more), shape, exact, rounds_once=rounds_once)])
 
 
-# What every layer promises.
+# Properties of every layer.
 
 
-def follows(cases: list[Case], *dtypes: torch.dtype, device: str = "cpu", autocast: bool = False) -> None:
-    """Compare layers with their formulas: value, dtype and gradients; and see that they modify no input."""
+def matches_equation(cases: list[Case], *dtypes: torch.dtype, device: str = "cpu", autocast: bool = False) -> None:
+    """Compare layers with their formulas: value, dtype and gradients. No input may be modified."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise SkipTest("no CUDA here")
+        raise SkipTest("CUDA is not available")
     how = [f"on {device}"] * (device != "cpu") + ["torch.autocast('cpu', torch.bfloat16)"] * autocast
-    for case, dtype in product(cases, dtypes or ALLOWED):
+    for case, dtype in product(cases, dtypes or DTYPES):
         if dtype in case.dtypes:
-            with given(case, dtype, *how):
-                _follows(case, dtype, device, autocast)
+            with context(case, dtype, *how):
+                _matches_equation(case, dtype, device, autocast)
 
 
-def _follows(case: Case, dtype: torch.dtype, device: str, autocast: bool) -> None:
-    # Under autocast the weights and inputs are rounded besides.
-    computed, roundings = (torch.bfloat16, 3 * case.roundings) if autocast else (dtype, case.roundings)
-    allowed = ALLOWED[computed] * (1 if device == "cpu" or dtype in HALVES else 10)
-    once = case.rounds_once and dtype in HALVES and device == "cpu"
+def _matches_equation(case: Case, dtype: torch.dtype, device: str, autocast: bool) -> None:
     module, x = case.module(dtype), case.x(dtype).requires_grad_()
-    exact = case.exact(module, x)
-    upstream = randn(*exact.shape, seed=9, dtype=computed)
-    wanted = gradients(exact, module, x, upstream)
+    computed = torch.bfloat16 if autocast else dtype
+    exact = with_gradients(case.expected(module, x), module, x, computed)
+    rounded = with_gradients(case.expected(module, x, computed), module, x, computed)
     before = {"x": x.detach().clone(), **case.inputs}
     module, inputs = module.to(device), {name: tensor.to(device, copy=True) for name, tensor in before.items()}
     x = inputs.pop("x").requires_grad_()
 
+    def compare(name: str, actual: Tensor, factor: float) -> None:
+        if computed in ALLOWED:
+            allowed = ALLOWED[computed] * factor * (1 if device == "cpu" else 10)
+            close(actual, exact[name], allowed, dtype)
+        else:
+            close(actual, exact[name], math.inf, None if autocast else dtype)
+            close_in_half(actual.cpu(), exact[name], rounded[name])
+
     def run() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             actual = module(x, **inputs)
-        bound = half_ulp(exact, dtype) + 1e-6 if once else allowed * largest(exact)
-        close(actual, exact, bound, None if autocast else dtype)
-        if computed in HALVES:
-            close_on_average(actual, exact, roundings, computed)
+        compare("result", actual, largest(exact["result"]))
+        if case.rounds_once and dtype in HALVES and device == "cpu":
+            close(actual, exact["result"], half_ulp(exact["result"], dtype) + 1e-6)
         for name, tensor in {"x": x, **inputs}.items():
-            with given(f"{name} was modified"):
+            with context(f"{name} was modified"):
                 close(tensor, before[name], 0)
         return actual
 
-    # On the way back each product has two, and both factors were rounded: three times the roundings of the result. What
-    # the scores of attention get is a difference of terms that are as large as the gradient of the result, of size 1.
-    for name, gradient in gradients(run(), module, x, upstream).items():
-        with given(f"gradient of {name}, for one of the result of seed 9"):
-            if computed in HALVES:
-                close_on_average(gradient, wanted[name], 3 * roundings, computed, least=1.0)
-            close(gradient, wanted[name], 10 * allowed * max(1, largest(wanted[name])))
-    with given("after .eval(), under no_grad"), torch.no_grad():
+    for name, gradient in with_gradients(run(), module, x, computed).items():
+        if name != "result":
+            with context(f"gradient of {name}, for one of the result of seed 9"):
+                compare(name, gradient, 10 * max(1, largest(exact[name])))
+    with context("after .eval(), under no_grad"), torch.no_grad():
         module.eval()
         run()
 
 
-def gradients(result: Tensor, module: nn.Module, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+def with_gradients(result: Tensor, module: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     inputs = {"x": x, **dict(module.named_parameters())}
-    upstream = upstream.to(result.device, result.dtype)
-    found = torch.autograd.grad(result, list(inputs.values()), upstream, materialize_grads=True)
-    return dict(zip(inputs, found, strict=True))
+    upstream = randn(*result.shape, seed=9, dtype=dtype).to(result.device, result.dtype)
+    gradients = torch.autograd.grad(result, list(inputs.values()), upstream, materialize_grads=True)
+    return {"result": result, **dict(zip(inputs, gradients, strict=True))}
 
 
 def autocasts(cases: list[Case]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        follows([case for case in cases if case.scale == 1], torch.float32, autocast=True)
+        matches_equation([case for case in cases if case.scale == 1], torch.float32, autocast=True)
 
 
 @contextmanager
-def compiled(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+def compiled(module: nn.Module, fullgraph: bool = True) -> Iterator[tuple[Any, Any]]:
     """Yield the module, compiled as far as graphs of torch's operations, and their counter."""
     with warnings.catch_warnings():  # those of torch's own imports
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -281,20 +294,20 @@ def compiled(module: nn.Module) -> Iterator[tuple[Any, Any]]:
 
         counter = CompileCounter()
         torch._dynamo.reset()
-        yield torch.compile(module, fullgraph=True, backend=counter), counter
+        yield torch.compile(module, fullgraph=fullgraph, backend=counter), counter
     torch._dynamo.reset()
 
 
 def compiles(cases: list[Case]) -> None:
     for case in [case for case in cases if case.compiled] or cases[:1]:
         module = case.module(torch.float32)
-        with given(f"torch.compile of {case}", torch.float32), compiled(module) as (run, counter):
+        with context(f"torch.compile of {case}", torch.float32), compiled(module) as (run, counter):
             for length in (5, 8, 1, 13):
                 x = randn(*case.shape[:-2], length, case.shape[-1], dtype=torch.float32)
                 mask = (torch.arange(length) >= 2).expand(length, length)
                 inputs = {"token_positions": torch.arange(length) + 3, "mask": mask}
                 inputs = {name: inputs[name] for name in case.inputs}
-                with given(f"with {length} tokens"):
+                with context(f"with {length} tokens"):
                     expected = module(x, **inputs)
                     close(run(x, **inputs), expected, 1e-5 * largest(expected))
             if counter.frame_count > 3:
@@ -304,18 +317,31 @@ def compiles(cases: list[Case]) -> None:
 def places_parameters(cases: list[Case]) -> None:
     options = {"device": "meta", "dtype": torch.bfloat16}
     for case in cases:
-        require(case.cls, *options)
-        with given(case, "made with device='meta', dtype=torch.bfloat16"):
-            for name, it in case.cls(*case.arguments, **case.options, **options).named_parameters():
-                if (it.device.type, it.dtype) != ("meta", torch.bfloat16):
-                    raise Violation(f"{name} is of {it.dtype} on {it.device}")
+        require_parameters(case.cls, *options)
+        with context(case, "built with device='meta', dtype=torch.bfloat16"):
+            for name, parameter in case.cls(*case.arguments, **case.options, **options).named_parameters():
+                if (parameter.device.type, parameter.dtype) != ("meta", torch.bfloat16):
+                    raise Violation(f"{name} is of {parameter.dtype} on {parameter.device}")
+
+
+def names_its_weights(cases: list[Case]) -> None:
+    """Have the keys that the formula reads, and no others."""
+    for case in [case for case in cases if math.prod(case.shape)]:
+        with context(case):
+            state = {key: weight.requires_grad_() for key, weight in case.module().state_dict().items()}
+            result = case.formula(case.x().requires_grad_(), state, **case.inputs).sum()
+            used = torch.autograd.grad(result, [*state.values()], allow_unused=True) if state else []
+            for key, gradient in zip(state, used, strict=True):
+                if gradient is None:
+                    raise Violation(f"the state dict has an unexpected {key}")
 
 
 EVERY_LAYER: dict[str, Callable[[list[Case]], None]] = {
-    "equation and gradients in float64": lambda cases: follows(cases, torch.float64),
-    "equation and gradients in float32": lambda cases: follows(cases, torch.float32),
-    "equation and gradients in bfloat16 and float16": lambda cases: follows(cases, *HALVES),
-    "equation and gradients on CUDA": lambda cases: follows(cases, device="cuda"),
+    "keys of the state dict": names_its_weights,
+    "equation and gradients in float64": lambda cases: matches_equation(cases, torch.float64),
+    "equation and gradients in float32": lambda cases: matches_equation(cases, torch.float32),
+    "equation and gradients in bfloat16 and float16": lambda cases: matches_equation(cases, *HALVES),
+    "equation and gradients on CUDA": lambda cases: matches_equation(cases, device="cuda"),
     "autocast": autocasts,
     "compiles to one graph": compiles,
 }
@@ -324,13 +350,13 @@ WITH_WEIGHTS = EVERY_LAYER | {"device and dtype of the parameters": places_param
 
 def draws_weights(cls: Any, *arguments: Any, **options: Any) -> None:
     """Draw gains of 1, and other weights from a normal of variance 2 / (d_in + d_out), cut at three sigma."""
-    options = accepted(cls, options)
+    options = supported(cls, options)
     torch.manual_seed(0)
     module = cls(*arguments, **options)
-    for how in ("when it was made", "after reset_parameters"):
+    for how in ("as constructed", "after reset_parameters"):
         for name, parameter in module.named_parameters():
             weight, shape = parameter.detach().double(), tuple(parameter.shape)
-            with given(show_call(cls, arguments, options), "torch.manual_seed(0)", how, f"{name} of shape {shape}"):
+            with context(show_call(cls, arguments, options), "torch.manual_seed(0)", how, f"{name} of shape {shape}"):
                 if weight.ndim == 1:
                     close(weight, torch.ones_like(weight), 0)
                     continue
@@ -346,26 +372,18 @@ def draws_weights(cls: Any, *arguments: Any, **options: Any) -> None:
         module.reset_parameters()
 
 
-def refuses(cls: Any, *calls: tuple[Any, ...], **options: Any) -> None:
-    """Refuse each of the calls; a dictionary at the end of one is of options, beside those of all."""
-    for call in calls:
-        arguments, named = (call[:-1], options | call[-1]) if isinstance(call[-1], dict) else (call, options)
-        if accepted(cls, named) == named:
-            with given(show_call(cls, arguments, named)), refused():
-                cls(*arguments, **named)
-
-
-def has_state(cls: Any, arguments: tuple[Any, ...], expected: Mapping[str, Shape], **options: Any) -> None:
-    with given(show_call(cls, arguments, options)):
-        state = {key: tuple(tensor.shape) for key, tensor in cls(*arguments, **options).state_dict().items()}
-        if state != expected:
-            wrong, wanted = dict(state.items() - expected.items()), dict(expected.items() - state.items())
-            raise Violation(f"got {wrong}, expected {wanted}")
+def rejects(cls: Any, valid: Mapping[str, Any], **invalid: tuple[Any, ...]) -> None:
+    """Reject each of the invalid values, in place of the valid one, with the value in the message."""
+    for name, values in supported(cls, invalid).items():
+        for value in values:
+            arguments = {**valid, name: value}
+            with context(show_call(cls, (), arguments)), rejected(value):
+                cls(**arguments)
 
 
 @dataclass(frozen=True)
 class Property:
-    """Something that a layer promises, and the layers that are needed to check it, this one among them."""
+    """A property of a layer, and the layers that are needed to check it, this one included."""
 
     layer: str
     name: str
@@ -373,17 +391,18 @@ class Property:
     check: Callable[..., None]
 
     def run(self, layers: Mapping[str, ModuleType]) -> None:
-        """Check the layers, given by their names; raise a Violation, or unittest.SkipTest where something is absent."""
+        """Check the layers, given by name; raise a Violation, or SkipTest if nothing can be checked."""
+        MISSING.clear()
         if absent := [need for need in self.needs if need not in layers]:
-            raise SkipTest(f"it needs {' and '.join(absent)} in this folder too")
-        with torch.random.fork_rng(devices=()), torch.enable_grad(), given():
+            raise SkipTest(f"this folder has no {' and no '.join(absent)}")
+        with torch.random.fork_rng(devices=()), torch.enable_grad(), context():
             self.check(*(layers[need] for need in self.needs))
 
 
-PROPERTIES: list[Property] = []  # of the promise files that were imported
+PROPERTIES: list[Property] = []  # of the layers whose contracts were imported
 
 
-def promises(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def guarantees(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a property, which needs the layers by which the parameters are named, and belongs to the first."""
 
     def register(check: Callable[..., Any]) -> Callable[..., Any]:
@@ -394,20 +413,19 @@ def promises(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-def promises_all(group: Mapping[str, Callable[[list[Case]], None]], of: str = "") -> Callable[..., Any]:
-    """Register the properties of the group, for the cases that a function returns, but those of what a copy dropped."""
+def guarantees_all(group: Mapping[str, Callable[[list[Case]], None]], of: str = "") -> Callable[..., Any]:
+    """Register the properties of the group for the cases that a function returns, without those of dropped options."""
 
     def register(make_cases: Callable[..., list[Case]]) -> Callable[..., list[Case]]:
-        def run(check: Callable[[list[Case]], None], *layers: ModuleType) -> None:
-            cases = make_cases(*layers)
-            if not (fitting := [case for case in cases if not case.dropped()]):
-                raise SkipTest(cases[0].dropped())
-            check(fitting)
-
-        needs = tuple(inspect.signature(make_cases).parameters)
         for name, check in group.items():
-            named = f"{name} ({of})" if of else name
-            PROPERTIES.append(Property(needs[0], named, needs, functools.partial(run, check)))
+
+            @functools.wraps(make_cases)  # so that its parameters name the layers
+            def run(*layers: ModuleType, check: Callable[[list[Case]], None] = check) -> None:
+                if not (cases := [case for case in make_cases(*layers) if case.is_supported()]):
+                    raise SkipTest(" and ".join(sorted(MISSING)))
+                check(cases)
+
+            guarantees(f"{name} ({of})" if of else name)(run)
         return make_cases
 
     return register

@@ -1,4 +1,4 @@
-"""What RMSNorm promises: x / sqrt(mean(x^2) + eps) * weight, rounded once to the dtype of x."""
+"""What RMSNorm guarantees: x / sqrt(mean(x^2) + eps) * weight, rounded once to the dtype of x."""
 
 import math
 from itertools import product
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import harness
-from .harness import HALVES, WITH_WEIGHTS, Case, Shape, State, given, promises, promises_all, public, randn
+from .harness import HALVES, WITH_WEIGHTS, Case, Shape, State, context, guarantees, guarantees_all, randn, require
 
 DEFINES = ("RMSNorm", "rms_norm")
 
@@ -18,28 +18,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     return x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps) ** 0.5 * weight
 
 
-@promises_all(WITH_WEIGHTS)
+@guarantees_all(WITH_WEIGHTS)
 def cases(rmsnorm: ModuleType) -> list[Case]:
     def case(shape: Shape, *eps: float, **about: Any) -> Case:
         def formula(x: Tensor, state: State) -> Tensor:
             return rms_norm(x, state["weight"], *eps)
 
-        return Case(public(rmsnorm, "RMSNorm"), (shape[-1], *eps), shape, formula, rounds_once=True, **about)
+        return Case(require(rmsnorm, "RMSNorm"), (shape[-1], *eps), shape, formula, rounds_once=True, **about)
 
     where_eps_counts = case((5, 33), 3e-6, scale=1e-3), case((2, 8), scale=0.0)
     return [case((2, 3, 7), compiled=True), *where_eps_counts, *map(case, [(6,), (3, 1), (1, 6), (0, 6), (2, 1, 4, 6)])]
 
 
-@promises("rms_norm: equation and gradients")
+@guarantees("rms_norm: equation and gradients")
 def function(rmsnorm: ModuleType) -> None:
     calls: list[Any] = [([(2, 3, 7), (7,)],), ([(7,), (7,)], 0.5), ([(2, 1, 3, 7), (7,)], 1e-3)]
-    harness.function_follows(public(rmsnorm, "rms_norm"), rms_norm, calls, rounds_once=True)
+    harness.function_matches(require(rmsnorm, "rms_norm"), rms_norm, calls, rounds_once=True)
 
 
-@promises("rounds once, and no square overflows")
+@guarantees("one rounding, without overflow of the squares")
 def rounds_once(rmsnorm: ModuleType) -> None:
     def by_module(x: Tensor, weight: Tensor) -> Tensor:
-        norm = public(rmsnorm, "RMSNorm")(len(weight)).to(weight.dtype)
+        norm = require(rmsnorm, "RMSNorm")(len(weight)).to(weight.dtype)
         norm.weight.data.copy_(weight)
         return norm(x)
 
@@ -48,15 +48,13 @@ def rounds_once(rmsnorm: ModuleType) -> None:
     dtypes = [pair for half in HALVES for pair in ((half, half), (half, torch.float32), (torch.float32, half))]
     forwards = [by_module, *filter(None, [getattr(rmsnorm, "rms_norm", None)])]
     for forward, (name, x), (dtype, gains) in product(forwards, inputs.items(), dtypes):
-        with given(forward.__name__, name, dtype, f"gains of seed 1 * 0.3 + 1 in {gains}"):
+        with context(forward.__name__, name, dtype, f"gains of seed 1 * 0.3 + 1 in {gains}"):
             weight = (1 + 0.3 * randn(257, seed=1)).to(gains)
             exact, actual = rms_norm(x.to(dtype).double(), weight.double()), forward(x.to(dtype), weight)
             allowed = harness.half_ulp(exact, dtype) if dtype in HALVES else 1e-6 * exact.abs()
             harness.close(actual, exact, allowed, dtype)
 
 
-KEYS = {"weight": (7,)}
-BAD = (0,), (-3,), (4, 0.0), (4, -1e-5), (4, math.nan), (4, math.inf)
-promises("keys of the state dict")(lambda rmsnorm: harness.has_state(public(rmsnorm, "RMSNorm"), (7,), KEYS))
-promises("initial weights")(lambda rmsnorm: harness.draws_weights(public(rmsnorm, "RMSNorm"), 7))
-promises("bad hyperparameters refused")(lambda rmsnorm: harness.refuses(public(rmsnorm, "RMSNorm"), *BAD))
+INVALID: Any = {"d_model": (0, -3), "eps": (0.0, -1e-5, math.nan, math.inf)}
+guarantees("initial weights")(lambda rmsnorm: harness.draws_weights(require(rmsnorm, "RMSNorm"), 7))
+guarantees(harness.REJECTED)(lambda rmsnorm: harness.rejects(require(rmsnorm, "RMSNorm"), {"d_model": 4}, **INVALID))

@@ -1,4 +1,4 @@
-"""Run the promises in this folder on the layers of the folder above, with pytest."""
+"""Check the properties in this folder for the layers of the folder above, with pytest."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from .harness import PROPERTIES, Property
 from .loading import load
 
 _LAYERS = load(Path(__file__).parents[1])
-_PROMISED = [promised for promised in PROPERTIES if promised.layer in _LAYERS]
+_CHECKED = [prop for prop in PROPERTIES if prop.layer in _LAYERS]
 
 
-@pytest.mark.parametrize("promised", _PROMISED, ids=[f"{promised.layer}: {promised.name}" for promised in _PROMISED])
-def test_contract(promised: Property) -> None:
-    promised.run(_LAYERS)
+@pytest.mark.parametrize("prop", _CHECKED, ids=[f"{prop.layer}: {prop.name}" for prop in _CHECKED])
+def test_contract(prop: Property) -> None:
+    prop.run(_LAYERS)
