@@ -1,75 +1,122 @@
-"""Run the promises on copies of layers, and say of each whether it holds."""
+"""Check copies of layers, and report the properties that they violate."""
 
 import difflib
+import fnmatch
 import importlib.util
 import re
+import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from unittest import SkipTest
 
 import tinyblock
 
 from . import LAYERS
-from .harness import PROPERTIES, Violation
+from .harness import MISSING, PROPERTIES, Property, Violation
 from .loading import load, make_importable
 
 __all__ = ["verify"]
 
+_FIRST = ("causality", "masks", "relative positions")  # meaning before numbers
 
-def verify(target: str, skip: Sequence[str]) -> int:
-    """Print what each property of the layers in `target` comes to, but those to skip; return the exit code.
 
-    `target` is a folder, a .py file, or a package or module by its dotted name. What a property needs beside a layer is
-    taken from there, or else from tinyblock.
+def verify(target: str, skip: Sequence[str], verbose: bool = False) -> int:
+    """Check the layers in `target`, print the properties that they violate, and return 1 if there are any, else 0.
+
+    `target` is a folder, a .py file, or a package or module by its dotted name. Layers that a property needs but
+    `target` lacks are taken from tinyblock. `skip` has names of properties, which may begin with "LAYER: " and contain
+    wildcards, as in "block: equation*". `verbose` prints every property.
 
     Raises:
-        LookupError: there is no layer in `target`, or no property of a name to skip.
+        LookupError: `target` has no layer, or a name to skip matches no property.
         ImportError: a layer cannot be imported.
     """
     make_importable(Path.cwd())
     path = Path(target) if Path(target).exists() else _locate(target)
     copies, upstream = load(path), {module.__name__.rpartition(".")[2]: module for module in tinyblock.LAYERS}
-    properties = [promised for promised in PROPERTIES if promised.layer in copies]
-    names = {name for promised in properties for name in (promised.name, f"{promised.layer}: {promised.name}")}
-    for name in skip:
-        if name not in names:
-            near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0)
-            raise LookupError(f"there is no property {name!r} to skip here: did you mean {near[0]!r}?")
+    properties = [prop for prop in PROPERTIES if prop.layer in copies]
+    _require_matches(skip, properties)
     counts: Counter[str] = Counter()
+    unsound: set[str] = set()  # layers that violate their contract, or depend on one that does
 
-    def tell(outcome: str, what: str, why: object = "") -> None:
+    def report(outcome: str, text: str) -> None:
         counts[outcome] += 1
-        print(f"  {outcome:4}  {what}{why and ': '}{why}", flush=True)
+        if verbose or outcome in ("FAIL", "note"):
+            print(textwrap.fill(f"  {outcome:4}  {text}", 200, subsequent_indent=" " * 8), flush=True)
 
     for layer in upstream:
         file = Path(str(copies[layer].__file__)) if layer in copies else path / f"{layer}.py"
         if not file.is_file():
             continue
-        own = [promised for promised in properties if promised.layer == layer]
-        borrowed = [name for name in upstream if name not in copies and any(name in it.needs for it in own)]
+        own = sorted(
+            (prop for prop in properties if prop.layer == layer), key=lambda prop: not prop.name.startswith(_FIRST)
+        )
+        borrowed = [name for name in upstream if name not in copies and any(name in prop.needs for prop in own)]
         shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-        print(f"{layer}: {shown}" + (f" (with the {', '.join(borrowed)} of tinyblock)" if borrowed else ""))
+        print(f"{layer}: {shown}" + (f" (with the {', '.join(borrowed)} of tinyblock)" if borrowed else ""), flush=True)
         classes = [name for name in LAYERS[layer] if name[0].isupper()]
         has_classes = re.search(r"^class ", file.read_text(encoding="utf-8"), re.MULTILINE)
         if has_classes and not any(hasattr(copies.get(layer), name) for name in classes):
-            tell("FAIL", f"{classes[0]} is there", f"{file.name} does not define it, and it is not verified")
-        for promised in own:
-            if {promised.name, f"{layer}: {promised.name}"} & {*skip}:
-                tell("skip", promised.name, "as you asked")
-                continue
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    promised.run(upstream | copies)
-                tell("ok", promised.name)
-            except Violation as violation:
-                tell("FAIL", promised.name, violation)
-            except SkipTest as skipped:
-                tell("skip", promised.name, skipped)
-    print(f"{counts['ok']} hold, {counts['FAIL']} fail, {counts['skip']} skipped")
+            report("FAIL", f"{file.name} does not define {classes[0]}, so it is not verified")
+        violated = False
+        incomplete: dict[str, list[str]] = {}  # what the copy lacks: properties
+        dependent: dict[str, list[str]] = {}  # layers that violate their contract: properties that depend on them
+        for prop in own:
+            broken = sorted((unsound - {layer}) & {*prop.needs, *_imported(copies[layer], copies)})
+            if any(_matches(prop, pattern) for pattern in skip):
+                report("skip", f"{prop.name}: as requested")
+            elif broken:
+                dependent.setdefault(" and ".join(broken), []).append(prop.name)
+            else:
+                outcome, why = _check(prop, upstream | copies)
+                report(outcome, f"{prop.name}{why and ': '}{why}")
+                violated |= outcome == "FAIL"
+                for what in sorted(MISSING):
+                    incomplete.setdefault(what, []).append(prop.name)
+        for what, names in incomplete.items():
+            report("note", f"{what}; not checked, or only in part: {', '.join(names)}")
+        for broken_layers, names in dependent.items():
+            report("note", f"not judged: {len(names)} properties that depend on {broken_layers}")
+            counts["not judged"] += len(names)
+        if violated or dependent:
+            unsound.add(layer)
+    print(f"{counts['ok']} hold, {counts['FAIL']} fail, {counts['skip']} skipped, {counts['not judged']} not judged")
     return 1 if counts["FAIL"] else 0
+
+
+def _check(prop: Property, layers: Mapping[str, ModuleType]) -> tuple[str, str]:
+    """Return whether the property is ok, and why not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            prop.run(layers)
+        except Violation as violation:
+            return "FAIL", str(violation)
+        except SkipTest as skipped:
+            return "skip", str(skipped)
+    return "ok", ""
+
+
+def _matches(prop: Property, pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (prop.name, f"{prop.layer}: {prop.name}"))
+
+
+def _require_matches(patterns: Sequence[str], properties: list[Property]) -> None:
+    """Raise a LookupError, with the most similar name, for a pattern without a match."""
+    names = sorted({name for prop in properties for name in (prop.name, f"{prop.layer}: {prop.name}")})
+    for pattern in patterns:
+        if not any(_matches(prop, pattern) for prop in properties):
+            [near] = difflib.get_close_matches(pattern, names, n=1, cutoff=0)
+            raise LookupError(f"no property matches {pattern!r}: did you mean {near!r}?")
+
+
+def _imported(layer: ModuleType, copies: Mapping[str, ModuleType]) -> set[str]:
+    """Return the layers whose functions and classes a layer has imported."""
+    homes = {getattr(value, "__module__", None) for value in vars(layer).values()}
+    return {name for name, module in copies.items() if module.__name__ in homes}
 
 
 def _locate(name: str) -> Path:
@@ -80,5 +127,7 @@ def _locate(name: str) -> Path:
         spec = None
     path = Path([*(spec.submodule_search_locations or []), spec.origin or ""][0] if spec else "")
     if not path.exists() or path == Path():
-        raise LookupError(f"{name} is not there: give a folder, a .py file, or a module as it is imported from here")
+        raise LookupError(
+            f"{name} was not found: give a folder, a .py file, or a module that can be imported from here"
+        )
     return path
