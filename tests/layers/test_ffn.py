@@ -1,18 +1,10 @@
-"""The feed-forward layers beyond their contract: what they say when they refuse, and pickling."""
+"""The feed-forward layers beyond their contract: pickling."""
 
 import pickle
 
-import pytest
 import torch
 
-from tinyblock import FeedForward, SwiGLU, gelu
-
-
-@pytest.mark.parametrize("layer", [SwiGLU, FeedForward])
-@pytest.mark.parametrize("sizes", [(0, 4), (-1, 4), (4, 0), (4, -2)])
-def test_ffn_rejects_sizes_below_one(layer, sizes):
-    with pytest.raises(ValueError, match=rf"d_model={sizes[0]}, d_ff={sizes[1]}"):
-        layer(*sizes)
+from tinyblock import FeedForward, gelu
 
 
 def test_feed_forward_can_be_pickled_with_its_default_activation():

@@ -17,7 +17,7 @@ def model_and_input(layers=2):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by inductor's own import
-def test_inductor_rotates_like_eager_forward_and_backward_and_refuses_positions():
+def test_inductor_rotates_like_eager_forward_and_backward_and_rejects_positions():
     """RoPE alone has code of its own for compilers."""
     rope, x, positions = RotaryPositionalEmbedding(100.0, 6, 40), torch.randn(2, 7, 6), torch.arange(7)
     compiled = torch.compile(rope, fullgraph=True)
@@ -51,7 +51,7 @@ def test_strict_export_with_a_dynamic_sequence():
         torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-def test_exported_positions_off_the_table_are_refused():
+def test_exported_block_rejects_positions_out_of_range():
     block = Block(24, 4, rope=RotaryPositionalEmbedding(100.0, 6, 40), num_kv_heads=2)
     x, positions, mask = torch.randn(2, 7, 24), torch.arange(7), torch.ones(7, 7, dtype=torch.bool)
     exported = torch.export.export(block, (x, positions, mask)).module()
