@@ -215,7 +215,7 @@ MUTANTS = {  # name: layer, edits, properties that fail
         {"x + self.attn(self.ln1(x), token_positions, mask)": "self.ln1(x + self.attn(x, token_positions, mask))"},
         {F64},
     ),
-    "a residual in place": ("block", {"x = x + self.attn": "x += self.attn"}, {F64, CAUSAL, MASK}),
+    "a residual in place": ("block", {"x = x + _like": "x += _like"}, {F64, CAUSAL, MASK}),
     "the mask not passed on": ("block", {"token_positions, mask)\n        r": "token_positions)\n        r"}, {MASK}),
     "d_ff not passed on": ("block", {"self.ffn = ffn(d_model, d_ff,": "self.ffn = ffn(d_model, None,"}, {F64}),
     "a norm of its own": ("block", {"self.ln1 = norm(": "self.ln1 = RMSNorm("}, {OTHERS}),
