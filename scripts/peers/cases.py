@@ -71,7 +71,8 @@ def all_cases(device: torch.device, presets: Iterable[str]) -> list[Case]:
         Case("one-token-bf16", "forward", one_token, bf16, "eager", {"others": 1.00, "limit": 1.20}),
         Case("one-token-compiled-f32", "forward", one_token, f32, "compiled", {"others": 1.00, "limit": 1.15}),
         Case("one-token-compiled-bf16", "forward", one_token, bf16, "compiled", {"others": 1.00, "limit": 1.15}),
-        Case("one-token-tiny-f32", "forward", Size(1, 1, 64, 4, 4, 16, 192), f32),
+        # Python takes more of its time than the arithmetic.
+        Case("one-token-tiny-f32", "forward", Size(1, 1, 64, 4, 4, 16, 192), f32, "eager", {"transformers": 1.00}),
         Case("accuracy-bf16", "accuracy", stack, bf16, "eager", {"others": 1.00}),
     ]
     if device.type == "cuda":  # too small to fill one: only the shape checks are judged
