@@ -1,8 +1,8 @@
 """What a Block is measured against: what a candidate is, and those that are made of the Block's own parts.
 
 A builder takes a Block and its size, and returns a Candidate that computes the same function of `x` on the same
-weights. What a model computes once for all of its layers, the tables of cosines and sines, a builder computes, outside
-of any timing.
+weights. Tables of cosines and sines, which a model computes once for all of its layers, are made by the builder,
+outside of any timing.
 """
 
 import copy
@@ -10,7 +10,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -28,15 +28,19 @@ from tinyblock import Block
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is timed: `call(x, **keywords)`, with the parameters that a training step differentiates."""
+    """What is timed: `call(x, **keywords)`, with the parameters that a training step differentiates.
+
+    `parts` are its layers, each a function of x: "norm", "ffn" and "attention", where the project has them.
+    """
 
     call: Callable[..., Any]
     parameters: list[Tensor]
     keywords: dict[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Callable[[Tensor], Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: nn.Module, **keywords: Any) -> "Candidate":
-        return cls(module, list(module.parameters()), keywords)
+    def of(cls, module: nn.Module, parts: Mapping[str, Callable[[Tensor], Any]], **keywords: Any) -> "Candidate":
+        return cls(module, list(module.parameters()), keywords, parts)
 
     def constants(self) -> list[Tensor]:
         """Return what exists before a call: parameters, buffers and tables."""
@@ -56,6 +60,7 @@ class Peer:
     title: str
     package: str | None = None
     cuda_only: bool = False
+    eager_only: bool = False
     agrees: bool = True
     takes_positions: bool = False
 
@@ -65,14 +70,17 @@ class Peer:
         except importlib.metadata.PackageNotFoundError:
             return None
 
+    def build(self, block: Block, size: Size) -> Candidate:
+        """Return a candidate with the weights, dtype and device of `block`.
 
-def build(peer: Peer, block: Block, size: Size) -> Candidate:
-    """Return a peer with the weights, dtype and device of `block`; ImportError where it is not to be had."""
-    if peer.cuda_only and not weights_of(block)["q"].is_cuda:
-        raise ImportError(f"{peer.package} needs CUDA")
-    if peer.package and peer.version() is None:
-        raise ImportError(f"not installed: pip install {peer.package}")
-    return peer.builder(block, size)
+        Raises:
+            ImportError: the package is missing, or it cannot run here.
+        """
+        if self.cuda_only and not next(block.parameters()).is_cuda:
+            raise ImportError(f"{self.package} needs CUDA")
+        if self.package and self.version() is None:
+            raise ImportError(f"not installed: pip install {self.package}")
+        return self.builder(block, size)
 
 
 def weights_of(block: Block) -> dict[str, Any]:
@@ -87,8 +95,8 @@ def weights_of(block: Block) -> dict[str, Any]:
 def import_as(name: str, source: Path) -> ModuleType:
     """Import a file under another name; an `__init__.py` brings the modules of its package along."""
     spec = importlib.util.spec_from_file_location(name, source)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"no loader for {source}")
+    assert spec is not None
+    assert spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -100,19 +108,15 @@ def build_limit(block: Block, size: Size) -> Candidate:
     Under autograd this counts the sums of the gradients too where q, k and v, and w1 and w3, meet.
     """
     weights = weights_of(block)
-    q_weight, k_weight, v_weight, o_weight = (weights[name] for name in "qkvo")
-    gate_weight, down_weight, up_weight = weights["w1"], weights["w2"], weights["w3"]
-    heads, kv_heads, d_head = size.num_heads, size.num_kv_heads, size.d_head
+    causal, gqa = size.seq_len > 1, size.num_kv_heads < size.num_heads
 
     def limit(x: Tensor) -> tuple[Tensor, Tensor]:
-        q = F.linear(x, q_weight).unflatten(-1, (heads, d_head)).transpose(1, 2)
-        k = F.linear(x, k_weight).unflatten(-1, (kv_heads, d_head)).transpose(1, 2)
-        v = F.linear(x, v_weight).unflatten(-1, (kv_heads, d_head)).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=size.seq_len > 1, enable_gqa=kv_heads < heads)
-        x = F.linear(attended.transpose(1, 2).flatten(-2), o_weight)
-        return F.linear(F.linear(x, gate_weight), down_weight), F.linear(x, up_weight)
+        q, k, v = (F.linear(x, weights[name]).unflatten(-1, (-1, size.d_head)).transpose(1, 2) for name in "qkv")
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+        x = F.linear(attended.transpose(1, 2).flatten(-2), weights["o"])
+        return F.linear(F.linear(x, weights["w1"]), weights["w2"]), F.linear(x, weights["w3"])
 
-    return Candidate(limit, [q_weight, k_weight, v_weight, o_weight, gate_weight, down_weight, up_weight])
+    return Candidate(limit, [weight for name, weight in weights.items() if not name.startswith("ln")])
 
 
 def build_copy(block: Block, size: Size) -> Candidate:
@@ -131,34 +135,40 @@ def build_operations(block: Block, size: Size) -> Candidate:
     """
     weights, width = weights_of(block), (size.d_model,)
     rope: Any = block.attn.rope
-    norm_1, norm_2, gate_weight, down_weight, up_weight = (weights[name] for name in ("ln1", "ln2", "w1", "w2", "w3"))
     rotation = torch.view_as_complex(rope.cos_sin[: size.seq_len])
+    causal, gqa = size.seq_len > 1, size.num_kv_heads < size.num_heads
 
     def rotate(x: Tensor) -> Tensor:
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
 
     def operations(x: Tensor) -> Tensor:
-        h = F.rms_norm(x, width, norm_1, size.eps)
+        h = F.rms_norm(x, width, weights["ln1"], size.eps)
         q, k, v = (F.linear(h, weights[name]).unflatten(-1, (-1, size.d_head)).transpose(1, 2) for name in "qkv")
-        gqa = size.num_kv_heads < size.num_heads
-        h = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=size.seq_len > 1, enable_gqa=gqa)
+        h = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=causal, enable_gqa=gqa)
         x = x + F.linear(h.transpose(1, 2).flatten(-2), weights["o"])
-        h = F.rms_norm(x, width, norm_2, size.eps)
-        return x + F.linear(F.silu(F.linear(h, gate_weight)) * F.linear(h, up_weight), down_weight)
+        h = F.rms_norm(x, width, weights["ln2"], size.eps)
+        return x + F.linear(F.silu(F.linear(h, weights["w1"])) * F.linear(h, weights["w3"]), weights["w2"])
 
     return Candidate(operations, [*block.parameters()])
 
 
 def build_control(block: Block, size: Size) -> Candidate:
-    return Candidate.of(copy.deepcopy(block))
+    return _candidate_of(copy.deepcopy(block))
 
 
 def block_of(checkout: Path) -> Peer:
-    """Return the Block of another version of tinyblock as a peer."""
+    """Return the Block of another version of tinyblock as a peer.
+
+    Raises:
+        ValueError: there is no checkout of tinyblock.
+    """
+    source = checkout / "tinyblock" / "__init__.py"
+    if not source.is_file():
+        raise ValueError(f"--against must be a checkout of tinyblock, got {checkout}")
 
     def build_against(block: Block, size: Size) -> Candidate:
-        return _build_block_of(import_as("tinyblock_against", checkout / "tinyblock" / "__init__.py"), block, size)
+        return _build_block_of(import_as("tinyblock_against", source), block, size)
 
     return Peer(build_against, f"the Block of {checkout}", takes_positions=True)
 
@@ -179,10 +189,14 @@ def _build_block_of(package: ModuleType, block: Block, size: Size) -> Candidate:
         size.d_model,
         size.num_heads,
         size.d_ff,
-        rope=rope.to(weights_of(block)["q"].device),
+        rope=rope.to(next(block.parameters()).device),
         num_kv_heads=size.num_kv_heads,
         d_head=size.d_head,
         eps=size.eps,
     )
     layer.load_state_dict(block.state_dict(), assign=True)
-    return Candidate.of(layer)
+    return _candidate_of(layer)
+
+
+def _candidate_of(block: Any) -> Candidate:
+    return Candidate.of(block, {"norm": block.ln1, "ffn": block.ffn, "attention": block.attn})

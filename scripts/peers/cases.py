@@ -10,17 +10,16 @@ from lab.sizes import Size
 
 CUDA_PRESETS = ("llama-3.2-1b", "llama-3.1-8b")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-HOW = {"eager": "", "compiled": "-compiled", "graphs": "-graphs"}  # and what of it stands in the names of cases
+HOW = {"eager": "", "compiled": "-compiled", "graphs": "-graphs"}  # what it adds to the name of a case
 
 
 @dataclass(frozen=True)
 class Case:
     """What is run, and the ratios that it must not exceed; without a target it is measured and not judged.
 
-    "forward" is without gradients, "train" is forward and backward, to the input and all of the weights. "accuracy"
-    takes no time: its samples are the errors of stacks of layers. It is run "eager", "compiled", or compiled for CUDA
-    "graphs", as by torch.compile(mode="reduce-overhead"). `targets` go by the name of a peer; "others" are the layers
-    of other projects.
+    "forward" is without gradients, "train" is forward and backward, to the input and all of the weights. It is run
+    "eager", "compiled", or compiled for CUDA "graphs", as by torch.compile(mode="reduce-overhead"). `targets` go by the
+    name of a peer; "others" are the layers of other projects.
     """
 
     name: str
@@ -31,32 +30,28 @@ class Case:
     targets: Mapping[str, float] = field(default_factory=dict)
     positions: bool = False
 
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
     def target(self, peer: str) -> float | None:
         ours = ("limit", "copy", "operations", "control", "unchecked", "against")
         return self.targets.get(peer, None if peer in ours else self.targets.get("others"))
 
     def describe(self) -> str:
-        size, dtype, how = self.size, dtype_name(self.dtype), self.how.replace("graphs", "compiled, CUDA graphs")
-        text = {
-            "forward": f"forward without gradients, {how}, {dtype}",
-            "train": f"forward and backward, {how}, {dtype}",
-            "accuracy": f"relative error of {size.layers} layers in {dtype} against their own float64 run",
-        }[self.work]
-        text += f", batch {size.batch_size}, sequence {size.seq_len}, d_model {size.d_model}, heads {size.num_heads}"
+        size, how = self.size, self.how.replace("graphs", "compiled, CUDA graphs")
+        passes = {"forward": "Forward without gradients", "train": "Forward and backward"}[self.work]
+        text = f"{passes}, {how}, {self.dtype_name}, batch {size.batch_size}, sequence {size.seq_len}"
+        text += f", d_model {size.d_model}, heads {size.num_heads}"
         text += f", key heads {size.num_kv_heads}" if size.num_kv_heads != size.num_heads else ""
         return f"{text}, d_ff {size.d_ff}" + (", token positions given" if self.positions else "")
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def all_cases(device: torch.device, presets: Iterable[str]) -> list[Case]:
-    """Return the cases of every device, and those of the presets."""
+    """Return the cases of every device, and those of the presets; on CUDA, the slowest first."""
     bf16, f32 = torch.bfloat16, torch.float32
     d_768, d_2048 = Size(4, 512, 768, 12, 12, 64, 2048), Size(4, 512, 2048, 32, 32, 64, 5440)
     one_token = dataclasses.replace(d_768, batch_size=1, seq_len=1)
-    stack = dataclasses.replace(d_768, batch_size=1, seq_len=128, num_layers=8)
     cases = [
         Case("forward-bf16-768", "forward", d_768, bf16),
         Case("forward-f32-768", "forward", d_768, f32),
@@ -73,29 +68,27 @@ def all_cases(device: torch.device, presets: Iterable[str]) -> list[Case]:
         Case("one-token-compiled-bf16", "forward", one_token, bf16, "compiled", {"others": 1.00, "limit": 1.15}),
         # Python takes more of its time than the arithmetic.
         Case("one-token-tiny-f32", "forward", Size(1, 1, 64, 4, 4, 16, 192), f32, "eager", {"transformers": 1.00}),
-        Case("accuracy-bf16", "accuracy", stack, bf16, "eager", {"others": 1.00}),
     ]
     if device.type == "cuda":  # too small to fill one: only the shape checks are judged
-        for index, case in enumerate(cases):
-            checks = {"unchecked": 1.01} if case.size.d_model >= 768 else {}
-            cases[index] = case if case.work == "accuracy" else dataclasses.replace(case, targets=checks)
-    return [*cases, *(case for name in presets for case in _preset_cases(name))]
+        checks = {"unchecked": 1.01}
+        cases = [dataclasses.replace(case, targets=checks if case.size.d_model >= 768 else {}) for case in cases]
+    cases += [case for name in presets for case in _preset_cases(name)]
+    return sorted(cases, key=lambda case: -case.size.costs(case.work).flops) if device.type == "cuda" else cases
 
 
 def _preset_cases(name: str) -> list[Case]:
     """Return the cases of a model's block in bfloat16, with targets for a GPU where its size fills one."""
-    preset, cases = PRESETS[name], []
-    parts = preset.d_model, preset.num_heads, preset.num_kv_heads, preset.d_head, preset.d_ff
+    token, cases = dataclasses.replace(PRESETS[name], num_layers=None, qk_norm=False), []
     targets = {"eager": {"transformers": 1.00, "operations": 1.03, "unchecked": 1.01}}
     targets["compiled"] = targets["graphs"] = {"others": 1.00, "limit": 1.05}
-    for how, said in HOW.items():
+    for how, suffix in HOW.items():
         for batch, seq in ((4, 2048), (1, 8192)):
-            size = Size(batch, seq, *parts, theta=preset.theta, eps=preset.eps)
+            size = dataclasses.replace(token, batch_size=batch, seq_len=seq)
             for work in ("forward", "train"):
-                case = Case(f"{work}{said}-bf16-{name}-{batch}x{seq}", work, size, torch.bfloat16, how)
+                case = Case(f"{work}{suffix}-bf16-{name}-{batch}x{seq}", work, size, torch.bfloat16, how)
                 cases.append(dataclasses.replace(case, targets=targets[how] if name == "llama-3.1-8b" else {}))
-        token, least = Size(1, 1, *parts, theta=preset.theta, eps=preset.eps), {"copy": 1.03} if how == "graphs" else {}
-        cases.append(Case(f"one-token{said}-bf16-{name}", "forward", token, torch.bfloat16, how, least))
+        least = {"copy": 1.03} if how == "graphs" else {}
+        cases.append(Case(f"one-token{suffix}-bf16-{name}", "forward", token, torch.bfloat16, how, least))
     return cases
 
 

@@ -1,7 +1,6 @@
 """Measure one case: the Block beside each peer in turn, once they agree."""
 
-import copy
-import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,104 +13,128 @@ from lab.sizes import Size
 from lab.timing import interleave
 from torch import Tensor
 
-from tinyblock import Block, RotaryPositionalEmbedding
+from tinyblock import Block
 
-from .candidates import Candidate, Peer, build
-from .cases import Case, dtype_name
-from .projects import PEERS
+from .candidates import Candidate, Peer, weights_of
+from .cases import Case
 
-ACCURACY_SEEDS = 5
-Measure = Callable[[Peer], dict[str, Any]]
+Count = Callable[[Callable[[], object], torch.device, float], dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
 class Settings:
+    """How every case is measured; no peer is begun after `deadline`, a time of `time.monotonic`."""
+
     device: torch.device
-    threads: int
     rounds: int
-    processes: int
     seed: int
     quick: bool
-
-    def apply(self) -> None:
-        torch.set_num_threads(self.threads)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # the one that timers synchronize
+    deadline: float = float("inf")
 
 
-def measure_case(case: Case, peers: Mapping[str, Peer], settings: Settings, result: dict[str, Any]) -> None:
+def measure_case(
+    case: Case, peers: Mapping[str, Peer], settings: Settings, begin: Callable[[str], None] = lambda peer: None
+) -> dict[str, Any]:
     """Measure the Block beside each peer; whatever goes wrong with one is its row, and the others go on.
 
-    `result` is filled row by row: a caller who may be interrupted keeps what was measured until then.
+    `begin` is called with the name of each peer before it is measured, for a progress display.
     """
-    result |= {"case": case.name, "describe": case.describe(), "work": case.work}
-    result |= {"dtype": dtype_name(case.dtype), "rows": []}
-    if case.how != "eager":
-        torch.compiler.reset()  # else too many sizes of one function were compiled at the end
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"case": case.name, "describe": case.describe(), "work": case.work}
+    result |= {"dtype": case.dtype_name, "rows": rows}
     try:
-        if case.work == "accuracy":
-            measure, peers = prepare_accuracy(case, settings), {"transformers": PEERS["transformers"]}
-        else:
-            measure = prepare_turns(case, settings, result)
+        turns = Turns(case, settings) if time.monotonic() < settings.deadline else None
     except Exception as error:
-        result["failure"] = _one_line(error)
-        return
+        return result | {"failure": _one_line(error)}
+    result |= turns.counts() if turns else {}
     for name, peer in peers.items():
-        print(f"  {name}", file=sys.stderr, flush=True)
+        if peer.eager_only and case.how != "eager":
+            continue
+        begin(name)
         row = {"peer": name, "title": peer.title, "version": peer.version(), "target": case.target(name)}
+        rows.append(row)
+        if turns is None or time.monotonic() >= settings.deadline:
+            row |= {"status": "missing", "reason": "no time was left"}
+            continue
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the peers': they are not ours to mend
-                row |= measure(peer)
+                row |= turns.measure(peer)
         except ImportError as error:
             row |= {"status": "skipped", "reason": _one_line(error)}
         except Exception as error:
             row |= {"status": "failed", "reason": _one_line(error)}
-        result["rows"].append(row)
+    return result
 
 
-def prepare_turns(case: Case, settings: Settings, result: dict[str, Any]) -> Measure:
-    """Make the Block of a case, add what it saves and computes to `result`, and return what times it with a peer."""
-    block, x = make_block(case.size, case.dtype, settings.device, settings.seed)
-    positions = {"token_positions": torch.arange(case.size.seq_len, device=x.device)} if case.positions else {}
-    ours = Contestant(Candidate.of(block, **positions), x, case, settings.seed)
-    cost = case.size.costs(case.work)
-    result |= ours.counts()
-    result["flops"] = {"causal": cost.matmul_flops, "dense": cost.dense_matmul_flops}
+def count_kernels(
+    case: Case, peers: Mapping[str, Peer], settings: Settings, result: dict[str, Any], count: Count = kernel_report
+) -> None:
+    """Add the number of kernels of the Block and of each measured peer to a result.
 
-    def measure(peer: Peer) -> dict[str, Any]:
-        candidate = build(peer, block, case.size)
-        candidate.keywords.update(positions if peer.takes_positions else {})
-        theirs = Contestant(candidate, x, case, settings.seed)
+    Call it when everything is timed: once a profiler has run, CUPTI stays attached and slows down every launch.
+    """
+    measured = [row for row in result["rows"] if row["status"] == "measured"]
+    turns = Turns(case, settings)
+    runs = [(result, turns.ours), *((row, turns.contestant(peers[row["peer"]])) for row in measured)]
+    for counted, contestant in runs:
+        with torch.set_grad_enabled(case.work == "train"):
+            kernels = count(contestant.run, settings.device, 1.0)
+        counted["kernels"] = kernels and kernels["count"]
+
+
+class Turns:
+    """The Block of a case, ready to take turns with its peers."""
+
+    def __init__(self, case: Case, settings: Settings) -> None:
+        self.case, self.settings = case, settings
+        if case.how != "eager":
+            torch.compiler.reset()  # else too many sizes of one function were compiled at the end
+        self.block, self.x = make_block(case.size, case.dtype, settings.device, settings.seed)
+        positions = {"token_positions": torch.arange(case.size.seq_len, device=self.x.device)}
+        self.positions = positions if case.positions else {}
+        block = Candidate.of(self.block, {}, **self.positions)
+        self.ours = Contestant(block, self.x, case, settings.seed)
+
+    def counts(self) -> dict[str, Any]:
+        """Return what the Block saves, and the FLOPs that a causal mask leaves and those of every score."""
+        cost = self.case.size.costs(self.case.work)
+        return self.ours.counts() | {"flops": {"causal": cost.matmul_flops, "dense": cost.dense_matmul_flops}}
+
+    def contestant(self, peer: Peer) -> "Contestant":
+        candidate = peer.build(self.block, self.case.size)
+        candidate.keywords.update(self.positions if peer.takes_positions else {})
+        return Contestant(candidate, self.x, self.case, self.settings.seed)
+
+    def measure(self, peer: Peer) -> dict[str, Any]:
+        """Return the errors of a peer, and its samples beside those of the Block if they are small enough."""
+        ours, theirs = self.ours, self.contestant(peer)
         row = theirs.counts()
         if peer.agrees:
             row["errors"] = {name: relative_error(theirs.compared[name], ours.compared[name]) for name in ours.compared}
-            allowed = tolerance(case.dtype)
+            allowed = tolerance(self.case.dtype)
             excess = [f"{name} by {error:.2g}" for name, error in row["errors"].items() if not error <= allowed]
             if excess:
                 return row | {"status": "disagrees", "reason": f"{', '.join(excess)}: above {allowed:.2g}"}
-        with torch.set_grad_enabled(case.work == "train"):
+        train = self.case.work == "train"
+        with torch.set_grad_enabled(train):
             samples = interleave(
                 {"tinyblock": ours.run, "peer": theirs.run},
-                rounds=settings.rounds,
-                sample_seconds=0.002 if settings.quick else 0.05,
-                warmup_calls=1 if case.work == "train" else 3,
+                rounds=self.settings.rounds,
+                sample_seconds=0.002 if self.settings.quick else 0.05,
+                warmup_calls=1 if train else 3,
             )
         return row | {"status": "measured", "processes": [samples]}
-
-    return measure
 
 
 def make_block(size: Size, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Block, Tensor]:
     """Return a Block whose gains are not all 1, and an input for it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        rope = RotaryPositionalEmbedding(size.theta, size.d_head, size.seq_len)
-        heads: dict[str, Any] = {"num_kv_heads": size.num_kv_heads, "d_head": size.d_head}
-        block = Block(size.d_model, size.num_heads, size.d_ff, rope=rope, eps=size.eps, **heads)
-        for name, parameter in block.named_parameters():
-            if name.startswith("ln"):
-                parameter.data += 0.1 * torch.randn_like(parameter)
+        block = size.build("cpu", torch.float32)
+        assert isinstance(block, Block)
+        for gain in (weights_of(block)[name].data for name in ("ln1", "ln2")):
+            gain += 0.1 * torch.randn_like(gain)
         x = torch.randn(size.batch_size, size.seq_len, size.d_model)
     return block.to(device=device, dtype=dtype), x.to(device=device, dtype=dtype)
 
@@ -150,37 +173,15 @@ class Contestant:
         return torch.autograd.grad(_as_tuple(self.forward()), inputs, self.output_gradients)
 
     def counts(self) -> dict[str, Any]:
-        """Return the bytes that are kept for backward, and on CUDA the most that a run adds, and its kernels."""
+        """Return the bytes that are kept for backward, and on CUDA the most that a run adds.
+
+        The memory of a replayed graph is in the pool of that graph, where nothing is added.
+        """
         counts: dict[str, Any] = {"saved_bytes": self.saved_bytes}
-        if self.x.is_cuda:
+        if self.x.is_cuda and not self.graphs:
             with torch.set_grad_enabled(self.x.requires_grad):
                 counts["peak_bytes"] = peak_added_bytes(self.run, self.x.device)
-                kernels = kernel_report(self.run, self.x.device, seconds=1.0)
-            counts["kernels"] = kernels and kernels["count"]
         return counts
-
-
-def prepare_accuracy(case: Case, settings: Settings) -> Measure:
-    """Return what compares the error of a stack of Blocks with that of a peer's: each against its own float64 run."""
-
-    def error(peer: Peer, blocks: Sequence[Block], x: Tensor) -> float:
-        y, exact = x, x.double()
-        with torch.no_grad():
-            for block in blocks:
-                y = _run(build(peer, block, case.size), y)
-                exact = _run(build(peer, copy.deepcopy(block).double(), case.size), exact)
-        return relative_error(y, exact)
-
-    def measure(peer: Peer) -> dict[str, Any]:
-        samples: dict[str, list[float]] = {"tinyblock": [], "peer": []}
-        for stack in range(settings.seed, settings.seed + ACCURACY_SEEDS):
-            seeds = range(stack * case.size.layers, (stack + 1) * case.size.layers)
-            made = [make_block(case.size, case.dtype, settings.device, seed) for seed in seeds]
-            for name, candidate in (("tinyblock", PEERS["control"]), ("peer", peer)):
-                samples[name].append(error(candidate, [block for block, _ in made], made[0][1]))
-        return {"status": "measured", "processes": [samples]}
-
-    return measure
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -194,10 +195,6 @@ def tolerance(dtype: torch.dtype) -> float:
     Two roundings in dtype; in float32 the sums, which each layer orders in its way, and a norm without eps weigh more.
     """
     return max(2 * torch.finfo(dtype).eps, 2e-5)
-
-
-def _run(candidate: Candidate, x: Tensor) -> Tensor:
-    return _as_tuple(candidate.call(x, **candidate.keywords))[0]
 
 
 def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:

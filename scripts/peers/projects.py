@@ -2,17 +2,18 @@
 
 The Block rotates consecutive pairs, (x0, x1), (x2, x3), ...; Hugging Face, Liger and litgpt pair x[k] with
 x[k + d_head/2]. That is the same attention once the rows of q and k are permuted alike within each head, because a
-score is a sum over them.
+score is a sum over them. Each project makes its own tables of cosines and sines, in the dtype that its models keep.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from lab.sizes import Size
 from torch import Tensor, nn
 
@@ -46,46 +47,38 @@ def import_private_copy(name: str) -> ModuleType:
 
 def hugging_face_layer(modeling: ModuleType, block: Block, size: Size) -> Candidate:
     """Return the decoder layer of transformers' Llama module, or of a patched copy of it."""
-    weights = weights_of(block)
     config = modeling.LlamaConfig(
         hidden_size=size.d_model,
         intermediate_size=size.d_ff,
         num_attention_heads=size.num_heads,
         num_key_value_heads=size.num_kv_heads,
         head_dim=size.d_head,
-        num_hidden_layers=1,
+        rope_theta=size.theta,
         rms_norm_eps=size.eps,
-        hidden_act="silu",
         attn_implementation="sdpa",
     )
-    layer = _load(
-        lambda: modeling.LlamaDecoderLayer(config, layer_idx=0),
-        {
-            "self_attn.q_proj.weight": split_halves(weights["q"], size.d_head),
-            "self_attn.k_proj.weight": split_halves(weights["k"], size.d_head),
-            "self_attn.v_proj.weight": weights["v"],
-            "self_attn.o_proj.weight": weights["o"],
-            "mlp.gate_proj.weight": weights["w1"],
-            "mlp.down_proj.weight": weights["w2"],
-            "mlp.up_proj.weight": weights["w3"],
-            "input_layernorm.weight": weights["ln1"],
-            "post_attention_layernorm.weight": weights["ln2"],
-        },
-    )
-    return Candidate.of(layer, position_embeddings=_half_split_tables(size, weights["q"]))
+    names = {"ffn.w1": "mlp.gate_proj", "ffn.w2": "mlp.down_proj", "ffn.w3": "mlp.up_proj", "ln1": "input_layernorm"}
+    names |= {"ln2": "post_attention_layernorm", "attn.output_proj": "self_attn.o_proj", "attn": "self_attn"}
+    state = _renamed(block, names)
+    for name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
+        state[name] = split_halves(state[name], size.d_head)
+    layer = _load(lambda: modeling.LlamaDecoderLayer(config, layer_idx=0), state)
+    x = next(block.parameters())
+    tables = modeling.LlamaRotaryEmbedding(config).to(x.device)(x, torch.arange(size.seq_len, device=x.device)[None])
+    attention = partial(layer.self_attn, position_embeddings=tables, attention_mask=None)
+    parts = {"norm": layer.input_layernorm, "ffn": layer.mlp, "attention": attention}
+    return Candidate.of(layer, parts, position_embeddings=tables)
 
 
 def _build_litgpt(block: Block, size: Size) -> Candidate:
     litgpt, weights = import_module("litgpt.model"), weights_of(block)
     config = litgpt.Config(
-        n_layer=1,
         n_head=size.num_heads,
         n_query_groups=size.num_kv_heads,
         head_size=size.d_head,
         n_embd=size.d_model,
         intermediate_size=size.d_ff,
         block_size=size.seq_len,
-        vocab_size=1,
         norm_class_name="RMSNorm",
         norm_eps=size.eps,
         mlp_class_name="LLaMAMLP",
@@ -106,8 +99,10 @@ def _build_litgpt(block: Block, size: Size) -> Candidate:
             "norm_2.weight": weights["ln2"],
         },
     )
-    cos, sin = _half_split_tables(size, weights["q"])
-    return Candidate.of(layer, cos=cos, sin=sin)
+    tables = litgpt.build_rope_cache(size.seq_len, size.d_head, device=q.device, base=size.theta)
+    cos, sin = (table[None].to(q.dtype) for table in tables)
+    parts = {"norm": layer.norm_1, "ffn": layer.mlp, "attention": partial(layer.attn, cos=cos, sin=sin)}
+    return Candidate.of(layer, parts, cos=cos, sin=sin)
 
 
 def _build_x_transformers(block: Block, size: Size) -> Candidate:
@@ -138,7 +133,7 @@ def _build_x_transformers(block: Block, size: Size) -> Candidate:
             ff_no_bias=True,
             verbose=False,
         )
-        layers.rotary_pos_emb = None  # its angles are an argument
+        layers.rotary_pos_emb = None  # its angles are an argument: in half precision its own would round positions
         layers.layers[1][1].ff[0].proj.bias = None
         return layers
 
@@ -155,13 +150,16 @@ def _build_x_transformers(block: Block, size: Size) -> Candidate:
             "layers.1.1.ff.2.weight": weights["w2"],
         },
     )
-    angles = repeat(_angles(size, weights["q"].device), "seq half -> 1 seq (half pair)", pair=2).float()
-    return Candidate.of(layers, rotary_pos_emb=(angles, 1.0))
+    with torch.device(q.device):
+        angles = import_module("x_transformers.x_transformers").RotaryEmbedding(size.d_head, base=size.theta)
+        rotation = angles.forward_from_seq_len(size.seq_len)
+    (norms, attention, _), (_, ffn, _) = layers.layers
+    parts = {"norm": norms[0], "ffn": ffn, "attention": partial(attention, rotary_pos_emb=rotation)}
+    return Candidate.of(layers, parts, rotary_pos_emb=rotation)
 
 
 def _build_torchtune(block: Block, size: Size) -> Candidate:
     """Take the layer of torchtune's Llama 3, whose head size is d_model / num_heads, as in all cases."""
-    weights = weights_of(block)
 
     def make() -> nn.Module:
         model = import_module("torchtune.models.llama3").llama3(
@@ -177,30 +175,20 @@ def _build_torchtune(block: Block, size: Size) -> Candidate:
         )
         return model.layers[0]
 
-    layer = _load(
-        make,
-        {
-            "attn.q_proj.weight": weights["q"],
-            "attn.k_proj.weight": weights["k"],
-            "attn.v_proj.weight": weights["v"],
-            "attn.output_proj.weight": weights["o"],
-            "mlp.w1.weight": weights["w1"],
-            "mlp.w2.weight": weights["w2"],
-            "mlp.w3.weight": weights["w3"],
-            "sa_norm.scale": weights["ln1"],
-            "mlp_norm.scale": weights["ln2"],
-        },
-    )
-    rope: Any = layer.get_submodule("attn.pos_embeddings")
-    with torch.device(weights["q"].device):
-        rope.rope_init()  # its table anew, in float32, as torchtune's own models have it
-    return Candidate.of(layer)
+    layer = _load(make, _renamed(block, {"ffn": "mlp", "ln1.weight": "sa_norm.scale", "ln2.weight": "mlp_norm.scale"}))
+    with torch.device(next(block.parameters()).device):
+        layer.attn.pos_embeddings.rope_init()  # its table anew, in float32, as torchtune's own models have it
+    parts = {"norm": layer.sa_norm, "ffn": layer.mlp, "attention": lambda x: layer.attn(x, x)}
+    return Candidate.of(layer, parts)
 
 
 PEERS: Mapping[str, Peer] = {
     "limit": Peer(candidates.build_limit, "limit: the matrix products and SDPA", agrees=False),
     "copy": Peer(candidates.build_copy, "copy: as many bytes as the weights have", agrees=False),
-    "operations": Peer(candidates.build_operations, "operations: the Block's, without modules or checks"),
+    # Inductor has no code for its complex product.
+    "operations": Peer(
+        candidates.build_operations, "operations: the Block's, without modules or checks", eager_only=True
+    ),
     "control": Peer(candidates.build_control, "control: a second copy of the Block", takes_positions=True),
     "unchecked": Peer(candidates.build_unchecked, "unchecked: the Block without checks", takes_positions=True),
     "transformers": Peer(_build_hugging_face, "Hugging Face LlamaDecoderLayer", "transformers"),
@@ -211,7 +199,16 @@ PEERS: Mapping[str, Peer] = {
 }
 
 
-def _load(make: Callable[[], nn.Module], state: dict[str, Tensor]) -> nn.Module:
+def _renamed(block: Block, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the parameters of a Block, with the beginnings of their names replaced, those found first."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in block.named_parameters():
+        old = next((old for old in names if name.startswith(old)), "")
+        state[names.get(old, "") + name.removeprefix(old)] = parameter
+    return state
+
+
+def _load(make: Callable[[], nn.Module], state: dict[str, Tensor]) -> Any:
     """Make a module on the device and in the dtype of the weights in `state`, and load all of them into it."""
     like = next(iter(state.values()))
     with torch.device(like.device):
@@ -223,14 +220,3 @@ def _load(make: Callable[[], nn.Module], state: dict[str, Tensor]) -> nn.Module:
 def split_halves(weight: Tensor, d_head: int) -> Tensor:
     """Reorder the rows of each head, (x0, x1), (x2, x3), ... to x0, x2, ..., x1, x3, ..."""
     return rearrange(weight, "(heads half pair) d_model -> (heads pair half) d_model", half=d_head // 2, pair=2)
-
-
-def _angles(size: Size, device: torch.device) -> Tensor:
-    exponents = torch.arange(0, size.d_head, 2, dtype=torch.float64, device=device) / size.d_head
-    return torch.arange(size.seq_len, device=device)[:, None] * size.theta**-exponents
-
-
-def _half_split_tables(size: Size, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of shape (1, seq, d_head) in the dtype of the weights, as these peers' stacks do."""
-    angles = repeat(_angles(size, like.device), "seq half -> 1 seq (pair half)", pair=2)
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
