@@ -1,6 +1,7 @@
-# make profile: run the profiler.   make test: run the test suite.   make compare: measure beside other people's blocks.
+# make profile: run the profiler.   make test: run the test suite.   make compare: compare with other projects' layers.
+# make exactness: write docs/exactness.md.
 # make cuda: run all that needs a GPU, and write reports, pictures and traces into the folder OUT= (cuda-acceptance).
-# Each makes .venv first, once.
+# Each creates .venv the first time.
 # ARGS= passes arguments on:        make profile ARGS="--seq-len 1024"    make test ARGS="-k rope"
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ OUT ?= cuda-acceptance
 # The pin of the dev extra, to be named beside it: pip would else fetch the newest torch first, and drop it again.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",$$/\1/p' pyproject.toml)
 
-.PHONY: profile test compare cuda lint
+.PHONY: profile test compare exactness cuda lint
 profile: $(VENV)/installed
 	$(VENV)/bin/python scripts/profile_block.py $(ARGS)
 
@@ -18,6 +19,9 @@ test: $(VENV)/installed
 
 compare: $(VENV)/installed-bench
 	$(VENV)/bin/python scripts/compare_peers.py $(ARGS)
+
+exactness: $(VENV)/installed-bench
+	$(VENV)/bin/python scripts/exactness.py --write docs/exactness.md --plot docs/exactness.png $(ARGS)
 
 cuda: $(VENV)/installed-bench
 	PYTHON=$(CURDIR)/$(VENV)/bin/python bash scripts/cuda_acceptance.sh "$(OUT)" $(ARGS)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import statistics
 import sys
 import warnings
@@ -36,6 +37,8 @@ examples:
     python scripts/exactness.py --device cuda
   a check that everything works:
     python scripts/exactness.py --quick
+
+Peers are measured where they are installed: transformers, litgpt, torchtune, x-transformers, rotary-embedding-torch.
 """
 INTRODUCTION = """\
 # Exactness
@@ -283,19 +286,21 @@ def rms(errors: Errors, peer: str) -> float:
 
 
 def shares(results: Results) -> str:
-    """Return tinyblock's error as a share of that of Hugging Face; of RoPE at the last positions that are shown."""
-    rows = []
-    for section in (section for section in SECTIONS if "Hugging Face" in next(iter(results[section].values()))):
-        errors = list(results[section].values())
-        cells = [f"{rms(each, 'tinyblock') / rms(each, 'Hugging Face'):.2g}" for each in errors]
-        rows.append([section, *(cells if "RoPE" not in section else [])])
+    """Return tinyblock's root mean square errors as shares of those of Hugging Face."""
     columns = [f"{dtype} {what}" for dtype in DTYPES for what in ("forward", "gradient")]
-    return markdown(["tinyblock / Hugging Face", *columns], [row for row in rows if len(row) > 1])
+    rows = []
+    for section, errors in results.items():
+        if all("Hugging Face" in errors.get(column, {}) for column in columns):
+            ratios = (rms(errors[column], "tinyblock") / rms(errors[column], "Hugging Face") for column in columns)
+            rows.append([section, *(f"{ratio:.2f}" for ratio in ratios)])
+    return markdown(["tinyblock / Hugging Face", *columns], rows)
 
 
 def cell(errors: list[tuple[float, float]] | None) -> str:
     if errors is None:
         return ""
+    if not all(math.isfinite(error) for pair in errors for error in pair):
+        return "not finite"
     low, middle, high = (number(of([error for error, _ in errors])) for of in (min, statistics.median, max))
     return f"{middle}{f' ({low}-{high})' if low != high else ''}, {number(max(largest for _, largest in errors))}"
 
@@ -343,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = device_of(args.device)
 
     def work() -> int:
-        results: Results = {}
+        results, facts = Results(), environment(device, seed=0)
         starts = [
             0,
             *(2**power for power in range(6, 12 if args.quick else 20)),
@@ -354,10 +359,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for dtype in DTYPES:
                 for seed in range(1 if args.quick else SEEDS):
                     progress.start(f"layers in {dtype}, seed {seed}")
-                    measure_layers(results, dtype, seed, device, compiled=not args.quick)
+                    measure_layers(results, dtype, seed, device, compiled=not args.quick and seed == 0)
             progress.start("RoPE")
             measure_rotations(results, device, starts, compiled=not args.quick)
-        facts = environment(device, seed=0)
         text = page(results, facts, args.plot)
         if args.plot:
             draw(results, facts, args.plot)
