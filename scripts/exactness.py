@@ -83,7 +83,8 @@ Results = dict[str, dict[str, Errors]]  # by section and column
 
 
 def build_tinyblock(block: Block, size: Size) -> Candidate:
-    candidate, attention = build_control(block, size), copy.deepcopy(block.attn)
+    candidate = build_control(block, size)
+    attention: Any = copy.deepcopy(block.attn)
     attention.rope = None
     return Candidate(candidate.call, [], parts={**candidate.parts, "attention without RoPE": attention})
 
