@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from tinyblock import Block, Transformer
+from tinyblock import Block, CausalMultiHeadSelfAttention, Transformer
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,8 @@ def block_steps(model: Block | Transformer) -> list[Step]:
     """Return the steps of the model's first block, in its order, and the final norm of a stack."""
     block = model.layers[0] if isinstance(model, Transformer) else model
     assert isinstance(block, Block)
-    attn: Any = block.attn
+    attn = block.attn
+    assert isinstance(attn, CausalMultiHeadSelfAttention)
     q_norm, k_norm, rope = attn.q_norm, attn.k_norm, attn.rope
     assert rope is not None
 

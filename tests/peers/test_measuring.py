@@ -103,7 +103,7 @@ def test_peer_that_cannot_be_compared_is_a_row_and_the_rest_goes_on(peer, status
 
 def test_block_of_a_checkout_runs_its_code_with_our_weights_and_positions(tmp_path):
     shutil.copytree(Path(tinyblock.__file__).parent, tmp_path / "tinyblock")
-    path, line = tmp_path / "tinyblock" / "block.py", "        x = x + self.attn("
+    path, line = tmp_path / "tinyblock" / "block.py", "        x = x + _like(x, self.attn("
     before, found, after = path.read_text().partition(line)
     assert found
     path.write_text(

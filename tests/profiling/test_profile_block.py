@@ -311,8 +311,8 @@ def test_compare_is_shown_below_the_report(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--num-kv-heads", "3"], "num_heads=4 is not a multiple of num_kv_heads=3"),
-        (["--d-head", "3"], "even d_k"),
+        (["--num-kv-heads", "3"], "num_heads=4 must be a multiple of num_kv_heads=3"),
+        (["--d-head", "3"], "d_k must be even"),
         (["--seq-len", "0"], "seq_len must be at least 1, got 2 and 0"),
         (["--batch-size", "-1"], "batch_size"),
         (["--d-ff", "0"], "d_ff=0"),
