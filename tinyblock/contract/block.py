@@ -68,10 +68,8 @@ def mean_so_far(x: Tensor) -> Tensor:
 
 
 OTHER_PARTS: dict[str, Any] = {"norm": torch.tanh, "ffn": torch.sin, "attention": mean_so_far}
-
-
-OTHERS = {
-    "any callable for norm, ffn and attention": lambda cases: harness.matches_equation(cases, torch.float64),
+OTHERS: dict[str, Callable[[list[Case]], None]] = {
+    "any callable for norm, ffn and attention": lambda cases: harness.matches_equation(cases, torch.float64)
 }
 
 

@@ -4,7 +4,7 @@ A property calls a layer with seeded inputs and compares the result with the pap
 call. If it fails, it raises a `Violation`, which names the call, the input and the component with the largest error.
 
 An input "x of shape (2, 7, 24), seed 3" is `torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(3),
-dtype=torch.float64)`, rounded to the dtype that is named. Weights are those of `fill`, unless the message says others.
+dtype=torch.float64)`, rounded to the dtype that is named. Weights are those of `fill`, unless the message names others.
 """
 
 import copy

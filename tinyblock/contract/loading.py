@@ -13,11 +13,11 @@ from . import LAYERS
 def load(path: Path) -> dict[str, ModuleType]:
     """Import the layers of a folder, or of a .py file; return them by name.
 
-    A layer's file is known by its name and what it defines, or else by a class of tinyblock's that it defines, one that
-    takes d_model or d_k. No other file is imported; a folder with an __init__.py is imported as the package that it is.
+    A layer's file is recognized by its name and what it defines, or else by a class of tinyblock's name that has a
+    d_model or d_k. No other file is imported; a folder with an __init__.py is imported as the package that it is.
 
     Raises:
-        LookupError: there is no layer, or it cannot be told which file holds it.
+        LookupError: no layer was found, or more than one file defines it.
         ImportError: a file that holds a layer cannot be imported.
     """
     folder, files = (path, sorted(path.glob("*.py"))) if path.is_dir() else (path.parent, [path])

@@ -1,7 +1,6 @@
 """What the stack of blocks guarantees: block after block, all with one RoPE or with none, then a norm."""
 
 import copy
-import dataclasses
 import functools
 from collections.abc import Callable
 from itertools import combinations
@@ -32,26 +31,15 @@ def blocks_and_norm(
 def cases(transformer: ModuleType) -> list[Case]:
     cls = require(transformer, "Transformer")
 
-    def case(inputs: Any = None, layers: int = 2, compiled: bool = False, **options: Any) -> Case:
-        turn = functools.partial(rotary, 1e4)
-        formula = functools.partial(blocks_and_norm, heads=4, **{"rope": turn, **options})
-        options |= {"max_seq_len": TABLE}
-        return Case(cls, (layers, 24, 4, 40), (2, 7, 24), formula, options, inputs or {}, compiled=compiled)
-
-    def with_theta(theta: float | None, rope: Any) -> Case:
-        made = case(rope=rope)
-        return dataclasses.replace(made, options={"theta": theta, "max_seq_len": TABLE})
+    def case(theta: float | None = 1e4, inputs: Any = None, layers: int = 2, **options: Any) -> Case:
+        rope = None if theta is None else functools.partial(rotary, theta)
+        formula = functools.partial(blocks_and_norm, heads=4, **{"rope": rope, **options})
+        options |= {"max_seq_len": TABLE} | ({} if theta == 1e4 else {"theta": theta})
+        return Case(cls, (layers, 24, 4, 40), (2, 7, 24), formula, options, inputs or {}, compiled=layers == 1)
 
     every, inputs = supported(cls, EVERY_OPTION), {"token_positions": POSITIONS, "mask": mask_of(2, 7, 7)}
-    other_bases = with_theta(100.0, functools.partial(rotary, 100.0)), with_theta(None, None)
-    return [
-        case(),
-        case(layers=1, compiled=True),
-        case(**every),
-        case(inputs, **every),
-        case(rope=stretch),
-        *other_bases,
-    ]
+    options = case(layers=1), case(**every), case(inputs=inputs, **every)
+    return [case(), *options, case(rope=stretch), case(theta=100.0), case(theta=None)]
 
 
 @guarantees_all(OTHERS)
