@@ -156,6 +156,9 @@ def require_parameters(function: Any, *names: str) -> None:
         raise SkipTest(" and ".join(sorted(MISSING)))
 
 
+_RANDOM: dict[tuple[Any, ...], bool] = {}  # class and names of options: whether a call draws random numbers
+
+
 @dataclass(frozen=True)
 class Case:
     """A layer to build, an input for it, and the formula (x, state dict, **inputs) of the result."""
@@ -180,12 +183,15 @@ class Case:
         module = fill(self.cls(*self.arguments, **copy.deepcopy(dict(self.options))).to(dtype))
         return module.eval() if self.is_random else module
 
-    @functools.cached_property
+    @property
     def is_random(self) -> bool:
-        module: Any = self.cls(*self.arguments, **copy.deepcopy(dict(self.options))).double()
-        before = torch.get_rng_state()
-        module(self.x(), **self.inputs)
-        return not torch.equal(torch.get_rng_state(), before)
+        key = self.cls, *self.options
+        if key not in _RANDOM:
+            module: Any = self.cls(*self.arguments, **copy.deepcopy(dict(self.options))).double()
+            before = torch.get_rng_state()
+            module(self.x(), **self.inputs)
+            _RANDOM[key] = not torch.equal(torch.get_rng_state(), before)
+        return _RANDOM[key]
 
     def x(self, dtype: torch.dtype = torch.float64) -> Tensor:
         return (randn(*self.shape) * self.scale).to(dtype)
