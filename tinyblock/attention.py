@@ -107,10 +107,10 @@ class CausalMultiHeadSelfAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q.to(self.q_norm.weight.dtype)).to(v.dtype)  # autocast: torch warns about two dtypes
             k = self.k_norm(k.to(self.k_norm.weight.dtype)).to(v.dtype)
-        if self.rope is not None:
+        if (rope := self.rope) is not None:
             if token_positions is not None:
                 token_positions = rearrange(token_positions, "... seq -> ... 1 seq")  # the same for all heads
-            q, k = self.rope(q, token_positions), self.rope(k, token_positions)
+            q, k = rope(q, token_positions), rope(k, token_positions)
         elif token_positions is not None:
             raise ValueError("token_positions need a rope: pass rope= to the constructor, or leave them out")
         heads = self.attend(q, k, v, mask)

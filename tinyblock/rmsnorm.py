@@ -59,11 +59,12 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Float[Tensor, "*batch {self.d_model}"]) -> Float[Tensor, "*batch {self.d_model}"]:
-        if x.dtype == self.weight.dtype:
-            return F.rms_norm(x, (self.d_model,), self.weight, self.eps)
+        weight = self.weight  # read once: the look-up costs as much as a shape check
+        if x.dtype == weight.dtype:
+            return F.rms_norm(x, (self.d_model,), weight, self.eps)
         # Under autocast the gains stay in float32. Given two dtypes, F.rms_norm warns and leaves its fused kernel.
-        dtype = torch.promote_types(torch.promote_types(x.dtype, torch.float32), self.weight.dtype)
-        return F.rms_norm(x.to(dtype), (self.d_model,), self.weight.to(dtype), self.eps).to(x.dtype)
+        dtype = torch.promote_types(torch.promote_types(x.dtype, torch.float32), weight.dtype)
+        return F.rms_norm(x.to(dtype), (self.d_model,), weight.to(dtype), self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, eps={self.eps}"
