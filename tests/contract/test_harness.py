@@ -44,7 +44,7 @@ def outcomes(modules, layer, *only):
     ("edit", "said"),
     [
         (
-            ("block", "return x + self.ffn(", "return self.ffn("),
+            ("block", "return x + _like(", "return _like("),
             r"Block\(24, 4, 40, rope=RotaryPositionalEmbedding\(.*\)\) of x of shape \(2, 7, 24\), seed 0, "
             r"torch.float64: largest error [\d.]+e\+00 at \[\d, \d, \d+\]: got -?[\d.]+, expected -?[\d.]+; "
             r"allowed [\d.]+e-12$",
@@ -91,7 +91,7 @@ def test_edits_that_change_no_behavior_pass(tmp_path):
         ),
         ("qk_norm: bool = False", '"qk_norm": qk_norm', '"qk_norm": False', "Block has no qk_norm"),
         ("eps: float = 1e-5", "eps=eps", "eps=1e-5", "Block has no eps"),
-        ("mask: Any = None", "token_positions, mask)", "token_positions)", "Block.forward has no mask"),
+        ("mask: Any = None", "token_positions, mask), ", "token_positions), ", "Block.forward has no mask"),
         ("rope: Rope | None = None", "rope=rope", "rope=None", "Block has no rope"),
         ("norm: Callable[..., nn.Module] = RMSNorm", "norm(", "RMSNorm(", "Block has no norm"),
     ],
@@ -103,7 +103,7 @@ def test_a_copy_may_drop_an_option_and_the_rest_is_still_checked(option, passed,
     text = text.replace(f"        {option},\n", "").replace(passed, default)
     (tmp_path / "block.py").write_text(text)
     assert outcomes(load(tmp_path), "block") == ({}, {f"{missing} in this copy"})
-    (tmp_path / "block.py").write_text(text.replace("return x + self.ffn(", "return self.ffn("))
+    (tmp_path / "block.py").write_text(text.replace("return x + _like(", "return _like("))
     violations, _ = outcomes(load(tmp_path), "block", FLOAT64, f"{FLOAT64} (2024: GELU, no RoPE)")
     assert violations
 
@@ -139,7 +139,7 @@ def test_the_equation_is_checked_on_cuda_where_there_is_one(monkeypatch, tmp_pat
     )
     monkeypatch.setattr(torch.nn.Module, "to", lambda m, where: m if where == "cuda" else move_module(m, where))
     assert outcomes({}, "rmsnorm", CUDA) == ({}, set())
-    norm = "F.rms_norm(x, (self.d_model,), self.weight"
+    norm = "F.rms_norm(x, (self.d_model,), weight"
     broken = load(copy_layers(tmp_path, edits=[("rmsnorm", norm, f"{norm} + 1e-3")]))
     violations, _ = outcomes(broken, "rmsnorm", CUDA)
     assert re.search(r"seed 0, torch.float64, on cuda: largest error", violations[CUDA])

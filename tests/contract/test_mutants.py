@@ -20,12 +20,12 @@ RELATIVE, SCORES = "relative positions only", "scores in float32 or wider"
 RECOMPUTED, OVERRIDDEN = "activation checkpointing", "attend overridden"
 OTHERS, ONE_TABLE = "any callable for norm, ffn and attention", "one table for all blocks"
 
-NORM = "        if x.dtype == self.weight.dtype:\n"
+NORM = "        if x.dtype == weight.dtype:\n"
 GATED = "        return self.w2(F.silu(self.w1(x)) * self.w3(x))"
 ROWS = "                rows = F.embedding("
 INDICES = "token_positions.long()"
 COMPLEX = "rotated = torch.view_as_real(numbers * torch.view_as_complex(cos_sin))"
-TURN = "q, k = self.rope(q, token_positions), self.rope(k, token_positions)"
+TURN = "q, k = rope(q, token_positions), rope(k, token_positions)"
 SPLIT = '        split = "'
 KERNEL = "        out = F.scaled_dot_product_attention("
 BY_HAND = (
@@ -212,11 +212,11 @@ MUTANTS = {  # name: layer, edits, properties that fail
     ),
     "post-norm": (
         "block",
-        {"x + self.attn(self.ln1(x), token_positions, mask)": "self.ln1(x + self.attn(x, token_positions, mask))"},
+        {"self.attn(self.ln1(x), ": "self.attn(x, ", "        return x": "        x = self.ln1(x)\n        return x"},
         {F64},
     ),
     "a residual in place": ("block", {"x = x + _like": "x += _like"}, {F64, CAUSAL, MASK}),
-    "the mask not passed on": ("block", {"token_positions, mask)\n        r": "token_positions)\n        r"}, {MASK}),
+    "the mask not passed on": ("block", {"token_positions, mask), ": "token_positions), "}, {MASK}),
     "d_ff not passed on": ("block", {"self.ffn = ffn(d_model, d_ff,": "self.ffn = ffn(d_model, None,"}, {F64}),
     "a norm of its own": ("block", {"self.ln1 = norm(": "self.ln1 = RMSNorm("}, {OTHERS}),
     "an attention of its own": (

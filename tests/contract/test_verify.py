@@ -54,7 +54,7 @@ def test_verify_reports_what_a_copy_lacks_and_rejects_names_that_match_nothing(t
 def test_verify_begins_with_the_meaning_and_wraps_lines(tmp_path, capsys):
     edit = (
         "attention",
-        "self.rope(q, token_positions), self.rope(k, token_positions)",
+        "rope(q, token_positions), rope(k, token_positions)",
         "q, self.rope(k, token_positions)",
     )
     copy_layers(tmp_path, "attention", edits=[edit])

@@ -238,7 +238,7 @@ REJECTED = {
     "--data pipe": "--data pipe is not a regular file",
     "--seq-len 500": "the text has",
     "--seq-len 20 --max-seq-len 10": "--seq-len 20 is longer than --max-seq-len 10",
-    "--d-model 15": "d_model=15 is not a multiple of num_heads=2",
+    "--d-model 15": "d_model=15 must be a multiple of num_heads=2",
     "--steps 0": "--steps must be at least 1",
     "--warmup 9": "--warmup must be from 0 to --steps 8, got 9",
     "--lr nan": "--lr must be positive and finite, got nan",
