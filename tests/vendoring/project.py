@@ -25,7 +25,6 @@ FILES = {
     "contract/__init__.py": "",
     "contract/harness.py": f"import torch\n{FIRST}\n",
     "contract/test_contract.py": _imports(["harness"]),
-    "contract/verify.py": _imports(["harness"]),
     **{f"contract/{name}.py": _imports(["harness", *CONTRACT_IMPORTS.get(name, ())]) for name in LAYER_NAMES},
     **{
         f"{name}.py": f'"""The {name}: in short."""\n{_imports(IMPORTS.get(name, ()))}{FIRST}\n\n\n\n{LAST}\n'
@@ -35,12 +34,11 @@ FILES = {
 }
 
 
-def release(folder, version, changed=None, left_out=""):
+def release(folder, version, changed=()):
     """Write a release of the stand-ins, with some files changed."""
-    for name, text in {**FILES, **(changed or {})}.items():
-        if name != left_out:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(text.encode())
+    for name, text in {**FILES, **dict(changed)}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text.encode())
     return Upstream(folder, version)
 
 
@@ -58,7 +56,7 @@ def snapshot(folder):
 
 
 class Done(NamedTuple):
-    """How a command ended; of what it wrote to stderr the lines that are its own, as torch may add warnings."""
+    """How a command ended, and what it printed."""
 
     code: int
     out: str
@@ -66,7 +64,7 @@ class Done(NamedTuple):
 
     @property
     def rows(self):
-        """What is printed of each file."""
+        """What was printed for each file."""
         return dict(re.split("  +", line, maxsplit=1) for line in self.out.splitlines() if "  " in line)
 
 
@@ -80,8 +78,7 @@ class Project:
 
     def run(self, *argv, upstream=None):
         code = main([str(argument) for argument in argv], upstream or self.upstream)
-        out, err = self._capsys.readouterr()
-        return Done(code, out, "".join(line for line in err.splitlines(True) if line.startswith("tinyblock")))
+        return Done(code, *self._capsys.readouterr())
 
     def add(self, *argv, upstream=None):
         done = self.run("add", *argv, "--to", self.folder, upstream=upstream)
