@@ -33,7 +33,6 @@ from tinyblock import (
     CausalMultiHeadSelfAttention,
     FeedForward,
     RotaryPositionalEmbedding,
-    SwiGLU,
     Transformer,
     parallelize,
 )
@@ -62,20 +61,7 @@ class SlidingWindow(CausalMultiHeadSelfAttention):
         return super().attend(q, k, v, near if mask is None else near & mask)
 
 
-class Mixture(nn.Module):
-    """Send each token through two of four experts."""
-
-    def __init__(self, d_model: int, d_ff: int | None, **options: Any) -> None:
-        super().__init__()
-        self.router = nn.Linear(d_model, 4, **options)
-        self.experts = nn.ModuleList(SwiGLU(d_model, d_ff, **options) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.router(x).topk(2)
-        shares = torch.zeros(*x.shape[:-1], 4, dtype=x.dtype).scatter(-1, chosen, weights.softmax(-1))
-        return sum((expert(x) * shares[..., i, None] for i, expert in enumerate(self.experts)), torch.zeros_like(x))
-
-
+MIXTURE = run("A mixture of experts as the feed-forward layer")["MixtureOfExperts"]
 SIZES: dict[str, Any] = {"num_kv_heads": 4, "dtype": torch.float64}  # a key head each for a tp of 4
 transformer = partial(Transformer, num_layers=2, d_model=16, num_heads=8, d_ff=32, max_seq_len=16, **SIZES)
 one_layer = partial(transformer, num_layers=1, qk_norm=True)
@@ -85,7 +71,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]
         (2, 7, 16),  # an uneven sequence
         {},
     ),
-    "of a mixture of experts": (partial(transformer, num_layers=1, ffn=Mixture), (2, 5, 16), {}),
+    "of a mixture of experts": (partial(transformer, num_layers=1, ffn=MIXTURE), (2, 5, 16), {}),
     "of FeedForward and LayerNorm, recomputed": (
         partial(transformer, ffn=FeedForward, norm=nn.LayerNorm, theta=None),
         (8, 16),  # no batch axis
@@ -277,6 +263,32 @@ def each_pass_that_is_profiled_calls_what_a_step_calls() -> None:
             assert counted.calls == expected, (name, counted.calls)
 
 
+@case
+def recomputing_costs_the_collectives_of_the_forward_pass_but_for_the_last_of_a_block() -> None:
+    mesh = mesh_of("tp")
+    model = parallelize(seeded(partial(transformer, qk_norm=True)), mesh, recompute=True)
+    out = model(torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True))
+    with Collectives(mesh) as backward:
+        out.sum().backward()
+    assert backward.calls[Collective("all-gather", "tp", 2 * 8 * 16)] == 2 * (2 + 2) + 1
+    assert backward.calls[Collective("reduce-scatter", "tp", 2 * 8 * 16)] == 2 * (2 + 1)
+
+
+@case
+def mixed_precision_streams_bfloat16_and_returns_what_is_asked_for() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    build = partial(Transformer, 2, 16, 8, 32, max_seq_len=16, qk_norm=True)
+    model, streams = parallelize(seeded(build), mesh_of("dp", "tp"), mp_policy=policy), []
+    model.layers[1].ln1.register_forward_pre_hook(lambda ln1, args: streams.append(args[0].dtype))
+    x = torch.randn(2, 5, 16)
+    out = model(x)
+    out.sum().backward()
+    assert out.dtype == torch.float32
+    assert streams == [torch.bfloat16]
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    torch.testing.assert_close(out, seeded(build)(x), rtol=0.1, atol=0.1)
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: int, steps: range) -> list[float]:
     """Train on batches that are drawn by their step alone; return the losses of the whole batch."""
     losses = []
@@ -298,42 +310,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
-@case
-def recomputing_costs_the_collectives_of_the_forward_pass_but_for_the_last_of_a_block() -> None:
-    mesh = mesh_of("tp")
-    model = parallelize(seeded(partial(transformer, qk_norm=True)), mesh, recompute=True)
-    out = model(torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True))
-    with Collectives(mesh) as backward:
-        out.sum().backward()
-    assert backward.calls[Collective("all-gather", "tp", 2 * 8 * 16)] == 2 * (2 + 2) + 1
-    assert backward.calls[Collective("reduce-scatter", "tp", 2 * 8 * 16)] == 2 * (2 + 1)
-
-
-@case
-def clipping_and_fused_adamw_train_like_one_process() -> None:
-    one = seeded(one_layer)
-    expected = train(one, adamw(one), 0, 1, range(3))
-    mesh = mesh_of("tp")  # a recipe does it over ("dp", "tp")
-    model = parallelize(seeded(one_layer), mesh)
-    actual = train(model, adamw(model), *data_rank(mesh), range(3))
-    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=0)
-
-
-@case
-def mixed_precision_streams_bfloat16_and_returns_what_is_asked_for() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    build = partial(Transformer, 2, 16, 8, 32, max_seq_len=16, qk_norm=True)
-    model, streams = parallelize(seeded(build), mesh_of("dp", "tp"), mp_policy=policy), []
-    model.layers[1].ln1.register_forward_pre_hook(lambda ln1, args: streams.append(args[0].dtype))
-    x = torch.randn(2, 5, 16)
-    out = model(x)
-    out.sum().backward()
-    assert out.dtype == torch.float32
-    assert streams == [torch.bfloat16]
-    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
-    torch.testing.assert_close(out, seeded(build)(x), rtol=0.1, atol=0.1)
 
 
 def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
