@@ -198,7 +198,7 @@ def test_symbolic_links_are_followed_to_the_folder_and_not_inside(project):
     for name in ("rope.py", LOCK, "contract", "contract/rope.py"):
         shutil.move(project.path(name), elsewhere)
         project.path(name).symlink_to(elsewhere)
-        for command in (["add", "rope", "--with-tests", "--to"], ["check"], ["diff"], ["update"]):
+        for command in (["add", "rope", "--with-tests", "--to"], ["update"]):
             project.assert_rejected("must be a file in .*, got a symbolic link", *command, project.folder)
         project.path(name).unlink()
         shutil.move(elsewhere, project.path(name))
