@@ -1,11 +1,6 @@
 """Train a language model of bytes made of tinyblock's layers, and compare the choices that they offer.
 
-python scripts/train_lm.py
-python scripts/train_lm.py --plot loss.png --json loss.json --checkpoint checkpoints --every 100
-python scripts/train_lm.py --compare ffn --plot ffn.png
-python scripts/train_lm.py --help
-
-It trains on CUDA where there is a GPU. Pictures need matplotlib.
+python scripts/train_lm.py --help shows examples. It trains on CUDA where there is a GPU. Pictures need matplotlib.
 """
 
 import sys

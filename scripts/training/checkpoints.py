@@ -28,19 +28,16 @@ from .trainer import Trainer
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder, on file systems that have locks.
-
-    Raises:
-        BlockingIOError: another run uses the folder.
-    """
+    """Keep other runs out of a folder, on file systems that have locks; raise BlockingIOError if one uses it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno == errno.EWOULDBLOCK:  # anything else: a network file system that has no locks
-            os.close(descriptor)
-            found = "another run uses this folder: wait for it, or use another --checkpoint"
-            raise BlockingIOError(error.errno, found, str(folder)) from None
+    except BlockingIOError as error:
+        os.close(descriptor)
+        found = "another run uses this folder: wait for it, or use another --checkpoint"
+        raise BlockingIOError(error.errno, found, str(folder)) from None
+    except OSError:
+        pass  # a network file system that has no locks
     try:
         yield
     finally:
@@ -53,15 +50,10 @@ def saved_in(folder: Path) -> list[Path]:
 
 
 def save(folder: Path, trainer: Trainer, run: dict[str, Any], keep: int) -> None:
-    """Write a checkpoint, and then remove all but the last `keep`.
-
-    Raises:
-        OSError: it cannot be written; the checkpoints before it are as they were.
-    """
+    """Write a checkpoint, then remove all but the last `keep`; none is removed if an OSError comes before."""
     target = folder / f"step-{trainer.step:08d}"
     temporary = target.with_name(f".{target.name}")
-    if is_first():
-        _remove_leftovers(folder)
+    _remove_leftovers(folder)
     try:
         save_state(_state(trainer), checkpoint_id=temporary)
         if is_first():
@@ -77,33 +69,22 @@ def save(folder: Path, trainer: Trainer, run: dict[str, Any], keep: int) -> None
         reason = f"the checkpoint cannot be written, {free:.1f} MiB are free there ({_cause(error)})"
         raise OSError(errno.EIO, reason, str(target)) from None
     finally:
-        if is_first():
-            _remove_leftovers(folder)
+        _remove_leftovers(folder)
     if dist.is_initialized():
         dist.barrier()
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the run.json of a checkpoint.
-
-    Raises:
-        OSError: it is not as `save` wrote it.
-    """
+    """Return the run.json of a checkpoint, or raise OSError if it is damaged."""
     try:
-        run: dict[str, Any] = json.loads((path / "run.json").read_text())
-        if isinstance(run["settings"], dict) and isinstance(run["history"], list) and isinstance(run["step"], int):
-            return run
+        run = json.loads((path / "run.json").read_text())
+        return {"settings": dict(run["settings"]), "history": list(run["history"]), "step": int(run["step"])}
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise _damaged(path, "run.json")
+        raise _damaged(path, "run.json") from None
 
 
 def load(path: Path, trainer: Trainer, run: dict[str, Any]) -> None:
-    """Put the trainer where it was when the checkpoint was written, by any number of processes.
-
-    Raises:
-        OSError: the checkpoint is damaged.
-    """
+    """Put the trainer where it was at a checkpoint of any number of processes; raise OSError if it is damaged."""
     state = _state(trainer)
     try:
         load_state(state, checkpoint_id=path)
@@ -126,7 +107,7 @@ def _damaged(path: Path, where: str) -> OSError:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    for leftover in folder.glob(".step-*"):
+    for leftover in folder.glob(".step-*") if is_first() else ():
         if CHECKPOINT.fullmatch(leftover.name[1:]):
             shutil.rmtree(leftover, ignore_errors=True)
 

@@ -6,17 +6,15 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lab.cli import Parser, check_outputs, device_of, run
-from lab.files import require_writable
 from lab.processes import is_first, launched
 
 from tinyblock import SwiGLU, Transformer
 
 from .compare import COMPARISONS, compare
-from .session import train
 from .text import SYMBOLS, Text, files_in, read_text, standard_library
 from .trainer import Diverged, Settings
 
@@ -42,20 +40,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     with parser.reporting():
-        settings = _settings(args)
-        _check_processes(args, sys.argv[1:] if argv is None else argv)
+        settings = _settings(args, sys.argv[1:] if argv is None else argv)
         check_outputs(args, "json", "plot")
-        device = device_of(args.device)
+        args.device = device_of(args.device)
         text = _text(args, settings)
-        saved, history = _checkpoint(args, settings, text)
+        if args.compare:
+            start = partial(compare, args, settings, text)
+        else:
+            from . import session  # which takes two seconds to import
+
+            start = partial(session.train, args, settings, text, *session.begin(args, settings, text))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample of text may have characters that a terminal lacks
 
     def work() -> int:
         try:
-            if args.compare:
-                return compare(args, device, settings, text)
-            return train(args, device, settings, text, saved, history)
+            return start()
         except BrokenPipeError:
             raise
         except OSError as error:
@@ -71,9 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     about = "Train a language model of bytes made of tinyblock's layers, or compare the choices that they offer."
     parser = Parser("train_lm.py", about, EPILOG)
-    parser.add_argument(
-        "--compare", choices=COMPARISONS, help="train variants on the same data (activations: draw the functions)"
-    )
+    variants = "train variants on the same data (activations: draw the functions)"
+    parser.add_argument("--compare", choices=COMPARISONS, help=variants)
     size = parser.add_argument_group("size")
     source = "files or folders (default: the source of Python's standard library)"
     size.add_argument("--data", type=Path, nargs="+", metavar="PATH", help=source)
@@ -85,9 +84,8 @@ def _parser() -> Parser:
     how = parser.add_argument_group("how")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and batches (default: 0)")
     how.add_argument("--seeds", type=int, default=3, metavar="N", help="number of seeds with --compare (default: 3)")
-    how.add_argument(
-        "--lr", type=float, nargs="+", default=[5e-3], metavar="LR", help="highest learning rate (default: 5e-3)"
-    )
+    highest = "highest learning rate (default: 5e-3)"
+    how.add_argument("--lr", type=float, nargs="+", default=[5e-3], metavar="LR", help=highest)
     warmup = "steps in which the rate rises (default: 50, or a quarter of shorter runs)"
     how.add_argument("--warmup", type=int, metavar="N", help=warmup)
     how.add_argument("--compile", action="store_true", help="torch.compile the model")
@@ -106,7 +104,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _settings(args: argparse.Namespace, argv: Sequence[str]) -> Settings:
     """Return the sizes, after the layers have accepted them without allocating anything."""
     if args.compare:
         for name, default in {"tp": 1, "dp": 1, "compile": False, "checkpoint": None, "resume": False}.items():
@@ -121,8 +119,9 @@ def _settings(args: argparse.Namespace) -> Settings:
             setattr(args, name, default)
     args.max_seq_len = 4 * args.seq_len if args.max_seq_len is None else args.max_seq_len
     args.warmup = min(50, args.steps // 4) if args.warmup is None else args.warmup
-    if args.every is not None and args.checkpoint is None:
-        raise ValueError("--every needs --checkpoint DIR")
+    for name in ("every", "resume"):
+        if getattr(args, name) and args.checkpoint is None:
+            raise ValueError(f"--{name} needs --checkpoint DIR")
     args.every = args.steps if args.every is None else args.every
     for name in (*DEFAULTS, "max_seq_len", "seeds", "tp", "dp", "every", "keep"):
         if getattr(args, name) < 1:
@@ -147,14 +146,11 @@ def _settings(args: argparse.Namespace) -> Settings:
     for name, value in {"--num-heads": args.num_heads, "d_ff": d_ff, "the vocabulary": SYMBOLS}.items():
         if value % args.tp:
             raise ValueError(f"{name} {value} is not a multiple of --tp {args.tp}")
-    return Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__} | {"lr": args.lr[0]})
-
-
-def _check_processes(args: argparse.Namespace, argv: Sequence[str]) -> None:
     needed = args.tp * args.dp
     if launched() != needed:
         command = shlex.join(["torchrun", "--nproc-per-node", str(needed), "scripts/train_lm.py", *argv])
         raise ValueError(f"--tp {args.tp} --dp {args.dp} needs {needed} processes, got {launched()}: {command}")
+    return Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__} | {"lr": args.lr[0]})
 
 
 def _text(args: argparse.Namespace, settings: Settings) -> Text:
@@ -168,33 +164,3 @@ def _text(args: argparse.Namespace, settings: Settings) -> Text:
         have = f"{len(text.training)} bytes for training and {len(text.validation)} for validation"
         raise ValueError(f"the text has {have}, but needs {batch} and {window}: add text, or lower --seq-len")
     return text
-
-
-def _checkpoint(args: argparse.Namespace, settings: Settings, text: Text) -> tuple[Path | None, dict[str, Any]]:
-    """Return the checkpoint to resume from and its run; without one, None and a run that has not begun."""
-    new: dict[str, Any] = {"settings": {**settings.must_agree(), "text": text.sha256}, "history": []}
-    if args.checkpoint is None:
-        if args.resume:
-            raise ValueError("--resume needs --checkpoint DIR")
-        return None, new
-    from . import checkpoints  # torch.distributed.checkpoint takes seconds to import
-
-    if args.resume and not args.checkpoint.is_dir():
-        raise ValueError(f"--resume: there is no folder {args.checkpoint}")
-    try:
-        args.checkpoint.mkdir(parents=True, exist_ok=True)
-        require_writable(args.checkpoint / "run.json")
-        saved = checkpoints.saved_in(args.checkpoint)
-        if not saved:
-            return None, new
-        if not args.resume:
-            raise ValueError(f"{args.checkpoint} has checkpoints: add --resume, or use another folder")
-        run = checkpoints.read(saved[-1])
-    except OSError as error:
-        raise ValueError(f"--checkpoint {error.filename}: {error.strerror}") from None
-    for name, value in new["settings"].items():
-        theirs = run["settings"].get(name)
-        if theirs != value:
-            hint = " (was an output written to a folder of --data?)" if name == "text" else ""
-            raise ValueError(f"{saved[-1]} is of another run: its {name} is {theirs}, but here it is {value}{hint}")
-    return saved[-1], run

@@ -46,7 +46,7 @@ def variants(kind: str, settings: Settings) -> dict[str, Callable[[Settings], La
     }
 
 
-def compare(args: argparse.Namespace, device: torch.device, settings: Settings, text: Text) -> int:
+def compare(args: argparse.Namespace, settings: Settings, text: Text) -> int:
     """Train every variant with every learning rate and seed, and show and write the results; return the exit code."""
     if args.compare == "activations":
         from .plot import plot_activations
@@ -55,13 +55,11 @@ def compare(args: argparse.Namespace, device: torch.device, settings: Settings, 
         return 0
     builds = variants(args.compare, settings)
     windows = even_windows(text.validation, VALIDATION_BATCHES * settings.batch_size, settings.seq_len + 1)
-    longer = None  # than the sequences trained on
-    if args.compare == "positions":
-        longer = even_windows(text.validation, 128, settings.max_seq_len + 1)
+    longer = even_windows(text.validation, 128, settings.max_seq_len + 1)  # than the sequences trained on
     runs: list[dict[str, Any]] = []
     document = {
         "compare": args.compare,
-        "environment": environment(device, settings.seed),
+        "environment": environment(args.device, settings.seed),
         "settings": asdict(settings) | {"lr": args.lr, "seeds": args.seeds},
         "text": {"files": text.files, "bytes": len(text.training) + len(text.validation), "sha256": text.sha256},
         "order_two_validation": order_two_loss(text.training, windows),
@@ -78,8 +76,11 @@ def compare(args: argparse.Namespace, device: torch.device, settings: Settings, 
             for index, (name, chosen) in enumerate(everything, 1):
                 progress.start(f"{index}/{len(everything)} {name}, lr {chosen.lr:g}, seed {chosen.seed}", chosen.steps)
                 torch.manual_seed(chosen.seed)
-                trainer = Trainer(builds[name](chosen).to(device), text.training, chosen, device)
-                record = _run(trainer, windows, longer, progress.advance)
+                trainer = Trainer(builds[name](chosen).to(args.device), text.training, chosen)
+                record = _run(trainer, windows, progress.advance)
+                if args.compare == "positions" and record["diverged"] is None:
+                    parts = trainer.losses_by_position(longer).chunk(BINS)
+                    record["by_position"] = [round(float(part.mean()), 4) for part in parts]
                 runs.append({"variant": name, "seed": chosen.seed, "lr": chosen.lr} | record)
                 if args.json is not None:
                     write_json(args.json, document)
@@ -93,43 +94,38 @@ def compare(args: argparse.Namespace, device: torch.device, settings: Settings, 
     return 0
 
 
-def _run(trainer: Trainer, windows: Tensor, longer: Tensor | None, on_step: Callable[[], None]) -> dict[str, Any]:
-    """Train one model and return its losses, as means over a fiftieth of the steps and over bins of positions."""
+def _run(trainer: Trainer, windows: Tensor, on_step: Callable[[], None]) -> dict[str, Any]:
+    """Train one model and return its losses, as means over a fiftieth of the steps."""
     losses: list[float] = []
-    steps, parameters = trainer.settings.steps, trainer.model.parameters()
-    counts = {"parameters": sum(map(torch.numel, parameters)), "d_ff": trainer.model.d_ff}
+    model: Any = trainer.model
+    counts = {"parameters": sum(map(torch.numel, model.parameters())), "d_ff": model.transformer.layers[0].ffn.d_ff}
     record: dict[str, Any] = counts | {"diverged": None, "validation": None}
     try:
-        while trainer.step < steps:
+        while trainer.step < trainer.settings.steps:
             losses.append(trainer.advance()["loss"])
             on_step()
         record["validation"] = round(trainer.validate(windows), 5)
-        if longer is not None:
-            parts = trainer.losses_by_position(longer).chunk(BINS)
-            record["by_position"] = [round(float(part.mean()), 4) for part in parts]
     except Diverged:
         record["diverged"] = trainer.step + 1
-    each = max(1, steps // POINTS)
+    each = max(1, trainer.settings.steps // POINTS)
     record["curve"] = [round(mean(losses[at : at + each]), 4) for at in range(0, len(losses), each)]
     return record
 
 
 def _tables(document: dict[str, Any]) -> list[Table | str]:
-    grouped: dict[tuple[str, float], dict[int, float | None]] = {}  # the validation loss of each seed
-    sizes = {run["variant"]: [f"{run['parameters']:,}", str(run["d_ff"])] for run in document["runs"]}
+    runs: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for run in document["runs"]:
-        grouped.setdefault((run["variant"], run["lr"]), {})[run["seed"]] = run["validation"]
-    first = next(iter(sizes))
+        runs.setdefault((run["variant"], run["lr"]), []).append(run)
+    first = document["runs"][0]["variant"]
     columns = ["variant", "lr", "parameters", "d_ff", "seeds", "validation, nats", "range", f"minus {first}", "range"]
     table = Table(f"{document['compare']}: mean and range over the seeds", columns)
-    for (name, lr), losses in grouped.items():
-        base = grouped[first, lr]
-        trained = [loss for loss in losses.values() if loss is not None]
-        pairs = [(loss, base.get(seed)) for seed, loss in losses.items()]
+    for (name, lr), own in runs.items():
+        pairs = [(run["validation"], base["validation"]) for run, base in zip(own, runs[first, lr], strict=False)]
+        trained = [run["validation"] for run in own if run["diverged"] is None]
         differences = [loss - other for loss, other in pairs if loss is not None and other is not None]
-        seeds = f"{len(trained)} of {len(losses)}" if len(trained) < len(losses) else str(len(losses))
-        cells = [*sizes[name], seeds, *_mean_and_range(trained), *_mean_and_range(differences)]
-        table.rows.append([name, f"{lr:g}", *cells])
+        seeds = f"{len(trained)} of {len(own)}" if len(trained) < len(own) else str(len(own))
+        cells = [name, f"{lr:g}", f"{own[0]['parameters']:,}", str(own[0]["d_ff"]), seeds]
+        table.rows.append([*cells, *_mean_and_range(trained), *_mean_and_range(differences)])
     settings = document["settings"]
     trained_on = "{steps} steps of {batch_size} x {seq_len} bytes, {warmup} of them warm-up".format(**settings)
     return [table, f"{trained_on}; order-2 model: {document['order_two_validation']:.4f} nats"]

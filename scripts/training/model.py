@@ -1,14 +1,13 @@
-"""A language model of bytes made of tinyblock's layers, its distribution over processes, and a post-norm block."""
+"""A language model of bytes made of tinyblock's layers, and a post-norm block."""
 
 from typing import Any, cast
 
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from tinyblock import Block, Transformer, parallelize
+from tinyblock import Block, Transformer
 
 from .text import SYMBOLS
 
@@ -31,11 +30,6 @@ class LanguageModel(nn.Module):
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
 
-    @property
-    def d_ff(self) -> int:
-        ffn: Any = self.transformer.layers[0].ffn
-        return ffn.d_ff
-
     def forward(self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"] | None = None) -> Tensor:
         """Return the logits, of shape (batch, seq, 256); or, given targets, their mean cross entropy in nats."""
         logits: Float[Tensor, "batch seq symbols"] = self.lm_head(self.transformer(self.token_embeddings(tokens)))
@@ -49,25 +43,6 @@ def _without_prefix(model: nn.Module, state: dict[str, Tensor], prefix: str, met
 def _with_prefix(model: nn.Module, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
     for key in [key for key in state if key.startswith(("layers.", "ln_final."))]:
         state[f"transformer.{key}"] = state.pop(key)
-
-
-def distribute(model: LanguageModel, mesh: DeviceMesh, compile: bool) -> None:
-    """Distribute the model over the processes of a mesh of the axes "dp" and "tp", in place."""
-    axes = mesh.mesh_dim_names or ()
-    parallelize(model.transformer, mesh, compile=compile)
-    if "tp" in axes:
-        from torch.distributed.tensor import Replicate
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        by_vocabulary = {
-            "token_embeddings": RowwiseParallel(input_layouts=Replicate()),
-            "lm_head": ColwiseParallel(output_layouts=Replicate()),
-        }
-        parallelize_module(model, mesh["tp"], by_vocabulary)
-    if "dp" in axes:
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model, mesh=mesh["dp"])
 
 
 class PostNormBlock(nn.Module):

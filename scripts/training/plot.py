@@ -17,6 +17,7 @@ TITLES = {
     "norm": "Pre-norm, post-norm and no norm",
     "positions": "RoPE and no positions",
 }
+SIZES = "{num_layers} layers, d_model {d_model}; {steps} steps of {batch_size} x {seq_len} bytes"
 
 
 def plot_losses(path: Path, history: Sequence[dict[str, Any]], order_two: float, title: str, origin: str) -> None:
@@ -61,9 +62,8 @@ def plot_comparison(path: Path, document: dict[str, Any]) -> None:
     A variant has a line at the learning rates with which no seed diverged, and crosses at the others.
     """
     kind, settings, runs = document["compare"], document["settings"], document["runs"]
-    size = "{num_layers} layers, d_model {d_model}; {steps} steps of {batch_size} x {seq_len} bytes".format(**settings)
-    origin = f"{size}, {settings['warmup']} of warm-up; mean and range over {settings['seeds']} seeds"
-    figure = new_figure(TITLES[kind], f"{origin}; {document['environment']['device']}", 9, 4.2)
+    origin = (SIZES + ", {warmup} of warm-up; mean and range over {seeds} seeds; ").format(**settings)
+    figure = new_figure(TITLES[kind], origin + document["environment"]["device"], 9, 4.2)
     left, right = figure.subplots(1, 2)
     left.set(xlabel="step", ylabel="nats per byte", title="training")
     right.set(title="validation after training")

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from types import FrameType
@@ -16,12 +17,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lab.processes import is_first
+from lab.files import require_writable
+from lab.processes import is_first, launched, least
 from lab.progress import Progress
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from .model import distribute
+from tinyblock import parallelize
+
+from . import checkpoints
 from .text import Text, even_windows, order_two_loss
 from .trainer import Settings, Trainer
 
@@ -30,47 +37,62 @@ SAMPLE = 200  # bytes that the model writes at the end
 UNTIMED = 5  # first steps, in which torch compiles and allocates
 
 
-def train(
-    args: argparse.Namespace,
-    device: torch.device,
-    settings: Settings,
-    text: Text,
-    saved: Path | None,
-    run: dict[str, Any],
-) -> int:
+def begin(args: argparse.Namespace, settings: Settings, text: Text) -> tuple[Path | None, dict[str, Any]]:
+    """Return the checkpoint to resume from and its run; without one, None and a run that has not begun."""
+    new: dict[str, Any] = {"settings": asdict(settings) | {"text": text.sha256}, "history": []}
+    del new["settings"]["steps"]  # a resumed run may be longer
+    if args.checkpoint is None:
+        return None, new
+    if args.resume and not args.checkpoint.is_dir():
+        raise ValueError(f"--resume: there is no folder {args.checkpoint}")
+    try:
+        args.checkpoint.mkdir(parents=True, exist_ok=True)
+        require_writable(args.checkpoint / "run.json")
+        saved = checkpoints.saved_in(args.checkpoint)
+        if not saved:
+            return None, new
+        if not args.resume:
+            raise ValueError(f"{args.checkpoint} has checkpoints: add --resume, or use another folder")
+        run = checkpoints.read(saved[-1])
+    except OSError as error:
+        raise ValueError(f"--checkpoint {error.filename}: {error.strerror}") from None
+    for name, value in new["settings"].items():
+        theirs = run["settings"].get(name)
+        if theirs != value:
+            hint = " (was an output written to a folder of --data?)" if name == "text" else ""
+            raise ValueError(f"{saved[-1]} is of another run: its {name} is {theirs}, but here it is {value}{hint}")
+    return saved[-1], run
+
+
+def train(args: argparse.Namespace, settings: Settings, text: Text, saved: Path | None, run: dict[str, Any]) -> int:
     """Train from the checkpoint `saved`, or from the start, and return the exit code."""
     parts = f"{len(text.training):,} bytes for training and {len(text.validation):,} for validation"
     print(f"text: {text.files} files, {parts}, SHA-256 {text.sha256}")
     windows = even_windows(text.validation, VALIDATION_BATCHES * settings.batch_size, settings.seq_len + 1)
     floor = order_two_loss(text.training, windows) if is_first() else 0.0
     print(f"order-2 model of the bytes: validation {_in_both_units(floor)}")
-    trainer = _build(args, device, settings, text)
+    trainer = _build(args, settings, text)
     parameters = sum(map(torch.numel, trainer.model.parameters()))
-    print(f"model: {parameters:,} parameters on {args.tp * args.dp} x {device.type}", flush=True)
+    print(f"model: {parameters:,} parameters on {args.tp * args.dp} x {args.device.type}", flush=True)
     with ExitStack() as stack:
-        if args.checkpoint is not None:
-            from . import checkpoints  # torch.distributed.checkpoint takes seconds to import
-
-            if is_first():
-                stack.enter_context(checkpoints.locked(args.checkpoint))
-            if saved is not None:
-                checkpoints.load(saved, trainer, run)
-        if args.resume:
-            print(
-                f"resumed after step {trainer.step}" if saved else f"no checkpoint in {args.checkpoint}: step 1 is next"
-            )
+        if args.checkpoint is not None and is_first():
+            stack.enter_context(checkpoints.locked(args.checkpoint))
+        if saved is not None:
+            checkpoints.load(saved, trainer, run)
+            print(f"resumed after step {trainer.step}")
+        elif args.resume:
+            print(f"no checkpoint in {args.checkpoint}: step 1 is next")
         if trainer.step >= settings.steps:
             print(f"nothing to do: --steps is {settings.steps}")
         try:
             received = _take_steps(args, trainer, run, windows)
         finally:
             if args.plot is not None and run["history"] and is_first():
-                from .plot import plot_losses
+                from .plot import SIZES, plot_losses
 
                 source = ", ".join(path.name for path in args.data) if args.data else "Python's standard library"
                 title = f"A language model of bytes, trained on {source}"
-                size = f"{parameters:,} parameters, {settings.num_layers} layers, d_model {settings.d_model}"
-                origin = f"{size}; {settings.steps} steps of {settings.batch_size} x {settings.seq_len} bytes"
+                origin = f"{parameters:,} parameters, {SIZES.format(**asdict(settings))}"
                 plot_losses(args.plot, run["history"], floor, title, origin)
     if received:
         print(f"stopped by {signal.Signals(received).name} after step {trainer.step}")
@@ -84,20 +106,30 @@ def train(
     return 0
 
 
-def _build(args: argparse.Namespace, device: torch.device, settings: Settings, text: Text) -> Trainer:
-    if device.type == "cuda":  # a resumed run has the same losses; with warn_only=True, attention's gradients differ
+def _build(args: argparse.Namespace, settings: Settings, text: Text) -> Trainer:
+    if args.device.type == "cuda":  # resumed runs have the same losses; with warn_only=True, gradients differ
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(settings.seed)
-    model = settings.build().to(device)
+    model = settings.build().to(args.device)
     axes = {name: size for name, size in (("dp", args.dp), ("tp", args.tp)) if size > 1}
-    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)) if axes else None
-    if mesh is not None:
-        distribute(model, mesh, args.compile)
+    if axes:
+        mesh = init_device_mesh(args.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        parallelize(model.transformer, mesh, compile=args.compile)
     elif args.compile:
         model.compile()
-    return Trainer(model, text.training, settings, device, mesh)
+    if args.tp > 1:
+        by_vocabulary = {
+            "token_embeddings": RowwiseParallel(input_layouts=Replicate()),
+            "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh["tp"], by_vocabulary)
+    if args.dp > 1:
+        fully_shard(model, mesh=mesh["dp"])
+    each = settings.batch_size // args.dp
+    first = dist.get_rank() // args.tp * each if axes else 0
+    return Trainer(model, text.training, settings, slice(first, first + each))
 
 
 def _take_steps(args: argparse.Namespace, trainer: Trainer, run: dict[str, Any], windows: Tensor) -> int:
@@ -105,7 +137,7 @@ def _take_steps(args: argparse.Namespace, trainer: Trainer, run: dict[str, Any],
     settings, first, received, history = trainer.settings, trainer.step, 0, run["history"]
     recent = deque[float](maxlen=100)  # seconds of steps, without validation and checkpoints
     losses = args.json if args.json is not None and is_first() else os.devnull
-    with _signals(trainer.device, trainer.mesh) as latest, Progress() as progress, open(losses, "w") as lines:
+    with _signals() as latest, Progress() as progress, open(losses, "w") as lines:
         lines.writelines(json.dumps(record) + "\n" for record in history)
         progress.start("training", settings.steps - first)
         while trainer.step < settings.steps and not received:
@@ -124,14 +156,12 @@ def _take_steps(args: argparse.Namespace, trainer: Trainer, run: dict[str, Any],
             history.append(record | {"tokens_per_second": rate})
             print(json.dumps(history[-1]), file=lines, flush=True)
             if args.checkpoint is not None and (last or received or trainer.step % args.every == 0):
-                from . import checkpoints
-
                 checkpoints.save(args.checkpoint, trainer, run, args.keep)
     return received
 
 
 @contextmanager
-def _signals(device: torch.device, mesh: DeviceMesh | None) -> Iterator[Callable[[], int]]:
+def _signals() -> Iterator[Callable[[], int]]:
     """Let Ctrl-C, SIGTERM and SIGHUP end the run after this step; yield a function that returns what was received.
 
     In one process the second signal has its usual effect. torchrun passes signals on, so its processes get each twice.
@@ -145,20 +175,14 @@ def _signals(device: torch.device, mesh: DeviceMesh | None) -> Iterator[Callable
 
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if mesh is None:
+        if launched() == 1:
             restore()
-
-    def latest() -> int:
-        number = torch.tensor(received[-1], device=device)
-        if mesh is not None:
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-        return int(number)
 
     for number, handler in before.items():
         if handler != signal.SIG_IGN:  # as nohup sets it
             signal.signal(number, receive)
     try:
-        yield latest
+        yield lambda: -least(-received[-1])  # the highest number that any process has received
     finally:
         restore()
 

@@ -44,11 +44,9 @@ def standard_library() -> list[Path]:
 
 
 def files_in(paths: Sequence[Path], outputs: Sequence[Path] = ()) -> list[Path]:
-    """Return these files and those in these folders, sorted; of folders without outputs, checkpoints and hidden files.
+    """Return these files and those in these folders, sorted, without outputs, checkpoints and hidden files.
 
-    Raises:
-        ValueError: a path is an output or not a regular file, or a folder has no files.
-        OSError: a path does not exist.
+    Raise ValueError for a path that is an output or not a regular file, and for a folder without files.
     """
 
     def is_output(path: Path) -> bool:

@@ -1,13 +1,13 @@
 """A model in training: its settings, its optimizer and its learning rate, one step, and what validation measures."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lab.processes import launched
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from .model import LanguageModel
 from .text import batch
@@ -28,10 +28,6 @@ class Settings:
     lr: float
     warmup: int
 
-    def must_agree(self) -> dict[str, Any]:
-        """Return what a resumed run has in common with its checkpoint: not the steps, so it may be made longer."""
-        return {name: value for name, value in asdict(self).items() if name != "steps"}
-
     def build(self, **options: Any) -> LanguageModel:
         return LanguageModel(self.num_layers, self.d_model, self.num_heads, max_seq_len=self.max_seq_len, **options)
 
@@ -41,26 +37,19 @@ class Diverged(Exception):
 
 
 class Trainer:
-    """A model with its optimizer and the number of steps taken, which a checkpoint stores."""
+    """A model with its optimizer and the number of steps taken, which a checkpoint stores.
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        text: Tensor,
-        settings: Settings,
-        device: torch.device,
-        mesh: DeviceMesh | None = None,
-    ) -> None:
-        self.model, self.text, self.settings, self.device, self.mesh = model, text, settings, device, mesh
+    `rows` are those of each batch that this process takes.
+    """
+
+    def __init__(self, model: LanguageModel, text: Tensor, settings: Settings, rows: slice = slice(None)) -> None:
+        self.model, self.text, self.settings, self.rows = model, text, settings, rows
+        self.device = next(model.parameters()).device
         self.step = 0
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         gains = [parameter for parameter in model.parameters() if parameter.ndim == 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-        dp = mesh["dp"] if mesh is not None and "dp" in (mesh.mesh_dim_names or ()) else None
-        rank, count = (dp.get_local_rank(), dp.size()) if dp is not None else (0, 1)
-        each = settings.batch_size // count
-        self.rows = slice(rank * each, (rank + 1) * each)  # of each batch, for this process
 
     def learning_rate(self) -> float:
         """Return that of the next step: a linear warm-up, then a cosine from the highest to a tenth of it."""
@@ -72,10 +61,9 @@ class Trainer:
 
     def _mean(self, value: Tensor) -> float:
         """Return the mean over all processes; those along "tp" have the same value."""
-        if self.mesh is not None:
+        if launched() > 1:
             dist.all_reduce(value)
-            value = value / self.mesh.size()
-        return float(value)
+        return float(value) / launched()
 
     def _loss(self, windows: Tensor) -> Tensor:
         windows = windows.to(self.device)

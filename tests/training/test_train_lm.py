@@ -12,7 +12,7 @@ import signal
 import pytest
 from processes import run_as_torchrun
 from torch.distributed.checkpoint import FileSystemReader
-from training import checkpoints, cli
+from training import checkpoints, cli, session
 from training.trainer import Trainer
 
 TINY = ["--batch-size=4", "--seq-len=12", "--d-model=16", "--num-layers=2", "--num-heads=2", "--warmup=4", "--steps=8"]
@@ -264,7 +264,7 @@ REJECTED = {
 def test_rejection_is_one_line_before_anything_is_allocated(arguments, text, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
-    monkeypatch.setattr(cli, "train", None)  # a call would be a TypeError
+    monkeypatch.setattr(session, "train", None)  # a call would be a TypeError
     data = [] if "--data" in arguments else ["--data", text]
     assert REJECTED[arguments] in rejected(capsys, *data, *arguments.split())
     assert os.listdir(tmp_path) == ["pipe"]
