@@ -74,11 +74,8 @@ def test_order_two_loss_is_that_of_smoothed_counts(text):
     )
 
 
-def test_language_model_loads_its_own_keys_and_gives_logits_or_their_loss():
-    model, other = SETTINGS.build(), SETTINGS.build()
-    other.load_state_dict(model.state_dict(), strict=True)
-    tokens, targets = torch.randint(256, (2, 3, 8))
-    assert torch.equal(model(tokens), other(tokens))
+def test_language_model_gives_logits_or_their_loss():
+    model, (tokens, targets) = SETTINGS.build(), torch.randint(256, (2, 3, 8))
     picked = model(tokens).log_softmax(-1).gather(-1, targets[..., None])
     torch.testing.assert_close(model(tokens, targets), -picked.mean())
 
