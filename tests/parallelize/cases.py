@@ -387,7 +387,7 @@ def recipe_of_tensor_and_data_parallelism_trains_like_one_process() -> None:
 
 @case
 def recipe_of_embedding_and_head_is_like_one_process_and_on_one_mesh() -> None:
-    made = run("Embedding and head beside a parallel model")
+    made = run("Embedding and head of a parallel model")
     model, mesh = made["model"], made["mesh"]
     torch.manual_seed(0)
     one = made["LanguageModel"](vocabulary=1000, d_model=64)
