@@ -39,7 +39,7 @@ def test_check_reports_every_state(project, old):
     assert (done.code, done.out.splitlines()[-1]) == (1, "2 pristine")
     assert done.rows == {
         "attention.py": "outdated: 0.1.0 -> 0.2.0",
-        "block.py": "conflict marks",
+        "block.py": "conflict markers",
         "ffn.py": "missing",
         "rmsnorm.py": "edited",
         "rope.py": "edited, outdated: 0.1.0 -> 0.2.0",
@@ -92,7 +92,7 @@ def test_update_marks_a_conflict_and_keeps_the_file_before(project, old):
     edited = conflict.read_bytes()
     done = project.run("update", project.folder)
     assert done.code == project.run("update", project.folder, "--dry-run").code == 1
-    message = "conflict marks: resolve them; NAME.orig is the file before"
+    message = "conflict markers: resolve them; NAME.orig is the file before"
     assert done.rows == {"attention.py": message, "rope.py": "updated"}
     assert project.path("attention.py.orig").read_text() == "mine"
     assert project.path("attention.py.orig2").read_bytes() == edited
@@ -216,7 +216,7 @@ def test_paths_of_the_lock_file_cannot_leave_the_folder(name, project):
 def test_damaged_lock_is_rejected(content, project):
     project.add("rope")
     project.path(LOCK).write_text(content)
-    expected = rf"tinyblock\.lock {'has conflict marks' if '<' in content else 'is damaged'}: restore it"
+    expected = rf"tinyblock\.lock {'has conflict markers' if '<' in content else 'is damaged'}: restore it"
     project.assert_rejected(expected, "update", project.folder)
 
 

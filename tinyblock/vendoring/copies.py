@@ -17,7 +17,7 @@ from .texts import CONFLICT_MARKS, decode, encode, merge, unified_diff
 
 LOCK = "tinyblock.lock"
 UP_TO_DATE = "up to date"
-CONFLICT = "conflict marks: resolve them; NAME.orig is the file before"
+CONFLICT = "conflict markers: resolve them; NAME.orig is the file before"
 
 
 class Step(NamedTuple):
@@ -43,11 +43,11 @@ class Copy:
 
     @property
     def state(self) -> str:
-        """One of: missing; conflict marks; pristine; edited; outdated; edited, outdated."""
+        """One of: missing; conflict markers; pristine; edited; outdated; edited, outdated."""
         if self.text is None:
             return "missing"
         if CONFLICT_MARKS.search(self.text):
-            return "conflict marks"
+            return "conflict markers"
         differs = {"edited": self.text != self.base.text, "outdated": self.upstream_changes() != ""}
         return ", ".join(word for word, is_so in differs.items() if is_so) or "pristine"
 
@@ -67,7 +67,7 @@ class Copy:
             return Step("no longer in tinyblock, left as it is", self.text, self.base)
         if self.text is None:
             return Step("copied", new.text, new)
-        if self.state == "conflict marks":
+        if self.state == "conflict markers":
             return Step(CONFLICT, self.text, self.base)
         if self.state == "outdated":
             return Step("updated", new.text, new)
@@ -168,5 +168,5 @@ class Copies:
         try:
             return {name: Original(name, **entry) for name, entry in json.loads(lock).items()}
         except (ValueError, TypeError, AttributeError):
-            what = "has conflict marks" if CONFLICT_MARKS.search(decode(lock)) else "is damaged"
+            what = "has conflict markers" if CONFLICT_MARKS.search(decode(lock)) else "is damaged"
             raise CommandError(f"{self.folder / LOCK} {what}: restore it from your repository") from None
