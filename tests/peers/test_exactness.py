@@ -66,7 +66,7 @@ def test_page_names_the_peers_that_are_closer():
     }
     assert (
         exactness.closer(columns)
-        == "Closer than tinyblock: a (float32 forward 0.90, float32 gradient 0.60 of the error)."
+        == "Closer than tinyblock, with ratios of errors: a (float32 forward 0.90, float32 gradient 0.60)."
     )
     assert exactness.closer({"c": {"tinyblock": [(1.0, 2.0)]}}) == "No peer is closer than tinyblock."
     assert exactness.cell([(1.0, 2.0), (1.5, 1.0), (1.25, 3.0)]) == "1.25 (1.00-1.50), 3.00"
