@@ -1,13 +1,13 @@
 # make profile: run the profiler.   make test: run the test suite.   make compare: compare with other projects' layers.
-# make exactness: write docs/exactness.md.
-# make cuda: run all that needs a GPU, and write reports, pictures and traces into the folder OUT= (cuda-acceptance).
-# Each creates .venv the first time.
+# make exactness: write docs/exactness.md.   make lint: check style and types.
+# make cuda: run all checks that need a GPU, and write their output into the folder OUT= (default: cuda-acceptance).
+# Each target creates .venv on first use.
 # ARGS= passes arguments on:        make profile ARGS="--seq-len 1024"    make test ARGS="-k rope"
 
 PYTHON ?= python3
 VENV := .venv
 OUT ?= cuda-acceptance
-# The pin of the dev extra, to be named beside it: pip would else fetch the newest torch first, and drop it again.
+# The pin of the dev extra. pip needs it as an argument, too; otherwise it first downloads the newest torch.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",$$/\1/p' pyproject.toml)
 
 .PHONY: profile test compare exactness cuda lint
@@ -31,7 +31,7 @@ lint: $(VENV)/installed
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-# Anew whenever pyproject.toml changes.
+# Runs again when pyproject.toml changes.
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tinyblock needs Python 3.11 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
