@@ -1,4 +1,4 @@
-"""Causal multi-head self-attention: softmax(Q K^T / sqrt(d_k)) V, each token attending to itself and those before.
+"""Causal multi-head self-attention: softmax(Q K^T / sqrt(d_k)) V, over each token and the tokens before it.
 
 Sources: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), equation 1 and 3.2.2; Ainslie et al., "GQA"
 (arXiv 2305.13245) for shared key and value heads; Henry et al., "Query-Key Normalization for Transformers" (arXiv
@@ -105,7 +105,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         split = "... seq (heads d_head) -> ... heads seq d_head"
         q, k, v = (rearrange(proj(x), split, d_head=self.d_head) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q.to(self.q_norm.weight.dtype)).to(v.dtype)  # autocast: torch warns about two dtypes
+            q = self.q_norm(q.to(self.q_norm.weight.dtype)).to(v.dtype)  # under autocast, torch warns of two dtypes
             k = self.k_norm(k.to(self.k_norm.weight.dtype)).to(v.dtype)
         if (rope := self.rope) is not None:
             if token_positions is not None:
@@ -130,7 +130,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
                 raise ValueError(f"mask must be bool of shape (..., {seq}, {seq}) or (..., 1, {seq}), got {got}")
             causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
             mask = (mask & causal).expand(*batch, seq, seq).reshape(q.shape[0], 1, seq, seq)
-        # On CUDA key heads are shared by flash and cuDNN (pytorch issue 154363): in half precision, without a mask.
+        # On CUDA only flash and cuDNN share key heads (pytorch issue 154363): in half precision, without a mask.
         if group > 1 and q.is_cuda and (mask is not None or q.dtype.itemsize > 2):
             k, v, group = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), 1
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1)

@@ -1,7 +1,7 @@
 """The pre-norm Transformer block: y = x + attention(norm(x)), then y + ffn(norm(y)).
 
 Sources: Xiong et al., "On Layer Normalization in the Transformer Architecture" (arXiv 2002.04745) for the norm before
-each sub-layer; Touvron et al., "LLaMA" (arXiv 2302.13971) for RMSNorm, SwiGLU and RoPE in it; CS336 section 3.5.
+each sub-layer; Touvron et al., "LLaMA" (arXiv 2302.13971) for RMSNorm, SwiGLU and RoPE; CS336 section 3.5.
 Convention: each norm is before its sub-layer, and the residual stream is not normalized; a stack ends with a norm.
 """
 
@@ -25,11 +25,11 @@ class Block(nn.Module):
     `norm(d_model, eps=..., device=..., dtype=...)`, `ffn(d_model, d_ff, device=..., dtype=...)` and
     `attention(d_model, num_heads, *, num_kv_heads, d_head, rope, qk_norm, eps, device, dtype)` are any callables that
     build a module: `nn.LayerNorm`, `FeedForward` (CS336 2024), `functools.partial(FeedForward, activation=silu)`.
-    d_ff=None leaves the width to `ffn`. All blocks share one `rope`; None is the block of 2024. The other arguments
+    d_ff=None leaves the width to `ffn`. All blocks share one `rope`; None adds no positions (CS336 2024). The others
     are those of CausalMultiHeadSelfAttention, as are `token_positions` and `mask`. Returns the dtype of the input.
 
     Raises:
-        ValueError: a layer rejects an argument; `attention` or `ffn` returns another shape than that of its input.
+        ValueError: a layer rejects an argument; `attention` or `ffn` returns a shape other than its input's.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Block(nn.Module):
         self.ffn = ffn(d_model, d_ff, **factory)
 
     def reset_parameters(self) -> None:
-        """Draw new weights for every layer that can; a rope is reset by its owner."""
+        """Draw new weights for every layer that has `reset_parameters`; the owner of a rope resets it."""
         for layer in self.children():
             reset_parameters(layer)
 
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 def _like(x: Tensor, out: Tensor, part: str) -> Tensor:
-    if out.shape != x.shape:  # which the sum could broadcast
+    if out.shape != x.shape:  # the sum might broadcast it
         raise ValueError(f"{part} must return shape {tuple(x.shape)}, the shape of its input, got {tuple(out.shape)}")
     return out
 

@@ -3,8 +3,8 @@
 Sources: Shazeer, "GLU Variants Improve Transformer" (arXiv 2002.05202) for GLU and SwiGLU, without biases; Hendrycks
 and Gimpel, "Gaussian Error Linear Units" (arXiv 1606.08415) for GELU and SiLU; Vaswani et al., "Attention Is All You
 Need" (arXiv 1706.03762), equation 2, for the feed-forward layer; CS336 section 3.4.2 (2024: GELU, 2025: SwiGLU).
-Convention: SwiGLU's d_ff is the multiple of 64 nearest to 8/3 d_model (Llama rounds up, to a multiple of 256). w1 is
-the gate and w3 the value of SwiGLU, w2 leads back to d_model, as in Llama and CS336. GELU is the exact one, with erf.
+Convention: SwiGLU's d_ff is the multiple of 64 nearest to 8/3 d_model (Llama rounds up, to a multiple of 256). In
+SwiGLU, w1 is the gate, w3 the value, and w2 returns to d_model, as in Llama and CS336. GELU is the exact one, with erf.
 """
 
 from collections.abc import Callable
@@ -62,8 +62,8 @@ def feed_forward(
 class SwiGLU(nn.Module):
     """Apply the SwiGLU feed-forward layer, w2(silu(w1(x)) * w3(x)), to the last axis.
 
-    d_ff defaults to the multiple of 64 nearest to 8/3 d_model, at least 64: as many parameters as the 4 d_model of a
-    layer without a gate. Returns the dtype of the input.
+    d_ff defaults to the multiple of 64 nearest to 8/3 d_model, at least 64. A layer without a gate has about as many
+    parameters at 4 d_model. Returns the dtype of the input.
 
     Raises:
         ValueError: d_model or d_ff is below 1.
@@ -131,7 +131,7 @@ class FeedForward(nn.Module):
 def _require_sizes(layer: SwiGLU | FeedForward) -> None:
     if layer.d_model < 1 or layer.d_ff < 1:
         name = type(layer).__name__
-        raise ValueError(f"{name} needs d_model and d_ff of at least 1, got d_model={layer.d_model}, d_ff={layer.d_ff}")
+        raise ValueError(f"sizes of {name} must be at least 1, got d_model={layer.d_model}, d_ff={layer.d_ff}")
 
 
 def _reset_linears(*linears: nn.Linear) -> None:

@@ -3,7 +3,7 @@
 Sources: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053) for weights split by columns, then by rows;
 Korthikanti et al., "Reducing Activation Recomputation" (arXiv 2205.05198) for norms and residual sums split by tokens;
 Zhao et al., "PyTorch FSDP" (arXiv 2304.11277) for weights, gradients and optimizer states sharded over the data.
-Convention: the mesh axis "tp" splits each layer, "dp" the batch and all that is stored, "dp_replicate" the batch alone.
+Convention: the mesh axis "tp" splits each layer, "dp" the batch and all weights, "dp_replicate" the batch alone.
 The layers need no changes: their children are found by name, in tinyblock and in copies of its files.
 """
 
@@ -42,8 +42,8 @@ def parallelize(
     Weights are those of the first rank along "tp". Use the same seed on every rank, or build on "meta" and afterwards
     call `to_empty(device=...)`, then `set_model_state_dict` with the options `full_state_dict=True` and
     `broadcast_from_rank0=True`. Do not call `reset_parameters` afterwards: on a CPU, all ranks draw the same numbers
-    for their parts. Create the optimizer afterwards. Add LoRA before, and over "dp" alone. Over "dp", the first call
-    must not be in `torch.inference_mode`. docs/recipes.md has LoRA, tied weights and float16.
+    for their parts. Create the optimizer after this call. Add LoRA before it, over "dp" alone. Over "dp", do not run
+    the first forward in `torch.inference_mode`. docs/recipes.md has LoRA, tied weights and float16.
 
     Torch 2.9 raises an error for `compile` with "tp" and for a length that "tp" does not divide; 2.13 supports both.
 
@@ -54,9 +54,9 @@ def parallelize(
     steps); dropout between w1 and w2 (each rank along "tp" drops the same units of its part).
 
     Raises:
-        ValueError: another mesh; heads, key heads or d_ff that "tp" does not divide; a parameter in two modules or
-            without a rule for "tp"; a model that is distributed already; an option that `fully_shard` does not accept,
-            or without "dp". The model is unchanged then.
+        ValueError: the axes of the mesh are not supported; "tp" does not divide heads, key heads or d_ff; two modules
+            share a parameter, or no rule splits it over "tp"; the model is already distributed; `fully_shard` has no
+            such option, or "dp" is missing. The model is then unchanged.
     """
     blocks = list(getattr(model, "layers", [model]))
     _require_rules(model, blocks, mesh, fsdp)
@@ -102,7 +102,7 @@ def _require_rules(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, 
         if default is not None and not isinstance(value, type(default)):
             raise ValueError(f"{name} must be a {type(default).__name__}, got {value}")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError("the model is distributed already")
+        raise ValueError("the model is already distributed: call parallelize once")
     known = {id(parameter) for parameter in getattr(model, "ln_final", nn.Identity()).parameters()}
     for block in blocks:
         if missing := [name for name in ("ln1", "attn", "ln2", "ffn") if not hasattr(block, name)]:
@@ -161,19 +161,19 @@ def _replicate(norm: nn.Module, tp: DeviceMesh, of_local_heads: bool = False) ->
     from torch.distributed.tensor import DTensor, Shard, distribute_module
 
     distribute_module(norm, tp)
-    if of_local_heads:  # whose inputs and outputs are plain; plain gains would learn from the local heads alone
+    if of_local_heads:  # inputs and outputs are plain; plain gains would get gradients from local heads alone
         norm.register_forward_pre_hook(lambda norm, args: DTensor.from_local(args[0], tp, [Shard(-3)]))
         norm.register_forward_hook(lambda norm, args, out: out.to_local())
 
 
 def _sum_gradients_of_gains(model: nn.Module) -> None:
-    """Sum them in the backward pass, as FSDP does: torch 2.9 clips partial sums by a wrong norm; 2.13 does not."""
+    """Sum these gradients in the backward pass, as FSDP does: torch 2.9 clips partial sums by a wrong norm."""
     from torch.distributed.tensor import DTensor, Replicate
 
     def whole(grad: Any) -> Any:
         return grad.redistribute(placements=[Replicate()])
 
-    def add_hooks(model: nn.Module, args: Any) -> None:  # not once: copies need them; `.to` after a call loses them
+    def add_hooks(model: nn.Module, args: Any) -> None:  # before each call, as copies and `.to` lose hooks
         for gains in model.parameters():
             replicated = isinstance(gains, DTensor) and gains.placements[0].is_replicate()
             if replicated and gains.requires_grad and whole not in (gains._backward_hooks or {}).values():
@@ -196,7 +196,7 @@ def _accept_plain_tensors(model: nn.Module, tp: DeviceMesh) -> None:
 
     def split_tokens(model: nn.Module, args: Any, kwargs: Any) -> Any:
         x, *rest = args or (kwargs.pop("x", None),)
-        if not isinstance(x, Tensor) or x.ndim < 2 or not x.numel():  # torch 2.13 never returns from an empty DTensor
+        if not isinstance(x, Tensor) or x.ndim < 2 or not x.numel():  # torch 2.13 hangs on an empty DTensor
             raise ValueError(f"x must be a tensor (..., seq, d_model), not empty, got {getattr(x, 'shape', x)}")
         whole = DTensor.from_local(x, tp, [Replicate()])
         return (whole.redistribute(placements=[Shard(-2)]), *rest), kwargs

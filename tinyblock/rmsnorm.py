@@ -46,9 +46,9 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         if d_model < 1:
-            raise ValueError(f"RMSNorm needs d_model of at least 1, got {d_model}")
+            raise ValueError(f"d_model of RMSNorm must be at least 1, got {d_model}")
         if not 0 < eps < math.inf:
-            raise ValueError(f"RMSNorm needs a positive finite eps, such as 1e-5, got {eps}")
+            raise ValueError(f"eps of RMSNorm must be positive and finite, such as 1e-5, got {eps}")
         self.d_model = d_model
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(d_model, device=device, dtype=dtype))

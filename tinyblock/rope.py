@@ -6,8 +6,8 @@
 Source: Su et al., "RoFormer" (arXiv 2104.09864), equations 13 to 15; CS336 section 3.4.3, equation 8.
 Convention: pairs are consecutive, (x0, x1), (x2, x3), ..., as in the paper and in Meta's Llama. Hugging Face pairs x[k]
 with x[k + d_k/2]: the same rotation for permuted rows of the query and key weights.
-Numerics: the table is computed in float64 (in float32 it would be off by 3e-3 at position 131071) and stored in float32
-in a model of any dtype. float64 inputs get float64 angles.
+Numerics: the table is float32 in a model of any dtype, computed in float64 (float32 is off by 3e-3 at position 131071).
+A call with float64 inputs copies float64 frequencies from the host, synchronizes CUDA, and cannot be in a CUDA graph.
 """
 
 import math
@@ -114,7 +114,7 @@ class RotaryPositionalEmbedding(nn.Module):
         return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        """Move the table to another device whole: neither cast to another dtype, nor left empty by `to_empty`."""
+        """Move the table to another device: never cast it to another dtype, nor leave it empty after `to_empty`."""
         table = self.cos_sin
         del self._buffers["cos_sin"]  # fn must not reach it
         super()._apply(fn, recurse)

@@ -1,6 +1,6 @@
-"""A stack of pre-norm blocks that share one RoPE, and the final norm: a language model without embedding and head.
+"""A stack of pre-norm blocks that share one RoPE, and the final norm: a language model without its embedding and head.
 
-Source: CS336 section 3.5, whose reference has the same keys in its state dict besides those of embedding and head.
+Source: CS336 section 3.5. The state dict of its reference has the same keys, and those of embedding and head.
 Convention: the blocks share one table of rotations, which is not part of the state dict.
 """
 
@@ -85,7 +85,7 @@ class Transformer(nn.Module):
         self.ln_final = norm(d_model, eps=eps, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draw new weights for every layer that can."""
+        """Draw new weights for every layer that has `reset_parameters`."""
         for layer in self.children():
             reset_parameters(layer)
 

@@ -7,8 +7,8 @@ shape and the expected shape.
 - jaxtyping and beartype take tens of microseconds or more, so they check a call once per signature: the type, dtype
   and shape of every tensor, numbers and strings by value, what the annotations read in `{braces}`, and the same of the
   result. A call with anything else, such as a list, a module or a function, is checked every time and not kept alive.
-- torch.compile cannot trace jaxtyping (patrick-kidger/jaxtyping issues 196 and 384), so under a compiler a wrapped
-  function is the plain one: no graph break, no guard.
+- torch.compile cannot trace jaxtyping (patrick-kidger/jaxtyping issues 196 and 384), so compiled code calls the
+  plain function: no graph break, no guard.
 - The environment variable JAXTYPING_DISABLE=1 leaves all functions unwrapped and beartype unimported.
 """
 
@@ -35,9 +35,9 @@ _BY_VALUE = {type(None), bool, int, float, complex, str, bytes, type, torch.dtyp
 def typecheck(module: ModuleType, max_signatures: int = 1024) -> None:
     """Check every call of `module`'s public functions and of its classes' `__init__` and `forward`.
 
-    Public are the names in `__all__`, or without `__all__` those that do not begin with an underscore. Names that the
-    module imported stay as they are, and so do nested classes, lambdas, coroutines and decorated generators, such as
-    context managers. A second call changes nothing. Pass each module that defines layers, after its import:
+    Public names are those in `__all__` or, without `__all__`, those that do not begin with an underscore. Imported
+    names stay unchanged, as do nested classes, lambdas, coroutines and decorated generators, such as context
+    managers. A second call changes nothing. Pass each module that defines layers, after its import:
 
         from my_project.layers import attention, rope
         from tinyblock.typecheck import typecheck
@@ -67,8 +67,8 @@ def typecheck(module: ModuleType, max_signatures: int = 1024) -> None:
                     setattr(member, method, _checked(function, max_signatures, is_method=True))
                     found = True
     if not found:
-        told = f"typecheck found nothing to check in {module.__name__}: pass the modules that define the layers"
-        warnings.warn(told, stacklevel=2)
+        message = f"typecheck found nothing to check in {module.__name__}: pass the modules that define the layers"
+        warnings.warn(message, stacklevel=2)
 
 
 def _replace_defaults(function: FunctionType, checked: dict[Any, Any]) -> FunctionType:
@@ -138,7 +138,7 @@ def _checked(function: FunctionType, max_signatures: int, is_method: bool = Fals
 
 
 def _signature(value: Any) -> tuple[Any, ...]:
-    """Return all that an annotation can read of `value`, which is not a tensor; TypeError for other types.
+    """Return what annotations can read of a `value` that is not a tensor; raise TypeError for other types.
 
     Lists and tuples have no signature: beartype checks one randomly chosen item, so one pass proves little.
     """
@@ -150,7 +150,7 @@ def _signature(value: Any) -> tuple[Any, ...]:
 def _signer(function: FunctionType, is_method: bool) -> Callable[..., tuple[Any, ...]]:
     """Return a function of the same arguments that returns the signature of a call."""
     names = list(inspect.signature(function).parameters)[is_method:]
-    # Inlined for tensors and None: this is what a checked call costs.
+    # Inlined for tensors and None, because this is the cost of a checked call.
     tensor = "({0}.__class__, {0}.dtype, {0}.shape) if isinstance({0}, Tensor)"
     sign = tensor + " else None if {0} is None else _signature({0})"
     return _lambda(function, _expressions(function) + [sign.format(name) for name in names])
@@ -193,7 +193,7 @@ def _checker(function: FunctionType, stub: Callable[..., Any], signature: inspec
     from beartype import BeartypeConf, beartype  # not above: JAXTYPING_DISABLE=1 works without it
 
     numbers_widen = BeartypeConf(is_pep484_tower=True)  # an int such as theta=10000 is a float
-    # Its globals are those in which jaxtyping resolves postponed annotations.
+    # jaxtyping resolves postponed annotations in these globals.
     twin: Any = functools.wraps(function)(FunctionType(stub.__code__, inspect.unwrap(function).__globals__))
     twin.__signature__ = signature
     twin.__kwdefaults__ = None

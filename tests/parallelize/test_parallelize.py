@@ -112,7 +112,7 @@ def test_parallelize_rejects_a_distributed_model_and_another_module_and_mesh() -
         assert_rejected(nn.Sequential(transformer), mesh, "Sequential must have ln1, .*; pass the Transformer")
         assert_rejected(transformer, None, "mesh must .*, got None")
         assert_rejected(transformer, DeviceMesh("cpu", [1, 2], mesh_dim_names=("tp",)), "mesh must contain this rank")
-        assert_rejected(parallelize(transformer, mesh), mesh, "distributed already")
+        assert_rejected(parallelize(transformer, mesh), mesh, "already distributed")
 
 
 @pytest.mark.parametrize(("x", "got"), [(torch.ones(16), "[16]"), (torch.ones(0, 7, 16), "[0, 7, 16]"), (None, "None")])
