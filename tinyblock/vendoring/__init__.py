@@ -2,4 +2,4 @@
 
 
 class CommandError(Exception):
-    """A command cannot be carried out; the message is one line, and no file has changed."""
+    """A command failed; the message is one line, and no file has changed."""

@@ -16,7 +16,7 @@ from .files import read
 from .parser import OneLineParser
 from .texts import decode, encode
 
-SKIP = "tinyblock.skip"  # in a folder of copies, the properties that `verify` leaves out
+SKIP = "tinyblock.skip"  # in a folder of copies, the properties that `verify` skips
 EXAMPLES = """examples:
   tinyblock list
   tinyblock add rope --to my_project/layers
@@ -26,8 +26,8 @@ EXAMPLES = """examples:
   tinyblock remove my_project/layers rope
   tinyblock verify my_project/layers
 
-exit codes: 0 success; 1 findings (an outdated or missing copy, a conflict, a property that fails);
-2 error, no file has changed; 130 interrupted, no file has changed
+exit codes: 0 success; 1 findings (an outdated or missing copy, a conflict, a failed property);
+2 error and 130 interruption, without any change to files
 """
 
 
@@ -64,16 +64,16 @@ def check(arguments: argparse.Namespace, upstream: Upstream) -> int:
 
 
 def diff(arguments: argparse.Namespace, upstream: Upstream) -> int:
-    """Show your edits, and what has changed in tinyblock since."""
+    """Show your edits, and later changes in tinyblock."""
     copies = Copies(arguments.folder, upstream).select(arguments.layers)
     edits = [] if arguments.upstream else [copy.edits() for copy in copies]
     changes = [] if arguments.mine else [copy.upstream_changes() for copy in copies]
-    sys.stdout.buffer.write(encode("".join(edits + changes)))  # a patch, whatever the encoding of the terminal
+    sys.stdout.buffer.write(encode("".join(edits + changes)))  # a patch, independent of the terminal's encoding
     return 0
 
 
 def update(arguments: argparse.Namespace, upstream: Upstream) -> int:
-    """Merge what has changed in tinyblock with your edits."""
+    """Merge later changes in tinyblock with your edits."""
     copies = Copies(arguments.folder, upstream)
     return _carry_out(copies, copies.update(arguments.layers), arguments.dry_run)
 
@@ -85,7 +85,7 @@ def remove(arguments: argparse.Namespace, upstream: Upstream) -> int:
 
 
 def verify(arguments: argparse.Namespace, upstream: Upstream) -> int:
-    """Check that copies, edits included, still compute what tinyblock's layers guarantee."""
+    """Test copies, with your edits, against the contracts of tinyblock's layers."""
     from ..contract.verify import verify
 
     stored = decode(read(Path(arguments.target, SKIP)) or b"").splitlines()
@@ -106,7 +106,7 @@ def _carry_out(copies: Copies, steps: dict[Copy, Step], dry_run: bool) -> int:
 
 
 def _print(outcomes: Mapping[str, str], usual: str) -> None:
-    """Print the outcome for each file, and the number of files with the usual outcome."""
+    """Print each outcome that is not the usual one, and the number of files with the usual outcome."""
     for name, outcome in outcomes.items():
         if outcome != usual:
             print(f"{name:25}  {outcome}")
@@ -134,13 +134,13 @@ def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) ->
 
 def _parser() -> OneLineParser:
     parser = OneLineParser("tinyblock", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES)
-    parser.description = "Copy layers into your project, see what changed, merge it, and verify the copies."
+    parser.description = "Copy layers into your project, review and merge changes, and verify the copies."
     parser.add_argument("--version", action="version", version=f"tinyblock {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     folder, some, dry_run = (OneLineParser(add_help=False) for _ in range(3))
     folder.add_argument("folder", type=_folder, metavar="DIR", help="the folder of the copies")
     some.add_argument("layers", nargs="*", metavar="LAYER", help="only these layers (default: all)")
-    dry_run.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
+    dry_run.add_argument("--dry-run", action="store_true", help="print the changes without making them")
 
     def command(run: Callable[[argparse.Namespace, Upstream], int], *parents: OneLineParser) -> OneLineParser:
         name, text = run.__name__.strip("_"), run.__doc__
@@ -153,17 +153,17 @@ def _parser() -> OneLineParser:
     made = command(add, dry_run)
     made.add_argument("layers", nargs="+", metavar="LAYER", help=", ".join(NAMES))
     made.add_argument("--to", dest="folder", required=True, type=_folder, metavar="DIR", help="new or existing folder")
-    made.add_argument("--with-tests", action="store_true", help="copy the layers' contracts, too, as pytest files")
-    command(check, folder, some).add_argument("--fail-on-edits", action="store_true", help="exit with 1 for edits, too")
+    made.add_argument("--with-tests", action="store_true", help="also copy the layers' contracts, as pytest files")
+    command(check, folder, some).add_argument("--fail-on-edits", action="store_true", help="also exit with 1 for edits")
     made = command(diff, folder, some)
-    made.add_argument("--mine", action="store_true", help="your edits only")
-    made.add_argument("--upstream", action="store_true", help="changes in tinyblock only")
+    made.add_argument("--mine", action="store_true", help="only your edits")
+    made.add_argument("--upstream", action="store_true", help="only changes in tinyblock")
     command(update, folder, some, dry_run)
     command(remove, folder, dry_run).add_argument("layers", nargs="+", metavar="LAYER", help="the layers to delete")
     made = command(verify)
     made.add_argument("target", metavar="DIR|FILE|MODULE", help="a folder, a file, or a name as in `import`")
-    made.add_argument("--skip", action="append", default=[], metavar="PROPERTY", help=f"leave out, as DIR/{SKIP} does")
-    made.add_argument("-v", "--verbose", action="store_true", help="print every property, not only those that fail")
+    made.add_argument("--skip", action="append", default=[], metavar="PROPERTY", help=f"skip it, as DIR/{SKIP} does")
+    made.add_argument("-v", "--verbose", action="store_true", help="print all properties (default: those that fail)")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""A folder of copies: add layers, show what differs, merge what has changed in tinyblock since, remove copies.
+"""A folder of copies: add layers, show differences, merge later changes in tinyblock, and remove copies.
 
-Beside the copies are tinyblock's license and one lock file. It holds the version and the text that each copy was taken
-from: the base of every three-way merge, so nothing needs a network.
+The folder also holds tinyblock's license and one lock file, with the version and the original text of each copy. These
+texts are the bases of three-way merges, so no command uses a network.
 """
 
 import json
@@ -102,7 +102,7 @@ class Copies:
         for layer in layers:
             if layer not in stems.values():
                 known = ", ".join(sorted({*stems.values()}))
-                raise CommandError(f"there is no copy of {layer!r} in {self.folder}, only of {known}")
+                raise CommandError(f"there is no copy of {layer!r} in {self.folder}; it has {known}")
         return [self._copy(name) for name, stem in stems.items() if not layers or stem in layers]
 
     def add(self, layers: Sequence[str], with_tests: bool = False) -> dict[Copy, Step]:
@@ -126,7 +126,7 @@ class Copies:
                 raise CommandError(f"{copy.path} has edits: delete the file yourself, then repeat the command")
             users = [user for user in self.originals if user not in gone and name in self.originals[user].imports()]
             if users:
-                raise CommandError(f"{copy.path} is imported by {', '.join(users)}: remove that, too, or neither")
+                raise CommandError(f"{copy.path} is imported by {', '.join(users)}: remove both, or keep both")
         return {copy: Step("removed", None, None) for copy in gone.values()}
 
     def carry_out(self, steps: Mapping[Copy, Step]) -> None:
@@ -154,7 +154,7 @@ class Copies:
         assert base is not None, f"tinyblock {self.upstream.version} has no {name}"
         copy = Copy(path, read(path), base, installed)
         if name not in self.originals and copy.state not in ("missing", "pristine"):
-            raise CommandError(f"{path} exists, but is not in {LOCK}: move it away")
+            raise CommandError(f"{path} exists, but is not in {LOCK}: move it to another folder")
         return copy
 
     def _path(self, name: str) -> Path:
