@@ -1,9 +1,8 @@
-"""Measure a Block beside other projects' layers and beside the bare matrix products, and report the ratios.
+"""Compare the speed of a Block with other projects' layers and with the bare matrix products.
 
-The peers get the weights, the inputs, the dtype and the threads of the Block, which keeps its shape checks on, as a
-user has it. Outputs and input gradients must agree before anything is timed. Then Block and peer take turns, in one
-process, and the ratio of each turn (Block / peer, so below 1 the Block is faster) is what is reported, as a median with
-its spread.
+The peers get the weights, the inputs, the dtype and the threads of the Block, whose shape checks are on, as by default.
+Outputs and input gradients must agree before anything is timed. Then Block and peer take turns in one process. The
+report shows the median and the spread of the ratios of the turns, Block / peer: below 1 the Block is faster.
 """
 
 import argparse
@@ -31,15 +30,15 @@ from peers.report import SCHEMA, load_run, page, summarize, text_of, verdicts
 Item = TypeVar("Item")
 EPILOG = """\
 examples:
-  one case, against one peer and the bare products:
+  compare one case with one peer and the bare products:
     python scripts/compare_peers.py --case train-bf16-768 --peers transformers,limit
-  every case, in three processes, and one report of them:
+  run every case in three processes, and write one report:
     for i in 1 2 3; do python scripts/compare_peers.py --threads 1 --json $i.json; done
     python scripts/compare_peers.py --report 1.json 2.json 3.json --write docs/benchmarks.md
-  a changed Block beside the one before the change, with token positions and without:
+  compare a changed Block with the previous one, without and with token positions:
     python scripts/compare_peers.py --threads 1 --case forward,train,one-token --against ../before
     python scripts/compare_peers.py --threads 1 --case forward,train,one-token --against ../before --positions
-  on a GPU, as much as five minutes allow:
+  measure on a GPU for about five minutes:
     python scripts/compare_peers.py --device cuda --seconds 300 --json gpu.json
 
 peers:
@@ -50,28 +49,28 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     """Return the parser, and the options with `device`, `peers`, `cases` and `report` as objects."""
     parser = Parser("compare_peers.py", (__doc__ or "").strip(), EPILOG)
     add = parser.add_argument
-    add("--case", default="", metavar="NAME,...", help="cases, or how names begin (default: all); eager ones run first")
+    add("--case", default="", metavar="NAME,...", help="cases, or prefixes of names (default: all); eager ones first")
     add("--peers", metavar="NAME,...", help="peers, listed below (default: all; with --against, control and against)")
     add("--against", type=Path, metavar="PATH", help='a checkout of tinyblock, whose Block becomes the peer "against"')
-    add("--positions", action="store_true", help="give the Block token positions, which peers have in their tables")
+    add("--positions", action="store_true", help="pass token positions to the Block; peers look them up beforehand")
     add("--dtype", choices=DTYPES, help="only the cases of this dtype")
     add("--device", default="cpu", metavar="D", help="cpu, cuda or cuda:N (default: cpu)")
-    add("--presets", metavar="NAME,...", help=f"models measured besides (default: on CUDA {','.join(CUDA_PRESETS)})")
-    add("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="torch's (default: its own choice)")
-    add("--rounds", type=int, default=15, metavar="N", help="turns of Block and peer (default: 15)")
-    add("--seconds", type=float, default=float("inf"), metavar="S", help="begin no peer after this time (default: inf)")
-    add("--seed", type=int, default=0, metavar="N", help="of weights and inputs (default: 0)")
-    add("--quick", action="store_true", help="tiny sizes, to see that it works; the times mean nothing")
+    add("--presets", metavar="NAME,...", help=f"also measure these models (default: on CUDA {','.join(CUDA_PRESETS)})")
+    add("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="of torch (default: torch's choice)")
+    add("--rounds", type=int, default=15, metavar="N", help="turns per peer (default: 15)")
+    add("--seconds", type=float, default=float("inf"), metavar="S", help="start no peer after S seconds (default: inf)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of weights and inputs (default: 0)")
+    add("--quick", action="store_true", help="tiny sizes, to test the script; the times mean nothing")
     add("--json", type=Path, metavar="FILE", help="write every sample, after each case")
     add("--write", type=Path, metavar="FILE", help="write the report as Markdown, after each case")
-    add("--report", type=Path, nargs="+", metavar="JSON", help="report these runs, pooled, instead of measuring")
+    add("--report", type=Path, nargs="+", metavar="JSON", help="pool and report these runs, without measuring")
     args = parser.parse_args(argv)
     with parser.reporting():
         for name in ("rounds", "threads"):
             if getattr(args, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
         if args.report and args.json:
-            raise ValueError("--json writes what was measured, and --report measures nothing: leave one of them out")
+            raise ValueError("--json requires a measurement, and --report measures nothing: omit one of them")
         check_outputs(args, "json", "write")
         args.report = [load_run(path) for path in args.report or ()]
         args.device = device_of(args.device)
@@ -82,7 +81,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
 
 
 def choose(what: str, words: str, known: Mapping[str, Item], prefixes: bool = False) -> dict[str, Item]:
-    """Return the items that a list of names chooses, in its order, each once; `prefixes` choose all that begin so."""
+    """Return the items named in a list, in its order, each once; with `prefixes`, all that begin so."""
     chosen: dict[str, Item] = {}
     for word in filter(None, (word.strip() for word in words.split(","))):
         found = {name: item for name, item in known.items() if name == word or (prefixes and name.startswith(word))}
@@ -93,20 +92,20 @@ def choose(what: str, words: str, known: Mapping[str, Item], prefixes: bool = Fa
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """Return the chosen cases, eager ones first: a compiler takes the most time, and a limit may cut it off."""
+    """Return the chosen cases, eager ones first: compiling takes the most time, and --seconds may end it."""
     presets = args.presets if args.presets is not None else ",".join(CUDA_PRESETS) * (args.device.type == "cuda")
     known = {case.name: case for case in all_cases(args.device, choose("preset", presets, PRESETS))}
     chosen = (choose("case", args.case, known, prefixes=True) or known).values()
     cases = [case for case in chosen if args.dtype in (None, case.dtype_name)]
     if not cases:
-        raise ValueError(f"none of these cases is in {args.dtype}; leave out --dtype or --case")
+        raise ValueError(f"none of these cases is in {args.dtype}; omit --dtype or --case")
     cases = sorted(cases, key=lambda case: list(HOW).index(case.how))
     cases = [with_positions(case) for case in cases] if args.positions else cases
     return [shrink(case) for case in cases] if args.quick else cases
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Measure the cases, print each, and write what there is after each of them; return the exit code."""
+    """Measure the cases, print and write the results after each, and return the exit code."""
     torch.set_num_threads(args.threads)
     checked = not jaxtyping.config.jaxtyping_disable
     document: dict[str, Any] = {
@@ -139,7 +138,7 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def report(runs: Sequence[dict[str, Any]], path: Path | None) -> str:
-    """Return the page of the runs, and write it to a path, if there is one."""
+    """Return the page of the runs, and write it to `path` if given."""
     text = page(runs)
     if path:
         with atomic(path) as temporary:

@@ -1,17 +1,17 @@
-"""Show where the time and the memory of a Transformer block go, and how far it is from this machine's limit.
+"""Show where the time and memory of a Transformer block go, and how far it is from this machine's limit.
 
 python scripts/profile_block.py
 python scripts/profile_block.py --preset llama-3.1-8b --dtype bfloat16 --compile --json profile.json
 python scripts/profile_block.py --help
 
-Needs only torch, einops and jaxtyping; shows its progress with rich, and draws pictures with matplotlib.
+Requires only torch, einops and jaxtyping; rich shows the progress, and matplotlib draws figures.
 """
 
 import os
 import sys
 from pathlib import Path
 
-# All before torch and tinyblock are imported. The shape checks cost little, but they need beartype. Kineto, the engine
+# Set before torch and tinyblock are imported. The shape checks cost little, but they need beartype. Kineto, the engine
 # of torch.profiler, announces its start and stop on stderr; CUPTI, below it, slows launches until it is torn down.
 os.environ["JAXTYPING_DISABLE"] = "1"
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")

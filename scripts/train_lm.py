@@ -1,6 +1,6 @@
-"""Train a language model of bytes made of tinyblock's layers, and compare the choices that they offer.
+"""Train a byte-level language model made of tinyblock's layers, or compare variants of them.
 
-python scripts/train_lm.py --help shows examples. It trains on CUDA where there is a GPU. Pictures need matplotlib.
+python scripts/train_lm.py --help shows examples. The default device is a GPU if there is one. Figures require matplotlib.
 """
 
 import sys

@@ -1,1 +1,1 @@
-"""What compare_peers.py calls: other layers with the weights of a Block, timed in turns with it, and the report."""
+"""The parts of compare_peers.py: other layers with the weights of a Block, interleaved timing, and the report."""

@@ -1,8 +1,8 @@
-"""What a Block is measured against: what a candidate is, and those that are made of the Block's own parts.
+"""The candidates that a Block is measured against, and those made of the Block's own parts.
 
 A builder takes a Block and its size, and returns a Candidate that computes the same function of `x` on the same
-weights. Tables of cosines and sines, which a model computes once for all of its layers, are made by the builder,
-outside of any timing.
+weights. The builder makes the tables of cosines and sines, which a model computes once for all layers, outside of
+any timing.
 """
 
 import copy
@@ -28,9 +28,9 @@ from tinyblock import Block
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is timed: `call(x, **keywords)`, with the parameters that a training step differentiates.
+    """A function to time, `call(x, **keywords)`, and the parameters that a training step differentiates.
 
-    `parts` are its layers, each a function of x: "norm", "ffn" and "attention", where the project has them.
+    `parts` are its layers, each a function of x: "norm", "ffn" and "attention", if the project has them.
     """
 
     call: Callable[..., Any]
@@ -43,7 +43,7 @@ class Candidate:
         return cls(module, list(module.parameters()), keywords, parts)
 
     def constants(self) -> list[Tensor]:
-        """Return what exists before a call: parameters, buffers and tables."""
+        """Return the tensors that exist before a call: parameters, buffers and tables."""
         buffers = list(self.call.buffers()) if isinstance(self.call, nn.Module) else []
         given = [each for value in self.keywords.values() for each in (value if isinstance(value, tuple) else (value,))]
         return [*self.parameters, *buffers, *(each for each in given if isinstance(each, Tensor))]
@@ -51,9 +51,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a candidate comes from. `agrees` is False where the outputs are of another kind, and not to be compared.
+    """The source of a candidate. `agrees` is False if its outputs differ by design and must not be compared.
 
-    One that takes positions is given those of the Block; the others rotate by the same, from tables made beforehand.
+    A peer that takes positions gets those of the Block; the others rotate by the same positions, from tables.
     """
 
     builder: Callable[[Block, Size], Candidate]
@@ -74,7 +74,7 @@ class Peer:
         """Return a candidate with the weights, dtype and device of `block`.
 
         Raises:
-            ImportError: the package is missing, or it cannot run here.
+            ImportError: the package is missing, or cannot run here.
         """
         if self.cuda_only and not next(block.parameters()).is_cuda:
             raise ImportError(f"{self.package} needs CUDA")
@@ -93,7 +93,7 @@ def weights_of(block: Block) -> dict[str, Any]:
 
 @functools.cache
 def import_as(name: str, source: Path) -> ModuleType:
-    """Import a file under another name; an `__init__.py` brings the modules of its package along."""
+    """Import a file under another name; an `__init__.py` also imports the modules of its package."""
     spec = importlib.util.spec_from_file_location(name, source)
     assert spec is not None
     assert spec.loader is not None
@@ -103,9 +103,9 @@ def import_as(name: str, source: Path) -> ModuleType:
 
 
 def build_limit(block: Block, size: Size) -> Candidate:
-    """Chain the matrix products and the attention kernel that no such block can do without, and nothing else.
+    """Chain the matrix products and the attention kernel that every such block requires, and nothing else.
 
-    Under autograd this counts the sums of the gradients too where q, k and v, and w1 and w3, meet.
+    Under autograd this includes the sums of the gradients of q, k and v, and of w1 and w3.
     """
     weights = weights_of(block)
     causal, gqa = size.seq_len > 1, size.num_kv_heads < size.num_heads
@@ -120,18 +120,18 @@ def build_limit(block: Block, size: Size) -> Candidate:
 
 
 def build_copy(block: Block, size: Size) -> Candidate:
-    """Copy half as many bytes as the weights have: read and written, as many are moved. One token takes no less."""
+    """Copy half of the weights, which moves (reads and writes) as many bytes as one token must read."""
     if size.tokens > 1:
-        raise ImportError("it bounds one token, whose weights are most of what is moved")
+        raise ImportError("this bound holds for one token alone, which moves mostly weights")
     weights = torch.cat([weight.detach().flatten() for weight in block.parameters()])
     half = weights[: weights.numel() // 2]
     return Candidate(lambda x: half.clone(), [half])
 
 
 def build_operations(block: Block, size: Size) -> Candidate:
-    """Chain the operations of a plain eager Block, without modules, checks, options or positions: what Python costs.
+    """Chain the operations of an eager Block, without modules, checks, options or positions.
 
-    In the order of the Block: heads are split and transposed before they are rotated.
+    Their order is that of the Block: it splits and transposes heads before it rotates them.
     """
     weights, width = weights_of(block), (size.d_model,)
     rope: Any = block.attn.rope
@@ -161,7 +161,7 @@ def block_of(checkout: Path) -> Peer:
     """Return the Block of another version of tinyblock as a peer.
 
     Raises:
-        ValueError: there is no checkout of tinyblock.
+        ValueError: `checkout` is not a checkout of tinyblock.
     """
     source = checkout / "tinyblock" / "__init__.py"
     if not source.is_file():
@@ -183,7 +183,7 @@ def build_unchecked(block: Block, size: Size) -> Candidate:
 
 
 def _build_block_of(package: ModuleType, block: Block, size: Size) -> Candidate:
-    """Make it of the very weights of the Block, not of a copy: one that lies elsewhere may be faster to read."""
+    """Build it on the weights of the Block themselves, because a copy elsewhere in memory may be faster to read."""
     rope = package.RotaryPositionalEmbedding(size.theta, size.d_head, size.seq_len)
     layer = package.Block(
         size.d_model,

@@ -1,4 +1,4 @@
-"""What is measured: passes of a Block at certain sizes, and the targets that were set for them."""
+"""The cases: passes of a Block at given sizes, with target ratios."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -10,16 +10,16 @@ from lab.sizes import Size
 
 CUDA_PRESETS = ("llama-3.2-1b", "llama-3.1-8b")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-HOW = {"eager": "", "compiled": "-compiled", "graphs": "-graphs"}  # what it adds to the name of a case
+HOW = {"eager": "", "compiled": "-compiled", "graphs": "-graphs"}  # the suffix in the name of a case
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is run, and the ratios that it must not exceed; without a target it is measured and not judged.
+    """A measured pass, and the ratios that it must not exceed; without a target, it is not judged.
 
-    "forward" is without gradients, "train" is forward and backward, to the input and all of the weights. It is run
-    "eager", "compiled", or compiled for CUDA "graphs", as by torch.compile(mode="reduce-overhead"). `targets` go by the
-    name of a peer; "others" are the layers of other projects.
+    "forward" is without gradients; "train" is forward and backward, to the input and all weights. `how` is "eager",
+    "compiled", or "graphs", for torch.compile(mode="reduce-overhead"). The keys of `targets` are names of peers;
+    "others" stands for the layers of other projects.
     """
 
     name: str
@@ -66,10 +66,10 @@ def all_cases(device: torch.device, presets: Iterable[str]) -> list[Case]:
         Case("one-token-bf16", "forward", one_token, bf16, "eager", {"others": 1.00, "limit": 1.20}),
         Case("one-token-compiled-f32", "forward", one_token, f32, "compiled", {"others": 1.00, "limit": 1.15}),
         Case("one-token-compiled-bf16", "forward", one_token, bf16, "compiled", {"others": 1.00, "limit": 1.15}),
-        # Python takes more of its time than the arithmetic.
+        # Python takes more time here than the arithmetic.
         Case("one-token-tiny-f32", "forward", Size(1, 1, 64, 4, 4, 16, 192), f32, "eager", {"transformers": 1.00}),
     ]
-    if device.type == "cuda":  # too small to fill one: only the shape checks are judged
+    if device.type == "cuda":  # too small to fill a GPU: only the shape checks are judged
         checks = {"unchecked": 1.01}
         cases = [dataclasses.replace(case, targets=checks if case.size.d_model >= 768 else {}) for case in cases]
     cases += [case for name in presets for case in _preset_cases(name)]
@@ -77,7 +77,7 @@ def all_cases(device: torch.device, presets: Iterable[str]) -> list[Case]:
 
 
 def _preset_cases(name: str) -> list[Case]:
-    """Return the cases of a model's block in bfloat16, with targets for a GPU where its size fills one."""
+    """Return the cases of a model's block in bfloat16, with targets if its size fills a GPU."""
     token, cases = dataclasses.replace(PRESETS[name], num_layers=None, qk_norm=False), []
     targets = {"eager": {"transformers": 1.00, "operations": 1.03, "unchecked": 1.01}}
     targets["compiled"] = targets["graphs"] = {"others": 1.00, "limit": 1.05}
@@ -93,12 +93,12 @@ def _preset_cases(name: str) -> list[Case]:
 
 
 def with_positions(case: Case) -> Case:
-    """Return the case with positions 0, 1, 2, ... given to the Block; no target was set for it."""
+    """Return the case with positions 0, 1, 2, ... passed to the Block, without targets."""
     return dataclasses.replace(case, name=f"{case.name}-positions", positions=True, targets={})
 
 
 def shrink(case: Case) -> Case:
-    """Return the case at a size that only shows that everything works: what it measures means nothing."""
+    """Return the case at a tiny size, which tests the script; its times mean nothing."""
     size = dataclasses.replace(
         case.size,
         batch_size=min(2, case.size.batch_size),

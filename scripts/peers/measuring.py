@@ -1,4 +1,4 @@
-"""Measure one case: the Block beside each peer in turn, once they agree."""
+"""Measure one case: the Block against each peer, after checking that their outputs agree."""
 
 import time
 import warnings
@@ -23,7 +23,7 @@ Count = Callable[[Callable[[], object], torch.device, float], dict[str, Any] | N
 
 @dataclass(frozen=True)
 class Settings:
-    """How every case is measured; no peer is begun after `deadline`, a time of `time.monotonic`."""
+    """The settings of all cases; no peer is started after `deadline`, a time of `time.monotonic`."""
 
     device: torch.device
     rounds: int
@@ -35,7 +35,7 @@ class Settings:
 def measure_case(
     case: Case, peers: Mapping[str, Peer], settings: Settings, begin: Callable[[str], None] = lambda peer: None
 ) -> dict[str, Any]:
-    """Measure the Block beside each peer; whatever goes wrong with one is its row, and the others go on.
+    """Measure the Block against each peer; an error of a peer is reported in its row, and the others continue.
 
     `begin` is called with the name of each peer before it is measured, for a progress display.
     """
@@ -58,7 +58,7 @@ def measure_case(
             continue
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the peers': they are not ours to mend
+                warnings.simplefilter("ignore")  # of the peers, which this project cannot fix
                 row |= turns.measure(peer)
         except ImportError as error:
             row |= {"status": "skipped", "reason": _one_line(error)}
@@ -89,7 +89,7 @@ class Turns:
     def __init__(self, case: Case, settings: Settings) -> None:
         self.case, self.settings = case, settings
         if case.how != "eager":
-            torch.compiler.reset()  # else too many sizes of one function were compiled at the end
+            torch.compiler.reset()  # otherwise later cases reach the limit of recompilations
         self.block, self.x = make_block(case.size, case.dtype, settings.device, settings.seed)
         positions = {"token_positions": torch.arange(case.size.seq_len, device=self.x.device)}
         self.positions = positions if case.positions else {}
@@ -97,7 +97,7 @@ class Turns:
         self.ours = Contestant(block, self.x, case, settings.seed)
 
     def counts(self) -> dict[str, Any]:
-        """Return what the Block saves, and the FLOPs that a causal mask leaves and those of every score."""
+        """Return the bytes that the Block saves, and its FLOPs, with a causal mask and with every score."""
         cost = self.case.size.costs(self.case.work)
         return self.ours.counts() | {"flops": {"causal": cost.matmul_flops, "dense": cost.dense_matmul_flops}}
 
@@ -107,7 +107,7 @@ class Turns:
         return Contestant(candidate, self.x, self.case, self.settings.seed)
 
     def measure(self, peer: Peer) -> dict[str, Any]:
-        """Return the errors of a peer, and its samples beside those of the Block if they are small enough."""
+        """Return the errors of a peer and, if they are small enough, its samples and those of the Block."""
         ours, theirs = self.ours, self.contestant(peer)
         row = theirs.counts()
         if peer.agrees:
@@ -151,14 +151,14 @@ class Contestant:
             mode = "reduce-overhead" if self.graphs else None
             self.call = torch.compile(candidate.call, dynamic=False, mode=mode)
         for tensor in (self.x, *candidate.constants()) if self.graphs else ():
-            torch._dynamo.mark_static_address(tensor)  # else those of a plain function are copied before each replay
+            torch._dynamo.mark_static_address(tensor)  # otherwise each replay first copies it
         with torch.set_grad_enabled(train):
             self.forward()  # compiles, before anything is counted
             output, self.saved_bytes = SavedBytes(candidate.constants()).of(lambda: _as_tuple(self.forward()))
         # The same numbers for the same shapes: gradients can be compared between contestants.
         generator = torch.Generator().manual_seed(seed + 1)
         self.output_gradients = [torch.randn(t.shape, generator=generator).to(t) for t in output]
-        self.compared = {"outputs": output[0].detach().clone()}  # a graph's next replay would write over it
+        self.compared = {"outputs": output[0].detach().clone()}  # a graph's next replay would overwrite it
         if train:
             self.compared["gradients"] = self.train()[0].clone()
         self.run = self.train if train else self.forward
@@ -173,7 +173,7 @@ class Contestant:
         return torch.autograd.grad(_as_tuple(self.forward()), inputs, self.output_gradients)
 
     def counts(self) -> dict[str, Any]:
-        """Return the bytes that are kept for backward, and on CUDA the most that a run adds.
+        """Return the bytes saved for the backward pass and, on CUDA, the peak that a run adds.
 
         The memory of a replayed graph is in the pool of that graph, where nothing is added.
         """
@@ -192,7 +192,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def tolerance(dtype: torch.dtype) -> float:
     """Return the relative error up to which two layers compute the same function.
 
-    Two roundings in dtype; in float32 the sums, which each layer orders in its way, and a norm without eps weigh more.
+    It allows for two roundings in dtype. In float32 the order of sums and a norm without eps matter more.
     """
     return max(2 * torch.finfo(dtype).eps, 2e-5)
 

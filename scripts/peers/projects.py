@@ -1,8 +1,8 @@
-"""The layers of other projects, each given the weights of a Block. Builders import them: none has to be there.
+"""The layers of other projects, with the weights of a Block. Each builder imports its own, and all are optional.
 
 The Block rotates consecutive pairs, (x0, x1), (x2, x3), ...; Hugging Face, Liger and litgpt pair x[k] with
-x[k + d_head/2]. That is the same attention once the rows of q and k are permuted alike within each head, because a
-score is a sum over them. Each project makes its own tables of cosines and sines, in the dtype that its models keep.
+x[k + d_head/2]. Attention is the same if the rows of q and k are permuted alike within each head, because a score is
+a sum over them. Each project makes its own tables of cosines and sines, in the dtype that its models use.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ def _build_hugging_face(block: Block, size: Size) -> Candidate:
 
 
 def _build_liger(block: Block, size: Size) -> Candidate:
-    """Give Liger's kernels to a private copy of the Llama module: Liger's own patch would reach the plain peer too."""
+    """Patch a private copy of the Llama module: Liger's own patch would also change the plain peer."""
     patched = import_private_copy(_LLAMA)
     vars(patched).update(
         LlamaRMSNorm=import_module("liger_kernel.transformers.rms_norm").LigerRMSNorm,
@@ -41,7 +41,7 @@ def _build_liger(block: Block, size: Size) -> Candidate:
 
 
 def import_private_copy(name: str) -> ModuleType:
-    """Import a module once more, which can be patched without reaching the first."""
+    """Import a module a second time, so that a patch does not change the first."""
     return import_as(f"{name}_private_copy", Path(str(import_module(name).__file__)))
 
 
@@ -106,9 +106,9 @@ def _build_litgpt(block: Block, size: Size) -> Candidate:
 
 
 def _build_x_transformers(block: Block, size: Size) -> Candidate:
-    """Configure x-transformers' Decoder to one such layer; its RMSNorm has no eps, and its gate a bias, removed here.
+    """Configure x-transformers' Decoder to one such layer; its RMSNorm has no eps, and the bias of its gate is removed.
 
-    Its query head h reads key head h % kv_heads, where ours reads h // group: the heads of q and of o are reordered.
+    Its query head h reads key head h % kv_heads, and ours h // group, so the heads of q and o are reordered.
     """
     weights, heads = weights_of(block), {"kv_heads": size.num_kv_heads, "d_head": size.d_head}
     q = rearrange(weights["q"], "(kv_heads group d_head) d_model -> (group kv_heads d_head) d_model", **heads)
@@ -133,7 +133,7 @@ def _build_x_transformers(block: Block, size: Size) -> Candidate:
             ff_no_bias=True,
             verbose=False,
         )
-        layers.rotary_pos_emb = None  # its angles are an argument: in half precision its own would round positions
+        layers.rotary_pos_emb = None  # angles are an argument: its own, in half precision, would round positions
         layers.layers[1][1].ff[0].proj.bias = None
         return layers
 
@@ -177,7 +177,7 @@ def _build_torchtune(block: Block, size: Size) -> Candidate:
 
     layer = _load(make, _renamed(block, {"ffn": "mlp", "ln1.weight": "sa_norm.scale", "ln2.weight": "mlp_norm.scale"}))
     with torch.device(next(block.parameters()).device):
-        layer.attn.pos_embeddings.rope_init()  # its table anew, in float32, as torchtune's own models have it
+        layer.attn.pos_embeddings.rope_init()  # recompute its table in float32, as in torchtune's models
     parts = {"norm": layer.sa_norm, "ffn": layer.mlp, "attention": lambda x: layer.attn(x, x)}
     return Candidate.of(layer, parts)
 
@@ -185,7 +185,7 @@ def _build_torchtune(block: Block, size: Size) -> Candidate:
 PEERS: Mapping[str, Peer] = {
     "limit": Peer(candidates.build_limit, "limit: the matrix products and SDPA", agrees=False),
     "copy": Peer(candidates.build_copy, "copy: as many bytes as the weights have", agrees=False),
-    # Inductor has no code for its complex product.
+    # Inductor generates no code for its complex product.
     "operations": Peer(
         candidates.build_operations, "operations: the Block's, without modules or checks", eager_only=True
     ),
@@ -200,7 +200,7 @@ PEERS: Mapping[str, Peer] = {
 
 
 def _renamed(block: Block, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the parameters of a Block, with the beginnings of their names replaced, those found first."""
+    """Return the parameters of a Block, with the first matching prefix of each name replaced."""
     state: dict[str, Tensor] = {}
     for name, parameter in block.named_parameters():
         old = next((old for old in names if name.startswith(old)), "")

@@ -158,7 +158,7 @@ def test_kernels_are_counted_when_everything_is_timed(monkeypatch):
         (["--json", "a", "--write", "a"], "two outputs have the same path: a"),
         (["--report", "a.json", "--json", "b.json"], "--report measures nothing"),
         (["--report", "a.json"], "cannot read a.json: No such file or directory"),
-        (["--report", "other.json"], "other.json is not a run of this script"),
+        (["--report", "other.json"], "other.json must be a --json file of compare_peers.py"),
     ],
 )
 def test_impossible_arguments_are_one_line_and_exit_code_2(options, message, capsys, tmp_path, monkeypatch):
