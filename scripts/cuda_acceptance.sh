@@ -13,7 +13,7 @@ if [[ -z ${1-} || $1 == -* ]]; then
 fi
 mkdir -p "$1" && out=$(cd "$1" && pwd) && shift && cd "$(dirname "$0")/.." || exit 2
 limit=${LIMIT:-520} python=${PYTHON:-python3}
-# Without beartype the layers run unchecked, and the report says so.
+# Without beartype the layers run unchecked, which the report states.
 "$python" -c "import beartype" 2>/dev/null || export JAXTYPING_DISABLE=1
 # The tests that have not started 20 s before the limit are skipped; a test that runs then has these 20 s left.
 timeout --foreground --signal=INT --kill-after=10 "$limit" "$python" -m pytest -m cuda -W default --tb=short -rfExXs \
