@@ -1,8 +1,8 @@
 """Measure a size that is distributed over processes, beside one process with all of it, in interleaved rounds."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,38 +11,28 @@ from lab.machine import Ceilings
 from lab.memory import bytes_of, peak_added_bytes
 from lab.processes import from_all, is_first, least
 from lab.progress import Progress
-from lab.sizes import Size
-from lab.timing import Clock, Spread, clock, interleave, paired_ratio
+from lab.sizes import PASSES, Size
+from lab.timing import Clock, Spread, interleave, paired_ratio
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tinyblock import parallelize
 
-from .collectives import Collective, Collectives, alone, collectives_of
+from .collectives import Collective, alone, collectives_of
 from .measure import TIMED, Optimizing, Settings, build_whole
 from .parts import Step, whole
-from .trust import Watch, trust
+from .trust import busy_shares, system_clocks, trust
 
 _LINK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # of the all-gather that measures a link
 
 
-def measure_distributed(
-    size: Size, settings: Settings, ceilings: Ceilings, progress: Progress | None = None, clock: Clock = clock
-) -> dict[str, Any]:
-    """Measure one size over the processes of the settings' mesh, and return such a point of docs/profile_schema.md.
-
-    The collectives are those counted in a run, or of a compiled model those that follow from the sizes. Each is timed
-    alone, by all groups of its axis at once, so without the time in which it waits for the others where it is called.
-    How much is hidden behind computing is seen on CUDA, by torch.profiler; gloo computes on the same cores.
-    """
-    progress = progress or Progress()
-    with torch.set_grad_enabled(settings.train):
-        progress.start("building")
-        return Distributed(size, settings).point(ceilings, progress, clock)
-
-
 class Distributed:
-    """A size, built on all processes and on the first alone, and what is timed of both."""
+    """A size, built on all processes and on the first alone, and what is timed of both.
+
+    The collectives follow from the sizes. Each is timed alone, by all groups of its axis at once, so without the time
+    in which it waits for the others where it is called. How much is hidden behind computing is seen on CUDA, by
+    torch.profiler; gloo computes on the same cores.
+    """
 
     def __init__(self, size: Size, settings: Settings) -> None:
         self.size, self.mesh, self.settings = size, settings.mesh, settings
@@ -52,7 +42,8 @@ class Distributed:
         parallelize(model, self.devices, compile=settings.compile)
         x, *gradients = (_batch_of_this(tensor, self.devices) for tensor in (*one.inputs, *one.gradients))
         self.step = whole(model, x.requires_grad_(settings.train), gradients[0] if gradients else None)
-        self.calls = collectives_of(size, settings.mesh) if settings.compile else self._count()
+        calls = collectives_of(size, settings.mesh)
+        self.calls = {name: calls[name] for name in PASSES[settings.mode] if name in calls}
         self.runs, self.optimizing = _runs(self.step, settings.mode)
         if settings.mesh.dp > 1:  # else the outermost module keeps its weights, and the next pass need not gather them
             self.runs["forward"] = lambda: (self.step.forward(), model.reshard())
@@ -67,23 +58,17 @@ class Distributed:
         torch.manual_seed(self.settings.seed)
         return build_whole(self.size, self.settings)
 
-    def _count(self) -> dict[str, Counter[Collective]]:
-        with Collectives(self.devices) as forward:
-            out = self.step.forward()
-        with Collectives(self.devices) as backward:
-            if self.settings.train:
-                torch.autograd.backward(out, self.step.gradients)
-        return {"forward": forward.calls, "backward": backward.calls}
-
     def point(self, ceilings: Ceilings, progress: Progress, clock: Clock) -> dict[str, Any]:
-        settings, mesh, watch = self.settings, self.mesh, Watch()
+        """Measure, and return such a point of docs/profile_schema.md."""
+        settings, mesh, start = self.settings, self.mesh, system_clocks()
         timed: dict[Any, Callable[[], object]] = {("all", name): run for name, run in self.runs.items()}
         timed |= {("one", name): run for name, run in self.runs_of_one.items()}
-        for call in dict.fromkeys([*self.links.values(), *self.calls["forward"], *self.calls["backward"]]):
+        for call in dict.fromkeys([*self.links.values(), *chain(*self.calls.values())]):
             timed[call] = alone(call, self.devices[call.axis].get_group(), settings.device, settings.dtype)
         progress.start("timing", len(timed) * settings.rounds)
         samples = interleave(timed, settings.rounds, 0.01, 1, progress.advance, least, clock)
-        shares = watch.shares() | {"others_share": None}  # of which the processes of this profile are the most
+        shares = busy_shares(start, system_clocks())
+        shares["others_share"] = None  # of which the processes of this profile are the most
         run = self.runs[settings.mode]
         overlap, memory = summarize_overlap(events_of(run, settings.device)), self._memory(run)
         self.samples = from_all(samples)

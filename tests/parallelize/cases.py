@@ -12,7 +12,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from lab.sizes import Size
-from profiling.collectives import Collective, Collectives, Mesh, collectives_of
+from parallelize.counting import Collectives
+from profiling.collectives import Collective, Mesh, collectives_of
 from profiling.distributed import Distributed
 from profiling.measure import Settings
 from test_recipes import run
@@ -256,6 +257,8 @@ def each_pass_that_is_profiled_calls_what_a_step_calls() -> None:
     size, mesh = Size(4, 8, 16, 8, 4, 4, 32), Mesh(dp=2, tp=2)  # a Block, that would keep its weights when called again
     model = Distributed(size, Settings(torch.device("cpu"), torch.float32, "train", mesh=mesh))
     calls = collectives_of(size, mesh)
+    forward = Distributed(size, Settings(torch.device("cpu"), torch.float32, "forward", mesh=mesh))
+    assert forward.calls == {"forward": calls["forward"]}
     for name, expected in (("forward", calls["forward"]), ("train", calls["forward"] + calls["backward"])):
         for _ in range(2):
             with Collectives(model.devices) as counted:

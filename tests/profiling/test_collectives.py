@@ -34,19 +34,6 @@ def test_fsdp_moves_three_times_the_weights_and_hsdp_a_sum_of_its_shard():
     assert moved(calls["backward"], "dp_replicate", 2) == 2 * (psi / 4) / 2  # an all-reduce over two processes
 
 
-def test_a_block_alone_keeps_its_weights_for_the_backward_pass():
-    block = Size(8, 32, 64, 8, 4, 8, 192)
-    calls = collectives_of(block, Mesh(dp=2))
-    assert calls["forward"] == {Collective("all-gather", "dp", block.parameters): 1}
-    assert calls["backward"] == {Collective("reduce-scatter", "dp", block.parameters): 1}
-
-
-def test_tensor_parallelism_divides_the_weights_that_fsdp_gathers_but_no_gains():
-    gathered = [call for call in collectives_of(SIZE, Mesh(dp=2, tp=4))["forward"] if call.axis == "dp"]
-    gains = 2 * 64
-    assert [call.elements for call in gathered] == [(SIZE.block_parameters - gains) // 4 + gains, 64]
-
-
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [

@@ -17,7 +17,7 @@ sys.argv[0] = "scripts/profile_block.py"
 from profiling.cli import main
 from profiles import ticking
 options = ["--device=cpu", "--seq-len=8", "--d-model=16", "--num-heads=4", "--d-ff=24", "--num-layers=2", "--rounds=2"]
-sys.exit(main([*options, "--tp=2", "--mode=step", "--json=profile.json", "--plot=plot.svg"], ticking()))
+sys.exit(main([*options, "--tp=2", "--mode=step", "--json=profile.json"], ticking()))
 """
 
 
@@ -39,11 +39,9 @@ def test_only_the_first_process_prints_and_the_slowest_counts(outcome):
     (point,) = document["points"]
     assert list(point["whole"]) == ["forward", "train", "step"]
     for record in point["whole"].values():
-        assert len(record["of_ranks"]) == 2
         assert record["seconds"]["median"] >= max(record["of_ranks"]) > 0
         assert record["efficiency"] == record["speed_up"]["median"] / 2
     assert point["overlap"] is None
-    assert "Hidden behind computing: nothing" in first.out
 
 
 def test_collectives_and_memory_are_those_of_the_sizes(outcome):
@@ -63,12 +61,11 @@ def test_collectives_and_memory_are_those_of_the_sizes(outcome):
     assert point["memory"]["optimizer_state_bytes"] == 2 * of_process + 4 * 19  # and as many step counts
 
 
-def test_schema_compare_and_plot_know_processes(outcome):
+def test_schema_and_compare_know_processes(outcome):
     document = json.loads((outcome[1] / "profile.json").read_text())
     assert undocumented(document) == set()
     table = next(section for section in compare(document, document) if hasattr(section, "rows"))
     assert [row[:2] for row in table.rows] == [["whole", "forward"], ["whole", "train"], ["whole", "step"]]
-    assert "<svg" in (outcome[1] / "plot.svg").read_text()
 
 
 def test_overlap_is_the_time_of_collectives_in_which_another_kernel_runs():
