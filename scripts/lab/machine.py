@@ -142,8 +142,8 @@ def measure_ceilings(
     return Ceilings(rates[best], copied, sustained, best, source.nbytes)
 
 
-def memory_bytes(device: torch.device) -> int | None:
-    """Return the size of the device's memory, or None where the system does not tell."""
+def memory_bytes(device: torch.device) -> int:
+    """Return the size of the device's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -43,11 +43,11 @@ class SavedBytes:
         return outputs, sum(seen.values()) - before
 
 
-def peak_added_bytes(run: Callable[[], object], device: torch.device) -> int | None:
+def peak_added_bytes(run: Callable[[], object], device: torch.device) -> int:
     """Return the most bytes of tensors that `run` holds at a time, beyond those that existed before it.
 
-    On CUDA from the allocator's statistics, on a CPU from the allocations that torch.profiler records; None where it
-    recorded none. Neither sees what a library allocates for itself.
+    On CUDA from the allocator's statistics, on a CPU from the allocations that torch.profiler records. Neither sees
+    what a library allocates for itself.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -64,13 +64,11 @@ def peak_added_bytes(run: Callable[[], object], device: torch.device) -> int | N
         return peak_of_trace(json.loads(trace.read_bytes())["traceEvents"])
 
 
-def peak_of_trace(events: list[dict[str, Any]]) -> int | None:
+def peak_of_trace(events: list[dict[str, Any]]) -> int:
     """Return the peak of the running sum of a Chrome trace's allocations and releases, in bytes."""
     changes = [(event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"]
-    if not changes:
-        return None
     changes.sort(key=lambda change: change[0])
-    return max(0, *accumulate(change for _, change in changes))
+    return max(accumulate((change for _, change in changes), initial=0))
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -31,13 +31,27 @@ def analyse(
 
     The parts are those of `Size.part_costs`, "whole", and "smallest" (the same calls on one token); their passes are
     "forward", unless the mode is forward "train" (forward and backward), and of the last two "step" in that mode, which
-    adds ("AdamW", "optimizer"). `gpu` has the time of the GPU alone, and is empty on a CPU. `shares` come from a Watch.
+    adds ("AdamW", "optimizer"). `gpu` has the time of the GPU alone, and is empty on a CPU. `shares` are those of
+    `busy_shares`.
     """
     samples, gpu = _with_backward(samples), _with_backward(gpu)
     counts = {name: size.count(name) for name in size.part_costs(1)}
 
     def record(part: str, pass_: str, cost: Cost, floor: float | None = None) -> dict[str, Any]:
-        return _pass(samples[part, pass_], gpu.get((part, pass_)), cost, ceilings, floor)
+        """Return the figures of one pass; `floor` is its least time in seconds, if that is not the roofline's own."""
+        spread, on_gpu = Spread.of(samples[part, pass_]), gpu.get((part, pass_))
+        floor = ceilings.seconds(cost.flops, cost.bytes) if floor is None else floor
+        timed = spread.median > 0  # noise can leave no time at all to a backward pass, which is a difference
+        return {
+            "seconds": asdict(spread),
+            "gpu_seconds": on_gpu and on_gpu[0],
+            **asdict(cost),
+            "intensity": cost.intensity,
+            "bound": ceilings.bound(cost.intensity),
+            "flops_per_second": cost.flops / spread.median if timed else None,
+            "roofline_seconds": floor,
+            "roofline_fraction": floor / spread.median if timed else None,
+        }
 
     sums = {
         pass_: [
@@ -50,8 +64,7 @@ def analyse(
     for name, costs in size.part_costs(dtype.itemsize).items():
         passes = {pass_: record(name, pass_, costs[pass_]) for pass_ in PASSES[mode] if pass_ in costs}
         for pass_, figures in passes.items():
-            share = counts[name] * figures["seconds"]["median"] / Spread.of(sums[pass_]).median
-            figures["share"] = share
+            figures["share"] = counts[name] * figures["seconds"]["median"] / Spread.of(sums[pass_]).median
         parts.append({"name": name, "count": counts[name], **passes})
     optimizer = None
     if mode == "step":
@@ -111,28 +124,6 @@ def _with_backward(samples: Samples) -> dict[tuple[str, str], list[float]]:
         if pass_ == "train"
     }
     return {**samples, **backward}
-
-
-def _pass(
-    samples: list[float], gpu: list[float] | None, cost: Cost, ceilings: Ceilings, floor: float | None
-) -> dict[str, Any]:
-    """Return the figures of one pass; `floor` is its least time in seconds, if that is not the roofline's own."""
-    spread = Spread.of(samples)
-    floor = ceilings.seconds(cost.flops, cost.bytes) if floor is None else floor
-    timed = spread.median > 0  # noise can leave no time at all to a backward pass, which is a difference
-    return {
-        "seconds": asdict(spread),
-        "gpu_seconds": gpu and gpu[0],
-        "matmul_flops": cost.matmul_flops,
-        "dense_matmul_flops": cost.dense_matmul_flops,
-        "elementwise_flops": cost.elementwise_flops,
-        "bytes": cost.bytes,
-        "intensity": cost.intensity,
-        "bound": ceilings.bound(cost.intensity),
-        "flops_per_second": cost.flops / spread.median if timed else None,
-        "roofline_seconds": floor,
-        "roofline_fraction": floor / spread.median if timed else None,
-    }
 
 
 def _losses(

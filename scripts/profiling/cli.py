@@ -50,14 +50,13 @@ _EXAMPLES = """examples:
 def main(argv: Sequence[str] | None = None, clock: Clock = clock) -> int:
     """Profile as `argv` says, and return the exit code.
 
-    0: done. 1: nothing could be measured. 2: rejected before measuring. 130: interrupted; the report has the sizes that
-    were measured until then.
+    0: done. 1: nothing could be measured. 2: rejected before measuring. 130: interrupted; the finished sizes are shown.
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
     with parser.reporting():
         settings, sizes = _checked(arguments)
-        earlier = _earlier(arguments.compare, sizes)
+        earlier = arguments.compare and load(arguments.compare, sizes)
     if arguments.nvtx:
         print(f"To record the ranges: {nsys_command(sys.argv[1:] if argv is None else argv)}", flush=True)
     if arguments.predict is not None:
@@ -167,9 +166,11 @@ def _checked(arguments: argparse.Namespace) -> tuple[Settings, list[Size]]:
     if arguments.nvtx:
         _reject(arguments, "and --nvtx need two profilers, and the GPU has one: leave one of them out", "trace")
     _check_mesh(arguments, settings.mesh, sizes)
-    _check_weights(sizes, settings)
-    if settings.compile:
-        _check_compile(settings.device)
+    # In a sweep, a size that is too large is a row; of a single one, building would only fill the memory.
+    weights = min(size.parameters for size in sizes) * settings.dtype.itemsize
+    if weights > (memory := memory_bytes(settings.device)):
+        have, has = (f"{size / 2**30:.1f} GiB" for size in (weights, memory))
+        raise ValueError(f"a model of {have} of weights does not fit: {settings.device} has {has}")
     return settings, sizes
 
 
@@ -197,7 +198,8 @@ def _possible_size(arguments: argparse.Namespace, dtype: torch.dtype, swept: dic
         one_layer.build("meta", dtype)
         torch.empty(size.batch_size, size.seq_len, size.d_model, device="meta", dtype=dtype)
     except (RuntimeError, OverflowError, TypeError) as error:
-        raise ValueError(f"impossible size: {_first_sentence(error)}") from None
+        reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
+        raise ValueError(f"impossible size: {reason}") from None
     return size
 
 
@@ -207,23 +209,18 @@ def size_of(arguments: argparse.Namespace, swept: dict[str, int]) -> Size:
     chosen = {name: getattr(arguments, name) for name in names} | swept
     chosen = {name: value for name, value in chosen.items() if value is not None}
     size: dict[str, Any] = {"d_model": 512, "num_heads": 8}
-    numerics: dict[str, Any] = {"qk_norm": arguments.qk_norm}
     if arguments.preset is not None:
-        preset = PRESETS[arguments.preset]
-        numerics = {"theta": preset.theta, "eps": preset.eps, "qk_norm": preset.qk_norm or arguments.qk_norm}
-        size = {"d_model": preset.d_model, "num_heads": preset.num_heads}
+        size = asdict(PRESETS[arguments.preset]) | {"num_layers": None}
         # Its heads and d_ff belong to its width: with others, the layers' own defaults hold.
-        if "num_heads" not in chosen:
-            size["num_kv_heads"] = preset.num_kv_heads
-        if "d_model" not in chosen:
-            size["d_ff"] = preset.d_ff
-            if "num_heads" not in chosen:
-                size["d_head"] = preset.d_head
+        for option, belong in {"d_model": ("d_ff", "d_head"), "num_heads": ("num_kv_heads", "d_head")}.items():
+            if option in chosen:
+                size = {name: value for name, value in size.items() if name not in belong}
     size |= chosen
+    size["qk_norm"] = size.get("qk_norm", False) or arguments.qk_norm
     of_block = ("d_model", "num_heads", "num_kv_heads", "d_head", "d_ff")
     block = Block(**{name: size[name] for name in of_block if name in size}, device="meta")
     size |= {"num_kv_heads": block.attn.num_kv_heads, "d_head": block.attn.d_head, "d_ff": block.ffn.d_ff}
-    return Size(**size, **numerics)
+    return Size(**size)
 
 
 def _check_mesh(arguments: argparse.Namespace, mesh: Mesh, sizes: list[Size]) -> None:
@@ -234,32 +231,15 @@ def _check_mesh(arguments: argparse.Namespace, mesh: Mesh, sizes: list[Size]) ->
         start = f"torchrun --nproc-per-node {mesh.processes} {sys.argv[0]} {options} ..." if options else "python"
         raise ValueError(f"{mesh} needs {mesh.processes} processes, but {launched()} is running: start with {start}")
     if mesh.processes > 1:
-        _reject(arguments, "is for one process: leave --tp and --dp out", "sweep", "trace", "memory_snapshot", "nvtx")
-
-
-def _check_weights(sizes: list[Size], settings: Settings) -> None:
-    """Reject a stack whose weights alone are larger than the memory: it would only be built until that is full.
-
-    In a sweep a size that is too large is a row, as long as a smaller one can be measured.
-    """
-    smallest = min(sizes, key=lambda size: size.parameters)
-    weights, memory = smallest.parameters * settings.dtype.itemsize, memory_bytes(settings.device)
-    if smallest.num_layers is not None and memory is not None and weights > memory:
-        have, has = (f"{size / 2**30:.1f} GiB" for size in (weights, memory))
-        raise ValueError(f"--num-layers {smallest.num_layers} has {have} of weights, and {settings.device} has {has}")
-
-
-def _check_compile(device: torch.device) -> None:
-    try:
-        torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
-    except Exception as error:  # whatever a missing or broken compiler leads to
-        raise ValueError(f"--compile: torch.compile does not work here: {_first_sentence(error)}") from None
-    finally:
-        torch.compiler.reset()
-
-
-def _first_sentence(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
+        _reject(
+            arguments,
+            "is for one process: leave --tp and --dp out",
+            "sweep",
+            "plot",
+            "trace",
+            "memory_snapshot",
+            "nvtx",
+        )
 
 
 def _check_prediction(arguments: argparse.Namespace, settings: Settings, sizes: list[Size]) -> None:
@@ -294,16 +274,6 @@ def _mesh(text: str) -> Mesh:
     raise ValueError(f"--predict must be meshes, as in tp=8,dp=64, got {text!r}")
 
 
-def _earlier(path: Path | None, sizes: list[Size]) -> dict[str, Any] | None:
-    """Return the profile to compare with."""
-    if path is None:
-        return None
-    document = load(path)
-    if not any(point["size"] == asdict(size) for point in document["points"] for size in sizes):
-        raise ValueError(f"--compare: {path} has none of these sizes")
-    return document
-
-
 def _profile(
     arguments: argparse.Namespace, settings: Settings, sizes: list[Size], earlier: dict[str, Any] | None, clock: Clock
 ) -> int:
@@ -318,18 +288,16 @@ def _profile(
             try:
                 document["points"].append(_measure(size, settings, ceilings, progress, clock))
             except KeyboardInterrupt:
+                if not document["points"]:
+                    raise
                 document["status"] = "interrupted"
-                break
             if arguments.json is not None and is_first():
                 write_json(arguments.json, document)  # after every point: if the process is killed, those are left
+            if document["status"] == "interrupted":
+                break
     measured = [point for point in document["points"] if "whole" in point]
     if not is_first():
         return 0 if measured else 1
-    if document["status"] == "interrupted":
-        if not measured:
-            raise KeyboardInterrupt
-        if arguments.json is not None:
-            write_json(arguments.json, document)
     try:  # the report first, so that a plot that fails does not lose it
         show(distributed_report(document) if settings.mesh.processes > 1 else report(document))
         if earlier is not None:
@@ -345,9 +313,11 @@ def _profile(
 def _measure(size: Size, settings: Settings, ceilings: Ceilings, progress: Progress, clock: Clock) -> dict[str, Any]:
     if settings.mesh.processes == 1:
         return measure(size, settings, ceilings, datasheet(device_name(settings.device)), progress, clock)
-    from .distributed import measure_distributed  # torch.distributed takes seconds to import
+    from .distributed import Distributed  # torch.distributed takes seconds to import
 
-    return measure_distributed(size, settings, ceilings, progress, clock)
+    with torch.set_grad_enabled(settings.train):
+        progress.start("building")
+        return Distributed(size, settings).point(ceilings, progress, clock)
 
 
 def _predict(arguments: argparse.Namespace, settings: Settings, sizes: list[Size], clock: Clock) -> int:

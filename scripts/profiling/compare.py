@@ -1,26 +1,31 @@
 """An earlier profile beside this one: the ratio of every time, with the interval in which it may lie."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lab.sizes import Size
 from lab.tables import Section, Table, number
 
 from .report import describe, doubts
 
 SCHEMA = "tinyblock.profile/1"
 _CEILINGS = ("flops_per_second", "bytes_per_second")
+# What can make a difference, beside the code.
+_CAUSES = ["device", "torch", "threads", "driver", "cudnn", "norm_kernels", "commit", "dtype", "mode", "compile"]
+_CAUSES += ["float32_matmul_precision", "mesh", "attention_kernel"]
 _ADVICE = (
     "Two runs of the same code differ by more than the rounds within one. To compare two versions of the code, run\n"
     "them in turns: scripts/compare_peers.py --against."
 )
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, sizes: list[Size]) -> dict[str, Any]:
     """Read a profile, for the option --compare.
 
     Raises:
-        ValueError: it cannot be read, or is not a profile of this schema.
+        ValueError: it cannot be read, is not a profile of this schema, or has none of the sizes.
     """
     try:
         document = json.loads(path.read_text())
@@ -30,6 +35,8 @@ def load(path: Path) -> dict[str, Any]:
         raise ValueError(f"--compare: {path} is not JSON: {error}") from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise ValueError(f'--compare: {path} is not a profile: its "schema" is not "{SCHEMA}"')
+    if not any(point["size"] == asdict(size) for point in document["points"] for size in sizes):
+        raise ValueError(f"--compare: {path} has none of these sizes")
     return document
 
 
@@ -58,20 +65,11 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> list[Section]:
 
 def _differences(new: dict[str, Any], old: dict[str, Any]) -> str:
     lines = [f"Compared with the profile of {old['environment']['date']}, commit {old['environment']['commit']}:"]
-    for section, keys in (
-        ("environment", ("device", "torch", "threads", "driver", "cudnn", "norm_kernels", "commit")),
-        ("settings", ("dtype", "mode", "compile", "float32_matmul_precision", "mesh")),
-    ):
-        lines += _changes(new[section], old[section], keys)
-    for point in new["points"]:
-        for earlier in (earlier for earlier in old["points"] if earlier["size"] == point["size"]):
-            lines += _changes(point, earlier, ("attention_kernel",))
-    return "\n".join(dict.fromkeys(lines))
-
-
-def _changes(new: dict[str, Any], old: dict[str, Any], keys: tuple[str, ...]) -> list[str]:
-    pairs = ((key.replace("_", " "), old.get(key), new.get(key)) for key in keys)
-    return [f"  {name}: {then} then, {now} now" for name, then, now in pairs if then != now]
+    then, now = (doc["points"][0] | doc["environment"] | doc["settings"] for doc in (old, new))
+    for key in _CAUSES:
+        if then.get(key) != now.get(key):
+            lines.append(f"  {key.replace('_', ' ')}: {then.get(key)} then, {now.get(key)} now")
+    return "\n".join(lines)
 
 
 def _times(point: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:

@@ -22,7 +22,7 @@ from . import tracing
 from .analysis import analyse
 from .collectives import ONE_PROCESS, Mesh
 from .parts import Step, block_steps, part_steps, run_steps, whole
-from .trust import Watch
+from .trust import busy_shares, system_clocks
 
 TIMED = {"forward": ("forward",), "train": ("forward", "train"), "step": ("forward", "train", "step")}
 
@@ -89,8 +89,8 @@ class _Measurement:
         if settings.compile:
             progress.start("compiling")
             torch.compiler.reset()  # else the second size of a sweep would be compiled for any size
-            eager, self.whole = self.whole, self.whole.compiled()
-            self.compile = tracing.compile_report(eager, self.whole, settings.train)
+            self.whole = self.whole.compiled()
+            self.compile = tracing.compile_report(self.whole.train if settings.train else self.whole.forward)
             self.smallest = self.smallest.compiled()
             self.parts = [part.compiled() for part in self.parts]
         self.optimizing = Optimizing(self.whole) if settings.mode == "step" else None
@@ -109,10 +109,10 @@ class _Measurement:
         return runs
 
     def point(self, ceilings: Ceilings, datasheet: Datasheet | None, clock: Clock) -> dict[str, Any]:
-        size, settings, progress, runs, watch = self.size, self.settings, self.progress, self._runs(), Watch()
+        size, settings, progress, runs, start = self.size, self.settings, self.progress, self._runs(), system_clocks()
         progress.start("timing", len(runs) * settings.rounds)
         samples = interleave(runs, settings.rounds, 0.01, 1, progress.advance, clock=clock)
-        shares = watch.shares()
+        shares = busy_shares(start, system_clocks())
         timed_on_gpu = runs if settings.device.type == "cuda" else {}
         gpu = {key: [gpu_seconds(run, min(samples[key]))] for key, run in timed_on_gpu.items()}
         point: dict[str, Any] = {"status": "ok", "error": None, "size": asdict(size)}
@@ -159,7 +159,7 @@ class _Measurement:
             "optimizer_state_bytes": state,
             "saved_bytes": saved_by_whole,
             "peak_added_bytes": added,
-            "peak_bytes": None if added is None else there + added,
+            "peak_bytes": there + added,
             "parts": parts,
         }
 

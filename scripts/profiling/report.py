@@ -135,9 +135,6 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> list[str]:
     if kernels is not None:
         bound = "launch-bound" if kernels["launch_bound"] else "not launch-bound"
         lines.append(f"Kernels: {kernels['count']}, which run {share(kernels['busy_fraction'])} of the time: {bound}")
-    else:
-        why = "the device is a CPU" if on_cpu else "torch.profiler saw none, or --nvtx was given"
-        lines.append(f"Kernels: n/a, because {why}")
     if compiled is not None:
         cache = ", from inductor's cache" if compiled["from_cache"] else ""
         graphs = f"{plural(compiled['graphs'], 'graph')}, {plural(compiled['graph_breaks'], 'break')}"
@@ -157,12 +154,10 @@ def _losses(point: dict[str, Any]) -> list[str]:
     unit, factor = time_unit(point["losses"][0]["seconds"])
     lines = ["Most time lost against the roofline:"]
     for loss in point["losses"]:
-        cause = (
-            "" if point["trust"]["doubts"] else f"; {_CAUSES[loss['cause']].format(share(loss['roofline_fraction']))}"
-        )
-        lines.append(
-            f"  {loss['name']}: {number(loss['seconds'] * factor)} {unit}, {share(loss['share'])} of the whole{cause}"
-        )
+        line = f"  {loss['name']}: {number(loss['seconds'] * factor)} {unit}, {share(loss['share'])} of the whole"
+        if not point["trust"]["doubts"]:
+            line += f"; {_CAUSES[loss['cause']].format(share(loss['roofline_fraction']))}"
+        lines.append(line)
     return ["\n".join(lines)]
 
 
@@ -173,19 +168,19 @@ def _times(point: dict[str, Any], passes: list[str], title: str) -> Table:
     columns = [column for name in passes for column in (f"{name} {unit}", "p20-p80", *on_gpu, "share")]
     table = Table(title, ["part", *columns])
 
-    def add(name: str, cells: list[list[str]]) -> None:
-        table.rows.append([name, *chain(*cells)])
-
-    def gpu(record: dict[str, Any]) -> list[str]:
-        return [number(record["gpu_seconds"] * factor)] if on_gpu else []
+    def add(name: str, records: dict[str, Any], key: str = "seconds", factor: float = factor) -> None:
+        row = [name]
+        for record in (records[pass_] for pass_ in passes):
+            row += spread_cells(record[key], factor)
+            row += [number(factor * record["gpu_seconds"]) if "gpu_seconds" in record else "" for _ in on_gpu]
+            row.append(share(record["share"]) if "share" in record else "")
+        table.rows.append(row)
 
     for part in point["parts"]:
-        of_passes = [part[name] for name in passes]
-        add(part["name"], [[*spread_cells(of["seconds"], factor), *gpu(of), share(of["share"])] for of in of_passes])
-    none = [""] * len(on_gpu)
-    add("sum of the parts", [[*spread_cells(sums[name]["seconds"], factor), *none, share(1.0)] for name in passes])
-    add("whole", [[*spread_cells(whole[name]["seconds"], factor), *gpu(whole[name]), ""] for name in passes])
-    add("sum / whole", [[*spread_cells(sums[name]["of_whole"], 1), *none, ""] for name in passes])
+        add(part["name"], part)
+    add("sum of the parts", sums)
+    add("whole", whole)
+    add("sum / whole", sums, "of_whole", 1.0)
     return table
 
 

@@ -10,7 +10,7 @@ from .report import describe, doubts, header
 
 _LEGEND = (
     "Times are medians, of rounds in which the slowest process counts. Speed-up: over one process with the whole\n"
-    "batch, in turns with these, which wait. Collectives: counted in a run and timed alone, so without what they wait\n"
+    "batch, in turns with these, which wait. Collectives: of these sizes, timed alone, so without what they wait\n"
     "for another process."
 )
 _PAPER = (
@@ -23,7 +23,7 @@ def distributed_report(document: dict[str, Any]) -> list[Section]:
     """Return the sections of a profile of several processes."""
     sections: list[Section] = [f"{header(document)}\n{Mesh(**document['settings']['mesh'])}", *doubts(document)]
     for point in document["points"]:
-        sections += [_summary(point, document), _times(point), _collectives(point)]
+        sections += [_summary(point), _times(point), _collectives(point)]
     return [*sections, _LEGEND]
 
 
@@ -95,12 +95,10 @@ def _collectives(point: dict[str, Any]) -> Table:
     return table
 
 
-def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
+def _summary(point: dict[str, Any]) -> str:
     memory, overlap = point["memory"], point["overlap"]
     links = ", ".join(f"{axis} {si(rate['median'], 'B/s')}" for axis, rate in point["links"].items())
-    hidden = "nothing: gloo works on the cores that compute"
-    if document["settings"]["device"] != "cpu":
-        hidden = "n/a: torch.profiler saw no kernel of NCCL"
+    hidden = "nothing, as torch.profiler saw no kernel of NCCL"  # gloo works on the cores that compute
     if overlap is not None:
         fraction = overlap["hidden_seconds"] / overlap["collective_seconds"]
         hidden = f"{share(fraction)} of {number(1e3 * overlap['collective_seconds'])} ms of NCCL's kernels"

@@ -59,22 +59,20 @@ def nsys_command(arguments: Sequence[str]) -> str:
     return f"{nsys} {shlex.join([sys.executable, sys.argv[0], *arguments])}"
 
 
-def compile_report(eager: Step, compiled: Step, train: bool) -> dict[str, Any]:
+def compile_report(run: Callable[[], object]) -> dict[str, Any]:
     """Compile by a first call, and return the seconds that it took, the graphs, and where they break."""
-    explained = torch._dynamo.explain(eager.run)(*eager.inputs)
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    start = clock()
-    compiled.train() if train else compiled.forward()
-    seconds = clock() - start
     counters = torch._dynamo.utils.counters
+    counters.clear()
+    start = clock()
+    run()
+    seconds = clock() - start
     hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
     return {
         "seconds": seconds,
         "from_cache": hits > 0,  # inductor keeps what it compiled on disk, so that a second run compiles faster
-        "graphs": explained.graph_count,
-        "graph_breaks": explained.graph_break_count,
-        "break_reasons": [str(reason.reason) for reason in explained.break_reasons],
+        "graphs": counters["stats"]["unique_graphs"],
+        "graph_breaks": sum(counters["graph_break"].values()),
+        "break_reasons": list(counters["graph_break"]),
     }
 
 

@@ -2,10 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lab.timing import Spread
 
@@ -13,48 +12,37 @@ from lab.timing import Spread
 _SPREAD, _ABOVE_FASTEST, _WAITED, _OTHERS = 0.2, 0.25, 0.05, 0.25
 
 
-class Clocks(NamedTuple):
-    """Seconds: of the wall, of this process's threads that waited for a core, of all cores that others used."""
+def system_clocks(proc: Path = Path("/proc")) -> tuple[float, float, float] | None:
+    """Return the seconds of the wall, of this process's threads that waited for a core, and of cores that others used.
 
-    wall: float
-    waited: float
-    others: float | None
-
-
-def system_clocks(proc: Path = Path("/proc")) -> Clocks:
-    """Read the clocks of the system; on other systems than Linux, little is known."""
-    wall, own = time.perf_counter(), time.process_time()
-    waited, others = wall - own, None  # the time in which no thread ran is known everywhere
-    with suppress(OSError):
+    None where the system is not Linux, and has no such clocks.
+    """
+    try:
         ticks = [int(word) for word in (proc / "stat").read_text().split()[1:9]]
-        others = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK") - own  # all ticks but idle and iowait
-        threads = [path.read_text() for path in proc.glob("self/task/*/schedstat")]
-        waited = sum(int(thread.split()[1]) for thread in threads) / 1e9 if threads else waited
-    return Clocks(wall, waited, others)
+        waited = sum(int(path.read_text().split()[1]) for path in proc.glob("self/task/*/schedstat"))
+    except OSError:
+        return None
+    busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # all but idle and iowait
+    return time.perf_counter(), waited / 1e9, busy - time.process_time()
 
 
-class Watch:
-    """Watch what hinders this process from now on."""
+def busy_shares(
+    start: tuple[float, float, float] | None, end: tuple[float, float, float] | None
+) -> dict[str, float | None]:
+    """Return the shares of the time in which a thread waited for a core, and of all cores that others have used.
 
-    def __init__(self, clocks: Callable[[], Clocks] = system_clocks) -> None:
-        self._clocks, self._start = clocks, clocks()
-
-    def shares(self) -> dict[str, float | None]:
-        """Return the shares of the time in which a thread waited for a core, and of all cores that others have used.
-
-        The first is at least 0 and may exceed 1, because the threads add up; the second is None where it is not known.
-        """
-        now, start, others = self._clocks(), self._start, None
-        wall = now.wall - start.wall
-        if now.others is not None and start.others is not None:
-            others = max(0.0, (now.others - start.others) / wall / (os.cpu_count() or 1))
-        return {"waited_share": max(0.0, (now.waited - start.waited) / wall), "others_share": others}
+    The first may exceed 1, because the threads add up; both are None where the clocks are.
+    """
+    if start is None or end is None:
+        return {"waited_share": None, "others_share": None}
+    wall, waited, others = (max(0.0, after - before) for before, after in zip(start, end, strict=True))
+    return {"waited_share": waited / wall, "others_share": others / wall / (os.cpu_count() or 1)}
 
 
 def trust(seconds: list[float], shares: Mapping[str, float | None], ceilings: list[Spread]) -> dict[str, Any]:
     """Return the figures that tell how far to trust the rest, and a sentence for each of them that is too large.
 
-    `seconds` are the samples of the mode's whole; `shares` come from a Watch.
+    `seconds` are the samples of the mode's whole; `shares` are the `busy_shares`.
     """
     spread = Spread.of(seconds)
     width, above = (spread.p80 - spread.p20) / spread.median, spread.median / min(seconds) - 1

@@ -23,27 +23,27 @@ def test_parser_reports_in_one_line_and_exits_with_2(capsys):
     assert capsys.readouterr().err == "program.py: error: unrecognized arguments: --frobnicate\n"
 
 
-@pytest.mark.parametrize(("name", "index"), [(None, 0), ("cuda", 0), ("cuda:1", 1)])
-def test_device_of_cuda_has_an_index_and_is_current(name, index, monkeypatch):
+@pytest.fixture
+def current(monkeypatch):
+    """Return the indices of the GPUs, of two, that have been made the current one."""
     current = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch._C, "_cuda_setDevice", current.append, raising=False)  # what set_device calls in the end
+    return current
+
+
+@pytest.mark.parametrize(("name", "index"), [(None, 0), ("cuda", 0), ("cuda:1", 1)])
+def test_device_of_cuda_has_an_index_and_is_current(name, index, current):
     assert device_of(name) == torch.device("cuda", index)
     assert current == [index]
 
 
-def test_device_of_each_process_is_its_own(monkeypatch):
-    current = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch._C, "_cuda_setDevice", current.append, raising=False)
-    for name, value in {
-        "TORCHELASTIC_RUN_ID": "x",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-    }.items():
+def test_device_of_each_process_is_its_own(current, monkeypatch):
+    processes = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    for name, value in processes.items():
         monkeypatch.setenv(name, value)
     assert device_of("cuda") == torch.device("cuda", 1)
+    assert current == [1]
     with pytest.raises(ValueError, match="each process has a GPU of its own"):
         device_of("cuda:0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
@@ -102,13 +102,10 @@ def test_run_ends_in_one_line(error, code, message, capsys):
     assert capsys.readouterr().err == message
 
 
-def test_run_passes_other_errors_on():
-    def fail():
-        raise RuntimeError("shapes cannot be multiplied")
-
-    with pytest.raises(RuntimeError, match="shapes"):
-        run(PARSER, fail)
+def test_run_passes_the_code_and_other_errors_on():
     assert run(PARSER, lambda: 7) == 7
+    with pytest.raises(RuntimeError, match="shapes"):
+        run(PARSER, lambda: torch.ones(2, 3) @ torch.ones(2, 3))
 
 
 def test_run_accepts_a_reader_that_stops(monkeypatch):

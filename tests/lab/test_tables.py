@@ -1,6 +1,6 @@
 """Numbers and tables as text."""
 
-from lab.tables import Table, markdown, number, plural, share, show, si, spread_cells, time_unit
+from lab.tables import Table, number, share, show, si, spread_cells, time_unit
 
 TABLE = Table("Times", ["part", "ms", "share"], [["ln1", "1.00", "5%"], ["q|k", "10.0", "95%"]])
 TEXT = """Times
@@ -22,21 +22,12 @@ def test_si_takes_the_prefix_that_leaves_three_digits():
     assert si(None, "B") == "n/a"
 
 
-def test_share_is_in_percent():
-    assert [share(value) for value in (None, 0.004, 0.456, 1.0, 1.3)] == ["n/a", "0.4%", "45.6%", "100%", "130%"]
-
-
-def test_times_have_a_unit_that_fits():
+def test_times_and_shares_have_a_unit_that_fits():
+    assert [share(value) for value in (None, 0.004, 0.456, 1.3)] == ["n/a", "0.4%", "45.6%", "130%"]
     assert [time_unit(seconds) for seconds in (9e-4, 1e-3)] == [("us", 1e6), ("ms", 1e3)]
     assert spread_cells({"median": 0.002, "p20": 0.001, "p80": 0.0305}, 1e3) == ["2.00", "1.00-30.5"]
-    assert [plural(count, "round") for count in (1, 2)] == ["1 round", "2 rounds"]
 
 
-def test_markdown_aligns_columns_and_escapes_bars():
-    assert str(TABLE) == TEXT
-    assert markdown(["a", "b"], []) == "| a   |   b |\n| --- | --: |"
-
-
-def test_show_separates_sections_by_an_empty_line(capsys):
-    show(["A paragraph.", TABLE])
-    assert capsys.readouterr().out == f"A paragraph.\n\n{TEXT}\n"
+def test_show_aligns_columns_escapes_bars_and_separates_sections(capsys):
+    show(["A paragraph.", TABLE, Table("Empty", ["a", "b"])])
+    assert capsys.readouterr().out == f"A paragraph.\n\n{TEXT}\n\nEmpty\n\n| a   |   b |\n| --- | --: |\n"

@@ -33,7 +33,7 @@ def test_costs_of_a_size_counted_by_hand():
     assert costs["ln1"]["forward"] == Cost(0, 0, 4 * 12, 2 * (12 + 4 + 12))
     assert costs["residual adds"]["forward"] == Cost(0, 0, 24, 2 * 2 * 3 * 12)
     assert costs["ffn"]["forward"].matmul_flops == 3 * 2 * 3 * 4 * 5
-    assert "q/k norm" not in costs
+    assert adamw_cost(parameters=10, element_size=4).bytes == (4 + 3) * 10 * 4  # reads four tensors, writes three
 
 
 @pytest.mark.parametrize("name", ["q/k/v projections", "output projection", "ffn"])
@@ -76,12 +76,6 @@ def test_costs_move_the_inputs_weights_and_outputs_once(dtype):
             assert backward.bytes == forward.bytes + into + weights
 
 
-def test_costs_have_a_name_for_every_part_and_the_final_norm_of_a_stack():
-    stack = Size(2, 5, 12, 6, 2, 4, 20, num_layers=2)
-    for size in (SIZE, stack):
-        assert list(size.part_costs(4)) == [part.name for part in parts_of(size)[1]]
-
-
 def test_costs_of_a_mode_are_those_of_its_parts_and_passes():
     stack = Size(2, 5, 12, 6, 2, 4, 20, num_layers=3)
     parts = stack.part_costs(4)
@@ -91,10 +85,3 @@ def test_costs_of_a_mode_are_those_of_its_parts_and_passes():
     assert (stack.costs("forward", 4), stack.costs("backward", 4)) == (forward, backward)
     assert stack.costs("train", 4) == forward + backward
     assert stack.costs("step", 4) == forward + backward + adamw_cost(stack.parameters, 4)
-
-
-def test_cost_adds_and_multiplies_field_by_field():
-    cost = Cost(1, 2, 3, 4)
-    assert cost + cost * 2 == Cost(3, 6, 9, 12)
-    assert (cost.flops, cost.intensity) == (4, 1.0)
-    assert adamw_cost(parameters=10, element_size=4).bytes == (4 + 3) * 10 * 4  # reads four tensors, writes three

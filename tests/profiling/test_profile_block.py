@@ -63,12 +63,9 @@ def test_script_runs_in_a_checkout_with_torch_einops_and_jaxtyping_alone(tmp_pat
     document = json.loads(path.read_text())
     assert document["settings"]["shape_checks"] is False
     assert document["environment"]["command"].endswith(f"--json {path}")
-    assert document["ceilings"]["flops_per_second"]["median"] > 1e6
-    assert document["ceilings"]["bytes_per_second"]["median"] > 1e6
     assert run.stdout.isascii()
     assert all(re.search(rf"^\| {name} ", run.stdout, re.MULTILINE) for name in [*PARTS, "sum of the parts", "whole"])
     assert "datasheet n/a" in run.stdout
-    assert "Kernels: n/a, because the device is a CPU" in run.stdout
 
 
 def test_profile_of_train_measures_every_part(tmp_path):
@@ -76,12 +73,9 @@ def test_profile_of_train_measures_every_part(tmp_path):
     assert (document["schema"], document["status"]) == ("tinyblock.profile/1", "ok")
     (point,) = document["points"]
     assert [part["name"] for part in point["parts"]] == PARTS
-    for record in (*point["parts"], point["whole"]):
-        for pass_ in ("forward", "backward"):
-            spread = record[pass_]["seconds"]
-            assert spread["samples"] == 2
-            assert spread["p20"] <= spread["median"] <= spread["p80"]
-    assert all(1 < point["whole"][name]["seconds"]["median"] < 2 for name in ("forward", "train"))
+    for name in ("forward", "train"):
+        assert 1 < point["whole"][name]["seconds"]["median"] < 2
+        assert point["whole"][name]["seconds"]["samples"] == 2
     memory = point["memory"]
     # Along the block, every saved storage is one part's; scalars aside, the parts save what the whole saves.
     assert sum(part["saved_bytes"] for part in memory["parts"]) == memory["saved_bytes"] > 0
@@ -117,10 +111,6 @@ def test_profile_of_a_step_has_the_optimizer(step):
     assert [part["name"] for part in point["parts"] if part["count"] == 1] == ["final norm"]
     assert "q/k norm" in [part["name"] for part in point["parts"]]
     assert "the sum counts 2 times" in text
-    number = "-?[0-9.]+"
-    assert re.search(
-        rf"^\| sum of the parts( +\| +{number} \| +{number}-{number} \| +100%){{2}} \|", text, re.MULTILINE
-    )
     # The gradients of the step before are not there when its peak is measured: it adds them.
     assert memory["peak_added_bytes"] >= memory["gradients_bytes"] + memory["saved_bytes"]
 
@@ -147,7 +137,7 @@ def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch, capsys)
     (point,) = profile(tmp_path, "--compile")["points"]
     assert (point["compile"]["graphs"], point["compile"]["graph_breaks"]) == (1, 0)
     assert point["compile"]["seconds"] > 0
-    assert len(compiled) == 1 + 2 + len(PARTS)  # the check, the whole and the smallest, the parts
+    assert len(compiled) == 2 + len(PARTS)  # the whole and the smallest, the parts
     assert "1 graph, 0 breaks" in capsys.readouterr().out
 
 
@@ -155,10 +145,9 @@ def test_report_begins_with_doubts_and_gives_no_causes_then(tmp_path, capsys):
     # By this clock the samples vary by more than 20%.
     (point,) = profile(tmp_path, "--rounds=3")["points"]
     assert any("the samples vary" in doubt for doubt in point["trust"]["doubts"])
-    _, doubts, summary, losses, title, *_ = capsys.readouterr().out.split("\n\n")
+    _, doubts, summary, losses, *_ = capsys.readouterr().out.split("\n\n")
     assert re.match(r"Do not trust these figures:\n  .*the samples vary .*\n.*--rounds", doubts)
     assert summary.startswith("Forward and backward: ")
-    assert title.startswith("Block: batch 2")
     lost = re.findall(r"^  (.+): [0-9]+ ms, [0-9.]+% of the whole$", losses, re.MULTILINE)
     assert lost == [loss["name"] for loss in point["losses"]]
 
@@ -167,8 +156,6 @@ def test_sweep_has_a_line_for_each_point_and_goes_on_without_memory(tmp_path, ca
     impossible = 2**43
     document = profile(tmp_path, "--mode", "forward", "--sweep", f"batch-size=1,{impossible},3")
     assert [point["status"] for point in document["points"]] == ["ok", "out of memory", "ok"]
-    assert document["points"][1]["size"]["batch_size"] == impossible
-    assert "parts" not in document["points"][1]
     point = document["points"][0]
     assert list(point["whole"]) == ["forward"]
     assert point["memory"]["saved_bytes"] is None
@@ -229,7 +216,6 @@ def test_error_that_is_not_a_lack_of_memory_is_raised():
     ("options", "expected"),
     [
         (["--preset=qwen3-8b", "--seq-len=7"], Size(1, 7, 4096, 32, 8, 128, 12288, True, 1e6, 1e-6)),
-        (["--preset=qwen3-8b", "--d-ff=64"], Size(1, 128, 4096, 32, 8, 128, 64, True, 1e6, 1e-6)),
         (["--preset=llama-3.1-8b", "--d-model=512"], Size(1, 128, 512, 32, 8, 16, 1344, theta=5e5)),
         (["--preset=llama-3.1-8b", "--num-heads=2"], Size(1, 128, 4096, 2, 2, 2048, 14336, theta=5e5)),
         ([], Size(1, 128, 512, 8, 8, 64, 1344)),
@@ -270,19 +256,14 @@ def test_plot_writes_a_picture_that_says_what_was_measured(tmp_path, name, optio
     monkeypatch.setattr(figure, "savefig", watched)
     path = tmp_path / name
     document = profile(tmp_path, *options, "--plot", str(path))
-    start = path.read_bytes()[:400]
-    assert start.startswith(b"\x89PNG") if path.suffix == ".png" else b"<svg" in start
-    assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, "profile.json"]
+    assert path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
     [drawn] = saved
     assert "d_model 16" in drawn.get_suptitle()
-    date = document["environment"]["date"].partition("T")[0]
-    assert f"torch {torch.__version__}; {date}" in drawn.get_supxlabel()
+    assert document["environment"]["date"].partition("T")[0] in drawn.get_supxlabel()
     if "step" in options:
-        roofline, times = drawn.axes
-        assert [label.get_text() for label in times.get_yticklabels()] == [*PARTS, "AdamW"]
-        legends = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (roofline, times)]
-        assert {"a part, forward (filled)", "a part, backward (hollow)", "whole, forward"} <= set(legends[0])
-        assert legends[1] == ["roofline", "forward", "backward"]
+        assert [label.get_text() for label in drawn.axes[1].get_yticklabels()] == [*PARTS, "AdamW"]
+        legend = [text.get_text() for text in drawn.axes[0].get_legend().get_texts()]
+        assert {"a part, forward (filled)", "a part, backward (hollow)", "whole, forward"} <= set(legend)
 
 
 def test_plot_that_fails_does_not_lose_the_report(tmp_path, monkeypatch, capsys):
@@ -312,38 +293,29 @@ def test_compare_is_shown_below_the_report(tmp_path, capsys):
     ("options", "message"),
     [
         (["--num-kv-heads", "3"], "num_heads=4 must be a multiple of num_kv_heads=3"),
-        (["--d-head", "3"], "d_k must be even"),
         (["--seq-len", "0"], "seq_len must be at least 1, got 2 and 0"),
-        (["--batch-size", "-1"], "batch_size"),
-        (["--d-ff", "0"], "d_ff=0"),
-        (["--num-layers", "0"], "num_layers"),
         (["--sweep", "d-model=16,17"], "d_model=17"),
         (["--sweep", "d-ff=16"], "--sweep must be one of seq-len, batch-size, d-model"),
         (["--sweep", "seq-len=8,x"], "'seq-len=8,x'"),
-        (["--preset", "gpt-5"], "invalid choice: 'gpt-5'"),
-        (["--dtype", "float8"], "invalid choice: 'float8'"),
         (["--rounds", "0"], "--rounds"),
         (["--trace", "."], "--trace: cannot write"),
         (["--compare", "missing.json"], "--compare: cannot read missing.json"),
         (["--memory-snapshot", "x"], "--memory-snapshot needs CUDA"),
-        (["--nvtx"], "--nvtx needs CUDA"),
         (["--sweep", "seq-len=4", "--trace", "x"], "leave --sweep out"),
         (["--d-model", "4" + "0" * 20], "impossible size: "),
         (["--seq-len", str(2**62)], "impossible size: "),
         (["--seed", "9" * 20], "--seed must fit into 64 bits"),
         (["--dtype", "float16", "--mode", "step"], "use bfloat16, or --mode train"),
-        (["--num-layers", str(10**12)], "GiB of weights, and cpu has "),
+        (["--num-layers", str(10**12)], "GiB of weights does not fit: cpu has "),
         (["--tp", "2"], "tp=2 needs 2 processes, but 1 is running: start with torchrun --nproc-per-node 2 "),
         (["--dp", "4"], "a batch of 2 does not split over dp=4"),
         (["--predict", "tp=2"], "--predict needs --link"),
         (["--predict", "pp=2", "--link", "1e9"], "--predict must be meshes, as in tp=8,dp=64, got 'pp=2'"),
         (["--predict", "tp=4", "--link", "1e9"], "num_kv_heads=2 is not a multiple of tp=4"),
         (["--predict", "tp=2", "--link", "1e9,0"], "--link must be bytes/s"),
-        (["--predict", "tp=2", "--link", "1e9", "--ceilings", "h100"], "invalid choice: 'h100'"),
         (["--predict", "tp=2", "--link", "1e9", "--trace", "x"], "leave --predict out"),
         (["--predict", "tp=2", "--link", "1e9", "--plot", "x.png"], "add --sweep"),
         (["--link", "1e9"], "are for --predict"),
-        (["--batch", "3"], "unrecognized arguments: --batch"),
     ],
 )
 def test_rejections_name_what_is_wrong(options, message, capsys, tmp_path, monkeypatch):
@@ -357,11 +329,3 @@ def test_nvtx_and_trace_are_rejected_together(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     message = rejection(capsys, "--device=cuda", "--nvtx", "--trace", str(tmp_path / "x.json"))
     assert "--trace and --nvtx need two profilers" in message
-
-
-def test_compiler_that_does_not_work_is_rejected(capsys, monkeypatch):
-    def missing(function):
-        raise RuntimeError("Failed to find C++ compiler. Please specify via CXX.\nMore lines")
-
-    monkeypatch.setattr(torch, "compile", missing)
-    assert "torch.compile does not work here: Failed to find C++ compiler\n" in rejection(capsys, "--compile")
