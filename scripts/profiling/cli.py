@@ -231,15 +231,8 @@ def _check_mesh(arguments: argparse.Namespace, mesh: Mesh, sizes: list[Size]) ->
         start = f"torchrun --nproc-per-node {mesh.processes} {sys.argv[0]} {options} ..." if options else "python"
         raise ValueError(f"{mesh} needs {mesh.processes} processes, but {launched()} is running: start with {start}")
     if mesh.processes > 1:
-        _reject(
-            arguments,
-            "is for one process: leave --tp and --dp out",
-            "sweep",
-            "plot",
-            "trace",
-            "memory_snapshot",
-            "nvtx",
-        )
+        why = "is for one process: leave --tp and --dp out"
+        _reject(arguments, why, "sweep", "plot", "trace", "memory_snapshot", "nvtx")
 
 
 def _check_prediction(arguments: argparse.Namespace, settings: Settings, sizes: list[Size]) -> None:
