@@ -1,6 +1,6 @@
 """Train a byte-level language model made of tinyblock's layers, or compare variants of them.
 
-python scripts/train_lm.py --help shows examples. The default device is a GPU if there is one. Figures require matplotlib.
+`python scripts/train_lm.py --help` shows examples. It runs on a GPU if there is one. Figures require matplotlib.
 """
 
 import sys
