@@ -232,7 +232,7 @@ def _check_mesh(arguments: argparse.Namespace, mesh: Mesh, sizes: list[Size]) ->
         raise ValueError(f"{mesh} needs {mesh.processes} processes, but {launched()} is running: start with {start}")
     if mesh.processes > 1:
         why = "is for one process: leave --tp and --dp out"
-        _reject(arguments, why, "sweep", "plot", "trace", "memory_snapshot", "nvtx")
+        _reject(arguments, why, "sweep", "trace", "memory_snapshot", "nvtx")
 
 
 def _check_prediction(arguments: argparse.Namespace, settings: Settings, sizes: list[Size]) -> None:

@@ -25,7 +25,9 @@ def plot(document: dict[str, Any], path: Path) -> None:
     date = environment["date"].partition("T")[0]
     origin = f"{device_and_threads(document)}; {how}; torch {environment['torch']}; {date}"
     figure = new_figure(describe_all([point["size"] for point in points]), origin)
-    if settings["sweep"]:
+    if "parts" not in points[0]:
+        _processes(figure, points[0])
+    elif settings["sweep"]:
         _sweep(figure, points, settings["sweep"])
     else:
         left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
@@ -157,6 +159,25 @@ def _times(axes: Axes, point: dict[str, Any], mode: str) -> None:
     for name, alpha in zip(passes, (1.0, 0.5), strict=False):
         axes.barh(0, 0, color="grey", alpha=alpha, label=name)
     axes.plot([], [], color="black", linewidth=2, label="roofline")
+    axes.legend(**BELOW, ncols=3)
+
+
+def _processes(figure: Figure, point: dict[str, Any]) -> None:
+    """Draw what one process takes, its equal share, and what all take together."""
+    whole, axes = point["whole"], figure.subplots()
+    unit, factor = time_unit(whole["forward"]["seconds"]["median"])
+    processes = len(whole["forward"]["of_ranks"])
+    for column, record in enumerate(whole.values()):
+        one, together = (factor * record[key]["median"] for key in ("one_process", "seconds"))
+        bars = (one, "one process"), (one / processes, "an equal share of it"), (together, f"{processes} processes")
+        for index, (height, label) in enumerate(bars):
+            axes.bar(column + 0.27 * (index - 1), height, 0.25, color=COLORS[index], label=None if column else label)
+        text = f"x {number(record['speed_up']['median'])}"
+        axes.text(column + 0.27, together, text, ha="center", va="bottom", fontsize=9)
+    axes.set_xticks(range(len(whole)), list(whole))
+    axes.set_ylabel(unit)
+    collectives = sum(record["share"] for record in point["collectives"])
+    axes.set_title(f"Speed-up over one process; collectives, alone, would take {share(collectives)}", fontsize=11)
     axes.legend(**BELOW, ncols=3)
 
 
