@@ -235,8 +235,10 @@ def matches_equation(cases: list[Case], *dtypes: torch.dtype, device: str = "cpu
     if device == "cuda" and not torch.cuda.is_available():
         raise SkipTest("CUDA is not available")
     how = [f"on {device}"] * (device != "cpu") + ["torch.autocast('cpu', torch.bfloat16)"] * autocast
+    # On CUDA, flash attention of torch 2.9 rejects an empty batch in half precision (pytorch issue 165944).
+    no_empty_halves = device == "cuda" and torch.__version__.startswith("2.9.")
     for case, dtype in product(cases, dtypes or DTYPES):
-        if dtype in case.dtypes:
+        if dtype in case.dtypes and not (no_empty_halves and dtype in HALVES and 0 in case.shape):
             with context(case, dtype, *how):
                 _matches_equation(case, dtype, device, autocast)
 
