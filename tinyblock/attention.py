@@ -47,8 +47,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
     d_head. `mask` is bool, (..., seq, seq) or (..., 1, seq): `keep[:, None, :]` for padding. Returns the dtype of `x`.
 
     Raises:
-        ValueError: a size is below 1 or does not divide another; eps is not positive and finite; rope has another d_k;
-            mask has another dtype or shape; token_positions are given without a rope.
+        ValueError: a size, eps, rope or mask is out of range or does not fit; token_positions without a rope.
     """
 
     def __init__(
@@ -113,8 +112,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
             q, k = rope(q, token_positions), rope(k, token_positions)
         elif token_positions is not None:
             raise ValueError("token_positions need a rope: pass rope= to the constructor, or leave them out")
-        heads = self.attend(q, k, v, mask)
-        return self.output_proj(rearrange(heads, "... heads seq d_head -> ... seq (heads d_head)"))
+        return self.output_proj(rearrange(self.attend(q, k, v, mask), "... heads seq d_head -> ... seq (heads d_head)"))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Attend causally: q and the result are (..., heads, seq, d_head), k and v (..., kv_heads, key, d_head).
@@ -122,6 +120,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
         q and k are normalized and rotated. Here key = seq; an override may add keys, and take any `mask`.
         """
         batch, seq, group = q.shape[:-3], q.shape[-2], self.num_heads // self.num_kv_heads
+        if k.shape[-2] != seq:
+            raise ValueError(f"attend needs as many keys as queries, {seq}, got {k.shape[-2]}: override it for a cache")
         if len(batch) != 1:  # the fast kernels take exactly one batch axis
             q, k, v = (rearrange(t, "... heads seq d_head -> (...) heads seq d_head") for t in (q, k, v))
         if mask is not None:
@@ -130,8 +130,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
                 raise ValueError(f"mask must be bool of shape (..., {seq}, {seq}) or (..., 1, {seq}), got {got}")
             causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
             mask = (mask & causal).expand(*batch, seq, seq).reshape(q.shape[0], 1, seq, seq)
-        # On CUDA only flash and cuDNN share key heads (pytorch issue 154363): in half precision, without a mask.
-        if group > 1 and q.is_cuda and (mask is not None or q.dtype.itemsize > 2):
+        # On CUDA flash and cuDNN share key heads (pytorch issue 154363): in half precision, no mask, heads up to 256.
+        if group > 1 and q.is_cuda and (mask is not None or q.dtype.itemsize > 2 or self.d_head > 256):
             k, v, group = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), 1
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1)
         return out if len(batch) == 1 else out.view(*batch, *out.shape[1:])

@@ -84,7 +84,7 @@ class RotaryPositionalEmbedding(nn.Module):
                 raise ValueError(f"a sequence of {x.shape[-2]} tokens is longer than max_seq_len={self.max_seq_len}")
             rows = table[: x.shape[-2]]
         elif token_positions.dtype == torch.bool or token_positions.is_floating_point():
-            raise ValueError(f"token_positions must be integers, got {token_positions.dtype}: pass a mask with mask=")
+            raise ValueError(f"token_positions must be integers, got {token_positions.dtype}: use .long(), or mask=")
         else:
             try:  # an embedding checks the bounds on every device, also in compiled code, without synchronization
                 rows = F.embedding(token_positions.long(), table.flatten(1)).unflatten(-1, table.shape[1:])
@@ -116,9 +116,9 @@ class RotaryPositionalEmbedding(nn.Module):
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """Move the table to another device: never cast it to another dtype, nor leave it empty after `to_empty`."""
         table = self.cos_sin
+        device = fn(table[:0]).device
         del self._buffers["cos_sin"]  # fn must not reach it
         super()._apply(fn, recurse)
-        device = fn(table[:0]).device
         self._buffers["cos_sin"] = torch.empty_like(table, device=device) if table.is_meta else table.to(device)
         if table.is_meta:
             self.reset_parameters()

@@ -149,7 +149,8 @@ def _signature(value: Any) -> tuple[Any, ...]:
 
 def _signer(function: FunctionType, is_method: bool) -> Callable[..., tuple[Any, ...]]:
     """Return a function of the same arguments that returns the signature of a call."""
-    names = list(inspect.signature(function).parameters)[is_method:]
+    parameters = inspect.signature(function).parameters
+    names = [name for name in parameters if parameters[name].annotation not in (Any, "Any")][is_method:]
     # Inlined for tensors and None, because this is the cost of a checked call.
     tensor = "({0}.__class__, {0}.dtype, {0}.shape) if isinstance({0}, Tensor)"
     sign = tensor + " else None if {0} is None else _signature({0})"
@@ -204,7 +205,10 @@ def _checker(function: FunctionType, stub: Callable[..., Any], signature: inspec
         try:
             signature.bind(*args, **kwargs)
         except TypeError:
-            function(*args, **kwargs)  # raises Python's own message, with the name of the function
+            try:
+                function(*args, **kwargs)
+            except TypeError as error:  # Python's own message, with the name of the function
+                raise error from None
         try:
             # When an error ends a compiled frame, this runs in eager mode, and dynamo traces what it calls.
             (torch.compiler.disable(full) if "torch._dynamo" in sys.modules else full)(*args, **kwargs)

@@ -113,3 +113,9 @@ def test_compiled_self_attention_rejects_an_additive_mask():
     message = r"mask must be bool .* got torch.float32 of \(5, 5\): .*mask == 0 if additive"
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         module(torch.zeros(2, 5, 24), mask=torch.zeros(5, 5))
+
+
+def test_attend_rejects_more_keys_than_queries():
+    q, k = torch.randn(1, 4, 1, 6), torch.randn(1, 4, 9, 6)
+    with pytest.raises(ValueError, match="as many keys as queries, 1, got 9: override it"):
+        CausalMultiHeadSelfAttention(24, 4).attend(q, k, k, None)

@@ -56,3 +56,11 @@ def test_rope_under_vmap_rejects_positions_out_of_range_with_the_range():
 
 def test_rope_with_positions_takes_a_sequence_longer_than_the_table():
     assert RotaryPositionalEmbedding(10.0, 4, 8)(torch.zeros(9, 4), torch.arange(9) % 8).shape == (9, 4)
+
+
+def test_rope_that_cannot_be_moved_keeps_its_table():
+    rope, x = RotaryPositionalEmbedding(10.0, 4, 8), torch.randn(8, 4)
+    expected = rope(x)
+    with pytest.raises((RuntimeError, AssertionError, NotImplementedError)):
+        rope.to("xpu")  # not built here
+    assert torch.equal(rope(x), expected)
