@@ -191,7 +191,7 @@ MUTANTS = {  # name: layer, edits, properties that fail
     ),
     "attend of the base class": (
         "attention",
-        {"heads = self.attend(": "heads = CausalMultiHeadSelfAttention.attend(self, "},
+        {"rearrange(self.attend(": "rearrange(CausalMultiHeadSelfAttention.attend(self, "},
         {OVERRIDDEN},
     ),
     "a state between calls": (
