@@ -12,7 +12,7 @@ _COUNTED = "counted"
 
 
 def kernel_report(run: Callable[[], object], device: torch.device, seconds: float) -> dict[str, Any] | None:
-    """Count the kernels of `run`, which takes so many seconds without a profiler; None where none can be seen."""
+    """Count the kernels of `run`, given its seconds without a profiler; None if none can be seen."""
     return summarize_kernels(events_of(run, device), seconds)
 
 
@@ -75,7 +75,7 @@ def busy_time(events: Iterable[Any]) -> float:
 
 
 def gpu_seconds(run: Callable[[], object], seconds: float, calls: int = 3) -> float:
-    """Return the time that the GPU takes for a call of `run`, which takes so many seconds with the host.
+    """Return the time that the GPU takes for a call of `run`, given its seconds with the host.
 
     The calls queue behind a kernel that sleeps until the host has launched them: launching takes at most as long as the
     whole call, and seldom more than 50 ms.

@@ -43,7 +43,7 @@ class Progress:
             print(self.prefix + what, file=sys.stderr, flush=True)
 
     def advance(self, what: str | None = None) -> None:
-        """Finish one step, and describe the work anew."""
+        """Finish one step, and update the description of the work."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[-1], advance=1, description=what and self.prefix + what)
             self._bar.refresh()

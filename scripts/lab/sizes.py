@@ -51,7 +51,7 @@ class Cost:
 class Size:
     """Batch and sequence in sequences and tokens, the block's arguments, and the number of blocks.
 
-    num_layers=None is a Block alone; a number is a Transformer of so many, which share one RoPE and end in a norm.
+    num_layers=None is a Block; a number is a Transformer of that many blocks with one RoPE and a final norm.
     """
 
     batch_size: int

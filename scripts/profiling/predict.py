@@ -34,7 +34,7 @@ class Links:
         """Return the least time in which its bytes cross each link, when all groups do the same at once."""
         axes = mesh.axes
         processes, inner = axes[collective.axis], 1
-        for axis in reversed(axes):  # the last has neighbours, the others are so many apart
+        for axis in reversed(axes):  # the last axis has neighbors, the others are this far apart
             if axis == collective.axis:
                 break
             inner *= axes[axis]

@@ -98,7 +98,7 @@ def train(args: argparse.Namespace, settings: Settings, text: Text, saved: Path 
         print(f"stopped by {signal.Signals(received).name} after step {trainer.step}")
         return 128 + received
     prompt = text.validation[:64].long()
-    with torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
+    with torch.compiler.set_stance("force_eager"):  # otherwise each length would be compiled
         continued = trainer.continue_text(prompt, SAMPLE)
     sample = (bytes(prompt.tolist()) + b"|" + continued).decode("utf-8", "replace")
     shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in sample)
