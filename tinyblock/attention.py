@@ -125,9 +125,9 @@ class CausalMultiHeadSelfAttention(nn.Module):
         if len(batch) != 1:  # the fast kernels take exactly one batch axis
             q, k, v = (rearrange(t, "... heads seq d_head -> (...) heads seq d_head") for t in (q, k, v))
         if mask is not None:
-            if mask.dtype != torch.bool or mask.shape[-2:] not in ((seq, seq), (1, seq)):
+            if mask.dtype != torch.bool or mask.dim() > len(batch) + 2 or mask.shape[-2:] not in ((seq, seq), (1, seq)):
                 got = f"{mask.dtype} of {tuple(mask.shape)}: pass keep[:, None, :] for padding, mask == 0 if additive"
-                raise ValueError(f"mask must be bool of shape (..., {seq}, {seq}) or (..., 1, {seq}), got {got}")
+                raise ValueError(f"mask must be bool of shape {(*batch, seq, seq)} or {(*batch, 1, seq)}, got {got}")
             causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
             mask = (mask & causal).expand(*batch, seq, seq).reshape(q.shape[0], 1, seq, seq)
         # On CUDA flash and cuDNN share key heads (pytorch issue 154363): in half precision, no mask, heads up to 256.

@@ -115,6 +115,12 @@ def test_compiled_self_attention_rejects_an_additive_mask():
         module(torch.zeros(2, 5, 24), mask=torch.zeros(5, 5))
 
 
+def test_self_attention_rejects_a_mask_with_an_axis_for_heads():
+    module, mask = CausalMultiHeadSelfAttention(24, 4), torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"of shape \(2, 5, 5\) or \(2, 1, 5\), got torch.bool of \(2, 1, 5, 5\)"):
+        module(torch.zeros(2, 5, 24), mask=mask)
+
+
 def test_attend_rejects_more_keys_than_queries():
     q, k = torch.randn(1, 4, 1, 6), torch.randn(1, 4, 9, 6)
     with pytest.raises(ValueError, match="as many keys as queries, 1, got 9: override it"):
