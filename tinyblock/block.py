@@ -29,7 +29,7 @@ class Block(nn.Module):
     are those of CausalMultiHeadSelfAttention, as are `token_positions` and `mask`. Returns the dtype of the input.
 
     Raises:
-        ValueError: a layer rejects an argument; `attention` or `ffn` returns a shape other than its input's.
+        ValueError: a layer rejects an argument; `norm`, `attention` or `ffn` returns a shape other than its input's.
     """
 
     def __init__(
@@ -70,13 +70,14 @@ class Block(nn.Module):
         mask: Any = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
         """Apply the block. `mask` is bool, (..., seq, seq) or (..., 1, seq); for padding pass `keep[:, None, :]`."""
-        x = x + _like(x, self.attn(self.ln1(x), token_positions, mask), "attention")
-        return x + _like(x, self.ffn(self.ln2(x)), "ffn")
+        x = x + _like(x, self.attn(_like(x, self.ln1(x), "norm"), token_positions, mask), "attention")
+        return x + _like(x, self.ffn(_like(x, self.ln2(x), "norm")), "ffn")
 
 
 def _like(x: Tensor, out: Tensor, part: str) -> Tensor:
-    if out.shape != x.shape:  # the sum might broadcast it
-        raise ValueError(f"{part} must return shape {tuple(x.shape)}, the shape of its input, got {tuple(out.shape)}")
+    if getattr(out, "shape", None) != x.shape:  # the sum might broadcast it
+        got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(f"{part} must return a tensor of shape {tuple(x.shape)}, as its input, got {got}")
     return out
 
 

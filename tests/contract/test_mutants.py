@@ -212,7 +212,10 @@ MUTANTS = {  # name: layer, edits, properties that fail
     ),
     "post-norm": (
         "block",
-        {"self.attn(self.ln1(x), ": "self.attn(x, ", "        return x": "        x = self.ln1(x)\n        return x"},
+        {
+            'self.attn(_like(x, self.ln1(x), "norm"), ': "self.attn(x, ",
+            "        return x": "        x = self.ln1(x)\n        return x",
+        },
         {F64},
     ),
     "a residual in place": ("block", {"x = x + _like": "x += _like"}, {F64, CAUSAL, MASK}),

@@ -42,15 +42,16 @@ def test_transformer_with_positions_takes_a_sequence_longer_than_its_limit():
     assert model(torch.zeros(10, 24), torch.arange(10) % 9).shape == (10, 24)
 
 
-@pytest.mark.parametrize("part", ["attention", "ffn"])
-def test_block_names_the_part_that_returns_another_shape(part):
-    class Narrow(nn.Module):
+@pytest.mark.parametrize("part", ["norm", "attention", "ffn"])
+@pytest.mark.parametrize(("broken", "got"), [(lambda x: x[..., :1], r"\(2, 7, 1\)"), (lambda x: (x, None), "tuple")])
+def test_block_names_the_part_that_returns_something_else(part, broken, got):
+    class Broken(nn.Module):
         def __init__(self, *sizes, **options):
             super().__init__()
 
         def forward(self, x, *positions_and_mask):
-            return x[..., :1]  # a sum would broadcast it
+            return broken(x)
 
-    block = Block(24, 4, attention=Narrow) if part == "attention" else Block(24, 4, ffn=Narrow)
-    with pytest.raises(ValueError, match=rf"{part} must return shape \(2, 7, 24\).*got \(2, 7, 1\)"):
+    block = Block(24, 4, **{part: Broken})
+    with pytest.raises(ValueError, match=rf"{part} must return a tensor of shape \(2, 7, 24\).*got {got}"):
         block(torch.zeros(2, 7, 24))
