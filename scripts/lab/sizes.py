@@ -51,7 +51,8 @@ class Cost:
 class Size:
     """Batch and sequence in sequences and tokens, the block's arguments, and the number of blocks.
 
-    num_layers=None is a Block; a number is a Transformer of that many blocks with one RoPE and a final norm.
+    num_layers=None is a Block; a number is a Transformer of that many blocks with one RoPE and a final norm. A `vocab`
+    adds the cost of an embedding, a head with weights of its own and the cross-entropy loss, which `build` leaves out.
     """
 
     batch_size: int
@@ -65,6 +66,7 @@ class Size:
     theta: float = 10000.0
     eps: float = 1e-5
     num_layers: int | None = None
+    vocab: int = 0
 
     @property
     def tokens(self) -> int:
@@ -85,7 +87,8 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.block_parameters + (0 if self.num_layers is None else self.d_model)
+        beside = (0 if self.num_layers is None else self.d_model) + 2 * self.vocab * self.d_model
+        return self.layers * self.block_parameters + beside
 
     def smallest(self) -> "Size":
         """Return the same block with next to no arithmetic: what is left of its time is overhead.
@@ -121,7 +124,7 @@ class Size:
         return block if self.num_layers is None else stack
 
     def part_costs(self, element_size: int) -> dict[str, dict[str, Cost]]:
-        """Return the forward and backward cost of each part of one block, and of the final norm; bytes per element."""
+        """Return the cost of each part of one block and of what the model has once; the size of an element in bytes."""
         tokens, d_model, d_ff = self.tokens, self.d_model, self.d_ff
         query_width, key_width = self.num_heads * self.d_head, self.num_kv_heads * self.d_head
         x, q, k = tokens * d_model, tokens * query_width, tokens * key_width
@@ -171,11 +174,19 @@ class Size:
             "ln2": norm(x, d_model),
             "ffn": ffn,
         }
-        return costs if self.num_layers is None else costs | {"final norm": norm(x, d_model)}
+        if self.num_layers is not None:
+            costs["final norm"] = norm(x, d_model)
+        if self.vocab:
+            table, logits = self.vocab * d_model, tokens * self.vocab
+            into_table = Cost(elementwise_flops=x, bytes=(x + table) * element_size)  # adds a row for each token
+            costs["embedding"] = {"forward": Cost(bytes=2 * x * element_size), "backward": into_table}
+            costs["head"] = linear(d_model, self.vocab)
+            costs["loss"] = part(logits, 0, tokens, elementwise=4 * logits)  # maximum, subtract, exponential, sum
+        return costs
 
     def count(self, part: str) -> int:
         """Return how many times the model has a part."""
-        return 1 if part == "final norm" else self.layers
+        return 1 if part in ("final norm", "embedding", "head", "loss") else self.layers
 
     def costs(self, mode: str, element_size: int = 1) -> Cost:
         """Return the cost of the whole model in the passes of a mode, or in a single pass."""

@@ -51,7 +51,7 @@ class Mesh:
             raise ValueError(
                 f"a batch of {size.batch_size} does not split over {self}: use a multiple of {self.batches}"
             )
-        for name in ("num_heads", "num_kv_heads", "d_ff"):
+        for name in ("num_heads", "num_kv_heads", "d_ff", "vocab"):
             if getattr(size, name) % self.tp:
                 raise ValueError(f"{name}={getattr(size, name)} is not a multiple of tp={self.tp}")
 
@@ -72,10 +72,12 @@ class Collective:
         return (2 if self.kind == "all-reduce" else 1) * self.elements * (processes - 1) / processes
 
 
-def collectives_of(size: Size, mesh: Mesh) -> dict[str, Counter[Collective]]:
+def collectives_of(size: Size, mesh: Mesh, recompute: bool = False) -> dict[str, Counter[Collective]]:
     """Return the collectives of each process in a forward and in a backward pass, the input's gradient included.
 
-    They are exact where tp divides the sequence and dp the rows of each weight: else torch pads.
+    They are exact where tp divides the sequence and dp the rows of each weight: else torch pads. Embedding and head are
+    split by the vocabulary along tp, and FSDP gathers them with the final norm. Recomputing a block ends before its
+    last product, so without the reduce-scatter that follows.
     """
     forward: Counter[Collective] = Counter()
     backward: Counter[Collective] = Counter()
@@ -84,13 +86,17 @@ def collectives_of(size: Size, mesh: Mesh) -> dict[str, Counter[Collective]]:
     if mesh.tp > 1:
         for calls in (forward, backward):  # into each sub-layer and out of it; one more for the output, or its input
             calls[Collective("all-gather", "tp", stream)] += 2 * blocks + 1
-            calls[Collective("reduce-scatter", "tp", stream)] += 2 * blocks
+            calls[Collective("reduce-scatter", "tp", stream)] += 2 * blocks + bool(size.vocab)
+        if recompute:
+            backward[Collective("all-gather", "tp", stream)] += 2 * blocks
+            backward[Collective("reduce-scatter", "tp", stream)] += blocks
         for gains, count in ((size.d_model, 2 * blocks + final_norm), (size.d_head, 2 * blocks * size.qk_norm)):
             if count:
                 backward[Collective("all-reduce", "tp", gains)] += count
     if mesh.dp > 1:
         of_block = size.block_gains + (size.block_parameters - size.block_gains) // mesh.tp
-        for elements, count in ((of_block, blocks), (size.d_model, final_norm)):
+        beside = size.d_model + 2 * size.vocab * size.d_model // mesh.tp
+        for elements, count in ((of_block, blocks), (beside, final_norm)):
             if count:
                 forward[Collective("all-gather", "dp", elements)] += count
                 backward[Collective("reduce-scatter", "dp", elements)] += count

@@ -1,7 +1,6 @@
 """An earlier profile beside this one: the ratio of every time, with the interval in which it may lie."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ _ADVICE = (
 )
 
 
-def load(path: Path, sizes: list[Size]) -> dict[str, Any]:
-    """Read a profile, for the option --compare.
+def load(path: Path, sizes: list[Size] | None = None, option: str = "--compare") -> dict[str, Any]:
+    """Read the profile that an option names.
 
     Raises:
         ValueError: it cannot be read, is not a profile of this schema, or has none of the sizes.
@@ -30,13 +29,13 @@ def load(path: Path, sizes: list[Size]) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
     except OSError as error:
-        raise ValueError(f"--compare: cannot read {path}: {error.strerror}") from None
+        raise ValueError(f"{option}: cannot read {path}: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"--compare: {path} is not JSON: {error}") from None
+        raise ValueError(f"{option}: {path} is not JSON: {error}") from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise ValueError(f'--compare: {path} is not a profile: its "schema" is not "{SCHEMA}"')
-    if not any(point["size"] == asdict(size) for point in document["points"] for size in sizes):
-        raise ValueError(f"--compare: {path} has none of these sizes")
+        raise ValueError(f'{option}: {path} is not a profile: its "schema" is not "{SCHEMA}"')
+    if sizes is not None and not any(Size(**point["size"]) in sizes for point in document["points"]):
+        raise ValueError(f"{option}: {path} has none of these sizes")
     return document
 
 
@@ -51,7 +50,8 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> list[Section]:
     margin = max(*rates, *(1 / rate for rate in rates))
     for point in new["points"]:
         size = point["size"]
-        before = next((_times(earlier) for earlier in old["points"] if earlier["size"] == size), {})
+        alike = (_times(earlier) for earlier in old["points"] if Size(**earlier["size"]) == Size(**size))
+        before = next(alike, {})
         now = _times(point)
         if before and now:
             rows = [[*key, *_ratio(seconds, before[key], margin)] for key, seconds in now.items() if key in before]

@@ -22,6 +22,8 @@ def test_tensor_parallelism_moves_what_four_all_reduces_a_layer_do():
         assert moved(counter, "tp", 4) == 3 * 2 * all_reduce + sbh * 3 / 4
     small = {call: count for call, count in calls["backward"].items() if call.kind == "all-reduce"}
     assert small == {Collective("all-reduce", "tp", 64): 7}  # two norms a block, and the last
+    again = collectives_of(SIZE, Mesh(tp=4), recompute=True)["backward"] - calls["backward"]
+    assert again == {Collective("all-gather", "tp", sbh): 2 * 3, Collective("reduce-scatter", "tp", sbh): 3}
 
 
 def test_fsdp_moves_three_times_the_weights_and_hsdp_a_sum_of_its_shard():
