@@ -26,7 +26,7 @@ from tinyblock import Block
 from .collectives import ONE_PROCESS, Mesh
 from .compare import SCHEMA, compare, load
 from .measure import Settings, measure
-from .predict import Links, predict
+from .predict import Links, measured, predict, roofline
 from .report import report
 from .report_distributed import distributed_report, prediction_report
 from .tracing import nsys_command
@@ -44,6 +44,7 @@ _EXAMPLES = """examples:
   torchrun --nproc-per-node 4 scripts/profile_block.py --tp 2 --dp 2 --batch-size 2 --num-layers 4 --mode step
   profile_block.py --predict dp=8 tp=8,dp=64 --link 450e9,50e9 --ceilings "NVIDIA H200" --dtype bfloat16
       --preset llama-3.1-8b --num-layers 32 --batch-size 512 --seq-len 8192 --mode step
+  profile_block.py --predict dp=8 --link 450e9 --from profile.json --batch-size 16 --num-layers 32 --vocab 128256
 """
 
 
@@ -55,12 +56,16 @@ def main(argv: Sequence[str] | None = None, clock: Clock = clock) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     with parser.reporting():
-        settings, sizes = _checked(arguments)
+        profile = vars(arguments)["from"] and _one_process(vars(arguments)["from"])
+        if profile:  # its settings and size take the place of the defaults
+            parser.set_defaults(**_options_of(profile, arguments))
+            arguments = parser.parse_args(argv)
+        settings, sizes = _checked(arguments, profile)
         earlier = arguments.compare and load(arguments.compare, sizes)
     if arguments.nvtx:
         print(f"To record the ranges: {nsys_command(sys.argv[1:] if argv is None else argv)}", flush=True)
     if arguments.predict is not None:
-        return run(parser, lambda: _predict(arguments, settings, sizes, clock))
+        return run(parser, lambda: _predict(arguments, settings, sizes, profile, clock))
     return run(parser, lambda: _profile(arguments, settings, sizes, earlier, clock))
 
 
@@ -115,17 +120,15 @@ def _parser() -> Parser:
         dp_replicate="number of replicas of such a group, each with its part of the batch (default: 1)",
     )
 
-    paper = parser.add_argument_group("prediction, without measuring")
-    paper.add_argument("--predict", nargs="+", metavar="MESH", help="estimate these meshes, such as tp=8,dp=64")
-    paper.add_argument(
-        "--link", metavar="A[,B]", help="bytes/s that a device receives from its machine of 8, and others"
-    )
-    paper.add_argument(
-        "--ceilings",
-        choices=DATASHEETS,
-        metavar="GPU",
-        help="use a datasheet, such as 'NVIDIA H200' (default: measure --device)",
-    )
+    rests = "the least time of a step, or with --from one to plan with"
+    add = parser.add_argument_group("prediction", rests).add_argument
+    add("--predict", nargs="+", type=_mesh, metavar="MESH", help="predict for these meshes, such as dp=8 tp=8,dp=64")
+    add("--link", type=_links, metavar="A[,B]", help="bytes/s that a device receives from its machine of 8, and others")
+    add("--from", type=Path, metavar="OLD.json", help="scale this profile of one process; its options are the defaults")
+    add("--vocab", type=int, default=0, metavar="N", help="count embedding, head and loss for N tokens (default: 0)")
+    add("--recompute", action="store_true", help="count activation checkpointing of each block")
+    datasheets = "use a datasheet, such as 'NVIDIA H200' (default: measure --device)"
+    add("--ceilings", choices=DATASHEETS, metavar="GPU", help=datasheets)
 
     out = parser.add_argument_group("output")
     for option, metavar, text in (
@@ -140,7 +143,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _checked(arguments: argparse.Namespace) -> tuple[Settings, list[Size]]:
+def _checked(arguments: argparse.Namespace, profile: dict[str, Any] | None) -> tuple[Settings, list[Size]]:
     """Return how to measure, and what, after all checks that can come before."""
     names = ("mode", "compile", "rounds", "seed", "trace", "memory_snapshot", "nvtx")
     chosen = {name: getattr(arguments, name) for name in names}
@@ -155,10 +158,9 @@ def _checked(arguments: argparse.Namespace) -> tuple[Settings, list[Size]]:
     sizes = [_possible_size(arguments, settings.dtype, swept) for swept in _sweep(arguments.sweep)]
     check_outputs(arguments, "json", "plot", "trace", "memory_snapshot")
     if arguments.predict is not None:
-        _check_prediction(arguments, settings, sizes)
+        _check_prediction(arguments, settings, sizes, profile)
         return settings, sizes
-    if arguments.link or arguments.ceilings:
-        raise ValueError("--link and --ceilings are for --predict")
+    _reject(arguments, "is for --predict", "link", "ceilings", "from", "vocab", "recompute")
     if settings.device.type != "cuda":
         _reject(arguments, f"needs CUDA, and the device is {settings.device}", "memory_snapshot", "nvtx")
     if arguments.sweep:
@@ -217,6 +219,7 @@ def size_of(arguments: argparse.Namespace, swept: dict[str, int]) -> Size:
                 size = {name: value for name, value in size.items() if name not in belong}
     size |= chosen
     size["qk_norm"] = size.get("qk_norm", False) or arguments.qk_norm
+    size["vocab"] = arguments.vocab
     of_block = ("d_model", "num_heads", "num_kv_heads", "d_head", "d_ff")
     block = Block(**{name: size[name] for name in of_block if name in size}, device="meta")
     size |= {"num_kv_heads": block.attn.num_kv_heads, "d_head": block.attn.d_head, "d_ff": block.ffn.d_ff}
@@ -235,36 +238,59 @@ def _check_mesh(arguments: argparse.Namespace, mesh: Mesh, sizes: list[Size]) ->
         _reject(arguments, why, "sweep", "trace", "memory_snapshot", "nvtx")
 
 
-def _check_prediction(arguments: argparse.Namespace, settings: Settings, sizes: list[Size]) -> None:
+def _check_prediction(
+    arguments: argparse.Namespace, settings: Settings, sizes: list[Size], profile: dict[str, Any] | None
+) -> None:
     if launched() > 1 or settings.mesh.processes > 1:
         raise ValueError("--predict is for one process: name the mesh behind it, as in --predict tp=2,dp=2")
     _reject(arguments, "needs a measurement: leave --predict out", "compare", "trace", "memory_snapshot", "nvtx")
     if arguments.plot is not None and not arguments.sweep:
         raise ValueError("--plot of a prediction draws a sweep: add --sweep batch-size=64,128,256")
-    _links(arguments.link)
-    for text in arguments.predict:
-        _mesh(text).require(max(sizes, key=lambda size: size.batch_size))  # of a sweep, a smaller one need not split
-    if arguments.ceilings is not None:
-        DATASHEETS[arguments.ceilings].ceilings(settings.dtype)
-
-
-def _links(text: str | None) -> Links:
-    if text is None:
+    if arguments.link is None:
         raise ValueError("--predict needs --link, as in --link 450e9,50e9: bytes/s within and between machines")
-    try:
-        rates = [float(rate) for rate in text.split(",")]
-    except ValueError:
-        rates = []
-    if not 1 <= len(rates) <= 2 or not all(0 < rate < float("inf") for rate in rates):
-        raise ValueError(f"--link must be bytes/s within and between machines, as in 450e9,50e9, got {text!r}")
-    return Links(rates[0], rates[1] if len(rates) == 2 else None)
+    if arguments.vocab < 0 or (arguments.vocab and arguments.num_layers is None):
+        raise ValueError(f"--vocab {arguments.vocab} must be positive and needs --num-layers: a Block has no embedding")
+    for mesh in arguments.predict:
+        mesh.require(max(sizes, key=lambda size: size.batch_size))  # of a sweep, a smaller one need not split
+    if arguments.ceilings is not None:
+        _reject(arguments, "has ceilings of its own: leave --ceilings out", "from")
+        DATASHEETS[arguments.ceilings].ceilings(settings.dtype)
+    if profile is not None:
+        of = profile["settings"]
+        if arguments.dtype != of["dtype"] or not set(PASSES[settings.mode]) <= set(PASSES[of["mode"]]):
+            wanted, has = f"{arguments.dtype}, mode {settings.mode}", f"{of['dtype']}, mode {of['mode']}"
+            raise ValueError(f"--from is a profile in {has}: repeat it in {wanted}, or leave --dtype and --mode out")
+
+
+def _one_process(path: Path) -> dict[str, Any]:
+    """Read the profile of --from, which must have the parts of one size."""
+    profile = load(path, option="--from")
+    if ["parts" in point for point in profile["points"]] != [True]:
+        raise ValueError(f"--from: {path} must be a profile of one size in one process")
+    return profile
+
+
+def _options_of(profile: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that a profile was taken with; the size of a block is the preset's, if there is one."""
+    size = profile["points"][0]["size"]
+    of_size = ("batch_size", "seq_len") if arguments.preset else size.keys() & vars(arguments).keys()
+    of_settings = {name: profile["settings"][name] for name in ("dtype", "mode", "compile")}
+    return of_settings | {name: size[name] for name in of_size}
+
+
+def _links(text: str) -> Links:
+    with suppress(ValueError):
+        rates = [*map(float, text.split(","))]
+        if len(rates) <= 2 and all(0 < rate < float("inf") for rate in rates):
+            return Links(rates[0], rates[1] if len(rates) == 2 else None)
+    raise argparse.ArgumentTypeError(f"must be bytes/s within and between machines, as in 450e9,50e9, got {text!r}")
 
 
 def _mesh(text: str) -> Mesh:
     axes = {axis: count for axis, _, count in (part.partition("=") for part in text.split(","))}
     if axes.keys() <= asdict(ONE_PROCESS).keys() and all(count.isdecimal() for count in axes.values()):
         return Mesh(**{axis: int(count) for axis, count in axes.items()})
-    raise ValueError(f"--predict must be meshes, as in tp=8,dp=64, got {text!r}")
+    raise argparse.ArgumentTypeError(f"must be meshes, as in tp=8,dp=64, got {text!r}")
 
 
 def _profile(
@@ -275,7 +301,8 @@ def _profile(
         progress.start("measuring the ceilings")
         ceilings = from_first(lambda: measure_ceilings(settings.device, settings.dtype, clock=clock))
         sheet = datasheet(device_name(settings.device))
-        document = _document(arguments, settings, ceilings, {"datasheet": sheet and sheet.peaks(settings.dtype)})
+        figures = _figures(ceilings, datasheet=sheet and sheet.peaks(settings.dtype))
+        document = _document(arguments, settings, figures)
         for index, size in enumerate(sizes, 1):
             progress.prefix = f"{index}/{len(sizes)} " if arguments.sweep else ""
             try:
@@ -313,21 +340,29 @@ def _measure(size: Size, settings: Settings, ceilings: Ceilings, progress: Progr
         return Distributed(size, settings).point(ceilings, progress, clock)
 
 
-def _predict(arguments: argparse.Namespace, settings: Settings, sizes: list[Size], clock: Clock) -> int:
+def _predict(
+    arguments: argparse.Namespace, settings: Settings, sizes: list[Size], profile: dict[str, Any] | None, clock: Clock
+) -> int:
     """Predict the sizes on the meshes, write and show the result, and return the exit code."""
-    links, dtype = _links(arguments.link), settings.dtype
-    if arguments.ceilings is None:
-        ceilings, source = measure_ceilings(settings.device, dtype, clock=clock), device_name(settings.device)
+    mode, dtype, device, recompute = settings.mode, settings.dtype, str(settings.device), arguments.recompute
+    if profile is not None:
+        price, device = measured(profile["points"][0]), profile["settings"]["device"]
+        ceilings = profile["ceilings"] | {"source": profile["environment"]["device"]}
+    elif arguments.ceilings is not None:
+        sheet, device = DATASHEETS[arguments.ceilings].ceilings(dtype), "cuda"
+        price, ceilings = roofline(sheet), _figures(sheet, source=f"{arguments.ceilings} datasheet")
     else:
-        ceilings, source = DATASHEETS[arguments.ceilings].ceilings(dtype), f"{arguments.ceilings} datasheet"
-    predictions = []
+        limits = measure_ceilings(settings.device, dtype, clock=clock)
+        price, ceilings = roofline(limits), _figures(limits, source=device_name(settings.device))
+    links = replace(arguments.link, overlap=device != "cpu")
+    peak, predictions = ceilings["flops_per_second"]["median"], []
     for size in sizes:
-        for mesh in map(_mesh, arguments.predict):
+        for mesh in arguments.predict:
             with suppress(ValueError):  # of a sweep, what does not split has no point
                 mesh.require(size)
-                predictions.append(predict(size, mesh, ceilings, links, settings.mode, dtype))
-    document = _document(arguments, settings, ceilings, {"datasheet": None, "source": source})
-    document |= {"links": asdict(links), "predictions": predictions}
+                predictions.append(predict(size, mesh, price, peak, links, mode, dtype.itemsize, recompute))
+    document = _document(arguments, settings, ceilings)
+    document |= {"links": asdict(links), "recompute": recompute, "from": profile, "predictions": predictions}
     if arguments.json is not None:
         write_json(arguments.json, document)
     show(prediction_report(document))
@@ -338,10 +373,12 @@ def _predict(arguments: argparse.Namespace, settings: Settings, sizes: list[Size
     return 0
 
 
-def _document(
-    arguments: argparse.Namespace, settings: Settings, ceilings: Ceilings, source: dict[str, Any]
-) -> dict[str, Any]:
-    """Return a document that has all but its points; `source` says where the ceilings come from."""
+def _figures(ceilings: Ceilings, **more: Any) -> dict[str, Any]:
+    return asdict(ceilings) | {"ridge": ceilings.ridge, "datasheet": None} | more
+
+
+def _document(arguments: argparse.Namespace, settings: Settings, ceilings: dict[str, Any]) -> dict[str, Any]:
+    """Return a document that has all but its points."""
     return {
         "schema": SCHEMA,
         "status": "ok",
@@ -354,6 +391,6 @@ def _document(
             "shape_checks": not jaxtyping_config.jaxtyping_disable,
             "sweep": arguments.sweep and arguments.sweep.partition("=")[0],
         },
-        "ceilings": asdict(ceilings) | {"ridge": ceilings.ridge} | source,
+        "ceilings": ceilings,
         "points": [],
     }

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from .collectives import Mesh
-from .report import describe_all, device_and_threads, rates, value_on
+from .report import describe_all, origin, rates, value_on
 
 _PASSES = ("forward", "backward", "step")
 _SMALL = 0.02  # of the whole: a shorter bar cannot be seen
@@ -20,11 +20,8 @@ _SMALL = 0.02  # of the whole: a shorter bar cannot be seen
 def plot(document: dict[str, Any], path: Path) -> None:
     """Draw a profile's measured points, in the format that the suffix of `path` names."""
     points = [point for point in document["points"] if "whole" in point]
-    settings, environment = document["settings"], document["environment"]
-    how = f"{settings['dtype']}, {'compiled' if settings['compile'] else 'eager'}"
-    date = environment["date"].partition("T")[0]
-    origin = f"{device_and_threads(document)}; {how}; torch {environment['torch']}; {date}"
-    figure = new_figure(describe_all([point["size"] for point in points]), origin)
+    settings = document["settings"]
+    figure = new_figure(describe_all([point["size"] for point in points]), origin(document))
     if "parts" not in points[0]:
         _processes(figure, points[0])
     elif settings["sweep"]:
@@ -41,10 +38,14 @@ def plot_predictions(document: dict[str, Any], path: Path) -> None:
     predictions, settings, links = (document[key] for key in ("predictions", "settings", "links"))
     axis = settings["sweep"]
     links_of = ", ".join(si(links[key], "B/s") for key in ("within", "between") if links[key])
-    source = f"predicted from {document['ceilings']['source']}; links of {links_of}"
+    bound = "upper bounds of MFU, as each time is a lower bound"
+    source, kind = f"roofline of {document['ceilings']['source']}", bound
+    if document["from"] is not None:
+        source, kind = f"scaled from a profile: {origin(document['from'])}", "predicted from a profile of one process"
     title = describe_all([prediction["size"] for prediction in predictions])
-    figure = new_figure(title, f"{source}; {settings['dtype']}, mode {settings['mode']}")
-    figure.suptitle(title, fontsize=10, fontweight="bold")
+    how = f"{settings['dtype']}, mode {settings['mode']}{', blocks recomputed' if document['recompute'] else ''}"
+    figure = new_figure(title, f"{source}; {how}; links of {links_of}")
+    figure.suptitle(title, fontsize=9, fontweight="bold")
     axes = figure.subplots()
     best: dict[int, dict[str, Any]] = {}
     for index, mesh in enumerate(dict.fromkeys(Mesh(**prediction["mesh"]) for prediction in predictions)):
@@ -56,15 +57,14 @@ def plot_predictions(document: dict[str, Any], path: Path) -> None:
             best[value] = max(record, best.get(value, record), key=lambda record: record["mfu"])
     for value, record in best.items():
         text = f"{Mesh(**record['mesh'])}\n{share(record['mfu'])}"
-        axes.annotate(text, (value, 100 * record["mfu"]), (0, 7), textcoords="offset points", ha="center", fontsize=8)
+        axes.annotate(text, (value, 100 * record["mfu"]), (0, 9), textcoords="offset points", ha="center", fontsize=8)
+    axes.plot([*best], [100 * record["mfu"] for record in best.values()], "ko", fillstyle="none", ms=13, label="best")
     axes.set(xscale="log", xlabel=axis, ylabel="MFU, %", ylim=(0, 115))
     axes.margins(x=0.08)
     axes.set_yticks(range(0, 101, 20))
-    axes.set_title(
-        f"The best mesh for each {axis}: upper bounds, for meshes that the batch can be split over", fontsize=11
-    )
+    axes.set_title(f"The best mesh for each {axis}: {kind}", fontsize=11)
     _ticks(axes, sorted(best))
-    axes.legend(**BELOW, ncols=4)
+    axes.legend(**BELOW, ncols=5)
     save(figure, path)
 
 

@@ -51,9 +51,10 @@ def describe(size: dict[str, Any]) -> str:
     stack = "Block" if size["num_layers"] is None else f"Transformer of {size['num_layers']}"
     grouped = "" if size["num_kv_heads"] == size["num_heads"] else f" ({size['num_kv_heads']} for keys and values)"
     norm = ", q/k norm" if size["qk_norm"] else ""
+    vocabulary = f", vocabulary {size['vocab']}" if size.get("vocab") else ""
     return (
         f"{stack}: batch {size['batch_size']}, {size['seq_len']} tokens, d_model {size['d_model']}, "
-        f"{size['num_heads']} heads of {size['d_head']}{grouped}{norm}, d_ff {size['d_ff']}"
+        f"{size['num_heads']} heads of {size['d_head']}{grouped}{norm}, d_ff {size['d_ff']}{vocabulary}"
     )
 
 
@@ -83,6 +84,14 @@ def header(document: dict[str, Any]) -> str:
             f"{si(ceilings['copy_bytes'], 'B')}); datasheet {known}",
         ]
     )
+
+
+def origin(document: dict[str, Any]) -> str:
+    """Return in short where, how and when was measured."""
+    settings, environment = document["settings"], document["environment"]
+    how = f"{settings['dtype']}, {'compiled' if settings['compile'] else 'eager'}"
+    date = environment["date"].partition("T")[0]
+    return f"{device_and_threads(document)}; {how}; torch {environment['torch']}; {date}"
 
 
 def device_and_threads(document: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from lab.tables import Section, Table, number, share, si, spread_cells, time_unit
 
 from .collectives import Mesh
-from .report import describe, doubts, header
+from .report import describe, doubts, header, origin
 
 _LEGEND = (
     "Times are medians, of rounds in which the slowest process counts. Speed-up: over one process with the whole\n"
@@ -14,8 +14,8 @@ _LEGEND = (
     "for another process."
 )
 _PAPER = (
-    "The least time: every part at its roofline, every link at its full rate and without latency. States: weights,\n"
-    "gradients and AdamW's moments of a device, as far as the mode has them; activations come on top."
+    "Links run at their full rate and without latency. States: weights, gradients and AdamW's moments of a device, as\n"
+    "far as the mode has them; activations come on top."
 )
 
 
@@ -29,15 +29,21 @@ def distributed_report(document: dict[str, Any]) -> list[Section]:
 
 def prediction_report(document: dict[str, Any]) -> list[Section]:
     """Return the sections of what was predicted: a table for each size."""
-    settings, ceilings, links = (document[key] for key in ("settings", "ceilings", "links"))
+    settings, ceilings, links, profile = (document[key] for key in ("settings", "ceilings", "links", "from"))
     flops, memory = (ceilings[key]["median"] for key in ("flops_per_second", "bytes_per_second"))
     between = f", {si(links['between'], 'B/s')} between machines of {links['per_machine']}" if links["between"] else ""
+    recompute = ", blocks recomputed" if document["recompute"] else ""
+    basis = f"A lower bound of the time, so an upper bound of MFU: each part at the roofline of {ceilings['source']}"
+    if profile is not None:
+        basis = f"Scaled from a profile of one process: {origin(profile)}"
     sections: list[Section] = [
-        f"Predicted, a lower bound of the time: {settings['dtype']}, mode {settings['mode']}\n"
-        f"Ceilings: {ceilings['source']}, {si(flops, 'FLOP/s')}, {si(memory, 'B/s')}\n"
-        f"Links: {si(links['within'], 'B/s')} within a machine{between}, that each device receives"
+        f"{basis}\n{settings['dtype']}, mode {settings['mode']}{recompute}\n"
+        f"Ceilings: {si(flops, 'FLOP/s')}, {si(memory, 'B/s')}\n"
+        f"Links: {si(links['within'], 'B/s')} within a machine{between}, that each device receives",
+        *(doubts(profile) if profile is not None else []),
     ]
-    columns = f"mesh,devices,tokens each,states,{settings['mode']} ms,compute,tp,dp,not hidden,MFU,rests on".split(",")
+    columns = ["mesh", "devices", "tokens each", "states", f"{settings['mode']} ms", "compute", "tp", "dp"]
+    columns += ["not hidden", "MFU", "tokens/s each"]
     for size, records in groupby(document["predictions"], lambda prediction: describe(prediction["size"])):
         table = Table(size, columns)
         for record in records:
@@ -51,7 +57,7 @@ def prediction_report(document: dict[str, Any]) -> list[Section]:
                     si(record["state_bytes"], "B"),
                     *(number(1e3 * seconds) for seconds in (*times, bare)),
                     share(record["mfu"]),
-                    ceilings["source"],
+                    si(record["tokens_per_process"] / record["seconds"]),
                 ]
             )
         sections.append(table)

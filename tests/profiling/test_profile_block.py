@@ -233,9 +233,31 @@ def test_prediction_is_written_shown_and_drawn(tmp_path, capsys):
     assert main([*TINY, *options, "--sweep=batch-size=4,8", f"--json={paper}", f"--plot={plot}"]) == 0
     document, out = json.loads(paper.read_text()), capsys.readouterr().out
     assert undocumented(document) == set()
+    assert re.match("A lower bound of the time.* at the roofline of NVIDIA H200 datasheet\n", out)
     assert [Mesh(**prediction["mesh"]).processes for prediction in document["predictions"]] == [4, 4, 8]
-    assert re.search(r"^\| dp=2,tp=2 \| +4 \| +6 .*NVIDIA H200 datasheet \|$", out, re.MULTILINE)
+    assert re.search(r"^\| dp=2,tp=2 \| +4 \| +6 ", out, re.MULTILINE)
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_prediction_from_a_profile_has_its_size_mode_and_times(tmp_path, capsys):
+    old, new = tmp_path / "profile.json", tmp_path / "new.json"
+    (point,) = profile(tmp_path, "--mode=step", "--num-layers=2", "--qk-norm", "--dtype=bfloat16")["points"]
+    capsys.readouterr()
+    options = ["--predict", "dp=1", "--link=1e9", f"--from={old}"]
+    assert main([*options, f"--json={new}"]) == 0
+    document, out = json.loads(new.read_text()), capsys.readouterr().out
+    (prediction,) = document["predictions"]
+    assert prediction["size"] == point["size"]
+    of_passes = sum(point["whole"][pass_]["seconds"]["median"] for pass_ in ("forward", "backward"))
+    assert prediction["seconds"] == pytest.approx(of_passes + point["optimizer"]["seconds"]["median"])
+    assert undocumented(document) == set()
+    assert re.match(r"Scaled from a profile of one process: .*; bfloat16, eager; torch .*\nbfloat16, mode step\n", out)
+    assert ("Do not trust these figures:" in out) == bool(point["trust"]["doubts"])
+    wrong = rejection(capsys, *options, "--dtype=float32")
+    assert "--from is a profile in bfloat16, mode step: repeat it in float32, mode step, or leave --dtype" in wrong
+    assert "leave --ceilings out" in rejection(capsys, *options, "--ceilings=NVIDIA H200")
+    old.write_text(json.dumps(document))
+    assert "must be a profile of one size in one process" in rejection(capsys, *options)
 
 
 @pytest.mark.parametrize("options", [["--mode=step"], ["--mode=forward", "--sweep=seq-len=4,8"]])
@@ -296,12 +318,14 @@ def test_compare_is_shown_below_the_report(tmp_path, capsys):
         (["--tp", "2"], "tp=2 needs 2 processes, but 1 is running: start with torchrun --nproc-per-node 2 "),
         (["--dp", "4"], "a batch of 2 does not split over dp=4"),
         (["--predict", "tp=2"], "--predict needs --link"),
-        (["--predict", "pp=2", "--link", "1e9"], "--predict must be meshes, as in tp=8,dp=64, got 'pp=2'"),
+        (["--predict", "pp=2", "--link", "1e9"], "--predict: must be meshes, as in tp=8,dp=64, got 'pp=2'"),
         (["--predict", "tp=4", "--link", "1e9"], "num_kv_heads=2 is not a multiple of tp=4"),
-        (["--predict", "tp=2", "--link", "1e9,0"], "--link must be bytes/s"),
+        (["--predict", "tp=2", "--link", "1e9,0"], "--link: must be bytes/s"),
         (["--predict", "tp=2", "--link", "1e9", "--trace", "x"], "leave --predict out"),
         (["--predict", "tp=2", "--link", "1e9", "--plot", "x.png"], "add --sweep"),
-        (["--link", "1e9"], "are for --predict"),
+        (["--predict", "tp=2", "--link", "1e9", "--vocab", "9"], "--vocab 9 must be positive and needs --num-layers"),
+        (["--predict", "tp=2", "--link", "1e9", "--from", "missing.json"], "--from: cannot read missing.json"),
+        (["--recompute"], "--recompute is for --predict"),
     ],
 )
 def test_rejections_name_what_is_wrong(options, message, capsys, tmp_path, monkeypatch):
