@@ -20,7 +20,7 @@ test: $(VENV)/installed
 compare: $(VENV)/installed-bench
 	$(VENV)/bin/python scripts/compare_peers.py $(ARGS)
 
-exactness: $(VENV)/installed-bench
+exactness: $(VENV)/installed-exactness
 	$(VENV)/bin/python scripts/exactness.py --write docs/exactness.md --plot docs/exactness.png $(ARGS)
 
 cuda: $(VENV)/installed-bench
@@ -40,4 +40,9 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/installed-bench: $(VENV)/installed
 	$(VENV)/bin/python -m pip install $(TORCH) -e ".[dev,bench]"
+	touch $@
+
+# litgpt and torchtune require older releases of transformers and torchao, which the other targets also accept.
+$(VENV)/installed-exactness: $(VENV)/installed
+	$(VENV)/bin/python -m pip install $(TORCH) -e ".[dev,exactness]"
 	touch $@
