@@ -6,6 +6,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's tinyblock, installed or not
@@ -64,47 +65,50 @@ def rms(pairs: Sequence[tuple[float, float]]) -> float:
     return statistics.median(error for error, _ in pairs)
 
 
-def cell(pairs: Sequence[tuple[float, float]], ours: Sequence[tuple[float, float]]) -> str:
-    """Return a median, its range if that is visible, and the largest error; in bold if 1% below that of tinyblock."""
-    if not pairs:
-        return ""
+def cell(pairs: Sequence[tuple[float, float]]) -> str:
+    """Return the median root mean square error, its range if that is visible, and the largest error."""
     if math.isinf(max(error for error, _ in pairs)):
         return "not finite"
     low, middle, high = (number(of([error for error, _ in pairs])) for of in (min, statistics.median, max))
-    text = f"{middle}{f' ({low}-{high})' if low != high else ''}, {number(max(largest for _, largest in pairs))}"
-    return f"**{text}**" if rms(pairs) < 0.99 * rms(ours) else text
+    return f"{middle}{f' ({low}-{high})' if low != high else ''}, {number(max(largest for _, largest in pairs))}"
 
 
 def table(errors: Errors, section: str, dtype: str) -> str:
-    """Return the errors of one layer in one dtype."""
+    """Return the errors of one layer in one dtype, those of a project that is 1% closer than tinyblock in bold."""
+    passes = [what for what in PASSES if (section, dtype, OURS, what) in errors]
     rows = []
-    for project in ROWS:
-        of = [errors.get((section, dtype, project, what), []) for what in PASSES]
-        judged = OURS if project in PROJECTS else project
-        ours = [errors.get((section, dtype, judged, what), []) for what in PASSES]
-        rows += [[project, *map(cell, of, ours)]] if any(of) else []
-    return markdown([dtype, *PASSES], rows)
+    for project in (row for row in ROWS if (section, dtype, row, FORWARD) in errors):
+        rows.append([project])
+        for what in passes:
+            pairs, ours = errors[section, dtype, project, what], errors[section, dtype, OURS, what]
+            closer = project in PROJECTS and rms(pairs) < 0.99 * rms(ours)
+            rows[-1].append(f"**{cell(pairs)}**" if closer else cell(pairs))
+    return markdown([dtype, *passes], rows)
 
 
 def summary(errors: Errors) -> str:
     """Return the ratios of tinyblock's errors to those of each project, from the smallest to the largest."""
     peers, rows = [project for project in PROJECTS if project != OURS], []
     for section in sections(errors):
-        row = [section]
+        rows.append([section])
         for peer in peers:
-            keys = [(section, dtype, peer, what) for dtype in DTYPES for what in PASSES]
-            ratios = [
-                rms(errors[a, b, OURS, d]) / rms(errors[a, b, c, d]) for a, b, c, d in keys if (a, b, c, d) in errors
+            pairs = [
+                (ours, errors[section, dtype, peer, what])
+                for (of, dtype, project, what), ours in errors.items()
+                if (of, project) == (section, OURS) and (section, dtype, peer, what) in errors
             ]
-            row.append(f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "")
-        rows.append(row)
+            ratios = [rms(ours) / rms(theirs) for ours, theirs in pairs]
+            rows[-1].append(f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "")
     return markdown(["tinyblock / project", *peers], rows)
 
 
 def versions() -> dict[str, str]:
     """Return the versions of torch and of the installed projects."""
-    found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
-    return {package: found[package] for package in ("torch", *PACKAGES) if package in found}
+    found = {}
+    for package in ("torch", *PACKAGES):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def page(errors: Errors, facts: Mapping[str, object]) -> str:
@@ -124,14 +128,14 @@ def draw(errors: Errors, facts: Mapping[str, object], path: Path) -> None:
     figure = new_figure("RoPE: relative error over the position", f"{facts['device']}, torch {facts['torch']}")
     for axes, dtype in zip(figure.subplots(1, 2, sharey=True), ("float32", "bfloat16"), strict=True):
         eps = torch.finfo(DTYPES[dtype]).eps
-        for index, project in enumerate(row for row in ROWS if (ROPES[0], dtype, row, FORWARD) in errors):
+        for index, project in enumerate(row for row in PROJECTS if (ROPES[0], dtype, row, FORWARD) in errors):
             measured = [pairs for rope in ROPES if (pairs := errors.get((rope, dtype, project, FORWARD)))]
             middles = [start + SIZE.seq_len / 2 for start in STARTS[: len(measured)]]
             style = {"color": COLORS[index], "marker": MARKERS[index], "markersize": 12 - 1.2 * index}  # lines coincide
             axes.loglog(middles, [eps * rms(pairs) for pairs in measured], lw=5 - 0.5 * index, label=project, **style)
         axes.set(title=dtype, xlabel="position in tokens", ylabel="relative error, root mean square")
         axes.grid(alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False)
+    figure.axes[0].legend(loc="upper left", frameon=False)
     save(figure, path)
 
 
