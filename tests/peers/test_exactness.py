@@ -69,7 +69,8 @@ def test_gradients_of_the_weights_have_the_order_of_the_block(project):
         dx, *dw = torch.autograd.grad(y, inputs, gradient, allow_unused=True, materialize_grads=True)
         weights = torch.cat([each.flatten() for each in dw])[layers[section].places]
         expected = {"forward": y.detach(), "gradient of x": dx, "gradient of the weights": weights}
-        torch.testing.assert_close(layers[section].passes(x, gradient), expected)
+        for what, actual in layers[section].passes(x, gradient).items():  # some projects compute norms in float32
+            assert (actual - expected[what]).norm() < 1e-6 * expected[what].norm(), (section, what)
 
 
 def test_measured_errors_are_those_of_known_roundings(measured):
