@@ -48,7 +48,7 @@ def build_torch(block: Block, size: Size) -> Candidate:
     in_proj = torch.cat([weights[name] for name in "qkv"])
     attention.load_state_dict({"in_proj_weight": in_proj, "out_proj.weight": weights["o"]})
     causal = functools.partial(attention, need_weights=False, attn_mask=mask, is_causal=True)
-    parts = {"norm": norm, "attention without RoPE": lambda x: causal(x, x, x)}
+    parts: dict[str, Callable[[Tensor], Any]] = {"norm": norm, "attention without RoPE": lambda x: causal(x, x, x)}
     return Candidate(norm, [*norm.parameters(), *attention.parameters()], parts=parts)
 
 
