@@ -38,6 +38,7 @@ def test_exact_rotation_is_that_of_complex_numbers():
 @pytest.mark.parametrize("project", ["tinyblock", "torch.nn", "Hugging Face", "litgpt", "torchtune", "x-transformers"])
 def test_gradients_of_the_weights_have_the_order_of_the_block(project):
     peer, _ = errors.PROJECTS[project]
+    assert peer
     block, x = make_block(SIZE, torch.float64, CPU, seed=0)
     gradient = torch.randn_like(x)
     try:
@@ -46,7 +47,7 @@ def test_gradients_of_the_weights_have_the_order_of_the_block(project):
         pytest.skip(str(error))
 
     def norm(x):
-        return x * (x.pow(2).mean(-1, keepdim=True) + SIZE.eps).rsqrt() * block.ln1.weight
+        return torch.einsum("...m,m->...m", x * (x.pow(2).mean(-1, keepdim=True) + SIZE.eps).rsqrt(), block.ln1.weight)
 
     def swiglu(x):
         gate, up = (torch.einsum("fm,...m->...f", w.weight, x) for w in (block.ffn.w1, block.ffn.w3))
@@ -58,7 +59,8 @@ def test_gradients_of_the_weights_have_the_order_of_the_block(project):
         q, k, v = (each.unflatten(-1, (SIZE.num_heads, -1)) for each in (q, k, v))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / SIZE.d_head**0.5
         shares = scores.masked_fill(torch.ones(2 * (SIZE.seq_len,)).triu(1).bool(), -torch.inf).softmax(-1)
-        return torch.einsum("bhqk,bkhd->bqhd", shares, v).flatten(-2) @ attn.output_proj.weight.T
+        attended = torch.einsum("bhqk,bkhd->bqhd", shares, v).flatten(-2)
+        return torch.einsum("mn,...n->...m", attn.output_proj.weight, attended)
 
     formulas = {"RMSNorm": norm, "SwiGLU": swiglu, "attention without RoPE": attention}
     assert formulas.keys() & layers.keys()
