@@ -24,9 +24,10 @@ from peers.errors import (
     OURS,
     PASSES,
     PROJECTS,
+    ROPES,
     ROUNDED,
+    SECTIONS,
     SIZE,
-    STACK,
     STARTS,
     Errors,
     measure,
@@ -44,16 +45,6 @@ examples:
 MARK = "<!-- scripts/exactness.py replaces everything below this line. -->\n"
 PACKAGES = ("transformers", "litgpt", "torchtune", "x-transformers", "rotary-embedding-torch")
 ROWS = (ROUNDED, OURS, COMPILED, *(project for project in PROJECTS if project != OURS))
-ROPES = tuple(f"RoPE at {start:,}" for start in STARTS)
-SECTIONS = (
-    "RMSNorm",
-    "SwiGLU",
-    "attention",
-    "attention without RoPE",
-    "Block",
-    STACK,
-    *(ROPES[i] for i in (0, 7, 11, -1)),
-)
 
 
 def sections(errors: Errors) -> list[str]:
