@@ -1,7 +1,6 @@
 """The command line of train_lm.py: its options, what they require, and how errors end."""
 
 import argparse
-import io
 import math
 import shlex
 import sys
@@ -14,12 +13,13 @@ from lab.processes import is_first, launched
 
 from tinyblock import SwiGLU, Transformer
 
-from .compare import COMPARISONS, compare
+from .compare import VARIANTS, compare
 from .text import SYMBOLS, Text, files_in, read_text, standard_library
 from .trainer import Diverged, Settings
 
-DEFAULTS = {"steps": 2000, "batch_size": 8, "seq_len": 128, "d_model": 64, "num_layers": 3, "num_heads": 2}
-TO_COMPARE = {"steps": 400, "batch_size": 8, "seq_len": 128, "d_model": 48, "num_layers": 3, "num_heads": 3}
+# The default, and that with --compare.
+SIZES = {"steps": (2000, 400), "batch_size": (8, 8), "seq_len": (128, 128)}
+SIZES |= {"d_model": (64, 48), "num_layers": (3, 3), "num_heads": (2, 3)}
 EPILOG = """\
 examples:
   train_lm.py                                           about two minutes on two cores
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     with parser.reporting():
-        settings = _settings(args, sys.argv[1:] if argv is None else argv)
+        settings = _settings(parser, args, sys.argv[1:] if argv is None else argv)
         check_outputs(args, "json", "plot")
         args.device = device_of(args.device)
         text = _text(args, settings)
@@ -49,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             from . import session  # which takes two seconds to import
 
-            start = partial(session.train, args, settings, text, *session.begin(args, settings, text))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a sample of text may have characters that a terminal lacks
+            start = partial(session.train, args, settings, text, session.begin(args, settings, text))
 
     def work() -> int:
         try:
@@ -71,85 +69,75 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     about = "Train a language model of bytes made of tinyblock's layers, or compare the choices that they offer."
     parser = Parser("train_lm.py", about, EPILOG)
-    variants = "train variants on the same data (activations: draw the functions)"
-    parser.add_argument("--compare", choices=COMPARISONS, help=variants)
-    size = parser.add_argument_group("size")
+    parser.add_argument("--compare", choices=VARIANTS, help="train variants on the same data")
+    add = parser.add_argument_group("size").add_argument
     source = "files or folders (default: the source of Python's standard library)"
-    size.add_argument("--data", type=Path, nargs="+", metavar="PATH", help=source)
-    for name, default in DEFAULTS.items():
-        compared = f"; {TO_COMPARE[name]} with --compare" if TO_COMPARE[name] != default else ""
-        help = f"(default: {default}{compared})"
-        size.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=help)
-    size.add_argument("--max-seq-len", type=int, metavar="N", help="longest sequence (default: 4 times --seq-len)")
+    add("--data", type=Path, nargs="+", metavar="PATH", help=source)
+    for name, (alone, compared) in SIZES.items():
+        help = f"(default: {alone})" if alone == compared else f"(default: {alone}; {compared} with --compare)"
+        add(_option(name), type=int, metavar="N", help=help)
+    add("--max-seq-len", type=int, metavar="N", help="longest sequence (default: 4 times --seq-len)")
     how = parser.add_argument_group("how")
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and batches (default: 0)")
-    how.add_argument("--seeds", type=int, default=3, metavar="N", help="number of seeds with --compare (default: 3)")
-    highest = "highest learning rate (default: 5e-3)"
-    how.add_argument("--lr", type=float, nargs="+", default=[5e-3], metavar="LR", help=highest)
+    add = how.add_argument
+    add("--seed", type=int, default=0, metavar="N", help="seed of weights and batches (default: 0)")
+    add("--seeds", type=int, default=3, metavar="N", help="number of seeds with --compare (default: 3)")
+    add("--lr", type=float, nargs="+", default=[5e-3], metavar="LR", help="highest learning rate (default: 5e-3)")
     warmup = "steps in which the rate rises (default: 50, or a quarter of shorter runs)"
-    how.add_argument("--warmup", type=int, metavar="N", help=warmup)
-    how.add_argument("--compile", action="store_true", help="torch.compile the model")
-    how.add_argument("--tp", type=int, default=1, metavar="N", help="processes that split each layer (default: 1)")
-    how.add_argument("--dp", type=int, default=1, metavar="N", help="processes that split the batch (default: 1)")
+    add("--warmup", type=int, metavar="N", help=warmup)
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--tp", type=int, default=1, metavar="N", help="processes that split each layer (default: 1)")
+    add("--dp", type=int, default=1, metavar="N", help="processes that split the batch (default: 1)")
     parser.add_device(how)
-    out = parser.add_argument_group("output")
+    add = parser.add_argument_group("output").add_argument
     each = "one line of JSON for each step; with --compare, one document with all runs"
-    out.add_argument("--json", type=Path, metavar="FILE", help=each)
-    out.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses: .png, .svg, .pdf")
+    add("--json", type=Path, metavar="FILE", help=each)
+    add("--plot", type=Path, metavar="FILE", help="draw the losses: .png, .svg, .pdf")
     checkpoint = "write a checkpoint to this folder at the end, at Ctrl-C, SIGTERM and SIGHUP"
-    out.add_argument("--checkpoint", type=Path, metavar="DIR", help=checkpoint)
-    out.add_argument("--every", type=int, metavar="N", help="also write one every N steps")
-    out.add_argument("--keep", type=int, default=2, metavar="K", help="checkpoints to keep (default: 2)")
-    out.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    add("--checkpoint", type=Path, metavar="DIR", help=checkpoint)
+    add("--every", type=int, metavar="N", help="also write one every N steps")
+    add("--keep", type=int, default=2, metavar="K", help="checkpoints to keep (default: 2)")
+    add("--resume", action="store_true", help="continue from the last checkpoint")
     return parser
 
 
-def _settings(args: argparse.Namespace, argv: Sequence[str]) -> Settings:
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _settings(parser: Parser, args: argparse.Namespace, argv: Sequence[str]) -> Settings:
     """Return the sizes, after the layers have accepted them without allocating anything."""
-    if args.compare:
-        for name, default in {"tp": 1, "dp": 1, "compile": False, "checkpoint": None, "resume": False}.items():
-            if getattr(args, name) != default:
-                raise ValueError(f"--compare does not support --{name}: remove it")
-        if launched() > 1:
-            raise ValueError("--compare trains in one process: start it without torchrun")
-        if args.compare == "activations" and args.plot is None:
-            raise ValueError("--compare activations needs --plot FILE")
-    for name, default in (TO_COMPARE if args.compare else DEFAULTS).items():
+    for name in ("tp", "dp", "compile", "checkpoint", "resume") if args.compare else ():
+        if getattr(args, name) != parser.get_default(name):
+            raise ValueError(f"--compare does not support --{name}: remove it")
+    for name, defaults in SIZES.items():
         if getattr(args, name) is None:
-            setattr(args, name, default)
+            setattr(args, name, defaults[bool(args.compare)])
     args.max_seq_len = 4 * args.seq_len if args.max_seq_len is None else args.max_seq_len
     args.warmup = min(50, args.steps // 4) if args.warmup is None else args.warmup
-    for name in ("every", "resume"):
-        if getattr(args, name) and args.checkpoint is None:
-            raise ValueError(f"--{name} needs --checkpoint DIR")
-    args.every = args.steps if args.every is None else args.every
-    for name in (*DEFAULTS, "max_seq_len", "seeds", "tp", "dp", "every", "keep"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if not 0 <= args.seed < 2**63 or args.steps >= 10**8:
-        raise ValueError("--seed must be from 0 to 2**63 - 1, and --steps below 10**8")
-    if not all(0 < lr < math.inf for lr in args.lr):
-        raise ValueError(f"--lr must be positive and finite, got {' '.join(map(str, args.lr))}")
-    if not 0 <= args.warmup <= args.steps:
-        raise ValueError(f"--warmup must be from 0 to --steps {args.steps}, got {args.warmup}")
-    if args.seq_len > args.max_seq_len:
-        raise ValueError(f"--seq-len {args.seq_len} is longer than --max-seq-len {args.max_seq_len}")
-    if len(args.lr) > 1 and args.compare != "norm":
-        raise ValueError("several --lr need --compare norm")
-    if args.batch_size % args.dp:
-        raise ValueError(f"--batch-size {args.batch_size} is not a multiple of --dp {args.dp}")
+    for name in (*SIZES, "max_seq_len", "seeds", "tp", "dp", "every", "keep"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"{_option(name)} must be at least 1, got {getattr(args, name)}")
     try:
         Transformer(1, args.d_model, args.num_heads, max_seq_len=args.max_seq_len, device="meta")
     except (RuntimeError, OverflowError) as error:
         raise ValueError(f"impossible size: {str(error).splitlines()[0]}") from None
-    d_ff = SwiGLU(args.d_model, device="meta").d_ff
-    for name, value in {"--num-heads": args.num_heads, "d_ff": d_ff, "the vocabulary": SYMBOLS}.items():
-        if value % args.tp:
-            raise ValueError(f"{name} {value} is not a multiple of --tp {args.tp}")
-    needed = args.tp * args.dp
-    if launched() != needed:
-        command = shlex.join(["torchrun", "--nproc-per-node", str(needed), "scripts/train_lm.py", *argv])
-        raise ValueError(f"--tp {args.tp} --dp {args.dp} needs {needed} processes, got {launched()}: {command}")
+    tp, dp, d_ff = args.tp, args.dp, SwiGLU(args.d_model, device="meta").d_ff
+    command = shlex.join(["torchrun", "--nproc-per-node", str(tp * dp), "scripts/train_lm.py", *argv])
+    rules = {
+        "--every and --resume need --checkpoint DIR": args.checkpoint or not (args.every or args.resume),
+        "--seed must be from 0 to 2**63 - 1, and --steps below 10**8": 0 <= args.seed < 2**63 and args.steps < 10**8,
+        f"--lr must be positive and finite, got {args.lr}": all(0 < lr < math.inf for lr in args.lr),
+        "several --lr need --compare norm": len(args.lr) == 1 or args.compare == "norm",
+        f"--warmup must be from 0 to --steps {args.steps}, got {args.warmup}": 0 <= args.warmup <= args.steps,
+        f"--seq-len {args.seq_len} is longer than --max-seq-len {args.max_seq_len}": args.seq_len <= args.max_seq_len,
+        f"--batch-size {args.batch_size} is not a multiple of --dp {dp}": args.batch_size % dp == 0,
+        f"--num-heads {args.num_heads} is not a multiple of --tp {tp}": args.num_heads % tp == 0,
+        f"d_ff {d_ff} and the vocabulary {SYMBOLS} are not multiples of --tp {tp}": d_ff % tp == SYMBOLS % tp == 0,
+        f"--tp {tp} --dp {dp} needs {tp * dp} processes, got {launched()}: {command}": launched() == tp * dp,
+    }
+    for rule, met in rules.items():
+        if not met:
+            raise ValueError(rule)
     return Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__} | {"lr": args.lr[0]})
 
 

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from statistics import mean
 from typing import Any
 
@@ -20,40 +21,35 @@ from .model import LanguageModel, with_post_norm
 from .text import Text, even_windows, order_two_loss
 from .trainer import Diverged, Settings, Trainer
 
-COMPARISONS = ("ffn", "norm", "positions", "activations")
 VALIDATION_BATCHES = 64
 POINTS = 50  # of a curve: each is the mean of as many steps
 BINS = 32  # of positions
 
 
-def variants(kind: str, settings: Settings) -> dict[str, Callable[[Settings], LanguageModel]]:
-    """Return how to build the models that are compared; they have as many parameters, except for the gains of norms."""
-    if kind == "norm":
-        return {
-            "pre-norm": Settings.build,
-            "post-norm": lambda settings: with_post_norm(settings.build()),
-            "no norm": partial(Settings.build, norm=nn.Identity),
-        }
-    if kind == "positions":
-        return {"RoPE": Settings.build, "no positions": partial(Settings.build, theta=None)}
-    gated = SwiGLU(settings.d_model, device="meta").d_ff
-    plain = {"GELU": gelu, "SiLU": silu, "ReLU": torch.relu}
-    of = {name: partial(FeedForward, activation=activation) for name, activation in plain.items()}
-    d_ff = gated * 3 // 2  # two matrices of it have as many weights as three of SwiGLU's
-    return {
-        "SwiGLU": Settings.build,
-        **{name: partial(Settings.build, ffn=ffn, d_ff=d_ff) for name, ffn in of.items()},
-    }
+def _ungated(activation: Callable[[Tensor], Tensor]) -> Callable[[Settings], LanguageModel]:
+    """Return how to build a model whose two feed-forward matrices have as many weights as the three of SwiGLU."""
+
+    def build(settings: Settings) -> LanguageModel:
+        d_ff = SwiGLU(settings.d_model, device="meta").d_ff * 3 // 2
+        return settings.build(ffn=partial(FeedForward, activation=activation), d_ff=d_ff)
+
+    return build
+
+
+# The variants of a comparison have as many parameters, except for the gains of norms.
+VARIANTS: dict[str, dict[str, Callable[[Settings], LanguageModel]]] = {
+    "ffn": {"SwiGLU": Settings.build, "GELU": _ungated(gelu), "SiLU": _ungated(silu), "ReLU": _ungated(torch.relu)},
+    "norm": {
+        "pre-norm": Settings.build,
+        "post-norm": lambda settings: with_post_norm(settings.build()),
+        "no norm": partial(Settings.build, norm=nn.Identity),
+    },
+    "positions": {"RoPE": Settings.build, "no positions": partial(Settings.build, theta=None)},
+}
 
 
 def compare(args: argparse.Namespace, settings: Settings, text: Text) -> int:
-    """Train every variant with every learning rate and seed, and show and write the results; return the exit code."""
-    if args.compare == "activations":
-        from .plot import plot_activations
-
-        plot_activations(args.plot)
-        return 0
-    builds = variants(args.compare, settings)
+    """Train every variant with every learning rate and seed, show and write the results, and return the exit code."""
     windows = even_windows(text.validation, VALIDATION_BATCHES * settings.batch_size, settings.seq_len + 1)
     longer = even_windows(text.validation, 128, settings.max_seq_len + 1)  # than the sequences trained on
     runs: list[dict[str, Any]] = []
@@ -65,32 +61,25 @@ def compare(args: argparse.Namespace, settings: Settings, text: Text) -> int:
         "order_two_validation": order_two_loss(text.training, windows),
         "runs": runs,
     }
-    everything = [
-        (name, replace(settings, seed=settings.seed + seed, lr=lr))
-        for seed in range(args.seeds)  # outermost: what an interruption leaves has all variants
-        for lr in args.lr
-        for name in builds
-    ]
-    try:
-        with Progress() as progress:
-            for index, (name, chosen) in enumerate(everything, 1):
-                progress.start(f"{index}/{len(everything)} {name}, lr {chosen.lr:g}, seed {chosen.seed}", chosen.steps)
-                torch.manual_seed(chosen.seed)
-                trainer = Trainer(builds[name](chosen).to(args.device), text.training, chosen)
-                record = _run(trainer, windows, progress.advance)
-                if args.compare == "positions" and record["diverged"] is None:
-                    parts = trainer.losses_by_position(longer).chunk(BINS)
-                    record["by_position"] = [round(float(part.mean()), 4) for part in parts]
-                runs.append({"variant": name, "seed": chosen.seed, "lr": chosen.lr} | record)
-                if args.json is not None:
-                    write_json(args.json, document)
-    finally:
-        if runs:
-            show(_tables(document))
-            if args.plot is not None and any(run["diverged"] is None for run in runs):
-                from .plot import plot_comparison
+    with Progress() as progress:
+        for seed, lr, (name, build) in product(range(args.seeds), args.lr, VARIANTS[args.compare].items()):
+            chosen = replace(settings, seed=settings.seed + seed, lr=lr)
+            progress.start(f"{name}, lr {lr:g}, seed {chosen.seed}", chosen.steps)
+            torch.manual_seed(chosen.seed)
+            trainer = Trainer(build(chosen).to(args.device), text.training, chosen)
+            record = {"variant": name, "seed": chosen.seed, "lr": lr} | _run(trainer, windows, progress.advance)
+            if args.compare == "positions" and record["diverged"] is None:
+                parts = trainer.validate(longer).chunk(BINS)
+                record["by_position"] = [round(float(part.mean()), 4) for part in parts]
+            runs.append(record)
+            if args.json is not None:
+                write_json(args.json, document)
+    show(_tables(document))
+    drawn = _minus_first(runs) if args.compare == "ffn" else runs
+    if args.plot is not None and any(run["diverged"] is None for run in drawn):
+        from .plot import plot_comparison
 
-                plot_comparison(args.plot, document)
+        plot_comparison(args.plot, document, drawn)
     return 0
 
 
@@ -104,7 +93,7 @@ def _run(trainer: Trainer, windows: Tensor, on_step: Callable[[], None]) -> dict
         while trainer.step < trainer.settings.steps:
             losses.append(trainer.advance()["loss"])
             on_step()
-        record["validation"] = round(trainer.validate(windows), 5)
+        record["validation"] = round(float(trainer.validate(windows).mean()), 5)
     except Diverged:
         record["diverged"] = trainer.step + 1
     each = max(1, trainer.settings.steps // POINTS)
@@ -112,24 +101,33 @@ def _run(trainer: Trainer, windows: Tensor, on_step: Callable[[], None]) -> dict
     return record
 
 
+def _minus_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs with their losses minus those of the first variant with the same seed and learning rate."""
+    trained = [run for run in runs if run["diverged"] is None]
+    firsts = {(run["seed"], run["lr"]): run for run in trained if run["variant"] == runs[0]["variant"]}
+    differences = []
+    for run in trained:
+        if first := firsts.get((run["seed"], run["lr"])):
+            curve = [a - b for a, b in zip(run["curve"], first["curve"], strict=True)]
+            differences.append(run | {"curve": curve, "validation": run["validation"] - first["validation"]})
+    return differences
+
+
 def _tables(document: dict[str, Any]) -> list[Table | str]:
-    runs: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    for run in document["runs"]:
-        runs.setdefault((run["variant"], run["lr"]), []).append(run)
-    first = document["runs"][0]["variant"]
+    runs, differences, first = document["runs"], _minus_first(document["runs"]), document["runs"][0]["variant"]
     columns = ["variant", "lr", "parameters", "d_ff", "seeds", "validation, nats", "range", f"minus {first}", "range"]
     table = Table(f"{document['compare']}: mean and range over the seeds", columns)
-    for (name, lr), own in runs.items():
-        pairs = [(run["validation"], base["validation"]) for run, base in zip(own, runs[first, lr], strict=False)]
-        trained = [run["validation"] for run in own if run["diverged"] is None]
-        differences = [loss - other for loss, other in pairs if loss is not None and other is not None]
+    for key in dict.fromkeys((run["variant"], run["lr"]) for run in runs):
+        own, paired = ([run for run in of if (run["variant"], run["lr"]) == key] for of in (runs, differences))
+        trained = [run for run in own if run["diverged"] is None]
         seeds = f"{len(trained)} of {len(own)}" if len(trained) < len(own) else str(len(own))
-        cells = [name, f"{lr:g}", f"{own[0]['parameters']:,}", str(own[0]["d_ff"]), seeds]
-        table.rows.append([*cells, *_mean_and_range(trained), *_mean_and_range(differences)])
+        cells = [key[0], f"{key[1]:g}", f"{own[0]['parameters']:,}", str(own[0]["d_ff"]), seeds]
+        table.rows.append([*cells, *_mean_and_range(trained), *_mean_and_range(paired)])
     settings = document["settings"]
     trained_on = "{steps} steps of {batch_size} x {seq_len} bytes, {warmup} of them warm-up".format(**settings)
     return [table, f"{trained_on}; order-2 model: {document['order_two_validation']:.4f} nats"]
 
 
-def _mean_and_range(values: Sequence[float]) -> list[str]:
-    return [f"{mean(values):.4f}", f"{min(values):.4f} to {max(values):.4f}"] if values else ["diverged", ""]
+def _mean_and_range(runs: Sequence[dict[str, Any]]) -> list[str]:
+    losses = [run["validation"] for run in runs]
+    return [f"{mean(losses):.4f}", f"{min(losses):.4f} to {max(losses):.4f}"] if losses else ["diverged", ""]

@@ -2,10 +2,8 @@
 
 from typing import Any, cast
 
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from tinyblock import Block, Transformer
 
@@ -13,11 +11,7 @@ from .text import SYMBOLS
 
 
 class LanguageModel(nn.Module):
-    """Embed bytes, apply a Transformer, and project to a logit for each byte that may come next.
-
-    The keys of the state dict are those of CS336's reference: token_embeddings.weight, layers.*, ln_final.weight and
-    lm_head.weight.
-    """
+    """Embed bytes, apply a Transformer, and project to a logit for each byte that may come next."""
 
     def __init__(self, num_layers: int, d_model: int, num_heads: int, **options: Any) -> None:
         super().__init__()
@@ -27,22 +21,9 @@ class LanguageModel(nn.Module):
         nn.init.trunc_normal_(self.token_embeddings.weight, std=1, a=-3, b=3)
         std = (2 / (d_model + SYMBOLS)) ** 0.5
         nn.init.trunc_normal_(self.lm_head.weight, std=std, a=-3 * std, b=3 * std)
-        self.register_state_dict_post_hook(_without_prefix)
-        self.register_load_state_dict_pre_hook(_with_prefix)
 
-    def forward(self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"] | None = None) -> Tensor:
-        """Return the logits, of shape (batch, seq, 256); or, given targets, their mean cross entropy in nats."""
-        logits: Float[Tensor, "batch seq symbols"] = self.lm_head(self.transformer(self.token_embeddings(tokens)))
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def _without_prefix(model: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
-    consume_prefix_in_state_dict_if_present(state, "transformer.")
-
-
-def _with_prefix(model: nn.Module, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-    for key in [key for key in state if key.startswith(("layers.", "ln_final."))]:
-        state[f"transformer.{key}"] = state.pop(key)
+    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq symbols"]:
+        return self.lm_head(self.transformer(self.token_embeddings(tokens)))
 
 
 class PostNormBlock(nn.Module):

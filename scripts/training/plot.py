@@ -1,4 +1,4 @@
-"""Pictures of training: the losses of a run, comparisons, and activations with their derivatives."""
+"""Pictures of training: the losses of a run, and those of variants that are compared."""
 
 import math
 from collections.abc import Sequence
@@ -6,11 +6,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
 from lab.plots import COLORS, LINES, new_figure, save
 from matplotlib.axes import Axes
-
-from tinyblock import gelu, silu
 
 TITLES = {
     "ffn": "Feed-forward layers: loss minus SwiGLU's, paired by seed",
@@ -38,67 +35,47 @@ def plot_losses(path: Path, history: Sequence[dict[str, Any]], order_two: float,
     save(figure, path, dpi=110)
 
 
-def plot_activations(path: Path) -> None:
-    """Draw SiLU, GELU and ReLU, and their derivatives by autograd."""
-    figure = new_figure("Activations of the feed-forward layers", "", 8, 3.6)
-    left, right = figure.subplots(1, 2)
-    x = torch.linspace(-5, 5, 1001, requires_grad=True)
-    for index, (name, function) in enumerate({"SiLU": silu, "GELU": gelu, "ReLU": torch.relu}.items()):
-        y = function(x)
-        (slope,) = torch.autograd.grad(y.sum(), x)
-        for axes, values in ((left, y), (right, slope)):
-            axes.plot(x.detach(), values.detach(), color=COLORS[index], linestyle=LINES[index], label=name)
-    left.set(title="activation", xlabel="x", ylim=(-0.6, 3), xlim=(-5, 3))
-    right.set(title="derivative", xlabel="x")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    left.legend(frameon=False)
-    save(figure, path, dpi=110)
-
-
-def plot_comparison(path: Path, document: dict[str, Any]) -> None:
+def plot_comparison(path: Path, document: dict[str, Any], runs: Sequence[dict[str, Any]]) -> None:
     """Draw the losses of each variant in training and after it, with the mean and range over the seeds.
 
     A variant has a line at the learning rates with which no seed diverged, and crosses at the others.
     """
-    kind, settings, runs = document["compare"], document["settings"], document["runs"]
+    kind, settings = document["compare"], document["settings"]
     origin = (SIZES + ", {warmup} of warm-up; mean and range over {seeds} seeds; ").format(**settings)
     figure = new_figure(TITLES[kind], origin + document["environment"]["device"], 9, 4.2)
     left, right = figure.subplots(1, 2)
     left.set(xlabel="step", ylabel="nats per byte", title="training")
     right.set(title="validation after training")
-    if kind == "ffn":
-        runs = _minus_first(runs)
-        for axes in (left, right):
-            axes.axhline(0, color="black", linewidth=1)
-    elif kind == "norm":
+    if kind == "norm":
         left.set(title="training, at the best learning rate of each")
         right.set(xscale="log", xlabel="highest learning rate")
-    else:
+    elif kind == "positions":
         right.axvline(settings["seq_len"], color="black", linewidth=1, label="length trained on")
         right.set(xlabel="position in the sequence")
-    names = dict.fromkeys(run["variant"] for run in runs)
-    for name, color, line in zip(names, COLORS[kind == "ffn" :], LINES, strict=False):
-        own = [run for run in runs if run["variant"] == name]
-        diverged = {run["lr"] for run in own if run["diverged"] is not None}
-        rates = {run["lr"]: [r for r in own if r["lr"] == run["lr"]] for run in own if run["lr"] not in diverged}
-        if diverged and kind == "norm":
+    for index, name in enumerate(dict.fromkeys(run["variant"] for run in runs)):
+        look: dict[str, Any] = {"color": COLORS[index], "linestyle": LINES[index]}
+        by_rate = {lr: [run for run in runs if (run["variant"], run["lr"]) == (name, lr)] for lr in settings["lr"]}
+        trained = {lr: own for lr, own in by_rate.items() if all(run["diverged"] is None for run in own)}
+        if kind == "norm" and (diverged := by_rate.keys() - trained):
             crosses: dict[str, Any] = {"transform": right.get_xaxis_transform(), "linestyle": "", "marker": "x"}
-            right.plot(sorted(diverged), [0.96] * len(diverged), color=color, label=f"{name}: diverged", **crosses)
-        look: dict[str, Any] = {"color": color, "linestyle": line}
-        if not rates:
+            right.plot(
+                sorted(diverged), [0.96] * len(diverged), color=COLORS[index], label=f"{name}: diverged", **crosses
+            )
+        if not trained:
             left.plot([], label=f"{name}: diverged", **look)
             continue
-        best = min(rates.values(), key=lambda runs: mean(run["validation"] for run in runs))
-        _band(left, settings["steps"], [run["curve"] for run in best], look | {"label": name})
+        losses = [[run["validation"] for run in own] for own in trained.values()]
+        best = min(trained.values(), key=lambda own: mean(run["validation"] for run in own))
+        _band(
+            left, _middles(settings["steps"], best[0]["curve"]), [run["curve"] for run in best], look | {"label": name}
+        )
         if kind == "ffn":
-            right.plot([name] * len(best), [run["validation"] for run in best], "o", color=color, alpha=0.7)
+            right.plot([name] * len(best), losses[0], "o", color=COLORS[index], alpha=0.7)
         elif kind == "norm":
-            losses = [[run["validation"] for run in runs] for runs in rates.values()]
-            right.plot(list(rates), list(map(mean, losses)), marker="o", **look)
-            right.fill_between(list(rates), list(map(min, losses)), list(map(max, losses)), color=color, alpha=0.2)
+            _band(right, list(trained), list(zip(*losses, strict=True)), look | {"marker": "o"})
         else:
-            _band(right, settings["max_seq_len"], [run["by_position"] for run in best], look)
+            curves = [run["by_position"] for run in best]
+            _band(right, _middles(settings["max_seq_len"], curves[0]), curves, look)
     for axes in (left, right):
         low, high = axes.dataLim.intervaly
         top = min(high, 3.5)  # the losses start at 5.5
@@ -109,22 +86,13 @@ def plot_comparison(path: Path, document: dict[str, Any]) -> None:
     save(figure, path, dpi=110)
 
 
-def _minus_first(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the runs of the other variants, with the losses minus those of the first variant with the same seed."""
-    first = runs[0]["variant"]
-    base = {run["seed"]: run for run in runs if run["variant"] == first and run["diverged"] is None}
-    compared = []
-    for run in runs:
-        if run["variant"] != first and run["diverged"] is None and run["seed"] in base:
-            other = base[run["seed"]]
-            curve = [a - b for a, b in zip(run["curve"], other["curve"], strict=True)]
-            compared.append(run | {"curve": curve, "validation": run["validation"] - other["validation"]})
-    return compared
+def _middles(length: int, curve: Sequence[float]) -> list[float]:
+    """Return the middles of equal parts of a length, one for each point of a curve."""
+    return [length * (index + 0.5) / len(curve) for index in range(len(curve))]
 
 
-def _band(axes: Axes, length: int, curves: Sequence[Sequence[float]], look: dict[str, Any]) -> None:
-    """Draw the mean of curves, whose points are means over equal parts of a length, and their range."""
+def _band(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], look: dict[str, Any]) -> None:
+    """Draw the mean of curves and their range."""
     columns = list(zip(*curves, strict=True))
-    x = [length * (index + 0.5) / len(columns) for index in range(len(columns))]
     axes.plot(x, list(map(mean, columns)), linewidth=1.2, **look)
     axes.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=look["color"], alpha=0.2, linewidth=0)

@@ -1,4 +1,4 @@
-"""A training run from its start to its results: losses, checkpoints, a picture and a sample of text."""
+"""A training run from its start to its results: losses, checkpoints and a picture."""
 
 import argparse
 import json
@@ -6,12 +6,9 @@ import math
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
-from statistics import mean
 from types import FrameType
 from typing import Any
 
@@ -33,24 +30,23 @@ from .text import Text, even_windows, order_two_loss
 from .trainer import Settings, Trainer
 
 VALIDATION_BATCHES = 8
-SAMPLE = 200  # bytes that the model writes at the end
-UNTIMED = 5  # first steps, in which torch compiles and allocates
 
 
-def begin(args: argparse.Namespace, settings: Settings, text: Text) -> tuple[Path | None, dict[str, Any]]:
-    """Return the checkpoint to resume from and its run; without one, None and a run that has not begun."""
+def begin(args: argparse.Namespace, settings: Settings, text: Text) -> dict[str, Any]:
+    """Return the checkpoint to resume from, or a run that has not begun."""
     new: dict[str, Any] = {"settings": asdict(settings) | {"text": text.sha256}, "history": []}
     del new["settings"]["steps"]  # a resumed run may be longer
     if args.checkpoint is None:
-        return None, new
+        return new
     if args.resume and not args.checkpoint.is_dir():
         raise ValueError(f"--resume: there is no folder {args.checkpoint}")
     try:
         args.checkpoint.mkdir(parents=True, exist_ok=True)
-        require_writable(args.checkpoint / "run.json")
+        require_writable(args.checkpoint / "any")
+        checkpoints.remove_leftovers(args.checkpoint)
         saved = checkpoints.saved_in(args.checkpoint)
         if not saved:
-            return None, new
+            return new
         if not args.resume:
             raise ValueError(f"{args.checkpoint} has checkpoints: add --resume, or use another folder")
         run = checkpoints.read(saved[-1])
@@ -61,11 +57,11 @@ def begin(args: argparse.Namespace, settings: Settings, text: Text) -> tuple[Pat
         if theirs != value:
             hint = " (was an output written to a folder of --data?)" if name == "text" else ""
             raise ValueError(f"{saved[-1]} is of another run: its {name} is {theirs}, but here it is {value}{hint}")
-    return saved[-1], run
+    return run
 
 
-def train(args: argparse.Namespace, settings: Settings, text: Text, saved: Path | None, run: dict[str, Any]) -> int:
-    """Train from the checkpoint `saved`, or from the start, and return the exit code."""
+def train(args: argparse.Namespace, settings: Settings, text: Text, run: dict[str, Any]) -> int:
+    """Train from where `run` is, and return the exit code."""
     parts = f"{len(text.training):,} bytes for training and {len(text.validation):,} for validation"
     print(f"text: {text.files} files, {parts}, SHA-256 {text.sha256}")
     windows = even_windows(text.validation, VALIDATION_BATCHES * settings.batch_size, settings.seq_len + 1)
@@ -74,35 +70,23 @@ def train(args: argparse.Namespace, settings: Settings, text: Text, saved: Path 
     trainer = _build(args, settings, text)
     parameters = sum(map(torch.numel, trainer.model.parameters()))
     print(f"model: {parameters:,} parameters on {args.tp * args.dp} x {args.device.type}", flush=True)
-    with ExitStack() as stack:
-        if args.checkpoint is not None and is_first():
-            stack.enter_context(checkpoints.locked(args.checkpoint))
-        if saved is not None:
-            checkpoints.load(saved, trainer, run)
-            print(f"resumed after step {trainer.step}")
-        elif args.resume:
-            print(f"no checkpoint in {args.checkpoint}: step 1 is next")
-        if trainer.step >= settings.steps:
-            print(f"nothing to do: --steps is {settings.steps}")
-        try:
-            received = _take_steps(args, trainer, run, windows)
-        finally:
-            if args.plot is not None and run["history"] and is_first():
-                from .plot import SIZES, plot_losses
+    if run["history"]:
+        checkpoints.load(trainer, run)
+    if args.resume:
+        print(f"{trainer.step} of {settings.steps} steps are done")
+    try:
+        received = _take_steps(args, trainer, run, windows)
+    finally:
+        if args.plot is not None and run["history"] and is_first():
+            from .plot import SIZES, plot_losses
 
-                source = ", ".join(path.name for path in args.data) if args.data else "Python's standard library"
-                title = f"A language model of bytes, trained on {source}"
-                origin = f"{parameters:,} parameters, {SIZES.format(**asdict(settings))}"
-                plot_losses(args.plot, run["history"], floor, title, origin)
+            source = ", ".join(path.name for path in args.data) if args.data else "Python's standard library"
+            title = f"A language model of bytes, trained on {source}"
+            origin = f"{parameters:,} parameters, {SIZES.format(**asdict(settings))}"
+            plot_losses(args.plot, run["history"], floor, title, origin)
     if received:
         print(f"stopped by {signal.Signals(received).name} after step {trainer.step}")
         return 128 + received
-    prompt = text.validation[:64].long()
-    with torch.compiler.set_stance("force_eager"):  # otherwise each length would be compiled
-        continued = trainer.continue_text(prompt, SAMPLE)
-    sample = (bytes(prompt.tolist()) + b"|" + continued).decode("utf-8", "replace")
-    shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in sample)
-    print(f"the start of the validation text, and after the bar what the model writes:\n{shown}", flush=True)
     return 0
 
 
@@ -134,28 +118,26 @@ def _build(args: argparse.Namespace, settings: Settings, text: Text) -> Trainer:
 
 def _take_steps(args: argparse.Namespace, trainer: Trainer, run: dict[str, Any], windows: Tensor) -> int:
     """Train to the last step, or until a signal; return the number of that signal, or 0."""
-    settings, first, received, history = trainer.settings, trainer.step, 0, run["history"]
-    recent = deque[float](maxlen=100)  # seconds of steps, without validation and checkpoints
+    steps, received, history = trainer.settings.steps, 0, run["history"]
     losses = args.json if args.json is not None and is_first() else os.devnull
     with _signals() as latest, Progress() as progress, open(losses, "w") as lines:
         lines.writelines(json.dumps(record) + "\n" for record in history)
-        progress.start("training", settings.steps - first)
-        while trainer.step < settings.steps and not received:
+        progress.start("training", steps - trainer.step)
+        while trainer.step < steps and not received:
             start = time.perf_counter()
             record = trainer.advance()
-            if trainer.step > first + UNTIMED:
-                recent.append(time.perf_counter() - start)
-            rate = round(settings.batch_size * settings.seq_len / mean(recent)) if recent else None
-            received, last = latest(), trainer.step == settings.steps
-            line = f"step {trainer.step}/{settings.steps}, loss {_in_both_units(record['loss'])}"
+            seconds = time.perf_counter() - start
+            record["tokens_per_second"] = round(trainer.settings.batch_size * trainer.settings.seq_len / seconds)
+            received, last = latest(), trainer.step == steps
+            line = f"step {trainer.step}/{steps}, loss {_in_both_units(record['loss'])}"
             progress.advance(line)
-            if last or trainer.step % max(1, settings.steps // 10) == 0:
-                record["validation"] = trainer.validate(windows)
-                line += f", validation {_in_both_units(record['validation'])}"
-                progress.print(line + (f", {rate:,} tokens/s" if rate else ""))
-            history.append(record | {"tokens_per_second": rate})
-            print(json.dumps(history[-1]), file=lines, flush=True)
-            if args.checkpoint is not None and (last or received or trainer.step % args.every == 0):
+            if last or trainer.step % max(1, steps // 10) == 0:
+                record["validation"] = float(trainer.validate(windows).mean())
+                validation = _in_both_units(record["validation"])
+                progress.print(f"{line}, validation {validation}, {record['tokens_per_second']:,} tokens/s")
+            history.append(record)
+            print(json.dumps(record), file=lines, flush=True)
+            if args.checkpoint and (last or received or (args.every and trainer.step % args.every == 0)):
                 checkpoints.save(args.checkpoint, trainer, run, args.keep)
     return received
 
@@ -167,24 +149,21 @@ def _signals() -> Iterator[Callable[[], int]]:
     In one process the second signal has its usual effect. torchrun passes signals on, so its processes get each twice.
     """
     received = [0]
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    numbers: list[int] = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}  # as nohup sets it
 
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if launched() == 1:
-            restore()
+            signal.signal(number, before[number])
 
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # as nohup sets it
-            signal.signal(number, receive)
+    for number in before:
+        signal.signal(number, receive)
     try:
         yield lambda: -least(-received[-1])  # the highest number that any process has received
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _in_both_units(nats: float) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SYMBOLS = 256
-CHECKPOINT = re.compile(r"step-\d{8}")  # the name of a checkpoint's folder
+CHECKPOINT = re.compile(r"step-\d{8}\.pt")  # the name of a checkpoint
 LEFT_OUT = re.compile(rf"\..*|__pycache__|{CHECKPOINT.pattern}", re.DOTALL)
 
 
@@ -46,26 +46,18 @@ def standard_library() -> list[Path]:
 def files_in(paths: Sequence[Path], outputs: Sequence[Path] = ()) -> list[Path]:
     """Return these files and those in these folders, sorted, without outputs, checkpoints and hidden files.
 
-    Raise ValueError for a path that is an output or not a regular file, and for a folder without files.
+    Raise ValueError for a path without such a file.
     """
-
-    def is_output(path: Path) -> bool:
-        return any(output.exists() and path.samefile(output) for output in outputs)
-
     found: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            below = [inner for inner in sorted(path.rglob("*")) if inner.is_file() and not is_output(inner)]
-            below = [inner for inner in below if not any(map(LEFT_OUT.fullmatch, inner.relative_to(path).parts))]
-            if not below:
-                raise ValueError(f"--data {path} has no files")
-            found += below
-        elif path.stat() and not path.is_file():
-            raise ValueError(f"--data {path} is not a regular file")
-        elif is_output(path):
-            raise ValueError(f"--data {path} is also an output, which would overwrite it: name another output")
-        else:
-            found.append(path)
+        inner = sorted(path.rglob("*")) if path.is_dir() else [path] if path.stat() else []
+        inner = [
+            file for file in inner if file.is_file() and not any(map(LEFT_OUT.fullmatch, file.relative_to(path).parts))
+        ]
+        inner = [file for file in inner if not any(output.exists() and file.samefile(output) for output in outputs)]
+        if not inner:
+            raise ValueError(f"--data {path} has no text: outputs, checkpoints, hidden and special files are left out")
+        found += inner
     return found
 
 
@@ -74,14 +66,13 @@ def windows_at(text: Tensor, starts: Sequence[int], length: int) -> Tensor:
     return torch.stack([text[start : start + length] for start in starts]).long()
 
 
-def batch(text: Tensor, seed: int, step: int, batch_size: int, seq_len: int, rows: slice) -> Tensor:
-    """Return these rows of the batch of a step: seq_len bytes and the next one, of shape (rows, seq_len + 1).
+def batch(text: Tensor, seed: int, step: int, batch_size: int, seq_len: int) -> Tensor:
+    """Return the batch of a step: seq_len bytes and the next one, of shape (batch_size, seq_len + 1).
 
     Seed and step alone determine the batch, so it is the same after a restart and on any number of processes.
     """
     draw = random.Random(f"{seed} {step}")
-    starts = [draw.randrange(len(text) - seq_len) for _ in range(batch_size)]
-    return windows_at(text, starts[rows], seq_len + 1)
+    return windows_at(text, [draw.randrange(len(text) - seq_len) for _ in range(batch_size)], seq_len + 1)
 
 
 def even_windows(text: Tensor, count: int, length: int) -> Tensor:

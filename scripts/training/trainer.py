@@ -1,4 +1,4 @@
-"""A model in training: its settings, its optimizer and its learning rate, one step, and what validation measures."""
+"""A model in training: its settings, its optimizer and its learning rate, one step, and its losses."""
 
 import math
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Diverged(Exception):
 
 
 class Trainer:
-    """A model with its optimizer and the number of steps taken, which a checkpoint stores.
+    """A model with its optimizer and the number of steps taken.
 
     `rows` are those of each batch that this process takes.
     """
@@ -59,16 +59,18 @@ class Trainer:
         done = (self.step - settings.warmup) / max(1, settings.steps - settings.warmup)
         return settings.lr * (0.55 + 0.45 * math.cos(math.pi * done))
 
-    def _mean(self, value: Tensor) -> float:
+    def _losses(self, windows: Tensor) -> Tensor:
+        """Return the loss of each byte but the first of this process's rows."""
+        tokens, targets = windows[self.rows, :-1].to(self.device), windows[self.rows, 1:].to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+            logits = self.model(tokens).flatten(0, 1)
+            return nn.functional.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
+
+    def _mean(self, value: Tensor) -> Tensor:
         """Return the mean over all processes; those along "tp" have the same value."""
         if launched() > 1:
             dist.all_reduce(value)
-        return float(value) / launched()
-
-    def _loss(self, windows: Tensor) -> Tensor:
-        windows = windows.to(self.device)
-        with torch.autocast(windows.device.type, torch.bfloat16, enabled=windows.is_cuda):
-            return self.model(windows[:, :-1], windows[:, 1:])
+        return value / launched()
 
     def advance(self) -> dict[str, Any]:
         """Take one step, and return its number, loss, learning rate and gradient norm.
@@ -76,15 +78,14 @@ class Trainer:
         Raises:
             Diverged: the loss or the norm of its gradient is not finite; the weights are those before the step.
         """
-        settings, lr = self.settings, self.learning_rate()
-        windows = batch(self.text, settings.seed, self.step + 1, settings.batch_size, settings.seq_len, self.rows)
-        loss = self._loss(windows)
+        lr, settings = self.learning_rate(), self.settings
+        windows = batch(self.text, settings.seed, self.step + 1, settings.batch_size, settings.seq_len)
+        loss = self._losses(windows).mean()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        mean_loss = self._mean(loss.detach())
-        record = {"step": self.step + 1, "loss": mean_loss, "lr": lr, "grad_norm": float(norm)}
-        if not (math.isfinite(mean_loss) and math.isfinite(record["grad_norm"])):
+        record = {"step": self.step + 1, "loss": float(self._mean(loss.detach())), "lr": lr, "grad_norm": float(norm)}
+        if not all(map(math.isfinite, record.values())):
             found = "step {step}: the loss is {loss:.4g}, the learning rate {lr:.3g}, the gradient norm {grad_norm:.3g}"
             raise Diverged(found.format(**record))
         for group in self.optimizer.param_groups:
@@ -95,28 +96,7 @@ class Trainer:
         return record
 
     @torch.no_grad()
-    def validate(self, windows: Tensor) -> float:
-        """Return the mean loss over windows, of shape (a multiple of the batch, seq_len + 1)."""
-        losses = [self._loss(part[self.rows]) for part in windows.split(self.settings.batch_size)]
-        return self._mean(torch.stack(losses).mean())
-
-    @torch.no_grad()
-    def losses_by_position(self, windows: Tensor) -> Tensor:
-        """Return the mean loss at each position of windows, of any length."""
-        total = torch.zeros(windows.shape[1] - 1)
-        for part in windows.to(self.device).split(8):
-            logits, targets = self.model(part[:, :-1]).flatten(0, 1), part[:, 1:]
-            losses = nn.functional.cross_entropy(logits, targets.flatten(), reduction="none")
-            total += losses.view_as(targets).sum(0).cpu()
-        return total / len(windows)
-
-    @torch.no_grad()
-    def continue_text(self, prompt: Tensor, count: int, temperature: float = 0.8) -> bytes:
-        """Draw `count` bytes that follow the prompt; every process of the mesh must take part."""
-        generator, tokens = torch.Generator().manual_seed(self.settings.seed), prompt[None]
-        for _ in range(count):
-            last = tokens[:, -self.settings.seq_len :].to(self.device)
-            logits = self.model(last)[0, -1].float().cpu()
-            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-            tokens = torch.cat((tokens, drawn[None]), dim=1)
-        return bytes(tokens[0, len(prompt) :].tolist())
+    def validate(self, windows: Tensor) -> Tensor:
+        """Return the mean loss at each position of windows, whose number is a multiple of the batch, of any length."""
+        losses = torch.cat([self._losses(part) for part in windows.split(self.settings.batch_size)])
+        return self._mean(losses.mean(0)).cpu()

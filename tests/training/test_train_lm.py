@@ -10,8 +10,8 @@ import shutil
 import signal
 
 import pytest
+import torch
 from processes import run_as_torchrun
-from torch.distributed.checkpoint import FileSystemReader
 from training import checkpoints, cli, session
 from training.trainer import Trainer
 
@@ -62,20 +62,18 @@ def test_training_writes_losses_a_picture_and_what_it_read(whole, text):
     assert records[5]["lr"] == pytest.approx(5e-3 * (0.55 + 0.45 * math.cos(math.pi / 4)))
     assert records[-1]["validation"] < math.log(256)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert [record["tokens_per_second"] is None for record in records] == [True] * 5 + [False] * 3
+    assert all(record["tokens_per_second"] > 0 for record in records)
     data = text.read_bytes()
     held_out = len(data) // 20
     assert f"{len(data) - held_out:,} bytes for training and {held_out:,} for validation, SHA-256 " in printed
     assert "bits/byte" in printed
-    assert data[-held_out:][:64].decode() + "|" in printed
 
 
 def test_checkpoint_has_the_keys_of_cs336(whole):
     [saved] = checkpoints.saved_in(whole[2] / "saved")
-    names = FileSystemReader(saved).read_metadata().state_dict_metadata
-    keys = {name.removeprefix("model.") for name in names if name.startswith("model.")}
     block = {f"attn.{name}_proj" for name in "qkv"} | {"attn.output_proj", "ffn.w1", "ffn.w2", "ffn.w3", "ln1", "ln2"}
     expected = {f"layers.{layer}.{name}.weight" for layer in (0, 1) for name in block}
+    keys = torch.load(saved)["model"].keys()
     assert keys == expected | {"token_embeddings.weight", "ln_final.weight", "lm_head.weight"}
 
 
@@ -94,14 +92,13 @@ sys.exit(cli.main({}))
 def test_killed_while_it_writes_a_checkpoint_resumes_to_the_same_losses(whole, text, tmp_path):
     outputs = ["--data", str(text), "--checkpoint", str(tmp_path / "saved"), "--json", str(tmp_path / "loss.json")]
     argv = [*TINY, *outputs, "--every=2", "--keep=3"]
-    [killed] = run_as_torchrun(SEND.format("os.rename", "step-00000006", [int(signal.SIGKILL)], argv), 1, tmp_path)
+    [killed] = run_as_torchrun(SEND.format("os.rename", "step-00000006.pt", [int(signal.SIGKILL)], argv), 1, tmp_path)
     assert killed.code == -signal.SIGKILL, killed
     assert len(losses_in(tmp_path / "loss.json")) == 6
-    assert list((tmp_path / "saved").glob(".step-*"))
+    assert list((tmp_path / "saved").glob(".*.step-*"))
     assert cli.main([*argv, "--resume"]) == 0
     assert losses_in(tmp_path / "loss.json") == whole[0]
-    assert sorted(os.listdir(tmp_path / "saved")) == ["step-00000004", "step-00000006", "step-00000008"]
-    assert checkpoints.read(tmp_path / "saved" / "step-00000008")["step"] == 8
+    assert sorted(os.listdir(tmp_path / "saved")) == ["step-00000004.pt", "step-00000006.pt", "step-00000008.pt"]
 
 
 def at_step(step, act, monkeypatch):
@@ -122,7 +119,7 @@ def test_signal_leaves_a_checkpoint_and_a_picture(number, whole, text, tmp_path,
     with monkeypatch.context() as patch:
         at_step(3, lambda: signal.raise_signal(number), patch)
         assert cli.main([*TINY, *outputs]) == 128 + number
-    assert os.listdir(tmp_path / "saved") == ["step-00000003"]
+    assert os.listdir(tmp_path / "saved") == ["step-00000003.pt"]
     assert (tmp_path / "loss.png").exists()
     assert cli.main([*TINY, *outputs, "--resume", "--json", str(tmp_path / "loss.json")]) == 0
     assert losses_in(tmp_path / "loss.json") == whole[0]
@@ -130,17 +127,17 @@ def test_signal_leaves_a_checkpoint_and_a_picture(number, whole, text, tmp_path,
 
 def test_second_ctrl_c_ends_the_writing_of_a_checkpoint(text, tmp_path):
     argv = [*TINY, "--data", str(text), "--checkpoint", str(tmp_path / "saved"), "--every=2"]
-    code = SEND.format("os.mkdir", ".step-00000004", [int(signal.SIGINT)] * 2, argv)
+    code = SEND.format("open", ".step-00000004.pt", [int(signal.SIGINT)] * 2, argv)
     [process] = run_as_torchrun(code, 1, tmp_path)
     assert (process.code, process.err) == (130, "train_lm.py: interrupted\n")
-    assert os.listdir(tmp_path / "saved") == ["step-00000002"]
+    assert os.listdir(tmp_path / "saved") == ["step-00000002.pt"]
 
 
 def test_longer_run_resumes_with_its_own_learning_rate(whole, text, tmp_path, capsys):
     saved = shutil.copytree(whole[2] / "saved", tmp_path / "saved")
     argv = [*TINY, "--data", str(text), "--checkpoint", str(saved), "--resume", "--json", str(tmp_path / "loss.json")]
     assert cli.main([*argv, "--steps=6"]) == 0
-    assert "nothing to do: --steps is 6" in capsys.readouterr().out
+    assert "8 of 6 steps are done" in capsys.readouterr().out
     assert cli.main([*argv, "--steps=12"]) == 0
     ninth = json.loads((tmp_path / "loss.json").read_text().splitlines()[8])
     assert ninth["lr"] == pytest.approx(5e-3 * (0.55 + 0.45 * math.cos(math.pi * 4 / 8)))
@@ -148,18 +145,19 @@ def test_longer_run_resumes_with_its_own_learning_rate(whole, text, tmp_path, ca
 
 def test_only_folders_of_the_program_are_removed_or_resumed(whole, text, tmp_path):
     saved = shutil.copytree(whole[2] / "saved", tmp_path / "saved")
-    for name in ("step-00000008-best", "step-99999999x", ".step-notes"):
-        (saved / name).mkdir()
+    others = [".step-notes.pt", "step-00000008.pt.best", "step-99999999x.pt"]
+    for name in others:
+        (saved / name).touch()
     argv = [*TINY, "--data", str(text), "--checkpoint", str(saved), "--resume", "--steps=9", "--keep=1"]
     assert cli.main(argv) == 0
-    assert sorted(os.listdir(saved)) == [".step-notes", "step-00000008-best", "step-00000009", "step-99999999x"]
+    assert sorted(os.listdir(saved)) == sorted([*others, "step-00000009.pt"])
 
 
 def test_output_among_the_text_is_rejected_and_in_a_folder_left_out(text, tmp_path, capsys):
     mine = tmp_path / "text" / "mine.txt"
     mine.parent.mkdir()
     mine.write_bytes(text.read_bytes())
-    assert "is also an output" in rejected(capsys, "--data", mine, "--json", mine)
+    assert "has no text: outputs" in rejected(capsys, "--data", mine, "--json", mine)
     assert mine.read_bytes() == text.read_bytes()
     argv = [*TINY, "--data", mine.parent, "--json", mine.parent / "loss.json", "--checkpoint", mine.parent]
     for more in ([], ["--resume", "--steps=9"]):
@@ -167,19 +165,6 @@ def test_output_among_the_text_is_rejected_and_in_a_folder_left_out(text, tmp_pa
     assert len(losses_in(mine.parent / "loss.json")) == 9
     (mine.parent / "other.json").write_text("{}")
     assert "was an output written to a folder of --data?" in rejected(capsys, *argv[len(TINY) :], "--resume")
-
-
-def test_folder_of_another_run_is_rejected(text, tmp_path, capsys):
-    with checkpoints.locked(tmp_path):
-        assert "another run uses this folder" in rejected(capsys, "--data", text, "--checkpoint", tmp_path)
-
-
-def test_sample_reaches_an_ascii_terminal(text, tmp_path, monkeypatch):
-    (tmp_path / "text").write_text("äöü" * 3000)
-    printed = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding="ascii"))
-    assert cli.main([*TINY, "--data", str(tmp_path / "text")]) == 0
-    assert b"??????|" in printed.getvalue()
 
 
 def test_two_processes_train_and_resume_like_one(whole, text, tmp_path, monkeypatch):
@@ -195,16 +180,16 @@ def test_two_processes_train_and_resume_like_one(whole, text, tmp_path, monkeypa
     code = """
 import sys
 from training import cli, session
-session.SAMPLE, session.VALIDATION_BATCHES = 4, 1  # each takes many messages
+session.VALIDATION_BATCHES = 1  # each takes many messages
 sys.exit(cli.main({argv}))
 """
     tp, dp = (run_as_torchrun(code.format(argv=argv), 2, tmp_path) for argv in calls)
     assert [process.code for process in (*tp, *dp)] == [0] * 4, (tp, dp)
-    assert "resumed after step 2" in tp[0].out
+    assert "2 of 8 steps are done" in tp[0].out
     assert tp[1].out == dp[1].out == ""
     for name in ("tp", "dp"):
         assert losses_in(tmp_path / f"{name}.json") == pytest.approx(whole[0], rel=1e-5)
-    (tmp_path / "two" / "step-00000008").rename(tmp_path / "elsewhere")
+    (tmp_path / "two" / "step-00000008.pt").rename(tmp_path / "elsewhere")
     argv = [*TINY, "--data", str(text), "--checkpoint", str(tmp_path / "two"), "--resume", "--json"]
     assert cli.main([*argv, str(tmp_path / "one.json")]) == 0
     assert losses_in(tmp_path / "one.json") == pytest.approx(whole[0], rel=1e-5)
@@ -233,14 +218,14 @@ def test_divergence_stops_with_step_learning_rate_and_gradient_norm(text, capsys
 
 REJECTED = {
     "--data missing.txt": "cannot read missing.txt: No such file",
-    "--data .": "--data . has no files",
-    "--data pipe": "--data pipe is not a regular file",
+    "--data .": "--data . has no text",
+    "--data pipe": "--data pipe has no text",
     "--seq-len 500": "the text has",
     "--seq-len 20 --max-seq-len 10": "--seq-len 20 is longer than --max-seq-len 10",
     "--d-model 15": "d_model=15 must be a multiple of num_heads=2",
     "--steps 0": "--steps must be at least 1",
     "--warmup 9": "--warmup must be from 0 to --steps 8, got 9",
-    "--lr nan": "--lr must be positive and finite, got nan",
+    "--lr nan": "--lr must be positive and finite, got [nan]",
     "--lr 1e-3 1e-2": "several --lr",
     "--dp 3": "--batch-size 4 is not a multiple of --dp 3",
     "--tp 2": "torchrun --nproc-per-node 2 scripts/train_lm.py",
@@ -248,10 +233,9 @@ REJECTED = {
     "--plot loss.gif": "--plot must end in",
     "--json missing/loss.json": "No such file",
     "--d-model 1000000000000": "impossible size",
-    "--resume": "--resume needs --checkpoint",
+    "--resume": "--every and --resume need --checkpoint",
     "--resume --checkpoint missing": "there is no folder missing",
-    "--compare ffn --checkpoint saved": "--compare does not support --checkpoint",
-    "--compare activations": "needs --plot",
+    "--compare ffn --tp 2": "--compare does not support --tp",
 }
 
 
@@ -271,12 +255,12 @@ def test_checkpoint_of_another_run_and_a_damaged_one_are_rejected(whole, text, t
     assert "add --resume" in rejected(capsys, *argv)
     assert "its d_model is 16, but here it is 32" in rejected(capsys, *argv, "--resume", "--d-model=32")
     [saved] = checkpoints.saved_in(folder)
-    [weights] = saved.glob("*.distcp")
-    os.truncate(weights, weights.stat().st_size // 2)
+    os.truncate(saved, saved.stat().st_size // 2)
     assert f"{saved}: the checkpoint is damaged" in rejected(capsys, *argv, "--resume")
-    for foreign in ("{", "[]", '{"settings": 1}'):
-        (saved / "run.json").write_text(foreign)
-        assert f"{saved}: the checkpoint is damaged" in rejected(capsys, *argv, "--resume")
+    torch.save([], saved)
+    assert f"{saved}: the checkpoint is damaged" in rejected(capsys, *argv, "--resume")
+    saved.write_text("text")
+    assert f"{saved}: the checkpoint is damaged" in rejected(capsys, *argv, "--resume")
 
 
 def test_full_disk_is_one_line_and_leaves_the_older_checkpoints(text, tmp_path, capsys, monkeypatch):
@@ -287,6 +271,6 @@ def test_full_disk_is_one_line_and_leaves_the_older_checkpoints(text, tmp_path, 
         error = rejected(capsys, *argv)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert error.startswith(f"train_lm.py: error: {tmp_path / 'step-00000006'}: the checkpoint cannot be written")
-    assert os.listdir(tmp_path) == ["step-00000003"]
-    assert checkpoints.read(tmp_path / "step-00000003")["step"] == 3
+    assert error == f"train_lm.py: error: {tmp_path / 'step-00000006.pt'}: File too large\n"
+    assert os.listdir(tmp_path) == ["step-00000003.pt"]
+    assert len(checkpoints.read(tmp_path / "step-00000003.pt")["history"]) == 3
