@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import jaxtyping
 import torch
@@ -70,7 +70,7 @@ class Peer:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    def build(self, block: Block, size: Size) -> Candidate:
+    def build(self, block: Block, size: Size, **positions: Tensor) -> Candidate:
         """Return a candidate with the weights, dtype and device of `block`.
 
         Raises:
@@ -80,12 +80,13 @@ class Peer:
             raise ImportError(f"{self.package} needs CUDA")
         if self.package and self.version() is None:
             raise ImportError(f"not installed: pip install {self.package}")
-        return self.builder(block, size)
+        candidate = self.builder(block, size)
+        candidate.keywords.update(positions if self.takes_positions else {})
+        return candidate
 
 
 def weights_of(block: Block) -> dict[str, Any]:
-    attn: Any = block.attn
-    ffn: Any = block.ffn
+    attn, ffn = cast(Any, block.attn), cast(Any, block.ffn)
     layers = {"q": attn.q_proj, "k": attn.k_proj, "v": attn.v_proj, "o": attn.output_proj}
     layers |= {"w1": ffn.w1, "w2": ffn.w2, "w3": ffn.w3, "ln1": block.ln1, "ln2": block.ln2}
     return {name: layer.weight for name, layer in layers.items()}
@@ -102,18 +103,30 @@ def import_as(name: str, source: Path) -> ModuleType:
     return module
 
 
+def _attention(
+    weights: Mapping[str, Tensor], size: Size, rotate: Callable[[Tensor], Tensor] = lambda x: x
+) -> Callable[[Tensor], Tensor]:
+    """Return the operations of the attention layer, in the Block's order: it splits heads before it rotates them."""
+    causal, gqa = size.seq_len > 1, size.num_kv_heads < size.num_heads
+
+    def attention(x: Tensor) -> Tensor:
+        q, k, v = (F.linear(x, weights[name]).unflatten(-1, (-1, size.d_head)).transpose(1, 2) for name in "qkv")
+        attended = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=causal, enable_gqa=gqa)
+        return F.linear(attended.transpose(1, 2).flatten(-2), weights["o"])
+
+    return attention
+
+
 def build_limit(block: Block, size: Size) -> Candidate:
     """Chain the matrix products and the attention kernel that every such block requires, and nothing else.
 
     Under autograd this includes the sums of the gradients of q, k and v, and of w1 and w3.
     """
     weights = weights_of(block)
-    causal, gqa = size.seq_len > 1, size.num_kv_heads < size.num_heads
+    attention = _attention(weights, size)
 
     def limit(x: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = (F.linear(x, weights[name]).unflatten(-1, (-1, size.d_head)).transpose(1, 2) for name in "qkv")
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
-        x = F.linear(attended.transpose(1, 2).flatten(-2), weights["o"])
+        x = attention(x)
         return F.linear(F.linear(x, weights["w1"]), weights["w2"]), F.linear(x, weights["w3"])
 
     return Candidate(limit, [weight for name, weight in weights.items() if not name.startswith("ln")])
@@ -129,25 +142,19 @@ def build_copy(block: Block, size: Size) -> Candidate:
 
 
 def build_operations(block: Block, size: Size) -> Candidate:
-    """Chain the operations of an eager Block, without modules, checks, options or positions.
-
-    Their order is that of the Block: it splits and transposes heads before it rotates them.
-    """
-    weights, width = weights_of(block), (size.d_model,)
-    rope: Any = block.attn.rope
+    """Chain the operations of an eager Block, without modules, checks, options or positions."""
+    weights, rope = weights_of(block), cast(Any, block.attn).rope
     rotation = torch.view_as_complex(rope.cos_sin[: size.seq_len])
-    causal, gqa = size.seq_len > 1, size.num_kv_heads < size.num_heads
 
     def rotate(x: Tensor) -> Tensor:
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
 
+    attention = _attention(weights, size, rotate)
+
     def operations(x: Tensor) -> Tensor:
-        h = F.rms_norm(x, width, weights["ln1"], size.eps)
-        q, k, v = (F.linear(h, weights[name]).unflatten(-1, (-1, size.d_head)).transpose(1, 2) for name in "qkv")
-        h = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=causal, enable_gqa=gqa)
-        x = x + F.linear(h.transpose(1, 2).flatten(-2), weights["o"])
-        h = F.rms_norm(x, width, weights["ln2"], size.eps)
+        x = x + attention(F.rms_norm(x, (size.d_model,), weights["ln1"], size.eps))
+        h = F.rms_norm(x, (size.d_model,), weights["ln2"], size.eps)
         return x + F.linear(F.silu(F.linear(h, weights["w1"])) * F.linear(h, weights["w3"]), weights["w2"])
 
     return Candidate(operations, [*block.parameters()])

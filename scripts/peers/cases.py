@@ -34,6 +34,10 @@ class Case:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def trains(self) -> bool:
+        return self.work == "train"
+
     def target(self, peer: str) -> float | None:
         ours = ("limit", "copy", "operations", "control", "unchecked", "against")
         return self.targets.get(peer, None if peer in ours else self.targets.get("others"))

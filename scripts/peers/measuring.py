@@ -18,6 +18,7 @@ from tinyblock import Block
 from .candidates import Candidate, Peer, weights_of
 from .cases import Case
 
+OURS = Peer(lambda block, size: Candidate.of(block, {}), "tinyblock", takes_positions=True)
 Count = Callable[[Callable[[], object], torch.device, float], dict[str, Any] | None]
 
 
@@ -40,31 +41,53 @@ def measure_case(
     `begin` is called with the name of each peer before it is measured, for a progress display.
     """
     rows: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"case": case.name, "describe": case.describe(), "work": case.work}
-    result |= {"dtype": case.dtype_name, "rows": rows}
+    cost, ours = case.size.costs(case.work), None
+    result = {"case": case.name, "describe": case.describe(), "work": case.work, "dtype": case.dtype_name, "rows": rows}
+    result["flops"] = {"causal": cost.matmul_flops, "dense": cost.dense_matmul_flops}
     try:
-        turns = Turns(case, settings) if time.monotonic() < settings.deadline else None
+        if time.monotonic() < settings.deadline:
+            contestant = contestants_of(case, settings)
+            ours = contestant(OURS)
+            result |= ours.counts
     except Exception as error:
         return result | {"failure": _one_line(error)}
-    result |= turns.counts() if turns else {}
     for name, peer in peers.items():
         if peer.eager_only and case.how != "eager":
             continue
-        begin(name)
         row = {"peer": name, "title": peer.title, "version": peer.version(), "target": case.target(name)}
         rows.append(row)
-        if turns is None or time.monotonic() >= settings.deadline:
+        if ours is None or time.monotonic() >= settings.deadline:
             row |= {"status": "missing", "reason": "no time was left"}
             continue
+        begin(name)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the peers, which this project cannot fix
-                row |= turns.measure(peer)
-        except ImportError as error:
-            row |= {"status": "skipped", "reason": _one_line(error)}
+                row |= _take_turns(ours, contestant(peer), peer.agrees, case, settings)
         except Exception as error:
-            row |= {"status": "failed", "reason": _one_line(error)}
+            row |= {"status": "skipped" if isinstance(error, ImportError) else "failed", "reason": _one_line(error)}
     return result
+
+
+def _take_turns(
+    ours: "Contestant", theirs: "Contestant", agrees: bool, case: Case, settings: Settings
+) -> dict[str, Any]:
+    """Return the errors of a contestant and, if they are small enough, its samples and those of the Block."""
+    row = dict(theirs.counts)
+    if agrees:
+        row["errors"] = {name: relative_error(theirs.compared[name], ours.compared[name]) for name in ours.compared}
+        allowed = tolerance(case.dtype)
+        excess = [f"{name} by {error:.2g}" for name, error in row["errors"].items() if not error <= allowed]
+        if excess:
+            return row | {"status": "disagrees", "reason": f"{', '.join(excess)}: above {allowed:.2g}"}
+    with torch.set_grad_enabled(case.trains):
+        samples = interleave(
+            {"tinyblock": ours.run, "peer": theirs.run},
+            rounds=settings.rounds,
+            sample_seconds=0.002 if settings.quick else 0.05,
+            warmup_calls=1 if case.trains else 3,
+        )
+    return row | {"status": "measured", "processes": [samples]}
 
 
 def count_kernels(
@@ -74,57 +97,21 @@ def count_kernels(
 
     Call it when everything is timed: once a profiler has run, CUPTI stays attached and slows down every launch.
     """
-    measured = [row for row in result["rows"] if row["status"] == "measured"]
-    turns = Turns(case, settings)
-    runs = [(result, turns.ours), *((row, turns.contestant(peers[row["peer"]])) for row in measured)]
-    for counted, contestant in runs:
-        with torch.set_grad_enabled(case.work == "train"):
-            kernels = count(contestant.run, settings.device, 1.0)
+    contestant = contestants_of(case, settings)
+    measured = [(row, peers[row["peer"]]) for row in result["rows"] if row["status"] == "measured"]
+    for counted, peer in [(result, OURS), *measured]:
+        with torch.set_grad_enabled(case.trains):
+            kernels = count(contestant(peer).run, settings.device, 1.0)
         counted["kernels"] = kernels and kernels["count"]
 
 
-class Turns:
-    """The Block of a case, ready to take turns with its peers."""
-
-    def __init__(self, case: Case, settings: Settings) -> None:
-        self.case, self.settings = case, settings
-        if case.how != "eager":
-            torch.compiler.reset()  # otherwise later cases reach the limit of recompilations
-        self.block, self.x = make_block(case.size, case.dtype, settings.device, settings.seed)
-        positions = {"token_positions": torch.arange(case.size.seq_len, device=self.x.device)}
-        self.positions = positions if case.positions else {}
-        block = Candidate.of(self.block, {}, **self.positions)
-        self.ours = Contestant(block, self.x, case, settings.seed)
-
-    def counts(self) -> dict[str, Any]:
-        """Return the bytes that the Block saves, and its FLOPs, with a causal mask and with every score."""
-        cost = self.case.size.costs(self.case.work)
-        return self.ours.counts() | {"flops": {"causal": cost.matmul_flops, "dense": cost.dense_matmul_flops}}
-
-    def contestant(self, peer: Peer) -> "Contestant":
-        candidate = peer.build(self.block, self.case.size)
-        candidate.keywords.update(self.positions if peer.takes_positions else {})
-        return Contestant(candidate, self.x, self.case, self.settings.seed)
-
-    def measure(self, peer: Peer) -> dict[str, Any]:
-        """Return the errors of a peer and, if they are small enough, its samples and those of the Block."""
-        ours, theirs = self.ours, self.contestant(peer)
-        row = theirs.counts()
-        if peer.agrees:
-            row["errors"] = {name: relative_error(theirs.compared[name], ours.compared[name]) for name in ours.compared}
-            allowed = tolerance(self.case.dtype)
-            excess = [f"{name} by {error:.2g}" for name, error in row["errors"].items() if not error <= allowed]
-            if excess:
-                return row | {"status": "disagrees", "reason": f"{', '.join(excess)}: above {allowed:.2g}"}
-        train = self.case.work == "train"
-        with torch.set_grad_enabled(train):
-            samples = interleave(
-                {"tinyblock": ours.run, "peer": theirs.run},
-                rounds=self.settings.rounds,
-                sample_seconds=0.002 if self.settings.quick else 0.05,
-                warmup_calls=1 if train else 3,
-            )
-        return row | {"status": "measured", "processes": [samples]}
+def contestants_of(case: Case, settings: Settings) -> Callable[[Peer], "Contestant"]:
+    """Return how to make the contestants of a case: all have the weights of one Block, and its input."""
+    if case.how != "eager":
+        torch.compiler.reset()  # otherwise later cases reach the limit of recompilations
+    block, x = make_block(case.size, case.dtype, settings.device, settings.seed)
+    positions = {"token_positions": torch.arange(case.size.seq_len, device=x.device)} if case.positions else {}
+    return lambda peer: Contestant(peer.build(block, case.size, **positions), x, case, settings.seed)
 
 
 def make_block(size: Size, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Block, Tensor]:
@@ -143,8 +130,7 @@ class Contestant:
     """A candidate with an input, ready to run: forward, or forward and backward to the input and all of the weights."""
 
     def __init__(self, candidate: Candidate, x: Tensor, case: Case, seed: int) -> None:
-        train = case.work == "train"
-        self.x = x.clone().requires_grad_(train)
+        self.x = x.clone().requires_grad_(case.trains)
         self.candidate, self.graphs = candidate, case.how == "graphs"
         self.call = candidate.call
         if case.how != "eager":
@@ -152,16 +138,19 @@ class Contestant:
             self.call = torch.compile(candidate.call, dynamic=False, mode=mode)
         for tensor in (self.x, *candidate.constants()) if self.graphs else ():
             torch._dynamo.mark_static_address(tensor)  # otherwise each replay first copies it
-        with torch.set_grad_enabled(train):
+        self.run = self.train if case.trains else self.forward
+        with torch.set_grad_enabled(case.trains):
             self.forward()  # compiles, before anything is counted
-            output, self.saved_bytes = SavedBytes(candidate.constants()).of(lambda: _as_tuple(self.forward()))
-        # The same numbers for the same shapes: gradients can be compared between contestants.
-        generator = torch.Generator().manual_seed(seed + 1)
-        self.output_gradients = [torch.randn(t.shape, generator=generator).to(t) for t in output]
-        self.compared = {"outputs": output[0].detach().clone()}  # a graph's next replay would overwrite it
-        if train:
-            self.compared["gradients"] = self.train()[0].clone()
-        self.run = self.train if train else self.forward
+            output, saved_bytes = SavedBytes(candidate.constants()).of(lambda: _as_tuple(self.forward()))
+            # The same numbers for the same shapes: gradients can be compared between contestants.
+            generator = torch.Generator().manual_seed(seed + 1)
+            self.output_gradients = [torch.randn(t.shape, generator=generator).to(t) for t in output]
+            self.compared = {"outputs": output[0].detach().clone()}  # a graph's next replay would overwrite it
+            if case.trains:
+                self.compared["gradients"] = self.train()[0].clone()
+            self.counts = {"saved_bytes": saved_bytes}
+            if x.is_cuda and not self.graphs:  # the memory of a replayed graph is in its pool, where nothing is added
+                self.counts["peak_bytes"] = peak_added_bytes(self.run, x.device)
 
     def forward(self) -> Any:
         if self.graphs:
@@ -171,17 +160,6 @@ class Contestant:
     def train(self) -> Sequence[Tensor]:
         inputs = [self.x, *self.candidate.parameters]
         return torch.autograd.grad(_as_tuple(self.forward()), inputs, self.output_gradients)
-
-    def counts(self) -> dict[str, Any]:
-        """Return the bytes saved for the backward pass and, on CUDA, the peak that a run adds.
-
-        The memory of a replayed graph is in the pool of that graph, where nothing is added.
-        """
-        counts: dict[str, Any] = {"saved_bytes": self.saved_bytes}
-        if self.x.is_cuda and not self.graphs:
-            with torch.set_grad_enabled(self.x.requires_grad):
-                counts["peak_bytes"] = peak_added_bytes(self.run, self.x.device)
-        return counts
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
