@@ -22,7 +22,7 @@ from lab.files import atomic, write_json
 from lab.presets import PRESETS
 from lab.progress import Progress
 from peers.candidates import block_of
-from peers.cases import CUDA_PRESETS, DTYPES, HOW, Case, all_cases, shrink, with_positions
+from peers.cases import CUDA_PRESETS, DTYPES, HOW, Case, all_cases
 from peers.measuring import Settings, count_kernels, measure_case
 from peers.projects import PEERS
 from peers.report import SCHEMA, load_run, page, summarize, text_of, verdicts
@@ -100,8 +100,8 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     if not cases:
         raise ValueError(f"none of these cases is in {args.dtype}; omit --dtype or --case")
     cases = sorted(cases, key=lambda case: list(HOW).index(case.how))
-    cases = [with_positions(case) for case in cases] if args.positions else cases
-    return [shrink(case) for case in cases] if args.quick else cases
+    cases = [case.with_positions() for case in cases] if args.positions else cases
+    return [case.shrunk() for case in cases] if args.quick else cases
 
 
 def measure(args: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from lab.sizes import Size
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import tinyblock
 from tinyblock import Block
@@ -45,8 +46,7 @@ class Candidate:
     def constants(self) -> list[Tensor]:
         """Return the tensors that exist before a call: parameters, buffers and tables."""
         buffers = list(self.call.buffers()) if isinstance(self.call, nn.Module) else []
-        given = [each for value in self.keywords.values() for each in (value if isinstance(value, tuple) else (value,))]
-        return [*self.parameters, *buffers, *(each for each in given if isinstance(each, Tensor))]
+        return [*self.parameters, *buffers, *(each for each in tree_leaves(self.keywords) if isinstance(each, Tensor))]
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,11 @@ def block_of(checkout: Path) -> Peer:
     if not source.is_file():
         raise ValueError(f"--against must be a checkout of tinyblock, got {checkout}")
 
-    def build_against(block: Block, size: Size) -> Candidate:
-        return _build_block_of(import_as("tinyblock_against", source), block, size)
-
-    return Peer(build_against, f"the Block of {checkout}", takes_positions=True)
+    return Peer(
+        lambda block, size: _build_block_of(import_as("tinyblock_against", source), block, size),
+        f"the Block of {checkout}",
+        takes_positions=True,
+    )
 
 
 def build_unchecked(block: Block, size: Size) -> Candidate:
@@ -207,3 +208,13 @@ def _build_block_of(package: ModuleType, block: Block, size: Size) -> Candidate:
 
 def _candidate_of(block: Any) -> Candidate:
     return Candidate.of(block, {"norm": block.ln1, "ffn": block.ffn, "attention": block.attn})
+
+
+OWN = {
+    "limit": Peer(build_limit, "limit: the matrix products and SDPA", agrees=False),
+    "copy": Peer(build_copy, "copy: as many bytes as the weights have", agrees=False),
+    # Inductor generates no code for its complex product.
+    "operations": Peer(build_operations, "operations: the Block's, without modules or checks", eager_only=True),
+    "control": Peer(build_control, "control: a second copy of the Block", takes_positions=True),
+    "unchecked": Peer(build_unchecked, "unchecked: the Block without checks", takes_positions=True),
+}

@@ -1,8 +1,7 @@
 """The cases: passes of a Block at given sizes, with target ratios."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from lab.presets import PRESETS
@@ -38,24 +37,40 @@ class Case:
     def trains(self) -> bool:
         return self.work == "train"
 
-    def target(self, peer: str) -> float | None:
-        ours = ("limit", "copy", "operations", "control", "unchecked", "against")
-        return self.targets.get(peer, None if peer in ours else self.targets.get("others"))
-
     def describe(self) -> str:
         size, how = self.size, self.how.replace("graphs", "compiled, CUDA graphs")
-        passes = {"forward": "Forward without gradients", "train": "Forward and backward"}[self.work]
-        text = f"{passes}, {how}, {self.dtype_name}, batch {size.batch_size}, sequence {size.seq_len}"
-        text += f", d_model {size.d_model}, heads {size.num_heads}"
+        text = "Forward and backward" if self.trains else "Forward without gradients"
+        text += f", {how}, {self.dtype_name}, batch {size.batch_size}, sequence {size.seq_len}, d_model {size.d_model}"
+        text += f", heads {size.num_heads}"
         text += f", key heads {size.num_kv_heads}" if size.num_kv_heads != size.num_heads else ""
         return f"{text}, d_ff {size.d_ff}" + (", token positions given" if self.positions else "")
+
+    def with_positions(self) -> "Case":
+        """Return the case with positions 0, 1, 2, ... passed to the Block, without targets."""
+        return replace(self, name=f"{self.name}-positions", positions=True, targets={})
+
+    def shrunk(self) -> "Case":
+        """Return the case at a tiny size, which tests the script; its times mean nothing."""
+        batch, seq = min(2, self.size.batch_size), min(16, self.size.seq_len)
+        key_heads = 4 * self.size.num_kv_heads // self.size.num_heads
+        size = replace(
+            self.size,
+            batch_size=batch,
+            seq_len=seq,
+            d_model=64,
+            num_heads=4,
+            num_kv_heads=key_heads,
+            d_head=16,
+            d_ff=128,
+        )
+        return replace(self, size=size, targets={})
 
 
 def all_cases(device: torch.device, presets: Iterable[str]) -> list[Case]:
     """Return the cases of every device, and those of the presets; on CUDA, the slowest first."""
     bf16, f32 = torch.bfloat16, torch.float32
     d_768, d_2048 = Size(4, 512, 768, 12, 12, 64, 2048), Size(4, 512, 2048, 32, 32, 64, 5440)
-    one_token = dataclasses.replace(d_768, batch_size=1, seq_len=1)
+    one_token = replace(d_768, batch_size=1, seq_len=1)
     cases = [
         Case("forward-bf16-768", "forward", d_768, bf16),
         Case("forward-f32-768", "forward", d_768, f32),
@@ -74,43 +89,22 @@ def all_cases(device: torch.device, presets: Iterable[str]) -> list[Case]:
         Case("one-token-tiny-f32", "forward", Size(1, 1, 64, 4, 4, 16, 192), f32, "eager", {"transformers": 1.00}),
     ]
     if device.type == "cuda":  # too small to fill a GPU: only the shape checks are judged
-        checks = {"unchecked": 1.01}
-        cases = [dataclasses.replace(case, targets=checks if case.size.d_model >= 768 else {}) for case in cases]
+        cases = [replace(case, targets={"unchecked": 1.01} if case.size.d_model >= 768 else {}) for case in cases]
     cases += [case for name in presets for case in _preset_cases(name)]
     return sorted(cases, key=lambda case: -case.size.costs(case.work).flops) if device.type == "cuda" else cases
 
 
 def _preset_cases(name: str) -> list[Case]:
     """Return the cases of a model's block in bfloat16, with targets if its size fills a GPU."""
-    token, cases = dataclasses.replace(PRESETS[name], num_layers=None, qk_norm=False), []
+    token, cases = replace(PRESETS[name], num_layers=None, qk_norm=False), []
     targets = {"eager": {"transformers": 1.00, "operations": 1.03, "unchecked": 1.01}}
     targets["compiled"] = targets["graphs"] = {"others": 1.00, "limit": 1.05}
     for how, suffix in HOW.items():
         for batch, seq in ((4, 2048), (1, 8192)):
-            size = dataclasses.replace(token, batch_size=batch, seq_len=seq)
+            size = replace(token, batch_size=batch, seq_len=seq)
+            judged = targets[how] if name == "llama-3.1-8b" else {}
             for work in ("forward", "train"):
-                case = Case(f"{work}{suffix}-bf16-{name}-{batch}x{seq}", work, size, torch.bfloat16, how)
-                cases.append(dataclasses.replace(case, targets=targets[how] if name == "llama-3.1-8b" else {}))
+                cases.append(Case(f"{work}{suffix}-bf16-{name}-{batch}x{seq}", work, size, torch.bfloat16, how, judged))
         least = {"copy": 1.03} if how == "graphs" else {}
         cases.append(Case(f"one-token{suffix}-bf16-{name}", "forward", token, torch.bfloat16, how, least))
     return cases
-
-
-def with_positions(case: Case) -> Case:
-    """Return the case with positions 0, 1, 2, ... passed to the Block, without targets."""
-    return dataclasses.replace(case, name=f"{case.name}-positions", positions=True, targets={})
-
-
-def shrink(case: Case) -> Case:
-    """Return the case at a tiny size, which tests the script; its times mean nothing."""
-    size = dataclasses.replace(
-        case.size,
-        batch_size=min(2, case.size.batch_size),
-        seq_len=min(16, case.size.seq_len),
-        d_model=64,
-        num_heads=4,
-        num_kv_heads=4 * case.size.num_kv_heads // case.size.num_heads,
-        d_head=16,
-        d_ff=128,
-    )
-    return dataclasses.replace(case, size=size, targets={})

@@ -42,8 +42,9 @@ def measure_case(
     """
     rows: list[dict[str, Any]] = []
     cost, ours = case.size.costs(case.work), None
-    result = {"case": case.name, "describe": case.describe(), "work": case.work, "dtype": case.dtype_name, "rows": rows}
-    result["flops"] = {"causal": cost.matmul_flops, "dense": cost.dense_matmul_flops}
+    result: dict[str, Any] = {"case": case.name, "describe": case.describe(), "work": case.work}
+    result |= {"flops": {"causal": cost.matmul_flops, "dense": cost.dense_matmul_flops}}
+    result |= {"dtype": case.dtype_name, "rows": rows}
     try:
         if time.monotonic() < settings.deadline:
             contestant = contestants_of(case, settings)
@@ -54,7 +55,8 @@ def measure_case(
     for name, peer in peers.items():
         if peer.eager_only and case.how != "eager":
             continue
-        row = {"peer": name, "title": peer.title, "version": peer.version(), "target": case.target(name)}
+        target = case.targets.get(name, case.targets.get("others") if peer.package else None)
+        row = {"peer": name, "title": peer.title, "version": peer.version(), "target": target}
         rows.append(row)
         if ours is None or time.monotonic() >= settings.deadline:
             row |= {"status": "missing", "reason": "no time was left"}
@@ -73,7 +75,7 @@ def _take_turns(
     ours: "Contestant", theirs: "Contestant", agrees: bool, case: Case, settings: Settings
 ) -> dict[str, Any]:
     """Return the errors of a contestant and, if they are small enough, its samples and those of the Block."""
-    row = dict(theirs.counts)
+    row: dict[str, Any] = dict(theirs.counts)
     if agrees:
         row["errors"] = {name: relative_error(theirs.compared[name], ours.compared[name]) for name in ours.compared}
         allowed = tolerance(case.dtype)

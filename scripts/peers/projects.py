@@ -18,17 +18,7 @@ from torch import Tensor
 
 from tinyblock import Block
 
-from .candidates import (
-    Candidate,
-    Peer,
-    build_control,
-    build_copy,
-    build_limit,
-    build_operations,
-    build_unchecked,
-    import_as,
-    weights_of,
-)
+from .candidates import OWN, Candidate, Peer, import_as, weights_of
 
 LLAMA = "transformers.models.llama.modeling_llama"
 
@@ -49,9 +39,8 @@ def _load(module: Any, weights: Mapping[str, Tensor], names: Mapping[str, str]) 
     `names` maps each parameter of the module to the weights that it consists of, one below the other.
     """
     module = module.to(device=weights["q"].device, dtype=weights["q"].dtype)
-    module.load_state_dict(
-        {name: torch.cat([weights[part] for part in parts.split()]) for name, parts in names.items()}
-    )
+    state = {name: torch.cat([weights[part] for part in parts.split()]) for name, parts in names.items()}
+    module.load_state_dict(state)
     return module
 
 
@@ -85,13 +74,18 @@ def _build_hugging_face(block: Block, size: Size) -> Candidate:
 
 def _build_liger(block: Block, size: Size) -> Candidate:
     """Patch a private copy of the Llama module: Liger's own patch would also change the plain peer."""
-    patched = import_as("llama_with_liger", Path(str(import_module(LLAMA).__file__)))
+    patched = import_private_copy(LLAMA)
     vars(patched).update(
         LlamaRMSNorm=import_module("liger_kernel.transformers.rms_norm").LigerRMSNorm,
         LlamaMLP=import_module("liger_kernel.transformers.swiglu").LigerSwiGLUMLP,
         apply_rotary_pos_emb=import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb,
     )
     return hugging_face_layer(patched, block, size)
+
+
+def import_private_copy(name: str) -> ModuleType:
+    """Import a module a second time, in the package that it imports from, so that a patch does not change the first."""
+    return import_as(f"{name}_private_copy", Path(str(import_module(name).__file__)))
 
 
 def _build_litgpt(block: Block, size: Size) -> Candidate:
@@ -184,17 +178,8 @@ def _build_torchtune(block: Block, size: Size) -> Candidate:
 
 
 PEERS: Mapping[str, Peer] = {
-    "limit": Peer(build_limit, "limit: the matrix products and SDPA", agrees=False),
-    "copy": Peer(build_copy, "copy: as many bytes as the weights have", agrees=False),
-    # Inductor generates no code for its complex product.
-    "operations": Peer(build_operations, "operations: the Block's, without modules or checks", eager_only=True),
-    "control": Peer(build_control, "control: a second copy of the Block", takes_positions=True),
-    "unchecked": Peer(build_unchecked, "unchecked: the Block without checks", takes_positions=True),
-    "transformers": Peer(
-        lambda *given: hugging_face_layer(import_module(LLAMA), *given),
-        "Hugging Face LlamaDecoderLayer",
-        "transformers",
-    ),
+    **OWN,
+    "transformers": Peer(_build_hugging_face, "Hugging Face LlamaDecoderLayer", "transformers"),
     "liger": Peer(_build_liger, "Liger-Kernel's LlamaDecoderLayer", "liger-kernel", cuda_only=True),
     "litgpt": Peer(_build_litgpt, "litgpt Block", "litgpt"),
     "torchtune": Peer(_build_torchtune, "torchtune TransformerSelfAttentionLayer", "torchtune"),

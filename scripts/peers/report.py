@@ -1,9 +1,9 @@
 """Report runs as tables, as verdicts, and as a page of Markdown, docs/benchmarks.md."""
 
-import copy
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,17 @@ def load_run(path: Path) -> dict[str, Any]:
 
 
 def summarize(*runs: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the cases of runs of one machine, with medians, ratios and their spread, MFU, and the targets met."""
+    """Return the cases of runs of one machine, with medians, ratios and their spread, MFU, and the targets met.
+
+    A row of several processes counts as measured only if all of them measured it.
+    """
     peak = datasheet(str(runs[0]["environment"]["device"]))
-    cases = _pool(runs)
-    for case in cases:
+    cases = []
+    for same in _grouped((case for run in runs for case in run["cases"]), itemgetter("case")):
+        case = {key: value for one in same for key, value in one.items()}
+        rows = _grouped((row for one in same for row in one["rows"]), itemgetter("peer"))
+        case["rows"] = [_joined(row) for row in rows]
+        cases.append(case)
         flops_per_second = peak.flops_per_second(DTYPES[case["dtype"]]) if peak else None
         for row in (row for row in case["rows"] if row["status"] == "measured"):
             ours, theirs = ([s for process in row["processes"] for s in process[who]] for who in ("tinyblock", "peer"))
@@ -75,27 +82,22 @@ def summarize(*runs: dict[str, Any]) -> list[dict[str, Any]]:
     return cases
 
 
-def _pool(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join the cases of several processes; a row counts as measured only if all of them measured it."""
-    pooled: dict[str, dict[str, Any]] = {}
-    for case in copy.deepcopy([case for run in runs for case in run["cases"]]):
-        rows = {row["peer"]: row for row in pooled.setdefault(case["case"], case)["rows"]}
-        for row in case["rows"]:
-            known = rows.setdefault(row["peer"], row)
-            if known is row:
-                continue
-            if known["status"] == row["status"] == "measured":
-                known["processes"] += row["processes"]
-            elif known["status"] == "measured":
-                rows[row["peer"]] = row
-        pooled[case["case"]]["rows"] = list(rows.values())
-    return list(pooled.values())
+def _grouped(items: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> Iterable[list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups.values()
+
+
+def _joined(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    failed = [row for row in rows if row["status"] != "measured"]
+    return failed[0] if failed else rows[0] | {"processes": [one for row in rows for one in row["processes"]]}
 
 
 def text_of(case: dict[str, Any]) -> str:
     """Return a summarized case as Markdown: a table, and the reasons for rows that were not measured."""
     rows = [_cells(case, row) for row in case["rows"]]
-    columns = list(max(rows, key=lambda row: len(row), default=["peer"]))
+    columns = list(max(rows, key=len, default=["peer"]))
     table = markdown(columns, [[row.get(column, "") for column in columns] for row in rows])
     reasons = [f"- failed: {case['failure']}"] if "failure" in case else []
     reasons += [f"- {row['title']} {row['status']}: {row['reason']}" for row in case["rows"] if "reason" in row]
@@ -104,12 +106,13 @@ def text_of(case: dict[str, Any]) -> str:
 
 def _cells(case: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
     cells = {"peer": f"{row['title']} {row['version'] or ''}".strip()}
+    target = "" if row["target"] is None else f"<= {row['target']:.2f}"
     if row["status"] != "measured":
-        return cells | {"ratio": row["status"], "target": _target(row)}
+        return cells | {"ratio": row["status"], "target": target}
     ratio, processes = row["ratio"], row["process_medians"]
     cells |= {"ratio": f"{ratio['median']:.3f}", "p20-p80": f"{ratio['p20']:.3f}-{ratio['p80']:.3f}"}
     among = f": {min(processes):.3f}-{max(processes):.3f}" if len(processes) > 1 else ""
-    cells |= {"processes": f"{len(processes)}{among}", "target": _target(row), "verdict": VERDICTS[row["met"]]}
+    cells |= {"processes": f"{len(processes)}{among}", "target": target, "verdict": VERDICTS[row["met"]]}
     cells |= {f"{who}ms": number(1e3 * seconds, 4) for who, seconds in row["medians"].items()}
     cells["outputs differ"] = f"{row['errors']['outputs']:.1e}" if "errors" in row else "not compared"
     if case["work"] == "train":
@@ -119,10 +122,6 @@ def _cells(case: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
         cells |= {f"{who}peak MiB": _mib(counted["peak_bytes"])} if "peak_bytes" in counted else {}
         cells |= {f"{who}kernels": str(counted["kernels"])} if counted.get("kernels") else {}
     return cells | {name: share(value) for name, value in row["mfu"].items()}
-
-
-def _target(row: dict[str, Any]) -> str:
-    return "" if row["target"] is None else f"<= {row['target']:.2f}"
 
 
 def _mib(count: int) -> str:
@@ -136,12 +135,13 @@ def verdicts(cases: Iterable[dict[str, Any]]) -> str:
         unjudged += [f"{case['case']}, {case['failure']}"] if "failure" in case else []
         for row in case["rows"]:
             what = f"{case['case']} against {row['peer']}"
-            if row["target"] is not None and row["status"] != "measured":
-                unjudged.append(f"{what}, {row['status']}")
-            met += (row.get("met") is True) + (row.get("saved_met") is True)
-            if row.get("met") is False:
-                missed.append(f"{what}, ratio {row['ratio']['median']:.3f}, target {_target(row)}")
-            if row.get("saved_met") is False:
+            if row["status"] != "measured":
+                unjudged += [f"{what}, {row['status']}"] if row["target"] is not None else []
+                continue
+            met += [row["met"], row["saved_met"]].count(True)
+            if row["met"] is False:
+                missed.append(f"{what}, ratio {row['ratio']['median']:.3f}, target <= {row['target']:.2f}")
+            if row["saved_met"] is False:
                 saved, target = _mib(case["saved_bytes"]), _mib(row["saved_bytes"])
                 missed.append(f"{what}, saves {saved} MiB for backward, target <= {target} MiB")
     judged = met + len(missed)
@@ -150,31 +150,26 @@ def verdicts(cases: Iterable[dict[str, Any]]) -> str:
 
 
 def page(runs: Sequence[dict[str, Any]]) -> str:
-    """Return docs/benchmarks.md from the runs; those of one machine and commit are pooled."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        groups.setdefault(json.dumps(_machine(run)), []).append(run)
-    return "\n\n".join([INTRODUCTION.strip(), *(part for group in groups.values() for part in _group(group))]) + "\n"
+    """Return docs/benchmarks.md from the runs; those of one machine and commit are pooled under one heading."""
+    parts = [INTRODUCTION.strip()]
+    for group in _grouped(runs, lambda run: json.dumps(_machine(run))):
+        machine, cases = _machine(group[0]), summarize(*group)
+        facts = [run["environment"] | run["settings"] for run in group]
+        commands = [[f"`{fact['command']}`", *(str(fact[key]) for key in ("rounds", "seed", "date"))] for fact in facts]
+        parts += [
+            f"## {machine['device']}" + (f", commit {machine['commit']}" if "commit" in machine else ""),
+            markdown(["", ""], [[key.replace("_", " "), str(fact)] for key, fact in machine.items()]),
+            markdown(["command", "rounds", "seed", "date"], commands),
+            "**Tiny sizes, which only test the script; the times mean nothing.**" * machine["quick"],
+            "**Interrupted: some cases are missing.**" * any(run["interrupted"] for run in group),
+            verdicts(cases),
+            *map(text_of, cases),
+        ]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _machine(run: dict[str, Any]) -> dict[str, Any]:
     """Return the facts that runs under one heading share: all but date, command, rounds and seed."""
     facts = run["environment"] | run["settings"]
-    return {key: fact for key, fact in facts.items() if key not in ("date", "command", "seed", "rounds")}
-
-
-def _group(runs: Sequence[dict[str, Any]]) -> list[str]:
-    machine = _machine(runs[0])
-    cases = summarize(*runs)
-    facts = [run["environment"] | run["settings"] for run in runs]
-    commands = [[f"`{fact['command']}`", *(str(fact[key]) for key in ("rounds", "seed", "date"))] for fact in facts]
-    parts = [
-        f"## {machine['device']}" + (f", commit {machine['commit']}" if machine["commit"] else ""),
-        markdown(["", ""], [[key.replace("_", " "), str(fact)] for key, fact in machine.items() if fact is not None]),
-        markdown(["command", "rounds", "seed", "date"], commands),
-        "**Tiny sizes, which only test the script; the times mean nothing.**" * machine["quick"],
-        "**Interrupted: some cases are missing.**" * any(run["interrupted"] for run in runs),
-        verdicts(cases),
-        *map(text_of, cases),
-    ]
-    return list(filter(None, parts))
+    own = ("date", "command", "seed", "rounds")
+    return {key: fact for key, fact in facts.items() if key not in own and fact is not None}

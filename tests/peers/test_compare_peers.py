@@ -101,10 +101,10 @@ def test_against_and_positions_choose_peers_and_cases(tmp_path):
     options = ["--against", str(tmp_path), "--case", "one-token-f32"]
     args = chosen(*options, "--positions")
     assert list(args.peers) == ["control", "against"]
-    assert [(case.name, case.target("limit")) for case in args.cases] == [("one-token-f32-positions", None)]
+    assert [(case.name, case.targets.get("limit")) for case in args.cases] == [("one-token-f32-positions", None)]
     args = chosen(*options, "--peers", "limit,against", "--dtype", "float32")
     assert list(args.peers) == ["limit", "against"]
-    assert [(case.name, case.target("limit")) for case in args.cases] == [("one-token-f32", 1.15)]
+    assert [(case.name, case.targets.get("limit")) for case in args.cases] == [("one-token-f32", 1.15)]
 
 
 def test_eager_cases_come_first_and_on_a_gpu_the_slowest():

@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 import tinyblock
 
-CASES = {case.name: cases.shrink(case) for case in cases.all_cases(torch.device("cpu"), ())}
+CASES = {case.name: case.shrunk() for case in cases.all_cases(torch.device("cpu"), ())}
 TRAIN = CASES["train-f32-768"]
 SETTINGS = measuring.Settings(torch.device("cpu"), rounds=2, seed=0, quick=True)
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="no transformers")
@@ -110,7 +110,7 @@ def test_block_of_a_checkout_runs_its_code_with_our_weights_and_positions(tmp_pa
         f'{before}        if token_positions is None:\n            raise RuntimeError("none")\n{line}{after}'
     )
     peer = candidates.block_of(tmp_path)
-    (row,) = measure(cases.with_positions(TRAIN), against=peer)["rows"]
+    (row,) = measure(TRAIN.with_positions(), against=peer)["rows"]
     assert row["errors"] == {"outputs": 0, "gradients": 0}
     assert measure(against=peer)["rows"][0]["reason"] == "RuntimeError: none"
 
@@ -153,7 +153,7 @@ def test_saved_bytes_count_each_storage_once_and_no_weights():
     _, x = measuring.make_block(case.size, torch.float32, SETTINGS.device, seed=0)
     weight = torch.nn.Parameter(torch.eye(8))
     square = candidates.Candidate(lambda x: (x @ weight) * x * x, [weight])  # keeps x, x @ weight, (x @ weight) * x
-    assert measuring.Contestant(square, x, case, seed=0).saved_bytes == 3 * x.nbytes
+    assert measuring.Contestant(square, x, case, seed=0).counts["saved_bytes"] == 3 * x.nbytes
 
 
 @pytest.mark.parametrize("name", ["limit", "operations", "control"])
@@ -166,11 +166,6 @@ def test_contestant_frees_its_graph_and_parameters(name):
     del candidate, contestant, block
     gc.collect()
     assert all(reference() is None for reference in references)
-
-
-def test_split_halves_permutes_the_rows_of_each_head():
-    weight = torch.arange(8.0)[:, None]
-    assert projects.split_halves(weight, d_head=4).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_flops_are_those_of_the_pass_that_is_measured():
