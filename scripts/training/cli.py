@@ -71,8 +71,7 @@ def _parser() -> Parser:
     parser = Parser("train_lm.py", about, EPILOG)
     parser.add_argument("--compare", choices=VARIANTS, help="train variants on the same data")
     add = parser.add_argument_group("size").add_argument
-    source = "files or folders (default: the source of Python's standard library)"
-    add("--data", type=Path, nargs="+", metavar="PATH", help=source)
+    add("--data", type=Path, nargs="+", metavar="PATH", help="files or folders (default: Python's standard library)")
     for name, (alone, compared) in SIZES.items():
         help = f"(default: {alone})" if alone == compared else f"(default: {alone}; {compared} with --compare)"
         add(_option(name), type=int, metavar="N", help=help)
@@ -82,18 +81,15 @@ def _parser() -> Parser:
     add("--seed", type=int, default=0, metavar="N", help="seed of weights and batches (default: 0)")
     add("--seeds", type=int, default=3, metavar="N", help="number of seeds with --compare (default: 3)")
     add("--lr", type=float, nargs="+", default=[5e-3], metavar="LR", help="highest learning rate (default: 5e-3)")
-    warmup = "steps in which the rate rises (default: 50, or a quarter of shorter runs)"
-    add("--warmup", type=int, metavar="N", help=warmup)
+    add("--warmup", type=int, metavar="N", help="steps of rising rate (default: 50, or a quarter of shorter runs)")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--tp", type=int, default=1, metavar="N", help="processes that split each layer (default: 1)")
     add("--dp", type=int, default=1, metavar="N", help="processes that split the batch (default: 1)")
     parser.add_device(how)
     add = parser.add_argument_group("output").add_argument
-    each = "one line of JSON for each step; with --compare, one document with all runs"
-    add("--json", type=Path, metavar="FILE", help=each)
+    add("--json", type=Path, metavar="FILE", help="a line of JSON for each step; with --compare, one document")
     add("--plot", type=Path, metavar="FILE", help="draw the losses: .png, .svg, .pdf")
-    checkpoint = "write a checkpoint to this folder at the end, at Ctrl-C, SIGTERM and SIGHUP"
-    add("--checkpoint", type=Path, metavar="DIR", help=checkpoint)
+    add("--checkpoint", type=Path, metavar="DIR", help="save here at the end, at Ctrl-C, SIGTERM and SIGHUP")
     add("--every", type=int, metavar="N", help="also write one every N steps")
     add("--keep", type=int, default=2, metavar="K", help="checkpoints to keep (default: 2)")
     add("--resume", action="store_true", help="continue from the last checkpoint")

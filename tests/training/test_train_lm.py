@@ -16,6 +16,7 @@ from training import checkpoints, cli, session
 from training.trainer import Trainer
 
 TINY = ["--batch-size=4", "--seq-len=12", "--d-model=16", "--num-layers=2", "--num-heads=2", "--warmup=4", "--steps=8"]
+LAST = "step-00000008.pt"
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,21 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"{number} times {number} is {number**2}; " for number in range(300)))
     return path
+
+
+def train(text, *options):
+    return cli.main([*TINY, "--data", str(text), *map(str, options)])
+
+
+def rejected(capsys, *options):
+    """Return the one line that rejects these options."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([*TINY, *map(str, options)])
+    captured = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("train_lm.py: error: ")
+    return captured.err
 
 
 def losses_in(path):
@@ -37,19 +53,26 @@ def whole(text, tmp_path_factory):
     folder, printed = tmp_path_factory.mktemp("whole"), io.StringIO()
     outputs = ["--json", folder / "loss.json", "--plot", folder / "loss.png", "--checkpoint", folder / "saved"]
     with contextlib.redirect_stdout(printed):
-        assert cli.main([*TINY, "--data", str(text), *map(str, outputs), "--keep=1"]) == 0
+        assert train(text, *outputs) == 0
     return losses_in(folder / "loss.json"), printed.getvalue(), folder
 
 
-def rejected(capsys, *argv):
-    """Return the one line that rejects these arguments."""
-    with pytest.raises(SystemExit) as exit_:
-        cli.main([*TINY, *map(str, argv)])
-    captured = capsys.readouterr()
-    assert exit_.value.code == 2
-    assert captured.err.count("\n") == 1
-    assert captured.err.startswith("train_lm.py: error: ")
-    return captured.err
+@pytest.fixture
+def saved(whole, tmp_path):
+    """Return a copy of the checkpoints of that run."""
+    return shutil.copytree(whole[2] / "saved", tmp_path / "saved")
+
+
+def at_step(step, act, monkeypatch):
+    """Call `act` before this step is taken."""
+    advance = Trainer.advance
+
+    def act_and_advance(trainer):
+        if trainer.step == step - 1:
+            act()
+        return advance(trainer)
+
+    monkeypatch.setattr(Trainer, "advance", act_and_advance)
 
 
 def test_training_writes_losses_a_picture_and_what_it_read(whole, text):
@@ -61,19 +84,18 @@ def test_training_writes_losses_a_picture_and_what_it_read(whole, text):
     assert [record["lr"] for record in records[:4]] == pytest.approx([5e-3 * share for share in (0.25, 0.5, 0.75, 1)])
     assert records[5]["lr"] == pytest.approx(5e-3 * (0.55 + 0.45 * math.cos(math.pi / 4)))
     assert records[-1]["validation"] < math.log(256)
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert all(record["tokens_per_second"] > 0 for record in records)
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     data = text.read_bytes()
     held_out = len(data) // 20
     assert f"{len(data) - held_out:,} bytes for training and {held_out:,} for validation, SHA-256 " in printed
     assert "bits/byte" in printed
 
 
-def test_checkpoint_has_the_keys_of_cs336(whole):
-    [saved] = checkpoints.saved_in(whole[2] / "saved")
+def test_checkpoint_has_the_keys_of_cs336(saved):
     block = {f"attn.{name}_proj" for name in "qkv"} | {"attn.output_proj", "ffn.w1", "ffn.w2", "ffn.w3", "ln1", "ln2"}
     expected = {f"layers.{layer}.{name}.weight" for layer in (0, 1) for name in block}
-    keys = torch.load(saved)["model"].keys()
+    keys = torch.load(saved / LAST)["model"].keys()
     assert keys == expected | {"token_embeddings.weight", "ln_final.weight", "lm_head.weight"}
 
 
@@ -90,39 +112,28 @@ sys.exit(cli.main({}))
 
 
 def test_killed_while_it_writes_a_checkpoint_resumes_to_the_same_losses(whole, text, tmp_path):
-    outputs = ["--data", str(text), "--checkpoint", str(tmp_path / "saved"), "--json", str(tmp_path / "loss.json")]
-    argv = [*TINY, *outputs, "--every=2", "--keep=3"]
-    [killed] = run_as_torchrun(SEND.format("os.rename", "step-00000006.pt", [int(signal.SIGKILL)], argv), 1, tmp_path)
+    saved, losses = tmp_path / "saved", tmp_path / "loss.json"
+    options = ["--checkpoint", str(saved), "--json", str(losses), "--every=2", "--keep=3"]
+    code = SEND.format("os.rename", "step-00000006.pt", [int(signal.SIGKILL)], [*TINY, "--data", str(text), *options])
+    [killed] = run_as_torchrun(code, 1, tmp_path)
     assert killed.code == -signal.SIGKILL, killed
-    assert len(losses_in(tmp_path / "loss.json")) == 6
-    assert list((tmp_path / "saved").glob(".*.step-*"))
-    assert cli.main([*argv, "--resume"]) == 0
-    assert losses_in(tmp_path / "loss.json") == whole[0]
-    assert sorted(os.listdir(tmp_path / "saved")) == ["step-00000004.pt", "step-00000006.pt", "step-00000008.pt"]
-
-
-def at_step(step, act, monkeypatch):
-    """Call `act` before this step is taken."""
-    advance = Trainer.advance
-
-    def act_and_advance(trainer):
-        if trainer.step == step - 1:
-            act()
-        return advance(trainer)
-
-    monkeypatch.setattr(Trainer, "advance", act_and_advance)
+    assert len(losses_in(losses)) == 6
+    assert len(os.listdir(saved)) == 3  # two, and a hidden file
+    assert train(text, *options, "--resume") == 0
+    assert losses_in(losses) == whole[0]
+    assert sorted(os.listdir(saved)) == ["step-00000004.pt", "step-00000006.pt", LAST]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_leaves_a_checkpoint_and_a_picture(number, whole, text, tmp_path, monkeypatch):
-    outputs = ["--data", str(text), "--checkpoint", str(tmp_path / "saved"), "--plot", str(tmp_path / "loss.png")]
+    saved, losses, picture = (tmp_path / name for name in ("saved", "loss.json", "loss.png"))
     with monkeypatch.context() as patch:
         at_step(3, lambda: signal.raise_signal(number), patch)
-        assert cli.main([*TINY, *outputs]) == 128 + number
-    assert os.listdir(tmp_path / "saved") == ["step-00000003.pt"]
-    assert (tmp_path / "loss.png").exists()
-    assert cli.main([*TINY, *outputs, "--resume", "--json", str(tmp_path / "loss.json")]) == 0
-    assert losses_in(tmp_path / "loss.json") == whole[0]
+        assert train(text, "--checkpoint", saved, "--plot", picture) == 128 + number
+    assert os.listdir(saved) == ["step-00000003.pt"]
+    assert picture.exists()
+    assert train(text, "--checkpoint", saved, "--resume", "--json", losses) == 0
+    assert losses_in(losses) == whole[0]
 
 
 def test_second_ctrl_c_ends_the_writing_of_a_checkpoint(text, tmp_path):
@@ -133,24 +144,17 @@ def test_second_ctrl_c_ends_the_writing_of_a_checkpoint(text, tmp_path):
     assert os.listdir(tmp_path / "saved") == ["step-00000002.pt"]
 
 
-def test_longer_run_resumes_with_its_own_learning_rate(whole, text, tmp_path, capsys):
-    saved = shutil.copytree(whole[2] / "saved", tmp_path / "saved")
-    argv = [*TINY, "--data", str(text), "--checkpoint", str(saved), "--resume", "--json", str(tmp_path / "loss.json")]
-    assert cli.main([*argv, "--steps=6"]) == 0
-    assert "8 of 6 steps are done" in capsys.readouterr().out
-    assert cli.main([*argv, "--steps=12"]) == 0
-    ninth = json.loads((tmp_path / "loss.json").read_text().splitlines()[8])
-    assert ninth["lr"] == pytest.approx(5e-3 * (0.55 + 0.45 * math.cos(math.pi * 4 / 8)))
-
-
-def test_only_folders_of_the_program_are_removed_or_resumed(whole, text, tmp_path):
-    saved = shutil.copytree(whole[2] / "saved", tmp_path / "saved")
+def test_longer_run_resumes_with_its_own_learning_rate_and_leaves_other_files(saved, text, tmp_path, capsys):
     others = [".step-notes.pt", "step-00000008.pt.best", "step-99999999x.pt"]
     for name in others:
         (saved / name).touch()
-    argv = [*TINY, "--data", str(text), "--checkpoint", str(saved), "--resume", "--steps=9", "--keep=1"]
-    assert cli.main(argv) == 0
-    assert sorted(os.listdir(saved)) == sorted([*others, "step-00000009.pt"])
+    options = ["--checkpoint", saved, "--resume", "--keep=1", "--json", tmp_path / "loss.json"]
+    assert train(text, *options, "--steps=6") == 0
+    assert "8 of 6 steps are done" in capsys.readouterr().out
+    assert train(text, *options, "--steps=12") == 0
+    ninth = json.loads((tmp_path / "loss.json").read_text().splitlines()[8])
+    assert ninth["lr"] == pytest.approx(5e-3 * (0.55 + 0.45 * math.cos(math.pi * 4 / 8)))
+    assert sorted(os.listdir(saved)) == sorted([*others, "step-00000012.pt"])
 
 
 def test_output_among_the_text_is_rejected_and_in_a_folder_left_out(text, tmp_path, capsys):
@@ -159,40 +163,38 @@ def test_output_among_the_text_is_rejected_and_in_a_folder_left_out(text, tmp_pa
     mine.write_bytes(text.read_bytes())
     assert "has no text: outputs" in rejected(capsys, "--data", mine, "--json", mine)
     assert mine.read_bytes() == text.read_bytes()
-    argv = [*TINY, "--data", mine.parent, "--json", mine.parent / "loss.json", "--checkpoint", mine.parent]
-    for more in ([], ["--resume", "--steps=9"]):
-        assert cli.main([*map(str, argv), *more]) == 0
+    outputs = ["--json", mine.parent / "loss.json", "--checkpoint", mine.parent]
+    assert train(mine.parent, *outputs) == 0
+    assert train(mine.parent, *outputs, "--resume", "--steps=9") == 0
     assert len(losses_in(mine.parent / "loss.json")) == 9
     (mine.parent / "other.json").write_text("{}")
-    assert "was an output written to a folder of --data?" in rejected(capsys, *argv[len(TINY) :], "--resume")
+    error = rejected(capsys, "--data", mine.parent, *outputs, "--resume")
+    assert "was an output written to a folder of --data?" in error
 
 
 def test_two_processes_train_and_resume_like_one(whole, text, tmp_path, monkeypatch):
+    one, two = tmp_path / "one", tmp_path / "two"
     with monkeypatch.context() as patch:
         at_step(2, lambda: signal.raise_signal(signal.SIGINT), patch)
-        assert cli.main([*TINY, "--data", str(text), "--checkpoint", str(tmp_path / "one")]) == 130
-    calls = [
-        [*TINY, "--tp=2", "--data", str(text), "--checkpoint", str(tmp_path / "one"), "--resume"],
-        [*TINY, "--dp=2", "--data", str(text), "--checkpoint", str(tmp_path / "two"), "--every=5"],
-    ]
-    for name, argv in zip(("tp", "dp"), calls, strict=True):
-        argv += ["--json", str(tmp_path / f"{name}.json")]
+        assert train(text, "--checkpoint", one) == 130
     code = """
 import sys
 from training import cli, session
 session.VALIDATION_BATCHES = 1  # each takes many messages
-sys.exit(cli.main({argv}))
+sys.exit(cli.main({}))
 """
-    tp, dp = (run_as_torchrun(code.format(argv=argv), 2, tmp_path) for argv in calls)
-    assert [process.code for process in (*tp, *dp)] == [0] * 4, (tp, dp)
-    assert "2 of 8 steps are done" in tp[0].out
-    assert tp[1].out == dp[1].out == ""
-    for name in ("tp", "dp"):
-        assert losses_in(tmp_path / f"{name}.json") == pytest.approx(whole[0], rel=1e-5)
-    (tmp_path / "two" / "step-00000008.pt").rename(tmp_path / "elsewhere")
-    argv = [*TINY, "--data", str(text), "--checkpoint", str(tmp_path / "two"), "--resume", "--json"]
-    assert cli.main([*argv, str(tmp_path / "one.json")]) == 0
-    assert losses_in(tmp_path / "one.json") == pytest.approx(whole[0], rel=1e-5)
+    for options in (
+        ["--tp=2", "--checkpoint", str(one), "--resume"],
+        ["--dp=2", "--checkpoint", str(two), "--every=5"],
+    ):
+        argv = [*TINY, "--data", str(text), *options, "--json", str(tmp_path / "loss.json")]
+        first, second = run_as_torchrun(code.format(argv), 2, tmp_path)
+        assert (first.code, second.code, second.out) == (0, 0, ""), (first, second)
+        assert ("2 of 8 steps are done" in first.out) == ("--resume" in options)
+        assert losses_in(tmp_path / "loss.json") == pytest.approx(whole[0], rel=1e-5)
+    (two / LAST).unlink()
+    assert train(text, "--checkpoint", two, "--resume", "--json", tmp_path / "loss.json") == 0
+    assert losses_in(tmp_path / "loss.json") == pytest.approx(whole[0], rel=1e-5)
 
 
 def test_process_that_cannot_write_is_the_only_one_to_report(text, tmp_path):
@@ -210,7 +212,7 @@ sys.exit(cli.main({argv}))
 
 
 def test_divergence_stops_with_step_learning_rate_and_gradient_norm(text, capsys):
-    assert cli.main([*TINY, "--data", str(text), "--lr=1e30", "--warmup=0"]) == 1
+    assert train(text, "--lr=1e30", "--warmup=0") == 1
     error = capsys.readouterr().err
     assert error.startswith("train_lm.py: error: step 2: the loss is ")
     assert "the learning rate 9.66e+29, the gradient norm nan" in error
@@ -249,26 +251,25 @@ def test_rejection_is_one_line_before_anything_is_allocated(arguments, text, tmp
     assert os.listdir(tmp_path) == ["pipe"]
 
 
-def test_checkpoint_of_another_run_and_a_damaged_one_are_rejected(whole, text, tmp_path, capsys):
-    folder = shutil.copytree(whole[2] / "saved", tmp_path / "saved")
-    argv = ["--data", text, "--checkpoint", folder]
-    assert "add --resume" in rejected(capsys, *argv)
-    assert "its d_model is 16, but here it is 32" in rejected(capsys, *argv, "--resume", "--d-model=32")
-    [saved] = checkpoints.saved_in(folder)
-    os.truncate(saved, saved.stat().st_size // 2)
-    assert f"{saved}: the checkpoint is damaged" in rejected(capsys, *argv, "--resume")
-    torch.save([], saved)
-    assert f"{saved}: the checkpoint is damaged" in rejected(capsys, *argv, "--resume")
-    saved.write_text("text")
-    assert f"{saved}: the checkpoint is damaged" in rejected(capsys, *argv, "--resume")
+def test_checkpoint_of_another_run_and_a_damaged_one_are_rejected(saved, text, capsys):
+    options = ["--data", text, "--checkpoint", saved]
+    assert "add --resume" in rejected(capsys, *options)
+    assert "its d_model is 16, but here it is 32" in rejected(capsys, *options, "--resume", "--d-model=32")
+    size = (saved / LAST).stat().st_size
+    for damage in (
+        lambda: os.truncate(saved / LAST, size // 2),
+        lambda: torch.save([], saved / LAST),
+        lambda: (saved / LAST).write_text("text"),
+    ):
+        damage()
+        assert f"{saved / LAST}: the checkpoint is damaged" in rejected(capsys, *options, "--resume")
 
 
 def test_full_disk_is_one_line_and_leaves_the_older_checkpoints(text, tmp_path, capsys, monkeypatch):
-    argv = ["--data", text, "--checkpoint", tmp_path, "--every=3"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     at_step(4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1])), monkeypatch)
     try:
-        error = rejected(capsys, *argv)
+        error = rejected(capsys, "--data", text, "--checkpoint", tmp_path, "--every=3")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert error == f"train_lm.py: error: {tmp_path / 'step-00000006.pt'}: File too large\n"
