@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 from collections import Counter
+from itertools import product
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from training import cli
 from training.compare import VARIANTS
 from training.text import batch, even_windows, files_in, order_two_loss, read_text, standard_library
-from training.trainer import Settings
+from training.trainer import Settings, Trainer
 
 from tinyblock import RMSNorm
 
@@ -72,7 +74,14 @@ def test_order_two_loss_is_that_of_smoothed_counts(text):
     )
 
 
-@pytest.mark.parametrize("kind", ["ffn", "norm", "positions"])
+def test_validate_is_the_mean_loss_at_each_position():
+    model, windows = SETTINGS.build(), torch.randint(256, (8, 9))
+    picked = model(windows[:, :-1]).log_softmax(-1).gather(-1, windows[:, 1:, None])
+    losses = Trainer(model, windows, SETTINGS).validate(windows)
+    torch.testing.assert_close(losses, -picked.detach().mean((0, 2)))
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
 def test_variants_have_as_many_parameters_and_differ(kind):
     tokens, counts, outputs = torch.randint(256, (2, 8)), [], []
     for build in VARIANTS[kind].values():
@@ -98,22 +107,25 @@ def test_post_norm_is_the_equation():
 
 
 def test_comparison_writes_runs_of_every_seed_and_a_picture(tmp_path, capsys):
-    (tmp_path / "text").write_bytes(bytes(range(256)) * 9)
-    sizes = ["--steps=4", "--batch-size=2", "--seq-len=8", "--d-model=24", "--num-layers=1", "--num-heads=1"]
-    argv = [*sizes, "--seeds=2", "--data", str(tmp_path / "text"), "--json", str(tmp_path / "of.json")]
+    text, results = tmp_path / "text", tmp_path / "of.json"
+    text.write_bytes(bytes(range(256)) * 9)
+    argv = ["--steps=4", "--batch-size=2", "--seq-len=8", "--d-model=24", "--num-layers=1", "--num-heads=1"]
+    argv += ["--seeds=2", f"--data={text}", f"--json={results}"]
     for kind, rates in (("positions", ["0.01"]), ("norm", ["0.01", "1e30"])):
         picture = tmp_path / f"{kind}.png"
-        assert cli.main([*argv, "--compare", kind, "--plot", str(picture), "--lr", *rates]) == 0
+        assert cli.main([*argv, "--compare", kind, f"--plot={picture}", "--lr", *rates]) == 0
         assert picture.read_bytes().startswith(b"\x89PNG")
-        document = json.loads((tmp_path / "of.json").read_text())
-        names = list(VARIANTS[kind])
-        assert [(run["variant"], run["seed"], run["lr"]) for run in document["runs"]] == [
-            (name, seed, float(rate)) for seed in (0, 1) for rate in rates for name in names
+        runs, (first, other, *_) = json.loads(results.read_text())["runs"], VARIANTS[kind]
+        expected = product((0, 1), map(float, rates), VARIANTS[kind])
+        assert [(run["seed"], run["lr"], run["variant"]) for run in runs] == list(expected)
+        assert all((run["diverged"] is None) == (run["lr"] < 1) for run in runs)
+        assert all(len(run["by_position"]) == 32 for run in runs if kind == "positions")
+        losses = {(run["variant"], run["seed"]): run["validation"] for run in runs if run["lr"] < 1}
+        differences = [losses[other, seed] - losses[first, seed] for seed in (0, 1)]
+        printed = f"{mean(differences):.4f} | {min(differences):.4f} to {max(differences):.4f} |"
+        [row] = [
+            line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {other} ") and "0.01 " in line
         ]
-        assert all((run["diverged"] is None) == (run["lr"] < 1) for run in document["runs"])
-        printed = capsys.readouterr().out
-        assert all(f"\n| {name} " in printed for name in names)
-        if kind == "positions":
-            assert all(len(run["by_position"]) == 32 for run in document["runs"])
-    assert cli.main([*argv, "--compare", "ffn", "--plot", str(tmp_path / "ffn.png"), "--lr=1e30"]) == 0
+        assert " ".join(row.split()).endswith(printed)
+    assert cli.main([*argv, "--compare=ffn", f"--plot={tmp_path / 'ffn.png'}", "--lr=1e30"]) == 0
     assert not (tmp_path / "ffn.png").exists()  # all diverged
