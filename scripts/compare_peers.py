@@ -107,11 +107,11 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 def measure(args: argparse.Namespace) -> int:
     """Measure the cases, print and write the results after each, and return the exit code."""
     torch.set_num_threads(args.threads)
-    checked = not jaxtyping.config.jaxtyping_disable
+    facts = {"rounds": args.rounds, "quick": args.quick, "shape_checks": not jaxtyping.config.jaxtyping_disable}
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "environment": environment(args.device, args.seed),
-        "settings": {"rounds": args.rounds, "quick": args.quick, "shape_checks": checked},
+        "settings": facts,
         "interrupted": True,  # until it is over
         "cases": [],
     }

@@ -48,7 +48,7 @@ def save(folder: Path, trainer: Trainer, run: dict[str, Any], keep: int) -> None
 def remove_leftovers(folder: Path) -> None:
     """Remove what a process that was killed has left of a checkpoint."""
     for leftover in folder.glob(".*.step-*.pt"):
-        leftover.unlink()
+        leftover.unlink(missing_ok=True)  # several processes start at once
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -89,8 +89,8 @@ def _parser() -> Parser:
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="FILE", help="a line of JSON for each step; with --compare, one document")
     add("--plot", type=Path, metavar="FILE", help="draw the losses: .png, .svg, .pdf")
-    add("--checkpoint", type=Path, metavar="DIR", help="save here at the end, at Ctrl-C, SIGTERM and SIGHUP")
-    add("--every", type=int, metavar="N", help="also write one every N steps")
+    add("--checkpoint", type=Path, metavar="DIR", help="save a checkpoint here at the end, at Ctrl-C, SIGTERM, SIGHUP")
+    add("--every", type=int, metavar="N", help="also save one every N steps")
     add("--keep", type=int, default=2, metavar="K", help="checkpoints to keep (default: 2)")
     add("--resume", action="store_true", help="continue from the last checkpoint")
     return parser

@@ -86,8 +86,7 @@ def train(args: argparse.Namespace, settings: Settings, text: Text, run: dict[st
             plot_losses(args.plot, run["history"], floor, title, origin)
     if received:
         print(f"stopped by {signal.Signals(received).name} after step {trainer.step}")
-        return 128 + received
-    return 0
+    return received and 128 + received
 
 
 def _build(args: argparse.Namespace, settings: Settings, text: Text) -> Trainer:

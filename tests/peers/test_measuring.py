@@ -209,11 +209,11 @@ def test_kernels_are_counted_for_the_block_and_each_measured_peer():
     assert [counted.get("kernels") for counted in (result, *result["rows"])] == [2, 2, 0, None]
 
 
-def test_compiled_cases_leave_out_what_inductor_has_no_code_for():
-    peers = {name: projects.PEERS[name] for name in ("copy", "operations")}
-    settings = dataclasses.replace(SETTINGS, deadline=0)
-    rows = measuring.measure_case(dataclasses.replace(TRAIN, how="compiled"), peers, settings)["rows"]
-    assert [row["peer"] for row in rows] == ["copy"]
+def test_rows_have_the_targets_of_the_case_and_no_peer_that_inductor_has_no_code_for():
+    peers = {name: projects.PEERS[name] for name in ("copy", "operations", "control", "transformers")}
+    case = dataclasses.replace(TRAIN, how="compiled", targets={"others": 1.5, "control": 2.0})
+    rows = measuring.measure_case(case, peers, dataclasses.replace(SETTINGS, deadline=0))["rows"]
+    assert [(row["peer"], row["target"]) for row in rows] == [("copy", None), ("control", 2.0), ("transformers", 1.5)]
 
 
 def test_cuda_graphs_begin_a_step_with_every_call_and_copy_no_weights(monkeypatch):
