@@ -47,17 +47,17 @@ def test_device_of_each_process_is_its_own(current, monkeypatch):
     with pytest.raises(ValueError, match="each process has a GPU of its own"):
         device_of("cuda:0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="needs 3 GPUs, and there are 2"):
+    with pytest.raises(ValueError, match="needs 3 GPUs, and torch finds 2"):
         device_of("cuda")
 
 
 @pytest.mark.parametrize(
     ("name", "count", "message"),
     [
-        ("tpu0", 0, "unknown --device 'tpu0'"),
+        ("tpu0", 0, "must be cpu, cuda or cuda:N, got 'tpu0'"),
         ("meta", 0, "must be cpu, cuda or cuda:N"),
-        ("cuda", 0, "has no CUDA"),
-        ("cuda:2", 2, "needs 3 GPUs, and there are 2"),
+        ("cuda", 0, "needs 1 GPU, and torch finds 0: use --device cpu"),
+        ("cuda:2", 2, "needs 3 GPUs, and torch finds 2"),
     ],
 )
 def test_device_of_something_else_is_rejected(name, count, message, monkeypatch):
