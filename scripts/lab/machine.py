@@ -109,12 +109,10 @@ def measure_ceilings(
 ) -> Ceilings:
     """Measure a large square matrix product and a large copy.
 
-    The product doubles its size up to `largest_product`, or as long as it takes at most `product_seconds`; the faster
-    of the two largest counts. copy_bytes defaults to 128 MiB on a CPU and 512 MiB elsewhere. That is more than most
-    caches hold; a CPU with a last cache of hundreds of MiB serves part of the copy from there.
+    The product doubles its size up to `largest_product`, while it takes at most `product_seconds`; the fastest size
+    counts. copy_bytes defaults to 128 MiB on a CPU and 512 MiB elsewhere, more than most caches hold.
     """
-    if copy_bytes is None:
-        copy_bytes = 128 * 2**20 if device.type == "cpu" else 512 * 2**20
+    copy_bytes = copy_bytes or (128 if device.type == "cpu" else 512) * 2**20
 
     def product(size: int) -> Callable[[], Tensor]:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -125,11 +123,11 @@ def measure_ceilings(
         size = min(256, largest_product)
         products = {size: product(size)}
         while size < largest_product:
-            seconds = interleave({size: products[size]}, 1, sample_seconds=0, warmup_calls=1, clock=clock)[size][0]
+            (seconds,) = interleave(products, 1, sample_seconds=0, warmup_calls=1, clock=clock)[size]
             if 8 * seconds > product_seconds:
                 break
             size *= 2
-            products = {size // 2: products[size // 2], size: product(size)}
+            products[size] = product(size)
         source = torch.ones(copy_bytes // dtype.itemsize, device=device, dtype=dtype)
         target = torch.empty_like(source)
         runs = {**products, 0: lambda: target.copy_(source)}
