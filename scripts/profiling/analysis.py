@@ -17,7 +17,7 @@ from .trust import trust
 Samples = Mapping[tuple[str, str], list[float]]
 
 
-def analyse(
+def analyze(
     samples: Samples,
     gpu: Samples,
     size: Size,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,11 +16,12 @@ from lab.sizes import PASSES, Size
 from lab.timing import Clock, Spread, interleave, paired_ratio
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
 
 from tinyblock import parallelize
 
 from .collectives import Collective, alone, collectives_of
-from .measure import TIMED, Optimizing, Settings, build_whole
+from .measure import Settings, adamw, build_whole, state_bytes, training_step
 from .parts import Step, whole
 from .trust import busy_shares, system_clocks, trust
 
@@ -44,7 +46,7 @@ class Distributed:
         self.step = whole(model, x.requires_grad_(settings.train), gradients[0] if gradients else None)
         calls = collectives_of(size, settings.mesh)
         self.calls = {name: calls[name] for name in PASSES[settings.mode] if name in calls}
-        self.runs, self.optimizing = _runs(self.step, settings.mode)
+        self.runs, self.optimizer = _runs(self.step, settings.mode)
         if settings.mesh.dp > 1:  # else the outermost module keeps its weights, and the next pass need not gather them
             self.runs["forward"] = lambda: (self.step.forward(), model.reshard())
         self.runs_of_one: dict[str, Callable[[], object]] = dict.fromkeys(self.runs, lambda: None)
@@ -113,20 +115,16 @@ class Distributed:
 
     def _collectives(self, whole_seconds: float) -> list[dict[str, Any]]:
         """Return the collectives by pass, axis and kind; the seconds of all of them, as each takes alone."""
-        records: dict[tuple[str, str, str], dict[str, Any]] = {}
+        records = []
         for pass_, calls in self.calls.items():
-            for call, count in calls.items():
-                record = records.setdefault(
-                    (pass_, call.axis, call.kind), {"count": 0, "bytes": 0, "moved_bytes": 0.0, "seconds": 0.0}
-                )
-                record["count"] += count
-                record["bytes"] += count * call.elements * self.settings.dtype.itemsize
-                record["moved_bytes"] += count * self._moved(call)
-                record["seconds"] += count * Spread.of(self._slowest(call)).median
-        return [
-            {"pass": pass_, "axis": axis, "kind": kind, **record, "share": record["seconds"] / whole_seconds}
-            for (pass_, axis, kind), record in records.items()
-        ]
+            for axis, kind in dict.fromkeys((call.axis, call.kind) for call in calls):
+                alike = {call: count for call, count in calls.items() if (call.axis, call.kind) == (axis, kind)}
+                seconds = sum(count * Spread.of(self._slowest(call)).median for call, count in alike.items())
+                record = {"pass": pass_, "axis": axis, "kind": kind, "count": sum(alike.values())}
+                record["bytes"] = sum(n * call.elements for call, n in alike.items()) * self.settings.dtype.itemsize
+                record["moved_bytes"] = sum(n * self._moved(call) for call, n in alike.items())
+                records.append(record | {"seconds": seconds, "share": seconds / whole_seconds})
+        return records
 
     def _memory(self, run: Callable[[], object]) -> dict[str, int | None]:
         """Return what the process with the most of each holds."""
@@ -134,7 +132,7 @@ class Distributed:
         held = {
             "parameters_bytes": bytes_of(self.step.weights),
             "gradients_bytes": bytes_of(gradients) if self.settings.train else None,
-            "optimizer_state_bytes": self.optimizing and self.optimizing.state_bytes(),
+            "optimizer_state_bytes": self.optimizer and state_bytes(self.optimizer),
         }
         self.step.clear()
         held["peak_added_bytes"] = peak_added_bytes(run, self.settings.device)
@@ -166,10 +164,12 @@ def _batch_of_this(tensor: Tensor, devices: DeviceMesh) -> Tensor:
     return tensor.detach().clone()
 
 
-def _runs(step: Step, mode: str) -> tuple[dict[str, Callable[[], object]], Optimizing | None]:
+def _runs(step: Step, mode: str) -> tuple[dict[str, Callable[[], object]], Optimizer | None]:
     """Return what is timed, as far as the mode goes, and the optimizer of a step."""
-    optimizing = Optimizing(step) if mode == "step" else None
-    runs: dict[str, Callable[[], object]] = {"forward": step.forward, "train": step.accumulate}
-    if optimizing is not None:
-        runs["step"] = optimizing.step
-    return {name: runs[name] for name in TIMED[mode]}, optimizing
+    optimizer = adamw(step) if mode == "step" else None
+    runs: dict[str, Callable[[], object]] = {"forward": step.forward}
+    if mode != "forward":
+        runs["train"] = step.accumulate
+    if optimizer is not None:
+        runs["step"] = partial(training_step, step, optimizer)
+    return runs, optimizer

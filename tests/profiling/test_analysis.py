@@ -8,7 +8,7 @@ import torch
 from lab.machine import Ceilings, Datasheet
 from lab.sizes import Size, adamw_cost
 from lab.timing import Spread
-from profiling.analysis import analyse
+from profiling.analysis import analyze
 
 MACHINE = Ceilings(Spread(1e9, 1e9, 1e9, 1), Spread(1e8, 1e8, 1e8, 1), 1e9, 1024, 2**20)
 ADAMW = ("AdamW", "optimizer")
@@ -29,14 +29,14 @@ def samples_of(size: Size, mode: str) -> dict[tuple[str, str], list[float]]:
 
 
 def point(mode: str, size: Size = SIZE, sheet: Datasheet | None = None):
-    return analyse(samples_of(size, mode), {}, size, mode, torch.float32, MACHINE, sheet, IDLE)
+    return analyze(samples_of(size, mode), {}, size, mode, torch.float32, MACHINE, sheet, IDLE)
 
 
 def test_analysis_takes_backward_from_the_difference_of_each_round():
     samples = samples_of(SIZE, "train")
     samples["ffn", "forward"], samples["ffn", "train"] = [1.0, 5.0, 2.0], [4.0, 6.0, 9.0]
     samples["rope", "train"] = samples["rope", "forward"]
-    result = analyse(samples, {}, SIZE, "train", torch.float32, MACHINE, None, IDLE)
+    result = analyze(samples, {}, SIZE, "train", torch.float32, MACHINE, None, IDLE)
     parts = {part["name"]: part for part in result["parts"]}
     assert parts["ffn"]["forward"]["seconds"]["median"] == 2.0
     assert parts["ffn"]["backward"]["seconds"]["median"] == 3.0  # of 3, 1 and 7
@@ -100,7 +100,7 @@ def losses(size=SIZE, smallest=0.0, machine=MACHINE, **seconds):
     }
     samples |= {(name, "forward"): [time] for name, time in seconds.items()}
     samples |= {("whole", "forward"): [10.0], ("smallest", "forward"): [smallest]}
-    return analyse(samples, {}, size, "forward", torch.float32, machine, None, IDLE)["losses"]
+    return analyze(samples, {}, size, "forward", torch.float32, machine, None, IDLE)["losses"]
 
 
 def test_analysis_names_the_three_parts_that_lose_most_against_the_roofline():
@@ -130,7 +130,7 @@ def test_analysis_tells_the_cause_of_a_loss_by_its_figures():
 
 def test_analysis_counts_backward_and_the_optimizer_among_the_losses():
     samples = samples_of(SIZE, "step") | {ADAMW: [40.0] * 3}
-    result = analyse(samples, {}, SIZE, "step", torch.float32, MACHINE, None, IDLE)
+    result = analyze(samples, {}, SIZE, "step", torch.float32, MACHINE, None, IDLE)
     optimizer, second, _ = result["losses"]
     assert (optimizer["name"], optimizer["cause"]) == ("AdamW", "elementwise")
     assert optimizer["seconds"] == pytest.approx(40.0 - result["optimizer"]["roofline_seconds"])
@@ -138,14 +138,14 @@ def test_analysis_counts_backward_and_the_optimizer_among_the_losses():
     assert second["seconds"] == pytest.approx(6.0, abs=0.1)  # 2 s forward and 4 s backward, and little least time
     # Without arithmetic a step takes 7 s, and 3 s of them without the optimizer.
     for seconds, cause in ((7.9, "overhead"), (8.1, "elementwise")):
-        result = analyse(samples | {ADAMW: [seconds] * 3}, {}, SIZE, "step", torch.float32, MACHINE, None, IDLE)
+        result = analyze(samples | {ADAMW: [seconds] * 3}, {}, SIZE, "step", torch.float32, MACHINE, None, IDLE)
         assert result["losses"][0]["cause"] == cause
 
 
 def test_analysis_judges_a_gpu_by_its_own_time_and_not_by_launches():
     samples = samples_of(SIZE, "forward") | {("smallest", "forward"): [100.0] * 3}  # the host takes 12.5 s for a part
     gpu = {(name, "forward"): [0.001] for name in SIZE.part_costs(4)} | {("ffn", "forward"): [1.5]}
-    result = analyse(samples, gpu, SIZE, "forward", torch.float32, MACHINE, None, IDLE)
+    result = analyze(samples, gpu, SIZE, "forward", torch.float32, MACHINE, None, IDLE)
     assert result["parts"][-1]["forward"]["gpu_seconds"] == 1.5
     assert (result["losses"][0]["name"], result["losses"][0]["cause"]) == ("ffn", "weights")  # and not overhead
     assert result["losses"][0]["seconds"] == pytest.approx(1.5, abs=0.01)
