@@ -123,7 +123,7 @@ def measure_ceilings(
         size = min(256, largest_product)
         products = {size: product(size)}
         while size < largest_product:
-            (seconds,) = interleave(products, 1, sample_seconds=0, warmup_calls=1, clock=clock)[size]
+            (seconds,) = interleave({size: products[size]}, 1, 0.0, 1, clock=clock)[size]
             if 8 * seconds > product_seconds:
                 break
             size *= 2
