@@ -4,11 +4,9 @@ The roofline model: Williams, Waterman and Patterson, "Roofline: An Insightful V
 a given arithmetic intensity can run at most at min(peak FLOP/s, intensity * peak bytes/s).
 """
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from timeit import Timer
 
 import torch
 from torch import Tensor
@@ -134,10 +132,9 @@ def measure_ceilings(
         samples = interleave(runs, rounds, sample_seconds=0.01, warmup_calls=1, clock=clock)
         rates = {n: Spread.of([2 * n**3 / seconds for seconds in samples[n]]) for n in products}
         best = max(rates, key=lambda n: rates[n].median)
-        calls = math.ceil(0.5 * rates[best].median / (2 * best**3))
-        sustained = calls * 2 * best**3 / Timer("run()", timer=clock, globals={"run": products[best]}).timeit(calls)
+        (long,) = interleave({best: products[best]}, 1, sample_seconds=0.5, warmup_calls=1, clock=clock)[best]
     copied = Spread.of([2 * source.nbytes / seconds for seconds in samples[0]])
-    return Ceilings(rates[best], copied, sustained, best, source.nbytes)
+    return Ceilings(rates[best], copied, 2 * best**3 / long, best, source.nbytes)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -109,7 +109,7 @@ def analyze(
         "mfu": {"causal": utilization(cost.matmul_flops), "dense": utilization(cost.dense_matmul_flops)},
         "overhead": {"seconds": asdict(smallest), "share": smallest.median / seconds},
         "losses": _losses(addends, seconds, overheads),
-        "trust": trust(samples["whole", mode], shares, [ceilings.flops_per_second, ceilings.bytes_per_second]),
+        "trust": trust(samples["whole", mode], shares, ceilings),
     }
 
 

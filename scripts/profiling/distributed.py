@@ -77,7 +77,6 @@ class Distributed:
         passes = {name: self._pass(name) for name in self.runs}
         seconds = passes[settings.mode]["seconds"]["median"]
         peaks = mesh.processes * ceilings.flops_per_second.median
-        rates = [ceilings.flops_per_second, ceilings.bytes_per_second]
         return {
             "status": "ok",
             "error": None,
@@ -89,7 +88,7 @@ class Distributed:
             "memory": memory,
             "tokens_per_second": self.size.tokens / seconds,
             "mfu": self.size.costs(settings.mode).matmul_flops / seconds / peaks,
-            "trust": trust(self._slowest(("all", settings.mode)), shares, rates),
+            "trust": trust(self._slowest(("all", settings.mode)), shares, ceilings),
         }
 
     def _slowest(self, key: Any) -> list[float]:
