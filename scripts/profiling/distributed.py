@@ -14,8 +14,8 @@ from lab.processes import from_all, is_first, least
 from lab.progress import Progress
 from lab.sizes import PASSES, Size
 from lab.timing import Clock, Spread, interleave, paired_ratio
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from tinyblock import parallelize
@@ -42,7 +42,11 @@ class Distributed:
         self.devices = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         model, one = self._build()
         parallelize(model, self.devices, compile=settings.compile)
-        x, *gradients = (_batch_of_this(tensor, self.devices) for tensor in (*one.inputs, *one.gradients))
+        by_batch = [Replicate() if axis == "tp" else Shard(0) for axis in axes]
+        x, *gradients = (
+            distribute_tensor(tensor.detach(), self.devices, by_batch, src_data_rank=None).to_local().clone()
+            for tensor in (*one.inputs, *one.gradients)
+        )
         self.step = whole(model, x.requires_grad_(settings.train), gradients[0] if gradients else None)
         calls = collectives_of(size, settings.mesh)
         self.calls = {name: calls[name] for name in PASSES[settings.mode] if name in calls}
@@ -153,14 +157,6 @@ def summarize_overlap(work: list[Any]) -> dict[str, float] | None:
         "collective_seconds": 1e-6 * seconds,
         "hidden_seconds": 1e-6 * (seconds + busy_time(others) - busy_time(work)),
     }
-
-
-def _batch_of_this(tensor: Tensor, devices: DeviceMesh) -> Tensor:
-    """Return the sequences of this process, of a batch that is split along every axis but tp."""
-    for axis in devices.mesh_dim_names or ():
-        if axis != "tp":
-            tensor = tensor.chunk(devices[axis].size())[devices[axis].get_local_rank()]
-    return tensor.detach().clone()
 
 
 def _runs(step: Step, mode: str) -> tuple[dict[str, Callable[[], object]], Optimizer | None]:
