@@ -103,7 +103,7 @@ def _parser() -> Parser:
         type=int,
         default=1,
         metavar="N",
-        help="replicas of these, for parts of the batch (default: 1)",
+        help="replicas of all that, each with a part of the batch (default: 1)",
     )
 
     paper = parser.add_argument_group("prediction, without measuring")
