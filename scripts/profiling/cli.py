@@ -98,13 +98,7 @@ def _parser() -> Parser:
     add = parser.add_argument_group("several processes", processes).add_argument
     add("--tp", type=int, default=1, metavar="N", help="split each layer over N processes (default: 1)")
     add("--dp", type=int, default=1, metavar="N", help="split batch, weights and optimizer state over N (default: 1)")
-    add(
-        "--dp-replicate",
-        type=int,
-        default=1,
-        metavar="N",
-        help="replicas of all that, each with a part of the batch (default: 1)",
-    )
+    add("--dp-replicate", type=int, default=1, metavar="N", help="replicas, each with a part of the batch (default: 1)")
 
     paper = parser.add_argument_group("prediction, without measuring")
     paper.add_argument("--predict", nargs="+", metavar="MESH", help="estimate these meshes, such as tp=8,dp=64")
