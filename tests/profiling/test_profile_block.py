@@ -123,8 +123,8 @@ def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch, capsys)
 
 
 def test_report_begins_with_doubts_and_gives_no_causes_then(tmp_path, capsys):
-    # By this clock the samples vary by more than 20%.
-    (point,) = profile(tmp_path, "--rounds=3")["points"]
+    # By this clock the samples vary by much more than 20%.
+    (point,) = profile(tmp_path, "--rounds=15")["points"]
     assert any("the samples vary" in doubt for doubt in point["trust"]["doubts"])
     _, doubts, summary, losses, *_ = capsys.readouterr().out.split("\n\n")
     assert re.match(r"Do not trust these figures:\n  .*the samples vary .*\n.*--rounds", doubts)
