@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch
 from .files import require_writable
 from .memory import is_out_of_memory
 from .processes import is_first, launched, run_together
+from .tables import plural
 
 _PLOTS = (".png", ".svg", ".pdf")
 
@@ -44,28 +46,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device of an option --device, with an index if it is a GPU, and make that the current one.
-
-    Raises:
-        ValueError: there is no such device, or it is neither a CPU nor a GPU.
-    """
+    """Return the device of an option --device, with an index if it is a GPU, and make that the current one."""
     count = torch.cuda.device_count()
-    try:
-        device = torch.device(name or ("cuda" if count else "cpu"))
-    except RuntimeError:
-        raise ValueError(f"unknown --device {name!r}: use cpu, cuda or cuda:N") from None
-    if device.type == "cpu":
+    name = name or ("cuda" if count else "cpu")
+    if name == "cpu":
         return torch.device("cpu")
-    if device.type != "cuda":
+    if not (parsed := re.fullmatch(r"cuda(?::(\d+))?", name)):
         raise ValueError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
-    if count == 0:
-        raise ValueError(f"--device {name}: this machine, or this build of torch, has no CUDA")
-    if launched() > 1 and device.index is not None:
-        raise ValueError(f"--device {name}: each process has a GPU of its own: use cuda")
-    index = int(os.environ["LOCAL_RANK"]) if launched() > 1 else device.index or 0
-    needed = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() > 1 else index + 1
+    index = int(parsed[1] or 0)
+    needed = index + 1
+    if launched() > 1:
+        if parsed[1]:
+            raise ValueError(f"--device {name}: each process has a GPU of its own: use cuda")
+        index, needed = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if needed > count:
-        raise ValueError(f"--device {name or 'cuda'} needs {needed} GPUs, and there are {count}")
+        raise ValueError(f"--device {name} needs {plural(needed, 'GPU')}, and torch finds {count}: use --device cpu")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

@@ -4,11 +4,9 @@ The roofline model: Williams, Waterman and Patterson, "Roofline: An Insightful V
 a given arithmetic intensity can run at most at min(peak FLOP/s, intensity * peak bytes/s).
 """
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from timeit import Timer
 
 import torch
 from torch import Tensor
@@ -109,12 +107,10 @@ def measure_ceilings(
 ) -> Ceilings:
     """Measure a large square matrix product and a large copy.
 
-    The product doubles its size up to `largest_product`, or as long as it takes at most `product_seconds`; the faster
-    of the two largest counts. copy_bytes defaults to 128 MiB on a CPU and 512 MiB elsewhere. That is more than most
-    caches hold; a CPU with a last cache of hundreds of MiB serves part of the copy from there.
+    The product doubles its size up to `largest_product`, while it takes at most `product_seconds`; the fastest size
+    counts. copy_bytes defaults to 128 MiB on a CPU and 512 MiB elsewhere, more than most caches hold.
     """
-    if copy_bytes is None:
-        copy_bytes = 128 * 2**20 if device.type == "cpu" else 512 * 2**20
+    copy_bytes = copy_bytes or (128 if device.type == "cpu" else 512) * 2**20
 
     def product(size: int) -> Callable[[], Tensor]:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -125,21 +121,20 @@ def measure_ceilings(
         size = min(256, largest_product)
         products = {size: product(size)}
         while size < largest_product:
-            seconds = interleave({size: products[size]}, 1, sample_seconds=0, warmup_calls=1, clock=clock)[size][0]
+            (seconds,) = interleave({size: products[size]}, 1, 0.0, 1, clock=clock)[size]
             if 8 * seconds > product_seconds:
                 break
             size *= 2
-            products = {size // 2: products[size // 2], size: product(size)}
+            products[size] = product(size)
         source = torch.ones(copy_bytes // dtype.itemsize, device=device, dtype=dtype)
         target = torch.empty_like(source)
         runs = {**products, 0: lambda: target.copy_(source)}
         samples = interleave(runs, rounds, sample_seconds=0.01, warmup_calls=1, clock=clock)
         rates = {n: Spread.of([2 * n**3 / seconds for seconds in samples[n]]) for n in products}
         best = max(rates, key=lambda n: rates[n].median)
-        calls = math.ceil(0.5 * rates[best].median / (2 * best**3))
-        sustained = calls * 2 * best**3 / Timer("run()", timer=clock, globals={"run": products[best]}).timeit(calls)
+        (long,) = interleave({best: products[best]}, 1, sample_seconds=0.5, warmup_calls=1, clock=clock)[best]
     copied = Spread.of([2 * source.nbytes / seconds for seconds in samples[0]])
-    return Ceilings(rates[best], copied, sustained, best, source.nbytes)
+    return Ceilings(rates[best], copied, 2 * best**3 / long, best, source.nbytes)
 
 
 def memory_bytes(device: torch.device) -> int:

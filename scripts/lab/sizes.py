@@ -146,33 +146,23 @@ class Size:
         def norm(elements: int, gains: int) -> dict[str, Cost]:
             return part(elements, gains, elements, elementwise=4 * elements)  # square, sum, scale, gain
 
-        def alike(cost: Cost) -> dict[str, Cost]:
-            return {"forward": cost, "backward": cost}
-
-        causal_scores = self.batch_size * self.num_heads * self.seq_len * (self.seq_len + 1) // 2
-        all_scores = self.batch_size * self.num_heads * self.seq_len**2
-        attention = part(
-            q + 2 * k,
-            0,
-            q,
-            matmul=4 * self.d_head * causal_scores,
-            dense=4 * self.d_head * all_scores,
-            elementwise=5 * causal_scores,  # scale, subtract the maximum, exponential, sum, divide
-        )
-        # Negate, exponential, add, divide, and the product with the value.
-        ffn = part(x, 3 * d_model * d_ff, x, matmul=3 * 2 * tokens * d_model * d_ff, elementwise=5 * tokens * d_ff)
+        causal = self.num_heads * tokens * (self.seq_len + 1) // 2  # scores
+        dense = 4 * self.d_head * self.num_heads * tokens * self.seq_len
+        alike = PASSES["train"]  # forward and backward cost the same
         costs = {
             "ln1": norm(x, d_model),
             "q/k/v projections": linear(d_model, query_width + 2 * key_width),
             **({"q/k norm": norm(q + k, 2 * self.d_head)} if self.qk_norm else {}),
             # 6 FLOPs for a pair; backward turns the gradients back, and needs no input for it.
-            "rope": alike(Cost(elementwise_flops=3 * (q + k), bytes=2 * (q + k) * element_size + table)),
-            "attention": attention,
+            "rope": dict.fromkeys(alike, Cost(elementwise_flops=3 * (q + k), bytes=2 * (q + k) * element_size + table)),
+            # Elementwise: scale, subtract the maximum, exponential, sum, divide.
+            "attention": part(q + 2 * k, 0, q, 4 * self.d_head * causal, elementwise=5 * causal, dense=dense),
             "output projection": linear(query_width, d_model),
             # Backward adds the two gradients where a branch left.
-            "residual adds": alike(Cost(elementwise_flops=2 * x, bytes=2 * 3 * x * element_size)),
+            "residual adds": dict.fromkeys(alike, Cost(elementwise_flops=2 * x, bytes=2 * 3 * x * element_size)),
             "ln2": norm(x, d_model),
-            "ffn": ffn,
+            # Elementwise: negate, exponential, add, divide, and the product with the value.
+            "ffn": part(x, 3 * d_model * d_ff, x, 3 * 2 * tokens * d_model * d_ff, elementwise=5 * tokens * d_ff),
         }
         if self.num_layers is not None:
             costs["final norm"] = norm(x, d_model)

@@ -17,7 +17,7 @@ from .trust import trust
 Samples = Mapping[tuple[str, str], list[float]]
 
 
-def analyse(
+def analyze(
     samples: Samples,
     gpu: Samples,
     size: Size,
@@ -53,34 +53,31 @@ def analyse(
             "roofline_fraction": floor / spread.median if timed else None,
         }
 
+    of_whole = [pass_ for pass_ in ("forward", "backward", "train", "step") if ("whole", pass_) in samples]
+    rounds = range(len(samples["whole", mode]))
     sums = {
-        pass_: [
-            sum(row) for row in zip(*([n * t for t in samples[name, pass_]] for name, n in counts.items()), strict=True)
-        ]
-        for pass_ in ("forward", "backward", "train")
-        if ("whole", pass_) in samples
+        pass_: [sum(count * samples[name, pass_][i] for name, count in counts.items()) for i in rounds]
+        for pass_ in of_whole
+        if pass_ != "step"
     }
     parts: list[dict[str, Any]] = []
     for name, costs in size.part_costs(dtype.itemsize).items():
-        passes = {pass_: record(name, pass_, costs[pass_]) for pass_ in PASSES[mode] if pass_ in costs}
+        passes = {pass_: record(name, pass_, costs[pass_]) for pass_ in costs if pass_ in of_whole}
         for pass_, figures in passes.items():
             figures["share"] = counts[name] * figures["seconds"]["median"] / Spread.of(sums[pass_]).median
         parts.append({"name": name, "count": counts[name], **passes})
-    optimizer = None
+    addends, optimizer = parts, None
     if mode == "step":
         optimizer = record("AdamW", "optimizer", adamw_cost(size.parameters, dtype.itemsize))
+        addends = [*parts, {"name": "AdamW", "count": 1, "optimizer": optimizer}]
 
-    # The whole as its parts add up: nothing is fused from one part to the next.
-    floors = {
-        p: sum(part["count"] * part[p]["roofline_seconds"] for part in parts if p in part) for p in PASSES["train"]
-    }
-    floors["optimizer"] = 0.0 if optimizer is None else optimizer["roofline_seconds"]
+    def least(pass_: str) -> float:
+        """Return the least time of the whole as it adds up: nothing is fused from one part to the next."""
+        return sum(add["count"] * add[pass_]["roofline_seconds"] for add in addends if pass_ in add)
+
     whole = {
-        pass_: record(
-            "whole", pass_, size.costs(pass_, dtype.itemsize), sum(floors[p] for p in PASSES.get(pass_, [pass_]))
-        )
-        for pass_ in ("forward", "backward", "train", "step")
-        if ("whole", pass_) in samples
+        name: record("whole", name, size.costs(name, dtype.itemsize), sum(map(least, PASSES.get(name, [name]))))
+        for name in of_whole
     }
     seconds, cost = whole[mode]["seconds"]["median"], size.costs(mode)
     smallest = Spread.of(samples["smallest", mode])
@@ -111,8 +108,8 @@ def analyse(
         "tokens_per_second": size.tokens / seconds,
         "mfu": {"causal": utilization(cost.matmul_flops), "dense": utilization(cost.dense_matmul_flops)},
         "overhead": {"seconds": asdict(smallest), "share": smallest.median / seconds},
-        "losses": _losses(parts, optimizer, seconds, overheads),
-        "trust": trust(samples["whole", mode], shares, [ceilings.flops_per_second, ceilings.bytes_per_second]),
+        "losses": _losses(addends, seconds, overheads),
+        "trust": trust(samples["whole", mode], shares, ceilings),
     }
 
 
@@ -126,14 +123,11 @@ def _with_backward(samples: Samples) -> dict[tuple[str, str], list[float]]:
     return {**samples, **backward}
 
 
-def _losses(
-    parts: list[dict[str, Any]], optimizer: dict[str, Any] | None, whole: float, overheads: Mapping[str, float]
-) -> list[dict[str, Any]]:
+def _losses(addends: list[dict[str, Any]], whole: float, overheads: Mapping[str, float]) -> list[dict[str, Any]]:
     """Return the three parts that lose most against the roofline, and the cause that their figures point to."""
-    records = [(part["name"], part["count"], [part[p] for p in PASSES["train"] if p in part]) for part in parts]
-    records += [] if optimizer is None else [("AdamW", 1, [optimizer])]
     losses = []
-    for name, count, passes in records:
+    for part in addends:
+        name, passes = part["name"], [part[pass_] for pass_ in PASSES["step"] if pass_ in part]
         taken = sum(map(_taken, passes))
         least = sum(record["roofline_seconds"] for record in passes)
         costliest = max(passes, key=lambda record: _taken(record) - record["roofline_seconds"])
@@ -144,11 +138,9 @@ def _losses(
         else:
             cause = "products" if costliest["bound"] == "compute" else "weights"
         if taken > least:
-            lost = count * (taken - least)
-            fraction = least / taken
-            losses.append(
-                {"name": name, "seconds": lost, "share": lost / whole, "roofline_fraction": fraction, "cause": cause}
-            )
+            lost = {"name": name, "seconds": part["count"] * (taken - least)}
+            lost["share"] = lost["seconds"] / whole
+            losses.append(lost | {"roofline_fraction": least / taken, "cause": cause})
     return sorted(losses, key=lambda loss: -loss["seconds"])[:3]
 
 

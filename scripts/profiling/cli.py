@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,49 +76,34 @@ def _parser() -> Parser:
         _EXAMPLES,
     )
 
-    def integers(group: Any, **options: str) -> None:
-        for name, text in options.items():
-            default = text.rpartition("default: ")[2].rstrip(")")
-            value = int(default) if default.isdecimal() else None
-            group.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, metavar="N", help=text)
+    add = parser.add_argument_group("size of the model").add_argument
+    add("--preset", choices=PRESETS, metavar="NAME", help=f"the block of a known model: {', '.join(PRESETS)}")
+    add("--batch-size", type=int, default=1, metavar="N", help="sequences in the batch (default: 1)")
+    add("--seq-len", type=int, default=128, metavar="N", help="tokens in each sequence (default: 128)")
+    add("--d-model", type=int, metavar="N", help="width (default: 512, or the preset's)")
+    add("--num-heads", type=int, metavar="N", help="query heads (default: 8, or the preset's)")
+    add("--num-kv-heads", type=int, metavar="N", help="key and value heads (default: --num-heads)")
+    add("--d-head", type=int, metavar="N", help="size of a head (default: d_model / num_heads)")
+    add("--d-ff", type=int, metavar="N", help="inner width of SwiGLU (default: 8/3 d_model)")
+    add("--num-layers", type=int, metavar="N", help="a Transformer of N blocks (default: one Block, no final norm)")
+    add("--qk-norm", action="store_true", default=None, help="normalize queries and keys")
+    add("--sweep", metavar="AXIS=A,B,...", help=f"measure several sizes; AXIS is one of {', '.join(_SWEEPS)}")
 
-    size = parser.add_argument_group("size")
-    size.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"the block of a model: {', '.join(PRESETS)}")
-    integers(
-        size,
-        batch_size="sequences (default: 1)",
-        seq_len="tokens of each sequence (default: 128)",
-        d_model="width (default: 512, or the preset's)",
-        num_heads="query heads (default: 8, or the preset's)",
-        num_kv_heads="key and value heads (default: --num-heads)",
-        d_head="head size (default: d_model / num_heads)",
-        d_ff="inner width of SwiGLU (default: 8/3 d_model)",
-        num_layers="a Transformer of N blocks that share one RoPE (default: a Block alone)",
-    )
-    size.add_argument("--qk-norm", action="store_true", help="normalize queries and keys")
-    size.add_argument("--sweep", metavar="AXIS=A,B,...", help=f"measure several sizes; AXIS: {', '.join(_SWEEPS)}")
+    measurement = parser.add_argument_group("measurement")
+    add = measurement.add_argument
+    passes = "forward, train (forward and backward) or step (train and AdamW)"
+    add("--mode", choices=PASSES, default="train", help=f"passes to measure: {passes} (default: train)")
+    parser.add_device(measurement)
+    add("--dtype", choices=_DTYPES, default="float32", help="dtype of weights and inputs (default: float32)")
+    add("--compile", action="store_true", help="compile the whole with torch.compile, and each part separately")
+    add("--rounds", type=int, default=15, metavar="N", help="samples of each time (default: 15)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of weights and inputs (default: 0)")
 
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--mode",
-        choices=PASSES,
-        default="train",
-        help="forward, train (forward and backward), or step (train, and AdamW) (default: train)",
-    )
-    parser.add_device(how)
-    how.add_argument("--dtype", choices=_DTYPES, default="float32", help="of weights and inputs (default: float32)")
-    how.add_argument("--compile", action="store_true", help="torch.compile the whole, and each part on its own")
-    integers(how, rounds="samples of every run (default: 15)", seed="of weights and inputs (default: 0)")
-
-    distributed = parser.add_argument_group(
-        "several processes", "torchrun starts them: --nproc-per-node is the product"
-    )
-    integers(
-        distributed,
-        tp="processes that each layer is split over (default: 1)",
-        dp="processes that the batch, weights and optimizer state are split over (default: 1)",
-        dp_replicate="number of replicas of such a group, each with its part of the batch (default: 1)",
-    )
+    processes = "torchrun --nproc-per-node N scripts/profile_block.py ... starts N = tp * dp * dp_replicate processes"
+    add = parser.add_argument_group("several processes", processes).add_argument
+    add("--tp", type=int, default=1, metavar="N", help="split each layer over N processes (default: 1)")
+    add("--dp", type=int, default=1, metavar="N", help="split batch, weights and optimizer state over N (default: 1)")
+    add("--dp-replicate", type=int, default=1, metavar="N", help="replicas, each with a part of the batch (default: 1)")
 
     rests = "the least time of a step, or with --from one to plan with"
     add = parser.add_argument_group("prediction", rests).add_argument
@@ -130,16 +115,13 @@ def _parser() -> Parser:
     datasheets = "use a datasheet, such as 'NVIDIA H200' (default: measure --device)"
     add("--ceilings", choices=DATASHEETS, metavar="GPU", help=datasheets)
 
-    out = parser.add_argument_group("output")
-    for option, metavar, text in (
-        ("--json", "FILE", "write everything; see docs/profile_schema.md"),
-        ("--compare", "OLD.json", "show the ratios to an earlier --json"),
-        ("--plot", "FILE", "draw roofline and parts, or a sweep's scaling: .png, .svg, .pdf"),
-        ("--trace", "FILE", "write a Chrome trace, of a run without timings"),
-        ("--memory-snapshot", "FILE", "write CUDA's allocations, for pytorch.org/memory_viz"),
-    ):
-        out.add_argument(option, type=Path, metavar=metavar, help=text)
-    out.add_argument("--nvtx", action="store_true", help="mark the parts for nsys, and print its command line")
+    add = parser.add_argument_group("output").add_argument
+    add("--json", type=Path, metavar="FILE", help="write all figures; docs/profile_schema.md explains them")
+    add("--compare", type=Path, metavar="OLD.json", help="show the ratios to the times in the --json of an earlier run")
+    add("--plot", type=Path, metavar="FILE", help="draw roofline and parts, or the sweep: .png, .svg or .pdf")
+    add("--trace", type=Path, metavar="FILE", help="write a Chrome trace of one more run, for ui.perfetto.dev")
+    add("--memory-snapshot", type=Path, metavar="FILE", help="write CUDA's allocations, for pytorch.org/memory_viz")
+    add("--nvtx", action="store_true", help="mark the parts for nsys, and print the nsys command")
     return parser
 
 
@@ -155,7 +137,7 @@ def _checked(arguments: argparse.Namespace, profile: dict[str, Any] | None) -> t
         raise ValueError(f"--seed must fit into 64 bits, got {settings.seed}")
     if settings.mode == "step" and settings.dtype == torch.float16:
         raise ValueError("--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train")
-    sizes = [_possible_size(arguments, settings.dtype, swept) for swept in _sweep(arguments.sweep)]
+    sizes = [_size_of(arguments, settings.dtype, swept) for swept in _sweep(arguments.sweep)]
     check_outputs(arguments, "json", "plot", "trace", "memory_snapshot")
     if arguments.predict is not None:
         _check_prediction(arguments, settings, sizes, profile)
@@ -192,10 +174,22 @@ def _sweep(text: str | None) -> list[dict[str, int]]:
     return [{axis.replace("-", "_"): int(value)} for value in values.split(",")]
 
 
-def _possible_size(arguments: argparse.Namespace, dtype: torch.dtype, swept: dict[str, int]) -> Size:
-    """Return the size that the options add up to, once the layers have accepted it without allocating anything."""
+def _size_of(arguments: argparse.Namespace, dtype: torch.dtype, swept: dict[str, int]) -> Size:
+    """Return the size that preset and options give, once the layers have accepted it without allocating anything."""
+    chosen = {name: value for name, value in (vars(arguments) | swept).items() if value is not None}
+    given: dict[str, Any] = {"d_model": 512, "num_heads": 8}
+    if arguments.preset is not None:
+        given = asdict(PRESETS[arguments.preset]) | {"num_layers": None}
+        # Its heads and d_ff belong to its width: with others, the layers' own defaults hold.
+        for option, belong in {"d_model": ("d_ff", "d_head"), "num_heads": ("num_kv_heads", "d_head")}.items():
+            if option in chosen:
+                given = {name: value for name, value in given.items() if name not in belong}
+    given |= {field.name: chosen[field.name] for field in fields(Size) if field.name in chosen}
+    of_block = ("d_model", "num_heads", "num_kv_heads", "d_head", "d_ff")
     try:
-        size = size_of(arguments, swept)
+        block = Block(**{name: given[name] for name in of_block if name in given}, device="meta")
+        given |= {"num_kv_heads": block.attn.num_kv_heads, "d_head": block.attn.d_head, "d_ff": block.ffn.d_ff}
+        size = Size(**given)
         one_layer = replace(size, num_layers=size.num_layers and min(size.num_layers, 1))  # the others are like it
         one_layer.build("meta", dtype)
         torch.empty(size.batch_size, size.seq_len, size.d_model, device="meta", dtype=dtype)
@@ -203,27 +197,6 @@ def _possible_size(arguments: argparse.Namespace, dtype: torch.dtype, swept: dic
         reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
         raise ValueError(f"impossible size: {reason}") from None
     return size
-
-
-def size_of(arguments: argparse.Namespace, swept: dict[str, int]) -> Size:
-    """Return the size that preset and options give; the layers' own defaults fill in the rest."""
-    names = ("batch_size", "seq_len", "d_model", "num_heads", "num_kv_heads", "d_head", "d_ff", "num_layers")
-    chosen = {name: getattr(arguments, name) for name in names} | swept
-    chosen = {name: value for name, value in chosen.items() if value is not None}
-    size: dict[str, Any] = {"d_model": 512, "num_heads": 8}
-    if arguments.preset is not None:
-        size = asdict(PRESETS[arguments.preset]) | {"num_layers": None}
-        # Its heads and d_ff belong to its width: with others, the layers' own defaults hold.
-        for option, belong in {"d_model": ("d_ff", "d_head"), "num_heads": ("num_kv_heads", "d_head")}.items():
-            if option in chosen:
-                size = {name: value for name, value in size.items() if name not in belong}
-    size |= chosen
-    size["qk_norm"] = size.get("qk_norm", False) or arguments.qk_norm
-    size["vocab"] = arguments.vocab
-    of_block = ("d_model", "num_heads", "num_kv_heads", "d_head", "d_ff")
-    block = Block(**{name: size[name] for name in of_block if name in size}, device="meta")
-    size |= {"num_kv_heads": block.attn.num_kv_heads, "d_head": block.attn.d_head, "d_ff": block.ffn.d_ff}
-    return Size(**size)
 
 
 def _check_mesh(arguments: argparse.Namespace, mesh: Mesh, sizes: list[Size]) -> None:
@@ -310,11 +283,10 @@ def _profile(
             except KeyboardInterrupt:
                 if not document["points"]:
                     raise
-                document["status"] = "interrupted"
+                break
+            document["status"] = "ok" if index == len(sizes) else "interrupted"
             if arguments.json is not None and is_first():
                 write_json(arguments.json, document)  # after every point: if the process is killed, those are left
-            if document["status"] == "interrupted":
-                break
     measured = [point for point in document["points"] if "whole" in point]
     if not is_first():
         return 0 if measured else 1

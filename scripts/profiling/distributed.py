@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,13 +14,14 @@ from lab.processes import from_all, is_first, least
 from lab.progress import Progress
 from lab.sizes import PASSES, Size
 from lab.timing import Clock, Spread, interleave, paired_ratio
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
 
 from tinyblock import parallelize
 
 from .collectives import Collective, alone, collectives_of
-from .measure import TIMED, Optimizing, Settings, build_whole
+from .measure import Settings, adamw, build_whole, state_bytes, training_step
 from .parts import Step, whole
 from .trust import busy_shares, system_clocks, trust
 
@@ -40,11 +42,15 @@ class Distributed:
         self.devices = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         model, one = self._build()
         parallelize(model, self.devices, compile=settings.compile)
-        x, *gradients = (_batch_of_this(tensor, self.devices) for tensor in (*one.inputs, *one.gradients))
+        by_batch = [Replicate() if axis == "tp" else Shard(0) for axis in axes]
+        x, *gradients = (
+            distribute_tensor(tensor.detach(), self.devices, by_batch, src_data_rank=None).to_local().clone()
+            for tensor in (*one.inputs, *one.gradients)
+        )
         self.step = whole(model, x.requires_grad_(settings.train), gradients[0] if gradients else None)
         calls = collectives_of(size, settings.mesh)
         self.calls = {name: calls[name] for name in PASSES[settings.mode] if name in calls}
-        self.runs, self.optimizing = _runs(self.step, settings.mode)
+        self.runs, self.optimizer = _runs(self.step, settings.mode)
         if settings.mesh.dp > 1:  # else the outermost module keeps its weights, and the next pass need not gather them
             self.runs["forward"] = lambda: (self.step.forward(), model.reshard())
         self.runs_of_one: dict[str, Callable[[], object]] = dict.fromkeys(self.runs, lambda: None)
@@ -75,7 +81,6 @@ class Distributed:
         passes = {name: self._pass(name) for name in self.runs}
         seconds = passes[settings.mode]["seconds"]["median"]
         peaks = mesh.processes * ceilings.flops_per_second.median
-        rates = [ceilings.flops_per_second, ceilings.bytes_per_second]
         return {
             "status": "ok",
             "error": None,
@@ -87,7 +92,7 @@ class Distributed:
             "memory": memory,
             "tokens_per_second": self.size.tokens / seconds,
             "mfu": self.size.costs(settings.mode).matmul_flops / seconds / peaks,
-            "trust": trust(self._slowest(("all", settings.mode)), shares, rates),
+            "trust": trust(self._slowest(("all", settings.mode)), shares, ceilings),
         }
 
     def _slowest(self, key: Any) -> list[float]:
@@ -113,20 +118,16 @@ class Distributed:
 
     def _collectives(self, whole_seconds: float) -> list[dict[str, Any]]:
         """Return the collectives by pass, axis and kind; the seconds of all of them, as each takes alone."""
-        records: dict[tuple[str, str, str], dict[str, Any]] = {}
+        records = []
         for pass_, calls in self.calls.items():
-            for call, count in calls.items():
-                record = records.setdefault(
-                    (pass_, call.axis, call.kind), {"count": 0, "bytes": 0, "moved_bytes": 0.0, "seconds": 0.0}
-                )
-                record["count"] += count
-                record["bytes"] += count * call.elements * self.settings.dtype.itemsize
-                record["moved_bytes"] += count * self._moved(call)
-                record["seconds"] += count * Spread.of(self._slowest(call)).median
-        return [
-            {"pass": pass_, "axis": axis, "kind": kind, **record, "share": record["seconds"] / whole_seconds}
-            for (pass_, axis, kind), record in records.items()
-        ]
+            for axis, kind in dict.fromkeys((call.axis, call.kind) for call in calls):
+                alike = {call: count for call, count in calls.items() if (call.axis, call.kind) == (axis, kind)}
+                seconds = sum(count * Spread.of(self._slowest(call)).median for call, count in alike.items())
+                record = {"pass": pass_, "axis": axis, "kind": kind, "count": sum(alike.values())}
+                record["bytes"] = sum(n * call.elements for call, n in alike.items()) * self.settings.dtype.itemsize
+                record["moved_bytes"] = sum(n * self._moved(call) for call, n in alike.items())
+                records.append(record | {"seconds": seconds, "share": seconds / whole_seconds})
+        return records
 
     def _memory(self, run: Callable[[], object]) -> dict[str, int | None]:
         """Return what the process with the most of each holds."""
@@ -134,7 +135,7 @@ class Distributed:
         held = {
             "parameters_bytes": bytes_of(self.step.weights),
             "gradients_bytes": bytes_of(gradients) if self.settings.train else None,
-            "optimizer_state_bytes": self.optimizing and self.optimizing.state_bytes(),
+            "optimizer_state_bytes": self.optimizer and state_bytes(self.optimizer),
         }
         self.step.clear()
         held["peak_added_bytes"] = peak_added_bytes(run, self.settings.device)
@@ -158,18 +159,12 @@ def summarize_overlap(work: list[Any]) -> dict[str, float] | None:
     }
 
 
-def _batch_of_this(tensor: Tensor, devices: DeviceMesh) -> Tensor:
-    """Return the sequences of this process, of a batch that is split along every axis but tp."""
-    for axis in devices.mesh_dim_names or ():
-        if axis != "tp":
-            tensor = tensor.chunk(devices[axis].size())[devices[axis].get_local_rank()]
-    return tensor.detach().clone()
-
-
-def _runs(step: Step, mode: str) -> tuple[dict[str, Callable[[], object]], Optimizing | None]:
+def _runs(step: Step, mode: str) -> tuple[dict[str, Callable[[], object]], Optimizer | None]:
     """Return what is timed, as far as the mode goes, and the optimizer of a step."""
-    optimizing = Optimizing(step) if mode == "step" else None
-    runs: dict[str, Callable[[], object]] = {"forward": step.forward, "train": step.accumulate}
-    if optimizing is not None:
-        runs["step"] = optimizing.step
-    return {name: runs[name] for name in TIMED[mode]}, optimizing
+    optimizer = adamw(step) if mode == "step" else None
+    runs: dict[str, Callable[[], object]] = {"forward": step.forward}
+    if mode != "forward":
+        runs["train"] = step.accumulate
+    if optimizer is not None:
+        runs["step"] = partial(training_step, step, optimizer)
+    return runs, optimizer

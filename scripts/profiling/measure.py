@@ -4,6 +4,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,15 @@ from lab.progress import Progress
 from lab.sizes import Size
 from lab.timing import Clock, clock, interleave
 from torch import Tensor
+from torch.optim import Optimizer
 
 from tinyblock import Block, Transformer
 
 from . import tracing
-from .analysis import analyse
+from .analysis import analyze
 from .collectives import ONE_PROCESS, Mesh
 from .parts import Step, block_steps, part_steps, run_steps, whole
 from .trust import busy_shares, system_clocks
-
-TIMED = {"forward": ("forward",), "train": ("forward", "train"), "step": ("forward", "train", "step")}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _Measurement:
             self.compile = tracing.compile_report(self.whole.train if settings.train else self.whole.forward)
             self.smallest = self.smallest.compiled()
             self.parts = [part.compiled() for part in self.parts]
-        self.optimizing = Optimizing(self.whole) if settings.mode == "step" else None
+        self.optimizer = adamw(self.whole) if settings.mode == "step" else None
 
     def _runs(self) -> dict[tuple[str, str], Callable[[], object]]:
         """Return what is timed. Backward alone is not: it is what "train" takes longer than "forward"."""
@@ -102,10 +102,10 @@ class _Measurement:
             runs[step.name, "forward"] = step.forward
             if self.settings.train:
                 runs[step.name, "train"] = step.train
-        if self.optimizing is not None:
-            runs["whole", "step"] = self.optimizing.step
-            runs["AdamW", "optimizer"] = self.optimizing.update
-            runs["smallest", "step"] = Optimizing(self.smallest).step
+        if self.optimizer is not None:
+            runs["whole", "step"] = partial(training_step, self.whole, self.optimizer)
+            runs["AdamW", "optimizer"] = self.optimizer.step
+            runs["smallest", "step"] = partial(training_step, self.smallest, adamw(self.smallest))
         return runs
 
     def point(self, ceilings: Ceilings, datasheet: Datasheet | None, clock: Clock) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class _Measurement:
         timed_on_gpu = runs if settings.device.type == "cuda" else {}
         gpu = {key: [gpu_seconds(run, min(samples[key]))] for key, run in timed_on_gpu.items()}
         point: dict[str, Any] = {"status": "ok", "error": None, "size": asdict(size)}
-        point |= analyse(samples, gpu, size, settings.mode, settings.dtype, ceilings, datasheet, shares)
+        point |= analyze(samples, gpu, size, settings.mode, settings.dtype, ceilings, datasheet, shares)
         point |= {"compile": self.compile, "attention_kernel": self.attention_kernel}
         progress.start("measuring memory")
         run = runs["whole", settings.mode]
@@ -124,18 +124,18 @@ class _Measurement:
         seconds = point["whole"][settings.mode]["seconds"]["median"]
         # nsys and torch.profiler cannot both listen to the GPU.
         point["kernels"] = None if settings.nvtx else kernel_report(run, settings.device, seconds)
-        steps, update = [self.whole, *self.parts], None if self.optimizing is None else self.optimizing.update
+        recorded = [self.whole, *self.parts], self.optimizer
         if settings.trace is not None:
             progress.start("tracing")
-            tracing.write_trace(steps, update, settings.trace)
+            tracing.write_trace(*recorded, settings.trace)
         if settings.memory_snapshot is not None:
             tracing.write_memory_snapshot(run, settings.memory_snapshot)
         if settings.nvtx:
-            tracing.mark_ranges(steps, update)
+            tracing.mark_ranges(*recorded)
         return point
 
     def _memory(self, run: Callable[[], object]) -> dict[str, Any]:
-        device, train = self.settings.device, self.settings.train
+        whole, device, train = self.whole, self.settings.device, self.settings.train
         saved_by_part = self._saved_by_part() if train else {}
         parts = [
             {
@@ -145,23 +145,16 @@ class _Measurement:
             }
             for part in self.parts
         ]
-        gradients = bytes_of(self.whole.train()[1:]) if train else None
-        saved_by_whole = SavedBytes(self.known).of(self.whole.forward)[1] if train else None
-        state = None
-        if self.optimizing is not None:
-            state = self.optimizing.state_bytes()
-            self.whole.clear()  # else the gradients of the last step would be there already
-        added = peak_added_bytes(run, device)
-        there = bytes_of([*self.known, *self.whole.inputs]) + (state or 0)
-        return {
-            "parameters_bytes": bytes_of(self.whole.weights),
-            "gradients_bytes": gradients,
-            "optimizer_state_bytes": state,
-            "saved_bytes": saved_by_whole,
-            "peak_added_bytes": added,
-            "peak_bytes": there + added,
-            "parts": parts,
+        figures = {
+            "parameters_bytes": bytes_of(whole.weights),
+            "gradients_bytes": bytes_of(whole.train()[1:]) if train else None,
+            "optimizer_state_bytes": self.optimizer and state_bytes(self.optimizer),
+            "saved_bytes": SavedBytes(self.known).of(whole.forward)[1] if train else None,
         }
+        whole.clear()  # else the gradients of the last step would be there already
+        added = peak_added_bytes(run, device)
+        there = bytes_of([*self.known, *whole.inputs]) + (figures["optimizer_state_bytes"] or 0)
+        return {**figures, "peak_added_bytes": added, "peak_bytes": there + added, "parts": parts}
 
     def _saved_by_part(self) -> Mapping[str, int]:
         """Return what the eager steps save, in one run of them all: a storage counts where it is saved first."""
@@ -176,32 +169,29 @@ class _Measurement:
         return by_part
 
 
-class Optimizing:
-    """A whole training step with AdamW as torch sets it up, but for a learning rate of 0.
-
-    That leaves the weights as they are for all the other runs, and takes no kernel away.
-    """
-
-    def __init__(self, model: Step) -> None:
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.weights, lr=0.0)
-        self.step()  # which makes the moments, and the gradients that `update` needs
-
-    def step(self) -> None:
-        self.model.accumulate()
-        self.update()
-
-    def update(self) -> None:
-        self.optimizer.step()
-
-    def state_bytes(self) -> int:
-        states = self.optimizer.state.values()
-        return bytes_of(value for state in states for value in state.values() if torch.is_tensor(value))
-
-
 def build_whole(size: Size, settings: Settings) -> tuple[Block | Transformer, Step]:
     """Return a model of this size, and all of it as one step with an input, and the gradient of the output."""
     model = size.build(settings.device, settings.dtype)
     shape = (size.batch_size, size.seq_len, size.d_model)
     x = torch.randn(shape, device=settings.device).to(settings.dtype).requires_grad_(settings.train)
     return model, whole(model, x, torch.randn_like(x) if settings.train else None)
+
+
+def adamw(model: Step) -> Optimizer:
+    """Return AdamW as torch sets it up, after its first step, which makes the moments.
+
+    The learning rate is 0: that leaves the weights as they are for all the other runs, and takes no kernel away.
+    """
+    optimizer = torch.optim.AdamW(model.weights, lr=0.0)
+    training_step(model, optimizer)
+    return optimizer
+
+
+def training_step(model: Step, optimizer: Optimizer) -> None:
+    model.accumulate()
+    optimizer.step()
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    states = optimizer.state.values()
+    return bytes_of(value for state in states for value in state.values() if torch.is_tensor(value))

@@ -14,7 +14,6 @@ from .collectives import Mesh
 from .report import describe_all, origin, rates, value_on
 
 _PASSES = ("forward", "backward", "step")
-_SMALL = 0.02  # of the whole: a shorter bar cannot be seen
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
@@ -74,53 +73,43 @@ def _ticks(axes: Axes, values: list[int]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _style(index: int, filled: bool = True) -> dict[str, Any]:
+def _marker(index: int, filled: bool = True) -> dict[str, Any]:
     """Return how the marker of a part looks."""
-    color = COLORS[index % 10]
-    return {
-        "linestyle": "",
-        "marker": MARKERS[index % 10],
-        "markersize": 7,
-        "markerfacecolor": color if filled else "white",
-        "markeredgecolor": color,
-        "markeredgewidth": 1.2,
-    }
+    look = {"marker": MARKERS[index % 10], "color": COLORS[index % 10], "linestyle": "", "markersize": 7}
+    return look | {"markerfacecolor": COLORS[index % 10] if filled else "white"}
 
 
 def _roofline(axes: Axes, point: dict[str, Any], ceilings: dict[str, Any]) -> None:
     """Place each pass of each part, by its markers beside the names on the right, and the whole."""
-    star = {"marker": "*", "markersize": 11, "markeredgecolor": "black"}
     shown = []
-    for pass_ in [name for name in _PASSES[:2] if name in point["whole"]]:
-        filled = pass_ == "forward"
-        shown += [(part[pass_], _style(index, filled)) for index, part in enumerate(point["parts"])]
-        face = {"markerfacecolor": "black" if filled else "white"}
-        shown.append((point["whole"][pass_], _style(0) | star | face | {"label": f"whole, {pass_}"}))
-        look = _style(7, filled) | {"label": f"a part, {pass_} ({'filled' if filled else 'hollow'})"}
-        axes.plot([], [], **look)
-    shown = [(record, style) for record, style in shown if record["flops_per_second"] is not None]
+    for pass_, filled, name in (("forward", True, "filled"), ("backward", False, "hollow")):
+        if pass_ in point["whole"]:
+            shown += [(part[pass_], _marker(index, filled)) for index, part in enumerate(point["parts"])]
+            star = {"marker": "*", "markersize": 11, "markerfacecolor": "black" if filled else "white"}
+            shown.append((point["whole"][pass_], _marker(0) | star | {"color": "black", "label": f"whole, {pass_}"}))
+            axes.plot([], [], **_marker(7, filled), label=f"a part, {pass_} ({name})")
+    shown = [(record, look) for record, look in shown if record["flops_per_second"] is not None]
     intensities = [record["intensity"] for record, _ in shown] + [ceilings["ridge"]]
     low, high = min(intensities) / 2, max(intensities) * 2
-    roofs = [("measured: ", "-", ceilings["flops_per_second"]["median"], ceilings["bytes_per_second"]["median"])]
+    roofs = [("measured", "-", ceilings["flops_per_second"]["median"], ceilings["bytes_per_second"]["median"])]
     sheet = ceilings["datasheet"]
     if sheet is not None and sheet["flops_per_second"] is not None:
-        roofs.append(("datasheet: ", ":", sheet["flops_per_second"], sheet["bytes_per_second"]))
+        roofs.append(("datasheet", ":", sheet["flops_per_second"], sheet["bytes_per_second"]))
     for name, line, peak, bandwidth in roofs:
         corner = min(max(peak / bandwidth, low), high)
         roof = [min(peak, x * bandwidth) for x in (low, corner, high)]
-        label = name + rates(peak, bandwidth)
+        label = f"{name}: {rates(peak, bandwidth)}"
         axes.plot([low, corner, high], roof, color="black", linewidth=1.2, linestyle=line, label=label)
     taken: list[tuple[float, float]] = []
-    for record, style in shown:
+    for record, look in shown:
         place = x, y = math.log10(record["intensity"]), math.log10(record["flops_per_second"])
         while any(abs(x - u) < 0.12 and abs(y - v) < 0.09 for u, v in taken):  # a marker is there: move to its right
             x += 0.12
         taken.append((x, y))
         axes.plot([10 ** place[0], 10**x], [10**y, 10**y], color="grey", linewidth=0.8, zorder=1)
-        axes.plot(10**x, 10**y, **style)
-    axes.set(
-        xscale="log", yscale="log", xlabel="FLOP per byte (a line leads back to a marker's place)", ylabel="FLOP/s"
-    )
+        axes.plot(10**x, 10**y, **look)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte (a line leads back to a marker's place)")
+    axes.set(ylabel="FLOP/s")
     axes.set_title("How far from the roofline?", fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(**BELOW, ncols=2)
@@ -131,8 +120,9 @@ def _times(axes: Axes, point: dict[str, Any], mode: str) -> None:
     passes = [name for name in _PASSES[:2] if name in point["whole"]]
     unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
     total = factor * point["whole"][mode]["seconds"]["median"]
-    rows = [*point["parts"], *([{"name": "AdamW", "count": 1, "step": point["optimizer"]}] if mode == "step" else [])]
-    names = []
+    adamw = {"name": "AdamW", "count": 1, "step": point["optimizer"]}
+    rows = [*point["parts"], adamw] if mode == "step" else point["parts"]
+    names = [part["name"] + (f" (x {part['count']})" if part["count"] > 1 else "") for part in rows]
     for row, part in enumerate(rows):
         records = [part[name] for name in _PASSES if name in part]
         times = [part["count"] * factor * record["seconds"]["median"] for record in records]
@@ -141,14 +131,9 @@ def _times(axes: Axes, point: dict[str, Any], mode: str) -> None:
         if len(times) == 2:
             axes.barh(row, times[1], 0.7, left=times[0], color=COLORS[row % 10], alpha=0.5)
         axes.plot([least, least], [row - 0.42, row + 0.42], color="black", linewidth=2)
-        # The text of a bar that cannot be seen begins with a mark in its color.
-        end, small = max(*times, sum(times), least), sum(times) < _SMALL * total
-        look: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
-        axes.annotate("\u25c2" * small, (end, row), (3, 0), color=COLORS[row % 10], **look)
-        text = f"{number(sum(times))} {unit}, {share(sum(times) / total)}"
-        axes.annotate(text, (end, row), (14 if small else 6, 0), fontsize=9, **look)
-        axes.plot(-0.035, row, transform=axes.get_yaxis_transform(), clip_on=False, **_style(row))
-        names.append(part["name"] + (f" (x {part['count']})" if part["count"] > 1 else ""))
+        end, text = max(*times, sum(times), least), f"{number(sum(times))} {unit}, {share(sum(times) / total)}"
+        axes.annotate(text, (end, row), (6, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.plot(-0.035, row, transform=axes.get_yaxis_transform(), clip_on=False, **_marker(row))
     axes.set_yticks(range(len(names)), names, fontsize=10)
     axes.tick_params(axis="y", length=0, pad=20)
     axes.invert_yaxis()

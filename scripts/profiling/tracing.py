@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from lab.files import atomic
 from lab.timing import clock
+from torch.optim import Optimizer
 from torch.profiler import profile, record_function
 
 from .parts import Step
 
 
 def run_labeled(
-    steps: Sequence[Step],
-    update: Callable[[], object] | None,
-    label: Callable[[str], AbstractContextManager[object]],
+    steps: Sequence[Step], optimizer: Optimizer | None, label: Callable[[str], AbstractContextManager[object]]
 ) -> None:
     """Run each step once, forward and backward under a label each, and then the optimizer's update."""
     for step in steps:
@@ -28,25 +27,25 @@ def run_labeled(
             # On this thread, which the label is on: on CUDA, autograd has one of its own.
             with torch.autograd.set_multithreading_enabled(False), label(f"{step.name} backward"):
                 step.backward(outputs)
-    if update is not None:
+    if optimizer is not None:
         with label("AdamW"):
-            update()
+            optimizer.step()
 
 
-def write_trace(steps: Sequence[Step], update: Callable[[], object] | None, path: Path) -> None:
+def write_trace(steps: Sequence[Step], optimizer: Optimizer | None, path: Path) -> None:
     """Write a Chrome trace of a labeled run of the steps, for ui.perfetto.dev or chrome://tracing."""
     with profile(record_shapes=True) as profiler:
-        run_labeled(steps, update, record_function)
+        run_labeled(steps, optimizer, record_function)
         clock()  # waits for the GPU
     with atomic(path) as temporary:
         profiler.export_chrome_trace(str(temporary))
 
 
-def mark_ranges(steps: Sequence[Step], update: Callable[[], object] | None) -> None:
+def mark_ranges(steps: Sequence[Step], optimizer: Optimizer | None) -> None:
     """Run the steps in NVTX ranges, and have nsys record that alone, which waits for the profiler's interface."""
     torch.cuda.profiler.start()
     try:
-        run_labeled(steps, update, torch.cuda.nvtx.range)
+        run_labeled(steps, optimizer, torch.cuda.nvtx.range)
         torch.cuda.synchronize()
     finally:
         torch.cuda.profiler.stop()

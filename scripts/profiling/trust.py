@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lab.machine import Ceilings
 from lab.timing import Spread
 
 # On an idle machine, a half of these is not reached.
@@ -39,14 +40,15 @@ def busy_shares(
     return {"waited_share": waited / wall, "others_share": others / wall / (os.cpu_count() or 1)}
 
 
-def trust(seconds: list[float], shares: Mapping[str, float | None], ceilings: list[Spread]) -> dict[str, Any]:
+def trust(seconds: list[float], shares: Mapping[str, float | None], ceilings: Ceilings) -> dict[str, Any]:
     """Return the figures that tell how far to trust the rest, and a sentence for each of them that is too large.
 
     `seconds` are the samples of the mode's whole; `shares` are the `busy_shares`.
     """
     spread = Spread.of(seconds)
     width, above = (spread.p80 - spread.p20) / spread.median, spread.median / min(seconds) - 1
-    unsteady = max((rate.p80 - rate.p20) / rate.median for rate in ceilings)
+    rates = (ceilings.flops_per_second, ceilings.bytes_per_second)
+    unsteady = max((rate.p80 - rate.p20) / rate.median for rate in rates)
     waited, others = shares["waited_share"] or 0.0, shares["others_share"] or 0.0
     sentences = {
         f"threads waited for a core, together {waited:.0%} of the time": waited > _WAITED,

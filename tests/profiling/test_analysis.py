@@ -8,16 +8,19 @@ import torch
 from lab.machine import Ceilings, Datasheet
 from lab.sizes import Size, adamw_cost
 from lab.timing import Spread
-from profiling.analysis import analyse
+from profiling.analysis import analyze
 
 MACHINE = Ceilings(Spread(1e9, 1e9, 1e9, 1), Spread(1e8, 1e8, 1e8, 1), 1e9, 1024, 2**20)
 ADAMW = ("AdamW", "optimizer")
-IDLE = {"waited_share": 0.0, "others_share": 0.0}
 SIZE = Size(batch_size=2, seq_len=5, d_model=12, num_heads=6, num_kv_heads=2, d_head=4, d_ff=20)
+STACK = replace(SIZE, num_layers=3)
 
 
-def samples_of(size: Size, mode: str) -> dict[tuple[str, str], list[float]]:
-    """Forward takes each part 1, 2 and 3 s in three rounds, and backward twice that; the whole, 10, 20 and 30 times."""
+def point(mode, size=SIZE, more=(), gpu=(), machine=MACHINE, sheet=None):
+    """Return the figures of three rounds, in which a pass takes so many seconds, unless `more` has other samples.
+
+    Forward takes each part 1, 2 and 3 s, and backward twice that; the whole, 10, 20 and 30 times.
+    """
     samples = {}
     for name, factor in [*((name, 1) for name in size.part_costs(4)), ("whole", 10), ("smallest", 0.5)]:
         samples[name, "forward"] = [factor * t for t in (1.0, 2.0, 3.0)]
@@ -25,19 +28,13 @@ def samples_of(size: Size, mode: str) -> dict[tuple[str, str], list[float]]:
             samples[name, "train"] = [3 * factor * t for t in (1.0, 2.0, 3.0)]
     if mode == "step":
         samples |= {("whole", "step"): [70.0] * 3, ("smallest", "step"): [7.0] * 3, ADAMW: [4.0, 5.0, 6.0]}
-    return samples
-
-
-def point(mode: str, size: Size = SIZE, sheet: Datasheet | None = None):
-    return analyse(samples_of(size, mode), {}, size, mode, torch.float32, MACHINE, sheet, IDLE)
+    idle = {"waited_share": 0.0, "others_share": 0.0}
+    return analyze(samples | dict(more), dict(gpu), size, mode, torch.float32, machine, sheet, idle)
 
 
 def test_analysis_takes_backward_from_the_difference_of_each_round():
-    samples = samples_of(SIZE, "train")
-    samples["ffn", "forward"], samples["ffn", "train"] = [1.0, 5.0, 2.0], [4.0, 6.0, 9.0]
-    samples["rope", "train"] = samples["rope", "forward"]
-    result = analyse(samples, {}, SIZE, "train", torch.float32, MACHINE, None, IDLE)
-    parts = {part["name"]: part for part in result["parts"]}
+    more = {("ffn", "forward"): [1.0, 5.0, 2.0], ("ffn", "train"): [4.0, 6.0, 9.0], ("rope", "train"): [1.0, 2.0, 3.0]}
+    parts = {part["name"]: part for part in point("train", more=more)["parts"]}
     assert parts["ffn"]["forward"]["seconds"]["median"] == 2.0
     assert parts["ffn"]["backward"]["seconds"]["median"] == 3.0  # of 3, 1 and 7
     assert parts["ffn"]["backward"]["seconds"]["samples"] == 3
@@ -46,15 +43,14 @@ def test_analysis_takes_backward_from_the_difference_of_each_round():
 
 
 def test_analysis_adds_up_the_parts_of_a_stack_once_a_layer():
-    stack = Size(2, 5, 12, 6, 2, 4, 20, num_layers=3)
-    result = point("train", stack)
+    result = point("train", STACK)
     assert [part["count"] for part in result["parts"]] == [3] * 8 + [1]
     for pass_, seconds in (("forward", 2.0), ("backward", 4.0), ("train", 6.0)):
         assert result["sum_of_parts"][pass_]["seconds"]["median"] == 25 * seconds
         assert result["sum_of_parts"][pass_]["of_whole"] == {"median": 2.5, "p20": 2.5, "p80": 2.5, "samples": 3}
         if pass_ != "train":
             assert math.isclose(sum(part[pass_]["share"] for part in result["parts"]), 1.0)
-            assert result["whole"][pass_]["bytes"] == stack.costs(pass_, 4).bytes
+            assert result["whole"][pass_]["bytes"] == STACK.costs(pass_, 4).bytes
 
 
 def test_analysis_places_a_pass_under_the_roofline():
@@ -93,14 +89,11 @@ def test_analysis_of_a_step_has_the_optimizer():
 
 def losses(size=SIZE, smallest=0.0, machine=MACHINE, **seconds):
     """Return the losses of a forward pass of 10 s in which these parts take so long, the others their least."""
-    costs = size.part_costs(4)
-    samples = {
-        (name, "forward"): [machine.seconds(cost["forward"].flops, cost["forward"].bytes)]
-        for name, cost in costs.items()
-    }
-    samples |= {(name, "forward"): [time] for name, time in seconds.items()}
-    samples |= {("whole", "forward"): [10.0], ("smallest", "forward"): [smallest]}
-    return analyse(samples, {}, size, "forward", torch.float32, machine, None, IDLE)["losses"]
+    costs = {name: cost["forward"] for name, cost in size.part_costs(4).items()}
+    taken = {name: machine.seconds(cost.flops, cost.bytes) for name, cost in costs.items()}
+    taken |= {"whole": 10.0, "smallest": smallest, **seconds}
+    more = {(name, "forward"): [time] * 3 for name, time in taken.items()}
+    return point("forward", size, more, machine=machine)["losses"]
 
 
 def test_analysis_names_the_three_parts_that_lose_most_against_the_roofline():
@@ -111,26 +104,26 @@ def test_analysis_names_the_three_parts_that_lose_most_against_the_roofline():
     assert [loss["seconds"] for loss in found] == pytest.approx([4.0, 3.0, 2.0])
     assert [loss["share"] for loss in found] == pytest.approx([0.4, 0.3, 0.2])
     assert found[0]["roofline_fraction"] == pytest.approx(least["rope"] / (least["rope"] + 4.0))
-    stack = Size(2, 5, 12, 6, 2, 4, 20, num_layers=3)
-    assert losses(stack, rope=least["rope"] + 1.0)[0]["seconds"] == pytest.approx(3.0)
+    assert losses(STACK, rope=least["rope"] + 1.0)[0]["seconds"] == pytest.approx(3.0)
     assert losses() == []
 
 
 def test_analysis_tells_the_cause_of_a_loss_by_its_figures():
     many_tokens, one_token = Size(1, 400, 64, 2, 2, 32, 64), Size(1, 1, 64, 2, 2, 32, 64)
-    assert losses(many_tokens, ffn=5.0)[0]["cause"] == "products"
-    assert losses(one_token, ffn=5.0)[0]["cause"] == "weights"
-    assert losses(one_token, rope=5.0)[0]["cause"] == "elementwise"
     slow_core = replace(MACHINE, flops_per_second=Spread(1e6, 1e6, 1e6, 1))  # where even rope has to wait
-    assert losses(one_token, machine=slow_core, rope=5.0)[0]["cause"] == "elementwise"
-    # The same calls without arithmetic take 8 s, each of the 8 parts 1 s of it: more than half of 1.9 s, not of 2.1 s.
-    assert losses(many_tokens, ffn=1.9, smallest=8.0)[0]["cause"] == "overhead"
+    for cause, found in {
+        "products": losses(many_tokens, ffn=5.0),
+        "weights": losses(one_token, ffn=5.0),
+        "elementwise": losses(one_token, machine=slow_core, rope=5.0),
+        # The same calls without arithmetic take 8 s, each of the 8 parts 1 s: more than half of 1.9 s, not of 2.1 s.
+        "overhead": losses(many_tokens, ffn=1.9, smallest=8.0),
+    }.items():
+        assert found[0]["cause"] == cause
     assert losses(many_tokens, ffn=2.1, smallest=8.0)[0]["cause"] == "products"
 
 
 def test_analysis_counts_backward_and_the_optimizer_among_the_losses():
-    samples = samples_of(SIZE, "step") | {ADAMW: [40.0] * 3}
-    result = analyse(samples, {}, SIZE, "step", torch.float32, MACHINE, None, IDLE)
+    result = point("step", more={ADAMW: [40.0] * 3})
     optimizer, second, _ = result["losses"]
     assert (optimizer["name"], optimizer["cause"]) == ("AdamW", "elementwise")
     assert optimizer["seconds"] == pytest.approx(40.0 - result["optimizer"]["roofline_seconds"])
@@ -138,14 +131,13 @@ def test_analysis_counts_backward_and_the_optimizer_among_the_losses():
     assert second["seconds"] == pytest.approx(6.0, abs=0.1)  # 2 s forward and 4 s backward, and little least time
     # Without arithmetic a step takes 7 s, and 3 s of them without the optimizer.
     for seconds, cause in ((7.9, "overhead"), (8.1, "elementwise")):
-        result = analyse(samples | {ADAMW: [seconds] * 3}, {}, SIZE, "step", torch.float32, MACHINE, None, IDLE)
-        assert result["losses"][0]["cause"] == cause
+        assert point("step", more={ADAMW: [seconds] * 3})["losses"][0]["cause"] == cause
 
 
 def test_analysis_judges_a_gpu_by_its_own_time_and_not_by_launches():
-    samples = samples_of(SIZE, "forward") | {("smallest", "forward"): [100.0] * 3}  # the host takes 12.5 s for a part
     gpu = {(name, "forward"): [0.001] for name in SIZE.part_costs(4)} | {("ffn", "forward"): [1.5]}
-    result = analyse(samples, gpu, SIZE, "forward", torch.float32, MACHINE, None, IDLE)
+    launches = {("smallest", "forward"): [100.0] * 3}  # the host takes 12.5 s for a part
+    result = point("forward", more=launches, gpu=gpu)
     assert result["parts"][-1]["forward"]["gpu_seconds"] == 1.5
     assert (result["losses"][0]["name"], result["losses"][0]["cause"]) == ("ffn", "weights")  # and not overhead
     assert result["losses"][0]["seconds"] == pytest.approx(1.5, abs=0.01)

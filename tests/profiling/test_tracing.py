@@ -28,8 +28,11 @@ def test_run_labeled_names_every_pass_and_runs_backward_on_its_thread():
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda gradient: multithreading.append(torch.autograd.is_multithreading_enabled()))
     trained = step("a", lambda x: (x * x,), x, (torch.ones(2),))
-    run_labeled([trained, step("b", lambda x: (x + 1,), x)], lambda: names.append("called"), label)
-    assert names == ["a forward", "a backward", "b forward", "AdamW", "called"]
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    run_labeled([trained, step("b", lambda x: (x + 1,), x)], torch.optim.SGD([weight], lr=1.0), label)
+    assert names == ["a forward", "a backward", "b forward", "AdamW"]
+    assert weight == 0  # updated
     assert multithreading == [False]
     assert torch.autograd.is_multithreading_enabled()
 

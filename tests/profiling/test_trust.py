@@ -4,37 +4,44 @@ import os
 import time
 
 import pytest
+from lab.machine import Ceilings
 from lab.timing import Spread
 from profiling.trust import busy_shares, system_clocks, trust
 
 IDLE = {"waited_share": 0.01, "others_share": 0.02}
 STEADY = [1.00, 1.01, 0.99, 1.02, 1.00, 1.01, 1.00]
-CEILING = Spread(1e11, 0.98e11, 1.02e11, 7)
+RATE = Spread(1e11, 0.98e11, 1.02e11, 7)
+UNSTEADY = Spread(1e11, 0.8e11, 1.1e11, 7)
+
+
+def ceilings(flops: Spread = RATE, memory: Spread = RATE) -> Ceilings:
+    return Ceilings(flops, memory, 1e11, 1024, 2**20)
 
 
 def test_trust_of_a_steady_run_on_an_idle_machine_has_no_doubts():
-    figures = trust(STEADY, IDLE, [CEILING])
+    figures = trust(STEADY, IDLE, ceilings())
     assert figures["doubts"] == []
     assert figures["spread"] == pytest.approx(0.01, abs=0.005)
     assert figures["median_above_fastest"] == pytest.approx(1 / 0.99 - 1)
     assert figures["ceilings_spread"] == pytest.approx(0.04)
-    assert trust(STEADY, IDLE | {"others_share": None}, [CEILING])["doubts"] == []
+    assert trust(STEADY, IDLE | {"others_share": None}, ceilings())["doubts"] == []
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shares", "ceiling", "doubt"),
+    ("seconds", "shares", "limits", "doubt"),
     [
         # A block of 17 ms beside other work on both of two cores.
-        ([0.435, 0.017, 0.402, 0.221, 0.460, 0.018, 0.444], IDLE, CEILING, "the samples vary by 95% (p20 to p80)"),
+        ([0.435, 0.017, 0.402, 0.221, 0.460, 0.018, 0.444], IDLE, ceilings(), "the samples vary by 95% (p20 to p80)"),
         # A fast sample, and then always another program's turn: steady, and wrong.
-        ([0.5, *[1.0] * 9], IDLE, CEILING, "the median is 100% above the fastest sample"),
-        (STEADY, IDLE | {"waited_share": 0.45}, CEILING, "threads waited for a core, together 45% of the time"),
-        (STEADY, IDLE | {"others_share": 0.5}, CEILING, "other programs kept 50% of all cores busy"),
-        (STEADY, IDLE, Spread(1e11, 0.8e11, 1.1e11, 7), "the ceilings vary by 30% (p20 to p80)"),
+        ([0.5, *[1.0] * 9], IDLE, ceilings(), "the median is 100% above the fastest sample"),
+        (STEADY, IDLE | {"waited_share": 0.45}, ceilings(), "threads waited for a core, together 45% of the time"),
+        (STEADY, IDLE | {"others_share": 0.5}, ceilings(), "other programs kept 50% of all cores busy"),
+        (STEADY, IDLE, ceilings(flops=UNSTEADY), "the ceilings vary by 30% (p20 to p80)"),
+        (STEADY, IDLE, ceilings(memory=UNSTEADY), "the ceilings vary by 30% (p20 to p80)"),
     ],
 )
-def test_trust_names_what_shows_a_busy_machine(seconds, shares, ceiling, doubt):
-    assert doubt in trust(seconds, shares, [CEILING, ceiling])["doubts"]
+def test_trust_names_what_shows_a_busy_machine(seconds, shares, limits, doubt):
+    assert doubt in trust(seconds, shares, limits)["doubts"]
 
 
 def test_clocks_read_what_linux_tells(tmp_path):
