@@ -5,6 +5,7 @@ import warnings
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -45,7 +46,7 @@ class SlidingWindow(tinyblock.CausalMultiHeadSelfAttention):
 
 
 MIXTURE = run("A mixture of experts as the feed-forward layer")["MixtureOfExperts"]
-SIZES = {"num_kv_heads": 4, "dtype": torch.float64}  # a key head each for a tp of 4
+SIZES: dict[str, Any] = {"num_kv_heads": 4, "dtype": torch.float64}  # a key head each for a tp of 4
 transformer = partial(Transformer, num_layers=2, d_model=16, num_heads=8, d_ff=32, max_seq_len=16, **SIZES)
 one_layer = partial(transformer, num_layers=1, qk_norm=True)
 SLIDING = partial(transformer, qk_norm=True, attention=SlidingWindow)

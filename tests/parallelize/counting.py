@@ -1,6 +1,7 @@
 """Count the collectives that a run calls; torch's CommDebugMode fails on a module that is called twice."""
 
 from collections import Counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class Collectives(TorchDispatchMode):
             elements = max(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
             objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
             boxes = [leaf for leaf in objects if str(leaf._type()).endswith("ProcessGroup")]
-            names = [leaf for leaf in leaves if isinstance(leaf, str)]  # the last is that of the group
+            names: Any = [leaf for leaf in leaves if isinstance(leaf, str)]  # the last is that of the group
             group = dist.ProcessGroup.unbox(boxes[0]) if boxes else _resolve_process_group(names[-1])
             axis = self.axes[str(dist.get_process_group_ranks(group))]
             self.calls[Collective(KINDS.get(name, name), axis, elements)] += 1
