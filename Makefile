@@ -7,6 +7,7 @@
 PYTHON ?= python3
 VENV := .venv
 OUT ?= cuda-acceptance
+EXTRAS ?= dev,bench
 # The pin of the dev extra. pip needs it as an argument, too; otherwise it first downloads the newest torch.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",$$/\1/p' pyproject.toml)
 
@@ -39,7 +40,7 @@ $(VENV)/installed: pyproject.toml
 	touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed
-	$(VENV)/bin/python -m pip install $(TORCH) -e ".[dev,bench]"
+	$(VENV)/bin/python -m pip install $(TORCH) -e ".[$(EXTRAS)]"
 	touch $@
 
 # litgpt and torchtune require older releases of transformers and torchao, which the other targets also accept.

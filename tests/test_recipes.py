@@ -21,6 +21,12 @@ RECIPES = dict(
 )
 
 
+pytestmark = [
+    pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),  # of transformers' imports
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+]
+
+
 def run(recipe):
     names = {}
     exec(RECIPES[recipe], names)
@@ -58,7 +64,6 @@ def test_recipe_of_padding_and_packed_documents_equals_each_document_alone():
             torch.testing.assert_close(packed[row, start:end], model(x[row, start:end]), rtol=0, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_recipe_of_flex_attention_equals_the_dense_mask():
     assert run("FlexAttention with block masks")["difference"].abs().max() < 1e-5
 
@@ -74,7 +79,6 @@ def test_recipe_of_a_sliding_window_equals_its_mask():
 
 
 @torch.no_grad()
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("recipe", ["Bidirectional attention for an encoder", "Soft-capped scores"])
 def test_recipe_of_another_softmax_equals_its_formula(recipe):
     attention = run(recipe)["model"].layers[0].attn.double()
@@ -100,7 +104,6 @@ def test_recipe_of_a_mixture_of_experts_weights_the_two_best():
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning")  # those of transformers' imports
 def test_recipe_of_llama_3_1_has_the_frequencies_of_transformers():
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -119,7 +122,6 @@ def test_recipe_of_llama_3_1_has_the_frequencies_of_transformers():
     torch.testing.assert_close(frequencies, expected.double(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning")
 @pytest.mark.parametrize("kind", ["Llama", "Llama with shared key heads", "Qwen2", "Qwen3"])
 def test_recipe_of_hugging_face_gives_its_logits_and_its_weights_back(kind):
     transformers = pytest.importorskip("transformers")
@@ -153,7 +155,6 @@ def test_recipe_of_hugging_face_gives_its_logits_and_its_weights_back(kind):
     assert all(torch.equal(back[key], weight) for key, weight in theirs.state_dict().items())
 
 
-@pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning")
 def test_recipe_of_lora_trains_adapters_alone_and_merges_them():
     pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -166,7 +167,6 @@ def test_recipe_of_lora_trains_adapters_alone_and_merges_them():
         assert torch.equal(merged, before) == ("ln" in name), name
 
 
-@pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning")
 def test_recipe_of_lora_over_processes_trains_the_adapters_of_one(monkeypatch, capsys):
     peft = pytest.importorskip("peft")
     monkeypatch.setenv("WORLD_SIZE", "1")

@@ -1,7 +1,6 @@
-"""What PyTorch does with the layers, with the shape checks on: compile, export, meta, FSDP, transforms, autocast."""
+"""What PyTorch does with the layers, with the shape checks on: compile, export, meta, FSDP, transforms."""
 
 import copy
-import statistics
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tinyblock import Block, CausalMultiHeadSelfAttention, RotaryPositionalEmbedding, Transformer
+from tinyblock import Block, RotaryPositionalEmbedding, Transformer
 
 
 def model_and_input(layers=2):
@@ -42,36 +41,21 @@ def test_compile_ahead_of_time_gives_the_gradients_of_eager_in_one_graph():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_strict_export_with_a_dynamic_sequence():
-    model, x = model_and_input(1)
-    seq = torch.export.Dim("seq", min=2, max=40)
-    program = torch.export.export(model, (x,), dynamic_shapes={"x": {1: seq}}, strict=True)
-    for length in (2, 11, 40):
-        x = torch.randn(2, length, 24)
-        torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
-
-
-def test_exported_block_rejects_positions_out_of_range():
+def test_strict_export_takes_any_length_and_rejects_positions_out_of_range():
     block = Block(24, 4, rope=RotaryPositionalEmbedding(100.0, 6, 40), num_kv_heads=2)
-    x, positions, mask = torch.randn(2, 7, 24), torch.arange(7), torch.ones(7, 7, dtype=torch.bool)
-    exported = torch.export.export(block, (x, positions, mask)).module()
-    torch.testing.assert_close(exported(x, positions + 33, mask), block(x, positions + 33, mask))
-    for wrong in (positions + 34, positions - 1):
+    seq = torch.export.Dim("seq", min=2, max=40)
+
+    def inputs(length):
+        return torch.randn(2, length, 24), torch.arange(length), torch.rand(length, length) < 0.7
+
+    shapes = {"x": {1: seq}, "token_positions": {0: seq}, "mask": {0: seq, 1: seq}}
+    exported = torch.export.export(block, inputs(7), dynamic_shapes=shapes, strict=True).module()
+    for length in (2, 11, 40):
+        x, positions, mask = inputs(length)
+        torch.testing.assert_close(exported(x, positions, mask), block(x, positions, mask), rtol=1e-5, atol=1e-5)
+    for wrong in (positions + 1, positions - 1):
         with pytest.raises(IndexError, match="out of range"):
             exported(x, wrong, mask)
-
-
-def test_transformer_is_whole_after_meta_and_reset_parameters():
-    with torch.device("meta"):
-        model = Transformer(2, 24, 4, max_seq_len=9, qk_norm=True)
-    assert len({id(table) for _, table in model.to("meta").named_buffers(remove_duplicate=False)}) == 1
-    model = model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, torch.nan)
-    model.reset_parameters()
-    assert model(torch.randn(1, 9, 24)).isfinite().all()
-    assert torch.equal(model.get_parameter("layers.1.ln2.weight"), torch.ones(24))
-    assert torch.equal(model.get_parameter("layers.0.attn.q_norm.weight"), torch.ones(6))
 
 
 def test_load_state_dict_into_a_model_on_meta():
@@ -80,19 +64,6 @@ def test_load_state_dict_into_a_model_on_meta():
         empty = Transformer(2, 24, 4, max_seq_len=40, num_kv_heads=2, qk_norm=True)
     empty.load_state_dict(model.state_dict(), assign=True)
     assert torch.equal(empty(x), model(x))
-
-
-def test_attention_accepts_a_tensor_parallel_share_of_the_heads():
-    """Two ranks with half of the heads each, whose outputs are summed, as the standard plan does it."""
-    attention = CausalMultiHeadSelfAttention(24, 4, rope=RotaryPositionalEmbedding(100.0, 6, 9), num_kv_heads=2)
-    x, total = torch.randn(2, 7, 24), torch.zeros(2, 7, 24)
-    for rank in range(2):
-        share = copy.deepcopy(attention)
-        for name, dim in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("output_proj", 1)):
-            linear = share.get_submodule(name)
-            linear.weight = torch.nn.Parameter(linear.get_parameter("weight").chunk(2, dim)[rank])
-        total += share(x)
-    torch.testing.assert_close(total, attention(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
@@ -139,16 +110,6 @@ def test_functional_call_grad_and_vmap():
     torch.testing.assert_close(torch.func.vmap(model)(x), model(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_computes_in_the_lower_dtype_without_a_warning(dtype):
-    model, x = model_and_input()
-    with torch.autocast("cpu", dtype):
-        out = model(x)
-    assert out.dtype == torch.float32  # that of the residual stream
-    torch.testing.assert_close(out, model(x), rtol=0.1, atol=0.1)
-    assert not torch.equal(out, model(x))
-
-
 def test_meta_and_fake_tensors_have_the_right_shapes():
     model, x = model_and_input()
     positions, mask = torch.arange(7), torch.ones(7, 7, dtype=torch.bool)
@@ -173,35 +134,3 @@ def test_forward_on_cuda_has_the_right_shapes_without_a_gpu(dtype):
         for inputs in ((), (positions,), (positions, mask)):
             out = model(x, *inputs)
             assert (out.device.type, out.dtype, out.shape) == ("cuda", dtype, x.shape)
-
-
-def test_bfloat16_stack_is_no_further_from_float64_than_the_cast_order_of_llama():
-    """Compare with the same stack whose norms round before the gain, and whose attention is the same."""
-
-    class RoundsTwice(torch.nn.Module):
-        def __init__(self, weight):
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x):
-            root = torch.sqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
-            return self.weight * (x.float() / root).to(x.dtype)
-
-    ratios = []
-    for seed in range(3):
-        torch.manual_seed(seed)
-        exact_model = Transformer(4, 96, 4, max_seq_len=32)
-        for name, parameter in exact_model.named_parameters():
-            if "ln" in name:
-                torch.nn.init.uniform_(parameter, 0.5, 2)
-        ours = exact_model.to(torch.bfloat16)
-        exact_model = copy.deepcopy(ours).double()
-        theirs = copy.deepcopy(ours)
-        for layer in theirs.layers:
-            layer.ln1, layer.ln2 = RoundsTwice(layer.ln1.weight), RoundsTwice(layer.ln2.weight)
-        theirs.ln_final = RoundsTwice(theirs.ln_final.weight)
-        x = torch.randn(2, 32, 96, dtype=torch.bfloat16)
-        exact = exact_model(x.double())
-        our_error, their_error = ((model(x) - exact).square().mean().item() for model in (ours, theirs))
-        ratios.append((our_error / their_error) ** 0.5)
-    assert statistics.median(ratios) < 1

@@ -13,7 +13,6 @@ import pytest
 import torch
 from on_device.comparing import HALVES, assert_close, draw, results
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.torch_version import TorchVersion
 
 from tinyblock import CausalMultiHeadSelfAttention, RotaryPositionalEmbedding
 
@@ -98,17 +97,3 @@ def test_gradients_are_finite_where_all_scores_are_low(kernel, masked, device, s
     if kernel in ("any", "cuDNN") and wrong and wrong <= {"gradient of x", "gradient of q_proj.weight"}:
         pytest.xfail("torch issue 196678: torch.backends.cuda.enable_cudnn_sdp(False) avoids it")
     assert wrong == set()
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_empty_batch(dtype, device, sizes):
-    attention = CausalMultiHeadSelfAttention(sizes.d_model, sizes.heads, dtype=dtype).to(device)
-    x = torch.zeros(0, 16, sizes.d_model, dtype=dtype, device=device)
-    try:
-        found = results(attention, x)
-    except RuntimeError as error:
-        if "batch size must be positive" not in str(error) or TorchVersion(torch.__version__) >= "2.10":
-            raise
-        pytest.xfail("torch issue 165944: flash attention of torch 2.9 rejects an empty batch")
-    assert found["output"].shape == (0, 16, sizes.d_model)
-    assert all(tensor.count_nonzero() == 0 for tensor in found.values())
