@@ -179,11 +179,10 @@ def overrides(attention: Layer) -> None:
         return 2 * q + mask @ (k - v)
 
     base = attention.CausalMultiHeadSelfAttention
-    assert Layer(base).attend
-    blended = type("Blended", (base,), {"attend": lambda self, *tensors: blend(*tensors)})
+    members = {Layer(base).attend.__name__: lambda self, *tensors: blend(*tensors)}
     options = harness.supported(base, {"rope": rotary, "qk_norm": True})
     case = case_of(attention, options, inputs={"token_positions": POSITIONS, "mask": randn(7, 7, seed=3)})
-    formula = functools.partial(case.formula, attend=blend)
+    blended, formula = type("Blended", (base,), members), functools.partial(case.formula, attend=blend)
     harness.matches_equation([dataclasses.replace(case, cls=blended, formula=formula)], torch.float64)
 
 
@@ -210,8 +209,8 @@ def rejects_inputs(attention: Layer) -> None:
     """Reject additive masks in eager mode and compiled, in which no shape check would see them."""
     module = attention.CausalMultiHeadSelfAttention(24, 4)
     for dtype in (torch.float32, torch.int64):
-        harness.rejects_input(module, dtype, (1, 5, 24), mask=torch.zeros(5, 5, dtype=dtype))
-    harness.rejects_input(module, "rope", (1, 3, 24), token_positions=torch.arange(3))
+        harness.rejects_input(module, dtype, torch.zeros(1, 5, 24), mask=torch.zeros(5, 5, dtype=dtype))
+    harness.rejects_input(module, "rope", torch.zeros(1, 3, 24), token_positions=torch.arange(3))
 
 
 heads: list[Shape] = [(2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 4)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import harness
 from .attention import RELATIVE, SEQUENCE, mask_of, self_attention
 from .ffn import feed_forward, swiglu
-from .harness import Case, Layer, Shape, State, Violation, context, guarantees, supported
+from .harness import Call, Case, Layer, Shape, State, guarantees, supported
 from .rmsnorm import rms_norm
 from .rope import POSITIONS, rotary
 
@@ -68,44 +68,31 @@ def cases_2024(block: Layer, ffn: Layer) -> list[Case]:
     return [Case(block.Block, (24, 4), (2, 7, 24), formula, {"ffn": ffn.FeedForward})]
 
 
-class Other(nn.Module):
-    """Stand for any norm, feed-forward layer or attention: apply a function, without parameters."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], *_: Any, **__: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return self.function(x)
-
-
 def mean_so_far(x: Tensor) -> Tensor:
     return x.cumsum(-2) / torch.arange(1, x.shape[-2] + 1)[:, None]
 
 
 def with_other_parts(case: Case) -> None:
     """Compare with the formula when norm, feed-forward layer and attention are other callables."""
+
+    def built(function: Any) -> Any:
+        return lambda *sizes, **options: Call(function, [])
+
     others = supported(case.cls, {"norm": torch.tanh, "ffn": torch.sin, "attention": mean_so_far})
-    formula = functools.partial(case.formula, **{name: Other(function) for name, function in others.items()})
-    options = {**case.options, **{name: functools.partial(Other, function) for name, function in others.items()}}
+    formula = functools.partial(case.formula, **{name: Call(function, []) for name, function in others.items()})
+    options = {**case.options, **{name: built(function) for name, function in others.items()}}
     harness.matches_equation([dataclasses.replace(case, formula=formula, options=options)], torch.float64)
 
 
-def resets(cls: Any, *arguments: int, **options: Any) -> None:
+def resets(cls: Any, ffn: Layer, *sizes: int, **options: Any) -> None:
     """Reset layers that have reset_parameters, and within layers that have none."""
 
-    def without_reset(d_model: int, d_ff: int | None, **options: Any) -> nn.Module:
-        return nn.Sequential(nn.Linear(d_model, d_model, **options))
+    def sequential(*sizes: Any, **options: Any) -> nn.Module:
+        return nn.Sequential(ffn.SwiGLU(*sizes, **options))
 
-    options |= supported(cls, {"norm": nn.LayerNorm, "ffn": without_reset})
-    with context(harness.show_call(cls, arguments, options), "reset_parameters() after NaN in every weight"):
-        module = cls(*arguments, **options)
-        harness.reset(module)
-        for name, weight in module.state_dict().items():
-            if not weight.isfinite().all():
-                raise Violation(f"got NaN in {name}")
+    harness.draws_weights(cls, *sizes, ffn=sequential, **options)
 
 
 guarantees(RELATIVE)(lambda block: cases(block)[:1])
 guarantees("any callable for norm, ffn and attention")(lambda block: with_other_parts(cases(block)[0]))
-guarantees("reset_parameters reaches every layer")(lambda block: resets(block.Block, 24, 4))
+guarantees("reset_parameters reaches every layer")(lambda block, ffn: resets(block.Block, ffn, 24, 4))

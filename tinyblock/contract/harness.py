@@ -30,6 +30,7 @@ HALVES = (torch.bfloat16, torch.float16)
 ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-6}  # error relative to the largest component
 DTYPES = (*ALLOWED, *HALVES)
 REJECTED = "invalid hyperparameters rejected"
+CUDA, AUTOCAST, RECOMPUTED = "on cuda", "torch.autocast('cpu', torch.bfloat16)", "torch.utils.checkpoint"
 
 Shape = tuple[int, ...]
 State = Mapping[str, Tensor]
@@ -173,7 +174,6 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, Tensor] = field(default_factory=dict)  # token_positions, mask
     scale: float = 1.0
-    layout: Callable[[Tensor], Tensor] | None = None  # the same values, in memory with other strides
     representative: bool = False  # also compiled and checkpointed; if no case is, the first
     rounds_once: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
@@ -202,10 +202,9 @@ class Case:
 
     def __str__(self) -> str:
         scaled = "" if self.scale == 1 else f" * {self.scale}"
-        layout = f", {show(self.layout)}" if self.layout else ""
         inputs = "".join(f", {name} {show(tensor)}" for name, tensor in self.inputs.items())
         call = show_call(self.cls, self.arguments, self.options)
-        return f"{call} of x of shape {self.shape}, seed 0{scaled}{layout}{inputs}"
+        return f"{call} of x of shape {self.shape}, seed 0{scaled}{inputs}"
 
 
 def representative(cases: list[Case]) -> list[Case]:
@@ -213,75 +212,70 @@ def representative(cases: list[Case]) -> list[Case]:
 
 
 class Call(nn.Module):
-    """A function as a layer, whose weights are the function's further arguments."""
+    """A function as a layer, whose weights are the function's further arguments. Other inputs are ignored."""
 
     def __init__(self, function: Callable[..., Tensor], shapes: list[Shape], *more: Any) -> None:
         super().__init__()
         self.function, self.more = function, more
         self.weights = nn.ParameterList([torch.empty(shape) for shape in shapes])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return self.function(x, *self.weights, *self.more)
 
 
 # Properties of every layer.
 
 
-def matches_equation(
-    cases: list[Case], *dtypes: torch.dtype, cuda: bool = False, autocast: bool = False, recomputed: bool = False
-) -> None:
+def matches_equation(cases: list[Case], *dtypes: torch.dtype, how: str = "") -> None:
     """Compare layers with their formulas: value, dtype and gradients. No input may be modified."""
-    if cuda and not torch.cuda.is_available():
+    if how == CUDA and not torch.cuda.is_available():
         raise SkipTest("CUDA is not available")
-    how = ["on cuda"] * cuda + ["torch.autocast('cpu', torch.bfloat16)"] * autocast
-    how += ["torch.utils.checkpoint, use_reentrant=False"] * recomputed
     # On CUDA, flash attention of torch 2.9 rejects an empty batch in half precision (pytorch issue 165944).
-    no_empty_halves = cuda and torch.__version__.startswith("2.9.")
+    no_empty_halves = how == CUDA and torch.__version__.startswith("2.9.")
     for case, dtype in product(cases, dtypes or DTYPES):
         if dtype in case.dtypes and not (no_empty_halves and dtype in HALVES and 0 in case.shape):
-            with context(case, dtype, *how), warnings.catch_warnings():
-                if autocast:
-                    warnings.simplefilter("error")
-                _matches_equation(case, dtype, cuda, autocast, recomputed)
+            with context(case, dtype, *[how] * bool(how)):
+                _matches_equation(case, dtype, how)
 
 
-def _matches_equation(case: Case, dtype: torch.dtype, cuda: bool, autocast: bool, recomputed: bool) -> None:
+def _matches_equation(case: Case, dtype: torch.dtype, how: str) -> None:
     module, x = case.module(dtype), case.x(dtype).requires_grad_()
-    computed = torch.bfloat16 if autocast else dtype
+    computed = torch.bfloat16 if how == AUTOCAST else dtype
     exact = with_gradients(case.expected(module, x), module, x, computed)
     rounded = with_gradients(case.expected(module, x, computed), module, x, computed)
     before = {"x": x.detach().clone(), **case.inputs}
-    device = "cuda" if cuda else "cpu"
+    device = "cuda" if how == CUDA else "cpu"
     module, inputs = module.to(device), {name: tensor.to(device, copy=True) for name, tensor in before.items()}
-    x = inputs.pop("x")
-    x = (case.layout(x) if case.layout else x).requires_grad_()
+    x = inputs.pop("x").requires_grad_()
 
     def compare(name: str, actual: Tensor, factor: float) -> None:
         if computed in ALLOWED:
-            close(actual, exact[name], ALLOWED[computed] * factor * (10 if cuda else 1), dtype)
+            close(actual, exact[name], ALLOWED[computed] * factor * (10 if how == CUDA else 1), dtype)
         else:
-            close(actual, exact[name], math.inf, None if autocast else dtype)
+            close(actual, exact[name], math.inf, None if how == AUTOCAST else dtype)
             close_in_half(actual.cpu(), exact[name], rounded[name])
 
-    def run() -> Tensor:
-        forward: Any = functools.partial(checkpoint, module, use_reentrant=False) if recomputed else module
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    def run(x: Tensor) -> Tensor:
+        forward: Any = functools.partial(checkpoint, module, use_reentrant=False) if how == RECOMPUTED else module
+        with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=how == AUTOCAST):
+            if how == AUTOCAST:
+                warnings.simplefilter("error")
             actual = forward(x, **inputs)
         compare("result", actual, largest(exact["result"]))
-        if case.rounds_once and dtype in HALVES and not cuda:
+        if case.rounds_once and dtype in HALVES and how != CUDA:
             close(actual, exact["result"], half_ulp(exact["result"], dtype) + 1e-6)
         for name, tensor in {"x": x, **inputs}.items():
             with context(f"{name} was modified"):
                 close(tensor, before[name], 0)
         return actual
 
-    for name, gradient in with_gradients(run(), module, x, computed).items():
+    for name, gradient in with_gradients(run(x), module, x, computed).items():
         if name != "result":
             with context(f"gradient of {name}, for one of the result of seed 9"):
                 compare(name, gradient, 10 * max(1, largest(exact[name])))
-    with context("after .eval(), under no_grad"), torch.no_grad():
+    with context("after .eval(), under no_grad, for x at an odd offset in memory"), torch.no_grad():
         module.eval()
-        run()
+        run(torch.cat((x[..., :1], x), dim=-1)[..., 1:])
 
 
 def with_gradients(result: Tensor, module: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -292,15 +286,15 @@ def with_gradients(result: Tensor, module: nn.Module, x: Tensor, dtype: torch.dt
 
 
 @contextmanager
-def compiled(module: nn.Module, fullgraph: bool = True) -> Iterator[tuple[Any, Any]]:
-    """Yield the module, compiled as far as graphs of torch's operations, and their counter."""
+def compiled(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield the module, compiled as far as one graph of torch's operations, and their counter."""
     with warnings.catch_warnings():  # those of torch's own imports
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch._dynamo.testing import CompileCounter
 
         counter = CompileCounter()
         torch._dynamo.reset()
-        yield torch.compile(module, fullgraph=fullgraph, backend=counter), counter
+        yield torch.compile(module, fullgraph=True, backend=counter), counter
     torch._dynamo.reset()
 
 
@@ -351,9 +345,9 @@ EVERY_LAYER: dict[str, Callable[[list[Case]], None]] = {
     "equation and gradients in float64": lambda cases: matches_equation(cases, torch.float64),
     "equation and gradients in float32": lambda cases: matches_equation(cases, torch.float32),
     "equation and gradients in bfloat16 and float16": lambda cases: matches_equation(cases, *HALVES),
-    "equation and gradients on CUDA": lambda cases: matches_equation(cases, cuda=True),
-    "autocast": lambda cases: matches_equation(cases, torch.float32, autocast=True),
-    "activation checkpointing": lambda cases: matches_equation(representative(cases), torch.float32, recomputed=True),
+    "equation and gradients on CUDA": lambda cases: matches_equation(cases, how=CUDA),
+    "autocast": lambda cases: matches_equation(cases, torch.float32, how=AUTOCAST),
+    "activation checkpointing": lambda cases: matches_equation(representative(cases), torch.float32, how=RECOMPUTED),
     "compiles to one graph": compiles,
     "device and dtype": is_placed,
 }
@@ -395,16 +389,11 @@ def rejects(cls: Any, valid: Mapping[str, Any], **invalid: tuple[Any, ...]) -> N
                 cls(**arguments)
 
 
-def rejects_input(
-    module: nn.Module, named: Any, shape: Shape, dtype: torch.dtype = torch.float32, **inputs: Tensor
-) -> None:
+def rejects_input(module: nn.Module, named: Any, x: Tensor, **inputs: Tensor) -> None:
     """Reject an input with a value in the message; in a compiled module, with any exception."""
     require_parameters(module.forward, *inputs)
-    x, what = (
-        torch.zeros(shape, dtype=dtype),
-        [f"{name} {show(tensor)} of {tensor.dtype}" for name, tensor in inputs.items()],
-    )
-    with context(module, f"x of shape {shape}", *what), compiled(module, fullgraph=False) as (run, _):
+    what = [f"{name} {show(tensor)} of {tensor.dtype}" for name, tensor in {"x": x, **inputs}.items()]
+    with context(module, *what), compiled(module) as (run, _):
         with rejected(named):
             module(x, **inputs)
         with context("compiled"), rejected(errors=(RuntimeError, IndexError, ValueError)):
@@ -460,17 +449,13 @@ def guarantees_function(
 ) -> None:
     """Register the formula of a function, for calls given by the shapes of their tensors and further arguments."""
 
+    def case(function: Any, shapes: list[Shape], *more: Any) -> Case:
+        def exact(x: Tensor, state: State) -> Tensor:
+            return formula(x, *state.values(), *more)
+
+        return Case(Call, (function, shapes[1:], *more), shapes[0], exact, rounds_once=rounds_once)
+
     def cases(module: Layer) -> list[Case]:
-        function = getattr(module, name)
-        return [
-            Case(
-                Call,
-                (function, shapes, *more),
-                shape,
-                functools.partial(lambda x, state, more: formula(x, *state.values(), *more), more=more),
-                rounds_once=rounds_once,
-            )
-            for (shape, *shapes), *more in calls
-        ]
+        return [case(getattr(module, name), *call) for call in calls]
 
     PROPERTIES.append(Property(layer, f"{name}: equation and gradients", (layer,), cases, matches_equation))

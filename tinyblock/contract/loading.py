@@ -13,8 +13,8 @@ from . import LAYERS
 def load(path: Path) -> dict[str, ModuleType]:
     """Import the layers of a folder, or of a .py file; return them by name.
 
-    A layer's file is recognized by its name and what it defines, or else by a class of tinyblock's name that has a
-    d_model or d_k. No other file is imported; a folder with an __init__.py is imported as the package that it is.
+    A layer's file defines a class or function of tinyblock's name, and has a d_model or d_k; of several such files, the
+    one of the layer's name is meant. No other file is imported; a folder with an __init__.py is imported as a package.
 
     Raises:
         LookupError: no layer was found, or more than one file defines it.
@@ -40,10 +40,9 @@ def _find(files: list[Path]) -> dict[str, str]:
     sources = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in files}
     found: dict[str, str] = {}
     for layer, names in LAYERS.items():
-        defined = re.compile(rf"^(class|def) ({'|'.join(names)})\b", re.MULTILINE)
-        ours = re.compile(rf"^class ({'|'.join(names)})\b.*\bd_(model|k)\b", re.MULTILINE | re.DOTALL)
+        ours = re.compile(rf"^(class|def) ({'|'.join(names)})\b.*\bd_(model|k)\b", re.MULTILINE | re.DOTALL)
         stems = [stem for stem, source in sources.items() if ours.search(source)]
-        if defined.search(sources.get(layer, "")):
+        if layer in stems:
             stems = [layer]
         if len(stems) > 1:
             raise LookupError(f"{', '.join(stems)} all define {' or '.join(names)}: give the one file")

@@ -26,35 +26,32 @@ def cases(rmsnorm: Layer) -> list[Case]:
         return Case(rmsnorm.RMSNorm, (shape[-1], *eps), shape, formula, rounds_once=True, **about)
 
     where_eps_counts = case((5, 33), 3e-6, scale=1e-3), case((2, 8), scale=0.0)
-    return [case((2, 3, 7)), *where_eps_counts, *map(case, [(6,), (3, 1), (1, 6), (0, 6), (2, 1, 4, 6)])]
+    beyond_float16_if_squared = case((64, 257), scale=12000.0)
+    return [
+        case((2, 3, 7)),
+        *where_eps_counts,
+        beyond_float16_if_squared,
+        *map(case, [(6,), (3, 1), (1, 6), (0, 6), (2, 1, 4, 6)]),
+    ]
 
 
 calls: list[Any] = [([(2, 3, 7), (7,)],), ([(7,), (7,)], 0.5), ([(2, 1, 3, 7), (7,)], 1e-3)]
 harness.guarantees_function("rmsnorm", "rms_norm", rms_norm, *calls, rounds_once=True)
 
 
-def rounds_once(forward: Any) -> None:
-    """Compare inputs and gains of all dtypes, where the squares of the inputs can exceed float16."""
-    dtypes = [pair for half in HALVES for pair in ((half, half), (half, torch.float32), (torch.float32, half))]
-    for scale, (dtype, gains) in product((1e-3, 1.0, 200.0, 12000.0), dtypes):
-        x, weight = (randn(64, 257) * scale).to(dtype), (1 + 0.3 * randn(257, seed=1)).to(gains)
-        with context(f"x of shape (64, 257), seed 0 * {scale}", dtype, f"gains of seed 1 * 0.3 + 1 in {gains}"):
-            exact = rms_norm(x.double(), weight.double())
-            allowed = harness.half_ulp(exact, dtype) if dtype in HALVES else 1e-6 * exact.abs()
-            harness.close(forward(x, weight), exact, allowed, dtype)
-
-
-@guarantees("one rounding, without overflow of the squares")
-def module_rounds_once(rmsnorm: Layer) -> None:
-    def by_module(x: Tensor, weight: Tensor) -> Tensor:
-        norm = rmsnorm.RMSNorm(len(weight)).to(weight.dtype)
-        norm.weight.data.copy_(weight)
-        return norm(x)
-
-    rounds_once(by_module)
+@guarantees("gains of another dtype")
+def takes_other_gains(rmsnorm: Layer) -> None:
+    """Round once, in the dtype of x, as where gains stay in float32 under autocast."""
+    for dtypes, scale in product([(half, torch.float32) for half in HALVES], (1e-3, 1.0, 12000.0)):
+        for dtype, gains in (dtypes, dtypes[::-1]):
+            x, norm = (randn(64, 257) * scale).to(dtype), rmsnorm.RMSNorm(257).to(gains)
+            harness.fill(norm)
+            with context(f"RMSNorm(257) in {gains} of x of shape (64, 257), seed 0 * {scale}, {dtype}"):
+                exact = rms_norm(x.double(), norm.weight.double())
+                allowed = harness.half_ulp(exact, dtype) if dtype in HALVES else 1e-6 * exact.abs()
+                harness.close(norm(x), exact, allowed, dtype)
 
 
 INVALID: Any = {"d_model": (0, -3), "eps": (0.0, -1e-5, math.nan, math.inf)}
-guarantees("one rounding (rms_norm)")(lambda rmsnorm: rounds_once(rmsnorm.rms_norm))
 guarantees("initial weights")(lambda rmsnorm: harness.draws_weights(rmsnorm.RMSNorm, 7))
 guarantees(harness.REJECTED)(lambda rmsnorm: harness.rejects(rmsnorm.RMSNorm, {"d_model": 4}, **INVALID))

@@ -32,7 +32,7 @@ def cases(transformer: Layer) -> list[Case]:
         rope = None if theta is None else functools.partial(rotary, theta=theta)
         formula = functools.partial(blocks_and_norm, layers=layers, heads=4, **{"rope": rope, **options})
         options |= {"max_seq_len": table} | ({} if theta == 1e4 else {"theta": theta})
-        main = {"representative": layers == 1}
+        main: Any = {"representative": layers == 1}
         return Case(transformer.Transformer, (layers, 24, 4, 40), (2, 7, 24), formula, options, inputs or {}, **main)
 
     every = supported(transformer.Transformer, EVERY_OPTION)
@@ -43,26 +43,20 @@ def cases(transformer: Layer) -> list[Case]:
 
 @guarantees("one table for all blocks")
 def shares_its_table(transformer: Layer) -> None:
-    """Look for tables of equal values."""
-    ways: dict[str, Callable[[Any], Any]] = {
-        "as constructed": lambda model: model,
-        "copy.deepcopy": copy.deepcopy,
-        ".to(torch.bfloat16)": lambda model: model.to(torch.bfloat16),
-        '.to("meta").to_empty()': lambda model: model.to("meta").to_empty(device="cpu"),
-    }
-    for way, move in ways.items():
-        with context("Transformer(3, 24, 4, max_seq_len=9)", way):
-            model = move(transformer.Transformer(3, 24, 4, max_seq_len=9))
-            tables = {table.data_ptr(): table for table in model.buffers() if table.dtype != torch.bool}
-            for table, another in combinations(tables.values(), 2):
-                if table.shape == another.shape and torch.equal(table, another):
-                    raise Violation(f"there are two tables of the same values, of shape {tuple(table.shape)}")
+    """Look for tables of equal values, after what torch does to modules."""
+    with context('Transformer(3, 24, 4, max_seq_len=9).to(torch.bfloat16).to("meta").to_empty(), then copy.deepcopy'):
+        model = transformer.Transformer(3, 24, 4, max_seq_len=9).to(torch.bfloat16)
+        model = copy.deepcopy(model.to("meta").to_empty(device="cpu"))
+        tables = {table.data_ptr(): table for table in model.buffers() if table.dtype != torch.bool}
+        for table, another in combinations(tables.values(), 2):
+            if table.shape == another.shape and torch.equal(table, another):
+                raise Violation(f"there are two tables of the same values, of shape {tuple(table.shape)}")
 
 
 @guarantees("invalid inputs rejected")
 def rejects_inputs(transformer: Layer) -> None:
     for theta in (100.0, None):
-        harness.rejects_input(transformer.Transformer(1, 24, 4, max_seq_len=9, theta=theta), 9, (10, 24))
+        harness.rejects_input(transformer.Transformer(1, 24, 4, max_seq_len=9, theta=theta), 9, torch.zeros(10, 24))
 
 
 SIZES = {"num_layers": 1, "d_model": 24, "num_heads": 4, "max_seq_len": 9}
@@ -71,6 +65,6 @@ INVALID |= {"max_seq_len": (0,), "theta": (0.0,), "eps": (-1.0,)}
 guarantees(RELATIVE)(lambda transformer: cases(transformer)[:1])
 guarantees("any callable for norm, ffn and attention")(lambda transformer: with_other_parts(cases(transformer)[0]))
 guarantees("reset_parameters reaches every layer")(
-    lambda transformer: resets(transformer.Transformer, 2, 24, 4, max_seq_len=9)
+    lambda transformer, ffn: resets(transformer.Transformer, ffn, 2, 24, 4, max_seq_len=9)
 )
 guarantees(harness.REJECTED)(lambda transformer: harness.rejects(transformer.Transformer, SIZES, **INVALID))
