@@ -45,21 +45,10 @@ def test_load_takes_any_folder(name, package, tmp_path):
     assert list(load(folder / "rope.py")) == ["rope"]
 
 
-def test_load_keeps_two_folders_apart(tmp_path):
-    edit = "rmsnorm", "eps={self.eps}", "epsilon={self.eps}"
-    first, second = load(copy_layers(tmp_path / "a")), load(copy_layers(tmp_path / "b", edits=[edit]))
-    assert "epsilon=" not in repr(first["block"].Block(8, 2).ln1)
-    assert "epsilon=" in repr(second["block"].Block(8, 2).ln1)
-
-
 def test_load_imports_a_package_as_its_project_does(tmp_path):
-    folder = copy_layers(
-        tmp_path / "host_project" / "layers",
-        edits=[
-            ("block", "from .rmsnorm", "from host_project.layers.rmsnorm"),
-            ("block", "from .ffn", "from ..settings import EPS\nfrom .ffn"),
-        ],
-    )
+    settings = "from ..settings import EPS\nfrom .ffn"
+    edits = [("block", "from .rmsnorm", "from host_project.layers.rmsnorm"), ("block", "from .ffn", settings)]
+    folder = copy_layers(tmp_path / "host_project" / "layers", edits=edits)
     for package in (folder, folder.parent):
         (package / "__init__.py").touch()
     (folder.parent / "settings.py").write_text("EPS = 1e-5")
@@ -104,7 +93,6 @@ def test_load_does_not_take_one_package_for_another(tmp_path):
     ("line", "said"),
     [
         ("raise RuntimeError('not\\ntoday')", r"rope.py, line 1: RuntimeError: not today$"),
-        ("import not_installed", r"rope.py, line 1: ModuleNotFoundError: No module named 'not_installed'$"),
         ("raise SystemExit(3)", r"rope.py, line 1: SystemExit: 3$"),
         ("<<<<<<< mine", r"SyntaxError: invalid syntax \(rope.py, line 1\)$"),
         ("from .helper import x", r"helper.py, line 2: ZeroDivisionError: division by zero$"),
@@ -123,9 +111,8 @@ def test_load_reports_in_one_line_why_a_copy_cannot_be_imported(line, said, way,
 def test_the_contract_runs_beside_the_copies(tmp_path):
     """In a folder, and in a package of a package."""
     for project in ("of_folders", "of_packages"):
-        folder = copy_layers(
-            tmp_path / project / "layers", "rmsnorm", "attention", edits=[("rmsnorm", "0 < eps", "0 <= eps")]
-        )
+        edits = [("rmsnorm", "0 < eps", "0 <= eps")]
+        folder = copy_layers(tmp_path / project / "layers", "rmsnorm", "attention", edits=edits)
         (folder / "contract").mkdir()
         for name in ("__init__", "harness", "loading", "test_contract", "rmsnorm", "attention", "rope"):
             shutil.copy(PACKAGE / "contract" / f"{name}.py", folder / "contract")
@@ -133,9 +120,9 @@ def test_the_contract_runs_beside_the_copies(tmp_path):
         (path / "__init__.py").touch()
     (tmp_path / "conftest.py").write_text(REFUSE_TINYBLOCK_AND_BEARTYPE)
     command = [sys.executable, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-q", "-rs"]
-    command += ["-k", "keys or invalid or head"]
+    command += ["-k", "keys or hyperparameters"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=WITHOUT_PACKAGE)
-    assert "2 failed, 6 passed, 4 skipped" in done.stdout, done.stdout + done.stderr
+    assert "2 failed, 4 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
     assert done.stdout.count("Violation: RMSNorm(d_model=4, eps=0.0): was accepted, expected an error") >= 2
     assert "test_contract[rmsnorm: invalid hyperparameters rejected]" in done.stdout
     assert "this folder has no rope" in done.stdout

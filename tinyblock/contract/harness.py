@@ -393,7 +393,7 @@ def rejects_input(module: nn.Module, named: Any, x: Tensor, **inputs: Tensor) ->
     """Reject an input with a value in the message; in a compiled module, with any exception."""
     require_parameters(module.forward, *inputs)
     what = [f"{name} {show(tensor)} of {tensor.dtype}" for name, tensor in {"x": x, **inputs}.items()]
-    with context(module, *what), compiled(module) as (run, _):
+    with context(f"{type(module).__name__}({module.extra_repr()})", *what), compiled(module) as (run, _):
         with rejected(named):
             module(x, **inputs)
         with context("compiled"), rejected(errors=(RuntimeError, IndexError, ValueError)):

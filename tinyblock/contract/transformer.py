@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import harness
 from .attention import RELATIVE, SEQUENCE, mask_of
-from .block import EVERY_OPTION, normalize, part, pre_norm_block, resets, with_other_parts
+from .block import EVERY_OPTION, OTHERS, normalize, part, pre_norm_block, resets, with_other_parts
 from .harness import Case, Layer, State, Violation, context, guarantees, supported
 from .rope import POSITIONS, TABLE, rotary
 
@@ -56,14 +56,15 @@ def shares_its_table(transformer: Layer) -> None:
 @guarantees("invalid inputs rejected")
 def rejects_inputs(transformer: Layer) -> None:
     for theta in (100.0, None):
-        harness.rejects_input(transformer.Transformer(1, 24, 4, max_seq_len=9, theta=theta), 9, torch.zeros(10, 24))
+        with context(f"max_seq_len=9, {theta=}"):
+            harness.rejects_input(transformer.Transformer(1, 24, 4, max_seq_len=9, theta=theta), 9, torch.zeros(10, 24))
 
 
 SIZES = {"num_layers": 1, "d_model": 24, "num_heads": 4, "max_seq_len": 9}
 INVALID: Any = {"num_layers": (0, -1), "num_heads": (5, 0), "d_model": (0,), "d_ff": (0,), "d_head": (3,)}
 INVALID |= {"max_seq_len": (0,), "theta": (0.0,), "eps": (-1.0,)}
 guarantees(RELATIVE)(lambda transformer: cases(transformer)[:1])
-guarantees("any callable for norm, ffn and attention")(lambda transformer: with_other_parts(cases(transformer)[0]))
+guarantees(OTHERS)(lambda transformer: with_other_parts(cases(transformer)[0]))
 guarantees("reset_parameters reaches every layer")(
     lambda transformer, ffn: resets(transformer.Transformer, ffn, 2, 24, 4, max_seq_len=9)
 )
