@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 
 from .. import LAYERS, __version__
 from . import CommandError
-from .texts import decode
+from .files import decode
 
 LICENSE = "LICENSE.tinyblock"
 LAYER_NAMES = tuple(layer.__name__.rpartition(".")[2] for layer in LAYERS)
