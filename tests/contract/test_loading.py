@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from contract.copying import LAYERS, PACKAGE, copy_layers
@@ -21,10 +20,6 @@ def _leave_imports_as_they_were(monkeypatch):
     for name in set(sys.modules) - before:
         if not name.startswith(("torch", "sympy", "numpy")):
             del sys.modules[name]
-
-
-def files_of(modules):
-    return {layer: Path(module.__file__).name for layer, module in modules.items()}
 
 
 def test_load_of_our_own_folder_gives_the_checked_modules():
@@ -55,30 +50,6 @@ def test_load_imports_a_package_as_its_project_does(tmp_path):
     modules = load(folder)
     assert modules["block"].__name__ == "host_project.layers.block"
     assert load(folder / "rope.py") == {"rope": modules["rope"]}
-
-
-def test_load_finds_renamed_files_and_imports_no_other(tmp_path):
-    folder = copy_layers(tmp_path, "rmsnorm", "rope", "ffn")
-    (folder / "rope.py").rename(folder / "rotary.py")
-    (folder / "ffn.py").write_text((folder / "ffn.py").read_text() + (folder / "rmsnorm.py").read_text())
-    (folder / "rmsnorm.py").unlink()
-    (folder / "ffn.py").rename(folder / "__init__.py")
-    (folder / "vision.py").write_text("class Block:\n    def __init__(self, channels): ...\nraise SystemExit")
-    (folder / "broken.py").write_text("class RMSNorm(:")
-    assert files_of(load(folder)) == {"rmsnorm": "__init__.py", "ffn": "__init__.py", "rope": "rotary.py"}
-    assert files_of(load(folder / "rotary.py")) == {"rope": "rotary.py"}
-    (folder / "rope.py").write_text("def rope(length): ...")
-    assert files_of(load(folder))["rope"] == "rotary.py"
-
-
-def test_load_does_not_choose_between_two_files(tmp_path):
-    folder = copy_layers(tmp_path, "rope")
-    shutil.copy(folder / "rope.py", folder / "old.py")
-    assert files_of(load(folder)) == {"rope": "rope.py"}
-    (folder / "rope.py").rename(folder / "new.py")
-    with pytest.raises(LookupError, match=r"new, old all define RotaryPositionalEmbedding .*give the one file"):
-        load(folder)
-    assert files_of(load(folder / "old.py")) == {"rope": "old.py"}
 
 
 def test_load_does_not_take_one_package_for_another(tmp_path):

@@ -92,7 +92,7 @@ def test_verify_reports_a_missing_target_in_one_line(target, tmp_path, monkeypat
     assert "\n" not in str(caught.value)
 
 
-def test_verify_of_a_folder_without_layers_lists_the_classes_of_layers(tmp_path):
+def test_verify_of_a_folder_without_layers_lists_the_files_of_layers(tmp_path):
     (tmp_path / "text.py").write_text("x = 1")
-    with pytest.raises(LookupError, match=r"holds no layer, none of .*RMSNorm.*: give the folder or the file"):
+    with pytest.raises(LookupError, match=r"holds no layer, none of .*rmsnorm.py.*: give the folder or the file"):
         verify(str(tmp_path), [])

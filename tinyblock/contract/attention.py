@@ -6,7 +6,7 @@ What it guarantees as a layer over a sequence, a block and a stack of blocks gua
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -30,7 +30,7 @@ from .harness import (
 from .rmsnorm import rms_norm
 from .rope import POSITIONS, rotary
 
-DEFINES = ("CausalMultiHeadSelfAttention", "scaled_dot_product_attention")
+Inputs = Mapping[str, Tensor]  # token_positions, mask
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -81,46 +81,48 @@ def self_attention(
 # Properties of every layer over a sequence.
 
 
-def is_causal(cases: list[Case]) -> None:
-    """Compare each prefix alone with the whole sequence."""
-    for case in cases:
-        with context(case):
-            module, x = case.module(), case.x()
-            out = module(x, **case.inputs)
-            for length in range(1, x.shape[-2]):
-                tokens = {"mask": (..., slice(length), slice(length)), "token_positions": (..., slice(length))}
-                inputs = {name: tensor[tokens[name]] for name, tensor in case.inputs.items()}
-                with context(f"its first {length} tokens alone"):
-                    prefix = module(x[..., :length, :], **inputs)
-                    close(prefix, out[..., :length, :], 1e-12 * largest(out))
+Calls = Iterator[tuple[str, slice, tuple[Tensor, Inputs], tuple[Tensor, Inputs]]]
 
 
-def unmasked(cases: list[Case], name: str) -> Iterator[tuple[Case, Any, Tensor]]:
-    """Yield case, module and x, if the layers take an input of that name."""
-    require_parameters(cases[0].cls.forward, name)
-    for case in cases:
-        if "mask" not in case.inputs and case.scale == 1:
-            yield case, case.module(), case.x()
+def invariant(pairs: Callable[[Tensor, Inputs], Calls]) -> harness.Check:
+    """Make a check of pairs of calls that give the same output for some tokens."""
+
+    def check(cases: list[Case]) -> None:
+        for case in cases:
+            module = case.module()
+            for what, tokens, *calls in pairs(case.x(), case.inputs):
+                require_parameters(case.cls.forward, *calls[1][1])
+                with context(case, what):
+                    expected, actual = (module(x, **inputs)[..., tokens, :] for x, inputs in calls)
+                    close(actual, expected, 1e-11 * largest(expected))
+
+    return check
 
 
-def masks(cases: list[Case]) -> None:
-    for case, module, x in unmasked(cases, "mask"):
-        seq, out = x.shape[-2], module(x, **case.inputs)
-        with context(case, "with a mask that is True everywhere"):
-            everywhere = module(x, **case.inputs, mask=torch.ones(seq, seq, dtype=torch.bool))
-            close(everywhere, out, 1e-12 * largest(out))
-        with context(case, "the third token and those after it, with a (1, seq) mask that hides the first two keys"):
-            other = torch.cat((randn(*x[..., :2, :].shape, seed=7), x[..., 2:, :]), dim=-2)
-            mask = torch.arange(seq)[None] >= 2
-            masked, same = (module(each, **case.inputs, mask=mask)[..., 2:, :] for each in (x, other))
-            close(same, masked, 1e-12 * largest(out))
+@invariant
+def is_causal(x: Tensor, inputs: Inputs) -> Calls:
+    for length in range(1, x.shape[-2]):
+        first = slice(length)
+        shown = {"mask": (..., first, first), "token_positions": (..., first)}
+        prefix = x[..., first, :], {name: tensor[shown[name]] for name, tensor in inputs.items()}
+        yield f"its first {length} tokens alone", first, (x, inputs), prefix
 
 
-def is_relative(cases: list[Case]) -> None:
-    for case, module, x in unmasked(cases, "token_positions"):
-        with context(case, "with token_positions 150 further on"):
-            out = module(x)
-            close(module(x, torch.arange(x.shape[-2]) + 150), out, 1e-11 * largest(out))
+@invariant
+def masks(x: Tensor, inputs: Inputs) -> Calls:
+    if "mask" not in inputs:
+        seq = x.shape[-2]
+        everything = {**inputs, "mask": torch.ones(seq, seq, dtype=torch.bool)}
+        yield "with a mask that is True everywhere", slice(None), (x, inputs), (x, everything)
+        hidden = {**inputs, "mask": torch.arange(seq)[None] >= 2}
+        other = torch.cat((randn(*x[..., :2, :].shape, seed=7), x[..., 2:, :]), dim=-2)
+        yield "with a (1, seq) mask that hides two other first keys", slice(2, None), (x, hidden), (other, hidden)
+
+
+@invariant
+def is_relative(x: Tensor, inputs: Inputs) -> Calls:
+    positions = torch.arange(x.shape[-2]) + 150
+    yield "with token_positions 150 further on", slice(None), (x, inputs), (x, {"token_positions": positions})
 
 
 SEQUENCE = {"causality": is_causal, "masks are combined with the causal mask by AND": masks, **EVERY_LAYER}

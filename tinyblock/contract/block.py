@@ -15,7 +15,6 @@ from .harness import Call, Case, Layer, Shape, State, guarantees, supported
 from .rmsnorm import rms_norm
 from .rope import POSITIONS, rotary
 
-DEFINES = ("Block",)
 OTHERS = {"any callable for norm, ffn and attention": SEQUENCE["equation and gradients in float64"]}
 EVERY_OPTION: dict[str, Any] = {"num_kv_heads": 2, "d_head": 8, "qk_norm": True, "eps": 1e-3}
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from . import harness
 from .harness import EVERY_LAYER, REJECTED, Case, Layer, Shape, State, context, guarantees
 
-DEFINES = ("SwiGLU", "FeedForward", "swiglu", "feed_forward")
-
 
 def sigmoid(x: Tensor) -> Tensor:
     return (1 + (x / 2).tanh()) / 2  # also where exp(-x) would overflow

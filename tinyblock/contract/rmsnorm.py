@@ -10,8 +10,6 @@ from torch import Tensor
 from . import harness
 from .harness import EVERY_LAYER, HALVES, Case, Layer, Shape, State, context, guarantees, randn
 
-DEFINES = ("RMSNorm", "rms_norm")
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     return x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps) ** 0.5 * weight
@@ -26,13 +24,9 @@ def cases(rmsnorm: Layer) -> list[Case]:
         return Case(rmsnorm.RMSNorm, (shape[-1], *eps), shape, formula, rounds_once=True, **about)
 
     where_eps_counts = case((5, 33), 3e-6, scale=1e-3), case((2, 8), scale=0.0)
-    beyond_float16_if_squared = case((64, 257), scale=12000.0)
-    return [
-        case((2, 3, 7)),
-        *where_eps_counts,
-        beyond_float16_if_squared,
-        *map(case, [(6,), (3, 1), (1, 6), (0, 6), (2, 1, 4, 6)]),
-    ]
+    large_if_squared = case((64, 257), scale=12000.0)
+    shapes: list[Shape] = [(6,), (3, 1), (1, 6), (0, 6), (2, 1, 4, 6)]
+    return [case((2, 3, 7)), *where_eps_counts, large_if_squared, *map(case, shapes)]
 
 
 calls: list[Any] = [([(2, 3, 7), (7,)],), ([(7,), (7,)], 0.5), ([(2, 1, 3, 7), (7,)], 1e-3)]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from . import harness
 from .harness import DTYPES, EVERY_LAYER, Case, Layer, Shape, State, close, context, guarantees, randn
 
-DEFINES = ("RotaryPositionalEmbedding", "apply_rope")
 TABLE = 200  # positions
 POSITIONS = torch.tensor([[3, 9, 2, TABLE - 1, 0, 5, 5], [0, 1, 2, 3, 4, 5, 6]])
 

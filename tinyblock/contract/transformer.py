@@ -15,8 +15,6 @@ from .block import EVERY_OPTION, OTHERS, normalize, part, pre_norm_block, resets
 from .harness import Case, Layer, State, Violation, context, guarantees, supported
 from .rope import POSITIONS, TABLE, rotary
 
-DEFINES = ("Transformer",)
-
 
 def blocks_and_norm(
     x: Tensor, state: State, *, layers: int, norm: Callable[..., Tensor] = normalize, eps: float = 1e-5, **options: Any
