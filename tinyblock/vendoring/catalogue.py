@@ -38,9 +38,8 @@ class Original:
         found = set[str]()
         for node in ast.walk(ast.parse(self.text)) if self.name.endswith(".py") else ():
             if isinstance(node, ast.ImportFrom) and node.level:
-                folder = PurePosixPath(self.name).parents[node.level - 1]
                 modules = [node.module] if node.module else [alias.name for alias in node.names]
-                found |= {(folder / f"{module}.py").as_posix() for module in modules}
+                found |= {PurePosixPath(self.name).with_name(f"{module}.py").as_posix() for module in modules}
         return found
 
 
