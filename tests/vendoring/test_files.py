@@ -17,8 +17,8 @@ LINES = st.lists(st.sampled_from(["a", "b", "c", "", "\tdef f():", "é"]), max_s
 def test_merge_loses_nothing_that_either_side_added(base, mine, theirs):
     assume(mine != theirs)
     mine, theirs = [f"mine {line}" for line in mine], [f"theirs {line}" for line in theirs]
-    texts = ["".join(f"{line}\n" for line in side) for side in (mine, base, theirs)]
-    text, has_conflicts = merge(*texts, ("mine", "base", "theirs"))
+    ours, before, other = ("".join(f"{line}\n" for line in side) for side in (mine, base, theirs))
+    text, has_conflicts = merge(ours, before, other, ("mine", "base", "theirs"))
     lines = text.splitlines()
     assert [line for line in lines if line.startswith("mine ")] == mine
     assert [line for line in lines if line.startswith("theirs ")] == theirs
