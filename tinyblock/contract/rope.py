@@ -87,9 +87,7 @@ def keeps_its_table(rope: Layer) -> None:
     }
     for way in ways:
         with context(
-            f"RotaryPositionalEmbedding{arguments}",
-            way,
-            "unit vectors at every 61st of 131072 positions and the last 100",
+            f"RotaryPositionalEmbedding{arguments}", way, "unit vectors at each 61st position and the last 100"
         ):
             module = ways[way]()
             close(module(x, positions), exact, 1e-10)
