@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from contract.copying import LAYERS, PACKAGE, copy_layers
@@ -21,10 +20,6 @@ def _leave_imports_as_they_were(monkeypatch):
     for name in set(sys.modules) - before:
         if not name.startswith(("torch", "sympy", "numpy")):
             del sys.modules[name]
-
-
-def files_of(modules):
-    return {layer: Path(module.__file__).name for layer, module in modules.items()}
 
 
 def test_load_of_our_own_folder_gives_the_checked_modules():
@@ -45,51 +40,16 @@ def test_load_takes_any_folder(name, package, tmp_path):
     assert list(load(folder / "rope.py")) == ["rope"]
 
 
-def test_load_keeps_two_folders_apart(tmp_path):
-    edit = "rmsnorm", "eps={self.eps}", "epsilon={self.eps}"
-    first, second = load(copy_layers(tmp_path / "a")), load(copy_layers(tmp_path / "b", edits=[edit]))
-    assert "epsilon=" not in repr(first["block"].Block(8, 2).ln1)
-    assert "epsilon=" in repr(second["block"].Block(8, 2).ln1)
-
-
 def test_load_imports_a_package_as_its_project_does(tmp_path):
-    folder = copy_layers(
-        tmp_path / "host_project" / "layers",
-        edits=[
-            ("block", "from .rmsnorm", "from host_project.layers.rmsnorm"),
-            ("block", "from .ffn", "from ..settings import EPS\nfrom .ffn"),
-        ],
-    )
+    settings = "from ..settings import EPS\nfrom .ffn"
+    edits = [("block", "from .rmsnorm", "from host_project.layers.rmsnorm"), ("block", "from .ffn", settings)]
+    folder = copy_layers(tmp_path / "host_project" / "layers", edits=edits)
     for package in (folder, folder.parent):
         (package / "__init__.py").touch()
     (folder.parent / "settings.py").write_text("EPS = 1e-5")
     modules = load(folder)
     assert modules["block"].__name__ == "host_project.layers.block"
     assert load(folder / "rope.py") == {"rope": modules["rope"]}
-
-
-def test_load_finds_renamed_files_and_imports_no_other(tmp_path):
-    folder = copy_layers(tmp_path, "rmsnorm", "rope", "ffn")
-    (folder / "rope.py").rename(folder / "rotary.py")
-    (folder / "ffn.py").write_text((folder / "ffn.py").read_text() + (folder / "rmsnorm.py").read_text())
-    (folder / "rmsnorm.py").unlink()
-    (folder / "ffn.py").rename(folder / "__init__.py")
-    (folder / "vision.py").write_text("class Block:\n    def __init__(self, channels): ...\nraise SystemExit")
-    (folder / "broken.py").write_text("class RMSNorm(:")
-    assert files_of(load(folder)) == {"rmsnorm": "__init__.py", "ffn": "__init__.py", "rope": "rotary.py"}
-    assert files_of(load(folder / "rotary.py")) == {"rope": "rotary.py"}
-    (folder / "rope.py").write_text("def rope(length): ...")
-    assert files_of(load(folder))["rope"] == "rotary.py"
-
-
-def test_load_does_not_choose_between_two_files(tmp_path):
-    folder = copy_layers(tmp_path, "rope")
-    shutil.copy(folder / "rope.py", folder / "old.py")
-    assert files_of(load(folder)) == {"rope": "rope.py"}
-    (folder / "rope.py").rename(folder / "new.py")
-    with pytest.raises(LookupError, match=r"new, old all define RotaryPositionalEmbedding .*give the one file"):
-        load(folder)
-    assert files_of(load(folder / "old.py")) == {"rope": "old.py"}
 
 
 def test_load_does_not_take_one_package_for_another(tmp_path):
@@ -104,7 +64,6 @@ def test_load_does_not_take_one_package_for_another(tmp_path):
     ("line", "said"),
     [
         ("raise RuntimeError('not\\ntoday')", r"rope.py, line 1: RuntimeError: not today$"),
-        ("import not_installed", r"rope.py, line 1: ModuleNotFoundError: No module named 'not_installed'$"),
         ("raise SystemExit(3)", r"rope.py, line 1: SystemExit: 3$"),
         ("<<<<<<< mine", r"SyntaxError: invalid syntax \(rope.py, line 1\)$"),
         ("from .helper import x", r"helper.py, line 2: ZeroDivisionError: division by zero$"),
@@ -123,9 +82,8 @@ def test_load_reports_in_one_line_why_a_copy_cannot_be_imported(line, said, way,
 def test_the_contract_runs_beside_the_copies(tmp_path):
     """In a folder, and in a package of a package."""
     for project in ("of_folders", "of_packages"):
-        folder = copy_layers(
-            tmp_path / project / "layers", "rmsnorm", "attention", edits=[("rmsnorm", "0 < eps", "0 <= eps")]
-        )
+        edits = [("rmsnorm", "0 < eps", "0 <= eps")]
+        folder = copy_layers(tmp_path / project / "layers", "rmsnorm", "attention", edits=edits)
         (folder / "contract").mkdir()
         for name in ("__init__", "harness", "loading", "test_contract", "rmsnorm", "attention", "rope"):
             shutil.copy(PACKAGE / "contract" / f"{name}.py", folder / "contract")
@@ -133,9 +91,9 @@ def test_the_contract_runs_beside_the_copies(tmp_path):
         (path / "__init__.py").touch()
     (tmp_path / "conftest.py").write_text(REFUSE_TINYBLOCK_AND_BEARTYPE)
     command = [sys.executable, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-q", "-rs"]
-    command += ["-k", "keys or invalid or head"]
+    command += ["-k", "keys or hyperparameters"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=WITHOUT_PACKAGE)
-    assert "2 failed, 6 passed, 4 skipped" in done.stdout, done.stdout + done.stderr
+    assert "2 failed, 4 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
     assert done.stdout.count("Violation: RMSNorm(d_model=4, eps=0.0): was accepted, expected an error") >= 2
     assert "test_contract[rmsnorm: invalid hyperparameters rejected]" in done.stdout
     assert "this folder has no rope" in done.stdout

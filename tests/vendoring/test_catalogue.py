@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from vendoring.project import PACKAGE, release
+from vendoring.project import PACKAGE
 
 from tinyblock.vendoring import CommandError
 from tinyblock.vendoring.catalogue import NAMES, Upstream
@@ -16,22 +16,14 @@ def test_layer_comes_with_its_imports_and_with_its_contract_if_asked(new):
     assert new.with_imports(["attention.py"], with_tests=True) == ["attention.py", "rope.py", *contracts]
 
 
-def test_contract_may_import_from_the_folder_above(tmp_path):
-    changed = {"contract/ffn.py": "from ..typecheck import typecheck\nfrom .. import rope, nothing\n"}
-    found = release(tmp_path / "above", "1.0", changed).with_imports(["ffn.py"], with_tests=True)
-    assert found[:3] == ["ffn.py", "rope.py", "typecheck.py"]
-    assert "contract/rope.py" in found
-
-
 @pytest.mark.parametrize("layer", NAMES)
 def test_copies_of_this_tinyblock_import_no_file_that_is_left_behind(layer, project):
     project.add(layer, "--with-tests", upstream=Upstream())
     for name in project.names():
         text = project.path(name).read_text(encoding="utf-8")
         assert not re.search(r"^(from|import) tinyblock", text, re.MULTILINE)
-        for dots, module, imported in re.findall(r"^ *from (\.+)(\w*) import (.*)", text, re.MULTILINE):
-            folder = (PACKAGE / name).parents[len(dots) - 1]
-            paths = [folder / f"{stem}.py" for stem in ([module] if module else imported.split(", "))]
+        for module, imported in re.findall(r"^ *from \.(\w*) import (.*)", text, re.MULTILINE):
+            paths = [(PACKAGE / name).with_name(f"{stem}.py") for stem in (module or imported).split(", ")]
             assert {path.relative_to(PACKAGE).as_posix() for path in paths if path.is_file()} <= project.names()
 
 

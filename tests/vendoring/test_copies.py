@@ -212,15 +212,7 @@ def test_paths_of_the_lock_file_cannot_leave_the_folder(name, project):
         project.assert_rejected("must be a file in .*, got .* a path out of it", command, project.folder)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"rope.py": {}}', "<<<<<<< HEAD\n{}"])
-def test_damaged_lock_is_rejected(content, project):
-    project.add("rope")
-    project.path(LOCK).write_text(content)
-    expected = rf"tinyblock\.lock {'has conflict markers' if '<' in content else 'is damaged'}: restore it"
-    project.assert_rejected(expected, "update", project.folder)
-
-
-def test_wrong_folder_is_rejected_with_what_was_meant(project):
+def test_wrong_folder_or_lock_is_rejected_with_the_fix(project):
     expected = r"there is no tinyblock\.lock in .*: `tinyblock add LAYER --to DIR` writes one"
     project.assert_rejected(expected, "check", project.folder)
     project.add("rope")
@@ -228,3 +220,7 @@ def test_wrong_folder_is_rejected_with_what_was_meant(project):
         project.assert_rejected(f"did you mean {project.folder}", "update", above)
     for command in (["check"], ["add", "ffn", "--to"]):
         project.assert_rejected(r"rope\.py is a file: give the folder", *command, project.path("rope.py"))
+    for content in ("", "[]", '{"rope.py": {}}', "<<<<<<< HEAD\n{}"):
+        project.path(LOCK).write_text(content)
+        expected = rf"tinyblock\.lock {'has conflict markers' if '<' in content else 'is damaged'}: restore it"
+        project.assert_rejected(expected, "update", project.folder)

@@ -6,39 +6,31 @@ What it guarantees as a layer over a sequence, a block and a stack of blocks gua
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from . import harness
 from .harness import (
-    WITH_WEIGHTS,
+    EVERY_LAYER,
     Case,
+    Layer,
     Shape,
     State,
-    Violation,
     close,
     context,
     guarantees,
-    guarantees_all,
     largest,
     randn,
-    rejected,
-    require,
     require_parameters,
-    supported,
 )
 from .rmsnorm import rms_norm
-from .rope import POSITIONS, ROPE, TABLE, rotary
+from .rope import POSITIONS, rotary
 
-ATTENTION = "CausalMultiHeadSelfAttention"
-DEFINES = (ATTENTION, "scaled_dot_product_attention")
-Rope = Callable[[Tensor, Tensor | None], Tensor]
+Inputs = Mapping[str, Tensor]  # token_positions, mask
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -67,7 +59,7 @@ def self_attention(
     heads: int,
     num_kv_heads: int | None = None,
     d_head: int | None = None,
-    rope: Rope | None = None,
+    rope: Callable[[Tensor, Tensor | None], Tensor] | None = None,
     qk_norm: bool = False,
     eps: float = 1e-5,
     attend: Callable[..., Tensor] = attend_causally,
@@ -89,94 +81,52 @@ def self_attention(
 # Properties of every layer over a sequence.
 
 
-def unmasked(cases: list[Case]) -> Iterator[tuple[Case, Any, Tensor, Tensor, float]]:
-    """Yield what the checks of a sequence share: case, module, x, result, and the allowed error."""
-    for case in cases:
-        if "mask" not in case.inputs and case.scale == 1:
-            with context(case):
-                module, x = case.module(), case.x()
-                out = module(x, **case.inputs).detach()
-            yield case, module, x, out, 1e-12 * largest(out)
+Calls = Iterator[tuple[str, slice, tuple[Tensor, Inputs], tuple[Tensor, Inputs]]]
 
 
-def replaced(x: Tensor, tokens: slice) -> Tensor:
-    x = x.clone()
-    x[..., tokens, :] = randn(*x[..., tokens, :].shape, seed=7)
-    return x
+def invariant(pairs: Callable[[Tensor, Inputs], Calls]) -> harness.Check:
+    """Make a check of pairs of calls that give the same output for some tokens."""
+
+    def check(cases: list[Case]) -> None:
+        for case in cases:
+            module = case.module()
+            for what, tokens, *calls in pairs(case.x(), case.inputs):
+                require_parameters(case.cls.forward, *calls[1][1])
+                with context(case, what):
+                    expected, actual = (module(x, **inputs)[..., tokens, :] for x, inputs in calls)
+                    close(actual, expected, 1e-11 * largest(expected))
+
+    return check
 
 
-def differs(actual: Tensor, before: Tensor) -> None:
-    same = (actual - before).abs().amax(-1) <= 1e-9
-    if same.any():
-        raise Violation(f"nothing changed at {same.nonzero()[0].tolist()}, expected a change of every token")
+@invariant
+def is_causal(x: Tensor, inputs: Inputs) -> Calls:
+    for length in range(1, x.shape[-2]):
+        first = slice(length)
+        shown = {"mask": (..., first, first), "token_positions": (..., first)}
+        prefix = x[..., first, :], {name: tensor[shown[name]] for name, tensor in inputs.items()}
+        yield f"its first {length} tokens alone", first, (x, inputs), prefix
 
 
-def is_causal(cases: list[Case]) -> None:
-    """Compare each prefix alone with the whole sequence, and see that the first token counts for all others."""
-    for case in cases:
-        with context(case):
-            module, x = case.module(), case.x()
-            out = module(x, **case.inputs)
-            for length in range(1, x.shape[-2]):
-                inputs = {
-                    name: tensor[..., :length, :length] if name == "mask" else tensor[..., :length]
-                    for name, tensor in case.inputs.items()
-                }
-                with context(f"its first {length} tokens alone"):
-                    prefix = module(x[..., :length, :], **inputs)
-                    close(prefix, out[..., :length, :], 1e-12 * largest(out))
-    for case, module, x, out, _ in unmasked(cases):
-        with context(case, "with another first token (seed 7)"):
-            differs(module(replaced(x, slice(1)), **case.inputs), out)
-
-
-def masks(cases: list[Case]) -> None:
-    require_parameters(cases[0].cls.forward, "mask")
-    for case, module, x, out, allowed in unmasked(cases):
+@invariant
+def masks(x: Tensor, inputs: Inputs) -> Calls:
+    if "mask" not in inputs:
         seq = x.shape[-2]
-        with context(case, "with a mask that is True everywhere"):
-            close(module(x, **case.inputs, mask=torch.ones(seq, seq, dtype=torch.bool)), out, allowed)
-        with context(case, "with a mask that hides the first two keys, in a (1, seq) row: the tokens after them"):
-            mask = torch.arange(seq)[None] >= 2
-            masked = module(x, **case.inputs, mask=mask)[..., 2:, :]
-            close(module(replaced(x, slice(2)), **case.inputs, mask=mask)[..., 2:, :], masked, allowed)
-            differs(masked, out[..., 2:, :])
+        everything = {**inputs, "mask": torch.ones(seq, seq, dtype=torch.bool)}
+        yield "with a mask that is True everywhere", slice(None), (x, inputs), (x, everything)
+        hidden = {**inputs, "mask": torch.arange(seq)[None] >= 2}
+        other = torch.cat((randn(*x[..., :2, :].shape, seed=7), x[..., 2:, :]), dim=-2)
+        yield "with a (1, seq) mask that hides two other first keys", slice(2, None), (x, hidden), (other, hidden)
 
 
-def recomputes(cases: list[Case]) -> None:
-    """Give the same output and gradients when the activations are computed anew for the backward pass."""
-    for case in [case for case in cases if case.inputs] or cases[:1]:
-        with context(case, torch.float32, "torch.utils.checkpoint, use_reentrant=False: output or gradients"):
-            module, x = case.module(torch.float32), case.x(torch.float32).requires_grad_()
-            run: Any = functools.partial(checkpoint, module, use_reentrant=False)
-            recomputed, usual = (
-                harness.with_gradients(out, module, x, torch.float32)
-                for out in (run(x, **case.inputs), module(x, **case.inputs))
-            )
-            for name, tensor in recomputed.items():
-                close(tensor, usual[name], 0)
+@invariant
+def is_relative(x: Tensor, inputs: Inputs) -> Calls:
+    positions = torch.arange(x.shape[-2]) + 150
+    yield "with token_positions 150 further on", slice(None), (x, inputs), (x, {"token_positions": positions})
 
 
-def is_relative(cases: list[Case]) -> None:
-    require_parameters(cases[0].cls.forward, "token_positions")
-    case, module, x, out, allowed = next(unmasked(cases))
-    positions = torch.arange(x.shape[-2])
-    with context(case, "with token_positions 150 further on"):
-        close(module(x, positions + 150), out, 10 * allowed)
-    with context(case, "with token_positions twice as far apart"):
-        differs(module(x, 2 * positions)[..., 1:, :], out[..., 1:, :])
-
-
-SEQUENCE = {
-    "causality": is_causal,
-    "masks are combined with the causal mask by AND": masks,
-    **WITH_WEIGHTS,
-    "activation checkpointing": recomputes,
-}
-ROTARY = {
-    "relative positions only": is_relative,
-    **SEQUENCE,
-}
+SEQUENCE = {"causality": is_causal, "masks are combined with the causal mask by AND": masks, **EVERY_LAYER}
+RELATIVE = {"relative positions only": is_relative}
 
 
 # Properties of attention alone.
@@ -192,27 +142,22 @@ def mask_of(*shape: int) -> Tensor:
     return mask
 
 
-def stretch(x: Tensor, token_positions: Tensor | None) -> Tensor:
-    """Stand for any callable as rope: scale by positions, or by 1.5 where there are none."""
-    return x * (1.5 if token_positions is None else 1 + token_positions[..., None].to(x.dtype) / TABLE)
+def case_of(attention: Layer, options: Any, shape: Shape = (2, 7, 24), heads: int = 4, **about: Any) -> Case:
+    formula = functools.partial(self_attention, heads=heads, **options)
+    return Case(attention.CausalMultiHeadSelfAttention, (shape[-1], heads), shape, formula, options, **about)
 
 
-def case_of(attention: ModuleType, options: Any, shape: Shape = (2, 7, 24), heads: int = 4, **about: Any) -> Case:
-    """Build a case, whose rope is a function or RoPE with theta=100."""
-    table = options.get("rope")
-    rope = functools.partial(rotary, 100.0) if isinstance(table, nn.Module) else table
-    formula = functools.partial(self_attention, heads=heads, **{**options, "rope": rope})
-    return Case(require(attention, ATTENTION), (shape[-1], heads), shape, formula, options, **about)
+@guarantees(SEQUENCE)
+def cases(attention: Layer) -> list[Case]:
+    def rotated(options: dict[str, Any], shape: Shape = (2, 7, 24), about: Any = None, **inputs: Tensor) -> Case:
+        return case_of(attention, {**options, "rope": rotary}, shape, inputs=inputs, **(about or {}))
 
-
-@guarantees_all(SEQUENCE)
-def attention_cases(attention: ModuleType) -> list[Case]:
     case = functools.partial(case_of, attention)
     float64: Any = {"dtypes": (torch.float64,)}
     masked: Any = {"inputs": {"mask": mask_of(2, 7, 7)}}
     shapes = [(5, 24), (0, 5, 24), (1, 5, 24), (2, 0, 5, 24), (2, 3, 5, 24), (2, 1, 24)]
     return [
-        case({}, compiled=True),
+        case({}, representative=True),
         *map(case, HEADS[1:]),
         *(case(HEADS[1], shape, **float64) for shape in shapes),
         case({}, **masked),
@@ -220,94 +165,61 @@ def attention_cases(attention: ModuleType) -> list[Case]:
         case({}, (80, 64), heads=1),  # longer than a window or a fixed mask, in a head as wide as in use
         case({}, scale=30.0, **float64),  # scores past where exp overflows
         case({}, scale=30.0, **masked, **float64),
-        case({"rope": stretch}),
-        case({"rope": stretch}, inputs={"token_positions": POSITIONS}),
-    ]
-
-
-@guarantees_all(ROTARY, of="with RoPE")
-def rotary_cases(attention: ModuleType, rope: ModuleType) -> list[Case]:
-    def case(options: dict[str, Any], shape: Shape = (2, 7, 24), compiled: bool = False, **inputs: Tensor) -> Case:
-        table = require(rope, ROPE)(100.0, options.get("d_head", 6), TABLE)
-        return case_of(attention, {**options, "rope": table}, shape, inputs=inputs, compiled=compiled)
-
-    return [
-        *map(case, HEADS),
-        case(HEADS[1], token_positions=POSITIONS, mask=mask_of(2, 7, 7), compiled=True),
-        case(HEADS[4], (2, 3, 7, 24), token_positions=POSITIONS[:1]),
-        case(HEADS[0], (7, 24), token_positions=POSITIONS[0], mask=mask_of(7, 7)),
-        case(HEADS[1], (2, 0, 7, 24), token_positions=POSITIONS[0], mask=mask_of(7, 7)),
+        *map(rotated, HEADS),
+        rotated(HEADS[1], about={"representative": True}, token_positions=POSITIONS, mask=mask_of(2, 7, 7)),
+        rotated(HEADS[4], (2, 3, 7, 24), token_positions=POSITIONS[:1]),
+        rotated(HEADS[0], (7, 24), token_positions=POSITIONS[0], mask=mask_of(7, 7)),
+        rotated(HEADS[1], (2, 0, 7, 24), token_positions=POSITIONS[0], mask=mask_of(7, 7)),
     ]
 
 
 @guarantees("attend overridden")
-def overrides(attention: ModuleType, rope: ModuleType) -> None:
+def overrides(attention: Layer) -> None:
     """Call the method of a subclass with normalized and rotated queries and keys, and with any mask."""
 
     def blend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return 2 * q + mask @ (k - v)
 
-    base = require(attention, ATTENTION)
-    require(base, "attend")
-    blended = type("Blended", (base,), {"attend": lambda self, *tensors: blend(*tensors)})
-    options = supported(base, {"rope": require(rope, ROPE)(100.0, 6, TABLE), "qk_norm": True})
+    base = attention.CausalMultiHeadSelfAttention
+    members = {Layer(base).attend.__name__: lambda self, *tensors: blend(*tensors)}
+    options = harness.supported(base, {"rope": rotary, "qk_norm": True})
     case = case_of(attention, options, inputs={"token_positions": POSITIONS, "mask": randn(7, 7, seed=3)})
-    formula = functools.partial(case.formula, attend=blend)
+    blended, formula = type("Blended", (base,), members), functools.partial(case.formula, attend=blend)
     harness.matches_equation([dataclasses.replace(case, cls=blended, formula=formula)], torch.float64)
 
 
-@guarantees("masks that are not bool rejected")
-def rejects_masks(attention: ModuleType) -> None:
-    """Reject an additive mask in eager mode and compiled, in which no shape check would see it."""
-    module, x = require(attention, ATTENTION)(24, 4), torch.zeros(1, 5, 24)
-    require_parameters(module.forward, "mask")
-    with harness.compiled(module, fullgraph=False) as (run, _), torch.no_grad():
-        for dtype, call in ((torch.float32, module), (torch.int64, module), (torch.float32, run)):
-            how = "compiled" if call is run else "eager"
-            with context(f"{ATTENTION}(24, 4)", how, f"a (5, 5) mask of {dtype}"), rejected(dtype):
-                call(x, mask=torch.zeros(5, 5, dtype=dtype))
-
-
 @guarantees("scores in float32 or wider")
-def keeps_scores(attention: ModuleType) -> None:
-    """Attend by scores of about 512 and their 8ths, which a half cannot hold, though all of q, k and v are exact."""
-    cls = require(attention, ATTENTION)
-    require_parameters(cls, "d_head")
-    x = randn(2, 9, 128, seed=3).sign()
-    x[..., ::64] = 64
-    first, second = torch.eye(128, dtype=torch.float64).split(64)
-    weights = {"q_proj": first, "k_proj": second, "v_proj": second, "output_proj": first.T}
-    exact = attend_causally(x[..., :64], x[..., 64:], x[..., 64:], None)
-    how = "x of shape (2, 9, 128): signs of seed 3, 64 in columns 0 and 64; q is its first half, k and v the second"
+def keeps_scores(attention: Layer) -> None:
+    """Attend by scores of about 1024 and their 4ths, which a half cannot hold, though all of q, k and v are exact."""
+    x = randn(2, 9, 64, seed=3).sign()
+    x[..., ::32] = 64
+    one = torch.eye(64, dtype=torch.float64)
+    weights = {"q_proj": one, "k_proj": one.roll(32, 0), "v_proj": one, "output_proj": one}
+    exact = attend_causally(x, x.roll(32, -1), x, None)
+    how = "x of shape (2, 9, 64): signs of seed 3, 64 in columns 0 and 32; q and v are x, and k is its halves swapped"
     for dtype in harness.HALVES:
-        with context(f"{ATTENTION}(128, 1, d_head=64)", how, dtype), torch.no_grad():
-            module = cls(128, 1, d_head=64).to(dtype)
+        with context("CausalMultiHeadSelfAttention(64, 1)", how, dtype), torch.no_grad():
+            module = attention.CausalMultiHeadSelfAttention(64, 1).to(dtype)
             for name, weight in weights.items():
                 getattr(module, name).weight.copy_(weight)
-            out = module(x.to(dtype))[..., 1:64]
-            close(out, exact[..., 1:], 4 * torch.finfo(dtype).eps)
+            signs = [column for column in range(64) if column % 32]
+            close(module(x.to(dtype))[..., signs], exact[..., signs], 4 * torch.finfo(dtype).eps)
 
 
-@guarantees("scaled_dot_product_attention: equation and gradients")
-def function(attention: ModuleType) -> None:
-    heads: list[Shape] = [(2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 4)]
-    calls: list[Any] = [(heads, None), (heads, mask_of(5, 7)), (heads, mask_of(2, 2, 5, 7))]
-    calls.append(([(5, 8), (7, 8), (7, 4)], mask_of(5, 7)))
-    equation = require(attention, "scaled_dot_product_attention")
-    harness.function_matches(equation, attend, calls, rounds_once=True)
+@guarantees("invalid inputs rejected")
+def rejects_inputs(attention: Layer) -> None:
+    """Reject additive masks in eager mode and compiled, in which no shape check would see them."""
+    module = attention.CausalMultiHeadSelfAttention(24, 4)
+    for dtype in (torch.float32, torch.int64):
+        harness.rejects_input(module, dtype, torch.zeros(1, 5, 24), mask=torch.zeros(5, 5, dtype=dtype))
+    harness.rejects_input(module, "rope", torch.zeros(1, 3, 24), token_positions=torch.arange(3))
 
 
-@guarantees("positions without a RoPE rejected")
-def rejects_positions_without_rope(attention: ModuleType) -> None:
-    with context(f"{ATTENTION}(24, 4), token_positions [0, 1, 2]"), rejected("rope"):
-        require(attention, ATTENTION)(24, 4)(torch.zeros(1, 3, 24), torch.arange(3))
-
-
-@guarantees("RoPE of another head size rejected")
-def rejects_rope(attention: ModuleType, rope: ModuleType) -> None:
-    with context(f"{ATTENTION}(24, 4, rope={ROPE}(10.0, 4, 8))"), rejected("d_k=4", "d_k=6"):
-        require(attention, ATTENTION)(24, 4, rope=require(rope, ROPE)(10.0, 4, 8))
-
+heads: list[Shape] = [(2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 4)]
+calls: list[Any] = [(heads, None), (heads, mask_of(5, 7)), (heads, mask_of(2, 2, 5, 7))]
+calls.append(([(5, 8), (7, 8), (7, 4)], mask_of(5, 7)))
+harness.guarantees_function("attention", "scaled_dot_product_attention", attend, *calls, rounds_once=True)
+guarantees(RELATIVE)(lambda attention: [case_of(attention, {"rope": rotary})])
 
 VALID = {"d_model": 24, "num_heads": 4}
 INVALID: Any = {
@@ -318,5 +230,14 @@ INVALID: Any = {
     "eps": (0.0, math.nan),
 }
 WIDE: Any = {"num_kv_heads": 2, "d_head": 32, "qk_norm": True}
-guarantees("initial weights")(lambda attention: harness.draws_weights(require(attention, ATTENTION), 192, 4, **WIDE))
-guarantees(harness.REJECTED)(lambda attention: harness.rejects(require(attention, ATTENTION), VALID, **INVALID))
+
+
+@guarantees("initial weights")
+def initial(attention: Layer) -> None:
+    harness.draws_weights(attention.CausalMultiHeadSelfAttention, 192, 4, **WIDE)
+
+
+@guarantees(harness.REJECTED)
+def rejects(attention: Layer, rope: Layer) -> None:
+    invalid = {**INVALID, "rope": (rope.RotaryPositionalEmbedding(10.0, 4, 8),)}
+    harness.rejects(attention.CausalMultiHeadSelfAttention, VALID, **invalid)

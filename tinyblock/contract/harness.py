@@ -7,7 +7,6 @@ An input "x of shape (2, 7, 24), seed 3" is `torch.randn(2, 7, 24, generator=tor
 dtype=torch.float64)`, rounded to the dtype that is named. Weights are those of `fill`, unless the message names others.
 """
 
-import copy
 import functools
 import inspect
 import math
@@ -25,11 +24,13 @@ from unittest import SkipTest
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 HALVES = (torch.bfloat16, torch.float16)
 ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-6}  # error relative to the largest component
 DTYPES = (*ALLOWED, *HALVES)
 REJECTED = "invalid hyperparameters rejected"
+CUDA, AUTOCAST, RECOMPUTED = "on cuda", "torch.autocast('cpu', torch.bfloat16)", "torch.utils.checkpoint"
 
 Shape = tuple[int, ...]
 State = Mapping[str, Tensor]
@@ -79,14 +80,13 @@ def context(*what: Any) -> Iterator[None]:
 
 
 @contextmanager
-def rejected(*named: Any, errors: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
-    """Expect one of these errors, with these values in its message."""
+def rejected(named: Any, errors: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """Expect one of these errors, with a value in its message unless that is None."""
     try:
         yield
     except errors as error:
-        for value in named:
-            if not re.search(rf"(?<![\w.]){re.escape(str(value))}(?!\w|\.\d)", str(error)):
-                raise Violation(f"was rejected with {str(error)!r}, expected {value} in the message") from error
+        if named is not None and not re.search(rf"(?<![\w.]){re.escape(str(named))}(?!\w|\.\d)", str(error)):
+            raise Violation(f"was rejected with {str(error)!r}, expected {named} in the message") from error
     else:
         raise Violation("was accepted, expected an error")
 
@@ -135,11 +135,17 @@ def half_ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
 MISSING: set[str] = set()  # what the last property did not find
 
 
-def require(owner: Any, name: str) -> Any:
-    if not hasattr(owner, name):
-        MISSING.add(f"{name} is not in this copy")
-        raise SkipTest(f"{name} is not in this copy")
-    return getattr(owner, name)
+@dataclass(frozen=True)
+class Layer:
+    """A layer's module, or a class. A name that it lacks ends the property that needs it."""
+
+    source: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(self.source, name):
+            MISSING.add(f"{name} is not in this copy")
+            raise SkipTest(f"{name} is not in this copy")
+        return getattr(self.source, name)
 
 
 def supported(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,9 +162,6 @@ def require_parameters(function: Any, *names: str) -> None:
         raise SkipTest(" and ".join(sorted(MISSING)))
 
 
-_RANDOM: dict[tuple[Any, ...], bool] = {}  # class and names of options: whether a call draws random numbers
-
-
 @dataclass(frozen=True)
 class Case:
     """A layer to build, an input for it, and the formula (x, state dict, **inputs) of the result."""
@@ -170,7 +173,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, Tensor] = field(default_factory=dict)  # token_positions, mask
     scale: float = 1.0
-    compiled: bool = False
+    representative: bool = False  # also compiled and checkpointed; if no case is, the first
     rounds_once: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
 
@@ -178,20 +181,15 @@ class Case:
         accepted = supported(self.cls, self.options), supported(self.cls.forward, self.inputs)
         return accepted == (self.options, self.inputs)
 
-    def module(self, dtype: torch.dtype = torch.float64) -> Any:
-        """Build the layer, with a rope of its own; in eval mode if it draws random numbers, as dropout does."""
-        module = fill(self.cls(*self.arguments, **copy.deepcopy(dict(self.options))).to(dtype))
-        return module.eval() if self.is_random else module
+    def build(self, **options: Any) -> Any:
+        return self.cls(*self.arguments, **self.options, **options)
 
-    @property
-    def is_random(self) -> bool:
-        key = self.cls, *self.options
-        if key not in _RANDOM:
-            module: Any = self.cls(*self.arguments, **copy.deepcopy(dict(self.options))).double()
-            before = torch.get_rng_state()
-            module(self.x(), **self.inputs)
-            _RANDOM[key] = not torch.equal(torch.get_rng_state(), before)
-        return _RANDOM[key]
+    def module(self, dtype: torch.dtype = torch.float64) -> Any:
+        """Build the layer with the weights of `fill`; in eval mode if it draws random numbers, as dropout does."""
+        module, trial = (fill(self.build().to(dtype)) for _ in range(2))
+        before = torch.get_rng_state()
+        trial(self.x(dtype), **self.inputs)
+        return module if torch.equal(torch.get_rng_state(), before) else module.eval()
 
     def x(self, dtype: torch.dtype = torch.float64) -> Tensor:
         return (randn(*self.shape) * self.scale).to(dtype)
@@ -208,76 +206,78 @@ class Case:
         return f"{call} of x of shape {self.shape}, seed 0{scaled}{inputs}"
 
 
+def representative(cases: list[Case]) -> list[Case]:
+    return [case for case in cases if case.representative] or cases[:1]
+
+
+Check = Callable[[list[Case]], None]
+
+
 class Call(nn.Module):
-    """A function as a layer, whose weights are the function's further arguments."""
+    """A function as a layer, whose weights are the function's further arguments. Other inputs are ignored."""
 
     def __init__(self, function: Callable[..., Tensor], shapes: list[Shape], *more: Any) -> None:
         super().__init__()
         self.function, self.more = function, more
         self.weights = nn.ParameterList([torch.empty(shape) for shape in shapes])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return self.function(x, *self.weights, *self.more)
-
-
-def function_matches(function: Any, formula: Any, calls: list[tuple[Any, ...]], rounds_once: bool = False) -> None:
-    """Compare a function with its formula; a call is given by the shapes of its tensors, and further arguments."""
-    for (shape, *shapes), *more in calls:
-        exact = functools.partial(lambda x, state, more: formula(x, *state.values(), *more), more=more)
-        matches_equation([Case(Call, (function, shapes, *more), shape, exact, rounds_once=rounds_once)])
 
 
 # Properties of every layer.
 
 
-def matches_equation(cases: list[Case], *dtypes: torch.dtype, device: str = "cpu", autocast: bool = False) -> None:
+def matches_equation(cases: list[Case], *dtypes: torch.dtype, how: str = "") -> None:
     """Compare layers with their formulas: value, dtype and gradients. No input may be modified."""
-    if device == "cuda" and not torch.cuda.is_available():
+    if how == CUDA and not torch.cuda.is_available():
         raise SkipTest("CUDA is not available")
-    how = [f"on {device}"] * (device != "cpu") + ["torch.autocast('cpu', torch.bfloat16)"] * autocast
     # On CUDA, flash attention of torch 2.9 rejects an empty batch in half precision (pytorch issue 165944).
-    no_empty_halves = device == "cuda" and torch.__version__.startswith("2.9.")
+    no_empty_halves = how == CUDA and torch.__version__.startswith("2.9.")
     for case, dtype in product(cases, dtypes or DTYPES):
         if dtype in case.dtypes and not (no_empty_halves and dtype in HALVES and 0 in case.shape):
-            with context(case, dtype, *how):
-                _matches_equation(case, dtype, device, autocast)
+            with context(case, dtype, *[how] * bool(how)):
+                _matches_equation(case, dtype, how)
 
 
-def _matches_equation(case: Case, dtype: torch.dtype, device: str, autocast: bool) -> None:
+def _matches_equation(case: Case, dtype: torch.dtype, how: str) -> None:
     module, x = case.module(dtype), case.x(dtype).requires_grad_()
-    computed = torch.bfloat16 if autocast else dtype
+    computed = torch.bfloat16 if how == AUTOCAST else dtype
     exact = with_gradients(case.expected(module, x), module, x, computed)
     rounded = with_gradients(case.expected(module, x, computed), module, x, computed)
     before = {"x": x.detach().clone(), **case.inputs}
+    device = "cuda" if how == CUDA else "cpu"
     module, inputs = module.to(device), {name: tensor.to(device, copy=True) for name, tensor in before.items()}
     x = inputs.pop("x").requires_grad_()
 
     def compare(name: str, actual: Tensor, factor: float) -> None:
         if computed in ALLOWED:
-            allowed = ALLOWED[computed] * factor * (1 if device == "cpu" else 10)
-            close(actual, exact[name], allowed, dtype)
+            close(actual, exact[name], ALLOWED[computed] * factor * (10 if how == CUDA else 1), dtype)
         else:
-            close(actual, exact[name], math.inf, None if autocast else dtype)
+            close(actual, exact[name], math.inf, None if how == AUTOCAST else dtype)
             close_in_half(actual.cpu(), exact[name], rounded[name])
 
-    def run() -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            actual = module(x, **inputs)
+    def run(x: Tensor) -> Tensor:
+        forward: Any = functools.partial(checkpoint, module, use_reentrant=False) if how == RECOMPUTED else module
+        with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=how == AUTOCAST):
+            if how == AUTOCAST:
+                warnings.simplefilter("error")
+            actual = forward(x, **inputs)
         compare("result", actual, largest(exact["result"]))
-        if case.rounds_once and dtype in HALVES and device == "cpu":
+        if case.rounds_once and dtype in HALVES and how != CUDA:
             close(actual, exact["result"], half_ulp(exact["result"], dtype) + 1e-6)
         for name, tensor in {"x": x, **inputs}.items():
             with context(f"{name} was modified"):
                 close(tensor, before[name], 0)
         return actual
 
-    for name, gradient in with_gradients(run(), module, x, computed).items():
+    for name, gradient in with_gradients(run(x), module, x, computed).items():
         if name != "result":
             with context(f"gradient of {name}, for one of the result of seed 9"):
                 compare(name, gradient, 10 * max(1, largest(exact[name])))
-    with context("after .eval(), under no_grad"), torch.no_grad():
+    with context("after .eval(), under no_grad, for x at an odd offset in memory"), torch.no_grad():
         module.eval()
-        run()
+        run(torch.cat((x[..., :1], x), dim=-1)[..., 1:])
 
 
 def with_gradients(result: Tensor, module: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -287,27 +287,21 @@ def with_gradients(result: Tensor, module: nn.Module, x: Tensor, dtype: torch.dt
     return {"result": result, **dict(zip(inputs, gradients, strict=True))}
 
 
-def autocasts(cases: list[Case]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        matches_equation([case for case in cases if case.scale == 1], torch.float32, autocast=True)
-
-
 @contextmanager
-def compiled(module: nn.Module, fullgraph: bool = True) -> Iterator[tuple[Any, Any]]:
-    """Yield the module, compiled as far as graphs of torch's operations, and their counter."""
+def compiled(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield the module, compiled as far as one graph of torch's operations, and their counter."""
     with warnings.catch_warnings():  # those of torch's own imports
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch._dynamo.testing import CompileCounter
 
         counter = CompileCounter()
         torch._dynamo.reset()
-        yield torch.compile(module, fullgraph=fullgraph, backend=counter), counter
+        yield torch.compile(module, fullgraph=True, backend=counter), counter
     torch._dynamo.reset()
 
 
 def compiles(cases: list[Case]) -> None:
-    for case in [case for case in cases if case.compiled] or cases[:1]:
+    for case in representative(cases):
         module = case.module(torch.float32)
         with context(f"torch.compile of {case}", torch.float32), compiled(module) as (run, counter):
             for length in (5, 8, 1, 13):
@@ -322,14 +316,17 @@ def compiles(cases: list[Case]) -> None:
                 raise Violation(f"{counter.frame_count} graphs for 5, 8, 1 and 13 tokens, expected 3: 5, any number, 1")
 
 
-def places_parameters(cases: list[Case]) -> None:
-    options = {"device": "meta", "dtype": torch.bfloat16}
+def is_placed(cases: list[Case]) -> None:
+    """Build parameters and tables on a device, and parameters of a dtype. Boolean tables may be anywhere."""
     for case in cases:
+        options = {"device": "meta"} | ({"dtype": torch.bfloat16} if [*case.build().parameters()] else {})
         require_parameters(case.cls, *options)
-        with context(case, "built with device='meta', dtype=torch.bfloat16"):
-            for name, parameter in case.cls(*case.arguments, **case.options, **options).named_parameters():
-                if (parameter.device.type, parameter.dtype) != ("meta", torch.bfloat16):
-                    raise Violation(f"{name} is of {parameter.dtype} on {parameter.device}")
+        with context(case, f"built with {options}"):
+            module = case.build(**options)
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                is_cast = tensor.dtype == torch.bfloat16 or not isinstance(tensor, nn.Parameter)
+                if not ((is_cast and tensor.is_meta) or tensor.dtype == torch.bool):
+                    raise Violation(f"{name} is of {tensor.dtype} on {tensor.device}")
 
 
 def names_its_weights(cases: list[Case]) -> None:
@@ -344,16 +341,17 @@ def names_its_weights(cases: list[Case]) -> None:
                     raise Violation(f"the state dict has an unexpected {key}")
 
 
-EVERY_LAYER: dict[str, Callable[[list[Case]], None]] = {
+EVERY_LAYER: dict[str, Check] = {
     "keys of the state dict": names_its_weights,
     "equation and gradients in float64": lambda cases: matches_equation(cases, torch.float64),
     "equation and gradients in float32": lambda cases: matches_equation(cases, torch.float32),
     "equation and gradients in bfloat16 and float16": lambda cases: matches_equation(cases, *HALVES),
-    "equation and gradients on CUDA": lambda cases: matches_equation(cases, device="cuda"),
-    "autocast": autocasts,
+    "equation and gradients on CUDA": lambda cases: matches_equation(cases, how=CUDA),
+    "autocast": lambda cases: matches_equation(cases, torch.float32, how=AUTOCAST),
+    "activation checkpointing": lambda cases: matches_equation(representative(cases), torch.float32, how=RECOMPUTED),
     "compiles to one graph": compiles,
+    "device and dtype": is_placed,
 }
-WITH_WEIGHTS = EVERY_LAYER | {"device and dtype of the parameters": places_parameters}
 
 
 def draws_weights(cls: Any, *arguments: Any, **options: Any) -> None:
@@ -373,11 +371,9 @@ def draws_weights(cls: Any, *arguments: Any, **options: Any) -> None:
                 close(unit.mean(), torch.tensor(0.0), error)
                 close(unit.std(), torch.tensor(0.98658), 0.67 * error)
                 close(unit.abs().clamp(min=3), torch.full(shape, 3.0), 1e-6)
-        if not hasattr(module, "reset_parameters"):
-            return
         for parameter in module.parameters():
             parameter.data.fill_(math.nan)
-        module.reset_parameters()
+        Layer(module).reset_parameters()
 
 
 def rejects(cls: Any, valid: Mapping[str, Any], **invalid: tuple[Any, ...]) -> None:
@@ -389,6 +385,17 @@ def rejects(cls: Any, valid: Mapping[str, Any], **invalid: tuple[Any, ...]) -> N
                 cls(**arguments)
 
 
+def rejects_input(module: nn.Module, named: Any, x: Tensor, **inputs: Tensor) -> None:
+    """Reject an input with a value in the message; in a compiled module, with any exception."""
+    require_parameters(module.forward, *inputs)
+    what = [f"{name} {show(tensor)} of {tensor.dtype}" for name, tensor in {"x": x, **inputs}.items()]
+    with context(f"{type(module).__name__}({module.extra_repr()})", *what), compiled(module) as (run, _):
+        with rejected(named):
+            module(x, **inputs)
+        with context("compiled"), rejected(None, (RuntimeError, IndexError, ValueError)):
+            run(x, **inputs)
+
+
 @dataclass(frozen=True)
 class Property:
     """A property of a layer, and the layers that are needed to check it, this one included."""
@@ -396,7 +403,8 @@ class Property:
     layer: str
     name: str
     needs: tuple[str, ...]
-    check: Callable[..., None]
+    function: Callable[..., Any]
+    check: Check | None = None
 
     def run(self, layers: Mapping[str, ModuleType]) -> None:
         """Check the layers, given by name; raise a Violation, or SkipTest if nothing can be checked."""
@@ -404,36 +412,44 @@ class Property:
         if absent := [need for need in self.needs if need not in layers]:
             raise SkipTest(f"this folder has no {' and no '.join(absent)}")
         with torch.random.fork_rng(devices=()), torch.enable_grad(), context():
-            self.check(*(layers[need] for need in self.needs))
+            cases = self.function(*(Layer(layers[need]) for need in self.needs))
+            if self.check is not None:
+                cases = [case for case in cases if case.is_supported()]
+                if not cases:
+                    raise SkipTest(" and ".join(sorted(MISSING)))
+                self.check(cases)
 
 
 PROPERTIES: list[Property] = []  # of the layers whose contracts were imported
 
 
-def guarantees(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a property, which needs the layers by which the parameters are named, and belongs to the first."""
+def guarantees(what: str | Mapping[str, Check], of: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a property that a function checks, or a group of properties of the cases that it returns.
 
-    def register(check: Callable[..., Any]) -> Callable[..., Any]:
-        needs = tuple(inspect.signature(check).parameters)
-        PROPERTIES.append(Property(needs[0], name, needs, check))
-        return check
+    The parameters of the function name the layers that it needs. The properties belong to the first of them.
+    """
 
-    return register
-
-
-def guarantees_all(group: Mapping[str, Callable[[list[Case]], None]], of: str = "") -> Callable[..., Any]:
-    """Register the properties of the group for the cases that a function returns, without those of dropped options."""
-
-    def register(make_cases: Callable[..., list[Case]]) -> Callable[..., list[Case]]:
-        for name, check in group.items():
-
-            @functools.wraps(make_cases)  # so that its parameters name the layers
-            def run(*layers: ModuleType, check: Callable[[list[Case]], None] = check) -> None:
-                if not (cases := [case for case in make_cases(*layers) if case.is_supported()]):
-                    raise SkipTest(" and ".join(sorted(MISSING)))
-                check(cases)
-
-            guarantees(f"{name} ({of})" if of else name)(run)
-        return make_cases
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        needs = tuple(inspect.signature(function).parameters)
+        for name, check in {what: None}.items() if isinstance(what, str) else what.items():
+            PROPERTIES.append(Property(needs[0], f"{name} ({of})" if of else name, needs, function, check))
+        return function
 
     return register
+
+
+def guarantees_function(
+    layer: str, name: str, formula: Callable[..., Tensor], *calls: tuple[Any, ...], rounds_once: bool = False
+) -> None:
+    """Register the formula of a function, for calls given by the shapes of their tensors and further arguments."""
+
+    def case(function: Any, shapes: list[Shape], *more: Any) -> Case:
+        def exact(x: Tensor, state: State) -> Tensor:
+            return formula(x, *state.values(), *more)
+
+        return Case(Call, (function, shapes[1:], *more), shapes[0], exact, rounds_once=rounds_once)
+
+    def cases(module: Layer) -> list[Case]:
+        return [case(getattr(module, name), *call) for call in calls]
+
+    PROPERTIES.append(Property(layer, f"{name}: equation and gradients", (layer,), cases, matches_equation))

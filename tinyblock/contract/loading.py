@@ -1,7 +1,6 @@
 """Find and import the layers of a folder, or of a file."""
 
 import importlib
-import re
 import sys
 import traceback
 from pathlib import Path
@@ -13,43 +12,25 @@ from . import LAYERS
 def load(path: Path) -> dict[str, ModuleType]:
     """Import the layers of a folder, or of a .py file; return them by name.
 
-    A layer's file is recognized by its name and what it defines, or else by a class of tinyblock's name that has a
-    d_model or d_k. No other file is imported; a folder with an __init__.py is imported as the package that it is.
+    A layer is recognized by the name of its file. A folder with an __init__.py is imported as the package that it is.
 
     Raises:
-        LookupError: no layer was found, or more than one file defines it.
+        LookupError: no layer was found.
         ImportError: a file that holds a layer cannot be imported.
     """
-    folder, files = (path, sorted(path.glob("*.py"))) if path.is_dir() else (path.parent, [path])
-    stems = _find(files)
-    if not stems:
-        classes = ", ".join(names[0] for names in LAYERS.values())
-        raise LookupError(f"{path} holds no layer, none of {classes}: give the folder or the file of the copies")
+    folder = path if path.is_dir() else path.parent
+    layers = [layer for layer in LAYERS if (path / f"{layer}.py").is_file() or path.name == f"{layer}.py"]
+    if not layers:
+        names = ", ".join(f"{layer}.py" for layer in LAYERS)
+        raise LookupError(f"{path} holds no layer, none of {names}: give the folder or the file of the copies")
     package = _package_of(folder.resolve())
-    return {layer: _import(f"{package}.{stem}", folder / f"{stem}.py") for layer, stem in stems.items()}
+    return {layer: _import(f"{package}.{layer}", folder / f"{layer}.py") for layer in layers}
 
 
 def make_importable(root: Path) -> None:
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     importlib.invalidate_caches()
-
-
-def _find(files: list[Path]) -> dict[str, str]:
-    """Return the stem of the file of each layer; no file is imported for that."""
-    sources = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in files}
-    found: dict[str, str] = {}
-    for layer, names in LAYERS.items():
-        defined = re.compile(rf"^(class|def) ({'|'.join(names)})\b", re.MULTILINE)
-        ours = re.compile(rf"^class ({'|'.join(names)})\b.*\bd_(model|k)\b", re.MULTILINE | re.DOTALL)
-        stems = [stem for stem, source in sources.items() if ours.search(source)]
-        if defined.search(sources.get(layer, "")):
-            stems = [layer]
-        if len(stems) > 1:
-            raise LookupError(f"{', '.join(stems)} all define {' or '.join(names)}: give the one file")
-        if stems:
-            found[layer] = stems[0]
-    return found
 
 
 def _package_of(folder: Path) -> str:
@@ -67,7 +48,7 @@ def _package_of(folder: Path) -> str:
 
 def _import(name: str, path: Path) -> ModuleType:
     try:
-        module = importlib.import_module(name.removesuffix(".__init__"))
+        module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
         files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
         beside = [f"{file}, line {line}" for file, line in files if Path(file).parent == path.resolve().parent]

@@ -3,7 +3,6 @@
 import difflib
 import fnmatch
 import importlib.util
-import re
 import textwrap
 import warnings
 from collections import Counter
@@ -14,7 +13,6 @@ from unittest import SkipTest
 
 import tinyblock
 
-from . import LAYERS
 from .harness import MISSING, PROPERTIES, Property, Violation
 from .loading import load, make_importable
 
@@ -35,10 +33,9 @@ def verify(target: str, skip: Sequence[str], verbose: bool = False) -> int:
         ImportError: a layer cannot be imported.
     """
     make_importable(Path.cwd())
-    path = Path(target) if Path(target).exists() else _locate(target)
-    copies, upstream = load(path), {module.__name__.rpartition(".")[2]: module for module in tinyblock.LAYERS}
-    properties = [prop for prop in PROPERTIES if prop.layer in copies]
-    _require_matches(skip, properties)
+    copies = load(Path(target) if Path(target).exists() else _locate(target))
+    upstream = {module.__name__.rpartition(".")[2]: module for module in tinyblock.LAYERS}
+    _require_matches(skip, [prop for prop in PROPERTIES if prop.layer in copies])
     counts: Counter[str] = Counter()
     unsound: set[str] = set()  # layers that violate their contract, or depend on one that does
 
@@ -47,42 +44,29 @@ def verify(target: str, skip: Sequence[str], verbose: bool = False) -> int:
         if verbose or outcome in ("FAIL", "note"):
             print(textwrap.fill(f"  {outcome:4}  {text}", 200, subsequent_indent=" " * 8), flush=True)
 
-    for layer in upstream:
-        file = Path(str(copies[layer].__file__)) if layer in copies else path / f"{layer}.py"
-        if not file.is_file():
-            continue
-        own = sorted(
-            (prop for prop in properties if prop.layer == layer), key=lambda prop: not prop.name.startswith(_FIRST)
-        )
-        borrowed = [name for name in upstream if name not in copies and any(name in prop.needs for prop in own)]
+    for layer in filter(copies.get, upstream):
+        own = [prop for prop in PROPERTIES if prop.layer == layer]
+        file = Path(str(copies[layer].__file__))
         shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-        print(f"{layer}: {shown}" + (f" (with the {', '.join(borrowed)} of tinyblock)" if borrowed else ""), flush=True)
-        classes = [name for name in LAYERS[layer] if name[0].isupper()]
-        has_classes = re.search(r"^class ", file.read_text(encoding="utf-8"), re.MULTILINE)
-        if has_classes and not any(hasattr(copies.get(layer), name) for name in classes):
-            report("FAIL", f"{file.name} does not define {classes[0]}, so it is not verified")
-        violated = False
+        print(f"{layer}: {shown}", flush=True)
+        if broken := sorted(unsound & _imported(copies[layer], copies)):
+            report("note", f"not judged: {len(own)} properties that depend on {' and '.join(broken)}")
+            counts["not judged"] += len(own)
+            unsound.add(layer)
+            continue
         incomplete: dict[str, list[str]] = {}  # what the copy lacks: properties
-        dependent: dict[str, list[str]] = {}  # layers that violate their contract: properties that depend on them
-        for prop in own:
-            broken = sorted((unsound - {layer}) & {*prop.needs, *_imported(copies[layer], copies)})
+        for prop in sorted(own, key=lambda prop: not prop.name.startswith(_FIRST)):
             if any(_matches(prop, pattern) for pattern in skip):
                 report("skip", f"{prop.name}: as requested")
-            elif broken:
-                dependent.setdefault(" and ".join(broken), []).append(prop.name)
-            else:
-                outcome, why = _check(prop, upstream | copies)
-                report(outcome, f"{prop.name}{why and ': '}{why}")
-                violated |= outcome == "FAIL"
-                for what in sorted(MISSING):
-                    incomplete.setdefault(what, []).append(prop.name)
+                continue
+            outcome, why = _check(prop, upstream | copies)
+            report(outcome, f"{prop.name}{why and ': '}{why}")
+            if outcome == "FAIL":
+                unsound.add(layer)
+            for what in sorted(MISSING):
+                incomplete.setdefault(what, []).append(prop.name)
         for what, names in incomplete.items():
             report("note", f"{what}; not checked, or only in part: {', '.join(names)}")
-        for broken_layers, names in dependent.items():
-            report("note", f"not judged: {len(names)} properties that depend on {broken_layers}")
-            counts["not judged"] += len(names)
-        if violated or dependent:
-            unsound.add(layer)
     print(f"{counts['ok']} hold, {counts['FAIL']} fail, {counts['skip']} skipped, {counts['not judged']} not judged")
     return 1 if counts["FAIL"] else 0
 
@@ -127,7 +111,5 @@ def _locate(name: str) -> Path:
         spec = None
     path = Path([*(spec.submodule_search_locations or []), spec.origin or ""][0] if spec else "")
     if not path.exists() or path == Path():
-        raise LookupError(
-            f"{name} was not found: give a folder, a .py file, or a module that can be imported from here"
-        )
+        raise LookupError(f"{name} was not found: give a folder, a .py file, or a module that is importable from here")
     return path

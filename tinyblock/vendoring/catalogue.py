@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 
 from .. import LAYERS, __version__
 from . import CommandError
-from .texts import decode
+from .files import decode
 
 LICENSE = "LICENSE.tinyblock"
 LAYER_NAMES = tuple(layer.__name__.rpartition(".")[2] for layer in LAYERS)
@@ -38,9 +38,8 @@ class Original:
         found = set[str]()
         for node in ast.walk(ast.parse(self.text)) if self.name.endswith(".py") else ():
             if isinstance(node, ast.ImportFrom) and node.level:
-                folder = PurePosixPath(self.name).parents[node.level - 1]
                 modules = [node.module] if node.module else [alias.name for alias in node.names]
-                found |= {(folder / f"{module}.py").as_posix() for module in modules}
+                found |= {PurePosixPath(self.name).with_name(f"{module}.py").as_posix() for module in modules}
         return found
 
 

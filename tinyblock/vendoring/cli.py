@@ -7,14 +7,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from .. import __version__
 from . import CommandError
 from .catalogue import NAMES, Upstream
 from .copies import CONFLICT, UP_TO_DATE, Copies, Copy, Step
-from .files import read
-from .parser import OneLineParser
-from .texts import decode, encode
+from .files import decode, encode, read
 
 SKIP = "tinyblock.skip"  # in a folder of copies, the properties that `verify` skips
 EXAMPLES = """examples:
@@ -130,6 +129,13 @@ def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) ->
     except (CommandError, OSError) as error:
         print(f"tinyblock: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Report wrong arguments in one line, without the usage, and exit with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def _parser() -> OneLineParser:

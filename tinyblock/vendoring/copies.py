@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from . import CommandError
 from .catalogue import LICENSE, NAMES, Original, Upstream
-from .files import Content, read, replace_all
-from .texts import CONFLICT_MARKS, decode, encode, merge, unified_diff
+from .files import CONFLICT_MARKS, Content, decode, encode, merge, read, replace_all, unified_diff
 
 LOCK = "tinyblock.lock"
 UP_TO_DATE = "up to date"
@@ -89,12 +88,12 @@ class Copies:
         self.folder, self.upstream = folder, upstream
         if folder.is_file():
             raise CommandError(f"{folder} is a file: give the folder of the copies")
-        self._lock = read(self._path(LOCK))
-        if self._lock is None and not new:
+        lock = read(self._path(LOCK))
+        if lock is None and not new:
             near = [path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{LOCK}")]
             fix = f"did you mean {near[0]}?" if near else "`tinyblock add LAYER --to DIR` writes one"
             raise CommandError(f"there is no {LOCK} in {folder}: {fix}")
-        self.originals = {} if self._lock is None else self._parse(self._lock)
+        self.originals = {} if lock is None else self._parse(lock)
 
     def select(self, layers: Sequence[str] = ()) -> list[Copy]:
         """Return the copies of these layers and of their contracts; without layers, all copies."""
@@ -131,22 +130,21 @@ class Copies:
 
     def carry_out(self, steps: Mapping[Copy, Step]) -> None:
         """Write all files and the lock file, or none."""
-        changes = dict[Path, tuple[Content, Content]]()
+        contents = dict[Path, Content]()
         for copy, step in steps.items():
             if step.text != copy.text:
                 if step.done == CONFLICT:
                     candidates = (Path(f"{copy.path}.orig{number}") for number in ("", *range(2, 1000)))
-                    changes[next(path for path in candidates if not path.exists())] = (None, copy.content)
-                after = None if step.text is None else encode(step.text, like=copy.content or b"")
-                changes[copy.path] = (copy.content, after)
+                    contents[next(path for path in candidates if not path.exists())] = copy.content
+                contents[copy.path] = None if step.text is None else encode(step.text, copy.content or b"")
         recorded = self.originals | {copy.base.name: step.original for copy, step in steps.items()}
         originals = {name: original for name, original in sorted(recorded.items()) if original is not None}
         if originals != self.originals:
             entries = {name: {"version": it.version, "text": it.text} for name, it in originals.items()}
             lock = json.dumps(entries, indent=1).encode() + b"\n" if entries else None
-            changes[self._path(LOCK)] = (self._lock, lock)  # the last one to be written
-        if changes:
-            replace_all(self.folder, changes)
+            contents[self._path(LOCK)] = lock  # the last one to be written
+        if contents:
+            replace_all(self.folder, contents)
 
     def _copy(self, name: str) -> Copy:
         path, installed = self._path(name), self.upstream.find(name)
