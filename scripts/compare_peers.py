@@ -42,7 +42,7 @@ examples:
     python scripts/compare_peers.py --device cuda --seconds 300 --json gpu.json
 
 peers:
-""" + "\n".join(f"  {name:16}{peer.title}" for name, peer in PEERS.items())
+""" + "\n".join(f"  {name:16}{peer.title.removeprefix(f'{name}: ')}" for name, peer in PEERS.items())
 
 
 def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
@@ -52,11 +52,11 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     add("--case", default="", metavar="NAME,...", help="cases, or prefixes of names (default: all); eager ones first")
     add("--peers", metavar="NAME,...", help="peers, listed below (default: all; with --against, control and against)")
     add("--against", type=Path, metavar="PATH", help='a checkout of tinyblock, whose Block becomes the peer "against"')
-    add("--positions", action="store_true", help="pass token positions to the Block; peers look them up beforehand")
+    add("--positions", action="store_true", help="pass token positions to the Block; peers get tables looked up before")
     add("--dtype", choices=DTYPES, help="only the cases of this dtype")
     add("--device", default="cpu", metavar="D", help="cpu, cuda or cuda:N (default: cpu)")
     add("--presets", metavar="NAME,...", help=f"also measure these models (default: on CUDA {','.join(CUDA_PRESETS)})")
-    add("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="of torch (default: torch's choice)")
+    add("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="threads (default: torch's choice)")
     add("--rounds", type=int, default=15, metavar="N", help="turns per peer (default: 15)")
     add("--seconds", type=float, default=float("inf"), metavar="S", help="start no peer after S seconds (default: inf)")
     add("--seed", type=int, default=0, metavar="N", help="seed of weights and inputs (default: 0)")

@@ -1,4 +1,4 @@
-"""Train a byte-level language model made of tinyblock's layers, or compare variants of them.
+"""Train a byte-level language model made of tinyblock's layers, or compare variants of it.
 
 `python scripts/train_lm.py --help` shows examples. It runs on a GPU if there is one. Figures require matplotlib.
 """

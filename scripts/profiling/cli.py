@@ -105,14 +105,14 @@ def _parser() -> Parser:
     add("--dp", type=int, default=1, metavar="N", help="split batch, weights and optimizer state over N (default: 1)")
     add("--dp-replicate", type=int, default=1, metavar="N", help="replicas, each with a part of the batch (default: 1)")
 
-    rests = "the least time of a step, or with --from one to plan with"
-    add = parser.add_argument_group("prediction", rests).add_argument
+    kinds = "a lower bound on the time of a step or, with --from, an estimate of it"
+    add = parser.add_argument_group("prediction", kinds).add_argument
     add("--predict", nargs="+", type=_mesh, metavar="MESH", help="predict for these meshes, such as dp=8 tp=8,dp=64")
-    add("--link", type=_links, metavar="A[,B]", help="bytes/s that a device receives from its machine of 8, and others")
-    add("--from", type=Path, metavar="OLD.json", help="scale this profile of one process; its options are the defaults")
-    add("--vocab", type=int, default=0, metavar="N", help="count embedding, head and loss for N tokens (default: 0)")
+    add("--link", type=_links, metavar="A[,B]", help="bytes/s to a device from its own machine of 8, and from others")
+    add("--from", type=Path, metavar="OLD.json", help="predict from this profile; its options become the defaults")
+    add("--vocab", type=int, default=0, metavar="N", help="add embedding, head and loss; vocabulary size (default: 0)")
     add("--recompute", action="store_true", help="count activation checkpointing of each block")
-    datasheets = "use a datasheet, such as 'NVIDIA H200' (default: measure --device)"
+    datasheets = "take the ceilings from a datasheet, such as 'NVIDIA H200' (default: measure --device)"
     add("--ceilings", choices=DATASHEETS, metavar="GPU", help=datasheets)
 
     add = parser.add_argument_group("output").add_argument

@@ -17,7 +17,7 @@ _CAUSES = {
     "elementwise": "elementwise work at {} of the roofline: it waits for memory, and a compiler would fuse it",
 }
 _LEGEND = (
-    "Times are medians; backward is what a run of both takes longer than forward, round by round.\n"
+    "Times are medians; backward is the time of forward and backward minus that of forward, round by round.\n"
     "Bytes are the fewest possible; above 100% of the roofline, they come from a cache."
 )
 

@@ -9,13 +9,13 @@ from .collectives import Mesh
 from .report import describe, doubts, header, origin
 
 _LEGEND = (
-    "Times are medians, of rounds in which the slowest process counts. Speed-up: over one process with the whole\n"
-    "batch, in turns with these, which wait. Collectives: of these sizes, timed alone, so without what they wait\n"
-    "for another process."
+    "Times are medians over the rounds, of the slowest process in each. Speed-up: over one process with the whole\n"
+    "batch, which runs in turns with the others, while these wait. Collectives: timed alone at these sizes, so\n"
+    "without waiting for a slower process."
 )
 _PAPER = (
     "Links run at their full rate and without latency. States: weights, gradients and AdamW's moments of a device, as\n"
-    "far as the mode has them; activations come on top."
+    "far as the mode uses them, without activations."
 )
 
 
@@ -33,13 +33,13 @@ def prediction_report(document: dict[str, Any]) -> list[Section]:
     flops, memory = (ceilings[key]["median"] for key in ("flops_per_second", "bytes_per_second"))
     between = f", {si(links['between'], 'B/s')} between machines of {links['per_machine']}" if links["between"] else ""
     recompute = ", blocks recomputed" if document["recompute"] else ""
-    basis = f"A lower bound of the time, so an upper bound of MFU: each part at the roofline of {ceilings['source']}"
+    basis = f"A lower bound on time, so an upper bound on MFU: each part at the roofline of the {ceilings['source']}"
     if profile is not None:
         basis = f"Scaled from a profile of one process: {origin(profile)}"
     sections: list[Section] = [
         f"{basis}\n{settings['dtype']}, mode {settings['mode']}{recompute}\n"
         f"Ceilings: {si(flops, 'FLOP/s')}, {si(memory, 'B/s')}\n"
-        f"Links: {si(links['within'], 'B/s')} within a machine{between}, that each device receives",
+        f"Links: each device receives {si(links['within'], 'B/s')} within a machine{between}",
         *(doubts(profile) if profile is not None else []),
     ]
     columns = ["mesh", "devices", "tokens each", "states", f"{settings['mode']} ms", "compute", "tp", "dp"]

@@ -1,7 +1,7 @@
-"""Checkpoints: files "step-00000100.pt" for torch.load, each of which is there whole, or not at all.
+"""Checkpoints: files such as "step-00000100.pt" for torch.load, each written whole or not at all.
 
 A checkpoint is a dict with the settings, the history of losses, the state of the optimizer, and the weights under the
-keys of CS336's reference. The first process writes what all have; any number of processes can resume from it.
+keys of CS336's reference. The first process writes the state of all processes, and any number can resume from it.
 """
 
 import errno
@@ -46,7 +46,7 @@ def save(folder: Path, trainer: Trainer, run: dict[str, Any], keep: int) -> None
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a process that was killed has left of a checkpoint."""
+    """Remove the partial checkpoint of a process that was killed."""
     for leftover in folder.glob(".*.step-*.pt"):
         leftover.unlink(missing_ok=True)  # several processes start at once
 
@@ -62,7 +62,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def load(trainer: Trainer, run: dict[str, Any]) -> None:
-    """Put the trainer where it was at a checkpoint, and take the state of model and optimizer out of `run`."""
+    """Restore the trainer from the checkpoint `run`, and remove the states of model and optimizer from it."""
     weights, optimizer = run.pop("model"), run.pop("optimizer")
     model = {name: weights[name.removeprefix(PREFIX)] for name in trainer.model.state_dict()}
     whole = StateDictOptions(full_state_dict=True)

@@ -67,31 +67,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    about = "Train a language model of bytes made of tinyblock's layers, or compare the choices that they offer."
+    about = "Train a byte-level language model made of tinyblock's layers, or compare variants of it."
     parser = Parser("train_lm.py", about, EPILOG)
-    parser.add_argument("--compare", choices=VARIANTS, help="train variants on the same data")
-    add = parser.add_argument_group("size").add_argument
+    parser.add_argument("--compare", choices=VARIANTS, help="train and compare variants of a layer on the same data")
+    add = parser.add_argument_group("data and size").add_argument
     add("--data", type=Path, nargs="+", metavar="PATH", help="files or folders (default: Python's standard library)")
     for name, (alone, compared) in SIZES.items():
         help = f"(default: {alone})" if alone == compared else f"(default: {alone}; {compared} with --compare)"
         add(_option(name), type=int, metavar="N", help=help)
     add("--max-seq-len", type=int, metavar="N", help="longest sequence (default: 4 times --seq-len)")
-    how = parser.add_argument_group("how")
-    add = how.add_argument
+    training = parser.add_argument_group("training")
+    add = training.add_argument
     add("--seed", type=int, default=0, metavar="N", help="seed of weights and batches (default: 0)")
     add("--seeds", type=int, default=3, metavar="N", help="number of seeds with --compare (default: 3)")
     add("--lr", type=float, nargs="+", default=[5e-3], metavar="LR", help="highest learning rate (default: 5e-3)")
-    add("--warmup", type=int, metavar="N", help="steps of rising rate (default: 50, or a quarter of shorter runs)")
+    add("--warmup", type=int, metavar="N", help="steps of rising learning rate (default: 50, at most --steps / 4)")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--tp", type=int, default=1, metavar="N", help="processes that split each layer (default: 1)")
     add("--dp", type=int, default=1, metavar="N", help="processes that split the batch (default: 1)")
-    parser.add_device(how)
+    parser.add_device(training)
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="FILE", help="a line of JSON for each step; with --compare, one document")
     add("--plot", type=Path, metavar="FILE", help="draw the losses: .png, .svg, .pdf")
-    add("--checkpoint", type=Path, metavar="DIR", help="save a checkpoint here at the end, at Ctrl-C, SIGTERM, SIGHUP")
-    add("--every", type=int, metavar="N", help="also save one every N steps")
-    add("--keep", type=int, default=2, metavar="K", help="checkpoints to keep (default: 2)")
+    add("--checkpoint", type=Path, metavar="DIR", help="save a checkpoint in DIR at the end, Ctrl-C, SIGTERM or SIGHUP")
+    add("--every", type=int, metavar="N", help="also save a checkpoint every N steps")
+    add("--keep", type=int, default=2, metavar="K", help="keep the last K checkpoints (default: 2)")
     add("--resume", action="store_true", help="continue from the last checkpoint")
     return parser
 

@@ -56,7 +56,7 @@ def begin(args: argparse.Namespace, settings: Settings, text: Text) -> dict[str,
         theirs = run["settings"].get(name)
         if theirs != value:
             hint = " (was an output written to a folder of --data?)" if name == "text" else ""
-            raise ValueError(f"{saved[-1]} is of another run: its {name} is {theirs}, but here it is {value}{hint}")
+            raise ValueError(f"{saved[-1]} is from another run: its {name} is {theirs}, but here it is {value}{hint}")
     return run
 
 

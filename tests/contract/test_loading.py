@@ -56,7 +56,7 @@ def test_load_does_not_take_one_package_for_another(tmp_path):
     for project in ("a", "b"):
         (copy_layers(tmp_path / project / "host_layers", "rope") / "__init__.py").touch()
     load(tmp_path / "a" / "host_layers")
-    with pytest.raises(LookupError, match=r"is host_layers.rope, but here that is another, .*a.host_layers"):
+    with pytest.raises(LookupError, match=r"as host_layers.rope: that is already .*a.host_layers"):
         load(tmp_path / "b" / "host_layers")
 
 

@@ -90,7 +90,7 @@ def test_verify_reports_a_missing_target_in_one_line(target, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(
-        LookupError, match=r"^\S* (was not found|holds no layer, none of .*rope\.py.*): give (a|the) f"
+        LookupError, match=r"^\S* (was not found|has no layer, none of .*rope\.py.*): give (a|the) f"
     ) as caught:
         verify(target, [])
     assert "\n" not in str(caught.value)

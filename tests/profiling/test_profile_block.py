@@ -214,7 +214,7 @@ def test_prediction_is_written_shown_and_drawn(tmp_path, capsys):
     assert main([*TINY, *options, "--sweep=batch-size=4,8", f"--json={paper}", f"--plot={plot}"]) == 0
     document, out = json.loads(paper.read_text()), capsys.readouterr().out
     assert undocumented(document) == set()
-    assert re.match("A lower bound of the time.* at the roofline of NVIDIA H200 datasheet\n", out)
+    assert re.match("A lower bound on time.* at the roofline of the NVIDIA H200 datasheet\n", out)
     assert [Mesh(**prediction["mesh"]).processes for prediction in document["predictions"]] == [4, 4, 8]
     assert re.search(r"^\| dp=2,tp=2 \| +4 \| +6 ", out, re.MULTILINE)
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -1,6 +1,6 @@
-"""What each layer guarantees: one file per layer. A project may copy only some of them, so this folder is listed.
+"""What each layer guarantees: one file per layer, which imports only torch.
 
-Only torch is imported.
+A project may copy only some of the files, so `LAYERS` has the layers whose files are in this folder.
 """
 
 from importlib import import_module

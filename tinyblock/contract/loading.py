@@ -16,13 +16,13 @@ def load(path: Path) -> dict[str, ModuleType]:
 
     Raises:
         LookupError: no layer was found.
-        ImportError: a file that holds a layer cannot be imported.
+        ImportError: the file of a layer cannot be imported.
     """
     folder = path if path.is_dir() else path.parent
     layers = [layer for layer in LAYERS if (path / f"{layer}.py").is_file() or path.name == f"{layer}.py"]
     if not layers:
         names = ", ".join(f"{layer}.py" for layer in LAYERS)
-        raise LookupError(f"{path} holds no layer, none of {names}: give the folder or the file of the copies")
+        raise LookupError(f"{path} has no layer, none of {names}: give the folder or the file of the copies")
     package = _package_of(folder.resolve())
     return {layer: _import(f"{package}.{layer}", folder / f"{layer}.py") for layer in layers}
 
@@ -55,5 +55,5 @@ def _import(name: str, path: Path) -> ModuleType:
         place = beside[-1] if beside else path
         raise ImportError(f"{place}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     if not path.samefile(str(module.__file__)):
-        raise LookupError(f"{path} is {name}, but here that is another, {module.__file__}")
+        raise LookupError(f"{path} cannot be imported as {name}: that is already {module.__file__}")
     return module

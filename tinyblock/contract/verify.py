@@ -111,5 +111,5 @@ def _locate(name: str) -> Path:
         spec = None
     path = Path([*(spec.submodule_search_locations or []), spec.origin or ""][0] if spec else "")
     if not path.exists() or path == Path():
-        raise LookupError(f"{name} was not found: give a folder, a .py file, or a module that is importable from here")
+        raise LookupError(f"{name!r} was not found: give a folder, a .py file, or a module that can be imported here")
     return path

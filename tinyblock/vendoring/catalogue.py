@@ -1,4 +1,4 @@
-"""What can be copied: the files of a tinyblock, and which of them each file needs.
+"""What can be copied: the files of one version of tinyblock, and which of them each file needs.
 
 Files are read, not imported; they may be inside a zip archive.
 """

@@ -168,7 +168,7 @@ def _parser() -> OneLineParser:
     command(remove, folder, dry_run).add_argument("layers", nargs="+", metavar="LAYER", help="the layers to delete")
     made = command(verify)
     made.add_argument("target", metavar="DIR|FILE|MODULE", help="a folder, a file, or a name as in `import`")
-    made.add_argument("--skip", action="append", default=[], metavar="PROPERTY", help=f"skip it, as DIR/{SKIP} does")
+    made.add_argument("--skip", action="append", default=[], metavar="PROPERTY", help=f"skip it; DIR/{SKIP} lists more")
     made.add_argument("-v", "--verbose", action="store_true", help="print all properties (default: those that fail)")
     return parser
 
