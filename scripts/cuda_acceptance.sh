@@ -18,4 +18,4 @@ limit=${LIMIT:-520} python=${PYTHON:-python3}
 # The tests that have not started 20 s before the limit are skipped; a test that runs then has these 20 s left.
 timeout --foreground --signal=INT --kill-after=10 "$limit" "$python" -m pytest -m cuda -W default --tb=short -rfExXs \
     --device cuda --out "$out" --seconds $((limit - 20)) --junitxml "$out/results.xml" "$@" \
-    tests/on_device/test_{model,attention,contract,profiler,peers}.py 2>&1 | tee -i "$out/log.txt"
+    tests/on_device/test_{model,attention}.py tinyblock/contract tests/on_device/test_{profiler,peers}.py 2>&1 | tee -i "$out/log.txt"

@@ -21,9 +21,14 @@ def _same_start():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Count lines of the package in its own tests alone: counting adds half to the time of a test."""
-    for item in items if config.getoption("cov_source", None) else ():
-        if item.path.parent.name in ("lab", "peers", "profiling", "training"):
+    """Mark what of the contract needs CUDA, and count lines of the package in its own tests alone.
+
+    Counting adds half to the time of a test.
+    """
+    for item in items:
+        if "on CUDA" in item.name:
+            item.add_marker("cuda")
+        if config.getoption("cov_source", None) and item.path.parent.name in ("lab", "peers", "profiling", "training"):
             item.add_marker("no_cover")  # of pytest-cov
 
 

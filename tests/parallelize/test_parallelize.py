@@ -98,10 +98,11 @@ def test_collectives_are_two_gathers_and_two_scatters_a_block_each_way(axes, num
 @pytest.mark.usefixtures("fake_processes")
 def test_recomputing_costs_the_collectives_of_the_forward_pass_but_for_the_last_of_a_block():
     mesh = mesh_of("tp")
-    model = parallelize(cases.transformer(), mesh, recompute=True)
+    model, size = parallelize(cases.transformer(), mesh, recompute=True), Size(2, 8, 16, 8, 4, 2, 32, num_layers=2)
     out = model(torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True))
     with Collectives(mesh) as backward:
         out.sum().backward()
+    assert backward.calls == collectives_of(size, Mesh(tp=4), recompute=True)["backward"]
     assert backward.calls[GATHER] == 2 * (2 + 2) + 1
     assert backward.calls[SCATTER] == 2 * (2 + 1)
 

@@ -1,20 +1,16 @@
-"""The errors that docs/exactness.md reports: the exact result, the order of the weights, the units, and the tables."""
-
-import cmath
+"""The errors that docs/exactness.md reports: those of known roundings, their units, and the tables."""
 
 import exactness
 import pytest
 import torch
-from peers import errors, rotations
-from peers.measuring import make_block
+from peers import errors
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the peers, which this project cannot fix
-CPU, SIZE = torch.device("cpu"), errors.SIZE
 
 
 @pytest.fixture(scope="module")
 def measured():
-    return errors.measure(CPU, quick=True)
+    return errors.measure(torch.device("cpu"), quick=True)
 
 
 def test_error_is_in_units_of_eps():
@@ -23,56 +19,6 @@ def test_error_is_in_units_of_eps():
     assert errors.error(exact * (1 + eps), exact, torch.bfloat16) == pytest.approx((1, 1))
     assert errors.error(exact + eps * torch.tensor([0.0, 0.0, 2.0]), exact, torch.bfloat16)[1] == pytest.approx(0.5)
     assert errors.error(exact * torch.tensor([1, 1, torch.nan]), exact, torch.bfloat16) == (torch.inf, torch.inf)
-
-
-def test_exact_rotation_is_that_of_complex_numbers():
-    x, position = torch.randn(1, 1, 1, SIZE.d_head, dtype=torch.float64), 1_000_003
-    rotation = rotations.exact(SIZE.theta, SIZE.d_head, position + 1)
-    actual = rotation(x, torch.tensor([position])).flatten().tolist()
-    for pair in range(SIZE.d_head // 2):
-        angle = position * SIZE.theta ** (-2 * pair / SIZE.d_head)
-        rotated = complex(*x.flatten()[2 * pair : 2 * pair + 2].tolist()) * cmath.exp(1j * angle)
-        assert actual[2 * pair : 2 * pair + 2] == pytest.approx([rotated.real, rotated.imag], abs=1e-8)
-
-
-@pytest.mark.parametrize("project", ["tinyblock", "torch.nn", "Hugging Face", "litgpt", "torchtune", "x-transformers"])
-def test_gradients_of_the_weights_have_the_order_of_the_block(project):
-    peer, _ = errors.PROJECTS[project]
-    assert peer
-    block, x = make_block(SIZE, torch.float64, CPU, seed=0)
-    gradient = torch.randn_like(x)
-    try:
-        layers = errors.layers_of(peer, [block])
-    except ImportError as error:
-        pytest.skip(str(error))
-
-    def norm(x):
-        return torch.einsum("...m,m->...m", x * (x.pow(2).mean(-1, keepdim=True) + SIZE.eps).rsqrt(), block.ln1.weight)
-
-    def swiglu(x):
-        gate, up = (torch.einsum("fm,...m->...f", w.weight, x) for w in (block.ffn.w1, block.ffn.w3))
-        return torch.einsum("mf,...f->...m", block.ffn.w2.weight, gate * torch.sigmoid(gate) * up)
-
-    def attention(x):
-        attn = block.attn
-        q, k, v = (torch.einsum("nm,bsm->bsn", p.weight, x) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
-        q, k, v = (each.unflatten(-1, (SIZE.num_heads, -1)) for each in (q, k, v))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / SIZE.d_head**0.5
-        shares = scores.masked_fill(torch.ones(2 * (SIZE.seq_len,)).triu(1).bool(), -torch.inf).softmax(-1)
-        attended = torch.einsum("bhqk,bkhd->bqhd", shares, v).flatten(-2)
-        return torch.einsum("mn,...n->...m", attn.output_proj.weight, attended)
-
-    formulas = {"RMSNorm": norm, "SwiGLU": swiglu, "attention without RoPE": attention}
-    assert formulas.keys() & layers.keys()
-    for section in formulas.keys() & layers.keys():
-        leaf = x.clone().requires_grad_()
-        y = formulas[section](leaf)
-        inputs = [leaf, *block.parameters()]
-        dx, *dw = torch.autograd.grad(y, inputs, gradient, allow_unused=True, materialize_grads=True)
-        weights = torch.cat([each.flatten() for each in dw])[layers[section].places]
-        expected = {"forward": y.detach(), "gradient of x": dx, "gradient of the weights": weights}
-        for what, actual in layers[section].passes(x, gradient).items():  # some projects compute norms in float32
-            assert (actual - expected[what]).norm() < 1e-6 * expected[what].norm(), (section, what)
 
 
 def test_measured_errors_are_those_of_known_roundings(measured):

@@ -3,14 +3,10 @@
 import gc
 import json
 import re
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
-from isolated import WITHOUT_PACKAGE, refuse
 from lab.machine import Ceilings
 from lab.sizes import Size
 from lab.timing import Spread
@@ -19,7 +15,6 @@ from profiling.cli import main
 from profiling.collectives import Mesh
 from profiling.measure import Settings, measure
 
-ROOT = Path(__file__).parents[2]
 TINY = ["--device=cpu", "--batch-size=2", "--seq-len=6", "--d-model=16", "--num-heads=4", "--num-kv-heads=2"]
 TINY += ["--d-ff=24", "--rounds=2"]
 PARTS = ["ln1", "q/k/v projections", "rope", "attention", "output projection", "residual adds", "ln2", "ffn"]
@@ -46,28 +41,11 @@ def rejection(capsys, *options):
     return captured.err
 
 
-def test_script_runs_in_a_checkout_with_torch_einops_and_jaxtyping_alone(tmp_path):
-    path, script = tmp_path / "profile.json", ROOT / "scripts" / "profile_block.py"
-    options = [str(script), *TINY, "--json", str(path)]
-    # As Python runs a script: with its folder first on the path. Torch warns where numpy is missing, so that is there.
-    code = refuse("beartype", "rich", "matplotlib")
-    code += f"import runpy\nsys.argv[:] = {options}\nsys.path[0] = {str(script.parent)!r}\n"
-    code += f"runpy.run_path({str(script)!r}, run_name='__main__')"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=WITHOUT_PACKAGE, cwd=tmp_path
-    )
-    assert run.returncode == 0, run.stderr
-    assert "profile_block" not in run.stderr  # torch has warnings of its own, as on a CUDA build without a GPU
-    document = json.loads(path.read_text())
-    assert document["settings"]["shape_checks"] is False
-    assert document["environment"]["command"].endswith(f"--json {path}")
-    assert run.stdout.isascii()
-    assert all(re.search(rf"^\| {name} ", run.stdout, re.MULTILINE) for name in [*PARTS, "sum of the parts", "whole"])
-    assert "datasheet n/a" in run.stdout
-
-
-def test_profile_of_train_measures_every_part(tmp_path):
-    document = profile(tmp_path)
+def test_profile_of_train_measures_every_part(tmp_path, capsys):
+    document, out = profile(tmp_path), capsys.readouterr().out
+    assert out.isascii()
+    assert all(re.search(rf"^\| {name} ", out, re.MULTILINE) for name in [*PARTS, "sum of the parts", "whole"])
+    assert "datasheet n/a" in out
     assert (document["schema"], document["status"]) == ("tinyblock.profile/1", "ok")
     (point,) = document["points"]
     assert [part["name"] for part in point["parts"]] == PARTS
@@ -298,6 +276,8 @@ def test_compare_is_shown_below_the_report(tmp_path, capsys):
         (["--num-layers", str(10**12)], "GiB of weights does not fit: cpu has "),
         (["--tp", "2"], "tp=2 needs 2 processes, but 1 is running: start with torchrun --nproc-per-node 2 "),
         (["--dp", "4"], "a batch of 2 does not split over dp=4"),
+        (["--dp-replicate", "2"], "use dp alone"),
+        (["--tp", "0"], "at least 1 process"),
         (["--predict", "tp=2"], "--predict needs --link"),
         (["--predict", "pp=2", "--link", "1e9"], "--predict: must be meshes, as in tp=8,dp=64, got 'pp=2'"),
         (["--predict", "tp=4", "--link", "1e9"], "num_kv_heads=2 is not a multiple of tp=4"),
