@@ -1,19 +1,17 @@
 """Measure the errors of tinyblock's layers and of other projects' layers, for docs/exactness.md."""
 
-import importlib.metadata
 import math
 import statistics
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's tinyblock, installed or not
 
 import torch
 from lab.cli import Parser, check_outputs, device_of, run
-from lab.environment import environment
+from lab.environment import environment, versions
 from lab.files import atomic
 from lab.progress import Progress
 from lab.tables import markdown, number
@@ -93,18 +91,9 @@ def summary(errors: Errors) -> str:
     return markdown(["tinyblock / project", *peers], rows)
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of torch and of the installed projects."""
-    found = {}
-    for package in ("torch", *PACKAGES):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
 def page(errors: Errors, facts: Mapping[str, object]) -> str:
     """Return the generated part of the page."""
-    packages = ", ".join(" ".join(each) for each in versions().items())
+    packages = ", ".join(map(" ".join, versions("torch", *PACKAGES).items()))
     where = f"Measured on {facts['device']}, with {packages}, at commit {facts['commit']}."
     parts = [where, summary(errors)]
     for section in sections(errors):
@@ -145,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             head, mark, _ = (args.write.read_text() if args.write.exists() else "").partition(MARK)
             if not mark:
                 raise ValueError(f"--write must be a page with the line {MARK.strip()}, got {args.write}")
-            if missing := set(PACKAGES) - set(versions()):
+            if missing := set(PACKAGES) - set(versions(*PACKAGES)):
                 raise ValueError(f"--write requires {', '.join(sorted(missing))}: pip install -e '.[exactness]'")
 
     def work() -> int:

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -39,6 +40,15 @@ def environment(device: torch.device, seed: int) -> dict[str, object]:
     }
 
 
+def versions(*packages: str) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
 def device_name(device: torch.device) -> str:
     """Return the name of the GPU as its driver gives it, or that of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
@@ -65,11 +75,8 @@ def _driver_version() -> str | None:
 
 def _norm_kernels() -> str | None:
     """Return the packages with which torch 2.13 and later replace their own RMSNorm on Hopper, if both are there."""
-    packages = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
-    try:
-        return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found = versions("nvidia-cutlass-dsl", "apache-tvm-ffi")
+    return ", ".join(map(" ".join, found.items())) if len(found) == 2 else None
 
 
 def _output(command: list[str]) -> str | None:

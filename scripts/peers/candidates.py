@@ -7,7 +7,6 @@ any timing.
 
 import copy
 import functools
-import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from typing import Any, cast
 import jaxtyping
 import torch
 import torch.nn.functional as F
+from lab.environment import versions
 from lab.sizes import Size
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -65,10 +65,7 @@ class Peer:
     takes_positions: bool = False
 
     def version(self) -> str | None:
-        try:
-            return importlib.metadata.version(self.package) if self.package else None
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return versions(self.package).get(self.package) if self.package else None
 
     def build(self, block: Block, size: Size, **positions: Tensor) -> Candidate:
         """Return a candidate with the weights, dtype and device of `block`.

@@ -74,14 +74,3 @@ def test_costs_move_the_inputs_weights_and_outputs_once(dtype):
         else:
             assert forward.bytes == into + weights + out
             assert backward.bytes == forward.bytes + into + weights
-
-
-def test_costs_of_a_mode_are_those_of_its_parts_and_passes():
-    stack = Size(2, 5, 12, 6, 2, 4, 20, num_layers=3)
-    parts = stack.part_costs(4)
-    once = parts.pop("final norm")
-    forward = sum((cost["forward"] for cost in parts.values()), Cost()) * 3 + once["forward"]
-    backward = sum((cost["backward"] for cost in parts.values()), Cost()) * 3 + once["backward"]
-    assert (stack.costs("forward", 4), stack.costs("backward", 4)) == (forward, backward)
-    assert stack.costs("train", 4) == forward + backward
-    assert stack.costs("step", 4) == forward + backward + adamw_cost(stack.parameters, 4)

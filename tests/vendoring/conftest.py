@@ -1,7 +1,7 @@
-"""Two releases of a tinyblock of stand-ins, and a project that copies from the newer one."""
+"""Two releases of tinyblock, and a project that copies from the newer one."""
 
 import pytest
-from vendoring.project import FILES, FIRST, FIRST_OF_NEW, Project, release
+from vendoring.project import FIRST, FIRST_OF_NEW, Project, edit, release
 
 
 @pytest.fixture
@@ -12,8 +12,10 @@ def old(tmp_path):
 @pytest.fixture
 def new(tmp_path):
     """The release after the old one: attention, rope and the harness of the contracts have changed."""
-    names = ("attention.py", "rope.py", "contract/harness.py")
-    return release(tmp_path / "new", "0.2.0", {name: FILES[name].replace(FIRST, FIRST_OF_NEW) for name in names})
+    upstream = release(tmp_path / "new", "0.2.0")
+    for name in ("attention.py", "rope.py", "contract/harness.py"):
+        edit(upstream.root / name, FIRST, FIRST_OF_NEW)
+    return upstream
 
 
 @pytest.fixture

@@ -1,44 +1,25 @@
-"""A tinyblock of stand-ins, in several releases, and a project that copies from them."""
+"""Releases of tinyblock, and a project that copies from them."""
 
 import re
 from pathlib import Path
 from typing import NamedTuple
 
-from tinyblock.vendoring.catalogue import LAYER_NAMES, NAMES, Upstream
+from tinyblock.vendoring.catalogue import Upstream
 from tinyblock.vendoring.cli import main
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tinyblock"
 LOCK, LICENSE = "tinyblock.lock", "LICENSE.tinyblock"
-IMPORTS = {"block": ("attention", "ffn", "rmsnorm"), "transformer": ("block", "ffn", "rope")}
-CONTRACT_IMPORTS = {"attention": ("rope",), "block": ("attention", "rmsnorm"), "transformer": ("block",)}
-FIRST, LAST = "first = 1", "last = 1"  # lines of each layer, too far apart to conflict
-FIRST_OF_NEW = "first = 2  # since 0.2.0"
+FIRST, LAST = "# first = 1", "# last = 1"  # lines of each file, too far apart to conflict
+FIRST_OF_NEW = "# first = 2, since 0.2.0"
 
 
-def _imports(siblings):
-    return "".join(f"from .{sibling} import last\n" for sibling in siblings)
-
-
-FILES = {
-    "LICENSE": "Anybody may.\n",
-    "contract/__init__.py": "",
-    "contract/harness.py": f"import torch\n{FIRST}\n",
-    "contract/test_contract.py": _imports(["harness"]),
-    **{f"contract/{name}.py": _imports(["harness", *CONTRACT_IMPORTS.get(name, ())]) for name in LAYER_NAMES},
-    **{
-        f"{name}.py": f'"""The {name}: in short."""\n{_imports(IMPORTS.get(name, ()))}{FIRST}\n\n\n\n{LAST}\n'
-        for name in NAMES
-    },
-    "typecheck.py": "import beartype  # é, and no newline at the end",
-}
-
-
-def release(folder, version, changed=()):
-    """Write a release of the stand-ins, with some files changed."""
-    for name, text in {**FILES, **dict(changed)}.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(text.encode())
+def release(folder, version):
+    """Copy the package, with these lines in each file."""
+    for path in (PACKAGE / "LICENSE", *PACKAGE.rglob("*.py")):
+        copied, text = folder / path.relative_to(PACKAGE), path.read_text(encoding="utf-8")
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_text(text.replace("\n\n", f"\n\n{FIRST}\n", 1) + f"{LAST}\n", encoding="utf-8")
     return Upstream(folder, version)
 
 

@@ -12,13 +12,14 @@ from tinyblock.vendoring.catalogue import NAMES, Upstream
 def test_layer_comes_with_its_imports_and_with_its_contract_if_asked(new):
     assert new.with_imports(["rmsnorm.py"]) == ["rmsnorm.py"]
     assert new.with_imports(["block.py"]) == ["attention.py", "block.py", "ffn.py", "rmsnorm.py"]
-    contracts = [f"contract/{name}.py" for name in ("__init__", "attention", "harness", "rope", "test_contract")]
-    assert new.with_imports(["attention.py"], with_tests=True) == ["attention.py", "rope.py", *contracts]
+    names = ("__init__", "attention", "harness", "loading", "rmsnorm", "rope", "test_contract")
+    expected = ["attention.py", "rmsnorm.py", "rope.py", *(f"contract/{name}.py" for name in names)]
+    assert new.with_imports(["attention.py"], with_tests=True) == expected
 
 
 @pytest.mark.parametrize("layer", NAMES)
 def test_copies_of_this_tinyblock_import_no_file_that_is_left_behind(layer, project):
-    project.add(layer, "--with-tests", upstream=Upstream())
+    project.add(layer, "--with-tests")
     for name in project.names():
         text = project.path(name).read_text(encoding="utf-8")
         assert not re.search(r"^(from|import) tinyblock", text, re.MULTILINE)

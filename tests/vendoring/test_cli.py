@@ -50,8 +50,9 @@ def test_add_of_a_block_without_rope_prints_how_to_add_it_once(project):
 
 
 def test_diff_can_be_applied_whatever_the_encoding_of_the_terminal(project, monkeypatch):
+    (project.upstream.root / "typecheck.py").write_text("# beartype, é, and no newline at the end", encoding="utf-8")
     project.add("typecheck")
-    pristine = project.path("typecheck.py").read_bytes()  # with a letter out of ASCII, without a newline at the end
+    pristine = project.path("typecheck.py").read_bytes()
     edited = pristine.replace(b"beartype", b"nothing")
     project.path("typecheck.py").write_bytes(edited)
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")

@@ -5,9 +5,9 @@ import re
 import shutil
 
 import pytest
-from vendoring.project import FILES, FIRST, FIRST_OF_NEW, LAST, LICENSE, LOCK, edit, release, snapshot
+from vendoring.project import FIRST, FIRST_OF_NEW, LAST, LICENSE, LOCK, edit, release, snapshot
 
-OURS = "last = 'ours'"
+OURS = "# last = 'ours'"
 
 
 def test_add_writes_each_file_under_a_header(project):
@@ -19,7 +19,7 @@ def test_add_writes_each_file_under_a_header(project):
     for name in project.names():
         header = f"# Copied from tinyblock 0.2.0: {name} (license: LICENSE.tinyblock)\n# SPDX-License-Identifier: MIT\n"
         assert project.path(name).read_text() == header + (project.upstream.root / name).read_text()
-    assert project.path(LICENSE).read_text() == FILES["LICENSE"]
+    assert project.path(LICENSE).read_text() == (project.upstream.root / "LICENSE").read_text()
     before = snapshot(project.root)
     for lost in ([], ["ffn.py", "contract/harness.py", LICENSE], [LOCK]):
         for name in lost:
@@ -58,11 +58,12 @@ def test_diff_shows_edits_and_upstream_changes(project, old):
     mine, theirs, both = (project.run("diff", folder, *only).out for only in (["--mine"], ["--upstream"], []))
     assert both == mine + theirs
     assert f"--- tinyblock 0.1.0: attention.py\n+++ {folder}/attention.py\n@@" in mine
-    assert re.findall(r"^[-+](?:last|first).*", mine, re.MULTILINE) == [f"-{LAST}", f"+{OURS}", f"-{FIRST}", f"-{LAST}"]
+    lines = re.findall(r"^[-+]# (?:last|first) .*", mine, re.MULTILINE)
+    assert lines == [f"-{LAST}", f"+{OURS}", f"-{FIRST}", f"-{LAST}"]
     assert theirs.startswith("--- tinyblock 0.1.0: attention.py\n+++ tinyblock 0.2.0: attention.py\n@@")
     changed = [f"-{FIRST}", f"+{FIRST_OF_NEW}"]
-    assert re.findall(r"^[-+]\w.*", theirs, re.MULTILINE) == 3 * changed  # of attention, of the harness, of rope
-    assert re.findall(r"^[-+]\w.*", project.run("diff", folder, "rope").out, re.MULTILINE) == changed
+    assert re.findall(r"^[-+][\w#].*", theirs, re.MULTILINE) == 3 * changed  # of attention, of the harness, of rope
+    assert re.findall(r"^[-+][\w#].*", project.run("diff", folder, "rope").out, re.MULTILINE) == changed
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])  # as git writes them on Windows, the lock file too
@@ -87,7 +88,7 @@ def test_update_merges_edits_with_upstream_changes(newline, project, old):
 def test_update_marks_a_conflict_and_keeps_the_file_before(project, old):
     project.add("attention", "rope", upstream=old)
     conflict = project.path("attention.py")
-    edit(conflict, FIRST, "first = 'ours'")
+    edit(conflict, FIRST, "# first = 'ours'")
     project.path("attention.py.orig").write_text("mine")
     edited = conflict.read_bytes()
     done = project.run("update", project.folder)
@@ -96,7 +97,7 @@ def test_update_marks_a_conflict_and_keeps_the_file_before(project, old):
     assert done.rows == {"attention.py": message, "rope.py": "updated"}
     assert project.path("attention.py.orig").read_text() == "mine"
     assert project.path("attention.py.orig2").read_bytes() == edited
-    mine = f"<<<<<<< {conflict.as_posix()}\nfirst = 'ours'\n=======\n"
+    mine = f"<<<<<<< {conflict.as_posix()}\n# first = 'ours'\n=======\n"
     theirs = f"{FIRST_OF_NEW}\n>>>>>>> tinyblock 0.2.0: attention.py\n"
     marked = conflict.read_text()
     for part in (mine + theirs, mine, theirs):  # half resolved is not resolved
@@ -120,7 +121,8 @@ def test_update_of_one_layer_includes_its_contract_and_what_these_import(project
 def test_update_restores_missing_copies_and_leaves_alone_what_tinyblock_no_longer_has(project, old):
     project.add("attention", "rope", "ffn", upstream=old)
     project.path("rope.py").unlink()
-    newer = release(project.root / "newer", "9.0.0rc1", {"attention.py": "# newer\n"})
+    newer = release(project.root / "newer", "9.0.0rc1")
+    edit(newer.root / "attention.py", FIRST, "# newer")
     (newer.root / "ffn.py").unlink()
     ffn = project.path("ffn.py").read_bytes()
     rows = project.run("update", project.folder, upstream=newer).rows
@@ -130,8 +132,8 @@ def test_update_restores_missing_copies_and_leaves_alone_what_tinyblock_no_longe
 
 
 def test_update_brings_what_the_new_version_imports(project):
-    block = FILES["block.py"].replace("from .rmsnorm import last\n", "")
-    older = release(project.root / "older", "0.1.0", {"block.py": block})
+    older = release(project.root / "older", "0.1.0")
+    edit(older.root / "block.py", "from .rmsnorm import", "import")
     project.add("block", upstream=older)
     project.path("rmsnorm.py").write_text("mine\n")
     for command in (["update"], ["add", "rmsnorm", "--to"]):
@@ -172,7 +174,7 @@ def test_update_keeps_a_header_that_was_edited(project, old):
 
 def test_remove_deletes_copies_without_edits(project):
     project.add("block", "rope", "--with-tests")
-    project.assert_rejected(r"rope\.py is imported by .*attention\.py: remove", "remove", project.folder, "rope")
+    project.assert_rejected(r"rope\.py is imported by .*attention\.py.*: remove", "remove", project.folder, "rope")
     project.path("rope.py").unlink()
     before = snapshot(project.root)
     remove = ("remove", project.folder, "ffn", "block", "rope", "attention")
