@@ -7,6 +7,9 @@ import shutil
 import pytest
 from vendoring.project import FILES, FIRST, FIRST_OF_NEW, LAST, LICENSE, LOCK, edit, release, snapshot
 
+from tinyblock.vendoring import CommandError
+from tinyblock.vendoring.copies import Copies
+
 OURS = "last = 'ours'"
 
 
@@ -160,6 +163,27 @@ def test_update_finishes_what_a_killed_update_began(project, old):
             project.path(name).write_bytes(before[name])
         assert project.run("update", project.folder).code == 0
         assert snapshot(project.root) == after
+
+
+@pytest.mark.parametrize("name", ["rope.py", LOCK])
+def test_update_keeps_what_an_editor_saves_while_it_runs(name, project, old):
+    project.add("attention", "rope", upstream=old)
+    copies = Copies(project.folder, project.upstream)
+    steps = copies.update()
+    with project.path(name).open("a") as file:
+        file.write("# saved now")
+    before = snapshot(project.root)
+    with pytest.raises(CommandError, match=f"{name} was changed by another program meanwhile"):
+        copies.carry_out(steps)
+    assert snapshot(project.root) == before
+
+
+def test_update_replaces_a_read_only_copy_and_leaves_it_read_only(project, old):
+    project.add("rope", upstream=old)
+    project.path("rope.py").chmod(0o444)
+    assert project.run("update", project.folder) == (0, f"{'rope.py':25}  updated\n1 up to date\n", "")
+    assert project.path("rope.py").read_text() == project.original("rope.py")
+    assert project.path("rope.py").stat().st_mode & 0o777 == 0o444
 
 
 def test_update_keeps_a_header_that_was_edited(project, old):
