@@ -117,7 +117,8 @@ def test_update_of_one_layer_includes_its_contract_and_what_these_import(project
     expected = {"attention.py", "contract/harness.py"}
     assert project.run("update", project.folder, "attention", "--dry-run").rows.keys() == expected | {"rope.py"}
     assert project.run("update", project.folder, "rope").rows.keys() == {"contract/harness.py", "rope.py"}
-    project.assert_rejected("no copy of 'nothing' in .*; it has ", "update", project.folder, "nothing")
+    layers = "rmsnorm, ffn, rope, attention, block, transformer"
+    project.assert_rejected(f"no copy of 'nothing' in .*; it has {layers}\n", "update", project.folder, "nothing")
 
 
 def test_update_restores_missing_copies_and_leaves_alone_what_tinyblock_no_longer_has(project, old):

@@ -100,7 +100,7 @@ class Copies:
         stems = {name: PurePosixPath(name).stem for name in self.originals}
         for layer in layers:
             if layer not in stems.values():
-                known = ", ".join(sorted({*stems.values()}))
+                known = ", ".join(name for name in NAMES if name in stems.values())
                 raise CommandError(f"there is no copy of {layer!r} in {self.folder}; it has {known}")
         return [self._copy(name) for name, stem in stems.items() if not layers or stem in layers]
 
