@@ -51,6 +51,20 @@ def test_verify_reports_what_a_copy_lacks_and_rejects_names_that_match_nothing(t
         verify(str(tmp_path), ["autocast", "causalty"])
 
 
+def test_verify_fails_for_a_layer_of_another_name(tmp_path, capsys):
+    renamed = [("rmsnorm", old, old.replace("RMSNorm", "Norm")) for old in ("class RMSNorm(", '["RMSNorm", ')]
+    copy_layers(tmp_path, "rmsnorm", edits=renamed)
+    (tmp_path / "block.py").write_text("class DecoderLayer: ...\n")
+    (tmp_path / "transformer.py").write_text("def stack(): ...\n")
+    assert verify(str(tmp_path), ["compiles*"]) == 1
+    out = capsys.readouterr().out
+    for file, name in {"rmsnorm": "RMSNorm", "block": "Block", "transformer": "Transformer"}.items():
+        assert (
+            f"  FAIL  {file}.py does not define {name}, so it is not verified: name it so, or skip '{file}: *'" in out
+        )
+    assert verify(str(tmp_path), ["rmsnorm: *", "block: *", "transformer: *"]) == 0
+
+
 def test_verify_begins_with_the_meaning_and_wraps_lines(tmp_path, capsys):
     edit = ("attention", "rope(q, token_positions), rope(k, token_positions)", "q, rope(k, token_positions)")
     copy_layers(tmp_path, "attention", edits=[edit])
