@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from contract.copying import copy_layers
 
 from tinyblock.contract.harness import PROPERTIES
@@ -59,10 +60,15 @@ def test_verify_fails_for_a_layer_of_another_name(tmp_path, capsys):
     assert verify(str(tmp_path), ["compiles*"]) == 1
     out = capsys.readouterr().out
     for file, name in {"rmsnorm": "RMSNorm", "block": "Block", "transformer": "Transformer"}.items():
-        assert (
-            f"  FAIL  {file}.py does not define {name}, so it is not verified: name it so, or skip '{file}: *'" in out
-        )
+        failure = f"  FAIL  {file}.py does not define {name}, so it is not verified: "
+        assert f"{failure}name it so, or skip '{file}: *'" in out
     assert verify(str(tmp_path), ["rmsnorm: *", "block: *", "transformer: *"]) == 0
+
+
+def test_verify_uses_one_thread(tmp_path):
+    torch.set_num_threads(2)
+    assert verify(str(copy_layers(tmp_path, "rmsnorm")), ["*"]) == 0
+    assert torch.get_num_threads() == 1
 
 
 def test_verify_begins_with_the_meaning_and_wraps_lines(tmp_path, capsys):

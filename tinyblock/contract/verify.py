@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from unittest import SkipTest
 
+import torch
+
 import tinyblock
 
 from .harness import MISSING, PROPERTIES, Property, Violation
@@ -32,6 +34,7 @@ def verify(target: str, skip: Sequence[str], verbose: bool = False) -> int:
         LookupError: `target` has no layer, or a name to skip matches no property.
         ImportError: a layer cannot be imported.
     """
+    torch.set_num_threads(1)  # on tensors this small, other threads only wait, and slow the first one down
     make_importable(Path.cwd())
     copies = load(Path(target) if Path(target).exists() else _locate(target))
     upstream = {module.__name__.rpartition(".")[2]: module for module in tinyblock.LAYERS}
