@@ -118,6 +118,9 @@ MUTANTS = {  # edits, and properties that fail
         ],
         {INPUTS},
     ),
+    "masks left to torch where they are compiled": replace(
+        "attention", "if mask.dtype !=", "if not torch.compiler.is_compiling() and mask.dtype !=", INPUTS
+    ),
     "a print where there is no RoPE": insert("attention", "if self.rope is None: print(end='')", COMPILES),
     "two dtypes for the norm under autocast": replace(
         "attention", "self.q_norm(q.to(self.q_norm.weight.dtype)).to(v.dtype)", "self.q_norm(q)", AUTOCAST
