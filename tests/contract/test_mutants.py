@@ -152,6 +152,12 @@ MUTANTS = {  # edits, and properties that fail
     "a layer left out of the reset": replace(
         "block", "in self.children()", "in (self.ln1, self.attn, self.ffn)", RESET
     ),
+    "a reset of our own layers alone": replace(
+        "block",
+        '"reset_parameters", None)):',
+        '"reset_parameters", None)) and "torch" not in module.__module__:',
+        RESET,
+    ),
     "a table per block": replace("transformer", "rope=rope,", "rope=__import__('copy').deepcopy(rope),", ONE_TABLE),
 }
 
