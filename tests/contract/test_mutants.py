@@ -118,6 +118,9 @@ MUTANTS = {  # edits, and properties that fail
         ],
         {INPUTS},
     ),
+    "masks left to torch where they are compiled": replace(
+        "attention", "if mask.dtype !=", "if not torch.compiler.is_compiling() and mask.dtype !=", INPUTS
+    ),
     "a print where there is no RoPE": insert("attention", "if self.rope is None: print(end='')", COMPILES),
     "two dtypes for the norm under autocast": replace(
         "attention", "self.q_norm(q.to(self.q_norm.weight.dtype)).to(v.dtype)", "self.q_norm(q)", AUTOCAST
@@ -148,6 +151,12 @@ MUTANTS = {  # edits, and properties that fail
     ),
     "a layer left out of the reset": replace(
         "block", "in self.children()", "in (self.ln1, self.attn, self.ffn)", RESET
+    ),
+    "a reset of our own layers alone": replace(
+        "block",
+        '"reset_parameters", None)):',
+        '"reset_parameters", None)) and "torch" not in module.__module__:',
+        RESET,
     ),
     "a table per block": replace("transformer", "rope=rope,", "rope=__import__('copy').deepcopy(rope),", ONE_TABLE),
 }

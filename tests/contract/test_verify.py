@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from contract.copying import copy_layers
 
 from tinyblock.contract.harness import PROPERTIES
@@ -49,6 +50,25 @@ def test_verify_reports_what_a_copy_lacks_and_rejects_names_that_match_nothing(t
     assert f"  note  rms_norm is not in this copy; not checked, or only in part: {names[0]}\n" in out
     with pytest.raises(LookupError, match=r"no property matches 'causalty': did you mean '.*'\?$"):
         verify(str(tmp_path), ["autocast", "causalty"])
+
+
+def test_verify_fails_for_a_layer_of_another_name(tmp_path, capsys):
+    renamed = [("rmsnorm", old, old.replace("RMSNorm", "Norm")) for old in ("class RMSNorm(", '["RMSNorm", ')]
+    copy_layers(tmp_path, "rmsnorm", edits=renamed)
+    (tmp_path / "block.py").write_text("class DecoderLayer: ...\n")
+    (tmp_path / "transformer.py").write_text("def stack(): ...\n")
+    assert verify(str(tmp_path), ["compiles*"]) == 1
+    out = capsys.readouterr().out
+    for file, name in {"rmsnorm": "RMSNorm", "block": "Block", "transformer": "Transformer"}.items():
+        failure = f"  FAIL  {file}.py does not define {name}, so it is not verified: "
+        assert f"{failure}name it so, or skip '{file}: *'" in out
+    assert verify(str(tmp_path), ["rmsnorm: *", "block: *", "transformer: *"]) == 0
+
+
+def test_verify_uses_one_thread(tmp_path):
+    torch.set_num_threads(2)
+    assert verify(str(copy_layers(tmp_path, "rmsnorm")), ["*"]) == 0
+    assert torch.get_num_threads() == 1
 
 
 def test_verify_begins_with_the_meaning_and_wraps_lines(tmp_path, capsys):

@@ -7,6 +7,9 @@ import shutil
 import pytest
 from vendoring.project import FIRST, FIRST_OF_NEW, LAST, LICENSE, LOCK, edit, release, snapshot
 
+from tinyblock.vendoring import CommandError
+from tinyblock.vendoring.copies import Copies
+
 OURS = "# last = 'ours'"
 
 
@@ -115,7 +118,8 @@ def test_update_of_one_layer_includes_its_contract_and_what_these_import(project
     expected = {"attention.py", "contract/harness.py"}
     assert project.run("update", project.folder, "attention", "--dry-run").rows.keys() == expected | {"rope.py"}
     assert project.run("update", project.folder, "rope").rows.keys() == {"contract/harness.py", "rope.py"}
-    project.assert_rejected("no copy of 'nothing' in .*; it has ", "update", project.folder, "nothing")
+    layers = "rmsnorm, ffn, rope, attention, block, transformer"
+    project.assert_rejected(f"no copy of 'nothing' in .*; it has {layers}\n", "update", project.folder, "nothing")
 
 
 def test_update_restores_missing_copies_and_leaves_alone_what_tinyblock_no_longer_has(project, old):
@@ -162,6 +166,27 @@ def test_update_finishes_what_a_killed_update_began(project, old):
             project.path(name).write_bytes(before[name])
         assert project.run("update", project.folder).code == 0
         assert snapshot(project.root) == after
+
+
+@pytest.mark.parametrize("name", ["rope.py", LOCK])
+def test_update_keeps_what_an_editor_saves_while_it_runs(name, project, old):
+    project.add("attention", "rope", upstream=old)
+    copies = Copies(project.folder, project.upstream)
+    steps = copies.update()
+    with project.path(name).open("a") as file:
+        file.write("# saved now")
+    before = snapshot(project.root)
+    with pytest.raises(CommandError, match=f"{name} was changed by another program meanwhile"):
+        copies.carry_out(steps)
+    assert snapshot(project.root) == before
+
+
+def test_update_replaces_a_read_only_copy_and_leaves_it_read_only(project, old):
+    project.add("rope", upstream=old)
+    project.path("rope.py").chmod(0o444)
+    assert project.run("update", project.folder) == (0, f"{'rope.py':25}  updated\n1 up to date\n", "")
+    assert project.path("rope.py").read_text() == project.original("rope.py")
+    assert project.path("rope.py").stat().st_mode & 0o777 == 0o444
 
 
 def test_update_keeps_a_header_that_was_edited(project, old):

@@ -7,6 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from vendoring.project import snapshot
 
+from tinyblock.vendoring import CommandError
 from tinyblock.vendoring.files import CONFLICT_MARKS, decode, encode, merge, replace_all
 
 LINES = st.lists(st.sampled_from(["a", "b", "c", "", "\tdef f():", "é"]), max_size=8)
@@ -35,13 +36,19 @@ def test_decode_and_encode_lose_no_byte(content):
         assert encode(text, like=content) == content
 
 
-@pytest.mark.parametrize("fails", ["replaced", "created", "last"])
-def test_replace_all_puts_everything_back_if_one_change_fails(fails, tmp_path):
+@pytest.fixture
+def changes(tmp_path):
+    """Changes of a file to replace, one to create, one to delete and one to create after these."""
     for name in ("replaced", "deleted"):
         (tmp_path / name).write_bytes(b"before")
         (tmp_path / name).chmod(0o640)
-    contents = {"replaced": b"after", "folder/created": b"after", "deleted": None, "last": b"after"}
+    created = dict.fromkeys(("folder/created", "last"), (None, b"after"))
+    contents = {"replaced": (b"before", b"after"), "deleted": (b"before", None), **created}
+    return {tmp_path / name: change for name, change in contents.items()}
 
+
+@pytest.mark.parametrize("fails", ["replaced", "created", "last"])
+def test_replace_all_puts_everything_back_if_one_change_fails(fails, tmp_path, changes):
     def replace(source, target):
         if target.name == fails:
             raise KeyboardInterrupt
@@ -49,6 +56,19 @@ def test_replace_all_puts_everything_back_if_one_change_fails(fails, tmp_path):
 
     before = snapshot(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        replace_all(tmp_path, {tmp_path / name: content for name, content in contents.items()}, replace)
+        replace_all(tmp_path, changes, replace)
     assert snapshot(tmp_path) == before | {"folder": None}
     assert (tmp_path / "deleted").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("name", ["deleted", "folder/created", "last"])
+def test_replace_all_keeps_what_another_program_writes_meanwhile(name, tmp_path, changes):
+    def replace(source, target):
+        os.replace(source, target)
+        if target.name == "replaced":  # the first
+            (tmp_path / name).write_bytes(b"of another program")
+
+    before = snapshot(tmp_path)
+    with pytest.raises(CommandError, match=f"{name} was changed by another program meanwhile: run the command again"):
+        replace_all(tmp_path, changes, replace)
+    assert snapshot(tmp_path) == before | {"folder": None, name: b"of another program"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from . import harness
 from .attention import RELATIVE, SEQUENCE, mask_of, self_attention
 from .ffn import feed_forward, swiglu
-from .harness import Call, Case, Layer, Shape, State, guarantees, supported
+from .harness import Call, Case, Layer, Shape, State, Violation, context, guarantees, supported
 from .rmsnorm import rms_norm
 from .rope import POSITIONS, rotary
 
@@ -85,12 +86,24 @@ def with_other_parts(case: Case) -> list[Case]:
 
 
 def resets(cls: Any, ffn: Layer, *sizes: int, **options: Any) -> None:
-    """Reset layers that have reset_parameters, and within layers that have none."""
+    """Reset layers that have reset_parameters, also torch's, and within layers that have none."""
 
     def sequential(*sizes: Any, **options: Any) -> nn.Module:
         return nn.Sequential(ffn.SwiGLU(*sizes, **options))
 
+    def linear(d_model: int, d_ff: int | None, **options: Any) -> nn.Module:
+        return nn.Linear(d_model, d_model, **options)
+
     harness.draws_weights(cls, *sizes, ffn=sequential, **options)
+    options |= supported(cls, {"norm": nn.LayerNorm, "ffn": linear})
+    with context(harness.show_call(cls, sizes, options), "reset_parameters() after NaN in every weight"):
+        module = cls(*sizes, **options)
+        for parameter in module.parameters():
+            parameter.data.fill_(math.nan)
+        module.reset_parameters()
+        for name, parameter in module.named_parameters():
+            if not parameter.isfinite().all():
+                raise Violation(f"got NaN in {name}")
 
 
 guarantees(RELATIVE)(lambda block: cases(block)[:1])

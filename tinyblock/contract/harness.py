@@ -288,15 +288,15 @@ def with_gradients(result: Tensor, module: nn.Module, x: Tensor, dtype: torch.dt
 
 
 @contextmanager
-def compiled(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield the module, compiled as far as one graph of torch's operations, and their counter."""
+def compiled(module: nn.Module, fullgraph: bool = True) -> Iterator[tuple[Any, Any]]:
+    """Yield the module, compiled to graphs of torch's operations, and their counter."""
     with warnings.catch_warnings():  # those of torch's own imports
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch._dynamo.testing import CompileCounter
 
         counter = CompileCounter()
         torch._dynamo.reset()
-        yield torch.compile(module, fullgraph=True, backend=counter), counter
+        yield torch.compile(module, fullgraph=fullgraph, backend=counter), counter
     torch._dynamo.reset()
 
 
@@ -385,14 +385,15 @@ def rejects(cls: Any, valid: Mapping[str, Any], **invalid: tuple[Any, ...]) -> N
                 cls(**arguments)
 
 
-def rejects_input(module: nn.Module, named: Any, x: Tensor, **inputs: Tensor) -> None:
-    """Reject an input with a value in the message; in a compiled module, with any exception."""
+def rejects_input(module: nn.Module, named: Any, x: Tensor, *, by_torch: bool = False, **inputs: Tensor) -> None:
+    """Reject an input with a value in the message, also in a compiled module, unless torch's own error comes first."""
     require_parameters(module.forward, *inputs)
     what = [f"{name} {show(tensor)} of {tensor.dtype}" for name, tensor in {"x": x, **inputs}.items()]
-    with context(f"{type(module).__name__}({module.extra_repr()})", *what), compiled(module) as (run, _):
+    with context(f"{type(module).__name__}({module.extra_repr()})", *what), compiled(module, False) as (run, _):
         with rejected(named):
             module(x, **inputs)
-        with context("compiled"), rejected(None, (RuntimeError, IndexError, ValueError)):
+        errors = (RuntimeError, IndexError, ValueError) if by_torch else (ValueError,)
+        with context("compiled"), rejected(None if by_torch else named, errors):
             run(x, **inputs)
 
 

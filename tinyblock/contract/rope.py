@@ -109,7 +109,8 @@ def rejects_inputs(rope: Layer) -> None:
     module = rope.RotaryPositionalEmbedding(10.0, 4, 8)
     harness.rejects_input(module, 9, torch.zeros(9, 4))
     for positions, dtype in product(([0, 1, 8], [0, -1, 2], [10**9, 0, 0], [0, 0, 2**32]), harness.ALLOWED):
-        harness.rejects_input(module, 7, torch.zeros(3, 4, dtype=dtype), token_positions=torch.tensor(positions))
+        x, token_positions = torch.zeros(3, 4, dtype=dtype), torch.tensor(positions)
+        harness.rejects_input(module, 7, x, token_positions=token_positions, by_torch=True)
     for dtype in (torch.bool, *DTYPES):
         harness.rejects_input(module, dtype, torch.zeros(3, 4), token_positions=torch.zeros(3, dtype=dtype))
 

@@ -88,7 +88,7 @@ class Copies:
         self.folder, self.upstream = folder, upstream
         if folder.is_file():
             raise CommandError(f"{folder} is a file: give the folder of the copies")
-        lock = read(self._path(LOCK))
+        self._lock = lock = read(self._path(LOCK))
         if lock is None and not new:
             near = [path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{LOCK}")]
             fix = f"did you mean {near[0]}?" if near else "`tinyblock add LAYER --to DIR` writes one"
@@ -100,7 +100,7 @@ class Copies:
         stems = {name: PurePosixPath(name).stem for name in self.originals}
         for layer in layers:
             if layer not in stems.values():
-                known = ", ".join(sorted({*stems.values()}))
+                known = ", ".join(name for name in NAMES if name in stems.values())
                 raise CommandError(f"there is no copy of {layer!r} in {self.folder}; it has {known}")
         return [self._copy(name) for name, stem in stems.items() if not layers or stem in layers]
 
@@ -130,21 +130,22 @@ class Copies:
 
     def carry_out(self, steps: Mapping[Copy, Step]) -> None:
         """Write all files and the lock file, or none."""
-        contents = dict[Path, Content]()
+        changes = dict[Path, tuple[Content, Content]]()
         for copy, step in steps.items():
             if step.text != copy.text:
                 if step.done == CONFLICT:
                     candidates = (Path(f"{copy.path}.orig{number}") for number in ("", *range(2, 1000)))
-                    contents[next(path for path in candidates if not path.exists())] = copy.content
-                contents[copy.path] = None if step.text is None else encode(step.text, copy.content or b"")
+                    changes[next(path for path in candidates if not path.exists())] = None, copy.content
+                after = None if step.text is None else encode(step.text, copy.content or b"")
+                changes[copy.path] = copy.content, after
         recorded = self.originals | {copy.base.name: step.original for copy, step in steps.items()}
         originals = {name: original for name, original in sorted(recorded.items()) if original is not None}
         if originals != self.originals:
             entries = {name: {"version": it.version, "text": it.text} for name, it in originals.items()}
             lock = json.dumps(entries, indent=1).encode() + b"\n" if entries else None
-            contents[self._path(LOCK)] = lock  # the last one to be written
-        if contents:
-            replace_all(self.folder, contents)
+            changes[self._path(LOCK)] = self._lock, lock  # the last one to be written
+        if changes:
+            replace_all(self.folder, changes)
 
     def _copy(self, name: str) -> Copy:
         path, installed = self._path(name), self.upstream.find(name)

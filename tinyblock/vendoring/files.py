@@ -61,26 +61,29 @@ def read(path: Path) -> Content:
 
 
 def replace_all(
-    folder: Path, contents: Mapping[Path, Content], replace: Callable[[Path, Path], object] = os.replace
+    folder: Path, changes: Mapping[Path, tuple[Content, Content]], replace: Callable[[Path, Path], object] = os.replace
 ) -> None:
-    """Write or delete files of a folder: all of them or, if one fails or Ctrl-C interrupts, none.
+    """Change files of a folder from one content to another: all or, if one fails or Ctrl-C interrupts, none.
 
     New contents are first written to a temporary folder inside, where a full disk does no harm. Then each file is
     renamed, so even a process that is killed leaves no partial file.
+
+    Raises:
+        CommandError: a file has changed since it was read.
     """
-    for path in contents:
+    for path in changes:
         path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".tinyblock-", dir=folder) as staging, ExitStack() as undo:
-        staged = {path: (Path(staging, f"{n}.old"), Path(staging, f"{n}.new")) for n, path in enumerate(contents)}
+        staged = {path: (Path(staging, f"{n}.old"), Path(staging, f"{n}.new")) for n, path in enumerate(changes)}
+        for path, contents in changes.items():
+            for file, content in zip(staged[path], contents, strict=True):
+                if content is not None:
+                    file.write_bytes(content)
+                    if path.exists():
+                        shutil.copymode(path, file)  # after it is written: the mode may be read-only
         for path, (old, new) in staged.items():
-            if path.exists():
-                shutil.copy(path, old)  # with its mode
-                shutil.copy(path, new)
-            if (content := contents[path]) is not None:
-                new.write_bytes(content)
-            else:
-                new.unlink()
-        for path, (old, new) in staged.items():
+            if read(path) != changes[path][0]:
+                raise CommandError(f"{path} was changed by another program meanwhile: run the command again")
             undo.callback(os.replace, old, path) if old.exists() else undo.callback(path.unlink, missing_ok=True)
             replace(new, path) if new.exists() else path.unlink()
         undo.pop_all()
