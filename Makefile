@@ -7,7 +7,6 @@
 PYTHON ?= python3
 VENV := .venv
 OUT ?= cuda-acceptance
-EXTRAS ?= dev,bench
 # The pin of the dev extra. pip needs it as an argument, too; otherwise it first downloads the newest torch.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",$$/\1/p' pyproject.toml)
 
@@ -39,11 +38,8 @@ $(VENV)/installed: pyproject.toml
 	$(VENV)/bin/python -m pip install $(TORCH) -e ".[dev]"
 	touch $@
 
-$(VENV)/installed-bench: $(VENV)/installed
-	$(VENV)/bin/python -m pip install $(TORCH) -e ".[$(EXTRAS)]"
-	touch $@
-
-# litgpt and torchtune require older releases of transformers and torchao, which the other targets also accept.
-$(VENV)/installed-exactness: $(VENV)/installed
-	$(VENV)/bin/python -m pip install $(TORCH) -e ".[dev,exactness]"
+# An extra of pyproject.toml: bench, recipes or exactness. For the last, litgpt and torchtune require older releases of
+# transformers and torchao, which the other targets also accept.
+$(VENV)/installed-%: $(VENV)/installed
+	$(VENV)/bin/python -m pip install $(TORCH) -e ".[dev,$*]"
 	touch $@

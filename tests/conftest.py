@@ -34,7 +34,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config, log):
-    """Give a process a whole file at a time, whose tests share fixtures, and then the properties of the contract."""
+    """With --dist loadfile, give a process a whole file at a time, but the properties of the contract one by one."""
+    if config.getvalue("dist") != "loadfile":
+        return None
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
     class Files(LoadFileScheduling):  # type: ignore[misc]

@@ -53,7 +53,9 @@ class Mesh:
             )
         for name in ("num_heads", "num_kv_heads", "d_ff", "vocab"):
             if getattr(size, name) % self.tp:
-                raise ValueError(f"{name}={getattr(size, name)} is not a multiple of tp={self.tp}")
+                raise ValueError(
+                    f"{name} must be a multiple of tp={self.tp}, got {getattr(size, name)}; use a smaller tp"
+                )
 
 
 ONE_PROCESS = Mesh()

@@ -100,7 +100,7 @@ def run(pytestconfig, device, out):
         path, left = out / f"{name}.json", seconds_left(pytestconfig)
         path.unlink(missing_ok=True)
         if left is not None and script == "compare_peers.py":  # which ends in time, with all that it has measured
-            options += ("--seconds", str(left - 10))
+            options += ("--seconds", str(max(0, left - 10)))
         command = [sys.executable, str(SCRIPTS / script), "--device", device.type, *options, "--json", str(path)]
         with (out / f"{name}.txt").open("w") as report:
             try:

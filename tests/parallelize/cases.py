@@ -14,7 +14,7 @@ from test_recipes import run
 from torch import Tensor, nn
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint import state_dict as distributed_state
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -67,6 +67,7 @@ CASES = {}
 def run_cases():
     """Run all cases in one of the processes, and note which have passed."""
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # dynamo looks at that of each DTensor
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     for name, case in CASES.items():
         case()
@@ -113,16 +114,8 @@ def data_rank(mesh):
     return rank, count
 
 
-def _equality(axes, kind):
+def assert_like_one_process(mesh, model, reference, shape):
     """Compare the output, and the gradients of the input and of each parameter, with those of the whole batch."""
-    build, shape, options, _ = MODELS[kind]
-    mesh, reference = mesh_of(*axes), seeded(build)
-    with patch.object(torch, "compile", lambda function, **options: function):  # another test compiles
-        model = parallelize(seeded(build), mesh, **options)
-    if axes == ("tp",):  # FSDP's models raise an error for a copy
-        original, model = model, copy.deepcopy(model)
-        for parameter in original.parameters():
-            nn.init.zeros_(parameter)
     rank, count = data_rank(mesh)
     torch.manual_seed(1)
     shapes = (count, *shape)
@@ -139,9 +132,31 @@ def _equality(axes, kind):
     torch.testing.assert_close(found, everything, rtol=1e-9, atol=1e-14)
 
 
+def _equality(axes, kind):
+    build, shape, options, _ = MODELS[kind]
+    mesh = mesh_of(*axes)
+    with patch.object(torch, "compile", lambda function, **options: function):  # another case compiles
+        model = parallelize(seeded(build), mesh, **options)
+    if axes == ("tp",):  # FSDP's models raise an error for a copy
+        original, model = model, copy.deepcopy(model)
+        for parameter in original.parameters():
+            nn.init.zeros_(parameter)
+    assert_like_one_process(mesh, model, seeded(build), shape)
+
+
 for _kind, (*_, _meshes) in MODELS.items():
     for _axes in _meshes:
         CASES[f"a model {_kind} over {' '.join(_axes)} is like one process"] = partial(_equality, _axes, _kind)
+
+
+@case
+def a_compiled_model_is_like_one_process():
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))  # two compile as well as four, in half the time
+    if mesh.get_coordinate() is None:
+        return
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):  # traces all, builds no C++
+        model = parallelize(seeded(one_layer), mesh, recompute=True, compile=True)
+    assert_like_one_process(mesh, model, seeded(one_layer), (2, 7, 16))
 
 
 @case

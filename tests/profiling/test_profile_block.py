@@ -280,7 +280,7 @@ def test_compare_is_shown_below_the_report(tmp_path, capsys):
         (["--tp", "0"], "at least 1 process"),
         (["--predict", "tp=2"], "--predict needs --link"),
         (["--predict", "pp=2", "--link", "1e9"], "--predict: must be meshes, as in tp=8,dp=64, got 'pp=2'"),
-        (["--predict", "tp=4", "--link", "1e9"], "num_kv_heads=2 is not a multiple of tp=4"),
+        (["--predict", "tp=4", "--link", "1e9"], "num_kv_heads must be a multiple of tp=4, got 2; use"),
         (["--predict", "tp=2", "--link", "1e9,0"], "--link: must be bytes/s"),
         (["--predict", "tp=2", "--link", "1e9", "--trace", "x"], "leave --predict out"),
         (["--predict", "tp=2", "--link", "1e9", "--plot", "x.png"], "add --sweep"),
