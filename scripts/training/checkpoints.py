@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import re
+import shutil
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -38,10 +39,14 @@ def save(folder: Path, trainer: Trainer, run: dict[str, Any], keep: int) -> None
     content = io.BytesIO()
     torch.save(run | {"model": weights, "optimizer": optimizer}, content)
     target = folder / f"step-{trainer.step:08d}.pt"
-    with atomic(target) as temporary, temporary.open("wb") as file:
-        file.write(content.getbuffer())
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with atomic(target) as temporary, temporary.open("wb") as file:
+            file.write(content.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        free = shutil.disk_usage(folder).free / 2**20
+        raise OSError(error.errno, f"{error.strerror}; {free:.1f} MiB are free there", str(target)) from None
     for old in saved_in(folder)[:-keep]:
         old.unlink(missing_ok=True)  # another run may use the folder
 
