@@ -1,6 +1,7 @@
 """The command line of train_lm.py: its options, what they require, and how errors end."""
 
 import argparse
+import io
 import math
 import shlex
 import sys
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from . import session  # which takes two seconds to import
 
             start = partial(session.train, args, settings, text, session.begin(args, settings, text))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a sample of text may have characters that a terminal lacks
 
     def work() -> int:
         try:
