@@ -53,7 +53,8 @@ def test_device_of_each_process_is_its_own(current, monkeypatch):
 
 
 def test_device_that_does_not_exist_is_rejected(current, monkeypatch):
-    for name, message in (("meta", "must be cpu, cuda or cuda:N, got 'meta'"), ("cuda:2", "and torch finds 2: cuda:0, cuda:1")):
+    there = "needs 3 GPUs, and torch finds 2: cuda:0, cuda:1"
+    for name, message in (("meta", "must be cpu, cuda or cuda:N, got 'meta'"), ("cuda:2", there)):
         with pytest.raises(ValueError, match=message):
             device_of(name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
