@@ -1,7 +1,7 @@
 # make profile: run the profiler.   make test: run the test suite.   make compare: compare with other projects' layers.
 # make exactness: write docs/exactness.md.   make lint: check style and types.
 # make cuda: run all checks that need a GPU, and write their output into the folder OUT= (default: cuda-acceptance).
-# Each target creates .venv on first use.
+# Each target creates .venv on first use; exactness creates .venv-exactness.
 # ARGS= passes arguments on:        make profile ARGS="--seq-len 1024"    make test ARGS="-k rope"
 
 PYTHON ?= python3
@@ -20,8 +20,8 @@ test: $(VENV)/installed
 compare: $(VENV)/installed-bench
 	$(VENV)/bin/python scripts/compare_peers.py $(ARGS)
 
-exactness: $(VENV)/installed-exactness
-	$(VENV)/bin/python scripts/exactness.py --write docs/exactness.md --plot docs/exactness.png $(ARGS)
+exactness: $(VENV)-exactness/installed
+	$(VENV)-exactness/bin/python scripts/exactness.py --write docs/exactness.md --plot docs/exactness.png $(ARGS)
 
 cuda: $(VENV)/installed-bench
 	PYTHON=$(CURDIR)/$(VENV)/bin/python bash scripts/cuda_acceptance.sh "$(OUT)" $(ARGS)
@@ -38,8 +38,13 @@ $(VENV)/installed: pyproject.toml
 	$(VENV)/bin/python -m pip install $(TORCH) -e ".[dev]"
 	touch $@
 
-# An extra of pyproject.toml: bench, recipes or exactness. For the last, litgpt and torchtune require older releases of
-# transformers and torchao, which the other targets also accept.
+# An extra of pyproject.toml: bench or recipes.
 $(VENV)/installed-%: $(VENV)/installed
 	$(VENV)/bin/python -m pip install $(TORCH) -e ".[dev,$*]"
+	touch $@
+
+# Apart, because litgpt and torchtune require older releases of transformers and torchao.
+$(VENV)-exactness/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-exactness
+	$(VENV)-exactness/bin/python -m pip install $(TORCH) -e ".[exactness]"
 	touch $@

@@ -130,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with parser.reporting():
         check_outputs(args, "write", "plot")
         device = device_of(args.device)
+        if args.write and args.quick:
+            raise ValueError("--quick measures one seed, too few for --write: leave one of them out")
         if args.write:
             head, mark, _ = (args.write.read_text() if args.write.exists() else "").partition(MARK)
             if not mark:

@@ -59,8 +59,12 @@ def device_of(name: str | None) -> torch.device:
         if parsed[1]:
             raise ValueError(f"--device {name}: each process has a GPU of its own: use cuda")
         index, needed = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if count == 0:
+        reason = "torch finds no GPU" if torch.backends.cuda.is_built() else "this build of torch has no CUDA"
+        raise ValueError(f"--device {name}: {reason}: use --device cpu")
     if needed > count:
-        raise ValueError(f"--device {name} needs {plural(needed, 'GPU')}, and torch finds {count}: use --device cpu")
+        there = ", ".join(f"cuda:{each}" for each in range(count))
+        raise ValueError(f"--device {name} needs {plural(needed, 'GPU')}, and torch finds {count}: {there}")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -180,10 +180,7 @@ def _size_of(arguments: argparse.Namespace, dtype: torch.dtype, swept: dict[str,
     given: dict[str, Any] = {"d_model": 512, "num_heads": 8}
     if arguments.preset is not None:
         given = asdict(PRESETS[arguments.preset]) | {"num_layers": None}
-        # Its heads and d_ff belong to its width: with others, the layers' own defaults hold.
-        for option, belong in {"d_model": ("d_ff", "d_head"), "num_heads": ("num_kv_heads", "d_head")}.items():
-            if option in chosen:
-                given = {name: value for name, value in given.items() if name not in belong}
+        given = {name: given[name] for name in given.keys() - _belonging(chosen)}
     given |= {field.name: chosen[field.name] for field in fields(Size) if field.name in chosen}
     of_block = ("d_model", "num_heads", "num_kv_heads", "d_head", "d_ff")
     try:
@@ -197,6 +194,12 @@ def _size_of(arguments: argparse.Namespace, dtype: torch.dtype, swept: dict[str,
         reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
         raise ValueError(f"impossible size: {reason}") from None
     return size
+
+
+def _belonging(chosen: Collection[str]) -> set[str]:
+    """Return the options whose defaults in a preset or profile belong to another width, or to other heads."""
+    belonging = {"d_model": {"d_ff", "d_head"}, "num_heads": {"num_kv_heads", "d_head"}}
+    return set().union(*(names for option, names in belonging.items() if option in chosen))
 
 
 def _check_mesh(arguments: argparse.Namespace, mesh: Mesh, sizes: list[Size]) -> None:
@@ -246,9 +249,10 @@ def _one_process(path: Path) -> dict[str, Any]:
 def _options_of(profile: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options that a profile was taken with; the size of a block is the preset's, if there is one."""
     size = profile["points"][0]["size"]
-    of_size = ("batch_size", "seq_len") if arguments.preset else size.keys() & vars(arguments).keys()
+    chosen = {name for name, value in (vars(arguments) | _sweep(arguments.sweep)[0]).items() if value is not None}
+    of_size = {"batch_size", "seq_len"} if arguments.preset else size.keys() & vars(arguments).keys()
     of_settings = {name: profile["settings"][name] for name in ("dtype", "mode", "compile")}
-    return of_settings | {name: size[name] for name in of_size}
+    return of_settings | {name: size[name] for name in of_size - _belonging(chosen)}
 
 
 def _links(text: str) -> Links:

@@ -7,6 +7,8 @@ keys of CS336's reference. The first process writes the state of all processes, 
 import errno
 import io
 import os
+import re
+import shutil
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -37,18 +39,28 @@ def save(folder: Path, trainer: Trainer, run: dict[str, Any], keep: int) -> None
     content = io.BytesIO()
     torch.save(run | {"model": weights, "optimizer": optimizer}, content)
     target = folder / f"step-{trainer.step:08d}.pt"
-    with atomic(target) as temporary, temporary.open("wb") as file:
-        file.write(content.getbuffer())
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with atomic(target) as temporary, temporary.open("wb") as file:
+            file.write(content.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        free = shutil.disk_usage(folder).free / 2**20
+        raise OSError(error.errno, f"{error.strerror}; {free:.1f} MiB are free there", str(target)) from None
     for old in saved_in(folder)[:-keep]:
-        old.unlink()
+        old.unlink(missing_ok=True)  # another run may use the folder
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the partial checkpoint of a process that was killed."""
-    for leftover in folder.glob(".*.step-*.pt"):
-        leftover.unlink(missing_ok=True)  # several processes start at once
+    """Remove the partial checkpoints of processes that were killed, but not those of running ones."""
+    for leftover in folder.iterdir():
+        if named := re.fullmatch(rf"\.(\d+)\.{CHECKPOINT.pattern}", leftover.name):
+            try:
+                os.kill(int(named[1]), 0)
+            except ProcessLookupError:
+                leftover.unlink(missing_ok=True)  # several processes start at once
+            except PermissionError:
+                continue  # it is running, as another user
 
 
 def read(path: Path) -> dict[str, Any]:

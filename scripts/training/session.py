@@ -1,4 +1,4 @@
-"""A training run from its start to its results: losses, checkpoints and a picture."""
+"""A training run from its start to its results: losses, checkpoints, a picture and a sample of text."""
 
 import argparse
 import json
@@ -6,9 +6,11 @@ import math
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from statistics import mean
 from types import FrameType
 from typing import Any
 
@@ -30,6 +32,8 @@ from .text import Text, even_windows, order_two_loss
 from .trainer import Settings, Trainer
 
 VALIDATION_BATCHES = 8
+SAMPLE = 200  # bytes that the model writes at the end
+UNTIMED = 5  # first steps, in which torch compiles and allocates
 
 
 def begin(args: argparse.Namespace, settings: Settings, text: Text) -> dict[str, Any]:
@@ -86,7 +90,14 @@ def train(args: argparse.Namespace, settings: Settings, text: Text, run: dict[st
             plot_losses(args.plot, run["history"], floor, title, origin)
     if received:
         print(f"stopped by {signal.Signals(received).name} after step {trainer.step}")
-    return received and 128 + received
+        return 128 + received
+    prompt = text.validation[:64].long()
+    with torch.compiler.set_stance("force_eager"):  # otherwise each length would be compiled
+        continued = trainer.continue_text(prompt, SAMPLE)
+    sample = (bytes(prompt.tolist()) + b"|" + continued).decode("utf-8", "replace")
+    shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in sample)
+    print(f"the start of the validation text, and after the bar what the model writes:\n{shown}", flush=True)
+    return 0
 
 
 def _build(args: argparse.Namespace, settings: Settings, text: Text) -> Trainer:
@@ -117,7 +128,8 @@ def _build(args: argparse.Namespace, settings: Settings, text: Text) -> Trainer:
 
 def _take_steps(args: argparse.Namespace, trainer: Trainer, run: dict[str, Any], windows: Tensor) -> int:
     """Train to the last step, or until a signal; return the number of that signal, or 0."""
-    steps, received, history = trainer.settings.steps, 0, run["history"]
+    first, steps, received, history = trainer.step, trainer.settings.steps, 0, run["history"]
+    recent = deque[float](maxlen=100)  # seconds of steps, without validation and checkpoints
     losses = args.json if args.json is not None and is_first() else os.devnull
     with _signals() as latest, Progress() as progress, open(losses, "w") as lines:
         lines.writelines(json.dumps(record) + "\n" for record in history)
@@ -125,15 +137,17 @@ def _take_steps(args: argparse.Namespace, trainer: Trainer, run: dict[str, Any],
         while trainer.step < steps and not received:
             start = time.perf_counter()
             record = trainer.advance()
-            seconds = time.perf_counter() - start
-            record["tokens_per_second"] = round(trainer.settings.batch_size * trainer.settings.seq_len / seconds)
+            if trainer.step > first + UNTIMED:
+                recent.append(time.perf_counter() - start)
+            rate = round(trainer.settings.batch_size * trainer.settings.seq_len / mean(recent)) if recent else None
+            record["tokens_per_second"] = rate
             received, last = latest(), trainer.step == steps
             line = f"step {trainer.step}/{steps}, loss {_in_both_units(record['loss'])}"
             progress.advance(line)
             if last or trainer.step % max(1, steps // 10) == 0:
                 record["validation"] = float(trainer.validate(windows).mean())
                 validation = _in_both_units(record["validation"])
-                progress.print(f"{line}, validation {validation}, {record['tokens_per_second']:,} tokens/s")
+                progress.print(f"{line}, validation {validation}" + (f", {rate:,} tokens/s" if rate else ""))
             history.append(record)
             print(json.dumps(record), file=lines, flush=True)
             if args.checkpoint and (last or received or (args.every and trainer.step % args.every == 0)):

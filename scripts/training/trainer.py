@@ -100,3 +100,13 @@ class Trainer:
         """Return the mean loss at each position of windows, whose number is a multiple of the batch, of any length."""
         losses = torch.cat([self._losses(part) for part in windows.split(self.settings.batch_size)])
         return self._mean(losses.mean(0)).cpu()
+
+    @torch.no_grad()
+    def continue_text(self, prompt: Tensor, count: int, temperature: float = 0.8) -> bytes:
+        """Draw `count` bytes that follow the prompt; every process of the mesh must take part."""
+        generator, tokens = torch.Generator().manual_seed(self.settings.seed), prompt[None]
+        for _ in range(count):
+            logits = self.model(tokens[:, -self.settings.seq_len :].to(self.device))[0, -1].float().cpu()
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            tokens = torch.cat((tokens, drawn[None]), dim=1)
+        return bytes(tokens[0, len(prompt) :].tolist())

@@ -53,13 +53,16 @@ def test_device_of_each_process_is_its_own(current, monkeypatch):
 
 
 def test_device_that_does_not_exist_is_rejected(current, monkeypatch):
-    for name, message in (("meta", "must be cpu, cuda or cuda:N, got 'meta'"), ("cuda:2", "needs 3 GPUs")):
+    there = "needs 3 GPUs, and torch finds 2: cuda:0, cuda:1"
+    for name, message in (("meta", "must be cpu, cuda or cuda:N, got 'meta'"), ("cuda:2", there)):
         with pytest.raises(ValueError, match=message):
             device_of(name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert device_of(None) == torch.device("cpu")
-    with pytest.raises(ValueError, match="needs 1 GPU, and torch finds 0: use --device cpu"):
-        device_of("cuda")
+    for built, reason in ((True, "torch finds no GPU"), (False, "this build of torch has no CUDA")):
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
+        with pytest.raises(ValueError, match=f"--device cuda: {reason}: use --device cpu"):
+            device_of("cuda")
 
 
 def test_check_outputs_rejects_what_cannot_be_written(tmp_path, monkeypatch):

@@ -57,4 +57,7 @@ def test_write_requires_a_page_with_the_mark(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         exactness.main(["--write", str(page)])
     assert "--write must be a page with the line <!-- scripts/exactness.py" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        exactness.main(["--quick", "--write", str(page)])
+    assert "--quick measures one seed, too few for --write" in capsys.readouterr().err
     assert page.read_text() == "my notes"

@@ -15,6 +15,8 @@ from profiling.cli import main
 from profiling.collectives import Mesh
 from profiling.measure import Settings, measure
 
+from tinyblock import SwiGLU
+
 TINY = ["--device=cpu", "--batch-size=2", "--seq-len=6", "--d-model=16", "--num-heads=4", "--num-kv-heads=2"]
 TINY += ["--d-ff=24", "--rounds=2"]
 PARTS = ["ln1", "q/k/v projections", "rope", "attention", "output projection", "residual adds", "ln2", "ffn"]
@@ -212,6 +214,13 @@ def test_prediction_from_a_profile_has_its_size_mode_and_times(tmp_path, capsys)
     assert undocumented(document) == set()
     assert re.match(r"Scaled from a profile of one process: .*; bfloat16, eager; torch .*\nbfloat16, mode step\n", out)
     assert "Do not trust these figures:" in out  # as in the profile
+    # What belongs to the profile's width, or to its heads, does not hold for another one.
+    wider = {"d_model": 32, "d_head": 8, "d_ff": SwiGLU(32, device="meta").d_ff}
+    fewer = {"num_heads": 1, "num_kv_heads": 1, "d_head": 16}
+    for other, changed in (("--d-model=32", wider), ("--sweep=d-model=32", wider), ("--num-heads=1", fewer)):
+        assert main([*options, other, f"--json={new}"]) == 0
+        assert json.loads(new.read_text())["predictions"][0]["size"] == point["size"] | changed
+    capsys.readouterr()
     wrong = rejection(capsys, *options, "--dtype=float32")
     assert "--from is a profile in bfloat16, mode step: repeat it in float32, mode step, or leave --dtype" in wrong
     assert "leave --ceilings out" in rejection(capsys, *options, "--ceilings=NVIDIA H200")
