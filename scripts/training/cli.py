@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     about = "Train a byte-level language model made of tinyblock's layers, or compare variants of it."
     parser = Parser("train_lm.py", about, EPILOG)
-    parser.add_argument("--compare", choices=VARIANTS, help="train and compare variants of a layer on the same data")
+    about = "train and compare variants of a layer on the same data (activations: draw the functions)"
+    parser.add_argument("--compare", choices=(*VARIANTS, "activations"), help=about)
     add = parser.add_argument_group("data and size").add_argument
     add("--data", type=Path, nargs="+", metavar="PATH", help="files or folders (default: Python's standard library)")
     for name, (alone, compared) in SIZES.items():
@@ -126,6 +127,7 @@ def _settings(parser: Parser, args: argparse.Namespace, argv: Sequence[str]) -> 
         "--every and --resume need --checkpoint DIR": args.checkpoint or not (args.every or args.resume),
         "--seed must be from 0 to 2**63 - 1, and --steps below 10**8": 0 <= args.seed < 2**63 and args.steps < 10**8,
         f"--lr must be positive and finite, got {args.lr}": all(0 < lr < math.inf for lr in args.lr),
+        "--compare activations needs --plot FILE": args.compare != "activations" or args.plot,
         "several --lr need --compare norm": len(args.lr) == 1 or args.compare == "norm",
         f"--warmup must be from 0 to --steps {args.steps}, got {args.warmup}": 0 <= args.warmup <= args.steps,
         f"--seq-len {args.seq_len} is longer than --max-seq-len {args.max_seq_len}": args.seq_len <= args.max_seq_len,

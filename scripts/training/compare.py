@@ -50,6 +50,11 @@ VARIANTS: dict[str, dict[str, Callable[[Settings], LanguageModel]]] = {
 
 def compare(args: argparse.Namespace, settings: Settings, text: Text) -> int:
     """Train every variant with every learning rate and seed, show and write the results, and return the exit code."""
+    if args.compare == "activations":
+        from .plot import plot_activations
+
+        plot_activations(args.plot)
+        return 0
     windows = even_windows(text.validation, VALIDATION_BATCHES * settings.batch_size, settings.seq_len + 1)
     longer = even_windows(text.validation, 128, settings.max_seq_len + 1)  # than the sequences trained on
     runs: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Pictures of training: the losses of a run, and those of variants that are compared."""
+"""Pictures of training: the losses of a run, those of variants that are compared, and activations."""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +6,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
 from lab.plots import COLORS, LINES, new_figure, save
 from matplotlib.axes import Axes
+
+from tinyblock import gelu, silu
 
 TITLES = {
     "ffn": "Feed-forward layers: loss minus SwiGLU's, paired by seed",
@@ -32,6 +35,24 @@ def plot_losses(path: Path, history: Sequence[dict[str, Any]], order_two: float,
     axes.secondary_yaxis("right", functions=there_and_back).set_ylabel("bits per byte")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
+    save(figure, path, dpi=110)
+
+
+def plot_activations(path: Path) -> None:
+    """Draw SiLU, GELU and ReLU, and their derivatives by autograd."""
+    figure = new_figure("Activations of the feed-forward layers", "", 8, 3.6)
+    left, right = figure.subplots(1, 2)
+    x = torch.linspace(-5, 5, 1001, requires_grad=True)
+    for index, (name, function) in enumerate({"SiLU": silu, "GELU": gelu, "ReLU": torch.relu}.items()):
+        y = function(x)
+        (slope,) = torch.autograd.grad(y.sum(), x)
+        for axes, values in ((left, y), (right, slope)):
+            axes.plot(x.detach(), values.detach(), color=COLORS[index], linestyle=LINES[index], label=name)
+    left.set(title="activation", xlabel="x", ylim=(-0.6, 3), xlim=(-5, 3))
+    right.set(title="derivative", xlabel="x")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.legend(frameon=False)
     save(figure, path, dpi=110)
 
 

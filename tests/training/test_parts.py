@@ -129,3 +129,5 @@ def test_comparison_writes_runs_of_every_seed_and_a_picture(tmp_path, capsys):
         assert " ".join(row.split()).endswith(printed)
     assert cli.main([*argv, "--compare=ffn", f"--plot={tmp_path / 'ffn.png'}", "--lr=1e30"]) == 0
     assert not (tmp_path / "ffn.png").exists()  # all diverged
+    assert cli.main(["--compare=activations", f"--plot={tmp_path / 'activations.png'}"]) == 0
+    assert (tmp_path / "activations.png").read_bytes().startswith(b"\x89PNG")

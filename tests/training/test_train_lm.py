@@ -247,6 +247,7 @@ REJECTED = {
     "--d-model 1000000000000": "impossible size",
     "--resume": "--every and --resume need --checkpoint",
     "--resume --checkpoint missing": "there is no folder missing",
+    "--compare activations": "needs --plot",
     "--compare ffn --tp 2": "--compare does not support --tp",
 }
 
