@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     about = "Train a byte-level language model made of tinyblock's layers, or compare variants of it."
     parser = Parser("train_lm.py", about, EPILOG)
-    compared = "train and compare variants of a layer on the same data (activations: draw the functions)"
-    parser.add_argument("--compare", choices=(*VARIANTS, "activations"), help=compared)
+    about = "train and compare variants of a layer on the same data (activations: draw the functions)"
+    parser.add_argument("--compare", choices=(*VARIANTS, "activations"), help=about)
     add = parser.add_argument_group("data and size").add_argument
     add("--data", type=Path, nargs="+", metavar="PATH", help="files or folders (default: Python's standard library)")
     for name, (alone, compared) in SIZES.items():
