@@ -393,7 +393,7 @@ def rejects_input(module: nn.Module, named: Any, x: Tensor, *, by_torch: bool = 
         with rejected(named):
             module(x, **inputs)
         errors = (RuntimeError, IndexError, ValueError) if by_torch else (ValueError,)
-        with context("compiled"), rejected(None if by_torch else named, errors):
+        with torch.no_grad(), context("compiled"), rejected(None if by_torch else named, errors):
             run(x, **inputs)
 
 
