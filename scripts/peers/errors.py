@@ -22,7 +22,7 @@ from tinyblock import Block, RotaryPositionalEmbedding
 
 from . import rotations
 from .candidates import Candidate, Peer, build_control, weights_of
-from .measuring import make_block
+from .measuring import as_tuple, make_block
 from .projects import PEERS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -86,15 +86,11 @@ class Layer:
     def passes(self, x: Tensor, gradient: Tensor) -> dict[str, Tensor]:
         """Return the output, and the gradients of x and of the parameters."""
         x = x.detach().clone().requires_grad_()
-        y = first(self.call(x))
+        y = as_tuple(self.call(x))[0]
         inputs = [x, *self.parameters]
         dx, *dw = torch.autograd.grad(y, inputs, gradient.to(y), allow_unused=True, materialize_grads=True)
         passes = {FORWARD: y.detach(), GRADIENT: dx}
         return passes | ({WEIGHTS: torch.cat([each.flatten() for each in dw])} if dw else {})
-
-
-def first(outputs: Any) -> Tensor:
-    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def layers_of(peer: Peer, blocks: Sequence[Block]) -> dict[str, Layer]:
@@ -111,7 +107,7 @@ def layers_of(peer: Peer, blocks: Sequence[Block]) -> dict[str, Layer]:
     layers = {name: Layer(call, candidates[0].parameters, places) for name, call in calls.items()}
     if whole:
         layers[STACK] = Layer(
-            lambda x: functools.reduce(lambda h, call: first(call(h)), stack, x),
+            lambda x: functools.reduce(lambda h, call: as_tuple(call(h))[0], stack, x),
             [parameter for each in candidates for parameter in each.parameters],
             torch.cat([places + index * SIZE.parameters for index in range(len(blocks))]),
         )

@@ -143,7 +143,7 @@ class Contestant:
         self.run = self.train if case.trains else self.forward
         with torch.set_grad_enabled(case.trains):
             self.forward()  # compiles, before anything is counted
-            output, saved_bytes = SavedBytes(candidate.constants()).of(lambda: _as_tuple(self.forward()))
+            output, saved_bytes = SavedBytes(candidate.constants()).of(lambda: as_tuple(self.forward()))
             # The same numbers for the same shapes: gradients can be compared between contestants.
             generator = torch.Generator().manual_seed(seed + 1)
             self.output_gradients = [torch.randn(t.shape, generator=generator).to(t) for t in output]
@@ -161,7 +161,7 @@ class Contestant:
 
     def train(self) -> Sequence[Tensor]:
         inputs = [self.x, *self.candidate.parameters]
-        return torch.autograd.grad(_as_tuple(self.forward()), inputs, self.output_gradients)
+        return torch.autograd.grad(as_tuple(self.forward()), inputs, self.output_gradients)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -177,7 +177,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return max(2 * torch.finfo(dtype).eps, 2e-5)
 
 
-def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
