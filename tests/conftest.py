@@ -21,7 +21,7 @@ def _same_start():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark what of the contract needs CUDA, and count lines of the package in its own tests alone.
+    """Mark the properties that need CUDA, and measure coverage of the package in its own tests alone.
 
     Counting adds half to the time of a test.
     """

@@ -74,7 +74,7 @@ class Distributed:
         progress.start("timing", len(timed) * settings.rounds)
         samples = interleave(timed, settings.rounds, 0.01, 1, progress.advance, least, clock)
         shares = busy_shares(start, system_clocks())
-        shares["others_share"] = None  # of which the processes of this profile are the most
+        shares["others_share"] = None  # most of them belong to this profile
         run = self.runs[settings.mode]
         overlap, memory = summarize_overlap(events_of(run, settings.device)), self._memory(run)
         self.samples = from_all(samples)

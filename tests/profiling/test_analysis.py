@@ -17,7 +17,7 @@ STACK = replace(SIZE, num_layers=3)
 
 
 def point(mode, size=SIZE, more=(), gpu=(), machine=MACHINE, sheet=None):
-    """Return the figures of three rounds, in which a pass takes so many seconds, unless `more` has other samples.
+    """Return the figures of three rounds, with these seconds for each pass, unless `more` has other samples.
 
     Forward takes each part 1, 2 and 3 s, and backward twice that; the whole, 10, 20 and 30 times.
     """

@@ -100,7 +100,7 @@ def test_vocabulary_adds_six_flops_a_weight_of_the_head_and_a_gather_of_both_tab
     assert size.costs("train").matmul_flops - LLAMA.costs("train").matmul_flops == 6 * table * LLAMA.tokens
     more, less = (predicted(each, mesh, LINKS, "step") for each in (size, LLAMA))
     assert more["state_bytes"] - less["state_bytes"] == 4 * 2 * 2 * table / 16
-    # Gathered once and scattered once, of 16 processes of which the other machine has half.
+    # One gather and one scatter among 16 processes, half of them on the other machine.
     assert more["dp_seconds"] - less["dp_seconds"] == pytest.approx(2 * 2 * (2 * table / 8) / 2 / 50e9)
     # Along tp, the embedding scatters tokens and the head their gradients.
     of_stream = 2 * 8 * 8192 * 4096 * 7 / 8 / 450e9

@@ -92,7 +92,7 @@ def _check(prop: Property, layers: Mapping[str, ModuleType]) -> tuple[str, str]:
 
 
 def _expected(layer: ModuleType, upstream: ModuleType) -> list[str]:
-    """Return the names of a layer of which a copy needs one: classes, or functions if the copy has no class."""
+    """Return names that define the layer; a copy needs one: classes, or functions if the copy has no class."""
     has_class = any(isinstance(it, type) and it.__module__ == layer.__name__ for it in vars(layer).values())
     return [name for name in upstream.__all__ if name[0].isupper() or not has_class]
 
