@@ -25,8 +25,8 @@ class Block(nn.Module):
     `norm(d_model, eps=..., device=..., dtype=...)`, `ffn(d_model, d_ff, device=..., dtype=...)` and
     `attention(d_model, num_heads, *, num_kv_heads, d_head, rope, qk_norm, eps, device, dtype)` are any callables that
     build a module: `nn.LayerNorm`, `FeedForward` (CS336 2024), `functools.partial(FeedForward, activation=silu)`.
-    d_ff=None leaves the width to `ffn`. All blocks share one `rope`; None adds no positions (CS336 2024). The others
-    are those of CausalMultiHeadSelfAttention, as are `token_positions` and `mask`. Returns the dtype of the input.
+    d_ff=None leaves the width to `ffn`. All blocks share one `rope`; None adds no positions (CS336 2024). The other
+    arguments, `token_positions` and `mask` are those of CausalMultiHeadSelfAttention. Returns the input's dtype.
 
     Raises:
         ValueError: a layer rejects an argument; `norm`, `attention` or `ffn` returns a shape other than its input's.
