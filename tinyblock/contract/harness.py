@@ -232,10 +232,9 @@ def matches_equation(cases: list[Case], *dtypes: torch.dtype, how: str = "") -> 
     """Compare layers with their formulas: value, dtype and gradients. No input may be modified."""
     if how == CUDA and not torch.cuda.is_available():
         raise SkipTest("CUDA is not available")
-    # On CUDA, flash attention of torch 2.9 rejects an empty batch in half precision (pytorch issue 165944).
-    no_empty_halves = how == CUDA and torch.__version__.startswith("2.9.")
     for case, dtype in product(cases, dtypes or DTYPES):
-        if dtype in case.dtypes and not (no_empty_halves and dtype in HALVES and 0 in case.shape):
+        # On CUDA, flash attention of torch 2.9 rejects an empty batch in half precision (pytorch issue 165944).
+        if dtype in case.dtypes and not (how == CUDA and dtype in HALVES and 0 in case.shape):
             with context(case, dtype, *[how] * bool(how)):
                 _matches_equation(case, dtype, how)
 
@@ -296,7 +295,7 @@ def compiled(module: nn.Module, fullgraph: bool = True) -> Iterator[tuple[Any, A
 
         counter = CompileCounter()
         torch._dynamo.reset()
-        yield torch.compile(module, fullgraph=fullgraph, backend=counter), counter
+        yield torch.compile(module, fullgraph=fullgraph, dynamic=True, backend=counter), counter
     torch._dynamo.reset()
 
 
@@ -304,7 +303,7 @@ def compiles(cases: list[Case]) -> None:
     for case in representative(cases):
         module = case.module(torch.float32)
         with context(f"torch.compile of {case}", torch.float32), compiled(module) as (run, counter):
-            for length in (5, 8, 1, 13):
+            for length in (5, 8, 1):
                 x = randn(*case.shape[:-2], length, case.shape[-1], dtype=torch.float32)
                 mask = (torch.arange(length) >= 2).expand(length, length)
                 inputs = {"token_positions": torch.arange(length) + 3, "mask": mask}
@@ -312,8 +311,8 @@ def compiles(cases: list[Case]) -> None:
                 with context(f"with {length} tokens"):
                     expected = module(x, **inputs)
                     close(run(x, **inputs), expected, 1e-5 * largest(expected))
-            if counter.frame_count > 3:
-                raise Violation(f"{counter.frame_count} graphs for 5, 8, 1 and 13 tokens, expected 3: 5, any number, 1")
+            if counter.frame_count > 2:
+                raise Violation(f"{counter.frame_count} graphs for 5, 8 and 1 tokens, expected 2: any number, and 1")
 
 
 def is_placed(cases: list[Case]) -> None:
@@ -385,16 +384,18 @@ def rejects(cls: Any, valid: Mapping[str, Any], **invalid: tuple[Any, ...]) -> N
                 cls(**arguments)
 
 
-def rejects_input(module: nn.Module, named: Any, x: Tensor, *, by_torch: bool = False, **inputs: Tensor) -> None:
-    """Reject an input with a value in the message, also in a compiled module, unless torch's own error comes first."""
-    require_parameters(module.forward, *inputs)
-    what = [f"{name} {show(tensor)} of {tensor.dtype}" for name, tensor in {"x": x, **inputs}.items()]
-    with context(f"{type(module).__name__}({module.extra_repr()})", *what), compiled(module, False) as (run, _):
-        with rejected(named):
-            module(x, **inputs)
-        errors = (RuntimeError, IndexError, ValueError) if by_torch else (ValueError,)
-        with torch.no_grad(), context("compiled"), rejected(None if by_torch else named, errors):
-            run(x, **inputs)
+def rejects_inputs(module: nn.Module, *calls: tuple[Any, Tensor, Mapping[str, Tensor]], by_torch: bool = False) -> None:
+    """Reject inputs with a value in the message, also in a compiled module, unless torch's own error comes first."""
+    errors = (RuntimeError, IndexError, ValueError) if by_torch else (ValueError,)
+    with compiled(module, fullgraph=False) as (run, _):
+        for named, x, inputs in calls:
+            require_parameters(module.forward, *inputs)
+            what = [f"{name} {show(tensor)} of {tensor.dtype}" for name, tensor in {"x": x, **inputs}.items()]
+            with context(f"{type(module).__name__}({module.extra_repr()})", *what):
+                with rejected(named):
+                    module(x, **inputs)
+                with torch.no_grad(), context("compiled"), rejected(None if by_torch else named, errors):
+                    run(x, **inputs)
 
 
 @dataclass(frozen=True)
