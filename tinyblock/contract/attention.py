@@ -200,10 +200,10 @@ def keeps_scores(attention: Layer) -> None:
 @guarantees("invalid inputs rejected")
 def rejects_inputs(attention: Layer) -> None:
     """Reject additive masks in eager mode and compiled, in which no shape check would see them."""
-    x, dtypes = torch.zeros(1, 5, 24), (torch.float32, torch.int64)
-    masks = [(dtype, x, {"mask": torch.zeros(5, 5, dtype=dtype)}) for dtype in dtypes]
-    positions = "rope", x, {"token_positions": torch.arange(5)}
-    harness.rejects_inputs(attention.CausalMultiHeadSelfAttention(24, 4), *masks, positions)
+    module, x = attention.CausalMultiHeadSelfAttention(24, 4), torch.zeros(1, 5, 24)
+    for dtype in (torch.float32, torch.int64):
+        harness.rejects_inputs(module, dtype, x, {"mask": torch.zeros(5, 5, dtype=dtype)})
+    harness.rejects_inputs(module, "rope", x, {"token_positions": torch.arange(5)})
 
 
 heads: list[Shape] = [(2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 4)]

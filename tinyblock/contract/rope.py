@@ -107,11 +107,12 @@ def keeps_its_table(rope: Layer) -> None:
 @guarantees("invalid inputs rejected")
 def rejects_inputs(rope: Layer) -> None:
     module, x = rope.RotaryPositionalEmbedding(10.0, 4, 8), torch.zeros(3, 4)
-    no_integers = [(dtype, x, {"token_positions": torch.zeros(3, dtype=dtype)}) for dtype in (torch.bool, *DTYPES)]
-    harness.rejects_inputs(module, (9, torch.zeros(9, 4), {}), *no_integers)
+    harness.rejects_inputs(module, 9, torch.zeros(9, 4), {})
+    for dtype in (torch.bool, *DTYPES):
+        harness.rejects_inputs(module, dtype, x, {"token_positions": torch.zeros(3, dtype=dtype)})
     out_of_range = [{"token_positions": torch.tensor(p)} for p in ([0, 1, 8], [0, -1, 2], [10**9, 0, 0], [0, 0, 2**32])]
-    calls = [(7, x.to(dtype), positions) for dtype, positions in product(harness.ALLOWED, out_of_range)]
-    harness.rejects_inputs(module, *calls, by_torch=True)
+    for dtype in harness.ALLOWED:
+        harness.rejects_inputs(module, 7, x.to(dtype), *out_of_range, by_torch=True)
 
 
 VALID: Any = {"theta": 10.0, "d_k": 4, "max_seq_len": 8}

@@ -59,7 +59,7 @@ def rejects_inputs(transformer: Layer) -> None:
     for theta in (100.0, None):
         with context(f"max_seq_len=9, {theta=}"):
             model = transformer.Transformer(1, 24, 4, max_seq_len=9, theta=theta)
-            harness.rejects_inputs(model, (9, torch.zeros(10, 24), {}))
+            harness.rejects_inputs(model, 9, torch.zeros(10, 24), {})
 
 
 SIZES = {"num_layers": 1, "d_model": 24, "num_heads": 4, "max_seq_len": 9}
