@@ -1,7 +1,6 @@
 """What PyTorch does with the layers, with the shape checks on: compile, export, meta, FSDP, transforms."""
 
 import copy
-import statistics
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tinyblock import Block, CausalMultiHeadSelfAttention, RotaryPositionalEmbedding, Transformer
+from tinyblock import Block, RotaryPositionalEmbedding, Transformer
 
 
 def model_and_input(layers=2):
@@ -21,13 +20,12 @@ def test_inductor_rotates_like_eager_forward_and_backward_and_rejects_positions(
     """RoPE alone has code of its own for compilers."""
     rope, x, positions = RotaryPositionalEmbedding(100.0, 6, 40), torch.randn(2, 7, 6), torch.arange(7)
     compiled = torch.compile(rope, fullgraph=True)
-    for dtype in (torch.float32, torch.bfloat16):
-        for_eager, for_compiled = (x.to(dtype, copy=True).requires_grad_() for _ in range(2))
-        expected, actual = rope(for_eager, positions + 33), compiled(for_compiled, positions + 33)
-        torch.testing.assert_close(actual, expected)
-        actual.square().sum().backward()
-        expected.square().sum().backward()
-        torch.testing.assert_close(for_compiled.grad, for_eager.grad)
+    for_eager, for_compiled = (x.bfloat16().requires_grad_() for _ in range(2))
+    expected, actual = rope(for_eager, positions + 33), compiled(for_compiled, positions + 33)
+    torch.testing.assert_close(actual, expected)
+    actual.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(for_compiled.grad, for_eager.grad)
     for wrong in (positions + 34, positions - 1):
         with pytest.raises(RuntimeError, match="out of bounds"):
             compiled(for_compiled, wrong)
@@ -48,27 +46,6 @@ def test_strict_export_takes_any_length_and_rejects_positions_out_of_range():
     for wrong in (positions + 1, positions - 1):
         with pytest.raises(IndexError, match="out of range"):
             exported(x, wrong, mask)
-
-
-def test_load_state_dict_into_a_model_on_meta():
-    model, x = model_and_input()
-    with torch.device("meta"):
-        empty = Transformer(2, 24, 4, max_seq_len=40, num_kv_heads=2, qk_norm=True)
-    empty.load_state_dict(model.state_dict(), assign=True)
-    assert torch.equal(empty(x), model(x))
-
-
-def test_attention_accepts_a_tensor_parallel_share_of_the_heads():
-    """Two ranks with half of the heads each, whose outputs are summed, as the standard plan does it."""
-    attention = CausalMultiHeadSelfAttention(24, 4, rope=RotaryPositionalEmbedding(100.0, 6, 9), num_kv_heads=2)
-    x, total = torch.randn(2, 7, 24), torch.zeros(2, 7, 24)
-    for rank in range(2):
-        share = copy.deepcopy(attention)
-        for name, dim in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("output_proj", 1)):
-            linear = share.get_submodule(name)
-            linear.weight = torch.nn.Parameter(linear.get_parameter("weight").chunk(2, dim)[rank])
-        total += share(x)
-    torch.testing.assert_close(total, attention(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
@@ -139,35 +116,3 @@ def test_forward_on_cuda_has_the_right_shapes_without_a_gpu(dtype):
         for inputs in ((), (positions,), (positions, mask)):
             out = model(x, *inputs)
             assert (out.device.type, out.dtype, out.shape) == ("cuda", dtype, x.shape)
-
-
-def test_bfloat16_stack_is_no_further_from_float64_than_the_cast_order_of_llama():
-    """Compare with the same stack whose norms round before the gain, and whose attention is the same."""
-
-    class RoundsTwice(torch.nn.Module):
-        def __init__(self, weight):
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x):
-            root = torch.sqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
-            return self.weight * (x.float() / root).to(x.dtype)
-
-    ratios = []
-    for seed in range(3):
-        torch.manual_seed(seed)
-        exact_model = Transformer(4, 96, 4, max_seq_len=32)
-        for name, parameter in exact_model.named_parameters():
-            if "ln" in name:
-                torch.nn.init.uniform_(parameter, 0.5, 2)
-        ours = exact_model.to(torch.bfloat16)
-        exact_model = copy.deepcopy(ours).double()
-        theirs = copy.deepcopy(ours)
-        for layer in theirs.layers:
-            layer.ln1, layer.ln2 = RoundsTwice(layer.ln1.weight), RoundsTwice(layer.ln2.weight)
-        theirs.ln_final = RoundsTwice(theirs.ln_final.weight)
-        x = torch.randn(2, 32, 96, dtype=torch.bfloat16)
-        exact = exact_model(x.double())
-        our_error, their_error = ((model(x) - exact).square().mean().item() for model in (ours, theirs))
-        ratios.append((our_error / their_error) ** 0.5)
-    assert statistics.median(ratios) < 1
