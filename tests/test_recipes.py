@@ -103,14 +103,8 @@ def test_recipe_of_llama_3_1_has_the_frequencies_of_transformers():
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "original_max_position_embeddings": 8192}
+    scaling |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = transformers.LlamaConfig(head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     frequencies = run("Llama 3.1's frequencies")["rope"].frequencies()
@@ -124,16 +118,9 @@ def test_recipe_of_hugging_face_gives_its_logits_and_its_weights_back(kind):
     of_qwen = {"Qwen2": {"attention": made["AttentionWithBiases"]}, "Qwen3": {"qk_norm": True}}
     name, options = kind.split()[0], of_qwen.get(kind, {})
     head = {} if kind == "Qwen2" else {"head_dim": 24 if kind == "Qwen3" else 16}
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=99,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4 if kind == "Llama" else 2,
-        **head,
-        initializer_range=0.15,  # logits of about 1
-    )
+    sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4 if kind == "Llama" else 2, **head}
+    config = getattr(transformers, f"{name}Config")(**sizes, initializer_range=0.15)  # logits of about 1
     theirs = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     for gains in theirs.parameters():
         if gains.ndim == 1:
