@@ -185,14 +185,13 @@ def keeps_scores(attention: Layer) -> None:
     x = randn(2, 9, 64, seed=3).sign()
     x[..., ::32] = 64
     one = torch.eye(64, dtype=torch.float64)
-    weights = {"q_proj": one, "k_proj": one.roll(32, 0), "v_proj": one, "output_proj": one}
+    weights = {f"{name}_proj.weight": one.roll(32, 0) if name == "k" else one for name in ("q", "k", "v", "output")}
     exact = attend_causally(x, x.roll(32, -1), x, None)
     how = "x of shape (2, 9, 64): signs of seed 3, 64 in columns 0 and 32; q and v are x, and k is its halves swapped"
     for dtype in HALVES:
         with context("CausalMultiHeadSelfAttention(64, 1)", how, dtype), torch.no_grad():
             module = attention.CausalMultiHeadSelfAttention(64, 1).to(dtype)
-            for name, weight in weights.items():
-                getattr(module, name).weight.copy_(weight)
+            module.load_state_dict(weights)
             signs = [column for column in range(64) if column % 32]
             close(module(x.to(dtype))[..., signs], exact[..., signs], 4 * torch.finfo(dtype).eps)
 

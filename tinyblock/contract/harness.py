@@ -259,9 +259,8 @@ def _matches_equation(case: Case, dtype: torch.dtype, how: str) -> None:
 
     def run(x: Tensor) -> Tensor:
         forward: Any = functools.partial(checkpoint, module, use_reentrant=False) if how == RECOMPUTED else module
-        with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=how == AUTOCAST):
-            if how == AUTOCAST:
-                warnings.simplefilter("error")
+        in_autocast = torch.autocast("cpu", torch.bfloat16, enabled=how == AUTOCAST)
+        with warnings.catch_warnings(action="error" if how == AUTOCAST else None), in_autocast:
             actual = forward(x, **inputs)
         compare("result", actual, largest(exact["result"]))
         if case.rounds_once and dtype in HALVES and how != CUDA:
@@ -290,8 +289,7 @@ def with_gradients(result: Tensor, module: nn.Module, x: Tensor, dtype: torch.dt
 @contextmanager
 def compiled(module: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield the module, compiled to graphs of torch's operations, and their counter."""
-    with warnings.catch_warnings():  # those of torch's own imports
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # those of torch's own imports
         from torch._dynamo.testing import CompileCounter
 
         counter = CompileCounter()

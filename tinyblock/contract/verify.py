@@ -18,8 +18,6 @@ import tinyblock
 from .harness import MISSING, PROPERTIES, Property, Violation
 from .loading import load, make_importable
 
-__all__ = ["verify"]
-
 
 def verify(target: str, skip: Sequence[str], verbose: bool = False) -> int:
     """Check the layers in `target`, print the properties that they violate, and return 1 if there are any, else 0.
@@ -78,8 +76,7 @@ def verify(target: str, skip: Sequence[str], verbose: bool = False) -> int:
 
 def _check(prop: Property, layers: Mapping[str, ModuleType]) -> tuple[str, str]:
     """Return whether the property is ok, and why not."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             prop.run(layers)
         except Violation as violation:
