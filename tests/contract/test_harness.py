@@ -19,7 +19,7 @@ FAST = (
     "masks",
     "keys",
     "initial",
-    "invalid hyper",
+    "invalid h",
     "device",
     "any",
     "d_ff",
@@ -107,9 +107,7 @@ def test_the_equation_is_checked_on_cuda_where_there_is_one(monkeypatch, tmp_pat
     for moved in (torch.Tensor, torch.nn.Module):
         to: Any = moved.to
         monkeypatch.setattr(
-            moved,
-            "to",
-            lambda self, *a, to=to, **k: to(self, *("cpu" if where == "cuda" else where for where in a), **k),
+            moved, "to", lambda self, *a, to=to, **k: to(self, *("cpu" if w == "cuda" else w for w in a), **k)
         )
     assert outcomes({}, "rmsnorm", CUDA) == ({}, set())
     norm = "F.rms_norm(x, (self.d_model,), weight"

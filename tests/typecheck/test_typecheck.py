@@ -308,6 +308,7 @@ def test_jaxtyping_disable_leaves_everything_unwrapped_and_needs_no_beartype():
 import sys
 sys.modules["beartype"] = None  # cannot be imported
 from tinyblock import Block, rms_norm
+assert "torch.distributed.tensor" not in sys.modules  # whose import takes a second
 assert not any(hasattr(function, "__wrapped__") for function in (rms_norm, Block.forward, Block.__init__))
 """
     root, env = Path(tinyblock.__path__[0]).parent, os.environ | {"JAXTYPING_DISABLE": "1"}

@@ -14,19 +14,7 @@ import torch
 from torch import Tensor
 
 from . import harness
-from .harness import (
-    EVERY_LAYER,
-    Case,
-    Layer,
-    Shape,
-    State,
-    close,
-    context,
-    guarantees,
-    largest,
-    randn,
-    require_parameters,
-)
+from .harness import EVERY_LAYER, HALVES, Case, Layer, Shape, State, close, context, guarantees, randn
 from .rmsnorm import rms_norm
 from .rope import POSITIONS, rotary
 
@@ -91,10 +79,10 @@ def invariant(pairs: Callable[[Tensor, Inputs], Calls]) -> harness.Check:
         for case in cases:
             module = case.module()
             for what, tokens, *calls in pairs(case.x(), case.inputs):
-                require_parameters(case.cls.forward, *calls[1][1])
+                harness.require_parameters(case.cls.forward, *calls[1][1])
                 with context(case, what):
                     expected, actual = (module(x, **inputs)[..., tokens, :] for x, inputs in calls)
-                    close(actual, expected, 1e-11 * largest(expected))
+                    close(actual, expected, 1e-11 * harness.largest(expected))
 
     return check
 
@@ -147,6 +135,9 @@ def case_of(attention: Layer, options: Any, shape: Shape = (2, 7, 24), heads: in
     return Case(attention.CausalMultiHeadSelfAttention, (shape[-1], heads), shape, formula, options, **about)
 
 
+guarantees(RELATIVE)(lambda attention: [case_of(attention, {"rope": rotary})])
+
+
 @guarantees(SEQUENCE)
 def cases(attention: Layer) -> list[Case]:
     def rotated(options: dict[str, Any], shape: Shape = (2, 7, 24), about: Any = None, **inputs: Tensor) -> Case:
@@ -194,14 +185,13 @@ def keeps_scores(attention: Layer) -> None:
     x = randn(2, 9, 64, seed=3).sign()
     x[..., ::32] = 64
     one = torch.eye(64, dtype=torch.float64)
-    weights = {"q_proj": one, "k_proj": one.roll(32, 0), "v_proj": one, "output_proj": one}
+    weights = {f"{name}_proj.weight": one.roll(32, 0) if name == "k" else one for name in ("q", "k", "v", "output")}
     exact = attend_causally(x, x.roll(32, -1), x, None)
     how = "x of shape (2, 9, 64): signs of seed 3, 64 in columns 0 and 32; q and v are x, and k is its halves swapped"
-    for dtype in harness.HALVES:
+    for dtype in HALVES:
         with context("CausalMultiHeadSelfAttention(64, 1)", how, dtype), torch.no_grad():
             module = attention.CausalMultiHeadSelfAttention(64, 1).to(dtype)
-            for name, weight in weights.items():
-                getattr(module, name).weight.copy_(weight)
+            module.load_state_dict(weights)
             signs = [column for column in range(64) if column % 32]
             close(module(x.to(dtype))[..., signs], exact[..., signs], 4 * torch.finfo(dtype).eps)
 
@@ -209,35 +199,26 @@ def keeps_scores(attention: Layer) -> None:
 @guarantees("invalid inputs rejected")
 def rejects_inputs(attention: Layer) -> None:
     """Reject additive masks in eager mode and compiled, in which no shape check would see them."""
-    module = attention.CausalMultiHeadSelfAttention(24, 4)
+    module, x = attention.CausalMultiHeadSelfAttention(24, 4), torch.zeros(1, 5, 24)
     for dtype in (torch.float32, torch.int64):
-        harness.rejects_input(module, dtype, torch.zeros(1, 5, 24), mask=torch.zeros(5, 5, dtype=dtype))
-    harness.rejects_input(module, "rope", torch.zeros(1, 3, 24), token_positions=torch.arange(3))
+        harness.rejects_inputs(module, dtype, x, {"mask": torch.zeros(5, 5, dtype=dtype)})
+    harness.rejects_inputs(module, "rope", x, {"token_positions": torch.arange(5)})
 
 
 heads: list[Shape] = [(2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 4)]
 calls: list[Any] = [(heads, None), (heads, mask_of(5, 7)), (heads, mask_of(2, 2, 5, 7))]
 calls.append(([(5, 8), (7, 8), (7, 4)], mask_of(5, 7)))
 harness.guarantees_function("attention", "scaled_dot_product_attention", attend, *calls, rounds_once=True)
-guarantees(RELATIVE)(lambda attention: [case_of(attention, {"rope": rotary})])
-
-VALID = {"d_model": 24, "num_heads": 4}
-INVALID: Any = {
-    "d_model": (0,),
-    "num_heads": (5, 0, -4),
-    "num_kv_heads": (3, 0),
-    "d_head": (0,),
-    "eps": (0.0, math.nan),
-}
-WIDE: Any = {"num_kv_heads": 2, "d_head": 32, "qk_norm": True}
 
 
 @guarantees("initial weights")
 def initial(attention: Layer) -> None:
-    harness.draws_weights(attention.CausalMultiHeadSelfAttention, 192, 4, **WIDE)
+    options: Any = {"num_kv_heads": 2, "d_head": 32, "qk_norm": True}
+    harness.draws_weights(attention.CausalMultiHeadSelfAttention, 192, 4, **options)
 
 
 @guarantees(harness.REJECTED)
 def rejects(attention: Layer, rope: Layer) -> None:
-    invalid = {**INVALID, "rope": (rope.RotaryPositionalEmbedding(10.0, 4, 8),)}
-    harness.rejects(attention.CausalMultiHeadSelfAttention, VALID, **invalid)
+    invalid: Any = {"num_heads": (5, 0, -4), "num_kv_heads": (3, 0), "d_head": (0,), "eps": (0.0, math.nan)}
+    invalid |= {"d_model": (0,), "rope": (rope.RotaryPositionalEmbedding(10.0, 4, 8),)}
+    harness.rejects(attention.CausalMultiHeadSelfAttention, {"d_model": 24, "num_heads": 4}, **invalid)

@@ -33,6 +33,16 @@ def rotary(x: Tensor, token_positions: Tensor | None = None, theta: float = 100.
     return rotate(x, angles_of(positions, x.shape[-1], theta))
 
 
+@guarantees("relative positions only")
+def is_relative(rope: Layer) -> None:
+    q, k = randn(1, 8), randn(1, 8, seed=1)
+    for theta, (i, j, by) in product((2.0, 1e4, 1e6), [(0, 0, 4000), (7, 3, 1), (3, 90, 511), (90, 2, 4000)]):
+        with context(f"q k^T of shape (1, 8), seeds 0 and 1, {theta=}, at positions {i} and {j}, and {by} further on"):
+            module = rope.RotaryPositionalEmbedding(theta, 8, 4096)
+            here, there = (module(q, torch.tensor([i + s])) * module(k, torch.tensor([j + s])) for s in (0, by))
+            close(there.sum(), here.sum(), 1e-9)
+
+
 @guarantees(EVERY_LAYER)
 def cases(rope: Layer) -> list[Case]:
     def formula(x: Tensor, state: State, token_positions: Tensor | None = None) -> Tensor:
@@ -94,25 +104,15 @@ def keeps_its_table(rope: Layer) -> None:
             close(module(x.float(), positions), exact, 1e-6)
 
 
-@guarantees("relative positions only")
-def is_relative(rope: Layer) -> None:
-    q, k = randn(1, 8), randn(1, 8, seed=1)
-    for theta, (i, j, by) in product((2.0, 1e4, 1e6), [(0, 0, 4000), (7, 3, 1), (3, 90, 511), (90, 2, 4000)]):
-        with context(f"q k^T of shape (1, 8), seeds 0 and 1, {theta=}, at positions {i} and {j}, and {by} further on"):
-            module = rope.RotaryPositionalEmbedding(theta, 8, 4096)
-            here, there = (module(q, torch.tensor([i + s])) * module(k, torch.tensor([j + s])) for s in (0, by))
-            close(there.sum(), here.sum(), 1e-9)
-
-
 @guarantees("invalid inputs rejected")
 def rejects_inputs(rope: Layer) -> None:
-    module = rope.RotaryPositionalEmbedding(10.0, 4, 8)
-    harness.rejects_input(module, 9, torch.zeros(9, 4))
-    for positions, dtype in product(([0, 1, 8], [0, -1, 2], [10**9, 0, 0], [0, 0, 2**32]), harness.ALLOWED):
-        x, token_positions = torch.zeros(3, 4, dtype=dtype), torch.tensor(positions)
-        harness.rejects_input(module, 7, x, token_positions=token_positions, by_torch=True)
+    module, x = rope.RotaryPositionalEmbedding(10.0, 4, 8), torch.zeros(3, 4)
+    harness.rejects_inputs(module, 9, torch.zeros(9, 4), {})
     for dtype in (torch.bool, *DTYPES):
-        harness.rejects_input(module, dtype, torch.zeros(3, 4), token_positions=torch.zeros(3, dtype=dtype))
+        harness.rejects_inputs(module, dtype, x, {"token_positions": torch.zeros(3, dtype=dtype)})
+    out_of_range = [{"token_positions": torch.tensor(p)} for p in ([0, 1, 8], [0, -1, 2], [10**9, 0, 0], [0, 0, 2**32])]
+    for dtype in harness.ALLOWED:
+        harness.rejects_inputs(module, 7, x.to(dtype), *out_of_range, by_torch=True)
 
 
 VALID: Any = {"theta": 10.0, "d_k": 4, "max_seq_len": 8}

@@ -24,6 +24,9 @@ def blocks_and_norm(
     return norm(x, part(state, "ln_final."), eps)
 
 
+guarantees(RELATIVE)(lambda transformer: cases(transformer)[:1])
+
+
 @guarantees(SEQUENCE)
 def cases(transformer: Layer) -> list[Case]:
     def case(inputs: Any = None, layers: int = 2, theta: Any = 1e4, table: int = TABLE, **options: Any) -> Case:
@@ -55,13 +58,13 @@ def shares_its_table(transformer: Layer) -> None:
 def rejects_inputs(transformer: Layer) -> None:
     for theta in (100.0, None):
         with context(f"max_seq_len=9, {theta=}"):
-            harness.rejects_input(transformer.Transformer(1, 24, 4, max_seq_len=9, theta=theta), 9, torch.zeros(10, 24))
+            model = transformer.Transformer(1, 24, 4, max_seq_len=9, theta=theta)
+            harness.rejects_inputs(model, 9, torch.zeros(10, 24), {})
 
 
 SIZES = {"num_layers": 1, "d_model": 24, "num_heads": 4, "max_seq_len": 9}
 INVALID: Any = {"num_layers": (0, -1), "num_heads": (5, 0), "d_model": (0,), "d_ff": (0,), "d_head": (3,)}
 INVALID |= {"max_seq_len": (0,), "theta": (0.0,), "eps": (-1.0,)}
-guarantees(RELATIVE)(lambda transformer: cases(transformer)[:1])
 guarantees(OTHERS)(lambda transformer: with_other_parts(cases(transformer)[0]))
 guarantees("reset_parameters reaches every layer")(
     lambda transformer, ffn: resets(transformer.Transformer, ffn, 2, 24, 4, max_seq_len=9)

@@ -18,10 +18,6 @@ import tinyblock
 from .harness import MISSING, PROPERTIES, Property, Violation
 from .loading import load, make_importable
 
-__all__ = ["verify"]
-
-_FIRST = ("causality", "masks", "relative positions")  # meaning before numbers
-
 
 def verify(target: str, skip: Sequence[str], verbose: bool = False) -> int:
     """Check the layers in `target`, print the properties that they violate, and return 1 if there are any, else 0.
@@ -58,7 +54,7 @@ def verify(target: str, skip: Sequence[str], verbose: bool = False) -> int:
             unsound.add(layer)
             continue
         incomplete: dict[str, list[str]] = {}  # what the copy lacks: properties
-        for prop in sorted(own, key=lambda prop: not prop.name.startswith(_FIRST)):
+        for prop in own:
             if any(_matches(prop, pattern) for pattern in skip):
                 report("skip", f"{prop.name}: as requested")
                 continue
@@ -80,8 +76,7 @@ def verify(target: str, skip: Sequence[str], verbose: bool = False) -> int:
 
 def _check(prop: Property, layers: Mapping[str, ModuleType]) -> tuple[str, str]:
     """Return whether the property is ok, and why not."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
             prop.run(layers)
         except Violation as violation:

@@ -16,6 +16,7 @@ from . import CommandError
 from .files import decode
 
 LICENSE = "LICENSE.tinyblock"
+HEADER = f"# Copied from tinyblock {{version}}: {{name}} (license: {LICENSE})\n# SPDX-License-Identifier: MIT\n"
 LAYER_NAMES = tuple(layer.__name__.rpartition(".")[2] for layer in LAYERS)
 NAMES = (*LAYER_NAMES, "parallelize", "typecheck")  # what `add` accepts; the last two have no contract
 TESTS = ("contract/__init__.py", "contract/test_contract.py")  # these import what runs the contracts
@@ -55,10 +56,8 @@ class Upstream:
         source = self.root.joinpath("LICENSE" if name == LICENSE else name)
         if not source.is_file():
             return None
-        header = (
-            f"# Copied from tinyblock {self.version}: {name} (license: {LICENSE})\n# SPDX-License-Identifier: MIT\n"
-        )
-        return Original(name, self.version, ("" if name == LICENSE else header) + decode(source.read_bytes()))
+        header = "" if name == LICENSE else HEADER.format(version=self.version, name=name)
+        return Original(name, self.version, header + decode(source.read_bytes()))
 
     def layer(self, name: str) -> Original:
         """Return the original of a layer, or raise a CommandError that suggests the nearest name."""
