@@ -18,16 +18,15 @@ from .timing import Clock, Spread, clock, interleave
 class Datasheet:
     """The manufacturer's peaks: tensor-core FLOP/s without sparsity, float32 FLOP/s without TF32, memory bytes/s."""
 
-    half: float  # float16, and bfloat16 where the GPU has it
+    half: float
     float32: float
     bytes_per_second: float
-    bfloat16: bool = True
 
     def flops_per_second(self, dtype: torch.dtype) -> float | None:
         """Return the peak, None where it is not here: of other dtypes, and of float32 that may be computed in TF32."""
         if dtype == torch.float32:
             return self.float32 if torch.get_float32_matmul_precision() == "highest" else None
-        return self.half if dtype == torch.float16 or (dtype == torch.bfloat16 and self.bfloat16) else None
+        return self.half if dtype in (torch.float16, torch.bfloat16) else None
 
     def ceilings(self, dtype: torch.dtype) -> "Ceilings":
         """Return the peaks as ceilings that rest on no sample.
@@ -47,8 +46,6 @@ class Datasheet:
 # NVIDIA's datasheets and architecture whitepapers, by the exact name that the driver gives: variants of one GPU differ,
 # and an entry that is not certain is better left out. Torch multiplies float32 without TF32 unless it is told to.
 DATASHEETS = {
-    "Tesla V100-SXM2-16GB": Datasheet(125e12, 15.7e12, 900e9, bfloat16=False),
-    "Tesla V100-SXM2-32GB": Datasheet(125e12, 15.7e12, 900e9, bfloat16=False),
     "NVIDIA A100-SXM4-40GB": Datasheet(312e12, 19.5e12, 1555e9),
     "NVIDIA A100-SXM4-80GB": Datasheet(312e12, 19.5e12, 2039e9),
     "NVIDIA A100-PCIE-40GB": Datasheet(312e12, 19.5e12, 1555e9),
@@ -118,14 +115,11 @@ def measure_ceilings(
         return lambda: torch.mm(a, b, out=out)
 
     with torch.no_grad():
-        size = min(256, largest_product)
-        products = {size: product(size)}
-        while size < largest_product:
-            (seconds,) = interleave({size: products[size]}, 1, 0.0, 1, clock=clock)[size]
-            if 8 * seconds > product_seconds:
-                break
-            size *= 2
+        size, seconds, products = 256, 0.0, {}
+        while size <= largest_product and 8 * seconds <= product_seconds:
             products[size] = product(size)
+            (seconds,) = interleave({size: products[size]}, 1, 0.0, 1, clock=clock)[size]
+            size *= 2
         source = torch.ones(copy_bytes // dtype.itemsize, device=device, dtype=dtype)
         target = torch.empty_like(source)
         runs = {**products, 0: lambda: target.copy_(source)}
