@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.profiler import profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile, record_function
 
 _COUNTED = "counted"
 
@@ -92,21 +91,10 @@ def gpu_seconds(run: Callable[[], object], seconds: float, calls: int = 3) -> fl
     return start.elapsed_time(end) * 1e-3 / calls
 
 
-class _Operations(TorchDispatchMode):
-    """Record the names of torch's operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def attention_kernel(run: Callable[[], object]) -> str:
     """Return which of torch's attention kernels an eager `run` calls: flash, efficient, cudnn or math."""
-    with _Operations() as operations:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
         run()
-    found = re.search(r"scaled_dot_product_(\w+?)_attention", " ".join(operations.names))
+    names = " ".join(event.name for event in profiler.events() or [])
+    found = re.search(r"scaled_dot_product_(\w+?)_attention", names)
     return found[1] if found else "math"
