@@ -7,6 +7,7 @@ from typing import Any
 from lab.sizes import Size
 from lab.tables import Section, Table, number
 
+from .analysis import addends
 from .report import describe, doubts
 
 SCHEMA = "tinyblock.profile/1"
@@ -20,11 +21,11 @@ _ADVICE = (
 )
 
 
-def load(path: Path, sizes: list[Size] | None = None, option: str = "--compare") -> dict[str, Any]:
+def load(path: Path, option: str) -> dict[str, Any]:
     """Read the profile that an option names.
 
     Raises:
-        ValueError: it cannot be read, is not a profile of this schema, or has none of the sizes.
+        ValueError: it cannot be read, or is not a profile of this schema.
     """
     try:
         document = json.loads(path.read_text())
@@ -34,8 +35,6 @@ def load(path: Path, sizes: list[Size] | None = None, option: str = "--compare")
         raise ValueError(f"{option}: {path} is not JSON: {error}") from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise ValueError(f'{option}: {path} is not a profile: its "schema" is not "{SCHEMA}"')
-    if sizes is not None and not any(Size(**point["size"]) in sizes for point in document["points"]):
-        raise ValueError(f"{option}: {path} has none of these sizes")
     return document
 
 
@@ -48,17 +47,13 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> list[Section]:
     sections: list[Section] = [_differences(new, old), *doubts(old)]
     rates = [new["ceilings"][key]["median"] / old["ceilings"][key]["median"] for key in _CEILINGS]
     margin = max(*rates, *(1 / rate for rate in rates))
+    before = {Size(**point["size"]): _times(point) for point in old["points"]}
     for point in new["points"]:
-        size = point["size"]
-        alike = (_times(earlier) for earlier in old["points"] if Size(**earlier["size"]) == Size(**size))
-        before = next(alike, {})
-        now = _times(point)
-        if before and now:
-            rows = [[*key, *_ratio(seconds, before[key], margin)] for key, seconds in now.items() if key in before]
-            columns = ["part", "pass", "old us", "new us", "ratio", "interval", ""]
-            sections.append(Table(f"New / old: {describe(size)}", columns, rows))
-        else:
-            sections.append(f"{describe(size)}: nothing to compare with")
+        then, now = before.get(Size(**point["size"]), {}), _times(point)
+        rows = [[*key, *_ratio(now[key], then[key], margin)] for key in now if key in then]
+        columns = ["part", "pass", "old us", "new us", "ratio", "interval", ""]
+        title = describe(point["size"])
+        sections.append(Table(f"New / old: {title}", columns, rows) if rows else f"{title}: nothing to compare with")
     wider = f"The ceilings differ by {number(100 * (margin - 1))}%, by which each interval is wider."
     return [*sections, f"{wider}\n{_ADVICE}"]
 
@@ -76,12 +71,10 @@ def _times(point: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
     """Return the seconds of each part and pass; none of a point that ran out of memory."""
     if "whole" not in point:
         return {}
-    parts, optimizer = point.get("parts", []), point.get("optimizer")  # several processes have neither
-    records = [*parts, {"name": "whole"} | point["whole"], {"name": "AdamW", "step": optimizer}]
-    passes = ("forward", "backward", "train", "step")
-    return {
-        (record["name"], name): record[name]["seconds"] for record in records for name in passes if record.get(name)
-    }
+    parts = addends(point) if "parts" in point else []  # several processes have none
+    passes = ("forward", "backward", "optimizer", "train", "step")
+    records = [*parts, {"name": "whole"} | point["whole"]]
+    return {(record["name"], name): record[name]["seconds"] for record in records for name in passes if name in record}
 
 
 def _ratio(new: dict[str, float], old: dict[str, float], margin: float) -> list[str]:

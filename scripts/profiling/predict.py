@@ -19,6 +19,7 @@ from typing import Any
 from lab.machine import Ceilings
 from lab.sizes import PASSES, Cost, Size, adamw_cost
 
+from .analysis import addends, own_seconds
 from .collectives import Collective, Mesh, collectives_of
 
 # The time of a pass of a part, by their names, if it costs this much.
@@ -67,21 +68,18 @@ def measured(point: dict[str, Any]) -> Price:
     `point` is of one process. The whole of each pass takes what was measured, also where a compiler fused its parts;
     these only share it out. Parts that the profile lacks are as fast as its ffn, or, without products, as its ln1.
     """
-    parts = {part["name"]: part for part in point["parts"]}
-    whole = {name: record["seconds"]["median"] for name, record in point["whole"].items()}
-    if point["optimizer"] is not None:
-        parts["AdamW"] = {"count": 1, "optimizer": point["optimizer"]}
-        whole["optimizer"] = point["optimizer"]["seconds"]["median"]
-
-    def taken(part: dict[str, Any], pass_: str) -> float:
-        return part[pass_]["gpu_seconds"] or part[pass_]["seconds"]["median"]  # a GPU does not wait for each launch
-
-    sums = {name: sum(part["count"] * taken(part, name) for part in parts.values() if name in part) for name in whole}
+    parts = {part["name"]: part for part in addends(point)}
+    scales = {}
+    for name in PASSES["step"]:
+        taken = sum(part["count"] * own_seconds(part[name]) for part in parts.values() if name in part)
+        if taken:
+            whole = point["optimizer"] if name == "optimizer" else point["whole"][name]
+            scales[name] = whole["seconds"]["median"] / taken
 
     def price(part: str, pass_: str, cost: Cost) -> float:
-        like = parts[part if part in parts else "ffn" if cost.matmul_flops else "ln1"]
+        like = parts[part if part in parts else "ffn" if cost.matmul_flops else "ln1"][pass_]
         unit = "matmul_flops" if cost.matmul_flops else "bytes"
-        return taken(like, pass_) * getattr(cost, unit) / like[pass_][unit] * whole[pass_] / sums[pass_]
+        return scales[pass_] * own_seconds(like) * getattr(cost, unit) / like[unit]
 
     return price
 

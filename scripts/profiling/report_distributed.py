@@ -6,7 +6,7 @@ from typing import Any
 from lab.tables import Section, Table, number, share, si, spread_cells, time_unit
 
 from .collectives import Mesh
-from .report import describe, doubts, header, origin
+from .report import describe, doubts, header, held, origin, rates
 
 _LEGEND = (
     "Times are medians over the rounds, of the slowest process in each. Speed-up: over one process with the whole\n"
@@ -21,7 +21,7 @@ _PAPER = (
 
 def distributed_report(document: dict[str, Any]) -> list[Section]:
     """Return the sections of a profile of several processes."""
-    sections: list[Section] = [f"{header(document)}\n{Mesh(**document['settings']['mesh'])}", *doubts(document)]
+    sections: list[Section] = [header(document), *doubts(document)]
     for point in document["points"]:
         sections += [_summary(point), _times(point), _collectives(point)]
     return [*sections, _LEGEND]
@@ -30,7 +30,6 @@ def distributed_report(document: dict[str, Any]) -> list[Section]:
 def prediction_report(document: dict[str, Any]) -> list[Section]:
     """Return the sections of what was predicted: a table for each size."""
     settings, ceilings, links, profile = (document[key] for key in ("settings", "ceilings", "links", "from"))
-    flops, memory = (ceilings[key]["median"] for key in ("flops_per_second", "bytes_per_second"))
     between = f", {si(links['between'], 'B/s')} between machines of {links['per_machine']}" if links["between"] else ""
     recompute = ", blocks recomputed" if document["recompute"] else ""
     basis = f"A lower bound on time, so an upper bound on MFU: each part at the roofline of the {ceilings['source']}"
@@ -38,7 +37,7 @@ def prediction_report(document: dict[str, Any]) -> list[Section]:
         basis = f"Scaled from a profile of one process: {origin(profile)}"
     sections: list[Section] = [
         f"{basis}\n{settings['dtype']}, mode {settings['mode']}{recompute}\n"
-        f"Ceilings: {si(flops, 'FLOP/s')}, {si(memory, 'B/s')}\n"
+        f"Ceilings: {rates(*(ceilings[key]['median'] for key in ('flops_per_second', 'bytes_per_second')))}\n"
         f"Links: each device receives {si(links['within'], 'B/s')} within a machine{between}",
         *(doubts(profile) if profile is not None else []),
     ]
@@ -102,20 +101,14 @@ def _collectives(point: dict[str, Any]) -> Table:
 
 
 def _summary(point: dict[str, Any]) -> str:
-    memory, overlap = point["memory"], point["overlap"]
     links = ", ".join(f"{axis} {si(rate['median'], 'B/s')}" for axis, rate in point["links"].items())
     hidden = "nothing, as torch.profiler saw no kernel of NCCL"  # gloo works on the cores that compute
-    if overlap is not None:
+    if (overlap := point["overlap"]) is not None:
         fraction = overlap["hidden_seconds"] / overlap["collective_seconds"]
         hidden = f"{share(fraction)} of {number(1e3 * overlap['collective_seconds'])} ms of NCCL's kernels"
-    return "\n".join(
-        [
-            f"{si(point['tokens_per_second'])} tokens/s; MFU of the measured ceiling, causal: {share(point['mfu'])}",
-            f"Hidden behind computing: {hidden}",
-            f"Links, each process receives in a large all-gather: {links}",
-            f"Memory of a process: parameters {si(memory['parameters_bytes'], 'B')}, "
-            f"gradients {si(memory['gradients_bytes'], 'B')}, "
-            f"optimizer state {si(memory['optimizer_state_bytes'], 'B')}, "
-            f"peak above parameters and state {si(memory['peak_added_bytes'], 'B')}",
-        ]
+    return (
+        f"{si(point['tokens_per_second'])} tokens/s; MFU of the measured ceiling, causal: {share(point['mfu'])}\n"
+        f"Hidden behind computing: {hidden}\n"
+        f"Links, each process receives in a large all-gather: {links}\n"
+        f"{held(point['memory'])}"
     )

@@ -65,6 +65,6 @@ def test_compare_of_another_size_says_so():
 def test_load_rejects_other_files(text, message, tmp_path):
     (tmp_path / "old.json").write_text(text)
     with pytest.raises(ValueError, match=message):
-        load(tmp_path / "old.json", [])
+        load(tmp_path / "old.json", "--compare")
     with pytest.raises(ValueError, match="cannot read"):
-        load(tmp_path / "missing.json", [])
+        load(tmp_path / "missing.json", "--compare")
