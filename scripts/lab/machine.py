@@ -39,9 +39,6 @@ class Datasheet:
         flops, memory = (Spread(rate, rate, rate, 0) for rate in (peak, self.bytes_per_second))
         return Ceilings(flops, memory, peak, product_size=0, copy_bytes=0)
 
-    def peaks(self, dtype: torch.dtype) -> dict[str, float | None]:
-        return {"flops_per_second": self.flops_per_second(dtype), "bytes_per_second": self.bytes_per_second}
-
 
 # NVIDIA's datasheets and architecture whitepapers, by the exact name that the driver gives: variants of one GPU differ,
 # and an entry that is not certain is better left out. Torch multiplies float32 without TF32 unless it is told to.
@@ -82,10 +79,6 @@ class Ceilings:
     def ridge(self) -> float:
         """Return the arithmetic intensity, in FLOP/byte, above which work is compute-bound."""
         return self.flops_per_second.median / self.bytes_per_second.median
-
-    def bound(self, intensity: float) -> str:
-        """Return "compute" or "memory": what holds up work of this arithmetic intensity."""
-        return "compute" if intensity >= self.ridge else "memory"
 
     def seconds(self, flops: float, bytes_moved: float) -> float:
         """Return the least time for this work: the longer of computing it and of moving it."""

@@ -46,7 +46,7 @@ def analyze(
             "gpu_seconds": on_gpu and on_gpu[0],
             **asdict(cost),
             "intensity": cost.intensity,
-            "bound": ceilings.bound(cost.intensity),
+            "bound": "compute" if cost.intensity >= ceilings.ridge else "memory",
             "flops_per_second": cost.flops / spread.median if timed else None,
             "roofline_seconds": floor,
             "roofline_fraction": floor / spread.median if timed else None,

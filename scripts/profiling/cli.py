@@ -79,12 +79,8 @@ def main(argv: Sequence[str] | None = None, clock: Clock = clock) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        "profile_block.py",
-        "Show where the time and memory of a Transformer block go, and how far it is from this machine's limit.",
-        _EXAMPLES,
-    )
-
+    about = "Show where the time and memory of a Transformer block go, and how far it is from this machine's limit."
+    parser = Parser("profile_block.py", about, _EXAMPLES)
     add = parser.add_argument_group("size of the model").add_argument
     add("--preset", choices=PRESETS, metavar="NAME", help=f"the block of a known model: {', '.join(PRESETS)}")
     add("--batch-size", type=int, metavar="N", help="sequences in the batch (default: 1)")
@@ -104,12 +100,7 @@ def _parser() -> Parser:
     add("--mode", choices=PASSES, help=f"passes to measure: {passes} (default: train)")
     parser.add_device(measurement)
     add("--dtype", choices=_DTYPES, help="dtype of weights and inputs (default: float32)")
-    add(
-        "--compile",
-        action="store_true",
-        default=None,
-        help="compile the whole with torch.compile, and each part separately",
-    )
+    add("--compile", action="store_true", default=None, help="compile the whole, and each part separately")
     add("--rounds", type=int, default=15, metavar="N", help="samples of each time (default: 15)")
     add("--seed", type=int, default=0, metavar="N", help="seed of weights and inputs (default: 0)")
 
@@ -195,7 +186,8 @@ def _check(options: argparse.Namespace, settings: Settings, sizes: list[Size], p
     if mode == "step" and settings.dtype == torch.float16:
         raise ValueError("--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train")
     check_outputs(options, "json", "plot", "trace", "memory_snapshot")
-    recorded = ["trace", "memory_snapshot", "nvtx"]
+    recorded, of = ["trace", "memory_snapshot", "nvtx"], profile["settings"] if profile else vars(options)
+    lacking = set(PASSES[mode]) - set(PASSES[of["mode"]])
     for unusable, names, why in (
         (not predicting, ["link", "ceilings", "from", "vocab", "recompute"], "is for --predict"),
         (predicting, ["compare", *recorded], "needs a measurement: leave --predict out"),
@@ -203,13 +195,20 @@ def _check(options: argparse.Namespace, settings: Settings, sizes: list[Size], p
         (options.sweep, recorded, "records one size: leave --sweep out"),
         (options.nvtx, ["trace"], "and --nvtx need two profilers, and the GPU has one: leave one of them out"),
         (mesh.processes > 1, ["predict", "sweep", "plot", *recorded], "is for one process: leave --tp and --dp out"),
+        (predicting and not options.sweep, ["plot"], "of a prediction draws a sweep: add --sweep batch-size=64,128"),
         (profile, ["ceilings"], "has no use beside --from, which has ceilings: leave --ceilings out"),
+        (options.dtype != of["dtype"], ["dtype"], f"differs from that of --from, {of['dtype']}: leave --dtype out"),
+        (lacking, ["mode"], f"has passes that --from, in mode {of['mode']}, lacks: leave --mode out, or profile them"),
     ):
         for name in names:
             if unusable and getattr(options, name):
                 raise ValueError(f"--{name.replace('_', '-')} {why}")
-    if predicting:
-        _check_prediction(options, settings, profile)
+    if predicting and options.link is None:
+        raise ValueError("--predict needs --link, as in --link 450e9,50e9: bytes/s within and between machines")
+    if options.vocab < 0 or (options.vocab and options.num_layers is None):
+        raise ValueError(f"--vocab {options.vocab} must be positive and needs --num-layers: a Block has no embedding")
+    if options.ceilings is not None:
+        DATASHEETS[options.ceilings].ceilings(settings.dtype)
     largest = max(sizes, key=lambda size: size.batch_size)  # of a sweep that is predicted, a smaller one need not split
     for each in options.predict or [mesh]:
         each.require(largest)
@@ -222,21 +221,6 @@ def _check(options: argparse.Namespace, settings: Settings, sizes: list[Size], p
     if weights > (memory := memory_bytes(settings.device)):
         have, has = (f"{size / 2**30:.1f} GiB" for size in (weights, memory))
         raise ValueError(f"a model of {have} of weights does not fit: {settings.device} has {has}")
-
-
-def _check_prediction(options: argparse.Namespace, settings: Settings, profile: dict[str, Any] | None) -> None:
-    if options.plot is not None and not options.sweep:
-        raise ValueError("--plot of a prediction draws a sweep: add --sweep batch-size=64,128,256")
-    if options.link is None:
-        raise ValueError("--predict needs --link, as in --link 450e9,50e9: bytes/s within and between machines")
-    if options.vocab < 0 or (options.vocab and options.num_layers is None):
-        raise ValueError(f"--vocab {options.vocab} must be positive and needs --num-layers: a Block has no embedding")
-    if options.ceilings is not None:
-        DATASHEETS[options.ceilings].ceilings(settings.dtype)
-    of = profile["settings"] if profile else vars(options)
-    if options.dtype != of["dtype"] or not set(PASSES[options.mode]) <= set(PASSES[of["mode"]]):
-        wanted, has = f"{options.dtype}, mode {options.mode}", f"{of['dtype']}, mode {of['mode']}"
-        raise ValueError(f"--from is a profile in {has}: repeat it in {wanted}, or leave --dtype and --mode out")
 
 
 def _links(text: str) -> Links:
@@ -261,7 +245,7 @@ def _profile(
         progress.start("measuring the ceilings")
         ceilings = from_first(lambda: measure_ceilings(settings.device, settings.dtype, clock=clock))
         sheet = datasheet(device_name(settings.device))
-        document = _document(options, settings, _figures(ceilings, datasheet=sheet and sheet.peaks(settings.dtype)))
+        document = _document(options, settings, _figures(ceilings, sheet, settings.dtype))
         for index, size in enumerate(sizes, 1):
             progress.prefix = f"{index}/{len(sizes)} " if options.sweep else ""
             try:
@@ -293,11 +277,10 @@ def _measured(
 ) -> dict[str, Any]:
     if settings.mesh.processes == 1:
         return measure(size, settings, ceilings, sheet, progress, clock)
-    from .distributed import Distributed  # torch.distributed takes seconds to import
+    from .distributed import measure_distributed  # torch.distributed takes seconds to import
 
     with torch.set_grad_enabled(settings.train):
-        progress.start("building")
-        return Distributed(size, settings).point(ceilings, progress, clock)
+        return measure_distributed(size, settings, ceilings, progress, clock)
 
 
 def _predict(
@@ -315,7 +298,7 @@ def _predict(
             ceilings = DATASHEETS[options.ceilings].ceilings(dtype)
         else:
             ceilings = measure_ceilings(settings.device, dtype, clock=clock)
-        price, figures = roofline(ceilings), _figures(ceilings, source=source)
+        price, figures = roofline(ceilings), _figures(ceilings) | {"source": source}
     links = replace(options.link, overlap=device != "cpu")
     peak, predictions = figures["flops_per_second"]["median"], []
     for size in sizes:
@@ -335,8 +318,9 @@ def _predict(
     return 0
 
 
-def _figures(ceilings: Ceilings, **more: Any) -> dict[str, Any]:
-    return asdict(ceilings) | {"ridge": ceilings.ridge, "datasheet": None} | more
+def _figures(ceilings: Ceilings, sheet: Datasheet | None = None, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    peaks = sheet and {"flops_per_second": sheet.flops_per_second(dtype), "bytes_per_second": sheet.bytes_per_second}
+    return asdict(ceilings) | {"ridge": ceilings.ridge, "datasheet": peaks}
 
 
 def _document(options: argparse.Namespace, settings: Settings, ceilings: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,12 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> list[Section]:
     The interval goes from the new p20 over the old p80 to the new p80 over the old p20, and is wider by what the
     ceilings differ by: where 1 lies in it, no change shows.
     """
-    sections: list[Section] = [_differences(new, old), *doubts(old)]
+    lines = [f"Compared with the profile of {old['environment']['date']}, commit {old['environment']['commit']}:"]
+    then, now = (doc["points"][0] | doc["environment"] | doc["settings"] for doc in (old, new))
+    for key in _CAUSES:
+        if then.get(key) != now.get(key):
+            lines.append(f"  {key.replace('_', ' ')}: {then.get(key)} then, {now.get(key)} now")
+    sections: list[Section] = ["\n".join(lines), *doubts(old)]
     rates = [new["ceilings"][key]["median"] / old["ceilings"][key]["median"] for key in _CEILINGS]
     margin = max(*rates, *(1 / rate for rate in rates))
     before = {Size(**point["size"]): _times(point) for point in old["points"]}
@@ -56,15 +61,6 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> list[Section]:
         sections.append(Table(f"New / old: {title}", columns, rows) if rows else f"{title}: nothing to compare with")
     wider = f"The ceilings differ by {number(100 * (margin - 1))}%, by which each interval is wider."
     return [*sections, f"{wider}\n{_ADVICE}"]
-
-
-def _differences(new: dict[str, Any], old: dict[str, Any]) -> str:
-    lines = [f"Compared with the profile of {old['environment']['date']}, commit {old['environment']['commit']}:"]
-    then, now = (doc["points"][0] | doc["environment"] | doc["settings"] for doc in (old, new))
-    for key in _CAUSES:
-        if then.get(key) != now.get(key):
-            lines.append(f"  {key.replace('_', ' ')}: {then.get(key)} then, {now.get(key)} now")
-    return "\n".join(lines)
 
 
 def _times(point: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:

@@ -24,113 +24,94 @@ from .trust import busy_shares, system_clocks, trust
 _LINK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # of the all-gather that measures a link
 
 
-class Distributed:
-    """A size, built on all processes and on the first alone, and what is timed of both.
+def measure_distributed(
+    size: Size, settings: Settings, ceilings: Ceilings, progress: Progress, clock: Clock
+) -> dict[str, Any]:
+    """Measure a size on all processes and on the first alone, and return such a point of docs/profile_schema.md.
 
     The collectives follow from the sizes. Each is timed alone, by all groups of its axis at once, so without the time
     in which it waits for the others where it is called. How much is hidden behind computing is seen on CUDA, by
     torch.profiler; gloo computes on the same cores.
     """
+    device, mesh, axes, mode = settings.device, settings.mesh, settings.mesh.axes, settings.mode
+    element_size = settings.dtype.itemsize
+    progress.start("building")
+    devices = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
-    def __init__(self, size: Size, settings: Settings) -> None:
-        self.size, self.mesh, self.settings = size, settings.mesh, settings
-        device, axes = settings.device, settings.mesh.axes
-        devices = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        model, one = self._build()
-        parallelize(model, devices, compile=settings.compile)
-        by_batch = [Replicate() if axis == "tp" else Shard(0) for axis in axes]
-        x, *gradients = (
-            distribute_tensor(tensor.detach(), devices, by_batch, src_data_rank=None).to_local().clone()
-            for tensor in (*one.inputs, *one.gradients)
-        )
-        self.step = whole(model, x.requires_grad_(settings.train), gradients[0] if gradients else None)
-        self.passes, self.optimizer = runs_of(self.step, settings.mode)
-        if settings.mesh.dp > 1:  # else the outermost module keeps its weights, and the next pass need not gather them
-            self.passes["forward"] = lambda: (self.step.forward(), model.reshard())
-        self.runs: dict[Any, Run] = {("all", name): run for name, run in self.passes.items()}
-        self.runs |= {("one", name): lambda: None for name in self.passes}
-        if is_first():  # for which the others wait, without a core
-            one = self._build()[1]
-            one_passes, _ = runs_of(one.compiled() if settings.compile else one, settings.mode)
-            self.runs |= {("one", name): run for name, run in one_passes.items()}
-        calls = collectives_of(size, settings.mesh)
-        self.calls = {name: calls[name] for name in PASSES[settings.mode] if name in calls}
-        elements = _LINK_BYTES[device.type] // settings.dtype.itemsize
-        self.links = {axis: Collective("all-gather", axis, elements) for axis in axes}
-        for call in dict.fromkeys([*self.links.values(), *chain(*self.calls.values())]):
-            self.runs[call] = alone(call, devices[call.axis].get_group(), device, settings.dtype)
+    def build() -> tuple[Any, Step]:
+        torch.manual_seed(settings.seed)
+        return build_whole(size, settings)
 
-    def _build(self) -> tuple[Any, Step]:
-        torch.manual_seed(self.settings.seed)
-        return build_whole(self.size, self.settings)
-
-    def point(self, ceilings: Ceilings, progress: Progress, clock: Clock) -> dict[str, Any]:
-        """Measure, and return such a point of docs/profile_schema.md."""
-        settings, mesh, start = self.settings, self.mesh, system_clocks()
-        progress.start("timing", len(self.runs) * settings.rounds)
-        samples = interleave(self.runs, settings.rounds, 0.01, 1, progress.advance, least, clock)
-        shares = busy_shares(start, system_clocks()) | {"others_share": None}  # most of the others are of this profile
-        run = self.passes[settings.mode]
-        overlap = summarize_overlap(events_of(run, settings.device))
-        held: list[dict[str, Any]] = from_all(held_bytes(self.step, self.optimizer, run, settings.device))
-        self.samples = from_all(samples)
-        passes = {name: self._pass(name) for name in self.passes}
-        seconds = passes[settings.mode]["seconds"]["median"]
-        peaks = mesh.processes * ceilings.flops_per_second.median
-        return {
-            "status": "ok",
-            "error": None,
-            "size": asdict(self.size),
-            "whole": passes,
-            "collectives": self._collectives(seconds),
-            "links": {axis: self._rate(call) for axis, call in self.links.items()},
-            "overlap": overlap,
-            "memory": {
-                key: max(of_rank[key] for of_rank in held) if held[0][key] is not None else None for key in held[0]
-            },
-            "tokens_per_second": self.size.tokens / seconds,
-            "mfu": self.size.costs(settings.mode).matmul_flops / seconds / peaks,
-            "trust": trust(self._slowest(("all", settings.mode)), shares, ceilings),
+    model, one = build()
+    parallelize(model, devices, compile=settings.compile)
+    by_batch = [Replicate() if axis == "tp" else Shard(0) for axis in axes]
+    x, *gradient = (
+        distribute_tensor(tensor.detach(), devices, by_batch, src_data_rank=None).to_local().clone()
+        for tensor in (*one.inputs, *one.gradients)
+    )
+    step = whole(model, x.requires_grad_(settings.train), *gradient)
+    passes, optimizer = runs_of(step, mode)
+    if mesh.dp > 1:  # else the outermost module keeps its weights, and the next pass need not gather them
+        passes["forward"] = lambda: (step.forward(), model.reshard())
+    runs: dict[Any, Run] = {("all", name): run for name, run in passes.items()}
+    runs |= {("one", name): lambda: None for name in passes}
+    if is_first():  # for which the others wait, without a core
+        one = build()[1]
+        runs |= {
+            ("one", name): run for name, run in runs_of(one.compiled() if settings.compile else one, mode)[0].items()
         }
+    elements = _LINK_BYTES[device.type] // element_size
+    links = {axis: Collective("all-gather", axis, elements) for axis in axes}
+    calls = {name: calls for name, calls in collectives_of(size, mesh).items() if name in PASSES[mode]}
+    for call in dict.fromkeys([*links.values(), *chain(*calls.values())]):
+        runs[call] = alone(call, devices[call.axis].get_group(), device, settings.dtype)
 
-    def _slowest(self, key: Any) -> list[float]:
-        """Return what the slowest process takes in each round."""
-        return [max(round_) for round_ in zip(*(samples[key] for samples in self.samples), strict=True)]
+    progress.start("timing", len(runs) * settings.rounds)
+    start = system_clocks()
+    samples = interleave(runs, settings.rounds, 0.01, 1, progress.advance, least, clock)
+    shares = busy_shares(start, system_clocks()) | {"others_share": None}  # most of the others are of this profile
+    overlap = summarize_overlap(events_of(passes[mode], device))
+    held: list[dict[str, Any]] = from_all(held_bytes(step, optimizer, passes[mode], device))
+    of_ranks = from_all(samples)
+    # What the slowest process takes in each round.
+    slowest = {key: [max(round_) for round_ in zip(*(rank[key] for rank in of_ranks), strict=True)] for key in runs}
 
-    def _pass(self, name: str) -> dict[str, Any]:
-        slowest, one = self._slowest(("all", name)), self.samples[0]["one", name]
-        speed_up = paired_ratio(one, slowest)
+    def times(name: str) -> dict[str, Any]:
+        speed_up = paired_ratio(of_ranks[0]["one", name], slowest["all", name])
         return {
-            "seconds": asdict(Spread.of(slowest)),
-            "of_ranks": [Spread.of(samples["all", name]).median for samples in self.samples],
-            "one_process": asdict(Spread.of(one)),
+            "seconds": asdict(Spread.of(slowest["all", name])),
+            "of_ranks": [Spread.of(rank["all", name]).median for rank in of_ranks],
+            "one_process": asdict(Spread.of(of_ranks[0]["one", name])),
             "speed_up": asdict(speed_up),
-            "efficiency": speed_up.median / self.mesh.processes,
+            "efficiency": speed_up.median / mesh.processes,
         }
 
-    def _rate(self, call: Collective) -> dict[str, Any]:
-        return asdict(Spread.of([self._moved(call) / seconds for seconds in self._slowest(call)]))
+    def moved(call: Collective) -> float:
+        return element_size * call.moved(axes[call.axis])
 
-    def _moved(self, call: Collective) -> float:
-        return self.settings.dtype.itemsize * call.moved(self.mesh.axes[call.axis])
-
-    def _collectives(self, whole_seconds: float) -> list[dict[str, Any]]:
-        """Return the collectives by pass, axis and kind; the seconds of all of them, as each takes alone."""
-        records: dict[tuple[str, ...], dict[str, Any]] = {}
-        for pass_, calls in self.calls.items():
-            for call, count in calls.items():
-                key = {"pass": pass_, "axis": call.axis, "kind": call.kind}
-                seconds = count * Spread.of(self._slowest(call)).median
-                figures = {
-                    "count": count,
-                    "bytes": count * call.elements * self.settings.dtype.itemsize,
-                    "moved_bytes": count * self._moved(call),
-                    "seconds": seconds,
-                    "share": seconds / whole_seconds,
-                }
-                record = records.setdefault(tuple(key.values()), key | dict.fromkeys(figures, 0))
-                record |= {name: record[name] + figure for name, figure in figures.items()}
-        return list(records.values())
+    seconds = Spread.of(slowest["all", mode]).median
+    collectives: dict[Any, dict[str, Any]] = {}  # the seconds of all of a kind, as each takes alone
+    for pass_, call, count in ((pass_, *item) for pass_, counts in calls.items() for item in counts.items()):
+        taken = count * Spread.of(slowest[call]).median
+        figures = {"count": count, "bytes": count * call.elements * element_size, "moved_bytes": count * moved(call)}
+        figures |= {"seconds": taken, "share": taken / seconds}
+        name = {"pass": pass_, "axis": call.axis, "kind": call.kind}
+        record = collectives.setdefault((*name.values(),), name | dict.fromkeys(figures, 0))
+        record |= {key: record[key] + figure for key, figure in figures.items()}
+    peaks = mesh.processes * ceilings.flops_per_second.median
+    return {
+        "status": "ok",
+        "error": None,
+        "size": asdict(size),
+        "whole": {name: times(name) for name in passes},
+        "collectives": list(collectives.values()),
+        "links": {axis: asdict(Spread.of([moved(call) / s for s in slowest[call]])) for axis, call in links.items()},
+        "overlap": overlap,
+        "memory": {key: max(rank[key] for rank in held) if held[0][key] is not None else None for key in held[0]},
+        "tokens_per_second": size.tokens / seconds,
+        "mfu": size.costs(mode).matmul_flops / seconds / peaks,
+        "trust": trust(slowest["all", mode], shares, ceilings),
+    }
 
 
 def summarize_overlap(work: list[Any]) -> dict[str, float] | None:

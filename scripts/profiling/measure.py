@@ -30,10 +30,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure: `mode` is forward, train (forward and backward) or step (train, and a step of AdamW).
-
-    What `trace`, `memory_snapshot` and `nvtx` ask for is recorded in runs of their own, after the timings.
-    """
+    """How to measure. `trace`, `memory_snapshot` and `nvtx` are recorded in runs of their own, after the timings."""
 
     device: torch.device
     dtype: torch.dtype
@@ -90,10 +87,9 @@ def _point(
         complete, smallest, *parts = (step.compiled() for step in (complete, smallest, *parts))
         compilation = tracing.compile_report(complete.accumulate if settings.train else complete.forward)
     of_whole, optimizer = runs_of(complete, settings.mode)
-    of_smallest, _ = runs_of(smallest, settings.mode)
     # Backward alone is not timed: it is what "train" takes longer than "forward".
     runs = {("whole", pass_): run for pass_, run in of_whole.items()}
-    runs |= {("smallest", pass_): run for pass_, run in of_smallest.items()}
+    runs |= {("smallest", pass_): run for pass_, run in runs_of(smallest, settings.mode)[0].items()}
     runs |= {(part.name, "forward"): part.forward for part in parts}
     runs |= {(part.name, "train"): part.train for part in parts if settings.train}
     if optimizer is not None:
@@ -156,7 +152,7 @@ def build_whole(size: Size, settings: Settings) -> tuple[Block | Transformer, St
     model = size.build(settings.device, settings.dtype)
     shape = (size.batch_size, size.seq_len, size.d_model)
     x = torch.randn(shape, device=settings.device).to(settings.dtype).requires_grad_(settings.train)
-    return model, whole(model, x, torch.randn_like(x) if settings.train else None)
+    return model, whole(model, x, *([torch.randn_like(x)] if settings.train else []))
 
 
 def runs_of(step: Step, mode: str) -> tuple[dict[str, Run], Optimizer | None]:

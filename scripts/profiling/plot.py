@@ -46,14 +46,11 @@ def plot_predictions(document: dict[str, Any], path: Path) -> None:
         of_mesh = [prediction for prediction in predictions if str(Mesh(**prediction["mesh"])) == mesh]
         values = [int(value_on(axis, record)) for record in of_mesh]
         axes.plot(values, [100 * record["mfu"] for record in of_mesh], label=mesh, **_look(index))
-    ring: dict[str, Any] = {"marker": "o", "color": "black", "fillstyle": "none", "markersize": 13, "linestyle": ""}
     values = []
-    for size, records in groupby(predictions, key=lambda prediction: prediction["size"]):
+    for _, records in groupby(predictions, key=lambda prediction: prediction["size"]):
         best = max(records, key=lambda record: record["mfu"])
-        values.append(int(value_on(axis, {"size": size})))
-        axes.plot(values[-1], 100 * best["mfu"], label=None if values[1:] else "best", **ring)
-        text = f"{Mesh(**best['mesh'])}\n{share(best['mfu'])}"
-        place = values[-1], 100 * best["mfu"]
+        values.append(int(value_on(axis, best)))
+        text, place = f"{Mesh(**best['mesh'])}\n{share(best['mfu'])}", (values[-1], 100 * best["mfu"])
         axes.annotate(text, place, (0, 9), textcoords="offset points", ha="center", fontsize=8)
     axes.set(xscale="log", xlabel=axis, ylabel="MFU, %", ylim=(0, 115), yticks=range(0, 101, 20))
     axes.margins(x=0.08)

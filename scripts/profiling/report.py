@@ -103,13 +103,16 @@ def _point(point: dict[str, Any], document: dict[str, Any]) -> list[Section]:
     if layers is not None and layers > 1:
         title += f"; parts of one block, which the sum counts {layers} times"
     passes = [name for name in ("forward", "backward") if name in point["whole"]]
-    tables = [_times(point, passes, title), *(_work(point, name) for name in passes), _memory(point)]
+    memory = Table("Memory", ["part", "saved for backward", "peak above the start"])
+    for part in (*point["memory"]["parts"], {"name": "whole"} | point["memory"]):
+        memory.rows.append([part["name"], *(si(part[key], "B") for key in ("saved_bytes", "peak_added_bytes"))])
+    tables = [_times(point, passes, title), *(_work(point, name) for name in passes), memory]
     return [_summary(point, document), *_losses(point), *tables, _LEGEND]
 
 
 def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
-    mode, on_cpu = document["settings"]["mode"], document["settings"]["device"] == "cpu"
-    kernels, compiled, mfu, overhead = (point[key] for key in ("kernels", "compile", "mfu", "overhead"))
+    mode, overhead = document["settings"]["mode"], point["overhead"]["seconds"]["median"]
+    kernels, compiled, mfu = (point[key] for key in ("kernels", "compile", "mfu"))
     seconds = point["whole"][mode]["seconds"]
     unit, factor = time_unit(seconds["median"])
 
@@ -117,21 +120,15 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
         median, low_to_high = spread_cells(spread, factor)
         return f"{median} {unit} ({low_to_high})"
 
-    lines = [
-        f"{_MODES[mode]}: {timed(seconds)}, {si(point['tokens_per_second'])} tokens/s, "
-        f"{share(point['whole'][mode]['roofline_fraction'])} of the roofline"
-    ]
+    rate, fraction = si(point["tokens_per_second"]), share(point["whole"][mode]["roofline_fraction"])
+    lines = [f"{_MODES[mode]}: {timed(seconds)}, {rate} tokens/s, {fraction} of the roofline"]
     if point["optimizer"] is not None:
         update = point["optimizer"]["seconds"]
         lines.append(f"AdamW: {timed(update)}, {share(update['median'] / seconds['median'])} of the step")
     for source, name in (("measured", "measured ceiling"), ("datasheet", "datasheet")):
         lines.append(f"MFU of the {name}: causal {share(mfu['causal'][source])}, dense {share(mfu['dense'][source])}")
-    if on_cpu or kernels is None or kernels["launch_bound"]:  # else the GPU does not wait for the host
-        part = f", {share(overhead['share'])} of this" if on_cpu and overhead["share"] <= 1 else ""
-        lines.append(
-            f"Same calls on one token of width 8: {number(overhead['seconds']['median'] * factor)} {unit}{part}, "
-            "all of it overhead: Python, dispatch and launches"
-        )
+    smallest = f"Same calls on one token of width 8: {number(overhead * factor)} {unit}"
+    lines.append(f"{smallest}, all of it overhead: Python, dispatch and launches")
     if kernels is not None:
         bound = "launch-bound" if kernels["launch_bound"] else "not launch-bound"
         lines.append(f"Kernels: {kernels['count']}, which run {share(kernels['busy_fraction'])} of the time: {bound}")
@@ -147,7 +144,7 @@ def _losses(point: dict[str, Any]) -> list[str]:
     """Return the parts that lose most, and why: but no reasons where the figures cannot be trusted."""
     lines = ["Most time lost against the roofline:"]
     for loss in point["losses"]:
-        unit, factor = time_unit(point["losses"][0]["seconds"])
+        unit, factor = time_unit(loss["seconds"])
         line = f"  {loss['name']}: {number(loss['seconds'] * factor)} {unit}, {share(loss['share'])} of the whole"
         if not point["trust"]["doubts"]:
             line += f"; {_CAUSES[loss['cause']].format(share(loss['roofline_fraction']))}"
@@ -185,22 +182,16 @@ def _work(point: dict[str, Any], name: str) -> Table:
     return table
 
 
-def _memory(point: dict[str, Any]) -> Table:
-    memory = point["memory"]
-    rows = [
-        [part["name"], si(part["saved_bytes"], "B"), si(part["peak_added_bytes"], "B")]
-        for part in (*memory["parts"], {"name": "whole"} | memory)
-    ]
-    return Table("Memory", ["part", "saved for backward", "peak above the start"], rows)
-
-
 def _sweep(document: dict[str, Any]) -> list[Section]:
     """Return a line for each point, and the times of the parts."""
     points, axis, mode = document["points"], document["settings"]["sweep"], document["settings"]["mode"]
     measured = [point for point in points if "parts" in point]
     unit, factor = time_unit(min((point["whole"][mode]["seconds"]["median"] for point in measured), default=1.0))
     columns = [axis, f"{mode} {unit}", "p20-p80", f"one token {unit}", "tokens/s", "MFU causal", "sum/whole"]
-    table = Table(f"{_MODES[mode]}, MFU of the measured ceiling", [*columns, "saved", "peak"])
+    title = (
+        f"{_MODES[mode]}, MFU of the measured ceiling; one token: the same calls at width 8, which are overhead alone"
+    )
+    table = Table(title, [*columns, "saved", "peak"])
     for point in points:
         cells = [point["status"], *[""] * 7]
         if point in measured:
@@ -213,16 +204,13 @@ def _sweep(document: dict[str, Any]) -> list[Section]:
                 *(si(point["memory"][key], "B") for key in ("saved_bytes", "peak_bytes")),
             ]
         table.rows.append([value_on(axis, point), *cells])
-    sections: list[Section] = [describe(*(point["size"] for point in points)), table]
-    if not measured:
-        return sections
     passes = ["forward"] if mode == "forward" else ["forward", "backward"]
     columns = ["part", *(value_on(axis, point) for point in measured)]
     parts = Table(f"{' and '.join(passes).capitalize()}, {unit}, by {axis}", columns)
     for row in zip(*(point["parts"] for point in measured), strict=True):
         times = (sum(part[name]["seconds"]["median"] for name in passes) for part in row)
         parts.rows.append([row[0]["name"], *(number(factor * seconds) for seconds in times)])
-    return [*sections, "One token: the same calls at width 8, which is overhead alone.", parts]
+    return [describe(*(point["size"] for point in points)), table, parts]
 
 
 def value_on(axis: str, point: dict[str, Any]) -> str:

@@ -46,19 +46,12 @@ def prediction_report(document: dict[str, Any]) -> list[Section]:
     for size, records in groupby(document["predictions"], lambda prediction: describe(prediction["size"])):
         table = Table(size, columns)
         for record in records:
-            bare = record["tp_seconds"] + record["dp_seconds"] - record["hidden_seconds"]
-            times = [record[key] for key in ("seconds", "compute_seconds", "tp_seconds", "dp_seconds")]
-            table.rows.append(
-                [
-                    str(Mesh(**record["mesh"])),
-                    str(record["processes"]),
-                    si(record["tokens_per_process"]),
-                    si(record["state_bytes"], "B"),
-                    *(number(1e3 * seconds) for seconds in (*times, bare)),
-                    share(record["mfu"]),
-                    si(record["tokens_per_process"] / record["seconds"]),
-                ]
-            )
+            tokens, seconds = record["tokens_per_process"], record["seconds"]
+            times = [seconds, *(record[f"{key}_seconds"] for key in ("compute", "tp", "dp"))]
+            times.append(seconds - record["compute_seconds"])
+            cells = [str(Mesh(**record["mesh"])), str(record["processes"]), si(tokens), si(record["state_bytes"], "B")]
+            cells += [number(1e3 * time) for time in times]
+            table.rows.append([*cells, share(record["mfu"]), si(tokens / seconds)])
         sections.append(table)
     return [*sections, _PAPER]
 
@@ -68,35 +61,21 @@ def _times(point: dict[str, Any]) -> Table:
     columns = ["whole", f"slowest {unit}", "p20-p80", "ranks differ", f"one process {unit}", "p20-p80"]
     table = Table(describe(point["size"]), [*columns, "speed-up", "p20-p80", "efficiency"])
     for name, record in point["whole"].items():
-        table.rows.append(
-            [
-                name,
-                *spread_cells(record["seconds"], factor),
-                share(max(record["of_ranks"]) / min(record["of_ranks"]) - 1),
-                *spread_cells(record["one_process"], factor),
-                *spread_cells(record["speed_up"], 1),
-                share(record["efficiency"]),
-            ]
-        )
+        differ = share(max(record["of_ranks"]) / min(record["of_ranks"]) - 1)
+        cells = [name, *spread_cells(record["seconds"], factor), differ, *spread_cells(record["one_process"], factor)]
+        table.rows.append([*cells, *spread_cells(record["speed_up"], 1), share(record["efficiency"])])
     return table
 
 
 def _collectives(point: dict[str, Any]) -> Table:
     unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
-    table = Table("Collectives", ["pass, axis, kind", "number", "bytes", f"alone {unit}", "share", "B/s received"])
+    table = Table("Collectives", ["pass, axis, kind", "number", "bytes", "B/s received", f"alone {unit}", "share"])
     for record in point["collectives"]:
-        table.rows.append(
-            [
-                f"{record['pass']}, {record['axis']}, {record['kind']}",
-                str(record["count"]),
-                si(record["bytes"], "B"),
-                number(factor * record["seconds"]),
-                share(record["share"]),
-                si(record["moved_bytes"] / record["seconds"]),
-            ]
-        )
+        calls = [", ".join(record[key] for key in ("pass", "axis", "kind")), str(record["count"])]
+        moved = [si(record["bytes"], "B"), si(record["moved_bytes"] / record["seconds"])]
+        table.rows.append([*calls, *moved, number(factor * record["seconds"]), share(record["share"])])
     seconds, shares = (sum(record[key] for record in point["collectives"]) for key in ("seconds", "share"))
-    table.rows += [["all", "", "", number(factor * seconds), share(shares), ""]]
+    table.rows.append(["all", "", "", "", number(factor * seconds), share(shares)])
     return table
 
 
