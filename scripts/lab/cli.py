@@ -59,12 +59,9 @@ def device_of(name: str | None) -> torch.device:
         if parsed[1]:
             raise ValueError(f"--device {name}: each process has a GPU of its own: use cuda")
         index, needed = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if count == 0:
-        reason = "torch finds no GPU" if torch.backends.cuda.is_built() else "this build of torch has no CUDA"
-        raise ValueError(f"--device {name}: {reason}: use --device cpu")
     if needed > count:
-        there = ", ".join(f"cuda:{each}" for each in range(count))
-        raise ValueError(f"--device {name} needs {plural(needed, 'GPU')}, and torch finds {count}: {there}")
+        found = f"finds {count}" if count or torch.backends.cuda.is_built() else "is built without CUDA"
+        raise ValueError(f"--device {name} needs {plural(needed, 'GPU')}, and torch {found}: use another device")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

@@ -46,22 +46,14 @@ def counted_on_gpu(events: Iterable[Any]) -> list[Any]:
 
 
 def summarize_kernels(work: Iterable[Any], seconds: float) -> dict[str, Any] | None:
-    """Return the count of kernels among the events of a GPU, and how long it was busy; None without a kernel.
-
-    Copies and fills are not kernels, but keep the GPU busy.
-    """
+    """Return the count of kernels, and how long the GPU was busy with them, copies and fills; None without a kernel."""
     work = list(work)
     count = sum(not event.name.startswith(("Memcpy", "Memset")) for event in work)
     if count == 0:
         return None
-    busy = busy_time(work)
-    fraction = busy * 1e-6 / seconds
-    return {
-        "count": count,
-        "busy_seconds": busy * 1e-6,
-        "busy_fraction": fraction,
-        "launch_bound": fraction < 0.8,  # for a fifth of the time, the GPU waits for its next kernel
-    }
+    busy = busy_time(work) * 1e-6
+    launch_bound = busy / seconds < 0.8  # for a fifth of the time, the GPU waits for its next kernel
+    return {"count": count, "busy_seconds": busy, "busy_fraction": busy / seconds, "launch_bound": launch_bound}
 
 
 def busy_time(events: Iterable[Any]) -> float:

@@ -29,11 +29,7 @@ class Datasheet:
         return self.half if dtype in (torch.float16, torch.bfloat16) else None
 
     def ceilings(self, dtype: torch.dtype) -> "Ceilings":
-        """Return the peaks as ceilings that rest on no sample.
-
-        Raises:
-            ValueError: there is none of this dtype.
-        """
+        """Return the peaks as ceilings that rest on no sample; raise a ValueError if this dtype has none."""
         if (peak := self.flops_per_second(dtype)) is None:
             raise ValueError(f"the datasheet has no peak for {str(dtype).removeprefix('torch.')}")
         flops, memory = (Spread(rate, rate, rate, 0) for rate in (peak, self.bytes_per_second))
@@ -53,11 +49,6 @@ DATASHEETS = {
     "NVIDIA H100 PCIe": Datasheet(756e12, 51e12, 2000e9),
     "NVIDIA H200": Datasheet(989e12, 67e12, 4800e9),
 }
-
-
-def datasheet(name: str) -> Datasheet | None:
-    """Return the datasheet of the device of exactly this name, None where it is not known."""
-    return DATASHEETS.get(name)
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,8 @@ def analyze(
 ) -> dict[str, Any]:
     """Return the figures of one point, from the seconds per call of each part and pass, one sample for each round.
 
-    The parts are those of `Size.part_costs`, "whole", and "smallest" (the same calls on one token); their passes are
-    "forward", unless the mode is forward "train" (forward and backward), and of the last two "step" in that mode, which
-    adds ("AdamW", "optimizer"). `gpu` has the time of the GPU alone, and is empty on a CPU. `shares` are those of
-    `busy_shares`.
+    The parts are those of `Size.part_costs`, "whole", "smallest" (the same calls on one token) and "AdamW"; the passes
+    "forward", "train" (forward and backward), "step" and "optimizer". `gpu` has the time of the GPU alone.
     """
     samples, gpu = _with_backward(samples), _with_backward(gpu)
 
@@ -72,19 +70,14 @@ def analyze(
 
     def least(mode: str) -> float:
         """Return the least time of the whole as it adds up: nothing is fused from one part to the next."""
-        return sum(
-            part["count"] * part[pass_]["roofline_seconds"]
-            for part in addends(point)
-            for pass_ in PASSES.get(mode, [mode])
-            if pass_ in part
-        )
+        passes = PASSES.get(mode, (mode,))
+        return sum(part["count"] * part[p]["roofline_seconds"] for part in addends(point) for p in passes if p in part)
 
     whole = {name: record("whole", name, size.costs(name, dtype.itemsize), least(name)) for name in passes}
     seconds, cost = whole[mode]["seconds"]["median"], size.costs(mode)
     smallest = Spread.of(samples["smallest", mode])
-    peaks = {"measured": ceilings.flops_per_second.median, "datasheet": None}
-    if datasheet is not None:
-        peaks["datasheet"] = datasheet.flops_per_second(dtype)
+    of_datasheet = datasheet.flops_per_second(dtype) if datasheet else None
+    peaks = {"measured": ceilings.flops_per_second.median, "datasheet": of_datasheet}
 
     def utilization(flops: int) -> dict[str, float | None]:
         return {source: peak and flops / seconds / peak for source, peak in peaks.items()}

@@ -13,7 +13,7 @@ from jaxtyping import config as jaxtyping_config
 from lab.cli import Parser, check_outputs, device_of, run
 from lab.environment import device_name, environment
 from lab.files import write_json
-from lab.machine import DATASHEETS, Ceilings, Datasheet, datasheet, measure_ceilings, memory_bytes
+from lab.machine import DATASHEETS, Ceilings, Datasheet, measure_ceilings, memory_bytes
 from lab.presets import PRESETS
 from lab.processes import from_first, is_first, launched
 from lab.progress import Progress
@@ -93,7 +93,6 @@ def _parser() -> Parser:
     add("--num-layers", type=int, metavar="N", help="a Transformer of N blocks (default: one Block, no final norm)")
     add("--qk-norm", action="store_true", default=None, help="normalize queries and keys")
     add("--sweep", metavar="AXIS=A,B,...", help=f"measure several sizes; AXIS is one of {', '.join(_SWEEPS)}")
-
     measurement = parser.add_argument_group("measurement")
     add = measurement.add_argument
     passes = "forward, train (forward and backward) or step (train and AdamW)"
@@ -103,13 +102,11 @@ def _parser() -> Parser:
     add("--compile", action="store_true", default=None, help="compile the whole, and each part separately")
     add("--rounds", type=int, default=15, metavar="N", help="samples of each time (default: 15)")
     add("--seed", type=int, default=0, metavar="N", help="seed of weights and inputs (default: 0)")
-
     processes = "torchrun --nproc-per-node N scripts/profile_block.py ... starts N = tp * dp * dp_replicate processes"
     add = parser.add_argument_group("several processes", processes).add_argument
     add("--tp", type=int, default=1, metavar="N", help="split each layer over N processes (default: 1)")
     add("--dp", type=int, default=1, metavar="N", help="split batch, weights and optimizer state over N (default: 1)")
     add("--dp-replicate", type=int, default=1, metavar="N", help="replicas, each with a part of the batch (default: 1)")
-
     kinds = "a lower bound on the time of a step or, with --from, an estimate of it"
     add = parser.add_argument_group("prediction", kinds).add_argument
     add("--predict", nargs="+", type=_mesh, metavar="MESH", help="predict for these meshes, such as dp=8 tp=8,dp=64")
@@ -119,7 +116,6 @@ def _parser() -> Parser:
     add("--recompute", action="store_true", help="count activation checkpointing of each block")
     datasheets = "take the ceilings from a datasheet, such as 'NVIDIA H200' (default: measure --device)"
     add("--ceilings", choices=DATASHEETS, metavar="GPU", help=datasheets)
-
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="FILE", help="write all figures; docs/profile_schema.md explains them")
     add("--compare", type=Path, metavar="OLD.json", help="show the ratios to the times in the --json of an earlier run")
@@ -244,8 +240,14 @@ def _profile(
     with Progress() as progress:
         progress.start("measuring the ceilings")
         ceilings = from_first(lambda: measure_ceilings(settings.device, settings.dtype, clock=clock))
-        sheet = datasheet(device_name(settings.device))
-        document = _document(options, settings, _figures(ceilings, sheet, settings.dtype))
+        sheet = DATASHEETS.get(device_name(settings.device))
+        document = _document(options, settings, asdict(ceilings) | {"ridge": ceilings.ridge})
+        if sheet is not None:
+            peaks = {
+                "flops_per_second": sheet.flops_per_second(settings.dtype),
+                "bytes_per_second": sheet.bytes_per_second,
+            }
+            document["ceilings"]["datasheet"] = peaks
         for index, size in enumerate(sizes, 1):
             progress.prefix = f"{index}/{len(sizes)} " if options.sweep else ""
             try:
@@ -298,7 +300,7 @@ def _predict(
             ceilings = DATASHEETS[options.ceilings].ceilings(dtype)
         else:
             ceilings = measure_ceilings(settings.device, dtype, clock=clock)
-        price, figures = roofline(ceilings), _figures(ceilings) | {"source": source}
+        price, figures = roofline(ceilings), asdict(ceilings) | {"ridge": ceilings.ridge, "source": source}
     links = replace(options.link, overlap=device != "cpu")
     peak, predictions = figures["flops_per_second"]["median"], []
     for size in sizes:
@@ -318,11 +320,6 @@ def _predict(
     return 0
 
 
-def _figures(ceilings: Ceilings, sheet: Datasheet | None = None, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    peaks = sheet and {"flops_per_second": sheet.flops_per_second(dtype), "bytes_per_second": sheet.bytes_per_second}
-    return asdict(ceilings) | {"ridge": ceilings.ridge, "datasheet": peaks}
-
-
 def _document(options: argparse.Namespace, settings: Settings, ceilings: dict[str, Any]) -> dict[str, Any]:
     """Return a document that has all but its points."""
     return {
@@ -337,6 +334,6 @@ def _document(options: argparse.Namespace, settings: Settings, ceilings: dict[st
             "shape_checks": not jaxtyping_config.jaxtyping_disable,
             "sweep": options.sweep and options.sweep.partition("=")[0],
         },
-        "ceilings": ceilings,
+        "ceilings": {"datasheet": None} | ceilings,
         "points": [],
     }

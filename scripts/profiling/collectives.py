@@ -56,9 +56,6 @@ class Mesh:
                 raise ValueError(f"{name} must be a multiple of tp={self.tp}, {got}")
 
 
-ONE_PROCESS = Mesh()
-
-
 @dataclass(frozen=True)
 class Collective:
     """A call along one axis. `elements` is of the whole tensor: when gathered, before it is scattered, or summed."""

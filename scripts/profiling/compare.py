@@ -15,18 +15,11 @@ _CEILINGS = ("flops_per_second", "bytes_per_second")
 # What can make a difference, beside the code.
 _CAUSES = ["device", "torch", "threads", "driver", "cudnn", "norm_kernels", "commit", "dtype", "mode", "compile"]
 _CAUSES += ["float32_matmul_precision", "mesh", "attention_kernel"]
-_ADVICE = (
-    "Two runs of the same code differ by more than the rounds within one. To compare two versions of the code, run\n"
-    "them in turns: scripts/compare_peers.py --against."
-)
+_ADVICE = "Runs of the same code differ, too. To compare two versions, run them in turns: compare_peers.py --against."
 
 
 def load(path: Path, option: str) -> dict[str, Any]:
-    """Read the profile that an option names.
-
-    Raises:
-        ValueError: it cannot be read, or is not a profile of this schema.
-    """
+    """Read the profile that an option names; raise a ValueError if it is none, or of another schema."""
     try:
         document = json.loads(path.read_text())
     except OSError as error:

@@ -115,16 +115,11 @@ def measure_distributed(
 
 
 def summarize_overlap(work: list[Any]) -> dict[str, float] | None:
-    """Return the seconds in which the events of a GPU have a collective, and in which another kernel runs beside it.
-
-    A collective that waits for another process is running, too.
-    """
+    """Return the seconds with a collective, waiting included, among a GPU's events, and with others beside it."""
     collectives = [event for event in work if event.name.startswith("nccl")]
     if not collectives:
         return None
     others = [event for event in work if not event.name.startswith("nccl")]
     seconds = busy_time(collectives)
-    return {
-        "collective_seconds": 1e-6 * seconds,
-        "hidden_seconds": 1e-6 * (seconds + busy_time(others) - busy_time(work)),
-    }
+    hidden = seconds + busy_time(others) - busy_time(work)
+    return {"collective_seconds": 1e-6 * seconds, "hidden_seconds": 1e-6 * hidden}

@@ -3,7 +3,7 @@
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tinyblock import Block, Transformer
 
 from . import tracing
 from .analysis import analyze
-from .collectives import ONE_PROCESS, Mesh
+from .collectives import Mesh
 from .parts import Step, block_steps, part_steps, run_steps, whole
 from .trust import busy_shares, system_clocks
 
@@ -41,7 +41,7 @@ class Settings:
     trace: Path | None = None
     memory_snapshot: Path | None = None
     nvtx: bool = False
-    mesh: Mesh = ONE_PROCESS
+    mesh: Mesh = field(default_factory=Mesh)
 
     @property
     def train(self) -> bool:
@@ -80,7 +80,6 @@ def _point(
     smallest = build_whole(size.smallest(), settings)[1]
     steps, x = block_steps(model), complete.inputs[0]
     parts = part_steps(steps, x, *complete.gradients)
-    attention = attention_kernel(lambda: run_steps(steps, x))
     if settings.compile:
         progress.start("compiling")
         torch.compiler.reset()  # else the second size of a sweep would be compiled for any size
@@ -98,11 +97,12 @@ def _point(
     start = system_clocks()
     samples = interleave(runs, settings.rounds, 0.01, 1, progress.advance, clock=clock)
     shares = busy_shares(start, system_clocks())
-    timed_on_gpu = runs if device.type == "cuda" else {}
-    gpu = {key: [gpu_seconds(run, min(samples[key]))] for key, run in timed_on_gpu.items()}
+    gpu = {}
+    if device.type == "cuda":
+        gpu = {key: [gpu_seconds(run, min(samples[key]))] for key, run in runs.items()}
     point: dict[str, Any] = {"status": "ok", "error": None, "size": asdict(size)}
     point |= analyze(samples, gpu, size, settings.mode, settings.dtype, ceilings, datasheet, shares)
-    point |= {"compile": compilation, "attention_kernel": attention}
+    point |= {"compile": compilation, "attention_kernel": attention_kernel(lambda: run_steps(steps, x))}
     progress.start("measuring memory")
     run = of_whole[settings.mode]
     held, known = held_bytes(complete, optimizer, run, device), [*model.parameters(), *model.buffers()]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.plots import BELOW, COLORS, MARKERS, new_figure, save
-from lab.tables import number, share, si, time_unit
+from lab.tables import number, share, time_unit
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
@@ -13,6 +13,7 @@ from matplotlib.ticker import LogLocator
 from .analysis import addends
 from .collectives import Mesh
 from .report import describe, origin, rates, value_on
+from .report_distributed import basis
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
@@ -30,16 +31,9 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 def plot_predictions(document: dict[str, Any], path: Path) -> None:
     """Draw the MFU of each mesh over a sweep, and name the best one at each point."""
-    predictions, settings, links = (document[key] for key in ("predictions", "settings", "links"))
-    axis = settings["sweep"]
-    links_of = ", ".join(si(links[key], "B/s") for key in ("within", "between") if links[key])
-    source = f"roofline of {document['ceilings']['source']}"
-    kind = "upper bounds of MFU, as each time is a lower bound"
-    if document["from"] is not None:
-        source, kind = f"scaled from a profile: {origin(document['from'])}", "predicted from a profile of one process"
-    title = describe(*(prediction["size"] for prediction in predictions))
-    how = f"{settings['dtype']}, mode {settings['mode']}{', blocks recomputed' if document['recompute'] else ''}"
-    figure = new_figure(title, f"{source}; {how}; links of {links_of}")
+    predictions, axis = document["predictions"], document["settings"]["sweep"]
+    title, (kind, *rest) = describe(*(prediction["size"] for prediction in predictions)), basis(document)
+    figure = new_figure(title, "; ".join(rest))
     figure.suptitle(title, fontsize=9, fontweight="bold")
     axes = figure.subplots()
     for index, mesh in enumerate(dict.fromkeys(str(Mesh(**prediction["mesh"])) for prediction in predictions)):
@@ -54,7 +48,7 @@ def plot_predictions(document: dict[str, Any], path: Path) -> None:
         axes.annotate(text, place, (0, 9), textcoords="offset points", ha="center", fontsize=8)
     axes.set(xscale="log", xlabel=axis, ylabel="MFU, %", ylim=(0, 115), yticks=range(0, 101, 20))
     axes.margins(x=0.08)
-    axes.set_title(f"The best mesh for each {axis}: {kind}", fontsize=11)
+    axes.set_title(kind, fontsize=10)
     _finish(axes, values, ncols=5)
     save(figure, path)
 

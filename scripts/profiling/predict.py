@@ -1,14 +1,9 @@
 """How long a pass takes on many devices: sizes, links and either ceilings or a profile in, seconds and MFU out.
 
-The model, which docs/scaling.md compares with measurements:
-- Each process computes its share of every part: in the least time, at the roofline of its device, or in the time that
-  a profile measured, scaled to the share.
-- A collective takes what its bytes take on the link that it crosses, all processes of a machine at a time; no latency.
-- Tensor-parallel collectives lie between computations that need them: none of them is hidden.
-- FSDP fetches the weights of the next block, and sends the gradients of the last, while one block runs, its
-  tensor-parallel collectives included: they have other streams and mostly other links. So of `layers` equal steps of
-  both, the longer one counts, and the transfer that is first or last is not hidden. On a CPU, transfers run on the
-  cores that compute, and none is hidden.
+docs/scaling.md explains the model, and compares it with measurements. What overlaps: FSDP fetches the weights of the
+next block, and sends the gradients of the last, while one block runs, its tensor-parallel collectives included. So of
+`layers` equal steps of both, the longer one counts, and the transfer that is first or last is not hidden. On a CPU,
+transfers run on the cores that compute, and none is hidden.
 """
 
 from collections.abc import Callable

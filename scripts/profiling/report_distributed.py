@@ -10,12 +10,10 @@ from .report import describe, doubts, header, held, origin, rates
 
 _LEGEND = (
     "Times are medians over the rounds, of the slowest process in each. Speed-up: over one process with the whole\n"
-    "batch, which runs in turns with the others, while these wait. Collectives: timed alone at these sizes, so\n"
-    "without waiting for a slower process."
+    "batch, in turns with the others. Collectives: timed alone at these sizes, without waiting for a slower process."
 )
 _PAPER = (
-    "Links run at their full rate and without latency. States: weights, gradients and AdamW's moments of a device, as\n"
-    "far as the mode uses them, without activations."
+    "Links run at full rate, without latency. States: weights, gradients and moments of a device, without activations."
 )
 
 
@@ -29,19 +27,8 @@ def distributed_report(document: dict[str, Any]) -> list[Section]:
 
 def prediction_report(document: dict[str, Any]) -> list[Section]:
     """Return the sections of what was predicted: a table for each size."""
-    settings, ceilings, links, profile = (document[key] for key in ("settings", "ceilings", "links", "from"))
-    between = f", {si(links['between'], 'B/s')} between machines of {links['per_machine']}" if links["between"] else ""
-    recompute = ", blocks recomputed" if document["recompute"] else ""
-    basis = f"A lower bound on time, so an upper bound on MFU: each part at the roofline of the {ceilings['source']}"
-    if profile is not None:
-        basis = f"Scaled from a profile of one process: {origin(profile)}"
-    sections: list[Section] = [
-        f"{basis}\n{settings['dtype']}, mode {settings['mode']}{recompute}\n"
-        f"Ceilings: {rates(*(ceilings[key]['median'] for key in ('flops_per_second', 'bytes_per_second')))}\n"
-        f"Links: each device receives {si(links['within'], 'B/s')} within a machine{between}",
-        *(doubts(profile) if profile is not None else []),
-    ]
-    columns = ["mesh", "devices", "tokens each", "states", f"{settings['mode']} ms", "compute", "tp", "dp"]
+    sections: list[Section] = ["\n".join(basis(document)), *(doubts(document["from"]) if document["from"] else [])]
+    columns = ["mesh", "devices", "tokens each", "states", f"{document['settings']['mode']} ms", "compute", "tp", "dp"]
     columns += ["not hidden", "MFU", "tokens/s each"]
     for size, records in groupby(document["predictions"], lambda prediction: describe(prediction["size"])):
         table = Table(size, columns)
@@ -54,6 +41,19 @@ def prediction_report(document: dict[str, Any]) -> list[Section]:
             table.rows.append([*cells, share(record["mfu"]), si(tokens / seconds)])
         sections.append(table)
     return [*sections, _PAPER]
+
+
+def basis(document: dict[str, Any]) -> list[str]:
+    """Return what a prediction rests on, in lines of which the first says whether it is a bound."""
+    settings, ceilings, links, profile = (document[key] for key in ("settings", "ceilings", "links", "from"))
+    between = f", {si(links['between'], 'B/s')} between machines of {links['per_machine']}" if links["between"] else ""
+    kind = f"A lower bound on time, so an upper bound on MFU: each part at the roofline of the {ceilings['source']}"
+    return [
+        f"Scaled from a profile of one process: {origin(profile)}" if profile else kind,
+        f"{settings['dtype']}, mode {settings['mode']}{', blocks recomputed' if document['recompute'] else ''}",
+        f"Ceilings: {rates(*(ceilings[key]['median'] for key in ('flops_per_second', 'bytes_per_second')))}",
+        f"Links: each device receives {si(links['within'], 'B/s')} within a machine{between}",
+    ]
 
 
 def _times(point: dict[str, Any]) -> Table:
