@@ -86,7 +86,7 @@ def test_check_outputs_rejects_what_cannot_be_written(tmp_path, monkeypatch):
         check(plot=tmp_path / "x.png")
 
 
-def test_run_ends_in_one_line_or_passes_the_error_on(capsys):
+def test_run_ends_in_one_line_or_passes_the_error_on(capsys, monkeypatch):
     def fail(error):
         raise error
 
@@ -97,11 +97,8 @@ def test_run_ends_in_one_line_or_passes_the_error_on(capsys):
     assert capsys.readouterr().err == "program.py: error: out of memory: CUDA out of memory.\n"
     with pytest.raises(RuntimeError, match="something else"):
         run(PARSER, lambda: fail(RuntimeError("something else")))
-
-
-def test_run_accepts_a_reader_that_stops(monkeypatch):
     reader, writer = os.pipe()
-    os.close(reader)
+    os.close(reader)  # which has seen enough
     with os.fdopen(writer, "w") as closed_pipe:
         monkeypatch.setattr(sys, "stdout", closed_pipe)
         assert run(PARSER, lambda: print("report", flush=True) or 1) == 0

@@ -11,8 +11,7 @@ from lab.timing import Spread, interleave, paired_ratio
 class Clock:
     """A clock that a run moves on by its own time, so that nothing depends on how busy the machine is."""
 
-    def __init__(self):
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self):
         return self.now
@@ -49,33 +48,24 @@ def test_interleave_takes_one_sample_a_round_in_turn():
     assert samples == {a: [5, 8, 9], b: [6, 7, 10]}
 
 
-@pytest.mark.parametrize(("seconds", "timed"), [(0.125, [8, 8]), (2.0, [1, 1])])
-def test_interleave_repeats_a_short_call_and_no_long_one(seconds, timed):
-    clock, advanced, counts = Clock(), [], []
+@pytest.mark.parametrize(("seconds", "calls"), [(0.125, 8), (2.0, 1)])
+def test_interleave_repeats_a_short_call_and_no_long_one(seconds, calls):
+    clock, advanced, starts, asked = Clock(), [], [], []
 
     def run():
-        counts.append(clock.now)
+        starts.append(clock.now)
         clock.run(seconds)
 
-    samples = interleave(
-        {"": run}, 2, sample_seconds=1, warmup_calls=3, on_sample=lambda: advanced.append(1), clock=clock
-    )
-    unmeasured = 2 * (timed[0] > 1)  # after another run, the caches are cold
-    assert len(counts) == 3 + 3 + sum(timed) + 2 * unmeasured
+    def agree(calls):  # as several processes do
+        asked.append(calls)
+        return calls
+
+    samples = interleave({"": run}, 2, 1, 3, lambda: advanced.append(1), agree, clock)
+    unmeasured = 2 * (calls > 1)  # after another run, the caches are cold
+    assert len(starts) == 3 + 3 + 2 * (calls + unmeasured)
     assert samples == {"": [seconds, seconds]}
     assert len(advanced) == 2
-
-
-def test_interleave_lets_several_processes_agree_on_the_calls():
-    clock = Clock()
-    asked = []
-
-    def agree(calls):
-        asked.append(calls)
-        return 2
-
-    interleave({"": lambda: clock.run(1.0)}, 2, sample_seconds=8, warmup_calls=1, agree=agree, clock=clock)
-    assert asked == [8, 2, 2]
+    assert asked == [calls] * 3
 
 
 def test_clock_runs_and_leaves_cuda_alone(monkeypatch):
