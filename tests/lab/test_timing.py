@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from lab.timing import Spread, interleave, paired_ratio
+from lab.timing import Spread, interleave
 
 
 class Clock:
@@ -24,13 +24,6 @@ def test_spread_is_the_median_and_the_quintiles():
     assert Spread.of([5.0, 1.0, 4.0, 2.0, 3.0, 6.0]) == Spread(3.5, 2.0, 5.0, 6)
     assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 1)
     assert Spread.of([1.0, 100.0, 2.0]).median == 2.0  # one slow sample moves it little
-
-
-def test_paired_ratio_cancels_what_both_have_in_a_round():
-    drift = [1.0, 2.0, 4.0, 8.0]
-    assert paired_ratio([3 * d for d in drift], [2 * d for d in drift]) == Spread(1.5, 1.5, 1.5, 4)
-    with pytest.raises(ValueError, match="zip"):
-        paired_ratio([1.0], [1.0, 2.0])
 
 
 def test_interleave_takes_one_sample_a_round_in_turn():

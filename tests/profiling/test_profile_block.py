@@ -195,21 +195,17 @@ def test_error_that_is_not_a_lack_of_memory_is_raised():
         measure(SIZE, Settings(torch.device("cpu"), torch.float32, "forward"), CEILINGS, clock=broken)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--preset=qwen3-8b", "--seq-len=7"], Size(1, 7, 4096, 32, 8, 128, 12288, True, 1e6, 1e-6)),
-        (["--preset=llama-3.1-8b", "--d-model=512"], Size(1, 128, 512, 32, 8, 16, 1344, theta=5e5)),
-        (["--preset=llama-3.1-8b", "--num-heads=2"], Size(1, 128, 4096, 2, 2, 2048, 14336, theta=5e5)),
-        ([], Size(1, 128, 512, 8, 8, 64, 1344)),
-    ],
-)
-def test_preset_gives_every_size_and_an_option_overrides_it(options, expected, tmp_path):
+def test_preset_gives_every_size_and_an_option_overrides_it(tmp_path):
     path = tmp_path / "paper.json"  # a prediction, which allocates nothing
     predict = ["--predict", "dp=1", "--link=1e9", "--ceilings=NVIDIA H200", f"--json={path}", "--device=cpu"]
-    assert main([*options, *predict]) == 0
-    (prediction,) = json.loads(path.read_text())["predictions"]
-    assert Size(**prediction["size"]) == expected
+    for options, expected in (
+        (["--preset=qwen3-8b", "--seq-len=7"], Size(1, 7, 4096, 32, 8, 128, 12288, True, 1e6, 1e-6)),
+        (["--preset=llama-3.1-8b", "--d-model=512"], Size(1, 128, 512, 32, 8, 16, 1344, theta=5e5)),
+        ([], Size(1, 128, 512, 8, 8, 64, 1344)),
+    ):
+        assert main([*options, *predict]) == 0
+        (prediction,) = json.loads(path.read_text())["predictions"]
+        assert Size(**prediction["size"]) == expected
 
 
 def test_prediction_is_written_shown_and_drawn(tmp_path):
@@ -222,7 +218,7 @@ def test_prediction_is_written_shown_and_drawn(tmp_path):
     assert {run.out.partition("\n")[0], "dp=8", "dp=2,tp=2"} <= set(run.texts)
 
 
-def test_prediction_from_a_profile_has_its_size_mode_and_times(step, tmp_path, capsys):
+def test_prediction_from_a_profile_has_its_size_mode_and_times(step, train, tmp_path, capsys):
     options = ["--predict", "dp=1", "--link=1e9", f"--from={step.folder / 'profile.json'}"]
     assert main([*options, f"--json={tmp_path / 'new.json'}"]) == 0
     document, out = json.loads((tmp_path / "new.json").read_text()), capsys.readouterr().out
@@ -246,6 +242,8 @@ def test_prediction_from_a_profile_has_its_size_mode_and_times(step, tmp_path, c
     capsys.readouterr()
     wrong = "--dtype differs from that of --from, bfloat16: leave --dtype out"
     assert wrong in rejection(capsys, *options, "--dtype=float32")
+    longer = rejection(capsys, *options, f"--from={train.folder / 'profile.json'}", "--mode=step")
+    assert "--mode has passes that --from, in mode train, lacks" in longer
     assert "leave --ceilings out" in rejection(capsys, *options, "--ceilings=NVIDIA H200")
     of_prediction = rejection(capsys, *options, f"--from={tmp_path / 'new.json'}")
     assert "must be a profile of one size in one process" in of_prediction
@@ -275,7 +273,6 @@ def test_compare_is_shown_below_the_report(train, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--num-kv-heads", "3"], "num_heads=4 must be a multiple of num_kv_heads=3"),
         (["--seq-len", "0"], "seq_len must be at least 1, got 2 and 0"),
         (["--sweep", "d-model=16,17"], "d_model=17"),
         (["--sweep", "d-ff=16"], "--sweep must be one of seq-len, batch-size, d-model"),
@@ -294,6 +291,7 @@ def test_compare_is_shown_below_the_report(train, tmp_path, capsys):
         (["--dp", "4"], "a batch of 2 does not split over dp=4"),
         (["--dp-replicate", "2"], "use dp alone"),
         (["--tp", "0"], "at least 1 process"),
+        (["--tp", "2", "--plot", "x.png"], "--plot is for one process: leave --tp and --dp out"),
         (["--predict", "tp=2"], "--predict needs --link"),
         (["--predict", "pp=2", "--link", "1e9"], "--predict: must be meshes, as in tp=8,dp=64, got 'pp=2'"),
         (["--predict", "tp=4", "--link", "1e9"], "num_kv_heads must be a multiple of tp=4, got 2; use"),
