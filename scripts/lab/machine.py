@@ -28,6 +28,9 @@ class Datasheet:
             return self.float32 if torch.get_float32_matmul_precision() == "highest" else None
         return self.half if dtype in (torch.float16, torch.bfloat16) else None
 
+    def peaks(self, dtype: torch.dtype) -> dict[str, float | None]:
+        return {"flops_per_second": self.flops_per_second(dtype), "bytes_per_second": self.bytes_per_second}
+
     def ceilings(self, dtype: torch.dtype) -> "Ceilings":
         """Return the peaks as ceilings that rest on no sample; raise a ValueError if this dtype has none."""
         if (peak := self.flops_per_second(dtype)) is None:
@@ -53,11 +56,10 @@ DATASHEETS = {
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Peaks of one device in one dtype. Measured, they are FLOP/s of a large matrix product, bytes/s of a copy.
+    """Peaks of one device in one dtype, measured in bursts of at least 10 ms.
 
-    Both run in bursts of at least 10 ms; the product then runs for half a second too, in which a power limit may lower
-    the clock: `sustained_flops_per_second`. `product_size` is the side of the matrices, `copy_bytes` what the copy
-    reads and then writes.
+    `product_size` is the side of the matrices of the product, which then runs for half a second too, in which a power
+    limit may lower the clock: `sustained_flops_per_second`. `copy_bytes` is what the copy reads and then writes.
     """
 
     flops_per_second: Spread
@@ -86,12 +88,8 @@ def measure_ceilings(
     rounds: int = 7,
     clock: Clock = clock,
 ) -> Ceilings:
-    """Measure a large square matrix product and a large copy.
-
-    The product doubles its size up to `largest_product`, while it takes at most `product_seconds`; the fastest size
-    counts. copy_bytes defaults to 128 MiB on a CPU and 512 MiB elsewhere, more than most caches hold.
-    """
-    copy_bytes = copy_bytes or (128 if device.type == "cpu" else 512) * 2**20
+    """Measure the fastest square matrix product of those that take at most `product_seconds`, and a large copy."""
+    copy_bytes = copy_bytes or (128 if device.type == "cpu" else 512) * 2**20  # more than most caches hold
 
     def product(size: int) -> Callable[[], Tensor]:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

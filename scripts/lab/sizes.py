@@ -91,10 +91,7 @@ class Size:
         return self.layers * self.block_parameters + beside
 
     def smallest(self) -> "Size":
-        """Return the same block with next to no arithmetic: what is left of its time is overhead.
-
-        Its heads keep their size, and the widths are 8, because the fused attention kernels need no less.
-        """
+        """Return the same block with next to no arithmetic; the fused attention kernels need widths of 8 or more."""
         return replace(self, batch_size=1, seq_len=1, d_model=8, d_ff=8)
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> Block | Transformer:

@@ -1,7 +1,4 @@
-"""What follows from the samples: times with their spread, shares, rates, the distance from the roofline, MFU.
-
-The result is plain dicts and lists, ready for JSON; docs/profile_schema.md says what each key means.
-"""
+"""What follows from the samples, ready for JSON: times, shares, rates, roofline, MFU, as in docs/profile_schema.md."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -101,15 +98,13 @@ def analyze(
 
 def addends(point: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return what adds up to the whole: the parts, and in a step AdamW as one more, with the pass "optimizer"."""
-    parts: list[dict[str, Any]] = point["parts"]
     optimizer = point["optimizer"]
-    return [*parts, {"name": "AdamW", "count": 1, "optimizer": optimizer}] if optimizer else parts
+    return [*point["parts"], *([{"name": "AdamW", "count": 1, "optimizer": optimizer}] if optimizer else [])]
 
 
 def own_seconds(record: Mapping[str, Any]) -> float:
     """Return the time of a pass: on a GPU its own, as the whole does not wait for the launches of each part."""
-    seconds: float = record["seconds"]["median"] if record["gpu_seconds"] is None else record["gpu_seconds"]
-    return seconds
+    return float(record["seconds"]["median"] if record["gpu_seconds"] is None else record["gpu_seconds"])
 
 
 def _with_backward(samples: Samples) -> dict[tuple[str, str], list[float]]:

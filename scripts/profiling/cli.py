@@ -243,11 +243,7 @@ def _profile(
         sheet = DATASHEETS.get(device_name(settings.device))
         document = _document(options, settings, asdict(ceilings) | {"ridge": ceilings.ridge})
         if sheet is not None:
-            peaks = {
-                "flops_per_second": sheet.flops_per_second(settings.dtype),
-                "bytes_per_second": sheet.bytes_per_second,
-            }
-            document["ceilings"]["datasheet"] = peaks
+            document["ceilings"]["datasheet"] = sheet.peaks(settings.dtype)
         for index, size in enumerate(sizes, 1):
             progress.prefix = f"{index}/{len(sizes)} " if options.sweep else ""
             try:

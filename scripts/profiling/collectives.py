@@ -72,9 +72,8 @@ class Collective:
 def collectives_of(size: Size, mesh: Mesh, recompute: bool = False) -> dict[str, Counter[Collective]]:
     """Return the collectives of each process in a forward and in a backward pass, the input's gradient included.
 
-    They are exact where tp divides the sequence and dp the rows of each weight: else torch pads. Embedding and head are
-    split by the vocabulary along tp, and FSDP gathers them with the final norm. Recomputing a block ends before its
-    last product, so without the reduce-scatter that follows.
+    They are exact where tp divides the sequence and dp the rows of each weight: else torch pads. FSDP gathers embedding
+    and head with the final norm. Recomputing a block ends before its last product, and the reduce-scatter after it.
     """
     forward: Counter[Collective] = Counter()
     backward: Counter[Collective] = Counter()

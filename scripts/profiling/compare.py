@@ -11,7 +11,6 @@ from .analysis import addends
 from .report import describe, doubts
 
 SCHEMA = "tinyblock.profile/1"
-_CEILINGS = ("flops_per_second", "bytes_per_second")
 # What can make a difference, beside the code.
 _CAUSES = ["device", "torch", "threads", "driver", "cudnn", "norm_kernels", "commit", "dtype", "mode", "compile"]
 _CAUSES += ["float32_matmul_precision", "mesh", "attention_kernel"]
@@ -43,7 +42,8 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> list[Section]:
         if then.get(key) != now.get(key):
             lines.append(f"  {key.replace('_', ' ')}: {then.get(key)} then, {now.get(key)} now")
     sections: list[Section] = ["\n".join(lines), *doubts(old)]
-    rates = [new["ceilings"][key]["median"] / old["ceilings"][key]["median"] for key in _CEILINGS]
+    keys = ("flops_per_second", "bytes_per_second")
+    rates = [new["ceilings"][key]["median"] / old["ceilings"][key]["median"] for key in keys]
     margin = max(*rates, *(1 / rate for rate in rates))
     before = {Size(**point["size"]): _times(point) for point in old["points"]}
     for point in new["points"]:

@@ -29,8 +29,7 @@ _RECOMPUTED = {"ffn": 2 / 3, "residual adds": 1 / 2, "final norm": 0, "embedding
 class Links:
     """Bytes per second that each device receives, while it sends as many: from its own machine, and from others.
 
-    `between` is None where all devices are like those of one machine. `overlap`: whether transfers run while the device
-    computes.
+    Without `between`, all devices are like those of one machine. `overlap`: whether transfers run beside computing.
     """
 
     within: float

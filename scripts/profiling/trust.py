@@ -27,10 +27,7 @@ def system_clocks(proc: Path = Path("/proc")) -> tuple[float, float, float] | No
 def busy_shares(
     start: tuple[float, float, float] | None, end: tuple[float, float, float] | None
 ) -> dict[str, float | None]:
-    """Return the shares of the time in which a thread waited for a core, and of all cores that others have used.
-
-    The first may exceed 1, because the threads add up; both are None where the clocks are.
-    """
+    """Return the shares of the time in which threads, added up, waited, and of all cores that others have used."""
     if start is None or end is None:
         return {"waited_share": None, "others_share": None}
     wall, waited, others = (max(0.0, after - before) for before, after in zip(start, end, strict=True))

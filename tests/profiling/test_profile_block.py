@@ -130,7 +130,8 @@ def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch):
 
     def quick(function, **options):  # the real inductor takes a minute here
         compiled.append(function)
-        return compile_(function, backend="eager", **options)
+        smallest = len(compiled) == 2  # the same as the whole
+        return function if smallest else compile_(function, backend="eager", **options)
 
     monkeypatch.setattr(torch, "compile", quick)
     run = profile(tmp_path, "--compile")
