@@ -66,8 +66,8 @@ def test_device_that_does_not_exist_is_rejected(current, monkeypatch):
 
 
 def test_check_outputs_rejects_what_cannot_be_written(tmp_path, monkeypatch):
-    def check(**paths):
-        check_outputs(argparse.Namespace(**{"json": None, "plot": None, **paths}), "json", "plot")
+    def check(json=None, plot=None):
+        check_outputs(argparse.Namespace(json=json, plot=plot), "json", "plot")
 
     (tmp_path / "x.json").write_text("old")
     check(json=tmp_path / "x.json", plot=tmp_path / "x.svg")

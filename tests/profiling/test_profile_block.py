@@ -34,11 +34,9 @@ def profile(folder, *options, code=0):
     """Run the profiler in this process, and return what it wrote as JSON, as a picture's texts, and to stdout."""
     with redirect_stdout(io.StringIO()) as out:
         assert main([*TINY, *options, "--json", str(folder / "profile.json")], ticking()) == code
-    picture = folder / "plot.svg"
+    document, picture = json.loads((folder / "profile.json").read_text()), folder / "plot.svg"
     texts = re.findall("<!-- (.*) -->", picture.read_text()) if picture.exists() else []  # which are drawn as curves
-    return SimpleNamespace(
-        document=json.loads((folder / "profile.json").read_text()), texts=texts, out=out.getvalue(), folder=folder
-    )
+    return SimpleNamespace(document=document, texts=texts, out=out.getvalue(), folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +49,6 @@ def step(tmp_path_factory):
     folder = tmp_path_factory.mktemp("step")
     options = ["--mode=step", "--num-layers=2", "--qk-norm", "--dtype=bfloat16", "--rounds=15"]
     return profile(folder, *options, f"--trace={folder / 'trace.json'}", f"--plot={folder / 'plot.svg'}")
-
-
-@pytest.fixture(scope="module")
-def sweep(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sweep")
-    return profile(folder, "--mode=forward", f"--sweep=batch-size=1,{TOO_LARGE},3", f"--plot={folder / 'plot.svg'}")
 
 
 def rejection(capsys, *options):
@@ -142,7 +134,9 @@ def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch):
     assert "1 graph, 0 breaks" in run.out
 
 
-def test_sweep_goes_on_without_memory_and_a_single_size_fails(sweep, tmp_path):
+def test_sweep_goes_on_without_memory_and_a_single_size_fails(tmp_path):
+    options = [f"--sweep=batch-size=1,{TOO_LARGE},3", f"--plot={tmp_path / 'plot.svg'}"]
+    sweep = profile(tmp_path, "--mode=forward", *options)
     assert [point["status"] for point in sweep.document["points"]] == ["ok", "out of memory", "ok"]
     point = sweep.document["points"][0]
     assert list(point["whole"]) == ["forward"]
@@ -220,14 +214,16 @@ def test_prediction_is_written_shown_and_drawn(tmp_path):
 
 
 def test_prediction_from_a_profile_has_its_size_mode_and_times(step, train, tmp_path, capsys):
-    options = ["--predict", "dp=1", "--link=1e9", f"--from={step.folder / 'profile.json'}"]
-    assert main([*options, f"--json={tmp_path / 'new.json'}"]) == 0
-    document, out = json.loads((tmp_path / "new.json").read_text()), capsys.readouterr().out
-    (point,), (prediction,) = step.document["points"], document["predictions"]
-    assert prediction["size"] == point["size"]
-    of_passes = sum(point["whole"][pass_]["seconds"]["median"] for pass_ in ("forward", "backward"))
-    assert prediction["seconds"] == pytest.approx(of_passes + point["optimizer"]["seconds"]["median"])
-    assert undocumented(document) == set()
+    for run in (train, step):
+        options = ["--predict", "dp=1", "--link=1e9", f"--from={run.folder / 'profile.json'}"]
+        capsys.readouterr()
+        assert main([*options, f"--json={tmp_path / 'new.json'}"]) == 0
+        document, out = json.loads((tmp_path / "new.json").read_text()), capsys.readouterr().out
+        (point,), (prediction,) = run.document["points"], document["predictions"]
+        assert prediction["size"] == point["size"]
+        passes = [*(point["whole"][name] for name in ("forward", "backward")), point["optimizer"]]
+        assert prediction["seconds"] == pytest.approx(sum(each["seconds"]["median"] for each in passes if each))
+        assert undocumented(document) == set()
     basis = r"Scaled from a profile of one process: .*; bfloat16, mode step, eager; torch .*\nbfloat16, mode step\n"
     assert re.match(basis, out)
     assert "Do not trust these figures:" in out  # as in the profile
