@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _COUNTED = "counted"
 
@@ -85,8 +86,14 @@ def gpu_seconds(run: Callable[[], object], seconds: float, calls: int = 3) -> fl
 
 def attention_kernel(run: Callable[[], object]) -> str:
     """Return which of torch's attention kernels an eager `run` calls: flash, efficient, cudnn or math."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    names = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Operations():
         run()
-    names = " ".join(event.name for event in profiler.events() or [])
-    found = re.search(r"scaled_dot_product_(\w+?)_attention", names)
+    found = re.search(r"scaled_dot_product_(\w+?)_attention", " ".join(names))
     return found[1] if found else "math"
