@@ -1,7 +1,7 @@
 """What the GPU does: its kernels, as torch.profiler sees them, its own time, and the attention kernel that runs."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,12 +33,11 @@ def events_of(run: Callable[[], object], device: torch.device) -> list[Any]:
     return counted_on_gpu(profiler.events() or [])
 
 
-def counted_on_gpu(events: Iterable[Any]) -> list[Any]:
+def counted_on_gpu(events: Sequence[Any]) -> list[Any]:
     """Return the work on the GPU that starts after the label.
 
     The label has a time on the GPU too, from its first kernel on: by that, the clocks of host and GPU may differ.
     """
-    events = list(events)
     on_gpu = [event for event in events if event.device_type.name == "CUDA"]
     labels = [event for event in on_gpu if event.name == _COUNTED] or [e for e in events if e.name == _COUNTED]
     start = min(label.time_range.start for label in labels)
@@ -46,9 +45,8 @@ def counted_on_gpu(events: Iterable[Any]) -> list[Any]:
     return [event for event in work if event.time_range.start >= start]
 
 
-def summarize_kernels(work: Iterable[Any], seconds: float) -> dict[str, Any] | None:
+def summarize_kernels(work: Sequence[Any], seconds: float) -> dict[str, Any] | None:
     """Return the count of kernels, and how long the GPU was busy with them, copies and fills; None without a kernel."""
-    work = list(work)
     count = sum(not event.name.startswith(("Memcpy", "Memset")) for event in work)
     if count == 0:
         return None
@@ -86,7 +84,7 @@ def gpu_seconds(run: Callable[[], object], seconds: float, calls: int = 3) -> fl
 
 def attention_kernel(run: Callable[[], object]) -> str:
     """Return which of torch's attention kernels an eager `run` calls: flash, efficient, cudnn or math."""
-    names = []
+    names: list[str] = []
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -51,9 +51,8 @@ class Mesh:
             multiple = f"use a multiple of {self.batches}"
             raise ValueError(f"a batch of {size.batch_size} does not split over {self}: {multiple}")
         for name in ("num_heads", "num_kv_heads", "d_ff", "vocab"):
-            if getattr(size, name) % self.tp:
-                got = f"got {getattr(size, name)}; use a smaller tp"
-                raise ValueError(f"{name} must be a multiple of tp={self.tp}, {got}")
+            if (count := getattr(size, name)) % self.tp:
+                raise ValueError(f"{name} must be a multiple of tp={self.tp}, got {count}; use a smaller tp")
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,8 @@ def measure_distributed(
     runs: dict[Any, Run] = {("all", name): run for name, run in passes.items()}
     runs |= {("one", name): lambda: None for name in passes}
     if is_first():  # for which the others wait, without a core
-        one = build()[1]
-        runs |= {
-            ("one", name): run for name, run in runs_of(one.compiled() if settings.compile else one, mode)[0].items()
-        }
+        one = build()[1].compiled() if settings.compile else build()[1]
+        runs |= {("one", name): run for name, run in runs_of(one, mode)[0].items()}
     elements = _LINK_BYTES[device.type] // element_size
     links = {axis: Collective("all-gather", axis, elements) for axis in axes}
     calls = {name: calls for name, calls in collectives_of(size, mesh).items() if name in PASSES[mode]}
