@@ -18,7 +18,7 @@ from lab.presets import PRESETS
 from lab.processes import from_first, is_first, launched
 from lab.progress import Progress
 from lab.sizes import PASSES, Size
-from lab.tables import show
+from lab.tables import Section, show
 from lab.timing import Clock, clock
 
 from tinyblock import Block
@@ -256,17 +256,10 @@ def _profile(
             if options.json is not None and is_first():
                 write_json(options.json, document)  # after every point: if the process is killed, those are left
     code = 0 if any("whole" in point for point in document["points"]) else 1
-    if not is_first():
-        return code
-    try:  # the report first, so that a plot that fails does not lose it
-        show(distributed_report(document) if settings.mesh.processes > 1 else report(document))
-        if earlier is not None:
-            show(["", *compare(document, earlier)])
-    finally:  # also if the reader closes the pipe
-        if options.plot is not None and code == 0:
-            from .plot import plot
-
-            plot(document, options.plot)
+    if is_first():
+        sections = distributed_report(document) if settings.mesh.processes > 1 else report(document)
+        sections += ["", *compare(document, earlier)] if earlier is not None else []
+        _show(sections, document, options.plot if code == 0 else None)
     return 130 if document["status"] == "interrupted" else code
 
 
@@ -308,12 +301,18 @@ def _predict(
     document |= {"links": asdict(links), "recompute": recompute, "from": profile, "predictions": predictions}
     if options.json is not None:
         write_json(options.json, document)
-    show(prediction_report(document))
-    if options.plot is not None:
-        from .plot import plot_predictions
-
-        plot_predictions(document, options.plot)
+    _show(prediction_report(document), document, options.plot)
     return 0
+
+
+def _show(sections: list[Section], document: dict[str, Any], path: Path | None) -> None:
+    try:  # the report first, so that a plot that fails does not lose it
+        show(sections)
+    finally:  # also if the reader closes the pipe
+        if path is not None:
+            from .plot import plot
+
+            plot(document, path)
 
 
 def _document(options: argparse.Namespace, settings: Settings, ceilings: dict[str, Any]) -> dict[str, Any]:

@@ -17,10 +17,15 @@ from .report_distributed import basis
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Draw a profile's measured points, in the format that the suffix of `path` names."""
-    points = [point for point in document["points"] if "whole" in point]
-    figure = new_figure(describe(*(point["size"] for point in points)), origin(document))
-    if axis := document["settings"]["sweep"]:
+    """Draw the points of a profile, or its predictions, in the format that the suffix of `path` names."""
+    axis, predictions = document["settings"]["sweep"], document.get("predictions")
+    points = predictions or [point for point in document["points"] if "whole" in point]
+    title = describe(*(point["size"] for point in points))
+    figure = new_figure(title, "; ".join(basis(document)[1:]) if predictions else origin(document))
+    if predictions:
+        figure.suptitle(title, fontsize=9, fontweight="bold")
+        _predictions(figure.subplots(), predictions, axis, basis(document)[0])
+    elif axis:
         _sweep(figure, points, axis)
     else:
         left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
@@ -29,13 +34,8 @@ def plot(document: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def plot_predictions(document: dict[str, Any], path: Path) -> None:
+def _predictions(axes: Axes, predictions: list[dict[str, Any]], axis: str, title: str) -> None:
     """Draw the MFU of each mesh over a sweep, and name the best one at each point."""
-    predictions, axis = document["predictions"], document["settings"]["sweep"]
-    title, (kind, *rest) = describe(*(prediction["size"] for prediction in predictions)), basis(document)
-    figure = new_figure(title, "; ".join(rest))
-    figure.suptitle(title, fontsize=9, fontweight="bold")
-    axes = figure.subplots()
     for index, mesh in enumerate(dict.fromkeys(str(Mesh(**prediction["mesh"])) for prediction in predictions)):
         of_mesh = [prediction for prediction in predictions if str(Mesh(**prediction["mesh"])) == mesh]
         values = [int(value_on(axis, record)) for record in of_mesh]
@@ -48,9 +48,8 @@ def plot_predictions(document: dict[str, Any], path: Path) -> None:
         axes.annotate(text, place, (0, 9), textcoords="offset points", ha="center", fontsize=8)
     axes.set(xscale="log", xlabel=axis, ylabel="MFU, %", ylim=(0, 115), yticks=range(0, 101, 20))
     axes.margins(x=0.08)
-    axes.set_title(kind, fontsize=10)
+    axes.set_title(title, fontsize=10)
     _finish(axes, values, ncols=5)
-    save(figure, path)
 
 
 def _look(index: int) -> dict[str, Any]:
