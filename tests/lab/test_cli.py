@@ -32,11 +32,21 @@ def current(monkeypatch):
     return current
 
 
-def test_device_of_cuda_has_an_index_and_is_current(current):
+def test_device_has_an_index_is_current_and_exists(current, monkeypatch):
     for name, index in ((None, 0), ("cuda", 0), ("cuda:1", 1)):
         assert device_of(name) == torch.device("cuda", index)
         assert current.pop() == index
     assert device_of("cpu") == torch.device("cpu")
+    there = "needs 3 GPUs, and torch finds 2: use another device"
+    for name, message in (("meta", "must be cpu, cuda or cuda:N, got 'meta'"), ("cuda:2", there)):
+        with pytest.raises(ValueError, match=message):
+            device_of(name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert device_of(None) == torch.device("cpu")
+    for built, reason in ((True, "finds 0"), (False, "is built without CUDA")):
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
+        with pytest.raises(ValueError, match=f"--device cuda needs 1 GPU, and torch {reason}: use another device"):
+            device_of("cuda")
 
 
 def test_device_of_each_process_is_its_own(current, monkeypatch):
@@ -50,19 +60,6 @@ def test_device_of_each_process_is_its_own(current, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="needs 3 GPUs, and torch finds 2"):
         device_of("cuda")
-
-
-def test_device_that_does_not_exist_is_rejected(current, monkeypatch):
-    there = "needs 3 GPUs, and torch finds 2: use another device"
-    for name, message in (("meta", "must be cpu, cuda or cuda:N, got 'meta'"), ("cuda:2", there)):
-        with pytest.raises(ValueError, match=message):
-            device_of(name)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert device_of(None) == torch.device("cpu")
-    for built, reason in ((True, "finds 0"), (False, "is built without CUDA")):
-        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
-        with pytest.raises(ValueError, match=f"--device cuda needs 1 GPU, and torch {reason}: use another device"):
-            device_of("cuda")
 
 
 def test_check_outputs_rejects_what_cannot_be_written(tmp_path, monkeypatch):

@@ -138,9 +138,9 @@ def test_sweep_goes_on_without_memory_and_a_single_size_fails(tmp_path):
     options = [f"--sweep=batch-size=1,{TOO_LARGE},3", f"--plot={tmp_path / 'plot.svg'}"]
     sweep = profile(tmp_path, "--mode=forward", *options)
     assert [point["status"] for point in sweep.document["points"]] == ["ok", "out of memory", "ok"]
-    point = sweep.document["points"][0]
+    point, memory = sweep.document["points"][0], sweep.document["points"][0]["memory"]
     assert list(point["whole"]) == ["forward"]
-    assert point["memory"]["saved_bytes"] is None
+    assert {record["saved_bytes"] for record in (memory, *memory["parts"])} == {None}
     assert "backward" not in sweep.out
     assert re.search(rf"^\| {TOO_LARGE} \| out of memory", sweep.out, re.MULTILINE)
     assert "\n  batch-size 1: " in sweep.out  # its doubts
