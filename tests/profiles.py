@@ -15,12 +15,8 @@ def ticking():
 
 def event(name, start, end, device="CUDA", annotation=False):
     """Return an event as torch.profiler gives it, with its times in microseconds."""
-    return SimpleNamespace(
-        name=name,
-        time_range=SimpleNamespace(start=start, end=end),
-        device_type=SimpleNamespace(name=device),
-        is_user_annotation=annotation,
-    )
+    times, device_type = SimpleNamespace(start=start, end=end), SimpleNamespace(name=device)
+    return SimpleNamespace(name=name, time_range=times, device_type=device_type, is_user_annotation=annotation)
 
 
 def undocumented(document):

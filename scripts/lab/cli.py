@@ -59,34 +59,27 @@ def device_of(name: str | None) -> torch.device:
         if parsed[1]:
             raise ValueError(f"--device {name}: each process has a GPU of its own: use cuda")
         index, needed = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if count == 0:
-        reason = "torch finds no GPU" if torch.backends.cuda.is_built() else "this build of torch has no CUDA"
-        raise ValueError(f"--device {name}: {reason}: use --device cpu")
     if needed > count:
-        there = ", ".join(f"cuda:{each}" for each in range(count))
-        raise ValueError(f"--device {name} needs {plural(needed, 'GPU')}, and torch finds {count}: {there}")
+        found = f"finds {count}" if count or torch.backends.cuda.is_built() else "is built without CUDA"
+        raise ValueError(f"--device {name} needs {plural(needed, 'GPU')}, and torch {found}: use another device")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def check_outputs(arguments: argparse.Namespace, *options: str) -> None:
     """Raise a ValueError unless each of these options, if it is given, names a file that can be written."""
-    resolved: set[Path] = set()
-    for option in options:
-        path: Path | None = getattr(arguments, option)
-        if path is None:
-            continue
-        if option == "plot" and path.suffix not in _PLOTS:
-            raise ValueError(f"--plot must end in {', '.join(_PLOTS)}, got {str(path)!r}")
-        if option == "plot" and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
+    paths: dict[str, Path] = {option: path for option in options if (path := getattr(arguments, option))}
+    if "plot" in paths and paths["plot"].suffix not in _PLOTS:
+        raise ValueError(f"--plot must end in {', '.join(_PLOTS)}, got {str(paths['plot'])!r}")
+    if "plot" in paths and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
+    for option, path in paths.items():
         try:
             require_writable(path)
         except OSError as error:
             raise ValueError(f"--{option.replace('_', '-')}: cannot write {path}: {error.strerror}") from None
-        if path.resolve() in resolved:
-            raise ValueError(f"two outputs have the same path: {path}")
-        resolved.add(path.resolve())
+    if len({path.resolve() for path in paths.values()}) < len(paths):
+        raise ValueError(f"two outputs have the same path: {', '.join(map(str, paths.values()))}")
 
 
 def run(parser: Parser, main: Callable[[], int]) -> int:

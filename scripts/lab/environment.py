@@ -21,10 +21,20 @@ from .processes import launched
 def environment(device: torch.device, seed: int) -> dict[str, object]:
     """Return machine, device, driver, versions, threads, commit, seed, command and date, ready for JSON."""
     started_by = ["python"] if launched() == 1 else ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+    # With both packages, torch 2.13 and later replace their own RMSNorm on Hopper.
+    norm_kernels = versions("nvidia-cutlass-dsl", "apache-tvm-ffi")
+    of_gpu = {
+        "cuda": torch.version.cuda,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
+        "cudnn": torch.backends.cudnn.version(),
+        "norm_kernels": ", ".join(map(" ".join, norm_kernels.items())) if len(norm_kernels) == 2 else None,
+    }
+    # The commit of the checkout, with "+changes" where its files differ; None outside a checkout.
+    describe = ("describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join([*started_by, *sys.argv]),
-        "commit": _commit(),
+        "commit": _output("git", "-C", str(Path(__file__).resolve().parent), *describe),
         "seed": seed,
         "tinyblock": tinyblock.__version__,
         "torch": torch.__version__,
@@ -33,10 +43,7 @@ def environment(device: torch.device, seed: int) -> dict[str, object]:
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "device": device_name(device),
-        "cuda": torch.version.cuda if device.type == "cuda" else None,
-        "driver": _driver_version() if device.type == "cuda" else None,
-        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
-        "norm_kernels": _norm_kernels() if device.type == "cuda" else None,
+        **(of_gpu if device.type == "cuda" else dict.fromkeys(of_gpu)),
     }
 
 
@@ -62,24 +69,7 @@ def _cpu_name() -> str:
     return f"{model}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _commit() -> str | None:
-    """Return the commit of the checkout, with "+changes" where its files differ; None outside a checkout."""
-    describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
-    return _output(["git", "-C", str(Path(__file__).resolve().parent), *describe])
-
-
-def _driver_version() -> str | None:
-    versions = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return versions and versions.splitlines()[0].strip()  # one line for each GPU
-
-
-def _norm_kernels() -> str | None:
-    """Return the packages with which torch 2.13 and later replace their own RMSNorm on Hopper, if both are there."""
-    found = versions("nvidia-cutlass-dsl", "apache-tvm-ffi")
-    return ", ".join(map(" ".join, found.items())) if len(found) == 2 else None
-
-
-def _output(command: list[str]) -> str | None:
+def _output(*command: str) -> str | None:
     """Return what a command prints; None where it is not to be had, or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()

@@ -4,7 +4,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ def atomic(path: Path) -> Iterator[Path]:
         error.filename = error.filename or str(path)  # torch and Python name no file if the disk is full
         raise
     finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, document: Any) -> None:

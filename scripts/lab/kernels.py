@@ -1,7 +1,7 @@
 """What the GPU does: its kernels, as torch.profiler sees them, its own time, and the attention kernel that runs."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,12 +33,11 @@ def events_of(run: Callable[[], object], device: torch.device) -> list[Any]:
     return counted_on_gpu(profiler.events() or [])
 
 
-def counted_on_gpu(events: Iterable[Any]) -> list[Any]:
+def counted_on_gpu(events: Sequence[Any]) -> list[Any]:
     """Return the work on the GPU that starts after the label.
 
     The label has a time on the GPU too, from its first kernel on: by that, the clocks of host and GPU may differ.
     """
-    events = list(events)
     on_gpu = [event for event in events if event.device_type.name == "CUDA"]
     labels = [event for event in on_gpu if event.name == _COUNTED] or [e for e in events if e.name == _COUNTED]
     start = min(label.time_range.start for label in labels)
@@ -46,23 +45,14 @@ def counted_on_gpu(events: Iterable[Any]) -> list[Any]:
     return [event for event in work if event.time_range.start >= start]
 
 
-def summarize_kernels(work: Iterable[Any], seconds: float) -> dict[str, Any] | None:
-    """Return the count of kernels among the events of a GPU, and how long it was busy; None without a kernel.
-
-    Copies and fills are not kernels, but keep the GPU busy.
-    """
-    work = list(work)
+def summarize_kernels(work: Sequence[Any], seconds: float) -> dict[str, Any] | None:
+    """Return the count of kernels, and how long the GPU was busy with them, copies and fills; None without a kernel."""
     count = sum(not event.name.startswith(("Memcpy", "Memset")) for event in work)
     if count == 0:
         return None
-    busy = busy_time(work)
-    fraction = busy * 1e-6 / seconds
-    return {
-        "count": count,
-        "busy_seconds": busy * 1e-6,
-        "busy_fraction": fraction,
-        "launch_bound": fraction < 0.8,  # for a fifth of the time, the GPU waits for its next kernel
-    }
+    busy = busy_time(work) * 1e-6
+    launch_bound = busy / seconds < 0.8  # for a fifth of the time, the GPU waits for its next kernel
+    return {"count": count, "busy_seconds": busy, "busy_fraction": busy / seconds, "launch_bound": launch_bound}
 
 
 def busy_time(events: Iterable[Any]) -> float:
@@ -92,21 +82,16 @@ def gpu_seconds(run: Callable[[], object], seconds: float, calls: int = 3) -> fl
     return start.elapsed_time(end) * 1e-3 / calls
 
 
-class _Operations(TorchDispatchMode):
-    """Record the names of torch's operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def attention_kernel(run: Callable[[], object]) -> str:
     """Return which of torch's attention kernels an eager `run` calls: flash, efficient, cudnn or math."""
-    with _Operations() as operations:
+    names: list[str] = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Operations():
         run()
-    found = re.search(r"scaled_dot_product_(\w+?)_attention", " ".join(operations.names))
+    found = re.search(r"scaled_dot_product_(\w+?)_attention", " ".join(names))
     return found[1] if found else "math"

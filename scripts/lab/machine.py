@@ -18,37 +18,30 @@ from .timing import Clock, Spread, clock, interleave
 class Datasheet:
     """The manufacturer's peaks: tensor-core FLOP/s without sparsity, float32 FLOP/s without TF32, memory bytes/s."""
 
-    half: float  # float16, and bfloat16 where the GPU has it
+    half: float
     float32: float
     bytes_per_second: float
-    bfloat16: bool = True
 
     def flops_per_second(self, dtype: torch.dtype) -> float | None:
         """Return the peak, None where it is not here: of other dtypes, and of float32 that may be computed in TF32."""
         if dtype == torch.float32:
             return self.float32 if torch.get_float32_matmul_precision() == "highest" else None
-        return self.half if dtype == torch.float16 or (dtype == torch.bfloat16 and self.bfloat16) else None
+        return self.half if dtype in (torch.float16, torch.bfloat16) else None
+
+    def peaks(self, dtype: torch.dtype) -> dict[str, float | None]:
+        return {"flops_per_second": self.flops_per_second(dtype), "bytes_per_second": self.bytes_per_second}
 
     def ceilings(self, dtype: torch.dtype) -> "Ceilings":
-        """Return the peaks as ceilings that rest on no sample.
-
-        Raises:
-            ValueError: there is none of this dtype.
-        """
+        """Return the peaks as ceilings that rest on no sample; raise a ValueError if this dtype has none."""
         if (peak := self.flops_per_second(dtype)) is None:
             raise ValueError(f"the datasheet has no peak for {str(dtype).removeprefix('torch.')}")
         flops, memory = (Spread(rate, rate, rate, 0) for rate in (peak, self.bytes_per_second))
         return Ceilings(flops, memory, peak, product_size=0, copy_bytes=0)
 
-    def peaks(self, dtype: torch.dtype) -> dict[str, float | None]:
-        return {"flops_per_second": self.flops_per_second(dtype), "bytes_per_second": self.bytes_per_second}
-
 
 # NVIDIA's datasheets and architecture whitepapers, by the exact name that the driver gives: variants of one GPU differ,
 # and an entry that is not certain is better left out. Torch multiplies float32 without TF32 unless it is told to.
 DATASHEETS = {
-    "Tesla V100-SXM2-16GB": Datasheet(125e12, 15.7e12, 900e9, bfloat16=False),
-    "Tesla V100-SXM2-32GB": Datasheet(125e12, 15.7e12, 900e9, bfloat16=False),
     "NVIDIA A100-SXM4-40GB": Datasheet(312e12, 19.5e12, 1555e9),
     "NVIDIA A100-SXM4-80GB": Datasheet(312e12, 19.5e12, 2039e9),
     "NVIDIA A100-PCIE-40GB": Datasheet(312e12, 19.5e12, 1555e9),
@@ -61,18 +54,12 @@ DATASHEETS = {
 }
 
 
-def datasheet(name: str) -> Datasheet | None:
-    """Return the datasheet of the device of exactly this name, None where it is not known."""
-    return DATASHEETS.get(name)
-
-
 @dataclass(frozen=True)
 class Ceilings:
-    """Peaks of one device in one dtype. Measured, they are FLOP/s of a large matrix product, bytes/s of a copy.
+    """Peaks of one device in one dtype, measured in bursts of at least 10 ms.
 
-    Both run in bursts of at least 10 ms; the product then runs for half a second too, in which a power limit may lower
-    the clock: `sustained_flops_per_second`. `product_size` is the side of the matrices, `copy_bytes` what the copy
-    reads and then writes.
+    `product_size` is the side of the matrices of the product, which then runs for half a second too, in which a power
+    limit may lower the clock: `sustained_flops_per_second`. `copy_bytes` is what the copy reads and then writes.
     """
 
     flops_per_second: Spread
@@ -85,10 +72,6 @@ class Ceilings:
     def ridge(self) -> float:
         """Return the arithmetic intensity, in FLOP/byte, above which work is compute-bound."""
         return self.flops_per_second.median / self.bytes_per_second.median
-
-    def bound(self, intensity: float) -> str:
-        """Return "compute" or "memory": what holds up work of this arithmetic intensity."""
-        return "compute" if intensity >= self.ridge else "memory"
 
     def seconds(self, flops: float, bytes_moved: float) -> float:
         """Return the least time for this work: the longer of computing it and of moving it."""
@@ -105,12 +88,8 @@ def measure_ceilings(
     rounds: int = 7,
     clock: Clock = clock,
 ) -> Ceilings:
-    """Measure a large square matrix product and a large copy.
-
-    The product doubles its size up to `largest_product`, while it takes at most `product_seconds`; the fastest size
-    counts. copy_bytes defaults to 128 MiB on a CPU and 512 MiB elsewhere, more than most caches hold.
-    """
-    copy_bytes = copy_bytes or (128 if device.type == "cpu" else 512) * 2**20
+    """Measure the fastest square matrix product of those that take at most `product_seconds`, and a large copy."""
+    copy_bytes = copy_bytes or (128 if device.type == "cpu" else 512) * 2**20  # more than most caches hold
 
     def product(size: int) -> Callable[[], Tensor]:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -118,14 +97,11 @@ def measure_ceilings(
         return lambda: torch.mm(a, b, out=out)
 
     with torch.no_grad():
-        size = min(256, largest_product)
-        products = {size: product(size)}
-        while size < largest_product:
-            (seconds,) = interleave({size: products[size]}, 1, 0.0, 1, clock=clock)[size]
-            if 8 * seconds > product_seconds:
-                break
-            size *= 2
+        size, seconds, products = 256, 0.0, {}
+        while size <= largest_product and 8 * seconds <= product_seconds:
             products[size] = product(size)
+            (seconds,) = interleave({size: products[size]}, 1, 0.0, 1, clock=clock)[size]
+            size *= 2
         source = torch.ones(copy_bytes // dtype.itemsize, device=device, dtype=dtype)
         target = torch.empty_like(source)
         runs = {**products, 0: lambda: target.copy_(source)}

@@ -56,15 +56,12 @@ def least(number: int) -> int:
 
 def from_first(get: Callable[[], Result]) -> Result:
     """Return what `get` returns in the first process, while the others wait."""
-    if launched() == 1:
-        return get()
-    values = [get() if is_first() else None]
-    dist.broadcast_object_list(values)
-    return cast(Result, values[0])
+    return cast(Result, from_all(get() if is_first() else None)[0])
 
 
 def from_all(value: Result) -> list[Result]:
     """Return the value of each process, by rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [value] * launched()
+    if launched() > 1:
+        dist.all_gather_object(values, value)
     return values

@@ -91,34 +91,16 @@ class Size:
         return self.layers * self.block_parameters + beside
 
     def smallest(self) -> "Size":
-        """Return the same block with next to no arithmetic: what is left of its time is overhead.
-
-        Its heads keep their size, and the widths are 8, because the fused attention kernels need no less.
-        """
+        """Return the same block with next to no arithmetic; the fused attention kernels need widths of 8 or more."""
         return replace(self, batch_size=1, seq_len=1, d_model=8, d_ff=8)
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> Block | Transformer:
-        """Build the block, or the stack, in the training mode that a new module is in.
-
-        Raises:
-            ValueError: one of the layers rejects the size.
-        """
+        """Build the block, or the stack; raise a ValueError if one of the layers rejects the size."""
         if self.batch_size < 1 or self.seq_len < 1:
             raise ValueError(f"batch_size and seq_len must be at least 1, got {self.batch_size} and {self.seq_len}")
-        stack = Transformer(
-            self.layers,
-            self.d_model,
-            self.num_heads,
-            self.d_ff,
-            max_seq_len=self.seq_len,
-            theta=self.theta,
-            num_kv_heads=self.num_kv_heads,
-            d_head=self.d_head,
-            qk_norm=self.qk_norm,
-            eps=self.eps,
-            device=device,
-            dtype=dtype,
-        )
+        widths = self.d_model, self.num_heads, self.d_ff
+        options = {name: getattr(self, name) for name in ("num_kv_heads", "d_head", "qk_norm", "theta", "eps")}
+        stack = Transformer(self.layers, *widths, max_seq_len=self.seq_len, device=device, dtype=dtype, **options)
         block = stack.layers[0]
         assert isinstance(block, Block)
         return block if self.num_layers is None else stack

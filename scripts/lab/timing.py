@@ -51,10 +51,8 @@ def interleave(
 
     If the machine slows down, all runs slow down alike, so that the samples of one round can be compared. A sample
     repeats the call for at least `sample_seconds`, after two more that are not timed, because the run before it has
-    filled the caches; a call that takes as long as a sample is not repeated. The clock waits for the GPU, and every
-    other round goes in reverse order. `on_sample` is called after each sample, for a progress display. `agree` returns
-    the number of calls once all processes that time together have passed theirs: so each sample starts in all of them
-    at once.
+    filled the caches. Every other round goes in reverse order. `on_sample` is called after each sample. `agree` returns
+    the number of calls once all processes that time together have passed theirs: so they start each sample at once.
     """
     timers = {key: Timer("run()", timer=clock, globals={"run": run}) for key, run in runs.items()}
     calls = {}

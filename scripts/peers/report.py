@@ -7,7 +7,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from lab.machine import datasheet
+from lab.machine import DATASHEETS
 from lab.tables import markdown, number, share
 from lab.timing import Spread, paired_ratio
 
@@ -56,7 +56,7 @@ def summarize(*runs: dict[str, Any]) -> list[dict[str, Any]]:
 
     A row of several processes counts as measured only if all of them measured it.
     """
-    peak = datasheet(str(runs[0]["environment"]["device"]))
+    peak = DATASHEETS.get(str(runs[0]["environment"]["device"]))
     cases = []
     for same in _grouped((case for run in runs for case in run["cases"]), itemgetter("case")):
         case = {key: value for one in same for key, value in one.items()}

@@ -1,7 +1,4 @@
-"""What follows from the samples: times with their spread, shares, rates, the distance from the roofline, MFU.
-
-The result is plain dicts and lists, ready for JSON; docs/profile_schema.md says what each key means.
-"""
+"""What follows from the samples, ready for JSON: times, shares, rates, roofline, MFU, as in docs/profile_schema.md."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -29,13 +26,10 @@ def analyze(
 ) -> dict[str, Any]:
     """Return the figures of one point, from the seconds per call of each part and pass, one sample for each round.
 
-    The parts are those of `Size.part_costs`, "whole", and "smallest" (the same calls on one token); their passes are
-    "forward", unless the mode is forward "train" (forward and backward), and of the last two "step" in that mode, which
-    adds ("AdamW", "optimizer"). `gpu` has the time of the GPU alone, and is empty on a CPU. `shares` are those of
-    `busy_shares`.
+    The parts are those of `Size.part_costs`, "whole", "smallest" (the same calls on one token) and "AdamW"; the passes
+    "forward", "train" (forward and backward), "step" and "optimizer". `gpu` has the time of the GPU alone.
     """
     samples, gpu = _with_backward(samples), _with_backward(gpu)
-    counts = {name: size.count(name) for name in size.part_costs(1)}
 
     def record(part: str, pass_: str, cost: Cost, floor: float | None = None) -> dict[str, Any]:
         """Return the figures of one pass; `floor` is its least time in seconds, if that is not the roofline's own."""
@@ -47,70 +41,70 @@ def analyze(
             "gpu_seconds": on_gpu and on_gpu[0],
             **asdict(cost),
             "intensity": cost.intensity,
-            "bound": ceilings.bound(cost.intensity),
+            "bound": "compute" if cost.intensity >= ceilings.ridge else "memory",
             "flops_per_second": cost.flops / spread.median if timed else None,
             "roofline_seconds": floor,
             "roofline_fraction": floor / spread.median if timed else None,
         }
 
-    of_whole = [pass_ for pass_ in ("forward", "backward", "train", "step") if ("whole", pass_) in samples]
-    rounds = range(len(samples["whole", mode]))
-    sums = {
-        pass_: [sum(count * samples[name, pass_][i] for name, count in counts.items()) for i in rounds]
-        for pass_ in of_whole
-        if pass_ != "step"
-    }
+    passes = [name for name in ("forward", "backward", "train", "step") if ("whole", name) in samples]
     parts: list[dict[str, Any]] = []
     for name, costs in size.part_costs(dtype.itemsize).items():
-        passes = {pass_: record(name, pass_, costs[pass_]) for pass_ in costs if pass_ in of_whole}
-        for pass_, figures in passes.items():
-            figures["share"] = counts[name] * figures["seconds"]["median"] / Spread.of(sums[pass_]).median
-        parts.append({"name": name, "count": counts[name], **passes})
-    addends, optimizer = parts, None
-    if mode == "step":
-        optimizer = record("AdamW", "optimizer", adamw_cost(size.parameters, dtype.itemsize))
-        addends = [*parts, {"name": "AdamW", "count": 1, "optimizer": optimizer}]
-
-    def least(pass_: str) -> float:
-        """Return the least time of the whole as it adds up: nothing is fused from one part to the next."""
-        return sum(add["count"] * add[pass_]["roofline_seconds"] for add in addends if pass_ in add)
-
-    whole = {
-        name: record("whole", name, size.costs(name, dtype.itemsize), sum(map(least, PASSES.get(name, [name]))))
-        for name in of_whole
+        records = {pass_: record(name, pass_, costs[pass_]) for pass_ in costs if pass_ in passes}
+        parts.append({"name": name, "count": size.count(name), **records})
+    sums: dict[str, dict[str, Any]] = {}
+    for pass_ in passes[:3]:  # those of the parts
+        of_each = [[part["count"] * seconds for seconds in samples[part["name"], pass_]] for part in parts]
+        total, of_whole = [sum(round_) for round_ in zip(*of_each, strict=True)], samples["whole", pass_]
+        sums[pass_] = {"seconds": asdict(Spread.of(total)), "of_whole": asdict(paired_ratio(total, of_whole))}
+        for part in (part for part in parts if pass_ in part):
+            part[pass_]["share"] = part["count"] * part[pass_]["seconds"]["median"] / sums[pass_]["seconds"]["median"]
+    adamw = adamw_cost(size.parameters, dtype.itemsize)
+    point: dict[str, Any] = {
+        "parts": parts,
+        "optimizer": record("AdamW", "optimizer", adamw) if mode == "step" else None,
     }
+
+    def least(mode: str) -> float:
+        """Return the least time of the whole as it adds up: nothing is fused from one part to the next."""
+        passes = PASSES.get(mode, (mode,))
+        return sum(part["count"] * part[p]["roofline_seconds"] for part in addends(point) for p in passes if p in part)
+
+    whole = {name: record("whole", name, size.costs(name, dtype.itemsize), least(name)) for name in passes}
     seconds, cost = whole[mode]["seconds"]["median"], size.costs(mode)
     smallest = Spread.of(samples["smallest", mode])
-    peaks = {
-        "measured": ceilings.flops_per_second.median,
-        "datasheet": None if datasheet is None else datasheet.flops_per_second(dtype),
-    }
+    of_datasheet = datasheet.flops_per_second(dtype) if datasheet else None
+    peaks = {"measured": ceilings.flops_per_second.median, "datasheet": of_datasheet}
 
     def utilization(flops: int) -> dict[str, float | None]:
-        return {source: None if peak is None else flops / seconds / peak for source, peak in peaks.items()}
+        return {source: peak and flops / seconds / peak for source, peak in peaks.items()}
 
     overheads = {}
     if not gpu:  # which does not wait for the host in a whole that fills it
         # Of the calls without arithmetic, each part has an equal share, and AdamW what a step takes longer.
         of_parts = Spread.of(samples["smallest", "forward" if mode == "forward" else "train"]).median
-        overheads = dict.fromkeys(counts, of_parts / sum(counts.values())) | {"AdamW": smallest.median - of_parts}
-    return {
-        "parts": parts,
-        "optimizer": optimizer,
+        equal_share = of_parts / sum(part["count"] for part in parts)
+        overheads = {part["name"]: equal_share for part in parts} | {"AdamW": smallest.median - of_parts}
+    return point | {
         "whole": whole,
-        "sum_of_parts": {
-            pass_: {
-                "seconds": asdict(Spread.of(total)),
-                "of_whole": asdict(paired_ratio(total, samples["whole", pass_])),
-            }
-            for pass_, total in sums.items()
-        },
+        "sum_of_parts": sums,
         "tokens_per_second": size.tokens / seconds,
         "mfu": {"causal": utilization(cost.matmul_flops), "dense": utilization(cost.dense_matmul_flops)},
         "overhead": {"seconds": asdict(smallest), "share": smallest.median / seconds},
-        "losses": _losses(addends, seconds, overheads),
+        "losses": _losses(addends(point), seconds, overheads),
         "trust": trust(samples["whole", mode], shares, ceilings),
     }
+
+
+def addends(point: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what adds up to the whole: the parts, and in a step AdamW as one more, with the pass "optimizer"."""
+    optimizer = point["optimizer"]
+    return [*point["parts"], *([{"name": "AdamW", "count": 1, "optimizer": optimizer}] if optimizer else [])]
+
+
+def own_seconds(record: Mapping[str, Any]) -> float:
+    """Return the time of a pass: on a GPU its own, as the whole does not wait for the launches of each part."""
+    return float(record["seconds"]["median"] if record["gpu_seconds"] is None else record["gpu_seconds"])
 
 
 def _with_backward(samples: Samples) -> dict[tuple[str, str], list[float]]:
@@ -127,23 +121,17 @@ def _losses(addends: list[dict[str, Any]], whole: float, overheads: Mapping[str,
     """Return the three parts that lose most against the roofline, and the cause that their figures point to."""
     losses = []
     for part in addends:
-        name, passes = part["name"], [part[pass_] for pass_ in PASSES["step"] if pass_ in part]
-        taken = sum(map(_taken, passes))
-        least = sum(record["roofline_seconds"] for record in passes)
-        costliest = max(passes, key=lambda record: _taken(record) - record["roofline_seconds"])
-        if taken < 2 * overheads.get(name, 0.0):
+        passes = [part[pass_] for pass_ in PASSES["step"] if pass_ in part]
+        taken, least = sum(map(own_seconds, passes)), sum(record["roofline_seconds"] for record in passes)
+        costliest = max(passes, key=lambda record: own_seconds(record) - record["roofline_seconds"])
+        if taken < 2 * overheads.get(part["name"], 0.0):
             cause = "overhead"
         elif not costliest["matmul_flops"]:
             cause = "elementwise"
         else:
             cause = "products" if costliest["bound"] == "compute" else "weights"
-        if taken > least:
-            lost = {"name": name, "seconds": part["count"] * (taken - least)}
-            lost["share"] = lost["seconds"] / whole
-            losses.append(lost | {"roofline_fraction": least / taken, "cause": cause})
+        lost = part["count"] * (taken - least)
+        if lost > 0:
+            figures = {"seconds": lost, "share": lost / whole, "roofline_fraction": least / taken}
+            losses.append({"name": part["name"], **figures, "cause": cause})
     return sorted(losses, key=lambda loss: -loss["seconds"])[:3]
-
-
-def _taken(record: dict[str, Any]) -> float:
-    """Return the time of a pass: on a GPU its own, as the whole does not wait for the launches of each part."""
-    return record["seconds"]["median"] if record["gpu_seconds"] is None else record["gpu_seconds"]

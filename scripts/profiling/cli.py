@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -13,17 +13,17 @@ from jaxtyping import config as jaxtyping_config
 from lab.cli import Parser, check_outputs, device_of, run
 from lab.environment import device_name, environment
 from lab.files import write_json
-from lab.machine import DATASHEETS, Ceilings, datasheet, measure_ceilings, memory_bytes
+from lab.machine import DATASHEETS, Ceilings, Datasheet, measure_ceilings, memory_bytes
 from lab.presets import PRESETS
 from lab.processes import from_first, is_first, launched
 from lab.progress import Progress
 from lab.sizes import PASSES, Size
-from lab.tables import show
+from lab.tables import Section, show
 from lab.timing import Clock, clock
 
 from tinyblock import Block
 
-from .collectives import ONE_PROCESS, Mesh
+from .collectives import Mesh
 from .compare import SCHEMA, compare, load
 from .measure import Settings, measure
 from .predict import Links, measured, predict, roofline
@@ -31,6 +31,8 @@ from .report import report
 from .report_distributed import distributed_report, prediction_report
 from .tracing import nsys_command
 
+_DEFAULTS: dict[str, Any] = {"batch_size": 1, "seq_len": 128, "d_model": 512, "num_heads": 8, "vocab": 0}
+_DEFAULTS |= {"dtype": "float32", "mode": "train", "compile": False}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SWEEPS = ("seq-len", "batch-size", "d-model")
 
@@ -56,30 +58,33 @@ def main(argv: Sequence[str] | None = None, clock: Clock = clock) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     with parser.reporting():
-        profile = vars(arguments)["from"] and _one_process(vars(arguments)["from"])
-        if profile:  # its settings and size take the place of the defaults
-            parser.set_defaults(**_options_of(profile, arguments))
-            arguments = parser.parse_args(argv)
-        settings, sizes = _checked(arguments, profile)
-        earlier = arguments.compare and load(arguments.compare, sizes)
-    if arguments.nvtx:
+        path = getattr(arguments, "from")
+        profile = load(path, "--from") if path else None
+        if profile and ["parts" in point for point in profile["points"]] != [True]:
+            raise ValueError(f"--from: {path} must be a profile of one size in one process")
+        options = argparse.Namespace(**_merged(arguments, profile, {}))
+        sizes = [_size(_merged(arguments, profile, swept)) for swept in _sweep(arguments.sweep)]
+        recorded = {name: getattr(options, name) for name in ("rounds", "seed", "trace", "memory_snapshot", "nvtx")}
+        device, mesh = device_of(options.device), Mesh(options.dp_replicate, options.dp, options.tp)
+        settings = Settings(device, _DTYPES[options.dtype], options.mode, options.compile, mesh=mesh, **recorded)
+        _check(options, settings, sizes, profile)
+        earlier = load(options.compare, "--compare") if options.compare else None
+        if earlier and not any(Size(**point["size"]) in sizes for point in earlier["points"]):
+            raise ValueError(f"--compare: {options.compare} has none of these sizes")
+    if options.nvtx:
         print(f"To record the ranges: {nsys_command(sys.argv[1:] if argv is None else argv)}", flush=True)
-    if arguments.predict is not None:
-        return run(parser, lambda: _predict(arguments, settings, sizes, profile, clock))
-    return run(parser, lambda: _profile(arguments, settings, sizes, earlier, clock))
+    if options.predict is not None:
+        return run(parser, lambda: _predict(options, settings, sizes, profile, clock))
+    return run(parser, lambda: _profile(options, settings, sizes, earlier, clock))
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        "profile_block.py",
-        "Show where the time and memory of a Transformer block go, and how far it is from this machine's limit.",
-        _EXAMPLES,
-    )
-
+    about = "Show where the time and memory of a Transformer block go, and how far it is from this machine's limit."
+    parser = Parser("profile_block.py", about, _EXAMPLES)
     add = parser.add_argument_group("size of the model").add_argument
     add("--preset", choices=PRESETS, metavar="NAME", help=f"the block of a known model: {', '.join(PRESETS)}")
-    add("--batch-size", type=int, default=1, metavar="N", help="sequences in the batch (default: 1)")
-    add("--seq-len", type=int, default=128, metavar="N", help="tokens in each sequence (default: 128)")
+    add("--batch-size", type=int, metavar="N", help="sequences in the batch (default: 1)")
+    add("--seq-len", type=int, metavar="N", help="tokens in each sequence (default: 128)")
     add("--d-model", type=int, metavar="N", help="width (default: 512, or the preset's)")
     add("--num-heads", type=int, metavar="N", help="query heads (default: 8, or the preset's)")
     add("--num-kv-heads", type=int, metavar="N", help="key and value heads (default: --num-heads)")
@@ -88,33 +93,29 @@ def _parser() -> Parser:
     add("--num-layers", type=int, metavar="N", help="a Transformer of N blocks (default: one Block, no final norm)")
     add("--qk-norm", action="store_true", default=None, help="normalize queries and keys")
     add("--sweep", metavar="AXIS=A,B,...", help=f"measure several sizes; AXIS is one of {', '.join(_SWEEPS)}")
-
     measurement = parser.add_argument_group("measurement")
     add = measurement.add_argument
     passes = "forward, train (forward and backward) or step (train and AdamW)"
-    add("--mode", choices=PASSES, default="train", help=f"passes to measure: {passes} (default: train)")
+    add("--mode", choices=PASSES, help=f"passes to measure: {passes} (default: train)")
     parser.add_device(measurement)
-    add("--dtype", choices=_DTYPES, default="float32", help="dtype of weights and inputs (default: float32)")
-    add("--compile", action="store_true", help="compile the whole with torch.compile, and each part separately")
+    add("--dtype", choices=_DTYPES, help="dtype of weights and inputs (default: float32)")
+    add("--compile", action="store_true", default=None, help="compile the whole, and each part separately")
     add("--rounds", type=int, default=15, metavar="N", help="samples of each time (default: 15)")
     add("--seed", type=int, default=0, metavar="N", help="seed of weights and inputs (default: 0)")
-
     processes = "torchrun --nproc-per-node N scripts/profile_block.py ... starts N = tp * dp * dp_replicate processes"
     add = parser.add_argument_group("several processes", processes).add_argument
     add("--tp", type=int, default=1, metavar="N", help="split each layer over N processes (default: 1)")
     add("--dp", type=int, default=1, metavar="N", help="split batch, weights and optimizer state over N (default: 1)")
     add("--dp-replicate", type=int, default=1, metavar="N", help="replicas, each with a part of the batch (default: 1)")
-
     kinds = "a lower bound on the time of a step or, with --from, an estimate of it"
     add = parser.add_argument_group("prediction", kinds).add_argument
     add("--predict", nargs="+", type=_mesh, metavar="MESH", help="predict for these meshes, such as dp=8 tp=8,dp=64")
     add("--link", type=_links, metavar="A[,B]", help="bytes/s to a device from its own machine of 8, and from others")
     add("--from", type=Path, metavar="OLD.json", help="predict from this profile; its options become the defaults")
-    add("--vocab", type=int, default=0, metavar="N", help="add embedding, head and loss; vocabulary size (default: 0)")
+    add("--vocab", type=int, metavar="N", help="add embedding, head and loss of a vocabulary of N (default: 0)")
     add("--recompute", action="store_true", help="count activation checkpointing of each block")
     datasheets = "take the ceilings from a datasheet, such as 'NVIDIA H200' (default: measure --device)"
     add("--ceilings", choices=DATASHEETS, metavar="GPU", help=datasheets)
-
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, metavar="FILE", help="write all figures; docs/profile_schema.md explains them")
     add("--compare", type=Path, metavar="OLD.json", help="show the ratios to the times in the --json of an earlier run")
@@ -123,45 +124,6 @@ def _parser() -> Parser:
     add("--memory-snapshot", type=Path, metavar="FILE", help="write CUDA's allocations, for pytorch.org/memory_viz")
     add("--nvtx", action="store_true", help="mark the parts for nsys, and print the nsys command")
     return parser
-
-
-def _checked(arguments: argparse.Namespace, profile: dict[str, Any] | None) -> tuple[Settings, list[Size]]:
-    """Return how to measure, and what, after all checks that can come before."""
-    names = ("mode", "compile", "rounds", "seed", "trace", "memory_snapshot", "nvtx")
-    chosen = {name: getattr(arguments, name) for name in names}
-    mesh = Mesh(arguments.dp_replicate, arguments.dp, arguments.tp)
-    settings = Settings(device_of(arguments.device), _DTYPES[arguments.dtype], mesh=mesh, **chosen)
-    if settings.rounds < 1:
-        raise ValueError(f"--rounds must be at least 1, got {settings.rounds}")
-    if not -(2**63) <= settings.seed < 2**64:
-        raise ValueError(f"--seed must fit into 64 bits, got {settings.seed}")
-    if settings.mode == "step" and settings.dtype == torch.float16:
-        raise ValueError("--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train")
-    sizes = [_size_of(arguments, settings.dtype, swept) for swept in _sweep(arguments.sweep)]
-    check_outputs(arguments, "json", "plot", "trace", "memory_snapshot")
-    if arguments.predict is not None:
-        _check_prediction(arguments, settings, sizes, profile)
-        return settings, sizes
-    _reject(arguments, "is for --predict", "link", "ceilings", "from", "vocab", "recompute")
-    if settings.device.type != "cuda":
-        _reject(arguments, f"needs CUDA, and the device is {settings.device}", "memory_snapshot", "nvtx")
-    if arguments.sweep:
-        _reject(arguments, "records one size: leave --sweep out", "trace", "memory_snapshot", "nvtx")
-    if arguments.nvtx:
-        _reject(arguments, "and --nvtx need two profilers, and the GPU has one: leave one of them out", "trace")
-    _check_mesh(arguments, settings.mesh, sizes)
-    # In a sweep, a size that is too large is a row; of a single one, building would only fill the memory.
-    weights = min(size.parameters for size in sizes) * settings.dtype.itemsize
-    if weights > (memory := memory_bytes(settings.device)):
-        have, has = (f"{size / 2**30:.1f} GiB" for size in (weights, memory))
-        raise ValueError(f"a model of {have} of weights does not fit: {settings.device} has {has}")
-    return settings, sizes
-
-
-def _reject(arguments: argparse.Namespace, why: str, *options: str) -> None:
-    for option in options:
-        if getattr(arguments, option):
-            raise ValueError(f"--{option.replace('_', '-')} {why}")
 
 
 def _sweep(text: str | None) -> list[dict[str, int]]:
@@ -174,85 +136,87 @@ def _sweep(text: str | None) -> list[dict[str, int]]:
     return [{axis.replace("-", "_"): int(value)} for value in values.split(",")]
 
 
-def _size_of(arguments: argparse.Namespace, dtype: torch.dtype, swept: dict[str, int]) -> Size:
-    """Return the size that preset and options give, once the layers have accepted it without allocating anything."""
-    chosen = {name: value for name, value in (vars(arguments) | swept).items() if value is not None}
-    given: dict[str, Any] = {"d_model": 512, "num_heads": 8}
+def _merged(arguments: argparse.Namespace, profile: dict[str, Any] | None, swept: dict[str, int]) -> dict[str, Any]:
+    """Return all options: of the defaults, --from, --preset, the command line and a sweep, the last that has it counts.
+
+    Without those whose values in a preset or profile belong to another width, or to other heads.
+    """
+    chosen = {name: value for name, value in vars(arguments).items() if value is not None} | swept
+    options = dict(_DEFAULTS)
+    if profile is not None:
+        options |= {name: profile["settings"][name] for name in ("dtype", "mode", "compile")}
+        options |= profile["points"][0]["size"]
     if arguments.preset is not None:
-        given = asdict(PRESETS[arguments.preset]) | {"num_layers": None}
-        given = {name: given[name] for name in given.keys() - _belonging(chosen)}
-    given |= {field.name: chosen[field.name] for field in fields(Size) if field.name in chosen}
+        of_block = asdict(PRESETS[arguments.preset]) | {"num_layers": None}
+        options |= {name: value for name, value in of_block.items() if name not in ("batch_size", "seq_len")}
+    for option, belonging in {"d_model": ("d_ff", "d_head"), "num_heads": ("num_kv_heads", "d_head")}.items():
+        if option in chosen:
+            options = {name: value for name, value in options.items() if name not in belonging}
+    return vars(arguments) | options | chosen
+
+
+def _size(options: dict[str, Any]) -> Size:
+    """Return the size that the options give, once the layers have accepted it without allocating anything."""
+    of_size = {field.name: options[field.name] for field in fields(Size) if options.get(field.name) is not None}
     of_block = ("d_model", "num_heads", "num_kv_heads", "d_head", "d_ff")
     try:
-        block = Block(**{name: given[name] for name in of_block if name in given}, device="meta")
-        given |= {"num_kv_heads": block.attn.num_kv_heads, "d_head": block.attn.d_head, "d_ff": block.ffn.d_ff}
-        size = Size(**given)
+        block = Block(**{name: of_size[name] for name in of_block if name in of_size}, device="meta")
+        of_size |= {"num_kv_heads": block.attn.num_kv_heads, "d_head": block.attn.d_head, "d_ff": block.ffn.d_ff}
+        size = Size(**of_size)
         one_layer = replace(size, num_layers=size.num_layers and min(size.num_layers, 1))  # the others are like it
-        one_layer.build("meta", dtype)
-        torch.empty(size.batch_size, size.seq_len, size.d_model, device="meta", dtype=dtype)
+        one_layer.build("meta", torch.float32)
+        torch.empty(size.batch_size, size.seq_len, size.d_model, device="meta")
     except (RuntimeError, OverflowError, TypeError) as error:
         reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
         raise ValueError(f"impossible size: {reason}") from None
     return size
 
 
-def _belonging(chosen: Collection[str]) -> set[str]:
-    """Return the options whose defaults in a preset or profile belong to another width, or to other heads."""
-    belonging = {"d_model": {"d_ff", "d_head"}, "num_heads": {"num_kv_heads", "d_head"}}
-    return set().union(*(names for option, names in belonging.items() if option in chosen))
-
-
-def _check_mesh(arguments: argparse.Namespace, mesh: Mesh, sizes: list[Size]) -> None:
-    for size in sizes:
-        mesh.require(size)
-    if mesh.processes != launched():
-        options = " ".join(f"--{axis.replace('_', '-')} {count}" for axis, count in mesh.axes.items())
-        start = f"torchrun --nproc-per-node {mesh.processes} {sys.argv[0]} {options} ..." if options else "python"
-        raise ValueError(f"{mesh} needs {mesh.processes} processes, but {launched()} is running: start with {start}")
-    if mesh.processes > 1:
-        why = "is for one process: leave --tp and --dp out"
-        _reject(arguments, why, "sweep", "trace", "memory_snapshot", "nvtx")
-
-
-def _check_prediction(
-    arguments: argparse.Namespace, settings: Settings, sizes: list[Size], profile: dict[str, Any] | None
-) -> None:
-    if launched() > 1 or settings.mesh.processes > 1:
-        raise ValueError("--predict is for one process: name the mesh behind it, as in --predict tp=2,dp=2")
-    _reject(arguments, "needs a measurement: leave --predict out", "compare", "trace", "memory_snapshot", "nvtx")
-    if arguments.plot is not None and not arguments.sweep:
-        raise ValueError("--plot of a prediction draws a sweep: add --sweep batch-size=64,128,256")
-    if arguments.link is None:
+def _check(options: argparse.Namespace, settings: Settings, sizes: list[Size], profile: dict[str, Any] | None) -> None:
+    """Raise a ValueError for options that contradict each other, or that this machine cannot run."""
+    mesh, mode, predicting = settings.mesh, settings.mode, options.predict is not None
+    if settings.rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {settings.rounds}")
+    if not -(2**63) <= settings.seed < 2**64:
+        raise ValueError(f"--seed must fit into 64 bits, got {settings.seed}")
+    if mode == "step" and settings.dtype == torch.float16:
+        raise ValueError("--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train")
+    check_outputs(options, "json", "plot", "trace", "memory_snapshot")
+    recorded, of = ["trace", "memory_snapshot", "nvtx"], profile["settings"] if profile else vars(options)
+    lacking = set(PASSES[mode]) - set(PASSES[of["mode"]])
+    for unusable, names, why in (
+        (not predicting, ["link", "ceilings", "from", "vocab", "recompute"], "is for --predict"),
+        (predicting, ["compare", *recorded], "needs a measurement: leave --predict out"),
+        (settings.device.type != "cuda", recorded[1:], f"needs CUDA, and the device is {settings.device}"),
+        (options.sweep, recorded, "records one size: leave --sweep out"),
+        (options.nvtx, ["trace"], "and --nvtx need two profilers, and the GPU has one: leave one of them out"),
+        (mesh.processes > 1, ["predict", "sweep", "plot", *recorded], "is for one process: leave --tp and --dp out"),
+        (predicting and not options.sweep, ["plot"], "of a prediction draws a sweep: add --sweep batch-size=64,128"),
+        (profile, ["ceilings"], "has no use beside --from, which has ceilings: leave --ceilings out"),
+        (options.dtype != of["dtype"], ["dtype"], f"differs from that of --from, {of['dtype']}: leave --dtype out"),
+        (lacking, ["mode"], f"has passes that --from, in mode {of['mode']}, lacks: leave --mode out, or profile them"),
+    ):
+        for name in names:
+            if unusable and getattr(options, name):
+                raise ValueError(f"--{name.replace('_', '-')} {why}")
+    if predicting and options.link is None:
         raise ValueError("--predict needs --link, as in --link 450e9,50e9: bytes/s within and between machines")
-    if arguments.vocab < 0 or (arguments.vocab and arguments.num_layers is None):
-        raise ValueError(f"--vocab {arguments.vocab} must be positive and needs --num-layers: a Block has no embedding")
-    for mesh in arguments.predict:
-        mesh.require(max(sizes, key=lambda size: size.batch_size))  # of a sweep, a smaller one need not split
-    if arguments.ceilings is not None:
-        _reject(arguments, "has ceilings of its own: leave --ceilings out", "from")
-        DATASHEETS[arguments.ceilings].ceilings(settings.dtype)
-    if profile is not None:
-        of = profile["settings"]
-        if arguments.dtype != of["dtype"] or not set(PASSES[settings.mode]) <= set(PASSES[of["mode"]]):
-            wanted, has = f"{arguments.dtype}, mode {settings.mode}", f"{of['dtype']}, mode {of['mode']}"
-            raise ValueError(f"--from is a profile in {has}: repeat it in {wanted}, or leave --dtype and --mode out")
-
-
-def _one_process(path: Path) -> dict[str, Any]:
-    """Read the profile of --from, which must have the parts of one size."""
-    profile = load(path, option="--from")
-    if ["parts" in point for point in profile["points"]] != [True]:
-        raise ValueError(f"--from: {path} must be a profile of one size in one process")
-    return profile
-
-
-def _options_of(profile: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that a profile was taken with; the size of a block is the preset's, if there is one."""
-    size = profile["points"][0]["size"]
-    chosen = {name for name, value in (vars(arguments) | _sweep(arguments.sweep)[0]).items() if value is not None}
-    of_size = {"batch_size", "seq_len"} if arguments.preset else size.keys() & vars(arguments).keys()
-    of_settings = {name: profile["settings"][name] for name in ("dtype", "mode", "compile")}
-    return of_settings | {name: size[name] for name in of_size - _belonging(chosen)}
+    if options.vocab < 0 or (options.vocab and options.num_layers is None):
+        raise ValueError(f"--vocab {options.vocab} must be positive and needs --num-layers: a Block has no embedding")
+    if options.ceilings is not None:
+        DATASHEETS[options.ceilings].ceilings(settings.dtype)
+    largest = max(sizes, key=lambda size: size.batch_size)  # of a sweep that is predicted, a smaller one need not split
+    for each in options.predict or [mesh]:
+        each.require(largest)
+    if mesh.processes != launched():
+        axes = " ".join(f"--{axis.replace('_', '-')} {count}" for axis, count in mesh.axes.items())
+        start = f"torchrun --nproc-per-node {mesh.processes} {sys.argv[0]} {axes} ..." if axes else "python"
+        raise ValueError(f"{mesh} needs {mesh.processes} processes, but {launched()} is running: start with {start}")
+    # In a sweep, a size that is too large is a row; of a single one, building would only fill the memory.
+    weights = 0 if predicting else min(size.parameters for size in sizes) * settings.dtype.itemsize
+    if weights > (memory := memory_bytes(settings.device)):
+        have, has = (f"{size / 2**30:.1f} GiB" for size in (weights, memory))
+        raise ValueError(f"a model of {have} of weights does not fit: {settings.device} has {has}")
 
 
 def _links(text: str) -> Links:
@@ -264,109 +228,107 @@ def _links(text: str) -> Links:
 
 
 def _mesh(text: str) -> Mesh:
-    axes = {axis: count for axis, _, count in (part.partition("=") for part in text.split(","))}
-    if axes.keys() <= asdict(ONE_PROCESS).keys() and all(count.isdecimal() for count in axes.values()):
-        return Mesh(**{axis: int(count) for axis, count in axes.items()})
+    with suppress(ValueError, TypeError):
+        return Mesh(**{axis: int(count) for axis, _, count in (part.partition("=") for part in text.split(","))})
     raise argparse.ArgumentTypeError(f"must be meshes, as in tp=8,dp=64, got {text!r}")
 
 
 def _profile(
-    arguments: argparse.Namespace, settings: Settings, sizes: list[Size], earlier: dict[str, Any] | None, clock: Clock
+    options: argparse.Namespace, settings: Settings, sizes: list[Size], earlier: dict[str, Any] | None, clock: Clock
 ) -> int:
     """Measure the sizes, write and show the result, and return the exit code."""
     with Progress() as progress:
         progress.start("measuring the ceilings")
         ceilings = from_first(lambda: measure_ceilings(settings.device, settings.dtype, clock=clock))
-        sheet = datasheet(device_name(settings.device))
-        figures = _figures(ceilings, datasheet=sheet and sheet.peaks(settings.dtype))
-        document = _document(arguments, settings, figures)
+        sheet = DATASHEETS.get(device_name(settings.device))
+        document = _document(options, settings, asdict(ceilings) | {"ridge": ceilings.ridge})
+        if sheet is not None:
+            document["ceilings"]["datasheet"] = sheet.peaks(settings.dtype)
         for index, size in enumerate(sizes, 1):
-            progress.prefix = f"{index}/{len(sizes)} " if arguments.sweep else ""
+            progress.prefix = f"{index}/{len(sizes)} " if options.sweep else ""
             try:
-                document["points"].append(_measure(size, settings, ceilings, progress, clock))
+                document["points"].append(_measured(size, settings, ceilings, sheet, progress, clock))
             except KeyboardInterrupt:
                 if not document["points"]:
                     raise
                 break
             document["status"] = "ok" if index == len(sizes) else "interrupted"
-            if arguments.json is not None and is_first():
-                write_json(arguments.json, document)  # after every point: if the process is killed, those are left
-    measured = [point for point in document["points"] if "whole" in point]
-    if not is_first():
-        return 0 if measured else 1
-    try:  # the report first, so that a plot that fails does not lose it
-        show(distributed_report(document) if settings.mesh.processes > 1 else report(document))
-        if earlier is not None:
-            show(["", *compare(document, earlier)])
-    finally:  # also if the reader closes the pipe
-        if arguments.plot is not None and measured:
-            from .plot import plot
-
-            plot(document, arguments.plot)
-    return 130 if document["status"] == "interrupted" else 0 if measured else 1
+            if options.json is not None and is_first():
+                write_json(options.json, document)  # after every point: if the process is killed, those are left
+    code = 0 if any("whole" in point for point in document["points"]) else 1
+    if is_first():
+        sections = distributed_report(document) if settings.mesh.processes > 1 else report(document)
+        sections += ["", *compare(document, earlier)] if earlier is not None else []
+        _show(sections, document, options.plot if code == 0 else None)
+    return 130 if document["status"] == "interrupted" else code
 
 
-def _measure(size: Size, settings: Settings, ceilings: Ceilings, progress: Progress, clock: Clock) -> dict[str, Any]:
+def _measured(
+    size: Size, settings: Settings, ceilings: Ceilings, sheet: Datasheet | None, progress: Progress, clock: Clock
+) -> dict[str, Any]:
     if settings.mesh.processes == 1:
-        return measure(size, settings, ceilings, datasheet(device_name(settings.device)), progress, clock)
-    from .distributed import Distributed  # torch.distributed takes seconds to import
+        return measure(size, settings, ceilings, sheet, progress, clock)
+    from .distributed import measure_distributed  # torch.distributed takes seconds to import
 
     with torch.set_grad_enabled(settings.train):
-        progress.start("building")
-        return Distributed(size, settings).point(ceilings, progress, clock)
+        return measure_distributed(size, settings, ceilings, progress, clock)
 
 
 def _predict(
-    arguments: argparse.Namespace, settings: Settings, sizes: list[Size], profile: dict[str, Any] | None, clock: Clock
+    options: argparse.Namespace, settings: Settings, sizes: list[Size], profile: dict[str, Any] | None, clock: Clock
 ) -> int:
     """Predict the sizes on the meshes, write and show the result, and return the exit code."""
-    mode, dtype, device, recompute = settings.mode, settings.dtype, str(settings.device), arguments.recompute
+    mode, dtype, recompute = settings.mode, settings.dtype, options.recompute
     if profile is not None:
         price, device = measured(profile["points"][0]), profile["settings"]["device"]
-        ceilings = profile["ceilings"] | {"source": profile["environment"]["device"]}
-    elif arguments.ceilings is not None:
-        sheet, device = DATASHEETS[arguments.ceilings].ceilings(dtype), "cuda"
-        price, ceilings = roofline(sheet), _figures(sheet, source=f"{arguments.ceilings} datasheet")
+        figures = profile["ceilings"] | {"source": profile["environment"]["device"]}
     else:
-        limits = measure_ceilings(settings.device, dtype, clock=clock)
-        price, ceilings = roofline(limits), _figures(limits, source=device_name(settings.device))
-    links = replace(arguments.link, overlap=device != "cpu")
-    peak, predictions = ceilings["flops_per_second"]["median"], []
+        device, source = str(settings.device), device_name(settings.device)
+        if options.ceilings is not None:
+            device, source = "cuda", f"{options.ceilings} datasheet"
+            ceilings = DATASHEETS[options.ceilings].ceilings(dtype)
+        else:
+            ceilings = measure_ceilings(settings.device, dtype, clock=clock)
+        price, figures = roofline(ceilings), asdict(ceilings) | {"ridge": ceilings.ridge, "source": source}
+    links = replace(options.link, overlap=device != "cpu")
+    peak, predictions = figures["flops_per_second"]["median"], []
     for size in sizes:
-        for mesh in arguments.predict:
+        for mesh in options.predict:
             with suppress(ValueError):  # of a sweep, what does not split has no point
                 mesh.require(size)
                 predictions.append(predict(size, mesh, price, peak, links, mode, dtype.itemsize, recompute))
-    document = _document(arguments, settings, ceilings)
+    document = _document(options, settings, figures)
     document |= {"links": asdict(links), "recompute": recompute, "from": profile, "predictions": predictions}
-    if arguments.json is not None:
-        write_json(arguments.json, document)
-    show(prediction_report(document))
-    if arguments.plot is not None:
-        from .plot import plot_predictions
-
-        plot_predictions(document, arguments.plot)
+    if options.json is not None:
+        write_json(options.json, document)
+    _show(prediction_report(document), document, options.plot)
     return 0
 
 
-def _figures(ceilings: Ceilings, **more: Any) -> dict[str, Any]:
-    return asdict(ceilings) | {"ridge": ceilings.ridge, "datasheet": None} | more
+def _show(sections: list[Section], document: dict[str, Any], path: Path | None) -> None:
+    try:  # the report first, so that a plot that fails does not lose it
+        show(sections)
+    finally:  # also if the reader closes the pipe
+        if path is not None:
+            from .plot import plot
+
+            plot(document, path)
 
 
-def _document(arguments: argparse.Namespace, settings: Settings, ceilings: dict[str, Any]) -> dict[str, Any]:
+def _document(options: argparse.Namespace, settings: Settings, ceilings: dict[str, Any]) -> dict[str, Any]:
     """Return a document that has all but its points."""
     return {
         "schema": SCHEMA,
         "status": "ok",
         "environment": environment(settings.device, settings.seed),
         "settings": {
-            **{name: getattr(arguments, name) for name in ("dtype", "mode", "compile", "rounds", "seed", "preset")},
+            **{name: getattr(options, name) for name in ("dtype", "mode", "compile", "rounds", "seed", "preset")},
             "device": str(settings.device),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "mesh": asdict(settings.mesh),
             "shape_checks": not jaxtyping_config.jaxtyping_disable,
-            "sweep": arguments.sweep and arguments.sweep.partition("=")[0],
+            "sweep": options.sweep and options.sweep.partition("=")[0],
         },
-        "ceilings": ceilings,
+        "ceilings": {"datasheet": None} | ceilings,
         "points": [],
     }

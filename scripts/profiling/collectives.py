@@ -48,17 +48,11 @@ class Mesh:
         if self.dp_replicate > 1 and self.dp == 1:
             raise ValueError(f"dp_replicate={self.dp_replicate} needs dp of at least 2: use dp alone")
         if size.batch_size % self.batches:
-            raise ValueError(
-                f"a batch of {size.batch_size} does not split over {self}: use a multiple of {self.batches}"
-            )
+            multiple = f"use a multiple of {self.batches}"
+            raise ValueError(f"a batch of {size.batch_size} does not split over {self}: {multiple}")
         for name in ("num_heads", "num_kv_heads", "d_ff", "vocab"):
-            if getattr(size, name) % self.tp:
-                raise ValueError(
-                    f"{name} must be a multiple of tp={self.tp}, got {getattr(size, name)}; use a smaller tp"
-                )
-
-
-ONE_PROCESS = Mesh()
+            if (count := getattr(size, name)) % self.tp:
+                raise ValueError(f"{name} must be a multiple of tp={self.tp}, got {count}; use a smaller tp")
 
 
 @dataclass(frozen=True)
@@ -77,9 +71,8 @@ class Collective:
 def collectives_of(size: Size, mesh: Mesh, recompute: bool = False) -> dict[str, Counter[Collective]]:
     """Return the collectives of each process in a forward and in a backward pass, the input's gradient included.
 
-    They are exact where tp divides the sequence and dp the rows of each weight: else torch pads. Embedding and head are
-    split by the vocabulary along tp, and FSDP gathers them with the final norm. Recomputing a block ends before its
-    last product, so without the reduce-scatter that follows.
+    They are exact where tp divides the sequence and dp the rows of each weight: else torch pads. FSDP gathers embedding
+    and head with the final norm. Recomputing a block ends before its last product, and the reduce-scatter after it.
     """
     forward: Counter[Collective] = Counter()
     backward: Counter[Collective] = Counter()
@@ -116,11 +109,11 @@ def alone(
     processes = group.size()
     part = torch.zeros(-(-collective.elements // processes), device=device, dtype=dtype)
     whole = torch.zeros(processes * len(part), device=device, dtype=dtype)
+    if collective.kind == "all-reduce":
+        return partial(dist.all_reduce, whole, group=group)
     # As torch 2.13 calls them, or before.
     if collective.kind == "all-gather":
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return partial(gather, whole, part, group=group)
-    if collective.kind == "reduce-scatter":
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return partial(scatter, part, whole, group=group)
-    return partial(dist.all_reduce, whole, group=group)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return partial(scatter, part, whole, group=group)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -52,15 +53,9 @@ class Step:
     def __add__(self, other: "Step") -> "Step":
         """Return one step that does both, each with its own inputs."""
         first, count = self.run, len(self.takes)
-        return Step(
-            self.name,
-            self.takes + other.takes,
-            self.gives + other.gives,
-            lambda *inputs: (*first(*inputs[:count]), *other.run(*inputs[count:])),
-            self.weights + other.weights,
-            self.inputs + other.inputs,
-            self.gradients + other.gradients,
-        )
+        names = ("takes", "gives", "weights", "inputs", "gradients")
+        both: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return replace(self, run=lambda *inputs: (*first(*inputs[:count]), *other.run(*inputs[count:])), **both)
 
 
 def block_steps(model: Block | Transformer) -> list[Step]:
@@ -87,26 +82,23 @@ def block_steps(model: Block | Transformer) -> list[Step]:
         return tuple(weight for module in modules for weight in module.parameters())
 
     # A function of its own for each step: torch.compile counts recompilations for each, and gives up after a few.
-    projections, ffn = weights(attn.q_proj, attn.k_proj, attn.v_proj), weights(block.ffn)
+    projections, output = weights(attn.q_proj, attn.k_proj, attn.v_proj), weights(attn.output_proj)
     steps = [
         Step("ln1", ("x",), ("h",), lambda x: (block.ln1(x),), weights(block.ln1)),
         Step("q/k/v projections", ("h",), ("q", "k", "v"), project, projections),
         Step("rope", ("q", "k"), ("q", "k"), lambda q, k: (rope(q, None), rope(k, None))),
         Step("attention", ("q", "k", "v"), ("heads",), attend),
-        Step(
-            "output projection", ("heads",), ("attended",), lambda h: (attn.output_proj(h),), weights(attn.output_proj)
-        ),
+        Step("output projection", ("heads",), ("attended",), lambda heads: (attn.output_proj(heads),), output),
         Step("residual adds", ("x", "attended"), ("x", "y"), add),
         Step("ln2", ("y",), ("h",), lambda y: (block.ln2(y),), weights(block.ln2)),
-        Step("ffn", ("h",), ("fed",), lambda h: (block.ffn(h),), ffn),
+        Step("ffn", ("h",), ("fed",), lambda h: (block.ffn(h),), weights(block.ffn)),
         Step("residual adds", ("y", "fed"), ("y", "z"), add),
     ]
     if q_norm is not None and k_norm is not None:
         norms = weights(q_norm, k_norm)
         steps.insert(2, Step("q/k norm", ("q", "k"), ("q", "k"), lambda q, k: (q_norm(q), k_norm(k)), norms))
     if isinstance(model, Transformer):
-        final_norm = model.ln_final
-        steps.append(Step("final norm", ("z",), ("out",), lambda z: (final_norm(z),), weights(final_norm)))
+        steps.append(Step("final norm", ("z",), ("out",), lambda z: (model.ln_final(z),), weights(model.ln_final)))
     return steps
 
 
@@ -148,7 +140,6 @@ def part_steps(steps: Sequence[Step], x: Tensor, gradient: Tensor | None = None)
     return list(parts.values())
 
 
-def whole(model: Block | Transformer, x: Tensor, gradient: Tensor | None) -> Step:
-    """Return the whole model as one step."""
-    gradients = () if gradient is None else (gradient,)
-    return Step("whole", ("x",), ("out",), lambda x: (model(x),), tuple(model.parameters()), (x,), gradients)
+def whole(model: Block | Transformer, x: Tensor, *gradient: Tensor) -> Step:
+    """Return the whole model as one step; `gradient` is that of the output, unless there is no backward pass."""
+    return Step("whole", ("x",), ("out",), lambda x: (model(x),), tuple(model.parameters()), (x,), gradient)

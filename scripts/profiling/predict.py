@@ -1,14 +1,9 @@
 """How long a pass takes on many devices: sizes, links and either ceilings or a profile in, seconds and MFU out.
 
-The model, which docs/scaling.md compares with measurements:
-- Each process computes its share of every part: in the least time, at the roofline of its device, or in the time that
-  a profile measured, scaled to the share.
-- A collective takes what its bytes take on the link that it crosses, all processes of a machine at a time; no latency.
-- Tensor-parallel collectives lie between computations that need them: none of them is hidden.
-- FSDP fetches the weights of the next block, and sends the gradients of the last, while one block runs, its
-  tensor-parallel collectives included: they have other streams and mostly other links. So of `layers` equal steps of
-  both, the longer one counts, and the transfer that is first or last is not hidden. On a CPU, transfers run on the
-  cores that compute, and none is hidden.
+docs/scaling.md explains the model, and compares it with measurements. What overlaps: FSDP fetches the weights of the
+next block, and sends the gradients of the last, while one block runs, its tensor-parallel collectives included. So of
+`layers` equal steps of both, the longer one counts, and the transfer that is first or last is not hidden. On a CPU,
+transfers run on the cores that compute, and none is hidden.
 """
 
 from collections.abc import Callable
@@ -19,6 +14,7 @@ from typing import Any
 from lab.machine import Ceilings
 from lab.sizes import PASSES, Cost, Size, adamw_cost
 
+from .analysis import addends, own_seconds
 from .collectives import Collective, Mesh, collectives_of
 
 # The time of a pass of a part, by their names, if it costs this much.
@@ -33,8 +29,7 @@ _RECOMPUTED = {"ffn": 2 / 3, "residual adds": 1 / 2, "final norm": 0, "embedding
 class Links:
     """Bytes per second that each device receives, while it sends as many: from its own machine, and from others.
 
-    `between` is None where all devices are like those of one machine. `overlap`: whether transfers run while the device
-    computes.
+    Without `between`, all devices are like those of one machine. `overlap`: whether transfers run beside computing.
     """
 
     within: float
@@ -67,21 +62,18 @@ def measured(point: dict[str, Any]) -> Price:
     `point` is of one process. The whole of each pass takes what was measured, also where a compiler fused its parts;
     these only share it out. Parts that the profile lacks are as fast as its ffn, or, without products, as its ln1.
     """
-    parts = {part["name"]: part for part in point["parts"]}
-    whole = {name: record["seconds"]["median"] for name, record in point["whole"].items()}
-    if point["optimizer"] is not None:
-        parts["AdamW"] = {"count": 1, "optimizer": point["optimizer"]}
-        whole["optimizer"] = point["optimizer"]["seconds"]["median"]
-
-    def taken(part: dict[str, Any], pass_: str) -> float:
-        return part[pass_]["gpu_seconds"] or part[pass_]["seconds"]["median"]  # a GPU does not wait for each launch
-
-    sums = {name: sum(part["count"] * taken(part, name) for part in parts.values() if name in part) for name in whole}
+    parts = {part["name"]: part for part in addends(point)}
+    scales = {}
+    for name in PASSES["step"]:
+        taken = sum(part["count"] * own_seconds(part[name]) for part in parts.values() if name in part)
+        if taken:
+            whole = point["optimizer"] if name == "optimizer" else point["whole"][name]
+            scales[name] = whole["seconds"]["median"] / taken
 
     def price(part: str, pass_: str, cost: Cost) -> float:
-        like = parts[part if part in parts else "ffn" if cost.matmul_flops else "ln1"]
+        like = parts[part if part in parts else "ffn" if cost.matmul_flops else "ln1"][pass_]
         unit = "matmul_flops" if cost.matmul_flops else "bytes"
-        return taken(like, pass_) * getattr(cost, unit) / like[pass_][unit] * whole[pass_] / sums[pass_]
+        return scales[pass_] * own_seconds(like) * getattr(cost, unit) / like[unit]
 
     return price
 

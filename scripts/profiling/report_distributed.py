@@ -6,22 +6,20 @@ from typing import Any
 from lab.tables import Section, Table, number, share, si, spread_cells, time_unit
 
 from .collectives import Mesh
-from .report import describe, doubts, header, origin
+from .report import describe, doubts, header, held, origin, rates
 
 _LEGEND = (
     "Times are medians over the rounds, of the slowest process in each. Speed-up: over one process with the whole\n"
-    "batch, which runs in turns with the others, while these wait. Collectives: timed alone at these sizes, so\n"
-    "without waiting for a slower process."
+    "batch, in turns with the others. Collectives: timed alone at these sizes, without waiting for a slower process."
 )
 _PAPER = (
-    "Links run at their full rate and without latency. States: weights, gradients and AdamW's moments of a device, as\n"
-    "far as the mode uses them, without activations."
+    "Links run at full rate, without latency. States: weights, gradients and moments of a device, without activations."
 )
 
 
 def distributed_report(document: dict[str, Any]) -> list[Section]:
     """Return the sections of a profile of several processes."""
-    sections: list[Section] = [f"{header(document)}\n{Mesh(**document['settings']['mesh'])}", *doubts(document)]
+    sections: list[Section] = [header(document), *doubts(document)]
     for point in document["points"]:
         sections += [_summary(point), _times(point), _collectives(point)]
     return [*sections, _LEGEND]
@@ -29,39 +27,33 @@ def distributed_report(document: dict[str, Any]) -> list[Section]:
 
 def prediction_report(document: dict[str, Any]) -> list[Section]:
     """Return the sections of what was predicted: a table for each size."""
-    settings, ceilings, links, profile = (document[key] for key in ("settings", "ceilings", "links", "from"))
-    flops, memory = (ceilings[key]["median"] for key in ("flops_per_second", "bytes_per_second"))
-    between = f", {si(links['between'], 'B/s')} between machines of {links['per_machine']}" if links["between"] else ""
-    recompute = ", blocks recomputed" if document["recompute"] else ""
-    basis = f"A lower bound on time, so an upper bound on MFU: each part at the roofline of the {ceilings['source']}"
-    if profile is not None:
-        basis = f"Scaled from a profile of one process: {origin(profile)}"
-    sections: list[Section] = [
-        f"{basis}\n{settings['dtype']}, mode {settings['mode']}{recompute}\n"
-        f"Ceilings: {si(flops, 'FLOP/s')}, {si(memory, 'B/s')}\n"
-        f"Links: each device receives {si(links['within'], 'B/s')} within a machine{between}",
-        *(doubts(profile) if profile is not None else []),
-    ]
-    columns = ["mesh", "devices", "tokens each", "states", f"{settings['mode']} ms", "compute", "tp", "dp"]
+    sections: list[Section] = ["\n".join(basis(document)), *(doubts(document["from"]) if document["from"] else [])]
+    columns = ["mesh", "devices", "tokens each", "states", f"{document['settings']['mode']} ms", "compute", "tp", "dp"]
     columns += ["not hidden", "MFU", "tokens/s each"]
     for size, records in groupby(document["predictions"], lambda prediction: describe(prediction["size"])):
         table = Table(size, columns)
         for record in records:
-            bare = record["tp_seconds"] + record["dp_seconds"] - record["hidden_seconds"]
-            times = [record[key] for key in ("seconds", "compute_seconds", "tp_seconds", "dp_seconds")]
-            table.rows.append(
-                [
-                    str(Mesh(**record["mesh"])),
-                    str(record["processes"]),
-                    si(record["tokens_per_process"]),
-                    si(record["state_bytes"], "B"),
-                    *(number(1e3 * seconds) for seconds in (*times, bare)),
-                    share(record["mfu"]),
-                    si(record["tokens_per_process"] / record["seconds"]),
-                ]
-            )
+            tokens, seconds = record["tokens_per_process"], record["seconds"]
+            times = [seconds, *(record[f"{key}_seconds"] for key in ("compute", "tp", "dp"))]
+            times.append(seconds - record["compute_seconds"])
+            cells = [str(Mesh(**record["mesh"])), str(record["processes"]), si(tokens), si(record["state_bytes"], "B")]
+            cells += [number(1e3 * time) for time in times]
+            table.rows.append([*cells, share(record["mfu"]), si(tokens / seconds)])
         sections.append(table)
     return [*sections, _PAPER]
+
+
+def basis(document: dict[str, Any]) -> list[str]:
+    """Return what a prediction rests on, in lines of which the first says whether it is a bound."""
+    settings, ceilings, links, profile = (document[key] for key in ("settings", "ceilings", "links", "from"))
+    between = f", {si(links['between'], 'B/s')} between machines of {links['per_machine']}" if links["between"] else ""
+    kind = f"A lower bound on time, so an upper bound on MFU: each part at the roofline of the {ceilings['source']}"
+    return [
+        f"Scaled from a profile of one process: {origin(profile)}" if profile else kind,
+        f"{settings['dtype']}, mode {settings['mode']}{', blocks recomputed' if document['recompute'] else ''}",
+        f"Ceilings: {rates(*(ceilings[key]['median'] for key in ('flops_per_second', 'bytes_per_second')))}",
+        f"Links: each device receives {si(links['within'], 'B/s')} within a machine{between}",
+    ]
 
 
 def _times(point: dict[str, Any]) -> Table:
@@ -69,53 +61,33 @@ def _times(point: dict[str, Any]) -> Table:
     columns = ["whole", f"slowest {unit}", "p20-p80", "ranks differ", f"one process {unit}", "p20-p80"]
     table = Table(describe(point["size"]), [*columns, "speed-up", "p20-p80", "efficiency"])
     for name, record in point["whole"].items():
-        table.rows.append(
-            [
-                name,
-                *spread_cells(record["seconds"], factor),
-                share(max(record["of_ranks"]) / min(record["of_ranks"]) - 1),
-                *spread_cells(record["one_process"], factor),
-                *spread_cells(record["speed_up"], 1),
-                share(record["efficiency"]),
-            ]
-        )
+        differ = share(max(record["of_ranks"]) / min(record["of_ranks"]) - 1)
+        cells = [name, *spread_cells(record["seconds"], factor), differ, *spread_cells(record["one_process"], factor)]
+        table.rows.append([*cells, *spread_cells(record["speed_up"], 1), share(record["efficiency"])])
     return table
 
 
 def _collectives(point: dict[str, Any]) -> Table:
     unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
-    table = Table("Collectives", ["pass, axis, kind", "number", "bytes", f"alone {unit}", "share", "B/s received"])
+    table = Table("Collectives", ["pass, axis, kind", "number", "bytes", "B/s received", f"alone {unit}", "share"])
     for record in point["collectives"]:
-        table.rows.append(
-            [
-                f"{record['pass']}, {record['axis']}, {record['kind']}",
-                str(record["count"]),
-                si(record["bytes"], "B"),
-                number(factor * record["seconds"]),
-                share(record["share"]),
-                si(record["moved_bytes"] / record["seconds"]),
-            ]
-        )
+        calls = [", ".join(record[key] for key in ("pass", "axis", "kind")), str(record["count"])]
+        moved = [si(record["bytes"], "B"), si(record["moved_bytes"] / record["seconds"])]
+        table.rows.append([*calls, *moved, number(factor * record["seconds"]), share(record["share"])])
     seconds, shares = (sum(record[key] for record in point["collectives"]) for key in ("seconds", "share"))
-    table.rows += [["all", "", "", number(factor * seconds), share(shares), ""]]
+    table.rows.append(["all", "", "", "", number(factor * seconds), share(shares)])
     return table
 
 
 def _summary(point: dict[str, Any]) -> str:
-    memory, overlap = point["memory"], point["overlap"]
     links = ", ".join(f"{axis} {si(rate['median'], 'B/s')}" for axis, rate in point["links"].items())
     hidden = "nothing, as torch.profiler saw no kernel of NCCL"  # gloo works on the cores that compute
-    if overlap is not None:
+    if (overlap := point["overlap"]) is not None:
         fraction = overlap["hidden_seconds"] / overlap["collective_seconds"]
         hidden = f"{share(fraction)} of {number(1e3 * overlap['collective_seconds'])} ms of NCCL's kernels"
-    return "\n".join(
-        [
-            f"{si(point['tokens_per_second'])} tokens/s; MFU of the measured ceiling, causal: {share(point['mfu'])}",
-            f"Hidden behind computing: {hidden}",
-            f"Links, each process receives in a large all-gather: {links}",
-            f"Memory of a process: parameters {si(memory['parameters_bytes'], 'B')}, "
-            f"gradients {si(memory['gradients_bytes'], 'B')}, "
-            f"optimizer state {si(memory['optimizer_state_bytes'], 'B')}, "
-            f"peak above parameters and state {si(memory['peak_added_bytes'], 'B')}",
-        ]
+    return (
+        f"{si(point['tokens_per_second'])} tokens/s; MFU of the measured ceiling, causal: {share(point['mfu'])}\n"
+        f"Hidden behind computing: {hidden}\n"
+        f"Links, each process receives in a large all-gather: {links}\n"
+        f"{held(point['memory'])}"
     )

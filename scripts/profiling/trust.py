@@ -14,10 +14,7 @@ _SPREAD, _ABOVE_FASTEST, _WAITED, _OTHERS = 0.2, 0.25, 0.05, 0.25
 
 
 def system_clocks(proc: Path = Path("/proc")) -> tuple[float, float, float] | None:
-    """Return the seconds of the wall, of this process's threads that waited for a core, and of cores that others used.
-
-    None where the system is not Linux, and has no such clocks.
-    """
+    """Return the seconds of the wall, of own threads waiting for a core, of cores that others used; None off Linux."""
     try:
         ticks = [int(word) for word in (proc / "stat").read_text().split()[1:9]]
         waited = sum(int(path.read_text().split()[1]) for path in proc.glob("self/task/*/schedstat"))
@@ -30,10 +27,7 @@ def system_clocks(proc: Path = Path("/proc")) -> tuple[float, float, float] | No
 def busy_shares(
     start: tuple[float, float, float] | None, end: tuple[float, float, float] | None
 ) -> dict[str, float | None]:
-    """Return the shares of the time in which a thread waited for a core, and of all cores that others have used.
-
-    The first may exceed 1, because the threads add up; both are None where the clocks are.
-    """
+    """Return the shares of the time in which threads, added up, waited, and of all cores that others have used."""
     if start is None or end is None:
         return {"waited_share": None, "others_share": None}
     wall, waited, others = (max(0.0, after - before) for before, after in zip(start, end, strict=True))
@@ -41,10 +35,7 @@ def busy_shares(
 
 
 def trust(seconds: list[float], shares: Mapping[str, float | None], ceilings: Ceilings) -> dict[str, Any]:
-    """Return the figures that tell how far to trust the rest, and a sentence for each of them that is too large.
-
-    `seconds` are the samples of the mode's whole; `shares` are the `busy_shares`.
-    """
+    """Return how far to trust the samples of a whole, the busy shares beside: a sentence for each that is too large."""
     spread = Spread.of(seconds)
     width, above = (spread.p80 - spread.p20) / spread.median, spread.median / min(seconds) - 1
     rates = (ceilings.flops_per_second, ceilings.bytes_per_second)

@@ -32,11 +32,21 @@ def current(monkeypatch):
     return current
 
 
-def test_device_of_cuda_has_an_index_and_is_current(current):
+def test_device_has_an_index_is_current_and_exists(current, monkeypatch):
     for name, index in ((None, 0), ("cuda", 0), ("cuda:1", 1)):
         assert device_of(name) == torch.device("cuda", index)
         assert current.pop() == index
     assert device_of("cpu") == torch.device("cpu")
+    there = "needs 3 GPUs, and torch finds 2: use another device"
+    for name, message in (("meta", "must be cpu, cuda or cuda:N, got 'meta'"), ("cuda:2", there)):
+        with pytest.raises(ValueError, match=message):
+            device_of(name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert device_of(None) == torch.device("cpu")
+    for built, reason in ((True, "finds 0"), (False, "is built without CUDA")):
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
+        with pytest.raises(ValueError, match=f"--device cuda needs 1 GPU, and torch {reason}: use another device"):
+            device_of("cuda")
 
 
 def test_device_of_each_process_is_its_own(current, monkeypatch):
@@ -52,22 +62,9 @@ def test_device_of_each_process_is_its_own(current, monkeypatch):
         device_of("cuda")
 
 
-def test_device_that_does_not_exist_is_rejected(current, monkeypatch):
-    there = "needs 3 GPUs, and torch finds 2: cuda:0, cuda:1"
-    for name, message in (("meta", "must be cpu, cuda or cuda:N, got 'meta'"), ("cuda:2", there)):
-        with pytest.raises(ValueError, match=message):
-            device_of(name)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert device_of(None) == torch.device("cpu")
-    for built, reason in ((True, "torch finds no GPU"), (False, "this build of torch has no CUDA")):
-        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
-        with pytest.raises(ValueError, match=f"--device cuda: {reason}: use --device cpu"):
-            device_of("cuda")
-
-
 def test_check_outputs_rejects_what_cannot_be_written(tmp_path, monkeypatch):
-    def check(**paths):
-        check_outputs(argparse.Namespace(**{"json": None, "plot": None, **paths}), "json", "plot")
+    def check(json=None, plot=None):
+        check_outputs(argparse.Namespace(json=json, plot=plot), "json", "plot")
 
     (tmp_path / "x.json").write_text("old")
     check(json=tmp_path / "x.json", plot=tmp_path / "x.svg")
@@ -86,7 +83,7 @@ def test_check_outputs_rejects_what_cannot_be_written(tmp_path, monkeypatch):
         check(plot=tmp_path / "x.png")
 
 
-def test_run_ends_in_one_line_or_passes_the_error_on(capsys):
+def test_run_ends_in_one_line_or_passes_the_error_on(capsys, monkeypatch):
     def fail(error):
         raise error
 
@@ -97,11 +94,8 @@ def test_run_ends_in_one_line_or_passes_the_error_on(capsys):
     assert capsys.readouterr().err == "program.py: error: out of memory: CUDA out of memory.\n"
     with pytest.raises(RuntimeError, match="something else"):
         run(PARSER, lambda: fail(RuntimeError("something else")))
-
-
-def test_run_accepts_a_reader_that_stops(monkeypatch):
     reader, writer = os.pipe()
-    os.close(reader)
+    os.close(reader)  # which has seen enough
     with os.fdopen(writer, "w") as closed_pipe:
         monkeypatch.setattr(sys, "stdout", closed_pipe)
         assert run(PARSER, lambda: print("report", flush=True) or 1) == 0

@@ -6,22 +6,15 @@ from lab.kernels import attention_kernel, counted_on_gpu, kernel_report, summari
 from profiles import event
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-EVENTS = [
-    event("gemm", 0, 10),
-    event("softmax", 5, 12),  # on another stream, 5 us of it at the same time
-    event("add", 20, 30),
-    event("within", 21, 22),
-    event("Memcpy DtoD", 40, 50),
-]
-
 
 def test_summarize_kernels_counts_kernels_and_the_time_that_any_runs():
-    summary = summarize_kernels(EVENTS, seconds=64e-6)
-    assert summary["count"] == 4  # the copy is not one, but the GPU is busy with it
-    assert summary["busy_seconds"] == pytest.approx(32e-6)
-    assert summary["busy_fraction"] == pytest.approx(0.5)
-    assert summary["launch_bound"] is True
-    assert summarize_kernels(EVENTS, seconds=33e-6)["launch_bound"] is False
+    # The second is on another stream, 5 us of it at the same time. The copy is no kernel, but the GPU is busy with it.
+    times = {"gemm": (0, 10), "softmax": (5, 12), "add": (20, 30), "within": (21, 22), "Memcpy DtoD": (40, 50)}
+    events = [event(name, *time) for name, time in times.items()]
+    summary = summarize_kernels(events, seconds=64e-6)
+    assert (summary["count"], summary["launch_bound"]) == (4, True)
+    assert (summary["busy_seconds"], summary["busy_fraction"]) == pytest.approx((32e-6, 0.5))
+    assert summarize_kernels(events, seconds=33e-6)["launch_bound"] is False
 
 
 def test_kernels_are_counted_after_the_label_whatever_the_clock_of_the_host():

@@ -4,8 +4,6 @@ import pytest
 import torch
 from lab.memory import SavedBytes, is_out_of_memory, peak_added_bytes, peak_of_trace
 
-CPU = torch.device("cpu")
-
 
 def test_saved_bytes_counts_a_storage_once():
     x = torch.randn(8, 16, requires_grad=True)
@@ -30,25 +28,16 @@ def test_saved_bytes_does_not_mistake_a_new_storage_for_one_that_is_gone():
 
 
 def test_peak_of_trace_adds_up_what_lives_at_a_time():
-    def event(time, change):
-        return {"name": "[memory]", "ts": time, "args": {"Bytes": change, "Total Allocated": 99}}
-
-    events = [event(3, -10), event(1, 10), event(2, 5), event(4, 7), event(5, -12), {"name": "aten::mm", "ts": 0}]
-    assert peak_of_trace(events) == 15
-    assert peak_of_trace([event(1, -4)]) == 0
-    assert peak_of_trace([]) == 0
+    changes = {3: -10, 1: 10, 2: 5, 4: 7, 5: -12}
+    events = [{"name": "[memory]", "ts": time, "args": {"Bytes": change}} for time, change in changes.items()]
+    assert peak_of_trace([*events, {"name": "aten::mm", "ts": 0}]) == 15
+    assert peak_of_trace(events[:1]) == peak_of_trace([]) == 0
 
 
 def test_peak_added_bytes_sees_what_is_released_within():
     x = torch.randn(1000)
-
-    def run():
-        y = x + 1
-        z = y + 1
-        del y
-        return z + 1
-
-    assert peak_added_bytes(run, CPU) == pytest.approx(2 * 4000, abs=100)  # torch adds a few bytes for each scalar
+    added = peak_added_bytes(lambda: x + 1 + 1 + 1, torch.device("cpu"))  # of three sums, two live at a time
+    assert added == pytest.approx(2 * 4000, abs=100)  # torch adds a few bytes for each scalar
 
 
 def test_is_out_of_memory_knows_every_message_and_what_torch_raises():

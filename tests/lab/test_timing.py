@@ -5,14 +5,13 @@ import time
 
 import pytest
 import torch
-from lab.timing import Spread, interleave, paired_ratio
+from lab.timing import Spread, interleave
 
 
 class Clock:
     """A clock that a run moves on by its own time, so that nothing depends on how busy the machine is."""
 
-    def __init__(self):
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self):
         return self.now
@@ -25,13 +24,6 @@ def test_spread_is_the_median_and_the_quintiles():
     assert Spread.of([5.0, 1.0, 4.0, 2.0, 3.0, 6.0]) == Spread(3.5, 2.0, 5.0, 6)
     assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 1)
     assert Spread.of([1.0, 100.0, 2.0]).median == 2.0  # one slow sample moves it little
-
-
-def test_paired_ratio_cancels_what_both_have_in_a_round():
-    drift = [1.0, 2.0, 4.0, 8.0]
-    assert paired_ratio([3 * d for d in drift], [2 * d for d in drift]) == Spread(1.5, 1.5, 1.5, 4)
-    with pytest.raises(ValueError, match="zip"):
-        paired_ratio([1.0], [1.0, 2.0])
 
 
 def test_interleave_takes_one_sample_a_round_in_turn():
@@ -49,38 +41,28 @@ def test_interleave_takes_one_sample_a_round_in_turn():
     assert samples == {a: [5, 8, 9], b: [6, 7, 10]}
 
 
-@pytest.mark.parametrize(("seconds", "timed"), [(0.125, [8, 8]), (2.0, [1, 1])])
-def test_interleave_repeats_a_short_call_and_no_long_one(seconds, timed):
-    clock, advanced, counts = Clock(), [], []
+@pytest.mark.parametrize(("seconds", "calls"), [(0.125, 8), (2.0, 1)])
+def test_interleave_repeats_a_short_call_and_no_long_one(seconds, calls):
+    clock, advanced, starts, asked = Clock(), [], [], []
 
     def run():
-        counts.append(clock.now)
+        starts.append(clock.now)
         clock.run(seconds)
 
-    samples = interleave(
-        {"": run}, 2, sample_seconds=1, warmup_calls=3, on_sample=lambda: advanced.append(1), clock=clock
-    )
-    unmeasured = 2 * (timed[0] > 1)  # after another run, the caches are cold
-    assert len(counts) == 3 + 3 + sum(timed) + 2 * unmeasured
+    def agree(calls):  # with a process that needs no more than 5
+        asked.append(calls)
+        return min(calls, 5)
+
+    samples = interleave({"": run}, 2, 1, 3, lambda: advanced.append(1), agree, clock)
+    agreed, unmeasured = min(calls, 5), 2 * (calls > 1)  # after another run, the caches are cold
+    assert len(starts) == 3 + 3 + 2 * (agreed + unmeasured)
     assert samples == {"": [seconds, seconds]}
     assert len(advanced) == 2
-
-
-def test_interleave_lets_several_processes_agree_on_the_calls():
-    clock = Clock()
-    asked = []
-
-    def agree(calls):
-        asked.append(calls)
-        return 2
-
-    interleave({"": lambda: clock.run(1.0)}, 2, sample_seconds=8, warmup_calls=1, agree=agree, clock=clock)
-    assert asked == [8, 2, 2]
+    assert asked == [calls, agreed, agreed]
 
 
 def test_clock_runs_and_leaves_cuda_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # which starting CUDA would show to be wrong
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     samples = interleave({"": lambda: time.sleep(0.002)}, rounds=1, sample_seconds=0, warmup_calls=1)
     assert samples[""][0] >= 0.002
     assert not torch.cuda.is_initialized()

@@ -21,16 +21,11 @@ sys.exit(main([*options, "--tp=2", "--mode=step", "--json=profile.json"], tickin
 """
 
 
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
-    """Return how two processes ended, and their folder."""
-    folder = tmp_path_factory.mktemp("processes")
-    return run_as_torchrun(PROGRAM, 2, folder), folder
-
-
-def test_only_the_first_process_prints_and_the_slowest_counts(outcome):
-    (first, second), folder = outcome
-    document = json.loads((folder / "profile.json").read_text())
+def test_profile_of_two_processes(tmp_path):
+    first, second = run_as_torchrun(PROGRAM, 2, tmp_path)
+    document = json.loads((tmp_path / "profile.json").read_text())
+    assert undocumented(document) == set()
+    # Only the first process prints, and the slowest counts.
     assert (first.code, second.code) == (0, 0)
     assert first.out.count("speed-up") == first.out.count("\n| forward ") == 1
     assert second.out == ""
@@ -42,10 +37,7 @@ def test_only_the_first_process_prints_and_the_slowest_counts(outcome):
         assert record["seconds"]["median"] >= max(record["of_ranks"]) > 0
         assert record["efficiency"] == record["speed_up"]["median"] / 2
     assert point["overlap"] is None
-
-
-def test_collectives_and_memory_are_those_of_the_sizes(outcome):
-    (point,) = json.loads((outcome[1] / "profile.json").read_text())["points"]
+    # Collectives and memory are those of the size.
     size = Size(**point["size"])
     assert all(record["seconds"] > 0 for record in point["collectives"])
     for key, figure in (("count", lambda call: 1), ("bytes", lambda call: 4 * call.elements)):
@@ -59,23 +51,13 @@ def test_collectives_and_memory_are_those_of_the_sizes(outcome):
     of_process = 4 * (gains + (size.parameters - gains) // 2)
     assert point["memory"]["parameters_bytes"] == point["memory"]["gradients_bytes"] == of_process
     assert point["memory"]["optimizer_state_bytes"] == 2 * of_process + 4 * 19  # and as many step counts
-
-
-def test_schema_and_compare_know_processes(outcome):
-    document = json.loads((outcome[1] / "profile.json").read_text())
-    assert undocumented(document) == set()
     table = next(section for section in compare(document, document) if hasattr(section, "rows"))
     assert [row[:2] for row in table.rows] == [["whole", "forward"], ["whole", "train"], ["whole", "step"]]
 
 
 def test_overlap_is_the_time_of_collectives_in_which_another_kernel_runs():
-    events = [
-        event("ncclDevKernel_AllGather_RING_LL", 0, 30),
-        event("gemm", 10, 25),
-        event("add", 20, 40),  # beside both of the others
-        event("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 50, 60),
-    ]
-    summary = summarize_overlap(events)
-    assert summary["collective_seconds"] == pytest.approx(40e-6)
-    assert summary["hidden_seconds"] == pytest.approx(20e-6)
-    assert summarize_overlap(events[1:3]) is None
+    gather, scatter = event("ncclDevKernel_AllGather_RING_LL", 0, 30), event("ncclDevKernel_ReduceScatter_LL", 50, 60)
+    others = [event("gemm", 10, 25), event("add", 20, 40)]  # the second beside both
+    expected = {"collective_seconds": 40e-6, "hidden_seconds": 20e-6}
+    assert summarize_overlap([gather, *others, scatter]) == pytest.approx(expected)
+    assert summarize_overlap(others) is None

@@ -8,12 +8,11 @@ from torch.nn import functional as F
 
 
 def parts_of(num_layers=None, qk_norm=True, dtype=torch.float32):
-    size = Size(2, 5, 12, 6, 2, 4, 20, qk_norm=qk_norm, num_layers=num_layers)
-    torch.manual_seed(0)
-    model = size.build("cpu", dtype)
+    """Return a model, its input, the gradient of its output, and its parts by name."""
+    model = Size(2, 5, 12, 6, 2, 4, 20, qk_norm=qk_norm, num_layers=num_layers).build("cpu", dtype)
     x = torch.randn(2, 5, 12, dtype=dtype, requires_grad=True)
     gradient = torch.randn_like(x)
-    return model, x, gradient, part_steps(block_steps(model), x, gradient)
+    return model, x, gradient, {part.name: part for part in part_steps(block_steps(model), x, gradient)}
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -21,33 +20,28 @@ def parts_of(num_layers=None, qk_norm=True, dtype=torch.float32):
 def test_parts_compute_the_block_bit_for_bit(qk_norm, dtype):
     block, x, _, parts = parts_of(qk_norm=qk_norm, dtype=dtype)
     assert torch.equal(run_steps(block_steps(block), x), block(x))
-    adds = next(part for part in parts if part.name == "residual adds")
-    assert torch.equal(adds.forward()[-1], block(x))
+    assert torch.equal(parts["residual adds"].forward()[-1], block(x))
 
 
-def test_parts_have_the_gradients_of_the_block():
-    block, x, gradient, parts = parts_of()
-    expected = dict(zip((x, *block.parameters()), whole(block, x, gradient).train(), strict=True))
-    seen = set()
-    for part in parts:
-        gradients = part.train()
-        for weight, grad in zip(part.weights, gradients[len(part.inputs) :], strict=True):
+def test_parts_have_the_gradients_of_the_whole():
+    stack, x, gradient, parts = parts_of(num_layers=1)
+    expected = dict(zip((x, *stack.parameters()), whole(stack, x, gradient).train(), strict=True))
+    weights = [weight for part in parts.values() for weight in part.weights]
+    assert len(weights) == len(set(weights)) == len(expected) - 1  # each is one part's
+    for part in parts.values():
+        for weight, grad in zip(part.weights, part.train()[len(part.inputs) :], strict=True):
             torch.testing.assert_close(grad, expected[weight])
-            seen.add(weight)
-    assert seen == set(block.parameters())  # every weight, and none twice: they are one part's each
-    assert sum(len(part.weights) for part in parts) == len(seen)
-    adds = next(part for part in parts if part.name == "residual adds")
+    adds = parts["residual adds"]
     assert torch.equal(adds.gradients[0], expected[x])
     # Where a branch left, its gradient and that of what passed it by add up.
     of_x, of_attended, of_y, of_fed = adds.gradients
-    sums = (of_x + of_attended, of_attended, of_y + of_fed, gradient)
+    sums = (of_x + of_attended, of_attended, of_y + of_fed, parts["final norm"].train()[0])
     assert all(torch.equal(*pair) for pair in zip(adds.train(), sums, strict=True))
 
 
 def test_parts_have_the_strides_of_the_block(monkeypatch):
     block, x, _, parts = parts_of()
-    seen = []
-    attend = F.scaled_dot_product_attention
+    seen, attend = [], F.scaled_dot_product_attention
 
     def spy(q, k, v, **options):
         seen.append([t.stride() for t in (q, k, v)])
@@ -55,22 +49,14 @@ def test_parts_have_the_strides_of_the_block(monkeypatch):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     block(x)
-    next(part for part in parts if part.name == "attention").forward()
+    parts["attention"].forward()
     in_block, in_part = seen
     assert in_part == in_block
 
 
-def test_parts_of_a_stack_are_those_of_a_block_and_the_final_norm():
-    model, x, _, parts = parts_of(num_layers=3)
-    assert [part.name for part in parts] == [*(part.name for part in parts_of()[-1]), "final norm"]
-    assert parts[-1].weights == (model.ln_final.weight,)
-    assert torch.equal(parts[0].inputs[0], x)
-
-
 def test_parts_without_gradient_record_no_graph():
-    size = Size(1, 3, 8, 2, 2, 4, 8)
-    block = size.build("cpu", torch.float32)
+    block = parts_of()[0]
     with torch.no_grad():
-        parts = part_steps(block_steps(block), torch.randn(1, 3, 8))
+        parts = part_steps(block_steps(block), torch.randn(1, 3, 12))
         assert not any(t.requires_grad for part in parts for t in (*part.inputs, *part.forward()))
     assert not any(part.gradients for part in parts)

@@ -22,18 +22,16 @@ def predicted(size, mesh, links, mode):
 
 
 def profile_of(size):
-    """Return as much of a profile as predictions read, in which each part runs at its roofline."""
+    """Return as much of a profile as predictions read of a block, in which each part runs at its roofline."""
 
     def at_roofline(cost):
         seconds = {"median": H100.seconds(cost.flops, cost.bytes)}
         return {"seconds": seconds, "gpu_seconds": None, "matmul_flops": cost.matmul_flops, "bytes": cost.bytes}
 
-    parts, whole = [], {"forward": {"seconds": {"median": 0.0}}, "backward": {"seconds": {"median": 0.0}}}
-    for name, costs in size.part_costs(2).items():
-        passes = {pass_: at_roofline(cost) for pass_, cost in costs.items()}
-        parts.append({"name": name, "count": size.count(name), **passes})
-        for pass_, record in passes.items():
-            whole[pass_]["seconds"]["median"] += size.count(name) * record["seconds"]["median"]
+    costs = size.part_costs(2)
+    parts = [{"name": name, "count": 1} | {p: at_roofline(cost) for p, cost in costs[name].items()} for name in costs]
+    sums = {p: sum(part[p]["seconds"]["median"] for part in parts) for p in ("forward", "backward")}
+    whole = {p: {"seconds": {"median": seconds}} for p, seconds in sums.items()}
     return {"parts": parts, "whole": whole, "optimizer": at_roofline(adamw_cost(size.parameters, 2))}
 
 
@@ -53,29 +51,19 @@ def test_each_process_computes_its_share():
     one = compute_seconds(LLAMA, Mesh(), LEAST, "step", 2)
     for mesh in (Mesh(dp=8), Mesh(tp=8), Mesh(dp=4, tp=2)):
         eighth = compute_seconds(LLAMA, mesh, LEAST, "step", 2)
-        for pass_ in ("forward", "backward"):
-            assert (
-                one[pass_] / 8 <= eighth[pass_] < 1.02 * one[pass_] / 8
-            )  # whole activations beside a part of a weight
+        for pass_ in ("forward", "backward"):  # with whole activations beside a part of a weight
+            assert one[pass_] / 8 <= eighth[pass_] < 1.02 * one[pass_] / 8
         assert eighth["optimizer"] == pytest.approx(one["optimizer"] / 8, rel=1e-3)
 
 
 def test_data_parallel_collectives_hide_behind_all_but_one_of_the_layers():
     # Of 32 gathers of a block's weights and that of the norm, as long as the link makes them.
-    def sums(mesh, rate):
-        return predicted(LLAMA, mesh, Links(rate), "forward")
-
-    for mesh, rate, dp_is_longer in (
-        (Mesh(dp=2), 1e12, False),
-        (Mesh(dp=2), 1e8, True),
-        (Mesh(dp=2, tp=4), 1e12, False),
-    ):
-        record = sums(mesh, rate)
-        beside = record["compute_seconds"] + record["tp_seconds"]
-        shorter, longer = sorted((beside, record["dp_seconds"]))
-        assert (longer == record["dp_seconds"]) == dp_is_longer
+    for mesh, rate in ((Mesh(dp=2), 1e12), (Mesh(dp=2), 1e8), (Mesh(dp=2, tp=4), 1e12)):
+        record = predicted(LLAMA, mesh, Links(rate), "forward")
+        shorter, longer = sorted((record["compute_seconds"] + record["tp_seconds"], record["dp_seconds"]))
+        assert (longer == record["dp_seconds"]) == (rate == 1e8)
         assert record["seconds"] == pytest.approx(longer + shorter / 32)
-    assert sums(Mesh(tp=2), 1e9)["hidden_seconds"] == 0
+    assert predicted(LLAMA, Mesh(tp=2), Links(1e9), "forward")["hidden_seconds"] == 0
     on_cpu = predicted(LLAMA, Mesh(dp=2), Links(1e12, overlap=False), "forward")
     assert on_cpu["seconds"] == pytest.approx(on_cpu["compute_seconds"] + on_cpu["dp_seconds"])
 
@@ -130,9 +118,9 @@ def test_recomputing_costs_the_products_that_torch_repeats():
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=8), Mesh(dp=2, tp=4)])
 def test_profile_at_the_roofline_predicts_what_the_roofline_does(mesh):
     # Of a block without vocabulary, with other sizes of the batch: products by FLOPs, the rest by bytes.
-    point, model = profile_of(replace(LLAMA, batch_size=2, num_layers=None)), replace(LLAMA, vocab=128256)
-    for mode in ("forward", "train", "step"):
-        of_profile, least = (
-            compute_seconds(model, mesh, price, mode, 2, recompute=True) for price in (measured(point), LEAST)
-        )
-        assert of_profile == pytest.approx(least, rel=1e-3)
+    of_profile, model = (
+        measured(profile_of(replace(LLAMA, batch_size=2, num_layers=None))),
+        replace(LLAMA, vocab=128256),
+    )
+    seconds, least = (compute_seconds(model, mesh, price, "step", 2, recompute=True) for price in (of_profile, LEAST))
+    assert seconds == pytest.approx(least, rel=1e-3)

@@ -1,18 +1,23 @@
 """The profiler as a program: every mode, every output, every rejection."""
 
 import gc
+import io
 import json
 import re
 import weakref
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from types import SimpleNamespace
 
+import matplotlib.figure
 import pytest
 import torch
 from lab.machine import Ceilings
+from lab.presets import PRESETS
 from lab.sizes import Size
 from lab.timing import Spread
 from profiles import ticking, undocumented
 from profiling.cli import main
-from profiling.collectives import Mesh
 from profiling.measure import Settings, measure
 
 from tinyblock import SwiGLU
@@ -22,13 +27,28 @@ TINY += ["--d-ff=24", "--rounds=2"]
 PARTS = ["ln1", "q/k/v projections", "rope", "attention", "output projection", "residual adds", "ln2", "ffn"]
 SIZE = Size(2, 6, 16, 4, 2, 4, 24)
 CEILINGS = Ceilings(Spread(1e11, 1e11, 1e11, 7), Spread(1e10, 1e10, 1e10, 7), 1e11, 1024, 2**27)
+TOO_LARGE = 2**43  # a batch
 
 
-def profile(tmp_path, *options, code=0):
-    """Run the profiler in this process and return what it wrote as JSON."""
-    path = tmp_path / "profile.json"
-    assert main([*TINY, *options, "--json", str(path)], ticking()) == code
-    return json.loads(path.read_text())
+def profile(folder, *options, code=0):
+    """Run the profiler in this process, and return what it wrote as JSON, as a picture's texts, and to stdout."""
+    with redirect_stdout(io.StringIO()) as out:
+        assert main([*TINY, *options, "--json", str(folder / "profile.json")], ticking()) == code
+    document, picture = json.loads((folder / "profile.json").read_text()), folder / "plot.svg"
+    texts = re.findall("<!-- (.*) -->", picture.read_text()) if picture.exists() else []  # which are drawn as curves
+    return SimpleNamespace(document=document, texts=texts, out=out.getvalue(), folder=folder)
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    return profile(tmp_path_factory.mktemp("train"), "--rounds=15")
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("step")
+    options = ["--mode=step", "--num-layers=2", "--qk-norm", "--dtype=bfloat16", "--rounds=15"]
+    return profile(folder, *options, f"--trace={folder / 'trace.json'}", f"--plot={folder / 'plot.svg'}")
 
 
 def rejection(capsys, *options):
@@ -43,17 +63,16 @@ def rejection(capsys, *options):
     return captured.err
 
 
-def test_profile_of_train_measures_every_part(tmp_path, capsys):
-    document, out = profile(tmp_path), capsys.readouterr().out
-    assert out.isascii()
-    assert all(re.search(rf"^\| {name} ", out, re.MULTILINE) for name in [*PARTS, "sum of the parts", "whole"])
-    assert "datasheet n/a" in out
-    assert (document["schema"], document["status"]) == ("tinyblock.profile/1", "ok")
-    (point,) = document["points"]
+def test_profile_of_train_measures_every_part(train):
+    assert train.out.isascii()
+    assert all(re.search(rf"^\| {name} ", train.out, re.MULTILINE) for name in [*PARTS, "sum of the parts", "whole"])
+    assert "datasheet n/a" in train.out
+    assert (train.document["schema"], train.document["status"]) == ("tinyblock.profile/1", "ok")
+    (point,) = train.document["points"]
     assert [part["name"] for part in point["parts"]] == PARTS
     for name in ("forward", "train"):
         assert 1 < point["whole"][name]["seconds"]["median"] < 2
-        assert point["whole"][name]["seconds"]["samples"] == 2
+        assert point["whole"][name]["seconds"]["samples"] == 15
     memory = point["memory"]
     # Along the block, every saved storage is one part's; scalars aside, the parts save what the whole saves.
     assert sum(part["saved_bytes"] for part in memory["parts"]) == memory["saved_bytes"] > 0
@@ -70,64 +89,65 @@ def test_profile_of_train_measures_every_part(tmp_path, capsys):
     assert point["overhead"]["share"] > 0
 
 
-def test_profile_and_trace_of_a_step_have_the_optimizer(tmp_path, capsys):
-    options = ["--mode=step", "--num-layers=2", "--qk-norm", "--dtype=bfloat16", f"--trace={tmp_path / 'trace.json'}"]
-    document = profile(tmp_path, *options)
-    (point,) = document["points"]
+def test_report_begins_with_doubts_and_gives_no_causes_then(train):
+    # By this clock the samples vary by much more than 20%.
+    _, doubts, summary, losses, *_ = train.out.split("\n\n")
+    assert re.match(r"Do not trust these figures:\n  .*the samples vary .*\n.*--rounds", doubts)
+    assert summary.startswith("Forward and backward: ")
+    lost = re.findall(r"^  (.+): [0-9]+ ms, [0-9.]+% of the whole$", losses, re.MULTILINE)
+    assert lost == [loss["name"] for loss in train.document["points"][0]["losses"]]
+
+
+def test_profile_trace_and_plot_of_a_step_have_the_optimizer(step):
+    (point,) = step.document["points"]
     memory, parts = point["memory"], {part["name"]: part["count"] for part in point["parts"]}
     assert memory["optimizer_state_bytes"] == 2 * memory["parameters_bytes"] + 4 * 23  # two moments, and 23 step counts
     assert point["optimizer"]["seconds"]["median"] > 0
     assert parts == dict.fromkeys([*PARTS, "q/k norm"], 2) | {"final norm": 1}
-    assert "the sum counts 2 times" in capsys.readouterr().out
+    assert "the sum counts 2 times" in step.out
     # The gradients of the step before are not there when its peak is measured: it adds them.
     assert memory["peak_added_bytes"] >= memory["gradients_bytes"] + memory["saved_bytes"]
-    assert undocumented(document) == set()
-    labels = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert undocumented(step.document) == set()
+    labels = {event.get("name") for event in json.loads((step.folder / "trace.json").read_text())["traceEvents"]}
     assert labels >= {f"{part} {pass_}" for part in [*parts, "whole"] for pass_ in ("forward", "backward")} | {"AdamW"}
     assert "aten::scaled_dot_product_attention" in labels
+    *_, title, origin = step.texts
+    assert "d_model 16" in title
+    assert step.document["environment"]["date"].partition("T")[0] in origin
+    assert {f"{name} (x 2)" for name in PARTS} | {"AdamW", "final norm"} <= set(step.texts)
 
 
-def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch, capsys):
+def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch):
     compile_, compiled = torch.compile, []
 
     def quick(function, **options):  # the real inductor takes a minute here
         compiled.append(function)
-        return compile_(function, backend="eager", **options)
+        smallest = len(compiled) == 2  # the same as the whole
+        return function if smallest else compile_(function, backend="eager", **options)
 
     monkeypatch.setattr(torch, "compile", quick)
-    (point,) = profile(tmp_path, "--compile")["points"]
+    run = profile(tmp_path, "--compile")
+    (point,) = run.document["points"]
     assert (point["compile"]["graphs"], point["compile"]["graph_breaks"]) == (1, 0)
     assert point["compile"]["seconds"] > 0
     assert len(compiled) == 2 + len(PARTS)  # the whole and the smallest, the parts
-    assert "1 graph, 0 breaks" in capsys.readouterr().out
+    assert "1 graph, 0 breaks" in run.out
 
 
-def test_report_begins_with_doubts_and_gives_no_causes_then(tmp_path, capsys):
-    # By this clock the samples vary by much more than 20%.
-    (point,) = profile(tmp_path, "--rounds=15")["points"]
-    assert any("the samples vary" in doubt for doubt in point["trust"]["doubts"])
-    _, doubts, summary, losses, *_ = capsys.readouterr().out.split("\n\n")
-    assert re.match(r"Do not trust these figures:\n  .*the samples vary .*\n.*--rounds", doubts)
-    assert summary.startswith("Forward and backward: ")
-    lost = re.findall(r"^  (.+): [0-9]+ ms, [0-9.]+% of the whole$", losses, re.MULTILINE)
-    assert lost == [loss["name"] for loss in point["losses"]]
-
-
-def test_sweep_goes_on_without_memory_and_a_single_size_fails(tmp_path, capsys):
-    impossible = 2**43
-    document = profile(tmp_path, "--mode", "forward", "--sweep", f"batch-size=1,{impossible},3")
-    assert [point["status"] for point in document["points"]] == ["ok", "out of memory", "ok"]
-    point = document["points"][0]
+def test_sweep_goes_on_without_memory_and_a_single_size_fails(tmp_path):
+    options = [f"--sweep=batch-size=1,{TOO_LARGE},3", f"--plot={tmp_path / 'plot.svg'}"]
+    sweep = profile(tmp_path, "--mode=forward", *options)
+    assert [point["status"] for point in sweep.document["points"]] == ["ok", "out of memory", "ok"]
+    point, memory = sweep.document["points"][0], sweep.document["points"][0]["memory"]
     assert list(point["whole"]) == ["forward"]
-    assert point["memory"]["saved_bytes"] is None
-    out = capsys.readouterr().out
-    assert "backward" not in out
-    assert re.search(rf"^\| {impossible} \| out of memory", out, re.MULTILINE)
-    assert re.search(rf"^\| 1 +\| +{point['losses'][0]['name']} [0-9.]+%", out, re.MULTILINE)
-    assert "\n  batch-size 1: " in out  # its doubts
-    document = profile(tmp_path, "--mode", "forward", "--batch-size", str(impossible), code=1)
-    assert [point["status"] for point in document["points"]] == ["out of memory"]
-    assert "out of memory" in capsys.readouterr().out
+    assert {record["saved_bytes"] for record in (memory, *memory["parts"])} == {None}
+    assert "backward" not in sweep.out
+    assert re.search(rf"^\| {TOO_LARGE} \| out of memory", sweep.out, re.MULTILINE)
+    assert "\n  batch-size 1: " in sweep.out  # its doubts
+    assert set(PARTS) <= set(sweep.texts)
+    run = profile(tmp_path, "--mode=forward", f"--batch-size={TOO_LARGE}", code=1)
+    assert [point["status"] for point in run.document["points"]] == ["out of memory"]
+    assert "out of memory" in run.out
 
 
 def test_interruption_keeps_the_finished_points(tmp_path, capsys):
@@ -170,105 +190,86 @@ def test_error_that_is_not_a_lack_of_memory_is_raised():
         measure(SIZE, Settings(torch.device("cpu"), torch.float32, "forward"), CEILINGS, clock=broken)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--preset=qwen3-8b", "--seq-len=7"], Size(1, 7, 4096, 32, 8, 128, 12288, True, 1e6, 1e-6)),
-        (["--preset=llama-3.1-8b", "--d-model=512"], Size(1, 128, 512, 32, 8, 16, 1344, theta=5e5)),
-        (["--preset=llama-3.1-8b", "--num-heads=2"], Size(1, 128, 4096, 2, 2, 2048, 14336, theta=5e5)),
-        ([], Size(1, 128, 512, 8, 8, 64, 1344)),
-    ],
-)
-def test_preset_gives_every_size_and_an_option_overrides_it(options, expected, tmp_path):
+def test_preset_gives_every_size_and_an_option_overrides_it(tmp_path):
     path = tmp_path / "paper.json"  # a prediction, which allocates nothing
     predict = ["--predict", "dp=1", "--link=1e9", "--ceilings=NVIDIA H200", f"--json={path}", "--device=cpu"]
-    assert main([*options, *predict]) == 0
-    (prediction,) = json.loads(path.read_text())["predictions"]
-    assert Size(**prediction["size"]) == expected
+    for options, expected in (
+        (["--preset=qwen3-8b", "--seq-len=7"], Size(1, 7, 4096, 32, 8, 128, 12288, True, 1e6, 1e-6)),
+        (["--preset=llama-3.1-8b", "--d-model=512"], Size(1, 128, 512, 32, 8, 16, 1344, theta=5e5)),
+        ([], Size(1, 128, 512, 8, 8, 64, 1344)),
+    ):
+        assert main([*options, *predict]) == 0
+        (prediction,) = json.loads(path.read_text())["predictions"]
+        assert Size(**prediction["size"]) == expected
 
 
-def test_prediction_is_written_shown_and_drawn(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    paper, plot = tmp_path / "paper.json", tmp_path / "paper.png"
+def test_prediction_is_written_shown_and_drawn(tmp_path):
     options = ["--predict", "tp=2,dp=2", "dp=8", "--link=450e9,50e9", "--ceilings=NVIDIA H200"]
-    assert main([*TINY, *options, "--sweep=batch-size=4,8", f"--json={paper}", f"--plot={plot}"]) == 0
-    document, out = json.loads(paper.read_text()), capsys.readouterr().out
-    assert undocumented(document) == set()
-    assert re.match("A lower bound on time.* at the roofline of the NVIDIA H200 datasheet\n", out)
-    assert [Mesh(**prediction["mesh"]).processes for prediction in document["predictions"]] == [4, 4, 8]
-    assert re.search(r"^\| dp=2,tp=2 \| +4 \| +6 ", out, re.MULTILINE)
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    run = profile(tmp_path, *options, "--sweep=batch-size=4,8", f"--plot={tmp_path / 'plot.svg'}")
+    assert undocumented(run.document) == set()
+    assert re.match("A lower bound on time.* at the roofline of the NVIDIA H200 datasheet\n", run.out)
+    assert [prediction["processes"] for prediction in run.document["predictions"]] == [4, 4, 8]
+    assert re.search(r"^\| dp=2,tp=2 \| +4 \| +6 ", run.out, re.MULTILINE)
+    assert {run.out.partition("\n")[0], "dp=8", "dp=2,tp=2"} <= set(run.texts)
 
 
-def test_prediction_from_a_profile_has_its_size_mode_and_times(tmp_path, capsys):
-    old, new = tmp_path / "profile.json", tmp_path / "new.json"
-    (point,) = profile(tmp_path, "--mode=step", "--num-layers=2", "--dtype=bfloat16", "--rounds=15")["points"]
-    capsys.readouterr()
-    options = ["--predict", "dp=1", "--link=1e9", f"--from={old}"]
-    assert main([*options, f"--json={new}"]) == 0
-    document, out = json.loads(new.read_text()), capsys.readouterr().out
-    (prediction,) = document["predictions"]
-    assert prediction["size"] == point["size"]
-    of_passes = sum(point["whole"][pass_]["seconds"]["median"] for pass_ in ("forward", "backward"))
-    assert prediction["seconds"] == pytest.approx(of_passes + point["optimizer"]["seconds"]["median"])
-    assert undocumented(document) == set()
-    assert re.match(r"Scaled from a profile of one process: .*; bfloat16, eager; torch .*\nbfloat16, mode step\n", out)
+def test_prediction_from_a_profile_has_its_size_mode_and_times(step, train, tmp_path, capsys):
+    for run in (train, step):
+        options = ["--predict", "dp=1", "--link=1e9", f"--from={run.folder / 'profile.json'}"]
+        capsys.readouterr()
+        assert main([*options, f"--json={tmp_path / 'new.json'}"]) == 0
+        document, out = json.loads((tmp_path / "new.json").read_text()), capsys.readouterr().out
+        (point,), (prediction,) = run.document["points"], document["predictions"]
+        assert prediction["size"] == point["size"]
+        passes = [*(point["whole"][name] for name in ("forward", "backward")), point["optimizer"]]
+        assert prediction["seconds"] == pytest.approx(sum(each["seconds"]["median"] for each in passes if each))
+        assert undocumented(document) == set()
+    basis = r"Scaled from a profile of one process: .*; bfloat16, mode step, eager; torch .*\nbfloat16, mode step\n"
+    assert re.match(basis, out)
     assert "Do not trust these figures:" in out  # as in the profile
     # What belongs to the profile's width, or to its heads, does not hold for another one.
     wider = {"d_model": 32, "d_head": 8, "d_ff": SwiGLU(32, device="meta").d_ff}
     fewer = {"num_heads": 1, "num_kv_heads": 1, "d_head": 16}
-    for other, changed in (("--d-model=32", wider), ("--sweep=d-model=32", wider), ("--num-heads=1", fewer)):
-        assert main([*options, other, f"--json={new}"]) == 0
-        assert json.loads(new.read_text())["predictions"][0]["size"] == point["size"] | changed
+    of_preset = asdict(PRESETS["small"]) | {"batch_size": 2, "seq_len": 6, "num_layers": None}
+    others = {"--d-model=32": wider, "--sweep=d-model=32": wider, "--num-heads=1": fewer, "--preset=small": of_preset}
+    for other, changed in others.items():
+        assert main([*options, other, f"--json={tmp_path / 'new.json'}"]) == 0
+        (prediction,) = json.loads((tmp_path / "new.json").read_text())["predictions"]
+        assert prediction["size"] == point["size"] | changed
     capsys.readouterr()
-    wrong = rejection(capsys, *options, "--dtype=float32")
-    assert "--from is a profile in bfloat16, mode step: repeat it in float32, mode step, or leave --dtype" in wrong
+    wrong = "--dtype differs from that of --from, bfloat16: leave --dtype out"
+    assert wrong in rejection(capsys, *options, "--dtype=float32")
+    longer = rejection(capsys, *options, f"--from={train.folder / 'profile.json'}", "--mode=step")
+    assert "--mode has passes that --from, in mode train, lacks" in longer
     assert "leave --ceilings out" in rejection(capsys, *options, "--ceilings=NVIDIA H200")
-    old.write_text(json.dumps(document))
-    assert "must be a profile of one size in one process" in rejection(capsys, *options)
-
-
-@pytest.mark.parametrize("options", [["--mode=step"], ["--mode=forward", "--sweep=seq-len=4,8"]])
-def test_plot_writes_a_picture_that_says_what_was_measured(tmp_path, options):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "plot.svg"
-    document = profile(tmp_path, *options, "--plot", str(path))
-    texts = re.findall("<!-- (.*) -->", path.read_text())  # each text of the picture, which is drawn as curves
-    title, origin = texts[-2:]
-    assert "d_model 16" in title
-    assert document["environment"]["date"].partition("T")[0] in origin
-    assert set(PARTS) <= set(texts)
-    if "--mode=step" in options:
-        assert {"AdamW", "a part, forward (filled)", "a part, backward (hollow)", "whole, forward"} <= set(texts)
+    of_prediction = rejection(capsys, *options, f"--from={tmp_path / 'new.json'}")
+    assert "must be a profile of one size in one process" in of_prediction
 
 
 def test_plot_that_fails_does_not_lose_the_report(tmp_path, monkeypatch, capsys):
-    figure = pytest.importorskip("matplotlib.figure").Figure
-
     def broken(*args, **kwargs):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(figure, "savefig", broken)
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", broken)
+    outputs = ["--json", str(tmp_path / "profile.json"), "--plot", str(tmp_path / "plot.png")]
     with pytest.raises(ZeroDivisionError):
-        profile(tmp_path, "--mode", "forward", "--plot", str(tmp_path / "plot.png"))
+        main([*TINY, "--mode=forward", *outputs], ticking())
     assert "sum of the parts" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
 
 
-def test_compare_is_shown_below_the_report(tmp_path, capsys):
-    profile(tmp_path, "--mode=forward")
-    capsys.readouterr()
-    profile(tmp_path, "--mode=forward", "--compare", str(tmp_path / "profile.json"))
-    report, _, comparison = capsys.readouterr().out.partition("Compared with the profile of ")
+def test_compare_is_shown_below_the_report(train, tmp_path, capsys):
+    old = f"--compare={train.folder / 'profile.json'}"
+    report, _, comparison = profile(tmp_path, "--mode=forward", old).out.partition("Compared with the profile of ")
     assert "sum of the parts" in report
     assert re.search(r"^\| whole +\| +forward \|.*\| +same \|$", comparison, re.MULTILINE)
-    assert "none of these sizes" in rejection(capsys, "--seq-len=7", "--compare", str(tmp_path / "profile.json"))
+    assert "  mode: train then, forward now\n" in comparison
+    assert "none of these sizes" in rejection(capsys, "--seq-len=7", old)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--num-kv-heads", "3"], "num_heads=4 must be a multiple of num_kv_heads=3"),
         (["--seq-len", "0"], "seq_len must be at least 1, got 2 and 0"),
         (["--sweep", "d-model=16,17"], "d_model=17"),
         (["--sweep", "d-ff=16"], "--sweep must be one of seq-len, batch-size, d-model"),
@@ -287,6 +288,7 @@ def test_compare_is_shown_below_the_report(tmp_path, capsys):
         (["--dp", "4"], "a batch of 2 does not split over dp=4"),
         (["--dp-replicate", "2"], "use dp alone"),
         (["--tp", "0"], "at least 1 process"),
+        (["--tp", "2", "--plot", "x.png"], "--plot is for one process: leave --tp and --dp out"),
         (["--predict", "tp=2"], "--predict needs --link"),
         (["--predict", "pp=2", "--link", "1e9"], "--predict: must be meshes, as in tp=8,dp=64, got 'pp=2'"),
         (["--predict", "tp=4", "--link", "1e9"], "num_kv_heads must be a multiple of tp=4, got 2; use"),

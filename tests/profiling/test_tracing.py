@@ -1,12 +1,10 @@
 """What is made of a profiler's answers."""
 
+from dataclasses import replace
+
 import torch
 from profiling.parts import Step
 from profiling.tracing import compile_report, nsys_command, run_labeled
-
-
-def step(name, run, x, gradients=()):
-    return Step(name, ("x",), ("y",), run, inputs=(x,), gradients=gradients)
 
 
 def test_nsys_command_repeats_the_run_quoted(monkeypatch):
@@ -27,10 +25,10 @@ def test_run_labeled_names_every_pass_and_runs_backward_on_its_thread():
 
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda gradient: multithreading.append(torch.autograd.is_multithreading_enabled()))
-    trained = step("a", lambda x: (x * x,), x, (torch.ones(2),))
+    trained = Step("a", ("x",), ("y",), lambda x: (x * x,), inputs=(x,), gradients=(torch.ones(2),))
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
-    run_labeled([trained, step("b", lambda x: (x + 1,), x)], torch.optim.SGD([weight], lr=1.0), label)
+    run_labeled([trained, replace(trained, name="b", gradients=())], torch.optim.SGD([weight], lr=1.0), label)
     assert names == ["a forward", "a backward", "b forward", "AdamW"]
     assert weight == 0  # updated
     assert multithreading == [False]

@@ -14,7 +14,7 @@ RATE = Spread(1e11, 0.98e11, 1.02e11, 7)
 UNSTEADY = Spread(1e11, 0.8e11, 1.1e11, 7)
 
 
-def ceilings(flops: Spread = RATE, memory: Spread = RATE) -> Ceilings:
+def ceilings(flops=RATE, memory=RATE):
     return Ceilings(flops, memory, 1e11, 1024, 2**20)
 
 
@@ -27,9 +27,8 @@ def test_trust_of_a_steady_run_on_an_idle_machine_has_no_doubts():
     assert trust(STEADY, IDLE | {"others_share": None}, ceilings())["doubts"] == []
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shares", "limits", "doubt"),
-    [
+def test_trust_names_what_shows_a_busy_machine():
+    for seconds, shares, limits, doubt in (
         # A block of 17 ms beside other work on both of two cores.
         ([0.435, 0.017, 0.402, 0.221, 0.460, 0.018, 0.444], IDLE, ceilings(), "the samples vary by 95% (p20 to p80)"),
         # A fast sample, and then always another program's turn: steady, and wrong.
@@ -38,10 +37,8 @@ def test_trust_of_a_steady_run_on_an_idle_machine_has_no_doubts():
         (STEADY, IDLE | {"others_share": 0.5}, ceilings(), "other programs kept 50% of all cores busy"),
         (STEADY, IDLE, ceilings(flops=UNSTEADY), "the ceilings vary by 30% (p20 to p80)"),
         (STEADY, IDLE, ceilings(memory=UNSTEADY), "the ceilings vary by 30% (p20 to p80)"),
-    ],
-)
-def test_trust_names_what_shows_a_busy_machine(seconds, shares, limits, doubt):
-    assert doubt in trust(seconds, shares, limits)["doubts"]
+    ):
+        assert doubt in trust(seconds, shares, limits)["doubts"]
 
 
 def test_clocks_read_what_linux_tells(tmp_path):
