@@ -135,7 +135,7 @@ def measure(device: torch.device, quick: bool, begin: Callable[[str], None] = la
                     layers[project] = layers_of(sources, blocks, size, starts)
             if not quick and seed == 0:
                 torch.compiler.reset()  # otherwise later dtypes reach the limit of recompilations
-                layers[COMPILED] = {name: layers[OURS][name].compiled() for name in SECTIONS if name != STACK}
+                layers[COMPILED] = {each: layers[OURS][each].compiled() for each in SECTIONS if each != STACK}
             doubles = [copy.deepcopy(block).double() for block in blocks]
             for section, reference in layers_of(EXACT, doubles, size, starts).items():
                 exact = reference.passes(x.double(), gradient.double())
