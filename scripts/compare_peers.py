@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's tinyblock, installed or not
 
@@ -22,12 +22,11 @@ from lab.files import atomic, write_json
 from lab.presets import PRESETS
 from lab.progress import Progress
 from peers.candidates import block_of
-from peers.cases import CUDA_PRESETS, DTYPES, HOW, Case, all_cases
+from peers.cases import CUDA_PRESETS, HOW, Case, all_cases
 from peers.measuring import Settings, count_kernels, measure_case
 from peers.projects import PEERS
 from peers.report import SCHEMA, load_run, page, summarize, text_of, verdicts
 
-Item = TypeVar("Item")
 EPILOG = """\
 examples:
   compare one case with one peer and the bare products:
@@ -53,7 +52,6 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     add("--peers", metavar="NAME,...", help="peers, listed below (default: all; with --against, control and against)")
     add("--against", type=Path, metavar="PATH", help='a checkout of tinyblock, whose Block becomes the peer "against"')
     add("--positions", action="store_true", help="pass token positions to the Block; peers get tables looked up before")
-    add("--dtype", choices=DTYPES, help="only the cases of this dtype")
     add("--device", default="cpu", metavar="D", help="cpu, cuda or cuda:N (default: cpu)")
     add("--presets", metavar="NAME,...", help=f"also measure these models (default: on CUDA {','.join(CUDA_PRESETS)})")
     add("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="threads (default: torch's choice)")
@@ -80,9 +78,9 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     return parser, args
 
 
-def choose(what: str, words: str, known: Mapping[str, Item], prefixes: bool = False) -> dict[str, Item]:
+def choose(what: str, words: str, known: Mapping[str, Any], prefixes: bool = False) -> dict[str, Any]:
     """Return the items named in a list, in its order, each once; with `prefixes`, all that begin so."""
-    chosen: dict[str, Item] = {}
+    chosen: dict[str, Any] = {}
     for word in filter(None, (word.strip() for word in words.split(","))):
         found = {name: item for name, item in known.items() if name == word or (prefixes and name.startswith(word))}
         if not found:
@@ -96,10 +94,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     presets = args.presets if args.presets is not None else ",".join(CUDA_PRESETS) * (args.device.type == "cuda")
     known = {case.name: case for case in all_cases(args.device, choose("preset", presets, PRESETS))}
     chosen = (choose("case", args.case, known, prefixes=True) or known).values()
-    cases = [case for case in chosen if args.dtype in (None, case.dtype_name)]
-    if not cases:
-        raise ValueError(f"none of these cases is in {args.dtype}; omit --dtype or --case")
-    cases = sorted(cases, key=lambda case: list(HOW).index(case.how))
+    cases = sorted(chosen, key=lambda case: list(HOW).index(case.how))
     cases = [case.with_positions() for case in cases] if args.positions else cases
     return [case.shrunk() for case in cases] if args.quick else cases
 

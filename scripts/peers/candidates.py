@@ -31,16 +31,19 @@ from tinyblock import Block
 class Candidate:
     """A function to time, `call(x, **keywords)`, and the parameters that a training step differentiates.
 
-    `parts` are its layers, each a function of x: "norm", "ffn" and "attention", if the project has them.
+    `parts` are its layers and the whole, each a function of x alone, under the names of docs/exactness.md.
     """
 
     call: Callable[..., Any]
     parameters: list[Tensor]
     keywords: dict[str, Any] = field(default_factory=dict)
-    parts: Mapping[str, Callable[[Tensor], Any]] = field(default_factory=dict)
+    parts: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: nn.Module, parts: Mapping[str, Callable[[Tensor], Any]], **keywords: Any) -> "Candidate":
+    def of(cls, module: nn.Module, norm: Any, ffn: Any, attention: Callable[..., Any], **keywords: Any) -> "Candidate":
+        """Return a module whose tables are keywords of it and of its attention."""
+        parts = {"RMSNorm": norm, "SwiGLU": ffn, "attention": functools.partial(attention, **keywords)}
+        parts["Block"] = functools.partial(module, **keywords)
         return cls(module, list(module.parameters()), keywords, parts)
 
     def constants(self) -> list[Tensor]:
@@ -158,7 +161,7 @@ def build_operations(block: Block, size: Size) -> Candidate:
 
 
 def build_control(block: Block, size: Size) -> Candidate:
-    return _candidate_of(copy.deepcopy(block))
+    return _candidate_of(copy.deepcopy(block), size)
 
 
 def block_of(checkout: Path) -> Peer:
@@ -200,11 +203,16 @@ def _build_block_of(package: ModuleType, block: Block, size: Size) -> Candidate:
         eps=size.eps,
     )
     layer.load_state_dict(block.state_dict(), assign=True)
-    return _candidate_of(layer)
+    return _candidate_of(layer, size)
 
 
-def _candidate_of(block: Any) -> Candidate:
-    return Candidate.of(block, {"norm": block.ln1, "ffn": block.ffn, "attention": block.attn})
+def _candidate_of(block: Any, size: Size) -> Candidate:
+    positions = torch.arange(size.seq_len, device=next(block.parameters()).device)
+    attention = functools.partial(block.attn, token_positions=positions)
+    without_rope = functools.partial(block.attn, token_positions=0 * positions)  # at 0, RoPE rotates nothing
+    candidate = Candidate.of(block, block.ln1, block.ffn, attention)
+    candidate.parts["attention without RoPE"] = without_rope
+    return candidate
 
 
 OWN = {

@@ -8,7 +8,6 @@ from lab.presets import PRESETS
 from lab.sizes import Size
 
 CUDA_PRESETS = ("llama-3.2-1b", "llama-3.1-8b")
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 HOW = {"eager": "", "compiled": "-compiled", "graphs": "-graphs"}  # the suffix in the name of a case
 
 
@@ -53,16 +52,7 @@ class Case:
         """Return the case at a tiny size, which tests the script; its times mean nothing."""
         batch, seq = min(2, self.size.batch_size), min(16, self.size.seq_len)
         key_heads = 4 * self.size.num_kv_heads // self.size.num_heads
-        size = replace(
-            self.size,
-            batch_size=batch,
-            seq_len=seq,
-            d_model=64,
-            num_heads=4,
-            num_kv_heads=key_heads,
-            d_head=16,
-            d_ff=128,
-        )
+        size = Size(batch, seq, 64, 4, key_heads, 16, 128, theta=self.size.theta, eps=self.size.eps)
         return replace(self, size=size, targets={})
 
 

@@ -15,55 +15,34 @@ from typing import Any
 import torch
 from einops import rearrange
 from lab.sizes import Size
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import vector_to_parameters
 
 from tinyblock import Block, RotaryPositionalEmbedding
 
 from . import rotations
-from .candidates import Candidate, Peer, build_control, weights_of
+from .candidates import Peer, build_control
 from .measuring import as_tuple, make_block
-from .projects import PEERS
+from .projects import PEERS, build_torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# eps is far below that of each dtype, because the norm of x-transformers has none.
+SIZE = Size(2, 128, 128, 2, 2, 64, 320, theta=10000.0, eps=1e-12)
+TINY = Size(1, 128, 64, 1, 1, 64, 128, theta=10000.0, eps=1e-12)
 SEEDS, BLOCKS = 3, 8
 STACK = f"{BLOCKS} Blocks"
-# eps is far below that of each dtype, because the norm of x-transformers has none.
-SIZE = Size(2, 128, 256, 4, 4, 64, 704, theta=10000.0, eps=1e-12)
 STARTS = (0, *(2**power for power in range(7, 20)), 2**20 - SIZE.seq_len)  # of the windows in which RoPE is measured
-ROPES = tuple(f"RoPE at {start:,}" for start in STARTS)
-SECTIONS = (  # of the page
-    "RMSNorm",
-    "SwiGLU",
-    "attention",
-    "attention without RoPE",
-    "Block",
-    STACK,
-    *(ROPES[i] for i in (0, 7, 11, -1)),
-)
-FORWARD, GRADIENT, WEIGHTS = PASSES = ("forward", "gradient of x", "gradient of the weights")
+ROPES = {f"RoPE at {start:,}": start + SIZE.seq_len / 2 for start in STARTS}  # and the middle of each window
+LAYERS = ("RMSNorm", "SwiGLU", "attention", "attention without RoPE", "Block", STACK)
+SECTIONS = (*LAYERS, *(f"RoPE at {start:,}" for start in (0, 2**13, 2**17, STARTS[-1])))  # of the page
+FORWARD, GRADIENT, WEIGHTS = ("forward", "gradient of x", "gradient of the weights")
 OURS, COMPILED, ROUNDED = "tinyblock", "tinyblock, compiled", "the exact result, rounded"
-# By section, dtype, project and pass: the root mean square error and the largest, one pair for each seed.
-Errors = dict[tuple[str, str, str, str], list[tuple[float, float]]]
-
-
-def build_torch(block: Block, size: Size) -> Candidate:
-    """Return torch's own norm and attention with the weights of a Block."""
-    weights, like = weights_of(block), next(block.parameters())
-    with torch.device(like.device):
-        norm = nn.RMSNorm(size.d_model, size.eps, dtype=like.dtype)
-        attention = nn.MultiheadAttention(size.d_model, size.num_heads, bias=False, batch_first=True, dtype=like.dtype)
-        mask = nn.Transformer.generate_square_subsequent_mask(size.seq_len, dtype=like.dtype)
-    norm.load_state_dict({"weight": weights["ln1"]})
-    in_proj = torch.cat([weights[name] for name in "qkv"])
-    attention.load_state_dict({"in_proj_weight": in_proj, "out_proj.weight": weights["o"]})
-    causal = functools.partial(attention, need_weights=False, attn_mask=mask, is_causal=True)
-    parts: dict[str, Callable[[Tensor], Any]] = {"norm": norm, "attention without RoPE": lambda x: causal(x, x, x)}
-    return Candidate(norm, [*norm.parameters(), *attention.parameters()], parts=parts)
-
-
-# The layers and the RoPE of each project, if it has them.
-PROJECTS: dict[str, tuple[Peer | None, rotations.Builder | None]] = {
+# By section of the page, dtype and pass, then by project: for each seed the root mean square error and the largest.
+Errors = dict[tuple[str, str, str], dict[str, list[tuple[float, float]]]]
+# The layers and the RoPE of a project, if it has them.
+Sources = tuple[Peer | None, rotations.Builder | None]
+EXACT: Sources = (Peer(build_control, "exact"), rotations.formula)
+PROJECTS: dict[str, Sources] = {
     OURS: (Peer(build_control, OURS), RotaryPositionalEmbedding),
     "torch.nn": (Peer(build_torch, "torch.nn"), None),
     "Hugging Face": (PEERS["transformers"], rotations.hugging_face),
@@ -77,7 +56,7 @@ PROJECTS: dict[str, tuple[Peer | None, rotations.Builder | None]] = {
 
 @dataclass(frozen=True)
 class Layer:
-    """A function of x, the parameters of its Block, and the place of each of their elements in tinyblock's Block."""
+    """A function of x, the parameters of its Blocks, and the place of each of their elements in tinyblock's."""
 
     call: Callable[[Tensor], Any]
     parameters: Sequence[Tensor] = ()
@@ -85,108 +64,94 @@ class Layer:
 
     def passes(self, x: Tensor, gradient: Tensor) -> dict[str, Tensor]:
         """Return the output, and the gradients of x and of the parameters."""
-        x = x.detach().clone().requires_grad_()
+        x = x.detach().requires_grad_()
         y = as_tuple(self.call(x))[0]
         inputs = [x, *self.parameters]
         dx, *dw = torch.autograd.grad(y, inputs, gradient.to(y), allow_unused=True, materialize_grads=True)
         passes = {FORWARD: y.detach(), GRADIENT: dx}
         return passes | ({WEIGHTS: torch.cat([each.flatten() for each in dw])} if dw else {})
 
+    def compiled(self) -> "Layer":
+        """Compile the function; torch compiles it once for all positions."""
+        return replace(self, call=torch.compile(self.call, fullgraph=True, dynamic=False))
 
-def layers_of(peer: Peer, blocks: Sequence[Block]) -> dict[str, Layer]:
-    """Return the layers of a peer with the weights of the first Block, and a stack of all Blocks."""
-    candidates, places = [peer.build(block, SIZE) for block in blocks], places_of(peer)
-    names = {"norm": "RMSNorm", "ffn": "SwiGLU"}
-    calls = {names.get(name, name): call for name, call in candidates[0].parts.items()}
-    if isinstance(block := candidates[0].call, Block):  # at position 0, RoPE rotates nothing
-        nowhere = torch.zeros(SIZE.seq_len, dtype=torch.long, device=next(block.parameters()).device)
-        calls["attention without RoPE"] = lambda x: block.attn(x, nowhere)
-    stack = [functools.partial(each.call, **each.keywords) for each in candidates]
-    if whole := "SwiGLU" in calls:
-        calls["Block"] = stack[0]
-    layers = {name: Layer(call, candidates[0].parameters, places) for name, call in calls.items()}
-    if whole:
+
+def layers_of(sources: Sources, blocks: Sequence[Block], size: Size, starts: Sequence[int]) -> dict[str, Layer]:
+    """Return the layers with the weights of the first Block, the stack with those of all, and RoPE from each start."""
+    peer, rotation = sources
+    layers = ropes_of(rotation, size, starts, next(blocks[0].parameters()).device) if rotation else {}
+    if peer is None:
+        return layers
+    candidates, places = [peer.build(block, size) for block in blocks], places_of(peer, size)
+    parameters = [candidate.parameters for candidate in candidates]
+    layers = {name: Layer(call, parameters[0], places) for name, call in candidates[0].parts.items()} | layers
+    if "Block" in layers:
+        stack = [candidate.parts["Block"] for candidate in candidates]
         layers[STACK] = Layer(
-            lambda x: functools.reduce(lambda h, call: as_tuple(call(h))[0], stack, x),
-            [parameter for each in candidates for parameter in each.parameters],
-            torch.cat([places + index * SIZE.parameters for index in range(len(blocks))]),
+            lambda x: functools.reduce(lambda h, block: as_tuple(block(h))[0], stack, x),
+            [parameter for of_block in parameters for parameter in of_block],
+            torch.cat([places + index * size.parameters for index in range(len(blocks))]),
         )
     return layers
 
 
 @functools.cache
-def places_of(peer: Peer) -> Tensor:
+def places_of(peer: Peer, size: Size) -> Tensor:
     """Give a peer weights that count 0, 1, 2, ..., and return where it puts them."""
-    counting, _ = make_block(SIZE, torch.float64, torch.device("cpu"), seed=0)
-    vector_to_parameters(torch.arange(SIZE.parameters, dtype=torch.float64), counting.parameters())
-    return torch.cat([each.detach().flatten() for each in peer.build(counting, SIZE).parameters]).long()
+    counting, _ = make_block(size, torch.float64, torch.device("cpu"), seed=0)
+    vector_to_parameters(torch.arange(size.parameters, dtype=torch.float64), counting.parameters())
+    return torch.cat([each.detach().flatten() for each in peer.build(counting, size).parameters]).long()
 
 
 @functools.cache
-def ropes_of(build: rotations.Builder, starts: Sequence[int], device: torch.device) -> dict[str, Layer]:
-    """Return RoPE at the positions from each start, as layers that rotate each head of x."""
+def ropes_of(build: rotations.Builder, size: Size, starts: Sequence[int], device: torch.device) -> dict[str, Layer]:
+    """Return RoPE at the positions from each start."""
     with torch.device(device):
-        rotation = build(SIZE.theta, SIZE.d_head, starts[-1] + SIZE.seq_len)
+        rotate = build(size.theta, size.d_head, starts[-1] + size.seq_len)
+        windows = {f"RoPE at {start:,}": torch.arange(start, start + size.seq_len) for start in starts}
 
-    def at(positions: Tensor) -> Callable[[Tensor], Tensor]:
-        def rotate(x: Tensor) -> Tensor:
-            heads = rearrange(x, "batch seq (heads d_head) -> batch heads seq d_head", d_head=SIZE.d_head)
-            return rearrange(rotation(heads, positions), "batch heads seq d_head -> batch seq (heads d_head)")
+    def run(x: Tensor, positions: Tensor) -> Tensor:
+        heads = rearrange(x, "batch seq (heads d_head) -> batch heads seq d_head", d_head=size.d_head)
+        return rearrange(rotate(heads, positions), "batch heads seq d_head -> batch seq (heads d_head)")
 
-        return rotate
-
-    return {f"RoPE at {a:,}": Layer(at(torch.arange(a, a + SIZE.seq_len, device=device))) for a in starts}
+    return {name: Layer(functools.partial(run, positions=positions)) for name, positions in windows.items()}
 
 
 def measure(device: torch.device, quick: bool, begin: Callable[[str], None] = lambda what: None) -> Errors:
     """Return the errors of all installed projects. Code is compiled for one seed.
 
-    `quick` takes one seed and fewer positions, and never compiles.
+    `quick` takes one seed, tiny layers and two positions, and never compiles.
     """
-    starts = STARTS[:6] if quick else STARTS
-    errors: Errors = defaultdict(list)
+    size, starts, seeds = (TINY, (0, 2**13), 1) if quick else (SIZE, STARTS, SEEDS)
+    errors: Errors = defaultdict(lambda: defaultdict(list))
     for name, dtype in DTYPES.items():
-        torch.compiler.reset()  # otherwise later dtypes reach the limit of recompilations
-        for seed in range(1 if quick else SEEDS):
+        for seed in range(seeds):
             begin(f"{name}, seed {seed}")
-            made = [make_block(SIZE, dtype, device, seed * BLOCKS + index) for index in range(BLOCKS)]
+            made = [make_block(size, dtype, device, seed * BLOCKS + index) for index in range(BLOCKS)]
             blocks, x, gradient = [block for block, _ in made], made[0][1], made[1][1]
-            layers = all_layers(blocks, starts)
+            layers = {}
+            for project, sources in PROJECTS.items():
+                with suppress(ImportError):
+                    layers[project] = layers_of(sources, blocks, size, starts)
             if not quick and seed == 0:
-                layers[COMPILED] = {
-                    section: replace(layer, call=torch.compile(layer.call, fullgraph=True, dynamic=False))
-                    for section, layer in layers[OURS].items()
-                    if section in SECTIONS and section != STACK
-                }
-            doubles = layers_of(Peer(build_control, OURS), [copy.deepcopy(block).double() for block in blocks])
-            exact = {
-                section: layer.passes(x.double(), gradient.double())
-                for section, layer in (doubles | ropes_of(rotations.exact, starts, device)).items()
-            }
-            for section, passes in exact.items():
-                for what, y in passes.items():
-                    errors[section, name, ROUNDED, what].append(error(y.to(dtype), y, dtype))
-                for project in layers:
-                    if layer := layers[project].get(section):
-                        for what, actual in layer.passes(x, gradient).items():
-                            expected = passes[what][layer.places] if what == WEIGHTS else passes[what]
-                            errors[section, name, project, what].append(error(actual, expected, dtype))
+                torch.compiler.reset()  # otherwise later dtypes reach the limit of recompilations
+                layers[COMPILED] = {each: layers[OURS][each].compiled() for each in SECTIONS if each != STACK}
+            doubles = [copy.deepcopy(block).double() for block in blocks]
+            for section, reference in layers_of(EXACT, doubles, size, starts).items():
+                exact = reference.passes(x.double(), gradient.double())
+                for what, y in exact.items():
+                    errors[section, name, what][ROUNDED].append(error(y.to(dtype), y, dtype))
+                for project in (project for project in layers if section in layers[project]):
+                    layer = layers[project][section]
+                    for what, actual in layer.passes(x, gradient).items():
+                        expected = exact[what][layer.places] if what == WEIGHTS else exact[what]
+                        errors[section, name, what][project].append(error(actual, expected, dtype))
     return errors
-
-
-def all_layers(blocks: Sequence[Block], starts: Sequence[int]) -> dict[str, dict[str, Layer]]:
-    """Return the layers of each installed project, RoPE included."""
-    layers: dict[str, dict[str, Layer]] = {}
-    for project, (peer, rotation) in PROJECTS.items():
-        with suppress(ImportError):
-            ropes = ropes_of(rotation, starts, next(blocks[0].parameters()).device) if rotation else {}
-            layers[project] = (layers_of(peer, blocks) if peer else {}) | ropes
-    return layers
 
 
 def error(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]:
     """Return the root mean square error and the largest, in units of eps; infinite if not finite."""
     wrong, eps = actual.double() - exact, torch.finfo(dtype).eps
-    errors = (float(wrong.norm(p) / exact.norm(p)) / eps for p in (2, math.inf))
-    root_mean_square, largest = (each if math.isfinite(each) else math.inf for each in errors)
+    errors = torch.stack([wrong.norm(p) / exact.norm(p) / eps for p in (2, math.inf)])
+    root_mean_square, largest = errors.nan_to_num(math.inf, math.inf).tolist()
     return root_mean_square, largest

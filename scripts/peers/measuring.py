@@ -18,7 +18,7 @@ from tinyblock import Block
 from .candidates import Candidate, Peer, weights_of
 from .cases import Case
 
-OURS = Peer(lambda block, size: Candidate.of(block, {}), "tinyblock", takes_positions=True)
+OURS = Peer(lambda block, size: Candidate(block, list(block.parameters())), "tinyblock", takes_positions=True)
 Count = Callable[[Callable[[], object], torch.device, float], dict[str, Any] | None]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from einops import rearrange
 from lab.sizes import Size
-from torch import Tensor
+from torch import Tensor, nn
 
 from tinyblock import Block
 
@@ -63,9 +63,8 @@ def hugging_face_layer(modeling: ModuleType, block: Block, size: Size) -> Candid
     layer = _load(modeling.LlamaDecoderLayer(config, layer_idx=0), weights, names)
     positions = torch.arange(size.seq_len, device=weights["q"].device)
     tables = modeling.LlamaRotaryEmbedding(config).to(positions.device)(weights["q"], positions[None])
-    attention = partial(layer.self_attn, position_embeddings=tables, attention_mask=None)
-    parts = {"norm": layer.input_layernorm, "ffn": layer.mlp, "attention": attention}
-    return Candidate.of(layer, parts, position_embeddings=tables)
+    attention = partial(layer.self_attn, attention_mask=None)
+    return Candidate.of(layer, layer.input_layernorm, layer.mlp, attention, position_embeddings=tables)
 
 
 def _build_hugging_face(block: Block, size: Size) -> Candidate:
@@ -110,8 +109,7 @@ def _build_litgpt(block: Block, size: Size) -> Candidate:
     layer = _load(litgpt.Block(config, block_idx=0), weights, names)
     tables = litgpt.build_rope_cache(size.seq_len, size.d_head, device=weights["q"].device, base=size.theta)
     cos, sin = (table[None].to(weights["q"].dtype) for table in tables)
-    parts = {"norm": layer.norm_1, "ffn": layer.mlp, "attention": partial(layer.attn, cos=cos, sin=sin)}
-    return Candidate.of(layer, parts, cos=cos, sin=sin)
+    return Candidate.of(layer, layer.norm_1, layer.mlp, layer.attn, cos=cos, sin=sin)
 
 
 def _build_x_transformers(block: Block, size: Size) -> Candidate:
@@ -150,8 +148,7 @@ def _build_x_transformers(block: Block, size: Size) -> Candidate:
         angles = import_module("x_transformers.x_transformers").RotaryEmbedding(size.d_head, base=size.theta)
         rotation = angles.forward_from_seq_len(size.seq_len)
     (norms, attention, _), (_, ffn, _) = decoder.layers
-    parts = {"norm": norms[0], "ffn": ffn, "attention": partial(attention, rotary_pos_emb=rotation)}
-    return Candidate.of(decoder, parts, rotary_pos_emb=rotation)
+    return Candidate.of(decoder, norms[0], ffn, attention, rotary_pos_emb=rotation)
 
 
 def _build_torchtune(block: Block, size: Size) -> Candidate:
@@ -173,8 +170,19 @@ def _build_torchtune(block: Block, size: Size) -> Candidate:
     layer = _load(model.layers[0], weights_of(block), names)
     with torch.device(next(block.parameters()).device):
         layer.attn.pos_embeddings.rope_init()  # recompute its table in float32, as in torchtune's models
-    parts = {"norm": layer.sa_norm, "ffn": layer.mlp, "attention": lambda x: layer.attn(x, x)}
-    return Candidate.of(layer, parts)
+    return Candidate.of(layer, layer.sa_norm, layer.mlp, lambda x: layer.attn(x, x))
+
+
+def build_torch(block: Block, size: Size) -> Candidate:
+    """Take torch's own norm and attention; it has no gated feed-forward layer and no RoPE."""
+    norm = nn.RMSNorm(size.d_model, size.eps)
+    attention = nn.MultiheadAttention(size.d_model, size.num_heads, bias=False, batch_first=True)
+    names = {"0.weight": "ln1", "1.in_proj_weight": "q k v", "1.out_proj.weight": "o"}
+    layers = _load(nn.Sequential(norm, attention), weights_of(block), names)
+    mask = nn.Transformer.generate_square_subsequent_mask(size.seq_len).to(norm.weight)
+    causal = partial(attention, need_weights=False, attn_mask=mask, is_causal=True)
+    parts: dict[str, Any] = {"RMSNorm": norm, "attention without RoPE": lambda x: causal(x, x, x)}
+    return Candidate(norm, [*layers.parameters()], parts=parts)
 
 
 PEERS: Mapping[str, Peer] = {

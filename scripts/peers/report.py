@@ -7,11 +7,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 from lab.machine import DATASHEETS
 from lab.tables import markdown, number, share
 from lab.timing import Spread, paired_ratio
-
-from .cases import DTYPES
 
 SCHEMA = "tinyblock.compare_peers/3"
 VERDICTS = {True: "met", False: "**missed**", None: ""}
@@ -63,7 +62,7 @@ def summarize(*runs: dict[str, Any]) -> list[dict[str, Any]]:
         rows = _grouped((row for one in same for row in one["rows"]), itemgetter("peer"))
         case["rows"] = [_joined(row) for row in rows]
         cases.append(case)
-        flops_per_second = peak.flops_per_second(DTYPES[case["dtype"]]) if peak else None
+        flops_per_second = peak.flops_per_second(getattr(torch, case["dtype"])) if peak else None
         for row in (row for row in case["rows"] if row["status"] == "measured"):
             ours, theirs = ([s for process in row["processes"] for s in process[who]] for who in ("tinyblock", "peer"))
             row["ratio"] = dataclasses.asdict(paired_ratio(ours, theirs))

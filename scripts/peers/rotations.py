@@ -16,22 +16,20 @@ Rotation = Callable[[Tensor, Tensor], Tensor]
 Builder = Callable[[float, int, int], Rotation]
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float, real: torch.dtype) -> Tensor:
-    """Rotate as equation 8 does, with frequencies, angles, table and products in one dtype."""
-    frequencies = 1 / theta ** (torch.arange(0, x.shape[-1], 2, device=x.device).to(real) / x.shape[-1])
-    angles = torch.outer(positions.to(real), frequencies)
-    pairs = torch.view_as_complex(rearrange(x.to(real), "... (half pair) -> ... half pair", pair=2))
-    rotated = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles))
-    return rearrange(rotated, "... half pair -> ... (half pair)").to(x.dtype)
+def formula(theta: float, d_head: int, length: int, real: torch.dtype = torch.float64) -> Rotation:
+    """Return equation 8 with frequencies, angles, table and products in one dtype."""
+    frequencies = 1 / theta ** (torch.arange(0, d_head, 2).to(real) / d_head)
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        angles = torch.outer(positions.to(real), frequencies)
+        pairs = torch.view_as_complex(x.to(real).unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2).to(x.dtype)
+
+    return rotate
 
 
-def exact(theta: float, d_head: int, length: int) -> Rotation:
-    return partial(rotate, theta=theta, real=torch.float64)
-
-
-def meta(theta: float, d_head: int, length: int) -> Rotation:
-    """Compute in float32, as Meta's Llama does: it publishes the formula, and no package."""
-    return partial(rotate, theta=theta, real=torch.float32)
+# Meta's Llama computes in float32. Meta publishes the formula, and no package.
+meta: Builder = partial(formula, real=torch.float32)
 
 
 def hugging_face(theta: float, d_head: int, length: int) -> Rotation:
@@ -66,9 +64,5 @@ def rotary_embedding_torch(theta: float, d_head: int, length: int) -> Rotation:
 
 def _in_halves(rotation: Rotation) -> Rotation:
     """Return a rotation of consecutive pairs by one that pairs x[k] with x[k + d_head/2]."""
-
-    def rotated(x: Tensor, positions: Tensor) -> Tensor:
-        halves = rotation(rearrange(x, "... (half pair) -> ... (pair half)", pair=2), positions)
-        return rearrange(halves, "... (pair half) -> ... (half pair)", pair=2)
-
-    return rotated
+    to_halves, to_pairs = "... (half pair) -> ... (pair half)", "... (pair half) -> ... (half pair)"
+    return lambda x, positions: rearrange(rotation(rearrange(x, to_halves, pair=2), positions), to_pairs, pair=2)

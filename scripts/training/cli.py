@@ -78,7 +78,7 @@ def _parser() -> Parser:
     add("--data", type=Path, nargs="+", metavar="PATH", help="files or folders (default: Python's standard library)")
     for name, (alone, compared) in SIZES.items():
         help = f"(default: {alone})" if alone == compared else f"(default: {alone}; {compared} with --compare)"
-        add(_option(name), type=int, metavar="N", help=help)
+        add(f"--{name.replace('_', '-')}", type=int, metavar="N", help=help)
     add("--max-seq-len", type=int, metavar="N", help="longest sequence (default: 4 times --seq-len)")
     training = parser.add_argument_group("training")
     add = training.add_argument
@@ -100,10 +100,6 @@ def _parser() -> Parser:
     return parser
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _settings(parser: Parser, args: argparse.Namespace, argv: Sequence[str]) -> Settings:
     """Return the sizes, after the layers have accepted them without allocating anything."""
     for name in ("tp", "dp", "compile", "checkpoint", "resume") if args.compare else ():
@@ -116,24 +112,25 @@ def _settings(parser: Parser, args: argparse.Namespace, argv: Sequence[str]) -> 
     args.warmup = min(50, args.steps // 4) if args.warmup is None else args.warmup
     for name in (*SIZES, "max_seq_len", "seeds", "tp", "dp", "every", "keep"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"{_option(name)} must be at least 1, got {getattr(args, name)}")
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     try:
         Transformer(1, args.d_model, args.num_heads, max_seq_len=args.max_seq_len, device="meta")
     except (RuntimeError, OverflowError) as error:
         raise ValueError(f"impossible size: {str(error).splitlines()[0]}") from None
-    tp, dp, d_ff = args.tp, args.dp, SwiGLU(args.d_model, device="meta").d_ff
+    tp, dp, longest, d_ff = args.tp, args.dp, args.max_seq_len, SwiGLU(args.d_model, device="meta").d_ff
     command = shlex.join(["torchrun", "--nproc-per-node", str(tp * dp), "scripts/train_lm.py", *argv])
     rules = {
         "--every and --resume need --checkpoint DIR": args.checkpoint or not (args.every or args.resume),
-        "--seed must be from 0 to 2**63 - 1, and --steps below 10**8": 0 <= args.seed < 2**63 and args.steps < 10**8,
-        f"--lr must be positive and finite, got {args.lr}": all(0 < lr < math.inf for lr in args.lr),
         "--compare activations needs --plot FILE": args.compare != "activations" or args.plot,
-        "several --lr need --compare norm": len(args.lr) == 1 or args.compare == "norm",
+        f"--lr must be one rate without --compare norm, got {args.lr}": len(args.lr) == 1 or args.compare == "norm",
+        f"--seed must be from 0 to 2**63 - 1, got {args.seed}": 0 <= args.seed < 2**63,
+        f"--steps must be below 10**8, got {args.steps}": args.steps < 10**8,
+        f"--lr must be positive and finite, got {args.lr}": all(0 < lr < math.inf for lr in args.lr),
         f"--warmup must be from 0 to --steps {args.steps}, got {args.warmup}": 0 <= args.warmup <= args.steps,
-        f"--seq-len {args.seq_len} is longer than --max-seq-len {args.max_seq_len}": args.seq_len <= args.max_seq_len,
-        f"--batch-size {args.batch_size} is not a multiple of --dp {dp}": args.batch_size % dp == 0,
-        f"--num-heads {args.num_heads} is not a multiple of --tp {tp}": args.num_heads % tp == 0,
-        f"d_ff {d_ff} and the vocabulary {SYMBOLS} are not multiples of --tp {tp}": d_ff % tp == SYMBOLS % tp == 0,
+        f"--seq-len must be at most --max-seq-len {longest}, got {args.seq_len}": args.seq_len <= longest,
+        f"--batch-size must be a multiple of --dp {dp}, got {args.batch_size}": args.batch_size % dp == 0,
+        f"--num-heads must be a multiple of --tp {tp}, got {args.num_heads}": args.num_heads % tp == 0,
+        f"--tp must divide d_ff {d_ff} and the vocabulary {SYMBOLS}, got {tp}": d_ff % tp == SYMBOLS % tp == 0,
         f"--tp {tp} --dp {dp} needs {tp * dp} processes, got {launched()}: {command}": launched() == tp * dp,
     }
     for rule, met in rules.items():

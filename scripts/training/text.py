@@ -39,8 +39,8 @@ def read_text(files: Sequence[Path]) -> Text:
 def standard_library() -> list[Path]:
     """Return the source files of Python's standard library, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
-    installed = {"site-packages", "dist-packages"}
-    return sorted(path for path in root.rglob("*.py") if installed.isdisjoint(path.relative_to(root).parts))
+    folders = [path for path in root.iterdir() if path.name not in ("site-packages", "dist-packages")]
+    return sorted([*root.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))])
 
 
 def files_in(paths: Sequence[Path], outputs: Sequence[Path] = ()) -> list[Path]:

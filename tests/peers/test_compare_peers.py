@@ -99,7 +99,7 @@ def test_against_and_positions_choose_peers_and_cases(tmp_path):
     args = chosen(*options, "--positions")
     assert list(args.peers) == ["control", "against"]
     assert [(case.name, case.targets.get("limit")) for case in args.cases] == [("one-token-f32-positions", None)]
-    args = chosen(*options, "--peers", "limit,against", "--dtype", "float32")
+    args = chosen(*options, "--peers", "limit,against")
     assert list(args.peers) == ["limit", "against"]
     assert [(case.name, case.targets.get("limit")) for case in args.cases] == [("one-token-f32", 1.15)]
 
@@ -133,7 +133,6 @@ def test_kernels_are_counted_when_everything_is_timed(monkeypatch):
     ("options", "message"),
     [
         (["--case", "nothing"], "unknown case 'nothing'; use one of forward-bf16-768,"),
-        (["--case", "one-token-f32", "--dtype", "bfloat16"], "none of these cases is in bfloat16"),
         (["--peers", "nobody"], "unknown peer 'nobody'"),
         (["--peers", "against"], "unknown peer 'against'"),
         (["--against", "no/such/folder"], "--against must be a checkout of tinyblock, got no/such/folder"),

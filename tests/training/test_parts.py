@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from training import cli
-from training.compare import VARIANTS
+from training import cli, compare
 from training.text import batch, even_windows, files_in, order_two_loss, read_text, standard_library
 from training.trainer import Settings, Trainer
 
@@ -81,10 +80,10 @@ def test_validate_is_the_mean_loss_at_each_position():
     torch.testing.assert_close(losses, -picked.detach().mean((0, 2)))
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
+@pytest.mark.parametrize("kind", compare.VARIANTS)
 def test_variants_have_as_many_parameters_and_differ(kind):
     tokens, counts, outputs = torch.randint(256, (2, 8)), [], []
-    for build in VARIANTS[kind].values():
+    for build in compare.VARIANTS[kind].values():
         torch.manual_seed(0)
         model = build(SETTINGS)
         counts.append(sum(p.numel() for p in model.parameters() if p.ndim > 1))
@@ -95,9 +94,9 @@ def test_variants_have_as_many_parameters_and_differ(kind):
 
 def test_post_norm_is_the_equation():
     torch.manual_seed(0)
-    before: Any = VARIANTS["norm"]["pre-norm"](SETTINGS)
+    before: Any = compare.VARIANTS["norm"]["pre-norm"](SETTINGS)
     torch.manual_seed(0)
-    after = VARIANTS["norm"]["post-norm"](SETTINGS)
+    after = compare.VARIANTS["norm"]["post-norm"](SETTINGS)
     norm, tokens = RMSNorm(32), torch.randint(256, (2, 8))
     x = before.token_embeddings(tokens)
     for block in before.transformer.layers:
@@ -106,17 +105,18 @@ def test_post_norm_is_the_equation():
     torch.testing.assert_close(after(tokens), before.lm_head(x))
 
 
-def test_comparison_writes_runs_of_every_seed_and_a_picture(tmp_path, capsys):
+def test_comparison_writes_runs_of_every_seed_and_a_picture(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "VALIDATION_BATCHES", 2)
     text, results = tmp_path / "text", tmp_path / "of.json"
     text.write_bytes(bytes(range(256)) * 9)
-    argv = ["--steps=4", "--batch-size=2", "--seq-len=8", "--d-model=24", "--num-layers=1", "--num-heads=1"]
+    argv = ["--steps=3", "--batch-size=2", "--seq-len=8", "--d-model=24", "--num-layers=1", "--num-heads=1"]
     argv += ["--seeds=2", f"--data={text}", f"--json={results}"]
     for kind, rates in (("positions", ["0.01"]), ("norm", ["0.01", "1e30"])):
         picture = tmp_path / f"{kind}.png"
         assert cli.main([*argv, "--compare", kind, f"--plot={picture}", "--lr", *rates]) == 0
         assert picture.read_bytes().startswith(b"\x89PNG")
-        runs, (first, other, *_) = json.loads(results.read_text())["runs"], VARIANTS[kind]
-        expected = product((0, 1), map(float, rates), VARIANTS[kind])
+        runs, (first, other, *_) = json.loads(results.read_text())["runs"], compare.VARIANTS[kind]
+        expected = product((0, 1), map(float, rates), compare.VARIANTS[kind])
         assert [(run["seed"], run["lr"], run["variant"]) for run in runs] == list(expected)
         assert all((run["diverged"] is None) == (run["lr"] < 1) for run in runs)
         assert all(len(run["by_position"]) == 32 for run in runs if kind == "positions")
@@ -127,7 +127,7 @@ def test_comparison_writes_runs_of_every_seed_and_a_picture(tmp_path, capsys):
             line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {other} ") and "0.01 " in line
         ]
         assert " ".join(row.split()).endswith(printed)
-    assert cli.main([*argv, "--compare=ffn", f"--plot={tmp_path / 'ffn.png'}", "--lr=1e30"]) == 0
+    assert cli.main([*argv, "--compare=ffn", "--seeds=1", f"--plot={tmp_path / 'ffn.png'}", "--lr=1e30"]) == 0
     assert not (tmp_path / "ffn.png").exists()  # all diverged
     assert cli.main(["--compare=activations", f"--plot={tmp_path / 'activations.png'}"]) == 0
     assert (tmp_path / "activations.png").read_bytes().startswith(b"\x89PNG")

@@ -19,6 +19,15 @@ TINY = ["--batch-size=4", "--seq-len=12", "--d-model=16", "--num-layers=2", "--n
 LAST = "step-00000008.pt"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _short():
+    """Write a few bytes at the end, and validate on a few, in all runs of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "SAMPLE", 5)
+        patch.setattr(session, "VALIDATION_BATCHES", 1)
+        yield
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
@@ -100,23 +109,27 @@ def test_checkpoint_has_the_keys_of_cs336(saved):
     assert keys == expected | {"token_embeddings.weight", "ln_final.weight", "lm_head.weight"}
 
 
+RUN = """
+import os, resource, signal, sys
+from training import cli, session
+session.SAMPLE, session.VALIDATION_BATCHES = 5, 1
+{}
+sys.exit(cli.main({}))
+"""
 SEND = """
-import signal, sys
-from training import cli
 def hook(event, args):
     if event == "{}" and any(str(arg).endswith("{}") for arg in args):
         for number in {}:
             signal.raise_signal(number)
 sys.addaudithook(hook)
-sys.exit(cli.main({}))
 """
 
 
 def test_killed_while_it_writes_a_checkpoint_resumes_to_the_same_losses(whole, text, tmp_path):
     saved, losses = tmp_path / "saved", tmp_path / "loss.json"
     options = ["--checkpoint", str(saved), "--json", str(losses), "--every=2", "--keep=3"]
-    code = SEND.format("os.rename", "step-00000006.pt", [int(signal.SIGKILL)], [*TINY, "--data", str(text), *options])
-    [killed] = run_as_torchrun(code, 1, tmp_path)
+    send = SEND.format("os.rename", "step-00000006.pt", [int(signal.SIGKILL)])
+    [killed] = run_as_torchrun(RUN.format(send, [*TINY, "--data", str(text), *options]), 1, tmp_path)
     assert killed.code == -signal.SIGKILL, killed
     assert len(losses_in(losses)) == 6
     assert len(os.listdir(saved)) == 3  # two, and a hidden file
@@ -126,21 +139,17 @@ def test_killed_while_it_writes_a_checkpoint_resumes_to_the_same_losses(whole, t
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signal_leaves_a_checkpoint_and_a_picture(number, whole, text, tmp_path, monkeypatch):
-    saved, losses, picture = (tmp_path / name for name in ("saved", "loss.json", "loss.png"))
-    with monkeypatch.context() as patch:
-        at_step(3, lambda: signal.raise_signal(number), patch)
-        assert train(text, "--checkpoint", saved, "--plot", picture) == 128 + number
-    assert os.listdir(saved) == ["step-00000003.pt"]
-    assert picture.exists()
-    assert train(text, "--checkpoint", saved, "--resume", "--json", losses) == 0
-    assert losses_in(losses) == whole[0]
+def test_signal_leaves_a_checkpoint_and_a_picture(number, text, tmp_path, monkeypatch):
+    at_step(3, lambda: signal.raise_signal(number), monkeypatch)
+    assert train(text, "--checkpoint", tmp_path / "saved", "--plot", tmp_path / "loss.png") == 128 + number
+    assert os.listdir(tmp_path / "saved") == ["step-00000003.pt"]
+    assert (tmp_path / "loss.png").exists()
 
 
 def test_second_ctrl_c_ends_the_writing_of_a_checkpoint(text, tmp_path):
     argv = [*TINY, "--data", str(text), "--checkpoint", str(tmp_path / "saved"), "--every=2"]
-    code = SEND.format("open", ".step-00000004.pt", [int(signal.SIGINT)] * 2, argv)
-    [process] = run_as_torchrun(code, 1, tmp_path)
+    send = SEND.format("open", ".step-00000004.pt", [int(signal.SIGINT)] * 2)
+    [process] = run_as_torchrun(RUN.format(send, argv), 1, tmp_path)
     assert (process.code, process.err) == (130, "train_lm.py: interrupted\n")
     assert os.listdir(tmp_path / "saved") == ["step-00000002.pt"]
 
@@ -187,18 +196,12 @@ def test_two_processes_train_and_resume_like_one(whole, text, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         at_step(2, lambda: signal.raise_signal(signal.SIGINT), patch)
         assert train(text, "--checkpoint", one) == 130
-    code = """
-import sys
-from training import cli, session
-session.VALIDATION_BATCHES = 1  # each takes many messages
-sys.exit(cli.main({}))
-"""
     for options in (
         ["--tp=2", "--checkpoint", str(one), "--resume"],
         ["--dp=2", "--checkpoint", str(two), "--every=5"],
     ):
         argv = [*TINY, "--data", str(text), *options, "--json", str(tmp_path / "loss.json")]
-        first, second = run_as_torchrun(code.format(argv), 2, tmp_path)
+        first, second = run_as_torchrun(RUN.format("", argv), 2, tmp_path)
         assert (first.code, second.code, second.out) == (0, 0, ""), (first, second)
         assert ("2 of 8 steps are done" in first.out) == ("--resume" in options)
         assert losses_in(tmp_path / "loss.json") == pytest.approx(whole[0], rel=1e-5)
@@ -209,14 +212,8 @@ sys.exit(cli.main({}))
 
 def test_process_that_cannot_write_is_the_only_one_to_report(text, tmp_path):
     argv = [*TINY, "--steps=40", "--dp=2", "--data", str(text), "--json", str(tmp_path / "loss.json")]
-    code = f"""
-import os, resource, sys
-from training import cli
-if os.environ["RANK"] == "0":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
-sys.exit(cli.main({argv}))
-"""
-    first, second = run_as_torchrun(code, 2, tmp_path)
+    limit = 'if os.environ["RANK"] == "0": resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))'
+    first, second = run_as_torchrun(RUN.format(limit, argv), 2, tmp_path)
     assert (first.code, first.err) == (2, f"train_lm.py: error: {tmp_path / 'loss.json'}: File too large\n")
     assert second.err == ""
 
@@ -233,15 +230,16 @@ REJECTED = {
     "--data .": "--data . has no text",
     "--data pipe": "--data pipe has no text",
     "--seq-len 500": "the text has",
-    "--seq-len 20 --max-seq-len 10": "--seq-len 20 is longer than --max-seq-len 10",
+    "--seq-len 20 --max-seq-len 10": "--seq-len must be at most --max-seq-len 10, got 20",
     "--d-model 15": "d_model=15 must be a multiple of num_heads=2",
     "--steps 0": "--steps must be at least 1",
     "--warmup 9": "--warmup must be from 0 to --steps 8, got 9",
     "--lr nan": "--lr must be positive and finite, got [nan]",
-    "--lr 1e-3 1e-2": "several --lr",
-    "--dp 3": "--batch-size 4 is not a multiple of --dp 3",
+    "--lr 1e-3 1e-2": "--lr must be one rate without --compare norm, got [0.001, 0.01]",
+    "--dp 3": "--batch-size must be a multiple of --dp 3, got 4",
     "--tp 2": "torchrun --nproc-per-node 2 scripts/train_lm.py",
-    "--tp 3 --num-heads 4": "--num-heads 4 is not a multiple of --tp 3",
+    "--tp 3 --num-heads 4": "--num-heads must be a multiple of --tp 3, got 4",
+    "--tp 3 --num-heads 3 --d-model 12": "--tp must divide d_ff 64 and the vocabulary 256, got 3",
     "--plot loss.gif": "--plot must end in",
     "--json missing/loss.json": "No such file",
     "--d-model 1000000000000": "impossible size",
