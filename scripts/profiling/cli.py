@@ -137,9 +137,9 @@ def _sweep(text: str | None) -> list[dict[str, int]]:
 
 
 def _merged(arguments: argparse.Namespace, profile: dict[str, Any] | None, swept: dict[str, int]) -> dict[str, Any]:
-    """Return all options: of the defaults, --from, --preset, the command line and a sweep, the last that has it counts.
+    """Merge the defaults, --from, --preset, the command line and a point of a sweep: each overrides those before it.
 
-    Without those whose values in a preset or profile belong to another width, or to other heads.
+    Values of a profile or preset that belong to another width, or to other heads, are left out.
     """
     chosen = {name: value for name, value in vars(arguments).items() if value is not None} | swept
     options = dict(_DEFAULTS)
@@ -192,7 +192,7 @@ def _check(options: argparse.Namespace, settings: Settings, sizes: list[Size], p
         (options.nvtx, ["trace"], "and --nvtx need two profilers, and the GPU has one: leave one of them out"),
         (mesh.processes > 1, ["predict", "sweep", "plot", *recorded], "is for one process: leave --tp and --dp out"),
         (predicting and not options.sweep, ["plot"], "of a prediction draws a sweep: add --sweep batch-size=64,128"),
-        (profile, ["ceilings"], "has no use beside --from, which has ceilings: leave --ceilings out"),
+        (profile, ["ceilings"], "contradicts --from, whose profile has ceilings: leave --ceilings out"),
         (options.dtype != of["dtype"], ["dtype"], f"differs from that of --from, {of['dtype']}: leave --dtype out"),
         (lacking, ["mode"], f"has passes that --from, in mode {of['mode']}, lacks: leave --mode out, or profile them"),
     ):

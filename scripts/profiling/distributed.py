@@ -113,7 +113,7 @@ def measure_distributed(
 
 
 def summarize_overlap(work: list[Any]) -> dict[str, float] | None:
-    """Return the seconds with a collective, waiting included, among a GPU's events, and with others beside it."""
+    """Return the seconds in which a GPU runs a collective, waiting included, and another kernel beside it."""
     collectives = [event for event in work if event.name.startswith("nccl")]
     if not collectives:
         return None

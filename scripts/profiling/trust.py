@@ -27,7 +27,7 @@ def system_clocks(proc: Path = Path("/proc")) -> tuple[float, float, float] | No
 def busy_shares(
     start: tuple[float, float, float] | None, end: tuple[float, float, float] | None
 ) -> dict[str, float | None]:
-    """Return the shares of the time in which threads, added up, waited, and of all cores that others have used."""
+    """Return the share of the time in which threads waited, added up, and the share of all cores that others used."""
     if start is None or end is None:
         return {"waited_share": None, "others_share": None}
     wall, waited, others = (max(0.0, after - before) for before, after in zip(start, end, strict=True))
@@ -35,7 +35,7 @@ def busy_shares(
 
 
 def trust(seconds: list[float], shares: Mapping[str, float | None], ceilings: Ceilings) -> dict[str, Any]:
-    """Return how far to trust the samples of a whole, the busy shares beside: a sentence for each that is too large."""
+    """Return what tells how far to trust the samples of a whole, and a sentence for each figure that is too large."""
     spread = Spread.of(seconds)
     width, above = (spread.p80 - spread.p20) / spread.median, spread.median / min(seconds) - 1
     rates = (ceilings.flops_per_second, ceilings.bytes_per_second)

@@ -36,7 +36,7 @@ def test_profile_of_two_processes(tmp_path):
     for record in point["whole"].values():
         assert record["seconds"]["median"] >= max(record["of_ranks"]) > 0
         assert record["efficiency"] == record["speed_up"]["median"] / 2
-    assert point["overlap"] is None
+    assert (point["overlap"], point["trust"]["others_share"]) == (None, None)
     # Collectives and memory are those of the size.
     size = Size(**point["size"])
     assert all(record["seconds"] > 0 for record in point["collectives"])

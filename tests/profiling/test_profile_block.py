@@ -105,6 +105,7 @@ def test_profile_trace_and_plot_of_a_step_have_the_optimizer(step):
     assert point["optimizer"]["seconds"]["median"] > 0
     assert parts == dict.fromkeys([*PARTS, "q/k norm"], 2) | {"final norm": 1}
     assert "the sum counts 2 times" in step.out
+    assert "\n| AdamW " in step.out.partition("\nBackward: work")[2]
     # The gradients of the step before are not there when its peak is measured: it adds them.
     assert memory["peak_added_bytes"] >= memory["gradients_bytes"] + memory["saved_bytes"]
     assert undocumented(step.document) == set()
