@@ -51,10 +51,8 @@ def files_in(paths: Sequence[Path], outputs: Sequence[Path] = ()) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         inner = sorted(path.rglob("*")) if path.is_dir() else [path] if path.stat() else []
-        inner = [
-            file for file in inner if file.is_file() and not any(map(LEFT_OUT.fullmatch, file.relative_to(path).parts))
-        ]
-        inner = [file for file in inner if not any(output.exists() and file.samefile(output) for output in outputs)]
+        inner = [file for file in inner if not any(map(LEFT_OUT.fullmatch, file.relative_to(path).parts))]
+        inner = [file for file in inner if file.is_file() and not any(map(file.samefile, filter(Path.exists, outputs)))]
         if not inner:
             raise ValueError(f"--data {path} has no text: outputs, checkpoints, hidden and special files are left out")
         found += inner

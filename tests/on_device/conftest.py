@@ -1,6 +1,5 @@
 """Options and fixtures of the tests that need a GPU; with --device cpu --quick the same code runs without one."""
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lab.environment import versions
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS starts: else it cannot be deterministic
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -35,11 +35,9 @@ def pytest_configure(config):
 def pytest_report_header():
     found = [torch.cuda.get_device_name()] if torch.cuda.is_available() else ["no GPU"]
     found += [f"torch {torch.__version__}", f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
-    for package in ("beartype", "transformers", "liger-kernel", "litgpt", "matplotlib"):
-        try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {package}")
+    packages = ("beartype", "transformers", "liger-kernel", "litgpt", "matplotlib")
+    installed = versions(*packages)
+    found += [f"{name} {installed[name]}" if name in installed else f"no {name}" for name in packages]
     return ", ".join(found)
 
 

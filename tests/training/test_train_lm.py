@@ -281,8 +281,7 @@ def test_full_disk_is_one_line_and_leaves_the_older_checkpoints(text, tmp_path, 
         error = rejected(capsys, "--data", text, "--checkpoint", tmp_path, "--every=3")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    start = f"train_lm.py: error: {tmp_path / 'step-00000006.pt'}: File too large; "
-    assert error.startswith(start)
+    assert error.startswith(f"train_lm.py: error: {tmp_path / 'step-00000006.pt'}: File too large; ")
     assert error.endswith(" MiB are free there\n")
     assert os.listdir(tmp_path) == ["step-00000003.pt"]
     assert len(checkpoints.read(tmp_path / "step-00000003.pt")["history"]) == 3
