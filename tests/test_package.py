@@ -3,11 +3,14 @@
 import importlib
 import inspect
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from isolated import REFUSE_TINYBLOCK_AND_BEARTYPE, WITHOUT_PACKAGE
 from torch import nn
 
 import tinyblock
@@ -18,20 +21,29 @@ LEAVES = {
     "ffn": "assert ffn.SwiGLU(8)(x).shape == ffn.FeedForward(8)(x).shape == x.shape",
     "rope": "r = rope.RotaryPositionalEmbedding(1e4, 8, 9); assert r(x, torch.arange(3)).shape == x.shape",
     "attention": "assert attention.CausalMultiHeadSelfAttention(8, 2, qk_norm=True)(x).shape == x.shape",
-    "parallelize": "assert callable(parallelize.parallelize)",
+    "parallelize": "assert callable(parallelize.parallelize) and 'torch.distributed.tensor' not in sys.modules",
 }
+ONLY = REFUSE_TINYBLOCK_AND_BEARTYPE + "import torch, einops, jaxtyping\nx = torch.randn(2, 3, 8)\n"
 
 
-def test_leaf_files_work_alone(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("tinyblock", "beartype"):
-        monkeypatch.setitem(sys.modules, name, None)  # importing it raises
+def test_leaf_files_work_alone(tmp_path):
+    code = ONLY
     for leaf, use in LEAVES.items():
+        folder = tmp_path / leaf
+        folder.mkdir()
+        shutil.copy(ROOT / "tinyblock" / f"{leaf}.py", folder)
+        code += f"sys.path[0] = {str(folder)!r}\nimport {leaf}\nassert {leaf}.__file__.startswith(sys.path[0])\n{use}\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=WITHOUT_PACKAGE
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_leaf_files_import_no_other_package():
+    for leaf in LEAVES:
         source = (ROOT / "tinyblock" / f"{leaf}.py").read_text()
         packages = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
         assert packages - set(sys.stdlib_module_names) <= {"torch", "einops", "jaxtyping"}, leaf
-        (tmp_path / f"{leaf}_alone.py").write_text(source)
-        exec(f"import {leaf}_alone as {leaf}\n{use}", {"torch": torch, "x": torch.randn(2, 3, 8)})
 
 
 def test_readme_example_prints_what_it_says(capsys):

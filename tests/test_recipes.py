@@ -68,25 +68,30 @@ def test_recipe_of_flex_attention_equals_the_dense_mask():
     assert run("FlexAttention with block masks")["difference"].abs().max() < 1e-5
 
 
+def test_recipe_of_a_sliding_window_equals_its_mask():
+    windowed, x = run("Sliding window")["model"].double(), sequence(2, 40, 64)
+    plain = tinyblock.Transformer(1, d_model=64, num_heads=4, max_seq_len=128, dtype=torch.float64)
+    plain.load_state_dict(windowed.state_dict())
+    band = torch.ones(40, 40, dtype=torch.bool).triu(-15)
+    keep = (torch.arange(40) < torch.tensor([[30], [40]]))[:, None, :]
+    torch.testing.assert_close(windowed(x), plain(x, mask=band), rtol=0, atol=1e-12)
+    torch.testing.assert_close(windowed(x, mask=keep), plain(x, mask=band & keep), rtol=0, atol=1e-12)
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["SlidingWindow", "Bidirectional", "SoftCapped"])
-def test_recipe_of_another_attention_equals_its_formula(name, capsys):
-    made = run("Sliding windows, both directions, and soft-capped scores")
-    assert capsys.readouterr().out.split() == ["tensor(16)", "tensor(40)", "tensor(30)"]
-    attention, x = made[name](64, 4).double(), 30 * sequence(2, 40, 64)
+@pytest.mark.parametrize("recipe", ["Bidirectional attention for an encoder", "Soft-capped scores"])
+def test_recipe_of_another_softmax_equals_its_formula(recipe):
+    attention = run(recipe)["model"].layers[0].attn.double()
+    attention.rope = None
+    x = 30 * sequence(2, 7, 64)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     q, k, v = (projection(x).unflatten(-1, (4, 16)).transpose(1, 2) for projection in projections)
-    scores, seen = q @ k.mT / 4, torch.ones(40, 40, dtype=torch.bool)  # heads of size 16
-    seen = {"SlidingWindow": seen.tril().triu(-15), "Bidirectional": seen, "SoftCapped": seen.tril()}[name]
-    keep = (torch.arange(40) < torch.tensor([[30], [40]]))[:, None, :]
-    masks = {None: seen, keep: seen & keep[:, None]}
-    if name == "SoftCapped":
+    scores = q @ k.mT / 4  # heads of size 16
+    if recipe == "Soft-capped scores":
         assert scores.abs().max() > 50
-        scores, masks = 50 * (scores / 50).tanh(), {None: seen}
-    for mask, allowed in masks.items():
-        weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
-        expected = attention.output_proj((weights @ v).transpose(1, 2).flatten(-2))
-        torch.testing.assert_close(attention(x, mask=mask), expected, rtol=1e-9, atol=1e-9)
+        scores = (50 * (scores / 50).tanh()).masked_fill(torch.ones(7, 7).triu(1) > 0, -math.inf)
+    expected = attention.output_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+    torch.testing.assert_close(attention(x), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_recipe_of_a_mixture_of_experts_weights_the_two_best():
@@ -103,8 +108,14 @@ def test_recipe_of_llama_3_1_has_the_frequencies_of_transformers():
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "original_max_position_embeddings": 8192}
-    scaling |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     config = transformers.LlamaConfig(head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     frequencies = run("Llama 3.1's frequencies")["rope"].frequencies()
@@ -118,9 +129,16 @@ def test_recipe_of_hugging_face_gives_its_logits_and_its_weights_back(kind):
     of_qwen = {"Qwen2": {"attention": made["AttentionWithBiases"]}, "Qwen3": {"qk_norm": True}}
     name, options = kind.split()[0], of_qwen.get(kind, {})
     head = {} if kind == "Qwen2" else {"head_dim": 24 if kind == "Qwen3" else 16}
-    sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4 if kind == "Llama" else 2, **head}
-    config = getattr(transformers, f"{name}Config")(**sizes, initializer_range=0.15)  # logits of about 1
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=99,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4 if kind == "Llama" else 2,
+        **head,
+        initializer_range=0.15,  # logits of about 1
+    )
     theirs = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     for gains in theirs.parameters():
         if gains.ndim == 1:
@@ -137,23 +155,39 @@ def test_recipe_of_hugging_face_gives_its_logits_and_its_weights_back(kind):
     assert all(torch.equal(back[key], weight) for key, weight in theirs.state_dict().items())
 
 
-def test_recipe_of_lora_trains_adapters_alone_also_over_processes_and_merges_them(monkeypatch, capsys):
+def test_recipe_of_lora_trains_adapters_alone_and_merges_them():
     pytest.importorskip("peft")
-    made = run("LoRA with peft, on one or several processes")
     torch.manual_seed(0)
     plain = tinyblock.Transformer(2, d_model=64, num_heads=4, max_seq_len=128)
+    torch.manual_seed(0)
+    made = run("LoRA with peft")
     torch.testing.assert_close(made["merged"](made["x"]), made["adapted"], rtol=1e-4, atol=1e-5)
     assert (made["adapted"] - plain(made["x"])).abs().max() > 1e-3
     for (name, merged), before in zip(made["merged"].named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(merged, before) == ("ln" in name), name
+
+
+def test_recipe_of_lora_over_processes_trains_the_adapters_of_one(monkeypatch, capsys):
+    peft = pytest.importorskip("peft")
     monkeypatch.setenv("WORLD_SIZE", "1")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        distributed = run("LoRA with peft, on one or several processes")
+        made = run("LoRA over several processes")
     finally:
         torch.distributed.destroy_process_group()
-    torch.testing.assert_close(distributed["adapters"], made["adapters"])
-    assert capsys.readouterr().out.count("trained 28 matrices of adapters\n") == 2
+    torch.manual_seed(0)
+    plain = tinyblock.Transformer(2, d_model=64, num_heads=4, max_seq_len=128)
+    plain = peft.get_peft_model(plain, made["model"].peft_config["default"])
+    optimizer = torch.optim.AdamW(plain.parameters())
+    torch.manual_seed(0)
+    for _ in range(2):
+        x = torch.randn(4, 16, 64)
+        (plain(x) - x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: weight.detach() for name, weight in plain.named_parameters() if weight.requires_grad}
+    torch.testing.assert_close(made["adapters"], expected)
+    assert capsys.readouterr().out == "trained 28 matrices of adapters\n"
 
 
 @pytest.mark.filterwarnings("default")  # torchao's import has many
@@ -204,8 +238,9 @@ def test_recipe_of_checkpointing_gives_the_gradients_and_saves_less():
 def test_recipes_of_copies_work_and_are_checked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    run("Copy one file by hand")
     try:
-        rope = run("Copy one file by hand, and check its shapes")["rope"]
+        rope = run("Shape checks in your own tests")["rope"]
     finally:
         sys.modules.pop("rope", None)
     assert Path(rope.__file__).parent == tmp_path

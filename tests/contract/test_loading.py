@@ -1,10 +1,12 @@
 """Layers are found wherever copies lie, and the contract runs beside them, in a project without tinyblock."""
 
 import shutil
+import subprocess
 import sys
 
 import pytest
 from contract.copying import LAYERS, PACKAGE, copy_layers
+from isolated import REFUSE_TINYBLOCK_AND_BEARTYPE, WITHOUT_PACKAGE
 
 import tinyblock
 from tinyblock.contract.loading import load
@@ -77,8 +79,8 @@ def test_load_reports_in_one_line_why_a_copy_cannot_be_imported(line, said, way,
     assert "\n" not in str(caught.value)
 
 
-def test_the_contract_runs_beside_the_copies(tmp_path, monkeypatch, capsys):
-    """In a folder, and in a package of a package, where neither tinyblock nor beartype is installed."""
+def test_the_contract_runs_beside_the_copies(tmp_path):
+    """In a folder, and in a package of a package."""
     for project in ("of_folders", "of_packages"):
         edits = [("rmsnorm", "0 < eps", "0 <= eps")]
         folder = copy_layers(tmp_path / project / "layers", "rmsnorm", "attention", edits=edits)
@@ -87,14 +89,11 @@ def test_the_contract_runs_beside_the_copies(tmp_path, monkeypatch, capsys):
             shutil.copy(PACKAGE / "contract" / f"{name}.py", folder / "contract")
     for path in (folder, folder.parent):
         (path / "__init__.py").touch()
-    for name in ("tinyblock", "beartype"):
-        monkeypatch.setitem(sys.modules, name, None)  # importing it raises
-    for name in [name for name in sys.modules if name.split(".")[0] == "contract"]:  # of these tests
-        monkeypatch.delitem(sys.modules, name)
-    command = ["-W", "error", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", tmp_path, "-q", "-rs"]
-    assert pytest.main([*map(str, command), "-k", "keys or hyperparameters", str(tmp_path)]) == 1
-    out = capsys.readouterr().out
-    assert "2 failed, 4 passed, 2 skipped" in out, out
-    assert out.count("Violation: RMSNorm(d_model=4, eps=0.0): was accepted, expected an error") >= 2
-    assert "test_contract[rmsnorm: invalid hyperparameters rejected]" in out
-    assert "this folder has no rope" in out
+    (tmp_path / "conftest.py").write_text(REFUSE_TINYBLOCK_AND_BEARTYPE)
+    command = [sys.executable, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-q", "-rs"]
+    command += ["-k", "keys or hyperparameters"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=WITHOUT_PACKAGE)
+    assert "2 failed, 4 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("Violation: RMSNorm(d_model=4, eps=0.0): was accepted, expected an error") >= 2
+    assert "test_contract[rmsnorm: invalid hyperparameters rejected]" in done.stdout
+    assert "this folder has no rope" in done.stdout

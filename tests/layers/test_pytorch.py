@@ -9,7 +9,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tinyblock import Block, FeedForward, RMSNorm, RotaryPositionalEmbedding, Transformer, gelu
+from tinyblock import (
+    Block,
+    CausalMultiHeadSelfAttention,
+    FeedForward,
+    RMSNorm,
+    RotaryPositionalEmbedding,
+    Transformer,
+    gelu,
+)
 
 
 def model_and_input(layers=2):
@@ -64,6 +72,19 @@ def test_strict_export_takes_any_length_and_rejects_positions_out_of_range():
     for wrong in (positions + 1, positions - 1):
         with pytest.raises(IndexError, match="out of range"):
             exported(x, wrong, mask)
+
+
+def test_attention_accepts_a_tensor_parallel_share_of_the_heads():
+    """Two ranks with half of the heads each, whose outputs are summed, as the standard plan does it."""
+    attention = CausalMultiHeadSelfAttention(24, 4, rope=RotaryPositionalEmbedding(100.0, 6, 9), num_kv_heads=2)
+    x, total = torch.randn(2, 7, 24), torch.zeros(2, 7, 24)
+    for rank in range(2):
+        share = copy.deepcopy(attention)
+        for name, dim in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("output_proj", 1)):
+            linear = share.get_submodule(name)
+            linear.weight = torch.nn.Parameter(linear.get_parameter("weight").chunk(2, dim)[rank])
+        total += share(x)
+    torch.testing.assert_close(total, attention(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
@@ -121,3 +142,16 @@ def test_meta_and_fake_tensors_have_the_right_shapes():
         out = model(mode.from_tensor(x), mode.from_tensor(positions), mode.from_tensor(mask))
         assert isinstance(out, torch._subclasses.FakeTensor)
         assert out.shape == x.shape
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this build of torch has no CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_on_cuda_has_the_right_shapes_without_a_gpu(dtype):
+    model = Transformer(2, 24, 4, max_seq_len=40, num_kv_heads=2, qk_norm=True, device="meta", dtype=dtype)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cuda")  # not built here: since torch 2.14, trunc_normal_ reads values
+        x, positions = torch.empty(2, 7, 24, device="cuda", dtype=dtype), torch.arange(7, device="cuda")
+        mask = torch.ones(7, 7, dtype=torch.bool, device="cuda")
+        for inputs in ((), (positions,), (positions, mask)):
+            out = model(x, *inputs)
+            assert (out.device.type, out.dtype, out.shape) == ("cuda", dtype, x.shape)

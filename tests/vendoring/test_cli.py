@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -37,6 +38,15 @@ def test_command_imports_the_standard_library_only():
     for path in [*(PACKAGE / "vendoring").glob("*.py"), PACKAGE / "__main__.py"]:
         imported = re.findall(r"^ *(?:from|import) ([a-z]\w*)", path.read_text(encoding="utf-8"), re.MULTILINE)
         assert set(imported) <= sys.stdlib_module_names
+
+
+def test_add_of_a_block_without_rope_prints_how_to_add_it_once(project):
+    hint = f"Block adds positions only with rope=; to copy RoPE: tinyblock add rope --to {project.folder}\n"
+    assert project.add("block").out.endswith(hint)
+    assert hint not in project.add("block").out
+    for layers in (["block", "rope"], ["transformer"]):
+        shutil.rmtree(project.folder)
+        assert hint not in project.add(*layers).out
 
 
 def test_diff_can_be_applied_whatever_the_encoding_of_the_terminal(project, monkeypatch):

@@ -1,7 +1,6 @@
 """What docs/vendoring.md shows is what happens."""
 
 import importlib
-import os
 import re
 import shlex
 import shutil
@@ -10,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from isolated import WITHOUT_PACKAGE
 from vendoring.project import PACKAGE, ROOT
 
 from tinyblock.vendoring.catalogue import Upstream
@@ -72,6 +72,5 @@ def test_hook_of_jaxtyping_checks_copies_as_shown(project):
     norm = "import torch\nfrom my_project.layers.rmsnorm import RMSNorm\n"
     (project.root / "test_norm.py").write_text(f"{norm}def test(): RMSNorm(8)(torch.ones(2, 9))\n")
     command = [sys.executable, "-m", *shlex.split(line), "-p", "no:cacheprovider"]
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # without this tinyblock
-    done = subprocess.run(command, cwd=project.root, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=project.root, env=WITHOUT_PACKAGE, capture_output=True, text=True)
     assert re.search(r"E +jaxtyping\.TypeCheckError: .*my_project\.layers\.rmsnorm\.RMSNorm\.forward", done.stdout)

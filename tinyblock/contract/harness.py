@@ -85,8 +85,7 @@ def rejected(named: Any, errors: tuple[type[Exception], ...] = (ValueError,)) ->
     try:
         yield
     except errors as error:
-        message = f"{error} {error.__cause__ or ''}"  # the cause of an error of the compiler is that of the module
-        if named is not None and not re.search(rf"(?<![\w.]){re.escape(str(named))}(?!\w|\.\d)", message):
+        if named is not None and not re.search(rf"(?<![\w.]){re.escape(str(named))}(?!\w|\.\d)", str(error)):
             raise Violation(f"was rejected with {str(error)!r}, expected {named} in the message") from error
     else:
         raise Violation("was accepted, expected an error")
@@ -233,9 +232,10 @@ def matches_equation(cases: list[Case], *dtypes: torch.dtype, how: str = "") -> 
     """Compare layers with their formulas: value, dtype and gradients. No input may be modified."""
     if how == CUDA and not torch.cuda.is_available():
         raise SkipTest("CUDA is not available")
+    # On CUDA, flash attention of torch 2.9 rejects an empty batch in half precision (pytorch issue 165944).
+    no_empty_halves = how == CUDA and torch.__version__.startswith("2.9.")
     for case, dtype in product(cases, dtypes or DTYPES):
-        # On CUDA, flash attention of torch 2.9 rejects an empty batch in half precision (pytorch issue 165944).
-        if dtype in case.dtypes and not (how == CUDA and dtype in HALVES and 0 in case.shape):
+        if dtype in case.dtypes and not (no_empty_halves and dtype in HALVES and 0 in case.shape):
             with context(case, dtype, *[how] * bool(how)):
                 _matches_equation(case, dtype, how)
 
@@ -287,14 +287,14 @@ def with_gradients(result: Tensor, module: nn.Module, x: Tensor, dtype: torch.dt
 
 
 @contextmanager
-def compiled(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+def compiled(module: nn.Module, fullgraph: bool = True) -> Iterator[tuple[Any, Any]]:
     """Yield the module, compiled to graphs of torch's operations, and their counter."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # those of torch's own imports
         from torch._dynamo.testing import CompileCounter
 
         counter = CompileCounter()
         torch._dynamo.reset()
-        yield torch.compile(module, fullgraph=True, backend=counter), counter
+        yield torch.compile(module, fullgraph=fullgraph, backend=counter), counter
     torch._dynamo.reset()
 
 
@@ -302,19 +302,16 @@ def compiles(cases: list[Case]) -> None:
     for case in representative(cases):
         module = case.module(torch.float32)
         with context(f"torch.compile of {case}", torch.float32), compiled(module) as (run, counter):
-            for length in (9, 12, 1):  # unlike other sizes, so that they tell which axes are of tokens
+            for length in (5, 8, 1, 13):
                 x = randn(*case.shape[:-2], length, case.shape[-1], dtype=torch.float32)
                 mask = (torch.arange(length) >= 2).expand(length, length)
                 inputs = {"token_positions": torch.arange(length) + 3, "mask": mask}
                 inputs = {name: inputs[name] for name in case.inputs}
-                for tensor in (x, *inputs.values()):
-                    tokens = [axis for axis, size in enumerate(tensor.shape) if size == length]
-                    torch._dynamo.maybe_mark_dynamic(tensor, tokens)  # else the first length has its own graph
                 with context(f"with {length} tokens"):
                     expected = module(x, **inputs)
                     close(run(x, **inputs), expected, 1e-5 * largest(expected))
-            if counter.frame_count > 2:
-                raise Violation(f"{counter.frame_count} graphs for 9, 12 and 1 tokens, expected 2: any number, and 1")
+            if counter.frame_count > 3:
+                raise Violation(f"{counter.frame_count} graphs for 5, 8, 1 and 13 tokens, expected 3: 5, any number, 1")
 
 
 def is_placed(cases: list[Case]) -> None:
@@ -390,8 +387,8 @@ def rejects_inputs(
     module: nn.Module, named: Any, x: Tensor, *others: Mapping[str, Tensor], by_torch: bool = False
 ) -> None:
     """Reject inputs with a value in the message, also in a compiled module, unless torch's own error comes first."""
-    errors = RuntimeError, IndexError, ValueError
-    with compiled(module) as (run, _):
+    errors = (RuntimeError, IndexError, ValueError) if by_torch else (ValueError,)
+    with compiled(module, fullgraph=False) as (run, _):
         for inputs in others:
             require_parameters(module.forward, *inputs)
             what = [f"{name} {show(tensor)} of {tensor.dtype}" for name, tensor in {"x": x, **inputs}.items()]

@@ -45,7 +45,12 @@ def list_(arguments: argparse.Namespace, upstream: Upstream) -> int:
 def add(arguments: argparse.Namespace, upstream: Upstream) -> int:
     """Copy layers, and what they import, into a folder."""
     copies = Copies(arguments.folder, upstream, new=True)
-    return _carry_out(copies, copies.add(arguments.layers, arguments.with_tests), arguments.dry_run)
+    steps = copies.add(arguments.layers, arguments.with_tests)
+    code = _carry_out(copies, steps, arguments.dry_run)
+    copied = {copy.base.name for copy, step in steps.items() if step.done == "copied"}
+    if "block.py" in copied and "rope.py" not in copied | copies.originals.keys():
+        print(f"Block adds positions only with rope=; to copy RoPE: tinyblock add rope --to {arguments.folder}")
+    return code
 
 
 def check(arguments: argparse.Namespace, upstream: Upstream) -> int:
