@@ -135,9 +135,7 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
     if compiled is not None:
         cache = ", from inductor's cache" if compiled["from_cache"] else ""
         graphs = f"{plural(compiled['graphs'], 'graph')}, {plural(compiled['graph_breaks'], 'break')}"
-        lines.append(
-            f"Compilation of the whole (each part has its own): {number(compiled['seconds'])} s{cache}; {graphs}"
-        )
+        lines.append(f"Compilation of the whole: {number(compiled['seconds'])} s{cache}; {graphs}")
         lines += [f"  break: {' '.join(reason.split())}" for reason in compiled["break_reasons"]]
     return "\n".join([*lines, held(point["memory"])])
 
