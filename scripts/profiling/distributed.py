@@ -13,6 +13,7 @@ from lab.sizes import PASSES, Size
 from lab.timing import Clock, Spread, interleave, paired_ratio
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
 
 from tinyblock import parallelize
 
@@ -50,14 +51,14 @@ def measure_distributed(
         for tensor in (*one.inputs, *one.gradients)
     )
     step = whole(model, x.requires_grad_(settings.train), *gradient)
-    passes, optimizer = runs_of(step, mode)
+    passes, optimizer = _runs(step, mode)
     if mesh.dp > 1:  # else the outermost module keeps its weights, and the next pass need not gather them
         passes["forward"] = lambda: (step.forward(), model.reshard())
     runs: dict[Any, Run] = {("all", name): run for name, run in passes.items()}
     runs |= {("one", name): lambda: None for name in passes}
     if is_first():  # for which the others wait, without a core
         one = build()[1].compiled() if settings.compile else build()[1]
-        runs |= {("one", name): run for name, run in runs_of(one, mode)[0].items()}
+        runs |= {("one", name): run for name, run in _runs(one, mode)[0].items()}
     elements = _LINK_BYTES[device.type] // element_size
     links = {axis: Collective("all-gather", axis, elements) for axis in axes}
     calls = {name: calls for name, calls in collectives_of(size, mesh).items() if name in PASSES[mode]}
@@ -110,6 +111,12 @@ def measure_distributed(
         "mfu": size.costs(mode).matmul_flops / seconds / peaks,
         "trust": trust(slowest["all", mode], shares, ceilings),
     }
+
+
+def _runs(step: Step, mode: str) -> tuple[dict[str, Run], Optimizer | None]:
+    """Return what is timed of a whole: FSDP reduces gradients where an optimizer looks for them, and nowhere else."""
+    runs, optimizer = runs_of(step, mode)
+    return runs | ({"train": step.accumulate} if "train" in runs else {}), optimizer
 
 
 def summarize_overlap(work: list[Any]) -> dict[str, float] | None:

@@ -167,7 +167,9 @@ def test_interruption_keeps_the_finished_points(tmp_path, capsys):
     assert capsys.readouterr() == ("", "profile_block.py: interrupted\n")
 
 
-def test_measure_lets_go_of_everything(monkeypatch):
+@pytest.fixture
+def weights(monkeypatch):
+    """Return weak references to the weights of every model that is built from now on."""
     weights, build = [], Size.build
 
     def watched(*arguments):
@@ -176,11 +178,28 @@ def test_measure_lets_go_of_everything(monkeypatch):
         return model
 
     monkeypatch.setattr(Size, "build", watched)
+    return weights
+
+
+def test_measure_lets_go_of_everything(weights):
     settings = Settings(torch.device("cpu"), torch.float32, "step", rounds=1)
     assert measure(SIZE, settings, CEILINGS, clock=ticking())["status"] == "ok"
     gc.collect()
     assert weights
     assert not any(ref() is not None for ref in weights)
+
+
+def test_gradients_of_the_whole_are_not_kept_while_the_parts_are_timed(weights):
+    tick, kept = ticking(), []
+
+    def clock():
+        kept.append(any(ref().grad is not None for ref in weights))
+        return tick()
+
+    settings = Settings(torch.device("cpu"), torch.float32, "train", rounds=1)
+    assert measure(SIZE, settings, CEILINGS, clock=clock)["status"] == "ok"
+    assert kept
+    assert not any(kept)
 
 
 def test_error_that_is_not_a_lack_of_memory_is_raised():
