@@ -258,8 +258,7 @@ def _profile(
     code = 0 if any("whole" in point for point in document["points"]) else 1
     if is_first():
         sections = distributed_report(document) if settings.mesh.processes > 1 else report(document)
-        sections += ["", *compare(document, earlier)] if earlier is not None else []
-        _show(sections, document, options.plot if code == 0 else None)
+        _show(sections, document, options.plot if code == 0 else None, earlier)
     return 130 if document["status"] == "interrupted" else code
 
 
@@ -305,9 +304,13 @@ def _predict(
     return 0
 
 
-def _show(sections: list[Section], document: dict[str, Any], path: Path | None) -> None:
-    try:  # the report first, so that a plot that fails does not lose it
+def _show(
+    sections: list[Section], document: dict[str, Any], path: Path | None, earlier: dict[str, Any] | None = None
+) -> None:
+    try:  # the report first, so that neither a comparison nor a plot that fails loses it
         show(sections)
+        if earlier is not None:
+            show(["", *compare(document, earlier)])
     finally:  # also if the reader closes the pipe
         if path is not None:
             from .plot import plot

@@ -287,6 +287,16 @@ def test_compare_is_shown_below_the_report(train, tmp_path, capsys):
     assert "none of these sizes" in rejection(capsys, "--seq-len=7", old)
 
 
+def test_comparison_that_fails_loses_neither_report_nor_plot(train, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    old, plot = tmp_path / "old.json", tmp_path / "plot.svg"
+    old.write_text(json.dumps(train.document | {"ceilings": {}}))
+    with pytest.raises(KeyError):
+        main([*TINY, "--mode=forward", f"--compare={old}", f"--plot={plot}"], ticking())
+    assert "sum of the parts" in capsys.readouterr().out
+    assert plot.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
