@@ -183,7 +183,7 @@ def _work(point: dict[str, Any], name: str) -> Table:
 
 
 def _sweep(document: dict[str, Any]) -> list[Section]:
-    """Return a line for each point, and the times of the parts."""
+    """Return a line for each point, what loses most, and the times of the parts."""
     points, axis, mode = document["points"], document["settings"]["sweep"], document["settings"]["mode"]
     measured = [point for point in points if "parts" in point]
     unit, factor = time_unit(min((point["whole"][mode]["seconds"]["median"] for point in measured), default=1.0))
@@ -192,6 +192,7 @@ def _sweep(document: dict[str, Any]) -> list[Section]:
         f"{_MODES[mode]}, MFU of the measured ceiling; one token: the same calls at width 8, which are overhead alone"
     )
     table = Table(title, [*columns, "saved", "peak"])
+    losses = Table("Most time lost against the roofline", [axis, "first", "second", "third"])
     for point in points:
         cells = [point["status"], *[""] * 7]
         if point in measured:
@@ -203,6 +204,8 @@ def _sweep(document: dict[str, Any]) -> list[Section]:
                 number(point["sum_of_parts"]["forward" if mode == "forward" else "train"]["of_whole"]["median"]),
                 *(si(point["memory"][key], "B") for key in ("saved_bytes", "peak_bytes")),
             ]
+            lost = [f"{loss['name']} {share(loss['share'])}" for loss in point["losses"]]
+            losses.rows.append([value_on(axis, point), *lost, *[""] * (3 - len(lost))])
         table.rows.append([value_on(axis, point), *cells])
     passes = ["forward"] if mode == "forward" else ["forward", "backward"]
     columns = ["part", *(value_on(axis, point) for point in measured)]
@@ -210,7 +213,7 @@ def _sweep(document: dict[str, Any]) -> list[Section]:
     for row in zip(*(point["parts"] for point in measured), strict=True):
         times = (sum(part[name]["seconds"]["median"] for name in passes) for part in row)
         parts.rows.append([row[0]["name"], *(number(factor * seconds) for seconds in times)])
-    return [describe(*(point["size"] for point in points)), table, parts]
+    return [describe(*(point["size"] for point in points)), table, losses, parts]
 
 
 def value_on(axis: str, point: dict[str, Any]) -> str:

@@ -144,6 +144,7 @@ def test_sweep_goes_on_without_memory_and_a_single_size_fails(tmp_path):
     assert {record["saved_bytes"] for record in (memory, *memory["parts"])} == {None}
     assert "backward" not in sweep.out
     assert re.search(rf"^\| {TOO_LARGE} \| out of memory", sweep.out, re.MULTILINE)
+    assert re.search(rf"^\| 1 +\| +{point['losses'][0]['name']} [0-9.]+%", sweep.out, re.MULTILINE)
     assert "\n  batch-size 1: " in sweep.out  # its doubts
     assert set(PARTS) <= set(sweep.texts)
     run = profile(tmp_path, "--mode=forward", f"--batch-size={TOO_LARGE}", code=1)
