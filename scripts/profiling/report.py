@@ -111,7 +111,7 @@ def _point(point: dict[str, Any], document: dict[str, Any]) -> list[Section]:
 
 
 def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
-    mode, overhead = document["settings"]["mode"], point["overhead"]["seconds"]["median"]
+    mode, on_cpu = document["settings"]["mode"], document["settings"]["device"] == "cpu"
     kernels, compiled, mfu = (point[key] for key in ("kernels", "compile", "mfu"))
     seconds = point["whole"][mode]["seconds"]
     unit, factor = time_unit(seconds["median"])
@@ -127,8 +127,11 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
         lines.append(f"AdamW: {timed(update)}, {share(update['median'] / seconds['median'])} of the step")
     for source, name in (("measured", "measured ceiling"), ("datasheet", "datasheet")):
         lines.append(f"MFU of the {name}: causal {share(mfu['causal'][source])}, dense {share(mfu['dense'][source])}")
-    smallest = f"Same calls on one token of width 8: {number(overhead * factor)} {unit}"
-    lines.append(f"{smallest}, all of it overhead: Python, dispatch and launches")
+    if on_cpu or kernels is None or kernels["launch_bound"]:  # else the GPU does not wait for the host
+        overhead = point["overhead"]
+        part = f", {share(overhead['share'])} of the whole" if on_cpu and overhead["share"] <= 1 else ""
+        smallest = f"Same calls on one token of width 8: {number(overhead['seconds']['median'] * factor)} {unit}{part}"
+        lines.append(f"{smallest}, all of it overhead: Python, dispatch and launches")
     if kernels is not None:
         bound = "launch-bound" if kernels["launch_bound"] else "not launch-bound"
         lines.append(f"Kernels: {kernels['count']}, which run {share(kernels['busy_fraction'])} of the time: {bound}")

@@ -1,5 +1,6 @@
 """The profiler as a program: every mode, every output, every rejection."""
 
+import copy
 import gc
 import io
 import json
@@ -19,6 +20,7 @@ from lab.timing import Spread
 from profiles import ticking, undocumented
 from profiling.cli import main
 from profiling.measure import Settings, measure
+from profiling.report import report
 
 from tinyblock import SwiGLU
 
@@ -96,6 +98,17 @@ def test_report_begins_with_doubts_and_gives_no_causes_then(train):
     assert summary.startswith("Forward and backward: ")
     lost = re.findall(r"^  (.+): [0-9]+ ms, [0-9.]+% of the whole$", losses, re.MULTILINE)
     assert lost == [loss["name"] for loss in train.document["points"][0]["losses"]]
+
+
+def test_report_shows_the_calls_on_one_token_where_the_whole_waits_for_them(train):
+    document = copy.deepcopy(train.document)
+    (point,) = document["points"]
+    point["overhead"]["share"] = 0.25
+    waiting, busy = ({"count": 9, "busy_fraction": 0.5, "launch_bound": bound} for bound in (True, False))
+    on_cpu = ("cpu", None, [", 25.0% of the whole"])
+    for device, kernels, shares in (on_cpu, ("cuda:0", waiting, [""]), ("cuda:0", None, [""]), ("cuda:0", busy, [])):
+        document["settings"]["device"], point["kernels"] = device, kernels
+        assert re.findall(r"\nSame calls on .*: [0-9]+ ms(.*), all of it overhead", str(report(document)[2])) == shares
 
 
 def test_profile_trace_and_plot_of_a_step_have_the_optimizer(step):
