@@ -181,7 +181,6 @@ def _check(options: argparse.Namespace, settings: Settings, sizes: list[Size], p
         raise ValueError(f"--seed must fit into 64 bits, got {settings.seed}")
     if mode == "step" and settings.dtype == torch.float16:
         raise ValueError("--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train")
-    check_outputs(options, "json", "plot", "trace", "memory_snapshot")
     recorded, of = ["trace", "memory_snapshot", "nvtx"], profile["settings"] if profile else vars(options)
     lacking = set(PASSES[mode]) - set(PASSES[of["mode"]])
     for unusable, names, why in (
@@ -199,6 +198,7 @@ def _check(options: argparse.Namespace, settings: Settings, sizes: list[Size], p
         for name in names:
             if unusable and getattr(options, name):
                 raise ValueError(f"--{name.replace('_', '-')} {why}")
+    check_outputs(options, "json", "plot", "trace", "memory_snapshot")
     if predicting and options.link is None:
         raise ValueError("--predict needs --link, as in --link 450e9,50e9: bytes/s within and between machines")
     if options.vocab < 0 or (options.vocab and options.num_layers is None):

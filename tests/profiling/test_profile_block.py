@@ -10,7 +10,6 @@ from contextlib import redirect_stdout
 from dataclasses import asdict
 from types import SimpleNamespace
 
-import matplotlib.figure
 import pytest
 import torch
 from lab.machine import Ceilings
@@ -48,6 +47,7 @@ def train(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory):
+    pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("step")
     options = ["--mode=step", "--num-layers=2", "--qk-norm", "--dtype=bfloat16", "--rounds=15"]
     return profile(folder, *options, f"--trace={folder / 'trace.json'}", f"--plot={folder / 'plot.svg'}")
@@ -149,6 +149,7 @@ def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch):
 
 
 def test_sweep_goes_on_without_memory_and_a_single_size_fails(tmp_path):
+    pytest.importorskip("matplotlib")
     options = [f"--sweep=batch-size=1,{TOO_LARGE},3", f"--plot={tmp_path / 'plot.svg'}"]
     sweep = profile(tmp_path, "--mode=forward", *options)
     assert [point["status"] for point in sweep.document["points"]] == ["ok", "out of memory", "ok"]
@@ -238,6 +239,7 @@ def test_preset_gives_every_size_and_an_option_overrides_it(tmp_path):
 
 
 def test_prediction_is_written_shown_and_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
     options = ["--predict", "tp=2,dp=2", "dp=8", "--link=450e9,50e9", "--ceilings=NVIDIA H200"]
     run = profile(tmp_path, *options, "--sweep=batch-size=4,8", f"--plot={tmp_path / 'plot.svg'}")
     assert undocumented(run.document) == set()
@@ -281,10 +283,12 @@ def test_prediction_from_a_profile_has_its_size_mode_and_times(step, train, tmp_
 
 
 def test_plot_that_fails_does_not_lose_the_report(tmp_path, monkeypatch, capsys):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+
     def broken(*args, **kwargs):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", broken)
+    monkeypatch.setattr(figure, "savefig", broken)
     outputs = ["--json", str(tmp_path / "profile.json"), "--plot", str(tmp_path / "plot.png")]
     with pytest.raises(ZeroDivisionError):
         main([*TINY, "--mode=forward", *outputs], ticking())
