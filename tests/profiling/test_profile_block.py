@@ -273,10 +273,10 @@ def test_prediction_from_a_profile_has_its_size_mode_and_times(step, train, tmp_
         (prediction,) = json.loads((tmp_path / "new.json").read_text())["predictions"]
         assert prediction["size"] == point["size"] | changed
     capsys.readouterr()
-    wrong = "--dtype differs from that of --from, bfloat16: leave --dtype out"
+    wrong = "--dtype must be bfloat16, as in the profile of --from, got float32: leave --dtype out, or"
     assert wrong in rejection(capsys, *options, "--dtype=float32")
     longer = rejection(capsys, *options, f"--from={train.folder / 'profile.json'}", "--mode=step")
-    assert "--mode has passes that --from, in mode train, lacks" in longer
+    assert "--mode must be forward or train, as in the profile of --from, got step: leave --mode out, or" in longer
     assert "leave --ceilings out" in rejection(capsys, *options, "--ceilings=NVIDIA H200")
     of_prediction = rejection(capsys, *options, f"--from={tmp_path / 'new.json'}")
     assert "must be a profile of one size in one process" in of_prediction
