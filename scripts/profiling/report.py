@@ -91,9 +91,10 @@ def rates(flops_per_second: float | None, bytes_per_second: float) -> str:
 
 
 def held(memory: dict[str, Any]) -> str:
-    """Return the memory of a whole in one line, by the names of the schema."""
-    sizes = (f"{key[:-6].replace('_', ' ')} {si(size, 'B')}" for key, size in memory.items() if key != "parts")
-    return f"Memory: {', '.join(sizes)}"
+    """Return the memory of a whole in one line."""
+    sizes = {key.removesuffix("_bytes"): si(size, "B") for key, size in memory.items() if key != "parts"}
+    sizes["peak above the start"] = sizes.pop("peak_added")
+    return f"Memory: {', '.join(f'{key} {size}' for key, size in sizes.items()).replace('_', ' ')}"
 
 
 def _point(point: dict[str, Any], document: dict[str, Any]) -> list[Section]:
@@ -216,7 +217,7 @@ def _sweep(document: dict[str, Any]) -> list[Section]:
     for row in zip(*(point["parts"] for point in measured), strict=True):
         times = (sum(part[name]["seconds"]["median"] for name in passes) for part in row)
         parts.rows.append([row[0]["name"], *(number(factor * seconds) for seconds in times)])
-    return [describe(*(point["size"] for point in points)), table, losses, parts]
+    return [describe(*(point["size"] for point in points)), table, *([losses, parts] if measured else [])]
 
 
 def value_on(axis: str, point: dict[str, Any]) -> str:

@@ -89,6 +89,7 @@ def test_profile_of_train_measures_every_part(train):
     assert (point["kernels"], point["compile"]) == (None, None)
     assert point["attention_kernel"] == "flash"
     assert point["overhead"]["share"] > 0
+    assert re.search(r"^Memory: parameters .*, peak above the start [0-9.]+ kB", train.out, re.MULTILINE)
 
 
 def test_report_begins_with_doubts_and_gives_no_causes_then(train):
@@ -161,6 +162,9 @@ def test_sweep_goes_on_without_memory_and_a_single_size_fails(tmp_path):
     assert re.search(rf"^\| 1 +\| +{point['losses'][0]['name']} [0-9.]+%", sweep.out, re.MULTILINE)
     assert "\n  batch-size 1: " in sweep.out  # its doubts
     assert set(PARTS) <= set(sweep.texts)
+    assert "| part " in sweep.out
+    too_large = profile(tmp_path, "--mode=forward", f"--sweep=batch-size={TOO_LARGE}", code=1)
+    assert "| part " not in too_large.out  # nor a table of parts without a row
     run = profile(tmp_path, "--mode=forward", f"--batch-size={TOO_LARGE}", code=1)
     assert [point["status"] for point in run.document["points"]] == ["out of memory"]
     assert "out of memory" in run.out
