@@ -60,8 +60,10 @@ def device_of(name: str | None) -> torch.device:
             raise ValueError(f"--device {name}: each process has a GPU of its own: use cuda")
         index, needed = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if needed > count:
-        found = f"finds {count}" if count or torch.backends.cuda.is_built() else "is built without CUDA"
-        raise ValueError(f"--device {name} needs {plural(needed, 'GPU')}, and torch {found}: use another device")
+        found = f"finds {count}: {', '.join(f'cuda:{gpu}' for gpu in range(count))}"
+        if count == 0:
+            found = f"{'finds none' if torch.backends.cuda.is_built() else 'is built without CUDA'}: use --device cpu"
+        raise ValueError(f"--device {name} needs {plural(needed, 'GPU')}, and torch {found}")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -73,13 +75,14 @@ def check_outputs(arguments: argparse.Namespace, *options: str) -> None:
         raise ValueError(f"--plot must end in {', '.join(_PLOTS)}, got {str(paths['plot'])!r}")
     if "plot" in paths and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
+    resolved = [path.resolve() for path in paths.values()]
     for option, path in paths.items():
         try:
             require_writable(path)
         except OSError as error:
             raise ValueError(f"--{option.replace('_', '-')}: cannot write {path}: {error.strerror}") from None
-    if len({path.resolve() for path in paths.values()}) < len(paths):
-        raise ValueError(f"two outputs have the same path: {', '.join(map(str, paths.values()))}")
+        if resolved.count(path.resolve()) > 1:
+            raise ValueError(f"two outputs have the same path: {path}")
 
 
 def run(parser: Parser, main: Callable[[], int]) -> int:

@@ -21,14 +21,16 @@ from .processes import launched
 def environment(device: torch.device, seed: int) -> dict[str, object]:
     """Return machine, device, driver, versions, threads, commit, seed, command and date, ready for JSON."""
     started_by = ["python"] if launched() == 1 else ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
-    # With both packages, torch 2.13 and later replace their own RMSNorm on Hopper.
-    norm_kernels = versions("nvidia-cutlass-dsl", "apache-tvm-ffi")
-    of_gpu = {
-        "cuda": torch.version.cuda,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
-        "cudnn": torch.backends.cudnn.version(),
-        "norm_kernels": ", ".join(map(" ".join, norm_kernels.items())) if len(norm_kernels) == 2 else None,
-    }
+    of_gpu: dict[str, object] = dict.fromkeys(("cuda", "driver", "cudnn", "norm_kernels"))
+    if device.type == "cuda":
+        # With both packages, torch 2.13 and later replace their own RMSNorm on Hopper.
+        norm_kernels = versions("nvidia-cutlass-dsl", "apache-tvm-ffi")
+        of_gpu = {
+            "cuda": torch.version.cuda,
+            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
+            "cudnn": torch.backends.cudnn.version(),
+            "norm_kernels": ", ".join(map(" ".join, norm_kernels.items())) if len(norm_kernels) == 2 else None,
+        }
     # The commit of the checkout, with "+changes" where its files differ; None outside a checkout.
     describe = ("describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes")
     return {
@@ -43,7 +45,7 @@ def environment(device: torch.device, seed: int) -> dict[str, object]:
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "device": device_name(device),
-        **(of_gpu if device.type == "cuda" else dict.fromkeys(of_gpu)),
+        **of_gpu,
     }
 
 

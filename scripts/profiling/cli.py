@@ -181,9 +181,7 @@ def _check(options: argparse.Namespace, settings: Settings, sizes: list[Size], p
         raise ValueError(f"--seed must fit into 64 bits, got {settings.seed}")
     if mode == "step" and settings.dtype == torch.float16:
         raise ValueError("--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train")
-    check_outputs(options, "json", "plot", "trace", "memory_snapshot")
-    recorded, of = ["trace", "memory_snapshot", "nvtx"], profile["settings"] if profile else vars(options)
-    lacking = set(PASSES[mode]) - set(PASSES[of["mode"]])
+    recorded = ["trace", "memory_snapshot", "nvtx"]
     for unusable, names, why in (
         (not predicting, ["link", "ceilings", "from", "vocab", "recompute"], "is for --predict"),
         (predicting, ["compare", *recorded], "needs a measurement: leave --predict out"),
@@ -193,12 +191,20 @@ def _check(options: argparse.Namespace, settings: Settings, sizes: list[Size], p
         (mesh.processes > 1, ["predict", "sweep", "plot", *recorded], "is for one process: leave --tp and --dp out"),
         (predicting and not options.sweep, ["plot"], "of a prediction draws a sweep: add --sweep batch-size=64,128"),
         (profile, ["ceilings"], "contradicts --from, whose profile has ceilings: leave --ceilings out"),
-        (options.dtype != of["dtype"], ["dtype"], f"differs from that of --from, {of['dtype']}: leave --dtype out"),
-        (lacking, ["mode"], f"has passes that --from, in mode {of['mode']}, lacks: leave --mode out, or profile them"),
     ):
         for name in names:
             if unusable and getattr(options, name):
                 raise ValueError(f"--{name.replace('_', '-')} {why}")
+    check_outputs(options, "json", "plot", "trace", "memory_snapshot")
+    if profile is not None:
+        dtype, profiled = profile["settings"]["dtype"], PASSES[profile["settings"]["mode"]]
+        if options.dtype != dtype:
+            kept = f"--dtype must be {dtype}, as in the profile of --from, got {options.dtype}"
+            raise ValueError(f"{kept}: leave --dtype out, or profile in {options.dtype}")
+        modes = [name for name, passes in PASSES.items() if set(passes) <= set(profiled)]
+        if mode not in modes:
+            within = f"--mode must be {' or '.join(modes)}, as in the profile of --from, got {mode}"
+            raise ValueError(f"{within}: leave --mode out, or profile in mode {mode}")
     if predicting and options.link is None:
         raise ValueError("--predict needs --link, as in --link 450e9,50e9: bytes/s within and between machines")
     if options.vocab < 0 or (options.vocab and options.num_layers is None):
@@ -206,8 +212,8 @@ def _check(options: argparse.Namespace, settings: Settings, sizes: list[Size], p
     if options.ceilings is not None:
         DATASHEETS[options.ceilings].ceilings(settings.dtype)
     largest = max(sizes, key=lambda size: size.batch_size)  # of a sweep that is predicted, a smaller one need not split
-    for each in options.predict or [mesh]:
-        each.require(largest)
+    for wanted in options.predict or [mesh]:
+        wanted.require(largest)
     if mesh.processes != launched():
         axes = " ".join(f"--{axis.replace('_', '-')} {count}" for axis, count in mesh.axes.items())
         start = f"torchrun --nproc-per-node {mesh.processes} {sys.argv[0]} {axes} ..." if axes else "python"
@@ -215,8 +221,8 @@ def _check(options: argparse.Namespace, settings: Settings, sizes: list[Size], p
     # In a sweep, a size that is too large is a row; of a single one, building would only fill the memory.
     weights = 0 if predicting else min(size.parameters for size in sizes) * settings.dtype.itemsize
     if weights > (memory := memory_bytes(settings.device)):
-        have, has = (f"{size / 2**30:.1f} GiB" for size in (weights, memory))
-        raise ValueError(f"a model of {have} of weights does not fit: {settings.device} has {has}")
+        needed, available = (f"{size / 2**30:.1f} GiB" for size in (weights, memory))
+        raise ValueError(f"a model of {needed} of weights does not fit: {settings.device} has {available}")
 
 
 def _links(text: str) -> Links:
@@ -258,8 +264,7 @@ def _profile(
     code = 0 if any("whole" in point for point in document["points"]) else 1
     if is_first():
         sections = distributed_report(document) if settings.mesh.processes > 1 else report(document)
-        sections += ["", *compare(document, earlier)] if earlier is not None else []
-        _show(sections, document, options.plot if code == 0 else None)
+        _show(sections, document, options.plot if code == 0 else None, earlier)
     return 130 if document["status"] == "interrupted" else code
 
 
@@ -305,9 +310,13 @@ def _predict(
     return 0
 
 
-def _show(sections: list[Section], document: dict[str, Any], path: Path | None) -> None:
-    try:  # the report first, so that a plot that fails does not lose it
+def _show(
+    sections: list[Section], document: dict[str, Any], path: Path | None, earlier: dict[str, Any] | None = None
+) -> None:
+    try:  # the report first, so that neither a comparison nor a plot that fails loses it
         show(sections)
+        if earlier is not None:
+            show(["", *compare(document, earlier)])
     finally:  # also if the reader closes the pipe
         if path is not None:
             from .plot import plot

@@ -84,7 +84,7 @@ def _point(
         progress.start("compiling")
         torch.compiler.reset()  # else the second size of a sweep would be compiled for any size
         complete, smallest, *parts = (step.compiled() for step in (complete, smallest, *parts))
-        compilation = tracing.compile_report(complete.accumulate if settings.train else complete.forward)
+        compilation = tracing.compile_report(complete.train if settings.train else complete.forward)
     of_whole, optimizer = runs_of(complete, settings.mode)
     # Backward alone is not timed: it is what "train" takes longer than "forward".
     runs = {("whole", pass_): run for pass_, run in of_whole.items()}
@@ -162,7 +162,7 @@ def runs_of(step: Step, mode: str) -> tuple[dict[str, Run], Optimizer | None]:
     """
     runs: dict[str, Run] = {"forward": step.forward}
     if mode != "forward":
-        runs["train"] = step.accumulate
+        runs["train"] = step.train
     if mode != "step":
         return runs, None
     optimizer = torch.optim.AdamW(step.weights, lr=0.0)
@@ -176,10 +176,9 @@ def runs_of(step: Step, mode: str) -> tuple[dict[str, Run], Optimizer | None]:
 
 
 def held_bytes(step: Step, optimizer: Optimizer | None, run: Run, device: torch.device) -> dict[str, int | None]:
-    """Return the bytes of weights, gradients and AdamW's state, and the most that a run adds, its gradients included.
-
-    The step must have accumulated its gradients before.
-    """
+    """Return the bytes of weights, gradients and AdamW's state, and the most that a run adds, gradients included."""
+    if step.gradients:
+        step.accumulate()
     gradients = (weight.grad for weight in step.weights if weight.grad is not None)
     states = optimizer.state.values() if optimizer is not None else ()
     moments = (value for state in states for value in state.values() if torch.is_tensor(value))

@@ -1,5 +1,6 @@
 """A profile as a picture to be read 800 pixels wide: roofline and parts of one size, or the scaling of a sweep."""
 
+import math
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,17 @@ def _roofline(axes: Axes, point: dict[str, Any], ceilings: dict[str, Any]) -> No
     """Place each pass of each part, by its markers beside the names on the right, and the whole."""
     parts = [(part, _look(index) | {"markersize": 7}) for index, part in enumerate(point["parts"])]
     parts.append((point["whole"], {"color": "black", "marker": "*", "markersize": 11}))
-    intensities = [ceilings["ridge"]]
+    intensities, taken = [ceilings["ridge"]], list[tuple[float, float]]()
     for pass_, filled in (("forward", "full"), ("backward", "none")):
         for part, look in parts:
             if pass_ in part and (speed := part[pass_]["flops_per_second"]) is not None:
                 intensities.append(part[pass_]["intensity"])
-                axes.plot(intensities[-1], speed, linestyle="", fillstyle=filled, **look)
+                x, y = math.log10(intensities[-1]), math.log10(speed)
+                while any(math.dist((x, y), other) < 0.11 for other in taken):
+                    x += 0.12  # a marker is there
+                taken.append((x, y))
+                axes.plot([intensities[-1], 10**x], [speed, speed], color="grey", linewidth=0.8, zorder=1)
+                axes.plot(10**x, speed, linestyle="", fillstyle=filled, **look)
         if pass_ in point["whole"]:
             label = f"{pass_} ({'filled' if filled == 'full' else 'hollow'}; star: the whole)"
             axes.plot([], [], color="grey", marker="o", linestyle="", fillstyle=filled, label=label)
@@ -85,7 +91,8 @@ def _roofline(axes: Axes, point: dict[str, Any], ceilings: dict[str, Any]) -> No
             label = f"{name}: {rates(peak, bandwidth)}"
             roof = [min(peak, x * bandwidth) for x in corners]
             axes.plot(corners, roof, color="black", linewidth=1.2, linestyle=line, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="FLOP/s")
+    axes.set(xscale="log", yscale="log", ylabel="FLOP/s")
+    axes.set_xlabel("FLOP per byte (a line leads back to a marker's place)")
     axes.set_title("How far from the roofline?", fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(**BELOW, ncols=1)

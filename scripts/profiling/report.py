@@ -91,9 +91,10 @@ def rates(flops_per_second: float | None, bytes_per_second: float) -> str:
 
 
 def held(memory: dict[str, Any]) -> str:
-    """Return the memory of a whole in one line, by the names of the schema."""
-    sizes = (f"{key[:-6].replace('_', ' ')} {si(size, 'B')}" for key, size in memory.items() if key != "parts")
-    return f"Memory: {', '.join(sizes)}"
+    """Return the memory of a whole in one line."""
+    sizes = {key.removesuffix("_bytes"): si(size, "B") for key, size in memory.items() if key != "parts"}
+    sizes["peak above the start"] = sizes.pop("peak_added")
+    return f"Memory: {', '.join(f'{key} {size}' for key, size in sizes.items()).replace('_', ' ')}"
 
 
 def _point(point: dict[str, Any], document: dict[str, Any]) -> list[Section]:
@@ -111,7 +112,7 @@ def _point(point: dict[str, Any], document: dict[str, Any]) -> list[Section]:
 
 
 def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
-    mode, overhead = document["settings"]["mode"], point["overhead"]["seconds"]["median"]
+    mode, on_cpu = document["settings"]["mode"], document["settings"]["device"] == "cpu"
     kernels, compiled, mfu = (point[key] for key in ("kernels", "compile", "mfu"))
     seconds = point["whole"][mode]["seconds"]
     unit, factor = time_unit(seconds["median"])
@@ -127,17 +128,18 @@ def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
         lines.append(f"AdamW: {timed(update)}, {share(update['median'] / seconds['median'])} of the step")
     for source, name in (("measured", "measured ceiling"), ("datasheet", "datasheet")):
         lines.append(f"MFU of the {name}: causal {share(mfu['causal'][source])}, dense {share(mfu['dense'][source])}")
-    smallest = f"Same calls on one token of width 8: {number(overhead * factor)} {unit}"
-    lines.append(f"{smallest}, all of it overhead: Python, dispatch and launches")
+    if on_cpu or kernels is None or kernels["launch_bound"]:  # else the GPU does not wait for the host
+        overhead = point["overhead"]
+        part = f", {share(overhead['share'])} of the whole" if on_cpu and overhead["share"] <= 1 else ""
+        smallest = f"Same calls on one token of width 8: {number(overhead['seconds']['median'] * factor)} {unit}{part}"
+        lines.append(f"{smallest}, all of it overhead: Python, dispatch and launches")
     if kernels is not None:
         bound = "launch-bound" if kernels["launch_bound"] else "not launch-bound"
         lines.append(f"Kernels: {kernels['count']}, which run {share(kernels['busy_fraction'])} of the time: {bound}")
     if compiled is not None:
         cache = ", from inductor's cache" if compiled["from_cache"] else ""
         graphs = f"{plural(compiled['graphs'], 'graph')}, {plural(compiled['graph_breaks'], 'break')}"
-        lines.append(
-            f"Compilation of the whole (each part has its own): {number(compiled['seconds'])} s{cache}; {graphs}"
-        )
+        lines.append(f"Compilation of the whole: {number(compiled['seconds'])} s{cache}; {graphs}")
         lines += [f"  break: {' '.join(reason.split())}" for reason in compiled["break_reasons"]]
     return "\n".join([*lines, held(point["memory"])])
 
@@ -185,7 +187,7 @@ def _work(point: dict[str, Any], name: str) -> Table:
 
 
 def _sweep(document: dict[str, Any]) -> list[Section]:
-    """Return a line for each point, and the times of the parts."""
+    """Return a line for each point, what loses most, and the times of the parts."""
     points, axis, mode = document["points"], document["settings"]["sweep"], document["settings"]["mode"]
     measured = [point for point in points if "parts" in point]
     unit, factor = time_unit(min((point["whole"][mode]["seconds"]["median"] for point in measured), default=1.0))
@@ -194,6 +196,7 @@ def _sweep(document: dict[str, Any]) -> list[Section]:
         f"{_MODES[mode]}, MFU of the measured ceiling; one token: the same calls at width 8, which are overhead alone"
     )
     table = Table(title, [*columns, "saved", "peak"])
+    losses = Table("Most time lost against the roofline", [axis, "first", "second", "third"])
     for point in points:
         cells = [point["status"], *[""] * 7]
         if point in measured:
@@ -205,6 +208,8 @@ def _sweep(document: dict[str, Any]) -> list[Section]:
                 number(point["sum_of_parts"]["forward" if mode == "forward" else "train"]["of_whole"]["median"]),
                 *(si(point["memory"][key], "B") for key in ("saved_bytes", "peak_bytes")),
             ]
+            lost = [f"{loss['name']} {share(loss['share'])}" for loss in point["losses"]]
+            losses.rows.append([value_on(axis, point), *lost, *[""] * (3 - len(lost))])
         table.rows.append([value_on(axis, point), *cells])
     passes = ["forward"] if mode == "forward" else ["forward", "backward"]
     columns = ["part", *(value_on(axis, point) for point in measured)]
@@ -212,7 +217,7 @@ def _sweep(document: dict[str, Any]) -> list[Section]:
     for row in zip(*(point["parts"] for point in measured), strict=True):
         times = (sum(part[name]["seconds"]["median"] for name in passes) for part in row)
         parts.rows.append([row[0]["name"], *(number(factor * seconds) for seconds in times)])
-    return [describe(*(point["size"] for point in points)), table, parts]
+    return [describe(*(point["size"] for point in points)), table, *([losses, parts] if measured else [])]
 
 
 def value_on(axis: str, point: dict[str, Any]) -> str:

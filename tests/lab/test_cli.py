@@ -37,15 +37,15 @@ def test_device_has_an_index_is_current_and_exists(current, monkeypatch):
         assert device_of(name) == torch.device("cuda", index)
         assert current.pop() == index
     assert device_of("cpu") == torch.device("cpu")
-    there = "needs 3 GPUs, and torch finds 2: use another device"
+    there = "needs 3 GPUs, and torch finds 2: cuda:0, cuda:1$"
     for name, message in (("meta", "must be cpu, cuda or cuda:N, got 'meta'"), ("cuda:2", there)):
         with pytest.raises(ValueError, match=message):
             device_of(name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert device_of(None) == torch.device("cpu")
-    for built, reason in ((True, "finds 0"), (False, "is built without CUDA")):
+    for built, reason in ((True, "finds none"), (False, "is built without CUDA")):
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
-        with pytest.raises(ValueError, match=f"--device cuda needs 1 GPU, and torch {reason}: use another device"):
+        with pytest.raises(ValueError, match=f"--device cuda needs 1 GPU, and torch {reason}: use --device cpu"):
             device_of("cuda")
 
 
@@ -63,9 +63,11 @@ def test_device_of_each_process_is_its_own(current, monkeypatch):
 
 
 def test_check_outputs_rejects_what_cannot_be_written(tmp_path, monkeypatch):
-    def check(json=None, plot=None):
-        check_outputs(argparse.Namespace(json=json, plot=plot), "json", "plot")
+    def check(**paths):
+        options = {"json": None, "plot": None, "trace": None} | paths
+        check_outputs(argparse.Namespace(**options), *options)
 
+    same = tmp_path / "x.png"
     (tmp_path / "x.json").write_text("old")
     check(json=tmp_path / "x.json", plot=tmp_path / "x.svg")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.json", "old")]
@@ -73,7 +75,7 @@ def test_check_outputs_rejects_what_cannot_be_written(tmp_path, monkeypatch):
         ({"json": tmp_path / "missing" / "x"}, "--json: cannot write .*: No such file or directory"),
         ({"json": Path(os.devnull)}, "cannot write /dev/null: it is not a regular file"),
         ({"plot": tmp_path / "x.gif"}, "--plot must end in .png, .svg, .pdf"),
-        ({"json": tmp_path / "x.png", "plot": tmp_path / "." / "x.png"}, "two outputs have the same path"),
+        ({"json": tmp_path / "x", "plot": same, "trace": same}, f"^two outputs have the same path: {same}$"),
     ):
         with pytest.raises(ValueError, match=message):
             check(**paths)

@@ -6,6 +6,8 @@ from lab.sizes import Cost, Size, adamw_cost
 from profiling.parts import block_steps, part_steps
 from torch.utils.flop_counter import FlopCounterMode
 
+import tinyblock
+
 SIZE = Size(batch_size=2, seq_len=5, d_model=12, num_heads=6, num_kv_heads=2, d_head=4, d_ff=20, qk_norm=True)
 
 
@@ -43,6 +45,18 @@ def test_costs_of_products_agree_with_the_flop_counter():
         with FlopCounterMode(display=False) as counter:
             parts[name].accumulate()
         assert counter.get_total_flops() == forward.matmul_flops + backward.matmul_flops
+
+
+def test_costs_of_dense_attention_agree_with_the_flop_counter():
+    # The counter knows nothing of SDPA on a CPU, so it gets the equation, whose two products are all of its products.
+    q, k, v = (torch.randn(2, 6, 5, 4, requires_grad=True) for _ in range(3))
+    forward, backward = SIZE.part_costs(4)["attention"].values()
+    with FlopCounterMode(display=False) as counter:
+        out = tinyblock.scaled_dot_product_attention(q, k, v)
+    assert counter.get_total_flops() == forward.dense_matmul_flops
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == backward.dense_matmul_flops
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

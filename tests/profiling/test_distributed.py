@@ -12,12 +12,24 @@ from profiling.compare import compare
 from profiling.distributed import summarize_overlap
 
 PROGRAM = """
-import sys
+import os, sys, weakref
 sys.argv[0] = "scripts/profile_block.py"
+from lab.sizes import Size
 from profiling.cli import main
 from profiles import ticking
+build, tick, matrices, alive = Size.build, ticking(), [], []
+def watched(*arguments):
+    model = build(*arguments)
+    matrices.extend(weakref.ref(weight) for weight in model.parameters() if weight.ndim == 2)
+    return model
+def clock():
+    alive.append(sum(matrix() is not None for matrix in matrices))
+    return tick()
+Size.build = watched
 options = ["--device=cpu", "--seq-len=8", "--d-model=16", "--num-heads=4", "--d-ff=24", "--num-layers=2", "--rounds=2"]
-sys.exit(main([*options, "--tp=2", "--mode=step", "--json=profile.json"], ticking()))
+code = main([*options, "--tp=2", "--mode=step", "--json=profile.json"], clock)
+open(f"alive.{os.environ['RANK']}", "w").write(str(max(alive)))
+sys.exit(code)
 """
 
 
@@ -37,6 +49,8 @@ def test_profile_of_two_processes(tmp_path):
         assert record["seconds"]["median"] >= max(record["of_ranks"]) > 0
         assert record["efficiency"] == record["speed_up"]["median"] / 2
     assert (point["overlap"], point["trust"]["others_share"]) == (None, None)
+    # While it is timed, the first process alone has all 7 matrices of each block, unsharded.
+    assert [(tmp_path / f"alive.{rank}").read_text() for rank in range(2)] == ["14", "0"]
     # Collectives and memory are those of the size.
     size = Size(**point["size"])
     assert all(record["seconds"] > 0 for record in point["collectives"])

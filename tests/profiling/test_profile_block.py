@@ -1,5 +1,6 @@
 """The profiler as a program: every mode, every output, every rejection."""
 
+import copy
 import gc
 import io
 import json
@@ -9,7 +10,6 @@ from contextlib import redirect_stdout
 from dataclasses import asdict
 from types import SimpleNamespace
 
-import matplotlib.figure
 import pytest
 import torch
 from lab.machine import Ceilings
@@ -19,6 +19,7 @@ from lab.timing import Spread
 from profiles import ticking, undocumented
 from profiling.cli import main
 from profiling.measure import Settings, measure
+from profiling.report import report
 
 from tinyblock import SwiGLU
 
@@ -46,6 +47,7 @@ def train(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory):
+    pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("step")
     options = ["--mode=step", "--num-layers=2", "--qk-norm", "--dtype=bfloat16", "--rounds=15"]
     return profile(folder, *options, f"--trace={folder / 'trace.json'}", f"--plot={folder / 'plot.svg'}")
@@ -87,6 +89,7 @@ def test_profile_of_train_measures_every_part(train):
     assert (point["kernels"], point["compile"]) == (None, None)
     assert point["attention_kernel"] == "flash"
     assert point["overhead"]["share"] > 0
+    assert re.search(r"^Memory: parameters .*, peak above the start [0-9.]+ kB", train.out, re.MULTILINE)
 
 
 def test_report_begins_with_doubts_and_gives_no_causes_then(train):
@@ -96,6 +99,17 @@ def test_report_begins_with_doubts_and_gives_no_causes_then(train):
     assert summary.startswith("Forward and backward: ")
     lost = re.findall(r"^  (.+): [0-9]+ ms, [0-9.]+% of the whole$", losses, re.MULTILINE)
     assert lost == [loss["name"] for loss in train.document["points"][0]["losses"]]
+
+
+def test_report_shows_the_calls_on_one_token_where_the_whole_waits_for_them(train):
+    document = copy.deepcopy(train.document)
+    (point,) = document["points"]
+    point["overhead"]["share"] = 0.25
+    waiting, busy = ({"count": 9, "busy_fraction": 0.5, "launch_bound": bound} for bound in (True, False))
+    on_cpu = ("cpu", None, [", 25.0% of the whole"])
+    for device, kernels, shares in (on_cpu, ("cuda:0", waiting, [""]), ("cuda:0", None, [""]), ("cuda:0", busy, [])):
+        document["settings"]["device"], point["kernels"] = device, kernels
+        assert re.findall(r"\nSame calls on .*: [0-9]+ ms(.*), all of it overhead", str(report(document)[2])) == shares
 
 
 def test_profile_trace_and_plot_of_a_step_have_the_optimizer(step):
@@ -132,10 +146,11 @@ def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch):
     assert (point["compile"]["graphs"], point["compile"]["graph_breaks"]) == (1, 0)
     assert point["compile"]["seconds"] > 0
     assert len(compiled) == 2 + len(PARTS)  # the whole and the smallest, the parts
-    assert "1 graph, 0 breaks" in run.out
+    assert re.search(r"^Compilation of the whole: .* s; 1 graph, 0 breaks$", run.out, re.MULTILINE)
 
 
 def test_sweep_goes_on_without_memory_and_a_single_size_fails(tmp_path):
+    pytest.importorskip("matplotlib")
     options = [f"--sweep=batch-size=1,{TOO_LARGE},3", f"--plot={tmp_path / 'plot.svg'}"]
     sweep = profile(tmp_path, "--mode=forward", *options)
     assert [point["status"] for point in sweep.document["points"]] == ["ok", "out of memory", "ok"]
@@ -144,8 +159,12 @@ def test_sweep_goes_on_without_memory_and_a_single_size_fails(tmp_path):
     assert {record["saved_bytes"] for record in (memory, *memory["parts"])} == {None}
     assert "backward" not in sweep.out
     assert re.search(rf"^\| {TOO_LARGE} \| out of memory", sweep.out, re.MULTILINE)
+    assert re.search(rf"^\| 1 +\| +{point['losses'][0]['name']} [0-9.]+%", sweep.out, re.MULTILINE)
     assert "\n  batch-size 1: " in sweep.out  # its doubts
     assert set(PARTS) <= set(sweep.texts)
+    assert "| part " in sweep.out
+    too_large = profile(tmp_path, "--mode=forward", f"--sweep=batch-size={TOO_LARGE}", code=1)
+    assert "| part " not in too_large.out  # nor a table of parts without a row
     run = profile(tmp_path, "--mode=forward", f"--batch-size={TOO_LARGE}", code=1)
     assert [point["status"] for point in run.document["points"]] == ["out of memory"]
     assert "out of memory" in run.out
@@ -167,7 +186,9 @@ def test_interruption_keeps_the_finished_points(tmp_path, capsys):
     assert capsys.readouterr() == ("", "profile_block.py: interrupted\n")
 
 
-def test_measure_lets_go_of_everything(monkeypatch):
+@pytest.fixture
+def weights(monkeypatch):
+    """Return weak references to the weights of every model that is built from now on."""
     weights, build = [], Size.build
 
     def watched(*arguments):
@@ -176,11 +197,28 @@ def test_measure_lets_go_of_everything(monkeypatch):
         return model
 
     monkeypatch.setattr(Size, "build", watched)
+    return weights
+
+
+def test_measure_lets_go_of_everything(weights):
     settings = Settings(torch.device("cpu"), torch.float32, "step", rounds=1)
     assert measure(SIZE, settings, CEILINGS, clock=ticking())["status"] == "ok"
     gc.collect()
     assert weights
     assert not any(ref() is not None for ref in weights)
+
+
+def test_gradients_of_the_whole_are_not_kept_while_the_parts_are_timed(weights):
+    tick, kept = ticking(), []
+
+    def clock():
+        kept.append(any(ref().grad is not None for ref in weights))
+        return tick()
+
+    settings = Settings(torch.device("cpu"), torch.float32, "train", rounds=1)
+    assert measure(SIZE, settings, CEILINGS, clock=clock)["status"] == "ok"
+    assert kept
+    assert not any(kept)
 
 
 def test_error_that_is_not_a_lack_of_memory_is_raised():
@@ -205,6 +243,7 @@ def test_preset_gives_every_size_and_an_option_overrides_it(tmp_path):
 
 
 def test_prediction_is_written_shown_and_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
     options = ["--predict", "tp=2,dp=2", "dp=8", "--link=450e9,50e9", "--ceilings=NVIDIA H200"]
     run = profile(tmp_path, *options, "--sweep=batch-size=4,8", f"--plot={tmp_path / 'plot.svg'}")
     assert undocumented(run.document) == set()
@@ -238,20 +277,22 @@ def test_prediction_from_a_profile_has_its_size_mode_and_times(step, train, tmp_
         (prediction,) = json.loads((tmp_path / "new.json").read_text())["predictions"]
         assert prediction["size"] == point["size"] | changed
     capsys.readouterr()
-    wrong = "--dtype differs from that of --from, bfloat16: leave --dtype out"
+    wrong = "--dtype must be bfloat16, as in the profile of --from, got float32: leave --dtype out, or"
     assert wrong in rejection(capsys, *options, "--dtype=float32")
     longer = rejection(capsys, *options, f"--from={train.folder / 'profile.json'}", "--mode=step")
-    assert "--mode has passes that --from, in mode train, lacks" in longer
+    assert "--mode must be forward or train, as in the profile of --from, got step: leave --mode out, or" in longer
     assert "leave --ceilings out" in rejection(capsys, *options, "--ceilings=NVIDIA H200")
     of_prediction = rejection(capsys, *options, f"--from={tmp_path / 'new.json'}")
     assert "must be a profile of one size in one process" in of_prediction
 
 
 def test_plot_that_fails_does_not_lose_the_report(tmp_path, monkeypatch, capsys):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+
     def broken(*args, **kwargs):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", broken)
+    monkeypatch.setattr(figure, "savefig", broken)
     outputs = ["--json", str(tmp_path / "profile.json"), "--plot", str(tmp_path / "plot.png")]
     with pytest.raises(ZeroDivisionError):
         main([*TINY, "--mode=forward", *outputs], ticking())
@@ -266,6 +307,16 @@ def test_compare_is_shown_below_the_report(train, tmp_path, capsys):
     assert re.search(r"^\| whole +\| +forward \|.*\| +same \|$", comparison, re.MULTILINE)
     assert "  mode: train then, forward now\n" in comparison
     assert "none of these sizes" in rejection(capsys, "--seq-len=7", old)
+
+
+def test_comparison_that_fails_loses_neither_report_nor_plot(train, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    old, plot = tmp_path / "old.json", tmp_path / "plot.svg"
+    old.write_text(json.dumps(train.document | {"ceilings": {}}))
+    with pytest.raises(KeyError):
+        main([*TINY, "--mode=forward", f"--compare={old}", f"--plot={plot}"], ticking())
+    assert "sum of the parts" in capsys.readouterr().out
+    assert plot.exists()
 
 
 @pytest.mark.parametrize(
