@@ -39,7 +39,7 @@ def measure_distributed(
     device, mesh, mode = settings.device, settings.mesh, settings.mode
     progress.start("building")
     devices = init_device_mesh(device.type, tuple(mesh.axes.values()), mesh_dim_names=tuple(mesh.axes))
-    runs, step, optimizer = _build(size, settings, devices)
+    runs, step, optimizer = distributed_runs(size, settings, devices)
     passes = [name for kind, name in runs if kind == "all"]
     elements = _LINK_BYTES[device.type] // settings.dtype.itemsize
     links = {axis: Collective("all-gather", axis, elements) for axis in mesh.axes}
@@ -88,7 +88,9 @@ def measure_distributed(
     }
 
 
-def _build(size: Size, settings: Settings, devices: DeviceMesh) -> tuple[dict[Any, Run], Step, Optimizer | None]:
+def distributed_runs(
+    size: Size, settings: Settings, devices: DeviceMesh
+) -> tuple[dict[Any, Run], Step, Optimizer | None]:
     """Return the runs of all processes and of the first alone, and the step and the optimizer of all processes.
 
     Only the first process still has a model of the full size then.

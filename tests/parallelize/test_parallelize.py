@@ -13,7 +13,7 @@ from parallelize.cases import mesh_of, seeded
 from parallelize.counting import Collectives
 from processes import run_as_torchrun
 from profiling.collectives import Collective, Mesh, collectives_of
-from profiling.distributed import Distributed
+from profiling.distributed import distributed_runs
 from profiling.measure import Settings
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -110,16 +110,13 @@ def test_recomputing_costs_the_collectives_of_the_forward_pass_but_for_the_last_
 @pytest.mark.usefixtures("fake_processes")
 def test_each_pass_that_is_profiled_calls_what_a_step_calls():
     size, mesh = Size(4, 8, 16, 8, 4, 4, 32), Mesh(dp=2, tp=2)  # a Block, that would keep its weights when called again
-    train, forward = (
-        Distributed(size, Settings(torch.device("cpu"), torch.float32, mode, mesh=mesh))
-        for mode in ("train", "forward")
-    )
+    settings, devices = Settings(torch.device("cpu"), torch.float32, "train", mesh=mesh), mesh_of(*DP_TP)
+    runs, *_ = distributed_runs(size, settings, devices)
     calls = collectives_of(size, mesh)
-    assert forward.calls == {"forward": calls["forward"]}
     for name, expected in (("forward", calls["forward"]), ("train", calls["forward"] + calls["backward"])):
         for _ in range(2):
-            with Collectives(train.devices) as counted:
-                train.runs[name]()
+            with Collectives(devices) as counted:
+                runs["all", name]()
             assert counted.calls == expected, name
 
 
