@@ -73,18 +73,13 @@ def _build_hugging_face(block: Block, size: Size) -> Candidate:
 
 def _build_liger(block: Block, size: Size) -> Candidate:
     """Patch a private copy of the Llama module: Liger's own patch would also change the plain peer."""
-    patched = import_private_copy(LLAMA)
+    patched = import_as(f"{LLAMA}_of_liger", Path(str(import_module(LLAMA).__file__)))  # in the package it imports from
     vars(patched).update(
         LlamaRMSNorm=import_module("liger_kernel.transformers.rms_norm").LigerRMSNorm,
         LlamaMLP=import_module("liger_kernel.transformers.swiglu").LigerSwiGLUMLP,
         apply_rotary_pos_emb=import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb,
     )
     return hugging_face_layer(patched, block, size)
-
-
-def import_private_copy(name: str) -> ModuleType:
-    """Import a module a second time, in the package that it imports from, so that a patch does not change the first."""
-    return import_as(f"{name}_private_copy", Path(str(import_module(name).__file__)))
 
 
 def _build_litgpt(block: Block, size: Size) -> Candidate:

@@ -6,7 +6,7 @@ from pathlib import Path
 import compare_peers
 import pytest
 import torch
-from peers import candidates, cases, projects, report
+from peers import candidates, cases, measuring, projects, report
 
 QUICK = ["--quick", "--rounds", "2", "--threads", "1"]
 ONE_TOKEN = [*QUICK, "--case", "one-token-f32", "--peers", "control"]
@@ -115,16 +115,19 @@ def test_eager_cases_come_first_and_on_a_gpu_the_slowest():
 def test_kernels_are_counted_when_everything_is_timed(monkeypatch):
     events = []
 
-    def measure_case(case, peers, settings, begin):
-        events.append(f"time {case.name}")
-        return {"case": case.name, "describe": "", "work": case.work, "dtype": case.dtype_name, "rows": []}
+    class Comparison(measuring.Comparison):
+        def measure(self, case):
+            events.append(f"time {case.name}")
+            return case.facts() | {"rows": []}
+
+        def count_kernels(self, case, result):
+            events.append(f"count {case.name}")
 
     args = chosen("--case", "train-f32-768,one-token-f32")
     facts = compare_peers.environment(args.device, args.seed)
     args.device = torch.device("cuda", 0)
     monkeypatch.setattr(compare_peers, "environment", lambda device, seed: facts)
-    monkeypatch.setattr(compare_peers, "measure_case", measure_case)
-    monkeypatch.setattr(compare_peers, "count_kernels", lambda case, *rest: events.append(f"count {case.name}"))
+    monkeypatch.setattr(compare_peers, "Comparison", Comparison)
     assert compare_peers.measure(args) == 0
     assert events == [f"{what} {case}" for what in ("time", "count") for case in ("train-f32-768", "one-token-f32")]
 
@@ -140,9 +143,9 @@ def test_kernels_are_counted_when_everything_is_timed(monkeypatch):
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--json", "a", "--write", "a"], "two outputs have the same path: a"),
-        (["--report", "a.json", "--json", "b.json"], "--report measures nothing"),
+        (["--report", "a.json", "--json", "b.json"], "argument --json: not allowed with argument --report"),
         (["--report", "a.json"], "cannot read a.json: No such file or directory"),
-        (["--report", "other.json"], "other.json must be a --json file of compare_peers.py"),
+        (["--report", "other.json"], 'other.json must have the "schema" tinyblock.compare_peers/'),
     ],
 )
 def test_impossible_arguments_are_one_line_and_exit_code_2(options, message, capsys, tmp_path, monkeypatch):

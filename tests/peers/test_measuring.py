@@ -18,14 +18,18 @@ from torch.func import functional_call
 
 import tinyblock
 
-CASES = {case.name: case.shrunk() for case in cases.all_cases(torch.device("cpu"), ())}
+CPU = torch.device("cpu")
+CASES = {case.name: case.shrunk() for case in cases.all_cases(CPU, ())}
 TRAIN = CASES["train-f32-768"]
-SETTINGS = measuring.Settings(torch.device("cpu"), rounds=2, seed=0, quick=True)
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="no transformers")
 
 
+def comparison(peers, **settings):
+    return measuring.Comparison(peers, CPU, rounds=2, seed=0, quick=True, **settings)
+
+
 def measure(case=TRAIN, **peers) -> dict[str, Any]:
-    return measuring.measure_case(case, peers, SETTINGS)
+    return comparison(peers).measure(case)
 
 
 def with_shared_key_heads(case):
@@ -59,7 +63,7 @@ def fail_to_import(block, size):
 
 
 def test_unchecked_peer_is_the_block_without_its_checks():
-    block, _ = measuring.make_block(TRAIN.size, torch.float32, SETTINGS.device, seed=0)
+    block, _ = measuring.make_block(TRAIN.size, torch.float32, CPU, seed=0)
     unchecked = projects.PEERS["unchecked"].build(block, TRAIN.size).call
     assert [hasattr(type(each).forward, "__typechecked__") for each in (block, unchecked)] == [True, False]
     assert [p.data_ptr() for p in unchecked.parameters()] == [p.data_ptr() for p in block.parameters()]
@@ -130,7 +134,7 @@ def test_hugging_face_agrees(case):
 def test_patching_a_private_copy_leaves_hugging_face_alone(monkeypatch):
     from transformers.models.llama import modeling_llama
 
-    patched = projects.import_private_copy(modeling_llama.__name__)
+    patched = candidates.import_as(f"{modeling_llama.__name__}_patched", Path(modeling_llama.__file__))
     monkeypatch.setattr(patched, "apply_rotary_pos_emb", lambda q, k, cos, sin: (0 * q, k))
     broken = candidates.Peer(lambda *given: projects.hugging_face_layer(patched, *given), "patched")
     plain, patched_row = measure(transformers=projects.PEERS["transformers"], patched=broken)["rows"]
@@ -138,7 +142,7 @@ def test_patching_a_private_copy_leaves_hugging_face_alone(monkeypatch):
 
 
 def test_limit_runs_the_products_of_the_block_and_nothing_else():
-    block, x = measuring.make_block(TRAIN.size, torch.float32, SETTINGS.device, seed=0)
+    block, x = measuring.make_block(TRAIN.size, torch.float32, CPU, seed=0)
     limit = candidates.build_limit(block, TRAIN.size)
     with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         limit.call(x)
@@ -150,18 +154,18 @@ def test_limit_runs_the_products_of_the_block_and_nothing_else():
 
 def test_saved_bytes_count_each_storage_once_and_no_weights():
     case = dataclasses.replace(TRAIN, size=Size(1, 4, 8, 1, 1, 8, 8))
-    _, x = measuring.make_block(case.size, torch.float32, SETTINGS.device, seed=0)
+    _, x = measuring.make_block(case.size, torch.float32, CPU, seed=0)
     weight = torch.nn.Parameter(torch.eye(8))
     square = candidates.Candidate(lambda x: (x @ weight) * x * x, [weight])  # keeps x, x @ weight, (x @ weight) * x
-    assert measuring.Contestant(square, x, case, seed=0).counts["saved_bytes"] == 3 * x.nbytes
+    assert measuring.contestant_of(square, x, case, seed=0).counts["saved_bytes"] == 3 * x.nbytes
 
 
 def test_contestant_frees_its_graph_and_parameters():
     references = {}
     for name in ("limit", "operations", "control"):
-        block, x = measuring.make_block(TRAIN.size, torch.float32, SETTINGS.device, seed=0)
+        block, x = measuring.make_block(TRAIN.size, torch.float32, CPU, seed=0)
         candidate = projects.PEERS[name].build(block, TRAIN.size)
-        contestant = measuring.Contestant(candidate, x, TRAIN, seed=0)
+        contestant = measuring.contestant_of(candidate, x, TRAIN, seed=0)
         contestant.run()
         references[name] = [weakref.ref(parameter) for parameter in candidate.parameters]
     del candidate, contestant, block
@@ -177,8 +181,8 @@ def test_flops_are_those_of_the_pass_that_is_measured():
 
 def test_make_block_is_reproducible_and_leaves_the_global_seed_alone():
     state = torch.get_rng_state()
-    block, x = measuring.make_block(TRAIN.size, torch.float32, SETTINGS.device, seed=3)
-    again, same_x = measuring.make_block(TRAIN.size, torch.float32, SETTINGS.device, seed=3)
+    block, x = measuring.make_block(TRAIN.size, torch.float32, CPU, seed=3)
+    again, same_x = measuring.make_block(TRAIN.size, torch.float32, CPU, seed=3)
     assert block.get_parameter("ln1.weight").std() > 0.01
     assert torch.equal(x, same_x)
     assert all(torch.equal(a, b) for a, b in zip(block.parameters(), again.parameters(), strict=True))
@@ -187,13 +191,13 @@ def test_make_block_is_reproducible_and_leaves_the_global_seed_alone():
 
 def test_peers_after_the_deadline_are_missing():
     def late(block, x):
-        time.sleep(max(0, settings.deadline - time.monotonic()))
+        time.sleep(max(0, deadline - time.monotonic()))
         return block(x)
 
-    settings = dataclasses.replace(SETTINGS, deadline=time.monotonic() + 0.5)
-    peers = {"late": peer_of(late), "later": projects.PEERS["control"]}
-    for case, expected in ((TRAIN, ["measured", "missing"]), (TRAIN, ["missing", "missing"])):
-        rows = measuring.measure_case(case, peers, settings)["rows"]
+    deadline = time.monotonic() + 0.5
+    compared = comparison({"late": peer_of(late), "later": projects.PEERS["control"]}, deadline=deadline)
+    for expected in (["measured", "missing"], ["missing", "missing"]):
+        rows = compared.measure(TRAIN)["rows"]
         assert [row["status"] for row in rows] == expected
     assert rows[0]["reason"] == "no time was left"
 
@@ -204,16 +208,16 @@ def test_kernels_are_counted_for_the_block_and_each_measured_peer():
             run()
         return {"count": sum(event.count for event in profile.key_averages() if event.key == "aten::rms_norm")}
 
-    peers = {name: projects.PEERS[name] for name in ("control", "limit", "copy")}
-    result = measure(**peers)
-    measuring.count_kernels(TRAIN, peers, SETTINGS, result, count)
+    compared = comparison({name: projects.PEERS[name] for name in ("control", "limit", "copy")}, count=count)
+    result = compared.measure(TRAIN)
+    compared.count_kernels(TRAIN, result)
     assert [counted.get("kernels") for counted in (result, *result["rows"])] == [2, 2, 0, None]
 
 
 def test_rows_have_the_targets_of_the_case_and_no_peer_that_inductor_has_no_code_for():
     peers = {name: projects.PEERS[name] for name in ("copy", "operations", "control", "transformers")}
     case = dataclasses.replace(TRAIN, how="compiled", targets={"others": 1.5, "control": 2.0})
-    rows = measuring.measure_case(case, peers, dataclasses.replace(SETTINGS, deadline=0))["rows"]
+    rows = comparison(peers, deadline=0).measure(case)["rows"]
     assert [(row["peer"], row["target"]) for row in rows] == [("copy", None), ("control", 2.0), ("transformers", 1.5)]
 
 
@@ -228,18 +232,19 @@ def test_cuda_graphs_begin_a_step_with_every_call_and_copy_no_weights(monkeypatc
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(None))
     monkeypatch.setattr(torch, "compile", compile_nothing)
     case = dataclasses.replace(CASES["one-token-f32"], how="graphs")
-    block, x = measuring.make_block(case.size, torch.float32, SETTINGS.device, seed=0)
-    operations = projects.PEERS["operations"].build(block, case.size)
-    contestant = measuring.Contestant(operations, x, case, seed=0)
+    block, x = measuring.make_block(case.size, torch.float32, CPU, seed=0)
+    inputs: list[torch.Tensor] = []
+    candidate = candidates.Candidate(lambda x: inputs.append(x) or block(x), list(block.parameters()))
+    contestant = measuring.contestant_of(candidate, x, case, seed=0)
     calls = len(begun)
     contestant.run()
     assert (modes, len(begun)) == (["reduce-overhead"], calls + 1)
-    assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in (contestant.x, *block.parameters()))
+    assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in (*inputs, *block.parameters()))
 
 
 def test_copy_moves_as_many_bytes_as_the_weights_have():
     case = CASES["one-token-bf16"]
-    block, x = measuring.make_block(case.size, case.dtype, SETTINGS.device, seed=0)
+    block, x = measuring.make_block(case.size, case.dtype, CPU, seed=0)
     copied = projects.PEERS["copy"].build(block, case.size).call(x)
     assert 2 * copied.nbytes == sum(weight.nbytes for weight in block.parameters())
     assert measure(copy=projects.PEERS["copy"])["rows"][0]["status"] == "skipped"
