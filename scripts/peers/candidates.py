@@ -163,10 +163,6 @@ def build_block(block: Any, size: Size) -> Candidate:
     return candidate
 
 
-def build_control(block: Block, size: Size) -> Candidate:
-    return build_block(copy.deepcopy(block), size)
-
-
 def block_of(checkout: Path) -> Peer:
     """Return the Block of another version of tinyblock as a peer.
 
@@ -176,11 +172,8 @@ def block_of(checkout: Path) -> Peer:
     source = checkout / "tinyblock" / "__init__.py"
     if not source.is_file():
         raise ValueError(f"--against must be a checkout of tinyblock, got {checkout}")
-
-    def build(block: Block, size: Size) -> Candidate:
-        return _build_block_of(import_as("tinyblock_against", source), block, size)
-
-    return Peer(build, f"the Block of {checkout}")
+    title = f"the Block of {checkout}"
+    return Peer(lambda *block: _build_block_of(import_as("tinyblock_against", source), *block), title)
 
 
 def build_unchecked(block: Block, size: Size) -> Candidate:
@@ -205,6 +198,6 @@ OWN = {
     "copy": Peer(build_copy, "copy: as many bytes as the weights have", agrees=False),
     # Inductor generates no code for its complex product.
     "operations": Peer(build_operations, "operations: the Block's, without modules or checks", eager_only=True),
-    "control": Peer(build_control, "control: a second copy of the Block"),
+    "control": Peer(lambda block, size: build_block(copy.deepcopy(block), size), "control: a second copy of the Block"),
     "unchecked": Peer(build_unchecked, "unchecked: the Block without checks"),
 }
