@@ -9,7 +9,7 @@ import copy
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 import tinyblock
 from tinyblock import Block
 
+Layer = Callable[[Tensor], Any]
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -38,7 +40,7 @@ class Candidate:
     call: Callable[..., Any]
     parameters: list[Tensor]
     keywords: dict[str, Any] = field(default_factory=dict)
-    parts: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
+    parts: dict[str, Layer] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: nn.Module, norm: Any, ffn: Any, attention: Callable[..., Any], **keywords: Any) -> "Candidate":
@@ -68,11 +70,7 @@ class Peer:
         return versions(self.package).get(self.package) if self.package else None
 
     def build(self, block: Block, size: Size) -> Candidate:
-        """Return a candidate with the weights, dtype and device of `block`.
-
-        Raises:
-            ImportError: the package is missing, or cannot run here.
-        """
+        """Return a candidate with the weights of `block`; raise an ImportError if it cannot run here."""
         if self.cuda_only and not next(block.parameters()).is_cuda:
             raise ImportError(f"{self.package} needs CUDA")
         if self.package and self.version() is None:
@@ -90,17 +88,13 @@ def weights_of(block: Block) -> dict[str, Any]:
 @functools.cache
 def import_as(name: str, source: Path) -> ModuleType:
     """Import a file under another name; an `__init__.py` also imports the modules of its package."""
-    spec = importlib.util.spec_from_file_location(name, source)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(name, source)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _attention(
-    weights: Mapping[str, Tensor], size: Size, rotate: Callable[[Tensor], Tensor] = lambda x: x
-) -> Callable[[Tensor], Tensor]:
+def _attention(weights: dict[str, Tensor], size: Size, rotate: Layer = lambda x: x) -> Layer:
     """Return the operations of the attention layer, in the Block's order: it splits heads before it rotates them."""
     causal, gqa = size.seq_len > 1, size.num_kv_heads < size.num_heads
 
@@ -164,11 +158,7 @@ def build_block(block: Any, size: Size) -> Candidate:
 
 
 def block_of(checkout: Path) -> Peer:
-    """Return the Block of another version of tinyblock as a peer.
-
-    Raises:
-        ValueError: `checkout` is not a checkout of tinyblock.
-    """
+    """Return the Block of another version of tinyblock as a peer; raise a ValueError if `checkout` has none."""
     source = checkout / "tinyblock" / "__init__.py"
     if not source.is_file():
         raise ValueError(f"--against must be a checkout of tinyblock, got {checkout}")

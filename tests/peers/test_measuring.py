@@ -9,6 +9,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import jaxtyping
 import pytest
@@ -126,7 +127,7 @@ def test_patching_a_private_copy_leaves_hugging_face_alone(monkeypatch):
 
     patched = candidates.import_as(f"{modeling_llama.__name__}_patched", Path(modeling_llama.__file__))
     monkeypatch.setattr(patched, "apply_rotary_pos_emb", lambda q, k, cos, sin: (0 * q, k))
-    broken = candidates.Peer(lambda *given: projects.hugging_face_layer(*given, patched), "patched")
+    broken = candidates.Peer(lambda block, size: projects.hugging_face_layer(block, size, patched), "patched")
     assert [row["status"] for row in rows_of("transformers", broken)] == ["measured", "disagrees"]
 
 
@@ -205,17 +206,17 @@ def test_rows_have_the_targets_of_the_case_and_no_peer_that_inductor_has_no_code
 
 
 def test_cuda_graphs_begin_a_step_with_every_call_and_copy_no_weights(monkeypatch):
-    begun, modes, inputs = [], [], []
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(None))
-    monkeypatch.setattr(torch, "compile", lambda call, dynamic, mode: modes.append(mode) or call)
+    begin, compiler = Mock(), Mock(side_effect=lambda call, **options: call)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", begin)
+    monkeypatch.setattr(torch, "compile", compiler)
     case = dataclasses.replace(CASES["one-token-f32"], how="graphs")
     block, x = block_and_x(case)
-    candidate = candidates.Candidate(lambda x: inputs.append(x) or block(x), list(block.parameters()))
-    contestant = measuring.contestant_of(candidate, x, case, seed=0)
-    calls = len(begun)
+    call = Mock(side_effect=block)
+    contestant = measuring.contestant_of(candidates.Candidate(call, [*block.parameters()]), x, case, seed=0)
     contestant.run()
-    assert (modes, len(begun)) == (["reduce-overhead"], calls + 1)
-    assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in (*inputs, *block.parameters()))
+    assert compiler.call_args.kwargs["mode"] == "reduce-overhead"
+    assert begin.call_count == call.call_count
+    assert all(hasattr(each, "_dynamo_static_input_type") for each in (*call.call_args.args, *block.parameters()))
 
 
 def test_copy_moves_as_many_bytes_as_the_weights_have():
