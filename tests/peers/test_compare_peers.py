@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import compare_peers
 import pytest
 import torch
-from peers import candidates, cases, measuring, projects, report
+from peers import candidates, cases, projects, report
 
 QUICK = ["--quick", "--rounds", "2", "--threads", "1"]
 ONE_TOKEN = [*QUICK, "--case", "one-token-f32", "--peers", "control"]
@@ -94,23 +95,16 @@ def test_eager_cases_come_first_and_on_a_gpu_the_slowest():
 
 
 def test_kernels_are_counted_when_everything_is_timed(monkeypatch):
-    events = []
-
-    class Comparison(measuring.Comparison):
-        def measure(self, case):
-            events.append(f"time {case.name}")
-            return case.facts() | {"rows": []}
-
-        def count_kernels(self, case, result):
-            events.append(f"count {case.name}")
-
     args = chosen("--case", "train-f32-768,one-token-f32")
     facts = compare_peers.environment(args.device, args.seed)
     args.device = torch.device("cuda", 0)
+    comparison = Mock(late=lambda: False)
+    comparison.measure.side_effect = lambda case: case.facts() | {"rows": []}
     monkeypatch.setattr(compare_peers, "environment", lambda device, seed: facts)
-    monkeypatch.setattr(compare_peers, "Comparison", Comparison)
+    monkeypatch.setattr(compare_peers, "Comparison", lambda *settings: comparison)
     assert compare_peers.measure(args) == 0
-    assert events == [f"{what} {case}" for what in ("time", "count") for case in ("train-f32-768", "one-token-f32")]
+    calls = [(name, case) for name, (case, *_), _ in comparison.method_calls]
+    assert calls == [(name, case) for name in ("measure", "count_kernels") for case in args.cases]
 
 
 @pytest.mark.parametrize(

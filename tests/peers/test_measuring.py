@@ -66,12 +66,19 @@ def test_unchecked_peer_is_the_block_without_its_checks():
     assert not jaxtyping.config.jaxtyping_disable
 
 
-@pytest.mark.parametrize("case", [TRAIN, SHARED, CASES["one-token-f32"]], ids=lambda case: case.name)
-def test_candidates_of_the_blocks_parts_compute_what_it_computes(case):
-    for row in rows_of("limit", "operations", "control", "unchecked", case=case):
+@pytest.mark.parametrize("case", [TRAIN, SHARED, *map(CASES.get, ("train-bf16-768", "one-token-f32"))])
+@pytest.mark.parametrize(
+    ("peers", "allowed"),
+    [
+        (("limit", "operations", "control", "unchecked"), 0.05),
+        pytest.param(("transformers",), 1, marks=needs_transformers, id="transformers"),
+    ],
+)
+def test_peers_compute_what_the_block_computes(peers, allowed, case):
+    for row in rows_of(*peers, case=case):
         assert row["status"] == "measured", row
         assert ("errors" in row) == (row["peer"] != "limit")
-        assert all(error < 1e-6 for error in row.get("errors", {}).values())
+        assert all(error <= allowed * measuring.tolerance(case.dtype) for error in row.get("errors", {}).values()), row
         (samples,) = row["processes"]
         assert len(samples["tinyblock"]) == len(samples["peer"]) == 2
 
@@ -110,14 +117,6 @@ def test_block_of_a_checkout_runs_its_code_with_our_weights_and_positions(tmp_pa
     (row,) = rows_of(peer, case=TRAIN.with_positions())
     assert row["errors"] == {"outputs": 0, "gradients": 0}
     assert rows_of(peer)[0]["reason"] == "AssertionError:"
-
-
-@pytest.mark.parametrize("case", [SHARED, CASES["train-bf16-768"], CASES["one-token-f32"]], ids=lambda case: case.name)
-@needs_transformers
-def test_hugging_face_agrees(case):
-    (row,) = rows_of("transformers", case=case)
-    assert row["status"] == "measured", row["reason"]
-    assert max(row["errors"].values()) <= measuring.tolerance(case.dtype)
 
 
 @needs_transformers
