@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     facts = {"rounds": args.rounds, "quick": args.quick, "shape_checks": not jaxtyping.config.jaxtyping_disable}
     document: dict[str, Any] = {"schema": SCHEMA, "environment": environment(args.device, args.seed), "settings": facts}
-    document |= {"interrupted": True, "cases": []}  # until it is over
+    document |= {"interrupted": True, "cases": []}  # interrupted until it is over
     progress, deadline = Progress(), time.monotonic() + args.seconds
     comparison = Comparison(args.peers, args.device, args.rounds, args.seed, args.quick, deadline, progress.start)
 
@@ -129,11 +129,11 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Print and write the page of earlier runs."""
+    """Write and print the page of earlier runs."""
     text = page(args.report)
-    print(text)
     if args.write:
         write_text(args.write, text)
+    print(text)
     return 0
 
 

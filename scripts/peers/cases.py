@@ -35,7 +35,7 @@ class Case:
         return self.work == "train"
 
     def facts(self) -> dict[str, Any]:
-        """Return what the case is, for JSON."""
+        """Return the name, the description, the pass, its FLOPs and the dtype, for JSON."""
         size, cost, dtype = self.size, self.size.costs(self.work), str(self.dtype).removeprefix("torch.")
         text = "Forward and backward" if self.trains else "Forward without gradients"
         text += f", {self.how.replace('graphs', 'compiled, CUDA graphs')}, {dtype}"
