@@ -18,14 +18,14 @@ import jaxtyping
 import torch
 from lab.cli import Parser, check_outputs, device_of, run
 from lab.environment import environment
-from lab.files import atomic, write_json
+from lab.files import read_json, write_json, write_text
 from lab.presets import PRESETS
 from lab.progress import Progress
 from peers.candidates import block_of
 from peers.cases import CUDA_PRESETS, HOW, Case, all_cases
-from peers.measuring import Settings, count_kernels, measure_case
+from peers.measuring import Comparison
 from peers.projects import PEERS
-from peers.report import SCHEMA, load_run, page, summarize, text_of, verdicts
+from peers.report import SCHEMA, page, summarize, text_of, verdicts
 
 EPILOG = """\
 examples:
@@ -59,18 +59,17 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     add("--seconds", type=float, default=float("inf"), metavar="S", help="start no peer after S seconds (default: inf)")
     add("--seed", type=int, default=0, metavar="N", help="seed of weights and inputs (default: 0)")
     add("--quick", action="store_true", help="tiny sizes, to test the script; the times mean nothing")
-    add("--json", type=Path, metavar="FILE", help="write every sample, after each case")
     add("--write", type=Path, metavar="FILE", help="write the report as Markdown, after each case")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--json", type=Path, metavar="FILE", help="write every sample, after each case")
     add("--report", type=Path, nargs="+", metavar="JSON", help="pool and report these runs, without measuring")
     args = parser.parse_args(argv)
     with parser.reporting():
         for name in ("rounds", "threads"):
             if getattr(args, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
-        if args.report and args.json:
-            raise ValueError("--json requires a measurement, and --report measures nothing: omit one of them")
         check_outputs(args, "json", "write")
-        args.report = [load_run(path) for path in args.report or ()]
+        args.report = [read_json(path, SCHEMA, "--report") for path in args.report or ()]
         args.device = device_of(args.device)
         peers = {**PEERS, **({"against": block_of(args.against)} if args.against else {})}
         args.peers = choose("peer", args.peers or "control,against" * bool(args.against), peers) or peers
@@ -103,54 +102,44 @@ def measure(args: argparse.Namespace) -> int:
     """Measure the cases, print and write the results after each, and return the exit code."""
     torch.set_num_threads(args.threads)
     facts = {"rounds": args.rounds, "quick": args.quick, "shape_checks": not jaxtyping.config.jaxtyping_disable}
-    document: dict[str, Any] = {
-        "schema": SCHEMA,
-        "environment": environment(args.device, args.seed),
-        "settings": facts,
-        "interrupted": True,  # until it is over
-        "cases": [],
-    }
-    settings = Settings(args.device, args.rounds, args.seed, args.quick, time.monotonic() + args.seconds)
+    document: dict[str, Any] = {"schema": SCHEMA, "environment": environment(args.device, args.seed), "settings": facts}
+    document |= {"interrupted": True, "cases": []}  # interrupted until it is over
+    progress, deadline = Progress(), time.monotonic() + args.seconds
+    comparison = Comparison(args.peers, args.device, args.rounds, args.seed, args.quick, deadline, progress.start)
 
     def save() -> list[dict[str, Any]]:
         document["cases"] = summarize(document)
         if args.json:
             write_json(args.json, document)
-        report([document], args.write)
+        if args.write:
+            write_text(args.write, page([document]))
         return document["cases"]
 
-    with Progress() as progress:
+    with progress:
         for case in args.cases:
             progress.prefix = f"{case.name}: "
-            document["cases"].append(measure_case(case, args.peers, settings, progress.start))
+            document["cases"].append(comparison.measure(case))
             print(text_of(save()[-1]), end="\n\n", flush=True)
         for case, result in zip(args.cases, document["cases"], strict=True):
-            if args.device.type == "cuda" and time.monotonic() < settings.deadline:
-                count_kernels(case, args.peers, settings, result)
+            if args.device.type == "cuda" and not comparison.late():
+                comparison.count_kernels(case, result)
     document["interrupted"] = False
     print(verdicts(save()))
     return int(any(row["status"] == "disagrees" for case in document["cases"] for row in case["rows"]))
 
 
-def report(runs: Sequence[dict[str, Any]], path: Path | None) -> str:
-    """Return the page of the runs, and write it to `path` if given."""
-    text = page(runs)
-    if path:
-        with atomic(path) as temporary:
-            temporary.write_text(text)
-    return text
+def report(args: argparse.Namespace) -> int:
+    """Write and print the page of earlier runs."""
+    text = page(args.report)
+    if args.write:
+        write_text(args.write, text)
+    print(text)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser, args = parse(argv)
-
-    def work() -> int:
-        if not args.report:
-            return measure(args)
-        print(report(args.report, args.write))
-        return 0
-
-    return run(parser, work)
+    return run(parser, lambda: report(args) if args.report else measure(args))
 
 
 if __name__ == "__main__":

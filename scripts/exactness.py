@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's 
 import torch
 from lab.cli import Parser, check_outputs, device_of, run
 from lab.environment import environment, versions
-from lab.files import atomic
+from lab.files import write_text
 from lab.progress import Progress
 from lab.tables import markdown, number
 from peers.errors import COMPILED, DTYPES, FORWARD, OURS, PROJECTS, ROPES, ROUNDED, SECTIONS, Errors, measure
@@ -124,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.plot:
             draw(errors, facts, args.plot)
         if args.write:
-            with atomic(args.write) as temporary:
-                temporary.write_text(head + MARK + "\n" + text)
+            write_text(args.write, head + MARK + "\n" + text)
         return 0
 
     return run(parser, work)

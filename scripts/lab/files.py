@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and documents of a schema."""
 
 import errno
 import json
@@ -27,10 +27,26 @@ def atomic(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_json(path: Path, document: Any) -> None:
-    """Write a document as JSON, whole or not at all."""
+def write_text(path: Path, text: str) -> None:
     with atomic(path) as temporary:
-        temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+        temporary.write_text(text)
+
+
+def write_json(path: Path, document: Any) -> None:
+    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: Path, schema: str, option: str) -> dict[str, Any]:
+    """Read the document that an option names; raise a ValueError if it is none, or of another schema."""
+    try:
+        document = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{option}: cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{option}: {path} is not JSON: {error}") from None
+    if not isinstance(document, dict) or document.get("schema") != schema:
+        raise ValueError(f'{option}: {path} must have the "schema" {schema}: write it with --json')
+    return document
 
 
 def require_writable(path: Path) -> None:

@@ -14,9 +14,11 @@ Conventions of the costs:
 """
 
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import torch
 
+import tinyblock
 from tinyblock import Block, Transformer
 
 PASSES = {"forward": ("forward",), "train": ("forward", "backward"), "step": ("forward", "backward", "optimizer")}
@@ -94,16 +96,15 @@ class Size:
         """Return the same block with next to no arithmetic; the fused attention kernels need widths of 8 or more."""
         return replace(self, batch_size=1, seq_len=1, d_model=8, d_ff=8)
 
-    def build(self, device: torch.device | str, dtype: torch.dtype) -> Block | Transformer:
-        """Build the block, or the stack; raise a ValueError if one of the layers rejects the size."""
+    def build(self, device: torch.device | str, dtype: torch.dtype, package: Any = tinyblock) -> Block | Transformer:
+        """Build the block or the stack, of this or another tinyblock; raise a ValueError if a layer rejects it."""
         if self.batch_size < 1 or self.seq_len < 1:
             raise ValueError(f"batch_size and seq_len must be at least 1, got {self.batch_size} and {self.seq_len}")
         widths = self.d_model, self.num_heads, self.d_ff
         options = {name: getattr(self, name) for name in ("num_kv_heads", "d_head", "qk_norm", "theta", "eps")}
-        stack = Transformer(self.layers, *widths, max_seq_len=self.seq_len, device=device, dtype=dtype, **options)
-        block = stack.layers[0]
-        assert isinstance(block, Block)
-        return block if self.num_layers is None else stack
+        options |= {"max_seq_len": self.seq_len, "device": device, "dtype": dtype}
+        stack: Any = package.Transformer(self.layers, *widths, **options)
+        return stack.layers[0] if self.num_layers is None else stack
 
     def part_costs(self, element_size: int) -> dict[str, dict[str, Cost]]:
         """Return the cost of each part of one block and of what the model has once; the size of an element in bytes."""

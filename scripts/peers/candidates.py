@@ -9,7 +9,7 @@ import copy
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -26,18 +26,21 @@ from torch.utils._pytree import tree_leaves
 import tinyblock
 from tinyblock import Block
 
+Layer = Callable[[Tensor], Any]
+
 
 @dataclass(frozen=True)
 class Candidate:
     """A function to time, `call(x, **keywords)`, and the parameters that a training step differentiates.
 
-    `parts` are its layers and the whole, each a function of x alone, under the names of docs/exactness.md.
+    One with the keyword `token_positions` gets those of the case; the others rotate by the same, from tables. `parts`
+    are its layers and the whole, each a function of x alone, under the names of docs/exactness.md.
     """
 
     call: Callable[..., Any]
     parameters: list[Tensor]
     keywords: dict[str, Any] = field(default_factory=dict)
-    parts: dict[str, Callable[[Tensor], Any]] = field(default_factory=dict)
+    parts: dict[str, Layer] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: nn.Module, norm: Any, ffn: Any, attention: Callable[..., Any], **keywords: Any) -> "Candidate":
@@ -54,10 +57,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Peer:
-    """The source of a candidate. `agrees` is False if its outputs differ by design and must not be compared.
-
-    A peer that takes positions gets those of the Block; the others rotate by the same positions, from tables.
-    """
+    """The source of a candidate. `agrees` is False if its outputs differ by design and must not be compared."""
 
     builder: Callable[[Block, Size], Candidate]
     title: str
@@ -65,24 +65,17 @@ class Peer:
     cuda_only: bool = False
     eager_only: bool = False
     agrees: bool = True
-    takes_positions: bool = False
 
     def version(self) -> str | None:
         return versions(self.package).get(self.package) if self.package else None
 
-    def build(self, block: Block, size: Size, **positions: Tensor) -> Candidate:
-        """Return a candidate with the weights, dtype and device of `block`.
-
-        Raises:
-            ImportError: the package is missing, or cannot run here.
-        """
+    def build(self, block: Block, size: Size) -> Candidate:
+        """Return a candidate with the weights of `block`; raise an ImportError if it cannot run here."""
         if self.cuda_only and not next(block.parameters()).is_cuda:
             raise ImportError(f"{self.package} needs CUDA")
         if self.package and self.version() is None:
             raise ImportError(f"not installed: pip install {self.package}")
-        candidate = self.builder(block, size)
-        candidate.keywords.update(positions if self.takes_positions else {})
-        return candidate
+        return self.builder(block, size)
 
 
 def weights_of(block: Block) -> dict[str, Any]:
@@ -95,17 +88,13 @@ def weights_of(block: Block) -> dict[str, Any]:
 @functools.cache
 def import_as(name: str, source: Path) -> ModuleType:
     """Import a file under another name; an `__init__.py` also imports the modules of its package."""
-    spec = importlib.util.spec_from_file_location(name, source)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(name, source)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _attention(
-    weights: Mapping[str, Tensor], size: Size, rotate: Callable[[Tensor], Tensor] = lambda x: x
-) -> Callable[[Tensor], Tensor]:
+def _attention(weights: dict[str, Tensor], size: Size, rotate: Layer = lambda x: x) -> Layer:
     """Return the operations of the attention layer, in the Block's order: it splits heads before it rotates them."""
     causal, gqa = size.seq_len > 1, size.num_kv_heads < size.num_heads
 
@@ -160,25 +149,21 @@ def build_operations(block: Block, size: Size) -> Candidate:
     return Candidate(operations, [*block.parameters()])
 
 
-def build_control(block: Block, size: Size) -> Candidate:
-    return _candidate_of(copy.deepcopy(block), size)
+def build_block(block: Any, size: Size) -> Candidate:
+    """Take a Block as it is."""
+    at_0 = torch.zeros(size.seq_len, dtype=torch.long, device=block.ln1.weight.device)  # where RoPE rotates nothing
+    candidate = Candidate.of(block, block.ln1, block.ffn, block.attn, token_positions=None)
+    candidate.parts["attention without RoPE"] = functools.partial(block.attn, token_positions=at_0)
+    return candidate
 
 
 def block_of(checkout: Path) -> Peer:
-    """Return the Block of another version of tinyblock as a peer.
-
-    Raises:
-        ValueError: `checkout` is not a checkout of tinyblock.
-    """
+    """Return the Block of another version of tinyblock as a peer; raise a ValueError if `checkout` has none."""
     source = checkout / "tinyblock" / "__init__.py"
     if not source.is_file():
         raise ValueError(f"--against must be a checkout of tinyblock, got {checkout}")
-
-    return Peer(
-        lambda block, size: _build_block_of(import_as("tinyblock_against", source), block, size),
-        f"the Block of {checkout}",
-        takes_positions=True,
-    )
+    title = f"the Block of {checkout}"
+    return Peer(lambda *block: _build_block_of(import_as("tinyblock_against", source), *block), title)
 
 
 def build_unchecked(block: Block, size: Size) -> Candidate:
@@ -192,27 +177,10 @@ def build_unchecked(block: Block, size: Size) -> Candidate:
 
 def _build_block_of(package: ModuleType, block: Block, size: Size) -> Candidate:
     """Build it on the weights of the Block themselves, because a copy elsewhere in memory may be faster to read."""
-    rope = package.RotaryPositionalEmbedding(size.theta, size.d_head, size.seq_len)
-    layer = package.Block(
-        size.d_model,
-        size.num_heads,
-        size.d_ff,
-        rope=rope.to(next(block.parameters()).device),
-        num_kv_heads=size.num_kv_heads,
-        d_head=size.d_head,
-        eps=size.eps,
-    )
+    weight = next(block.parameters())
+    layer = size.build(weight.device, weight.dtype, package)
     layer.load_state_dict(block.state_dict(), assign=True)
-    return _candidate_of(layer, size)
-
-
-def _candidate_of(block: Any, size: Size) -> Candidate:
-    positions = torch.arange(size.seq_len, device=next(block.parameters()).device)
-    attention = functools.partial(block.attn, token_positions=positions)
-    without_rope = functools.partial(block.attn, token_positions=0 * positions)  # at 0, RoPE rotates nothing
-    candidate = Candidate.of(block, block.ln1, block.ffn, attention)
-    candidate.parts["attention without RoPE"] = without_rope
-    return candidate
+    return build_block(layer, size)
 
 
 OWN = {
@@ -220,6 +188,6 @@ OWN = {
     "copy": Peer(build_copy, "copy: as many bytes as the weights have", agrees=False),
     # Inductor generates no code for its complex product.
     "operations": Peer(build_operations, "operations: the Block's, without modules or checks", eager_only=True),
-    "control": Peer(build_control, "control: a second copy of the Block", takes_positions=True),
-    "unchecked": Peer(build_unchecked, "unchecked: the Block without checks", takes_positions=True),
+    "control": Peer(lambda block, size: build_block(copy.deepcopy(block), size), "control: a second copy of the Block"),
+    "unchecked": Peer(build_unchecked, "unchecked: the Block without checks"),
 }

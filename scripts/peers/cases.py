@@ -1,7 +1,9 @@
 """The cases: passes of a Block at given sizes, with target ratios."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from lab.presets import PRESETS
@@ -29,20 +31,19 @@ class Case:
     positions: bool = False
 
     @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
     def trains(self) -> bool:
         return self.work == "train"
 
-    def describe(self) -> str:
-        size, how = self.size, self.how.replace("graphs", "compiled, CUDA graphs")
+    def facts(self) -> dict[str, Any]:
+        """Return the name, the description, the pass, its FLOPs and the dtype, for JSON."""
+        size, cost, dtype = self.size, self.size.costs(self.work), str(self.dtype).removeprefix("torch.")
         text = "Forward and backward" if self.trains else "Forward without gradients"
-        text += f", {how}, {self.dtype_name}, batch {size.batch_size}, sequence {size.seq_len}, d_model {size.d_model}"
-        text += f", heads {size.num_heads}"
+        text += f", {self.how.replace('graphs', 'compiled, CUDA graphs')}, {dtype}"
+        text += f", batch {size.batch_size}, sequence {size.seq_len}, d_model {size.d_model}, heads {size.num_heads}"
         text += f", key heads {size.num_kv_heads}" if size.num_kv_heads != size.num_heads else ""
-        return f"{text}, d_ff {size.d_ff}" + (", token positions given" if self.positions else "")
+        text += f", d_ff {size.d_ff}" + ", token positions given" * self.positions
+        flops = {"causal": cost.matmul_flops, "dense": cost.dense_matmul_flops}
+        return {"case": self.name, "describe": text, "work": self.work, "flops": flops, "dtype": dtype}
 
     def with_positions(self) -> "Case":
         """Return the case with positions 0, 1, 2, ... passed to the Block, without targets."""
@@ -86,15 +87,13 @@ def all_cases(device: torch.device, presets: Iterable[str]) -> list[Case]:
 
 def _preset_cases(name: str) -> list[Case]:
     """Return the cases of a model's block in bfloat16, with targets if its size fills a GPU."""
+    eager, compiled = {"transformers": 1.00, "operations": 1.03, "unchecked": 1.01}, {"others": 1.00, "limit": 1.05}
     token, cases = replace(PRESETS[name], num_layers=None, qk_norm=False), []
-    targets = {"eager": {"transformers": 1.00, "operations": 1.03, "unchecked": 1.01}}
-    targets["compiled"] = targets["graphs"] = {"others": 1.00, "limit": 1.05}
     for how, suffix in HOW.items():
-        for batch, seq in ((4, 2048), (1, 8192)):
-            size = replace(token, batch_size=batch, seq_len=seq)
-            judged = targets[how] if name == "llama-3.1-8b" else {}
-            for work in ("forward", "train"):
-                cases.append(Case(f"{work}{suffix}-bf16-{name}-{batch}x{seq}", work, size, torch.bfloat16, how, judged))
-        least = {"copy": 1.03} if how == "graphs" else {}
-        cases.append(Case(f"one-token{suffix}-bf16-{name}", "forward", token, torch.bfloat16, how, least))
+        targets = {} if name != "llama-3.1-8b" else eager if how == "eager" else compiled
+        for (batch, seq), work in itertools.product([(4, 2048), (1, 8192)], ["forward", "train"]):
+            size, label = replace(token, batch_size=batch, seq_len=seq), f"{work}{suffix}-bf16-{name}-{batch}x{seq}"
+            cases.append(Case(label, work, size, torch.bfloat16, how, targets))
+        targets = {"copy": 1.03} if how == "graphs" else {}
+        cases.append(Case(f"one-token{suffix}-bf16-{name}", "forward", token, torch.bfloat16, how, targets))
     return cases

@@ -21,7 +21,7 @@ from torch.nn.utils import vector_to_parameters
 from tinyblock import Block, RotaryPositionalEmbedding
 
 from . import rotations
-from .candidates import Peer, build_control
+from .candidates import Peer, build_block
 from .measuring import as_tuple, make_block
 from .projects import PEERS, build_torch
 
@@ -41,9 +41,9 @@ OURS, COMPILED, ROUNDED = "tinyblock", "tinyblock, compiled", "the exact result,
 Errors = dict[tuple[str, str, str], dict[str, list[tuple[float, float]]]]
 # The layers and the RoPE of a project, if it has them.
 Sources = tuple[Peer | None, rotations.Builder | None]
-EXACT: Sources = (Peer(build_control, "exact"), rotations.formula)
+EXACT: Sources = (Peer(build_block, "exact"), rotations.formula)
 PROJECTS: dict[str, Sources] = {
-    OURS: (Peer(build_control, OURS), RotaryPositionalEmbedding),
+    OURS: (Peer(build_block, OURS), RotaryPositionalEmbedding),
     "torch.nn": (Peer(build_torch, "torch.nn"), None),
     "Hugging Face": (PEERS["transformers"], rotations.hugging_face),
     "Meta": (None, rotations.meta),

@@ -44,8 +44,9 @@ def _load(module: Any, weights: Mapping[str, Tensor], names: Mapping[str, str]) 
     return module
 
 
-def hugging_face_layer(modeling: ModuleType, block: Block, size: Size) -> Candidate:
+def hugging_face_layer(block: Block, size: Size, patched: ModuleType | None = None) -> Candidate:
     """Return the decoder layer of transformers' Llama module, or of a patched copy of it."""
+    modeling = patched or import_module(LLAMA)
     config = modeling.LlamaConfig(
         hidden_size=size.d_model,
         intermediate_size=size.d_ff,
@@ -67,24 +68,15 @@ def hugging_face_layer(modeling: ModuleType, block: Block, size: Size) -> Candid
     return Candidate.of(layer, layer.input_layernorm, layer.mlp, attention, position_embeddings=tables)
 
 
-def _build_hugging_face(block: Block, size: Size) -> Candidate:
-    return hugging_face_layer(import_module(LLAMA), block, size)
-
-
 def _build_liger(block: Block, size: Size) -> Candidate:
     """Patch a private copy of the Llama module: Liger's own patch would also change the plain peer."""
-    patched = import_private_copy(LLAMA)
+    patched = import_as(f"{LLAMA}_of_liger", Path(str(import_module(LLAMA).__file__)))  # in the package it imports from
     vars(patched).update(
         LlamaRMSNorm=import_module("liger_kernel.transformers.rms_norm").LigerRMSNorm,
         LlamaMLP=import_module("liger_kernel.transformers.swiglu").LigerSwiGLUMLP,
         apply_rotary_pos_emb=import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb,
     )
-    return hugging_face_layer(patched, block, size)
-
-
-def import_private_copy(name: str) -> ModuleType:
-    """Import a module a second time, in the package that it imports from, so that a patch does not change the first."""
-    return import_as(f"{name}_private_copy", Path(str(import_module(name).__file__)))
+    return hugging_face_layer(block, size, patched)
 
 
 def _build_litgpt(block: Block, size: Size) -> Candidate:
@@ -187,7 +179,7 @@ def build_torch(block: Block, size: Size) -> Candidate:
 
 PEERS: Mapping[str, Peer] = {
     **OWN,
-    "transformers": Peer(_build_hugging_face, "Hugging Face LlamaDecoderLayer", "transformers"),
+    "transformers": Peer(hugging_face_layer, "Hugging Face LlamaDecoderLayer", "transformers"),
     "liger": Peer(_build_liger, "Liger-Kernel's LlamaDecoderLayer", "liger-kernel", cuda_only=True),
     "litgpt": Peer(_build_litgpt, "litgpt Block", "litgpt"),
     "torchtune": Peer(_build_torchtune, "torchtune TransformerSelfAttentionLayer", "torchtune"),

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,21 +34,6 @@ Training differentiates with respect to the input and all weights.
 """
 
 
-def load_run(path: Path) -> dict[str, Any]:
-    """Read the JSON file of a run.
-
-    Raises:
-        ValueError: the file cannot be read, or is of another kind.
-    """
-    try:
-        run = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    if not isinstance(run, dict) or run.get("schema") != SCHEMA:
-        raise ValueError(f"{path} must be a --json file of compare_peers.py with the schema {SCHEMA}")
-    return run
-
-
 def summarize(*runs: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the cases of runs of one machine, with medians, ratios and their spread, MFU, and the targets met.
 
@@ -59,11 +43,15 @@ def summarize(*runs: dict[str, Any]) -> list[dict[str, Any]]:
     cases = []
     for same in _grouped((case for run in runs for case in run["cases"]), itemgetter("case")):
         case = {key: value for one in same for key, value in one.items()}
-        rows = _grouped((row for one in same for row in one["rows"]), itemgetter("peer"))
-        case["rows"] = [_joined(row) for row in rows]
+        case["rows"] = []
         cases.append(case)
         flops_per_second = peak.flops_per_second(getattr(torch, case["dtype"])) if peak else None
-        for row in (row for row in case["rows"] if row["status"] == "measured"):
+        for rows in _grouped((row for one in same for row in one["rows"]), itemgetter("peer")):
+            row = dict(next((row for row in rows if row["status"] != "measured"), rows[0]))
+            case["rows"].append(row)
+            if row["status"] != "measured":
+                continue
+            row["processes"] = [process for one in rows for process in one["processes"]]
             ours, theirs = ([s for process in row["processes"] for s in process[who]] for who in ("tinyblock", "peer"))
             row["ratio"] = dataclasses.asdict(paired_ratio(ours, theirs))
             row["process_medians"] = [paired_ratio(p["tinyblock"], p["peer"]).median for p in row["processes"]]
@@ -86,11 +74,6 @@ def _grouped(items: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], st
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups.values()
-
-
-def _joined(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    failed = [row for row in rows if row["status"] != "measured"]
-    return failed[0] if failed else rows[0] | {"processes": [one for row in rows for one in row["processes"]]}
 
 
 def text_of(case: dict[str, Any]) -> str:
@@ -129,23 +112,24 @@ def _mib(count: int) -> str:
 
 def verdicts(cases: Iterable[dict[str, Any]]) -> str:
     """Return the number of targets met, and a line for each one missed or not judged."""
-    met, missed, unjudged = 0, [], []
+    judgments: list[tuple[bool | None, str]] = []
     for case in cases:
-        unjudged += [f"{case['case']}, {case['failure']}"] if "failure" in case else []
-        for row in case["rows"]:
+        judgments += [(None, f"{case['case']}, {case['failure']}")] if "failure" in case else []
+        for row in (row for row in case["rows"] if row["target"] is not None):
             what = f"{case['case']} against {row['peer']}"
             if row["status"] != "measured":
-                unjudged += [f"{what}, {row['status']}"] if row["target"] is not None else []
+                judgments.append((None, f"{what}, {row['status']}"))
                 continue
-            met += [row["met"], row["saved_met"]].count(True)
-            if row["met"] is False:
-                missed.append(f"{what}, ratio {row['ratio']['median']:.3f}, target <= {row['target']:.2f}")
-            if row["saved_met"] is False:
+            judgments.append((row["met"], f"{what}, ratio {row['ratio']['median']:.3f}, target <= {row['target']:.2f}"))
+            if row["saved_met"] is not None:
                 saved, target = _mib(case["saved_bytes"]), _mib(row["saved_bytes"])
-                missed.append(f"{what}, saves {saved} MiB for backward, target <= {target} MiB")
-    judged = met + len(missed)
-    lines = [f"- missed: {line}" for line in missed] + [f"- not judged: {line}" for line in unjudged]
-    return "\n".join([f"**{met} of {judged} targets met**" if judged else "**Nothing was judged**", "", *lines]).strip()
+                line = f"{what}, saves {saved} MiB for backward, target <= {target} MiB"
+                judgments.append((row["saved_met"], line))
+    judged = [met for met, _ in judgments if met is not None]
+    lines = [f"**{sum(judged)} of {len(judged)} targets met**" if judged else "**Nothing was judged**", ""]
+    for verdict, text in ((False, "missed"), (None, "not judged")):
+        lines += [f"- {text}: {line}" for met, line in judgments if met is verdict]
+    return "\n".join(lines).strip()
 
 
 def page(runs: Sequence[dict[str, Any]]) -> str:

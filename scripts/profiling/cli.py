@@ -12,7 +12,7 @@ import torch
 from jaxtyping import config as jaxtyping_config
 from lab.cli import Parser, check_outputs, device_of, run
 from lab.environment import device_name, environment
-from lab.files import write_json
+from lab.files import read_json, write_json
 from lab.machine import DATASHEETS, Ceilings, Datasheet, measure_ceilings, memory_bytes
 from lab.presets import PRESETS
 from lab.processes import from_first, is_first, launched
@@ -24,7 +24,7 @@ from lab.timing import Clock, clock
 from tinyblock import Block
 
 from .collectives import Mesh
-from .compare import SCHEMA, compare, load
+from .compare import SCHEMA, compare
 from .measure import Settings, measure
 from .predict import Links, measured, predict, roofline
 from .report import report
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None, clock: Clock = clock) -> int:
     arguments = parser.parse_args(argv)
     with parser.reporting():
         path = getattr(arguments, "from")
-        profile = load(path, "--from") if path else None
+        profile = read_json(path, SCHEMA, "--from") if path else None
         if profile and ["parts" in point for point in profile["points"]] != [True]:
             raise ValueError(f"--from: {path} must be a profile of one size in one process")
         options = argparse.Namespace(**_merged(arguments, profile, {}))
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None, clock: Clock = clock) -> int:
         device, mesh = device_of(options.device), Mesh(options.dp_replicate, options.dp, options.tp)
         settings = Settings(device, _DTYPES[options.dtype], options.mode, options.compile, mesh=mesh, **recorded)
         _check(options, settings, sizes, profile)
-        earlier = load(options.compare, "--compare") if options.compare else None
+        earlier = read_json(options.compare, SCHEMA, "--compare") if options.compare else None
         if earlier and not any(Size(**point["size"]) in sizes for point in earlier["points"]):
             raise ValueError(f"--compare: {options.compare} has none of these sizes")
     if options.nvtx:

@@ -1,7 +1,5 @@
 """An earlier profile beside this one: the ratio of every time, with the interval in which it may lie."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from lab.sizes import Size
@@ -15,19 +13,6 @@ SCHEMA = "tinyblock.profile/1"
 _CAUSES = ["device", "torch", "threads", "driver", "cudnn", "norm_kernels", "commit", "dtype", "mode", "compile"]
 _CAUSES += ["float32_matmul_precision", "mesh", "attention_kernel"]
 _ADVICE = "Runs of the same code differ, too. To compare two versions, run them in turns: compare_peers.py --against."
-
-
-def load(path: Path, option: str) -> dict[str, Any]:
-    """Read the profile that an option names; raise a ValueError if it is none, or of another schema."""
-    try:
-        document = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{option}: cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{option}: {path} is not JSON: {error}") from None
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise ValueError(f'{option}: {path} is not a profile: its "schema" is not "{SCHEMA}"')
-    return document
 
 
 def compare(new: dict[str, Any], old: dict[str, Any]) -> list[Section]:

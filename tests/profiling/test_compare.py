@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import pytest
-from profiling.compare import compare, load
+from profiling.compare import compare
 
 SIZE: dict[str, Any] = {"batch_size": 2, "seq_len": 8, "d_model": 64, "num_heads": 4, "num_kv_heads": 4}
 SIZE |= {"d_head": 16, "d_ff": 192, "qk_norm": False, "num_layers": None}
@@ -51,10 +50,3 @@ def test_compare_lists_what_else_differs_and_repeats_the_doubts_of_the_old_profi
     assert "compare_peers.py --against" in advice
     old["points"][0]["size"] = SIZE | {"seq_len": 16}
     assert any("nothing to compare with" in str(section) for section in compare(new, old))
-
-
-def test_load_rejects_other_files(tmp_path):
-    for text, message in (("{", "is not JSON"), ("[]", "is not a profile"), ('{"schema": "x"}', "is not a profile")):
-        (tmp_path / "old.json").write_text(text)
-        with pytest.raises(ValueError, match=message):
-            load(tmp_path / "old.json", "--compare")
