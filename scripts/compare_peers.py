@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     """Return the parser, and the options with `device`, `peers`, `cases` and `report` as objects."""
     parser = Parser("compare_peers.py", (__doc__ or "").strip(), EPILOG)
     add = parser.add_argument
-    add("--case", default="", metavar="NAME,...", help="cases, or prefixes of names (default: all); eager ones first")
+    add("--case", default="", metavar="NAME,...", help="cases, by prefix or pattern: one-token, *bf16* (default: all)")
     add("--peers", metavar="NAME,...", help="peers, listed below (default: all; with --against, control and against)")
     add("--against", type=Path, metavar="PATH", help='a checkout of tinyblock, whose Block becomes the peer "against"')
     add("--positions", action="store_true", help="pass token positions to the Block; peers get tables looked up before")
@@ -77,11 +78,12 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     return parser, args
 
 
-def choose(what: str, words: str, known: Mapping[str, Any], prefixes: bool = False) -> dict[str, Any]:
-    """Return the items named in a list, in its order, each once; with `prefixes`, all that begin so."""
+def choose(what: str, words: str, known: Mapping[str, Any], patterns: bool = False) -> dict[str, Any]:
+    """Return the items named in a list, in its order, each once; with `patterns`, all that begin so or match."""
     chosen: dict[str, Any] = {}
     for word in filter(None, (word.strip() for word in words.split(","))):
-        found = {name: item for name, item in known.items() if name == word or (prefixes and name.startswith(word))}
+        pattern = f"{word}*" if patterns else word
+        found = {name: item for name, item in known.items() if fnmatchcase(name, pattern)}
         if not found:
             raise ValueError(f"unknown {what} {word!r}; use one of {', '.join(known)}")
         chosen |= found
@@ -92,7 +94,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     """Return the chosen cases, eager ones first: compiling takes the most time, and --seconds may end it."""
     presets = args.presets if args.presets is not None else ",".join(CUDA_PRESETS) * (args.device.type == "cuda")
     known = {case.name: case for case in all_cases(args.device, choose("preset", presets, PRESETS))}
-    chosen = (choose("case", args.case, known, prefixes=True) or known).values()
+    chosen = (choose("case", args.case, known, patterns=True) or known).values()
     cases = sorted(chosen, key=lambda case: list(HOW).index(case.how))
     cases = [case.with_positions() for case in cases] if args.positions else cases
     return [case.shrunk() for case in cases] if args.quick else cases

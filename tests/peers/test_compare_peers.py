@@ -89,6 +89,7 @@ def test_against_and_positions_choose_peers_and_cases(tmp_path):
 def test_eager_cases_come_first_and_on_a_gpu_the_slowest():
     args = chosen("--case", "train-compiled,one-token-f32,train-f32")
     assert [case.name for case in args.cases][:2] == ["one-token-f32", "train-f32-768"]
+    assert {case.dtype for case in chosen("--case", "*bf16*").cases} == {torch.bfloat16}
     on_gpu = [case for case in cases.all_cases(torch.device("cuda"), cases.CUDA_PRESETS) if case.how == "eager"]
     assert on_gpu[0].name == "train-bf16-llama-3.1-8b-1x8192"
     assert on_gpu[-1].name == "one-token-tiny-f32"
