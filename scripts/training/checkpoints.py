@@ -4,7 +4,6 @@ A checkpoint is a dict with the settings, the history of losses, the state of th
 keys of CS336's reference. The first process writes the state of all processes, and any number can resume from it.
 """
 
-import errno
 import io
 import os
 import re
@@ -48,19 +47,17 @@ def save(folder: Path, trainer: Trainer, settings: dict[str, Any], keep: int) ->
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the partial checkpoints of processes that were killed."""
-    for leftover in folder.iterdir():
-        if re.fullmatch(rf"\.\d+\.{CHECKPOINT.pattern}", leftover.name):
-            leftover.unlink(missing_ok=True)  # several processes start at once
+    for leftover in [path for path in folder.iterdir() if re.fullmatch(rf"\.\d+\.{CHECKPOINT.pattern}", path.name)]:
+        leftover.unlink(missing_ok=True)  # several processes start at once
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a checkpoint; raise OSError if it is damaged."""
+    """Return a checkpoint; raise ValueError if it is damaged."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         return {name: saved[name] for name in ("settings", "history", "model", "optimizer")}
     except (RuntimeError, ValueError, LookupError, TypeError, EOFError, UnpicklingError):
-        reason = "the checkpoint is damaged: remove it to resume from the one before"
-        raise OSError(errno.EIO, reason, str(path)) from None
+        raise ValueError(f"{path}: the checkpoint is damaged: remove it to resume from the one before") from None
 
 
 def load(trainer: Trainer, saved: dict[str, Any]) -> None:

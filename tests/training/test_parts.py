@@ -122,6 +122,7 @@ def test_comparison_writes_runs_of_every_seed_and_a_picture(tmp_path, capsys, mo
         printed = f"{mean(differences):.4f} | {min(differences):.4f} to {max(differences):.4f} |"
         rows = [" ".join(row.split()) for row in capsys.readouterr().out.splitlines()]
         assert [row.endswith(printed) for row in rows if row.startswith(f"| {other} | 0.01 |")] == [True]
+        assert all("| 0 of 2 | diverged |" in row for row in rows if "| 1e+30 |" in row)
     assert cli.main([*argv, "--compare=ffn", "--seeds=1", f"--plot={tmp_path / 'ffn.png'}", "--lr=1e30"]) == 0
     assert not (tmp_path / "ffn.png").exists()  # all diverged
     assert cli.main(["--compare=activations", f"--plot={tmp_path / 'activations.png'}"]) == 0
