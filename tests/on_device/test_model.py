@@ -118,9 +118,10 @@ def test_autocast_computes_in_half_precision_without_a_warning(dtype, device, si
 
 def test_cuda_graphs_replay_what_eager_computes(device, sizes):
     model = transformer(sizes, layers=1).to(device)
-    # Compiling takes long on a CPU, and other tests have it.
-    how = {"mode": "reduce-overhead"} if device.type == "cuda" else {"backend": "aot_eager"}
-    graphed = torch.compile(model, fullgraph=True, **how)
+    if device.type == "cuda":
+        graphed = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    else:  # compiling takes long on a CPU, and other tests have it
+        graphed = torch.compile(model, fullgraph=True, backend="aot_eager")
     for seed in range(4):  # two to warm up and record, two to replay
         x = tokens(sizes, seed=seed).to(device)
         torch.compiler.cudagraph_mark_step_begin()
