@@ -4,11 +4,9 @@ A checkpoint is a dict with the settings, the history of losses, the state of th
 keys of CS336's reference. The first process writes the state of all processes, and any number can resume from it.
 """
 
-import errno
 import io
 import os
 import re
-import shutil
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -29,54 +27,43 @@ def saved_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name))
 
 
-def save(folder: Path, trainer: Trainer, run: dict[str, Any], keep: int) -> None:
+def save(folder: Path, trainer: Trainer, settings: dict[str, Any], keep: int) -> None:
     """Write a checkpoint, then remove all but the last `keep`; none is removed if an OSError comes before."""
     gathered = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer, options=gathered)
     if not is_first():
         return
     weights = {name.removeprefix(PREFIX): weight for name, weight in model.items()}
-    content = io.BytesIO()
-    torch.save(run | {"model": weights, "optimizer": optimizer}, content)
-    target = folder / f"step-{trainer.step:08d}.pt"
-    try:
-        with atomic(target) as temporary, temporary.open("wb") as file:
-            file.write(content.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        free = shutil.disk_usage(folder).free / 2**20
-        raise OSError(error.errno, f"{error.strerror}; {free:.1f} MiB are free there", str(target)) from None
+    content = io.BytesIO()  # torch.save to a full disk raises a RuntimeError
+    state = {"settings": settings, "history": trainer.history, "model": weights, "optimizer": optimizer}
+    torch.save(state, content)
+    with atomic(folder / f"step-{trainer.step:08d}.pt") as temporary, temporary.open("wb") as file:
+        file.write(content.getbuffer())
+        file.flush()
+        os.fsync(file.fileno())
     for old in saved_in(folder)[:-keep]:
         old.unlink(missing_ok=True)  # another run may use the folder
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the partial checkpoints of processes that were killed, but not those of running ones."""
-    for leftover in folder.iterdir():
-        if named := re.fullmatch(rf"\.(\d+)\.{CHECKPOINT.pattern}", leftover.name):
-            try:
-                os.kill(int(named[1]), 0)
-            except ProcessLookupError:
-                leftover.unlink(missing_ok=True)  # several processes start at once
-            except PermissionError:
-                continue  # it is running, as another user
+    """Remove the partial checkpoints of processes that were killed."""
+    for leftover in [path for path in folder.iterdir() if re.fullmatch(rf"\.\d+\.{CHECKPOINT.pattern}", path.name)]:
+        leftover.unlink(missing_ok=True)  # several processes start at once
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a checkpoint; raise OSError if it is damaged."""
+    """Return a checkpoint; raise ValueError if it is damaged."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         return {name: saved[name] for name in ("settings", "history", "model", "optimizer")}
     except (RuntimeError, ValueError, LookupError, TypeError, EOFError, UnpicklingError):
-        reason = "the checkpoint is damaged: remove it to resume from the one before"
-        raise OSError(errno.EIO, reason, str(path)) from None
+        raise ValueError(f"{path}: the checkpoint is damaged: remove it to resume from the one before") from None
 
 
-def load(trainer: Trainer, run: dict[str, Any]) -> None:
-    """Restore the trainer from the checkpoint `run`, and remove the states of model and optimizer from it."""
-    weights, optimizer = run.pop("model"), run.pop("optimizer")
+def load(trainer: Trainer, saved: dict[str, Any]) -> None:
+    """Restore the trainer from a checkpoint, and remove the states of model and optimizer from it."""
+    weights, optimizer = saved.pop("model"), saved.pop("optimizer")
     model = {name: weights[name.removeprefix(PREFIX)] for name in trainer.model.state_dict()}
     whole = StateDictOptions(full_state_dict=True)
     set_state_dict(trainer.model, trainer.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=whole)
-    trainer.step = len(run["history"])
+    trainer.history = saved["history"]

@@ -79,7 +79,6 @@ def _parser() -> Parser:
     for name, (alone, compared) in SIZES.items():
         help = f"(default: {alone})" if alone == compared else f"(default: {alone}; {compared} with --compare)"
         add(f"--{name.replace('_', '-')}", type=int, metavar="N", help=help)
-    add("--max-seq-len", type=int, metavar="N", help="longest sequence (default: 4 times --seq-len)")
     training = parser.add_argument_group("training")
     add = training.add_argument
     add("--seed", type=int, default=0, metavar="N", help="seed of weights and batches (default: 0)")
@@ -108,16 +107,16 @@ def _settings(parser: Parser, args: argparse.Namespace, argv: Sequence[str]) -> 
     for name, defaults in SIZES.items():
         if getattr(args, name) is None:
             setattr(args, name, defaults[bool(args.compare)])
-    args.max_seq_len = 4 * args.seq_len if args.max_seq_len is None else args.max_seq_len
+    args.max_seq_len = 4 * args.seq_len  # which --compare positions validates on
     args.warmup = min(50, args.steps // 4) if args.warmup is None else args.warmup
-    for name in (*SIZES, "max_seq_len", "seeds", "tp", "dp", "every", "keep"):
+    for name in (*SIZES, "seeds", "tp", "dp", "every", "keep"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     try:
         Transformer(1, args.d_model, args.num_heads, max_seq_len=args.max_seq_len, device="meta")
     except (RuntimeError, OverflowError) as error:
         raise ValueError(f"impossible size: {str(error).splitlines()[0]}") from None
-    tp, dp, longest, d_ff = args.tp, args.dp, args.max_seq_len, SwiGLU(args.d_model, device="meta").d_ff
+    tp, dp, d_ff = args.tp, args.dp, SwiGLU(args.d_model, device="meta").d_ff
     command = shlex.join(["torchrun", "--nproc-per-node", str(tp * dp), "scripts/train_lm.py", *argv])
     rules = {
         "--every and --resume need --checkpoint DIR": args.checkpoint or not (args.every or args.resume),
@@ -127,7 +126,6 @@ def _settings(parser: Parser, args: argparse.Namespace, argv: Sequence[str]) -> 
         f"--steps must be below 10**8, got {args.steps}": args.steps < 10**8,
         f"--lr must be positive and finite, got {args.lr}": all(0 < lr < math.inf for lr in args.lr),
         f"--warmup must be from 0 to --steps {args.steps}, got {args.warmup}": 0 <= args.warmup <= args.steps,
-        f"--seq-len must be at most --max-seq-len {longest}, got {args.seq_len}": args.seq_len <= longest,
         f"--batch-size must be a multiple of --dp {dp}, got {args.batch_size}": args.batch_size % dp == 0,
         f"--num-heads must be a multiple of --tp {tp}, got {args.num_heads}": args.num_heads % tp == 0,
         f"--tp must divide d_ff {d_ff} and the vocabulary {SYMBOLS}, got {tp}": d_ff % tp == SYMBOLS % tp == 0,

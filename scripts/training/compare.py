@@ -26,19 +26,20 @@ POINTS = 50  # of a curve: each is the mean of as many steps
 BINS = 32  # of positions
 
 
-def _ungated(activation: Callable[[Tensor], Tensor]) -> Callable[[Settings], LanguageModel]:
-    """Return how to build a model whose two feed-forward matrices have as many weights as the three of SwiGLU."""
-
-    def build(settings: Settings) -> LanguageModel:
-        d_ff = SwiGLU(settings.d_model, device="meta").d_ff * 3 // 2
-        return settings.build(ffn=partial(FeedForward, activation=activation), d_ff=d_ff)
-
-    return build
+def _ungated(activation: Callable[[Tensor], Tensor], settings: Settings) -> LanguageModel:
+    """Build a model whose two feed-forward matrices have as many weights as the three of SwiGLU."""
+    d_ff = SwiGLU(settings.d_model, device="meta").d_ff * 3 // 2
+    return settings.build(ffn=partial(FeedForward, activation=activation), d_ff=d_ff)
 
 
 # The variants of a comparison have as many parameters, except for the gains of norms.
 VARIANTS: dict[str, dict[str, Callable[[Settings], LanguageModel]]] = {
-    "ffn": {"SwiGLU": Settings.build, "GELU": _ungated(gelu), "SiLU": _ungated(silu), "ReLU": _ungated(torch.relu)},
+    "ffn": {
+        "SwiGLU": Settings.build,
+        "GELU": partial(_ungated, gelu),
+        "SiLU": partial(_ungated, silu),
+        "ReLU": partial(_ungated, torch.relu),
+    },
     "norm": {
         "pre-norm": Settings.build,
         "post-norm": lambda settings: with_post_norm(settings.build()),
@@ -71,39 +72,34 @@ def compare(args: argparse.Namespace, settings: Settings, text: Text) -> int:
             chosen = replace(settings, seed=settings.seed + seed, lr=lr)
             progress.start(f"{name}, lr {lr:g}, seed {chosen.seed}", chosen.steps)
             torch.manual_seed(chosen.seed)
-            trainer = Trainer(build(chosen).to(args.device), text.training, chosen)
-            record = {"variant": name, "seed": chosen.seed, "lr": lr} | _run(trainer, windows, progress.advance)
-            if args.compare == "positions" and record["diverged"] is None:
-                parts = trainer.validate(longer).chunk(BINS)
-                record["by_position"] = [round(float(part.mean()), 4) for part in parts]
+            model: Any = build(chosen).to(args.device)
+            trainer = Trainer(model, text.training, chosen)
+            record: dict[str, Any] = {"variant": name, "seed": chosen.seed, "lr": lr}
+            record["parameters"] = sum(map(torch.numel, model.parameters()))
+            record |= {"d_ff": model.transformer.layers[0].ffn.d_ff, "diverged": None, "validation": None}
+            try:
+                while trainer.step < chosen.steps:
+                    trainer.advance()
+                    progress.advance()
+                record["validation"] = round(float(trainer.validate(windows).mean()), 5)
+                if args.compare == "positions":
+                    parts = trainer.validate(longer).chunk(BINS)
+                    record["by_position"] = [round(float(part.mean()), 4) for part in parts]
+            except Diverged:
+                record["diverged"] = trainer.step + 1
+            losses, each = [step["loss"] for step in trainer.history], max(1, chosen.steps // POINTS)
+            record["curve"] = [round(mean(losses[at : at + each]), 4) for at in range(0, len(losses), each)]
             runs.append(record)
             if args.json is not None:
                 write_json(args.json, document)
-    show(_tables(document))
-    drawn = _minus_first(runs) if args.compare == "ffn" else runs
+    differences = _minus_first(runs)
+    show(_sections(document, differences))
+    drawn = differences if args.compare == "ffn" else runs
     if args.plot is not None and any(run["diverged"] is None for run in drawn):
         from .plot import plot_comparison
 
         plot_comparison(args.plot, document, drawn)
     return 0
-
-
-def _run(trainer: Trainer, windows: Tensor, on_step: Callable[[], None]) -> dict[str, Any]:
-    """Train one model and return its losses, as means over a fiftieth of the steps."""
-    losses: list[float] = []
-    model: Any = trainer.model
-    counts = {"parameters": sum(map(torch.numel, model.parameters())), "d_ff": model.transformer.layers[0].ffn.d_ff}
-    record: dict[str, Any] = counts | {"diverged": None, "validation": None}
-    try:
-        while trainer.step < trainer.settings.steps:
-            losses.append(trainer.advance()["loss"])
-            on_step()
-        record["validation"] = round(float(trainer.validate(windows).mean()), 5)
-    except Diverged:
-        record["diverged"] = trainer.step + 1
-    each = max(1, trainer.settings.steps // POINTS)
-    record["curve"] = [round(mean(losses[at : at + each]), 4) for at in range(0, len(losses), each)]
-    return record
 
 
 def _minus_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -118,21 +114,17 @@ def _minus_first(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return differences
 
 
-def _tables(document: dict[str, Any]) -> list[Table | str]:
-    runs, differences, first = document["runs"], _minus_first(document["runs"]), document["runs"][0]["variant"]
-    columns = ["variant", "lr", "parameters", "d_ff", "seeds", "validation, nats", "range", f"minus {first}", "range"]
-    table = Table(f"{document['compare']}: mean and range over the seeds", columns)
-    for key in dict.fromkeys((run["variant"], run["lr"]) for run in runs):
-        own, paired = ([run for run in of if (run["variant"], run["lr"]) == key] for of in (runs, differences))
-        trained = [run for run in own if run["diverged"] is None]
-        seeds = f"{len(trained)} of {len(own)}" if len(trained) < len(own) else str(len(own))
-        cells = [key[0], f"{key[1]:g}", f"{own[0]['parameters']:,}", str(own[0]["d_ff"]), seeds]
-        table.rows.append([*cells, *_mean_and_range(trained), *_mean_and_range(paired)])
-    settings = document["settings"]
+def _sections(document: dict[str, Any], differences: Sequence[dict[str, Any]]) -> list[Table | str]:
+    kind, runs, settings = document["compare"], document["runs"], document["settings"]
+    columns = ["variant", "lr", "parameters", "d_ff", "seeds", "validation, nats", "range"]
+    table = Table(f"{kind}: mean and range over the seeds", [*columns, f"minus {runs[0]['variant']}", "range"])
+    for variant, lr in dict.fromkeys((run["variant"], run["lr"]) for run in runs):
+        own, paired = ([r for r in of if (r["variant"], r["lr"]) == (variant, lr)] for of in (runs, differences))
+        losses = [[run["validation"] for run in of if run["diverged"] is None] for of in (own, paired)]
+        seeds = f"{len(losses[0])} of {len(own)}" if len(losses[0]) < len(own) else str(len(own))
+        row = [variant, f"{lr:g}", f"{own[0]['parameters']:,}", str(own[0]["d_ff"]), seeds]
+        for of in losses:
+            row += [f"{mean(of):.4f}", f"{min(of):.4f} to {max(of):.4f}"] if of else ["diverged", ""]
+        table.rows.append(row)
     trained_on = "{steps} steps of {batch_size} x {seq_len} bytes, {warmup} of them warm-up".format(**settings)
     return [table, f"{trained_on}; order-2 model: {document['order_two_validation']:.4f} nats"]
-
-
-def _mean_and_range(runs: Sequence[dict[str, Any]]) -> list[str]:
-    losses = [run["validation"] for run in runs]
-    return [f"{mean(losses):.4f}", f"{min(losses):.4f} to {max(losses):.4f}"] if losses else ["diverged", ""]

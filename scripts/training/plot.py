@@ -77,26 +77,21 @@ def plot_comparison(path: Path, document: dict[str, Any], runs: Sequence[dict[st
         look: dict[str, Any] = {"color": COLORS[index], "linestyle": LINES[index]}
         by_rate = {lr: [run for run in runs if (run["variant"], run["lr"]) == (name, lr)] for lr in settings["lr"]}
         trained = {lr: own for lr, own in by_rate.items() if all(run["diverged"] is None for run in own)}
-        if kind == "norm" and (diverged := by_rate.keys() - trained):
-            crosses: dict[str, Any] = {"transform": right.get_xaxis_transform(), "linestyle": "", "marker": "x"}
-            right.plot(
-                sorted(diverged), [0.96] * len(diverged), color=COLORS[index], label=f"{name}: diverged", **crosses
-            )
+        losses = {lr: [run["validation"] for run in own] for lr, own in trained.items()}
+        if kind == "norm" and (diverged := sorted(by_rate.keys() - trained)):
+            crosses: dict[str, Any] = {"transform": right.get_xaxis_transform(), "color": COLORS[index], "marker": "x"}
+            right.plot(diverged, [0.96] * len(diverged), linestyle="", label=f"{name}: diverged", **crosses)
         if not trained:
             left.plot([], label=f"{name}: diverged", **look)
             continue
-        losses = [[run["validation"] for run in own] for own in trained.values()]
-        best = min(trained.values(), key=lambda own: mean(run["validation"] for run in own))
-        _band(
-            left, _middles(settings["steps"], best[0]["curve"]), [run["curve"] for run in best], look | {"label": name}
-        )
+        best = min(trained, key=lambda lr: mean(losses[lr]))
+        _band(left, settings["steps"], [run["curve"] for run in trained[best]], look | {"label": name})
         if kind == "ffn":
-            right.plot([name] * len(best), losses[0], "o", color=COLORS[index], alpha=0.7)
+            right.plot([name] * len(losses[best]), losses[best], "o", color=COLORS[index], alpha=0.7)
         elif kind == "norm":
-            _band(right, list(trained), list(zip(*losses, strict=True)), look | {"marker": "o"})
+            _band(right, list(trained), list(zip(*losses.values(), strict=True)), look | {"marker": "o"})
         else:
-            curves = [run["by_position"] for run in best]
-            _band(right, _middles(settings["max_seq_len"], curves[0]), curves, look)
+            _band(right, settings["max_seq_len"], [run["by_position"] for run in trained[best]], look)
     for axes in (left, right):
         low, high = axes.dataLim.intervaly
         top = min(high, 3.5)  # the losses start at 5.5
@@ -107,13 +102,10 @@ def plot_comparison(path: Path, document: dict[str, Any], runs: Sequence[dict[st
     save(figure, path, dpi=110)
 
 
-def _middles(length: int, curve: Sequence[float]) -> list[float]:
-    """Return the middles of equal parts of a length, one for each point of a curve."""
-    return [length * (index + 0.5) / len(curve) for index in range(len(curve))]
-
-
-def _band(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], look: dict[str, Any]) -> None:
-    """Draw the mean of curves and their range."""
+def _band(axes: Axes, x: int | Sequence[float], curves: Sequence[Sequence[float]], look: dict[str, Any]) -> None:
+    """Draw the mean of curves and their range, at each x, or at the middles of equal parts of a length x."""
     columns = list(zip(*curves, strict=True))
-    axes.plot(x, list(map(mean, columns)), linewidth=1.2, **look)
-    axes.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=look["color"], alpha=0.2, linewidth=0)
+    places = [x * (index + 0.5) / len(columns) for index in range(len(columns))] if isinstance(x, int) else x
+    axes.plot(places, list(map(mean, columns)), linewidth=1.2, **look)
+    low, high = list(map(min, columns)), list(map(max, columns))
+    axes.fill_between(places, low, high, color=look["color"], alpha=0.2, linewidth=0)

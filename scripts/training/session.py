@@ -57,8 +57,7 @@ def begin(args: argparse.Namespace, settings: Settings, text: Text) -> dict[str,
     except OSError as error:
         raise ValueError(f"--checkpoint {error.filename}: {error.strerror}") from None
     for name, value in new["settings"].items():
-        theirs = run["settings"].get(name)
-        if theirs != value:
+        if (theirs := run["settings"].get(name)) != value:
             hint = " (was an output written to a folder of --data?)" if name == "text" else ""
             raise ValueError(f"{saved[-1]} is from another run: its {name} is {theirs}, but here it is {value}{hint}")
     return run
@@ -79,22 +78,21 @@ def train(args: argparse.Namespace, settings: Settings, text: Text, run: dict[st
     if args.resume:
         print(f"{trainer.step} of {settings.steps} steps are done")
     try:
-        received = _take_steps(args, trainer, run, windows)
+        received = _take_steps(args, trainer, run["settings"], windows)
     finally:
-        if args.plot is not None and run["history"] and is_first():
+        if args.plot is not None and trainer.history and is_first():
             from .plot import SIZES, plot_losses
 
             source = ", ".join(path.name for path in args.data) if args.data else "Python's standard library"
             title = f"A language model of bytes, trained on {source}"
             origin = f"{parameters:,} parameters, {SIZES.format(**asdict(settings))}"
-            plot_losses(args.plot, run["history"], floor, title, origin)
+            plot_losses(args.plot, trainer.history, floor, title, origin)
     if received:
         print(f"stopped by {signal.Signals(received).name} after step {trainer.step}")
         return 128 + received
-    prompt = text.validation[:64].long()
+    prompt = bytes(text.validation[:64].tolist())
     with torch.compiler.set_stance("force_eager"):  # otherwise each length would be compiled
-        continued = trainer.continue_text(prompt, SAMPLE)
-    sample = (bytes(prompt.tolist()) + b"|" + continued).decode("utf-8", "replace")
+        sample = (prompt + b"|" + trainer.continue_text(prompt, SAMPLE)).decode("utf-8", "replace")
     shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in sample)
     print(f"the start of the validation text, and after the bar what the model writes:\n{shown}", flush=True)
     return 0
@@ -126,13 +124,13 @@ def _build(args: argparse.Namespace, settings: Settings, text: Text) -> Trainer:
     return Trainer(model, text.training, settings, slice(first, first + each))
 
 
-def _take_steps(args: argparse.Namespace, trainer: Trainer, run: dict[str, Any], windows: Tensor) -> int:
+def _take_steps(args: argparse.Namespace, trainer: Trainer, saved: dict[str, Any], windows: Tensor) -> int:
     """Train to the last step, or until a signal; return the number of that signal, or 0."""
-    first, steps, received, history = trainer.step, trainer.settings.steps, 0, run["history"]
+    first, steps, received = trainer.step, trainer.settings.steps, 0
     recent = deque[float](maxlen=100)  # seconds of steps, without validation and checkpoints
     losses = args.json if args.json is not None and is_first() else os.devnull
     with _signals() as latest, Progress() as progress, open(losses, "w") as lines:
-        lines.writelines(json.dumps(record) + "\n" for record in history)
+        lines.writelines(json.dumps(record) + "\n" for record in trainer.history)
         progress.start("training", steps - trainer.step)
         while trainer.step < steps and not received:
             start = time.perf_counter()
@@ -148,10 +146,9 @@ def _take_steps(args: argparse.Namespace, trainer: Trainer, run: dict[str, Any],
                 record["validation"] = float(trainer.validate(windows).mean())
                 validation = _in_both_units(record["validation"])
                 progress.print(f"{line}, validation {validation}" + (f", {rate:,} tokens/s" if rate else ""))
-            history.append(record)
             print(json.dumps(record), file=lines, flush=True)
             if args.checkpoint and (last or received or (args.every and trainer.step % args.every == 0)):
-                checkpoints.save(args.checkpoint, trainer, run, args.keep)
+                checkpoints.save(args.checkpoint, trainer, saved, args.keep)
     return received
 
 
@@ -162,17 +159,17 @@ def _signals() -> Iterator[Callable[[], int]]:
     In one process the second signal has its usual effect. torchrun passes signals on, so its processes get each twice.
     """
     received = [0]
-    numbers: list[int] = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}  # as nohup sets it
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if launched() == 1:
-            signal.signal(number, before[number])
+            signal.signal(number, before[signal.Signals(number)])
 
-    for number in before:
-        signal.signal(number, receive)
     try:
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:  # which nohup sets
+                signal.signal(number, receive)
         yield lambda: -least(-received[-1])  # the highest number that any process has received
     finally:
         for number, handler in before.items():

@@ -59,23 +59,20 @@ def files_in(paths: Sequence[Path], outputs: Sequence[Path] = ()) -> list[Path]:
     return found
 
 
-def windows_at(text: Tensor, starts: Sequence[int], length: int) -> Tensor:
-    """Return the bytes from each start on, as int64 of shape (starts, length)."""
-    return torch.stack([text[start : start + length] for start in starts]).long()
-
-
 def batch(text: Tensor, seed: int, step: int, batch_size: int, seq_len: int) -> Tensor:
     """Return the batch of a step: seq_len bytes and the next one, of shape (batch_size, seq_len + 1).
 
     Seed and step alone determine the batch, so it is the same after a restart and on any number of processes.
     """
     draw = random.Random(f"{seed} {step}")
-    return windows_at(text, [draw.randrange(len(text) - seq_len) for _ in range(batch_size)], seq_len + 1)
+    starts = [draw.randrange(len(text) - seq_len) for _ in range(batch_size)]
+    return text.unfold(0, seq_len + 1, 1)[starts].long()
 
 
 def even_windows(text: Tensor, count: int, length: int) -> Tensor:
     """Return `count` windows spread evenly over a text, of shape (count, length)."""
-    return windows_at(text, [index * (len(text) - length) // max(1, count - 1) for index in range(count)], length)
+    starts = [index * (len(text) - length) // max(1, count - 1) for index in range(count)]
+    return text.unfold(0, length, 1)[starts].long()
 
 
 def order_two_loss(text: Tensor, windows: Tensor, strength: float = 4.0) -> float:

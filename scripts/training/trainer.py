@@ -37,19 +37,20 @@ class Diverged(Exception):
 
 
 class Trainer:
-    """A model with its optimizer and the number of steps taken.
-
-    `rows` are those of each batch that this process takes.
-    """
+    """A model with its optimizer and a record of each step taken; of each batch, this process takes `rows`."""
 
     def __init__(self, model: LanguageModel, text: Tensor, settings: Settings, rows: slice = slice(None)) -> None:
         self.model, self.text, self.settings, self.rows = model, text, settings, rows
         self.device = next(model.parameters()).device
-        self.step = 0
+        self.history: list[dict[str, Any]] = []
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         gains = [parameter for parameter in model.parameters() if parameter.ndim == 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+
+    @property
+    def step(self) -> int:
+        return len(self.history)
 
     def learning_rate(self) -> float:
         """Return that of the next step: a linear warm-up, then a cosine from the highest to a tenth of it."""
@@ -73,7 +74,7 @@ class Trainer:
         return value / launched()
 
     def advance(self) -> dict[str, Any]:
-        """Take one step, and return its number, loss, learning rate and gradient norm.
+        """Take one step, and return its record: number, loss, learning rate and gradient norm.
 
         Raises:
             Diverged: the loss or the norm of its gradient is not finite; the weights are those before the step.
@@ -92,7 +93,7 @@ class Trainer:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.step += 1
+        self.history.append(record)
         return record
 
     @torch.no_grad()
@@ -102,11 +103,11 @@ class Trainer:
         return self._mean(losses.mean(0)).cpu()
 
     @torch.no_grad()
-    def continue_text(self, prompt: Tensor, count: int, temperature: float = 0.8) -> bytes:
+    def continue_text(self, prompt: bytes, count: int, temperature: float = 0.8) -> bytes:
         """Draw `count` bytes that follow the prompt; every process of the mesh must take part."""
-        generator, tokens = torch.Generator().manual_seed(self.settings.seed), prompt[None]
+        generator, text = torch.Generator().manual_seed(self.settings.seed), list(prompt)
         for _ in range(count):
-            logits = self.model(tokens[:, -self.settings.seq_len :].to(self.device))[0, -1].float().cpu()
-            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-            tokens = torch.cat((tokens, drawn[None]), dim=1)
-        return bytes(tokens[0, len(prompt) :].tolist())
+            tokens = torch.tensor([text[-self.settings.seq_len :]], device=self.device)
+            probabilities = (self.model(tokens)[0, -1].float().cpu() / temperature).softmax(-1)
+            text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        return bytes(text[len(prompt) :])

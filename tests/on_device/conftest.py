@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -65,14 +65,8 @@ def quick(pytestconfig):
     return pytestconfig.getoption("quick", False)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    d_model: int
-    heads: int
-    kv_heads: int
-    seq: int
-    longest: int
-    uneven: int  # a sequence length, 64 more than a multiple of 128
+# `uneven` is a sequence length, 64 more than a multiple of 128.
+Sizes = namedtuple("Sizes", "d_model heads kv_heads seq longest uneven")
 
 
 @pytest.fixture(scope="session")

@@ -155,9 +155,8 @@ def test_second_ctrl_c_ends_the_writing_of_a_checkpoint(text, tmp_path):
 
 
 def test_longer_run_resumes_with_its_own_learning_rate_and_leaves_other_files(saved, text, tmp_path, capsys):
-    alive = f".{os.getppid()}.step-00000009.pt"  # of a run that is writing it
-    others = [alive, ".step-notes.pt", ".my.step-notes.pt", "step-00000008.pt.best", "step-99999999x.pt"]
-    for name in others:
+    others = [".step-notes.pt", ".my.step-00000009.pt", "step-00000008.pt.best", "step-99999999x.pt"]
+    for name in (*others, ".7.step-00000009.pt"):  # the last of a process that was killed while it wrote
         (saved / name).touch()
     options = ["--checkpoint", saved, "--resume", "--keep=1", "--json", tmp_path / "loss.json"]
     assert train(text, *options, "--steps=6") == 0
@@ -168,19 +167,15 @@ def test_longer_run_resumes_with_its_own_learning_rate_and_leaves_other_files(sa
     assert sorted(os.listdir(saved)) == sorted([*others, "step-00000012.pt"])
 
 
-def test_output_among_the_text_is_rejected_and_in_a_folder_left_out(text, tmp_path, capsys):
-    mine = tmp_path / "text" / "mine.txt"
-    mine.parent.mkdir()
-    mine.write_bytes(text.read_bytes())
+def test_output_among_the_text_is_rejected_and_in_a_folder_left_out(saved, text, capsys):
+    mine, outputs = saved / "mine.txt", ["--json", saved / "loss.json", "--checkpoint", saved, "--resume"]
+    shutil.copy(text, mine)
     assert "has no text: outputs" in rejected(capsys, "--data", mine, "--json", mine)
     assert mine.read_bytes() == text.read_bytes()
-    outputs = ["--json", mine.parent / "loss.json", "--checkpoint", mine.parent]
-    assert train(mine.parent, *outputs) == 0
-    assert train(mine.parent, *outputs, "--resume", "--steps=9") == 0
-    assert len(losses_in(mine.parent / "loss.json")) == 9
-    (mine.parent / "other.json").write_text("{}")
-    error = rejected(capsys, "--data", mine.parent, *outputs, "--resume")
-    assert "was an output written to a folder of --data?" in error
+    for _ in range(2):
+        assert train(saved, *outputs) == 0
+    (saved / "other.json").write_text("{}")
+    assert "was an output written to a folder of --data?" in rejected(capsys, "--data", saved, *outputs)
 
 
 def test_sample_reaches_an_ascii_terminal(tmp_path, monkeypatch):
@@ -230,7 +225,6 @@ REJECTED = {
     "--data .": "--data . has no text",
     "--data pipe": "--data pipe has no text",
     "--seq-len 500": "the text has",
-    "--seq-len 20 --max-seq-len 10": "--seq-len must be at most --max-seq-len 10, got 20",
     "--d-model 15": "d_model=15 must be a multiple of num_heads=2",
     "--steps 0": "--steps must be at least 1",
     "--warmup 9": "--warmup must be from 0 to --steps 8, got 9",
@@ -281,7 +275,6 @@ def test_full_disk_is_one_line_and_leaves_the_older_checkpoints(text, tmp_path, 
         error = rejected(capsys, "--data", text, "--checkpoint", tmp_path, "--every=3")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert error.startswith(f"train_lm.py: error: {tmp_path / 'step-00000006.pt'}: File too large; ")
-    assert error.endswith(" MiB are free there\n")
+    assert error == f"train_lm.py: error: {tmp_path / 'step-00000006.pt'}: File too large\n"
     assert os.listdir(tmp_path) == ["step-00000003.pt"]
     assert len(checkpoints.read(tmp_path / "step-00000003.pt")["history"]) == 3
