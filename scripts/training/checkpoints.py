@@ -46,9 +46,15 @@ def save(folder: Path, trainer: Trainer, settings: dict[str, Any], keep: int) ->
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the partial checkpoints of processes that were killed."""
-    for leftover in [path for path in folder.iterdir() if re.fullmatch(rf"\.\d+\.{CHECKPOINT.pattern}", path.name)]:
-        leftover.unlink(missing_ok=True)  # several processes start at once
+    """Remove the partial checkpoints of processes that were killed, but not those of running ones."""
+    for leftover in folder.iterdir():
+        if named := re.fullmatch(rf"\.(\d+)\.{CHECKPOINT.pattern}", leftover.name):
+            try:
+                os.kill(int(named[1]), 0)
+            except ProcessLookupError:
+                leftover.unlink(missing_ok=True)  # several processes start at once
+            except PermissionError:
+                continue  # it is running, as another user
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -155,8 +155,9 @@ def test_second_ctrl_c_ends_the_writing_of_a_checkpoint(text, tmp_path):
 
 
 def test_longer_run_resumes_with_its_own_learning_rate_and_leaves_other_files(saved, text, tmp_path, capsys):
-    others = [".step-notes.pt", ".my.step-00000009.pt", "step-00000008.pt.best", "step-99999999x.pt"]
-    for name in (*others, ".7.step-00000009.pt"):  # the last of a process that was killed while it wrote
+    alive = f".{os.getppid()}.step-00000009.pt"  # of a run that is writing it
+    others = [alive, ".step-notes.pt", ".my.step-00000009.pt", "step-00000008.pt.best", "step-99999999x.pt"]
+    for name in (*others, ".4194305.step-00000009.pt"):  # the last of a process that was killed while it wrote
         (saved / name).touch()
     options = ["--checkpoint", saved, "--resume", "--keep=1", "--json", tmp_path / "loss.json"]
     assert train(text, *options, "--steps=6") == 0
