@@ -105,14 +105,15 @@ def test_recomputing_costs_the_products_that_torch_repeats():
     block, x = size.build("cpu", torch.float32), torch.randn(2, 6, 16, requires_grad=True)
 
     def flops(part, pass_, cost):
-        return 0 if part == "attention" else cost.matmul_flops  # for which the counter has no formula on a CPU
+        return 0 if part == "attention" else cost.matmul_flops
 
     for recompute in (False, True):
         with FlopCounterMode(display=False) as counter:
             out = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
             out.sum().backward()
         predicted_flops = compute_seconds(size, Mesh(), flops, "train", 4, recompute)
-        assert sum(predicted_flops.values()) == pytest.approx(counter.get_total_flops())
+        counted = counter.get_flop_counts()["Global"].items()  # later torch counts attention on a CPU, too
+        assert sum(predicted_flops.values()) == sum(count for of, count in counted if "attention" not in str(of))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=8), Mesh(dp=2, tp=4)])
