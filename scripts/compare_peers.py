@@ -49,7 +49,12 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     """Return the parser, and the options with `device`, `peers`, `cases` and `report` as objects."""
     parser = Parser("compare_peers.py", (__doc__ or "").strip(), EPILOG)
     add = parser.add_argument
-    add("--case", default="", metavar="NAME,...", help="cases, by prefix or pattern: one-token, *bf16* (default: all)")
+    add(
+        "--case",
+        default="",
+        metavar="NAME,...",
+        help="cases, or prefixes or patterns such as *bf16* (default: all); eager first",
+    )
     add("--peers", metavar="NAME,...", help="peers, listed below (default: all; with --against, control and against)")
     add("--against", type=Path, metavar="PATH", help='a checkout of tinyblock, whose Block becomes the peer "against"')
     add("--positions", action="store_true", help="pass token positions to the Block; peers get tables looked up before")
@@ -82,8 +87,8 @@ def choose(what: str, words: str, known: Mapping[str, Any], patterns: bool = Fal
     """Return the items named in a list, in its order, each once; with `patterns`, all that begin so or match."""
     chosen: dict[str, Any] = {}
     for word in filter(None, (word.strip() for word in words.split(","))):
-        pattern = f"{word}*" if patterns else word
-        found = {name: item for name, item in known.items() if fnmatchcase(name, pattern)}
+        begins = [name for name in known if patterns and (name.startswith(word) or fnmatchcase(name, word))]
+        found = {name: item for name, item in known.items() if name == word or name in begins}
         if not found:
             raise ValueError(f"unknown {what} {word!r}; use one of {', '.join(known)}")
         chosen |= found
@@ -123,7 +128,7 @@ def measure(args: argparse.Namespace) -> int:
             document["cases"].append(comparison.measure(case))
             print(text_of(save()[-1]), end="\n\n", flush=True)
         for case, result in zip(args.cases, document["cases"], strict=True):
-            if args.device.type == "cuda" and not comparison.late():
+            if args.device.type == "cuda" and "failure" not in result and not comparison.late():
                 comparison.count_kernels(case, result)
     document["interrupted"] = False
     print(verdicts(save()))

@@ -60,7 +60,8 @@ def device_of(name: str | None) -> torch.device:
             raise ValueError(f"--device {name}: each process has a GPU of its own: use cuda")
         index, needed = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if needed > count:
-        found = f"finds {count}: {', '.join(f'cuda:{gpu}' for gpu in range(count))}"
+        found = f"finds {count}: " + ", ".join(f"cuda:{gpu}" for gpu in range(count))
+        found += f"; lower --nproc-per-node to {count}" * (launched() > 1)
         if count == 0:
             found = f"{'finds none' if torch.backends.cuda.is_built() else 'is built without CUDA'}: use --device cpu"
         raise ValueError(f"--device {name} needs {plural(needed, 'GPU')}, and torch {found}")

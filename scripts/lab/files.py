@@ -45,7 +45,8 @@ def read_json(path: Path, schema: str, option: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{option}: {path} is not JSON: {error}") from None
     if not isinstance(document, dict) or document.get("schema") != schema:
-        raise ValueError(f'{option}: {path} must have the "schema" {schema}: write it with --json')
+        found = document.get("schema") if isinstance(document, dict) else None
+        raise ValueError(f'{option}: {path} must have the "schema" {schema}, got {found}: write it with --json')
     return document
 
 

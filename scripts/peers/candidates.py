@@ -163,7 +163,7 @@ def block_of(checkout: Path) -> Peer:
     if not source.is_file():
         raise ValueError(f"--against must be a checkout of tinyblock, got {checkout}")
     title = f"the Block of {checkout}"
-    return Peer(lambda *block: _build_block_of(import_as("tinyblock_against", source), *block), title)
+    return Peer(lambda block, size: _build_block_of(import_as("tinyblock_against", source), block, size), title)
 
 
 def build_unchecked(block: Block, size: Size) -> Candidate:

@@ -4,7 +4,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ OURS = Peer(build_block, "tinyblock")
 
 
 class Contestant(NamedTuple):
-    """A candidate that is ready to run, its first output and its gradient of the input, and the bytes that it needs."""
+    """A prepared candidate: the function to time, its first output and input gradient, and the bytes that it needs."""
 
     run: Callable[[], object]
     compared: Mapping[str, Tensor]
@@ -59,7 +58,7 @@ class Comparison:
                 ours = prepare(OURS)
                 result |= ours.counts
         except Exception as error:
-            return result | {"failure": shorten(f"{type(error).__name__}: {error}", 200)}
+            return result | {"failure": _one_line(error)}
         for name, peer in self.peers.items():
             if peer.eager_only and case.how != "eager":
                 continue
@@ -76,7 +75,7 @@ class Comparison:
                     row |= self._take_turns(case, ours, prepare(peer), peer.agrees)
             except Exception as error:
                 status = "skipped" if isinstance(error, ImportError) else "failed"
-                row |= {"status": status, "reason": shorten(f"{type(error).__name__}: {error}", 200)}
+                row |= {"status": status, "reason": _one_line(error)}
         return result
 
     def _take_turns(self, case: Case, ours: Contestant, theirs: Contestant, agrees: bool) -> dict[str, Any]:
@@ -174,3 +173,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(": ")

@@ -199,12 +199,16 @@ def _check(options: argparse.Namespace, settings: Settings, sizes: list[Size], p
     if profile is not None:
         dtype, profiled = profile["settings"]["dtype"], PASSES[profile["settings"]["mode"]]
         if options.dtype != dtype:
-            kept = f"--dtype must be {dtype}, as in the profile of --from, got {options.dtype}"
-            raise ValueError(f"{kept}: leave --dtype out, or profile in {options.dtype}")
+            raise ValueError(
+                f"--dtype must be {dtype}, as in the profile of --from, got {options.dtype}: leave --dtype out, "
+                f"or profile in {options.dtype}"
+            )
         modes = [name for name, passes in PASSES.items() if set(passes) <= set(profiled)]
         if mode not in modes:
-            within = f"--mode must be {' or '.join(modes)}, as in the profile of --from, got {mode}"
-            raise ValueError(f"{within}: leave --mode out, or profile in mode {mode}")
+            raise ValueError(
+                f"--mode must be {' or '.join(modes)}, as in the profile of --from, got {mode}: leave --mode out, "
+                f"or profile in mode {mode}"
+            )
     if predicting and options.link is None:
         raise ValueError("--predict needs --link, as in --link 450e9,50e9: bytes/s within and between machines")
     if options.vocab < 0 or (options.vocab and options.num_layers is None):

@@ -121,7 +121,7 @@ def distributed_runs(
 
 
 def _runs(step: Step, mode: str) -> tuple[dict[str, Run], Optimizer | None]:
-    """Return what is timed of a whole: FSDP reduces gradients where an optimizer looks for them, and nowhere else."""
+    """Return what is timed of a whole, with backward() into .grad: for autograd.grad, FSDP reduces no gradients."""
     runs, optimizer = runs_of(step, mode)
     return runs | ({"train": step.accumulate} if "train" in runs else {}), optimizer
 

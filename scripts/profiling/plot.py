@@ -68,16 +68,17 @@ def _roofline(axes: Axes, point: dict[str, Any], ceilings: dict[str, Any]) -> No
     """Place each pass of each part, by its markers beside the names on the right, and the whole."""
     parts = [(part, _look(index) | {"markersize": 7}) for index, part in enumerate(point["parts"])]
     parts.append((point["whole"], {"color": "black", "marker": "*", "markersize": 11}))
-    intensities, taken = [ceilings["ridge"]], list[tuple[float, float]]()
+    intensities = [ceilings["ridge"]]
+    taken: list[tuple[float, float]] = []
     for pass_, filled in (("forward", "full"), ("backward", "none")):
         for part, look in parts:
             if pass_ in part and (speed := part[pass_]["flops_per_second"]) is not None:
-                intensities.append(part[pass_]["intensity"])
-                x, y = math.log10(intensities[-1]), math.log10(speed)
-                while any(math.dist((x, y), other) < 0.11 for other in taken):
+                x, y = math.log10(part[pass_]["intensity"]), math.log10(speed)
+                while any(abs(x - u) < 0.12 and abs(y - v) < 0.05 for u, v in taken):
                     x += 0.12  # a marker is there
                 taken.append((x, y))
-                axes.plot([intensities[-1], 10**x], [speed, speed], color="grey", linewidth=0.8, zorder=1)
+                intensities += [part[pass_]["intensity"], 10**x]
+                axes.plot(intensities[-2:], [speed, speed], color="grey", linewidth=0.8, zorder=1)
                 axes.plot(10**x, speed, linestyle="", fillstyle=filled, **look)
         if pass_ in point["whole"]:
             label = f"{pass_} ({'filled' if filled == 'full' else 'hollow'}; star: the whole)"

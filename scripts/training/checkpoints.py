@@ -48,7 +48,7 @@ def save(folder: Path, trainer: Trainer, settings: dict[str, Any], keep: int) ->
 def remove_leftovers(folder: Path) -> None:
     """Remove the partial checkpoints of processes that were killed, but not those of running ones."""
     for leftover in folder.iterdir():
-        if named := re.fullmatch(rf"\.(\d+)\.{CHECKPOINT.pattern}", leftover.name):
+        if named := re.fullmatch(rf"\.(\d{{1,9}})\.{CHECKPOINT.pattern}", leftover.name):
             try:
                 os.kill(int(named[1]), 0)
             except ProcessLookupError:

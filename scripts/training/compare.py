@@ -119,12 +119,12 @@ def _sections(document: dict[str, Any], differences: Sequence[dict[str, Any]]) -
     columns = ["variant", "lr", "parameters", "d_ff", "seeds", "validation, nats", "range"]
     table = Table(f"{kind}: mean and range over the seeds", [*columns, f"minus {runs[0]['variant']}", "range"])
     for variant, lr in dict.fromkeys((run["variant"], run["lr"]) for run in runs):
-        own, paired = ([r for r in of if (r["variant"], r["lr"]) == (variant, lr)] for of in (runs, differences))
-        losses = [[run["validation"] for run in of if run["diverged"] is None] for of in (own, paired)]
+        own, paired = ([r for r in all_ if (r["variant"], r["lr"]) == (variant, lr)] for all_ in (runs, differences))
+        losses = [[run["validation"] for run in group if run["diverged"] is None] for group in (own, paired)]
         seeds = f"{len(losses[0])} of {len(own)}" if len(losses[0]) < len(own) else str(len(own))
         row = [variant, f"{lr:g}", f"{own[0]['parameters']:,}", str(own[0]["d_ff"]), seeds]
-        for of in losses:
-            row += [f"{mean(of):.4f}", f"{min(of):.4f} to {max(of):.4f}"] if of else ["diverged", ""]
+        for group in losses:
+            row += [f"{mean(group):.4f}", f"{min(group):.4f} to {max(group):.4f}"] if group else ["diverged", ""]
         table.rows.append(row)
     trained_on = "{steps} steps of {batch_size} x {seq_len} bytes, {warmup} of them warm-up".format(**settings)
     return [table, f"{trained_on}; order-2 model: {document['order_two_validation']:.4f} nats"]

@@ -124,7 +124,7 @@ def _build(args: argparse.Namespace, settings: Settings, text: Text) -> Trainer:
     return Trainer(model, text.training, settings, slice(first, first + each))
 
 
-def _take_steps(args: argparse.Namespace, trainer: Trainer, saved: dict[str, Any], windows: Tensor) -> int:
+def _take_steps(args: argparse.Namespace, trainer: Trainer, settings: dict[str, Any], windows: Tensor) -> int:
     """Train to the last step, or until a signal; return the number of that signal, or 0."""
     first, steps, received = trainer.step, trainer.settings.steps, 0
     recent = deque[float](maxlen=100)  # seconds of steps, without validation and checkpoints
@@ -134,7 +134,7 @@ def _take_steps(args: argparse.Namespace, trainer: Trainer, saved: dict[str, Any
         progress.start("training", steps - trainer.step)
         while trainer.step < steps and not received:
             start = time.perf_counter()
-            record = trainer.advance()
+            record = trainer.advance()  # the last of the history, which takes what is added below
             if trainer.step > first + UNTIMED:
                 recent.append(time.perf_counter() - start)
             rate = round(trainer.settings.batch_size * trainer.settings.seq_len / mean(recent)) if recent else None
@@ -148,7 +148,7 @@ def _take_steps(args: argparse.Namespace, trainer: Trainer, saved: dict[str, Any
                 progress.print(f"{line}, validation {validation}" + (f", {rate:,} tokens/s" if rate else ""))
             print(json.dumps(record), file=lines, flush=True)
             if args.checkpoint and (last or received or (args.every and trainer.step % args.every == 0)):
-                checkpoints.save(args.checkpoint, trainer, saved, args.keep)
+                checkpoints.save(args.checkpoint, trainer, settings, args.keep)
     return received
 
 

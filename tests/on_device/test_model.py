@@ -1,6 +1,7 @@
 """A model on a device: close to float64 on the CPU, and the same in each way that torch runs it."""
 
 import copy
+import functools
 import subprocess
 import sys
 import warnings
@@ -55,10 +56,17 @@ def test_attention_does_not_materialize_the_scores(masked, device, sizes):
     assert not any("math" in name for name in called), called
 
 
-@pytest.mark.parametrize("start", [None, "cpu", "meta"], ids=["made there", "moved", "from meta"])
-def test_rope_table_is_exact_up_to_position_131071(start, device):
-    rope = RotaryPositionalEmbedding(5e5, 64, 131072, device=start or device)
-    rope = rope.to_empty(device=device) if start == "meta" else rope.to(device, torch.bfloat16)
+MOVES = {
+    "made there": lambda device, make: make(device=device).half(),
+    "moved": lambda device, make: make().to(device, torch.bfloat16),
+    "meta, called there": lambda device, make: make(device="meta"),
+    "meta, to_empty": lambda device, make: make(device="meta").to_empty(device=device),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_rope_table_is_exact_up_to_position_131071(move, device):
+    rope = MOVES[move](device, functools.partial(RotaryPositionalEmbedding, 5e5, 64, 131072))
     positions = torch.tensor([0, 1, 4095, 65537, 131071])
     angles = positions.double()[:, None] * 5e5 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
     x = torch.tensor([1.0, 0.0]).repeat(32).expand(5, 64)  # each pair turns to the cosine and sine of its angle

@@ -32,17 +32,18 @@ def test_measured_errors_are_those_of_known_roundings():
 
 
 def test_page_shows_ranges_ratios_and_who_is_closer():
-    ours, theirs = [(1.0, 2.0), (1.5, 1.0), (1.25, 3.0)], [(1.0, 2.0)]
+    ours, once, closer = [(1.0, 2.0), (1.5, 1.0), (1.25, 3.0)], 3 * [(1.0, 2.0)], [(0.8, 2.0), (1.0, 1.0), (1.0, 1.0)]
     measured = {("RMSNorm", dtype, errors.FORWARD): {errors.OURS: ours} for dtype in errors.DTYPES}
-    measured["RMSNorm", "float32", errors.FORWARD] |= {errors.ROUNDED: theirs, "litgpt": theirs}
-    measured["RMSNorm", "bfloat16", errors.FORWARD] |= {"litgpt": [(2.5, 2.0)]}
-    measured["RMSNorm", "float16", errors.FORWARD] |= {"litgpt": [(torch.inf, torch.inf)]}
+    measured["RMSNorm", "float32", errors.FORWARD] |= {errors.ROUNDED: once, "litgpt": closer, "torchtune": once}
+    measured["RMSNorm", "bfloat16", errors.FORWARD] |= {"litgpt": 3 * [(2.5, 2.0)]}
+    measured["RMSNorm", "float16", errors.FORWARD] |= {"litgpt": 3 * [(torch.inf, torch.inf)]}
     page = exactness.page(measured, {"device": "a device", "commit": "abc"})
     lines = [" ".join(line.replace("|", " ").split()) for line in page.splitlines()]
     assert lines[0].startswith("Measured on a device, with torch ")
-    assert "RMSNorm 0.00-1.25" in lines
+    assert "RMSNorm 0.00-1.25 1.25-1.25" in lines
     assert {"tinyblock 1.25 (1.00-1.50), 3.00", "the exact result, rounded 1.00, 2.00"} <= set(lines)
-    assert {"litgpt **1.00, 2.00**", "litgpt 2.50, 2.00", "litgpt not finite"} <= set(lines)
+    assert {"litgpt **1.00 (0.80-1.00), 2.00**", "litgpt 2.50, 2.00", "litgpt not finite"} <= set(lines)
+    assert "torchtune 1.00, 2.00" in lines  # not closer with every seed
 
 
 def test_write_requires_a_page_with_the_mark(tmp_path, capsys):

@@ -27,14 +27,14 @@ def clock():
     return tick()
 Size.build = watched
 options = ["--device=cpu", "--seq-len=8", "--d-model=16", "--num-heads=4", "--d-ff=24", "--num-layers=2", "--rounds=2"]
-code = main([*options, "--tp=2", "--mode=step", "--json=profile.json"], clock)
+code = main([*options, "--tp=2", "--mode=MODE", "--json=profile.json"], clock)
 open(f"alive.{os.environ['RANK']}", "w").write(str(max(alive)))
 sys.exit(code)
 """
 
 
 def test_profile_of_two_processes(tmp_path):
-    first, second = run_as_torchrun(PROGRAM, 2, tmp_path)
+    first, second = run_as_torchrun(PROGRAM.replace("MODE", "step"), 2, tmp_path)
     document = json.loads((tmp_path / "profile.json").read_text())
     assert undocumented(document) == set()
     # Only the first process prints, and the slowest counts.
@@ -67,6 +67,12 @@ def test_profile_of_two_processes(tmp_path):
     assert point["memory"]["optimizer_state_bytes"] == 2 * of_process + 4 * 19  # and as many step counts
     table = next(section for section in compare(document, document) if hasattr(section, "rows"))
     assert [row[:2] for row in table.rows] == [["whole", "forward"], ["whole", "train"], ["whole", "step"]]
+
+
+def test_forward_of_two_processes_has_its_own_collectives_alone(tmp_path):
+    run_as_torchrun(PROGRAM.replace("MODE", "forward"), 2, tmp_path)
+    [point] = json.loads((tmp_path / "profile.json").read_text())["points"]
+    assert {record["pass"] for record in point["collectives"]} == set(point["whole"]) == {"forward"}
 
 
 def test_overlap_is_the_time_of_collectives_in_which_another_kernel_runs():
