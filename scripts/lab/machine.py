@@ -32,7 +32,7 @@ class Datasheet:
         return {"flops_per_second": self.flops_per_second(dtype), "bytes_per_second": self.bytes_per_second}
 
     def ceilings(self, dtype: torch.dtype) -> "Ceilings":
-        """Return the peaks as ceilings that rest on no sample; raise a ValueError if this dtype has none."""
+        """Return the peaks as ceilings without samples; raise a ValueError if this dtype has none."""
         if (peak := self.flops_per_second(dtype)) is None:
             raise ValueError(f"the datasheet has no peak for {str(dtype).removeprefix('torch.')}")
         flops, memory = (Spread(rate, rate, rate, 0) for rate in (peak, self.bytes_per_second))

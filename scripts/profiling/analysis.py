@@ -65,10 +65,10 @@ def analyze(
         "optimizer": record("AdamW", "optimizer", adamw) if mode == "step" else None,
     }
 
-    def least(mode: str) -> float:
+    def least(name: str) -> float:
         """Return the least time of the whole as it adds up: nothing is fused from one part to the next."""
-        passes = PASSES.get(mode, (mode,))
-        return sum(part["count"] * part[p]["roofline_seconds"] for part in addends(point) for p in passes if p in part)
+        records = [(part["count"], part.get(pass_)) for part in addends(point) for pass_ in PASSES.get(name, (name,))]
+        return sum(count * record["roofline_seconds"] for count, record in records if record)
 
     whole = {name: record("whole", name, size.costs(name, dtype.itemsize), least(name)) for name in passes}
     seconds, cost = whole[mode]["seconds"]["median"], size.costs(mode)

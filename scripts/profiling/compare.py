@@ -30,10 +30,10 @@ def compare(new: dict[str, Any], old: dict[str, Any]) -> list[Section]:
     keys = ("flops_per_second", "bytes_per_second")
     rates = [new["ceilings"][key]["median"] / old["ceilings"][key]["median"] for key in keys]
     margin = max(*rates, *(1 / rate for rate in rates))
-    before = {Size(**point["size"]): _times(point) for point in old["points"]}
+    old_times = {Size(**point["size"]): _times(point) for point in old["points"]}
     for point in new["points"]:
-        then, now = before.get(Size(**point["size"]), {}), _times(point)
-        rows = [[*key, *_ratio(now[key], then[key], margin)] for key in now if key in then]
+        before, after = old_times.get(Size(**point["size"]), {}), _times(point)
+        rows = [[*key, *_ratio(after[key], before[key], margin)] for key in after if key in before]
         columns = ["part", "pass", "old us", "new us", "ratio", "interval", ""]
         title = describe(point["size"])
         sections.append(Table(f"New / old: {title}", columns, rows) if rows else f"{title}: nothing to compare with")

@@ -1,4 +1,4 @@
-"""The profile of one process as text: what was found first, then the tables that it rests on."""
+"""The profile of one process as text: the conclusions first, then the tables behind them."""
 
 from itertools import chain
 from typing import Any

@@ -44,7 +44,7 @@ def prediction_report(document: dict[str, Any]) -> list[Section]:
 
 
 def basis(document: dict[str, Any]) -> list[str]:
-    """Return what a prediction rests on, in lines of which the first says whether it is a bound."""
+    """Return the kind of a prediction (a bound or an estimate), its options, ceilings and links, a line each."""
     settings, ceilings, links, profile = (document[key] for key in ("settings", "ceilings", "links", "from"))
     between = f", {si(links['between'], 'B/s')} between machines of {links['per_machine']}" if links["between"] else ""
     kind = f"A lower bound on time, so an upper bound on MFU: each part at the roofline of the {ceilings['source']}"
