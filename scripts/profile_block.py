@@ -16,7 +16,9 @@ from pathlib import Path
 os.environ["JAXTYPING_DISABLE"] = "1"
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TEARDOWN_CUPTI", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's tinyblock, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # this checkout's tinyblock, installed or not
 
 from profiling.cli import main
 

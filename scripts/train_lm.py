@@ -6,7 +6,9 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's tinyblock, installed or not
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # this checkout's tinyblock, installed or not
 
 from training.cli import main
 

@@ -28,7 +28,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "on CUDA" in item.name:
             item.add_marker("cuda")
-        if config.getoption("cov_source", None) and item.path.parent.name in ("lab", "peers", "profiling", "training"):
+        if config.getoption("cov_source", None) and item.path.parent.name in (
+            "lab",
+            "peers",
+            "profiling",
+            "training",
+        ):
             item.add_marker("no_cover")  # of pytest-cov
 
 
@@ -41,6 +46,10 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Files(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid):
-            return nodeid if nodeid.startswith("tinyblock/contract/") else super()._split_scope(nodeid)
+            return (
+                nodeid
+                if nodeid.startswith("tinyblock/contract/")
+                else super()._split_scope(nodeid)
+            )
 
     return Files(config, log)

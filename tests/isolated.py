@@ -2,7 +2,9 @@
 
 import os
 
-WITHOUT_PACKAGE = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+WITHOUT_PACKAGE = {
+    key: value for key, value in os.environ.items() if key != "PYTHONPATH"
+}
 
 # Code to run before the imports, which makes it as where neither of these is installed.
 REFUSE_TINYBLOCK_AND_BEARTYPE = """

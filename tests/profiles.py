@@ -15,8 +15,16 @@ def ticking():
 
 def event(name, start, end, device="CUDA", annotation=False):
     """Return an event as torch.profiler gives it, with its times in microseconds."""
-    times, device_type = SimpleNamespace(start=start, end=end), SimpleNamespace(name=device)
-    return SimpleNamespace(name=name, time_range=times, device_type=device_type, is_user_annotation=annotation)
+    times, device_type = (
+        SimpleNamespace(start=start, end=end),
+        SimpleNamespace(name=device),
+    )
+    return SimpleNamespace(
+        name=name,
+        time_range=times,
+        device_type=device_type,
+        is_user_annotation=annotation,
+    )
 
 
 def undocumented(document):
@@ -26,7 +34,13 @@ def undocumented(document):
     def keys(value):
         if isinstance(value, dict):
             yield from value
-        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        for item in (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, list)
+            else ()
+        ):
             yield from keys(item)
 
     return set(keys(document)) - set(re.findall(r"[`\"]([a-z0-9_]+)[`\"]", page))

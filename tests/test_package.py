@@ -23,7 +23,10 @@ LEAVES = {
     "attention": "assert attention.CausalMultiHeadSelfAttention(8, 2, qk_norm=True)(x).shape == x.shape",
     "parallelize": "assert callable(parallelize.parallelize) and 'torch.distributed.tensor' not in sys.modules",
 }
-ONLY = REFUSE_TINYBLOCK_AND_BEARTYPE + "import torch, einops, jaxtyping\nx = torch.randn(2, 3, 8)\n"
+ONLY = (
+    REFUSE_TINYBLOCK_AND_BEARTYPE
+    + "import torch, einops, jaxtyping\nx = torch.randn(2, 3, 8)\n"
+)
 
 
 def test_leaf_files_work_alone(tmp_path):
@@ -34,7 +37,11 @@ def test_leaf_files_work_alone(tmp_path):
         shutil.copy(ROOT / "tinyblock" / f"{leaf}.py", folder)
         code += f"sys.path[0] = {str(folder)!r}\nimport {leaf}\nassert {leaf}.__file__.startswith(sys.path[0])\n{use}\n"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=WITHOUT_PACKAGE
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=WITHOUT_PACKAGE,
     )
     assert done.returncode == 0, done.stderr
 
@@ -43,18 +50,30 @@ def test_leaf_files_import_no_other_package():
     for leaf in LEAVES:
         source = (ROOT / "tinyblock" / f"{leaf}.py").read_text()
         packages = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
-        assert packages - set(sys.stdlib_module_names) <= {"torch", "einops", "jaxtyping"}, leaf
+        assert packages - set(sys.stdlib_module_names) <= {
+            "torch",
+            "einops",
+            "jaxtyping",
+        }, leaf
 
 
 def test_readme_example_prints_what_it_says(capsys):
-    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    example = re.search(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )[1]
     assert len(example.splitlines()) == 6
     exec(example, {})
-    assert capsys.readouterr().out.strip() == example.splitlines()[-1].partition("# ")[2]
+    assert (
+        capsys.readouterr().out.strip() == example.splitlines()[-1].partition("# ")[2]
+    )
 
 
 def test_readme_error_is_the_one_that_is_raised():
-    quoted = re.search(r"```\njaxtyping.TypeCheckError: (.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    quoted = re.search(
+        r"```\njaxtyping.TypeCheckError: (.*?)```",
+        (ROOT / "README.md").read_text(),
+        re.DOTALL,
+    )[1]
     with pytest.raises(TypeError) as caught:
         tinyblock.Block(512, 8)(torch.zeros(4, 128, 500))
     assert str(caught.value).startswith(quoted.removesuffix("...\n").strip())
@@ -69,10 +88,15 @@ def test_package_exports_the_api():
             assert getattr(tinyblock, name) is getattr(layer, name)
     assert names == set(tinyblock.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+", tinyblock.__version__)
-    assert f'__version__ = "{tinyblock.__version__}"' in (ROOT / "tinyblock" / "__init__.py").read_text()
+    assert (
+        f'__version__ = "{tinyblock.__version__}"'
+        in (ROOT / "tinyblock" / "__init__.py").read_text()
+    )
 
 
-@pytest.mark.parametrize("name", sorted({*tinyblock.__all__} - {"parallelize"}))  # which takes no tensor to check
+@pytest.mark.parametrize(
+    "name", sorted({*tinyblock.__all__} - {"parallelize"})
+)  # which takes no tensor to check
 def test_everything_public_is_documented_and_checked(name):
     member = getattr(tinyblock, name)
     assert inspect.getdoc(member)

@@ -22,7 +22,9 @@ RECIPES = dict(
 
 
 pytestmark = [
-    pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),  # of transformers' imports
+    pytest.mark.filterwarnings(
+        "default::DeprecationWarning", "default::FutureWarning"
+    ),  # of transformers' imports
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
 ]
 
@@ -38,30 +40,47 @@ def sequence(*shape):
 
 
 def test_recipe_of_generation_equals_the_full_sequence():
-    model, tokens = (made := run("Generation with cached keys and values"))["model"].double(), made["tokens"]
+    model, tokens = (
+        (made := run("Generation with cached keys and values"))["model"].double(),
+        made["tokens"],
+    )
     full = model(tokens)
     model.clear_cache()
     steps = [model(tokens[:, :8], torch.arange(8))]  # the prompt, then token by token
-    steps += [model(tokens[:, i : i + 1], torch.tensor([i])) for i in range(8, tokens.shape[1])]
+    steps += [
+        model(tokens[:, i : i + 1], torch.tensor([i]))
+        for i in range(8, tokens.shape[1])
+    ]
     torch.testing.assert_close(torch.cat(steps, dim=1), full, rtol=0, atol=1e-10)
     prompt = tokens[:, :8]
     assert torch.equal(model.generate(prompt, 20), tokens)
     drawn = model.generate(prompt[:1].expand(2000, 8), 1, temperature=0.5)[:, 8]
     frequencies = torch.nn.functional.one_hot(drawn, 99).double().mean(0)
     probabilities = (full[0, 7] / 0.5).softmax(-1)
-    assert (frequencies - probabilities).abs().max() < 0.05  # over four standard errors of 2,000 draws
+    assert (
+        frequencies - probabilities
+    ).abs().max() < 0.05  # over four standard errors of 2,000 draws
 
 
 def test_recipe_of_padding_and_packed_documents_equals_each_document_alone():
     made = run("Padding and packed documents")
-    model, x, starts = made["model"].double(), sequence(2, 7, 64), {0: (0, 3, 7), 1: (0, 2, 3, 7)}
-    padded, packed = model(x, mask=made["keep"][:, None, :]), model(x, made["positions"], made["same_document"])
+    model, x, starts = (
+        made["model"].double(),
+        sequence(2, 7, 64),
+        {0: (0, 3, 7), 1: (0, 2, 3, 7)},
+    )
+    padded, packed = (
+        model(x, mask=made["keep"][:, None, :]),
+        model(x, made["positions"], made["same_document"]),
+    )
     assert made["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 0, 1, 2, 3]]
     torch.testing.assert_close(padded[0, :5], model(x[0, :5]), rtol=0, atol=1e-12)
     torch.testing.assert_close(padded[1], model(x[1]), rtol=0, atol=1e-12)
     for row, cuts in starts.items():
         for start, end in itertools.pairwise(cuts):
-            torch.testing.assert_close(packed[row, start:end], model(x[row, start:end]), rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                packed[row, start:end], model(x[row, start:end]), rtol=0, atol=1e-12
+            )
 
 
 def test_recipe_of_flex_attention_equals_the_dense_mask():
@@ -70,37 +89,58 @@ def test_recipe_of_flex_attention_equals_the_dense_mask():
 
 def test_recipe_of_a_sliding_window_equals_its_mask():
     windowed, x = run("Sliding window")["model"].double(), sequence(2, 40, 64)
-    plain = tinyblock.Transformer(1, d_model=64, num_heads=4, max_seq_len=128, dtype=torch.float64)
+    plain = tinyblock.Transformer(
+        1, d_model=64, num_heads=4, max_seq_len=128, dtype=torch.float64
+    )
     plain.load_state_dict(windowed.state_dict())
     band = torch.ones(40, 40, dtype=torch.bool).triu(-15)
     keep = (torch.arange(40) < torch.tensor([[30], [40]]))[:, None, :]
     torch.testing.assert_close(windowed(x), plain(x, mask=band), rtol=0, atol=1e-12)
-    torch.testing.assert_close(windowed(x, mask=keep), plain(x, mask=band & keep), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        windowed(x, mask=keep), plain(x, mask=band & keep), rtol=0, atol=1e-12
+    )
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("recipe", ["Bidirectional attention for an encoder", "Soft-capped scores"])
+@pytest.mark.parametrize(
+    "recipe", ["Bidirectional attention for an encoder", "Soft-capped scores"]
+)
 def test_recipe_of_another_softmax_equals_its_formula(recipe):
     attention = run(recipe)["model"].layers[0].attn.double()
     attention.rope = None
     x = 30 * sequence(2, 7, 64)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    q, k, v = (projection(x).unflatten(-1, (4, 16)).transpose(1, 2) for projection in projections)
+    q, k, v = (
+        projection(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        for projection in projections
+    )
     scores = q @ k.mT / 4  # heads of size 16
     if recipe == "Soft-capped scores":
         assert scores.abs().max() > 50
-        scores = (50 * (scores / 50).tanh()).masked_fill(torch.ones(7, 7).triu(1) > 0, -math.inf)
-    expected = attention.output_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+        scores = (50 * (scores / 50).tanh()).masked_fill(
+            torch.ones(7, 7).triu(1) > 0, -math.inf
+        )
+    expected = attention.output_proj(
+        (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
+    )
     torch.testing.assert_close(attention(x), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_recipe_of_a_mixture_of_experts_weights_the_two_best():
-    layer, x = run("A mixture of experts as the feed-forward layer")["model"].layers[0].ffn.double(), sequence(2, 7, 64)
+    layer, x = (
+        run("A mixture of experts as the feed-forward layer")["model"]
+        .layers[0]
+        .ffn.double(),
+        sequence(2, 7, 64),
+    )
     for token, out in zip(x.flatten(0, 1), layer(x).flatten(0, 1), strict=True):
         probabilities = layer.router(token).softmax(-1).tolist()
         best = sorted(range(4), key=probabilities.__getitem__)[2:]
         total = sum(probabilities[expert] for expert in best)
-        expected = sum(probabilities[expert] / total * layer.experts[expert](token) for expert in best)
+        expected = sum(
+            probabilities[expert] / total * layer.experts[expert](token)
+            for expert in best
+        )
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -116,17 +156,24 @@ def test_recipe_of_llama_3_1_has_the_frequencies_of_transformers():
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    config = transformers.LlamaConfig(head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
+    config = transformers.LlamaConfig(
+        head_dim=128, rope_theta=500000.0, rope_scaling=scaling
+    )
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     frequencies = run("Llama 3.1's frequencies")["rope"].frequencies()
     torch.testing.assert_close(frequencies, expected.double(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Llama with shared key heads", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize(
+    "kind", ["Llama", "Llama with shared key heads", "Qwen2", "Qwen3"]
+)
 def test_recipe_of_hugging_face_gives_its_logits_and_its_weights_back(kind):
     transformers = pytest.importorskip("transformers")
     made = run("Llama and Qwen weights from Hugging Face, and back")
-    of_qwen = {"Qwen2": {"attention": made["AttentionWithBiases"]}, "Qwen3": {"qk_norm": True}}
+    of_qwen = {
+        "Qwen2": {"attention": made["AttentionWithBiases"]},
+        "Qwen3": {"qk_norm": True},
+    }
     name, options = kind.split()[0], of_qwen.get(kind, {})
     head = {} if kind == "Qwen2" else {"head_dim": 24 if kind == "Qwen3" else 16}
     config = getattr(transformers, f"{name}Config")(
@@ -152,7 +199,9 @@ def test_recipe_of_hugging_face_gives_its_logits_and_its_weights_back(kind):
     torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=2e-5)
     back = made["to_hugging_face"](ours.state_dict(), d_head)
     assert back.keys() == theirs.state_dict().keys()
-    assert all(torch.equal(back[key], weight) for key, weight in theirs.state_dict().items())
+    assert all(
+        torch.equal(back[key], weight) for key, weight in theirs.state_dict().items()
+    )
 
 
 def test_recipe_of_lora_trains_adapters_alone_and_merges_them():
@@ -161,16 +210,22 @@ def test_recipe_of_lora_trains_adapters_alone_and_merges_them():
     plain = tinyblock.Transformer(2, d_model=64, num_heads=4, max_seq_len=128)
     torch.manual_seed(0)
     made = run("LoRA with peft")
-    torch.testing.assert_close(made["merged"](made["x"]), made["adapted"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        made["merged"](made["x"]), made["adapted"], rtol=1e-4, atol=1e-5
+    )
     assert (made["adapted"] - plain(made["x"])).abs().max() > 1e-3
-    for (name, merged), before in zip(made["merged"].named_parameters(), plain.parameters(), strict=True):
+    for (name, merged), before in zip(
+        made["merged"].named_parameters(), plain.parameters(), strict=True
+    ):
         assert torch.equal(merged, before) == ("ln" in name), name
 
 
 def test_recipe_of_lora_over_processes_trains_the_adapters_of_one(monkeypatch, capsys):
     peft = pytest.importorskip("peft")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         made = run("LoRA over several processes")
     finally:
@@ -185,7 +240,11 @@ def test_recipe_of_lora_over_processes_trains_the_adapters_of_one(monkeypatch, c
         (plain(x) - x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    expected = {name: weight.detach() for name, weight in plain.named_parameters() if weight.requires_grad}
+    expected = {
+        name: weight.detach()
+        for name, weight in plain.named_parameters()
+        if weight.requires_grad
+    }
     torch.testing.assert_close(made["adapters"], expected)
     assert capsys.readouterr().out == "trained 28 matrices of adapters\n"
 
@@ -194,7 +253,9 @@ def test_recipe_of_lora_over_processes_trains_the_adapters_of_one(monkeypatch, c
 def test_recipe_of_int8_rounds_by_half_a_step_at_most():
     pytest.importorskip("torchao")
     made = run("Weights in int8 with torchao")
-    pairs = zip(made["quantized"].named_parameters(), made["model"].parameters(), strict=True)
+    pairs = zip(
+        made["quantized"].named_parameters(), made["model"].parameters(), strict=True
+    )
     for (name, quantized), weight in pairs:
         if weight.ndim == 1:
             continue
@@ -210,7 +271,11 @@ def test_recipe_of_int8_rounds_by_half_a_step_at_most():
 @torch.no_grad()
 def test_recipe_of_compile_and_export_gives_the_model_at_other_lengths(monkeypatch):
     compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: compiler(*args, backend="eager", **kwargs))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda *args, **kwargs: compiler(*args, backend="eager", **kwargs),
+    )
     made = run("Compile and export")
     for length in (5, 32):
         x = torch.randn(2, length, 64)
@@ -227,7 +292,9 @@ def test_recipe_of_checkpointing_gives_the_gradients_and_saves_less():
     model.zero_grad()
     x, saved = torch.randn(2, 9, 64), []
     for each in (model, plain):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved[-1].append(t.nbytes) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: saved[-1].append(t.nbytes) or t, lambda t: t
+        ):
             saved.append([])
             each(x).sum().backward()
     for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):

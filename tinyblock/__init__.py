@@ -3,7 +3,14 @@
 from . import attention, block, ffn, rmsnorm, rope, transformer
 from .typecheck import typecheck as _typecheck
 
-LAYERS = (rmsnorm, ffn, rope, attention, block, transformer)  # the one list of the layers
+LAYERS = (
+    rmsnorm,
+    ffn,
+    rope,
+    attention,
+    block,
+    transformer,
+)  # the one list of the layers
 for _layer in LAYERS:
     _typecheck(_layer)
 del _layer

@@ -52,9 +52,15 @@ class Block(nn.Module):
         super().__init__()
         self.d_model = d_model
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        heads: dict[str, Any] = {"num_kv_heads": num_kv_heads, "d_head": d_head, "qk_norm": qk_norm}
+        heads: dict[str, Any] = {
+            "num_kv_heads": num_kv_heads,
+            "d_head": d_head,
+            "qk_norm": qk_norm,
+        }
         self.ln1 = norm(d_model, eps=eps, **factory)
-        self.attn = attention(d_model, num_heads, rope=rope, eps=eps, **heads, **factory)
+        self.attn = attention(
+            d_model, num_heads, rope=rope, eps=eps, **heads, **factory
+        )
         self.ln2 = norm(d_model, eps=eps, **factory)
         self.ffn = ffn(d_model, d_ff, **factory)
 
@@ -70,14 +76,20 @@ class Block(nn.Module):
         mask: Any = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
         """Apply the block. `mask` is bool, (..., seq, seq) or (..., 1, seq); for padding pass `keep[:, None, :]`."""
-        x = x + _like(x, self.attn(_like(x, self.ln1(x), "norm"), token_positions, mask), "attention")
+        x = x + _like(
+            x,
+            self.attn(_like(x, self.ln1(x), "norm"), token_positions, mask),
+            "attention",
+        )
         return x + _like(x, self.ffn(_like(x, self.ln2(x), "norm")), "ffn")
 
 
 def _like(x: Tensor, out: Tensor, part: str) -> Tensor:
     if getattr(out, "shape", None) != x.shape:  # the sum might broadcast it
         got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(f"{part} must return a tensor of shape {tuple(x.shape)}, as its input, got {got}")
+        raise ValueError(
+            f"{part} must return a tensor of shape {tuple(x.shape)}, as its input, got {got}"
+        )
     return out
 
 

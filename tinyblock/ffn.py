@@ -29,7 +29,9 @@ def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def glu(
-    x: Float[Tensor, "*batch d_model"], w1: Float[Tensor, "d_ff d_model"], w2: Float[Tensor, "d_ff d_model"]
+    x: Float[Tensor, "*batch d_model"],
+    w1: Float[Tensor, "d_ff d_model"],
+    w2: Float[Tensor, "d_ff d_model"],
 ) -> Float[Tensor, "*batch d_ff"]:
     """Gate W2 x by sigmoid(W1 x), elementwise: equation 4 of arXiv 2002.05202 without biases."""
     gate = torch.sigmoid(einsum(x, w1, "... d_model, d_ff d_model -> ... d_ff"))
@@ -78,7 +80,9 @@ class SwiGLU(nn.Module):
     ) -> None:
         super().__init__()
         self.d_model = d_model
-        self.d_ff = max(1, (d_model + 12) // 24) * 64 if d_ff is None else d_ff  # 8/3 d_model is d_model/24 times 64
+        self.d_ff = (
+            max(1, (d_model + 12) // 24) * 64 if d_ff is None else d_ff
+        )  # 8/3 d_model is d_model/24 times 64
         _require_sizes(self)
         self.w1 = nn.Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
         self.w2 = nn.Linear(self.d_ff, d_model, bias=False, device=device, dtype=dtype)
@@ -89,7 +93,9 @@ class SwiGLU(nn.Module):
         """Draw every weight from a normal of variance 2 / (d_in + d_out), cut at three standard deviations."""
         _reset_linears(self.w1, self.w2, self.w3)
 
-    def forward(self, x: Float[Tensor, "*batch {self.d_model}"]) -> Float[Tensor, "*batch {self.d_model}"]:
+    def forward(
+        self, x: Float[Tensor, "*batch {self.d_model}"]
+    ) -> Float[Tensor, "*batch {self.d_model}"]:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
@@ -124,14 +130,18 @@ class FeedForward(nn.Module):
         """Draw every weight from a normal of variance 2 / (d_in + d_out), cut at three standard deviations."""
         _reset_linears(self.w1, self.w2)
 
-    def forward(self, x: Float[Tensor, "*batch {self.d_model}"]) -> Float[Tensor, "*batch {self.d_model}"]:
+    def forward(
+        self, x: Float[Tensor, "*batch {self.d_model}"]
+    ) -> Float[Tensor, "*batch {self.d_model}"]:
         return self.w2(self.activation(self.w1(x)))
 
 
 def _require_sizes(layer: SwiGLU | FeedForward) -> None:
     if layer.d_model < 1 or layer.d_ff < 1:
         name = type(layer).__name__
-        raise ValueError(f"sizes of {name} must be at least 1, got d_model={layer.d_model}, d_ff={layer.d_ff}")
+        raise ValueError(
+            f"sizes of {name} must be at least 1, got d_model={layer.d_model}, d_ff={layer.d_ff}"
+        )
 
 
 def _reset_linears(*linears: nn.Linear) -> None:

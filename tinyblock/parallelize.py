@@ -20,15 +20,32 @@ from torch.utils.checkpoint import checkpoint
 __all__ = ["parallelize"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_MESHES = [("tp",), ("dp",), ("dp", "tp"), ("dp_replicate", "dp"), ("dp_replicate", "dp", "tp")]
-_COLUMNS = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "ffn.w1", "ffn.w3")  # by heads, by d_ff
+_MESHES = [
+    ("tp",),
+    ("dp",),
+    ("dp", "tp"),
+    ("dp_replicate", "dp"),
+    ("dp_replicate", "dp", "tp"),
+]
+_COLUMNS = (
+    "attn.q_proj",
+    "attn.k_proj",
+    "attn.v_proj",
+    "ffn.w1",
+    "ffn.w3",
+)  # by heads, by d_ff
 _ROWS = ("attn.output_proj", "ffn.w2")
 _NORMS = ("ln1", "ln2")
 _HEAD_NORMS = ("attn.q_norm", "attn.k_norm")
 
 
 def parallelize(
-    model: _Model, mesh: DeviceMesh, *, recompute: bool = False, compile: bool = False, **fsdp: Any
+    model: _Model,
+    mesh: DeviceMesh,
+    *,
+    recompute: bool = False,
+    compile: bool = False,
+    **fsdp: Any,
 ) -> _Model:
     """Distribute a Transformer or a Block over the processes of `mesh`, in place, and return it.
 
@@ -64,76 +81,130 @@ def parallelize(
     if "dp" in axes:
         from torch.distributed.fsdp import fully_shard
 
-        shard = partial(fully_shard, mesh=mesh[tuple(axis for axis in axes if axis != "tp")], **fsdp)
+        shard = partial(
+            fully_shard, mesh=mesh[tuple(axis for axis in axes if axis != "tp")], **fsdp
+        )
         shard(nn.Identity())  # raises for a wrong option before the model is changed
-    tp = mesh["tp"] if "tp" in axes else None  # once: compiled code requires the same object
+    tp = (
+        mesh["tp"] if "tp" in axes else None
+    )  # once: compiled code requires the same object
     if tp is not None:
         for block in blocks:
             _split(block, tp)
         if isinstance(ln_final := getattr(model, "ln_final", None), nn.Module):
             _replicate(ln_final, tp)
         _accept_plain_tensors(model, tp)
-    for block in blocks:  # by partials of methods, which copy.deepcopy binds to the copy
+    for (
+        block
+    ) in blocks:  # by partials of methods, which copy.deepcopy binds to the copy
         if compile:
-            block.forward = partial(_with_shape, torch.compile(_at_shape, dynamic=False), block.forward)
-        if recompute:  # around the compiled forward: inside of it, torch 2.13 fails on DTensors
+            block.forward = partial(
+                _with_shape, torch.compile(_at_shape, dynamic=False), block.forward
+            )
+        if (
+            recompute
+        ):  # around the compiled forward: inside of it, torch 2.13 fails on DTensors
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if "dp" in axes:
         for module in dict.fromkeys((*blocks, model)):
             shard(module)
     else:
         _sum_gradients_of_gains(model)
-    if tp is not None:  # after FSDP's hook, which would warn that the plain tensor is a view
+    if (
+        tp is not None
+    ):  # after FSDP's hook, which would warn that the plain tensor is a view
         model.register_forward_hook(lambda model, args, out: out.full_tensor())
     return model
 
 
-def _require_rules(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, fsdp: dict[str, Any]) -> None:
-    from torch.distributed.fsdp import fully_shard  # not at the top: it takes a second, and not every torch has it
+def _require_rules(
+    model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, fsdp: dict[str, Any]
+) -> None:
+    from torch.distributed.fsdp import (
+        fully_shard,
+    )  # not at the top: it takes a second, and not every torch has it
     from torch.distributed.tensor import DTensor
 
-    axes, options = getattr(mesh, "mesh_dim_names", None), inspect.signature(fully_shard).parameters
+    axes, options = (
+        getattr(mesh, "mesh_dim_names", None),
+        inspect.signature(fully_shard).parameters,
+    )
     if axes not in _MESHES or mesh.get_coordinate() is None:
-        raise ValueError(f"mesh must contain this rank and have the axes {' or '.join(map(str, _MESHES))}, got {mesh}")
+        raise ValueError(
+            f"mesh must contain this rank and have the axes {' or '.join(map(str, _MESHES))}, got {mesh}"
+        )
     for name, value in fsdp.items():
-        if "dp" not in axes or name not in options or (name == "ignored_params" and "tp" in axes):
+        if (
+            "dp" not in axes
+            or name not in options
+            or (name == "ignored_params" and "tp" in axes)
+        ):
             raise ValueError(f"fully_shard has no option {name} over the axes {axes}")
         default = options[name].default
         if default is not None and not isinstance(value, type(default)):
             raise ValueError(f"{name} must be a {type(default).__name__}, got {value}")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("the model is already distributed: call parallelize once")
-    known = {id(parameter) for parameter in getattr(model, "ln_final", nn.Identity()).parameters()}
+    known = {
+        id(parameter)
+        for parameter in getattr(model, "ln_final", nn.Identity()).parameters()
+    }
     for block in blocks:
-        if missing := [name for name in ("ln1", "attn", "ln2", "ffn") if not hasattr(block, name)]:
-            raise ValueError(f"{type(block).__name__} must have {', '.join(missing)}; pass the Transformer or a Block")
+        if missing := [
+            name for name in ("ln1", "attn", "ln2", "ffn") if not hasattr(block, name)
+        ]:
+            raise ValueError(
+                f"{type(block).__name__} must have {', '.join(missing)}; pass the Transformer or a Block"
+            )
         if "tp" in axes:
             known |= _parameters_with_rules(block, mesh["tp"].size())
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = names.setdefault(id(parameter), name)
         if first != name and ("tp" in axes or "layers." in first + name):
-            raise ValueError(f"{first} and {name} are the same parameter; give each module its own")
+            raise ValueError(
+                f"{first} and {name} are the same parameter; give each module its own"
+            )
         if "tp" in axes and id(parameter) not in known:
-            raise ValueError(f"no rule splits {name} over the axis 'tp'; use 'dp' alone, or keep it out of the model")
+            raise ValueError(
+                f"no rule splits {name} over the axis 'tp'; use 'dp' alone, or keep it out of the model"
+            )
 
 
 def _parameters_with_rules(block: Any, tp: int) -> set[int]:
-    required = ("num_heads", "num_kv_heads", "q_proj", "k_proj", "v_proj", "output_proj")
+    required = (
+        "num_heads",
+        "num_kv_heads",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "output_proj",
+    )
     if missing := [name for name in required if not hasattr(block.attn, name)]:
-        raise ValueError(f"over 'tp', {type(block.attn).__name__} must have {', '.join(missing)}; use 'dp' alone")
-    known, sizes = set(), {"num_heads": block.attn.num_heads, "num_kv_heads": block.attn.num_kv_heads}
+        raise ValueError(
+            f"over 'tp', {type(block.attn).__name__} must have {', '.join(missing)}; use 'dp' alone"
+        )
+    known, sizes = (
+        set(),
+        {"num_heads": block.attn.num_heads, "num_kv_heads": block.attn.num_kv_heads},
+    )
     for name, module in block.named_modules():
         if name in (*_NORMS, *_HEAD_NORMS):
             known |= {id(parameter) for parameter in module.parameters()}
         elif name in (*_COLUMNS, *_ROWS) and isinstance(module, nn.Linear):
             known |= {id(module.weight), id(module.bias)}
-            sizes[name] = module.out_features if name in _COLUMNS else module.in_features
+            sizes[name] = (
+                module.out_features if name in _COLUMNS else module.in_features
+            )
     for name, size in sizes.items():
         if size % tp:
-            raise ValueError(f"{name}={size} must be a multiple of the {tp} processes of the axis 'tp'")
+            raise ValueError(
+                f"{name}={size} must be a multiple of the {tp} processes of the axis 'tp'"
+            )
         if name in ("ffn.w1", "ffn.w3") and size != sizes.get("ffn.w2"):
-            raise ValueError(f"{name} must have the {sizes.get('ffn.w2')} outputs that ffn.w2 takes, got {size}")
+            raise ValueError(
+                f"{name} must have the {sizes.get('ffn.w2')} outputs that ffn.w2 takes, got {size}"
+            )
     return known
 
 
@@ -143,16 +214,27 @@ def _split(block: nn.Module, tp: DeviceMesh) -> None:
 
     seq, whole = Shard(-2), Replicate()
     plan = {
-        "attn": parallel.PrepareModuleInput(input_layouts=(seq, None, None), desired_input_layouts=(whole, None, None)),
-        "ffn": parallel.PrepareModuleInput(input_layouts=seq, desired_input_layouts=whole),
+        "attn": parallel.PrepareModuleInput(
+            input_layouts=(seq, None, None), desired_input_layouts=(whole, None, None)
+        ),
+        "ffn": parallel.PrepareModuleInput(
+            input_layouts=seq, desired_input_layouts=whole
+        ),
         **{name: parallel.ColwiseParallel() for name in _COLUMNS},
         # DTensors, not their local parts: shape checks then see the whole shape
-        **{name: parallel.RowwiseParallel(output_layouts=seq, use_local_output=False) for name in _ROWS},
+        **{
+            name: parallel.RowwiseParallel(output_layouts=seq, use_local_output=False)
+            for name in _ROWS
+        },
     }
     modules = dict(block.named_modules())
-    parallel.parallelize_module(block, tp, {name: style for name, style in plan.items() if name in modules})
+    parallel.parallelize_module(
+        block, tp, {name: style for name, style in plan.items() if name in modules}
+    )
     for name in (*_NORMS, *_HEAD_NORMS):
-        if name in modules and list(modules[name].parameters()):  # a norm without gains may be shared
+        if name in modules and list(
+            modules[name].parameters()
+        ):  # a norm without gains may be shared
             _replicate(modules[name], tp, of_local_heads=name in _HEAD_NORMS)
 
 
@@ -162,7 +244,9 @@ def _replicate(norm: nn.Module, tp: DeviceMesh, of_local_heads: bool = False) ->
 
     distribute_module(norm, tp)
     if of_local_heads:  # inputs and outputs are plain; plain gains would get gradients from local heads alone
-        norm.register_forward_pre_hook(lambda norm, args: DTensor.from_local(args[0], tp, [Shard(-3)]))
+        norm.register_forward_pre_hook(
+            lambda norm, args: DTensor.from_local(args[0], tp, [Shard(-3)])
+        )
         norm.register_forward_hook(lambda norm, args, out: out.to_local())
 
 
@@ -173,21 +257,37 @@ def _sum_gradients_of_gains(model: nn.Module) -> None:
     def whole(grad: Any) -> Any:
         return grad.redistribute(placements=[Replicate()])
 
-    def add_hooks(model: nn.Module, args: Any) -> None:  # before each call, as copies and `.to` lose hooks
+    def add_hooks(
+        model: nn.Module, args: Any
+    ) -> None:  # before each call, as copies and `.to` lose hooks
         for gains in model.parameters():
-            replicated = isinstance(gains, DTensor) and gains.placements[0].is_replicate()
-            if replicated and gains.requires_grad and whole not in (gains._backward_hooks or {}).values():
+            replicated = (
+                isinstance(gains, DTensor) and gains.placements[0].is_replicate()
+            )
+            if (
+                replicated
+                and gains.requires_grad
+                and whole not in (gains._backward_hooks or {}).values()
+            ):
                 gains.register_hook(whole)
 
     model.register_forward_pre_hook(add_hooks)
 
 
-def _with_shape(compiled: Callable[..., Tensor], forward: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _with_shape(
+    compiled: Callable[..., Tensor], forward: Any, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     """Compile for each shape: torch 2.13 compares the local shapes alone, and would run 8 tokens as 7."""
     return compiled(forward, x.shape, x, *args, **kwargs)
 
 
-def _at_shape(forward: Callable[..., Tensor], shape: torch.Size, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _at_shape(
+    forward: Callable[..., Tensor],
+    shape: torch.Size,
+    x: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     return forward(x.view(shape), *args, **kwargs)
 
 
@@ -196,8 +296,12 @@ def _accept_plain_tensors(model: nn.Module, tp: DeviceMesh) -> None:
 
     def split_tokens(model: nn.Module, args: Any, kwargs: Any) -> Any:
         x, *rest = args or (kwargs.pop("x", None),)
-        if not isinstance(x, Tensor) or x.ndim < 2 or not x.numel():  # torch 2.13 hangs on an empty DTensor
-            raise ValueError(f"x must be a tensor (..., seq, d_model), not empty, got {getattr(x, 'shape', x)}")
+        if (
+            not isinstance(x, Tensor) or x.ndim < 2 or not x.numel()
+        ):  # torch 2.13 hangs on an empty DTensor
+            raise ValueError(
+                f"x must be a tensor (..., seq, d_model), not empty, got {getattr(x, 'shape', x)}"
+            )
         whole = DTensor.from_local(x, tp, [Replicate()])
         return (whole.redistribute(placements=[Shard(-2)]), *rest), kwargs
 

@@ -17,7 +17,9 @@ __all__ = ["RMSNorm", "rms_norm"]
 
 
 def rms_norm(
-    x: Float[Tensor, "*batch d_model"], weight: Float[Tensor, " d_model"], eps: float = 1e-5
+    x: Float[Tensor, "*batch d_model"],
+    weight: Float[Tensor, " d_model"],
+    eps: float = 1e-5,
 ) -> Float[Tensor, "*batch d_model"]:
     """Scale each vector of `x` to unit root mean square, then each of its components by `weight`.
 
@@ -48,7 +50,9 @@ class RMSNorm(nn.Module):
         if d_model < 1:
             raise ValueError(f"d_model of RMSNorm must be at least 1, got {d_model}")
         if not 0 < eps < math.inf:
-            raise ValueError(f"eps of RMSNorm must be positive and finite, such as 1e-5, got {eps}")
+            raise ValueError(
+                f"eps of RMSNorm must be positive and finite, such as 1e-5, got {eps}"
+            )
         self.d_model = d_model
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(d_model, device=device, dtype=dtype))
@@ -58,13 +62,19 @@ class RMSNorm(nn.Module):
         """Set every gain to 1."""
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Float[Tensor, "*batch {self.d_model}"]) -> Float[Tensor, "*batch {self.d_model}"]:
+    def forward(
+        self, x: Float[Tensor, "*batch {self.d_model}"]
+    ) -> Float[Tensor, "*batch {self.d_model}"]:
         weight = self.weight  # read once: the look-up costs as much as a shape check
         if x.dtype == weight.dtype:
             return F.rms_norm(x, (self.d_model,), weight, self.eps)
         # Under autocast the gains stay in float32. Given two dtypes, F.rms_norm warns and leaves its fused kernel.
-        dtype = torch.promote_types(torch.promote_types(x.dtype, torch.float32), weight.dtype)
-        return F.rms_norm(x.to(dtype), (self.d_model,), weight.to(dtype), self.eps).to(x.dtype)
+        dtype = torch.promote_types(
+            torch.promote_types(x.dtype, torch.float32), weight.dtype
+        )
+        return F.rms_norm(x.to(dtype), (self.d_model,), weight.to(dtype), self.eps).to(
+            x.dtype
+        )
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, eps={self.eps}"

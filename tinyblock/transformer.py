@@ -53,12 +53,19 @@ class Transformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"num_layers": num_layers, "d_model": d_model, "num_heads": num_heads, "max_seq_len": max_seq_len}
+        sizes = {
+            "num_layers": num_layers,
+            "d_model": d_model,
+            "num_heads": num_heads,
+            "max_seq_len": max_seq_len,
+        }
         if min(sizes.values()) < 1:
             raise ValueError(f"sizes of a Transformer must be at least 1, got {sizes}")
         self.d_model, self.max_seq_len = d_model, max_seq_len
         if d_head is None and d_model % num_heads:
-            raise ValueError(f"d_model={d_model} must be a multiple of num_heads={num_heads}: change it or pass d_head")
+            raise ValueError(
+                f"d_model={d_model} must be a multiple of num_heads={num_heads}: change it or pass d_head"
+            )
         if rope is None and theta is not None:
             d_k = d_model // num_heads if d_head is None else d_head
             rope = RotaryPositionalEmbedding(theta, d_k, max_seq_len, device=device)
@@ -96,7 +103,9 @@ class Transformer(nn.Module):
         mask: Any = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
         if token_positions is None and x.shape[-2] > self.max_seq_len:
-            raise ValueError(f"a sequence of {x.shape[-2]} tokens is longer than max_seq_len={self.max_seq_len}")
+            raise ValueError(
+                f"a sequence of {x.shape[-2]} tokens is longer than max_seq_len={self.max_seq_len}"
+            )
         for layer in self.layers:
             x = layer(x, token_positions, mask)
         return self.ln_final(x)

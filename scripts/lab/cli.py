@@ -26,11 +26,19 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str, epilog: str) -> None:
         layout = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog, description=description, epilog=epilog, formatter_class=layout, allow_abbrev=False)
+        super().__init__(
+            prog,
+            description=description,
+            epilog=epilog,
+            formatter_class=layout,
+            allow_abbrev=False,
+        )
 
     def error(self, message: str) -> NoReturn:
         if not is_first():
-            time.sleep(10)  # the first process reports what all of them reject, and torchrun then ends the others
+            time.sleep(
+                10
+            )  # the first process reports what all of them reject, and torchrun then ends the others
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
     @contextmanager
@@ -42,7 +50,11 @@ class Parser(argparse.ArgumentParser):
             self.error(str(error))
 
     def add_device(self, group: Any) -> None:
-        group.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: cuda where there is a GPU)")
+        group.add_argument(
+            "--device",
+            metavar="D",
+            help="cpu, cuda or cuda:N (default: cuda where there is a GPU)",
+        )
 
 
 def device_of(name: str | None) -> torch.device:
@@ -57,31 +69,46 @@ def device_of(name: str | None) -> torch.device:
     needed = index + 1
     if launched() > 1:
         if parsed[1]:
-            raise ValueError(f"--device {name}: each process has a GPU of its own: use cuda")
-        index, needed = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+            raise ValueError(
+                f"--device {name}: each process has a GPU of its own: use cuda"
+            )
+        index, needed = (
+            int(os.environ["LOCAL_RANK"]),
+            int(os.environ["LOCAL_WORLD_SIZE"]),
+        )
     if needed > count:
         found = f"finds {count}: " + ", ".join(f"cuda:{gpu}" for gpu in range(count))
         found += f"; lower --nproc-per-node to {count}" * (launched() > 1)
         if count == 0:
             found = f"{'finds none' if torch.backends.cuda.is_built() else 'is built without CUDA'}: use --device cpu"
-        raise ValueError(f"--device {name} needs {plural(needed, 'GPU')}, and torch {found}")
+        raise ValueError(
+            f"--device {name} needs {plural(needed, 'GPU')}, and torch {found}"
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def check_outputs(arguments: argparse.Namespace, *options: str) -> None:
     """Raise a ValueError unless each of these options, if it is given, names a file that can be written."""
-    paths: dict[str, Path] = {option: path for option in options if (path := getattr(arguments, option))}
+    paths: dict[str, Path] = {
+        option: path for option in options if (path := getattr(arguments, option))
+    }
     if "plot" in paths and paths["plot"].suffix not in _PLOTS:
-        raise ValueError(f"--plot must end in {', '.join(_PLOTS)}, got {str(paths['plot'])!r}")
+        raise ValueError(
+            f"--plot must end in {', '.join(_PLOTS)}, got {str(paths['plot'])!r}"
+        )
     if "plot" in paths and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
+        raise ValueError(
+            "--plot needs matplotlib: pip install matplotlib, or leave --plot out"
+        )
     resolved = [path.resolve() for path in paths.values()]
     for option, path in paths.items():
         try:
             require_writable(path)
         except OSError as error:
-            raise ValueError(f"--{option.replace('_', '-')}: cannot write {path}: {error.strerror}") from None
+            raise ValueError(
+                f"--{option.replace('_', '-')}: cannot write {path}: {error.strerror}"
+            ) from None
         if resolved.count(path.resolve()) > 1:
             raise ValueError(f"two outputs have the same path: {path}")
 

@@ -21,7 +21,9 @@ def atomic(path: Path) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # torch and Python name no file if the disk is full
+        error.filename = error.filename or str(
+            path
+        )  # torch and Python name no file if the disk is full
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -46,7 +48,9 @@ def read_json(path: Path, schema: str, option: str) -> dict[str, Any]:
         raise ValueError(f"{option}: {path} is not JSON: {error}") from None
     if not isinstance(document, dict) or document.get("schema") != schema:
         found = document.get("schema") if isinstance(document, dict) else None
-        raise ValueError(f'{option}: {path} must have the "schema" {schema}, got {found}: write it with --json')
+        raise ValueError(
+            f'{option}: {path} must have the "schema" {schema}, got {found}: write it with --json'
+        )
     return document
 
 
@@ -54,7 +58,9 @@ def require_writable(path: Path) -> None:
     """Raise the OSError that writing `path` would raise, and leave what is there untouched."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a folder")
-    if path.exists() and not path.is_file():  # a pipe or a device, which a file would replace
+    if (
+        path.exists() and not path.is_file()
+    ):  # a pipe or a device, which a file would replace
         raise OSError(errno.EINVAL, "it is not a regular file")
     probe = _beside(path.resolve())
     probe.touch()

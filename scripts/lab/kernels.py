@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _COUNTED = "counted"
 
 
-def kernel_report(run: Callable[[], object], device: torch.device, seconds: float) -> dict[str, Any] | None:
+def kernel_report(
+    run: Callable[[], object], device: torch.device, seconds: float
+) -> dict[str, Any] | None:
     """Count the kernels of `run`, given its seconds without a profiler; None if none can be seen."""
     return summarize_kernels(events_of(run, device), seconds)
 
@@ -39,9 +41,13 @@ def counted_on_gpu(events: Sequence[Any]) -> list[Any]:
     The label has a time on the GPU too, from its first kernel on: by that, the clocks of host and GPU may differ.
     """
     on_gpu = [event for event in events if event.device_type.name == "CUDA"]
-    labels = [event for event in on_gpu if event.name == _COUNTED] or [e for e in events if e.name == _COUNTED]
+    labels = [event for event in on_gpu if event.name == _COUNTED] or [
+        e for e in events if e.name == _COUNTED
+    ]
     start = min(label.time_range.start for label in labels)
-    work = [event for event in on_gpu if not getattr(event, "is_user_annotation", False)]
+    work = [
+        event for event in on_gpu if not getattr(event, "is_user_annotation", False)
+    ]
     return [event for event in work if event.time_range.start >= start]
 
 
@@ -51,14 +57,23 @@ def summarize_kernels(work: Sequence[Any], seconds: float) -> dict[str, Any] | N
     if count == 0:
         return None
     busy = busy_time(work) * 1e-6
-    launch_bound = busy / seconds < 0.8  # for a fifth of the time, the GPU waits for its next kernel
-    return {"count": count, "busy_seconds": busy, "busy_fraction": busy / seconds, "launch_bound": launch_bound}
+    launch_bound = (
+        busy / seconds < 0.8
+    )  # for a fifth of the time, the GPU waits for its next kernel
+    return {
+        "count": count,
+        "busy_seconds": busy,
+        "busy_fraction": busy / seconds,
+        "launch_bound": launch_bound,
+    }
 
 
 def busy_time(events: Iterable[Any]) -> float:
     """Return the microseconds in which at least one of the events is running: on several streams, they may overlap."""
     busy, until = 0.0, float("-inf")
-    for start, end in sorted((event.time_range.start, event.time_range.end) for event in events):
+    for start, end in sorted(
+        (event.time_range.start, event.time_range.end) for event in events
+    ):
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
     return busy
@@ -73,7 +88,9 @@ def gpu_seconds(run: Callable[[], object], seconds: float, calls: int = 3) -> fl
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     run()
     torch.cuda.synchronize()
-    torch.cuda._sleep(int(2e9 * calls * min(2 * seconds, 0.05)))  # in cycles, of at most 2 GHz
+    torch.cuda._sleep(
+        int(2e9 * calls * min(2 * seconds, 0.05))
+    )  # in cycles, of at most 2 GHz
     start.record()
     for _ in range(calls):
         run()
@@ -87,7 +104,9 @@ def attention_kernel(run: Callable[[], object]) -> str:
     names: list[str] = []
 
     class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             names.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 

@@ -25,17 +25,28 @@ class Datasheet:
     def flops_per_second(self, dtype: torch.dtype) -> float | None:
         """Return the peak, None where it is not here: of other dtypes, and of float32 that may be computed in TF32."""
         if dtype == torch.float32:
-            return self.float32 if torch.get_float32_matmul_precision() == "highest" else None
+            return (
+                self.float32
+                if torch.get_float32_matmul_precision() == "highest"
+                else None
+            )
         return self.half if dtype in (torch.float16, torch.bfloat16) else None
 
     def peaks(self, dtype: torch.dtype) -> dict[str, float | None]:
-        return {"flops_per_second": self.flops_per_second(dtype), "bytes_per_second": self.bytes_per_second}
+        return {
+            "flops_per_second": self.flops_per_second(dtype),
+            "bytes_per_second": self.bytes_per_second,
+        }
 
     def ceilings(self, dtype: torch.dtype) -> "Ceilings":
         """Return the peaks as ceilings without samples; raise a ValueError if this dtype has none."""
         if (peak := self.flops_per_second(dtype)) is None:
-            raise ValueError(f"the datasheet has no peak for {str(dtype).removeprefix('torch.')}")
-        flops, memory = (Spread(rate, rate, rate, 0) for rate in (peak, self.bytes_per_second))
+            raise ValueError(
+                f"the datasheet has no peak for {str(dtype).removeprefix('torch.')}"
+            )
+        flops, memory = (
+            Spread(rate, rate, rate, 0) for rate in (peak, self.bytes_per_second)
+        )
         return Ceilings(flops, memory, peak, product_size=0, copy_bytes=0)
 
 
@@ -75,7 +86,10 @@ class Ceilings:
 
     def seconds(self, flops: float, bytes_moved: float) -> float:
         """Return the least time for this work: the longer of computing it and of moving it."""
-        return max(flops / self.flops_per_second.median, bytes_moved / self.bytes_per_second.median)
+        return max(
+            flops / self.flops_per_second.median,
+            bytes_moved / self.bytes_per_second.median,
+        )
 
 
 def measure_ceilings(
@@ -89,7 +103,9 @@ def measure_ceilings(
     clock: Clock = clock,
 ) -> Ceilings:
     """Measure the fastest square matrix product of those that take at most `product_seconds`, and a large copy."""
-    copy_bytes = copy_bytes or (128 if device.type == "cpu" else 512) * 2**20  # more than most caches hold
+    copy_bytes = (
+        copy_bytes or (128 if device.type == "cpu" else 512) * 2**20
+    )  # more than most caches hold
 
     def product(size: int) -> Callable[[], Tensor]:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -100,15 +116,24 @@ def measure_ceilings(
         size, seconds, products = 256, 0.0, {}
         while size <= largest_product and 8 * seconds <= product_seconds:
             products[size] = product(size)
-            (seconds,) = interleave({size: products[size]}, 1, 0.0, 1, clock=clock)[size]
+            (seconds,) = interleave({size: products[size]}, 1, 0.0, 1, clock=clock)[
+                size
+            ]
             size *= 2
         source = torch.ones(copy_bytes // dtype.itemsize, device=device, dtype=dtype)
         target = torch.empty_like(source)
         runs = {**products, 0: lambda: target.copy_(source)}
-        samples = interleave(runs, rounds, sample_seconds=0.01, warmup_calls=1, clock=clock)
-        rates = {n: Spread.of([2 * n**3 / seconds for seconds in samples[n]]) for n in products}
+        samples = interleave(
+            runs, rounds, sample_seconds=0.01, warmup_calls=1, clock=clock
+        )
+        rates = {
+            n: Spread.of([2 * n**3 / seconds for seconds in samples[n]])
+            for n in products
+        }
         best = max(rates, key=lambda n: rates[n].median)
-        (long,) = interleave({best: products[best]}, 1, sample_seconds=0.5, warmup_calls=1, clock=clock)[best]
+        (long,) = interleave(
+            {best: products[best]}, 1, sample_seconds=0.5, warmup_calls=1, clock=clock
+        )[best]
     copied = Spread.of([2 * source.nbytes / seconds for seconds in samples[0]])
     return Ceilings(rates[best], copied, 2 * best**3 / long, best, source.nbytes)
 

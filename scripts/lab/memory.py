@@ -22,8 +22,12 @@ class SavedBytes:
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        self._seen = {tensor.untyped_storage().data_ptr(): 0 for tensor in known}  # address: bytes that count
-        self._alive: list[object] = []  # keeps the storages alive: an address that is free may be given out again
+        self._seen = {
+            tensor.untyped_storage().data_ptr(): 0 for tensor in known
+        }  # address: bytes that count
+        self._alive: list[
+            object
+        ] = []  # keeps the storages alive: an address that is free may be given out again
 
     def of(self, run: Callable[[], Outputs]) -> tuple[Outputs, int]:
         """Return what `run` returns, and the bytes that it saves and no earlier run has saved."""
@@ -66,14 +70,21 @@ def peak_added_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 def peak_of_trace(events: list[dict[str, Any]]) -> int:
     """Return the peak of the running sum of a Chrome trace's allocations and releases, in bytes."""
-    changes = [(event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"]
+    changes = [
+        (event["ts"], event["args"]["Bytes"])
+        for event in events
+        if event.get("name") == "[memory]"
+    ]
     changes.sort(key=lambda change: change[0])
     return max(accumulate((change for _, change in changes), initial=0))
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors; of a DTensor, those that this process has."""
-    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors)
+    return sum(
+        (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
+        for tensor in tensors
+    )
 
 
 _OUT_OF_MEMORY = (
@@ -90,4 +101,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(message in text for message in _OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(
+        message in text for message in _OUT_OF_MEMORY
+    )

@@ -8,11 +8,27 @@ from matplotlib.figure import Figure
 from .files import atomic
 
 # Okabe and Ito's palette, which people with any kind of color blindness can tell apart; the markers say it again.
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8A8A00", "#999999", "#661100", "#332288")
+COLORS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#56B4E9",
+    "#CC79A7",
+    "#8A8A00",
+    "#999999",
+    "#661100",
+    "#332288",
+)
 MARKERS = "osD^vPXphd"
 LINES = ("-", "--", "-.", ":")
 # A legend below the axes.
-BELOW: dict[str, Any] = {"fontsize": 9, "loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "frameon": False}
+BELOW: dict[str, Any] = {
+    "fontsize": 9,
+    "loc": "upper center",
+    "bbox_to_anchor": (0.5, -0.13),
+    "frameon": False,
+}
 BELOW |= {"columnspacing": 1.0, "handlelength": 1.5}
 
 

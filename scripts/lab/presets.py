@@ -13,7 +13,19 @@ PRESETS = {
     "llama-3.2-1b": Size(1, 1, 2048, 32, 8, 64, 8192, theta=500000.0, num_layers=16),
     "llama-3.1-8b": Size(1, 1, 4096, 32, 8, 128, 14336, theta=500000.0, num_layers=32),
     "llama-3.1-70b": Size(1, 1, 8192, 64, 8, 128, 28672, theta=500000.0, num_layers=80),
-    "qwen3-8b": Size(1, 1, 4096, 32, 8, 128, 12288, qk_norm=True, theta=1000000.0, eps=1e-6, num_layers=36),
+    "qwen3-8b": Size(
+        1,
+        1,
+        4096,
+        32,
+        8,
+        128,
+        12288,
+        qk_norm=True,
+        theta=1000000.0,
+        eps=1e-6,
+        num_layers=36,
+    ),
     # Version 0.3, which attends to the whole sequence; 0.1 slides a window over it, with theta 10000.
     "mistral-7b": Size(1, 1, 4096, 32, 8, 128, 14336, theta=1000000.0, num_layers=32),
 }

@@ -32,7 +32,10 @@ def run_together(main: Callable[[], int]) -> int:
     @record
     def recorded() -> int:
         dist.init_process_group()
-        with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if is_first() else nowhere):
+        with (
+            open(os.devnull, "w") as nowhere,
+            redirect_stdout(sys.stdout if is_first() else nowhere),
+        ):
             try:
                 code = main()
             except RuntimeError:

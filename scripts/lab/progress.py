@@ -21,7 +21,9 @@ class Progress:
                 return
             # Drawn between two samples only: a thread that draws would take time from what is being measured.
             console = rich.console.Console(stderr=True)
-            self._bar = rich.progress.Progress(console=console, transient=True, auto_refresh=False)
+            self._bar = rich.progress.Progress(
+                console=console, transient=True, auto_refresh=False
+            )
 
     def __enter__(self) -> "Progress":
         if self._bar is not None:
@@ -45,7 +47,11 @@ class Progress:
     def advance(self, what: str | None = None) -> None:
         """Finish one step, and update the description of the work."""
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[-1], advance=1, description=what and self.prefix + what)
+            self._bar.update(
+                self._bar.task_ids[-1],
+                advance=1,
+                description=what and self.prefix + what,
+            )
             self._bar.refresh()
 
     def print(self, line: str) -> None:

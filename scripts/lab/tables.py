@@ -27,7 +27,9 @@ def show(sections: Iterable[Section]) -> None:
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table of aligned columns: the first to the left, the others to the right."""
     lines = [[cell.replace("|", "\\|") for cell in line] for line in (columns, *rows)]
-    widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(columns))]
+    widths = [
+        max(3, *(len(line[column]) for line in lines)) for column in range(len(columns))
+    ]
 
     def row(line: Sequence[str]) -> str:
         cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
@@ -49,7 +51,13 @@ def si(value: float | None, unit: str = "") -> str:
     """Write a number with a decimal prefix, such as 3.11 MB."""
     if value is None:
         return "n/a"
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for factor, prefix in (
+        (1e15, "P"),
+        (1e12, "T"),
+        (1e9, "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+    ):
         if abs(value) >= 0.9995 * factor:
             return f"{number(value / factor)} {prefix}{unit}"
     return f"{number(value) if value % 1 else int(value)} {unit}".rstrip()
@@ -57,7 +65,11 @@ def si(value: float | None, unit: str = "") -> str:
 
 def share(value: float | None) -> str:
     """Write a fraction in percent."""
-    return "n/a" if value is None else f"{number(100 * value, 2 if abs(value) < 0.1 else 3)}%"
+    return (
+        "n/a"
+        if value is None
+        else f"{number(100 * value, 2 if abs(value) < 0.1 else 3)}%"
+    )
 
 
 def plural(count: int, noun: str) -> str:
@@ -71,4 +83,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 def spread_cells(spread: dict[str, float], factor: float) -> list[str]:
     """Return the median, and the range from p20 to p80, in a unit of which `factor` make one of the spread's."""
-    return [number(spread["median"] * factor), f"{number(spread['p20'] * factor)}-{number(spread['p80'] * factor)}"]
+    return [
+        number(spread["median"] * factor),
+        f"{number(spread['p20'] * factor)}-{number(spread['p80'] * factor)}",
+    ]

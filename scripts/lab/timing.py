@@ -54,11 +54,18 @@ def interleave(
     filled the caches. Every other round goes in reverse order. `on_sample` is called after each sample. `agree` returns
     the number of calls once all processes that time together have passed theirs: so they start each sample at once.
     """
-    timers = {key: Timer("run()", timer=clock, globals={"run": run}) for key, run in runs.items()}
+    timers = {
+        key: Timer("run()", timer=clock, globals={"run": run})
+        for key, run in runs.items()
+    }
     calls = {}
     for key, timer in timers.items():
         timer.timeit(warmup_calls)
-        calls[key] = agree(max(1, math.ceil(sample_seconds / timer.timeit(warmup_calls) * warmup_calls)))
+        calls[key] = agree(
+            max(
+                1, math.ceil(sample_seconds / timer.timeit(warmup_calls) * warmup_calls)
+            )
+        )
     samples: dict[Key, list[float]] = {key: [] for key in runs}
     for round_ in range(rounds):
         for key in list(runs)[:: 1 if round_ % 2 == 0 else -1]:

@@ -43,16 +43,31 @@ class Candidate:
     parts: dict[str, Layer] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: nn.Module, norm: Any, ffn: Any, attention: Callable[..., Any], **keywords: Any) -> "Candidate":
+    def of(
+        cls,
+        module: nn.Module,
+        norm: Any,
+        ffn: Any,
+        attention: Callable[..., Any],
+        **keywords: Any,
+    ) -> "Candidate":
         """Return a module whose tables are keywords of it and of its attention."""
-        parts = {"RMSNorm": norm, "SwiGLU": ffn, "attention": functools.partial(attention, **keywords)}
+        parts = {
+            "RMSNorm": norm,
+            "SwiGLU": ffn,
+            "attention": functools.partial(attention, **keywords),
+        }
         parts["Block"] = functools.partial(module, **keywords)
         return cls(module, list(module.parameters()), keywords, parts)
 
     def constants(self) -> list[Tensor]:
         """Return the tensors that exist before a call: parameters, buffers and tables."""
         buffers = list(self.call.buffers()) if isinstance(self.call, nn.Module) else []
-        return [*self.parameters, *buffers, *(each for each in tree_leaves(self.keywords) if isinstance(each, Tensor))]
+        return [
+            *self.parameters,
+            *buffers,
+            *(each for each in tree_leaves(self.keywords) if isinstance(each, Tensor)),
+        ]
 
 
 @dataclass(frozen=True)
@@ -80,8 +95,19 @@ class Peer:
 
 def weights_of(block: Block) -> dict[str, Any]:
     attn, ffn = cast(Any, block.attn), cast(Any, block.ffn)
-    layers = {"q": attn.q_proj, "k": attn.k_proj, "v": attn.v_proj, "o": attn.output_proj}
-    layers |= {"w1": ffn.w1, "w2": ffn.w2, "w3": ffn.w3, "ln1": block.ln1, "ln2": block.ln2}
+    layers = {
+        "q": attn.q_proj,
+        "k": attn.k_proj,
+        "v": attn.v_proj,
+        "o": attn.output_proj,
+    }
+    layers |= {
+        "w1": ffn.w1,
+        "w2": ffn.w2,
+        "w3": ffn.w3,
+        "ln1": block.ln1,
+        "ln2": block.ln2,
+    }
     return {name: layer.weight for name, layer in layers.items()}
 
 
@@ -94,13 +120,20 @@ def import_as(name: str, source: Path) -> ModuleType:
     return module
 
 
-def _attention(weights: dict[str, Tensor], size: Size, rotate: Layer = lambda x: x) -> Layer:
+def _attention(
+    weights: dict[str, Tensor], size: Size, rotate: Layer = lambda x: x
+) -> Layer:
     """Return the operations of the attention layer, in the Block's order: it splits heads before it rotates them."""
     causal, gqa = size.seq_len > 1, size.num_kv_heads < size.num_heads
 
     def attention(x: Tensor) -> Tensor:
-        q, k, v = (F.linear(x, weights[name]).unflatten(-1, (-1, size.d_head)).transpose(1, 2) for name in "qkv")
-        attended = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=causal, enable_gqa=gqa)
+        q, k, v = (
+            F.linear(x, weights[name]).unflatten(-1, (-1, size.d_head)).transpose(1, 2)
+            for name in "qkv"
+        )
+        attended = F.scaled_dot_product_attention(
+            rotate(q), rotate(k), v, is_causal=causal, enable_gqa=gqa
+        )
         return F.linear(attended.transpose(1, 2).flatten(-2), weights["o"])
 
     return attention
@@ -116,15 +149,21 @@ def build_limit(block: Block, size: Size) -> Candidate:
 
     def limit(x: Tensor) -> tuple[Tensor, Tensor]:
         x = attention(x)
-        return F.linear(F.linear(x, weights["w1"]), weights["w2"]), F.linear(x, weights["w3"])
+        return F.linear(F.linear(x, weights["w1"]), weights["w2"]), F.linear(
+            x, weights["w3"]
+        )
 
-    return Candidate(limit, [weight for name, weight in weights.items() if not name.startswith("ln")])
+    return Candidate(
+        limit, [weight for name, weight in weights.items() if not name.startswith("ln")]
+    )
 
 
 def build_copy(block: Block, size: Size) -> Candidate:
     """Copy half of the weights, which moves (reads and writes) as many bytes as one token must read."""
     if size.tokens > 1:
-        raise ImportError("this bound holds for one token alone, which moves mostly weights")
+        raise ImportError(
+            "this bound holds for one token alone, which moves mostly weights"
+        )
     weights = torch.cat([weight.detach().flatten() for weight in block.parameters()])
     half = weights[: weights.numel() // 2]
     return Candidate(lambda x: half.clone(), [half])
@@ -144,16 +183,25 @@ def build_operations(block: Block, size: Size) -> Candidate:
     def operations(x: Tensor) -> Tensor:
         x = x + attention(F.rms_norm(x, (size.d_model,), weights["ln1"], size.eps))
         h = F.rms_norm(x, (size.d_model,), weights["ln2"], size.eps)
-        return x + F.linear(F.silu(F.linear(h, weights["w1"])) * F.linear(h, weights["w3"]), weights["w2"])
+        return x + F.linear(
+            F.silu(F.linear(h, weights["w1"])) * F.linear(h, weights["w3"]),
+            weights["w2"],
+        )
 
     return Candidate(operations, [*block.parameters()])
 
 
 def build_block(block: Any, size: Size) -> Candidate:
     """Take a Block as it is."""
-    at_0 = torch.zeros(size.seq_len, dtype=torch.long, device=block.ln1.weight.device)  # where RoPE rotates nothing
-    candidate = Candidate.of(block, block.ln1, block.ffn, block.attn, token_positions=None)
-    candidate.parts["attention without RoPE"] = functools.partial(block.attn, token_positions=at_0)
+    at_0 = torch.zeros(
+        size.seq_len, dtype=torch.long, device=block.ln1.weight.device
+    )  # where RoPE rotates nothing
+    candidate = Candidate.of(
+        block, block.ln1, block.ffn, block.attn, token_positions=None
+    )
+    candidate.parts["attention without RoPE"] = functools.partial(
+        block.attn, token_positions=at_0
+    )
     return candidate
 
 
@@ -163,7 +211,12 @@ def block_of(checkout: Path) -> Peer:
     if not source.is_file():
         raise ValueError(f"--against must be a checkout of tinyblock, got {checkout}")
     title = f"the Block of {checkout}"
-    return Peer(lambda block, size: _build_block_of(import_as("tinyblock_against", source), block, size), title)
+    return Peer(
+        lambda block, size: _build_block_of(
+            import_as("tinyblock_against", source), block, size
+        ),
+        title,
+    )
 
 
 def build_unchecked(block: Block, size: Size) -> Candidate:
@@ -187,7 +240,14 @@ OWN = {
     "limit": Peer(build_limit, "limit: the matrix products and SDPA", agrees=False),
     "copy": Peer(build_copy, "copy: as many bytes as the weights have", agrees=False),
     # Inductor generates no code for its complex product.
-    "operations": Peer(build_operations, "operations: the Block's, without modules or checks", eager_only=True),
-    "control": Peer(lambda block, size: build_block(copy.deepcopy(block), size), "control: a second copy of the Block"),
+    "operations": Peer(
+        build_operations,
+        "operations: the Block's, without modules or checks",
+        eager_only=True,
+    ),
+    "control": Peer(
+        lambda block, size: build_block(copy.deepcopy(block), size),
+        "control: a second copy of the Block",
+    ),
     "unchecked": Peer(build_unchecked, "unchecked: the Block without checks"),
 }

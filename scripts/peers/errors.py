@@ -25,18 +25,35 @@ from .candidates import Peer, build_block
 from .measuring import as_tuple, make_block
 from .projects import PEERS, build_torch
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 # eps is far below that of each dtype, because the norm of x-transformers has none.
 SIZE = Size(2, 128, 128, 2, 2, 64, 320, theta=10000.0, eps=1e-12)
 TINY = Size(1, 128, 64, 1, 1, 64, 128, theta=10000.0, eps=1e-12)
 SEEDS, BLOCKS = 3, 8
 STACK = f"{BLOCKS} Blocks"
-STARTS = (0, *(2**power for power in range(7, 20)), 2**20 - SIZE.seq_len)  # of the windows in which RoPE is measured
-ROPES = {f"RoPE at {start:,}": start + SIZE.seq_len / 2 for start in STARTS}  # and the middle of each window
+STARTS = (
+    0,
+    *(2**power for power in range(7, 20)),
+    2**20 - SIZE.seq_len,
+)  # of the windows in which RoPE is measured
+ROPES = {
+    f"RoPE at {start:,}": start + SIZE.seq_len / 2 for start in STARTS
+}  # and the middle of each window
 LAYERS = ("RMSNorm", "SwiGLU", "attention", "attention without RoPE", "Block", STACK)
-SECTIONS = (*LAYERS, *(f"RoPE at {start:,}" for start in (0, 2**13, 2**17, STARTS[-1])))  # of the page
+SECTIONS = (
+    *LAYERS,
+    *(f"RoPE at {start:,}" for start in (0, 2**13, 2**17, STARTS[-1])),
+)  # of the page
 FORWARD, GRADIENT, WEIGHTS = ("forward", "gradient of x", "gradient of the weights")
-OURS, COMPILED, ROUNDED = "tinyblock", "tinyblock, compiled", "the exact result, rounded"
+OURS, COMPILED, ROUNDED = (
+    "tinyblock",
+    "tinyblock, compiled",
+    "the exact result, rounded",
+)
 # By section of the page, dtype and pass, then by project: for each seed the root mean square error and the largest.
 Errors = dict[tuple[str, str, str], dict[str, list[tuple[float, float]]]]
 # The layers and the RoPE of a project, if it has them.
@@ -67,30 +84,52 @@ class Layer:
         x = x.detach().requires_grad_()
         y = as_tuple(self.call(x))[0]
         inputs = [x, *self.parameters]
-        dx, *dw = torch.autograd.grad(y, inputs, gradient.to(y), allow_unused=True, materialize_grads=True)
+        dx, *dw = torch.autograd.grad(
+            y, inputs, gradient.to(y), allow_unused=True, materialize_grads=True
+        )
         passes = {FORWARD: y.detach(), GRADIENT: dx}
-        return passes | ({WEIGHTS: torch.cat([each.flatten() for each in dw])} if dw else {})
+        return passes | (
+            {WEIGHTS: torch.cat([each.flatten() for each in dw])} if dw else {}
+        )
 
     def compiled(self) -> "Layer":
         """Compile the function; torch compiles it once for all positions."""
-        return replace(self, call=torch.compile(self.call, fullgraph=True, dynamic=False))
+        return replace(
+            self, call=torch.compile(self.call, fullgraph=True, dynamic=False)
+        )
 
 
-def layers_of(sources: Sources, blocks: Sequence[Block], size: Size, starts: Sequence[int]) -> dict[str, Layer]:
+def layers_of(
+    sources: Sources, blocks: Sequence[Block], size: Size, starts: Sequence[int]
+) -> dict[str, Layer]:
     """Return the layers with the weights of the first Block, the stack with those of all, and RoPE from each start."""
     peer, rotation = sources
-    layers = ropes_of(rotation, size, starts, next(blocks[0].parameters()).device) if rotation else {}
+    layers = (
+        ropes_of(rotation, size, starts, next(blocks[0].parameters()).device)
+        if rotation
+        else {}
+    )
     if peer is None:
         return layers
-    candidates, places = [peer.build(block, size) for block in blocks], places_of(peer, size)
+    candidates, places = (
+        [peer.build(block, size) for block in blocks],
+        places_of(peer, size),
+    )
     parameters = [candidate.parameters for candidate in candidates]
-    layers = {name: Layer(call, parameters[0], places) for name, call in candidates[0].parts.items()} | layers
+    layers = {
+        name: Layer(call, parameters[0], places)
+        for name, call in candidates[0].parts.items()
+    } | layers
     if "Block" in layers:
         stack = [candidate.parts["Block"] for candidate in candidates]
         layers[STACK] = Layer(
-            lambda x: functools.reduce(lambda h, block: as_tuple(block(h))[0], stack, x),
+            lambda x: functools.reduce(
+                lambda h, block: as_tuple(block(h))[0], stack, x
+            ),
             [parameter for of_block in parameters for parameter in of_block],
-            torch.cat([places + index * size.parameters for index in range(len(blocks))]),
+            torch.cat(
+                [places + index * size.parameters for index in range(len(blocks))]
+            ),
         )
     return layers
 
@@ -99,25 +138,44 @@ def layers_of(sources: Sources, blocks: Sequence[Block], size: Size, starts: Seq
 def places_of(peer: Peer, size: Size) -> Tensor:
     """Give a peer weights that count 0, 1, 2, ..., and return where it puts them."""
     counting, _ = make_block(size, torch.float64, torch.device("cpu"), seed=0)
-    vector_to_parameters(torch.arange(size.parameters, dtype=torch.float64), counting.parameters())
-    return torch.cat([each.detach().flatten() for each in peer.build(counting, size).parameters]).long()
+    vector_to_parameters(
+        torch.arange(size.parameters, dtype=torch.float64), counting.parameters()
+    )
+    return torch.cat(
+        [each.detach().flatten() for each in peer.build(counting, size).parameters]
+    ).long()
 
 
 @functools.cache
-def ropes_of(build: rotations.Builder, size: Size, starts: Sequence[int], device: torch.device) -> dict[str, Layer]:
+def ropes_of(
+    build: rotations.Builder, size: Size, starts: Sequence[int], device: torch.device
+) -> dict[str, Layer]:
     """Return RoPE at the positions from each start."""
     with torch.device(device):
         rotate = build(size.theta, size.d_head, starts[-1] + size.seq_len)
-        windows = {f"RoPE at {start:,}": torch.arange(start, start + size.seq_len) for start in starts}
+        windows = {
+            f"RoPE at {start:,}": torch.arange(start, start + size.seq_len)
+            for start in starts
+        }
 
     def run(x: Tensor, positions: Tensor) -> Tensor:
-        heads = rearrange(x, "batch seq (heads d_head) -> batch heads seq d_head", d_head=size.d_head)
-        return rearrange(rotate(heads, positions), "batch heads seq d_head -> batch seq (heads d_head)")
+        heads = rearrange(
+            x, "batch seq (heads d_head) -> batch heads seq d_head", d_head=size.d_head
+        )
+        return rearrange(
+            rotate(heads, positions),
+            "batch heads seq d_head -> batch seq (heads d_head)",
+        )
 
-    return {name: Layer(functools.partial(run, positions=positions)) for name, positions in windows.items()}
+    return {
+        name: Layer(functools.partial(run, positions=positions))
+        for name, positions in windows.items()
+    }
 
 
-def measure(device: torch.device, quick: bool, begin: Callable[[str], None] = lambda what: None) -> Errors:
+def measure(
+    device: torch.device, quick: bool, begin: Callable[[str], None] = lambda what: None
+) -> Errors:
     """Return the errors of all installed projects. Code is compiled for one seed.
 
     `quick` takes one seed, tiny layers and two positions, and never compiles.
@@ -127,7 +185,10 @@ def measure(device: torch.device, quick: bool, begin: Callable[[str], None] = la
     for name, dtype in DTYPES.items():
         for seed in range(seeds):
             begin(f"{name}, seed {seed}")
-            made = [make_block(size, dtype, device, seed * BLOCKS + index) for index in range(BLOCKS)]
+            made = [
+                make_block(size, dtype, device, seed * BLOCKS + index)
+                for index in range(BLOCKS)
+            ]
             blocks, x, gradient = [block for block, _ in made], made[0][1], made[1][1]
             layers = {}
             for project, sources in PROJECTS.items():
@@ -135,17 +196,31 @@ def measure(device: torch.device, quick: bool, begin: Callable[[str], None] = la
                     layers[project] = layers_of(sources, blocks, size, starts)
             if not quick and seed == 0:
                 torch.compiler.reset()  # otherwise later dtypes reach the limit of recompilations
-                layers[COMPILED] = {each: layers[OURS][each].compiled() for each in SECTIONS if each != STACK}
+                layers[COMPILED] = {
+                    each: layers[OURS][each].compiled()
+                    for each in SECTIONS
+                    if each != STACK
+                }
             doubles = [copy.deepcopy(block).double() for block in blocks]
             for section, reference in layers_of(EXACT, doubles, size, starts).items():
                 exact = reference.passes(x.double(), gradient.double())
                 for what, y in exact.items():
-                    errors[section, name, what][ROUNDED].append(error(y.to(dtype), y, dtype))
-                for project in (project for project in layers if section in layers[project]):
+                    errors[section, name, what][ROUNDED].append(
+                        error(y.to(dtype), y, dtype)
+                    )
+                for project in (
+                    project for project in layers if section in layers[project]
+                ):
                     layer = layers[project][section]
                     for what, actual in layer.passes(x, gradient).items():
-                        expected = exact[what][layer.places] if what == WEIGHTS else exact[what]
-                        errors[section, name, what][project].append(error(actual, expected, dtype))
+                        expected = (
+                            exact[what][layer.places]
+                            if what == WEIGHTS
+                            else exact[what]
+                        )
+                        errors[section, name, what][project].append(
+                            error(actual, expected, dtype)
+                        )
     return errors
 
 

@@ -43,7 +43,9 @@ class Comparison:
     quick: bool
     deadline: float = float("inf")
     begin: Callable[[str], None] = lambda peer: None
-    count: Callable[[Callable[[], object], torch.device, float], dict[str, Any] | None] = kernel_report
+    count: Callable[
+        [Callable[[], object], torch.device, float], dict[str, Any] | None
+    ] = kernel_report
 
     def late(self) -> bool:
         return time.monotonic() >= self.deadline
@@ -62,8 +64,15 @@ class Comparison:
         for name, peer in self.peers.items():
             if peer.eager_only and case.how != "eager":
                 continue
-            target = case.targets.get(name, case.targets.get("others") if peer.package else None)
-            row = {"peer": name, "title": peer.title, "version": peer.version(), "target": target}
+            target = case.targets.get(
+                name, case.targets.get("others") if peer.package else None
+            )
+            row = {
+                "peer": name,
+                "title": peer.title,
+                "version": peer.version(),
+                "target": target,
+            }
             rows.append(row)
             if ours is None or self.late():
                 row |= {"status": "missing", "reason": "no time was left"}
@@ -71,25 +80,44 @@ class Comparison:
             self.begin(name)
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of the peers, which this project cannot fix
+                    warnings.simplefilter(
+                        "ignore"
+                    )  # of the peers, which this project cannot fix
                     row |= self._take_turns(case, ours, prepare(peer), peer.agrees)
             except Exception as error:
                 status = "skipped" if isinstance(error, ImportError) else "failed"
                 row |= {"status": status, "reason": _one_line(error)}
         return result
 
-    def _take_turns(self, case: Case, ours: Contestant, theirs: Contestant, agrees: bool) -> dict[str, Any]:
+    def _take_turns(
+        self, case: Case, ours: Contestant, theirs: Contestant, agrees: bool
+    ) -> dict[str, Any]:
         """Return the errors of a contestant and, if they are small enough, its samples and those of the Block."""
         row: dict[str, Any] = dict(theirs.counts)
         if agrees:
-            row["errors"] = {name: relative_error(theirs.compared[name], ours.compared[name]) for name in ours.compared}
+            row["errors"] = {
+                name: relative_error(theirs.compared[name], ours.compared[name])
+                for name in ours.compared
+            }
             allowed = tolerance(case.dtype)
-            excess = [f"{name} by {error:.2g}" for name, error in row["errors"].items() if not error <= allowed]
+            excess = [
+                f"{name} by {error:.2g}"
+                for name, error in row["errors"].items()
+                if not error <= allowed
+            ]
             if excess:
-                return row | {"status": "disagrees", "reason": f"{', '.join(excess)}: above {allowed:.2g}"}
-        runs, sample_seconds = {"tinyblock": ours.run, "peer": theirs.run}, 0.002 if self.quick else 0.05
+                return row | {
+                    "status": "disagrees",
+                    "reason": f"{', '.join(excess)}: above {allowed:.2g}",
+                }
+        runs, sample_seconds = (
+            {"tinyblock": ours.run, "peer": theirs.run},
+            0.002 if self.quick else 0.05,
+        )
         with torch.set_grad_enabled(case.trains):
-            samples = interleave(runs, self.rounds, sample_seconds, warmup_calls=1 if case.trains else 3)
+            samples = interleave(
+                runs, self.rounds, sample_seconds, warmup_calls=1 if case.trains else 3
+            )
         return row | {"status": "measured", "processes": [samples]}
 
     def count_kernels(self, case: Case, result: dict[str, Any]) -> None:
@@ -98,7 +126,11 @@ class Comparison:
         Call it when everything is timed: once a profiler has run, CUPTI stays attached and slows down every launch.
         """
         prepare = self.contestants(case)
-        measured = [(row, self.peers[row["peer"]]) for row in result["rows"] if row["status"] == "measured"]
+        measured = [
+            (row, self.peers[row["peer"]])
+            for row in result["rows"]
+            if row["status"] == "measured"
+        ]
         for counted, peer in [(result, OURS), *measured]:
             with torch.set_grad_enabled(case.trains):
                 kernels = self.count(prepare(peer).run, self.device, 1.0)
@@ -109,18 +141,30 @@ class Comparison:
         if case.how != "eager":
             torch.compiler.reset()  # otherwise later cases reach the limit of recompilations
         block, x = make_block(case.size, case.dtype, self.device, self.seed)
-        return lambda peer: contestant_of(peer.build(block, case.size), x, case, self.seed)
+        return lambda peer: contestant_of(
+            peer.build(block, case.size), x, case, self.seed
+        )
 
 
 def contestant_of(candidate: Candidate, x: Tensor, case: Case, seed: int) -> Contestant:
     """Prepare a candidate to run: forward, or forward and backward to the input and all of the weights."""
-    x, call, graphs = x.clone().requires_grad_(case.trains), candidate.call, case.how == "graphs"
+    x, call, graphs = (
+        x.clone().requires_grad_(case.trains),
+        candidate.call,
+        case.how == "graphs",
+    )
     if case.positions and "token_positions" in candidate.keywords:
-        candidate.keywords["token_positions"] = torch.arange(case.size.seq_len, device=x.device)
+        candidate.keywords["token_positions"] = torch.arange(
+            case.size.seq_len, device=x.device
+        )
     if case.how != "eager":
-        call = torch.compile(call, dynamic=False, mode="reduce-overhead" if graphs else None)
+        call = torch.compile(
+            call, dynamic=False, mode="reduce-overhead" if graphs else None
+        )
     for tensor in (x, *candidate.constants()) if graphs else ():
-        torch._dynamo.mark_static_address(tensor)  # otherwise each replay first copies it
+        torch._dynamo.mark_static_address(
+            tensor
+        )  # otherwise each replay first copies it
 
     def forward() -> tuple[Tensor, ...]:
         if graphs:
@@ -128,7 +172,9 @@ def contestant_of(candidate: Candidate, x: Tensor, case: Case, seed: int) -> Con
         return as_tuple(call(x, **candidate.keywords))
 
     def train() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(forward(), [x, *candidate.parameters], output_gradients)
+        return torch.autograd.grad(
+            forward(), [x, *candidate.parameters], output_gradients
+        )
 
     run = train if case.trains else forward
     with torch.set_grad_enabled(case.trains):
@@ -136,17 +182,25 @@ def contestant_of(candidate: Candidate, x: Tensor, case: Case, seed: int) -> Con
         output, saved_bytes = SavedBytes(candidate.constants()).of(forward)
         # The same numbers for the same shapes: gradients can be compared between contestants.
         generator = torch.Generator().manual_seed(seed + 1)
-        output_gradients = [torch.randn(t.shape, generator=generator).to(t) for t in output]
-        compared = {"outputs": output[0].detach().clone()}  # a graph's next replay would overwrite it
+        output_gradients = [
+            torch.randn(t.shape, generator=generator).to(t) for t in output
+        ]
+        compared = {
+            "outputs": output[0].detach().clone()
+        }  # a graph's next replay would overwrite it
         if case.trains:
             compared["gradients"] = train()[0].clone()
         counts = {"saved_bytes": saved_bytes}
-        if x.is_cuda and not graphs:  # the memory of a replayed graph is in its pool, where nothing is added
+        if (
+            x.is_cuda and not graphs
+        ):  # the memory of a replayed graph is in its pool, where nothing is added
             counts["peak_bytes"] = peak_added_bytes(run, x.device)
     return Contestant(run, compared, counts)
 
 
-def make_block(size: Size, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Block, Tensor]:
+def make_block(
+    size: Size, dtype: torch.dtype, device: torch.device, seed: int
+) -> tuple[Block, Tensor]:
     """Return a Block whose gains are not all 1, and an input for it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -30,7 +30,9 @@ def in_halves(weights: dict[str, Tensor], d_head: int) -> dict[str, Tensor]:
     score, because a score is a sum over them.
     """
     order = "(heads half pair) d_model -> (heads pair half) d_model"
-    return weights | {name: rearrange(weights[name], order, half=d_head // 2, pair=2) for name in "qk"}
+    return weights | {
+        name: rearrange(weights[name], order, half=d_head // 2, pair=2) for name in "qk"
+    }
 
 
 def _load(module: Any, weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Any:
@@ -39,12 +41,17 @@ def _load(module: Any, weights: Mapping[str, Tensor], names: Mapping[str, str]) 
     `names` maps each parameter of the module to the weights that it consists of, one below the other.
     """
     module = module.to(device=weights["q"].device, dtype=weights["q"].dtype)
-    state = {name: torch.cat([weights[part] for part in parts.split()]) for name, parts in names.items()}
+    state = {
+        name: torch.cat([weights[part] for part in parts.split()])
+        for name, parts in names.items()
+    }
     module.load_state_dict(state)
     return module
 
 
-def hugging_face_layer(block: Block, size: Size, patched: ModuleType | None = None) -> Candidate:
+def hugging_face_layer(
+    block: Block, size: Size, patched: ModuleType | None = None
+) -> Candidate:
     """Return the decoder layer of transformers' Llama module, or of a patched copy of it."""
     modeling = patched or import_module(LLAMA)
     config = modeling.LlamaConfig(
@@ -59,22 +66,34 @@ def hugging_face_layer(block: Block, size: Size, patched: ModuleType | None = No
     )
     names = {f"self_attn.{name}_proj.weight": name for name in "qkvo"}
     names |= {"input_layernorm.weight": "ln1", "post_attention_layernorm.weight": "ln2"}
-    names |= {"mlp.gate_proj.weight": "w1", "mlp.up_proj.weight": "w3", "mlp.down_proj.weight": "w2"}
+    names |= {
+        "mlp.gate_proj.weight": "w1",
+        "mlp.up_proj.weight": "w3",
+        "mlp.down_proj.weight": "w2",
+    }
     weights = in_halves(weights_of(block), size.d_head)
     layer = _load(modeling.LlamaDecoderLayer(config, layer_idx=0), weights, names)
     positions = torch.arange(size.seq_len, device=weights["q"].device)
-    tables = modeling.LlamaRotaryEmbedding(config).to(positions.device)(weights["q"], positions[None])
+    tables = modeling.LlamaRotaryEmbedding(config).to(positions.device)(
+        weights["q"], positions[None]
+    )
     attention = partial(layer.self_attn, attention_mask=None)
-    return Candidate.of(layer, layer.input_layernorm, layer.mlp, attention, position_embeddings=tables)
+    return Candidate.of(
+        layer, layer.input_layernorm, layer.mlp, attention, position_embeddings=tables
+    )
 
 
 def _build_liger(block: Block, size: Size) -> Candidate:
     """Patch a private copy of the Llama module: Liger's own patch would also change the plain peer."""
-    patched = import_as(f"{LLAMA}_of_liger", Path(str(import_module(LLAMA).__file__)))  # in the package it imports from
+    patched = import_as(
+        f"{LLAMA}_of_liger", Path(str(import_module(LLAMA).__file__))
+    )  # in the package it imports from
     vars(patched).update(
         LlamaRMSNorm=import_module("liger_kernel.transformers.rms_norm").LigerRMSNorm,
         LlamaMLP=import_module("liger_kernel.transformers.swiglu").LigerSwiGLUMLP,
-        apply_rotary_pos_emb=import_module("liger_kernel.transformers.rope").liger_rotary_pos_emb,
+        apply_rotary_pos_emb=import_module(
+            "liger_kernel.transformers.rope"
+        ).liger_rotary_pos_emb,
     )
     return hugging_face_layer(block, size, patched)
 
@@ -95,11 +114,18 @@ def _build_litgpt(block: Block, size: Size) -> Candidate:
         parallel_residual=False,
         rotary_percentage=1.0,
     )
-    names = {"attn.qkv.weight": "q k v", "attn.proj.weight": "o", "norm_1.weight": "ln1", "norm_2.weight": "ln2"}
+    names = {
+        "attn.qkv.weight": "q k v",
+        "attn.proj.weight": "o",
+        "norm_1.weight": "ln1",
+        "norm_2.weight": "ln2",
+    }
     names |= {"mlp.fc_1.weight": "w1", "mlp.fc_2.weight": "w3", "mlp.proj.weight": "w2"}
     weights = in_halves(weights_of(block), size.d_head)
     layer = _load(litgpt.Block(config, block_idx=0), weights, names)
-    tables = litgpt.build_rope_cache(size.seq_len, size.d_head, device=weights["q"].device, base=size.theta)
+    tables = litgpt.build_rope_cache(
+        size.seq_len, size.d_head, device=weights["q"].device, base=size.theta
+    )
     cos, sin = (table[None].to(weights["q"].dtype) for table in tables)
     return Candidate.of(layer, layer.norm_1, layer.mlp, layer.attn, cos=cos, sin=sin)
 
@@ -109,12 +135,25 @@ def _build_x_transformers(block: Block, size: Size) -> Candidate:
 
     Consecutive heads of a query share no key head there, so the heads of q and o are reordered.
     """
-    weights, heads = weights_of(block), {"kv_heads": size.num_kv_heads, "d_head": size.d_head}
+    weights, heads = (
+        weights_of(block),
+        {"kv_heads": size.num_kv_heads, "d_head": size.d_head},
+    )
     weights |= {
-        "q": rearrange(weights["q"], "(kv_heads group d_head) d_model -> (group kv_heads d_head) d_model", **heads),
-        "o": rearrange(weights["o"], "d_model (kv_heads group d_head) -> d_model (group kv_heads d_head)", **heads),
+        "q": rearrange(
+            weights["q"],
+            "(kv_heads group d_head) d_model -> (group kv_heads d_head) d_model",
+            **heads,
+        ),
+        "o": rearrange(
+            weights["o"],
+            "d_model (kv_heads group d_head) -> d_model (group kv_heads d_head)",
+            **heads,
+        ),
     }
-    names = {f"layers.0.1.to_{name}.weight": name for name in "qkv"} | {"layers.0.1.to_out.weight": "o"}
+    names = {f"layers.0.1.to_{name}.weight": name for name in "qkv"} | {
+        "layers.0.1.to_out.weight": "o"
+    }
     names |= {"layers.0.0.0.g": "ln1", "layers.1.0.0.g": "ln2"}
     names |= {"layers.1.1.ff.0.proj.weight": "w3 w1", "layers.1.1.ff.2.weight": "w2"}
     decoder = import_module("x_transformers").Decoder(
@@ -127,7 +166,8 @@ def _build_x_transformers(block: Block, size: Size) -> Candidate:
         use_rmsnorm=True,
         norm_add_unit_offset=False,
         pre_norm_has_final_norm=False,
-        ff_mult=(size.d_ff + 0.5) / size.d_model,  # which x-transformers multiplies and rounds down
+        ff_mult=(size.d_ff + 0.5)
+        / size.d_model,  # which x-transformers multiplies and rounds down
         ff_glu=True,
         ff_swish=True,
         ff_no_bias=True,
@@ -137,7 +177,9 @@ def _build_x_transformers(block: Block, size: Size) -> Candidate:
     decoder = _load(decoder, weights, names)
     # Angles are an argument: its own, in half precision, would round positions.
     with torch.device(weights["q"].device):
-        angles = import_module("x_transformers.x_transformers").RotaryEmbedding(size.d_head, base=size.theta)
+        angles = import_module("x_transformers.x_transformers").RotaryEmbedding(
+            size.d_head, base=size.theta
+        )
         rotation = angles.forward_from_seq_len(size.seq_len)
     (norms, attention, _), (_, ffn, _) = decoder.layers
     return Candidate.of(decoder, norms[0], ffn, attention, rotary_pos_emb=rotation)
@@ -156,7 +198,9 @@ def _build_torchtune(block: Block, size: Size) -> Candidate:
         rope_base=size.theta,
         norm_eps=size.eps,
     )
-    names = {f"attn.{name}_proj.weight": name for name in "qkv"} | {"attn.output_proj.weight": "o"}
+    names = {f"attn.{name}_proj.weight": name for name in "qkv"} | {
+        "attn.output_proj.weight": "o"
+    }
     names |= {f"mlp.{name}.weight": name for name in ("w1", "w2", "w3")}
     names |= {"sa_norm.scale": "ln1", "mlp_norm.scale": "ln2"}
     layer = _load(model.layers[0], weights_of(block), names)
@@ -168,20 +212,33 @@ def _build_torchtune(block: Block, size: Size) -> Candidate:
 def build_torch(block: Block, size: Size) -> Candidate:
     """Take torch's own norm and attention; it has no gated feed-forward layer and no RoPE."""
     norm = nn.RMSNorm(size.d_model, size.eps)
-    attention = nn.MultiheadAttention(size.d_model, size.num_heads, bias=False, batch_first=True)
+    attention = nn.MultiheadAttention(
+        size.d_model, size.num_heads, bias=False, batch_first=True
+    )
     names = {"0.weight": "ln1", "1.in_proj_weight": "q k v", "1.out_proj.weight": "o"}
     layers = _load(nn.Sequential(norm, attention), weights_of(block), names)
     mask = nn.Transformer.generate_square_subsequent_mask(size.seq_len).to(norm.weight)
     causal = partial(attention, need_weights=False, attn_mask=mask, is_causal=True)
-    parts: dict[str, Any] = {"RMSNorm": norm, "attention without RoPE": lambda x: causal(x, x, x)}
+    parts: dict[str, Any] = {
+        "RMSNorm": norm,
+        "attention without RoPE": lambda x: causal(x, x, x),
+    }
     return Candidate(norm, [*layers.parameters()], parts=parts)
 
 
 PEERS: Mapping[str, Peer] = {
     **OWN,
-    "transformers": Peer(hugging_face_layer, "Hugging Face LlamaDecoderLayer", "transformers"),
-    "liger": Peer(_build_liger, "Liger-Kernel's LlamaDecoderLayer", "liger-kernel", cuda_only=True),
+    "transformers": Peer(
+        hugging_face_layer, "Hugging Face LlamaDecoderLayer", "transformers"
+    ),
+    "liger": Peer(
+        _build_liger, "Liger-Kernel's LlamaDecoderLayer", "liger-kernel", cuda_only=True
+    ),
     "litgpt": Peer(_build_litgpt, "litgpt Block", "litgpt"),
-    "torchtune": Peer(_build_torchtune, "torchtune TransformerSelfAttentionLayer", "torchtune"),
-    "x-transformers": Peer(_build_x_transformers, "x-transformers Decoder of depth 1", "x-transformers"),
+    "torchtune": Peer(
+        _build_torchtune, "torchtune TransformerSelfAttentionLayer", "torchtune"
+    ),
+    "x-transformers": Peer(
+        _build_x_transformers, "x-transformers Decoder of depth 1", "x-transformers"
+    ),
 }

@@ -41,35 +41,63 @@ def summarize(*runs: dict[str, Any]) -> list[dict[str, Any]]:
     """
     peak = DATASHEETS.get(str(runs[0]["environment"]["device"]))
     cases = []
-    for same in _grouped((case for run in runs for case in run["cases"]), itemgetter("case")):
+    for same in _grouped(
+        (case for run in runs for case in run["cases"]), itemgetter("case")
+    ):
         case = {key: value for one in same for key, value in one.items()}
         case["rows"] = []
         cases.append(case)
-        flops_per_second = peak.flops_per_second(getattr(torch, case["dtype"])) if peak else None
-        for rows in _grouped((row for one in same for row in one["rows"]), itemgetter("peer")):
-            row = dict(next((row for row in rows if row["status"] != "measured"), rows[0]))
+        flops_per_second = (
+            peak.flops_per_second(getattr(torch, case["dtype"])) if peak else None
+        )
+        for rows in _grouped(
+            (row for one in same for row in one["rows"]), itemgetter("peer")
+        ):
+            row = dict(
+                next((row for row in rows if row["status"] != "measured"), rows[0])
+            )
             case["rows"].append(row)
             if row["status"] != "measured":
                 continue
             row["processes"] = [process for one in rows for process in one["processes"]]
-            ours, theirs = ([s for process in row["processes"] for s in process[who]] for who in ("tinyblock", "peer"))
+            ours, theirs = (
+                [s for process in row["processes"] for s in process[who]]
+                for who in ("tinyblock", "peer")
+            )
             row["ratio"] = dataclasses.asdict(paired_ratio(ours, theirs))
-            row["process_medians"] = [paired_ratio(p["tinyblock"], p["peer"]).median for p in row["processes"]]
-            row["medians"] = {"": Spread.of(ours).median, "peer ": Spread.of(theirs).median}
+            row["process_medians"] = [
+                paired_ratio(p["tinyblock"], p["peer"]).median for p in row["processes"]
+            ]
+            row["medians"] = {
+                "": Spread.of(ours).median,
+                "peer ": Spread.of(theirs).median,
+            }
             row["mfu"] = {
                 f"{who}MFU {kind}": flops / seconds / flops_per_second
                 for kind, flops in case["flops"].items()
                 for who, seconds in row["medians"].items()
                 if flops_per_second
             }
-            row["met"] = None if row["target"] is None else row["ratio"]["median"] <= row["target"]
+            row["met"] = (
+                None
+                if row["target"] is None
+                else row["ratio"]["median"] <= row["target"]
+            )
             # Only where something is saved, and by a peer that could not save less without computing it again.
-            judged = case["work"] == "train" and row["target"] is not None and row["peer"] != "limit"
-            row["saved_met"] = case["saved_bytes"] <= row["saved_bytes"] if judged else None
+            judged = (
+                case["work"] == "train"
+                and row["target"] is not None
+                and row["peer"] != "limit"
+            )
+            row["saved_met"] = (
+                case["saved_bytes"] <= row["saved_bytes"] if judged else None
+            )
     return cases
 
 
-def _grouped(items: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], str]) -> Iterable[list[dict[str, Any]]]:
+def _grouped(
+    items: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], str]
+) -> Iterable[list[dict[str, Any]]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -80,10 +108,23 @@ def text_of(case: dict[str, Any]) -> str:
     """Return a summarized case as Markdown: a table, and the reasons for rows that were not measured."""
     rows = [_cells(case, row) for row in case["rows"]]
     columns = list(max(rows, key=len, default=["peer"]))
-    table = markdown(columns, [[row.get(column, "") for column in columns] for row in rows])
+    table = markdown(
+        columns, [[row.get(column, "") for column in columns] for row in rows]
+    )
     reasons = [f"- failed: {case['failure']}"] if "failure" in case else []
-    reasons += [f"- {row['title']} {row['status']}: {row['reason']}" for row in case["rows"] if "reason" in row]
-    return "\n\n".join([f"### {case['case']}", f"{case['describe']}.", table, *filter(None, ["\n".join(reasons)])])
+    reasons += [
+        f"- {row['title']} {row['status']}: {row['reason']}"
+        for row in case["rows"]
+        if "reason" in row
+    ]
+    return "\n\n".join(
+        [
+            f"### {case['case']}",
+            f"{case['describe']}.",
+            table,
+            *filter(None, ["\n".join(reasons)]),
+        ]
+    )
 
 
 def _cells(case: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
@@ -92,17 +133,37 @@ def _cells(case: dict[str, Any], row: dict[str, Any]) -> dict[str, str]:
     if row["status"] != "measured":
         return cells | {"ratio": row["status"], "target": target}
     ratio, processes = row["ratio"], row["process_medians"]
-    cells |= {"ratio": f"{ratio['median']:.3f}", "p20-p80": f"{ratio['p20']:.3f}-{ratio['p80']:.3f}"}
+    cells |= {
+        "ratio": f"{ratio['median']:.3f}",
+        "p20-p80": f"{ratio['p20']:.3f}-{ratio['p80']:.3f}",
+    }
     among = f": {min(processes):.3f}-{max(processes):.3f}" if len(processes) > 1 else ""
-    cells |= {"processes": f"{len(processes)}{among}", "target": target, "verdict": VERDICTS[row["met"]]}
-    cells |= {f"{who}ms": number(1e3 * seconds, 4) for who, seconds in row["medians"].items()}
-    cells["outputs differ"] = f"{row['errors']['outputs']:.1e}" if "errors" in row else "not compared"
+    cells |= {
+        "processes": f"{len(processes)}{among}",
+        "target": target,
+        "verdict": VERDICTS[row["met"]],
+    }
+    cells |= {
+        f"{who}ms": number(1e3 * seconds, 4) for who, seconds in row["medians"].items()
+    }
+    cells["outputs differ"] = (
+        f"{row['errors']['outputs']:.1e}" if "errors" in row else "not compared"
+    )
     if case["work"] == "train":
-        cells |= {"saved MiB": _mib(case["saved_bytes"]), "peer MiB": _mib(row["saved_bytes"])}
+        cells |= {
+            "saved MiB": _mib(case["saved_bytes"]),
+            "peer MiB": _mib(row["saved_bytes"]),
+        }
         cells["saved verdict"] = VERDICTS[row["saved_met"]]
     for who, counted in (("", case), ("peer ", row)):
-        cells |= {f"{who}peak MiB": _mib(counted["peak_bytes"])} if "peak_bytes" in counted else {}
-        cells |= {f"{who}kernels": str(counted["kernels"])} if counted.get("kernels") else {}
+        cells |= (
+            {f"{who}peak MiB": _mib(counted["peak_bytes"])}
+            if "peak_bytes" in counted
+            else {}
+        )
+        cells |= (
+            {f"{who}kernels": str(counted["kernels"])} if counted.get("kernels") else {}
+        )
     return cells | {name: share(value) for name, value in row["mfu"].items()}
 
 
@@ -114,19 +175,31 @@ def verdicts(cases: Iterable[dict[str, Any]]) -> str:
     """Return the number of targets met, and a line for each one missed or not judged."""
     judgments: list[tuple[bool | None, str]] = []
     for case in cases:
-        judgments += [(None, f"{case['case']}, {case['failure']}")] if "failure" in case else []
+        judgments += (
+            [(None, f"{case['case']}, {case['failure']}")] if "failure" in case else []
+        )
         for row in (row for row in case["rows"] if row["target"] is not None):
             what = f"{case['case']} against {row['peer']}"
             if row["status"] != "measured":
                 judgments.append((None, f"{what}, {row['status']}"))
                 continue
-            judgments.append((row["met"], f"{what}, ratio {row['ratio']['median']:.3f}, target <= {row['target']:.2f}"))
+            judgments.append(
+                (
+                    row["met"],
+                    f"{what}, ratio {row['ratio']['median']:.3f}, target <= {row['target']:.2f}",
+                )
+            )
             if row["saved_met"] is not None:
                 saved, target = _mib(case["saved_bytes"]), _mib(row["saved_bytes"])
                 line = f"{what}, saves {saved} MiB for backward, target <= {target} MiB"
                 judgments.append((row["saved_met"], line))
     judged = [met for met, _ in judgments if met is not None]
-    lines = [f"**{sum(judged)} of {len(judged)} targets met**" if judged else "**Nothing was judged**", ""]
+    lines = [
+        f"**{sum(judged)} of {len(judged)} targets met**"
+        if judged
+        else "**Nothing was judged**",
+        "",
+    ]
     for verdict, text in ((False, "missed"), (None, "not judged")):
         lines += [f"- {text}: {line}" for met, line in judgments if met is verdict]
     return "\n".join(lines).strip()
@@ -138,13 +211,25 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     for group in _grouped(runs, lambda run: json.dumps(_machine(run))):
         machine, cases = _machine(group[0]), summarize(*group)
         facts = [run["environment"] | run["settings"] for run in group]
-        commands = [[f"`{fact['command']}`", *(str(fact[key]) for key in ("rounds", "seed", "date"))] for fact in facts]
+        commands = [
+            [
+                f"`{fact['command']}`",
+                *(str(fact[key]) for key in ("rounds", "seed", "date")),
+            ]
+            for fact in facts
+        ]
         parts += [
-            f"## {machine['device']}" + (f", commit {machine['commit']}" if "commit" in machine else ""),
-            markdown(["", ""], [[key.replace("_", " "), str(fact)] for key, fact in machine.items()]),
+            f"## {machine['device']}"
+            + (f", commit {machine['commit']}" if "commit" in machine else ""),
+            markdown(
+                ["", ""],
+                [[key.replace("_", " "), str(fact)] for key, fact in machine.items()],
+            ),
             markdown(["command", "rounds", "seed", "date"], commands),
-            "**Tiny sizes, which only test the script; the times mean nothing.**" * machine["quick"],
-            "**Interrupted: some cases are missing.**" * any(run["interrupted"] for run in group),
+            "**Tiny sizes, which only test the script; the times mean nothing.**"
+            * machine["quick"],
+            "**Interrupted: some cases are missing.**"
+            * any(run["interrupted"] for run in group),
             verdicts(cases),
             *map(text_of, cases),
         ]
@@ -155,4 +240,6 @@ def _machine(run: dict[str, Any]) -> dict[str, Any]:
     """Return the facts that runs under one heading share: all but date, command, rounds and seed."""
     facts = run["environment"] | run["settings"]
     own = ("date", "command", "seed", "rounds")
-    return {key: fact for key, fact in facts.items() if key not in own and fact is not None}
+    return {
+        key: fact for key, fact in facts.items() if key not in own and fact is not None
+    }

@@ -16,14 +16,20 @@ Rotation = Callable[[Tensor, Tensor], Tensor]
 Builder = Callable[[float, int, int], Rotation]
 
 
-def formula(theta: float, d_head: int, length: int, real: torch.dtype = torch.float64) -> Rotation:
+def formula(
+    theta: float, d_head: int, length: int, real: torch.dtype = torch.float64
+) -> Rotation:
     """Return equation 8 with frequencies, angles, table and products in one dtype."""
     frequencies = 1 / theta ** (torch.arange(0, d_head, 2).to(real) / d_head)
 
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
         angles = torch.outer(positions.to(real), frequencies)
         pairs = torch.view_as_complex(x.to(real).unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2).to(x.dtype)
+        return (
+            torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles))
+            .flatten(-2)
+            .to(x.dtype)
+        )
 
     return rotate
 
@@ -34,20 +40,34 @@ meta: Builder = partial(formula, real=torch.float32)
 
 def hugging_face(theta: float, d_head: int, length: int) -> Rotation:
     llama = import_module("transformers.models.llama.modeling_llama")
-    config = llama.LlamaConfig(hidden_size=d_head, num_attention_heads=1, head_dim=d_head, rope_theta=theta)
+    config = llama.LlamaConfig(
+        hidden_size=d_head, num_attention_heads=1, head_dim=d_head, rope_theta=theta
+    )
     tables = llama.LlamaRotaryEmbedding(config)
-    return _in_halves(lambda x, positions: llama.apply_rotary_pos_emb(x, x, *tables(x, positions[None]))[0])
+    return _in_halves(
+        lambda x, positions: llama.apply_rotary_pos_emb(
+            x, x, *tables(x, positions[None])
+        )[0]
+    )
 
 
 def litgpt(theta: float, d_head: int, length: int) -> Rotation:
     model: Any = import_module("litgpt.model")
     tables = model.build_rope_cache(length, d_head, base=theta)
-    return _in_halves(lambda x, positions: model.apply_rope(x, *(table[positions][None].to(x) for table in tables)))
+    return _in_halves(
+        lambda x, positions: model.apply_rope(
+            x, *(table[positions][None].to(x) for table in tables)
+        )
+    )
 
 
 def torchtune(theta: float, d_head: int, length: int) -> Rotation:
-    rope = import_module("torchtune.modules").RotaryPositionalEmbeddings(d_head, length, theta)
-    return lambda x, positions: rope(x.transpose(1, 2), input_pos=positions[None]).transpose(1, 2)
+    rope = import_module("torchtune.modules").RotaryPositionalEmbeddings(
+        d_head, length, theta
+    )
+    return lambda x, positions: rope(
+        x.transpose(1, 2), input_pos=positions[None]
+    ).transpose(1, 2)
 
 
 def x_transformers(theta: float, d_head: int, length: int) -> Rotation:
@@ -64,5 +84,10 @@ def rotary_embedding_torch(theta: float, d_head: int, length: int) -> Rotation:
 
 def _in_halves(rotation: Rotation) -> Rotation:
     """Return a rotation of consecutive pairs by one that pairs x[k] with x[k + d_head/2]."""
-    to_halves, to_pairs = "... (half pair) -> ... (pair half)", "... (pair half) -> ... (half pair)"
-    return lambda x, positions: rearrange(rotation(rearrange(x, to_halves, pair=2), positions), to_pairs, pair=2)
+    to_halves, to_pairs = (
+        "... (half pair) -> ... (pair half)",
+        "... (pair half) -> ... (half pair)",
+    )
+    return lambda x, positions: rearrange(
+        rotation(rearrange(x, to_halves, pair=2), positions), to_pairs, pair=2
+    )

@@ -39,20 +39,31 @@ class Mesh:
         return self.dp_replicate * self.dp
 
     def __str__(self) -> str:
-        return ",".join(f"{axis}={count}" for axis, count in self.axes.items()) or "one process"
+        return (
+            ",".join(f"{axis}={count}" for axis, count in self.axes.items())
+            or "one process"
+        )
 
     def require(self, size: Size) -> None:
         """Raise a ValueError where the size does not split over the mesh."""
         if min(asdict(self).values()) < 1:
-            raise ValueError(f"a mesh has at least 1 process along each axis, got {asdict(self)}")
+            raise ValueError(
+                f"a mesh has at least 1 process along each axis, got {asdict(self)}"
+            )
         if self.dp_replicate > 1 and self.dp == 1:
-            raise ValueError(f"dp_replicate={self.dp_replicate} needs dp of at least 2: use dp alone")
+            raise ValueError(
+                f"dp_replicate={self.dp_replicate} needs dp of at least 2: use dp alone"
+            )
         if size.batch_size % self.batches:
             multiple = f"use a multiple of {self.batches}"
-            raise ValueError(f"a batch of {size.batch_size} does not split over {self}: {multiple}")
+            raise ValueError(
+                f"a batch of {size.batch_size} does not split over {self}: {multiple}"
+            )
         for name in ("num_heads", "num_kv_heads", "d_ff", "vocab"):
             if (count := getattr(size, name)) % self.tp:
-                raise ValueError(f"{name} must be a multiple of tp={self.tp}, got {count}; use a smaller tp")
+                raise ValueError(
+                    f"{name} must be a multiple of tp={self.tp}, got {count}; use a smaller tp"
+                )
 
 
 @dataclass(frozen=True)
@@ -65,10 +76,17 @@ class Collective:
 
     def moved(self, processes: int) -> float:
         """Return how many elements each process must receive: those that the others have, of a sum twice as many."""
-        return (2 if self.kind == "all-reduce" else 1) * self.elements * (processes - 1) / processes
+        return (
+            (2 if self.kind == "all-reduce" else 1)
+            * self.elements
+            * (processes - 1)
+            / processes
+        )
 
 
-def collectives_of(size: Size, mesh: Mesh, recompute: bool = False) -> dict[str, Counter[Collective]]:
+def collectives_of(
+    size: Size, mesh: Mesh, recompute: bool = False
+) -> dict[str, Counter[Collective]]:
     """Return the collectives of each process in a forward and in a backward pass, the input's gradient included.
 
     They are exact where tp divides the sequence and dp the rows of each weight: else torch pads. FSDP gathers embedding
@@ -79,31 +97,46 @@ def collectives_of(size: Size, mesh: Mesh, recompute: bool = False) -> dict[str,
     blocks, final_norm = size.layers, int(size.num_layers is not None)
     stream = size.tokens // mesh.batches * size.d_model
     if mesh.tp > 1:
-        for calls in (forward, backward):  # into each sub-layer and out of it; one more for the output, or its input
+        for calls in (
+            forward,
+            backward,
+        ):  # into each sub-layer and out of it; one more for the output, or its input
             calls[Collective("all-gather", "tp", stream)] += 2 * blocks + 1
-            calls[Collective("reduce-scatter", "tp", stream)] += 2 * blocks + bool(size.vocab)
+            calls[Collective("reduce-scatter", "tp", stream)] += 2 * blocks + bool(
+                size.vocab
+            )
         if recompute:
             backward[Collective("all-gather", "tp", stream)] += 2 * blocks
             backward[Collective("reduce-scatter", "tp", stream)] += blocks
-        for gains, count in ((size.d_model, 2 * blocks + final_norm), (size.d_head, 2 * blocks * size.qk_norm)):
+        for gains, count in (
+            (size.d_model, 2 * blocks + final_norm),
+            (size.d_head, 2 * blocks * size.qk_norm),
+        ):
             if count:
                 backward[Collective("all-reduce", "tp", gains)] += count
     if mesh.dp > 1:
-        of_block = size.block_gains + (size.block_parameters - size.block_gains) // mesh.tp
+        of_block = (
+            size.block_gains + (size.block_parameters - size.block_gains) // mesh.tp
+        )
         beside = size.d_model + 2 * size.vocab * size.d_model // mesh.tp
         for elements, count in ((of_block, blocks), (beside, final_norm)):
             if count:
                 forward[Collective("all-gather", "dp", elements)] += count
                 backward[Collective("reduce-scatter", "dp", elements)] += count
                 if mesh.dp_replicate > 1:
-                    backward[Collective("all-reduce", "dp_replicate", elements // mesh.dp)] += count
+                    backward[
+                        Collective("all-reduce", "dp_replicate", elements // mesh.dp)
+                    ] += count
         if final_norm:  # else the Block is the outermost module, which keeps its weights for the backward pass
             backward[Collective("all-gather", "dp", of_block)] += blocks
     return {"forward": forward, "backward": backward}
 
 
 def alone(
-    collective: Collective, group: "dist.ProcessGroup", device: torch.device, dtype: torch.dtype
+    collective: Collective,
+    group: "dist.ProcessGroup",
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Callable[[], object]:
     """Return a function that does what the collective does, and nothing else, on tensors of its own."""
     processes = group.size()

@@ -38,25 +38,39 @@ def measure_distributed(
     """
     device, mesh, mode = settings.device, settings.mesh, settings.mode
     progress.start("building")
-    devices = init_device_mesh(device.type, tuple(mesh.axes.values()), mesh_dim_names=tuple(mesh.axes))
+    devices = init_device_mesh(
+        device.type, tuple(mesh.axes.values()), mesh_dim_names=tuple(mesh.axes)
+    )
     runs, step, optimizer = distributed_runs(size, settings, devices)
     passes = [name for kind, name in runs if kind == "all"]
     elements = _LINK_BYTES[device.type] // settings.dtype.itemsize
     links = {axis: Collective("all-gather", axis, elements) for axis in mesh.axes}
-    calls = {name: counts for name, counts in collectives_of(size, mesh).items() if name in PASSES[mode]}
+    calls = {
+        name: counts
+        for name, counts in collectives_of(size, mesh).items()
+        if name in PASSES[mode]
+    }
     for call in dict.fromkeys([*links.values(), *chain(*calls.values())]):
         runs[call] = alone(call, devices[call.axis].get_group(), device, settings.dtype)
 
     progress.start("timing", len(runs) * settings.rounds)
     start = system_clocks()
     samples = interleave(runs, settings.rounds, 0.01, 1, progress.advance, least, clock)
-    shares = busy_shares(start, system_clocks()) | {"others_share": None}  # most of the others are of this profile
+    shares = busy_shares(start, system_clocks()) | {
+        "others_share": None
+    }  # most of the others are of this profile
     run = runs["all", mode]
     overlap = summarize_overlap(events_of(run, device))
     held: list[dict[str, Any]] = from_all(held_bytes(step, optimizer, run, device))
     of_ranks = from_all(samples)
     # What the slowest process takes in each round.
-    slowest = {key: [max(round_) for round_ in zip(*(rank[key] for rank in of_ranks), strict=True)] for key in runs}
+    slowest = {
+        key: [
+            max(round_)
+            for round_ in zip(*(rank[key] for rank in of_ranks), strict=True)
+        ]
+        for key in runs
+    }
 
     def times(name: str) -> dict[str, Any]:
         speed_up = paired_ratio(of_ranks[0]["one", name], slowest["all", name])
@@ -69,7 +83,11 @@ def measure_distributed(
         }
 
     def rate(call: Collective) -> dict[str, Any]:
-        return asdict(Spread.of([_moved_bytes(call, settings) / seconds for seconds in slowest[call]]))
+        return asdict(
+            Spread.of(
+                [_moved_bytes(call, settings) / seconds for seconds in slowest[call]]
+            )
+        )
 
     seconds = Spread.of(slowest["all", mode]).median
     peaks = mesh.processes * ceilings.flops_per_second.median
@@ -81,7 +99,10 @@ def measure_distributed(
         "collectives": _collectives(calls, slowest, settings, seconds),
         "links": {axis: rate(call) for axis, call in links.items()},
         "overlap": overlap,
-        "memory": {key: max(rank[key] for rank in held) if held[0][key] is not None else None for key in held[0]},
+        "memory": {
+            key: max(rank[key] for rank in held) if held[0][key] is not None else None
+            for key in held[0]
+        },
         "tokens_per_second": size.tokens / seconds,
         "mfu": size.costs(mode).matmul_flops / seconds / peaks,
         "trust": trust(slowest["all", mode], shares, ceilings),
@@ -102,14 +123,20 @@ def distributed_runs(
 
     model, one = build()
     parallelize(model, devices, compile=settings.compile)
-    by_batch = [Replicate() if axis == "tp" else Shard(0) for axis in settings.mesh.axes]
+    by_batch = [
+        Replicate() if axis == "tp" else Shard(0) for axis in settings.mesh.axes
+    ]
     x, *gradient = (
-        distribute_tensor(tensor.detach(), devices, by_batch, src_data_rank=None).to_local().clone()
+        distribute_tensor(tensor.detach(), devices, by_batch, src_data_rank=None)
+        .to_local()
+        .clone()
         for tensor in (*one.inputs, *one.gradients)
     )
     step = whole(model, x.requires_grad_(settings.train), *gradient)
     passes, optimizer = _runs(step, settings.mode)
-    if settings.mesh.dp > 1:  # else the outermost module keeps its weights, and the next pass need not gather them
+    if (
+        settings.mesh.dp > 1
+    ):  # else the outermost module keeps its weights, and the next pass need not gather them
         passes["forward"] = lambda: (step.forward(), model.reshard())
     runs: dict[Any, Run] = {("all", name): run for name, run in passes.items()}
     runs |= {("one", name): lambda: None for name in passes}
@@ -127,17 +154,36 @@ def _runs(step: Step, mode: str) -> tuple[dict[str, Run], Optimizer | None]:
 
 
 def _collectives(
-    calls: Mapping[str, Counter[Collective]], slowest: Mapping[Any, list[float]], settings: Settings, whole: float
+    calls: Mapping[str, Counter[Collective]],
+    slowest: Mapping[Any, list[float]],
+    settings: Settings,
+    whole: float,
 ) -> list[dict[str, Any]]:
     """Return the collectives by pass, axis and kind, with the seconds that those of a kind take, each alone."""
     records = []
     for pass_, counts in calls.items():
         for axis, kind in dict.fromkeys((call.axis, call.kind) for call in counts):
-            alike = {call: count for call, count in counts.items() if (call.axis, call.kind) == (axis, kind)}
-            seconds = sum(count * Spread.of(slowest[call]).median for call, count in alike.items())
-            record = {"pass": pass_, "axis": axis, "kind": kind, "count": sum(alike.values())}
-            record["bytes"] = sum(count * call.elements for call, count in alike.items()) * settings.dtype.itemsize
-            record["moved_bytes"] = sum(count * _moved_bytes(call, settings) for call, count in alike.items())
+            alike = {
+                call: count
+                for call, count in counts.items()
+                if (call.axis, call.kind) == (axis, kind)
+            }
+            seconds = sum(
+                count * Spread.of(slowest[call]).median for call, count in alike.items()
+            )
+            record = {
+                "pass": pass_,
+                "axis": axis,
+                "kind": kind,
+                "count": sum(alike.values()),
+            }
+            record["bytes"] = (
+                sum(count * call.elements for call, count in alike.items())
+                * settings.dtype.itemsize
+            )
+            record["moved_bytes"] = sum(
+                count * _moved_bytes(call, settings) for call, count in alike.items()
+            )
             records.append(record | {"seconds": seconds, "share": seconds / whole})
     return records
 

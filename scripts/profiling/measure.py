@@ -59,7 +59,9 @@ def measure(
     """Measure one size, and return a point of docs/profile_schema.md, which says so if memory ran out."""
     try:
         with torch.set_grad_enabled(settings.train):
-            return _point(size, settings, ceilings, datasheet, progress or Progress(), clock)
+            return _point(
+                size, settings, ceilings, datasheet, progress or Progress(), clock
+            )
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -71,7 +73,12 @@ def measure(
 
 
 def _point(
-    size: Size, settings: Settings, ceilings: Ceilings, datasheet: Datasheet | None, progress: Progress, clock: Clock
+    size: Size,
+    settings: Settings,
+    ceilings: Ceilings,
+    datasheet: Datasheet | None,
+    progress: Progress,
+    clock: Clock,
 ) -> dict[str, Any]:
     device, compilation = settings.device, None
     progress.start("building")
@@ -83,12 +90,19 @@ def _point(
     if settings.compile:
         progress.start("compiling")
         torch.compiler.reset()  # else the second size of a sweep would be compiled for any size
-        complete, smallest, *parts = (step.compiled() for step in (complete, smallest, *parts))
-        compilation = tracing.compile_report(complete.train if settings.train else complete.forward)
+        complete, smallest, *parts = (
+            step.compiled() for step in (complete, smallest, *parts)
+        )
+        compilation = tracing.compile_report(
+            complete.train if settings.train else complete.forward
+        )
     of_whole, optimizer = runs_of(complete, settings.mode)
     # Backward alone is not timed: it is what "train" takes longer than "forward".
     runs = {("whole", pass_): run for pass_, run in of_whole.items()}
-    runs |= {("smallest", pass_): run for pass_, run in runs_of(smallest, settings.mode)[0].items()}
+    runs |= {
+        ("smallest", pass_): run
+        for pass_, run in runs_of(smallest, settings.mode)[0].items()
+    }
     runs |= {(part.name, "forward"): part.forward for part in parts}
     runs |= {(part.name, "train"): part.train for part in parts if settings.train}
     if optimizer is not None:
@@ -101,15 +115,25 @@ def _point(
     if device.type == "cuda":
         gpu = {key: [gpu_seconds(run, min(samples[key]))] for key, run in runs.items()}
     point: dict[str, Any] = {"status": "ok", "error": None, "size": asdict(size)}
-    point |= analyze(samples, gpu, size, settings.mode, settings.dtype, ceilings, datasheet, shares)
-    point |= {"compile": compilation, "attention_kernel": attention_kernel(lambda: run_steps(steps, x))}
+    point |= analyze(
+        samples, gpu, size, settings.mode, settings.dtype, ceilings, datasheet, shares
+    )
+    point |= {
+        "compile": compilation,
+        "attention_kernel": attention_kernel(lambda: run_steps(steps, x)),
+    }
     progress.start("measuring memory")
     run = of_whole[settings.mode]
-    held, known = held_bytes(complete, optimizer, run, device), [*model.parameters(), *model.buffers()]
+    held, known = (
+        held_bytes(complete, optimizer, run, device),
+        [*model.parameters(), *model.buffers()],
+    )
     there = bytes_of([*known, x]) + (held["optimizer_state_bytes"] or 0)
     point["memory"] = held | {
         "peak_bytes": there + (held["peak_added_bytes"] or 0),
-        "saved_bytes": SavedBytes(known).of(complete.forward)[1] if settings.train else None,
+        "saved_bytes": SavedBytes(known).of(complete.forward)[1]
+        if settings.train
+        else None,
         "parts": _memory_of_parts(parts, steps, x, known, device),
     }
     # nsys and torch.profiler cannot both listen to the GPU.
@@ -126,7 +150,11 @@ def _point(
 
 
 def _memory_of_parts(
-    parts: Sequence[Step], steps: Sequence[Step], x: Tensor, known: Iterable[Tensor], device: torch.device
+    parts: Sequence[Step],
+    steps: Sequence[Step],
+    x: Tensor,
+    known: Iterable[Tensor],
+    device: torch.device,
 ) -> list[dict[str, Any]]:
     """Return the memory of each part; what its eager steps save counts where it is saved first, in one run of all."""
     saved, saved_by_part = SavedBytes(known), Counter[str]()
@@ -141,7 +169,9 @@ def _memory_of_parts(
         {
             "name": part.name,
             "saved_bytes": saved_by_part[part.name] if part.gradients else None,
-            "peak_added_bytes": peak_added_bytes(part.train if part.gradients else part.forward, device),
+            "peak_added_bytes": peak_added_bytes(
+                part.train if part.gradients else part.forward, device
+            ),
         }
         for part in parts
     ]
@@ -151,7 +181,11 @@ def build_whole(size: Size, settings: Settings) -> tuple[Block | Transformer, St
     """Return a model of this size, and all of it as one step with an input, and the gradient of the output."""
     model = size.build(settings.device, settings.dtype)
     shape = (size.batch_size, size.seq_len, size.d_model)
-    x = torch.randn(shape, device=settings.device).to(settings.dtype).requires_grad_(settings.train)
+    x = (
+        torch.randn(shape, device=settings.device)
+        .to(settings.dtype)
+        .requires_grad_(settings.train)
+    )
     return model, whole(model, x, *([torch.randn_like(x)] if settings.train else []))
 
 
@@ -175,13 +209,17 @@ def runs_of(step: Step, mode: str) -> tuple[dict[str, Run], Optimizer | None]:
     return runs | {"step": training_step}, optimizer
 
 
-def held_bytes(step: Step, optimizer: Optimizer | None, run: Run, device: torch.device) -> dict[str, int | None]:
+def held_bytes(
+    step: Step, optimizer: Optimizer | None, run: Run, device: torch.device
+) -> dict[str, int | None]:
     """Return the bytes of weights, gradients and AdamW's state, and the most that a run adds, gradients included."""
     if step.gradients:
         step.accumulate()
     gradients = (weight.grad for weight in step.weights if weight.grad is not None)
     states = optimizer.state.values() if optimizer is not None else ()
-    moments = (value for state in states for value in state.values() if torch.is_tensor(value))
+    moments = (
+        value for state in states for value in state.values() if torch.is_tensor(value)
+    )
     held = {
         "parameters_bytes": bytes_of(step.weights),
         "gradients_bytes": bytes_of(gradients) if step.gradients else None,

@@ -22,7 +22,9 @@ def plot(document: dict[str, Any], path: Path) -> None:
     axis, predictions = document["settings"]["sweep"], document.get("predictions")
     points = predictions or [point for point in document["points"] if "whole" in point]
     title = describe(*(point["size"] for point in points))
-    figure = new_figure(title, "; ".join(basis(document)[1:]) if predictions else origin(document))
+    figure = new_figure(
+        title, "; ".join(basis(document)[1:]) if predictions else origin(document)
+    )
     if predictions:
         figure.suptitle(title, fontsize=9, fontweight="bold")
         _predictions(figure.subplots(), predictions, axis, basis(document)[0])
@@ -35,19 +37,43 @@ def plot(document: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def _predictions(axes: Axes, predictions: list[dict[str, Any]], axis: str, title: str) -> None:
+def _predictions(
+    axes: Axes, predictions: list[dict[str, Any]], axis: str, title: str
+) -> None:
     """Draw the MFU of each mesh over a sweep, and name the best one at each point."""
-    for index, mesh in enumerate(dict.fromkeys(str(Mesh(**prediction["mesh"])) for prediction in predictions)):
-        of_mesh = [prediction for prediction in predictions if str(Mesh(**prediction["mesh"])) == mesh]
+    for index, mesh in enumerate(
+        dict.fromkeys(str(Mesh(**prediction["mesh"])) for prediction in predictions)
+    ):
+        of_mesh = [
+            prediction
+            for prediction in predictions
+            if str(Mesh(**prediction["mesh"])) == mesh
+        ]
         values = [int(value_on(axis, record)) for record in of_mesh]
-        axes.plot(values, [100 * record["mfu"] for record in of_mesh], label=mesh, **_look(index))
+        axes.plot(
+            values,
+            [100 * record["mfu"] for record in of_mesh],
+            label=mesh,
+            **_look(index),
+        )
     values = []
     for _, records in groupby(predictions, key=lambda prediction: prediction["size"]):
         best = max(records, key=lambda record: record["mfu"])
         values.append(int(value_on(axis, best)))
-        text, place = f"{Mesh(**best['mesh'])}\n{share(best['mfu'])}", (values[-1], 100 * best["mfu"])
-        axes.annotate(text, place, (0, 9), textcoords="offset points", ha="center", fontsize=8)
-    axes.set(xscale="log", xlabel=axis, ylabel="MFU, %", ylim=(0, 115), yticks=range(0, 101, 20))
+        text, place = (
+            f"{Mesh(**best['mesh'])}\n{share(best['mfu'])}",
+            (values[-1], 100 * best["mfu"]),
+        )
+        axes.annotate(
+            text, place, (0, 9), textcoords="offset points", ha="center", fontsize=8
+        )
+    axes.set(
+        xscale="log",
+        xlabel=axis,
+        ylabel="MFU, %",
+        ylim=(0, 115),
+        yticks=range(0, 101, 20),
+    )
     axes.margins(x=0.08)
     axes.set_title(title, fontsize=10)
     _finish(axes, values, ncols=5)
@@ -66,7 +92,10 @@ def _finish(axes: Axes, values: list[int], ncols: int) -> None:
 
 def _roofline(axes: Axes, point: dict[str, Any], ceilings: dict[str, Any]) -> None:
     """Place each pass of each part, by its markers beside the names on the right, and the whole."""
-    parts = [(part, _look(index) | {"markersize": 7}) for index, part in enumerate(point["parts"])]
+    parts = [
+        (part, _look(index) | {"markersize": 7})
+        for index, part in enumerate(point["parts"])
+    ]
     parts.append((point["whole"], {"color": "black", "marker": "*", "markersize": 11}))
     intensities = [ceilings["ridge"]]
     taken: list[tuple[float, float]] = []
@@ -78,20 +107,41 @@ def _roofline(axes: Axes, point: dict[str, Any], ceilings: dict[str, Any]) -> No
                     x += 0.12  # a marker is there
                 taken.append((x, y))
                 intensities += [part[pass_]["intensity"], 10**x]
-                axes.plot(intensities[-2:], [speed, speed], color="grey", linewidth=0.8, zorder=1)
+                axes.plot(
+                    intensities[-2:],
+                    [speed, speed],
+                    color="grey",
+                    linewidth=0.8,
+                    zorder=1,
+                )
                 axes.plot(10**x, speed, linestyle="", fillstyle=filled, **look)
         if pass_ in point["whole"]:
             label = f"{pass_} ({'filled' if filled == 'full' else 'hollow'}; star: the whole)"
-            axes.plot([], [], color="grey", marker="o", linestyle="", fillstyle=filled, label=label)
+            axes.plot(
+                [],
+                [],
+                color="grey",
+                marker="o",
+                linestyle="",
+                fillstyle=filled,
+                label=label,
+            )
     low, high = min(intensities) / 2, max(intensities) * 2
-    measured = {key: ceilings[key]["median"] for key in ("flops_per_second", "bytes_per_second")}
-    for name, line, sheet in (("measured", "-", measured), ("datasheet", ":", ceilings["datasheet"])):
+    measured = {
+        key: ceilings[key]["median"] for key in ("flops_per_second", "bytes_per_second")
+    }
+    for name, line, sheet in (
+        ("measured", "-", measured),
+        ("datasheet", ":", ceilings["datasheet"]),
+    ):
         if sheet is not None and sheet["flops_per_second"] is not None:
             peak, bandwidth = sheet["flops_per_second"], sheet["bytes_per_second"]
             corners = [low, min(max(peak / bandwidth, low), high), high]
             label = f"{name}: {rates(peak, bandwidth)}"
             roof = [min(peak, x * bandwidth) for x in corners]
-            axes.plot(corners, roof, color="black", linewidth=1.2, linestyle=line, label=label)
+            axes.plot(
+                corners, roof, color="black", linewidth=1.2, linestyle=line, label=label
+            )
     axes.set(xscale="log", yscale="log", ylabel="FLOP/s")
     axes.set_xlabel("FLOP per byte (a line leads back to a marker's place)")
     axes.set_title("How far from the roofline?", fontsize=11)
@@ -105,17 +155,38 @@ def _times(axes: Axes, point: dict[str, Any], mode: str) -> None:
     total = factor * point["whole"][mode]["seconds"]["median"]
     labels = []
     for row, part in enumerate(addends(point)):
-        labels.append(part["name"] + (f" (x {part['count']})" if part["count"] > 1 else ""))
+        labels.append(
+            part["name"] + (f" (x {part['count']})" if part["count"] > 1 else "")
+        )
         end = least = 0.0
         for pass_, alpha in (("forward", 1.0), ("optimizer", 1.0), ("backward", 0.5)):
             if pass_ in part:
                 seconds = part["count"] * factor * part[pass_]["seconds"]["median"]
-                axes.barh(row, seconds, 0.7, left=end, color=COLORS[row % 10], alpha=alpha)
-                end, least = end + seconds, least + part["count"] * factor * part[pass_]["roofline_seconds"]
+                axes.barh(
+                    row, seconds, 0.7, left=end, color=COLORS[row % 10], alpha=alpha
+                )
+                end, least = (
+                    end + seconds,
+                    least + part["count"] * factor * part[pass_]["roofline_seconds"],
+                )
         axes.plot([least, least], [row - 0.42, row + 0.42], color="black", linewidth=2)
         text = f"{number(end)} {unit}, {share(end / total)}"
-        axes.annotate(text, (max(end, least), row), (6, 0), textcoords="offset points", va="center", fontsize=9)
-        axes.plot(-0.035, row, transform=axes.get_yaxis_transform(), clip_on=False, markersize=7, **_look(row))
+        axes.annotate(
+            text,
+            (max(end, least), row),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
+        axes.plot(
+            -0.035,
+            row,
+            transform=axes.get_yaxis_transform(),
+            clip_on=False,
+            markersize=7,
+            **_look(row),
+        )
     axes.set_yticks(range(len(labels)), labels, fontsize=10)
     axes.tick_params(axis="y", length=0, pad=20)
     axes.invert_yaxis()
@@ -128,18 +199,36 @@ def _times(axes: Axes, point: dict[str, Any], mode: str) -> None:
 def _sweep(figure: Figure, points: list[dict[str, Any]], axis: str) -> None:
     values = [int(value_on(axis, point)) for point in points]
     left, right = figure.subplots(1, 2)
-    wholes = [name for name in ("forward", "backward", "step") if name in points[0]["whole"]]
+    wholes = [
+        name for name in ("forward", "backward", "step") if name in points[0]["whole"]
+    ]
     for index, name in enumerate(wholes):
         records = [point["whole"][name] for point in points]
-        median, p20, p80 = ([1e3 * record["seconds"][key] for record in records] for key in ("median", "p20", "p80"))
+        median, p20, p80 = (
+            [1e3 * record["seconds"][key] for record in records]
+            for key in ("median", "p20", "p80")
+        )
         left.plot(values, median, label=name, **_look(index))
         left.fill_between(values, p20, p80, alpha=0.2, color=COLORS[index])
         floors = [1e3 * record["roofline_seconds"] for record in records]
-        left.plot(values, floors, color=COLORS[index], linestyle=":", label=f"{name}: roofline")
+        left.plot(
+            values,
+            floors,
+            color=COLORS[index],
+            linestyle=":",
+            label=f"{name}: roofline",
+        )
     left.set_title("Time of the whole: median, p20 to p80", fontsize=11)
     passes = [name for name in ("forward", "backward") if name in wholes]
-    for index, parts in enumerate(zip(*(point["parts"] for point in points), strict=True)):
-        times = [1e3 * part["count"] * sum(part[name]["seconds"]["median"] for name in passes) for part in parts]
+    for index, parts in enumerate(
+        zip(*(point["parts"] for point in points), strict=True)
+    ):
+        times = [
+            1e3
+            * part["count"]
+            * sum(part[name]["seconds"]["median"] for name in passes)
+            for part in parts
+        ]
         right.plot(values, times, label=parts[0]["name"], **_look(index))
     right.set_title(f"Time of the parts: {' and '.join(passes)}", fontsize=11)
     for axes in (left, right):

@@ -22,7 +22,14 @@ Price = Callable[[str, str, Cost], float]
 
 _SPLIT_BY_TOKENS = ("ln1", "residual adds", "ln2", "final norm", "embedding")
 # Of these parts, recomputing a block repeats less than the whole: it ends before the last product of the ffn.
-_RECOMPUTED = {"ffn": 2 / 3, "residual adds": 1 / 2, "final norm": 0, "embedding": 0, "head": 0, "loss": 0}
+_RECOMPUTED = {
+    "ffn": 2 / 3,
+    "residual adds": 1 / 2,
+    "final norm": 0,
+    "embedding": 0,
+    "head": 0,
+    "loss": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -40,8 +47,15 @@ class Links:
     def seconds(self, collective: Collective, mesh: Mesh, element_size: int) -> float:
         """Return the least time in which its bytes cross each link, when all groups do the same at once."""
         counts, place = [*mesh.axes.values()], [*mesh.axes].index(collective.axis)
-        processes, inner = counts[place], prod(counts[place + 1 :])  # of an axis, neighbors are `inner` apart
-        together = processes if self.between is None else min(processes, max(1, self.per_machine // inner))
+        processes, inner = (
+            counts[place],
+            prod(counts[place + 1 :]),
+        )  # of an axis, neighbors are `inner` apart
+        together = (
+            processes
+            if self.between is None
+            else min(processes, max(1, self.per_machine // inner))
+        )
         moved = element_size * collective.moved(processes)
         seconds = moved / self.within if together > 1 else 0.0
         if together < processes and self.between is not None:
@@ -65,13 +79,19 @@ def measured(point: dict[str, Any]) -> Price:
     parts = {part["name"]: part for part in addends(point)}
     scales = {}
     for name in PASSES["step"]:
-        taken = sum(part["count"] * own_seconds(part[name]) for part in parts.values() if name in part)
+        taken = sum(
+            part["count"] * own_seconds(part[name])
+            for part in parts.values()
+            if name in part
+        )
         if taken:
             whole = point["optimizer"] if name == "optimizer" else point["whole"][name]
             scales[name] = whole["seconds"]["median"] / taken
 
     def price(part: str, pass_: str, cost: Cost) -> float:
-        like = parts[part if part in parts else "ffn" if cost.matmul_flops else "ln1"][pass_]
+        like = parts[part if part in parts else "ffn" if cost.matmul_flops else "ln1"][
+            pass_
+        ]
         unit = "matmul_flops" if cost.matmul_flops else "bytes"
         return scales[pass_] * own_seconds(like) * getattr(cost, unit) / like[unit]
 
@@ -79,7 +99,14 @@ def measured(point: dict[str, Any]) -> Price:
 
 
 def predict(
-    size: Size, mesh: Mesh, price: Price, peak: float, links: Links, mode: str, element_size: int, recompute: bool
+    size: Size,
+    mesh: Mesh,
+    price: Price,
+    peak: float,
+    links: Links,
+    mode: str,
+    element_size: int,
+    recompute: bool,
 ) -> dict[str, Any]:
     """Return a prediction of docs/profile_schema.md, of a size that splits over the mesh; MFU is of `peak` FLOP/s."""
     compute = compute_seconds(size, mesh, price, mode, element_size, recompute)
@@ -93,7 +120,9 @@ def predict(
             of_dp = sum(of_axis.values())
             tp, dp = tp + of_tp, dp + of_dp
             if links.overlap:
-                hidden += (size.layers - 1) / size.layers * min(of_dp, compute[name] + of_tp)
+                hidden += (
+                    (size.layers - 1) / size.layers * min(of_dp, compute[name] + of_tp)
+                )
     computing = sum(compute.values())
     whole = computing + tp + dp - hidden
     return {
@@ -101,7 +130,9 @@ def predict(
         "mesh": asdict(mesh),
         "processes": mesh.processes,
         "tokens_per_process": size.tokens / mesh.processes,
-        "state_bytes": (4 if mode == "step" else 2 if mode == "train" else 1) * _stored(size, mesh) * element_size,
+        "state_bytes": (4 if mode == "step" else 2 if mode == "train" else 1)
+        * _stored(size, mesh)
+        * element_size,
         "seconds": whole,
         "compute_seconds": computing,
         "tp_seconds": tp,
@@ -112,14 +143,23 @@ def predict(
 
 
 def compute_seconds(
-    size: Size, mesh: Mesh, price: Price, mode: str, element_size: int, recompute: bool = False
+    size: Size,
+    mesh: Mesh,
+    price: Price,
+    mode: str,
+    element_size: int,
+    recompute: bool = False,
 ) -> dict[str, float]:
     """Return how long one process computes in each pass of the mode."""
-    of_batch = replace(size, batch_size=size.batch_size // mesh.batches, vocab=size.vocab // mesh.tp)
+    of_batch = replace(
+        size, batch_size=size.batch_size // mesh.batches, vocab=size.vocab // mesh.tp
+    )
     # Along tp, some parts are split by tokens, the others by heads or d_ff.
     by_tokens = replace(of_batch, seq_len=-(-size.seq_len // mesh.tp))
     heads, kv_heads = size.num_heads // mesh.tp, size.num_kv_heads // mesh.tp
-    by_heads = replace(of_batch, num_heads=heads, num_kv_heads=kv_heads, d_ff=size.d_ff // mesh.tp)
+    by_heads = replace(
+        of_batch, num_heads=heads, num_kv_heads=kv_heads, d_ff=size.d_ff // mesh.tp
+    )
     of_tokens = by_tokens.part_costs(element_size)
     seconds = dict.fromkeys(PASSES[mode], 0.0)
     for name, costs in by_heads.part_costs(element_size).items():
@@ -131,11 +171,15 @@ def compute_seconds(
             repeated = _RECOMPUTED.get(name, 1) * size.count(name)
             seconds["backward"] += repeated * price(name, "forward", costs["forward"])
     if "optimizer" in seconds:
-        seconds["optimizer"] = price("AdamW", "optimizer", adamw_cost(_stored(size, mesh), element_size))
+        seconds["optimizer"] = price(
+            "AdamW", "optimizer", adamw_cost(_stored(size, mesh), element_size)
+        )
     return seconds
 
 
 def _stored(size: Size, mesh: Mesh) -> int:
     """Return how many parameters a process stores."""
-    gains = size.layers * size.block_gains + (0 if size.num_layers is None else size.d_model)
+    gains = size.layers * size.block_gains + (
+        0 if size.num_layers is None else size.d_model
+    )
     return (gains + (size.parameters - gains) // mesh.tp) // mesh.dp

@@ -13,7 +13,8 @@ _LEGEND = (
     "batch, in turns with the others. Collectives: timed alone at these sizes, without waiting for a slower process."
 )
 _PAPER = (
-    "Links run at full rate, without latency. States: weights, gradients and moments of a device, without activations."
+    "Links run at full rate, without latency. "
+    "States: weights, gradients and moments of a device, without activations."
 )
 
 
@@ -27,16 +28,38 @@ def distributed_report(document: dict[str, Any]) -> list[Section]:
 
 def prediction_report(document: dict[str, Any]) -> list[Section]:
     """Return the sections of what was predicted: a table for each size."""
-    sections: list[Section] = ["\n".join(basis(document)), *(doubts(document["from"]) if document["from"] else [])]
-    columns = ["mesh", "devices", "tokens each", "states", f"{document['settings']['mode']} ms", "compute", "tp", "dp"]
+    sections: list[Section] = [
+        "\n".join(basis(document)),
+        *(doubts(document["from"]) if document["from"] else []),
+    ]
+    columns = [
+        "mesh",
+        "devices",
+        "tokens each",
+        "states",
+        f"{document['settings']['mode']} ms",
+        "compute",
+        "tp",
+        "dp",
+    ]
     columns += ["not hidden", "MFU", "tokens/s each"]
-    for size, records in groupby(document["predictions"], lambda prediction: describe(prediction["size"])):
+    for size, records in groupby(
+        document["predictions"], lambda prediction: describe(prediction["size"])
+    ):
         table = Table(size, columns)
         for record in records:
             tokens, seconds = record["tokens_per_process"], record["seconds"]
-            times = [seconds, *(record[f"{key}_seconds"] for key in ("compute", "tp", "dp"))]
+            times = [
+                seconds,
+                *(record[f"{key}_seconds"] for key in ("compute", "tp", "dp")),
+            ]
             times.append(seconds - record["compute_seconds"])
-            cells = [str(Mesh(**record["mesh"])), str(record["processes"]), si(tokens), si(record["state_bytes"], "B")]
+            cells = [
+                str(Mesh(**record["mesh"])),
+                str(record["processes"]),
+                si(tokens),
+                si(record["state_bytes"], "B"),
+            ]
             cells += [number(1e3 * time) for time in times]
             table.rows.append([*cells, share(record["mfu"]), si(tokens / seconds)])
         sections.append(table)
@@ -45,8 +68,14 @@ def prediction_report(document: dict[str, Any]) -> list[Section]:
 
 def basis(document: dict[str, Any]) -> list[str]:
     """Return the kind of a prediction (a bound or an estimate), its options, ceilings and links, a line each."""
-    settings, ceilings, links, profile = (document[key] for key in ("settings", "ceilings", "links", "from"))
-    between = f", {si(links['between'], 'B/s')} between machines of {links['per_machine']}" if links["between"] else ""
+    settings, ceilings, links, profile = (
+        document[key] for key in ("settings", "ceilings", "links", "from")
+    )
+    between = (
+        f", {si(links['between'], 'B/s')} between machines of {links['per_machine']}"
+        if links["between"]
+        else ""
+    )
     kind = f"A lower bound on time, so an upper bound on MFU: each part at the roofline of the {ceilings['source']}"
     return [
         f"Scaled from a profile of one process: {origin(profile)}" if profile else kind,
@@ -58,29 +87,68 @@ def basis(document: dict[str, Any]) -> list[str]:
 
 def _times(point: dict[str, Any]) -> Table:
     unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
-    columns = ["whole", f"slowest {unit}", "p20-p80", "ranks differ", f"one process {unit}", "p20-p80"]
-    table = Table(describe(point["size"]), [*columns, "speed-up", "p20-p80", "efficiency"])
+    columns = [
+        "whole",
+        f"slowest {unit}",
+        "p20-p80",
+        "ranks differ",
+        f"one process {unit}",
+        "p20-p80",
+    ]
+    table = Table(
+        describe(point["size"]), [*columns, "speed-up", "p20-p80", "efficiency"]
+    )
     for name, record in point["whole"].items():
         differ = share(max(record["of_ranks"]) / min(record["of_ranks"]) - 1)
-        cells = [name, *spread_cells(record["seconds"], factor), differ, *spread_cells(record["one_process"], factor)]
-        table.rows.append([*cells, *spread_cells(record["speed_up"], 1), share(record["efficiency"])])
+        cells = [
+            name,
+            *spread_cells(record["seconds"], factor),
+            differ,
+            *spread_cells(record["one_process"], factor),
+        ]
+        table.rows.append(
+            [*cells, *spread_cells(record["speed_up"], 1), share(record["efficiency"])]
+        )
     return table
 
 
 def _collectives(point: dict[str, Any]) -> Table:
     unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
-    table = Table("Collectives", ["pass, axis, kind", "number", "bytes", "B/s received", f"alone {unit}", "share"])
+    table = Table(
+        "Collectives",
+        [
+            "pass, axis, kind",
+            "number",
+            "bytes",
+            "B/s received",
+            f"alone {unit}",
+            "share",
+        ],
+    )
     for record in point["collectives"]:
-        calls = [", ".join(record[key] for key in ("pass", "axis", "kind")), str(record["count"])]
-        moved = [si(record["bytes"], "B"), si(record["moved_bytes"] / record["seconds"])]
-        table.rows.append([*calls, *moved, number(factor * record["seconds"]), share(record["share"])])
-    seconds, shares = (sum(record[key] for record in point["collectives"]) for key in ("seconds", "share"))
+        calls = [
+            ", ".join(record[key] for key in ("pass", "axis", "kind")),
+            str(record["count"]),
+        ]
+        moved = [
+            si(record["bytes"], "B"),
+            si(record["moved_bytes"] / record["seconds"]),
+        ]
+        table.rows.append(
+            [*calls, *moved, number(factor * record["seconds"]), share(record["share"])]
+        )
+    seconds, shares = (
+        sum(record[key] for record in point["collectives"])
+        for key in ("seconds", "share")
+    )
     table.rows.append(["all", "", "", "", number(factor * seconds), share(shares)])
     return table
 
 
 def _summary(point: dict[str, Any]) -> str:
-    links = ", ".join(f"{axis} {si(rate['median'], 'B/s')}" for axis, rate in point["links"].items())
+    links = ", ".join(
+        f"{axis} {si(rate['median'], 'B/s')}" for axis, rate in point["links"].items()
+    )
     hidden = "nothing, as torch.profiler saw no kernel of NCCL"  # gloo works on the cores that compute
     if (overlap := point["overlap"]) is not None:
         fraction = overlap["hidden_seconds"] / overlap["collective_seconds"]

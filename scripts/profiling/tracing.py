@@ -17,15 +17,23 @@ from .parts import Step
 
 
 def run_labeled(
-    steps: Sequence[Step], optimizer: Optimizer | None, label: Callable[[str], AbstractContextManager[object]]
+    steps: Sequence[Step],
+    optimizer: Optimizer | None,
+    label: Callable[[str], AbstractContextManager[object]],
 ) -> None:
     """Run each step once, forward and backward under a label each, and then the optimizer's update."""
     for step in steps:
-        with label(f"{step.name} forward"), torch.set_grad_enabled(bool(step.gradients)):
+        with (
+            label(f"{step.name} forward"),
+            torch.set_grad_enabled(bool(step.gradients)),
+        ):
             outputs = step.forward()
         if step.gradients:
             # On this thread, which the label is on: on CUDA, autograd has one of its own.
-            with torch.autograd.set_multithreading_enabled(False), label(f"{step.name} backward"):
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                label(f"{step.name} backward"),
+            ):
                 step.backward(outputs)
     if optimizer is not None:
         with label("AdamW"):
@@ -65,10 +73,14 @@ def compile_report(run: Callable[[], object]) -> dict[str, Any]:
     start = clock()
     run()
     seconds = clock() - start
-    hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    hits = (
+        counters["inductor"]["fxgraph_cache_hit"]
+        + counters["aot_autograd"]["autograd_cache_hit"]
+    )
     return {
         "seconds": seconds,
-        "from_cache": hits > 0,  # inductor keeps what it compiled on disk, so that a second run compiles faster
+        "from_cache": hits
+        > 0,  # inductor keeps what it compiled on disk, so that a second run compiles faster
         "graphs": counters["stats"]["unique_graphs"],
         "graph_breaks": sum(counters["graph_break"].values()),
         "break_reasons": list(counters["graph_break"]),

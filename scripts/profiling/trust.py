@@ -17,10 +17,15 @@ def system_clocks(proc: Path = Path("/proc")) -> tuple[float, float, float] | No
     """Return the seconds of the wall, of own threads waiting for a core, of cores that others used; None off Linux."""
     try:
         ticks = [int(word) for word in (proc / "stat").read_text().split()[1:9]]
-        waited = sum(int(path.read_text().split()[1]) for path in proc.glob("self/task/*/schedstat"))
+        waited = sum(
+            int(path.read_text().split()[1])
+            for path in proc.glob("self/task/*/schedstat")
+        )
     except OSError:
         return None
-    busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # all but idle and iowait
+    busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf(
+        "SC_CLK_TCK"
+    )  # all but idle and iowait
     return time.perf_counter(), waited / 1e9, busy - time.process_time()
 
 
@@ -30,19 +35,30 @@ def busy_shares(
     """Return the share of the time in which threads waited, added up, and the share of all cores that others used."""
     if start is None or end is None:
         return {"waited_share": None, "others_share": None}
-    wall, waited, others = (max(0.0, after - before) for before, after in zip(start, end, strict=True))
-    return {"waited_share": waited / wall, "others_share": others / wall / (os.cpu_count() or 1)}
+    wall, waited, others = (
+        max(0.0, after - before) for before, after in zip(start, end, strict=True)
+    )
+    return {
+        "waited_share": waited / wall,
+        "others_share": others / wall / (os.cpu_count() or 1),
+    }
 
 
-def trust(seconds: list[float], shares: Mapping[str, float | None], ceilings: Ceilings) -> dict[str, Any]:
+def trust(
+    seconds: list[float], shares: Mapping[str, float | None], ceilings: Ceilings
+) -> dict[str, Any]:
     """Return what tells how far to trust the samples of a whole, and a sentence for each figure that is too large."""
     spread = Spread.of(seconds)
-    width, above = (spread.p80 - spread.p20) / spread.median, spread.median / min(seconds) - 1
+    width, above = (
+        (spread.p80 - spread.p20) / spread.median,
+        spread.median / min(seconds) - 1,
+    )
     rates = (ceilings.flops_per_second, ceilings.bytes_per_second)
     unsteady = max((rate.p80 - rate.p20) / rate.median for rate in rates)
     waited, others = shares["waited_share"] or 0.0, shares["others_share"] or 0.0
     sentences = {
-        f"threads waited for a core, together {waited:.0%} of the time": waited > _WAITED,
+        f"threads waited for a core, together {waited:.0%} of the time": waited
+        > _WAITED,
         f"other programs kept {others:.0%} of all cores busy": others > _OTHERS,
         f"the samples vary by {width:.0%} (p20 to p80)": width > _SPREAD,
         f"the median is {above:.0%} above the fastest sample": above > _ABOVE_FASTEST,

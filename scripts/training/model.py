@@ -13,7 +13,9 @@ from .text import SYMBOLS
 class LanguageModel(nn.Module):
     """Embed bytes, apply a Transformer, and project to a logit for each byte that may come next."""
 
-    def __init__(self, num_layers: int, d_model: int, num_heads: int, **options: Any) -> None:
+    def __init__(
+        self, num_layers: int, d_model: int, num_heads: int, **options: Any
+    ) -> None:
         super().__init__()
         self.token_embeddings = nn.Embedding(SYMBOLS, d_model)
         self.transformer = Transformer(num_layers, d_model, num_heads, **options)
@@ -22,7 +24,9 @@ class LanguageModel(nn.Module):
         std = (2 / (d_model + SYMBOLS)) ** 0.5
         nn.init.trunc_normal_(self.lm_head.weight, std=std, a=-3 * std, b=3 * std)
 
-    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq symbols"]:
+    def forward(
+        self, tokens: Int[Tensor, "batch seq"]
+    ) -> Float[Tensor, "batch seq symbols"]:
         return self.lm_head(self.transformer(self.token_embeddings(tokens)))
 
 
@@ -35,9 +39,19 @@ class PostNormBlock(nn.Module):
 
     def __init__(self, block: Block) -> None:
         super().__init__()
-        self.attn, self.ln1, self.ffn, self.ln2 = block.attn, block.ln1, block.ffn, block.ln2
+        self.attn, self.ln1, self.ffn, self.ln2 = (
+            block.attn,
+            block.ln1,
+            block.ffn,
+            block.ln2,
+        )
 
-    def forward(self, x: Tensor, token_positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        token_positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         x = self.ln1(x + self.attn(x, token_positions, mask))
         return self.ln2(x + self.ffn(x))
 
@@ -45,6 +59,8 @@ class PostNormBlock(nn.Module):
 def with_post_norm(model: LanguageModel) -> LanguageModel:
     """Make every block post-norm; the last one's second norm replaces the final norm."""
     stack = model.transformer
-    stack.layers = nn.ModuleList(PostNormBlock(cast(Block, block)) for block in stack.layers)
+    stack.layers = nn.ModuleList(
+        PostNormBlock(cast(Block, block)) for block in stack.layers
+    )
     stack.ln_final = nn.Identity()
     return model

@@ -31,16 +31,34 @@ def read_text(files: Sequence[Path]) -> Text:
     data = bytearray()
     for path in files:
         data += path.read_bytes()
-    everything = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    everything = (
+        torch.frombuffer(data, dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8)
+    )
     split = len(data) - len(data) // 20
-    return Text(everything[:split], everything[split:], len(files), hashlib.sha256(data).hexdigest())
+    return Text(
+        everything[:split],
+        everything[split:],
+        len(files),
+        hashlib.sha256(data).hexdigest(),
+    )
 
 
 def standard_library() -> list[Path]:
     """Return the source files of Python's standard library, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
-    folders = [path for path in root.iterdir() if path.name not in ("site-packages", "dist-packages")]
-    return sorted([*root.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))])
+    folders = [
+        path
+        for path in root.iterdir()
+        if path.name not in ("site-packages", "dist-packages")
+    ]
+    return sorted(
+        [
+            *root.glob("*.py"),
+            *(file for folder in folders for file in folder.rglob("*.py")),
+        ]
+    )
 
 
 def files_in(paths: Sequence[Path], outputs: Sequence[Path] = ()) -> list[Path]:
@@ -50,11 +68,24 @@ def files_in(paths: Sequence[Path], outputs: Sequence[Path] = ()) -> list[Path]:
     """
     found: list[Path] = []
     for path in paths:
-        inner = sorted(path.rglob("*")) if path.is_dir() else [path] if path.stat() else []
-        inner = [file for file in inner if not any(map(LEFT_OUT.fullmatch, file.relative_to(path).parts))]
-        inner = [file for file in inner if file.is_file() and not any(map(file.samefile, filter(Path.exists, outputs)))]
+        inner = (
+            sorted(path.rglob("*")) if path.is_dir() else [path] if path.stat() else []
+        )
+        inner = [
+            file
+            for file in inner
+            if not any(map(LEFT_OUT.fullmatch, file.relative_to(path).parts))
+        ]
+        inner = [
+            file
+            for file in inner
+            if file.is_file()
+            and not any(map(file.samefile, filter(Path.exists, outputs)))
+        ]
         if not inner:
-            raise ValueError(f"--data {path} has no text: outputs, checkpoints, hidden and special files are left out")
+            raise ValueError(
+                f"--data {path} has no text: outputs, checkpoints, hidden and special files are left out"
+            )
         found += inner
     return found
 
@@ -71,7 +102,9 @@ def batch(text: Tensor, seed: int, step: int, batch_size: int, seq_len: int) -> 
 
 def even_windows(text: Tensor, count: int, length: int) -> Tensor:
     """Return `count` windows spread evenly over a text, of shape (count, length)."""
-    starts = [index * (len(text) - length) // max(1, count - 1) for index in range(count)]
+    starts = [
+        index * (len(text) - length) // max(1, count - 1) for index in range(count)
+    ]
     return text.unfold(0, length, 1)[starts].long()
 
 
@@ -84,7 +117,9 @@ def order_two_loss(text: Tensor, windows: Tensor, strength: float = 4.0) -> floa
     counts = torch.zeros(SYMBOLS**3, dtype=torch.int64)
     for start in range(0, len(text) - 2, 2**24):
         x = text[start : start + 2**24 + 2].int()
-        counts += torch.bincount(x[:-2] << 16 | x[1:-1] << 8 | x[2:], minlength=len(counts))
+        counts += torch.bincount(
+            x[:-2] << 16 | x[1:-1] << 8 | x[2:], minlength=len(counts)
+        )
     triples = counts.view(SYMBOLS, SYMBOLS, SYMBOLS)
     pairs, before = triples.sum(0), triples.sum(2)
     singles = pairs.sum(0)

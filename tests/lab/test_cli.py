@@ -20,7 +20,10 @@ def test_parser_reports_in_one_line_and_exits_with_2(capsys):
     assert capsys.readouterr().err == "program.py: error: --n must be even, got 3\n"
     with pytest.raises(SystemExit):
         PARSER.parse_args(["--frobnicate"])
-    assert capsys.readouterr().err == "program.py: error: unrecognized arguments: --frobnicate\n"
+    assert (
+        capsys.readouterr().err
+        == "program.py: error: unrecognized arguments: --frobnicate\n"
+    )
 
 
 @pytest.fixture
@@ -28,7 +31,9 @@ def current(monkeypatch):
     """Return the indices of the GPUs, of two, that have been made the current one."""
     current = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch._C, "_cuda_setDevice", current.append, raising=False)  # what set_device calls in the end
+    monkeypatch.setattr(
+        torch._C, "_cuda_setDevice", current.append, raising=False
+    )  # what set_device calls in the end
     return current
 
 
@@ -38,19 +43,30 @@ def test_device_has_an_index_is_current_and_exists(current, monkeypatch):
         assert current.pop() == index
     assert device_of("cpu") == torch.device("cpu")
     there = "needs 3 GPUs, and torch finds 2: cuda:0, cuda:1$"
-    for name, message in (("meta", "must be cpu, cuda or cuda:N, got 'meta'"), ("cuda:2", there)):
+    for name, message in (
+        ("meta", "must be cpu, cuda or cuda:N, got 'meta'"),
+        ("cuda:2", there),
+    ):
         with pytest.raises(ValueError, match=message):
             device_of(name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert device_of(None) == torch.device("cpu")
     for built, reason in ((True, "finds none"), (False, "is built without CUDA")):
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
-        with pytest.raises(ValueError, match=f"--device cuda needs 1 GPU, and torch {reason}: use --device cpu"):
+        with pytest.raises(
+            ValueError,
+            match=f"--device cuda needs 1 GPU, and torch {reason}: use --device cpu",
+        ):
             device_of("cuda")
 
 
 def test_device_of_each_process_is_its_own(current, monkeypatch):
-    processes = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    processes = {
+        "TORCHELASTIC_RUN_ID": "x",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+    }
     for name, value in processes.items():
         monkeypatch.setenv(name, value)
     assert device_of("cuda") == torch.device("cuda", 1)
@@ -70,12 +86,23 @@ def test_check_outputs_rejects_what_cannot_be_written(tmp_path, monkeypatch):
     same = tmp_path / "x.png"
     (tmp_path / "x.json").write_text("old")
     check(json=tmp_path / "x.json", plot=tmp_path / "x.svg")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.json", "old")]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
+        ("x.json", "old")
+    ]
     for paths, message in (
-        ({"json": tmp_path / "missing" / "x"}, "--json: cannot write .*: No such file or directory"),
-        ({"json": Path(os.devnull)}, "cannot write /dev/null: it is not a regular file"),
+        (
+            {"json": tmp_path / "missing" / "x"},
+            "--json: cannot write .*: No such file or directory",
+        ),
+        (
+            {"json": Path(os.devnull)},
+            "cannot write /dev/null: it is not a regular file",
+        ),
         ({"plot": tmp_path / "x.gif"}, "--plot must end in .png, .svg, .pdf"),
-        ({"json": tmp_path / "x", "plot": same, "trace": same}, f"^two outputs have the same path: {same}$"),
+        (
+            {"json": tmp_path / "x", "plot": same, "trace": same},
+            f"^two outputs have the same path: {same}$",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             check(**paths)
@@ -92,8 +119,13 @@ def test_run_ends_in_one_line_or_passes_the_error_on(capsys, monkeypatch):
     assert run(PARSER, lambda: 7) == 7
     assert run(PARSER, lambda: fail(KeyboardInterrupt())) == 130
     assert capsys.readouterr().err == "program.py: interrupted\n"
-    assert run(PARSER, lambda: fail(torch.OutOfMemoryError("CUDA out of\nmemory."))) == 1
-    assert capsys.readouterr().err == "program.py: error: out of memory: CUDA out of memory.\n"
+    assert (
+        run(PARSER, lambda: fail(torch.OutOfMemoryError("CUDA out of\nmemory."))) == 1
+    )
+    assert (
+        capsys.readouterr().err
+        == "program.py: error: out of memory: CUDA out of memory.\n"
+    )
     with pytest.raises(RuntimeError, match="something else"):
         run(PARSER, lambda: fail(RuntimeError("something else")))
     reader, writer = os.pipe()
@@ -123,5 +155,7 @@ def test_process_that_fails_first_is_recorded_and_only_the_first_prints(tmp_path
     first, second = run_as_torchrun(FAILING, 2, tmp_path)
     assert second.code == 1
     assert "ZeroDivisionError: by zero" in second.err
-    assert "ZeroDivisionError: by zero" in (tmp_path / "1.json").read_text()  # torchrun reports it
+    assert (
+        "ZeroDivisionError: by zero" in (tmp_path / "1.json").read_text()
+    )  # torchrun reports it
     assert "from 1" not in first.out + second.out

@@ -8,7 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 def test_datasheet_knows_the_dtypes_and_the_precision_of_float32():
     h200 = DATASHEETS["NVIDIA H200"]
-    assert h200.flops_per_second(torch.bfloat16) == h200.flops_per_second(torch.float16) == 989e12
+    assert (
+        h200.flops_per_second(torch.bfloat16)
+        == h200.flops_per_second(torch.float16)
+        == 989e12
+    )
     assert h200.flops_per_second(torch.float64) is None
     try:
         for precision, peak in (("high", None), ("medium", None), ("highest", 67e12)):
@@ -37,11 +41,21 @@ class Timed(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("product_seconds", "side"), [(0.1, 256), (1.0, 512)])  # 34 ms, and eight times that
-def test_measure_ceilings_counts_products_and_copies_and_grows_within_its_time(product_seconds, side):
+@pytest.mark.parametrize(
+    ("product_seconds", "side"), [(0.1, 256), (1.0, 512)]
+)  # 34 ms, and eight times that
+def test_measure_ceilings_counts_products_and_copies_and_grows_within_its_time(
+    product_seconds, side
+):
     with Timed() as timed:
-        sizes = {"largest_product": 512, "product_seconds": product_seconds, "copy_bytes": 4000}
-        machine = measure_ceilings(torch.device("cpu"), torch.bfloat16, rounds=3, clock=timed.clock, **sizes)
+        sizes = {
+            "largest_product": 512,
+            "product_seconds": product_seconds,
+            "copy_bytes": 4000,
+        }
+        machine = measure_ceilings(
+            torch.device("cpu"), torch.bfloat16, rounds=3, clock=timed.clock, **sizes
+        )
     assert (max(timed.sizes), machine.copy_bytes) == (side, 4000)
     assert machine.flops_per_second.median == pytest.approx(1e9)
     assert machine.flops_per_second.samples == 3
@@ -57,5 +71,7 @@ def test_measure_ceilings_runs_the_product_for_half_a_second_too():
 
     with timed:
         sizes = {"largest_product": 256, "copy_bytes": 4000}
-        machine = measure_ceilings(torch.device("cpu"), torch.float32, clock=throttled, **sizes)
+        machine = measure_ceilings(
+            torch.device("cpu"), torch.float32, clock=throttled, **sizes
+        )
     assert machine.sustained_flops_per_second < 0.95 * machine.flops_per_second.median

@@ -23,21 +23,30 @@ def test_saved_bytes_counts_a_storage_once():
 def test_saved_bytes_does_not_mistake_a_new_storage_for_one_that_is_gone():
     saved = SavedBytes()
     x = torch.randn(2**18, requires_grad=True)
-    for _ in range(20):  # would each free its result, the next one could lie at the same address
+    for _ in range(
+        20
+    ):  # would each free its result, the next one could lie at the same address
         assert saved.of(lambda: (x + 1).sin())[1] == x.nbytes
 
 
 def test_peak_of_trace_adds_up_what_lives_at_a_time():
     changes = {3: -10, 1: 10, 2: 5, 4: 7, 5: -12}
-    events = [{"name": "[memory]", "ts": time, "args": {"Bytes": change}} for time, change in changes.items()]
+    events = [
+        {"name": "[memory]", "ts": time, "args": {"Bytes": change}}
+        for time, change in changes.items()
+    ]
     assert peak_of_trace([*events, {"name": "aten::mm", "ts": 0}]) == 15
     assert peak_of_trace(events[:1]) == peak_of_trace([]) == 0
 
 
 def test_peak_added_bytes_sees_what_is_released_within():
     x = torch.randn(1000)
-    added = peak_added_bytes(lambda: x + 1 + 1 + 1, torch.device("cpu"))  # of three sums, two live at a time
-    assert added == pytest.approx(2 * 4000, abs=100)  # torch adds a few bytes for each scalar
+    added = peak_added_bytes(
+        lambda: x + 1 + 1 + 1, torch.device("cpu")
+    )  # of three sums, two live at a time
+    assert added == pytest.approx(
+        2 * 4000, abs=100
+    )  # torch adds a few bytes for each scalar
 
 
 def test_is_out_of_memory_knows_every_message_and_what_torch_raises():

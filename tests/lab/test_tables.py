@@ -2,7 +2,9 @@
 
 from lab.tables import Table, number, share, show, si, spread_cells, time_unit
 
-TABLE = Table("Times", ["part", "ms", "share"], [["ln1", "1.00", "5%"], ["q|k", "10.0", "95%"]])
+TABLE = Table(
+    "Times", ["part", "ms", "share"], [["ln1", "1.00", "5%"], ["q|k", "10.0", "95%"]]
+)
 TEXT = """Times
 
 | part |   ms | share |
@@ -13,21 +15,50 @@ TEXT = """Times
 
 def test_number_has_three_digits_and_no_exponent():
     values = [0.0, 0.1234, 1.234, 12.34, 123.4, 12345.6, None]
-    assert [number(value) for value in values] == ["0.00", "0.12", "1.23", "12.3", "123", "12346", "n/a"]
+    assert [number(value) for value in values] == [
+        "0.00",
+        "0.12",
+        "1.23",
+        "12.3",
+        "123",
+        "12346",
+        "n/a",
+    ]
 
 
 def test_si_takes_the_prefix_that_leaves_three_digits():
     values = [0, 999, 1000, 999_999, 3_110_000, 2e15]
-    assert [si(value, "B") for value in values] == ["0 B", "999 B", "1.00 kB", "1.00 MB", "3.11 MB", "2.00 PB"]
+    assert [si(value, "B") for value in values] == [
+        "0 B",
+        "999 B",
+        "1.00 kB",
+        "1.00 MB",
+        "3.11 MB",
+        "2.00 PB",
+    ]
     assert si(None, "B") == "n/a"
 
 
 def test_times_and_shares_have_a_unit_that_fits():
-    assert [share(value) for value in (None, 0.004, 0.456, 1.3)] == ["n/a", "0.4%", "45.6%", "130%"]
-    assert [time_unit(seconds) for seconds in (9e-4, 1e-3)] == [("us", 1e6), ("ms", 1e3)]
-    assert spread_cells({"median": 0.002, "p20": 0.001, "p80": 0.0305}, 1e3) == ["2.00", "1.00-30.5"]
+    assert [share(value) for value in (None, 0.004, 0.456, 1.3)] == [
+        "n/a",
+        "0.4%",
+        "45.6%",
+        "130%",
+    ]
+    assert [time_unit(seconds) for seconds in (9e-4, 1e-3)] == [
+        ("us", 1e6),
+        ("ms", 1e3),
+    ]
+    assert spread_cells({"median": 0.002, "p20": 0.001, "p80": 0.0305}, 1e3) == [
+        "2.00",
+        "1.00-30.5",
+    ]
 
 
 def test_show_aligns_columns_escapes_bars_and_separates_sections(capsys):
     show(["A paragraph.", TABLE, Table("Empty", ["a", "b"])])
-    assert capsys.readouterr().out == f"A paragraph.\n\n{TEXT}\n\nEmpty\n\n| a   |   b |\n| --- | --: |\n"
+    assert (
+        capsys.readouterr().out
+        == f"A paragraph.\n\n{TEXT}\n\nEmpty\n\n| a   |   b |\n| --- | --: |\n"
+    )

@@ -37,7 +37,18 @@ def test_interleave_takes_one_sample_a_round_in_turn():
     runs = {key: (lambda key=key: run(key)) for key in ("a", ("b", "forward"))}
     samples = interleave(runs, rounds=3, sample_seconds=0, warmup_calls=1, clock=clock)
     a, b = runs
-    assert order == [a, a, b, b, a, b, b, a, a, b]  # each twice for warming up; every other round in reverse
+    assert order == [
+        a,
+        a,
+        b,
+        b,
+        a,
+        b,
+        b,
+        a,
+        a,
+        b,
+    ]  # each twice for warming up; every other round in reverse
     assert samples == {a: [5, 8, 9], b: [6, 7, 10]}
 
 
@@ -54,7 +65,10 @@ def test_interleave_repeats_a_short_call_and_no_long_one(seconds, calls):
         return min(calls, 5)
 
     samples = interleave({"": run}, 2, 1, 3, lambda: advanced.append(1), agree, clock)
-    agreed, unmeasured = min(calls, 5), 2 * (calls > 1)  # after another run, the caches are cold
+    agreed, unmeasured = (
+        min(calls, 5),
+        2 * (calls > 1),
+    )  # after another run, the caches are cold
     assert len(starts) == 3 + 3 + 2 * (agreed + unmeasured)
     assert samples == {"": [seconds, seconds]}
     assert len(advanced) == 2
@@ -62,7 +76,11 @@ def test_interleave_repeats_a_short_call_and_no_long_one(seconds, calls):
 
 
 def test_clock_runs_and_leaves_cuda_alone(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # which starting CUDA would show to be wrong
-    samples = interleave({"": lambda: time.sleep(0.002)}, rounds=1, sample_seconds=0, warmup_calls=1)
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: True
+    )  # which starting CUDA would show to be wrong
+    samples = interleave(
+        {"": lambda: time.sleep(0.002)}, rounds=1, sample_seconds=0, warmup_calls=1
+    )
     assert samples[""][0] >= 0.002
     assert not torch.cuda.is_initialized()

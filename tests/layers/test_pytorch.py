@@ -21,7 +21,9 @@ from tinyblock import (
 
 
 def model_and_input(layers=2):
-    return Transformer(layers, 24, 4, max_seq_len=40, num_kv_heads=2, qk_norm=True), torch.randn(2, 7, 24)
+    return Transformer(
+        layers, 24, 4, max_seq_len=40, num_kv_heads=2, qk_norm=True
+    ), torch.randn(2, 7, 24)
 
 
 def test_layers_show_their_sizes():
@@ -31,7 +33,10 @@ def test_layers_show_their_sizes():
 
 
 def test_rms_norm_is_one_operation_of_torch():
-    targets = [str(node.target) for node in torch.export.export(RMSNorm(8), (torch.randn(3, 8),)).graph.nodes]
+    targets = [
+        str(node.target)
+        for node in torch.export.export(RMSNorm(8), (torch.randn(3, 8),)).graph.nodes
+    ]
     assert targets == ["p_weight", "x", "aten.rms_norm.default", "output"]
 
 
@@ -41,13 +46,22 @@ def test_feed_forward_can_be_pickled_with_its_default_activation():
     assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by inductor's own import
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated"
+)  # by inductor's own import
 def test_inductor_rotates_like_eager_forward_and_backward_and_rejects_positions():
     """RoPE alone has code of its own for compilers."""
-    rope, x, positions = RotaryPositionalEmbedding(100.0, 6, 40), torch.randn(2, 7, 6), torch.arange(7)
+    rope, x, positions = (
+        RotaryPositionalEmbedding(100.0, 6, 40),
+        torch.randn(2, 7, 6),
+        torch.arange(7),
+    )
     compiled = torch.compile(rope, fullgraph=True)
     for_eager, for_compiled = (x.bfloat16().requires_grad_() for _ in range(2))
-    expected, actual = rope(for_eager, positions + 33), compiled(for_compiled, positions + 33)
+    expected, actual = (
+        rope(for_eager, positions + 33),
+        compiled(for_compiled, positions + 33),
+    )
     torch.testing.assert_close(actual, expected)
     actual.square().sum().backward()
     expected.square().sum().backward()
@@ -62,13 +76,24 @@ def test_strict_export_takes_any_length_and_rejects_positions_out_of_range():
     seq = torch.export.Dim("seq", min=2, max=40)
 
     def inputs(length):
-        return torch.randn(2, length, 24), torch.arange(length), torch.rand(length, length) < 0.7
+        return (
+            torch.randn(2, length, 24),
+            torch.arange(length),
+            torch.rand(length, length) < 0.7,
+        )
 
     shapes = {"x": {1: seq}, "token_positions": {0: seq}, "mask": {0: seq, 1: seq}}
-    exported = torch.export.export(block, inputs(7), dynamic_shapes=shapes, strict=True).module()
+    exported = torch.export.export(
+        block, inputs(7), dynamic_shapes=shapes, strict=True
+    ).module()
     for length in (2, 11, 40):
         x, positions, mask = inputs(length)
-        torch.testing.assert_close(exported(x, positions, mask), block(x, positions, mask), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            exported(x, positions, mask),
+            block(x, positions, mask),
+            rtol=1e-5,
+            atol=1e-5,
+        )
     for wrong in (positions + 1, positions - 1):
         with pytest.raises(IndexError, match="out of range"):
             exported(x, wrong, mask)
@@ -76,25 +101,38 @@ def test_strict_export_takes_any_length_and_rejects_positions_out_of_range():
 
 def test_attention_accepts_a_tensor_parallel_share_of_the_heads():
     """Two ranks with half of the heads each, whose outputs are summed, as the standard plan does it."""
-    attention = CausalMultiHeadSelfAttention(24, 4, rope=RotaryPositionalEmbedding(100.0, 6, 9), num_kv_heads=2)
+    attention = CausalMultiHeadSelfAttention(
+        24, 4, rope=RotaryPositionalEmbedding(100.0, 6, 9), num_kv_heads=2
+    )
     x, total = torch.randn(2, 7, 24), torch.zeros(2, 7, 24)
     for rank in range(2):
         share = copy.deepcopy(attention)
-        for name, dim in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("output_proj", 1)):
+        for name, dim in (
+            ("q_proj", 0),
+            ("k_proj", 0),
+            ("v_proj", 0),
+            ("output_proj", 1),
+        ):
             linear = share.get_submodule(name)
-            linear.weight = torch.nn.Parameter(linear.get_parameter("weight").chunk(2, dim)[rank])
+            linear.weight = torch.nn.Parameter(
+                linear.get_parameter("weight").chunk(2, dim)[rank]
+            )
         total += share(x)
     torch.testing.assert_close(total, attention(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning"
+)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_jit_trace_as_tensorboard_does_it():
     model, x = model_and_input()
     torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support")
+@pytest.mark.filterwarnings(
+    "ignore:DTensor random operators may not have complete support"
+)
 def test_fsdp2_from_meta_in_mixed_precision():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -106,14 +144,18 @@ def test_fsdp2_from_meta_in_mixed_precision():
         model.to_empty(device="cpu")
         model.reset_parameters()
         assert len({id(buffer) for buffer in model.buffers()}) == 1
-        assert torch.equal(model.rope.cos_sin, RotaryPositionalEmbedding(10000.0, 6, 40).cos_sin)
+        assert torch.equal(
+            model.rope.cos_sin, RotaryPositionalEmbedding(10000.0, 6, 40).cos_sin
+        )
         model(torch.randn(2, 7, 24)).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for this kernel
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop"
+)  # torch has no batching rule for this kernel
 def test_functional_call_grad_and_vmap():
     model, x = model_and_input()
     parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -125,10 +167,16 @@ def test_functional_call_grad_and_vmap():
     model(x).square().mean().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad)
-    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(
+        parameters, x
+    )
     for name, gradient in per_sample.items():
-        torch.testing.assert_close(gradient.mean(0), gradients[name], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(torch.func.vmap(model)(x), model(x), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            gradient.mean(0), gradients[name], rtol=1e-4, atol=1e-6
+        )
+    torch.testing.assert_close(
+        torch.func.vmap(model)(x), model(x), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_meta_and_fake_tensors_have_the_right_shapes():
@@ -139,18 +187,36 @@ def test_meta_and_fake_tensors_have_the_right_shapes():
     assert out.is_meta
     assert out.shape == x.shape
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        out = model(mode.from_tensor(x), mode.from_tensor(positions), mode.from_tensor(mask))
+        out = model(
+            mode.from_tensor(x), mode.from_tensor(positions), mode.from_tensor(mask)
+        )
         assert isinstance(out, torch._subclasses.FakeTensor)
         assert out.shape == x.shape
 
 
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this build of torch has no CUDA")
+@pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="this build of torch has no CUDA"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_on_cuda_has_the_right_shapes_without_a_gpu(dtype):
-    model = Transformer(2, 24, 4, max_seq_len=40, num_kv_heads=2, qk_norm=True, device="meta", dtype=dtype)
+    model = Transformer(
+        2,
+        24,
+        4,
+        max_seq_len=40,
+        num_kv_heads=2,
+        qk_norm=True,
+        device="meta",
+        dtype=dtype,
+    )
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device="cuda")  # not built here: since torch 2.14, trunc_normal_ reads values
-        x, positions = torch.empty(2, 7, 24, device="cuda", dtype=dtype), torch.arange(7, device="cuda")
+        model.to_empty(
+            device="cuda"
+        )  # not built here: since torch 2.14, trunc_normal_ reads values
+        x, positions = (
+            torch.empty(2, 7, 24, device="cuda", dtype=dtype),
+            torch.arange(7, device="cuda"),
+        )
         mask = torch.ones(7, 7, dtype=torch.bool, device="cuda")
         for inputs in ((), (positions,), (positions, mask)):
             out = model(x, *inputs)

@@ -17,17 +17,27 @@ def test_rope_preserves_norms(seq, half, theta):
 
 
 def test_rope_under_vmap_takes_any_strides_and_rejects_positions_with_the_range():
-    rope, x = RotaryPositionalEmbedding(10.0, 6, 8), torch.randn(3, 31)[:, :30].unflatten(1, (5, 6))
+    rope, x = (
+        RotaryPositionalEmbedding(10.0, 6, 8),
+        torch.randn(3, 31)[:, :30].unflatten(1, (5, 6)),
+    )
     torch.testing.assert_close(torch.func.vmap(rope)(x), rope(x), rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match=r"token_positions must be 0 \.\.\. 7 \(max_seq_len - 1\)"):
+    with pytest.raises(
+        ValueError, match=r"token_positions must be 0 \.\.\. 7 \(max_seq_len - 1\)"
+    ):
         torch.func.vmap(rope)(x, torch.arange(15).view(3, 5))
 
 
 def test_rope_in_float64_costs_what_its_tokens_cost():
     """Keep for backward no more than the rotations of the tokens, whatever the length of the table."""
-    rope, x = RotaryPositionalEmbedding(1e4, 8, 1000), torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    rope, x = (
+        RotaryPositionalEmbedding(1e4, 8, 1000),
+        torch.randn(5, 8, dtype=torch.float64, requires_grad=True),
+    )
     storages = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: storages.append(t.untyped_storage().nbytes()), lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: storages.append(t.untyped_storage().nbytes()), lambda t: t
+    ):
         rope(x)
         rope(x, torch.arange(5))
     assert max(storages) <= x.untyped_storage().nbytes()
@@ -43,9 +53,15 @@ def test_rope_rotates_by_the_frequencies_of_a_subclass_and_requires_one_for_each
             return super().frequencies()[:1]
 
     x = torch.randn(2, 7, 6, dtype=torch.float64)
-    angles = torch.arange(7)[:, None] * 100 ** (-torch.arange(0, 6, 2, dtype=torch.float64) / 6) / 8
+    angles = (
+        torch.arange(7)[:, None]
+        * 100 ** (-torch.arange(0, 6, 2, dtype=torch.float64) / 6)
+        / 8
+    )
     for positions in (None, torch.arange(7)):
-        torch.testing.assert_close(Slower(100.0, 6, 9)(x, positions), apply_rope(x, angles), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            Slower(100.0, 6, 9)(x, positions), apply_rope(x, angles), rtol=0, atol=1e-12
+        )
     with pytest.raises(RuntimeError, match=r"\[4\].*size 1"):
         TooFew(10.0, 8, 9)
 

@@ -19,12 +19,23 @@ def results(model, x, *inputs, run=None):
     out = (model if run is None else run)(x, *inputs)
     out.backward(draw(*out.shape, seed=1).to(out))
     found = {"output": out, "gradient of x": x.grad}
-    found |= {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
-    whole = {name: getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)() for name, tensor in found.items()}
+    found |= {
+        f"gradient of {name}": parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    whole = {
+        name: getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)()
+        for name, tensor in found.items()
+    }
     return {name: tensor.detach().cpu().double() for name, tensor in whole.items()}
 
 
 def assert_close(actual, expected, dtype):
     for name, tensor in expected.items():
-        error, bound = (actual[name] - tensor).norm(), ALLOWED[dtype] * max(1.0, tensor.norm().item())
-        assert error <= bound, f"{name}, of norm {tensor.norm():.1e}, is off by {error:.1e}, allowed {bound:.1e}"
+        error, bound = (
+            (actual[name] - tensor).norm(),
+            ALLOWED[dtype] * max(1.0, tensor.norm().item()),
+        )
+        assert error <= bound, (
+            f"{name}, of norm {tensor.norm():.1e}, is off by {error:.1e}, allowed {bound:.1e}"
+        )

@@ -12,17 +12,35 @@ import pytest
 import torch
 from lab.environment import versions
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS starts: else it cannot be deterministic
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # before cuBLAS starts: else it cannot be deterministic
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 START = time.monotonic()
 
 
 def pytest_addoption(parser):
     add = parser.getgroup("tests on a device").addoption
-    add("--device", choices=("cuda", "cpu"), help="(default: CUDA, and the tests are skipped without a GPU)")
-    add("--quick", action="store_true", help="tiny sizes, which show that everything runs; no figure is judged")
-    add("--out", type=Path, help="folder for reports, pictures and traces (default: a temporary folder)")
-    add("--seconds", type=float, help="skip the tests that are left after this time (default: no limit)")
+    add(
+        "--device",
+        choices=("cuda", "cpu"),
+        help="(default: CUDA, and the tests are skipped without a GPU)",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help="tiny sizes, which show that everything runs; no figure is judged",
+    )
+    add(
+        "--out",
+        type=Path,
+        help="folder for reports, pictures and traces (default: a temporary folder)",
+    )
+    add(
+        "--seconds",
+        type=float,
+        help="skip the tests that are left after this time (default: no limit)",
+    )
 
 
 def pytest_configure(config):
@@ -34,10 +52,17 @@ def pytest_configure(config):
 
 def pytest_report_header():
     found = [torch.cuda.get_device_name()] if torch.cuda.is_available() else ["no GPU"]
-    found += [f"torch {torch.__version__}", f"CUDA {torch.version.cuda}", f"cuDNN {torch.backends.cudnn.version()}"]
+    found += [
+        f"torch {torch.__version__}",
+        f"CUDA {torch.version.cuda}",
+        f"cuDNN {torch.backends.cudnn.version()}",
+    ]
     packages = ("beartype", "transformers", "liger-kernel", "litgpt", "matplotlib")
     installed = versions(*packages)
-    found += [f"{name} {installed[name]}" if name in installed else f"no {name}" for name in packages]
+    found += [
+        f"{name} {installed[name]}" if name in installed else f"no {name}"
+        for name in packages
+    ]
     return ", ".join(found)
 
 
@@ -91,12 +116,29 @@ def run(pytestconfig, device, out):
     def run(script, name, *options):
         path, left = out / f"{name}.json", seconds_left(pytestconfig)
         path.unlink(missing_ok=True)
-        if left is not None and script == "compare_peers.py":  # which ends in time, with all that it has measured
+        if (
+            left is not None and script == "compare_peers.py"
+        ):  # which ends in time, with all that it has measured
             options += ("--seconds", str(max(0, left - 10)))
-        command = [sys.executable, str(SCRIPTS / script), "--device", device.type, *options, "--json", str(path)]
+        command = [
+            sys.executable,
+            str(SCRIPTS / script),
+            "--device",
+            device.type,
+            *options,
+            "--json",
+            str(path),
+        ]
         with (out / f"{name}.txt").open("w") as report:
             try:
-                done = subprocess.run(command, stdout=report, stderr=subprocess.PIPE, text=True, timeout=left, cwd=out)
+                done = subprocess.run(
+                    command,
+                    stdout=report,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    timeout=left,
+                    cwd=out,
+                )
                 errors = done.stderr
             except subprocess.TimeoutExpired:  # the file has what was finished
                 errors = None

@@ -17,14 +17,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tinyblock import CausalMultiHeadSelfAttention, RotaryPositionalEmbedding
 
 pytestmark = pytest.mark.cuda
-FLASH, EFFICIENT, MATH = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+FLASH, EFFICIENT, MATH = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
 KERNELS = {
     "cuDNN": [SDPBackend.CUDNN_ATTENTION],
     "flash": [FLASH],
     "efficient": [EFFICIENT],
     "math": [MATH],
     "any": [SDPBackend.CUDNN_ATTENTION, FLASH, EFFICIENT, MATH],  # torch's choice
-    "any but cuDNN": [FLASH, EFFICIENT, MATH],  # that of torch.backends.cuda.enable_cudnn_sdp(False)
+    "any but cuDNN": [
+        FLASH,
+        EFFICIENT,
+        MATH,
+    ],  # that of torch.backends.cuda.enable_cudnn_sdp(False)
 }
 
 
@@ -34,13 +42,17 @@ def must_run(kernel, device, attention, masked):
     if device.type == "cpu":
         return kernel not in ("cuDNN", "efficient")
     if kernel == "cuDNN":
-        return attention.d_head <= 128 and torch.cuda.get_device_capability(device)[0] >= 9
+        return (
+            attention.d_head <= 128 and torch.cuda.get_device_capability(device)[0] >= 9
+        )
     return {"flash": not masked, "efficient": masked or not grouped}.get(kernel, True)
 
 
 def mask_with_an_empty_row(seq):
     """Return a mask in which one query may attend to nothing, and all others to themselves and to some keys."""
-    mask = (torch.rand(seq, seq, generator=torch.Generator().manual_seed(3)) < 0.7) | torch.eye(seq, dtype=torch.bool)
+    mask = (
+        torch.rand(seq, seq, generator=torch.Generator().manual_seed(3)) < 0.7
+    ) | torch.eye(seq, dtype=torch.bool)
     mask[seq // 2] = False
     return mask
 
@@ -49,11 +61,21 @@ def mask_with_an_empty_row(seq):
 def reference(d_head, grouped, masked, dtype, sizes):
     """Return a layer, its inputs, and its output and gradients in float64 on the CPU."""
     rope = RotaryPositionalEmbedding(1e4, d_head, sizes.uneven)
-    options = {"num_kv_heads": sizes.kv_heads if grouped else None, "d_head": d_head, "rope": rope, "dtype": dtype}
+    options = {
+        "num_kv_heads": sizes.kv_heads if grouped else None,
+        "d_head": d_head,
+        "rope": rope,
+        "dtype": dtype,
+    }
     attention = CausalMultiHeadSelfAttention(sizes.d_model, sizes.heads, **options)
     x = draw(1, sizes.uneven, sizes.d_model).to(dtype)
     inputs = [None, mask_with_an_empty_row(sizes.uneven)] if masked else []
-    return attention, x, inputs, results(copy.deepcopy(attention).double(), x.double(), *inputs)
+    return (
+        attention,
+        x,
+        inputs,
+        results(copy.deepcopy(attention).double(), x.double(), *inputs),
+    )
 
 
 def on(device, attention, x, inputs, kernel):
@@ -61,13 +83,20 @@ def on(device, attention, x, inputs, kernel):
     moved = [it if it is None else it.to(device) for it in inputs]
     try:
         with warnings.catch_warnings(), sdpa_kernel(KERNELS[kernel]):
-            warnings.simplefilter("ignore")  # torch explains at length why it has no kernel
+            warnings.simplefilter(
+                "ignore"
+            )  # torch explains at length why it has no kernel
             return results(copy.deepcopy(attention).to(device), x.to(device), *moved)
     except RuntimeError as error:
-        rejected = any(text in str(error) for text in ("No available kernel", "No viable backend", "cuDNN"))
+        rejected = any(
+            text in str(error)
+            for text in ("No available kernel", "No viable backend", "cuDNN")
+        )
         if not rejected or must_run(kernel, device, attention, masked=len(inputs) == 2):
             raise
-        pytest.skip(f"missing: torch has no such kernel here: {str(error).partition('. ')[0]}")
+        pytest.skip(
+            f"missing: torch has no such kernel here: {str(error).partition('. ')[0]}"
+        )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -75,7 +104,9 @@ def on(device, attention, x, inputs, kernel):
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
 @pytest.mark.parametrize("grouped", [False, True], ids=["", "grouped"])
 @pytest.mark.parametrize("d_head", [64, 128, 256])
-def test_kernel_is_close_to_float64(d_head, grouped, masked, dtype, kernel, device, sizes):
+def test_kernel_is_close_to_float64(
+    d_head, grouped, masked, dtype, kernel, device, sizes
+):
     attention, x, inputs, exact = reference(d_head, grouped, masked, dtype, sizes)
     assert_close(on(device, attention, x, inputs, kernel), exact, dtype)
 
@@ -84,16 +115,28 @@ def test_kernel_is_close_to_float64(d_head, grouped, masked, dtype, kernel, devi
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gradients_are_finite_where_all_scores_are_low(kernel, masked, device, sizes):
     """Add -120 to each score, as some trained heads do: exp(-logsumexp) is then infinite in float32."""
-    attention = CausalMultiHeadSelfAttention(sizes.d_model, sizes.heads, d_head=64, dtype=torch.bfloat16)
+    attention = CausalMultiHeadSelfAttention(
+        sizes.d_model, sizes.heads, d_head=64, dtype=torch.bfloat16
+    )
     x = draw(1, sizes.uneven, sizes.d_model)
     x[..., 0] = 1
     with torch.no_grad():
         for projection, value in ((attention.q_proj, 8), (attention.k_proj, -120)):
             projection.weight[::64] = 0  # the first component of each head
             projection.weight[::64, 0] = value
-    inputs = [None, torch.ones(sizes.uneven, sizes.uneven, dtype=torch.bool)] if masked else []
+    inputs = (
+        [None, torch.ones(sizes.uneven, sizes.uneven, dtype=torch.bool)]
+        if masked
+        else []
+    )
     found = on(device, attention, x, inputs, kernel)
     wrong = {name for name, tensor in found.items() if not tensor.isfinite().all()}
-    if kernel in ("any", "cuDNN") and wrong and wrong <= {"gradient of x", "gradient of q_proj.weight"}:
-        pytest.xfail("torch issue 196678: torch.backends.cuda.enable_cudnn_sdp(False) avoids it")
+    if (
+        kernel in ("any", "cuDNN")
+        and wrong
+        and wrong <= {"gradient of x", "gradient of q_proj.weight"}
+    ):
+        pytest.xfail(
+            "torch issue 196678: torch.backends.cuda.enable_cudnn_sdp(False) avoids it"
+        )
     assert wrong == set()

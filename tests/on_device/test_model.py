@@ -22,7 +22,12 @@ pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]
 
 
 def transformer(sizes, dtype=torch.float32, layers=2):
-    options = {"max_seq_len": sizes.longest, "num_kv_heads": sizes.kv_heads, "qk_norm": True, "dtype": dtype}
+    options = {
+        "max_seq_len": sizes.longest,
+        "num_kv_heads": sizes.kv_heads,
+        "qk_norm": True,
+        "dtype": dtype,
+    }
     return Transformer(layers, sizes.d_model, sizes.heads, **options)
 
 
@@ -32,26 +37,48 @@ def tokens(sizes, dtype=torch.float32, seed=0):
 
 def positions_and_mask(sizes, device="cpu"):
     """Return positions in random order, and a mask in which each token may attend to itself."""
-    positions = torch.randint(0, sizes.longest, (2, sizes.seq), generator=torch.Generator().manual_seed(2))
-    mask = torch.rand(2, sizes.seq, sizes.seq, generator=torch.Generator().manual_seed(3)) < 0.7
-    return positions.to(device), (mask | torch.eye(sizes.seq, dtype=torch.bool)).to(device)
+    positions = torch.randint(
+        0, sizes.longest, (2, sizes.seq), generator=torch.Generator().manual_seed(2)
+    )
+    mask = (
+        torch.rand(2, sizes.seq, sizes.seq, generator=torch.Generator().manual_seed(3))
+        < 0.7
+    )
+    return positions.to(device), (mask | torch.eye(sizes.seq, dtype=torch.bool)).to(
+        device
+    )
 
 
 @pytest.mark.parametrize("given", ["", "positions and mask"])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 def test_model_is_close_to_float64_on_the_cpu(dtype, given, device, sizes):
     model, x = transformer(sizes, dtype), tokens(sizes, dtype)
-    exact = results(copy.deepcopy(model).double(), x.double(), *(positions_and_mask(sizes) if given else ()))
-    actual = results(model.to(device), x.to(device), *(positions_and_mask(sizes, device) if given else ()))
+    exact = results(
+        copy.deepcopy(model).double(),
+        x.double(),
+        *(positions_and_mask(sizes) if given else ()),
+    )
+    actual = results(
+        model.to(device),
+        x.to(device),
+        *(positions_and_mask(sizes, device) if given else ()),
+    )
     assert_close(actual, exact, dtype)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
 def test_attention_does_not_materialize_the_scores(masked, device, sizes):
-    model, x = transformer(sizes, torch.bfloat16).to(device), tokens(sizes, torch.bfloat16).to(device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    model, x = (
+        transformer(sizes, torch.bfloat16).to(device),
+        tokens(sizes, torch.bfloat16).to(device),
+    )
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         model(x, *(positions_and_mask(sizes, device) if masked else ()))
-    called = {event.name for event in profile.events() if "_scaled_dot_product" in event.name}
+    called = {
+        event.name for event in profile.events() if "_scaled_dot_product" in event.name
+    }
     assert called
     assert not any("math" in name for name in called), called
 
@@ -66,11 +93,19 @@ MOVES = {
 
 @pytest.mark.parametrize("move", MOVES)
 def test_rope_table_is_exact_up_to_position_131071(move, device):
-    rope = MOVES[move](device, functools.partial(RotaryPositionalEmbedding, 5e5, 64, 131072))
+    rope = MOVES[move](
+        device, functools.partial(RotaryPositionalEmbedding, 5e5, 64, 131072)
+    )
     positions = torch.tensor([0, 1, 4095, 65537, 131071])
-    angles = positions.double()[:, None] * 5e5 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
-    x = torch.tensor([1.0, 0.0]).repeat(32).expand(5, 64)  # each pair turns to the cosine and sine of its angle
-    turned = rope(x.to(device), positions.to(device)).cpu().double().unflatten(-1, (32, 2))
+    angles = positions.double()[:, None] * 5e5 ** (
+        -torch.arange(0, 64, 2, dtype=torch.float64) / 64
+    )
+    x = (
+        torch.tensor([1.0, 0.0]).repeat(32).expand(5, 64)
+    )  # each pair turns to the cosine and sine of its angle
+    turned = (
+        rope(x.to(device), positions.to(device)).cpu().double().unflatten(-1, (32, 2))
+    )
     assert (turned - torch.stack((angles.cos(), angles.sin()), -1)).abs().max() < 1e-6
 
 
@@ -88,8 +123,13 @@ def test_positions_out_of_range_raise(position, device):
     """In a process of its own: after a device-side assert, CUDA fails in the process that met it."""
     if device.type != "cuda":
         pytest.skip("needs a GPU: on a CPU it is part of the contract")
-    command, root = [sys.executable, "-c", OUT_OF_RANGE, position], Path(__file__).parents[2]  # whose tinyblock it runs
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
+    command, root = (
+        [sys.executable, "-c", OUT_OF_RANGE, position],
+        Path(__file__).parents[2],
+    )  # whose tinyblock it runs
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=root, timeout=120
+    )
     assert done.stdout, done.stderr  # position 15 is in range
     assert done.returncode != 0
     assert "device-side assert" in done.stderr
@@ -97,7 +137,10 @@ def test_positions_out_of_range_raise(position, device):
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
 def test_deterministic_algorithms_repeat_every_bit(masked, device, sizes):
-    model, x = transformer(sizes, torch.bfloat16).to(device), tokens(sizes, torch.bfloat16).to(device)
+    model, x = (
+        transformer(sizes, torch.bfloat16).to(device),
+        tokens(sizes, torch.bfloat16).to(device),
+    )
     inputs = positions_and_mask(sizes, device) if masked else ()
     torch.use_deterministic_algorithms(True)
     try:
@@ -143,7 +186,15 @@ def test_two_graphs_serve_every_length(device, sizes):
     model = transformer(sizes, layers=1).to(device)
     backend = "inductor" if device.type == "cuda" else "eager"
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
-    for length in (7, 1, 2, 16, sizes.seq + 3, sizes.longest - 1, sizes.longest):  # torch compiles one token apart
+    for length in (
+        7,
+        1,
+        2,
+        16,
+        sizes.seq + 3,
+        sizes.longest - 1,
+        sizes.longest,
+    ):  # torch compiles one token apart
         x = draw(1, length, sizes.d_model).float().to(device)
         actual, expected = compiled(x), model(x)
         assert (actual - expected).norm() <= ALLOWED[torch.float32] * expected.norm()
@@ -154,7 +205,9 @@ class NoReads(TorchDispatchMode):
     """Raise on a CPU what CUDA raises: operations whose result, or its shape, depends on a tensor's values."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags}:
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {
+            *func.tags
+        }:
             raise RuntimeError(f"{func} is synchronizing")
         return func(*args, **(kwargs or {}))
 
@@ -172,10 +225,15 @@ def no_synchronization(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("inputs", [0, 1, 2], ids=["", "positions", "positions and mask"])
+@pytest.mark.parametrize(
+    "inputs", [0, 1, 2], ids=["", "positions", "positions and mask"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_host_never_waits_for_the_device(dtype, inputs, device, sizes):
-    model, x = transformer(sizes, dtype).to(device), tokens(sizes, dtype).to(device).requires_grad_()
+    model, x = (
+        transformer(sizes, dtype).to(device),
+        tokens(sizes, dtype).to(device).requires_grad_(),
+    )
     given = positions_and_mask(sizes, device)[:inputs]
     upstream = torch.ones_like(x)
     model(x, *given).backward(upstream)  # libraries start, which may take their time
@@ -189,11 +247,22 @@ def test_the_host_never_waits_for_the_device(dtype, inputs, device, sizes):
 def test_parallelize_in_one_process_computes_the_same(axes, device, sizes):
     if device.type == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+    )
     try:
         mesh = init_device_mesh(device.type, (1,) * len(axes), mesh_dim_names=axes)
-        model, x, inputs = transformer(sizes).to(device), tokens(sizes).to(device), positions_and_mask(sizes, device)
+        model, x, inputs = (
+            transformer(sizes).to(device),
+            tokens(sizes).to(device),
+            positions_and_mask(sizes, device),
+        )
         parallel = parallelize(copy.deepcopy(model), mesh, recompute=True)
-        assert_close(results(parallel, x, *inputs), results(model, x, *inputs), torch.float32)
+        assert_close(
+            results(parallel, x, *inputs), results(model, x, *inputs), torch.float32
+        )
     finally:
         dist.destroy_process_group()

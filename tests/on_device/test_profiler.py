@@ -11,8 +11,30 @@ from torch.utils.benchmark import Timer
 
 pytestmark = pytest.mark.cuda
 TINY = ("--seq-len", "16", "--d-model", "64", "--num-heads", "4", "--rounds", "2")
-STEP = ("--batch-size", "4", "--seq-len", "2048", "--rounds", "7", "--mode", "step", "--dtype", "bfloat16")
-TOKEN = ("--batch-size", "1", "--seq-len", "1", "--rounds", "7", "--mode", "forward", "--dtype", "bfloat16")
+STEP = (
+    "--batch-size",
+    "4",
+    "--seq-len",
+    "2048",
+    "--rounds",
+    "7",
+    "--mode",
+    "step",
+    "--dtype",
+    "bfloat16",
+)
+TOKEN = (
+    "--batch-size",
+    "1",
+    "--seq-len",
+    "1",
+    "--rounds",
+    "7",
+    "--mode",
+    "forward",
+    "--dtype",
+    "bfloat16",
+)
 RUNS = {
     "defaults": (),
     "8b-step": ("--preset", "llama-3.1-8b", *STEP),
@@ -34,12 +56,20 @@ def report(request, run, device, quick, out):
         pytest.skip("left out by --quick")
     if request.param == "8b-step":
         options += ("--trace", "trace.json")
-        options += ("--plot", "profile.png") if importlib.util.find_spec("matplotlib") else ()
-        options += ("--memory-snapshot", "memory.pickle") if device.type == "cuda" else ()
+        options += (
+            ("--plot", "profile.png") if importlib.util.find_spec("matplotlib") else ()
+        )
+        options += (
+            ("--memory-snapshot", "memory.pickle") if device.type == "cuda" else ()
+        )
     document, errors = run("profile_block.py", request.param, *options)
     if document is None or not document["points"]:
-        pytest.skip("missing: no time was left") if errors is None else pytest.fail(errors, pytrace=False)
-    files = [option for option in options if option.endswith((".json", ".png", ".pickle"))]
+        pytest.skip("missing: no time was left") if errors is None else pytest.fail(
+            errors, pytrace=False
+        )
+    files = [
+        option for option in options if option.endswith((".json", ".png", ".pickle"))
+    ]
     assert [name for name in files if not (out / name).is_file()] == []
     return document
 
@@ -54,20 +84,34 @@ def test_profile_is_complete(report, device, out):
         assert point["kernels"], "the profiler saw no kernel"
     if "--trace" in command:
         events = json.loads((out / "trace.json").read_text())["traceEvents"]
-        labels = {f"{part['name']} {way}" for part in point["parts"] for way in ("forward", "backward")}
+        labels = {
+            f"{part['name']} {way}"
+            for part in point["parts"]
+            for way in ("forward", "backward")
+        }
         assert labels <= {event["name"] for event in events}
-        assert device.type == "cpu" or any(event.get("cat") == "kernel" for event in events)
+        assert device.type == "cpu" or any(
+            event.get("cat") == "kernel" for event in events
+        )
 
 
 def test_parts_add_up_to_the_whole(report, quick):
     [point], mode = report["points"], report["settings"]["mode"]
-    of_whole = point["sum_of_parts"]["train" if mode == "step" else mode]["of_whole"]["median"]
+    of_whole = point["sum_of_parts"]["train" if mode == "step" else mode]["of_whole"][
+        "median"
+    ]
     assert of_whole > 0
     busy = (point["kernels"] or {"busy_fraction": 0})["busy_fraction"]
     if quick or point["compile"] is not None:
-        pytest.skip("not judged: tiny sizes" if quick else "not judged: the compiler fuses the whole across its parts")
+        pytest.skip(
+            "not judged: tiny sizes"
+            if quick
+            else "not judged: the compiler fuses the whole across its parts"
+        )
     if busy < 0.9:  # a part takes the longer of host and GPU; in the whole they overlap
-        pytest.skip(f"not judged: the GPU is busy {busy:.0%} of the time; parts / whole = {of_whole:.2f}")
+        pytest.skip(
+            f"not judged: the GPU is busy {busy:.0%} of the time; parts / whole = {of_whole:.2f}"
+        )
     assert 0.9 <= of_whole <= 1.1
 
 
@@ -77,10 +121,18 @@ def rates(device, dtype, quick):
     side, size = (256, 2**20) if quick else (8192, 2**29)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     source = torch.randn(size // dtype.itemsize, device=device).to(dtype)
-    product, copy = ("torch.mm(a, b)", 2 * side**3), ("source.clone()", 2 * source.nbytes)
+    product, copy = (
+        ("torch.mm(a, b)", 2 * side**3),
+        ("source.clone()", 2 * source.nbytes),
+    )
     found = {}
-    for name, (statement, amount) in {"flops_per_second": product, "bytes_per_second": copy}.items():
-        timer = Timer(statement, globals={"torch": torch, "a": a, "b": b, "source": source})
+    for name, (statement, amount) in {
+        "flops_per_second": product,
+        "bytes_per_second": copy,
+    }.items():
+        timer = Timer(
+            statement, globals={"torch": torch, "a": a, "b": b, "source": source}
+        )
         sustained = timer.blocked_autorange(min_run_time=0.5).median
         bursts = []
         for _ in range(7):
@@ -91,7 +143,10 @@ def rates(device, dtype, quick):
 
 
 def test_ceilings_are_those_of_torch_benchmark(report, device, quick):
-    dtype, datasheet = getattr(torch, report["settings"]["dtype"]), report["ceilings"]["datasheet"] or {}
+    dtype, datasheet = (
+        getattr(torch, report["settings"]["dtype"]),
+        report["ceilings"]["datasheet"] or {},
+    )
     for name, (sustained, burst) in rates(device, dtype, quick).items():
         ceiling, peak = report["ceilings"][name]["median"], datasheet.get(name)
         assert ceiling > 0

@@ -19,7 +19,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import tinyblock
-from tinyblock import Block, FeedForward, RotaryPositionalEmbedding, Transformer, parallelize
+from tinyblock import (
+    Block,
+    FeedForward,
+    RotaryPositionalEmbedding,
+    Transformer,
+    parallelize,
+)
 
 PROCESSES = 4
 MESHES = {
@@ -46,8 +52,13 @@ class SlidingWindow(tinyblock.CausalMultiHeadSelfAttention):
 
 
 MIXTURE = run("A mixture of experts as the feed-forward layer")["MixtureOfExperts"]
-SIZES: dict[str, Any] = {"num_kv_heads": 4, "dtype": torch.float64}  # a key head each for a tp of 4
-transformer = partial(Transformer, num_layers=2, d_model=16, num_heads=8, d_ff=32, max_seq_len=16, **SIZES)
+SIZES: dict[str, Any] = {
+    "num_kv_heads": 4,
+    "dtype": torch.float64,
+}  # a key head each for a tp of 4
+transformer = partial(
+    Transformer, num_layers=2, d_model=16, num_heads=8, d_ff=32, max_seq_len=16, **SIZES
+)
 one_layer = partial(transformer, num_layers=1, qk_norm=True)
 SLIDING = partial(transformer, qk_norm=True, attention=SlidingWindow)
 OTHER_PARTS = partial(transformer, ffn=FeedForward, norm=nn.LayerNorm)
@@ -55,11 +66,36 @@ ONE_BLOCK = partial(Block, 16, 8, 32, qk_norm=True, **SIZES)
 ROPE = partial(RotaryPositionalEmbedding, 10000.0, 2, 16)
 MODELS = {
     # kind: (model, shape of its input, options of parallelize, meshes)
-    "with q_norm, k_norm and a sliding window": (SLIDING, (2, 7, 16), {}, [axes for axes in MESHES if axes != ("dp",)]),
-    "of a mixture of experts": (partial(transformer, num_layers=1, ffn=MIXTURE), (2, 5, 16), {}, [("dp",)]),
-    "of FeedForward and LayerNorm, without a batch axis": (OTHER_PARTS, (8, 16), {"recompute": True}, [("tp",)]),
-    "of fewer tokens than processes": (partial(transformer, qk_norm=True), (2, 1, 16), {}, [("tp",)]),
-    "of one Block": (lambda: ONE_BLOCK(rope=ROPE()), (2, 3, 5, 16), {"recompute": True, "compile": True}, [("tp",)]),
+    "with q_norm, k_norm and a sliding window": (
+        SLIDING,
+        (2, 7, 16),
+        {},
+        [axes for axes in MESHES if axes != ("dp",)],
+    ),
+    "of a mixture of experts": (
+        partial(transformer, num_layers=1, ffn=MIXTURE),
+        (2, 5, 16),
+        {},
+        [("dp",)],
+    ),
+    "of FeedForward and LayerNorm, without a batch axis": (
+        OTHER_PARTS,
+        (8, 16),
+        {"recompute": True},
+        [("tp",)],
+    ),
+    "of fewer tokens than processes": (
+        partial(transformer, qk_norm=True),
+        (2, 1, 16),
+        {},
+        [("tp",)],
+    ),
+    "of one Block": (
+        lambda: ONE_BLOCK(rope=ROPE()),
+        (2, 3, 5, 16),
+        {"recompute": True, "compile": True},
+        [("tp",)],
+    ),
 }
 CASES = {}
 
@@ -67,7 +103,9 @@ CASES = {}
 def run_cases():
     """Run all cases in one of the processes, and note which have passed."""
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # dynamo looks at that of each DTensor
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor"
+    )  # dynamo looks at that of each DTensor
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     for name, case in CASES.items():
         case()
@@ -110,7 +148,10 @@ def data_rank(mesh):
     rank, count = 0, 1
     for axis in mesh.mesh_dim_names if mesh else ():
         if axis != "tp":
-            rank, count = rank * mesh[axis].size() + mesh[axis].get_local_rank(), count * mesh[axis].size()
+            rank, count = (
+                rank * mesh[axis].size() + mesh[axis].get_local_rank(),
+                count * mesh[axis].size(),
+            )
     return rank, count
 
 
@@ -120,7 +161,10 @@ def assert_like_one_process(mesh, model, reference, shape):
     torch.manual_seed(1)
     shapes = (count, *shape)
     batch, weights = torch.randn(2, *shapes, dtype=torch.float64)
-    mask, positions = torch.rand(*shapes[:-1], shape[-2]) < 0.7, torch.randint(0, 16, shapes[:-1])
+    mask, positions = (
+        torch.rand(*shapes[:-1], shape[-2]) < 0.7,
+        torch.randint(0, 16, shapes[:-1]),
+    )
     whole_x, x = batch.clone().requires_grad_(), batch[rank].clone().requires_grad_()
     expected = reference(whole_x, positions, mask)
     (expected * weights).mean().backward()
@@ -128,7 +172,10 @@ def assert_like_one_process(mesh, model, reference, shape):
     (out * weights[rank]).mean().backward()
     assert type(out) is Tensor
     found = {"the output": out, "the gradient of x": x.grad / count} | gradients(model)
-    everything = {"the output": expected[rank], "the gradient of x": whole_x.grad[rank]} | gradients(reference)
+    everything = {
+        "the output": expected[rank],
+        "the gradient of x": whole_x.grad[rank],
+    } | gradients(reference)
     torch.testing.assert_close(found, everything, rtol=1e-9, atol=1e-14)
 
 
@@ -143,7 +190,9 @@ def _equality(axes, kind):
     mesh = mesh_of(*axes) if len(axes) > 1 else pair_of(*axes)
     if mesh is None:
         return
-    with patch.object(torch, "compile", lambda function, **options: function):  # another case compiles
+    with patch.object(
+        torch, "compile", lambda function, **options: function
+    ):  # another case compiles
         model = parallelize(seeded(build), mesh, **options)
     if axes == ("tp",):  # FSDP's models raise an error for a copy
         original, model = model, copy.deepcopy(model)
@@ -154,15 +203,21 @@ def _equality(axes, kind):
 
 for _kind, (*_, _meshes) in MODELS.items():
     for _axes in _meshes:
-        CASES[f"a model {_kind} over {' '.join(_axes)} is like one process"] = partial(_equality, _axes, _kind)
+        CASES[f"a model {_kind} over {' '.join(_axes)} is like one process"] = partial(
+            _equality, _axes, _kind
+        )
 
 
 @case
 def a_compiled_model_is_like_one_process():
-    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))  # two compile as well as four, in half the time
+    mesh = DeviceMesh(
+        "cpu", [[0, 1]], mesh_dim_names=("dp", "tp")
+    )  # two compile as well as four, in half the time
     if mesh.get_coordinate() is None:
         return
-    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):  # traces all, builds no C++
+    with patch.object(
+        torch, "compile", partial(torch.compile, backend="aot_eager")
+    ):  # traces all, builds no C++
         model = parallelize(seeded(one_layer), mesh, recompute=True, compile=True)
     assert_like_one_process(mesh, model, seeded(one_layer), (2, 7, 16))
 
@@ -175,30 +230,53 @@ def weights_are_those_of_the_first_rank_and_the_same_by_way_of_meta():
         spread = parallelize(seeded(one_layer, seed=mesh["tp"].get_local_rank()), mesh)
         loaded = parallelize(one_layer(device="meta"), mesh)
         loaded.to_empty(device="cpu")
-        options = distributed_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        distributed_state.set_model_state_dict(loaded, dict(expected) if dist.get_rank() == 0 else {}, options=options)
+        options = distributed_state.StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=True
+        )
+        distributed_state.set_model_state_dict(
+            loaded, dict(expected) if dist.get_rank() == 0 else {}, options=options
+        )
         for model in (spread, loaded):
             for name, tensor in model.state_dict().items():
                 assert torch.equal(whole(tensor), expected[name]), (axes, name)
-        x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        assert torch.equal(spread(x), loaded(x))  # the table of rotations, which is not in the state dict
+        x = torch.randn(
+            2, 5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+        )
+        assert torch.equal(
+            spread(x), loaded(x)
+        )  # the table of rotations, which is not in the state dict
         for model in (loaded, copy.deepcopy(loaded)) if axes == ("tp",) else (loaded,):
             model(x).sum().backward()  # no gradient is left as a sum to be made
-            assert not any(place.is_partial() for gains in model.parameters() for place in gains.grad.placements)
+            assert not any(
+                place.is_partial()
+                for gains in model.parameters()
+                for place in gains.grad.placements
+            )
 
 
 @case
 def mixed_precision_streams_bfloat16_and_returns_what_is_asked_for():
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        output_dtype=torch.float32,
+    )
     build = partial(Transformer, 2, 16, 8, 32, max_seq_len=16, qk_norm=True)
-    model, streams = parallelize(seeded(build), mesh_of("dp", "tp"), mp_policy=policy), []
-    model.layers[1].ln1.register_forward_pre_hook(lambda ln1, args: streams.append(args[0].dtype))
+    model, streams = (
+        parallelize(seeded(build), mesh_of("dp", "tp"), mp_policy=policy),
+        [],
+    )
+    model.layers[1].ln1.register_forward_pre_hook(
+        lambda ln1, args: streams.append(args[0].dtype)
+    )
     x = torch.randn(2, 5, 16)
     out = model(x)
     out.sum().backward()
     assert out.dtype == torch.float32
     assert streams == [torch.bfloat16]
-    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    assert all(
+        parameter.grad.dtype == torch.float32 for parameter in model.parameters()
+    )
     torch.testing.assert_close(out, seeded(build)(x), rtol=0.1, atol=0.1)
 
 
@@ -206,7 +284,14 @@ def train(model, optimizer, mesh, steps):
     """Train on batches that are drawn by their step alone; return the losses and norms of the whole batch."""
     (rank, count), losses = data_rank(mesh), []
     for step in steps:
-        x, target = torch.randn(2, 4, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        x, target = torch.randn(
+            2,
+            4,
+            5,
+            16,
+            dtype=torch.float64,
+            generator=torch.Generator().manual_seed(step),
+        )
         share = slice(rank * 4 // count, (rank + 1) * 4 // count)
         loss = (model(x[share]) - target[share]).square().mean()
         loss.backward()
@@ -238,7 +323,10 @@ def resume(mesh, folder):
     model, optimizer = model_and_optimizer(mesh, seed=1)
     state = checkpoint_of(model, optimizer)
     distributed_checkpoint.load(state, checkpoint_id=folder)
-    states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    states = {
+        "model_state_dict": state["model"],
+        "optim_state_dict": state["optimizer"],
+    }
     distributed_state.set_state_dict(model, optimizer, **states)
     return train(model, optimizer, mesh, range(1, 3))
 
@@ -266,14 +354,20 @@ def recipe_of_tensor_and_data_parallelism_trains_like_one_process():
     expected_optimizer = torch.optim.AdamW(one.parameters(), fused=True)
     generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
     for _ in range(2):
-        x = torch.cat([torch.randn(4, 16, 64, generator=generator) for generator in generators])
+        x = torch.cat(
+            [torch.randn(4, 16, 64, generator=generator) for generator in generators]
+        )
         (one(x) - x).square().mean().backward()
         nn.utils.clip_grad_norm_(one.parameters(), 1.0)
         expected_optimizer.step()
         expected_optimizer.zero_grad()
-    trained = {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
+    trained = {
+        name: whole(tensor).clone() for name, tensor in model.state_dict().items()
+    }
     for name, expected in one.state_dict().items():  # after steps of 1e-3
-        torch.testing.assert_close(trained[name], expected, rtol=0, atol=1e-4, msg=f"{name} differs")
+        torch.testing.assert_close(
+            trained[name], expected, rtol=0, atol=1e-4, msg=f"{name} differs"
+        )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(model(x[:1]).sum()).backward()
     if dist.get_rank() == 3:
@@ -296,8 +390,12 @@ def recipe_of_embedding_and_head_is_like_one_process_and_on_one_mesh():
     rank, _ = data_rank(mesh)
     model(tokens[rank], targets[rank]).backward()
     one(*(part.flatten(0, 1) for part in (tokens, targets))).backward()
-    for (name, parameter), expected in zip(model.named_parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(whole(parameter.grad), expected.grad, msg=f"the gradient of {name} differs")
+    for (name, parameter), expected in zip(
+        model.named_parameters(), one.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            whole(parameter.grad), expected.grad, msg=f"the gradient of {name} differs"
+        )
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.optim.AdamW(model.parameters(), fused=True).step()
     assert torch.equal(whole(model.head.weight), whole(model.embedding.weight))
@@ -318,4 +416,6 @@ def recipe_of_a_pipeline_has_the_losses_of_one_process():
         optimizer.zero_grad()
     assert len(made["losses"]) == (4 if dist.get_rank() == 3 else 0)
     if made["losses"]:
-        torch.testing.assert_close(torch.stack(made["losses"]).mean(), loss.detach(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            torch.stack(made["losses"]).mean(), loss.detach(), rtol=1e-5, atol=0
+        )

@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 # DTensor calls the functional ones, FSDP the others.
 KINDS = {
     **dict.fromkeys(("all_gather_into_tensor", "_allgather_base_"), "all-gather"),
-    **dict.fromkeys(("reduce_scatter_tensor", "_reduce_scatter_base_"), "reduce-scatter"),
+    **dict.fromkeys(
+        ("reduce_scatter_tensor", "_reduce_scatter_base_"), "reduce-scatter"
+    ),
     **dict.fromkeys(("all_reduce", "allreduce_"), "all-reduce"),
 }
 
@@ -26,19 +28,32 @@ class Collectives(TorchDispatchMode):
     def __init__(self, mesh):
         super().__init__()
         self.calls = Counter()
-        self.axes = {str(dist.get_process_group_ranks(mesh[axis].get_group())): axis for axis in mesh.mesh_dim_names}
+        self.axes = {
+            str(dist.get_process_group_ranks(mesh[axis].get_group())): axis
+            for axis in mesh.mesh_dim_names
+        }
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(tensor, DTensor) for tensor in types):
             return NotImplemented  # what it does to local tensors comes here again
         out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        if func.namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap")):
+        if func.namespace in ("c10d", "_c10d_functional") and not name.startswith(
+            ("wait", "_wrap")
+        ):
             leaves = tree_leaves((args, out))
             elements = max(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
             objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
-            boxes = [leaf for leaf in objects if str(leaf._type()).endswith("ProcessGroup")]
-            names: Any = [leaf for leaf in leaves if isinstance(leaf, str)]  # the last is that of the group
-            group = dist.ProcessGroup.unbox(boxes[0]) if boxes else _resolve_process_group(names[-1])
+            boxes = [
+                leaf for leaf in objects if str(leaf._type()).endswith("ProcessGroup")
+            ]
+            names: Any = [
+                leaf for leaf in leaves if isinstance(leaf, str)
+            ]  # the last is that of the group
+            group = (
+                dist.ProcessGroup.unbox(boxes[0])
+                if boxes
+                else _resolve_process_group(names[-1])
+            )
             axis = self.axes[str(dist.get_process_group_ranks(group))]
             self.calls[Collective(KINDS.get(name, name), axis, elements)] += 1
         return out

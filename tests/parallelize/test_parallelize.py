@@ -22,7 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tinyblock import Block, Transformer, parallelize
 
 TP, DP_TP = ("tp",), ("dp", "tp")
-GATHER, SCATTER = (Collective(kind, "tp", 2 * 8 * 16) for kind in ("all-gather", "reduce-scatter"))
+GATHER, SCATTER = (
+    Collective(kind, "tp", 2 * 8 * 16) for kind in ("all-gather", "reduce-scatter")
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,9 @@ def folder(tmp_path_factory):
     """Run all cases in one launch of four processes, and return the folder that they wrote to."""
     folder = tmp_path_factory.mktemp("processes")
     (folder / "passed").touch()
-    run_as_torchrun("from parallelize import cases; cases.run_cases()", cases.PROCESSES, folder)
+    run_as_torchrun(
+        "from parallelize import cases; cases.run_cases()", cases.PROCESSES, folder
+    )
     return folder
 
 
@@ -40,26 +44,39 @@ def test_processes_agree_that(name, folder):
     assert name in passed, [path.read_text() for path in folder.glob("*.err")]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled, unavailable or uninitialized"
+)
 def test_checkpoint_resumes_without_a_process_group(folder):
     losses = cases.resume(None, folder / "checkpoint")
-    torch.testing.assert_close(losses, torch.load(folder / "checkpoint" / "losses.pt"), rtol=1e-7, atol=0)
+    torch.testing.assert_close(
+        losses, torch.load(folder / "checkpoint" / "losses.pt"), rtol=1e-7, atol=0
+    )
 
 
 @pytest.fixture
 def fake_processes():
     """Be the first of four processes that do nothing."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    torch.distributed.init_process_group(
+        "fake", store=FakeStore(), rank=0, world_size=4
+    )
     yield
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("fake_processes")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at that of each DTensor
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # dynamo looks at that of each DTensor
 def test_compiled_blocks_compute_what_eager_ones_do_without_a_graph_break():
     build, found = partial(cases.transformer, qk_norm=True), {}
-    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):  # traces all, builds no C++
-        models = [parallelize(seeded(build), mesh_of("dp", "tp"), recompute=True, compile=how) for how in (True, False)]
+    with patch.object(
+        torch, "compile", partial(torch.compile, backend="aot_eager")
+    ):  # traces all, builds no C++
+        models = [
+            parallelize(seeded(build), mesh_of("dp", "tp"), recompute=True, compile=how)
+            for how in (True, False)
+        ]
     for seq in (7, 8):  # the first process along tp has four tokens of each
         x = torch.randn(2, seq, 16, dtype=torch.float64)
         for model in models:
@@ -67,23 +84,52 @@ def test_compiled_blocks_compute_what_eager_ones_do_without_a_graph_break():
             out = model(x)
             out.square().mean().backward()
             gradients = [parameter.grad for parameter in model.parameters()]
-            found[model] = [out, x.grad, *(gradient.to_local() for gradient in gradients)]
-            assert not any(place.is_partial() for gradient in gradients for place in gradient.placements)
+            found[model] = [
+                out,
+                x.grad,
+                *(gradient.to_local() for gradient in gradients),
+            ]
+            assert not any(
+                place.is_partial()
+                for gradient in gradients
+                for place in gradient.placements
+            )
             model.zero_grad()
         torch.testing.assert_close(*found.values(), rtol=1e-12, atol=1e-12)
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one a length, for all blocks
+    assert (
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    )  # one a length, for all blocks
 
 
-@pytest.mark.parametrize("axes", [axes for axes, shape in cases.MESHES.items() if 1 not in shape], ids="+".join)
+@pytest.mark.parametrize(
+    "axes",
+    [axes for axes, shape in cases.MESHES.items() if 1 not in shape],
+    ids="+".join,
+)
 @pytest.mark.parametrize("num_layers", [2, None], ids=["stack", "block"])
 @pytest.mark.usefixtures("fake_processes")
-def test_collectives_are_two_gathers_and_two_scatters_a_block_each_way(axes, num_layers):
-    options = cases.SIZES | {"qk_norm": True, "d_head": 4}  # no weight that FSDP would pad for a dp of 4
+def test_collectives_are_two_gathers_and_two_scatters_a_block_each_way(
+    axes, num_layers
+):
+    options = cases.SIZES | {
+        "qk_norm": True,
+        "d_head": 4,
+    }  # no weight that FSDP would pad for a dp of 4
     build = partial(Transformer, num_layers, max_seq_len=8) if num_layers else Block
     mesh, shape = mesh_of(*axes), cases.MESHES[axes]
     model = parallelize(seeded(partial(build, 16, 8, 32, **options)), mesh)
-    size = Size(2 * cases.data_rank(mesh)[1], 8, 16, 8, 4, 4, 32, qk_norm=True, num_layers=num_layers)
+    size = Size(
+        2 * cases.data_rank(mesh)[1],
+        8,
+        16,
+        8,
+        4,
+        4,
+        32,
+        qk_norm=True,
+        num_layers=num_layers,
+    )
     with Collectives(mesh) as forward:
         out = model(torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True))
     with Collectives(mesh) as backward:
@@ -91,29 +137,45 @@ def test_collectives_are_two_gathers_and_two_scatters_a_block_each_way(axes, num
     counted = {"forward": forward.calls, "backward": backward.calls}
     assert counted == collectives_of(size, Mesh(**dict(zip(axes, shape, strict=True))))
     for calls in counted.values() if "tp" in axes else ():
-        assert calls[GATHER] == 2 * size.layers + 1  # the one more: the output, the input's gradient
+        assert (
+            calls[GATHER] == 2 * size.layers + 1
+        )  # the one more: the output, the input's gradient
         assert calls[SCATTER] == 2 * size.layers
 
 
 @pytest.mark.usefixtures("fake_processes")
 def test_recomputing_costs_the_collectives_of_the_forward_pass_but_for_the_last_of_a_block():
     mesh = mesh_of("tp")
-    model, size = parallelize(cases.transformer(), mesh, recompute=True), Size(2, 8, 16, 8, 4, 2, 32, num_layers=2)
+    model, size = (
+        parallelize(cases.transformer(), mesh, recompute=True),
+        Size(2, 8, 16, 8, 4, 2, 32, num_layers=2),
+    )
     out = model(torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True))
     with Collectives(mesh) as backward:
         out.sum().backward()
-    assert backward.calls == collectives_of(size, Mesh(tp=4), recompute=True)["backward"]
+    assert (
+        backward.calls == collectives_of(size, Mesh(tp=4), recompute=True)["backward"]
+    )
     assert backward.calls[GATHER] == 2 * (2 + 2) + 1
     assert backward.calls[SCATTER] == 2 * (2 + 1)
 
 
 @pytest.mark.usefixtures("fake_processes")
 def test_each_pass_that_is_profiled_calls_what_a_step_calls():
-    size, mesh = Size(4, 8, 16, 8, 4, 4, 32), Mesh(dp=2, tp=2)  # a Block, that would keep its weights when called again
-    settings, devices = Settings(torch.device("cpu"), torch.float32, "train", mesh=mesh), mesh_of(*DP_TP)
+    size, mesh = (
+        Size(4, 8, 16, 8, 4, 4, 32),
+        Mesh(dp=2, tp=2),
+    )  # a Block, that would keep its weights when called again
+    settings, devices = (
+        Settings(torch.device("cpu"), torch.float32, "train", mesh=mesh),
+        mesh_of(*DP_TP),
+    )
     runs, *_ = distributed_runs(size, settings, devices)
     calls = collectives_of(size, mesh)
-    for name, expected in (("forward", calls["forward"]), ("train", calls["forward"] + calls["backward"])):
+    for name, expected in (
+        ("forward", calls["forward"]),
+        ("train", calls["forward"] + calls["backward"]),
+    ):
         for _ in range(2):
             with Collectives(devices) as counted:
                 runs["all", name]()
@@ -123,7 +185,10 @@ def test_each_pass_that_is_profiled_calls_what_a_step_calls():
 class FusedGate(nn.Module):
     def __init__(self, d_model, d_ff, **options):
         super().__init__()
-        self.w1, self.w2 = nn.Linear(d_model, 16, **options), nn.Linear(8, d_model, **options)
+        self.w1, self.w2 = (
+            nn.Linear(d_model, 16, **options),
+            nn.Linear(8, d_model, **options),
+        )
 
 
 class Convolution(nn.Conv1d):
@@ -139,26 +204,69 @@ class Convolution(nn.Conv1d):
         (TP, {"num_heads": 2}, {}, "num_heads=2 must be a multiple of the 4 processes"),
         (TP, {"num_kv_heads": 2}, {}, "num_kv_heads=2 must"),
         (TP, {"d_ff": 6}, {}, "ffn.w1=6 must be a multiple"),
-        (TP, {"ffn": FusedGate}, {}, "ffn.w1 must have the 8 outputs that ffn.w2 takes, got 16"),
-        (TP, {"ffn": cases.MIXTURE}, {}, "no rule splits layers.0.ffn.router.weight over the axis 'tp'"),
-        (TP, {"attention": Convolution}, {}, "Convolution must have num_heads, .*output_proj; use 'dp'"),
-        (TP, {}, {"mp_policy": None}, "fully_shard has no option mp_policy over the axes \\('tp',\\)"),
+        (
+            TP,
+            {"ffn": FusedGate},
+            {},
+            "ffn.w1 must have the 8 outputs that ffn.w2 takes, got 16",
+        ),
+        (
+            TP,
+            {"ffn": cases.MIXTURE},
+            {},
+            "no rule splits layers.0.ffn.router.weight over the axis 'tp'",
+        ),
+        (
+            TP,
+            {"attention": Convolution},
+            {},
+            "Convolution must have num_heads, .*output_proj; use 'dp'",
+        ),
+        (
+            TP,
+            {},
+            {"mp_policy": None},
+            "fully_shard has no option mp_policy over the axes \\('tp',\\)",
+        ),
         (DP_TP, {}, {"mp_polcy": None}, "fully_shard has no option mp_polcy"),
-        (DP_TP, {}, {"mp_policy": torch.bfloat16}, "mp_policy must be a MixedPrecisionPolicy, got torch.bfloat16"),
-        (DP_TP, {}, {"ignored_params": set()}, "no option ignored_params over the axes \\('dp', 'tp'\\)"),
-        (DP_TP, {}, {"reshard_after_forward": "no"}, "reshard_after_forward should be a bool or an int"),
+        (
+            DP_TP,
+            {},
+            {"mp_policy": torch.bfloat16},
+            "mp_policy must be a MixedPrecisionPolicy, got torch.bfloat16",
+        ),
+        (
+            DP_TP,
+            {},
+            {"ignored_params": set()},
+            "no option ignored_params over the axes \\('dp', 'tp'\\)",
+        ),
+        (
+            DP_TP,
+            {},
+            {"reshard_after_forward": "no"},
+            "reshard_after_forward should be a bool or an int",
+        ),
     ],
 )
 @pytest.mark.usefixtures("fake_processes")
-def test_parallelize_rejects_in_one_line_and_changes_nothing(axes, model, options, expected):
-    transformer = Transformer(**{"num_layers": 2, "d_model": 16, "num_heads": 8, "max_seq_len": 8, **model})
+def test_parallelize_rejects_in_one_line_and_changes_nothing(
+    axes, model, options, expected
+):
+    transformer = Transformer(
+        **{"num_layers": 2, "d_model": 16, "num_heads": 8, "max_seq_len": 8, **model}
+    )
     assert_rejected(transformer, mesh_of(*axes), expected, **options)
 
 
 @pytest.mark.parametrize(
     ("path", "of", "expected"),
     [
-        ("layers.1.ffn.w1.weight", "layers.0.ffn.w1.weight", "0.ffn.w1.weight and layers.1.ffn.w1.weight are the same"),
+        (
+            "layers.1.ffn.w1.weight",
+            "layers.0.ffn.w1.weight",
+            "0.ffn.w1.weight and layers.1.ffn.w1.weight are the same",
+        ),
         ("layers.1.ln2", "layers.0.ln2", "layers.0.ln2.weight and layers.1.ln2.weight"),
         ("ln_final", "layers.0.ln1", "layers.0.ln1.weight and ln_final.weight"),
         ("layers.2", "layers.0", "layers.0.ln1.weight and layers.2.ln1.weight"),
@@ -169,7 +277,9 @@ def test_parallelize_rejects_shared_parameters(path, of, expected):
     for axes in (TP, ("dp",)):
         model = Transformer(2, 16, 8, max_seq_len=8)
         *parents, name = path.split(".")
-        setattr(model.get_submodule(".".join(parents)), name, operator.attrgetter(of)(model))
+        setattr(
+            model.get_submodule(".".join(parents)), name, operator.attrgetter(of)(model)
+        )
         assert_rejected(model, mesh_of(*axes), expected)
 
 
@@ -177,26 +287,53 @@ def test_parallelize_rejects_shared_parameters(path, of, expected):
 def test_parallelize_rejects_a_distributed_model_and_another_module_and_mesh():
     for axes in (TP, DP_TP):
         mesh, model = mesh_of(*axes), Transformer(1, 16, 8, max_seq_len=8)
-        assert_rejected(nn.Sequential(model), mesh, "Sequential must have ln1, .*; pass the Transformer")
+        assert_rejected(
+            nn.Sequential(model),
+            mesh,
+            "Sequential must have ln1, .*; pass the Transformer",
+        )
         assert_rejected(parallelize(model, mesh), mesh, "already distributed")
-    model, expected = Transformer(1, 16, 8, max_seq_len=8), "mesh must contain this rank and have the axes .*, got "
+    model, expected = (
+        Transformer(1, 16, 8, max_seq_len=8),
+        "mesh must contain this rank and have the axes .*, got ",
+    )
     assert_rejected(model, None, expected + "None")
     assert_rejected(model, DeviceMesh("cpu", [1, 2], mesh_dim_names=TP), expected)
-    assert_rejected(model, init_device_mesh("cpu", (4,), mesh_dim_names=("data",)), expected + ".*data=4")
-    assert_rejected(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp")), expected + ".*tp=2, dp=2")
+    assert_rejected(
+        model,
+        init_device_mesh("cpu", (4,), mesh_dim_names=("data",)),
+        expected + ".*data=4",
+    )
+    assert_rejected(
+        model,
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp")),
+        expected + ".*tp=2, dp=2",
+    )
 
 
-@pytest.mark.parametrize(("x", "got"), [(torch.ones(16), "[16]"), (torch.ones(0, 7, 16), "[0, 7, 16]"), (None, "None")])
+@pytest.mark.parametrize(
+    ("x", "got"),
+    [(torch.ones(16), "[16]"), (torch.ones(0, 7, 16), "[0, 7, 16]"), (None, "None")],
+)
 @pytest.mark.usefixtures("fake_processes")
 def test_parallel_model_rejects_an_x_without_tokens(x, got):
-    with pytest.raises(ValueError, match=f"x must be a tensor .*, not empty, got .*{re.escape(got)}"):
+    with pytest.raises(
+        ValueError, match=f"x must be a tensor .*, not empty, got .*{re.escape(got)}"
+    ):
         parallelize(Block(16, 8), mesh_of("tp"))(x)
 
 
 def assert_rejected(model, mesh, expected, **options):
     def state():
-        hooks = [[*module._forward_hooks, *module._forward_pre_hooks] for module in model.modules()]
-        return [*map(id, model.parameters())], [(type(module), dict(vars(module))) for module in model.modules()], hooks
+        hooks = [
+            [*module._forward_hooks, *module._forward_pre_hooks]
+            for module in model.modules()
+        ]
+        return (
+            [*map(id, model.parameters())],
+            [(type(module), dict(vars(module))) for module in model.modules()],
+            hooks,
+        )
 
     before = state()
     with pytest.raises(ValueError, match=expected) as caught:

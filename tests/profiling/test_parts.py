@@ -9,10 +9,17 @@ from torch.nn import functional as F
 
 def parts_of(num_layers=None, qk_norm=True, dtype=torch.float32):
     """Return a model, its input, the gradient of its output, and its parts by name."""
-    model = Size(2, 5, 12, 6, 2, 4, 20, qk_norm=qk_norm, num_layers=num_layers).build("cpu", dtype)
+    model = Size(2, 5, 12, 6, 2, 4, 20, qk_norm=qk_norm, num_layers=num_layers).build(
+        "cpu", dtype
+    )
     x = torch.randn(2, 5, 12, dtype=dtype, requires_grad=True)
     gradient = torch.randn_like(x)
-    return model, x, gradient, {part.name: part for part in part_steps(block_steps(model), x, gradient)}
+    return (
+        model,
+        x,
+        gradient,
+        {part.name: part for part in part_steps(block_steps(model), x, gradient)},
+    )
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -25,17 +32,26 @@ def test_parts_compute_the_block_bit_for_bit(qk_norm, dtype):
 
 def test_parts_have_the_gradients_of_the_whole():
     stack, x, gradient, parts = parts_of(num_layers=1)
-    expected = dict(zip((x, *stack.parameters()), whole(stack, x, gradient).train(), strict=True))
+    expected = dict(
+        zip((x, *stack.parameters()), whole(stack, x, gradient).train(), strict=True)
+    )
     weights = [weight for part in parts.values() for weight in part.weights]
     assert len(weights) == len(set(weights)) == len(expected) - 1  # each is one part's
     for part in parts.values():
-        for weight, grad in zip(part.weights, part.train()[len(part.inputs) :], strict=True):
+        for weight, grad in zip(
+            part.weights, part.train()[len(part.inputs) :], strict=True
+        ):
             torch.testing.assert_close(grad, expected[weight])
     adds = parts["residual adds"]
     assert torch.equal(adds.gradients[0], expected[x])
     # Where a branch left, its gradient and that of what passed it by add up.
     of_x, of_attended, of_y, of_fed = adds.gradients
-    sums = (of_x + of_attended, of_attended, of_y + of_fed, parts["final norm"].train()[0])
+    sums = (
+        of_x + of_attended,
+        of_attended,
+        of_y + of_fed,
+        parts["final norm"].train()[0],
+    )
     assert all(torch.equal(*pair) for pair in zip(adds.train(), sums, strict=True))
 
 
@@ -58,5 +74,7 @@ def test_parts_without_gradient_record_no_graph():
     block = parts_of()[0]
     with torch.no_grad():
         parts = part_steps(block_steps(block), torch.randn(1, 3, 12))
-        assert not any(t.requires_grad for part in parts for t in (*part.inputs, *part.forward()))
+        assert not any(
+            t.requires_grad for part in parts for t in (*part.inputs, *part.forward())
+        )
     assert not any(part.gradients for part in parts)

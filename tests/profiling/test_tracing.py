@@ -24,11 +24,21 @@ def test_run_labeled_names_every_pass_and_runs_backward_on_its_thread():
         return torch.profiler.record_function(name)
 
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda gradient: multithreading.append(torch.autograd.is_multithreading_enabled()))
-    trained = Step("a", ("x",), ("y",), lambda x: (x * x,), inputs=(x,), gradients=(torch.ones(2),))
+    x.register_hook(
+        lambda gradient: multithreading.append(
+            torch.autograd.is_multithreading_enabled()
+        )
+    )
+    trained = Step(
+        "a", ("x",), ("y",), lambda x: (x * x,), inputs=(x,), gradients=(torch.ones(2),)
+    )
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
-    run_labeled([trained, replace(trained, name="b", gradients=())], torch.optim.SGD([weight], lr=1.0), label)
+    run_labeled(
+        [trained, replace(trained, name="b", gradients=())],
+        torch.optim.SGD([weight], lr=1.0),
+        label,
+    )
     assert names == ["a forward", "a backward", "b forward", "AdamW"]
     assert weight == 0  # updated
     assert multithreading == [False]
@@ -43,6 +53,10 @@ def test_compile_report_counts_graphs_and_breaks():
 
     compiled = torch.compile(broken, backend="eager")
     report = compile_report(lambda: compiled(torch.ones(3)))
-    assert (report["graphs"], report["graph_breaks"], report["from_cache"]) == (2, 1, False)
+    assert (report["graphs"], report["graph_breaks"], report["from_cache"]) == (
+        2,
+        1,
+        False,
+    )
     assert len(report["break_reasons"]) == 1
     assert report["seconds"] > 0

@@ -30,13 +30,43 @@ def test_trust_of_a_steady_run_on_an_idle_machine_has_no_doubts():
 def test_trust_names_what_shows_a_busy_machine():
     for seconds, shares, limits, doubt in (
         # A block of 17 ms beside other work on both of two cores.
-        ([0.435, 0.017, 0.402, 0.221, 0.460, 0.018, 0.444], IDLE, ceilings(), "the samples vary by 95% (p20 to p80)"),
+        (
+            [0.435, 0.017, 0.402, 0.221, 0.460, 0.018, 0.444],
+            IDLE,
+            ceilings(),
+            "the samples vary by 95% (p20 to p80)",
+        ),
         # A fast sample, and then always another program's turn: steady, and wrong.
-        ([0.5, *[1.0] * 9], IDLE, ceilings(), "the median is 100% above the fastest sample"),
-        (STEADY, IDLE | {"waited_share": 0.45}, ceilings(), "threads waited for a core, together 45% of the time"),
-        (STEADY, IDLE | {"others_share": 0.5}, ceilings(), "other programs kept 50% of all cores busy"),
-        (STEADY, IDLE, ceilings(flops=UNSTEADY), "the ceilings vary by 30% (p20 to p80)"),
-        (STEADY, IDLE, ceilings(memory=UNSTEADY), "the ceilings vary by 30% (p20 to p80)"),
+        (
+            [0.5, *[1.0] * 9],
+            IDLE,
+            ceilings(),
+            "the median is 100% above the fastest sample",
+        ),
+        (
+            STEADY,
+            IDLE | {"waited_share": 0.45},
+            ceilings(),
+            "threads waited for a core, together 45% of the time",
+        ),
+        (
+            STEADY,
+            IDLE | {"others_share": 0.5},
+            ceilings(),
+            "other programs kept 50% of all cores busy",
+        ),
+        (
+            STEADY,
+            IDLE,
+            ceilings(flops=UNSTEADY),
+            "the ceilings vary by 30% (p20 to p80)",
+        ),
+        (
+            STEADY,
+            IDLE,
+            ceilings(memory=UNSTEADY),
+            "the ceilings vary by 30% (p20 to p80)",
+        ),
     ):
         assert doubt in trust(seconds, shares, limits)["doubts"]
 
@@ -48,11 +78,15 @@ def test_clocks_read_what_linux_tells(tmp_path):
         path.parent.mkdir(parents=True)
         path.write_text(f"4000000000 {waited} 77\n")
     # In ticks: user 1000, nice 100, system 200, idle 90000, iowait 5000, irq 10, softirq 20, steal 70.
-    (tmp_path / "stat").write_text("cpu  1000 100 200 90000 5000 10 20 70 0 0\ncpu0 1 2 3 4 5 6 7 8 0 0\n")
+    (tmp_path / "stat").write_text(
+        "cpu  1000 100 200 90000 5000 10 20 70 0 0\ncpu0 1 2 3 4 5 6 7 8 0 0\n"
+    )
     clocks = system_clocks(tmp_path)
     assert clocks is not None
     assert clocks[1] == 2.5
-    assert clocks[2] == pytest.approx(1400 / os.sysconf("SC_CLK_TCK") - time.process_time(), abs=0.5)
+    assert clocks[2] == pytest.approx(
+        1400 / os.sysconf("SC_CLK_TCK") - time.process_time(), abs=0.5
+    )
 
 
 def test_shares_are_those_of_the_time_between():

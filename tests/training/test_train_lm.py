@@ -15,7 +15,15 @@ from processes import run_as_torchrun
 from training import checkpoints, cli, session
 from training.trainer import Trainer
 
-TINY = ["--batch-size=4", "--seq-len=12", "--d-model=16", "--num-layers=2", "--num-heads=2", "--warmup=4", "--steps=8"]
+TINY = [
+    "--batch-size=4",
+    "--seq-len=12",
+    "--d-model=16",
+    "--num-layers=2",
+    "--num-heads=2",
+    "--warmup=4",
+    "--steps=8",
+]
 LAST = "step-00000008.pt"
 
 
@@ -31,7 +39,9 @@ def _short():
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{number} times {number} is {number**2}; " for number in range(300)))
+    path.write_text(
+        "".join(f"{number} times {number} is {number**2}; " for number in range(300))
+    )
     return path
 
 
@@ -60,7 +70,14 @@ def losses_in(path):
 def whole(text, tmp_path_factory):
     """Return the losses of a run that nothing interrupts, what it printed, and its folder."""
     folder, printed = tmp_path_factory.mktemp("whole"), io.StringIO()
-    outputs = ["--json", folder / "loss.json", "--plot", folder / "loss.png", "--checkpoint", folder / "saved"]
+    outputs = [
+        "--json",
+        folder / "loss.json",
+        "--plot",
+        folder / "loss.png",
+        "--checkpoint",
+        folder / "saved",
+    ]
     with contextlib.redirect_stdout(printed):
         assert train(text, *outputs) == 0
     return losses_in(folder / "loss.json"), printed.getvalue(), folder
@@ -89,24 +106,46 @@ def test_training_writes_losses_a_picture_and_what_it_read(whole, text):
     assert len(losses) == 8
     assert losses[0] == pytest.approx(math.log(256), rel=0.3)
     assert losses[-1] < losses[0] - 0.1
-    records = [json.loads(line) for line in (folder / "loss.json").read_text().splitlines()]
-    assert [record["lr"] for record in records[:4]] == pytest.approx([5e-3 * share for share in (0.25, 0.5, 0.75, 1)])
-    assert records[5]["lr"] == pytest.approx(5e-3 * (0.55 + 0.45 * math.cos(math.pi / 4)))
+    records = [
+        json.loads(line) for line in (folder / "loss.json").read_text().splitlines()
+    ]
+    assert [record["lr"] for record in records[:4]] == pytest.approx(
+        [5e-3 * share for share in (0.25, 0.5, 0.75, 1)]
+    )
+    assert records[5]["lr"] == pytest.approx(
+        5e-3 * (0.55 + 0.45 * math.cos(math.pi / 4))
+    )
     assert records[-1]["validation"] < math.log(256)
-    assert [record["tokens_per_second"] is None for record in records] == [True] * 5 + [False] * 3  # no warm-up
+    assert [record["tokens_per_second"] is None for record in records] == [True] * 5 + [
+        False
+    ] * 3  # no warm-up
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     data = text.read_bytes()
     held_out = len(data) // 20
-    assert f"{len(data) - held_out:,} bytes for training and {held_out:,} for validation, SHA-256 " in printed
+    assert (
+        f"{len(data) - held_out:,} bytes for training and {held_out:,} for validation, SHA-256 "
+        in printed
+    )
     assert "bits/byte" in printed
     assert data[-held_out:][:64].decode() + "|" in printed
 
 
 def test_checkpoint_has_the_keys_of_cs336(saved):
-    block = {f"attn.{name}_proj" for name in "qkv"} | {"attn.output_proj", "ffn.w1", "ffn.w2", "ffn.w3", "ln1", "ln2"}
+    block = {f"attn.{name}_proj" for name in "qkv"} | {
+        "attn.output_proj",
+        "ffn.w1",
+        "ffn.w2",
+        "ffn.w3",
+        "ln1",
+        "ln2",
+    }
     expected = {f"layers.{layer}.{name}.weight" for layer in (0, 1) for name in block}
     keys = torch.load(saved / LAST)["model"].keys()
-    assert keys == expected | {"token_embeddings.weight", "ln_final.weight", "lm_head.weight"}
+    assert keys == expected | {
+        "token_embeddings.weight",
+        "ln_final.weight",
+        "lm_head.weight",
+    }
 
 
 RUN = """
@@ -125,11 +164,22 @@ sys.addaudithook(hook)
 """
 
 
-def test_killed_while_it_writes_a_checkpoint_resumes_to_the_same_losses(whole, text, tmp_path):
+def test_killed_while_it_writes_a_checkpoint_resumes_to_the_same_losses(
+    whole, text, tmp_path
+):
     saved, losses = tmp_path / "saved", tmp_path / "loss.json"
-    options = ["--checkpoint", str(saved), "--json", str(losses), "--every=2", "--keep=3"]
+    options = [
+        "--checkpoint",
+        str(saved),
+        "--json",
+        str(losses),
+        "--every=2",
+        "--keep=3",
+    ]
     send = SEND.format("os.rename", "step-00000006.pt", [int(signal.SIGKILL)])
-    [killed] = run_as_torchrun(RUN.format(send, [*TINY, "--data", str(text), *options]), 1, tmp_path)
+    [killed] = run_as_torchrun(
+        RUN.format(send, [*TINY, "--data", str(text), *options]), 1, tmp_path
+    )
     assert killed.code == -signal.SIGKILL, killed
     assert len(losses_in(losses)) == 6
     assert len(os.listdir(saved)) == 3  # two, and a hidden file
@@ -141,42 +191,79 @@ def test_killed_while_it_writes_a_checkpoint_resumes_to_the_same_losses(whole, t
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_leaves_a_checkpoint_and_a_picture(number, text, tmp_path, monkeypatch):
     at_step(3, lambda: signal.raise_signal(number), monkeypatch)
-    assert train(text, "--checkpoint", tmp_path / "saved", "--plot", tmp_path / "loss.png") == 128 + number
+    assert (
+        train(text, "--checkpoint", tmp_path / "saved", "--plot", tmp_path / "loss.png")
+        == 128 + number
+    )
     assert os.listdir(tmp_path / "saved") == ["step-00000003.pt"]
     assert (tmp_path / "loss.png").exists()
 
 
 def test_second_ctrl_c_ends_the_writing_of_a_checkpoint(text, tmp_path):
-    argv = [*TINY, "--data", str(text), "--checkpoint", str(tmp_path / "saved"), "--every=2"]
+    argv = [
+        *TINY,
+        "--data",
+        str(text),
+        "--checkpoint",
+        str(tmp_path / "saved"),
+        "--every=2",
+    ]
     send = SEND.format("open", ".step-00000004.pt", [int(signal.SIGINT)] * 2)
     [process] = run_as_torchrun(RUN.format(send, argv), 1, tmp_path)
     assert (process.code, process.err) == (130, "train_lm.py: interrupted\n")
     assert os.listdir(tmp_path / "saved") == ["step-00000002.pt"]
 
 
-def test_longer_run_resumes_with_its_own_learning_rate_and_leaves_other_files(saved, text, tmp_path, capsys):
+def test_longer_run_resumes_with_its_own_learning_rate_and_leaves_other_files(
+    saved, text, tmp_path, capsys
+):
     alive = f".{os.getppid()}.step-00000009.pt"  # of a run that is writing it
-    others = [alive, ".step-notes.pt", ".my.step-00000009.pt", "step-00000008.pt.best", "step-99999999x.pt"]
-    for name in (*others, ".4194305.step-00000009.pt"):  # the last of a process that was killed while it wrote
+    others = [
+        alive,
+        ".step-notes.pt",
+        ".my.step-00000009.pt",
+        "step-00000008.pt.best",
+        "step-99999999x.pt",
+    ]
+    for name in (
+        *others,
+        ".4194305.step-00000009.pt",
+    ):  # the last of a process that was killed while it wrote
         (saved / name).touch()
-    options = ["--checkpoint", saved, "--resume", "--keep=1", "--json", tmp_path / "loss.json"]
+    options = [
+        "--checkpoint",
+        saved,
+        "--resume",
+        "--keep=1",
+        "--json",
+        tmp_path / "loss.json",
+    ]
     assert train(text, *options, "--steps=6") == 0
     assert "8 of 6 steps are done" in capsys.readouterr().out
     assert train(text, *options, "--steps=12") == 0
     ninth = json.loads((tmp_path / "loss.json").read_text().splitlines()[8])
-    assert ninth["lr"] == pytest.approx(5e-3 * (0.55 + 0.45 * math.cos(math.pi * 4 / 8)))
+    assert ninth["lr"] == pytest.approx(
+        5e-3 * (0.55 + 0.45 * math.cos(math.pi * 4 / 8))
+    )
     assert sorted(os.listdir(saved)) == sorted([*others, "step-00000012.pt"])
 
 
-def test_output_among_the_text_is_rejected_and_in_a_folder_left_out(saved, text, capsys):
-    mine, outputs = saved / "mine.txt", ["--json", saved / "loss.json", "--checkpoint", saved, "--resume"]
+def test_output_among_the_text_is_rejected_and_in_a_folder_left_out(
+    saved, text, capsys
+):
+    mine, outputs = (
+        saved / "mine.txt",
+        ["--json", saved / "loss.json", "--checkpoint", saved, "--resume"],
+    )
     shutil.copy(text, mine)
     assert "has no text: outputs" in rejected(capsys, "--data", mine, "--json", mine)
     assert mine.read_bytes() == text.read_bytes()
     for _ in range(2):
         assert train(saved, *outputs) == 0
     (saved / "other.json").write_text("{}")
-    assert "was an output written to a folder of --data?" in rejected(capsys, "--data", saved, *outputs)
+    assert "was an output written to a folder of --data?" in rejected(
+        capsys, "--data", saved, *outputs
+    )
 
 
 def test_sample_reaches_an_ascii_terminal(tmp_path, monkeypatch):
@@ -196,21 +283,42 @@ def test_two_processes_train_and_resume_like_one(whole, text, tmp_path, monkeypa
         ["--tp=2", "--checkpoint", str(one), "--resume"],
         ["--dp=2", "--checkpoint", str(two), "--every=5"],
     ):
-        argv = [*TINY, "--data", str(text), *options, "--json", str(tmp_path / "loss.json")]
+        argv = [
+            *TINY,
+            "--data",
+            str(text),
+            *options,
+            "--json",
+            str(tmp_path / "loss.json"),
+        ]
         first, second = run_as_torchrun(RUN.format("", argv), 2, tmp_path)
         assert (first.code, second.code, second.out) == (0, 0, ""), (first, second)
         assert ("2 of 8 steps are done" in first.out) == ("--resume" in options)
         assert losses_in(tmp_path / "loss.json") == pytest.approx(whole[0], rel=1e-5)
     (two / LAST).unlink()
-    assert train(text, "--checkpoint", two, "--resume", "--json", tmp_path / "loss.json") == 0
+    assert (
+        train(text, "--checkpoint", two, "--resume", "--json", tmp_path / "loss.json")
+        == 0
+    )
     assert losses_in(tmp_path / "loss.json") == pytest.approx(whole[0], rel=1e-5)
 
 
 def test_process_that_cannot_write_is_the_only_one_to_report(text, tmp_path):
-    argv = [*TINY, "--steps=40", "--dp=2", "--data", str(text), "--json", str(tmp_path / "loss.json")]
+    argv = [
+        *TINY,
+        "--steps=40",
+        "--dp=2",
+        "--data",
+        str(text),
+        "--json",
+        str(tmp_path / "loss.json"),
+    ]
     limit = 'if os.environ["RANK"] == "0": resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))'
     first, second = run_as_torchrun(RUN.format(limit, argv), 2, tmp_path)
-    assert (first.code, first.err) == (2, f"train_lm.py: error: {tmp_path / 'loss.json'}: File too large\n")
+    assert (first.code, first.err) == (
+        2,
+        f"train_lm.py: error: {tmp_path / 'loss.json'}: File too large\n",
+    )
     assert second.err == ""
 
 
@@ -246,7 +354,9 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("arguments", REJECTED)
-def test_rejection_is_one_line_before_anything_is_allocated(arguments, text, tmp_path, capsys, monkeypatch):
+def test_rejection_is_one_line_before_anything_is_allocated(
+    arguments, text, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     monkeypatch.setattr(session, "train", None)  # a call would be a TypeError
@@ -258,7 +368,9 @@ def test_rejection_is_one_line_before_anything_is_allocated(arguments, text, tmp
 def test_checkpoint_of_another_run_and_a_damaged_one_are_rejected(saved, text, capsys):
     options = ["--data", text, "--checkpoint", saved]
     assert "add --resume" in rejected(capsys, *options)
-    assert "its d_model is 16, but here it is 32" in rejected(capsys, *options, "--resume", "--d-model=32")
+    assert "its d_model is 16, but here it is 32" in rejected(
+        capsys, *options, "--resume", "--d-model=32"
+    )
     size = (saved / LAST).stat().st_size
     for damage in (
         lambda: os.truncate(saved / LAST, size // 2),
@@ -266,16 +378,27 @@ def test_checkpoint_of_another_run_and_a_damaged_one_are_rejected(saved, text, c
         lambda: (saved / LAST).write_text("text"),
     ):
         damage()
-        assert f"{saved / LAST}: the checkpoint is damaged" in rejected(capsys, *options, "--resume")
+        assert f"{saved / LAST}: the checkpoint is damaged" in rejected(
+            capsys, *options, "--resume"
+        )
 
 
-def test_full_disk_is_one_line_and_leaves_the_older_checkpoints(text, tmp_path, capsys, monkeypatch):
+def test_full_disk_is_one_line_and_leaves_the_older_checkpoints(
+    text, tmp_path, capsys, monkeypatch
+):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    at_step(4, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1])), monkeypatch)
+    at_step(
+        4,
+        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1])),
+        monkeypatch,
+    )
     try:
         error = rejected(capsys, "--data", text, "--checkpoint", tmp_path, "--every=3")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert error == f"train_lm.py: error: {tmp_path / 'step-00000006.pt'}: File too large\n"
+    assert (
+        error
+        == f"train_lm.py: error: {tmp_path / 'step-00000006.pt'}: File too large\n"
+    )
     assert os.listdir(tmp_path) == ["step-00000003.pt"]
     assert len(checkpoints.read(tmp_path / "step-00000003.pt")["history"]) == 3

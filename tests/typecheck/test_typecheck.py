@@ -94,11 +94,20 @@ def module(request):
     del sys.modules["users_module"]
 
 
-@pytest.mark.parametrize("module", [SOURCE, "from __future__ import annotations\n" + SOURCE], indirect=True)
+@pytest.mark.parametrize(
+    "module", [SOURCE, "from __future__ import annotations\n" + SOURCE], indirect=True
+)
 def test_typecheck_raises_on_every_mismatch_whatever_was_seen_before(module):
-    x, w, layer, four_wide = torch.ones(2, 3), torch.ones(3), module.Layer(3), module.Layer(4)
+    x, w, layer, four_wide = (
+        torch.ones(2, 3),
+        torch.ones(3),
+        module.Layer(3),
+        module.Layer(4),
+    )
     right = [
-        lambda: module.scale(x, w, factor=2),  # an int is a float: PEP 484's numeric tower
+        lambda: module.scale(
+            x, w, factor=2
+        ),  # an int is a float: PEP 484's numeric tower
         lambda: module.scale(x[0], w),
         lambda: module.first([w, w], None),
         lambda: module.nonzero(torch.tensor([1.0, 0.0, 2.0]), 2),
@@ -152,7 +161,12 @@ def test_typecheck_message_names_function_argument_shape_and_expected_size(modul
         layer(torch.ones(2, width))
         with pytest.raises(TypeCheckError) as caught:
             layer(torch.ones(2, 7 - width))
-        for part in ("users_module.Layer.forward", "parameter 'x'", f"f32[2,{7 - width}]", f"self.width={width}"):
+        for part in (
+            "users_module.Layer.forward",
+            "parameter 'x'",
+            f"f32[2,{7 - width}]",
+            f"self.width={width}",
+        ):
             assert part in str(caught.value)
 
 
@@ -165,7 +179,10 @@ def test_typecheck_raises_the_message_of_python_for_arguments_that_do_not_bind(m
         with pytest.raises(TypeError) as checked:
             call(module.scale)
         assert str(checked.value) == str(of_python.value)
-    with pytest.raises(TypeError, match=r"Block\.__init__\(\) got an unexpected keyword argument 'dropout'"):
+    with pytest.raises(
+        TypeError,
+        match=r"Block\.__init__\(\) got an unexpected keyword argument 'dropout'",
+    ):
         tinyblock.Block(64, 4, dropout=0.1)  # type: ignore[call-arg]
 
 
@@ -173,7 +190,9 @@ def test_typecheck_warns_about_a_module_without_anything_to_check(module):
     typecheck(module)  # a second time, without a warning
     package = types.ModuleType("users_package")
     package.Layer = module.Layer
-    with pytest.warns(UserWarning, match=r"nothing to check in users_package: pass the modules"):
+    with pytest.warns(
+        UserWarning, match=r"nothing to check in users_package: pass the modules"
+    ):
         typecheck(package)
 
 
@@ -203,9 +222,24 @@ def test_typecheck_forgets_signatures_beyond_its_bound():
     module = types.ModuleType("users_module")
     exec(SOURCE, module.__dict__)
     typecheck(module, max_signatures=4)
-    for length in (0, 1, 2, 3, 0, 4, 0):  # the fifth signature clears the four before it
+    for length in (
+        0,
+        1,
+        2,
+        3,
+        0,
+        4,
+        0,
+    ):  # the fifth signature clears the four before it
         module.watched(torch.ones(length))
-    assert [length for [length], _ in itertools.groupby(module.checks)] == [0, 1, 2, 3, 4, 0]
+    assert [length for [length], _ in itertools.groupby(module.checks)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        0,
+    ]
 
 
 def test_typecheck_keeps_names_defaults_and_pickles_and_wraps_once(module):
@@ -241,13 +275,22 @@ def test_typecheck_leaves_private_foreign_and_asynchronous_functions(module):
 
 def test_compiled_calls_run_unchecked_and_raise_the_error_of_the_function(module):
     for number in range(9):  # dynamo recompiles one code object at most eight times
-        exec(f'def f{number}(x: Float[Tensor, " n"], plus: int = 0): return x + {number} + plus', module.__dict__)
+        exec(
+            f'def f{number}(x: Float[Tensor, " n"], plus: int = 0): return x + {number} + plus',
+            module.__dict__,
+        )
     typecheck(module)
     for number in range(9):
-        function = torch.compile(getattr(module, f"f{number}"), fullgraph=True, backend="eager")
-        assert torch.equal(function(torch.ones(3), plus=1), torch.full((3,), number + 2.0))
+        function = torch.compile(
+            getattr(module, f"f{number}"), fullgraph=True, backend="eager"
+        )
+        assert torch.equal(
+            function(torch.ones(3), plus=1), torch.full((3,), number + 2.0)
+        )
     assert not torch._dynamo.utils.counters["graph_break"]
-    with pytest.raises(ValueError, match="3 is too long"):  # in eager mode, where dynamo would trace the checks as well
+    with pytest.raises(
+        ValueError, match="3 is too long"
+    ):  # in eager mode, where dynamo would trace the checks as well
         torch.compile(module.limited, backend="eager")(torch.ones(3))
 
 
@@ -256,13 +299,22 @@ LAYERS: dict[str, Any] = {
     "RMSNorm": tinyblock.RMSNorm,
     "SwiGLU": tinyblock.SwiGLU,
     "FeedForward": tinyblock.FeedForward,
-    "RotaryPositionalEmbedding": lambda size: tinyblock.RotaryPositionalEmbedding(10.0, size, 9),
-    "CausalMultiHeadSelfAttention": lambda size: tinyblock.CausalMultiHeadSelfAttention(size, 2),
+    "RotaryPositionalEmbedding": lambda size: tinyblock.RotaryPositionalEmbedding(
+        10.0, size, 9
+    ),
+    "CausalMultiHeadSelfAttention": lambda size: tinyblock.CausalMultiHeadSelfAttention(
+        size, 2
+    ),
     "Block": lambda size: tinyblock.Block(size, 2),
     "Transformer": lambda size: tinyblock.Transformer(1, size, 2, max_seq_len=9),
 }
 WITH_POSITIONS = list(LAYERS)[3:]
-MISFIT_POSITIONS = [torch.arange(4), torch.zeros(3, 3).long(), torch.tensor(1), [0, 1, 2]]
+MISFIT_POSITIONS = [
+    torch.arange(4),
+    torch.zeros(3, 3).long(),
+    torch.tensor(1),
+    [0, 1, 2],
+]
 
 
 @pytest.mark.parametrize(
@@ -272,7 +324,10 @@ MISFIT_POSITIONS = [torch.arange(4), torch.zeros(3, 3).long(), torch.tensor(1), 
         (LAYERS, r"'x'.*\[2,3,8\].*=8", (X.long(),)),
         (LAYERS, r"'x'.*\[2,3,8\].*=8", (X.to(torch.complex64),)),
         (WITH_POSITIONS, "'x'", (torch.ones(8),)),
-        *((WITH_POSITIONS, "'token_positions'", (X, positions)) for positions in MISFIT_POSITIONS),
+        *(
+            (WITH_POSITIONS, "'token_positions'", (X, positions))
+            for positions in MISFIT_POSITIONS
+        ),
         (["rms_norm"], "'weight'", (X, torch.ones(7))),
         (["glu"], "'w1'", (X, torch.ones(5, 7), torch.ones(5, 8))),
         (["swiglu"], "'w2'", (X, torch.ones(5, 8), torch.ones(5, 8), torch.ones(5, 8))),
@@ -284,7 +339,9 @@ MISFIT_POSITIONS = [torch.arange(4), torch.zeros(3, 3).long(), torch.tensor(1), 
         (["scaled_dot_product_attention"], "'mask'", (X, X, X, torch.ones(3, 2) > 0)),
     ],
 )
-def test_every_layer_and_equation_names_the_argument_that_does_not_fit(names, named, arguments):
+def test_every_layer_and_equation_names_the_argument_that_does_not_fit(
+    names, named, arguments
+):
     for name in names:
         call = LAYERS[name](8) if name in LAYERS else getattr(tinyblock, name)
         with pytest.raises(TypeCheckError, match=f"(?s){name}.*parameter {named}"):
@@ -311,6 +368,11 @@ from tinyblock import Block, rms_norm
 assert "torch.distributed.tensor" not in sys.modules  # whose import takes a second
 assert not any(hasattr(function, "__wrapped__") for function in (rms_norm, Block.forward, Block.__init__))
 """
-    root, env = Path(tinyblock.__path__[0]).parent, os.environ | {"JAXTYPING_DISABLE": "1"}
-    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=root, env=env, check=True)
+    root, env = (
+        Path(tinyblock.__path__[0]).parent,
+        os.environ | {"JAXTYPING_DISABLE": "1"},
+    )
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=root, env=env, check=True
+    )
     assert hasattr(tinyblock.Block.forward, "__wrapped__")

@@ -10,16 +10,24 @@ from tinyblock.vendoring.cli import main
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tinyblock"
 LOCK, LICENSE = "tinyblock.lock", "LICENSE.tinyblock"
-FIRST, LAST = "# first = 1", "# last = 1"  # lines of each file, too far apart to conflict
+FIRST, LAST = (
+    "# first = 1",
+    "# last = 1",
+)  # lines of each file, too far apart to conflict
 FIRST_OF_NEW = "# first = 2, since 0.2.0"
 
 
 def release(folder, version):
     """Copy the package, with these lines in each file."""
     for path in (PACKAGE / "LICENSE", *PACKAGE.rglob("*.py")):
-        copied, text = folder / path.relative_to(PACKAGE), path.read_text(encoding="utf-8")
+        copied, text = (
+            folder / path.relative_to(PACKAGE),
+            path.read_text(encoding="utf-8"),
+        )
         copied.parent.mkdir(parents=True, exist_ok=True)
-        copied.write_text(text.replace("\n\n", f"\n\n{FIRST}\n", 1) + f"{LAST}\n", encoding="utf-8")
+        copied.write_text(
+            text.replace("\n\n", f"\n\n{FIRST}\n", 1) + f"{LAST}\n", encoding="utf-8"
+        )
     return Upstream(folder, version)
 
 
@@ -32,8 +40,13 @@ def edit(path, old, new):
 
 def snapshot(folder):
     """Return the content of all files below a folder, and None for each folder."""
-    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
-    return {name: path.read_bytes() if path.is_file() else None for name, path in paths.items()}
+    paths = {
+        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))
+    }
+    return {
+        name: path.read_bytes() if path.is_file() else None
+        for name, path in paths.items()
+    }
 
 
 class Done(NamedTuple):
@@ -46,7 +59,11 @@ class Done(NamedTuple):
     @property
     def rows(self):
         """What was printed for each file."""
-        return dict(re.split("  +", line, maxsplit=1) for line in self.out.splitlines() if "  " in line)
+        return dict(
+            re.split("  +", line, maxsplit=1)
+            for line in self.out.splitlines()
+            if "  " in line
+        )
 
 
 class Project:
@@ -81,4 +98,8 @@ class Project:
         return self.upstream.find(name).text
 
     def names(self):
-        return {name for name, content in snapshot(self.folder).items() if content is not None} - {LOCK, LICENSE}
+        return {
+            name
+            for name, content in snapshot(self.folder).items()
+            if content is not None
+        } - {LOCK, LICENSE}

@@ -5,7 +5,16 @@ import re
 import shutil
 
 import pytest
-from vendoring.project import FIRST, FIRST_OF_NEW, LAST, LICENSE, LOCK, edit, release, snapshot
+from vendoring.project import (
+    FIRST,
+    FIRST_OF_NEW,
+    LAST,
+    LICENSE,
+    LOCK,
+    edit,
+    release,
+    snapshot,
+)
 
 OURS = "# last = 'ours'"
 
@@ -18,13 +27,21 @@ def test_add_writes_each_file_under_a_header(project):
     assert done.rows == dict.fromkeys({*project.names(), LICENSE}, "copied")
     for name in project.names():
         header = f"# Copied from tinyblock 0.2.0: {name} (license: LICENSE.tinyblock)\n# SPDX-License-Identifier: MIT\n"
-        assert project.path(name).read_text() == header + (project.upstream.root / name).read_text()
-    assert project.path(LICENSE).read_text() == (project.upstream.root / "LICENSE").read_text()
+        assert (
+            project.path(name).read_text()
+            == header + (project.upstream.root / name).read_text()
+        )
+    assert (
+        project.path(LICENSE).read_text()
+        == (project.upstream.root / "LICENSE").read_text()
+    )
     before = snapshot(project.root)
     for lost in ([], ["ffn.py", "contract/harness.py", LICENSE], [LOCK]):
         for name in lost:
             project.path(name).unlink()
-        assert project.add("block", "--with-tests").rows == dict.fromkeys({*lost} - {LOCK}, "copied")
+        assert project.add("block", "--with-tests").rows == dict.fromkeys(
+            {*lost} - {LOCK}, "copied"
+        )
         assert snapshot(project.root) == before
 
 
@@ -55,29 +72,48 @@ def test_diff_shows_edits_and_upstream_changes(project, old):
     edit(project.path("attention.py"), LAST, OURS)
     project.path("rmsnorm.py").unlink()
     folder = project.folder
-    mine, theirs, both = (project.run("diff", folder, *only).out for only in (["--mine"], ["--upstream"], []))
+    mine, theirs, both = (
+        project.run("diff", folder, *only).out
+        for only in (["--mine"], ["--upstream"], [])
+    )
     assert both == mine + theirs
     assert f"--- tinyblock 0.1.0: attention.py\n+++ {folder}/attention.py\n@@" in mine
     lines = re.findall(r"^[-+]# (?:last|first) .*", mine, re.MULTILINE)
     assert lines == [f"-{LAST}", f"+{OURS}", f"-{FIRST}", f"-{LAST}"]
-    assert theirs.startswith("--- tinyblock 0.1.0: attention.py\n+++ tinyblock 0.2.0: attention.py\n@@")
+    assert theirs.startswith(
+        "--- tinyblock 0.1.0: attention.py\n+++ tinyblock 0.2.0: attention.py\n@@"
+    )
     changed = [f"-{FIRST}", f"+{FIRST_OF_NEW}"]
-    assert re.findall(r"^[-+][\w#].*", theirs, re.MULTILINE) == 3 * changed  # of attention, of the harness, of rope
-    assert re.findall(r"^[-+][\w#].*", project.run("diff", folder, "rope").out, re.MULTILINE) == changed
+    assert (
+        re.findall(r"^[-+][\w#].*", theirs, re.MULTILINE) == 3 * changed
+    )  # of attention, of the harness, of rope
+    assert (
+        re.findall(
+            r"^[-+][\w#].*", project.run("diff", folder, "rope").out, re.MULTILINE
+        )
+        == changed
+    )
 
 
-@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])  # as git writes them on Windows, the lock file too
+@pytest.mark.parametrize(
+    "newline", [b"\n", b"\r\n"]
+)  # as git writes them on Windows, the lock file too
 def test_update_merges_edits_with_upstream_changes(newline, project, old):
     project.add("attention", "rope", "ffn", upstream=old)
     for path in project.folder.iterdir():
         path.write_bytes(path.read_bytes().replace(b"\n", newline))
-    first, last = b"# Ours since 2026." + newline, newline + b"a = 1\r" + newline + b"# caf\xe9"
+    first, last = (
+        b"# Ours since 2026." + newline,
+        newline + b"a = 1\r" + newline + b"# caf\xe9",
+    )
     path = project.path("rope.py")
     path.write_bytes(first + path.read_bytes() + last)
     path.chmod(0o440)
     rows = project.run("update", project.folder).rows
     assert rows == {"attention.py": "updated", "rope.py": "merged with your edits"}
-    copied = {name: project.original(name).encode().replace(b"\n", newline) for name in rows}
+    copied = {
+        name: project.original(name).encode().replace(b"\n", newline) for name in rows
+    }
     assert path.read_bytes() == first + copied["rope.py"] + last
     assert path.stat().st_mode & 0o777 == 0o440
     assert project.path("attention.py").read_bytes() == copied["attention.py"]
@@ -103,9 +139,16 @@ def test_update_marks_a_conflict_and_keeps_the_file_before(project, old):
     for part in (mine + theirs, mine, theirs):  # half resolved is not resolved
         edit(conflict, mine + theirs, part)
         before = snapshot(project.root)
-        for command in (["update", project.folder], ["add", "attention", "--to", project.folder]):
+        for command in (
+            ["update", project.folder],
+            ["add", "attention", "--to", project.folder],
+        ):
             done = project.run(*command)
-            assert (done.code, done.rows["attention.py"], snapshot(project.root)) == (1, message, before)
+            assert (done.code, done.rows["attention.py"], snapshot(project.root)) == (
+                1,
+                message,
+                before,
+            )
         project.assert_rejected("has edits", "remove", project.folder, "attention")
         conflict.write_text(marked)
 
@@ -113,13 +156,25 @@ def test_update_marks_a_conflict_and_keeps_the_file_before(project, old):
 def test_update_of_one_layer_includes_its_contract_and_what_these_import(project, old):
     project.add("transformer", "--with-tests", upstream=old)
     expected = {"attention.py", "contract/harness.py"}
-    assert project.run("update", project.folder, "attention", "--dry-run").rows.keys() == expected | {"rope.py"}
-    assert project.run("update", project.folder, "rope").rows.keys() == {"contract/harness.py", "rope.py"}
+    assert project.run(
+        "update", project.folder, "attention", "--dry-run"
+    ).rows.keys() == expected | {"rope.py"}
+    assert project.run("update", project.folder, "rope").rows.keys() == {
+        "contract/harness.py",
+        "rope.py",
+    }
     layers = "rmsnorm, ffn, rope, attention, block, transformer"
-    project.assert_rejected(f"no copy of 'nothing' in .*; it has {layers}\n", "update", project.folder, "nothing")
+    project.assert_rejected(
+        f"no copy of 'nothing' in .*; it has {layers}\n",
+        "update",
+        project.folder,
+        "nothing",
+    )
 
 
-def test_update_restores_missing_copies_and_leaves_alone_what_tinyblock_no_longer_has(project, old):
+def test_update_restores_missing_copies_and_leaves_alone_what_tinyblock_no_longer_has(
+    project, old
+):
     project.add("attention", "rope", "ffn", upstream=old)
     project.path("rope.py").unlink()
     newer = release(project.root / "newer", "9.0.0rc1")
@@ -127,9 +182,17 @@ def test_update_restores_missing_copies_and_leaves_alone_what_tinyblock_no_longe
     (newer.root / "ffn.py").unlink()
     ffn = project.path("ffn.py").read_bytes()
     rows = project.run("update", project.folder, upstream=newer).rows
-    assert rows == {"attention.py": "updated", "ffn.py": "no longer in tinyblock, left as it is", "rope.py": "copied"}
+    assert rows == {
+        "attention.py": "updated",
+        "ffn.py": "no longer in tinyblock, left as it is",
+        "rope.py": "copied",
+    }
     assert project.path("ffn.py").read_bytes() == ffn
-    assert project.run("check", project.folder, upstream=newer) == (0, "4 pristine\n", "")
+    assert project.run("check", project.folder, upstream=newer) == (
+        0,
+        "4 pristine\n",
+        "",
+    )
 
 
 def test_update_brings_what_the_new_version_imports(project):
@@ -138,7 +201,11 @@ def test_update_brings_what_the_new_version_imports(project):
     project.add("block", upstream=older)
     project.path("rmsnorm.py").write_text("mine\n")
     for command in (["update"], ["add", "rmsnorm", "--to"]):
-        project.assert_rejected(r"rmsnorm\.py exists, but is not in tinyblock\.lock: move", *command, project.folder)
+        project.assert_rejected(
+            r"rmsnorm\.py exists, but is not in tinyblock\.lock: move",
+            *command,
+            project.folder,
+        )
     project.path("rmsnorm.py").unlink()
     assert project.run("update", project.folder).rows["rmsnorm.py"] == "copied"
 
@@ -146,19 +213,32 @@ def test_update_brings_what_the_new_version_imports(project):
 def test_update_reports_that_git_is_missing_or_fails(project, old, monkeypatch):
     project.add("attention", "rope", upstream=old)
     project.path("rope.py").write_bytes(b"\0binary")
-    project.assert_rejected(r"git could not merge .*rope\.py: .*binary", "update", project.folder)
+    project.assert_rejected(
+        r"git could not merge .*rope\.py: .*binary", "update", project.folder
+    )
     monkeypatch.setenv("PATH", "")
-    project.assert_rejected(r"rope\.py has edits.*install git", "update", project.folder)
-    assert project.run("update", project.folder, "attention").rows == {"attention.py": "updated"}
+    project.assert_rejected(
+        r"rope\.py has edits.*install git", "update", project.folder
+    )
+    assert project.run("update", project.folder, "attention").rows == {
+        "attention.py": "updated"
+    }
 
 
 def test_update_finishes_what_a_killed_update_began(project, old):
     project.add("attention", "rope", "ffn", upstream=old)
     edit(project.path("rope.py"), LAST, OURS)
-    before = {name: project.path(name).read_bytes() for name in (LOCK, "rope.py", "attention.py")}
+    before = {
+        name: project.path(name).read_bytes()
+        for name in (LOCK, "rope.py", "attention.py")
+    }
     project.run("update", project.folder)
     after = snapshot(project.root)
-    for lost in ([LOCK], [LOCK, "rope.py"], [LOCK, "attention.py"]):  # the lock file is the last to be replaced
+    for lost in (
+        [LOCK],
+        [LOCK, "rope.py"],
+        [LOCK, "attention.py"],
+    ):  # the lock file is the last to be replaced
         for name in lost:
             project.path(name).write_bytes(before[name])
         assert project.run("update", project.folder).code == 0
@@ -167,30 +247,51 @@ def test_update_finishes_what_a_killed_update_began(project, old):
 
 def test_update_keeps_a_header_that_was_edited(project, old):
     project.add("attention", "rope", upstream=old)
-    for name, removed in {"rope.py": r"# SPDX.*\n", "attention.py": r"#.*\n#.*\n"}.items():
-        project.path(name).write_text(re.sub(removed, "", project.path(name).read_text(), count=1))
+    for name, removed in {
+        "rope.py": r"# SPDX.*\n",
+        "attention.py": r"#.*\n#.*\n",
+    }.items():
+        project.path(name).write_text(
+            re.sub(removed, "", project.path(name).read_text(), count=1)
+        )
         assert project.run("update", project.folder, name.removesuffix(".py")).code == 0
-        assert project.path(name).read_text() == re.sub(removed, "", project.original(name), count=1)
+        assert project.path(name).read_text() == re.sub(
+            removed, "", project.original(name), count=1
+        )
 
 
 def test_remove_deletes_copies_without_edits(project):
     project.add("block", "rope", "--with-tests")
-    project.assert_rejected(r"rope\.py is imported by .*attention\.py.*: remove", "remove", project.folder, "rope")
+    project.assert_rejected(
+        r"rope\.py is imported by .*attention\.py.*: remove",
+        "remove",
+        project.folder,
+        "rope",
+    )
     project.path("rope.py").unlink()
     before = snapshot(project.root)
     remove = ("remove", project.folder, "ffn", "block", "rope", "attention")
     dry = project.run(*remove, "--dry-run")
     assert snapshot(project.root) == before
-    names = {f"{folder}{layer}.py" for layer in remove[2:] for folder in ("", "contract/")}
+    names = {
+        f"{folder}{layer}.py" for layer in remove[2:] for folder in ("", "contract/")
+    }
     assert dry.rows == project.run(*remove).rows == dict.fromkeys(names, "removed")
     assert not names & project.names()
     assert project.run("check", project.folder).code == 0
     project.assert_rejected("no copy of 'ffn'", "remove", project.folder, "ffn")
     edit(project.path("rmsnorm.py"), LAST, OURS)
-    project.assert_rejected(r"rmsnorm\.py has edits: delete the file yourself", "remove", project.folder, "rmsnorm")
+    project.assert_rejected(
+        r"rmsnorm\.py has edits: delete the file yourself",
+        "remove",
+        project.folder,
+        "rmsnorm",
+    )
     edit(project.path("rmsnorm.py"), OURS, LAST)
     project.run("remove", project.folder, "rmsnorm")
-    assert snapshot(project.folder) == {"contract": None}  # with the last layer, all that came with it
+    assert snapshot(project.folder) == {
+        "contract": None
+    }  # with the last layer, all that came with it
 
 
 def test_symbolic_links_are_followed_to_the_folder_and_not_inside(project):
@@ -202,27 +303,40 @@ def test_symbolic_links_are_followed_to_the_folder_and_not_inside(project):
         shutil.move(project.path(name), elsewhere)
         project.path(name).symlink_to(elsewhere)
         for command in (["add", "rope", "--with-tests", "--to"], ["update"]):
-            project.assert_rejected("must be a file in .*, got a symbolic link", *command, project.folder)
+            project.assert_rejected(
+                "must be a file in .*, got a symbolic link", *command, project.folder
+            )
         project.path(name).unlink()
         shutil.move(elsewhere, project.path(name))
 
 
-@pytest.mark.parametrize("name", ["../rope.py", "/etc/rope.py", "contract/../../rope.py", "", "contract/../rope.py"])
+@pytest.mark.parametrize(
+    "name",
+    ["../rope.py", "/etc/rope.py", "contract/../../rope.py", "", "contract/../rope.py"],
+)
 def test_paths_of_the_lock_file_cannot_leave_the_folder(name, project):
     project.add("rope")
-    project.path(LOCK).write_text(json.dumps({name: {"version": "0.1.0", "text": "old"}}))
+    project.path(LOCK).write_text(
+        json.dumps({name: {"version": "0.1.0", "text": "old"}})
+    )
     for command in ("check", "update"):
-        project.assert_rejected("must be a file in .*, got .* a path out of it", command, project.folder)
+        project.assert_rejected(
+            "must be a file in .*, got .* a path out of it", command, project.folder
+        )
 
 
 def test_wrong_folder_or_lock_is_rejected_with_the_fix(project):
-    expected = r"there is no tinyblock\.lock in .*: `tinyblock add LAYER --to DIR` writes one"
+    expected = (
+        r"there is no tinyblock\.lock in .*: `tinyblock add LAYER --to DIR` writes one"
+    )
     project.assert_rejected(expected, "check", project.folder)
     project.add("rope")
     for above in (project.root, project.root.parent):
         project.assert_rejected(f"did you mean {project.folder}", "update", above)
     for command in (["check"], ["add", "ffn", "--to"]):
-        project.assert_rejected(r"rope\.py is a file: give the folder", *command, project.path("rope.py"))
+        project.assert_rejected(
+            r"rope\.py is a file: give the folder", *command, project.path("rope.py")
+        )
     for content in ("", "[]", '{"rope.py": {}}', "<<<<<<< HEAD\n{}"):
         project.path(LOCK).write_text(content)
         expected = rf"tinyblock\.lock {'has conflict markers' if '<' in content else 'is damaged'}: restore it"

@@ -31,7 +31,14 @@ def replay(session, project):
             done = project.run(*shlex.split(command)[1:], upstream=Upstream())
             assert done.err == ""
             out, command = done.out, filters or "cat"
-        shell = subprocess.run(command, shell=True, input=out, cwd=project.root, capture_output=True, text=True)
+        shell = subprocess.run(
+            command,
+            shell=True,
+            input=out,
+            cwd=project.root,
+            capture_output=True,
+            text=True,
+        )
         shown.append(f"$ {line}\n{shell.stdout}")
     return "".join(shown)
 
@@ -45,7 +52,9 @@ def test_sessions_print_what_they_show(project, monkeypatch):
     shutil.rmtree("my_project")
     earlier = shutil.copytree(PACKAGE, project.root / "earlier")
     for name in ("ffn.py", "rope.py"):
-        (earlier / name).write_text((PACKAGE / name).read_text() + "# This was the last line once.\n")
+        (earlier / name).write_text(
+            (PACKAGE / name).read_text() + "# This was the last line once.\n"
+        )
     add = ["add", "block", "rope", "--to", "my_project/layers"]
     assert project.run(*add, upstream=Upstream(earlier, "0.0.9")).code == 0
     replay(edit.partition("\n$")[0] + "\n", project)
@@ -53,7 +62,12 @@ def test_sessions_print_what_they_show(project, monkeypatch):
 
 
 def test_project_enables_typecheck_as_shown(project, monkeypatch):
-    [add] = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("tinyblock add")]
+    [add] = [
+        line
+        for block in blocks("sh")
+        for line in block.splitlines()
+        if line.startswith("tinyblock add")
+    ]
     [init] = blocks("python")
     monkeypatch.chdir(project.root)
     assert project.run(*shlex.split(add)[1:], upstream=Upstream()).code == 0
@@ -62,15 +76,35 @@ def test_project_enables_typecheck_as_shown(project, monkeypatch):
     monkeypatch.setitem(sys.modules, "tinyblock", None)  # importing it raises
     block = importlib.import_module("my_project.layers.block").Block(24, 4)
     assert block(torch.randn(3, 24)).shape == (3, 24)
-    with pytest.raises(TypeError, match=r"my_project\.layers\.block\.Block\.forward[^$]*f32\[3,23\]"):
+    with pytest.raises(
+        TypeError, match=r"my_project\.layers\.block\.Block\.forward[^$]*f32\[3,23\]"
+    ):
         block(torch.randn(3, 23))
 
 
 def test_hook_of_jaxtyping_checks_copies_as_shown(project):
-    [line] = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("pytest ")]
-    project.run("add", "rmsnorm", "--to", project.root / "my_project" / "layers", upstream=Upstream())
+    [line] = [
+        line
+        for block in blocks("sh")
+        for line in block.splitlines()
+        if line.startswith("pytest ")
+    ]
+    project.run(
+        "add",
+        "rmsnorm",
+        "--to",
+        project.root / "my_project" / "layers",
+        upstream=Upstream(),
+    )
     norm = "import torch\nfrom my_project.layers.rmsnorm import RMSNorm\n"
-    (project.root / "test_norm.py").write_text(f"{norm}def test(): RMSNorm(8)(torch.ones(2, 9))\n")
+    (project.root / "test_norm.py").write_text(
+        f"{norm}def test(): RMSNorm(8)(torch.ones(2, 9))\n"
+    )
     command = [sys.executable, "-m", *shlex.split(line), "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=project.root, env=WITHOUT_PACKAGE, capture_output=True, text=True)
-    assert re.search(r"E +jaxtyping\.TypeCheckError: .*my_project\.layers\.rmsnorm\.RMSNorm\.forward", done.stdout)
+    done = subprocess.run(
+        command, cwd=project.root, env=WITHOUT_PACKAGE, capture_output=True, text=True
+    )
+    assert re.search(
+        r"E +jaxtyping\.TypeCheckError: .*my_project\.layers\.rmsnorm\.RMSNorm\.forward",
+        done.stdout,
+    )

@@ -17,13 +17,22 @@ LINES = st.lists(st.sampled_from(["a", "b", "c", "", "\tdef f():", "é"]), max_s
 @given(base=LINES, mine=LINES, theirs=LINES)
 def test_merge_loses_nothing_that_either_side_added(base, mine, theirs):
     assume(mine != theirs)
-    mine, theirs = [f"mine {line}" for line in mine], [f"theirs {line}" for line in theirs]
-    ours, before, other = ("".join(f"{line}\n" for line in side) for side in (mine, base, theirs))
+    mine, theirs = (
+        [f"mine {line}" for line in mine],
+        [f"theirs {line}" for line in theirs],
+    )
+    ours, before, other = (
+        "".join(f"{line}\n" for line in side) for side in (mine, base, theirs)
+    )
     text, has_conflicts = merge(ours, before, other, ("mine", "base", "theirs"))
     lines = text.splitlines()
     assert [line for line in lines if line.startswith("mine ")] == mine
     assert [line for line in lines if line.startswith("theirs ")] == theirs
-    has_marks = {"<<<<<<< mine" in lines, ">>>>>>> theirs" in lines, bool(CONFLICT_MARKS.search(text))}
+    has_marks = {
+        "<<<<<<< mine" in lines,
+        ">>>>>>> theirs" in lines,
+        bool(CONFLICT_MARKS.search(text)),
+    }
     assert has_marks == {has_conflicts}
 
 
@@ -31,7 +40,11 @@ def test_merge_loses_nothing_that_either_side_added(base, mine, theirs):
 def test_decode_and_encode_lose_no_byte(content):
     text = decode(content)
     if 2 * content.count(b"\r\n") > content.count(b"\n"):
-        assert encode(text, like=content).replace(b"\r\n", b"\n") == content.replace(b"\r\n", b"\n") == encode(text)
+        assert (
+            encode(text, like=content).replace(b"\r\n", b"\n")
+            == content.replace(b"\r\n", b"\n")
+            == encode(text)
+        )
     else:
         assert encode(text, like=content) == content
 
@@ -43,7 +56,11 @@ def changes(tmp_path):
         (tmp_path / name).write_bytes(b"before")
         (tmp_path / name).chmod(0o640)
     created = dict.fromkeys(("folder/created", "last"), (None, b"after"))
-    contents = {"replaced": (b"before", b"after"), "deleted": (b"before", None), **created}
+    contents = {
+        "replaced": (b"before", b"after"),
+        "deleted": (b"before", None),
+        **created,
+    }
     return {tmp_path / name: change for name, change in contents.items()}
 
 
@@ -62,13 +79,18 @@ def test_replace_all_puts_everything_back_if_one_change_fails(fails, tmp_path, c
 
 
 @pytest.mark.parametrize("name", ["deleted", "folder/created", "last"])
-def test_replace_all_keeps_what_another_program_writes_meanwhile(name, tmp_path, changes):
+def test_replace_all_keeps_what_another_program_writes_meanwhile(
+    name, tmp_path, changes
+):
     def replace(source, target):
         os.replace(source, target)
         if target.name == "replaced":  # the first
             (tmp_path / name).write_bytes(b"of another program")
 
     before = snapshot(tmp_path)
-    with pytest.raises(CommandError, match=f"{name} was changed by another program meanwhile: run the command again"):
+    with pytest.raises(
+        CommandError,
+        match=f"{name} was changed by another program meanwhile: run the command again",
+    ):
         replace_all(tmp_path, changes, replace)
     assert snapshot(tmp_path) == before | {"folder": None, name: b"of another program"}

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from . import harness
-from .harness import EVERY_LAYER, REJECTED, Case, Layer, Shape, State, context, guarantees
+from .harness import (
+    EVERY_LAYER,
+    REJECTED,
+    Case,
+    Layer,
+    Shape,
+    State,
+    context,
+    guarantees,
+)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -31,7 +40,9 @@ def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     return (silu(x @ w1.T) * (x @ w3.T)) @ w2.T
 
 
-def feed_forward(x: Tensor, w1: Tensor, w2: Tensor, activation: Callable[[Tensor], Tensor] = gelu) -> Tensor:
+def feed_forward(
+    x: Tensor, w1: Tensor, w2: Tensor, activation: Callable[[Tensor], Tensor] = gelu
+) -> Tensor:
     return activation(x @ w1.T) @ w2.T
 
 
@@ -43,24 +54,40 @@ def swiglu_cases(ffn: Layer) -> list[Case]:
 
         return Case(ffn.SwiGLU, (5, 7), shape, formula, **about)
 
-    beyond_float16 = case((2, 3, 5), scale=1e3, dtypes=(torch.float64, torch.float32, torch.bfloat16))
+    beyond_float16 = case(
+        (2, 3, 5), scale=1e3, dtypes=(torch.float64, torch.float32, torch.bfloat16)
+    )
     return [case((2, 3, 5)), case((5,)), case((0, 5)), beyond_float16]
 
 
 @guarantees(EVERY_LAYER, of="FeedForward")
 def feed_forward_cases(ffn: Layer) -> list[Case]:
-    def case(shape: Shape, exact: Callable[[Tensor], Tensor] = gelu, **options: Any) -> Case:
+    def case(
+        shape: Shape, exact: Callable[[Tensor], Tensor] = gelu, **options: Any
+    ) -> Case:
         def formula(x: Tensor, state: State) -> Tensor:
             return feed_forward(x, state["w1.weight"], state["w2.weight"], exact)
 
         return Case(ffn.FeedForward, (5, 7), shape, formula, options)
 
     relu = case((2, 3, 5), lambda x: x.clamp(min=0), activation=torch.relu)
-    return [case((2, 3, 5)), case((5,)), case((0, 5)), relu, case((4, 5), silu, activation=nn.SiLU())]
+    return [
+        case((2, 3, 5)),
+        case((5,)),
+        case((0, 5)),
+        relu,
+        case((4, 5), silu, activation=nn.SiLU()),
+    ]
 
 
-def guarantees_function(name: str, formula: Any, *weights: Shape, arguments: tuple[Any, ...] = ((),)) -> None:
-    calls = [([x, *weights], *more) for x in ((2, 3, 5), (5,), (2, 1, 3, 5)) for more in arguments]
+def guarantees_function(
+    name: str, formula: Any, *weights: Shape, arguments: tuple[Any, ...] = ((),)
+) -> None:
+    calls = [
+        ([x, *weights], *more)
+        for x in ((2, 3, 5), (5,), (2, 1, 3, 5))
+        for more in arguments
+    ]
     harness.guarantees_function("ffn", name, formula, *calls)
 
 
@@ -68,7 +95,9 @@ guarantees_function("silu", silu)
 guarantees_function("gelu", gelu)
 guarantees_function("glu", glu, (7, 5), (7, 5))
 guarantees_function("swiglu", swiglu, (7, 5), (5, 7), (7, 5))
-guarantees_function("feed_forward", feed_forward, (7, 5), (5, 7), arguments=((), (torch.relu,)))
+guarantees_function(
+    "feed_forward", feed_forward, (7, 5), (5, 7), arguments=((), (torch.relu,))
+)
 
 
 def guarantees_construction(name: str, default: str, widths: dict[int, int]) -> None:
@@ -80,8 +109,12 @@ def guarantees_construction(name: str, default: str, widths: dict[int, int]) -> 
                 harness.close(weight, torch.empty(d_ff, d_model), math.inf)
 
     invalid = {"d_model": (0, -1), "d_ff": (0, -2)}
-    guarantees(f"initial weights ({name})")(lambda ffn: harness.draws_weights(getattr(ffn, name), 96, 160))
-    guarantees(f"{REJECTED} ({name})")(lambda ffn: harness.rejects(getattr(ffn, name), {"d_model": 4}, **invalid))
+    guarantees(f"initial weights ({name})")(
+        lambda ffn: harness.draws_weights(getattr(ffn, name), 96, 160)
+    )
+    guarantees(f"{REJECTED} ({name})")(
+        lambda ffn: harness.rejects(getattr(ffn, name), {"d_model": 4}, **invalid)
+    )
 
 
 nearest = {512: 1344, 64: 192, 24: 64, 1: 64, 36: 128, 59: 128, 61: 192}

@@ -11,6 +11,8 @@ _LAYERS = load(Path(__file__).parents[1])
 _CHECKED = [prop for prop in PROPERTIES if prop.layer in _LAYERS]
 
 
-@pytest.mark.parametrize("prop", _CHECKED, ids=[f"{prop.layer}: {prop.name}" for prop in _CHECKED])
+@pytest.mark.parametrize(
+    "prop", _CHECKED, ids=[f"{prop.layer}: {prop.name}" for prop in _CHECKED]
+)
 def test_contract(prop: Property) -> None:
     prop.run(_LAYERS)

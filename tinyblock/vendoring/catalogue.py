@@ -18,8 +18,15 @@ from .files import decode
 LICENSE = "LICENSE.tinyblock"
 HEADER = f"# Copied from tinyblock {{version}}: {{name}} (license: {LICENSE})\n# SPDX-License-Identifier: MIT\n"
 LAYER_NAMES = tuple(layer.__name__.rpartition(".")[2] for layer in LAYERS)
-NAMES = (*LAYER_NAMES, "parallelize", "typecheck")  # what `add` accepts; the last two have no contract
-TESTS = ("contract/__init__.py", "contract/test_contract.py")  # these import what runs the contracts
+NAMES = (
+    *LAYER_NAMES,
+    "parallelize",
+    "typecheck",
+)  # what `add` accepts; the last two have no contract
+TESTS = (
+    "contract/__init__.py",
+    "contract/test_contract.py",
+)  # these import what runs the contracts
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,15 @@ class Original:
         found = set[str]()
         for node in ast.walk(ast.parse(self.text)) if self.name.endswith(".py") else ():
             if isinstance(node, ast.ImportFrom) and node.level:
-                modules = [node.module] if node.module else [alias.name for alias in node.names]
-                found |= {PurePosixPath(self.name).with_name(f"{module}.py").as_posix() for module in modules}
+                modules = (
+                    [node.module]
+                    if node.module
+                    else [alias.name for alias in node.names]
+                )
+                found |= {
+                    PurePosixPath(self.name).with_name(f"{module}.py").as_posix()
+                    for module in modules
+                }
         return found
 
 
@@ -56,16 +70,26 @@ class Upstream:
         source = self.root.joinpath("LICENSE" if name == LICENSE else name)
         if not source.is_file():
             return None
-        header = "" if name == LICENSE else HEADER.format(version=self.version, name=name)
+        header = (
+            "" if name == LICENSE else HEADER.format(version=self.version, name=name)
+        )
         return Original(name, self.version, header + decode(source.read_bytes()))
 
     def layer(self, name: str) -> Original:
         """Return the original of a layer, or raise a CommandError that suggests the nearest name."""
         if name in NAMES and (original := self.find(f"{name}.py")):
             return original
-        homes = {public.casefold(): layer.__name__.rpartition(".")[2] for layer in LAYERS for public in layer.__all__}
+        homes = {
+            public.casefold(): layer.__name__.rpartition(".")[2]
+            for layer in LAYERS
+            for public in layer.__all__
+        }
         near = difflib.get_close_matches(name.casefold(), [*NAMES, *homes], n=1)
-        fix = f"did you mean {homes.get(near[0], near[0])}?" if near else f"choose from {', '.join(NAMES)}"
+        fix = (
+            f"did you mean {homes.get(near[0], near[0])}?"
+            if near
+            else f"choose from {', '.join(NAMES)}"
+        )
         raise CommandError(f"there is no layer {name!r}: {fix}")
 
     def with_imports(self, names: Iterable[str], with_tests: bool = False) -> list[str]:
@@ -76,7 +100,11 @@ class Upstream:
         found = [*names, *(TESTS if with_tests else ())]
         for name in found:  # grows during the loop
             original, file = self.find(name), PurePosixPath(name).name
-            needed = {imported for imported in original.imports() if self.find(imported)} if original else set()
+            needed = (
+                {imported for imported in original.imports() if self.find(imported)}
+                if original
+                else set()
+            )
             if file.removesuffix(".py") in LAYER_NAMES:
                 needed |= {file, f"contract/{file}"} if with_tests else {file}
             found += sorted(needed.difference(found))

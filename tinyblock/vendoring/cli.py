@@ -36,7 +36,11 @@ def list_(arguments: argparse.Namespace, upstream: Upstream) -> int:
         layer = upstream.layer(name)
         title = re.split("[:,.]", ast.get_docstring(ast.parse(layer.text)) or "")[0]
         siblings = {file.removesuffix(".py") for file in layer.imports()}
-        indirect = {file.removesuffix(".py") for sibling in siblings for file in upstream.layer(sibling).imports()}
+        indirect = {
+            file.removesuffix(".py")
+            for sibling in siblings
+            for file in upstream.layer(sibling).imports()
+        }
         needs = ", ".join(sorted(siblings - indirect))
         print(f"{name:11}  {title}{needs and f' (needs {needs})'}")
     return 0
@@ -49,15 +53,24 @@ def add(arguments: argparse.Namespace, upstream: Upstream) -> int:
     code = _carry_out(copies, steps, arguments.dry_run)
     copied = {copy.base.name for copy, step in steps.items() if step.done == "copied"}
     if "block.py" in copied and "rope.py" not in copied | copies.originals.keys():
-        print(f"Block adds positions only with rope=; to copy RoPE: tinyblock add rope --to {arguments.folder}")
+        print(
+            f"Block adds positions only with rope=; to copy RoPE: tinyblock add rope --to {arguments.folder}"
+        )
     return code
 
 
 def check(arguments: argparse.Namespace, upstream: Upstream) -> int:
     """Report edited, outdated and missing copies."""
     copies = Copies(arguments.folder, upstream).select(arguments.layers)
-    versions = {copy: f": {copy.base.version} -> {upstream.version}" for copy in copies if "outdated" in copy.state}
-    _print({copy.base.name: copy.state + versions.get(copy, "") for copy in copies}, "pristine")
+    versions = {
+        copy: f": {copy.base.version} -> {upstream.version}"
+        for copy in copies
+        if "outdated" in copy.state
+    }
+    _print(
+        {copy.base.name: copy.state + versions.get(copy, "") for copy in copies},
+        "pristine",
+    )
     accepted = {"pristine"} if arguments.fail_on_edits else {"pristine", "edited"}
     return int(any(copy.state not in accepted for copy in copies))
 
@@ -67,7 +80,9 @@ def diff(arguments: argparse.Namespace, upstream: Upstream) -> int:
     copies = Copies(arguments.folder, upstream).select(arguments.layers)
     edits = [] if arguments.upstream else [copy.edits() for copy in copies]
     changes = [] if arguments.mine else [copy.upstream_changes() for copy in copies]
-    sys.stdout.buffer.write(encode("".join(edits + changes)))  # a patch, independent of the terminal's encoding
+    sys.stdout.buffer.write(
+        encode("".join(edits + changes))
+    )  # a patch, independent of the terminal's encoding
     return 0
 
 
@@ -88,7 +103,10 @@ def verify(arguments: argparse.Namespace, upstream: Upstream) -> int:
     from ..contract.verify import verify
 
     stored = decode(read(Path(arguments.target, SKIP)) or b"").splitlines()
-    skip = [*arguments.skip, *(line for line in stored if line and not line.startswith("#"))]
+    skip = [
+        *arguments.skip,
+        *(line for line in stored if line and not line.startswith("#")),
+    ]
     try:
         return verify(arguments.target, skip, arguments.verbose)
     except (LookupError, ImportError) as error:
@@ -139,41 +157,95 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _parser() -> OneLineParser:
-    parser = OneLineParser("tinyblock", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLES)
+    parser = OneLineParser(
+        "tinyblock",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EXAMPLES,
+    )
     parser.description = "Copy layers into your project, review and merge changes, and verify the copies."
-    parser.add_argument("--version", action="version", version=f"tinyblock {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"tinyblock {__version__}"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     folder, some, dry_run = (OneLineParser(add_help=False) for _ in range(3))
-    folder.add_argument("folder", type=_folder, metavar="DIR", help="the folder of the copies")
-    some.add_argument("layers", nargs="*", metavar="LAYER", help="only these layers (default: all)")
-    dry_run.add_argument("--dry-run", action="store_true", help="print the changes without making them")
+    folder.add_argument(
+        "folder", type=_folder, metavar="DIR", help="the folder of the copies"
+    )
+    some.add_argument(
+        "layers", nargs="*", metavar="LAYER", help="only these layers (default: all)"
+    )
+    dry_run.add_argument(
+        "--dry-run", action="store_true", help="print the changes without making them"
+    )
 
-    def command(run: Callable[[argparse.Namespace, Upstream], int], *parents: OneLineParser) -> OneLineParser:
+    def command(
+        run: Callable[[argparse.Namespace, Upstream], int], *parents: OneLineParser
+    ) -> OneLineParser:
         name, text = run.__name__.strip("_"), run.__doc__
         [example] = re.findall(rf"tinyblock {name}\b.*", EXAMPLES)
-        made = commands.add_parser(name, parents=parents, help=text, description=text, epilog=f"example: {example}")
+        made = commands.add_parser(
+            name,
+            parents=parents,
+            help=text,
+            description=text,
+            epilog=f"example: {example}",
+        )
         made.set_defaults(run=run)
         return made
 
     command(list_)
     made = command(add, dry_run)
     made.add_argument("layers", nargs="+", metavar="LAYER", help=", ".join(NAMES))
-    made.add_argument("--to", dest="folder", required=True, type=_folder, metavar="DIR", help="new or existing folder")
-    made.add_argument("--with-tests", action="store_true", help="also copy the layers' contracts, as pytest files")
-    command(check, folder, some).add_argument("--fail-on-edits", action="store_true", help="also exit with 1 for edits")
+    made.add_argument(
+        "--to",
+        dest="folder",
+        required=True,
+        type=_folder,
+        metavar="DIR",
+        help="new or existing folder",
+    )
+    made.add_argument(
+        "--with-tests",
+        action="store_true",
+        help="also copy the layers' contracts, as pytest files",
+    )
+    command(check, folder, some).add_argument(
+        "--fail-on-edits", action="store_true", help="also exit with 1 for edits"
+    )
     made = command(diff, folder, some)
     made.add_argument("--mine", action="store_true", help="only your edits")
-    made.add_argument("--upstream", action="store_true", help="only changes in tinyblock")
+    made.add_argument(
+        "--upstream", action="store_true", help="only changes in tinyblock"
+    )
     command(update, folder, some, dry_run)
-    command(remove, folder, dry_run).add_argument("layers", nargs="+", metavar="LAYER", help="the layers to delete")
+    command(remove, folder, dry_run).add_argument(
+        "layers", nargs="+", metavar="LAYER", help="the layers to delete"
+    )
     made = command(verify)
-    made.add_argument("target", metavar="DIR|FILE|MODULE", help="a folder, a file, or a name as in `import`")
-    made.add_argument("--skip", action="append", default=[], metavar="PROPERTY", help=f"skip it; DIR/{SKIP} lists more")
-    made.add_argument("-v", "--verbose", action="store_true", help="print all properties (default: those that fail)")
+    made.add_argument(
+        "target",
+        metavar="DIR|FILE|MODULE",
+        help="a folder, a file, or a name as in `import`",
+    )
+    made.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="PROPERTY",
+        help=f"skip it; DIR/{SKIP} lists more",
+    )
+    made.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="print all properties (default: those that fail)",
+    )
     return parser
 
 
 def _folder(text: str) -> Path:
     if not text:
-        raise argparse.ArgumentTypeError("must be a path, got an empty string; for the current folder, give .")
+        raise argparse.ArgumentTypeError(
+            "must be a path, got an empty string; for the current folder, give ."
+        )
     return Path(text)
