@@ -101,7 +101,7 @@ def test_edits_that_change_no_behavior_pass(tmp_path):
         ),
         ("qk_norm: bool = False", '"qk_norm": qk_norm', '"qk_norm": False'),
         ("eps: float = 1e-5", "eps=eps", "eps=1e-5"),
-        ("mask: Any = None", "token_positions, mask), ", "token_positions), "),
+        ("mask: Any = None", "token_positions, mask),", "token_positions),"),
         ("rope: Rope | None = None", "rope=rope", "rope=None"),
         ("norm: Callable[..., nn.Module] = RMSNorm", "norm(", "RMSNorm("),
     ],
@@ -145,7 +145,7 @@ def test_a_copy_may_drop_device_and_dtype(tmp_path):
 
 
 def test_a_transformer_may_have_equal_masks_and_a_table_in_float64(tmp_path):
-    table = "torch.empty(shape, device=device, dtype=torch.float32), persistent=False)"
+    table = "torch.empty(shape, device=device, dtype=torch.float32)"
     size = "        self.d_model, self.max_seq_len = d_model, max_seq_len\n"
     mask = "        self.register_buffer('{}', torch.ones(9, 9, dtype=torch.bool).tril(), persistent=False)\n"
     masks = mask.format("causal") + mask.format("seen")
