@@ -38,7 +38,7 @@ $(VENV)/installed: pyproject.toml
 	$(VENV)/bin/python -m pip install $(TORCH) -e ".[dev]"
 	touch $@
 
-# An extra of pyproject.toml: bench or recipes.
+# An extra of pyproject.toml: bench or examples.
 $(VENV)/installed-%: $(VENV)/installed
 	$(VENV)/bin/python -m pip install $(TORCH) -e ".[dev,$*]"
 	touch $@
