@@ -2,7 +2,7 @@
 
 import sys
 
-from .vendoring.cli import main
+from .copies import main
 
 if __name__ == "__main__":
     sys.exit(main())

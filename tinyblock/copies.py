@@ -1,0 +1,782 @@
+"""The command `tinyblock`: copy layers into a project, and keep the copies up to date.
+
+header    The first lines of a copy: name, version, license, repository, and comments that
+          keep linters and formatters from reporting or changing the copy.
+original  What a release of tinyblock writes as a copy: a header, then the file of the release.
+base      The original that a copy was taken from. A copy minus its base is the user's edits.
+          The original in a later release minus the base is the changes in tinyblock.
+lock      The file `tinyblock.lock` beside the copies, with the version and text of each base.
+          With it, git can merge edits and changes without a network.
+
+A command that writes first makes a plan for all files, and raises its errors before it
+writes one. Then it replaces the files one by one, each in a single step, and updates
+the lock after each file. If it is interrupted, all files are whole, and repeating
+the command completes it. Two commands that write in the same folder take turns.
+
+This file has three parts: releases and copies, the commands, and texts and files.
+"""
+
+import argparse
+import ast
+import difflib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import NoReturn
+
+from . import LAYERS, __version__
+
+try:
+    import fcntl
+except ImportError:  # on Windows, where commands do not take turns
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = "tinyblock.lock"
+LICENSE = "LICENSE.tinyblock"  # the copy of LICENSE
+SKIP = "tinyblock.skip"  # listed properties to skip, in earlier versions
+WITHOUT_CONTRACT = ("parallelize", "typecheck")  # can be copied, but are no layers
+CONFLICT_MARKS = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
+
+# What linters report of every layer, and the text that they report. The header
+# disables a code only in a file with such a text, because ruff also reports
+# codes that are disabled without need.
+LINT_CODES = {
+    "E501": r"^.{89}",  # lines of docstrings are longer than 88
+    "F722": r'Tensor, "[^"]* ',  # names of axes are no Python expression
+    "N812": r"functional as F$",
+}
+
+
+class CommandError(Exception):
+    """A command failed. The message is one line."""
+
+
+# Releases and copies
+
+
+@dataclass(frozen=True)
+class Original:
+    """What a release writes as a copy."""
+
+    name: str  # of the copy, relative to the folder of copies
+    version: str
+    text: str
+
+    @property
+    def label(self) -> str:
+        return f"tinyblock {self.version}: {self.name}"
+
+
+@dataclass(frozen=True)
+class Release:
+    """The tinyblock that copies are taken from. Its files may be in a zip archive."""
+
+    root: Traversable
+    version: str
+    layers: tuple[str, ...]
+    repository: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that `add` accepts."""
+        return (*self.layers, *WITHOUT_CONTRACT)
+
+    def source(self, name: str) -> str | None:
+        """Return the file that is copied as `name`, or None if this release has none."""
+        path = self.root.joinpath("LICENSE" if name == LICENSE else name)
+        return decode(path.read_bytes()) if path.is_file() else None
+
+    def original(self, name: str) -> Original | None:
+        """Return the text to write as `name`, or None if this release has no such file."""
+        source = self.source(name)
+        if source is None:
+            return None
+        header = "" if name == LICENSE else self._header(name, source)
+        return Original(name, self.version, header + source)
+
+    def _header(self, name: str, source: str) -> str:
+        copyright_ = re.search(
+            r"^Copyright .*", self.source(LICENSE) or "", re.MULTILINE
+        )
+        codes = [
+            code
+            for code, pattern in LINT_CODES.items()
+            if re.search(pattern, source, re.MULTILINE)
+        ]
+        lines = [f"Copied from tinyblock {self.version}: {name} (license: {LICENSE})"]
+        if copyright_:
+            lines.append(copyright_[0])
+        lines.append("SPDX-License-Identifier: MIT")
+        if self.repository:
+            lines.append(self.repository)
+        if codes:
+            lines.append(f"flake8: noqa: {', '.join(codes)}")  # ruff reads it, too
+        lines.append("fmt: off")
+        return "".join(f"# {line}\n" for line in lines)
+
+    def file_of(self, layer: str) -> str:
+        """Return the file of a layer, or raise a CommandError that suggests a layer."""
+        if layer in self.names:
+            return f"{layer}.py"
+        homes = {name.casefold(): name for name in self.names}
+        for name in self.names:
+            source = self.source(f"{name}.py") or ""
+            for public in re.findall(r"^(?:class|def) (\w+)", source, re.MULTILINE):
+                homes.setdefault(public.casefold(), name)
+        near = difflib.get_close_matches(layer.casefold(), homes, n=1)
+        fix = f"choose from {', '.join(self.names)}"
+        if near:
+            fix = f"did you mean {homes[near[0]]}?"
+        raise CommandError(f"there is no layer {layer!r}: {fix}")
+
+    def imports(self, name: str) -> set[str]:
+        """Return the files of this release that a file imports."""
+        candidates = relative_imports(name, self.source(name) or "")
+        return {name for name in candidates if self.source(name) is not None}
+
+    def with_imports(self, names: Iterable[str], with_tests: bool = False) -> list[str]:
+        """Return these files and all that they import, layers first.
+
+        With tests, each layer comes with its test, and the tests with what they share.
+        """
+        found = list(names)
+        if with_tests:
+            found += self._shared_by_tests()
+        for name in found:  # which grows
+            needed = self.imports(name)
+            test = f"contract/test_{name}"
+            if with_tests and self.source(test) is not None:
+                needed.add(test)
+            found += sorted(needed.difference(found))
+        return sorted(found, key=lambda name: ("/" in name, name))
+
+    def _shared_by_tests(self) -> list[str]:
+        names = [path.name for path in self.root.joinpath("contract").iterdir()]
+        return [
+            f"contract/{name}"
+            for name in names
+            if name.endswith(".py") and not name.startswith("test_")
+        ]
+
+
+def installed_release() -> Release:
+    """Return the tinyblock that is running."""
+    try:
+        metadata = importlib.metadata.metadata("tinyblock")
+        urls = metadata.get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:  # it runs without installation
+        urls = []
+    labeled = [url.partition(", ") for url in urls]
+    repositories = [
+        url for label, _, url in labeled if label.casefold() == "repository"
+    ]
+    return Release(
+        root=files("tinyblock"),
+        version=__version__,
+        layers=tuple(layer.__name__.rpartition(".")[2] for layer in LAYERS),
+        repository="".join(repositories[:1]),
+    )
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A file in a folder of copies, its base, and its original in this release."""
+
+    path: Path
+    content: bytes | None  # None: the file is missing
+    base: Original
+    original: Original | None  # None: this release has no such file
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def text(self) -> str | None:
+        return None if self.content is None else decode(self.content)
+
+    @property
+    def state(self) -> str:
+        """Return missing, conflict markers, pristine, edited, outdated, or edited, outdated."""
+        if self.text is None:
+            return "missing"
+        if CONFLICT_MARKS.search(self.text):
+            return "conflict markers"
+        states = []
+        if self.text != self.base.text:
+            states.append("edited")
+        if self.changes():
+            states.append("outdated")
+        return ", ".join(states) or "pristine"
+
+    def edits(self) -> str:
+        """Return the user's edits as a unified diff."""
+        path = self.path.as_posix()
+        return unified_diff(self.base.text, self.text or "", self.base.label, path)
+
+    def changes(self) -> str:
+        """Return the changes in tinyblock since the base as a unified diff."""
+        new = self.original or self.base
+        old = self._with_new_version(self.base.text)
+        return unified_diff(old, new.text, self.base.label, new.label)
+
+    def merged(self, new: Original) -> "Step":
+        """Return the step that merges the changes up to `new` with the user's edits."""
+        text, has_conflicts = merge(
+            mine=self._with_new_version(self.text or ""),
+            base=self._with_new_version(self.base.text),
+            theirs=new.text,
+            labels=(self.path.as_posix(), self.base.label, new.label),
+        )
+        done = (
+            "conflict markers: resolve them"
+            if has_conflicts
+            else "merged with your edits"
+        )
+        return Step(self, done, text, new, has_conflicts)
+
+    def _with_new_version(self, text: str) -> str:
+        """Replace the version in the header, so that it neither differs nor conflicts."""
+        new = self.original or self.base
+        return text.replace(self.base.label, new.label, 1)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a command does to one copy."""
+
+    copy: Copy
+    done: str  # in words
+    text: str | None  # of the copy afterwards
+    base: Original  # of the copy afterwards
+    has_conflicts: bool = False
+
+
+def step_to_release(copy: Copy) -> Step:
+    """Return the step that brings a copy to this release, and keeps the user's edits."""
+    new, state = copy.original, copy.state
+    if new is None:
+        return Step(copy, "no longer in tinyblock, left as it is", copy.text, copy.base)
+    if state == "missing":
+        return Step(copy, "copied", new.text, new)
+    if copy.text == new.text:
+        return Step(copy, "up to date", new.text, new)
+    if state == "conflict markers":
+        done = "conflict markers: resolve them"
+        return Step(copy, done, copy.text, copy.base, has_conflicts=True)
+    if state == "outdated":
+        return Step(copy, "updated", new.text, new)
+    if state == "edited":
+        return Step(copy, "edited, kept", copy.text, copy.base)
+    if state == "edited, outdated":
+        return copy.merged(new)
+    return Step(copy, "up to date", copy.text, copy.base)  # only the version differs
+
+
+class Folder:
+    """A folder of copies, and its lock."""
+
+    def __init__(self, path: Path, release: Release) -> None:
+        self.path = path
+        self.release = release
+        lock = self.inside(LOCK)
+        self.has_lock = lock.exists()
+        self.bases = parse_lock(lock) if self.has_lock else {}
+
+    def select(self, layers: Sequence[str] = ()) -> list[Copy]:
+        """Return the copies of these layers and their tests; without layers, all copies."""
+        layer_of = {
+            name: PurePosixPath(name).stem.removeprefix("test_") for name in self.bases
+        }
+        for layer in layers:
+            if layer not in layer_of.values():
+                known = [
+                    name for name in self.release.names if name in layer_of.values()
+                ]
+                raise CommandError(
+                    f"there is no copy of {layer!r} in {self.path}; it has {', '.join(known)}"
+                )
+        return [
+            self.copy(name)
+            for name, layer in layer_of.items()
+            if not layers or layer in layers
+        ]
+
+    def copy(self, name: str) -> Copy:
+        """Return a copy. Raise a CommandError if the file was not copied from tinyblock."""
+        path = self.inside(name)
+        content = path.read_bytes() if path.exists() else None
+        original = self.release.original(name)
+        base = self.bases.get(name, original)
+        if base is None:
+            raise CommandError(f"tinyblock {self.release.version} has no {name}")
+        if name in self.bases or content is None:
+            return Copy(path, content, base, original)
+        if without_header(decode(content)) != without_header(base.text):
+            raise CommandError(
+                f"{path} exists, but is not in {LOCK}: move it to another folder"
+            )
+        return Copy(path, content, base, original)
+
+    def plan(self, names: Iterable[str]) -> list[Step]:
+        """Return the steps that bring these files to this release. Write nothing."""
+        return [self._step(name) for name in names]
+
+    def _step(self, name: str) -> Step:
+        copy = self.copy(name)
+        if name not in self.bases and copy.content is not None:
+            return Step(copy, "recorded", copy.base.text, copy.base)
+        return step_to_release(copy)
+
+    def carry_out(self, steps: Iterable[Step]) -> None:
+        """Write the files, and the lock after each."""
+        for step in steps:
+            copy = step.copy
+            if step.text is not None and step.text != copy.text:
+                replace_file(copy.path, encode(step.text, like=copy.content or b""))
+            if step.base != self.bases.get(copy.name):
+                self.bases[copy.name] = step.base
+                self._write_lock()
+
+    def _write_lock(self) -> None:
+        entries = {
+            name: {"version": base.version, "text": base.text}
+            for name, base in sorted(self.bases.items())
+        }
+        content = json.dumps(entries, indent=1) + "\n"
+        replace_file(self.inside(LOCK), content.encode())
+
+    def inside(self, name: str) -> Path:
+        """Return the path of a file, or raise a CommandError if it is not in the folder."""
+        path = self.path / name
+        if self.path.resolve() not in path.resolve().parents:
+            raise CommandError(f"{path} must be in {self.path}, got {path.resolve()}")
+        return path
+
+
+def parse_lock(path: Path) -> dict[str, Original]:
+    """Return the bases that a lock contains."""
+    text = decode(path.read_bytes())
+    try:
+        entries = json.loads(text)
+        return {
+            name: Original(name, str(entry["version"]), str(entry["text"]))
+            for name, entry in entries.items()
+        }
+    except (ValueError, TypeError, LookupError, AttributeError):
+        what = "has conflict markers" if CONFLICT_MARKS.search(text) else "is damaged"
+        raise CommandError(f"{path} {what}: restore it from your repository") from None
+
+
+def open_folder(path: Path, release: Release) -> Folder:
+    """Return a folder that has a lock, or raise a CommandError."""
+    if path.is_file():
+        raise CommandError(f"{path} is a file: give the folder of the copies")
+    folder = Folder(path, release)
+    if not folder.has_lock:
+        below = [*path.glob(f"*/{LOCK}"), *path.glob(f"*/*/{LOCK}")]
+        fix = "`tinyblock add LAYER --to DIR` writes one"
+        if below:
+            fix = f"did you mean {below[0].parent}?"
+        raise CommandError(f"there is no {LOCK} in {path}: {fix}")
+    return folder
+
+
+# The commands. Each returns its exit code.
+
+EXAMPLES = """examples:
+  tinyblock list
+  tinyblock add rope --to my_project/layers
+  tinyblock check my_project/layers
+  tinyblock diff my_project/layers rope --upstream
+  tinyblock update my_project/layers
+  tinyblock verify my_project/layers -k "not causality"
+
+exit codes: 0 success; 1 findings (an outdated or missing copy, a conflict, a failed
+property); 2 error; 130 interruption
+"""
+
+
+def list_(arguments: argparse.Namespace, release: Release) -> int:
+    """List what can be copied."""
+    for name in release.names:
+        source = release.source(f"{name}.py") or ""
+        title = re.split("[:,.]", ast.get_docstring(ast.parse(source)) or "")[0]
+        siblings = release.imports(f"{name}.py")
+        indirect = set[str]()
+        for sibling in siblings:
+            indirect |= release.imports(sibling)
+        needs = [sibling.removesuffix(".py") for sibling in sorted(siblings - indirect)]
+        note = f" (needs {', '.join(needs)})" if needs else ""
+        print(f"{name:11}  {title}{note}")
+    return 0
+
+
+def add(arguments: argparse.Namespace, release: Release) -> int:
+    """Copy layers, and what they import, into a folder."""
+    path = arguments.folder
+    names = [release.file_of(layer) for layer in arguments.layers]
+    wanted = [*release.with_imports(names, arguments.with_tests), LICENSE]
+    if path.is_file():
+        raise CommandError(f"{path} is a file: give the folder of the copies")
+    path.mkdir(parents=True, exist_ok=True)
+    with exclusive(path):
+        folder = Folder(path, release)
+        steps = folder.plan(wanted)
+        folder.carry_out(steps)
+    print_steps(steps)
+    print_hints(folder, [step for step in steps if step.done == "copied"])
+    return int(any(step.has_conflicts for step in steps))
+
+
+def check(arguments: argparse.Namespace, release: Release) -> int:
+    """Report edited, outdated and missing copies."""
+    copies = open_folder(arguments.folder, release).select(arguments.layers)
+    rows = []
+    for copy in copies:
+        versions = f": {copy.base.version} -> {release.version}"
+        rows.append(
+            (copy.name, copy.state + (versions if "outdated" in copy.state else ""))
+        )
+    print_rows(rows, usual="pristine")
+    accepted = {"pristine"} if arguments.fail_on_edits else {"pristine", "edited"}
+    return int(any(copy.state not in accepted for copy in copies))
+
+
+def diff(arguments: argparse.Namespace, release: Release) -> int:
+    """Show your edits, and later changes in tinyblock."""
+    copies = open_folder(arguments.folder, release).select(arguments.layers)
+    diffs = []
+    if not arguments.upstream:
+        diffs += [copy.edits() for copy in copies]
+    if not arguments.mine:
+        diffs += [copy.changes() for copy in copies]
+    # As bytes: the encoding of the terminal must not change a patch.
+    sys.stdout.buffer.write(encode("".join(diffs)))
+    return 0
+
+
+def update(arguments: argparse.Namespace, release: Release) -> int:
+    """Merge later changes in tinyblock with your edits."""
+    open_folder(arguments.folder, release)
+    with exclusive(arguments.folder):
+        folder = open_folder(arguments.folder, release)
+        names = [copy.name for copy in folder.select(arguments.layers)]
+        steps = folder.plan(release.with_imports(names))
+        folder.carry_out(steps)
+    print_steps(steps)
+    return int(any(step.has_conflicts for step in steps))
+
+
+def verify(arguments: argparse.Namespace, release: Release) -> int:
+    """Test copies, with your edits, against the contracts of tinyblock's layers."""
+    target = arguments.target
+    contract = release.root.joinpath("contract")
+    skip = Path(target, SKIP)
+    if importlib.util.find_spec("pytest") is None:
+        raise CommandError("verify requires pytest: python -m pip install pytest")
+    if not isinstance(contract, Path):
+        raise CommandError(f"verify cannot read {contract}: install tinyblock with pip")
+    if skip.exists():
+        fix = f'tinyblock verify {target} -k "not ..."'
+        print(f"{skip} is no longer read, instead use: {fix}", flush=True)
+    # The user's settings of pytest are not those of the contract.
+    options = ["-c", os.devnull, f"--rootdir={contract}", "-p", "no:cacheprovider"]
+    code = run_pytest([*options, str(contract), "--layers", target, *arguments.pytest])
+    return code if code in (0, 1) else 2
+
+
+RUN_PYTEST = """
+import pathlib, sys, pytest
+code = pytest.main(sys.argv[2:])
+pathlib.Path(sys.argv[1]).write_text(str(int(code)))
+"""
+
+
+def run_pytest(arguments: Sequence[str]) -> int:
+    """Run pytest in another process, and return its exit code.
+
+    The process writes this code to a file, because a copy that calls sys.exit(0) ends
+    the process with 0, too.
+    """
+    environment = os.environ.copy()
+    environment.pop("PYTEST_ADDOPTS", None)
+    with TemporaryDirectory() as folder:
+        report = Path(folder, "exit-code")
+        command = [sys.executable, "-c", RUN_PYTEST, str(report), *arguments]
+        done = subprocess.run(command, env=environment, check=False)
+        if not report.exists():
+            raise CommandError(
+                f"the tests ended early, with exit code {done.returncode}: "
+                "look for a call of sys.exit in the copies"
+            )
+        return int(report.read_text())
+
+
+def print_steps(steps: Sequence[Step]) -> None:
+    print_rows([(step.copy.name, step.done) for step in steps], usual="up to date")
+
+
+def print_rows(rows: Sequence[tuple[str, str]], usual: str) -> None:
+    """Print each outcome that is not the usual one, and the number of usual ones."""
+    for name, outcome in rows:
+        if outcome != usual:
+            print(f"{name:25}  {outcome}")
+    count = sum(outcome == usual for _, outcome in rows)
+    if count:
+        print(f"{count} {usual}")
+
+
+def print_hints(folder: Folder, steps: Sequence[Step]) -> None:
+    """Print what new copies need."""
+    if not steps:
+        return
+    names = [step.copy.name for step in steps]
+    texts = {
+        step.copy.name: step.text or "" for step in steps if step.copy.name != LICENSE
+    }
+    packages = imported_packages(texts.values())
+    if packages:
+        print(f"needs {', '.join(packages)}")
+    relative = [name for name, text in texts.items() if relative_imports(name, text)]
+    if relative and not folder.inside("__init__.py").exists():
+        where = folder.path / "__init__.py"
+        print(f"{relative[0]} imports other copies: create {where}, which may be empty")
+    if "block.py" in names and "rope.py" not in folder.bases:
+        command = f"tinyblock add rope --to {folder.path}"
+        print(f"Block has no positional encoding unless you pass rope=: {command}")
+
+
+def main(argv: Sequence[str] | None = None, release: Release | None = None) -> int:
+    """Run a command with the files of a release (default: this one), and return the exit code."""
+    release = release or installed_release()
+    arguments = parser_of(release).parse_args(argv)
+    try:
+        code: int = arguments.run(arguments, release)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # for example, of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+    except KeyboardInterrupt:
+        print("tinyblock: interrupted", file=sys.stderr)
+        return 130
+    except (CommandError, OSError) as error:
+        print(f"tinyblock: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Report wrong arguments in one line, without the usage, and exit with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def parser_of(release: Release) -> OneLineParser:
+    parser = OneLineParser(
+        "tinyblock",
+        description="Copy layers into your project, and keep the copies up to date.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EXAMPLES,
+    )
+    version = f"tinyblock {release.version}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(run: Callable[[argparse.Namespace, Release], int]) -> OneLineParser:
+        name = run.__name__.strip("_")
+        example = re.search(rf"tinyblock {name}\b.*", EXAMPLES)
+        assert example, name
+        made = commands.add_parser(
+            name,
+            help=run.__doc__,
+            description=run.__doc__,
+            epilog=f"example: {example[0]}",
+        )
+        made.set_defaults(run=run)
+        return made
+
+    def command_on_copies(
+        run: Callable[[argparse.Namespace, Release], int],
+    ) -> OneLineParser:
+        made = command(run)
+        some = "only these layers (default: all)"
+        made.add_argument("folder", type=_path, metavar="DIR", help="folder of copies")
+        made.add_argument("layers", nargs="*", metavar="LAYER", help=some)
+        return made
+
+    command(list_)
+
+    adding = command(add)
+    folder, tests = "new or existing folder", "also copy the tests of the layers"
+    adding.add_argument(
+        "layers", nargs="+", metavar="LAYER", help=", ".join(release.names)
+    )
+    adding.add_argument(
+        "--to", dest="folder", required=True, type=_path, metavar="DIR", help=folder
+    )
+    adding.add_argument("--with-tests", action="store_true", help=tests)
+
+    checking = command_on_copies(check)
+    edits = "also exit with 1 if a copy has edits"
+    checking.add_argument("--fail-on-edits", action="store_true", help=edits)
+
+    diffing = command_on_copies(diff)
+    sides = diffing.add_mutually_exclusive_group()
+    changes = "only changes in tinyblock"
+    sides.add_argument("--mine", action="store_true", help="only your edits")
+    sides.add_argument("--upstream", action="store_true", help=changes)
+
+    command_on_copies(update)
+
+    verifying = command(verify)
+    target = "a folder, a .py file, or an importable name"
+    verifying.add_argument("target", metavar="TARGET", help=target)
+    verifying.add_argument(
+        "pytest",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help='arguments for pytest, such as -k "not causality" or -v',
+    )
+    return parser
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError(
+            "must be a path, got an empty string; for the current folder, give ."
+        )
+    return Path(text)
+
+
+# Texts and files
+
+
+def relative_imports(name: str, text: str) -> set[str]:
+    """Return the files that a file may import; a name from a package need not be a file."""
+    found = set[str]()
+    if not name.endswith(".py"):
+        return found
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = PurePosixPath(name).parents[node.level - 1]
+            modules = [node.module] if node.module else [it.name for it in node.names]
+            found.update((folder / f"{module}.py").as_posix() for module in modules)
+    return found
+
+
+def imported_packages(texts: Iterable[str]) -> list[str]:
+    """Return the packages to install that files import, in order of appearance."""
+    modules = list[str]()
+    for text in texts:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                modules += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                modules.append(node.module or "")
+    packages = [module.partition(".")[0] for module in modules]
+    return [it for it in dict.fromkeys(packages) if it not in sys.stdlib_module_names]
+
+
+def without_header(text: str) -> str:
+    """Remove the comments at the start."""
+    return re.sub(r"\A(#.*\n)*", "", text)
+
+
+def decode(content: bytes) -> str:
+    """Return the text, with "\\n" for "\\r\\n" if most lines end in that; no byte is lost."""
+    text = content.decode(errors="surrogateescape")
+    return text.replace("\r\n", "\n") if newline_of(content) == "\r\n" else text
+
+
+def encode(text: str, like: bytes = b"") -> bytes:
+    """Return the content of a file, with the line endings of `like`."""
+    return text.replace("\n", newline_of(like)).encode(errors="surrogateescape")
+
+
+def newline_of(content: bytes) -> str:
+    return "\r\n" if 2 * content.count(b"\r\n") > content.count(b"\n") else "\n"
+
+
+def unified_diff(old: str, new: str, old_name: str, new_name: str) -> str:
+    """Return the difference of two texts in the format of `git diff`."""
+    old_lines = re.findall(r".*\n|.+", old)
+    new_lines = re.findall(r".*\n|.+", new)
+    lines = list(difflib.unified_diff(old_lines, new_lines, old_name, new_name))
+    for number, line in enumerate(lines):
+        if not line.endswith("\n"):
+            lines[number] = f"{line}\n\\ No newline at end of file\n"
+    return "".join(lines)
+
+
+def merge(
+    mine: str, base: str, theirs: str, labels: tuple[str, str, str]
+) -> tuple[str, bool]:
+    """Merge two texts that come from `base`; return the text and whether it has conflicts."""
+    sides = {"mine": mine, "base": base, "theirs": theirs}
+    command = ["git", "merge-file", "-p", "--diff3"]
+    for label in labels:
+        command += ["-L", label]
+    with TemporaryDirectory() as folder:
+        for name, text in sides.items():
+            path = Path(folder, name)
+            path.write_bytes(encode(text))
+            command.append(str(path))
+        try:
+            done = subprocess.run(command, capture_output=True, check=False)
+        except FileNotFoundError:
+            raise CommandError(
+                f"{labels[0]} has edits to merge with changes in tinyblock: install git"
+            ) from None
+    if not 0 <= done.returncode < 128:  # else the number of conflicts
+        reason = decode(done.stderr) or f"exit code {done.returncode}"
+        raise CommandError(f"git could not merge {labels[0]}: {reason}")
+    return decode(done.stdout), done.returncode > 0
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file in one step: other programs see the old content or the new one.
+
+    A process that is killed may leave the temporary file, which the next one replaces.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    temporary.write_bytes(content)
+    if path.exists():
+        shutil.copymode(path, temporary)  # now, because the mode may be read-only
+    os.replace(temporary, path)
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Wait until no other command writes in the folder.
+
+    The system keeps this lock with the process: it ends when the process is killed.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another tinyblock in {folder}", file=sys.stderr)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
