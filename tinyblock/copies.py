@@ -494,7 +494,11 @@ def verify(arguments: argparse.Namespace, release: Release) -> int:
         print(f"{skip} is no longer read, instead use: {fix}", flush=True)
     # The user's settings of pytest are not those of the contract.
     options = ["-c", os.devnull, f"--rootdir={contract}", "-p", "no:cacheprovider"]
-    code = run_pytest([*options, str(contract), "--layers", target, *arguments.pytest])
+    tests = [
+        str(contract),
+        f"--layers={target}",
+    ]  # "=", or pytest looks for tests there
+    code = run_pytest([*options, *tests, *arguments.pytest])
     return code if code in (0, 1) else 2
 
 
@@ -550,7 +554,9 @@ def print_hints(folder: Folder, steps: Sequence[Step]) -> None:
     packages = imported_packages(texts.values())
     if packages:
         print(f"needs {', '.join(packages)}")
-    relative = [name for name, text in texts.items() if relative_imports(name, text)]
+    # Tests have an __init__.py of their own.
+    layers = [name for name in texts if "/" not in name]
+    relative = [name for name in layers if relative_imports(name, texts[name])]
     if relative and not folder.inside("__init__.py").exists():
         where = folder.path / "__init__.py"
         print(f"{relative[0]} imports other copies: create {where}, which may be empty")
