@@ -19,9 +19,9 @@ def ruff(*arguments):
 
 def reported_codes(folder, *options):
     """Return the codes that ruff reports for each file."""
-    options = ["--isolated", "--no-cache", "--output-format", "json", *options]
+    command = ["--isolated", "--no-cache", "--output-format", "json", *options]
     codes = {path.name: set() for path in folder.iterdir()}
-    for finding in json.loads(ruff("check", *options, folder)):
+    for finding in json.loads(ruff("check", *command, folder)):
         codes[finding["filename"].rpartition("/")[2]].add(finding["code"])
     return codes
 
