@@ -271,7 +271,7 @@ def all_inputs_of(length):
 
 def test_compiles_with_positions_and_mask_to_one_graph(attention):
     layer, _, _, _ = prepare(attention, "RoPE, positions, mask")
-    check_compiles(layer, all_inputs_of)
+    check_compiles(layer, all_inputs_of, (5, 8, 13))
 
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "qk_norm": True}], ids=str)
