@@ -1,0 +1,588 @@
+"""What every layer is checked for, and the seeded inputs and weights of these checks.
+
+A formula is a function `formula(x, weights, **inputs)`. It is written as in the paper, and computes in the dtype of `x`.
+`weights` are the layer's, by their names in the state dict. `inputs` are further arguments of the layer's forward, such as
+`mask`. A result is compared with that of the formula in float64.
+
+A copy of a layer may drop what its project does not need. A test that needs a dropped option or function is skipped.
+"""
+
+import copy
+import inspect
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float64, torch.float32, *HALVES)
+
+# Allowed errors, in units of the dtype's precision times the largest component. In float64 the formula rounds as
+# often as the layer does. RoPE multiplies its own rounding by positions of up to 200.
+UNITS = {torch.float64: 4096, torch.float32: 16}
+UNITS_ON_CUDA = 10  # times more, as its kernels sum in another order
+
+EPS = 1e-5
+
+Weights = dict[str, Tensor]
+Inputs = Mapping[str, Tensor]  # token_positions, mask
+Formula = Callable[..., Tensor]
+
+
+# Inputs and weights.
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """Return seeded normal numbers in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def fill(module: nn.Module) -> None:
+    """Draw weights that keep the length of a vector, and gains around 1, the n-th parameter from seed n."""
+    for seed, parameter in enumerate(module.parameters()):
+        weight = randn(*parameter.shape, seed=seed) / math.sqrt(parameter.shape[-1])
+        if parameter.ndim == 1:
+            weight += 1
+        parameter.data.copy_(weight)
+
+
+def find(layer: Any, name: str) -> Any:
+    """Return a class or a function of a layer's file; skip the test if this copy has dropped it."""
+    if not hasattr(layer, name):
+        pytest.skip(f"{name} is not in this copy")
+    return getattr(layer, name)
+
+
+def require_options(function: Any, *names: str) -> None:
+    """Skip the test unless a function, or a class, takes these arguments."""
+    parameters = inspect.signature(function).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return
+    for name in names:
+        if name not in parameters:
+            pytest.skip(f"{function.__qualname__} has no {name} in this copy")
+
+
+def construct(layer: Any, name: str, *arguments: Any, **options: Any) -> Any:
+    """Build a class of a layer's file; skip the test if this copy has dropped the class or an option."""
+    cls = find(layer, name)
+    require_options(cls, *options)
+    if "eps" in inspect.signature(cls).parameters:
+        options.setdefault("eps", EPS)  # a copy may have another default
+    return cls(*arguments, **options)
+
+
+def build(layer: Any, name: str, *arguments: Any, **options: Any) -> Any:
+    """Construct a layer in float64, with the weights of `fill`."""
+    module = construct(layer, name, *arguments, **options).double()
+    fill(module)
+    return module
+
+
+class FunctionLayer(nn.Module):
+    """A function as a layer: its further tensors are the weights. The layer ignores all inputs but `x`."""
+
+    def __init__(self, function: Any, *shapes: tuple[int, ...], **options: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.options = options
+        weights = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
+        self.weights = nn.ParameterList(weights)
+        fill(self)
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self.function(x, *self.weights, **self.options)
+
+
+def without_dropout(module: nn.Module, x: Tensor, inputs: Inputs) -> nn.Module:
+    """Return the module, in eval mode if it draws random numbers in training."""
+    before = torch.get_rng_state()
+    trial = copy.deepcopy(module)  # a first call may change the module
+    trial(x.detach().clone(), **inputs)
+    if not torch.equal(before, torch.get_rng_state()):
+        module.eval()
+    return module
+
+
+# Comparisons.
+
+
+def largest(tensor: Tensor) -> float:
+    return tensor.detach().abs().max().item() if tensor.numel() else 0.0
+
+
+def check_shape(name: str, actual: Tensor, expected: Tensor) -> None:
+    got = tuple(actual.shape)
+    wanted = tuple(expected.shape)
+    assert got == wanted, f"{name}: got shape {got}, expected {wanted}"
+
+
+def describe_worst(name: str, actual: Tensor, expected: Tensor, excess: Tensor) -> str:
+    """Show the component with the largest excess."""
+    index = torch.unravel_index(excess.argmax(), excess.shape)
+    at = tuple(int(i) for i in index)
+    got = actual[at].item()
+    wanted = expected[at].item()
+    return f"{name} at {list(at)}: got {got:.9g}, expected {wanted:.9g}"
+
+
+def check_close(
+    name: str, actual: Tensor, expected: Tensor, allowed: float | Tensor
+) -> None:
+    """Require the absolute error of each component to be at most `allowed`."""
+    check_shape(name, actual, expected)
+    got = actual.detach().cpu().double()
+    wanted = expected.detach().cpu().double()
+    excess = (got - wanted).abs().nan_to_num(math.inf) - allowed
+    if excess.numel() and excess.max() > 0:
+        bound = torch.as_tensor(allowed).max()
+        worst = describe_worst(name, got, wanted, excess)
+        raise AssertionError(f"{worst}, with an error of at most {bound:.1e}")
+
+
+def root_mean_square(tensor: Tensor) -> float:
+    return tensor.detach().double().square().mean().sqrt().item()
+
+
+def check_close_in_half(
+    name: str, actual: Tensor, exact: Tensor, rounded: Tensor, floor: float
+) -> None:
+    """Require at most three times the error of the formula in the same dtype.
+
+    `rounded` is the result of that formula. An error of one rounding is allowed in any case, as few components may all be
+    exact in the formula, and so is `floor`.
+    """
+    check_shape(name, actual, exact)
+    if not exact.numel():
+        return
+    got = actual.detach().cpu().double()
+    error = root_mean_square(got - exact)
+    usual = root_mean_square(rounded - exact)
+    one_rounding = torch.finfo(rounded.dtype).eps * root_mean_square(exact)
+    allowed = max(3 * usual, one_rounding, floor)
+    if not error <= allowed:
+        excess = (got - exact).abs().nan_to_num(math.inf)
+        worst = describe_worst(name, got, exact, excess)
+        raise AssertionError(
+            f"{worst}; root mean square error {error:.1e}, expected at most {allowed:.1e}"
+        )
+
+
+def half_a_unit(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the error of one rounding to a dtype, and of the float32 computation before it."""
+    info = torch.finfo(dtype)
+    exponent = exact.abs().clamp(min=info.smallest_normal).log2().floor()
+    before = 8 * torch.finfo(torch.float32).eps * largest(exact)
+    return info.eps / 2 * 2.0**exponent + before
+
+
+# The equation.
+
+
+def add_gradients(
+    result: Tensor, x: Tensor, weights: Weights, dtype: torch.dtype
+) -> Weights:
+    """Return the result, and the gradients of x and of each weight, by name.
+
+    The gradient of the result has seed 9, and is rounded to a dtype.
+    """
+    leaves = {"gradient of x": x}
+    for name, weight in weights.items():
+        leaves[f"gradient of {name}"] = weight
+    of_result = randn(*result.shape, seed=9).to(dtype).to(result)
+    found = torch.autograd.grad(
+        result, list(leaves.values()), of_result, materialize_grads=True
+    )
+    return {"result": result.detach(), **dict(zip(leaves, found, strict=True))}
+
+
+class Reference:
+    """The result and the gradients of a formula, which a layer must return in a dtype."""
+
+    def __init__(
+        self,
+        formula: Formula,
+        module: nn.Module,
+        x: Tensor,
+        inputs: Inputs,
+        dtype: torch.dtype,
+    ) -> None:
+        self.dtype = dtype
+        self.exact = self.evaluate(formula, module, x, inputs, torch.float64)
+        if dtype in HALVES:
+            self.rounded = self.evaluate(formula, module, x, inputs, dtype)
+
+    def evaluate(
+        self,
+        formula: Formula,
+        module: nn.Module,
+        x: Tensor,
+        inputs: Inputs,
+        dtype: torch.dtype,
+    ) -> Weights:
+        x = x.detach().to(dtype).requires_grad_()
+        weights = {}
+        for name, weight in module.named_parameters():
+            weights[name] = weight.detach().to(dtype).requires_grad_()
+        try:
+            result = formula(x, weights, **inputs)
+        except KeyError:
+            names = ", ".join(weights)
+            pytest.skip(f"the weights of this copy have other names: {names}")
+        return add_gradients(result, x, weights, self.dtype)
+
+    def check(self, actual: Weights) -> None:
+        """Compare results by name."""
+        eps = torch.finfo(self.dtype).eps
+        for name, tensor in actual.items():
+            exact = self.exact[name]
+            rounding = eps * self.size_of(name)
+            if self.dtype in HALVES:
+                # Terms of the size of another gradient may cancel out.
+                floor = 0.0 if name == "result" else rounding
+                check_close_in_half(name, tensor, exact, self.rounded[name], floor)
+            else:
+                factor = UNITS_ON_CUDA if tensor.is_cuda else 1
+                allowed = UNITS[self.dtype] * factor * rounding
+                check_close(name, tensor, exact, allowed)
+
+    def size_of(self, name: str) -> float:
+        """Return the largest component of the result, or of all gradients."""
+        if name == "result":
+            return largest(self.exact[name])
+        return max(largest(self.exact[other]) for other in self.exact)
+
+
+def check_unchanged(before: Inputs, after: Inputs) -> None:
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name].cpu()), f"{name} was modified"
+
+
+Call = Callable[..., Tensor]  # call(module, x, **inputs)
+
+
+def compare(
+    module: nn.Module,
+    formula: Formula,
+    x: Tensor,
+    inputs: Inputs,
+    dtype: torch.dtype,
+    call: Call = nn.Module.__call__,
+    device: str = "cpu",
+) -> None:
+    """Compare a layer with its formula: result, gradients, and the result in eval mode. No input may be modified.
+
+    `dtype` is the one in which the layer computes.
+    """
+    reference = Reference(formula, module, x, inputs, dtype)
+    module = without_dropout(module, x, inputs).to(device)
+    before = {"x": x.clone(), **inputs}
+    given = {name: tensor.to(device, copy=True) for name, tensor in before.items()}
+    leaf = given["x"].requires_grad_()
+
+    result = call(module, **given)
+    check_unchanged(before, given)
+    if dtype == x.dtype:  # not under autocast
+        assert result.dtype == dtype, f"result: got {result.dtype}, expected {dtype}"
+    weights = dict(module.named_parameters())
+    reference.check(add_gradients(result, leaf, weights, dtype))
+
+    module.eval()
+    odd_offset = torch.cat((x[..., :1], x), dim=-1).to(device)[..., 1:]
+    with torch.no_grad():
+        result = call(module, **{**given, "x": odd_offset})
+    check_unchanged(before, {**given, "x": odd_offset})
+    reference.check({"result": result})
+
+
+def check_equation(
+    module: nn.Module, formula: Formula, x: Tensor, dtype: torch.dtype, **inputs: Tensor
+) -> None:
+    """Compare result and gradients with the formula in float64, also in eval mode and for x at an odd offset.
+
+    bfloat16 and float16 may have three times the error of the formula in that dtype.
+    """
+    compare(module.to(dtype), formula, x.to(dtype), inputs, dtype)
+
+
+def check_on_cuda(
+    module: nn.Module, formula: Formula, x: Tensor, dtype: torch.dtype, **inputs: Tensor
+) -> None:
+    """Check the equation on CUDA, if there is a GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("CUDA is not available")
+    if torch.__version__.startswith("2.9.") and dtype in HALVES and not x.numel():
+        pytest.skip("flash attention of torch 2.9 rejects empty batches")  # 165944
+    compare(module.to(dtype), formula, x.to(dtype), inputs, dtype, device="cuda")
+
+
+def check_autocast(
+    module: nn.Module, formula: Formula, x: Tensor, **inputs: Tensor
+) -> None:
+    """Check the equation in bfloat16, for a layer in float32 under autocast. Warnings are errors."""
+
+    def call(module: nn.Module, x: Tensor, **inputs: Tensor) -> Tensor:
+        with warnings.catch_warnings(action="error"):
+            with torch.autocast("cpu", torch.bfloat16):
+                return module(x, **inputs)
+
+    compare(module.float(), formula, x.float(), inputs, torch.bfloat16, call)
+
+
+def check_checkpointing(
+    module: nn.Module, formula: Formula, x: Tensor, **inputs: Tensor
+) -> None:
+    """Check the equation if the backward pass computes the layer again."""
+
+    def call(module: nn.Module, x: Tensor, **inputs: Tensor) -> Tensor:
+        return checkpoint(module, x, use_reentrant=False, **inputs)
+
+    compare(module.float(), formula, x.float(), inputs, torch.float32, call)
+
+
+def check_rounds_once(
+    module: nn.Module, formula: Formula, x: Tensor, dtype: torch.dtype, **inputs: Tensor
+) -> None:
+    """Require the result in a half precision to be the exact one, rounded."""
+    module = module.to(dtype)
+    x = x.to(dtype)
+    reference = Reference(formula, module, x, inputs, dtype)
+    exact = reference.exact["result"]
+    check_close("result", module(x, **inputs), exact, half_a_unit(exact, dtype))
+
+
+def check_function(
+    function: Any,
+    formula: Formula,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    **options: Any,
+) -> None:
+    """Check the equation of a function of tensors of these shapes."""
+    require_options(function, *options)
+
+    def of_weights(x: Tensor, weights: Weights) -> Tensor:
+        return formula(x, *weights.values(), **options)
+
+    layer = FunctionLayer(function, *shapes[1:], **options)
+    check_equation(layer, of_weights, randn(*shapes[0]), dtype)
+
+
+# torch.compile.
+
+
+@contextmanager
+def compiled(module: nn.Module, fullgraph: bool) -> Iterator[tuple[Any, Any]]:
+    """Yield the compiled module, and what counts its graphs. The graphs run torch's own operations."""
+    with warnings.catch_warnings():
+        # The compiler's own imports use deprecated functions.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch._dynamo.testing import CompileCounter
+
+        graphs = CompileCounter()
+        torch._dynamo.reset()
+        yield torch.compile(module, fullgraph=fullgraph, backend=graphs), graphs
+    torch._dynamo.reset()
+
+
+def check_compiles(
+    module: nn.Module,
+    inputs_of: Callable[[int], dict[str, Tensor]],
+    lengths: Sequence[int] = (5, 8, 1, 13),
+) -> None:
+    """Require one graph for the first length, one for any other, and one for a single token.
+
+    `inputs_of` returns the arguments of the layer for a number of tokens.
+    """
+    module = module.float()
+    with compiled(module, fullgraph=True) as (run, graphs):
+        for length in lengths:
+            inputs = inputs_of(length)
+            inputs["x"] = inputs["x"].float()
+            require_options(module.forward, *inputs)
+            expected = module(**inputs)
+            error = 64 * torch.finfo(torch.float32).eps * largest(expected)
+            check_close(f"{length} tokens", run(**inputs), expected, error)
+    allowed = 3 if 1 in lengths else 2
+    got = graphs.frame_count
+    assert got <= allowed, f"{got} graphs for {lengths} tokens, expected {allowed}"
+
+
+# Construction.
+
+
+def check_weight_names(module: nn.Module, *names: str) -> None:
+    """Require these keys of the state dict, and no others."""
+    got = ", ".join(sorted(module.state_dict()))
+    wanted = ", ".join(sorted(names))
+    assert got == wanted, f"the state dict has {got or 'no keys'}, expected {wanted}"
+
+
+def check_placement(layer: Any, name: str, *arguments: Any, **options: Any) -> None:
+    """Require parameters of the dtype and on the device that are passed, and tables on the device.
+
+    Boolean tables may be anywhere.
+    """
+    if any(True for _ in construct(layer, name, *arguments, **options).parameters()):
+        options["dtype"] = torch.bfloat16
+    module = construct(layer, name, *arguments, device="meta", **options)
+    for key, parameter in module.named_parameters():
+        assert parameter.is_meta, f"{key} is on {parameter.device}, expected meta"
+        dtype = parameter.dtype
+        assert dtype == torch.bfloat16, f"{key} is {dtype}, expected torch.bfloat16"
+    for key, table in module.named_buffers():
+        is_placed = table.is_meta or table.dtype == torch.bool
+        assert is_placed, f"{key} is on {table.device}, expected meta"
+
+
+def check_initial_weights(module: nn.Module) -> None:
+    """Require gains of 1, and other weights from a normal of variance 2 / (d_in + d_out), cut at three deviations.
+
+    The same holds after `reset_parameters`, where every parameter was NaN.
+    """
+    for name, parameter in module.named_parameters():
+        check_initial(name, parameter.detach().double())
+    for parameter in module.parameters():
+        parameter.data.fill_(math.nan)
+    find(module, "reset_parameters")()
+    for name, parameter in module.named_parameters():
+        check_initial(f"{name} after reset", parameter.detach().double())
+
+
+def check_initial(name: str, weight: Tensor) -> None:
+    if weight.ndim == 1:
+        check_close(name, weight, torch.ones_like(weight), 0)
+        return
+    # Cut at 3, a normal has a deviation of 0.98658 and a kurtosis of 2.83. Five standard errors are allowed.
+    unit = weight / math.sqrt(2 / sum(weight.shape))
+    error = 5 / math.sqrt(weight.numel())
+    check_close(f"mean of {name}", unit.mean(), torch.tensor(0.0), error)
+    check_close(f"deviation of {name}", unit.std(), torch.tensor(0.98658), 0.67 * error)
+    furthest = largest(unit)
+    assert furthest <= 3 + 1e-6, f"{name}: got {furthest} deviations, expected 3"
+
+
+# Rejections.
+
+
+def show(value: Any) -> str:
+    if isinstance(value, Tensor) and value.numel() > 20:
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    if isinstance(value, Tensor):
+        return f"{value.tolist()} of {value.dtype}"
+    return str(getattr(value, "__name__", value))
+
+
+def show_call(function: Any, arguments: dict[str, Any]) -> str:
+    owner = type(function) if isinstance(function, nn.Module) else function
+    shown = [f"{name}={show(argument)}" for name, argument in arguments.items()]
+    return f"{owner.__name__}({', '.join(shown)})"
+
+
+def check_rejects(
+    function: Any,
+    value: Any,
+    errors: tuple[type[Exception], ...] = (ValueError,),
+    **arguments: Any,
+) -> None:
+    """Require an error, a ValueError by default, whose message has a value, unless that is None."""
+    call = show_call(function, arguments)
+    try:
+        function(**arguments)
+    except errors as error:
+        number = rf"(?<![\w.]){re.escape(str(value))}(?!\w|\.\d)"
+        is_named = value is None or re.search(number, str(error))
+        assert is_named, f"{call} raised {str(error)!r}, expected {value} in the message"
+    else:
+        raise AssertionError(f"{call} was accepted, expected an error")
+
+
+def check_rejects_option(
+    layer: Any, name: str, valid: dict[str, Any], option: str, value: Any
+) -> None:
+    """Require a layer's constructor to reject a value in place of a valid one, and to name it."""
+    cls = find(layer, name)
+    require_options(cls, option)
+    check_rejects(cls, value, **{**valid, option: value})
+
+
+def check_rejects_input(
+    module: nn.Module, value: Any, by_torch: bool = False, **arguments: Tensor
+) -> None:
+    """Require a layer to reject an input and to name a value, also where it is compiled.
+
+    `by_torch`: in the compiled layer, any error of torch will do.
+    """
+    require_options(module.forward, *arguments)
+    check_rejects(module, value, **arguments)
+    with compiled(module, fullgraph=False) as (run, _), torch.no_grad():
+        if by_torch:
+            errors = (RuntimeError, IndexError, ValueError)
+            check_rejects(run, None, errors, **arguments)
+        else:
+            check_rejects(run, value, **arguments)
+
+
+# Layers over a sequence.
+
+
+def first_tokens(inputs: Inputs, count: int) -> Inputs:
+    """Return the inputs of the first tokens of a sequence."""
+    tokens = slice(count)
+    first = {}
+    for name, tensor in inputs.items():
+        if name == "mask":
+            first[name] = tensor[..., tokens, tokens]
+        else:
+            first[name] = tensor[..., tokens]
+    return first
+
+
+def check_same(name: str, actual: Tensor, expected: Tensor) -> None:
+    """Compare two results of one layer in float64."""
+    allowed = UNITS[torch.float64] * torch.finfo(torch.float64).eps * largest(expected)
+    check_close(name, actual, expected, allowed)
+
+
+def check_causality(module: nn.Module, x: Tensor, **inputs: Tensor) -> None:
+    """Require the result for the first tokens not to depend on later tokens."""
+    without_dropout(module, x, inputs)
+    whole = module(x, **inputs)
+    for count in range(1, x.shape[-2]):
+        alone = module(x[..., :count, :], **first_tokens(inputs, count))
+        name = f"the first {count} tokens with later ones"
+        check_same(name, whole[..., :count, :], alone)
+
+
+def check_masks(module: nn.Module, x: Tensor, **inputs: Tensor) -> None:
+    """Require a mask of True to change nothing, and a mask to hide what keys contain."""
+    require_options(module.forward, "mask")
+    without_dropout(module, x, inputs)
+    length = x.shape[-2]
+    everything = torch.ones(length, length, dtype=torch.bool)
+    masked = module(x, **{**inputs, "mask": everything})
+    check_same("with a mask of True", masked, module(x, **inputs))
+
+    hidden = {**inputs, "mask": torch.arange(length)[None] >= 2}
+    others = randn(*x[..., :2, :].shape, seed=7)
+    changed = torch.cat((others, x[..., 2:, :]), dim=-2)
+    results = [module(tensor, **hidden)[..., 2:, :] for tensor in (changed, x)]
+    check_same("after a change of two hidden tokens", *results)
+
+
+def check_relative_positions(module: nn.Module, x: Tensor) -> None:
+    """Require a layer with RoPE to give the same result for positions that are all 150 further on."""
+    require_options(module.forward, "token_positions")
+    without_dropout(module, x, {})
+    further_on = torch.arange(x.shape[-2]) + 150
+    name = "150 positions further on"
+    check_same(name, module(x, token_positions=further_on), module(x))

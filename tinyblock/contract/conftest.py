@@ -1,0 +1,160 @@
+"""Fixtures: each layer of the folder above, or of what `--layers` names, as an imported module by the layer's name.
+
+A layer is recognized by the name of its file: what test_rope.py tests is rope.py. If the folder lacks a layer that
+another layer needs, the fixture has that of tinyblock.
+"""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+LAYERS = [path.stem.removeprefix("test_") for path in sorted(HERE.glob("test_*.py"))]
+
+
+class Source(NamedTuple):
+    """Where a layer is, and the name by which a program imports it."""
+
+    path: Path
+    name: str
+
+
+SOURCES = pytest.StashKey[dict[str, Source]]()  # by layer
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--layers",
+        metavar="TARGET",
+        help="folder, .py file, or importable module whose layers are tested "
+        "(default: the folder above the tests)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cuda: needs a GPU")
+    target = config.getoption("layers", default=None)
+    if target is None:
+        sources = sources_of_path(HERE.parent)
+    else:
+        path = config.invocation_params.dir / target
+        sources = sources_of_path(path) if path.exists() else sources_of_name(target)
+        if not sources:
+            files = ", ".join(f"{layer}.py" for layer in LAYERS)
+            raise pytest.UsageError(f"{target} has no layer, none of {files}")
+    config.stash[SOURCES] = sources
+
+
+def sources_of_path(path: Path) -> dict[str, Source]:
+    """Find the layers in a folder, or the one in a file.
+
+    A file is imported by the name that its package gives it. Without an __init__.py beside it, that is its own name.
+    """
+    folder = path if path.is_dir() else path.parent
+    root = folder.resolve()
+    package = ""
+    while (root / "__init__.py").is_file():
+        package = f"{root.name}.{package}"
+        root = root.parent
+    make_importable(root)
+    sources = {}
+    for layer in LAYERS:
+        file = folder / f"{layer}.py"
+        if file.is_file() and (path.is_dir() or path == file):
+            sources[layer] = Source(file, package + layer)
+    return sources
+
+
+def sources_of_name(target: str) -> dict[str, Source]:
+    """Find the layers in an importable package, or the one in an importable module."""
+    make_importable(Path.cwd())
+    try:
+        spec = importlib.util.find_spec(target)
+    except (Exception, SystemExit):  # of the packages above it
+        spec = None
+    if spec is None:
+        raise pytest.UsageError(
+            f"{target!r} was not found: give a folder, a .py file, or a module that can be imported here"
+        )
+    if spec.submodule_search_locations is None:
+        layer = target.rpartition(".")[2]
+        return {layer: Source(Path(str(spec.origin)), target)} if layer in LAYERS else {}
+    sources = {}
+    for folder in spec.submodule_search_locations:
+        for layer in LAYERS:
+            file = Path(folder) / f"{layer}.py"
+            if file.is_file():
+                sources.setdefault(layer, Source(file, f"{target}.{layer}"))
+    return sources
+
+
+def make_importable(root: Path) -> None:
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    importlib.invalidate_caches()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the tests of layers that are not there."""
+    layer = collection_path.stem.removeprefix("test_")
+    is_absent = layer in LAYERS and layer not in config.stash[SOURCES]
+    return True if is_absent else None
+
+
+def import_layer(source: Source) -> ModuleType:
+    """Import a layer; fail in one line if that is not possible."""
+    try:
+        module = importlib.import_module(source.name)
+    except (Exception, SystemExit) as error:
+        message = f"{place_of(error, source.path)}: {type(error).__name__}: {error}"
+        if "relative import" in message:
+            message += f"; add an __init__.py to {source.path.parent}"
+        pytest.fail(message, pytrace=False)
+    if not source.path.samefile(str(module.__file__)):
+        pytest.fail(
+            f"{source.path} cannot be imported as {source.name}: that is already {module.__file__}",
+            pytrace=False,
+        )
+    return module
+
+
+def place_of(error: BaseException, path: Path) -> str:
+    """Return the last line in the folder of a file that an error passed."""
+    place = str(path)
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename).parent == path.resolve().parent:
+            place = f"{frame.filename}, line {frame.lineno}"
+    return place
+
+
+def fixture_of(layer: str) -> pytest.FixtureDef[ModuleType]:
+    @pytest.fixture(scope="session", name=layer)
+    def imported(request: pytest.FixtureRequest) -> ModuleType:
+        source = request.config.stash[SOURCES].get(layer)
+        if source is None:
+            return pytest.importorskip(f"tinyblock.{layer}")
+        return import_layer(source)
+
+    return imported
+
+
+for _layer in LAYERS:
+    globals()[f"{_layer}_fixture"] = fixture_of(_layer)
+
+
+@pytest.fixture(autouse=True)
+def _same_start():
+    """Give each test the same random numbers and one thread; leave those of other tests alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more threads only wait, on tensors this small
+    with torch.random.fork_rng(devices=()), torch.enable_grad():
+        torch.manual_seed(0)
+        yield
+    torch.set_num_threads(threads)
