@@ -47,6 +47,7 @@ LOCK = "tinyblock.lock"
 LICENSE = "LICENSE.tinyblock"  # the copy of LICENSE
 SKIP = "tinyblock.skip"  # listed properties to skip, in earlier versions
 WITHOUT_CONTRACT = ("parallelize", "typecheck")  # can be copied, but are no layers
+TEST_SETUP = ("contract/__init__.py", "contract/conftest.py")  # no test imports these
 CONFLICT_MARKS = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
 
 # What linters report of every layer, and the text that they report. The header
@@ -149,11 +150,11 @@ class Release:
     def with_imports(self, names: Iterable[str], with_tests: bool = False) -> list[str]:
         """Return these files and all that they import, layers first.
 
-        With tests, each layer comes with its test, and the tests with what they share.
+        With tests, each layer comes with its test.
         """
         found = list(names)
         if with_tests:
-            found += self._shared_by_tests()
+            found += TEST_SETUP
         for name in found:  # which grows
             needed = self.imports(name)
             test = f"contract/test_{name}"
@@ -161,14 +162,6 @@ class Release:
                 needed.add(test)
             found += sorted(needed.difference(found))
         return sorted(found, key=lambda name: ("/" in name, name))
-
-    def _shared_by_tests(self) -> list[str]:
-        names = [path.name for path in self.root.joinpath("contract").iterdir()]
-        return [
-            f"contract/{name}"
-            for name in names
-            if name.endswith(".py") and not name.startswith("test_")
-        ]
 
 
 def installed_release() -> Release:
@@ -492,16 +485,19 @@ def verify(arguments: argparse.Namespace, release: Release) -> int:
     if skip.exists():
         fix = f'tinyblock verify {target} -k "not ..."'
         print(f"{skip} is no longer read, instead use: {fix}", flush=True)
-    # The user's settings of pytest are not those of the contract.
-    options = ["-c", os.devnull, f"--rootdir={contract}", "-p", "no:cacheprovider"]
+    settings = str(contract / "contract.ini")  # instead of the user's
+    options = ["-c", settings, f"--rootdir={contract}", "-p", "no:cacheprovider"]
     tests = [
         str(contract),
         f"--layers={target}",
     ]  # "=", or pytest looks for tests there
     code = run_pytest([*options, *tests, *arguments.pytest])
+    if code == NO_TESTS:
+        raise CommandError("no property was tested: there is no test of that name")
     return code if code in (0, 1) else 2
 
 
+NO_TESTS = 5  # the exit code of pytest
 RUN_PYTEST = """
 import pathlib, sys, pytest
 code = pytest.main(sys.argv[2:])
@@ -535,10 +531,11 @@ def print_steps(steps: Sequence[Step]) -> None:
 
 def print_rows(rows: Sequence[tuple[str, str]], usual: str) -> None:
     """Print each outcome that is not the usual one, and the number of usual ones."""
-    for name, outcome in rows:
-        if outcome != usual:
-            print(f"{name:25}  {outcome}")
-    count = sum(outcome == usual for _, outcome in rows)
+    shown = [(name, outcome) for name, outcome in rows if outcome != usual]
+    width = max((len(name) for name, _ in shown), default=0)
+    for name, outcome in shown:
+        print(f"{name:{width}}  {outcome}")
+    count = len(rows) - len(shown)
     if count:
         print(f"{count} {usual}")
 

@@ -4,11 +4,12 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from copies.releases import PACKAGE, ROOT, make_release
 
-from tinyblock.copies import installed_release
+from tinyblock.copies import installed_release, main
 
 
 def ruff(*arguments):
@@ -20,9 +21,9 @@ def ruff(*arguments):
 def reported_codes(folder, *options):
     """Return the codes that ruff reports for each file."""
     command = ["--isolated", "--no-cache", "--output-format", "json", *options]
-    codes = {path.name: set() for path in folder.iterdir()}
+    codes = {path: set() for path in folder.rglob("*.py")}
     for finding in json.loads(ruff("check", *command, folder)):
-        codes[finding["filename"].rpartition("/")[2]].add(finding["code"])
+        codes[Path(finding["filename"])].add(finding["code"])
     return codes
 
 
@@ -32,14 +33,12 @@ def disabled_codes(text):
     return set(pragma.split(", ")) - {""}
 
 
-@pytest.fixture(scope="module")
-def layers(tmp_path_factory):
-    """All files of this tinyblock that `add` accepts, as copies in a folder."""
-    folder = tmp_path_factory.mktemp("layers")
-    release = installed_release()
-    for name in release.names:
-        text = release.original(f"{name}.py").text
-        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+@pytest.fixture
+def layers(tmp_path):
+    """All layers of this tinyblock and their tests, as copies in a folder."""
+    names = installed_release().names
+    folder = tmp_path / "layers"
+    assert main(["add", *names, "--with-tests", "--to", str(folder)]) == 0
     return folder
 
 
@@ -62,22 +61,22 @@ def test_header_has_the_copyright_holder_of_this_project():
     assert (PACKAGE / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
-def test_header_disables_only_codes_that_ruff_reports(layers, tmp_path):
-    expected = {}
-    for path in layers.iterdir():
+def test_header_disables_only_codes_that_ruff_reports(layers):
+    disabled = {}
+    for path in layers.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        expected[path.name] = disabled_codes(text)
+        disabled[path] = disabled_codes(text)
         without = re.sub(r"^# flake8: noqa.*\n", "", text, flags=re.MULTILINE)
-        (tmp_path / path.name).write_text(without, encoding="utf-8")
-    reported = reported_codes(tmp_path, "--select", "ALL")
-    unneeded = {name: codes - reported[name] for name, codes in expected.items()}
-    assert unneeded == {name: set() for name in expected}
-    assert any(expected.values())
+        path.write_text(without, encoding="utf-8")
+    reported = reported_codes(layers, "--select", "ALL")
+    unneeded = {path.name: codes - reported[path] for path, codes in disabled.items()}
+    assert not any(unneeded.values()), unneeded
+    assert any(disabled.values())
 
 
 def test_ruff_reports_nothing_under_usual_settings(layers):
     reported = reported_codes(layers, "--select", "E,W,F,I,N,UP,B,CPY,RUF100")
-    assert reported == {name: set() for name in reported}
+    assert not any(reported.values()), reported
 
 
 @pytest.mark.parametrize("width", [40, 120])

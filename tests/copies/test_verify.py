@@ -32,6 +32,7 @@ def verify(project):
     for path in contract.glob("*.py"):
         path.unlink()
     (contract / "__init__.py").touch()
+    (contract / "contract.ini").write_text("[pytest]\n")
     (contract / "conftest.py").write_text(CONFTEST)
     (contract / "test_contract.py").write_text(TESTS)
     return lambda *argv: project.run("verify", *argv)
@@ -51,7 +52,9 @@ def test_verify_passes_arguments_on_to_pytest(verify):
 
 
 def test_verify_returns_2_if_there_is_nothing_to_test(verify):
-    assert verify("layers", "-k", "nothing").code == 2
+    code, _, err = verify("layers", "-k", "nothing")
+    assert code == 2
+    assert err.startswith("tinyblock: error: no property was tested")
 
 
 def test_verify_uses_no_setting_of_the_user(verify, project, monkeypatch):
