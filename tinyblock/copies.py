@@ -8,10 +8,10 @@ base      The original that a copy was taken from. A copy minus its base is the 
 lock      The file `tinyblock.lock` beside the copies, with the version and text of each base.
           With it, git can merge edits and changes without a network.
 
-A command that writes first makes a plan for all files, and raises its errors before it
-writes one. Then it replaces the files one by one, each in a single step, and updates
-the lock after each file. If it is interrupted, all files are whole, and repeating
-the command completes it. Two commands that write in the same folder take turns.
+A command that writes first plans a step for each file. An error in the plan leaves all
+files as they are. Then the command replaces the files one by one, each in a single
+operation, and the lock after each file. If it is interrupted, all files are whole, and
+repeating it completes it. Two commands that write in the same folder take turns.
 
 This file has three parts: releases and copies, the commands, and texts and files.
 """
@@ -48,6 +48,7 @@ LICENSE = "LICENSE.tinyblock"  # the copy of LICENSE
 SKIP = "tinyblock.skip"  # listed properties to skip, in earlier versions
 WITHOUT_CONTRACT = ("parallelize", "typecheck")  # can be copied, but are no layers
 TEST_SETUP = ("contract/__init__.py", "contract/conftest.py")  # no test imports these
+CONFLICT = "conflict markers: resolve them"
 CONFLICT_MARKS = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
 
 # What linters report of every layer, and the text that they report. The header
@@ -145,7 +146,7 @@ class Release:
     def imports(self, name: str) -> set[str]:
         """Return the files of this release that a file imports."""
         candidates = relative_imports(name, self.source(name) or "")
-        return {name for name in candidates if self.source(name) is not None}
+        return {file for file in candidates if self.source(file) is not None}
 
     def with_imports(self, names: Iterable[str], with_tests: bool = False) -> list[str]:
         """Return these files and all that they import, layers first.
@@ -166,21 +167,25 @@ class Release:
 
 def installed_release() -> Release:
     """Return the tinyblock that is running."""
-    try:
-        metadata = importlib.metadata.metadata("tinyblock")
-        urls = metadata.get_all("Project-URL") or []
-    except importlib.metadata.PackageNotFoundError:  # it runs without installation
-        urls = []
-    labeled = [url.partition(", ") for url in urls]
-    repositories = [
-        url for label, _, url in labeled if label.casefold() == "repository"
-    ]
     return Release(
         root=files("tinyblock"),
         version=__version__,
         layers=tuple(layer.__name__.rpartition(".")[2] for layer in LAYERS),
-        repository="".join(repositories[:1]),
+        repository=installed_repository(),
     )
+
+
+def installed_repository() -> str:
+    """Return the repository in the metadata of the running tinyblock, or ""."""
+    try:
+        metadata = importlib.metadata.metadata("tinyblock")
+    except importlib.metadata.PackageNotFoundError:  # it runs without installation
+        return ""
+    for label_and_url in metadata.get_all("Project-URL") or []:
+        label, _, url = label_and_url.partition(", ")
+        if label.casefold() == "repository":
+            return str(url)
+    return ""
 
 
 @dataclass(frozen=True)
@@ -233,11 +238,7 @@ class Copy:
             theirs=new.text,
             labels=(self.path.as_posix(), self.base.label, new.label),
         )
-        done = (
-            "conflict markers: resolve them"
-            if has_conflicts
-            else "merged with your edits"
-        )
+        done = CONFLICT if has_conflicts else "merged with your edits"
         return Step(self, done, text, new, has_conflicts)
 
     def _with_new_version(self, text: str) -> str:
@@ -267,8 +268,7 @@ def step_to_release(copy: Copy) -> Step:
     if copy.text == new.text:
         return Step(copy, "up to date", new.text, new)
     if state == "conflict markers":
-        done = "conflict markers: resolve them"
-        return Step(copy, done, copy.text, copy.base, has_conflicts=True)
+        return Step(copy, CONFLICT, copy.text, copy.base, has_conflicts=True)
     if state == "outdated":
         return Step(copy, "updated", new.text, new)
     if state == "edited":
@@ -290,22 +290,22 @@ class Folder:
 
     def select(self, layers: Sequence[str] = ()) -> list[Copy]:
         """Return the copies of these layers and their tests; without layers, all copies."""
-        layer_of = {
-            name: PurePosixPath(name).stem.removeprefix("test_") for name in self.bases
-        }
+        copies_of: dict[str, list[Copy]] = {}
+        for name in self.bases:
+            layer = PurePosixPath(name).stem.removeprefix("test_")
+            copies_of.setdefault(layer, []).append(self.copy(name))
         for layer in layers:
-            if layer not in layer_of.values():
-                known = [
-                    name for name in self.release.names if name in layer_of.values()
-                ]
+            if layer not in copies_of:
+                known = [name for name in self.release.names if name in copies_of]
                 raise CommandError(
-                    f"there is no copy of {layer!r} in {self.path}; it has {', '.join(known)}"
+                    f"there is no copy of {layer!r} in {self.path}; "
+                    f"it has {', '.join(known)}"
                 )
-        return [
-            self.copy(name)
-            for name, layer in layer_of.items()
-            if not layers or layer in layers
-        ]
+        selected = []
+        for layer, copies in copies_of.items():
+            if not layers or layer in layers:
+                selected += copies
+        return sorted(selected, key=lambda copy: copy.name)
 
     def copy(self, name: str) -> Copy:
         """Return a copy. Raise a CommandError if the file was not copied from tinyblock."""
@@ -315,9 +315,12 @@ class Folder:
         base = self.bases.get(name, original)
         if base is None:
             raise CommandError(f"tinyblock {self.release.version} has no {name}")
-        if name in self.bases or content is None:
-            return Copy(path, content, base, original)
-        if without_header(decode(content)) != without_header(base.text):
+        is_copy = (
+            name in self.bases
+            or content is None
+            or without_header(decode(content)) == without_header(base.text)
+        )
+        if not is_copy:
             raise CommandError(
                 f"{path} exists, but is not in {LOCK}: move it to another folder"
             )
@@ -338,7 +341,8 @@ class Folder:
         for step in steps:
             copy = step.copy
             if step.text is not None and step.text != copy.text:
-                replace_file(copy.path, encode(step.text, like=copy.content or b""))
+                content = encode(step.text, like=copy.content or b"")
+                replace_file(copy.path, content)
             if step.base != self.bases.get(copy.name):
                 self.bases[copy.name] = step.base
                 self._write_lock()
@@ -363,11 +367,10 @@ def parse_lock(path: Path) -> dict[str, Original]:
     """Return the bases that a lock contains."""
     text = decode(path.read_bytes())
     try:
-        entries = json.loads(text)
-        return {
-            name: Original(name, str(entry["version"]), str(entry["text"]))
-            for name, entry in entries.items()
-        }
+        bases = {}
+        for name, entry in json.loads(text).items():
+            bases[name] = Original(name, str(entry["version"]), str(entry["text"]))
+        return bases
     except (ValueError, TypeError, LookupError, AttributeError):
         what = "has conflict markers" if CONFLICT_MARKS.search(text) else "is damaged"
         raise CommandError(f"{path} {what}: restore it from your repository") from None
@@ -439,10 +442,10 @@ def check(arguments: argparse.Namespace, release: Release) -> int:
     copies = open_folder(arguments.folder, release).select(arguments.layers)
     rows = []
     for copy in copies:
-        versions = f": {copy.base.version} -> {release.version}"
-        rows.append(
-            (copy.name, copy.state + (versions if "outdated" in copy.state else ""))
-        )
+        outcome = copy.state
+        if "outdated" in outcome:
+            outcome += f": {copy.base.version} -> {release.version}"
+        rows.append((copy.name, outcome))
     print_rows(rows, usual="pristine")
     accepted = {"pristine"} if arguments.fail_on_edits else {"pristine", "edited"}
     return int(any(copy.state not in accepted for copy in copies))
@@ -463,7 +466,7 @@ def diff(arguments: argparse.Namespace, release: Release) -> int:
 
 def update(arguments: argparse.Namespace, release: Release) -> int:
     """Merge later changes in tinyblock with your edits."""
-    open_folder(arguments.folder, release)
+    open_folder(arguments.folder, release)  # raises an error if there is no lock
     with exclusive(arguments.folder):
         folder = open_folder(arguments.folder, release)
         names = [copy.name for copy in folder.select(arguments.layers)]
@@ -487,10 +490,8 @@ def verify(arguments: argparse.Namespace, release: Release) -> int:
         print(f"{skip} is no longer read, instead use: {fix}", flush=True)
     settings = str(contract / "contract.ini")  # instead of the user's
     options = ["-c", settings, f"--rootdir={contract}", "-p", "no:cacheprovider"]
-    tests = [
-        str(contract),
-        f"--layers={target}",
-    ]  # "=", or pytest looks for tests there
+    # With a space instead of "=", pytest would load the conftest.py of the target.
+    tests = [str(contract), f"--layers={target}"]
     code = run_pytest([*options, *tests, *arguments.pytest])
     if code == NO_TESTS:
         raise CommandError("no property was tested: there is no test of that name")
@@ -542,12 +543,8 @@ def print_rows(rows: Sequence[tuple[str, str]], usual: str) -> None:
 
 def print_hints(folder: Folder, steps: Sequence[Step]) -> None:
     """Print what new copies need."""
-    if not steps:
-        return
-    names = [step.copy.name for step in steps]
-    texts = {
-        step.copy.name: step.text or "" for step in steps if step.copy.name != LICENSE
-    }
+    texts = {step.copy.name: step.text or "" for step in steps}
+    texts.pop(LICENSE, None)
     packages = imported_packages(texts.values())
     if packages:
         print(f"needs {', '.join(packages)}")
@@ -557,7 +554,7 @@ def print_hints(folder: Folder, steps: Sequence[Step]) -> None:
     if relative and not folder.inside("__init__.py").exists():
         where = folder.path / "__init__.py"
         print(f"{relative[0]} imports other copies: create {where}, which may be empty")
-    if "block.py" in names and "rope.py" not in folder.bases:
+    if "block.py" in texts and "rope.py" not in folder.bases:
         command = f"tinyblock add rope --to {folder.path}"
         print(f"Block has no positional encoding unless you pass rope=: {command}")
 
@@ -624,7 +621,8 @@ def parser_of(release: Release) -> OneLineParser:
     command(list_)
 
     adding = command(add)
-    folder, tests = "new or existing folder", "also copy the tests of the layers"
+    folder = "new or existing folder"
+    tests = "also copy the tests of the layers"
     adding.add_argument(
         "layers", nargs="+", metavar="LAYER", help=", ".join(release.names)
     )
@@ -677,7 +675,8 @@ def relative_imports(name: str, text: str) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.level:
             folder = PurePosixPath(name).parents[node.level - 1]
             modules = [node.module] if node.module else [it.name for it in node.names]
-            found.update((folder / f"{module}.py").as_posix() for module in modules)
+            for module in modules:
+                found.add((folder / f"{module}.py").as_posix())
     return found
 
 
@@ -688,10 +687,14 @@ def imported_packages(texts: Iterable[str]) -> list[str]:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
                 modules += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                modules.append(node.module or "")
-    packages = [module.partition(".")[0] for module in modules]
-    return [it for it in dict.fromkeys(packages) if it not in sys.stdlib_module_names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                modules.append(node.module)
+    packages = list[str]()
+    for module in modules:
+        package = module.partition(".")[0]
+        if package not in packages and package not in sys.stdlib_module_names:
+            packages.append(package)
+    return packages
 
 
 def without_header(text: str) -> str:

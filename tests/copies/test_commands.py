@@ -373,6 +373,8 @@ def test_interrupted_command_leaves_whole_files(project, old, monkeypatch):
         done = project.run("update", project.folder)
     assert done == (130, "", "tinyblock: interrupted\n")
     assert project.path("rope.py").read_bytes() == before
+    outdated = {"rope.py": "outdated: 0.1.0 -> 0.2.0"}  # the lock has the others
+    assert project.run("check", project.folder).rows == outdated
     assert project.run("update", project.folder).rows == {"rope.py": "updated"}
     assert project.run("check", project.folder).out == "3 pristine\n"
 

@@ -1,5 +1,6 @@
 """The header of a copy: what it says, and what linters and formatters make of the copy."""
 
+import email.message
 import json
 import re
 import subprocess
@@ -52,6 +53,16 @@ def test_header_has_name_version_license_and_repository(tmp_path):
         "# https://example.org/layers\n"
         '# fmt: off\n"""Norm: '
     )
+
+
+def test_repository_is_that_of_the_metadata(monkeypatch):
+    metadata = email.message.Message()
+    metadata["Project-URL"] = "Documentation, https://example.org/pages"
+    metadata["Project-URL"] = "Repository, https://example.org/layers"
+    monkeypatch.setattr("importlib.metadata.metadata", lambda name: metadata)
+    assert installed_release().repository == "https://example.org/layers"
+    del metadata["Project-URL"]
+    assert installed_release().repository == ""
 
 
 def test_header_has_the_copyright_holder_of_this_project():
