@@ -21,13 +21,8 @@ def _same_start():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark the properties that need CUDA, and measure coverage of the package in its own tests alone.
-
-    Counting adds half to the time of a test.
-    """
+    """Measure coverage of the package in its own tests alone: counting adds half to the time of a test."""
     for item in items:
-        if "on CUDA" in item.name:
-            item.add_marker("cuda")
         if config.getoption("cov_source", None) and item.path.parent.name in (
             "lab",
             "peers",

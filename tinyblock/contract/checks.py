@@ -1,8 +1,8 @@
 """What every layer is checked for, and the seeded inputs and weights of these checks.
 
-A formula is a function `formula(x, weights, **inputs)`. It is written as in the paper, and computes in the dtype of `x`.
-`weights` are the layer's, by their names in the state dict. `inputs` are further arguments of the layer's forward, such as
-`mask`. A result is compared with that of the formula in float64.
+A formula is a function `formula(x, weights, **inputs)`, written as in the paper, that computes in the dtype of `x`.
+`weights` are those of the layer, by their names in the state dict. `inputs` are further arguments of the layer's
+forward, such as `mask`. A layer's result is compared with that of the formula in float64.
 
 A copy of a layer may drop what its project does not need. A test that needs a dropped option or function is skipped.
 """
@@ -30,10 +30,12 @@ UNITS = {torch.float64: 4096, torch.float32: 16}
 UNITS_ON_CUDA = 10  # times more, as its kernels sum in another order
 
 EPS = 1e-5
+OTHER_NAMES = "this copy has other names of weights, as weight_names shows"
 
-Weights = dict[str, Tensor]
+Weights = Mapping[str, Tensor]
 Inputs = Mapping[str, Tensor]  # token_positions, mask
 Formula = Callable[..., Tensor]
+Cases = dict[str, dict[str, Any]]  # arguments and inputs, by the name of a case
 
 
 # Inputs and weights.
@@ -126,13 +128,14 @@ def check_shape(name: str, actual: Tensor, expected: Tensor) -> None:
     assert got == wanted, f"{name}: got shape {got}, expected {wanted}"
 
 
-def describe_worst(name: str, actual: Tensor, expected: Tensor, excess: Tensor) -> str:
-    """Show the component with the largest excess."""
-    index = torch.unravel_index(excess.argmax(), excess.shape)
-    at = tuple(int(i) for i in index)
-    got = actual[at].item()
-    wanted = expected[at].item()
-    return f"{name} at {list(at)}: got {got:.9g}, expected {wanted:.9g}"
+def describe(name: str, actual: Tensor, expected: Tensor, at: tuple[int, ...]) -> str:
+    """Show one component."""
+    return f"{name} at {list(at)}: got {actual[at]:.9g}, expected {expected[at]:.9g}"
+
+
+def index_of_largest(tensor: Tensor) -> tuple[int, ...]:
+    index = torch.unravel_index(tensor.argmax(), tensor.shape)
+    return tuple(int(i) for i in index)
 
 
 def check_close(
@@ -140,13 +143,17 @@ def check_close(
 ) -> None:
     """Require the absolute error of each component to be at most `allowed`."""
     check_shape(name, actual, expected)
+    if not expected.numel():
+        return
     got = actual.detach().cpu().double()
     wanted = expected.detach().cpu().double()
-    excess = (got - wanted).abs().nan_to_num(math.inf) - allowed
-    if excess.numel() and excess.max() > 0:
-        bound = torch.as_tensor(allowed).max()
-        worst = describe_worst(name, got, wanted, excess)
-        raise AssertionError(f"{worst}, with an error of at most {bound:.1e}")
+    bounds = torch.as_tensor(allowed).expand_as(wanted)
+    excess = (got - wanted).abs().nan_to_num(math.inf) - bounds
+    worst = index_of_largest(excess)
+    component = describe(name, got, wanted, worst)
+    assert excess[worst] <= 0, (
+        f"{component}, with an error of at most {bounds[worst]:.1e}"
+    )
 
 
 def root_mean_square(tensor: Tensor) -> float:
@@ -158,8 +165,8 @@ def check_close_in_half(
 ) -> None:
     """Require at most three times the error of the formula in the same dtype.
 
-    `rounded` is the result of that formula. An error of one rounding is allowed in any case, as few components may all be
-    exact in the formula, and so is `floor`.
+    `rounded` is the result of that formula. An error of one rounding is allowed in any case, as few components may
+    all be exact in the formula, and so is `floor`.
     """
     check_shape(name, actual, exact)
     if not exact.numel():
@@ -169,12 +176,11 @@ def check_close_in_half(
     usual = root_mean_square(rounded - exact)
     one_rounding = torch.finfo(rounded.dtype).eps * root_mean_square(exact)
     allowed = max(3 * usual, one_rounding, floor)
-    if not error <= allowed:
-        excess = (got - exact).abs().nan_to_num(math.inf)
-        worst = describe_worst(name, got, exact, excess)
-        raise AssertionError(
-            f"{worst}; root mean square error {error:.1e}, expected at most {allowed:.1e}"
-        )
+    worst = index_of_largest((got - exact).abs().nan_to_num(math.inf))
+    component = describe(name, got, exact, worst)
+    assert error <= allowed, (
+        f"{component}; root mean square error {error:.1e}, expected at most {allowed:.1e}"
+    )
 
 
 def half_a_unit(exact: Tensor, dtype: torch.dtype) -> Tensor:
@@ -236,8 +242,7 @@ class Reference:
         try:
             result = formula(x, weights, **inputs)
         except KeyError:
-            names = ", ".join(weights)
-            pytest.skip(f"the weights of this copy have other names: {names}")
+            pytest.skip(OTHER_NAMES)
         return add_gradients(result, x, weights, self.dtype)
 
     def check(self, actual: Weights) -> None:
@@ -331,9 +336,11 @@ def check_autocast(
     """Check the equation in bfloat16, for a layer in float32 under autocast. Warnings are errors."""
 
     def call(module: nn.Module, x: Tensor, **inputs: Tensor) -> Tensor:
-        with warnings.catch_warnings(action="error"):
-            with torch.autocast("cpu", torch.bfloat16):
-                return module(x, **inputs)
+        with (
+            warnings.catch_warnings(action="error"),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            return module(x, **inputs)
 
     compare(module.float(), formula, x.float(), inputs, torch.bfloat16, call)
 
@@ -343,7 +350,7 @@ def check_checkpointing(
 ) -> None:
     """Check the equation if the backward pass computes the layer again."""
 
-    def call(module: nn.Module, x: Tensor, **inputs: Tensor) -> Tensor:
+    def call(module: nn.Module, x: Tensor, **inputs: Any) -> Tensor:
         return checkpoint(module, x, use_reentrant=False, **inputs)
 
     compare(module.float(), formula, x.float(), inputs, torch.float32, call)
@@ -488,22 +495,31 @@ def show_call(function: Any, arguments: dict[str, Any]) -> str:
     return f"{owner.__name__}({', '.join(shown)})"
 
 
-def check_rejects(
-    function: Any,
-    value: Any,
-    errors: tuple[type[Exception], ...] = (ValueError,),
-    **arguments: Any,
-) -> None:
-    """Require an error, a ValueError by default, whose message has a value, unless that is None."""
-    call = show_call(function, arguments)
+def message_of(
+    errors: tuple[type[Exception], ...], function: Any, arguments: dict[str, Any]
+) -> str | None:
+    """Return the message of the error that a call raises, or None."""
     try:
         function(**arguments)
     except errors as error:
+        return str(error)
+    return None
+
+
+def check_rejects(
+    function: Any,
+    value: Any,
+    arguments: dict[str, Any],
+    errors: tuple[type[Exception], ...] = (ValueError,),
+) -> None:
+    """Require an error, a ValueError by default, whose message has a value, unless that is None."""
+    call = show_call(function, arguments)
+    message = message_of(errors, function, arguments)
+    assert message is not None, f"{call} was accepted, expected an error"
+    if value is not None:
         number = rf"(?<![\w.]){re.escape(str(value))}(?!\w|\.\d)"
-        is_named = value is None or re.search(number, str(error))
-        assert is_named, f"{call} raised {str(error)!r}, expected {value} in the message"
-    else:
-        raise AssertionError(f"{call} was accepted, expected an error")
+        is_named = re.search(number, message)
+        assert is_named, f"{call} raised {message!r}, expected {value} in the message"
 
 
 def check_rejects_option(
@@ -512,24 +528,24 @@ def check_rejects_option(
     """Require a layer's constructor to reject a value in place of a valid one, and to name it."""
     cls = find(layer, name)
     require_options(cls, option)
-    check_rejects(cls, value, **{**valid, option: value})
+    check_rejects(cls, value, {**valid, option: value})
 
 
 def check_rejects_input(
-    module: nn.Module, value: Any, by_torch: bool = False, **arguments: Tensor
+    module: nn.Module, value: Any, inputs: dict[str, Tensor], by_torch: bool = False
 ) -> None:
     """Require a layer to reject an input and to name a value, also where it is compiled.
 
-    `by_torch`: in the compiled layer, any error of torch will do.
+    `by_torch`: the compiled layer may raise torch's own error.
     """
-    require_options(module.forward, *arguments)
-    check_rejects(module, value, **arguments)
+    require_options(module.forward, *inputs)
+    check_rejects(module, value, inputs)
     with compiled(module, fullgraph=False) as (run, _), torch.no_grad():
         if by_torch:
             errors = (RuntimeError, IndexError, ValueError)
-            check_rejects(run, None, errors, **arguments)
+            check_rejects(run, None, inputs, errors)
         else:
-            check_rejects(run, value, **arguments)
+            check_rejects(run, value, inputs)
 
 
 # Layers over a sequence.

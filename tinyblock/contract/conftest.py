@@ -10,7 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -85,8 +85,10 @@ def sources_of_name(target: str) -> dict[str, Source]:
         )
     if spec.submodule_search_locations is None:
         layer = target.rpartition(".")[2]
-        return {layer: Source(Path(str(spec.origin)), target)} if layer in LAYERS else {}
-    sources = {}
+        return (
+            {layer: Source(Path(str(spec.origin)), target)} if layer in LAYERS else {}
+        )
+    sources: dict[str, Source] = {}
     for folder in spec.submodule_search_locations:
         for layer in LAYERS:
             file = Path(folder) / f"{layer}.py"
@@ -134,7 +136,7 @@ def place_of(error: BaseException, path: Path) -> str:
     return place
 
 
-def fixture_of(layer: str) -> pytest.FixtureDef[ModuleType]:
+def fixture_of(layer: str) -> Any:
     @pytest.fixture(scope="session", name=layer)
     def imported(request: pytest.FixtureRequest) -> ModuleType:
         source = request.config.stash[SOURCES].get(layer)

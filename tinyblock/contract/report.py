@@ -28,13 +28,15 @@ def pytest_runtest_makereport(
     """Store in each report why the test failed or was skipped, in one line."""
     report = yield
     if call.excinfo is not None:
-        report.reason = reason_of(call.excinfo.value)
+        report.user_properties.append(("reason", reason_of(call.excinfo.value)))
     return report
 
 
 def reason_of(error: BaseException) -> str:
     message = str(error)
-    if isinstance(error, (AssertionError, pytest.fail.Exception, pytest.skip.Exception)):
+    if isinstance(
+        error, (AssertionError, pytest.fail.Exception, pytest.skip.Exception)
+    ):
         return message.partition("\n")[0]  # pytest adds the source of an assertion
     one_line = " ".join(message.split())[:400]
     place = ""
@@ -48,7 +50,9 @@ def reason_of(error: BaseException) -> str:
 class Property:
     """The cases of one property, by outcome."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: str, name: str) -> None:
+        self.layer = layer
+        self.name = name
         self.passed = 0
         self.failed: list[tuple[str, str]] = []  # case, reason
         self.skipped: set[str] = set()  # reasons
@@ -58,51 +62,58 @@ class Property:
             return "fail"
         return "hold" if self.passed else "skip"
 
+    def first_failure(self) -> str:
+        case, _ = self.failed[0]
+        shown = f"{self.name} [{case}]" if case else self.name
+        others = len(self.failed) - 1
+        if not others:
+            return shown
+        return f"{shown} and {others} more case{'s' if others > 1 else ''}"
 
-def properties_of(stats: dict[str, list[pytest.TestReport]]) -> dict[str, Property]:
-    """Return the properties by name, such as "rope: equation"."""
+
+def properties_of(stats: dict[str, list[pytest.TestReport]]) -> list[Property]:
     properties: dict[str, Property] = {}
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in stats.get(outcome, []):
-            file, _, test = report.nodeid.partition("::")
-            function, _, case = test.partition("[")
+            function, _, case = report.nodeid.partition("[")
+            file, _, name = function.partition("::test_")
             layer = Path(file).stem.removeprefix("test_")
-            name = f"{layer}: {function.removeprefix('test_')}"
-            found = properties.setdefault(name, Property())
+            found = properties.setdefault(function, Property(layer, name))
+            reason = str(dict(report.user_properties).get("reason"))
             if outcome == "passed":
                 found.passed += 1
             elif outcome == "skipped":
-                found.skipped.add(report.reason)
+                found.skipped.add(reason)
             else:
-                found.failed.append((case.removesuffix("]"), report.reason))
-    return properties
+                found.failed.append((case.removesuffix("]"), reason))
+    return list(properties.values())
 
 
-def failures(properties: dict[str, Property]) -> list[str]:
-    """Return a line for each property that fails; one for all that fail for the same reason in a first case."""
-    names: dict[str, list[str]] = {}
-    for name, found in properties.items():
+def failures(properties: list[Property]) -> list[str]:
+    """Return a line for each property that fails, but one line for all of a layer that fail for the same reason."""
+    same: dict[tuple[str, str], list[Property]] = {}
+    for found in properties:
         if found.failed:
-            case, reason = found.failed[0]
-            others = len(found.failed) - 1
-            more = f" (and {others} more cases)" if others else ""
-            names.setdefault(reason, []).append(f"{name} [{case}]{more}" if case else name)
-    return [f"FAIL  {shorten(names[reason])}: {reason}" for reason in names]
+            _, reason = found.failed[0]
+            same.setdefault((found.layer, reason), []).append(found)
+    lines = []
+    for (layer, reason), group in same.items():
+        names = ", ".join(found.name for found in group[:3])
+        if len(group) == 1:
+            names = group[0].first_failure()
+        elif len(group) > 3:
+            names += f" and {len(group) - 3} more"
+        lines.append(f"FAIL  {layer}: {names}: {reason}")
+    return lines
 
 
-def skips(properties: dict[str, Property]) -> list[str]:
-    """Return a line for each reason for which a property was skipped, or some of its cases."""
-    names: dict[str, list[str]] = {}
-    for name, found in properties.items():
-        for reason in sorted(found.skipped):
-            names.setdefault(reason, []).append(name)
-    return [f"skip  {reason}: {shorten(names[reason])}" for reason in names]
-
-
-def shorten(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    others = len(names) - 3
-    return f"{shown} and {others} more properties" if others > 0 else shown
+def skips(properties: list[Property]) -> list[str]:
+    """Return a line for each reason for which properties were skipped, or some of their cases."""
+    layers: dict[str, set[str]] = {}
+    for found in properties:
+        for reason in found.skipped:
+            layers.setdefault(reason, set()).add(found.layer)
+    return [f"skip  {', '.join(sorted(layers[why]))}: {why}" for why in layers]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -110,7 +121,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.ensure_newline()
     for line in [*failures(properties), *skips(properties)]:
         terminalreporter.write_line(line)
-    outcomes = [found.outcome() for found in properties.values()]
+    outcomes = [found.outcome() for found in properties]
     hold = outcomes.count("hold")
     fail = outcomes.count("fail")
     skip = outcomes.count("skip")

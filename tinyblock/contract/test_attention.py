@@ -1,7 +1,8 @@
 """Attention: in each head softmax(Q K^T / sqrt(d_head)) V, over each token and the tokens before it.
 
 Q, K and V are projections of x. Groups of query heads may share heads of K and V. An RMSNorm over d_head and then RoPE
-may follow the projections of Q and K. A mask is True where a query may attend to a key. A query without any key yields zeros.
+may follow the projections of Q and K. A mask is True where a query may attend to a key. A query without any key yields
+zeros.
 """
 
 import math
@@ -14,6 +15,8 @@ from .checks import (
     DTYPES,
     EPS,
     HALVES,
+    OTHER_NAMES,
+    Cases,
     build,
     check_autocast,
     check_causality,
@@ -109,7 +112,7 @@ def mask_of(*shape):
 
 # Options of the layer, and the input. Each case has 4 heads and x of shape (2, 7, 24), unless it says otherwise.
 ROPE = rope_of_positions
-CASES = {
+CASES: Cases = {
     "plain": {},
     "two key heads": {"num_kv_heads": 2},
     "one key head": {"num_kv_heads": 1},
@@ -151,7 +154,7 @@ CASES = {
     "80 tokens": {"num_heads": 1, "shape": (80, 64)},
 }
 SHAPES = [(5, 24), (0, 5, 24), (1, 5, 24), (2, 0, 5, 24), (2, 3, 5, 24), (2, 1, 24)]
-IN_FLOAT64 = {
+IN_FLOAT64: Cases = {
     # exp overflows for these scores.
     "large scores": {"scale": 30.0},
     "large scores, masked": {"scale": 30.0, "mask": mask_of(2, 7, 7)},
@@ -186,15 +189,14 @@ def test_is_defined(attention):
 
 
 WEIGHTS = ["q_proj.weight", "k_proj.weight", "v_proj.weight", "output_proj.weight"]
+NORMS = ["q_norm.weight", "k_norm.weight"]
 
 
-def test_weight_names(attention):
-    check_weight_names(build(attention, LAYER, 24, 4), *WEIGHTS)
-
-
-def test_weight_names_with_norms(attention):
-    layer = build(attention, LAYER, 24, 4, qk_norm=True, rope=ROPE)
-    check_weight_names(layer, *WEIGHTS, "q_norm.weight", "k_norm.weight")
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_weight_names(attention, qk_norm):
+    options = {"qk_norm": True, "rope": ROPE} if qk_norm else {}
+    layer = build(attention, LAYER, 24, 4, **options)
+    check_weight_names(layer, *WEIGHTS, *(NORMS if qk_norm else []))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -323,13 +325,12 @@ def test_scores_in_float32_or_wider(attention, dtype):
     x = randn(2, 9, 64, seed=3).sign()
     x[..., ::32] = 64
     identity = torch.eye(64, dtype=torch.float64)
-    weights = {name: identity for name in WEIGHTS}
+    weights = dict.fromkeys(WEIGHTS, identity)
     weights["k_proj.weight"] = identity.roll(32, 0)
     exact = attend_causally(x, x.roll(32, -1), x)
     layer = construct(attention, LAYER, 64, 1).to(dtype)
     if layer.state_dict().keys() != weights.keys():
-        names = ", ".join(layer.state_dict())
-        pytest.skip(f"the weights of this copy have other names: {names}")
+        pytest.skip(OTHER_NAMES)
     layer.load_state_dict(weights)
     signs = [column for column in range(64) if column % 32]
     result = layer(x.to(dtype))[..., signs]
@@ -340,14 +341,14 @@ def test_scores_in_float32_or_wider(attention, dtype):
 def test_rejects_masks_that_are_not_bool(attention, dtype):
     """Also compiled, where no shape check sees them."""
     layer = construct(attention, LAYER, 24, 4)
-    mask = torch.zeros(5, 5, dtype=dtype)
-    check_rejects_input(layer, dtype, x=torch.zeros(1, 5, 24), mask=mask)
+    inputs = {"x": torch.zeros(1, 5, 24), "mask": torch.zeros(5, 5, dtype=dtype)}
+    check_rejects_input(layer, dtype, inputs)
 
 
 def test_rejects_positions_without_a_rope(attention):
     layer = construct(attention, LAYER, 24, 4)
     inputs = {"x": torch.zeros(1, 5, 24), "token_positions": torch.arange(5)}
-    check_rejects_input(layer, "rope", **inputs)
+    check_rejects_input(layer, "rope", inputs)
 
 
 @pytest.mark.parametrize(

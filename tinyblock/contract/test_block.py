@@ -7,6 +7,7 @@ from torch import nn
 from .checks import (
     DTYPES,
     EPS,
+    Cases,
     FunctionLayer,
     build,
     check_autocast,
@@ -74,7 +75,7 @@ def pre_norm_block(
 # Options of the layer, and the input. x has the shape (2, 7, 24), unless a case says otherwise.
 ROPE = {"rope": rope_of_positions}
 EVERY_OPTION = {"num_kv_heads": 2, "d_head": 8, "qk_norm": True, "eps": 1e-3}
-CASES = {
+CASES: Cases = {
     "RoPE": ROPE,
     "no RoPE": {},
     "two key heads": {**ROPE, "num_kv_heads": 2},
@@ -124,16 +125,14 @@ WEIGHTS = [
     "ffn.w2.weight",
     "ffn.w3.weight",
 ]
+NORMS = ["attn.q_norm.weight", "attn.k_norm.weight"]
 
 
-def test_weight_names(block):
-    check_weight_names(build(block, "Block", 24, 4, 40), *WEIGHTS)
-
-
-def test_weight_names_with_norms(block):
-    layer = build(block, "Block", 24, 4, 40, qk_norm=True)
-    norms = ["attn.q_norm.weight", "attn.k_norm.weight"]
-    check_weight_names(layer, *WEIGHTS, *norms)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_weight_names(block, qk_norm):
+    options = {"qk_norm": True} if qk_norm else {}
+    layer = build(block, "Block", 24, 4, 40, **options)
+    check_weight_names(layer, *WEIGHTS, *(NORMS if qk_norm else []))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -11,6 +11,7 @@ from torch import nn
 
 from .checks import (
     DTYPES,
+    Cases,
     build,
     check_autocast,
     check_checkpointing,
@@ -64,7 +65,7 @@ def feed_forward_of_weights(x, weights, activation=gelu):
     return feed_forward(x, weights["w1.weight"], weights["w2.weight"], activation)
 
 
-CASES = {
+CASES: Cases = {
     "SwiGLU": {"name": "SwiGLU", "shape": (2, 3, 5)},
     "SwiGLU, no batch axis": {"name": "SwiGLU", "shape": (5,)},
     "SwiGLU, empty batch": {"name": "SwiGLU", "shape": (0, 5)},
@@ -97,13 +98,15 @@ def test_is_defined(ffn):
     assert is_there, "the file has no SwiGLU and no FeedForward"
 
 
-def test_weight_names_of_swiglu(ffn):
-    layer = build(ffn, "SwiGLU", 5, 7)
-    check_weight_names(layer, "w1.weight", "w2.weight", "w3.weight")
+WEIGHTS = {
+    "SwiGLU": ["w1.weight", "w2.weight", "w3.weight"],
+    "FeedForward": ["w1.weight", "w2.weight"],
+}
 
 
-def test_weight_names_of_feed_forward(ffn):
-    check_weight_names(build(ffn, "FeedForward", 5, 7), "w1.weight", "w2.weight")
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weight_names(ffn, name):
+    check_weight_names(build(ffn, name, 5, 7), *WEIGHTS[name])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -166,7 +169,9 @@ def test_d_ff_is_the_multiple_of_64_nearest_to_8_thirds_of_d_model(ffn, d_model,
 def test_d_ff_is_4_d_model_without_a_gate(ffn):
     layer = construct(ffn, "FeedForward", 12)
     got = sum(weight.numel() for weight in layer.parameters())
-    assert got == 2 * 12 * 48, f"FeedForward(12) has {got} weights, expected {2 * 12 * 48}"
+    assert got == 2 * 12 * 48, (
+        f"FeedForward(12) has {got} weights, expected {2 * 12 * 48}"
+    )
 
 
 @pytest.mark.parametrize("name", ["SwiGLU", "FeedForward"])

@@ -12,6 +12,7 @@ from .checks import (
     DTYPES,
     EPS,
     HALVES,
+    Cases,
     build,
     check_autocast,
     check_checkpointing,
@@ -37,7 +38,7 @@ def rms_norm(x, weight, eps=EPS):
     return x / (mean_square + eps) ** 0.5 * weight
 
 
-CASES = {
+CASES: Cases = {
     "two batch axes": {"shape": (2, 3, 7)},
     "more batch axes": {"shape": (2, 1, 4, 6)},
     "no batch axis": {"shape": (6,)},
@@ -87,22 +88,34 @@ def test_rounds_once(rmsnorm, case, dtype):
     check_rounds_once(*prepare(rmsnorm, **CASES[case]), dtype)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 12000.0])
-@pytest.mark.parametrize("gains", [torch.float32, *HALVES], ids=str)
-def test_gains_of_another_dtype(rmsnorm, gains, scale):
-    """Under autocast, gains stay in float32."""
-    norm, formula, x = prepare(rmsnorm, (64, 257), scale=scale)
-    weights = {"weight": norm.to(gains).weight.double()}
-    for dtype in [torch.float32] if gains in HALVES else HALVES:
-        rounded = x.to(dtype)
-        exact = formula(rounded.double(), weights).detach()
-        result = norm(rounded)
-        assert result.dtype == dtype, f"got {result.dtype} for x of {dtype}"
-        if dtype == torch.float32:
-            allowed = 16 * torch.finfo(dtype).eps * exact.abs()
-        else:
-            allowed = half_a_unit(exact, dtype)
-        check_close(f"result for x of {dtype}", result, exact, allowed)
+SCALES = [1e-3, 1.0, 12000.0]
+
+
+def with_gains_of(dtype, rmsnorm, x):
+    """Return the result for gains of a dtype, and the exact result."""
+    norm, formula, _ = prepare(rmsnorm, x.shape)
+    weights = {"weight": norm.to(dtype).weight.detach().double()}
+    result = norm(x)
+    assert result.dtype == x.dtype, f"result: got {result.dtype}, expected {x.dtype}"
+    return result, formula(x.double(), weights)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_gains_in_float32(rmsnorm, dtype, scale):
+    """Under autocast, gains stay in float32. The result is rounded once."""
+    x = (randn(64, 257) * scale).to(dtype)
+    result, exact = with_gains_of(torch.float32, rmsnorm, x)
+    check_close("result", result, exact, half_a_unit(exact, dtype))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_gains_in_a_half_for_x_in_float32(rmsnorm, dtype, scale):
+    x = (randn(64, 257) * scale).float()
+    result, exact = with_gains_of(dtype, rmsnorm, x)
+    allowed = 16 * torch.finfo(torch.float32).eps * exact.abs()
+    check_close("result", result, exact, allowed)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -142,7 +155,7 @@ def test_rejects_hyperparameters(rmsnorm, option, value):
     check_rejects_option(rmsnorm, "RMSNorm", {"d_model": 4}, option, value)
 
 
-FUNCTION_CASES = {
+FUNCTION_CASES: Cases = {
     "two batch axes": {"shapes": [(2, 3, 7), (7,)], "eps": EPS},
     "no batch axis": {"shapes": [(7,), (7,)], "eps": 0.5},
     "more batch axes": {"shapes": [(2, 1, 3, 7), (7,)], "eps": 1e-3},

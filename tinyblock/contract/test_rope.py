@@ -14,6 +14,7 @@ from torch import nn
 from .checks import (
     DTYPES,
     HALVES,
+    Cases,
     build,
     check_autocast,
     check_checkpointing,
@@ -62,7 +63,7 @@ def seeded_positions(*shape):
     return torch.randint(0, 50, shape, generator=generator)
 
 
-CASES = {
+CASES: Cases = {
     "positions 0, 1, 2, ...": {"shape": (2, 3, 11, 8)},
     "given positions": {"shape": (2, 7, 6), "positions": POSITIONS[0]},
     "no batch axis": {"shape": (5, 6)},
@@ -232,14 +233,15 @@ def test_table_is_exact_if_built_on_meta_and_called(rope):
 
 def test_rejects_a_sequence_longer_than_the_table(rope):
     layer = construct(rope, "RotaryPositionalEmbedding", 10.0, 4, 8)
-    check_rejects_input(layer, 9, x=torch.zeros(9, 4))
+    check_rejects_input(layer, 9, {"x": torch.zeros(9, 4)})
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, *DTYPES], ids=str)
 def test_rejects_positions_that_are_not_integers(rope, dtype):
     layer = construct(rope, "RotaryPositionalEmbedding", 10.0, 4, 8)
     positions = torch.zeros(3, dtype=dtype)
-    check_rejects_input(layer, dtype, x=torch.zeros(3, 4), token_positions=positions)
+    inputs = {"x": torch.zeros(3, 4), "token_positions": positions}
+    check_rejects_input(layer, dtype, inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -248,8 +250,11 @@ def test_rejects_positions_that_are_not_integers(rope, dtype):
 )
 def test_rejects_positions_out_of_range(rope, positions, dtype):
     layer = construct(rope, "RotaryPositionalEmbedding", 10.0, 4, 8)
-    inputs = {"x": torch.zeros(3, 4).to(dtype), "token_positions": torch.tensor(positions)}
-    check_rejects_input(layer, 7, by_torch=True, **inputs)
+    inputs = {
+        "x": torch.zeros(3, 4).to(dtype),
+        "token_positions": torch.tensor(positions),
+    }
+    check_rejects_input(layer, 7, inputs, by_torch=True)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import nn
 from .checks import (
     DTYPES,
     EPS,
+    Cases,
     build,
     check_autocast,
     check_causality,
@@ -74,7 +75,7 @@ def blocks_and_norm(
     return norm(x, weights_of("ln_final", weights), eps)
 
 
-CASES = {
+CASES: Cases = {
     "two layers": {},
     "one layer": {"num_layers": 1},
     "every option": EVERY_OPTION,
@@ -94,7 +95,9 @@ CASES = {
 def build_stack(transformer, **options):
     """Build a stack of two layers, unless the options have another number."""
     options = {"num_layers": 2, "max_seq_len": TABLE, "theta": 1e4, **options}
-    return build(transformer, "Transformer", d_model=24, num_heads=4, d_ff=40, **options)
+    return build(
+        transformer, "Transformer", d_model=24, num_heads=4, d_ff=40, **options
+    )
 
 
 def prepare(transformer, case):
@@ -198,7 +201,7 @@ def test_takes_any_norm_ffn_and_attention(transformer, part):
     check_equation(stack, formula, randn(2, 7, 24), torch.float64)
 
 
-RESET_PARTS = {
+RESET_PARTS: Cases = {
     "own layers": {},
     "layers of torch": {"norm": nn.RMSNorm},
     "layers within layers": {"ffn": norm_within_a_sequence},
@@ -215,7 +218,7 @@ def test_reset_reaches_every_layer(transformer, parts):
 def test_rejects_a_sequence_longer_than_max_seq_len(transformer, theta):
     options = {"max_seq_len": 9, "theta": theta}
     stack = construct(transformer, "Transformer", 1, 24, 4, **options)
-    check_rejects_input(stack, 9, x=torch.zeros(10, 24))
+    check_rejects_input(stack, 9, {"x": torch.zeros(10, 24)})
 
 
 @pytest.mark.parametrize(
