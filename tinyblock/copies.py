@@ -596,63 +596,64 @@ def parser_of(release: Release) -> OneLineParser:
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(run: Callable[[argparse.Namespace, Release], int]) -> OneLineParser:
-        name = run.__name__.strip("_")
-        example = re.search(rf"tinyblock {name}\b.*", EXAMPLES)
-        assert example, name
-        made = commands.add_parser(
-            name,
-            help=run.__doc__,
-            description=run.__doc__,
-            epilog=f"example: {example[0]}",
-        )
-        made.set_defaults(run=run)
-        return made
+    add_command(commands, list_)
 
-    def command_on_copies(
-        run: Callable[[argparse.Namespace, Release], int],
-    ) -> OneLineParser:
-        made = command(run)
-        some = "only these layers (default: all)"
-        made.add_argument("folder", type=_path, metavar="DIR", help="folder of copies")
-        made.add_argument("layers", nargs="*", metavar="LAYER", help=some)
-        return made
-
-    command(list_)
-
-    adding = command(add)
+    adding = add_command(commands, add)
+    names = ", ".join(release.names)
     folder = "new or existing folder"
     tests = "also copy the tests of the layers"
-    adding.add_argument(
-        "layers", nargs="+", metavar="LAYER", help=", ".join(release.names)
-    )
+    adding.add_argument("layers", nargs="+", metavar="LAYER", help=names)
     adding.add_argument(
         "--to", dest="folder", required=True, type=_path, metavar="DIR", help=folder
     )
     adding.add_argument("--with-tests", action="store_true", help=tests)
 
-    checking = command_on_copies(check)
+    checking = add_command(commands, check)
+    add_copies(checking)
     edits = "also exit with 1 if a copy has edits"
     checking.add_argument("--fail-on-edits", action="store_true", help=edits)
 
-    diffing = command_on_copies(diff)
+    diffing = add_command(commands, diff)
+    add_copies(diffing)
     sides = diffing.add_mutually_exclusive_group()
     changes = "only changes in tinyblock"
     sides.add_argument("--mine", action="store_true", help="only your edits")
     sides.add_argument("--upstream", action="store_true", help=changes)
 
-    command_on_copies(update)
+    updating = add_command(commands, update)
+    add_copies(updating)
 
-    verifying = command(verify)
+    verifying = add_command(commands, verify)
     target = "a folder, a .py file, or an importable name"
+    more = 'arguments for pytest, such as -k "not causality" or -v'
     verifying.add_argument("target", metavar="TARGET", help=target)
-    verifying.add_argument(
-        "pytest",
-        nargs=argparse.REMAINDER,
-        metavar="...",
-        help='arguments for pytest, such as -k "not causality" or -v',
-    )
+    verifying.add_argument("pytest", nargs=argparse.REMAINDER, metavar="...", help=more)
     return parser
+
+
+def add_command(
+    commands: "argparse._SubParsersAction[OneLineParser]",
+    run: Callable[[argparse.Namespace, Release], int],
+) -> OneLineParser:
+    """Add a command with the name and the docstring of the function that runs it."""
+    name = run.__name__.strip("_")
+    example = re.search(rf"tinyblock {name}\b.*", EXAMPLES)
+    assert example, name
+    parser = commands.add_parser(
+        name,
+        help=run.__doc__,
+        description=run.__doc__,
+        epilog=f"example: {example[0]}",
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_copies(parser: OneLineParser) -> None:
+    """Add the arguments that select copies in a folder."""
+    some = "only these layers (default: all)"
+    parser.add_argument("folder", type=_path, metavar="DIR", help="folder of copies")
+    parser.add_argument("layers", nargs="*", metavar="LAYER", help=some)
 
 
 def _path(text: str) -> Path:
@@ -673,6 +674,7 @@ def relative_imports(name: str, text: str) -> set[str]:
         return found
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level:
+            # One dot is the folder of the file, two dots are the folder above it.
             folder = PurePosixPath(name).parents[node.level - 1]
             modules = [node.module] if node.module else [it.name for it in node.names]
             for module in modules:
@@ -698,7 +700,7 @@ def imported_packages(texts: Iterable[str]) -> list[str]:
 
 
 def without_header(text: str) -> str:
-    """Remove the comments at the start."""
+    """Remove the comments at the start of a file, which include its header."""
     return re.sub(r"\A(#.*\n)*", "", text)
 
 

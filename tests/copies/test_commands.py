@@ -314,6 +314,13 @@ def test_no_path_of_the_lock_leads_out_of_the_folder(name, project):
         project.assert_rejected("must be in .*, got", command, project.folder)
 
 
+def test_folder_may_be_a_symbolic_link(project):
+    project.add("rope")
+    (project.root / "link").symlink_to(project.folder)
+    assert project.run("add", "mlp", "--to", project.root / "link").code == 0
+    assert project.run("check", project.folder).out == "3 pristine\n"
+
+
 def test_wrong_folder_or_lock_is_rejected_with_the_fix(project):
     expected = r"there is no tinyblock\.lock in .*: `tinyblock add LAYER --to DIR`"
     project.assert_rejected(expected, "check", project.folder)
