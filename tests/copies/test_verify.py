@@ -26,13 +26,14 @@ def test_mlp_fails():
 
 
 @pytest.fixture
-def verify(project):
+def verify(project, monkeypatch):
     """Return a function that verifies layers against two tests, of which one fails."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they are slow to import
     contract = project.release.root / "contract"
     for path in contract.glob("*.py"):
         path.unlink()
     (contract / "__init__.py").touch()
-    (contract / "contract.ini").write_text("[pytest]\n")
+    (contract / "contract.ini").write_text("[pytest]\naddopts = --tb=line\n")
     (contract / "conftest.py").write_text(CONFTEST)
     (contract / "test_contract.py").write_text(TESTS)
     return lambda *argv: project.run("verify", *argv)
@@ -43,6 +44,7 @@ def test_verify_returns_1_if_a_property_fails(verify):
     assert (code, err) == (1, "")
     assert "tested: some layers" in out
     assert "got 1, expected 2" in out
+    assert "def test_mlp_fails" not in out  # as contract.ini sets
 
 
 def test_verify_passes_arguments_on_to_pytest(verify):
