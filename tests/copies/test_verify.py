@@ -67,6 +67,7 @@ def test_verify_uses_no_setting_of_the_user(verify, project, monkeypatch):
     before = sorted(project.root.rglob("*"))
     assert verify(".", "-k", "norm").code == 0
     assert sorted(project.root.rglob("*")) == before
+    assert not list(project.release.root.rglob(".pytest_cache"))
 
 
 def test_verify_reports_tests_that_end_early(verify):
