@@ -16,7 +16,9 @@ from torch import nn
 import tinyblock
 
 ROOT = Path(__file__).parents[1]
-LEAVES = {
+MODULES = [module.__name__.rpartition(".")[2] for module in tinyblock.LAYERS]
+MODULES.append("parallelize")
+USES = {
     "rmsnorm": "norm = rmsnorm.RMSNorm(8); assert norm(x).shape == x.shape; rmsnorm.rms_norm(x, norm.weight)",
     "ffn": "assert ffn.SwiGLU(8)(x).shape == ffn.FeedForward(8)(x).shape == x.shape",
     "rope": "r = rope.RotaryPositionalEmbedding(1e4, 8, 9); assert r(x, torch.arange(3)).shape == x.shape",
@@ -29,13 +31,20 @@ ONLY = (
 )
 
 
+def source_of(module):
+    return (ROOT / "tinyblock" / f"{module}.py").read_text()
+
+
+LEAVES = [module for module in MODULES if "\nfrom ." not in source_of(module)]
+
+
 def test_leaf_files_work_alone(tmp_path):
     code = ONLY
-    for leaf, use in LEAVES.items():
+    for leaf in LEAVES:
         folder = tmp_path / leaf
         folder.mkdir()
         shutil.copy(ROOT / "tinyblock" / f"{leaf}.py", folder)
-        code += f"sys.path[0] = {str(folder)!r}\nimport {leaf}\nassert {leaf}.__file__.startswith(sys.path[0])\n{use}\n"
+        code += f"sys.path[0] = {str(folder)!r}\nimport {leaf}\nassert {leaf}.__file__.startswith(sys.path[0])\n{USES.get(leaf, '')}\n"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
@@ -48,8 +57,8 @@ def test_leaf_files_work_alone(tmp_path):
 
 def test_leaf_files_import_no_other_package():
     for leaf in LEAVES:
-        source = (ROOT / "tinyblock" / f"{leaf}.py").read_text()
-        packages = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
+        imports = re.findall(r"^(?:from|import) (\w+)", source_of(leaf), re.MULTILINE)
+        packages = set(imports)
         assert packages - set(sys.stdlib_module_names) <= {
             "torch",
             "einops",
@@ -81,7 +90,7 @@ def test_readme_error_is_the_one_that_is_raised():
 
 def test_package_exports_the_api():
     names = set()
-    for module in (*LEAVES, "block", "transformer"):
+    for module in MODULES:
         layer = importlib.import_module(f"tinyblock.{module}")
         names |= set(layer.__all__)
         for name in layer.__all__:

@@ -431,7 +431,9 @@ def check_weight_names(module: nn.Module, *names: str) -> None:
     """Require these keys of the state dict, and no others."""
     got = ", ".join(sorted(module.state_dict()))
     wanted = ", ".join(sorted(names))
-    assert got == wanted, f"the state dict has {got or 'no keys'}, expected {wanted}"
+    assert got == wanted, (
+        f"the state dict has {got or 'no keys'}, expected {wanted or 'none'}"
+    )
 
 
 def check_placement(layer: Any, name: str, *arguments: Any, **options: Any) -> None:
@@ -451,23 +453,23 @@ def check_placement(layer: Any, name: str, *arguments: Any, **options: Any) -> N
         assert is_placed, f"{key} is on {table.device}, expected meta"
 
 
-def check_initial_weights(module: nn.Module) -> None:
-    """Require gains of 1, and other weights from a normal of variance 2 / (d_in + d_out), cut at three deviations.
+def check_initial_weights(module: nn.Module, gain: float = 1.0) -> None:
+    """Require one value of all gains, and other weights from a normal of variance 2 / (d_in + d_out).
 
-    The same holds after `reset_parameters`, where every parameter was NaN.
+    The normal is cut at three deviations. The same holds after `reset_parameters`, where every parameter was NaN.
     """
     for name, parameter in module.named_parameters():
-        check_initial(name, parameter.detach().double())
+        check_initial(name, parameter.detach().double(), gain)
     for parameter in module.parameters():
         parameter.data.fill_(math.nan)
     find(module, "reset_parameters")()
     for name, parameter in module.named_parameters():
-        check_initial(f"{name} after reset", parameter.detach().double())
+        check_initial(f"{name} after reset", parameter.detach().double(), gain)
 
 
-def check_initial(name: str, weight: Tensor) -> None:
+def check_initial(name: str, weight: Tensor, gain: float) -> None:
     if weight.ndim == 1:
-        check_close(name, weight, torch.ones_like(weight), 0)
+        check_close(name, weight, torch.full_like(weight, gain), 0)
         return
     # Cut at 3, a normal has a deviation of 0.98658 and a kurtosis of 2.83. Five standard errors are allowed.
     unit = weight / math.sqrt(2 / sum(weight.shape))
@@ -482,17 +484,18 @@ def check_initial(name: str, weight: Tensor) -> None:
 
 
 def show(value: Any) -> str:
-    if isinstance(value, Tensor) and value.numel() > 20:
-        return f"{value.dtype} of shape {tuple(value.shape)}"
     if isinstance(value, Tensor):
-        return f"{value.tolist()} of {value.dtype}"
+        numbers = f"{value.tolist()} of " if value.numel() <= 8 else ""
+        return f"{numbers}{value.dtype} of shape {tuple(value.shape)}"
     return str(getattr(value, "__name__", value))
 
 
 def show_call(function: Any, arguments: dict[str, Any]) -> str:
-    owner = type(function) if isinstance(function, nn.Module) else function
-    shown = [f"{name}={show(argument)}" for name, argument in arguments.items()]
-    return f"{owner.__name__}({', '.join(shown)})"
+    layer = getattr(function, "_orig_mod", function)  # of a compiled layer
+    name = type(layer).__name__ if isinstance(layer, nn.Module) else layer.__name__
+    compiled = "" if layer is function else "compiled "
+    shown = [f"{option}={show(value)}" for option, value in arguments.items()]
+    return f"{compiled}{name}({', '.join(shown)})"
 
 
 def message_of(

@@ -4,6 +4,7 @@ A layer is recognized by the name of its file: what test_rope.py tests is rope.p
 another layer needs, the fixture has that of tinyblock.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -30,12 +31,13 @@ SOURCES = pytest.StashKey[dict[str, Source]]()  # by layer
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--layers",
-        metavar="TARGET",
-        help="folder, .py file, or importable module whose layers are tested "
-        "(default: the folder above the tests)",
-    )
+    with contextlib.suppress(ValueError):  # another copy of this file has added it
+        parser.addoption(
+            "--layers",
+            metavar="TARGET",
+            help="folder, .py file, or importable module whose layers are tested "
+            "(default: the folder above the tests)",
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:
