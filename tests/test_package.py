@@ -44,7 +44,9 @@ def test_leaf_files_work_alone(tmp_path):
         folder = tmp_path / leaf
         folder.mkdir()
         shutil.copy(ROOT / "tinyblock" / f"{leaf}.py", folder)
-        code += f"sys.path[0] = {str(folder)!r}\nimport {leaf}\nassert {leaf}.__file__.startswith(sys.path[0])\n{USES.get(leaf, '')}\n"
+        code += f"sys.path[0] = {str(folder)!r}\nimport {leaf}\n"
+        code += f"assert {leaf}.__file__.startswith(sys.path[0])\n"
+        code += USES.get(leaf, "") + "\n"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
