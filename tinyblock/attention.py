@@ -128,17 +128,18 @@ class CausalMultiHeadSelfAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = _normalize(q, self.q_norm)
             k = _normalize(k, self.k_norm)
+        rope = self.rope  # read once: looking up a child costs as much as a shape check
         if token_positions is not None:
-            if self.rope is None:
+            if rope is None:
                 raise ValueError(
                     "token_positions need a rope: "
                     "pass rope= to the constructor, or leave them out"
                 )
             # All heads of a token have its position.
             token_positions = rearrange(token_positions, "... seq -> ... 1 seq")
-        if self.rope is not None:
-            q = require_shape_of(q, self.rope(q, token_positions), "rope")
-            k = require_shape_of(k, self.rope(k, token_positions), "rope")
+        if rope is not None:
+            q = require_shape_of(q, rope(q, token_positions), "rope")
+            k = require_shape_of(k, rope(k, token_positions), "rope")
         out = require_shape_of(q, self.attend(q, k, v, mask), "attend")
         merged = rearrange(out, "... heads seq d_head -> ... seq (heads d_head)")
         return self.output_proj(merged)

@@ -159,8 +159,9 @@ class RotaryPositionalEmbedding(nn.Module):
 
         It is on meta after `load_state_dict(assign=True)` into a model built on meta.
         """
-        if not self.cos_sin.is_meta or device.type == "meta":
-            return self.cos_sin
+        table = self.cos_sin
+        if not table.is_meta or device.type == "meta":
+            return table
         with torch.inference_mode(False):  # autograd cannot use inference tensors
             table = self._compute_table().to(device)
         if type(table) is Tensor:  # not a fake tensor, which has no values
