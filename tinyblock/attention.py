@@ -36,12 +36,15 @@ def scaled_dot_product_attention(
     Computes in float32 or wider, and rounds once to the dtype of `q`.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    q_times_k = "... query d_k, ... key d_k -> ... query key"
-    scores = einsum(q.to(dtype), k.to(dtype), q_times_k) / math.sqrt(q.shape[-1])
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf)
-    weights = scores.softmax(dim=-1)
-    if mask is not None:  # the softmax of a query without any key is NaN
+    wide_q = q.to(dtype)
+    wide_k = k.to(dtype)
+    dots = einsum(wide_q, wide_k, "... query d_k, ... key d_k -> ... query key")
+    scores = dots / math.sqrt(q.shape[-1])
+    if mask is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
+        # The weights of a query whose keys are all masked are NaN.
         weights = weights.masked_fill(~mask, 0)
     out = einsum(weights, v.to(dtype), "... query key, ... key d_v -> ... query d_v")
     return out.to(q.dtype)
@@ -151,32 +154,33 @@ class CausalMultiHeadSelfAttention(nn.Module):
         This method requires as many keys as queries. An override may add keys, and
         accept any `mask`.
         """
-        *batch, _, seq, _ = q.shape
+        *batch, heads, seq, d_head = q.shape
         if k.shape[-2] != seq:
             raise ValueError(
                 f"attend needs as many keys as queries, {seq}, got {k.shape[-2]}: "
-                "override it for a cache"
+                "for a cache of keys, override attend in a subclass"
             )
-        if len(batch) != 1:  # the fast kernels take exactly one batch axis
+        if len(batch) != 1:  # the fast kernels take one batch axis: merge, or add one
             merge = "... heads seq d_head -> (...) heads seq d_head"
             q, k, v = rearrange(q, merge), rearrange(k, merge), rearrange(v, merge)
         if mask is not None:
             _require_mask(mask, batch, seq)
             causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
-            mask = (mask & causal).expand(*batch, seq, seq)
-            mask = mask.reshape(q.shape[0], 1, seq, seq)  # the same for all heads
+            mask = mask & causal  # a mask hides keys, and never shows later ones
+            mask = mask.expand(*batch, seq, seq).reshape(q.shape[0], 1, seq, seq)
         options = {}
         if self.num_kv_heads < self.num_heads:
-            if _kernels_share_key_heads(q, mask):
-                options["enable_gqa"] = True  # torch 2.5 and later
+            if _has_kernel_for_shared_heads(q, mask):
+                options["enable_gqa"] = True
             else:
                 group = self.num_heads // self.num_kv_heads
                 k = k.repeat_interleave(group, dim=1)
                 v = v.repeat_interleave(group, dim=1)
+        # A query whose keys are all masked yields zeros.
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, **options
         )
-        return out if len(batch) == 1 else out.view(*batch, *out.shape[1:])
+        return out if len(batch) == 1 else out.view(*batch, heads, seq, d_head)
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
@@ -185,7 +189,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
 
 def require_shape_of(x: Tensor, out: Tensor, part: str) -> Tensor:
     """Return `out`, the result of a replaceable part; it must have the shape of `x`."""
-    if getattr(out, "shape", None) != x.shape:  # torch might broadcast it later
+    if not isinstance(out, Tensor) or out.shape != x.shape:  # torch might broadcast it
         got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise ValueError(
             f"{part} must return a tensor of shape {tuple(x.shape)}, as its input, "
@@ -199,11 +203,12 @@ def _normalize(x: Tensor, norm: nn.RMSNorm) -> Tensor:
     return norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
-def _kernels_share_key_heads(q: Tensor, mask: Tensor | None) -> bool:
-    """Return whether a fast kernel reads shared key heads without a copy for each head.
+def _has_kernel_for_shared_heads(q: Tensor, mask: Tensor | None) -> bool:
+    """Return whether a fast kernel takes enable_gqa=, an option since torch 2.5.
 
-    On CUDA, these are flash and cuDNN (pytorch issue 154363): in half precision,
-    without a mask, for heads of up to 256.
+    Elsewhere, torch would materialize the scores. On CUDA, these kernels are flash and
+    cuDNN (pytorch issue 154363): in half precision, without a mask, for heads of up to
+    256.
     """
     if not q.is_cuda:
         return True
@@ -259,13 +264,17 @@ def _is_mask(mask: Any, batch: list[int], seq: int) -> bool:
     """Return whether `mask` is bool and broadcasts to (*batch, seq, seq)."""
     if not isinstance(mask, Tensor) or mask.layout != torch.strided:
         return False
-    if mask.dtype != torch.bool or mask.shape[-2:] not in ((seq, seq), (1, seq)):
+    if mask.dtype != torch.bool:
+        return False
+    for_each_query = (seq, seq)
+    for_all_queries = (1, seq)
+    if mask.shape[-2:] not in (for_each_query, for_all_queries):
         return False
     leading = mask.shape[:-2]
     if len(leading) > len(batch):
         return False
     aligned = batch[len(batch) - len(leading) :]
-    return all(size in (1, full) for size, full in zip(leading, aligned, strict=True))
+    return all(axis in (1, size) for axis, size in zip(leading, aligned, strict=True))
 
 
 def _describe(mask: Any) -> str:

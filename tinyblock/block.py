@@ -123,9 +123,10 @@ def _build(
         )
     try:
         return builder(*sizes, **options)
-    except TypeCheckError:  # of an argument, which it names
+    except TypeCheckError:  # a TypeError that already names the wrong argument
         raise
     except TypeError as error:
         name = getattr(builder, "__qualname__", builder)
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{part}={name} must accept {call}: {reason}") from error
+        one_line = " ".join(str(error).split())
+        message = f"{part} is called as {call}, but {name} raised: {one_line}"
+        raise ValueError(message) from error

@@ -36,10 +36,12 @@ def apply_rope(
     wider and returns the dtype of `x`.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    cos = angles.cos().to(dtype)
+    cos = angles.cos().to(dtype)  # after the cosine: float32 cannot hold far angles
     sin = angles.sin().to(dtype)
-    matrix = "(row column) ... -> ... row column"
-    rotation = rearrange([cos, -sin, sin, cos], matrix, row=2)
+    # einops stacks the list along a first axis, which becomes rows and columns.
+    rotation = rearrange(
+        [cos, -sin, sin, cos], "(row column) ... -> ... row column", row=2
+    )
     pairs = rearrange(x.to(dtype), "... (half pair) -> ... half pair", pair=2)
     rotated = einsum(
         rotation, pairs, "... half row column, ... half column -> ... half row"
@@ -112,30 +114,35 @@ class RotaryPositionalEmbedding(nn.Module):
             positions = self._select(every_position, x.shape[-2], token_positions)
             cos_sin = self._cos_sin_of(positions)
         else:
-            table = self._table_on(x.device)
+            table = self._computed_table(x.device)
             cos_sin = self._select(table, x.shape[-2], token_positions)
         return _rotate(x, cos_sin)
 
     def extra_repr(self) -> str:
         return f"theta={self.theta}, d_k={self.d_k}, max_seq_len={self.max_seq_len}"
 
-    def _select(self, rows: Tensor, seq: int, token_positions: Tensor | None) -> Tensor:
-        """Select from `rows`, which has one row per position, those of the tokens."""
+    def _select(
+        self, table: Tensor, seq: int, token_positions: Tensor | None
+    ) -> Tensor:
+        """Select the rows of the tokens from `table`, which has one row per position.
+
+        Without token_positions, these are its first `seq` rows.
+        """
         if token_positions is None:
             if seq > self.max_seq_len:
                 raise ValueError(
                     f"a sequence of {seq} tokens is longer than "
                     f"max_seq_len={self.max_seq_len}"
                 )
-            return rows[:seq]
+            return table[:seq]
         _require_integers(token_positions)
         try:
-            # Unlike an index, an embedding rejects negative positions, and checks the
-            # bounds in compiled code, too, without waiting for the GPU.
-            selected = F.embedding(token_positions.long(), rows.flatten(1))
+            # table[token_positions] would accept negative positions. An embedding
+            # rejects them; in compiled code and on CUDA, by torch's own error.
+            selected = F.embedding(token_positions.long(), table.flatten(1))
         except IndexError as error:
             raise _out_of_range(token_positions, self.max_seq_len) from error
-        return selected.unflatten(-1, rows.shape[1:])
+        return selected.unflatten(-1, table.shape[1:])
 
     def _every_position(
         self, device: torch.device | str
@@ -154,18 +161,22 @@ class RotaryPositionalEmbedding(nn.Module):
     def _compute_table(self) -> Float[Tensor, "max_seq_len half pair"]:
         return self._cos_sin_of(self._every_position("cpu")).to(torch.float32)
 
-    def _table_on(self, device: torch.device) -> Float[Tensor, "max_seq_len half pair"]:
-        """Return the table; if it is still on meta, first compute it for `device`.
+    def _computed_table(
+        self, device: torch.device
+    ) -> Float[Tensor, "max_seq_len half pair"]:
+        """Return the table; one that is still on meta is first computed for `device`.
 
         It is on meta after `load_state_dict(assign=True)` into a model built on meta.
         """
         table = self.cos_sin
-        if not table.is_meta or device.type == "meta":
+        has_values = not table.is_meta
+        if has_values or device.type == "meta":
             return table
-        with torch.inference_mode(False):  # autograd cannot use inference tensors
+        # The table is kept, and autograd cannot use a tensor made in inference mode.
+        with torch.inference_mode(False):
             table = self._compute_table().to(device)
         if type(table) is Tensor:  # not a fake tensor, which has no values
-            self.cos_sin = table  # threads that arrive here at once keep equal tables
+            self.cos_sin = table  # a race is harmless: all threads compute equal tables
         return table
 
     def _apply(
@@ -177,14 +188,17 @@ class RotaryPositionalEmbedding(nn.Module):
         meta without values.
         """
         table = self.cos_sin
-        device = fn(table[:0]).device  # first: it raises an error for an unknown device
+        device = fn(table[:0]).device  # an empty slice shows where fn moves tensors
         del self._buffers["cos_sin"]  # out of the reach of fn, which would cast it
-        super()._apply(fn, recurse)
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers["cos_sin"] = table
         if table.is_meta:
-            self._buffers["cos_sin"] = torch.empty_like(table, device=device)
-            self.reset_parameters()
+            self.cos_sin = torch.empty_like(table, device=device)
+            self.reset_parameters()  # fills the table, unless it stays on meta
         else:
-            self._buffers["cos_sin"] = table.to(device)
+            self.cos_sin = table.to(device)
         return self
 
 
@@ -206,30 +220,32 @@ def _out_of_range(token_positions: Tensor, max_seq_len: int) -> ValueError:
         return ValueError(limits)
 
 
-def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate each consecutive pair of `x`, and return the dtype of `x`."""
+def _rotate(
+    x: Float[Tensor, "*batch seq d_k"], cos_sin: Float[Tensor, "*#batch seq half pair"]
+) -> Float[Tensor, "*batch seq d_k"]:
+    """Rotate each consecutive pair of `x`, in the dtype of `cos_sin`."""
+    # `.to` costs time even if it has nothing to do.
     wide = x if x.dtype == cos_sin.dtype else x.to(cos_sin.dtype)
     pairs = wide.unflatten(-1, (-1, 2))  # einops takes 3 us longer
-    # inductor generates no code for complex numbers. In eager mode, one complex product
-    # replaces seven operations.
-    compiling = torch.compiler.is_compiling()
-    rotate = _rotate_by_parts if compiling else _rotate_as_complex
-    rotated = rotate(pairs, cos_sin)
+    if not torch.compiler.is_compiling():
+        rotated = _rotate_as_complex(pairs, cos_sin)
+    else:  # inductor generates no code for complex numbers
+        rotated = _rotate_by_parts(pairs, cos_sin)
     out = rotated.flatten(-2)
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
-def _rotate_by_parts(pairs: Tensor, cos_sin: Tensor) -> Tensor:
-    even, odd = pairs.unbind(-1)
-    cos, sin = cos_sin.unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-
-
 def _rotate_as_complex(pairs: Tensor, cos_sin: Tensor) -> Tensor:
-    """Multiply complex numbers, (even + i odd)(cos + i sin): the same rotation."""
+    """Multiply complex numbers, (even + i odd)(cos + i sin): one operation for seven."""
     try:
         numbers = torch.view_as_complex(pairs)
     except RuntimeError:  # the strides forbid a view, as for a slice at an odd offset
         even, odd = pairs.unbind(-1)
         numbers = torch.complex(even, odd)
     return torch.view_as_real(numbers * torch.view_as_complex(cos_sin))
+
+
+def _rotate_by_parts(pairs: Tensor, cos_sin: Tensor) -> Tensor:
+    even, odd = pairs.unbind(-1)
+    cos, sin = cos_sin.unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)

@@ -51,7 +51,8 @@ def test_attend_names_the_way_to_attend_to_more_keys():
     module = CausalMultiHeadSelfAttention(24, 4)
     q, k = torch.randn(1, 4, 1, 6), torch.randn(1, 4, 9, 6)
     with pytest.raises(
-        ValueError, match="as many keys as queries, 1, got 9: override it"
+        ValueError,
+        match="as many keys as queries, 1, got 9: for a cache of keys, override",
     ):
         module.attend(q, k, k, None)
 

@@ -68,11 +68,11 @@ WRONG_PARTS: dict[str, Any] = {
     ),
     "other arguments": (
         {"ffn": nn.Linear},
-        r"ffn=Linear must accept ffn\(24, None, device=None, dtype=None\)",
+        r"ffn is called as ffn\(24, None, device=None, dtype=None\), but Linear raised: ",
     ),
     "a layer of torch": (
         {"attention": nn.MultiheadAttention},
-        r"attention=MultiheadAttention must accept attention\(24, 4, num_kv_heads=None",
+        r"attention is called as attention\(24, 4, num_kv_heads=None",
     ),
     "a class": ({"rope": RotaryPositionalEmbedding}, "rope must be an instance"),
 }
