@@ -236,7 +236,7 @@ def _rotate(
 
 
 def _rotate_as_complex(pairs: Tensor, cos_sin: Tensor) -> Tensor:
-    """Multiply complex numbers, (even + i odd)(cos + i sin): one operation for seven."""
+    """Multiply (even + i odd)(cos + i sin): one complex product for seven operations."""
     try:
         numbers = torch.view_as_complex(pairs)
     except RuntimeError:  # the strides forbid a view, as for a slice at an odd offset
