@@ -112,9 +112,10 @@ def _public_functions(
 def _replace_defaults(
     function: FunctionType, checked: dict[FunctionType, FunctionType]
 ) -> None:
-    """Replace a default such as `activation=gelu` by its checked function, because pickle looks it up by name."""
+    """Replace each default that is a function, such as `activation=gelu`, by its checked function."""
     plain: Any = inspect.unwrap(function)
 
+    # Pickle looks a function up by its name, and finds the checked one there.
     def replaced(default: Any) -> Any:
         is_function = isinstance(default, FunctionType)
         return checked.get(default, default) if is_function else default
@@ -293,6 +294,7 @@ def _argument_checker(function: FunctionType) -> Callable[..., None]:
 
 def _result_checker(function: FunctionType) -> Callable[..., None]:
     """Return a function that takes the arguments of a call, and its result as `_returned`, and checks the result."""
+    # The result is passed as one more keyword argument.
     signature = inspect.signature(function)
     returned = inspect.Parameter("_returned", inspect.Parameter.KEYWORD_ONLY)
     parameters = [*signature.parameters.values(), returned]
