@@ -388,6 +388,28 @@ class Layer(nn.Module):
         layer(torch.ones(2, 4))
 
 
+@pytest.mark.parametrize("annotation", ["Any", "'Any'"])
+def test_typecheck_remembers_calls_whose_other_arguments_are_annotated_as_any(
+    annotation,
+):
+    made = checked_module(f"""
+from typing import Annotated
+from beartype.vale import Is
+
+checks = []
+
+def watched(
+    x: Annotated[Tensor, Is[lambda x: checks.append(x.shape) is None]],
+    mask: {annotation} = None,
+) -> None:
+    pass
+""")
+    made.watched(torch.ones(3), [])
+    count = len(made.checks)
+    made.watched(torch.ones(3), [1])
+    assert len(made.checks) == count > 0
+
+
 def test_typecheck_reads_tensors_in_braces_at_each_call():
     made = checked_module("""
 class Layer(nn.Module):
