@@ -9,11 +9,12 @@ new. The signature of a call consists of
 
 - the type, dtype and shape of each tensor that is an argument,
 - the type and value of each number, string, dtype or device that is an argument,
-- the text of each expression that an annotation reads in braces, such as `{self.d_model}`,
+- the value of each expression that an annotation reads in braces, such as `{self.d_model}`,
 - the same of the result: its type, with dtype and shape or with its value.
 
-Parameters that are unannotated or annotated as Any do not count. A call with any other argument, such as a list or a
-function, has no signature: each such call is checked, and the wrapper keeps no reference to the argument.
+Parameters that are unannotated or annotated as Any do not count. Some calls have no signature and are checked each time:
+those with another argument, such as a list or a function, and those where an expression in braces reads a tensor, which
+may change in place. The wrapper keeps no reference to such arguments.
 
 - Compiled code runs unchecked: torch.compile cannot trace jaxtyping (patrick-kidger/jaxtyping issues 196 and 384).
   The wrapper then calls the plain function, without a graph break or a guard.
@@ -129,6 +130,7 @@ def _replace_defaults(
 def _checked(function: FunctionType, max_signatures: int) -> FunctionType:
     """Return a wrapper of `function` that checks each call whose signature is new."""
     signature_of = _signature_reader(function)
+    braces = len(_expressions(function))
     check_arguments = _argument_checker(function)
     check_result = _result_checker(function)
     result_of, remember = _memory(max_signatures)
@@ -158,7 +160,7 @@ def _checked(function: FunctionType, max_signatures: int) -> FunctionType:
             outcome = _signature_or_none(result)
         if outcome is None or outcome != expected:
             check_result(*args, **kwargs, _returned=result)
-            if call is not None and outcome is not None:
+            if outcome is not None and _is_lasting(call, braces):
                 remember(call, outcome)
         return result
 
@@ -227,16 +229,24 @@ def _signature_or_none(value: Any) -> tuple[Any, ...] | None:
     return _signature(value) if type(value) in _BY_VALUE else None
 
 
+def _is_lasting(call: tuple[Any, ...] | None, braces: int) -> bool:
+    """Tell whether a call has a signature that no change in place can make wrong, such as that of a tensor in braces.
+
+    The first `braces` items of a signature are values of expressions in braces.
+    """
+    if call is None:
+        return False
+    return all(type(value) in _BY_VALUE for value in call[:braces])
+
+
 def _signature_reader(function: FunctionType) -> Callable[..., tuple[Any, ...]]:
     """Return a function with the parameters of `function` that returns the signature of a call."""
-    # jaxtyping reads `{expressions}` as text. An int is its own text, and faster.
-    of_expression = '_read if (_read := {0}).__class__ is int else f"{{_read}}"'
     # Tensors and None are inlined, because this is the cost of a checked call.
     of_argument = (
         "({0}.__class__, {0}.dtype, {0}.shape) if isinstance({0}, Tensor) "
         "else None if {0} is None else _signature({0})"
     )
-    parts = [of_expression.format(text) for text in _expressions(function)]
+    parts = _expressions(function)
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.annotation not in (parameter.empty, Any, "Any"):
             parts.append(of_argument.format(name))
