@@ -12,7 +12,7 @@ new. The signature of a call consists of
 - the value of each expression that an annotation reads in braces, such as `{self.d_model}`,
 - the same of the result: its type, with dtype and shape or with its value.
 
-Parameters that are unannotated or annotated as Any do not count. Some calls have no signature and are checked each time:
+Parameters that are unannotated or annotated as Any do not count. Some calls have no signature and are always checked:
 those with another argument, such as a list or a function, and those where an expression in braces reads a tensor, which
 may change in place. The wrapper keeps no reference to such arguments.
 
@@ -33,7 +33,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import FunctionType, ModuleType
-from typing import Any, get_args, no_type_check
+from typing import Any, get_args
 
 import torch
 from jaxtyping import TypeCheckError, config, jaxtyped
@@ -135,10 +135,8 @@ def _checked(function: FunctionType, max_signatures: int) -> FunctionType:
     check_result = _result_checker(function)
     result_of, remember = _memory(max_signatures)
 
-    # The wrapper. jaxtyping's import hook does not decorate it, because of no_type_check.
     @functools.wraps(function)
-    @no_type_check
-    def checked(*args, **kwargs):
+    def checked(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         if is_dynamo_compiling():
             return function(*args, **kwargs)
