@@ -16,6 +16,8 @@ Parameters that are unannotated or annotated as Any do not count. Some calls hav
 those with another argument, such as a list or a function, and those where an expression in braces reads a tensor, which
 may change in place. The wrapper keeps no reference to such arguments.
 
+In addition:
+
 - Compiled code runs unchecked: torch.compile cannot trace jaxtyping (patrick-kidger/jaxtyping issues 196 and 384).
   The wrapper then calls the plain function, without a graph break or a guard.
 - Where torch raises a RuntimeError because an argument of `forward` and the weights differ in dtype, the wrapper raises
@@ -153,7 +155,7 @@ def _checked(function: FunctionType, max_signatures: int) -> FunctionType:
             _raise_if_dtypes_differ(error, function, args, kwargs)
             raise
         if isinstance(result, Tensor):
-            outcome = result.__class__, result.dtype, result.shape
+            outcome: Any = (result.__class__, result.dtype, result.shape)
         else:
             outcome = _signature_or_none(result)
         if outcome is None or outcome != expected:
@@ -187,6 +189,7 @@ def _memory(
 
 
 def _can_be_checked(function: FunctionType) -> bool:
+    """Tell whether a call of `function` returns what its annotations describe, and is not checked yet."""
     if hasattr(function, "__typechecked__"):  # by an earlier call
         return False
     if function.__name__ == "<lambda>":
@@ -237,7 +240,7 @@ def _is_lasting(call: tuple[Any, ...] | None, braces: int) -> bool:
     return all(type(value) in _BY_VALUE for value in call[:braces])
 
 
-def _signature_reader(function: FunctionType) -> Callable[..., tuple[Any, ...]]:
+def _signature_reader(function: FunctionType) -> Callable[..., Any]:
     """Return a function with the parameters of `function` that returns the signature of a call."""
     # Tensors and None are inlined, because this is the cost of a checked call.
     of_argument = (
@@ -272,24 +275,30 @@ def _shapes(annotation: Any) -> list[str]:
     return shapes
 
 
-def _reader(
-    function: FunctionType, expressions: list[str]
-) -> Callable[..., tuple[Any, ...]]:
-    """Return a function with the parameters of `function` that returns the values of these expressions.
+def _reader(function: FunctionType, expressions: list[str]) -> Callable[..., Any]:
+    """Return a function with the parameters of `function` that returns a tuple of the values of these expressions.
 
     It is compiled from text, because it runs on every call.
     """
+    # The text has None for each default, and the defaults follow when it is compiled.
     bare = []
-    for parameter in inspect.signature(function).parameters.values():
-        has_default = parameter.default is not parameter.empty
-        default = None if has_default else parameter.empty
-        bare.append(parameter.replace(annotation=parameter.empty, default=default))
+    defaults = []
+    keyword_defaults = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        parameter = parameter.replace(annotation=parameter.empty)
+        if parameter.default is parameter.empty:
+            bare.append(parameter)
+            continue
+        bare.append(parameter.replace(default=None))
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            keyword_defaults[name] = parameter.default
+        else:
+            defaults.append(parameter.default)
     parameters = str(inspect.Signature(bare)).removeprefix("(").removesuffix(")")
     values = "".join(f"({expression}), " for expression in expressions)
     read: Any = eval(f"lambda {parameters}: ({values})", globals())
-    plain: Any = inspect.unwrap(function)
-    read.__defaults__ = plain.__defaults__
-    read.__kwdefaults__ = plain.__kwdefaults__
+    read.__defaults__ = tuple(defaults)
+    read.__kwdefaults__ = keyword_defaults
     return read
 
 
@@ -395,6 +404,7 @@ def _raise_if_dtypes_differ(
     kwargs: dict[str, Any],
 ) -> None:
     """Name layer and dtypes in a RuntimeError, if `error` is torch's complaint about the dtype of an argument."""
+    __tracebackhide__ = True
     # The error of an inner layer that was named here has a cause. Running out of memory raises a subclass.
     is_of_torch = type(error) is RuntimeError and error.__cause__ is None
     is_about_dtypes = re.search("dtype|data ?type|scalar type|Input type", str(error))
