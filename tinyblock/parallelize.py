@@ -127,7 +127,9 @@ def _require_options(fsdp: dict[str, Any], axes: tuple[str, ...]) -> None:
     """Raise a ValueError unless `fully_shard` has these options, with values of these types."""
     from torch.distributed.fsdp import fully_shard
 
-    options = inspect.signature(fully_shard).parameters
+    options = dict(inspect.signature(fully_shard).parameters)
+    for given_here in ("module", "mesh"):
+        options.pop(given_here)
     for name, value in fsdp.items():
         if "dp" not in axes:
             raise ValueError(

@@ -313,10 +313,13 @@ def _result_checker(function: FunctionType) -> Callable[..., None]:
     """Return a function that takes the arguments of a call, and its result as `_returned`, and checks the result."""
     # The result is passed as one more keyword argument.
     signature = inspect.signature(function)
-    returned = inspect.Parameter("_returned", inspect.Parameter.KEYWORD_ONLY)
-    parameters = [*signature.parameters.values(), returned]
-    parameters.sort(key=lambda parameter: parameter.kind)  # before any **kwargs
-    return _checker(function, _get_returned, signature.replace(parameters=parameters))
+    parameters = list(signature.parameters.values())
+    result = inspect.Parameter("_returned", inspect.Parameter.KEYWORD_ONLY)
+    parameters.append(result)
+    # Python's order of kinds: **kwargs are last.
+    parameters.sort(key=lambda parameter: parameter.kind)
+    with_result = signature.replace(parameters=parameters)
+    return _checker(function, _get_returned, with_result)
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

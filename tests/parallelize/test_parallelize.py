@@ -252,7 +252,7 @@ class Convolution(nn.Conv1d):
             DP_TP,
             {},
             {"mp_polcy": None},
-            "fully_shard has no option mp_polcy; it has .* mp_policy",
+            "fully_shard has no option mp_polcy; it has reshard_after_forward, .*mp_policy",
         ),
         (
             DP_TP,
