@@ -32,7 +32,7 @@ calls, checks = [], []
 def scale(x: Float[Tensor, "*a d"], weight: Float[Tensor, " d"], *, factor: float = 1.0) -> Float[Tensor, "*a d"]:
     """Scale."""
     calls.append("scale")
-    return x * weight * factor
+    return x * weight * (factor or 1.0)
 
 def first(tensors: list[Float[Tensor, " d"]], default: Float[Tensor, " d"] | None = None) -> Float[Tensor, " d"]:
     return tensors[0]
@@ -79,7 +79,7 @@ class Layer(nn.Module):
         self.width = width
 
     def forward(self, x: Float[Tensor, "*batch {self.width}"], times: int = 1) -> Float[Tensor, "*batch {self.width}"]:
-        return x * times
+        return x * (times or 1)
 '''
 
 
@@ -119,12 +119,14 @@ def test_typecheck_raises_on_every_mismatch_whatever_was_seen_before(module):
         lambda: module.apply(w, function=lambda x, y: x + y),
         lambda: module.decorated(w, bias=1),
         lambda: layer(x, 1),
+        lambda: layer(x),
         lambda: four_wide(torch.ones(2, 4)),
     ]
     wrong = [
         lambda: module.scale(x, torch.ones(4)),
         lambda: module.scale(x.long(), w),
         lambda: module.scale(x, w, factor="2"),
+        lambda: module.scale(x[0], w, factor=None),  # not the default
         lambda: module.scale([1.0], w),
         lambda: module.scale(None, w),
         lambda: module.first([torch.ones(2)], torch.ones(3)),
@@ -144,6 +146,7 @@ def test_typecheck_raises_on_every_mismatch_whatever_was_seen_before(module):
         lambda: module.Layer("3"),
         lambda: module.Layer(3, rate="fast"),
         lambda: layer(torch.ones(2, 4)),
+        lambda: layer(x, None),  # not the default
         lambda: layer(x, 1.0),  # which compares equal to 1
     ]
     for _ in range(2):  # the second time around, valid signatures have been seen
