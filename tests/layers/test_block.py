@@ -46,7 +46,7 @@ def test_block_names_the_part_that_returns_something_else(part, broken, got):
         block(torch.zeros(2, 7, 24))
 
 
-ODD_HEADS = {
+ODD_HEADS: dict[str, Any] = {
     "of d_model": ({"d_model": 60}, "d_model=60 / num_heads=4 is 15"),
     "of d_head": ({"d_model": 64, "d_head": 15}, "d_head=15 must be positive and even"),
 }
@@ -87,6 +87,12 @@ def test_block_says_how_it_calls_what_builds_a_part(name):
 
 def test_block_leaves_a_type_error_about_an_argument_to_the_layer():
     with pytest.raises(TypeError, match=r"Block\.__init__[^$]*parameter 'num_heads'"):
-        Block(24, "4")
+        Block(24, "4")  # type: ignore[arg-type]
+
+
+def test_block_leaves_a_type_error_of_a_builder_to_its_layer():
+    def wide(d_model, d_ff, **factory):
+        return SwiGLU(d_model, "wide")  # type: ignore[arg-type]
+
     with pytest.raises(TypeError, match=r"SwiGLU\.__init__[^$]*parameter 'd_ff'"):
-        Block(24, 4, ffn=lambda d_model, d_ff, **factory: SwiGLU(d_model, "wide"))
+        Block(24, 4, ffn=wide)
