@@ -1,11 +1,12 @@
 """Distribute a Transformer or a Block over processes: tensor, sequence and data parallelism, by DTensor and FSDP2.
 
-Sources: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053) for weights split by columns, then by rows;
-Korthikanti et al., "Reducing Activation Recomputation" (arXiv 2205.05198) for norms and residual sums split by tokens;
-Zhao et al., "PyTorch FSDP" (arXiv 2304.11277) for weights, gradients and optimizer states sharded over the data.
-Convention for the axes of the mesh: "tp" splits each layer; "dp" splits the batch and shards all weights;
-"dp_replicate" splits only the batch.
-The layers need no changes: their children are found by name, in tinyblock and in copies of its files.
+Sources: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053) for weights split by columns,
+then by rows; Korthikanti et al., "Reducing Activation Recomputation" (arXiv 2205.05198)
+for norms and residual sums split by tokens; Zhao et al., "PyTorch FSDP" (arXiv
+2304.11277) for weights, gradients and optimizer states sharded over the data.
+Convention for the axes of the mesh: "tp" splits each layer; "dp" splits the batch and
+shards all weights; "dp_replicate" splits only the batch. The layers need no changes:
+their children are found by name, in tinyblock and in copies of its files.
 """
 
 import inspect
@@ -48,52 +49,62 @@ def parallelize(
 ) -> _Model:
     """Distribute a Transformer or a Block over the processes of `mesh`, in place, and return it.
 
-    The mesh has the axes ("dp_replicate", "dp", "tp") in this order, or some of them; "dp_replicate" requires "dp".
-    Each process calls the model with plain tensors and gets a plain tensor. Ranks along "tp" share one batch: they pass
-    the same `x`, positions and mask. Ranks along "dp" and "dp_replicate" pass different batches, and gradients are
-    averaged over them.
+    The mesh has the axes ("dp_replicate", "dp", "tp") in this order, or some of them;
+    "dp_replicate" requires "dp". Each process calls the model with plain tensors and
+    gets a plain tensor. Ranks along "tp" share one batch: they pass the same `x`,
+    positions and mask. Ranks along "dp" and "dp_replicate" pass different batches, and
+    gradients are averaged over them.
 
     - `recompute` keeps only the input of each block for the backward pass.
-    - `compile` compiles each block once per shape, with and without gradients. All models in a process share torch's
-      limit of 8 graphs, `torch._dynamo.config.recompile_limit`.
-    - `fsdp` are options of torch's `fully_shard`, such as `mp_policy`. The `param_dtype` of `mp_policy` is also the
-      dtype of the residual stream.
+    - `compile` compiles each block once per shape, with and without gradients. All
+      models in a process share torch's limit of 8 graphs,
+      `torch._dynamo.config.recompile_limit`.
+    - `fsdp` are options of torch's `fully_shard`, such as `mp_policy`. The
+      `param_dtype` of `mp_policy` is also the dtype of the residual stream.
 
-    The weights of the first rank along "tp" become those of the model. Either use the same seed on every rank, or build
-    the model on "meta", call `to_empty(device=...)` afterwards, and load the weights by `set_model_state_dict` with the
-    options `full_state_dict=True` and `broadcast_from_rank0=True`.
+    The weights of the first rank along "tp" become those of the model. Either use the
+    same seed on every rank, or build the model on "meta", call `to_empty(device=...)`
+    afterwards, and load the weights by `set_model_state_dict` with the options
+    `full_state_dict=True` and `broadcast_from_rank0=True`.
 
     - Create the optimizer after this call.
     - Add LoRA before this call, and use only "dp".
-    - Do not call `reset_parameters` after this call: on a CPU, all ranks draw the same numbers for their parts.
+    - Do not call `reset_parameters` after this call: on a CPU, all ranks draw the same
+      numbers for their parts.
     - Over "dp", do not run the first forward pass in `torch.inference_mode`.
 
-    Complete programs are examples/parallel.py, parallel_lora.py and pipeline.py in tinyblock's repository.
+    Complete programs are examples/parallel.py, parallel_lora.py and pipeline.py in
+    tinyblock's repository.
 
-    Torch 2.9 raises an error for `compile` with "tp", and for a length that "tp" does not divide; 2.13 supports both.
+    Torch 2.9 raises an error for `compile` with "tp", and for a length that "tp" does
+    not divide; 2.13 supports both.
 
-    These mistakes cannot be detected. Each causes the relative gradient error in parentheses:
+    These mistakes cannot be detected. Each causes the relative gradient error in
+    parentheses:
 
-    - ranks along "tp" pass different `x` (1.4), or each computes the loss over some of the tokens (1.0)
+    - ranks along "tp" pass different `x` (1.4), or each computes the loss over some of
+      the tokens (1.0)
     - ranks along "dp" average their losses over batches of different sizes (0.9)
     - ranks along "dp_replicate" use different seeds, so that the copies differ
-    - over "tp", `attend` mixes heads (0.4), or an ffn mixes the outputs of w1, as softmax does (0.01)
+    - over "tp", `attend` mixes heads (0.4), or an ffn mixes the outputs of w1, as
+      softmax does (0.01)
     - over "tp", dropout between w1 and w2 drops the same units of each rank's part
-    - an optimizer lists gains before matrices, and a GradScaler makes only some ranks skip a step
+    - an optimizer lists gains before matrices, and a GradScaler makes only some ranks
+      skip a step
 
-    Raises:
-        ValueError: the axes of the mesh are not supported; "tp" does not divide heads, key heads or d_ff; two modules
-            share a parameter, or no rule splits it over "tp"; the model is already distributed; `fully_shard` has no
-            such option, or the mesh has no axis "dp" for it. The model is then unchanged.
+    Raises: ValueError: the axes of the mesh are not supported; "tp" does not divide
+        heads, key heads or d_ff; two modules share a parameter, or no rule splits it
+        over "tp"; the model is already distributed; `fully_shard` has no such option,
+        or the mesh has no axis "dp" for it. The model is then unchanged.
     """
     blocks = list(getattr(model, "layers", [model]))
     _require_mesh(mesh)
     axes = mesh.mesh_dim_names or ()
     _require_options(fsdp, axes)
     _require_model(model, blocks, mesh)
-    if "dp" in axes:
+    if "dp" in axes:  # now: a wrong option raises before the model is changed
         shard = _shard_function(mesh, fsdp)
-    # Once, because compiled code requires the same object.
+    # One object for all blocks: another one would compile them again.
     tp = mesh["tp"] if "tp" in axes else None
     if tp is not None:
         _split_model(model, blocks, tp)
@@ -107,7 +118,7 @@ def parallelize(
         for module in dict.fromkeys((*blocks, model)):  # a Block is both
             shard(module)
     else:
-        _sum_gradients_of_gains(model)
+        _sum_gradients_of_gains(model)  # over "dp", FSDP does so
     if tp is not None:
         # After FSDP's hook, which would warn that the plain tensor is a view.
         model.register_forward_hook(_gather_output)
@@ -205,7 +216,7 @@ def _require_divisible_sizes(block: Any, processes: int) -> None:
         "num_kv_heads": block.attn.num_kv_heads,
     }
     for name, linear in _linear_layers(block).items():
-        # The axis that is split.
+        # By columns, the outputs are split; by rows, the inputs.
         is_column = name in _COLUMNS
         sizes[name] = linear.out_features if is_column else linear.in_features
     for name, size in sizes.items():
@@ -214,12 +225,11 @@ def _require_divisible_sizes(block: Any, processes: int) -> None:
                 f"{name}={size} must be a multiple of the {processes} processes "
                 "of the axis 'tp'"
             )
-    d_ff = sizes.get("ffn.w2")
     for name in ("ffn.w1", "ffn.w3"):
-        if sizes.get(name, d_ff) != d_ff:
+        if name in sizes and sizes[name] != sizes.get("ffn.w2"):
             raise ValueError(
-                f"{name} must have the {d_ff} outputs that ffn.w2 takes, "
-                f"got {sizes[name]}"
+                f"{name} must have as many outputs as ffn.w2 has inputs, "
+                f"{sizes.get('ffn.w2')}, got {sizes[name]}"
             )
 
 
@@ -288,6 +298,7 @@ def _split_block(block: nn.Module, tp: DeviceMesh) -> None:
 
     # Between the sub-layers, each process has some of the tokens; a sub-layer takes all of them.
     by_tokens, whole = Shard(-2), Replicate()
+    # For x, token_positions and mask.
     attention_input = parallel.PrepareModuleInput(
         input_layouts=(by_tokens, None, None),
         desired_input_layouts=(whole, None, None),
@@ -327,6 +338,7 @@ def _convert_heads(norm: nn.Module, tp: DeviceMesh) -> None:
 
     def to_dtensor(norm: nn.Module, args: Any) -> Any:
         [local_heads] = args
+        # The shape is (..., heads, seq, d_head).
         return DTensor.from_local(local_heads, tp, [Shard(-3)])
 
     def to_plain(norm: nn.Module, args: Any, out: Any) -> Any:

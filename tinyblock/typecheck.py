@@ -1,29 +1,36 @@
 """Shape checks at run time: turn a module's jaxtyping annotations into errors.
 
-`typecheck(module)` wraps the module's public functions, and the `__init__` and `forward` of its classes. A call that
-violates an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which names the function, the argument, its
+`typecheck(module)` wraps the module's public functions, and the `__init__` and
+`forward` of its classes. A call that violates an annotation raises
+`jaxtyping.TypeCheckError`, a `TypeError`, which names the function, the argument, its
 shape and the expected shape.
 
-jaxtyping and beartype take tens of microseconds or more to check a call. So they check only calls whose signature is
-new. The signature of a call consists of
+jaxtyping and beartype take tens of microseconds or more to check a call. So they check
+only calls whose signature is new. The signature of a call consists of
 
 - the type, dtype and shape of each tensor that is an argument,
 - the type and value of each number, string, dtype or device that is an argument,
-- the value of each expression that an annotation reads in braces, such as `{self.d_model}`,
+- the value of each expression that an annotation reads in braces, such as
+  `{self.d_model}`,
 - the same of the result: its type, with dtype and shape or with its value.
 
-Parameters that are unannotated or annotated as Any do not count. Some calls have no signature and are always checked:
-those with another argument, such as a list or a function, and those where an expression in braces reads a tensor, which
-may change in place. The wrapper keeps no reference to such arguments.
+Parameters that are unannotated or annotated as Any do not count. Some calls have no
+signature and are always checked: those with another argument, such as a list or a
+function, and those where an expression in braces reads a tensor, which may change in
+place. The wrapper keeps no reference to such arguments.
 
 In addition:
 
-- Compiled code runs unchecked: torch.compile cannot trace jaxtyping (patrick-kidger/jaxtyping issues 196 and 384).
-  The wrapper then calls the plain function, without a graph break or a guard.
-- Where torch raises a RuntimeError because an argument of `forward` and the weights differ in dtype, the wrapper raises
-  a RuntimeError from it that names the layer and both dtypes.
-- The environment variable JAXTYPING_DISABLE=1 leaves all functions unwrapped and beartype unimported.
-- `python -O` leaves all functions unwrapped, too, because beartype checks nothing there. This causes a warning.
+- Compiled code runs unchecked: torch.compile cannot trace jaxtyping
+  (patrick-kidger/jaxtyping issues 196 and 384). The wrapper then calls the plain
+  function, without a graph break or a guard.
+- Where torch raises a RuntimeError because an argument of `forward` and the weights
+  differ in dtype, the wrapper raises a RuntimeError from it that names the layer and
+  both dtypes.
+- The environment variable JAXTYPING_DISABLE=1 leaves all functions unwrapped and
+  beartype unimported.
+- `python -O` leaves all functions unwrapped, too, because beartype checks nothing
+  there. This causes a warning.
 - Functions that jaxtyping's import hook or pytest hook has wrapped are checked by both.
 """
 
@@ -48,9 +55,10 @@ __all__ = ["typecheck"]
 def typecheck(module: ModuleType, max_signatures: int = 1024) -> None:
     """Check every call of `module`'s public functions and of its classes' `__init__` and `forward`.
 
-    Public names are those in `__all__` or, without `__all__`, those that do not begin with an underscore. Imported
-    names stay unchanged, as do nested classes, lambdas, coroutines and decorated generators, such as context
-    managers. A second call changes nothing. Pass each module that defines layers, after its import:
+    Public names are those in `__all__` or, without `__all__`, those that do not begin
+    with an underscore. Imported names stay unchanged, as do nested classes, lambdas,
+    coroutines and decorated generators, such as context managers. A second call changes
+    nothing. Pass each module that defines layers, after its import:
 
         from my_project.layers import attention, rope
         from tinyblock import typecheck
@@ -58,9 +66,10 @@ def typecheck(module: ModuleType, max_signatures: int = 1024) -> None:
         for module in (attention, rope):
             typecheck(module)
 
-    A module that defines nothing to check, such as the package `my_project.layers`, causes a warning, and so does
-    `python -O`. Each function remembers at most max_signatures signatures, because a sequence that grows token by
-    token adds one per token.
+    A module that defines nothing to check, such as the package `my_project.layers`,
+    causes a warning, and so does `python -O`. Each function remembers at most
+    max_signatures signatures, because a sequence that grows token by token adds one per
+    token.
     """
     warn_if_unchecked()
     if config.jaxtyping_disable or not __debug__:
@@ -118,7 +127,7 @@ def _replace_defaults(
     """Replace each default that is a function, such as `activation=gelu`, by its checked function."""
     plain: Any = inspect.unwrap(function)
 
-    # Pickle looks a function up by its name, and finds the checked one there.
+    # Pickle requires that the module has this same function under its name.
     def replaced(default: Any) -> Any:
         is_function = isinstance(default, FunctionType)
         return checked.get(default, default) if is_function else default
@@ -132,7 +141,7 @@ def _replace_defaults(
 def _checked(function: FunctionType, max_signatures: int) -> FunctionType:
     """Return a wrapper of `function` that checks each call whose signature is new."""
     signature_of = _signature_reader(function)
-    braces = len(_expressions(function))
+    num_braces = len(_brace_expressions(function))
     check_arguments = _argument_checker(function)
     check_result = _result_checker(function)
     result_of, remember = _memory(max_signatures)
@@ -143,11 +152,11 @@ def _checked(function: FunctionType, max_signatures: int) -> FunctionType:
         if is_dynamo_compiling():
             return function(*args, **kwargs)
         try:
-            call = signature_of(*args, **kwargs)
-            expected = result_of(call)
-        except Exception:  # a list, a symbolic size, a missing argument
-            call = expected = None
-        if expected is None:
+            call_signature = signature_of(*args, **kwargs)
+            known_result = result_of(call_signature)
+        except Exception:  # a list, a symbolic size, a missing argument, ...
+            call_signature = known_result = None
+        if known_result is None:
             check_arguments(*args, **kwargs)
         try:
             result = function(*args, **kwargs)
@@ -155,13 +164,13 @@ def _checked(function: FunctionType, max_signatures: int) -> FunctionType:
             _raise_if_dtypes_differ(error, function, args, kwargs)
             raise
         if isinstance(result, Tensor):
-            outcome: Any = (result.__class__, result.dtype, result.shape)
+            result_signature: Any = (result.__class__, result.dtype, result.shape)
         else:
-            outcome = _signature_or_none(result)
-        if outcome is None or outcome != expected:
+            result_signature = _signature_or_none(result)
+        if result_signature is None or result_signature != known_result:
             check_result(*args, **kwargs, _returned=result)
-            if outcome is not None and _is_lasting(call, braces):
-                remember(call, outcome)
+            if result_signature is not None and _is_lasting(call_signature, num_braces):
+                remember(call_signature, result_signature)
         return result
 
     wrapper: Any = checked
@@ -176,7 +185,8 @@ def _memory(
 ) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
     """Return a function that finds what belongs to a key, or None, and one that stores it.
 
-    These two hide the dict, because torch 2.5 compiles a function again whenever a dict in its closure has grown.
+    These two hide the dict, because torch 2.5 compiles a function again whenever a dict
+    in its closure has grown.
     """
     entries: dict[Any, Any] = {}
 
@@ -202,7 +212,7 @@ def _can_be_checked(function: FunctionType) -> bool:
 
 
 # What may be part of a signature by its value: it is immutable, and annotations depend on nothing else of it.
-_BY_VALUE = {
+_TYPES_BY_VALUE = {
     type(None),
     bool,
     int,
@@ -219,42 +229,45 @@ _BY_VALUE = {
 def _signature(value: Any) -> tuple[Any, ...]:
     """Return what annotations can read of a `value` that is not a tensor; raise TypeError for other types.
 
-    Lists and tuples have no signature: beartype checks one randomly chosen item, so one pass proves little.
+    Lists and tuples have no signature: beartype checks one randomly chosen item, so one
+    pass proves little.
     """
-    if type(value) in _BY_VALUE:
+    if type(value) in _TYPES_BY_VALUE:
         return type(value), value
     raise TypeError(f"no signature for a {type(value).__name__}")
 
 
 def _signature_or_none(value: Any) -> tuple[Any, ...] | None:
-    return _signature(value) if type(value) in _BY_VALUE else None
+    return _signature(value) if type(value) in _TYPES_BY_VALUE else None
 
 
-def _is_lasting(call: tuple[Any, ...] | None, braces: int) -> bool:
-    """Tell whether a call has a signature that no change in place can make wrong, such as that of a tensor in braces.
+def _is_lasting(call_signature: tuple[Any, ...] | None, num_braces: int) -> bool:
+    """Tell whether a signature stays right, so that the call may be remembered.
 
-    The first `braces` items of a signature are values of expressions in braces.
+    Its first `num_braces` items are values of expressions in braces. A tensor among
+    them may change in place, and would still be found equal to itself.
     """
-    if call is None:
+    if call_signature is None:
         return False
-    return all(type(value) in _BY_VALUE for value in call[:braces])
+    in_braces = call_signature[:num_braces]
+    return all(type(value) in _TYPES_BY_VALUE for value in in_braces)
 
 
 def _signature_reader(function: FunctionType) -> Callable[..., Any]:
     """Return a function with the parameters of `function` that returns the signature of a call."""
-    # Tensors and None are inlined, because this is the cost of a checked call.
-    of_argument = (
+    # No function call for tensors and None, because this runs on every checked call.
+    argument_source = (
         "({0}.__class__, {0}.dtype, {0}.shape) if isinstance({0}, Tensor) "
         "else None if {0} is None else _signature({0})"
     )
-    parts = _expressions(function)
+    parts = _brace_expressions(function)
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.annotation not in (parameter.empty, Any, "Any"):
-            parts.append(of_argument.format(name))
+            parts.append(argument_source.format(name))
     return _reader(function, parts)
 
 
-def _expressions(function: FunctionType) -> list[str]:
+def _brace_expressions(function: FunctionType) -> list[str]:
     """Return the expressions that the annotations of `function` read in `{braces}`."""
     shapes = []
     for annotation in inspect.unwrap(function).__annotations__.values():
@@ -382,7 +395,7 @@ def _completed(
     """Complete jaxtyping's message by the values of `{expressions}`, and by the annotation of the result."""
     # jaxtyping checks arguments and result apart, and prints "-> Any" for both.
     message = message.replace(" -> Any.\n", f"{_returned_text(function)}.\n")
-    for expression in _expressions(function):
+    for expression in _brace_expressions(function):
         # An expression that cannot be evaluated stays as it is.
         with suppress(Exception):
             [value] = _reader(function, [expression])(*args, **kwargs)
@@ -408,8 +421,9 @@ def _raise_if_dtypes_differ(
 ) -> None:
     """Name layer and dtypes in a RuntimeError, if `error` is torch's complaint about the dtype of an argument."""
     __tracebackhide__ = True
-    # The error of an inner layer that was named here has a cause. Running out of memory raises a subclass.
-    is_of_torch = type(error) is RuntimeError and error.__cause__ is None
+    if error.__cause__ is not None:  # an inner layer was named here already
+        return
+    is_of_torch = type(error) is RuntimeError  # running out of memory is a subclass
     is_about_dtypes = re.search("dtype|data ?type|scalar type|Input type", str(error))
     is_autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
     if not (is_of_torch and is_about_dtypes) or is_autocast:

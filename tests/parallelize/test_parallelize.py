@@ -222,7 +222,7 @@ class Convolution(nn.Conv1d):
             TP,
             {"ffn": FusedGate},
             {},
-            "ffn.w1 must have the 8 outputs that ffn.w2 takes, got 16",
+            "ffn.w1 must have as many outputs as ffn.w2 has inputs, 8, got 16",
         ),
         (
             TP,
