@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pickle
 import re
 import shutil
 import subprocess
@@ -44,7 +45,9 @@ def test_leaf_files_work_alone(tmp_path):
         folder = tmp_path / leaf
         folder.mkdir()
         shutil.copy(ROOT / "tinyblock" / f"{leaf}.py", folder)
-        code += f"sys.path[0] = {str(folder)!r}\nimport {leaf}\nassert {leaf}.__file__.startswith(sys.path[0])\n{USES.get(leaf, '')}\n"
+        code += f"sys.path[0] = {str(folder)!r}\nimport {leaf}\n"
+        code += f"assert {leaf}.__file__.startswith(sys.path[0])\n"
+        code += USES.get(leaf, "") + "\n"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
@@ -90,7 +93,7 @@ def test_readme_error_is_the_one_that_is_raised():
 
 def test_package_exports_the_api():
     names = set()
-    for module in MODULES:
+    for module in [*MODULES, "typecheck"]:
         layer = importlib.import_module(f"tinyblock.{module}")
         names |= set(layer.__all__)
         for name in layer.__all__:
@@ -103,9 +106,15 @@ def test_package_exports_the_api():
     )
 
 
+def test_typecheck_can_be_imported_from_the_package_and_from_its_module():
+    module = importlib.import_module("tinyblock.typecheck")
+    assert tinyblock.typecheck is module.typecheck
+    assert pickle.loads(pickle.dumps(tinyblock.typecheck)) is tinyblock.typecheck
+
+
 @pytest.mark.parametrize(
-    "name", sorted({*tinyblock.__all__} - {"parallelize"})
-)  # which takes no tensor to check
+    "name", sorted({*tinyblock.__all__} - {"parallelize", "typecheck"})
+)  # these take no tensor to check
 def test_everything_public_is_documented_and_checked(name):
     member = getattr(tinyblock, name)
     assert inspect.getdoc(member)

@@ -1,8 +1,11 @@
 """A pre-norm Transformer block, one file per layer, with shapes that are checked at run time."""
 
 from . import attention, block, ffn, rmsnorm, rope, transformer
-from .typecheck import typecheck as _typecheck
+from .typecheck import typecheck, warn_if_unchecked
 
+warn_if_unchecked()  # here, so that the warning names the line that imports tinyblock
+
+# The one list of the layers.
 LAYERS = (
     rmsnorm,
     ffn,
@@ -10,10 +13,10 @@ LAYERS = (
     attention,
     block,
     transformer,
-)  # the one list of the layers
+)
 for _layer in LAYERS:
-    _typecheck(_layer)
-del _layer
+    typecheck(_layer)
+del _layer, warn_if_unchecked
 
 # After the checks, so that these are the checked functions.
 from .attention import CausalMultiHeadSelfAttention, scaled_dot_product_attention  # noqa: E402
@@ -42,4 +45,5 @@ __all__ = [
     "scaled_dot_product_attention",
     "silu",
     "swiglu",
+    "typecheck",
 ]

@@ -1,10 +1,12 @@
 """Distribute a Transformer or a Block over processes: tensor, sequence and data parallelism, by DTensor and FSDP2.
 
-Sources: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053) for weights split by columns, then by rows;
-Korthikanti et al., "Reducing Activation Recomputation" (arXiv 2205.05198) for norms and residual sums split by tokens;
-Zhao et al., "PyTorch FSDP" (arXiv 2304.11277) for weights, gradients and optimizer states sharded over the data.
-Convention: the mesh axis "tp" splits each layer, "dp" the batch and all weights, "dp_replicate" the batch alone.
-The layers need no changes: their children are found by name, in tinyblock and in copies of its files.
+Sources: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053) for weights split by columns,
+then by rows; Korthikanti et al., "Reducing Activation Recomputation" (arXiv 2205.05198)
+for norms and residual sums split by tokens; Zhao et al., "PyTorch FSDP" (arXiv
+2304.11277) for weights, gradients and optimizer states sharded over the data.
+Convention for the axes of the mesh: "tp" splits each layer; "dp" splits the batch and
+shards all weights; "dp_replicate" splits only the batch. The layers need no changes:
+their children are found by name, in tinyblock and in copies of its files.
 """
 
 import inspect
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+# torch.distributed.tensor and .fsdp are imported where they are used: they take a second, and not every torch has them.
+
 __all__ = ["parallelize"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -27,13 +31,9 @@ _MESHES = [
     ("dp_replicate", "dp"),
     ("dp_replicate", "dp", "tp"),
 ]
-_COLUMNS = (
-    "attn.q_proj",
-    "attn.k_proj",
-    "attn.v_proj",
-    "ffn.w1",
-    "ffn.w3",
-)  # by heads, by d_ff
+# Linear layers whose outputs are split over "tp", by heads or by d_ff.
+_COLUMNS = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "ffn.w1", "ffn.w3")
+# Linear layers whose inputs are split.
 _ROWS = ("attn.output_proj", "ffn.w2")
 _NORMS = ("ln1", "ln2")
 _HEAD_NORMS = ("attn.q_norm", "attn.k_norm")
@@ -49,239 +49,352 @@ def parallelize(
 ) -> _Model:
     """Distribute a Transformer or a Block over the processes of `mesh`, in place, and return it.
 
-    Each process calls the model with plain tensors and gets a plain tensor. Ranks along "tp" share one batch: they pass
-    the same `x`, positions and mask. Ranks along "dp" and "dp_replicate" pass batches of their own; gradients are
-    averaged over them. The order of axes is ("dp_replicate", "dp", "tp"); "dp_replicate" requires "dp". `recompute`
-    saves only the input of each block for the backward pass. `compile` compiles each block once per shape, with and
-    without gradients; all models share torch's limit of 8 graphs, `torch._dynamo.config.recompile_limit`. `fsdp` are
-    options of torch's `fully_shard`, such as `mp_policy`: its `param_dtype` is also the dtype of the residual stream.
+    The mesh has the axes ("dp_replicate", "dp", "tp") in this order, or some of them;
+    "dp_replicate" requires "dp". Each process calls the model with plain tensors and
+    gets a plain tensor. Ranks along "tp" share one batch: they pass the same `x`,
+    positions and mask. Ranks along "dp" and "dp_replicate" pass different batches, and
+    gradients are averaged over them.
 
-    Weights are those of the first rank along "tp". Use the same seed on every rank, or build on "meta" and afterwards
-    call `to_empty(device=...)`, then `set_model_state_dict` with the options `full_state_dict=True` and
-    `broadcast_from_rank0=True`. Do not call `reset_parameters` afterwards: on a CPU, all ranks draw the same numbers
-    for their parts. Create the optimizer after this call. Add LoRA before it, over "dp" alone. Over "dp", do not run
-    the first forward in `torch.inference_mode`. docs/recipes.md has LoRA, tied weights and float16.
+    - `recompute` keeps only the input of each block for the backward pass.
+    - `compile` compiles each block once per shape, with and without gradients. All
+      models in a process share torch's limit of 8 graphs,
+      `torch._dynamo.config.recompile_limit`.
+    - `fsdp` are options of torch's `fully_shard`, such as `mp_policy`. The
+      `param_dtype` of `mp_policy` is also the dtype of the residual stream.
 
-    Torch 2.9 raises an error for `compile` with "tp" and for a length that "tp" does not divide; 2.13 supports both.
+    The weights of the first rank along "tp" become those of the model. Either use the
+    same seed on every rank, or build the model on "meta", call `to_empty(device=...)`
+    afterwards, and load the weights by `set_model_state_dict` with the options
+    `full_state_dict=True` and `broadcast_from_rank0=True`.
 
-    Mistakes that cannot be detected (relative gradient error in parentheses): different `x` along "tp" (1.4); a loss
-    over the tokens of one rank along "tp" (1.0); mean losses over batches of different sizes along "dp" (0.9);
-    different seeds along "dp_replicate" (copies differ); an `attend` that mixes heads (0.4), or an ffn that mixes the
-    outputs of w1, as softmax does (0.01); gains before matrices in the optimizer of a GradScaler (ranks skip different
-    steps); dropout between w1 and w2 (each rank along "tp" drops the same units of its part).
+    - Create the optimizer after this call.
+    - Add LoRA before this call, and use only "dp".
+    - Do not call `reset_parameters` after this call: on a CPU, all ranks draw the same
+      numbers for their parts.
+    - Over "dp", do not run the first forward pass in `torch.inference_mode`.
 
-    Raises:
-        ValueError: the axes of the mesh are not supported; "tp" does not divide heads, key heads or d_ff; two modules
-            share a parameter, or no rule splits it over "tp"; the model is already distributed; `fully_shard` has no
-            such option, or "dp" is missing. The model is then unchanged.
+    Complete programs are examples/parallel.py, parallel_lora.py and pipeline.py in
+    tinyblock's repository.
+
+    Torch 2.9 raises an error for `compile` with "tp", and for a length that "tp" does
+    not divide; 2.13 supports both.
+
+    These mistakes cannot be detected. Each causes the relative gradient error in
+    parentheses:
+
+    - ranks along "tp" pass different `x` (1.4), or each computes the loss over some of
+      the tokens (1.0)
+    - ranks along "dp" average their losses over batches of different sizes (0.9)
+    - ranks along "dp_replicate" use different seeds, so that the copies differ
+    - over "tp", `attend` mixes heads (0.4), or an ffn mixes the outputs of w1, as
+      softmax does (0.01)
+    - over "tp", dropout between w1 and w2 drops the same units of each rank's part
+    - an optimizer lists gains before matrices, and a GradScaler makes only some ranks
+      skip a step
+
+    Raises: ValueError: the axes of the mesh are not supported; "tp" does not divide
+        heads, key heads or d_ff; two modules share a parameter, or no rule splits it
+        over "tp"; the model is already distributed; `fully_shard` has no such option,
+        or the mesh has no axis "dp" for it. The model is then unchanged.
     """
     blocks = list(getattr(model, "layers", [model]))
-    _require_rules(model, blocks, mesh, fsdp)
+    _require_mesh(mesh)
     axes = mesh.mesh_dim_names or ()
-    if "dp" in axes:
-        from torch.distributed.fsdp import fully_shard
-
-        shard = partial(
-            fully_shard, mesh=mesh[tuple(axis for axis in axes if axis != "tp")], **fsdp
-        )
-        shard(nn.Identity())  # raises for a wrong option before the model is changed
-    tp = (
-        mesh["tp"] if "tp" in axes else None
-    )  # once: compiled code requires the same object
+    _require_options(fsdp, axes)
+    _require_model(model, blocks, mesh)
+    if "dp" in axes:  # now: a wrong option raises before the model is changed
+        shard = _shard_function(mesh, fsdp)
+    # One object for all blocks: another one would compile them again.
+    tp = mesh["tp"] if "tp" in axes else None
     if tp is not None:
-        for block in blocks:
-            _split(block, tp)
-        if isinstance(ln_final := getattr(model, "ln_final", None), nn.Module):
-            _replicate(ln_final, tp)
-        _accept_plain_tensors(model, tp)
-    for (
-        block
-    ) in blocks:  # by partials of methods, which copy.deepcopy binds to the copy
+        _split_model(model, blocks, tp)
+    for block in blocks:
         if compile:
-            block.forward = partial(
-                _with_shape, torch.compile(_at_shape, dynamic=False), block.forward
-            )
-        if (
-            recompute
-        ):  # around the compiled forward: inside of it, torch 2.13 fails on DTensors
+            _compile_forward(block)
+        if recompute:
+            # Around the compiled forward: inside of it, torch 2.13 fails on DTensors.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if "dp" in axes:
-        for module in dict.fromkeys((*blocks, model)):
+        for module in dict.fromkeys((*blocks, model)):  # a Block is both
             shard(module)
     else:
-        _sum_gradients_of_gains(model)
-    if (
-        tp is not None
-    ):  # after FSDP's hook, which would warn that the plain tensor is a view
-        model.register_forward_hook(lambda model, args, out: out.full_tensor())
+        _sum_gradients_of_gains(model)  # over "dp", FSDP does so
+    if tp is not None:
+        # After FSDP's hook, which would warn that the plain tensor is a view.
+        model.register_forward_hook(_gather_output)
     return model
 
 
-def _require_rules(
-    model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, fsdp: dict[str, Any]
-) -> None:
-    from torch.distributed.fsdp import (
-        fully_shard,
-    )  # not at the top: it takes a second, and not every torch has it
-    from torch.distributed.tensor import DTensor
-
-    axes, options = (
-        getattr(mesh, "mesh_dim_names", None),
-        inspect.signature(fully_shard).parameters,
-    )
+def _require_mesh(mesh: DeviceMesh) -> None:
+    axes = getattr(mesh, "mesh_dim_names", None)
     if axes not in _MESHES or mesh.get_coordinate() is None:
+        supported = " or ".join(map(str, _MESHES))
         raise ValueError(
-            f"mesh must contain this rank and have the axes {' or '.join(map(str, _MESHES))}, got {mesh}"
+            f"mesh must contain this rank and have the axes {supported}, got {mesh}"
         )
+
+
+def _require_options(fsdp: dict[str, Any], axes: tuple[str, ...]) -> None:
+    """Raise a ValueError unless `fully_shard` has these options, with values of these types."""
+    from torch.distributed.fsdp import fully_shard
+
+    options = dict(inspect.signature(fully_shard).parameters)
+    for given_here in ("module", "mesh"):
+        options.pop(given_here)
     for name, value in fsdp.items():
-        if (
-            "dp" not in axes
-            or name not in options
-            or (name == "ignored_params" and "tp" in axes)
-        ):
-            raise ValueError(f"fully_shard has no option {name} over the axes {axes}")
+        if "dp" not in axes:
+            raise ValueError(
+                f"{name} is an option of fully_shard, which needs the axis 'dp', "
+                f"got the axes {axes}: leave {name} out"
+            )
+        if name not in options:
+            raise ValueError(
+                f"fully_shard has no option {name}; it has {', '.join(options)}"
+            )
+        if name == "ignored_params" and "tp" in axes:
+            raise ValueError(
+                "ignored_params must be left out over the axis 'tp', "
+                f"got the axes {axes}"
+            )
         default = options[name].default
         if default is not None and not isinstance(value, type(default)):
             raise ValueError(f"{name} must be a {type(default).__name__}, got {value}")
+
+
+def _require_model(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh) -> None:
+    """Raise a ValueError unless the rules here distribute each parameter of the model over the mesh."""
+    from torch.distributed.tensor import DTensor
+
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("the model is already distributed: call parallelize once")
-    known = {
-        id(parameter)
-        for parameter in getattr(model, "ln_final", nn.Identity()).parameters()
-    }
     for block in blocks:
-        if missing := [
-            name for name in ("ln1", "attn", "ln2", "ffn") if not hasattr(block, name)
-        ]:
-            raise ValueError(
-                f"{type(block).__name__} must have {', '.join(missing)}; pass the Transformer or a Block"
-            )
-        if "tp" in axes:
-            known |= _parameters_with_rules(block, mesh["tp"].size())
-    names: dict[int, str] = {}
+        _require_attributes(
+            block,
+            ("ln1", "attn", "ln2", "ffn"),
+            f"{type(block).__name__} must have",
+            "pass the Transformer or a Block",
+        )
+    if "tp" not in (mesh.mesh_dim_names or ()):
+        _require_own_parameters(model, "layers.")
+        return
+    for block in blocks:
+        _require_divisible_sizes(block, mesh["tp"].size())
+    _require_own_parameters(model)
+    _require_rules(model, blocks)
+
+
+def _require_attributes(
+    owner: Any, required: tuple[str, ...], subject: str, advice: str
+) -> None:
+    missing = [name for name in required if not hasattr(owner, name)]
+    if missing:
+        raise ValueError(f"{subject} {', '.join(missing)}; {advice}")
+
+
+def _require_own_parameters(model: nn.Module, within: str = "") -> None:
+    """Raise a ValueError if two modules share a parameter, and one of its names contains `within`."""
+    first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = names.setdefault(id(parameter), name)
-        if first != name and ("tp" in axes or "layers." in first + name):
+        first = first_names.setdefault(id(parameter), name)
+        is_shared = first != name
+        if is_shared and (within in first or within in name):
             raise ValueError(
                 f"{first} and {name} are the same parameter; give each module its own"
             )
-        if "tp" in axes and id(parameter) not in known:
-            raise ValueError(
-                f"no rule splits {name} over the axis 'tp'; use 'dp' alone, or keep it out of the model"
-            )
 
 
-def _parameters_with_rules(block: Any, tp: int) -> set[int]:
-    required = (
-        "num_heads",
-        "num_kv_heads",
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "output_proj",
+def _require_divisible_sizes(block: Any, processes: int) -> None:
+    """Raise a ValueError unless each process gets an equal share of the heads and of d_ff."""
+    _require_attributes(
+        block.attn,
+        ("num_heads", "num_kv_heads", "q_proj", "k_proj", "v_proj", "output_proj"),
+        f"over 'tp', {type(block.attn).__name__} must have",
+        "use only 'dp'",
     )
-    if missing := [name for name in required if not hasattr(block.attn, name)]:
-        raise ValueError(
-            f"over 'tp', {type(block.attn).__name__} must have {', '.join(missing)}; use 'dp' alone"
-        )
-    known, sizes = (
-        set(),
-        {"num_heads": block.attn.num_heads, "num_kv_heads": block.attn.num_kv_heads},
-    )
-    for name, module in block.named_modules():
-        if name in (*_NORMS, *_HEAD_NORMS):
-            known |= {id(parameter) for parameter in module.parameters()}
-        elif name in (*_COLUMNS, *_ROWS) and isinstance(module, nn.Linear):
-            known |= {id(module.weight), id(module.bias)}
-            sizes[name] = (
-                module.out_features if name in _COLUMNS else module.in_features
-            )
+    sizes = {
+        "num_heads": block.attn.num_heads,
+        "num_kv_heads": block.attn.num_kv_heads,
+    }
+    for name, linear in _linear_layers(block).items():
+        # By columns, the outputs are split; by rows, the inputs.
+        is_column = name in _COLUMNS
+        sizes[name] = linear.out_features if is_column else linear.in_features
     for name, size in sizes.items():
-        if size % tp:
+        if size % processes:
             raise ValueError(
-                f"{name}={size} must be a multiple of the {tp} processes of the axis 'tp'"
+                f"{name}={size} must be a multiple of the {processes} processes "
+                "of the axis 'tp'"
             )
-        if name in ("ffn.w1", "ffn.w3") and size != sizes.get("ffn.w2"):
+    for name in ("ffn.w1", "ffn.w3"):
+        if name in sizes and sizes[name] != sizes.get("ffn.w2"):
             raise ValueError(
-                f"{name} must have the {sizes.get('ffn.w2')} outputs that ffn.w2 takes, got {size}"
+                f"{name} must have as many outputs as ffn.w2 has inputs, "
+                f"{sizes.get('ffn.w2')}, got {sizes[name]}"
             )
-    return known
 
 
-def _split(block: nn.Module, tp: DeviceMesh) -> None:
+def _linear_layers(block: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of a block that are split over "tp", by name."""
+    found = {}
+    for name, module in block.named_modules():
+        if name in (*_COLUMNS, *_ROWS) and isinstance(module, nn.Linear):
+            found[name] = module
+    return found
+
+
+def _norms(block: nn.Module) -> dict[str, nn.Module]:
+    """Return the norms of a block that have gains, by name. A norm without gains may be shared."""
+    found = {}
+    for name, module in block.named_modules():
+        if name in (*_NORMS, *_HEAD_NORMS) and list(module.parameters()):
+            found[name] = module
+    return found
+
+
+def _require_rules(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Raise a ValueError for a parameter that is neither of a norm nor of a linear layer to split."""
+    known: set[Any] = set()
+    for block in blocks:
+        for norm in _norms(block).values():
+            known.update(norm.parameters())
+        for linear in _linear_layers(block).values():
+            # Only these two: a subclass may have more, such as those of LoRA.
+            known.update((linear.weight, linear.bias))
+    final_norm = getattr(model, "ln_final", None)
+    if isinstance(final_norm, nn.Module):
+        known.update(final_norm.parameters())
+    for name, parameter in model.named_parameters():
+        if parameter not in known:
+            raise ValueError(
+                f"no rule splits {name} over the axis 'tp'; "
+                "use only 'dp', or keep it out of the model"
+            )
+
+
+def _shard_function(mesh: DeviceMesh, fsdp: dict[str, Any]) -> Callable[..., Any]:
+    """Return `fully_shard` over the axes of the data; raise a ValueError for options that it rejects."""
+    from torch.distributed.fsdp import fully_shard
+
+    axes = mesh.mesh_dim_names or ()
+    data_axes = tuple(axis for axis in axes if axis != "tp")
+    shard = partial(fully_shard, mesh=mesh[data_axes], **fsdp)
+    shard(nn.Identity())  # a trial, before the model is changed
+    return shard
+
+
+def _split_model(model: nn.Module, blocks: list[nn.Module], tp: DeviceMesh) -> None:
+    """Split blocks and final norm over `tp`, and the tokens of the input."""
+    for block in blocks:
+        _split_block(block, tp)
+    final_norm = getattr(model, "ln_final", None)
+    if isinstance(final_norm, nn.Module):
+        _replicate(final_norm, tp)
+    _split_input(model, tp)
+
+
+def _split_block(block: nn.Module, tp: DeviceMesh) -> None:
     """Split the weights of a block by columns, then by rows, and the tokens between its sub-layers."""
     from torch.distributed.tensor import Replicate, Shard, parallel
 
-    seq, whole = Shard(-2), Replicate()
-    plan = {
-        "attn": parallel.PrepareModuleInput(
-            input_layouts=(seq, None, None), desired_input_layouts=(whole, None, None)
-        ),
-        "ffn": parallel.PrepareModuleInput(
-            input_layouts=seq, desired_input_layouts=whole
-        ),
-        **{name: parallel.ColwiseParallel() for name in _COLUMNS},
-        # DTensors, not their local parts: shape checks then see the whole shape
-        **{
-            name: parallel.RowwiseParallel(output_layouts=seq, use_local_output=False)
-            for name in _ROWS
-        },
-    }
-    modules = dict(block.named_modules())
-    parallel.parallelize_module(
-        block, tp, {name: style for name, style in plan.items() if name in modules}
+    # Between the sub-layers, each process has some of the tokens; a sub-layer takes all of them.
+    by_tokens, whole = Shard(-2), Replicate()
+    # For x, token_positions and mask.
+    attention_input = parallel.PrepareModuleInput(
+        input_layouts=(by_tokens, None, None),
+        desired_input_layouts=(whole, None, None),
     )
-    for name in (*_NORMS, *_HEAD_NORMS):
-        if name in modules and list(
-            modules[name].parameters()
-        ):  # a norm without gains may be shared
-            _replicate(modules[name], tp, of_local_heads=name in _HEAD_NORMS)
+    ffn_input = parallel.PrepareModuleInput(
+        input_layouts=by_tokens, desired_input_layouts=whole
+    )
+    plan: dict[str, Any] = {"attn": attention_input, "ffn": ffn_input}
+    for name in _linear_layers(block):
+        if name in _COLUMNS:
+            plan[name] = parallel.ColwiseParallel()
+        else:
+            # The output stays a DTensor, so that shape checks see the whole shape.
+            plan[name] = parallel.RowwiseParallel(
+                output_layouts=by_tokens, use_local_output=False
+            )
+    parallel.parallelize_module(block, tp, plan)
+    for name, norm in _norms(block).items():
+        _replicate(norm, tp)
+        if name in _HEAD_NORMS:
+            _convert_heads(norm, tp)
 
 
-def _replicate(norm: nn.Module, tp: DeviceMesh, of_local_heads: bool = False) -> None:
+def _replicate(norm: nn.Module, tp: DeviceMesh) -> None:
     """Store all gains on each process, as DTensors: their gradients are then summed over the processes."""
-    from torch.distributed.tensor import DTensor, Shard, distribute_module
+    from torch.distributed.tensor import distribute_module
 
     distribute_module(norm, tp)
-    if of_local_heads:  # inputs and outputs are plain; plain gains would get gradients from local heads alone
-        norm.register_forward_pre_hook(
-            lambda norm, args: DTensor.from_local(args[0], tp, [Shard(-3)])
+
+
+def _convert_heads(norm: nn.Module, tp: DeviceMesh) -> None:
+    """Convert the plain heads of this process to a DTensor before a norm, and back after it.
+
+    With plain heads, its gains would get the gradients of only these heads.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    def to_dtensor(norm: nn.Module, args: Any) -> Any:
+        [local_heads] = args
+        # The shape is (..., heads, seq, d_head).
+        return DTensor.from_local(local_heads, tp, [Shard(-3)])
+
+    def to_plain(norm: nn.Module, args: Any, out: Any) -> Any:
+        return out.to_local()
+
+    norm.register_forward_pre_hook(to_dtensor)
+    norm.register_forward_hook(to_plain)
+
+
+def _split_input(model: nn.Module, tp: DeviceMesh) -> None:
+    """Make the model take a plain `x`, and split its tokens over `tp`."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def split_tokens(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        if args:
+            x, *others = args
+        else:
+            x, others = kwargs.pop("x", None), []
+        _require_tokens(x)
+        whole = DTensor.from_local(x, tp, [Replicate()])
+        by_tokens = whole.redistribute(placements=[Shard(-2)])
+        return (by_tokens, *others), kwargs
+
+    model.register_forward_pre_hook(split_tokens, with_kwargs=True)
+
+
+def _require_tokens(x: Any) -> None:
+    # torch 2.13 hangs on an empty DTensor.
+    if not isinstance(x, Tensor) or x.ndim < 2 or x.numel() == 0:
+        got = tuple(x.shape) if isinstance(x, Tensor) else x
+        raise ValueError(
+            f"x must be a tensor of shape (..., seq, d_model), not empty, got {got}"
         )
-        norm.register_forward_hook(lambda norm, args, out: out.to_local())
 
 
-def _sum_gradients_of_gains(model: nn.Module) -> None:
-    """Sum these gradients in the backward pass, as FSDP does: torch 2.9 clips partial sums by a wrong norm."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    def whole(grad: Any) -> Any:
-        return grad.redistribute(placements=[Replicate()])
-
-    def add_hooks(
-        model: nn.Module, args: Any
-    ) -> None:  # before each call, as copies and `.to` lose hooks
-        for gains in model.parameters():
-            replicated = (
-                isinstance(gains, DTensor) and gains.placements[0].is_replicate()
-            )
-            if (
-                replicated
-                and gains.requires_grad
-                and whole not in (gains._backward_hooks or {}).values()
-            ):
-                gains.register_hook(whole)
-
-    model.register_forward_pre_hook(add_hooks)
+def _gather_output(model: nn.Module, args: Any, out: Any) -> Tensor:
+    return out.full_tensor()
 
 
-def _with_shape(
+def _compile_forward(block: nn.Module) -> None:
+    """Replace a block's forward by a compiled one. A partial of its method, as copy.deepcopy binds it to the copy."""
+    compiled = torch.compile(_call_at_shape, dynamic=False)
+    block.forward = partial(_call_with_shape, compiled, block.forward)
+
+
+def _call_with_shape(
     compiled: Callable[..., Tensor], forward: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compile for each shape: torch 2.13 compares the local shapes alone, and would run 8 tokens as 7."""
+    """Pass the shape of `x` as an argument, so that code is compiled for each shape.
+
+    torch 2.13 compares only the local shapes of DTensors, and would run 8 tokens as 7.
+    """
     return compiled(forward, x.shape, x, *args, **kwargs)
 
 
-def _at_shape(
+def _call_at_shape(
     forward: Callable[..., Tensor],
     shape: torch.Size,
     x: Tensor,
@@ -291,18 +404,24 @@ def _at_shape(
     return forward(x.view(shape), *args, **kwargs)
 
 
-def _accept_plain_tensors(model: nn.Module, tp: DeviceMesh) -> None:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+def _sum_gradients_of_gains(model: nn.Module) -> None:
+    """Sum the gradients of replicated gains in the backward pass, as FSDP does.
 
-    def split_tokens(model: nn.Module, args: Any, kwargs: Any) -> Any:
-        x, *rest = args or (kwargs.pop("x", None),)
-        if (
-            not isinstance(x, Tensor) or x.ndim < 2 or not x.numel()
-        ):  # torch 2.13 hangs on an empty DTensor
-            raise ValueError(
-                f"x must be a tensor (..., seq, d_model), not empty, got {getattr(x, 'shape', x)}"
-            )
-        whole = DTensor.from_local(x, tp, [Replicate()])
-        return (whole.redistribute(placements=[Shard(-2)]), *rest), kwargs
+    Otherwise they are partial sums, and torch 2.9 clips those by a wrong norm.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
 
-    model.register_forward_pre_hook(split_tokens, with_kwargs=True)
+    def sum_over_processes(grad: Any) -> Any:
+        return grad.redistribute(placements=[Replicate()])
+
+    # Before each call, because copies and `.to` lose the hooks of parameters.
+    def add_missing_hooks(model: nn.Module, args: Any) -> None:
+        for gains in model.parameters():
+            if not isinstance(gains, DTensor) or not gains.requires_grad:
+                continue
+            is_replicated = gains.placements[0].is_replicate()
+            hooks = gains._backward_hooks or {}
+            if is_replicated and sum_over_processes not in hooks.values():
+                gains.register_hook(sum_over_processes)
+
+    model.register_forward_pre_hook(add_missing_hooks)

@@ -1,15 +1,37 @@
 """Shape checks at run time: turn a module's jaxtyping annotations into errors.
 
-`typecheck(module)` wraps the module's public functions, and the `__init__` and `forward` of its classes. A call that
-violates an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which names the function, the argument, its
+`typecheck(module)` wraps the module's public functions, and the `__init__` and
+`forward` of its classes. A call that violates an annotation raises
+`jaxtyping.TypeCheckError`, a `TypeError`, which names the function, the argument, its
 shape and the expected shape.
 
-- jaxtyping and beartype take tens of microseconds or more, so they check a call once per signature: the type, dtype
-  and shape of every tensor, numbers and strings by value, what the annotations read in `{braces}`, and the same of the
-  result. A call with anything else, such as a list, a module or a function, is checked every time and not kept alive.
-- torch.compile cannot trace jaxtyping (patrick-kidger/jaxtyping issues 196 and 384), so compiled code calls the
-  plain function: no graph break, no guard.
-- The environment variable JAXTYPING_DISABLE=1 leaves all functions unwrapped and beartype unimported.
+jaxtyping and beartype take tens of microseconds or more to check a call. So they check
+only calls whose signature is new. The signature of a call consists of
+
+- the type, dtype and shape of each tensor that is an argument,
+- the type and value of each number, string, dtype or device that is an argument,
+- the value of each expression that an annotation reads in braces, such as
+  `{self.d_model}`,
+- the same of the result: its type, with dtype and shape or with its value.
+
+Parameters that are unannotated or annotated as Any do not count. Some calls have no
+signature and are always checked: those with another argument, such as a list or a
+function, and those where an expression in braces reads a tensor, which may change in
+place. The wrapper keeps no reference to such arguments.
+
+In addition:
+
+- Compiled code runs unchecked: torch.compile cannot trace jaxtyping
+  (patrick-kidger/jaxtyping issues 196 and 384). The wrapper then calls the plain
+  function, without a graph break or a guard.
+- Where torch raises a RuntimeError because an argument of `forward` and the weights
+  differ in dtype, the wrapper raises a RuntimeError from it that names the layer and
+  both dtypes.
+- The environment variable JAXTYPING_DISABLE=1 leaves all functions unwrapped and
+  beartype unimported.
+- `python -O` leaves all functions unwrapped, too, because beartype checks nothing
+  there. This causes a warning.
+- Functions that jaxtyping's import hook or pytest hook has wrapped are checked by both.
 """
 
 import functools
@@ -24,12 +46,173 @@ from typing import Any, get_args
 
 import torch
 from jaxtyping import TypeCheckError, config, jaxtyped
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 __all__ = ["typecheck"]
 
-_BY_VALUE = {
+
+def typecheck(module: ModuleType, max_signatures: int = 1024) -> None:
+    """Check every call of `module`'s public functions and of its classes' `__init__` and `forward`.
+
+    Public names are those in `__all__` or, without `__all__`, those that do not begin
+    with an underscore. Imported names stay unchanged, as do nested classes, lambdas,
+    coroutines and decorated generators, such as context managers. A second call changes
+    nothing. Pass each module that defines layers, after its import:
+
+        from my_project.layers import attention, rope
+        from tinyblock import typecheck
+
+        for module in (attention, rope):
+            typecheck(module)
+
+    A module that defines nothing to check, such as the package `my_project.layers`,
+    causes a warning, and so does `python -O`. Each function remembers at most
+    max_signatures signatures, because a sequence that grows token by token adds one per
+    token.
+    """
+    warn_if_unchecked()
+    if config.jaxtyping_disable or not __debug__:
+        return
+    functions = _public_functions(module)
+    checked: dict[FunctionType, FunctionType] = {}
+    for owner, name, function in functions:
+        _replace_defaults(function, checked)
+        if _can_be_checked(function):
+            checked[function] = _checked(function, max_signatures)
+            setattr(owner, name, checked[function])
+    if not functions:
+        warnings.warn(
+            f"typecheck found nothing to check in {module.__name__}: "
+            "pass the modules that define the layers",
+            stacklevel=2,
+        )
+
+
+@functools.cache  # one warning per process
+def warn_if_unchecked() -> None:
+    """Warn under `python -O`, and name the line that called or imported the caller of this function."""
+    if not __debug__ and not config.jaxtyping_disable:
+        warnings.warn(
+            "python -O turns all shape checks off, because beartype checks nothing "
+            "there: run python without -O, or set JAXTYPING_DISABLE=1",
+            stacklevel=3,
+        )
+
+
+def _public_functions(
+    module: ModuleType,
+) -> list[tuple[ModuleType | type, str, FunctionType]]:
+    """Return (owner, name, function) for each function to check, in the order of definition."""
+    found: list[tuple[ModuleType | type, str, FunctionType]] = []
+    exported = getattr(module, "__all__", None)
+    for name, member in vars(module).items():
+        is_public = name in exported if exported else not name.startswith("_")
+        is_own = getattr(member, "__module__", None) == module.__name__
+        if not (is_public and is_own):
+            continue
+        if isinstance(member, FunctionType):
+            found.append((module, name, member))
+        elif isinstance(member, type):
+            for method in ("__init__", "forward"):
+                function = vars(member).get(method)
+                if isinstance(function, FunctionType):
+                    found.append((member, method, function))
+    return found
+
+
+def _replace_defaults(
+    function: FunctionType, checked: dict[FunctionType, FunctionType]
+) -> None:
+    """Replace each default that is a function, such as `activation=gelu`, by its checked function."""
+    plain: Any = inspect.unwrap(function)
+
+    # Pickle requires that the module has this same function under its name.
+    def replaced(default: Any) -> Any:
+        is_function = isinstance(default, FunctionType)
+        return checked.get(default, default) if is_function else default
+
+    if plain.__defaults__:
+        plain.__defaults__ = tuple(map(replaced, plain.__defaults__))
+    for name, default in (plain.__kwdefaults__ or {}).items():
+        plain.__kwdefaults__[name] = replaced(default)
+
+
+def _checked(function: FunctionType, max_signatures: int) -> FunctionType:
+    """Return a wrapper of `function` that checks each call whose signature is new."""
+    signature_of = _signature_reader(function)
+    num_braces = len(_brace_expressions(function))
+    check_arguments = _argument_checker(function)
+    check_result = _result_checker(function)
+    result_of, remember = _memory(max_signatures)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if is_dynamo_compiling():
+            return function(*args, **kwargs)
+        try:
+            call_signature = signature_of(*args, **kwargs)
+            known_result = result_of(call_signature)
+        except Exception:  # a list, a symbolic size, a missing argument, ...
+            call_signature = known_result = None
+        if known_result is None:
+            check_arguments(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except RuntimeError as error:
+            _raise_if_dtypes_differ(error, function, args, kwargs)
+            raise
+        if isinstance(result, Tensor):
+            result_signature: Any = (result.__class__, result.dtype, result.shape)
+        else:
+            result_signature = _signature_or_none(result)
+        if result_signature is None or result_signature != known_result:
+            check_result(*args, **kwargs, _returned=result)
+            if result_signature is not None and _is_lasting(call_signature, num_braces):
+                remember(call_signature, result_signature)
+        return result
+
+    wrapper: Any = checked
+    # dynamo counts recompilations per code object: with a shared one, the ninth function would reach its limit.
+    wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)
+    wrapper.__typechecked__ = True
+    return wrapper
+
+
+def _memory(
+    max_entries: int,
+) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
+    """Return a function that finds what belongs to a key, or None, and one that stores it.
+
+    These two hide the dict, because torch 2.5 compiles a function again whenever a dict
+    in its closure has grown.
+    """
+    entries: dict[Any, Any] = {}
+
+    def remember(key: Any, value: Any) -> None:
+        if len(entries) >= max_entries:
+            entries.clear()
+        entries[key] = value
+
+    return entries.get, remember
+
+
+def _can_be_checked(function: FunctionType) -> bool:
+    """Tell whether a call of `function` returns what its annotations describe, and is not checked yet."""
+    if hasattr(function, "__typechecked__"):  # by an earlier call
+        return False
+    if function.__name__ == "<lambda>":
+        return False
+    plain = inspect.unwrap(function)
+    if inspect.iscoroutinefunction(plain):
+        return False
+    is_decorated = plain is not function
+    return not (is_decorated and inspect.isgeneratorfunction(plain))
+
+
+# What may be part of a signature by its value: it is immutable, and annotations depend on nothing else of it.
+_TYPES_BY_VALUE = {
     type(None),
     bool,
     int,
@@ -43,262 +226,222 @@ _BY_VALUE = {
 }
 
 
-def typecheck(module: ModuleType, max_signatures: int = 1024) -> None:
-    """Check every call of `module`'s public functions and of its classes' `__init__` and `forward`.
-
-    Public names are those in `__all__` or, without `__all__`, those that do not begin with an underscore. Imported
-    names stay unchanged, as do nested classes, lambdas, coroutines and decorated generators, such as context
-    managers. A second call changes nothing. Pass each module that defines layers, after its import:
-
-        from my_project.layers import attention, rope
-        from tinyblock.typecheck import typecheck
-
-        for module in (attention, rope):
-            typecheck(module)
-
-    A module that defines nothing to check, such as the package `my_project.layers`, causes a warning. Each function
-    remembers at most max_signatures signatures, because a sequence that grows token by token adds one per token.
-    """
-    if config.jaxtyping_disable:
-        return
-    exported = getattr(
-        module, "__all__", [name for name in vars(module) if not name.startswith("_")]
-    )
-    checked: dict[Any, Any] = {}
-    found = False
-    for name, member in list(
-        vars(module).items()
-    ):  # in the order of definition, which defaults follow
-        if (
-            name not in exported
-            or getattr(member, "__module__", None) != module.__name__
-        ):
-            continue
-        if isinstance(member, FunctionType):
-            checked[member] = _checked(
-                _replace_defaults(member, checked), max_signatures
-            )
-            setattr(module, name, checked[member])
-            found = True
-        elif isinstance(member, type):
-            for method in ("__init__", "forward"):
-                if isinstance(function := vars(member).get(method), FunctionType):
-                    function = _replace_defaults(function, checked)
-                    setattr(
-                        member,
-                        method,
-                        _checked(function, max_signatures, is_method=True),
-                    )
-                    found = True
-    if not found:
-        message = f"typecheck found nothing to check in {module.__name__}: pass the modules that define the layers"
-        warnings.warn(message, stacklevel=2)
-
-
-def _replace_defaults(function: FunctionType, checked: dict[Any, Any]) -> FunctionType:
-    """Replace a default such as `activation=gelu` by its checked function, because pickle looks it up by name."""
-
-    def current(default: Any) -> Any:
-        return (
-            checked.get(default, default)
-            if isinstance(default, FunctionType)
-            else default
-        )
-
-    function.__defaults__ = tuple(map(current, function.__defaults__ or ())) or None
-    function.__kwdefaults__ = {
-        name: current(default)
-        for name, default in (function.__kwdefaults__ or {}).items()
-    } or None
-    return function
-
-
-def _checked(
-    function: FunctionType, max_signatures: int, is_method: bool = False
-) -> FunctionType:
-    if hasattr(function, "__typechecked__") or not function.__name__.isidentifier():
-        return function
-    inner = inspect.unwrap(function)
-    if inspect.iscoroutinefunction(inner) or (
-        inner is not function and inspect.isgeneratorfunction(inner)
-    ):
-        return function
-    signature = inspect.signature(function)
-    returned = inspect.Parameter("_returned", inspect.Parameter.KEYWORD_ONLY)
-    with_result = sorted(
-        [*signature.parameters.values(), returned], key=lambda parameter: parameter.kind
-    )
-    check_arguments = _checker(
-        function, _take_arguments, signature.replace(return_annotation=signature.empty)
-    )
-    check_result = _checker(
-        function, _return_result, signature.replace(parameters=with_result)
-    )
-    call_signature = _signer(function, is_method)
-    seen: dict[Any, Any] = {}  # signature of the arguments -> signature of the result
-    # Bound methods, because dynamo would guard on a dict in the closure, and recompile whenever it grows.
-    get, put, clear, count = seen.get, seen.__setitem__, seen.clear, seen.__len__
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        if is_dynamo_compiling():
-            return function(*args, **kwargs)
-        known: Any = None
-        outcome: Any = None
-        try:
-            call = call_signature(*args, **kwargs)
-            known = get(call)
-        except (
-            Exception
-        ):  # no signature: an unknown type, a symbolic size, a missing argument
-            call = None
-        if known is None:
-            check_arguments(*args, **kwargs)
-        result = function(*args, **kwargs)
-        if isinstance(result, Tensor):
-            outcome = result.__class__, result.dtype, result.shape
-        else:
-            try:
-                outcome = _signature(result)
-            except TypeError:
-                call = None
-        if known is None or known != outcome:
-            check_result(*args, **kwargs, _returned=result)
-            if call is not None:
-                if count() >= max_signatures:
-                    clear()
-                put(call, outcome)
-        return result
-
-    wrapper: Any = checked
-    # dynamo counts recompilations per code object: with a shared one, the ninth function would reach its limit.
-    wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)
-    wrapper.__typechecked__ = True
-    return wrapper
-
-
 def _signature(value: Any) -> tuple[Any, ...]:
     """Return what annotations can read of a `value` that is not a tensor; raise TypeError for other types.
 
-    Lists and tuples have no signature: beartype checks one randomly chosen item, so one pass proves little.
+    Lists and tuples have no signature: beartype checks one randomly chosen item, so one
+    pass proves little.
     """
-    if type(value) in _BY_VALUE:
+    if type(value) in _TYPES_BY_VALUE:
         return type(value), value
     raise TypeError(f"no signature for a {type(value).__name__}")
 
 
-def _signer(function: FunctionType, is_method: bool) -> Callable[..., tuple[Any, ...]]:
-    """Return a function of the same arguments that returns the signature of a call."""
-    parameters = inspect.signature(function).parameters
-    names = [
-        name for name in parameters if parameters[name].annotation not in (Any, "Any")
-    ][is_method:]
-    # Inlined for tensors and None, because this is the cost of a checked call.
-    tensor = "({0}.__class__, {0}.dtype, {0}.shape) if isinstance({0}, Tensor)"
-    sign = tensor + " else None if {0} is None else _signature({0})"
-    return _lambda(
-        function, _expressions(function) + [sign.format(name) for name in names]
+def _signature_or_none(value: Any) -> tuple[Any, ...] | None:
+    return _signature(value) if type(value) in _TYPES_BY_VALUE else None
+
+
+def _is_lasting(call_signature: tuple[Any, ...] | None, num_braces: int) -> bool:
+    """Tell whether a signature stays right, so that the call may be remembered.
+
+    Its first `num_braces` items are values of expressions in braces. A tensor among
+    them may change in place, and would still be found equal to itself.
+    """
+    if call_signature is None:
+        return False
+    in_braces = call_signature[:num_braces]
+    return all(type(value) in _TYPES_BY_VALUE for value in in_braces)
+
+
+def _signature_reader(function: FunctionType) -> Callable[..., Any]:
+    """Return a function with the parameters of `function` that returns the signature of a call."""
+    # No function call for tensors and None, because this runs on every checked call.
+    argument_source = (
+        "({0}.__class__, {0}.dtype, {0}.shape) if isinstance({0}, Tensor) "
+        "else None if {0} is None else _signature({0})"
     )
+    parts = _brace_expressions(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.annotation not in (parameter.empty, Any, "Any"):
+            parts.append(argument_source.format(name))
+    return _reader(function, parts)
 
 
-def _expressions(function: FunctionType) -> list[str]:
-    """Return what the jaxtyping annotations read in `{braces}`."""
-
-    def shapes(annotation: Any) -> str:
-        if isinstance(annotation, str) or hasattr(
-            annotation, "dim_str"
-        ):  # postponed, or jaxtyping's
-            return getattr(annotation, "dim_str", annotation)
-        return " ".join(
-            shapes(part) for part in get_args(annotation) if not isinstance(part, str)
-        )
-
-    annotations = " ".join(
-        map(shapes, inspect.unwrap(function).__annotations__.values())
-    )
-    return sorted(set(re.findall(r"\{([^{}]+)\}", annotations)))
+def _brace_expressions(function: FunctionType) -> list[str]:
+    """Return the expressions that the annotations of `function` read in `{braces}`."""
+    shapes = []
+    for annotation in inspect.unwrap(function).__annotations__.values():
+        shapes += _shapes(annotation)
+    return sorted(set(re.findall(r"\{([^{}]+)\}", " ".join(shapes))))
 
 
-def _lambda(
-    function: FunctionType, expressions: list[str]
-) -> Callable[..., tuple[Any, ...]]:
-    """Return a function of the same arguments that evaluates the expressions; compiled, as it runs on every call."""
-    parameters = list(inspect.signature(function).parameters.values())
-    bare = [
-        p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None)
-        for p in parameters
-    ]
-    head = str(inspect.Signature(bare)).strip("()")
-    read: Any = eval(
-        f"lambda {head}: ({''.join(f'{expression}, ' for expression in expressions)})",
-        globals(),
-    )
-    defaults = {p: p.default for p in parameters if p.default is not p.empty}
-    read.__defaults__ = tuple(
-        default for p, default in defaults.items() if p.kind is not p.KEYWORD_ONLY
-    )
-    read.__kwdefaults__ = {
-        p.name: default for p, default in defaults.items() if p.kind is p.KEYWORD_ONLY
-    }
+def _shapes(annotation: Any) -> list[str]:
+    """Return the texts of an annotation that name axes, such as "*batch seq {self.d_model}"."""
+    if isinstance(annotation, str):  # postponed
+        return [annotation]
+    if hasattr(annotation, "dim_str"):  # jaxtyping's
+        return [annotation.dim_str]
+    shapes = []
+    for part in get_args(annotation):
+        if not isinstance(part, str):  # a text in Literal names no axes
+            shapes += _shapes(part)
+    return shapes
+
+
+def _reader(function: FunctionType, expressions: list[str]) -> Callable[..., Any]:
+    """Return a function with the parameters of `function` that returns a tuple of the values of these expressions.
+
+    It is compiled from text, because it runs on every call.
+    """
+    # The text has None for each default, and the defaults follow when it is compiled.
+    bare = []
+    defaults = []
+    keyword_defaults = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        parameter = parameter.replace(annotation=parameter.empty)
+        if parameter.default is parameter.empty:
+            bare.append(parameter)
+            continue
+        bare.append(parameter.replace(default=None))
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            keyword_defaults[name] = parameter.default
+        else:
+            defaults.append(parameter.default)
+    parameters = str(inspect.Signature(bare)).removeprefix("(").removesuffix(")")
+    values = "".join(f"({expression}), " for expression in expressions)
+    read: Any = eval(f"lambda {parameters}: ({values})", globals())
+    read.__defaults__ = tuple(defaults)
+    read.__kwdefaults__ = keyword_defaults
     return read
 
 
-def _take_arguments(*args: Any, **kwargs: Any) -> None:
+def _argument_checker(function: FunctionType) -> Callable[..., None]:
+    """Return a function that takes the arguments of a call and raises the error of one that does not fit."""
+    signature = inspect.signature(function)
+    arguments_only = signature.replace(return_annotation=signature.empty)
+    return _checker(function, _ignore, arguments_only)
+
+
+def _result_checker(function: FunctionType) -> Callable[..., None]:
+    """Return a function that takes the arguments of a call, and its result as `_returned`, and checks the result."""
+    # The result is passed as one more keyword argument.
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    result = inspect.Parameter("_returned", inspect.Parameter.KEYWORD_ONLY)
+    parameters.append(result)
+    # Python's order of kinds: **kwargs are last.
+    parameters.sort(key=lambda parameter: parameter.kind)
+    with_result = signature.replace(parameters=parameters)
+    return _checker(function, _get_returned, with_result)
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _return_result(*args: Any, _returned: Any, **kwargs: Any) -> Any:
+def _get_returned(*args: Any, _returned: Any, **kwargs: Any) -> Any:
     return _returned
 
 
 def _checker(
     function: FunctionType, stub: Callable[..., Any], signature: inspect.Signature
 ) -> Callable[..., None]:
-    """Return `stub` with the name, the globals and this signature of `function`, checked by jaxtyping and beartype."""
-    from beartype import (
-        BeartypeConf,
-        beartype,
-    )  # not above: JAXTYPING_DISABLE=1 works without it
+    """Return `stub`, checked by jaxtyping against `signature`, with errors that name `function`."""
+    # Imported here, because JAXTYPING_DISABLE=1 works without it.
+    from beartype import BeartypeConf, beartype
 
-    numbers_widen = BeartypeConf(
-        is_pep484_tower=True
-    )  # an int such as theta=10000 is a float
-    # jaxtyping resolves postponed annotations in these globals.
-    twin: Any = functools.wraps(function)(
-        FunctionType(stub.__code__, inspect.unwrap(function).__globals__)
-    )
+    # jaxtyping reads name, annotations and globals (for postponed annotations) of a twin, and never runs `function`.
+    # Its import hook may have wrapped the stub as well.
+    stub_code = inspect.unwrap(stub).__code__
+    twin: Any = FunctionType(stub_code, inspect.unwrap(function).__globals__)
+    functools.update_wrapper(twin, function)
     twin.__signature__ = signature
-    twin.__kwdefaults__ = None
-    full = jaxtyped(twin, typechecker=beartype(conf=numbers_widen))
+    int_is_float = BeartypeConf(is_pep484_tower=True)  # as in theta=10000
+    jaxtyped_twin = jaxtyped(twin, typechecker=beartype(conf=int_is_float))
 
     def check(*args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True
+        if not _binds(signature, args, kwargs):
+            function(*args, **kwargs)  # raises Python's own error
+        run = jaxtyped_twin
+        if "torch._dynamo" in sys.modules:
+            # This runs in eager mode where an error ended a compiled frame, and dynamo would trace it.
+            run = torch.compiler.disable(run)
         try:
-            signature.bind(*args, **kwargs)
-        except TypeError:
-            try:
-                function(*args, **kwargs)
-            except (
-                TypeError
-            ) as error:  # Python's own message, with the name of the function
-                raise error from None
-        try:
-            # When an error ends a compiled frame, this runs in eager mode, and dynamo traces what it calls.
-            (torch.compiler.disable(full) if "torch._dynamo" in sys.modules else full)(
-                *args, **kwargs
-            )
+            run(*args, **kwargs)
         except TypeCheckError as error:
             message = str(error)
         else:
             return
         kwargs.pop("_returned", None)
-        for expression in _expressions(function):
-            with suppress(
-                Exception
-            ):  # an expression that cannot be evaluated stays as it is
-                [value] = _lambda(function, [expression])(*args, **kwargs)
-                message = message.replace(f"{{{expression}}}", f"{expression}={value}")
-        raise TypeCheckError(message)
+        raise TypeCheckError(_completed(message, function, args, kwargs))
 
     return check
+
+
+def _binds(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _completed(
+    message: str, function: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    """Complete jaxtyping's message by the values of `{expressions}`, and by the annotation of the result."""
+    # jaxtyping checks arguments and result apart, and prints "-> Any" for both.
+    message = message.replace(" -> Any.\n", f"{_returned_text(function)}.\n")
+    for expression in _brace_expressions(function):
+        # An expression that cannot be evaluated stays as it is.
+        with suppress(Exception):
+            [value] = _reader(function, [expression])(*args, **kwargs)
+            message = message.replace(f"{{{expression}}}", f"{expression}={value}")
+    return message
+
+
+def _returned_text(function: FunctionType) -> str:
+    """Return the end of a signature as text, such as " -> Float[Tensor, '*batch seq']"."""
+    annotation: Any = inspect.signature(function).return_annotation
+    if annotation is inspect.Signature.empty:
+        return ""
+    is_postponed = isinstance(annotation, str)
+    text = annotation if is_postponed else inspect.formatannotation(annotation)
+    return " -> " + text.replace("jaxtyping.", "")
+
+
+def _raise_if_dtypes_differ(
+    error: RuntimeError,
+    function: FunctionType,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Name layer and dtypes in a RuntimeError, if `error` is torch's complaint about the dtype of an argument."""
+    __tracebackhide__ = True
+    if error.__cause__ is not None:  # an inner layer was named here already
+        return
+    is_of_torch = type(error) is RuntimeError  # running out of memory is a subclass
+    is_about_dtypes = re.search("dtype|data ?type|scalar type|Input type", str(error))
+    is_autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    if not (is_of_torch and is_about_dtypes) or is_autocast:
+        return
+    layer = args[0] if args else None
+    if function.__name__ != "forward" or not isinstance(layer, nn.Module):
+        return
+    dtypes = {weight.dtype for weight in layer.parameters()}
+    weight_dtypes = [dtype for dtype in dtypes if dtype.is_floating_point]
+    if len(weight_dtypes) != 1:  # a layer that mixes dtypes converts by itself
+        return
+    [expected] = weight_dtypes
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    for name, value in bound.arguments.items():
+        is_floating = isinstance(value, Tensor) and value.is_floating_point()
+        if is_floating and value.dtype != expected:
+            raise RuntimeError(
+                f"{type(layer).__name__}: {name} is {value.dtype}, "
+                f"but the weights are {expected}: convert one, "
+                f"by {name}.to({expected}) or model.to({value.dtype})"
+            ) from error

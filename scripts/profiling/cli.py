@@ -388,15 +388,46 @@ def _check(
     profile: dict[str, Any] | None,
 ) -> None:
     """Raise a ValueError for options that contradict each other, or that this machine cannot run."""
-    mesh, mode, predicting = settings.mesh, settings.mode, options.predict is not None
+    _check_settings(settings)
+    _check_combinations(options, settings, profile)
+    check_outputs(options, "json", "plot", "trace", "memory_snapshot")
+    if profile is not None:
+        _check_profile(options, settings.mode, profile)
+    if options.predict is not None and options.link is None:
+        raise ValueError(
+            "--predict needs --link, as in --link 450e9,50e9: bytes/s within and between machines"
+        )
+    if options.vocab < 0 or (options.vocab and options.num_layers is None):
+        raise ValueError(
+            f"--vocab {options.vocab} must be positive and needs --num-layers: a Block has no embedding"
+        )
+    if options.ceilings is not None:
+        DATASHEETS[options.ceilings].ceilings(settings.dtype)
+    # Of a sweep that is predicted, a smaller size need not split.
+    largest = max(sizes, key=lambda size: size.batch_size)
+    for wanted in options.predict or [settings.mesh]:
+        wanted.require(largest)
+    _check_processes(settings.mesh)
+    if options.predict is None:
+        _check_memory(settings, sizes)
+
+
+def _check_settings(settings: Settings) -> None:
     if settings.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {settings.rounds}")
     if not -(2**63) <= settings.seed < 2**64:
         raise ValueError(f"--seed must fit into 64 bits, got {settings.seed}")
-    if mode == "step" and settings.dtype == torch.float16:
+    if settings.mode == "step" and settings.dtype == torch.float16:
         raise ValueError(
             "--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train"
         )
+
+
+def _check_combinations(
+    options: argparse.Namespace, settings: Settings, profile: dict[str, Any] | None
+) -> None:
+    """Raise a ValueError for an option that has no meaning together with the others."""
+    predicting = options.predict is not None
     recorded = ["trace", "memory_snapshot", "nvtx"]
     for unusable, names, why in (
         (
@@ -421,7 +452,7 @@ def _check(
             "and --nvtx need two profilers, and the GPU has one: leave one of them out",
         ),
         (
-            mesh.processes > 1,
+            settings.mesh.processes > 1,
             ["predict", "sweep", "plot", *recorded],
             "is for one process: leave --tp and --dp out",
         ),
@@ -439,59 +470,48 @@ def _check(
         for name in names:
             if unusable and getattr(options, name):
                 raise ValueError(f"--{name.replace('_', '-')} {why}")
-    check_outputs(options, "json", "plot", "trace", "memory_snapshot")
-    if profile is not None:
-        dtype, profiled = (
-            profile["settings"]["dtype"],
-            PASSES[profile["settings"]["mode"]],
-        )
-        if options.dtype != dtype:
-            raise ValueError(
-                f"--dtype must be {dtype}, as in the profile of --from, got {options.dtype}: leave --dtype out, "
-                f"or profile in {options.dtype}"
-            )
-        modes = [
-            name for name, passes in PASSES.items() if set(passes) <= set(profiled)
-        ]
-        if mode not in modes:
-            raise ValueError(
-                f"--mode must be {' or '.join(modes)}, as in the profile of --from, got {mode}: leave --mode out, "
-                f"or profile in mode {mode}"
-            )
-    if predicting and options.link is None:
+
+
+def _check_profile(
+    options: argparse.Namespace, mode: str, profile: dict[str, Any]
+) -> None:
+    """Raise a ValueError unless the profile of --from has times in this dtype and for this mode."""
+    dtype = profile["settings"]["dtype"]
+    if options.dtype != dtype:
         raise ValueError(
-            "--predict needs --link, as in --link 450e9,50e9: bytes/s within and between machines"
+            f"--dtype must be {dtype}, as in the profile of --from, got {options.dtype}: leave --dtype out, "
+            f"or profile in {options.dtype}"
         )
-    if options.vocab < 0 or (options.vocab and options.num_layers is None):
+    profiled = set(PASSES[profile["settings"]["mode"]])
+    modes = [name for name, passes in PASSES.items() if profiled.issuperset(passes)]
+    if mode not in modes:
         raise ValueError(
-            f"--vocab {options.vocab} must be positive and needs --num-layers: a Block has no embedding"
+            f"--mode must be {' or '.join(modes)}, as in the profile of --from, got {mode}: leave --mode out, "
+            f"or profile in mode {mode}"
         )
-    if options.ceilings is not None:
-        DATASHEETS[options.ceilings].ceilings(settings.dtype)
-    largest = max(
-        sizes, key=lambda size: size.batch_size
-    )  # of a sweep that is predicted, a smaller one need not split
-    for wanted in options.predict or [mesh]:
-        wanted.require(largest)
-    if mesh.processes != launched():
-        axes = " ".join(
+
+
+def _check_processes(mesh: Mesh) -> None:
+    """Raise a ValueError unless as many processes run as the mesh has."""
+    if mesh.processes == launched():
+        return
+    start = "python"
+    if mesh.axes:
+        options = [
             f"--{axis.replace('_', '-')} {count}" for axis, count in mesh.axes.items()
-        )
-        start = (
-            f"torchrun --nproc-per-node {mesh.processes} {sys.argv[0]} {axes} ..."
-            if axes
-            else "python"
-        )
-        raise ValueError(
-            f"{mesh} needs {mesh.processes} processes, but {launched()} is running: start with {start}"
-        )
-    # In a sweep, a size that is too large is a row; of a single one, building would only fill the memory.
-    weights = (
-        0
-        if predicting
-        else min(size.parameters for size in sizes) * settings.dtype.itemsize
+        ]
+        start = f"torchrun --nproc-per-node {mesh.processes} {sys.argv[0]} {' '.join(options)} ..."
+    raise ValueError(
+        f"{mesh} needs {mesh.processes} processes, but {launched()} is running: start with {start}"
     )
-    if weights > (memory := memory_bytes(settings.device)):
+
+
+def _check_memory(settings: Settings, sizes: list[Size]) -> None:
+    """Raise a ValueError if no size fits. In a sweep, a size that is too large is a row."""
+    parameters = min(size.parameters for size in sizes)
+    weights = parameters * settings.dtype.itemsize
+    memory = memory_bytes(settings.device)
+    if weights > memory:
         needed, available = (f"{size / 2**30:.1f} GiB" for size in (weights, memory))
         raise ValueError(
             f"a model of {needed} of weights does not fit: {settings.device} has {available}"

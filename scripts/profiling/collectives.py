@@ -92,44 +92,54 @@ def collectives_of(
     They are exact where tp divides the sequence and dp the rows of each weight: else torch pads. FSDP gathers embedding
     and head with the final norm. Recomputing a block ends before its last product, and the reduce-scatter after it.
     """
-    forward: Counter[Collective] = Counter()
-    backward: Counter[Collective] = Counter()
+    calls: dict[str, Counter[Collective]]
+    calls = {"forward": Counter(), "backward": Counter()}
+    if mesh.tp > 1:
+        _add_tensor_parallel(calls, size, mesh, recompute)
+    if mesh.dp > 1:
+        _add_data_parallel(calls, size, mesh)
+    return calls
+
+
+def _add_tensor_parallel(
+    calls: dict[str, Counter[Collective]], size: Size, mesh: Mesh, recompute: bool
+) -> None:
+    """Add the collectives along "tp", of the residual stream and of the gradients of gains."""
     blocks, final_norm = size.layers, int(size.num_layers is not None)
     stream = size.tokens // mesh.batches * size.d_model
-    if mesh.tp > 1:
-        for calls in (
-            forward,
-            backward,
-        ):  # into each sub-layer and out of it; one more for the output, or its input
-            calls[Collective("all-gather", "tp", stream)] += 2 * blocks + 1
-            calls[Collective("reduce-scatter", "tp", stream)] += 2 * blocks + bool(
-                size.vocab
-            )
-        if recompute:
-            backward[Collective("all-gather", "tp", stream)] += 2 * blocks
-            backward[Collective("reduce-scatter", "tp", stream)] += blocks
-        for gains, count in (
-            (size.d_model, 2 * blocks + final_norm),
-            (size.d_head, 2 * blocks * size.qk_norm),
-        ):
-            if count:
-                backward[Collective("all-reduce", "tp", gains)] += count
-    if mesh.dp > 1:
-        of_block = (
-            size.block_gains + (size.block_parameters - size.block_gains) // mesh.tp
-        )
-        beside = size.d_model + 2 * size.vocab * size.d_model // mesh.tp
-        for elements, count in ((of_block, blocks), (beside, final_norm)):
-            if count:
-                forward[Collective("all-gather", "dp", elements)] += count
-                backward[Collective("reduce-scatter", "dp", elements)] += count
-                if mesh.dp_replicate > 1:
-                    backward[
-                        Collective("all-reduce", "dp_replicate", elements // mesh.dp)
-                    ] += count
-        if final_norm:  # else the Block is the outermost module, which keeps its weights for the backward pass
-            backward[Collective("all-gather", "dp", of_block)] += blocks
-    return {"forward": forward, "backward": backward}
+    gather = Collective("all-gather", "tp", stream)
+    scatter = Collective("reduce-scatter", "tp", stream)
+    for counts in calls.values():
+        # Into each sub-layer and out of it; one more for the output, or its input.
+        counts[gather] += 2 * blocks + 1
+        counts[scatter] += 2 * blocks + bool(size.vocab)
+    backward = calls["backward"]
+    if recompute:
+        backward[gather] += 2 * blocks
+        backward[scatter] += blocks
+    backward[Collective("all-reduce", "tp", size.d_model)] += 2 * blocks + final_norm
+    if size.qk_norm:
+        backward[Collective("all-reduce", "tp", size.d_head)] += 2 * blocks
+
+
+def _add_data_parallel(
+    calls: dict[str, Counter[Collective]], size: Size, mesh: Mesh
+) -> None:
+    """Add the collectives along "dp" and "dp_replicate", of weights and their gradients."""
+    blocks, final_norm = size.layers, int(size.num_layers is not None)
+    matrices = size.block_parameters - size.block_gains
+    of_block = size.block_gains + matrices // mesh.tp
+    beside = size.d_model + 2 * size.vocab * size.d_model // mesh.tp
+    forward, backward = calls["forward"], calls["backward"]
+    for elements, count in ((of_block, blocks), (beside, final_norm)):
+        if count:
+            forward[Collective("all-gather", "dp", elements)] += count
+            backward[Collective("reduce-scatter", "dp", elements)] += count
+            if mesh.dp_replicate > 1:
+                part = Collective("all-reduce", "dp_replicate", elements // mesh.dp)
+                backward[part] += count
+    if final_norm:  # else the Block is the outermost module, which keeps its weights for the backward pass
+        backward[Collective("all-gather", "dp", of_block)] += blocks
 
 
 def alone(

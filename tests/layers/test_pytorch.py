@@ -209,15 +209,13 @@ def test_forward_on_cuda_has_the_right_shapes_without_a_gpu(dtype):
         device="meta",
         dtype=dtype,
     )
+    device = "cuda"
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(
-            device="cuda"
-        )  # not built here: since torch 2.14, trunc_normal_ reads values
-        x, positions = (
-            torch.empty(2, 7, 24, device="cuda", dtype=dtype),
-            torch.arange(7, device="cuda"),
-        )
-        mask = torch.ones(7, 7, dtype=torch.bool, device="cuda")
+        # Not built here: since torch 2.14, trunc_normal_ reads values.
+        model.to_empty(device=device)
+        x = torch.empty(2, 7, 24, device=device, dtype=dtype)
+        positions = torch.arange(7, device=device)
+        mask = torch.ones(7, 7, dtype=torch.bool, device=device)
         for inputs in ((), (positions,), (positions, mask)):
             out = model(x, *inputs)
             assert (out.device.type, out.dtype, out.shape) == ("cuda", dtype, x.shape)

@@ -23,37 +23,45 @@ KINDS = {
 
 
 class Collectives(TorchDispatchMode):
-    """Record the collectives along the axes of a mesh, by the ranks of a group: DTensor may use an equal, older one."""
+    """Record the collectives along the axes of a mesh.
+
+    Groups are compared by their ranks, because DTensor may use an older group of the same ranks.
+    """
 
     def __init__(self, mesh):
         super().__init__()
         self.calls = Counter()
-        self.axes = {
-            str(dist.get_process_group_ranks(mesh[axis].get_group())): axis
-            for axis in mesh.mesh_dim_names
-        }
+        self.axes = {}
+        for axis in mesh.mesh_dim_names:
+            ranks = dist.get_process_group_ranks(mesh[axis].get_group())
+            self.axes[tuple(ranks)] = axis
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(tensor, DTensor) for tensor in types):
             return NotImplemented  # what it does to local tensors comes here again
-        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        if func.namespace in ("c10d", "_c10d_functional") and not name.startswith(
-            ("wait", "_wrap")
-        ):
+        out = func(*args, **(kwargs or {}))
+        if _is_collective(func):
+            name = func.overloadpacket.__name__
             leaves = tree_leaves((args, out))
-            elements = max(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
-            objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
-            boxes = [
-                leaf for leaf in objects if str(leaf._type()).endswith("ProcessGroup")
-            ]
-            names: Any = [
-                leaf for leaf in leaves if isinstance(leaf, str)
-            ]  # the last is that of the group
-            group = (
-                dist.ProcessGroup.unbox(boxes[0])
-                if boxes
-                else _resolve_process_group(names[-1])
-            )
-            axis = self.axes[str(dist.get_process_group_ranks(group))]
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            elements = max(tensor.numel() for tensor in tensors)
+            ranks = dist.get_process_group_ranks(_group(leaves))
+            axis = self.axes[tuple(ranks)]
             self.calls[Collective(KINDS.get(name, name), axis, elements)] += 1
         return out
+
+
+def _is_collective(func):
+    name = func.overloadpacket.__name__
+    is_distributed = func.namespace in ("c10d", "_c10d_functional")
+    return is_distributed and not name.startswith(("wait", "_wrap"))
+
+
+def _group(leaves):
+    """Return the process group among the arguments of a collective: an object of FSDP's, or the name of DTensor's."""
+    for leaf in leaves:
+        is_object = isinstance(leaf, torch.ScriptObject)
+        if is_object and str(leaf._type()).endswith("ProcessGroup"):
+            return dist.ProcessGroup.unbox(leaf)
+    texts: Any = [leaf for leaf in leaves if isinstance(leaf, str)]
+    return _resolve_process_group(texts[-1])

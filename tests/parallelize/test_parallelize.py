@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tinyblock import Block, Transformer, parallelize
+from tinyblock import Block, FeedForward, Transformer, parallelize
 
 TP, DP_TP = ("tp",), ("dp", "tp")
 GATHER, SCATTER = (
@@ -191,6 +191,20 @@ class FusedGate(nn.Module):
         )
 
 
+class ScaledLinear(nn.Linear):
+    """A linear layer with one more parameter, as LoRA has."""
+
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+class ScaledFeedForward(FeedForward):
+    def __init__(self, d_model, d_ff, **options):
+        super().__init__(d_model, d_ff, **options)
+        self.w1 = ScaledLinear(d_model, self.w1.out_features, bias=False)
+
+
 class Convolution(nn.Conv1d):
     """A mixer of tokens that is no attention."""
 
@@ -208,7 +222,7 @@ class Convolution(nn.Conv1d):
             TP,
             {"ffn": FusedGate},
             {},
-            "ffn.w1 must have the 8 outputs that ffn.w2 takes, got 16",
+            "ffn.w1 must have as many outputs as ffn.w2 has inputs, 8, got 16",
         ),
         (
             TP,
@@ -218,17 +232,28 @@ class Convolution(nn.Conv1d):
         ),
         (
             TP,
+            {"ffn": ScaledFeedForward},
+            {},
+            "no rule splits layers.0.ffn.w1.scale over the axis 'tp'",
+        ),
+        (
+            TP,
             {"attention": Convolution},
             {},
-            "Convolution must have num_heads, .*output_proj; use 'dp'",
+            "Convolution must have num_heads, .*output_proj; use only 'dp'",
         ),
         (
             TP,
             {},
             {"mp_policy": None},
-            "fully_shard has no option mp_policy over the axes \\('tp',\\)",
+            "mp_policy is an option of fully_shard, which needs the axis 'dp', got the axes \\('tp',\\)",
         ),
-        (DP_TP, {}, {"mp_polcy": None}, "fully_shard has no option mp_polcy"),
+        (
+            DP_TP,
+            {},
+            {"mp_polcy": None},
+            "fully_shard has no option mp_polcy; it has reshard_after_forward, .*mp_policy",
+        ),
         (
             DP_TP,
             {},
@@ -239,7 +264,7 @@ class Convolution(nn.Conv1d):
             DP_TP,
             {},
             {"ignored_params": set()},
-            "no option ignored_params over the axes \\('dp', 'tp'\\)",
+            "ignored_params must be left out over the axis 'tp', got the axes \\('dp', 'tp'\\)",
         ),
         (
             DP_TP,
@@ -313,12 +338,12 @@ def test_parallelize_rejects_a_distributed_model_and_another_module_and_mesh():
 
 @pytest.mark.parametrize(
     ("x", "got"),
-    [(torch.ones(16), "[16]"), (torch.ones(0, 7, 16), "[0, 7, 16]"), (None, "None")],
+    [(torch.ones(16), "(16,)"), (torch.ones(0, 7, 16), "(0, 7, 16)"), (None, "None")],
 )
 @pytest.mark.usefixtures("fake_processes")
 def test_parallel_model_rejects_an_x_without_tokens(x, got):
     with pytest.raises(
-        ValueError, match=f"x must be a tensor .*, not empty, got .*{re.escape(got)}"
+        ValueError, match=f"x must be a tensor .*, not empty, got {re.escape(got)}"
     ):
         parallelize(Block(16, 8), mesh_of("tp"))(x)
 

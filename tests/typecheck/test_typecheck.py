@@ -32,7 +32,7 @@ calls, checks = [], []
 def scale(x: Float[Tensor, "*a d"], weight: Float[Tensor, " d"], *, factor: float = 1.0) -> Float[Tensor, "*a d"]:
     """Scale."""
     calls.append("scale")
-    return x * weight * factor
+    return x * weight * (factor or 1.0)
 
 def first(tensors: list[Float[Tensor, " d"]], default: Float[Tensor, " d"] | None = None) -> Float[Tensor, " d"]:
     return tensors[0]
@@ -79,7 +79,7 @@ class Layer(nn.Module):
         self.width = width
 
     def forward(self, x: Float[Tensor, "*batch {self.width}"], times: int = 1) -> Float[Tensor, "*batch {self.width}"]:
-        return x * times
+        return x * (times or 1)
 '''
 
 
@@ -119,12 +119,14 @@ def test_typecheck_raises_on_every_mismatch_whatever_was_seen_before(module):
         lambda: module.apply(w, function=lambda x, y: x + y),
         lambda: module.decorated(w, bias=1),
         lambda: layer(x, 1),
+        lambda: layer(x),
         lambda: four_wide(torch.ones(2, 4)),
     ]
     wrong = [
         lambda: module.scale(x, torch.ones(4)),
         lambda: module.scale(x.long(), w),
         lambda: module.scale(x, w, factor="2"),
+        lambda: module.scale(x[0], w, factor=None),  # not the default
         lambda: module.scale([1.0], w),
         lambda: module.scale(None, w),
         lambda: module.first([torch.ones(2)], torch.ones(3)),
@@ -144,6 +146,7 @@ def test_typecheck_raises_on_every_mismatch_whatever_was_seen_before(module):
         lambda: module.Layer("3"),
         lambda: module.Layer(3, rate="fast"),
         lambda: layer(torch.ones(2, 4)),
+        lambda: layer(x, None),  # not the default
         lambda: layer(x, 1.0),  # which compares equal to 1
     ]
     for _ in range(2):  # the second time around, valid signatures have been seen
@@ -360,19 +363,244 @@ def test_every_layer_rejects_sizes_of_the_wrong_type(size):
             build(size)
 
 
-def test_jaxtyping_disable_leaves_everything_unwrapped_and_needs_no_beartype():
+HEADER = """
+from typing import Any
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+"""
+
+
+def checked_module(source):
+    made = types.ModuleType("users_module")
+    exec(HEADER + source, made.__dict__)
+    typecheck(made)
+    return made
+
+
+@pytest.mark.parametrize("annotation", ["Any", "'Any'", "nn.Module"])
+def test_typecheck_checks_x_at_each_call_when_self_is_annotated(annotation):
+    made = checked_module(f"""
+class Layer(nn.Module):
+    def forward(self: {annotation}, x: Float[Tensor, "batch 3"]):
+        return x.sum()  # a result that does not show the shape of x
+""")
+    layer = made.Layer()
+    layer(torch.ones(2, 3))
+    with pytest.raises(TypeCheckError):
+        layer(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("annotation", ["Any", "'Any'"])
+def test_typecheck_remembers_calls_whose_other_arguments_are_annotated_as_any(
+    annotation,
+):
+    made = checked_module(f"""
+from typing import Annotated
+from beartype.vale import Is
+
+checks = []
+
+def watched(
+    x: Annotated[Tensor, Is[lambda x: checks.append(x.shape) is None]],
+    mask: {annotation} = None,
+) -> None:
+    pass
+""")
+    made.watched(torch.ones(3), [])
+    count = len(made.checks)
+    made.watched(torch.ones(3), [1])
+    assert len(made.checks) == count > 0
+
+
+def test_typecheck_reads_tensors_in_braces_at_each_call():
+    made = checked_module("""
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.size = torch.tensor(3)
+
+    def forward(self, x: Float[Tensor, "batch {self.size}"]):
+        return x
+""")
+    layer = made.Layer()
+    layer(torch.ones(2, 3))
+    layer.size.fill_(4)
+    layer(torch.ones(2, 4))
+    with pytest.raises(TypeCheckError):
+        layer(torch.ones(2, 3))
+
+
+def test_typecheck_message_shows_the_annotation_of_the_result(module):
+    size = {"width": 2}
+    expected = {
+        lambda: module.scale(torch.ones(3), torch.ones(4)): "Float[Tensor, '*a d']",
+        lambda: module.nonzero(torch.ones(3), **size): "Float[Tensor, 'width=2']",
+        lambda: module.watched(3): "None",
+    }
+    for call, annotation in expected.items():
+        with pytest.raises(TypeCheckError) as caught:
+            call()
+        assert f") -> {annotation}.\n" in str(caught.value)
+        assert "-> Any" not in str(caught.value)
+
+
+WITH_WEIGHTS = ["SwiGLU", "FeedForward", "CausalMultiHeadSelfAttention"]
+FLOAT32_LAYERS = {name: name for name in WITH_WEIGHTS}
+FLOAT32_LAYERS |= {
+    "Block": "CausalMultiHeadSelfAttention",
+    "Transformer": "CausalMultiHeadSelfAttention",
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("name", "named"), FLOAT32_LAYERS.items())
+def test_layers_name_themselves_and_the_dtypes_that_differ(name, named, dtype):
+    layer = LAYERS[name](8)
+    with pytest.raises(RuntimeError) as caught:
+        layer(x=X.to(dtype))
+    assert str(caught.value) == (
+        f"{named}: x is {dtype}, but the weights are torch.float32: "
+        f"convert one, by x.to(torch.float32) or model.to({dtype})"
+    )
+    assert "same dtype" in str(caught.value.__cause__)
+    assert layer.to(dtype)(X.to(dtype)).dtype == dtype
+
+
+RAISES = """
+class Layer(nn.Module):
+    def __init__(self, error: Any = None) -> None:
+        super().__init__()
+        self.error = error
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Float[Tensor, "batch 3"]) -> Float[Tensor, "batch 3"]:
+        if self.error:
+            raise self.error
+        return self.linear(x)
+"""
+
+
+def test_typecheck_leaves_other_runtime_errors_as_they_are():
+    made = checked_module(RAISES)
+    x, same = torch.ones(2, 3, dtype=torch.float64), torch.ones(2, 3)
+    explained = RuntimeError("of these dtypes")
+    explained.__cause__ = ValueError()  # as that of an inner layer has
+    calls = [
+        (explained, x),
+        (RuntimeError("the disk is full"), x),
+        (RuntimeError("of these dtypes"), same),
+        (torch.OutOfMemoryError("no memory for this dtype"), x),
+    ]
+    for error, argument in calls:
+        with pytest.raises(RuntimeError) as caught:
+            made.Layer(error)(argument)
+        assert caught.value is error
+
+
+def test_typecheck_leaves_dtype_errors_of_mixed_layers_and_under_autocast():
+    made = checked_module(RAISES)
+    x = torch.ones(2, 3, dtype=torch.float64)
+    mixed = made.Layer()
+    mixed.half = nn.Linear(3, 3, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        mixed(x)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(RuntimeError, match="same dtype"),
+    ):
+        made.Layer()(x)
+
+
+def in_another_process(arguments, folder, **variables):
+    """Run python with these arguments in a folder; return exit code, output and errors."""
+    root = Path(tinyblock.__path__[0]).parent
+    variables = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture
+def layers(tmp_path):
+    """The folder of a project whose package `layers` has copies that it checks."""
+    package = tmp_path / "layers"
+    package.mkdir()
+    for name in ("rmsnorm", "ffn", "typecheck"):
+        source = Path(tinyblock.__path__[0]) / f"{name}.py"
+        (package / f"{name}.py").write_text(source.read_text())
+    (package / "__init__.py").write_text(
+        "from . import ffn, rmsnorm\n"
+        "from .typecheck import typecheck\n"
+        "for layer in (ffn, rmsnorm):\n"
+        "    typecheck(layer)\n"
+    )
+    return tmp_path
+
+
+def test_python_o_causes_one_warning_for_the_package_and_one_for_copies(layers):
+    (layers / "main.py").write_text("import torch\nimport tinyblock\nimport layers\n")
+    ended = in_another_process(["-O", "-W", "always", "main.py"], layers)
+    assert ended.returncode == 0, ended.stderr
+    warned = [line for line in ended.stderr.splitlines() if "-O turns" in line]
+    of_package, of_copies = warned
+    assert of_package.startswith(f"{layers / 'main.py'}:2: UserWarning: python -O")
+    assert of_copies.startswith(f"{layers / 'layers' / '__init__.py'}:4: UserWarning")
+
+
+USERS_TESTS = """
+import pickle
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from layers import ffn, rmsnorm
+
+x = torch.ones(2, 3, 8)
+swiglu, norm, feed_forward = ffn.SwiGLU(8), rmsnorm.RMSNorm(8), ffn.FeedForward(8)
+
+@pytest.mark.parametrize("layer", [swiglu, norm, feed_forward])
+def test_layer(layer):
+    for _ in range(2):
+        assert layer(x).shape == x.shape
+        with pytest.raises(TypeCheckError, match="d_model=8"):
+            layer(x[..., :7])
+    with pytest.raises(TypeCheckError):
+        type(layer)("8")
+    pickle.loads(pickle.dumps(layer))
+
+def test_function():
+    assert rmsnorm.rms_norm(x, x[0, 0]).shape == x.shape
+    with pytest.raises(TypeCheckError, match="'weight'"):
+        rmsnorm.rms_norm(x, x[0, 0, :7])
+"""
+
+
+def test_typecheck_works_together_with_the_pytest_hook_of_jaxtyping(layers):
+    (layers / "test_layers.py").write_text(USERS_TESTS)
+    hook = "--jaxtyping-packages=layers,beartype.beartype"
+    options = ["-q", "-p", "no:cacheprovider", "-W", "error", hook]
+    ended = in_another_process(["-m", "pytest", *options, "test_layers.py"], layers)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "4 passed" in ended.stdout
+
+
+def test_jaxtyping_disable_leaves_everything_unwrapped_and_needs_no_beartype(tmp_path):
     code = """
 import sys
 sys.modules["beartype"] = None  # cannot be imported
 from tinyblock import Block, rms_norm
-assert "torch.distributed.tensor" not in sys.modules  # whose import takes a second
-assert not any(hasattr(function, "__wrapped__") for function in (rms_norm, Block.forward, Block.__init__))
+if "torch.distributed.tensor" in sys.modules:
+    sys.exit("tinyblock imports torch.distributed.tensor, which takes a second")
+for function in (rms_norm, Block.forward, Block.__init__):
+    if hasattr(function, "__wrapped__"):
+        sys.exit(f"{function} is wrapped")
 """
-    root, env = (
-        Path(tinyblock.__path__[0]).parent,
-        os.environ | {"JAXTYPING_DISABLE": "1"},
-    )
-    subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=root, env=env, check=True
-    )
+    # -O would cause a warning, if checks were on.
+    arguments = ["-O", "-W", "error", "-c", code]
+    ended = in_another_process(arguments, tmp_path, JAXTYPING_DISABLE="1")
+    assert ended.returncode == 0, ended.stderr
     assert hasattr(tinyblock.Block.forward, "__wrapped__")

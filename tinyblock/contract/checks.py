@@ -201,14 +201,13 @@ def add_gradients(
 
     The gradient of the result has seed 9, and is rounded to a dtype.
     """
-    leaves = {"gradient of x": x}
-    for name, weight in weights.items():
-        leaves[f"gradient of {name}"] = weight
     of_result = randn(*result.shape, seed=9).to(dtype).to(result)
-    found = torch.autograd.grad(
-        result, list(leaves.values()), of_result, materialize_grads=True
-    )
-    return {"result": result.detach(), **dict(zip(leaves, found, strict=True))}
+    leaves = [x, *weights.values()]
+    found = torch.autograd.grad(result, leaves, of_result, materialize_grads=True)
+    named = {"result": result.detach()}
+    for name, gradient in zip(["x", *weights], found, strict=True):
+        named[f"gradient of {name}"] = gradient
+    return named
 
 
 class Reference:
@@ -263,16 +262,25 @@ class Reference:
     def size_of(self, name: str) -> float:
         """Return the largest component of the result, or of all gradients."""
         if name == "result":
-            return largest(self.exact[name])
-        return max(largest(self.exact[other]) for other in self.exact)
+            return largest(self.exact["result"])
+        gradients = [key for key in self.exact if key != "result"]
+        return max(largest(self.exact[gradient]) for gradient in gradients)
 
 
-def check_unchanged(before: Inputs, after: Inputs) -> None:
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name].cpu()), f"{name} was modified"
+def plainly(module: nn.Module, x: Tensor, **inputs: Tensor) -> Tensor:
+    return module(x, **inputs)
 
 
-Call = Callable[..., Tensor]  # call(module, x, **inputs)
+def in_autocast(module: nn.Module, x: Tensor, **inputs: Tensor) -> Tensor:
+    with (
+        warnings.catch_warnings(action="error"),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        return module(x, **inputs)
+
+
+def recomputed(module: nn.Module, x: Tensor, **inputs: Any) -> Tensor:
+    return checkpoint(module, x, use_reentrant=False, **inputs)
 
 
 def compare(
@@ -281,7 +289,7 @@ def compare(
     x: Tensor,
     inputs: Inputs,
     dtype: torch.dtype,
-    call: Call = nn.Module.__call__,
+    call: Callable[..., Tensor] = plainly,
     device: str = "cpu",
 ) -> None:
     """Compare a layer with its formula: result, gradients, and the result in eval mode. No input may be modified.
@@ -290,23 +298,27 @@ def compare(
     """
     reference = Reference(formula, module, x, inputs, dtype)
     module = without_dropout(module, x, inputs).to(device)
-    before = {"x": x.clone(), **inputs}
-    given = {name: tensor.to(device, copy=True) for name, tensor in before.items()}
-    leaf = given["x"].requires_grad_()
+    moved = {name: tensor.to(device) for name, tensor in inputs.items()}
 
-    result = call(module, **given)
-    check_unchanged(before, given)
-    if dtype == x.dtype:  # not under autocast
+    def run(x: Tensor) -> Tensor:
+        given = {"x": x, **moved}
+        before = {name: tensor.detach().clone() for name, tensor in given.items()}
+        result = call(module, **given)
+        for name, tensor in given.items():
+            assert torch.equal(tensor, before[name]), f"{name} was modified"
+        return result
+
+    x = x.to(device, copy=True).requires_grad_()
+    result = run(x)
+    if call is not in_autocast:
         assert result.dtype == dtype, f"result: got {result.dtype}, expected {dtype}"
     weights = dict(module.named_parameters())
-    reference.check(add_gradients(result, leaf, weights, dtype))
+    reference.check(add_gradients(result, x, weights, dtype))
 
     module.eval()
-    odd_offset = torch.cat((x[..., :1], x), dim=-1).to(device)[..., 1:]
     with torch.no_grad():
-        result = call(module, **{**given, "x": odd_offset})
-    check_unchanged(before, {**given, "x": odd_offset})
-    reference.check({"result": result})
+        at_odd_offset = torch.cat((x[..., :1], x), dim=-1)[..., 1:]
+        reference.check({"result": run(at_odd_offset)})
 
 
 def check_equation(
@@ -334,26 +346,14 @@ def check_autocast(
     module: nn.Module, formula: Formula, x: Tensor, **inputs: Tensor
 ) -> None:
     """Check the equation in bfloat16, for a layer in float32 under autocast. Warnings are errors."""
-
-    def call(module: nn.Module, x: Tensor, **inputs: Tensor) -> Tensor:
-        with (
-            warnings.catch_warnings(action="error"),
-            torch.autocast("cpu", torch.bfloat16),
-        ):
-            return module(x, **inputs)
-
-    compare(module.float(), formula, x.float(), inputs, torch.bfloat16, call)
+    compare(module.float(), formula, x.float(), inputs, torch.bfloat16, in_autocast)
 
 
 def check_checkpointing(
     module: nn.Module, formula: Formula, x: Tensor, **inputs: Tensor
 ) -> None:
     """Check the equation if the backward pass computes the layer again."""
-
-    def call(module: nn.Module, x: Tensor, **inputs: Any) -> Tensor:
-        return checkpoint(module, x, use_reentrant=False, **inputs)
-
-    compare(module.float(), formula, x.float(), inputs, torch.float32, call)
+    compare(module.float(), formula, x.float(), inputs, torch.float32, recomputed)
 
 
 def check_rounds_once(
@@ -588,14 +588,15 @@ def check_masks(module: nn.Module, x: Tensor, **inputs: Tensor) -> None:
     without_dropout(module, x, inputs)
     length = x.shape[-2]
     everything = torch.ones(length, length, dtype=torch.bool)
-    masked = module(x, **{**inputs, "mask": everything})
+    masked = module(x, mask=everything, **inputs)
     check_same("with a mask of True", masked, module(x, **inputs))
 
-    hidden = {**inputs, "mask": torch.arange(length)[None] >= 2}
-    others = randn(*x[..., :2, :].shape, seed=7)
-    changed = torch.cat((others, x[..., 2:, :]), dim=-2)
-    results = [module(tensor, **hidden)[..., 2:, :] for tensor in (changed, x)]
-    check_same("after a change of two hidden tokens", *results)
+    hides_two = torch.arange(length)[None] >= 2
+    changed = x.clone()
+    changed[..., :2, :] = randn(*x[..., :2, :].shape, seed=7)
+    expected = module(x, mask=hides_two, **inputs)[..., 2:, :]
+    actual = module(changed, mask=hides_two, **inputs)[..., 2:, :]
+    check_same("after a change of two hidden tokens", actual, expected)
 
 
 def check_relative_positions(module: nn.Module, x: Tensor) -> None:

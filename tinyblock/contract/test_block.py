@@ -161,6 +161,13 @@ def test_equation_of_the_block_of_2024(block, ffn, dtype):
     check_equation(layer, formula, randn(2, 7, 24), dtype)
 
 
+def test_d_ff_is_the_width_of_the_feed_forward_layer(block):
+    layer = construct(block, "Block", 24, 4, 40)
+    got = sum(weight.numel() for weight in layer.parameters())
+    wanted = 4 * 24 * 24 + 3 * 24 * 40 + 2 * 24
+    assert got == wanted, f"Block(24, 4, 40) has {got} weights, expected {wanted}"
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_autocast(block, case):
     layer, formula, x, inputs = prepare(block, case)

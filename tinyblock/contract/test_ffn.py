@@ -155,6 +155,14 @@ def test_initial_weights(ffn, name):
     check_initial_weights(construct(ffn, name, 96, 160))
 
 
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_d_ff_is_the_width_that_is_passed(ffn, name):
+    layer = construct(ffn, name, 5, 7)
+    got = sum(weight.numel() for weight in layer.parameters())
+    wanted = len(WEIGHTS[name]) * 5 * 7
+    assert got == wanted, f"{name}(5, 7) has {got} weights, expected {wanted}"
+
+
 @pytest.mark.parametrize(
     ("d_model", "d_ff"),
     [(512, 1344), (64, 192), (24, 64), (1, 64), (36, 128), (59, 128), (61, 192)],

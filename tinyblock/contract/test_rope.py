@@ -202,16 +202,16 @@ WAYS = {
 def check_table(layer):
     """Compare unit vectors at both ends of the table, for all of its wavelengths."""
     theta, d_k, length = LONG
-    positions = torch.cat(
-        (torch.arange(0, length, 61), torch.arange(length - 100, length))
-    )
+    some = torch.arange(0, length, 61)
+    last = torch.arange(length - 100, length)
+    positions = torch.cat((some, last))
     x = nn.functional.normalize(randn(len(positions), d_k), dim=-1)
     exact = rope_of_positions(x, positions, theta)
-    # One rounding of the angle, which is at most the length.
-    allowed = 2 * length * torch.finfo(torch.float64).eps
-    check_close("result in float64", layer(x, positions), exact, allowed)
-    allowed = 8 * torch.finfo(torch.float32).eps
-    check_close("result in float32", layer(x.float(), positions), exact, allowed)
+    # An angle is at most the length, and is rounded.
+    in_float64 = 2 * length * torch.finfo(torch.float64).eps
+    in_float32 = 8 * torch.finfo(torch.float32).eps
+    check_close("result in float64", layer(x, positions), exact, in_float64)
+    check_close("result in float32", layer(x.float(), positions), exact, in_float32)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -141,6 +141,13 @@ def test_equation_on_cuda(transformer, case, dtype):
     check_on_cuda(stack, formula, x, dtype, **inputs)
 
 
+def test_d_ff_is_the_width_of_the_feed_forward_layers(transformer):
+    stack = construct(transformer, "Transformer", 2, 24, 4, 40, max_seq_len=9)
+    got = sum(weight.numel() for weight in stack.parameters())
+    wanted = 2 * (4 * 24 * 24 + 3 * 24 * 40 + 2 * 24) + 24
+    assert got == wanted, f"the stack has {got} weights, expected {wanted}"
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_autocast(transformer, case):
     stack, formula, x, inputs = prepare(transformer, case)
