@@ -48,15 +48,15 @@ def attend(q, k, v, mask=None):
     """Attend with one softmax for each query, over the keys that it may attend to."""
     shape = (*q.shape[:-1], k.shape[-2])
     mask = torch.ones(shape, dtype=torch.bool) if mask is None else mask.expand(shape)
-    rows = [v.new_zeros(0)]
-    for index in product(*map(range, q.shape[:-1])):
-        batch = index[:-1]
-        seen = mask[index]
-        if seen.any():
-            scores = k[batch][seen] @ q[index] / math.sqrt(q.shape[-1])
-            rows.append(scores.softmax(0) @ v[batch][seen])
-        else:
+    rows = [v.new_zeros(0)]  # cat needs a tensor, also for an empty batch
+    for query in product(*[range(size) for size in q.shape[:-1]]):
+        batch = query[:-1]
+        seen = mask[query]
+        if not seen.any():
             rows.append(v.new_zeros(v.shape[-1]))
+            continue
+        scores = k[batch][seen] @ q[query] / math.sqrt(q.shape[-1])
+        rows.append(scores.softmax(0) @ v[batch][seen])
     return torch.cat(rows).reshape(*q.shape[:-1], v.shape[-1])
 
 
@@ -168,13 +168,21 @@ for _shape in SHAPES:
 ALL_CASES = CASES | IN_FLOAT64
 
 
+def take_inputs(options):
+    """Remove token_positions and mask from a case, and return them."""
+    inputs = {}
+    for name in ("token_positions", "mask"):
+        if name in options:
+            inputs[name] = options.pop(name)
+    return inputs
+
+
 def prepare(attention, case):
     """Return a layer, its formula, x, and further inputs."""
     options = {"num_heads": 4, **ALL_CASES[case]}
     shape = options.pop("shape", (2, 7, 24))
     x = randn(*shape) * options.pop("scale", 1.0)
-    names = {"token_positions", "mask"} & options.keys()
-    inputs = {name: options.pop(name) for name in names}
+    inputs = take_inputs(options)
     layer = build(attention, LAYER, shape[-1], **options)
     require_options(layer.forward, *inputs)
 

@@ -27,7 +27,7 @@ from .checks import (
     require_options,
 )
 from .test_attention import WEIGHTS as ATTENTION_WEIGHTS
-from .test_attention import all_inputs_of, mask_of, self_attention
+from .test_attention import all_inputs_of, mask_of, self_attention, take_inputs
 from .test_ffn import feed_forward_of_weights, swiglu_of_weights
 from .test_rmsnorm import rms_norm
 from .test_rope import POSITIONS, rope_of_positions
@@ -102,8 +102,7 @@ def prepare(block, case):
     """Return a layer, its formula, x, and further inputs."""
     options = dict(CASES[case])
     shape = options.pop("shape", (2, 7, 24))
-    names = {"token_positions", "mask"} & options.keys()
-    inputs = {name: options.pop(name) for name in names}
+    inputs = take_inputs(options)
     layer = build(block, "Block", 24, 4, 40, **options)
     require_options(layer.forward, *inputs)
 

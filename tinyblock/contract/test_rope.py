@@ -236,7 +236,7 @@ def test_rejects_a_sequence_longer_than_the_table(rope):
     check_rejects_input(layer, 9, {"x": torch.zeros(9, 4)})
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, *DTYPES], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, *DTYPES], ids=str)
 def test_rejects_positions_that_are_not_integers(rope, dtype):
     layer = construct(rope, "RotaryPositionalEmbedding", 10.0, 4, 8)
     positions = torch.zeros(3, dtype=dtype)

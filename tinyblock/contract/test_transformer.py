@@ -30,7 +30,7 @@ from .checks import (
     randn,
     require_options,
 )
-from .test_attention import mask_of
+from .test_attention import mask_of, take_inputs
 from .test_block import (
     EVERY_OPTION,
     PARTS,
@@ -103,8 +103,7 @@ def build_stack(transformer, **options):
 def prepare(transformer, case):
     """Return a stack, its formula, x of shape (2, 7, 24), and further inputs."""
     options = dict(CASES[case])
-    names = {"token_positions", "mask"} & options.keys()
-    inputs = {name: options.pop(name) for name in names}
+    inputs = take_inputs(options)
     stack = build_stack(transformer, **options)
     require_options(stack.forward, *inputs)
     options.pop("max_seq_len", None)
