@@ -144,26 +144,6 @@ def test_recipe_of_a_mixture_of_experts_weights_the_two_best():
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_recipe_of_llama_3_1_has_the_frequencies_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    config = transformers.LlamaConfig(
-        head_dim=128, rope_theta=500000.0, rope_scaling=scaling
-    )
-    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    frequencies = run("Llama 3.1's frequencies")["rope"].frequencies()
-    torch.testing.assert_close(frequencies, expected.double(), rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize(
     "kind", ["Llama", "Llama with shared key heads", "Qwen2", "Qwen3"]
 )
