@@ -83,49 +83,6 @@ def test_recipe_of_padding_and_packed_documents_equals_each_document_alone():
             )
 
 
-def test_recipe_of_flex_attention_equals_the_dense_mask():
-    assert run("FlexAttention with block masks")["difference"].abs().max() < 1e-5
-
-
-def test_recipe_of_a_sliding_window_equals_its_mask():
-    windowed, x = run("Sliding window")["model"].double(), sequence(2, 40, 64)
-    plain = tinyblock.Transformer(
-        1, d_model=64, num_heads=4, max_seq_len=128, dtype=torch.float64
-    )
-    plain.load_state_dict(windowed.state_dict())
-    band = torch.ones(40, 40, dtype=torch.bool).triu(-15)
-    keep = (torch.arange(40) < torch.tensor([[30], [40]]))[:, None, :]
-    torch.testing.assert_close(windowed(x), plain(x, mask=band), rtol=0, atol=1e-12)
-    torch.testing.assert_close(
-        windowed(x, mask=keep), plain(x, mask=band & keep), rtol=0, atol=1e-12
-    )
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "recipe", ["Bidirectional attention for an encoder", "Soft-capped scores"]
-)
-def test_recipe_of_another_softmax_equals_its_formula(recipe):
-    attention = run(recipe)["model"].layers[0].attn.double()
-    attention.rope = None
-    x = 30 * sequence(2, 7, 64)
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    q, k, v = (
-        projection(x).unflatten(-1, (4, 16)).transpose(1, 2)
-        for projection in projections
-    )
-    scores = q @ k.mT / 4  # heads of size 16
-    if recipe == "Soft-capped scores":
-        assert scores.abs().max() > 50
-        scores = (50 * (scores / 50).tanh()).masked_fill(
-            torch.ones(7, 7).triu(1) > 0, -math.inf
-        )
-    expected = attention.output_proj(
-        (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
-    )
-    torch.testing.assert_close(attention(x), expected, rtol=1e-9, atol=1e-9)
-
-
 def test_recipe_of_a_mixture_of_experts_weights_the_two_best():
     layer, x = (
         run("A mixture of experts as the feed-forward layer")["model"]
@@ -142,26 +99,6 @@ def test_recipe_of_a_mixture_of_experts_weights_the_two_best():
             for expert in best
         )
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_recipe_of_llama_3_1_has_the_frequencies_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    config = transformers.LlamaConfig(
-        head_dim=128, rope_theta=500000.0, rope_scaling=scaling
-    )
-    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    frequencies = run("Llama 3.1's frequencies")["rope"].frequencies()
-    torch.testing.assert_close(frequencies, expected.double(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
