@@ -45,8 +45,8 @@ def require_mask(mask: Tensor | None, queries: int, keys: int) -> None:
 def attend_where(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attend to the keys whose mask is True, the same for all heads; None is all keys."""
     require_mask(mask, q.shape[-2], k.shape[-2])
-    if mask is not None:
-        mask = mask.unsqueeze(-3)
+    if mask is not None and mask.dim() > 2:
+        mask = mask.unsqueeze(-3)  # the fast kernels take 2 or 4 axes
     # No fast CUDA kernel supports both a mask and shared key heads.
     group = q.shape[-3] // k.shape[-3]
     if group > 1:

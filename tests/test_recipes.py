@@ -1,7 +1,5 @@
 """The recipes of docs/recipes.md, run as they stand."""
 
-import itertools
-import math
 import re
 import sys
 from pathlib import Path
@@ -60,27 +58,6 @@ def test_recipe_of_generation_equals_the_full_sequence():
     assert (
         frequencies - probabilities
     ).abs().max() < 0.05  # over four standard errors of 2,000 draws
-
-
-def test_recipe_of_padding_and_packed_documents_equals_each_document_alone():
-    made = run("Padding and packed documents")
-    model, x, starts = (
-        made["model"].double(),
-        sequence(2, 7, 64),
-        {0: (0, 3, 7), 1: (0, 2, 3, 7)},
-    )
-    padded, packed = (
-        model(x, mask=made["keep"][:, None, :]),
-        model(x, made["positions"], made["same_document"]),
-    )
-    assert made["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 0, 1, 2, 3]]
-    torch.testing.assert_close(padded[0, :5], model(x[0, :5]), rtol=0, atol=1e-12)
-    torch.testing.assert_close(padded[1], model(x[1]), rtol=0, atol=1e-12)
-    for row, cuts in starts.items():
-        for start, end in itertools.pairwise(cuts):
-            torch.testing.assert_close(
-                packed[row, start:end], model(x[row, start:end]), rtol=0, atol=1e-12
-            )
 
 
 def test_recipe_of_a_mixture_of_experts_weights_the_two_best():
