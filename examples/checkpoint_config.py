@@ -82,6 +82,7 @@ ROPE_FIELDS = {
 
 # The logits do not depend on these fields.
 IGNORED = {
+    "_model_name_or_path",
     "_name_or_path",
     "bos_token_id",
     "chunk_size_feed_forward",
@@ -100,6 +101,7 @@ IGNORED = {
     "torch_dtype",
     "transformers.js_config",
     "transformers_version",
+    "unk_token_id",
     "use_cache",
 }
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention_variants import AttentionWithBiases
 from checkpoint_config import (
     FAMILIES,
     Config,
@@ -38,14 +39,8 @@ from tinyblock import Block, RMSNorm, RotaryPositionalEmbedding, SwiGLU, Transfo
 State = dict[str, Tensor]
 
 
-class AttentionWithBiases(CachedAttention):
-    """The attention of Qwen2: q, k and v have biases."""
-
-    def __init__(self, *sizes: Any, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        for projection in (self.q_proj, self.k_proj, self.v_proj):
-            bias = torch.zeros_like(projection.weight[:, 0])
-            projection.bias = nn.Parameter(bias)
+class QwenAttention(AttentionWithBiases, CachedAttention):
+    """The attention of Qwen2, which has biases and here a cache, too."""
 
 
 class RopeOfHalves(nn.Module):
@@ -96,7 +91,7 @@ def build(config: Config, halves: bool = False) -> LanguageModel:
         d_head=head_size(config),
         qk_norm=family.qk_norm,
         eps=config["rms_norm_eps"],
-        attention=AttentionWithBiases if family.biases else CachedAttention,
+        attention=QwenAttention if family.biases else CachedAttention,
         device="meta",
     )
 
@@ -106,7 +101,7 @@ DESCRIBED = {
     LanguageModel,
     Transformer,
     Block,
-    AttentionWithBiases,
+    QwenAttention,
     CachedAttention,
     RotaryPositionalEmbedding,
     Llama31Rope,
@@ -158,7 +153,7 @@ def config_of(model: LanguageModel) -> Config:
 
 
 def model_type_of(attention: CachedAttention) -> str:
-    if isinstance(attention, AttentionWithBiases):
+    if isinstance(attention, QwenAttention):
         return "qwen2"
     if attention.q_norm is not None:
         return "qwen3"

@@ -33,20 +33,19 @@ CASES = {
 def write(case, folder, **options):
     """Write a random checkpoint, and return transformers' model."""
     name = case.split()[0]
-    config = getattr(transformers, f"{name}Config")(
-        **{
-            "vocab_size": 99,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
-            "initializer_range": 0.15,  # logits of about 1
-            **({"head_dim": 16} if name == "Llama" else {}),
-            **CASES[case],
-        }
-    )
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.15,  # logits of about 1
+    }
+    if name == "Llama":
+        sizes["head_dim"] = 16
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **CASES[case]})
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     for gains_or_biases in model.parameters():
         if gains_or_biases.ndim == 1:

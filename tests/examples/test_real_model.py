@@ -8,7 +8,12 @@ pytest.importorskip("transformers", reason="needs transformers")
 import from_gguf
 import hugging_face
 import story
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 PATH = story.cached()
 # The first warnings come from transformers' imports.
@@ -21,7 +26,19 @@ PROMPT = "The lighthouse keeper opened the door, and"
 
 @pytest.fixture(scope="module")
 def theirs():
-    return AutoModelForCausalLM.from_pretrained(PATH.parent, gguf_file=PATH.name)
+    """Return transformers' model, with the weights that transformers reads from the GGUF file."""
+    loaded = AutoModelForCausalLM.from_pretrained(
+        PATH.parent,
+        gguf_file=PATH.name,
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+    )
+    # Some releases mark a model from a GGUF file as quantized, and do not save it.
+    fields = loaded.config.to_dict()
+    fields.pop("quantization_config", None)
+    return LlamaForCausalLM.from_pretrained(
+        None, config=LlamaConfig(**fields), state_dict=loaded.state_dict()
+    )
 
 
 @pytest.fixture(scope="module")
