@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 4},
     "Llama with shared key heads": {"rope_theta": 300.0},
     "Llama tied": {"tie_word_embeddings": True},
