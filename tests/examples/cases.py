@@ -129,7 +129,7 @@ def tensor_and_data_parallelism_trains_like_one_process():
         assert torch.equal(weight.full_tensor(), trained[name]), name
 
 
-def _context_parallelism(sizes, axes, masked):
+def _context_parallelism(sizes, axes, masked, recompute=False):
     mesh = mesh_of(sizes, axes)
     build = partial(
         Transformer,
@@ -142,7 +142,8 @@ def _context_parallelism(sizes, axes, masked):
         dtype=torch.float64,
     )
     attention = partial(ContextParallelAttention, mesh=mesh["dp"])
-    model = parallelize(seeded(partial(build, attention=attention)), mesh)
+    build_distributed = partial(build, attention=attention)
+    model = parallelize(seeded(build_distributed), mesh, recompute=recompute)
     one = seeded(build)
 
     count, rank = 1, 0
@@ -171,7 +172,7 @@ CASES["context parallelism without a mask is like one process"] = partial(
 )
 for _axes in (("dp_replicate", "dp"), ("dp", "tp")):
     CASES[f"context parallelism with a mask over {_axes} is like one process"] = (
-        partial(_context_parallelism, (2, 2), _axes, masked=True)
+        partial(_context_parallelism, (2, 2), _axes, masked=True, recompute=True)
     )
 
 
