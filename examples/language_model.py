@@ -150,13 +150,14 @@ class LanguageModel(nn.Module):
         self._reset_ends()
 
     def _reset_ends(self) -> None:
-        """Draw embeddings of variance 1 and a head of variance 2 / (d_in + d_out); if tied, both are the head."""
-        embedding, head = self.token_embeddings.weight, self.lm_head.weight
+        """Draw a head of variance 2 / (d_in + d_out), and embeddings of variance 1 unless they are the head."""
+        head = self.lm_head.weight
         std = math.sqrt(2 / sum(head.shape))
-        nn.init.trunc_normal_(embedding, std=1, a=-3, b=3)
         nn.init.trunc_normal_(head, std=std, a=-3 * std, b=3 * std)
         if self.tied:
             self.token_embeddings.weight = head
+        else:
+            nn.init.trunc_normal_(self.token_embeddings.weight, std=1, a=-3, b=3)
 
     def forward(
         self,

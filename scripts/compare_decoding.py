@@ -1,8 +1,8 @@
 """Compare the speed of generating text, one token per call, with transformers' Llama.
 
 The model has the sizes of SmolLM2-135M and random weights. The model of examples/language_model.py decodes with a
-growing and with a static cache, and transformers' Llama decodes with a DynamicCache and with a StaticCache. All load the
-same weights, and their logits must agree before anything is timed. Then they take turns in one process, beside two
+growing and with a static cache, and transformers' Llama decodes with a DynamicCache and with a StaticCache. All load
+the same weights, and their logits must agree before anything is timed. Then they take turns in one process, beside two
 limits: the matrix products alone (F.linear with each weight), and a sum of all weights, which reads each byte once.
 The output is a Markdown table for each dtype.
 """

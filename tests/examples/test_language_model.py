@@ -8,11 +8,20 @@ import pytest
 import torch
 from language_model import Cache, LanguageModel, pad_left
 
+
+def add_positions(x, token_positions):
+    """Depends on absolute positions, which rotations do not."""
+    if token_positions is None:
+        token_positions = torch.arange(x.shape[-2])
+    return x + token_positions.sin()[..., None]
+
+
 MODELS = {
     "plain": {},
     "shared key heads and q/k norm": {"num_kv_heads": 2, "qk_norm": True},
     "one key head and another head size": {"num_kv_heads": 1, "d_head": 6},
     "no positions": {"theta": None},
+    "absolute positions": {"rope": add_positions},
     "tied": {"tied": True},
 }
 every_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
