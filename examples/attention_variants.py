@@ -59,7 +59,7 @@ def attend_where(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor
 
 
 class SlidingWindow(CausalMultiHeadSelfAttention):
-    """Attend to the token itself and to the 15 tokens before it, as Mistral 7B does with 4,095 (arXiv 2310.06825)."""
+    """Attend to a window of 16 tokens that ends with the token itself, as in Mistral 7B (arXiv 2310.06825)."""
 
     window = 16
 

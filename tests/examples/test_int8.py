@@ -13,6 +13,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # torchao's import has many
 
 @pytest.fixture
 def int8():
+    """Import in a test, where the filter above applies."""
     import int8
 
     return int8

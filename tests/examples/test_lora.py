@@ -13,6 +13,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # peft's imports have many
 
 @pytest.fixture
 def lora():
+    """Import in a test, where the filter above applies."""
     import lora
 
     return lora
