@@ -3,6 +3,7 @@
 `Transformer(..., attention=SlidingWindow)` builds a model with one of these classes. Most of them override `attend`,
 which gets the queries, keys and values of each head after the rotation, and the `mask` that the model was called with.
 A mask is a bool tensor, True where a query may attend to a key, of shape (..., seq, seq) or (..., 1, seq).
+FlexAttention and SoftCappedAttention require exactly one batch axis; the others accept any number.
 
     python examples/attention_variants.py
 
