@@ -8,6 +8,7 @@ The output is a Markdown table for each dtype.
 """
 
 import argparse
+import importlib.util
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import einops
-import hugging_face
 import torch
 import torch.nn.functional as F
 from lab.cli import Parser, run
@@ -73,11 +73,14 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
         value = getattr(arguments, name[2:].replace("-", "_"))
         if value < 1:
             parser.error(f"{name} must be at least 1, got {value}")
+    if importlib.util.find_spec("transformers") is None:
+        parser.error('transformers must be installed: pip install -e ".[examples]"')
     return parser, arguments
 
 
 def build_models(num_layers: int, dtype: torch.dtype) -> tuple[LanguageModel, Any]:
     """Return our model and transformers', which load the same random weights from one file."""
+    import hugging_face  # not above, because it needs safetensors
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -162,7 +165,7 @@ def check_agreement(found: dict[str, Decode], dtype: torch.dtype) -> str:
     """Raise a ValueError unless all candidates compute the same logits; return how far they differ."""
     reference, *others = [run_once().double() for run_once in found.values()]
     errors = [(other - reference).norm() / reference.norm() for other in others]
-    largest = max(errors).item()
+    largest = torch.stack(errors).max().item()  # NaN if one is NaN
     tolerance = 100 * torch.finfo(dtype).eps  # of dozens of layers that each round
     if not largest < tolerance:
         names = ", ".join(found)

@@ -91,14 +91,19 @@ def test_generate_in_bfloat16_follows_float64():
 
 def test_generate_computes_each_token_once_and_the_head_the_last_only():
     model = build()
-    seen = {"transformer": [], "head": []}
+    seen = {"transformer": [], "head": [], "gradients": []}
     model.transformer.register_forward_pre_hook(
         lambda _, args: seen["transformer"].append(args[0].shape[-2])
     )
     model.lm_head.register_forward_pre_hook(
         lambda _, args: seen["head"].append(tuple(args[0].shape))
     )
+    model.lm_head.register_forward_hook(
+        lambda _, args, logits: seen["gradients"].append(logits.requires_grad)
+    )
     model.generate(prompts(2, 9), 4)
+    gradients = seen.pop("gradients")
+    assert gradients == [False] * 4
     assert seen == {"transformer": [9, 1, 1, 1], "head": [(2, 32)] * 4}
 
 

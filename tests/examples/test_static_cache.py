@@ -3,7 +3,7 @@
 import pytest
 import static_cache
 import torch
-from language_model import LanguageModel, pad_left
+from language_model import Cache, LanguageModel
 from static_cache import StaticLanguageModel
 
 
@@ -13,17 +13,26 @@ def build(**options):
 
 
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"theta": None}])
-def test_static_cache_equals_the_growing_cache(options):
+@pytest.mark.parametrize("padding", [None, torch.tensor([0, 4, 2])])
+@torch.no_grad()
+def test_static_cache_equals_the_growing_cache(options, padding):
     growing = build(**options)
     static = StaticLanguageModel(growing, size=21, compile=False)
-    for seq, count in ((1, 20), (9, 12)):
-        tokens = torch.randint(37, (3, seq))
-        assert torch.equal(
-            static.generate(tokens, count), growing.generate(tokens, count)
-        )
-    tokens, padding = pad_left([[3, 1, 4, 1, 5], [9], [2, 6, 5]])
-    expected = growing.generate(tokens, 10, padding=padding)
-    assert torch.equal(static.generate(tokens, 10, padding=padding), expected)
+    prompt = torch.randint(37, (3, 9))
+    text = growing.generate(prompt, 12, padding=padding)
+    assert torch.equal(static.generate(prompt, 12, padding=padding), text)
+    caches = Cache(padding), static.new_cache(prompt, 12, padding)
+    for new in (prompt, *text[:, 9:].split(1, dim=-1)):
+        expected = growing.next_logits(new, caches[0])
+        logits = static.next_logits(new, caches[1])
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+def test_static_cache_generates_from_one_token_until_it_is_full():
+    growing = build()
+    static = StaticLanguageModel(growing, size=21, compile=False)
+    token = torch.tensor([[5]])
+    assert torch.equal(static.generate(token, 20), growing.generate(token, 20))
 
 
 def test_static_cache_rejects_a_text_that_exceeds_it():
