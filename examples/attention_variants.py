@@ -29,17 +29,20 @@ if torch.cuda.is_available():
     fast_flex_attention = torch.compile(flex_attention)
 
 
-def require_mask(mask: Tensor | None, queries: int, keys: int) -> None:
+def require_mask(mask: Any, queries: int, keys: int) -> None:
     """Raise ValueError for another shape, and for another dtype: torch would add it to the scores."""
     if mask is None:
         return
     shapes = ((queries, keys), (1, keys))
-    if mask.dtype != torch.bool or mask.shape[-2:] not in shapes:
-        raise ValueError(
-            f"mask must be bool of shape (..., {queries}, {keys}) or (..., 1, {keys}), "
-            f"got {mask.dtype} of {tuple(mask.shape)}: "
-            "pass keep[:, None, :] for padding, mask == 0 if additive"
-        )
+    got = type(mask).__name__
+    if isinstance(mask, Tensor):
+        if mask.dtype == torch.bool and mask.shape[-2:] in shapes:
+            return
+        got = f"{mask.dtype} of shape {tuple(mask.shape)}"
+    raise ValueError(
+        f"mask must be a bool tensor of shape (..., {queries}, {keys}) or (..., 1, {keys}), got {got}: "
+        "turn a padding mask into mask[..., None, :], and an additive mask into mask == 0"
+    )
 
 
 def attend_where(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -56,7 +59,7 @@ def attend_where(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor
 
 
 class SlidingWindow(CausalMultiHeadSelfAttention):
-    """Attend to the token itself and to the 15 tokens before it, as Mistral 7B does with 4,095 (arXiv 2310.06825)."""
+    """Attend to a window of 16 tokens that ends with the token itself, as in Mistral 7B (arXiv 2310.06825)."""
 
     window = 16
 

@@ -109,10 +109,9 @@ def main() -> None:
     expected = one_process(text[:, :-1], text[:, 1:])
     expected.backward()
     difference = 0.0
-    for found, reference in zip(
-        loss.parameters(), one_process.parameters(), strict=True
-    ):
-        gradient: Any = found.grad
+    pairs = zip(loss.parameters(), one_process.parameters(), strict=True)
+    for parameter, reference in pairs:
+        gradient: Any = parameter.grad
         error = (gradient.full_tensor() - reference.grad).abs().max()
         difference = max(difference, float(error))
     print(

@@ -31,7 +31,7 @@ class Cache:
     """Keys and values of the tokens so far: two tensors of shape (batch, kv_heads, length, d_head) for each layer.
 
     Row i of the batch begins with padding[i] tokens of padding, which no token attends to. Each call of the model is an
-    `advance`, and then an `append` in each layer.
+    `advance`, and then an `append` in each layer. After a call that has failed, begin with a new cache.
     """
 
     def __init__(self, padding: Int[Tensor, " batch"] | None = None) -> None:
@@ -42,7 +42,11 @@ class Cache:
         self.mask: Bool[Tensor, "batch 1 key"] | None = None
 
     def advance(self, seq: int, device: torch.device) -> Int[Tensor, "*batch seq"]:
-        """Count `seq` more tokens, and return their positions."""
+        """Count the tokens of a prompt, or one more token, and return their positions."""
+        if seq > 1 and self.length > 0:
+            raise ValueError(
+                f"pass the prompt in one call, then one token per call, got {seq} tokens after {self.length}"
+            )
         positions = torch.arange(self.length, self.length + seq, device=device)
         self.length += seq
         if self.padding is None:
@@ -70,16 +74,11 @@ class CachedAttention(CausalMultiHeadSelfAttention):
         if not isinstance(mask, Cache):
             return super().attend(q, k, v, mask)
         cache = mask
-        seq = q.shape[-2]
         keys, values = cache.append(self.index, k, v)
-        if seq > 1 and cache.length > seq:
-            raise ValueError(
-                f"pass the prompt in one call, then one token per call, got {seq} tokens after {cache.length - seq}"
-            )
-        if seq > 1:
+        if q.shape[-2] > 1:
             return super().attend(q, k, v, cache.mask)
-        # One query attends to all keys. The query heads that share a key head become its queries: in bfloat16 on a
-        # CPU, this is several times faster than enable_gqa.
+        # One query attends to all keys. The query heads that share a key head become its queries, so that the kernel
+        # does not have to share key heads, which is slow on some CPUs and needs copies on CUDA.
         queries = rearrange(
             q,
             "batch (kv_heads group) 1 d_head -> batch kv_heads group d_head",
@@ -150,13 +149,14 @@ class LanguageModel(nn.Module):
         self._reset_ends()
 
     def _reset_ends(self) -> None:
-        """Draw embeddings of variance 1 and a head of variance 2 / (d_in + d_out); if tied, both are the head."""
-        embedding, head = self.token_embeddings.weight, self.lm_head.weight
+        """Draw a head of variance 2 / (d_in + d_out), and embeddings of variance 1 unless they are the head."""
+        head = self.lm_head.weight
         std = math.sqrt(2 / sum(head.shape))
-        nn.init.trunc_normal_(embedding, std=1, a=-3, b=3)
         nn.init.trunc_normal_(head, std=std, a=-3 * std, b=3 * std)
         if self.tied:
             self.token_embeddings.weight = head
+        else:
+            nn.init.trunc_normal_(self.token_embeddings.weight, std=1, a=-3, b=3)
 
     def forward(
         self,
@@ -200,7 +200,9 @@ class LanguageModel(nn.Module):
         Raises:
             ValueError: an argument is out of range, or prompt and new tokens exceed max_seq_len.
         """
-        self._check_prompt(tokens, count, padding)
+        self._check_prompt(tokens, count)
+        if padding is not None:
+            _check_padding(tokens, padding)
         if not 0 <= temperature < math.inf:
             raise ValueError(
                 f"temperature must be 0 (greedy), or positive and finite, got {temperature}"
@@ -232,7 +234,7 @@ class LanguageModel(nn.Module):
         x = self.transformer(x, positions if has_rope else None, cache)
         return self.lm_head(x[:, -1])
 
-    def _check_prompt(self, tokens: Tensor, count: int, padding: Tensor | None) -> None:
+    def _check_prompt(self, tokens: Tensor, count: int) -> None:
         attention = self.transformer.layers[0].attn
         if not isinstance(attention, CachedAttention):
             raise ValueError(
@@ -251,15 +253,11 @@ class LanguageModel(nn.Module):
                 f"prompt and new tokens must fit into max_seq_len={limit}, got {seq} + {count}: "
                 f"shorten the prompt, or generate at most {max(limit - seq, 0)} tokens"
             )
-        if padding is None:
-            return
-        if padding.shape != tokens.shape[:1]:
+        vocabulary = self.token_embeddings.num_embeddings
+        if tokens.min() < 0 or tokens.max() >= vocabulary:
             raise ValueError(
-                f"padding must have shape ({len(tokens)},), one number for each row, got {tuple(padding.shape)}"
-            )
-        if padding.min() < 0 or padding.max() >= seq:
-            raise ValueError(
-                f"padding must be 0 ... {seq - 1}, less than the {seq} tokens of a row, got {padding.tolist()}"
+                f"tokens must be 0 ... {vocabulary - 1}, got {tokens.min()} ... {tokens.max()}: "
+                "use the tokenizer of this model"
             )
 
     @torch.no_grad()
@@ -301,6 +299,18 @@ def pad_left(prompts: Sequence[Sequence[int] | Tensor]) -> tuple[Tensor, Tensor]
     return torch.stack(padded), torch.tensor(padding, device=rows[0].device)
 
 
+def _check_padding(tokens: Tensor, padding: Tensor) -> None:
+    rows, seq = tokens.shape
+    if padding.shape != (rows,):
+        raise ValueError(
+            f"padding must have shape ({rows},), one number for each row, got {tuple(padding.shape)}"
+        )
+    if padding.min() < 0 or padding.max() >= seq:
+        raise ValueError(
+            f"padding must be 0 ... {seq - 1}, less than the {seq} tokens of a row, got {padding.tolist()}"
+        )
+
+
 def _choose(
     logits: Float[Tensor, "batch vocabulary"], temperature: float, top_k: int | None
 ) -> Int[Tensor, " batch"]:
@@ -309,10 +319,11 @@ def _choose(
         return logits.argmax(-1)
     likeliest = min(top_k or logits.shape[-1], logits.shape[-1])
     logits, candidates = logits.topk(likeliest)
-    # The largest logit becomes 0, so that no temperature overflows.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = (logits - logits[:, :1]) / temperature
-    drawn = torch.multinomial(logits.softmax(-1), 1)
+    # The largest becomes 0, and no divisor is rounded to 0, so that no temperature yields NaN.
+    logits = logits - logits[:, :1]
+    temperature = max(temperature, torch.finfo(logits.dtype).tiny)
+    drawn = torch.multinomial((logits / temperature).softmax(-1), 1)
     return candidates.gather(-1, drawn).squeeze(-1)
 
 

@@ -65,7 +65,7 @@ class NextTokenLoss(nn.Module):
 
 
 def distribute(loss: NextTokenLoss, mesh: DeviceMesh) -> None:
-    """Distribute the model, its embedding and its head over the axes "dp" and "tp" of the mesh, in place."""
+    """Distribute the model, its embedding and its head over the axes of the mesh, in place, as `parallelize` does."""
     model = loss.model
     axes = mesh.mesh_dim_names or ()
     parallelize(model.transformer, mesh)
@@ -77,8 +77,9 @@ def distribute(loss: NextTokenLoss, mesh: DeviceMesh) -> None:
         parallelize_module(model, mesh["tp"], by_vocabulary)
     if model.tied:  # parallelize_module has separated them, and fully_shard keeps them
         model.lm_head.weight = model.token_embeddings.weight
-    if "dp" in axes:
-        fully_shard(loss, mesh=mesh["dp"])
+    data_axes = tuple(axis for axis in axes if axis != "tp")
+    if data_axes:
+        fully_shard(loss, mesh=mesh[data_axes])
 
 
 def matrices_then_gains(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:

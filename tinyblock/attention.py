@@ -1,10 +1,12 @@
-"""Causal multi-head self-attention: softmax(Q K^T / sqrt(d_k)) V, over each token and the tokens before it.
+"""Causal multi-head self-attention: softmax(Q K^T / sqrt(d_k)) V over earlier tokens.
 
-Sources: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), equation 1 and 3.2.2; Ainslie et al., "GQA"
-(arXiv 2305.13245) for shared key and value heads; Henry et al., "Query-Key Normalization for Transformers" (arXiv
-2010.04245), here as in Qwen3: an RMSNorm over the head size, before the rotation; CS336 section 3.4.4.
-Convention: a mask is True where a query may attend to a key, and is combined with the causal mask by AND. A query
-without any key yields zeros. Rows of projections are ordered (heads d_head); query head h reads key head h // group.
+Sources: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), equation 1 and
+3.2.2; Ainslie et al., "GQA" (arXiv 2305.13245) for shared key and value heads; Henry et
+al., "Query-Key Normalization for Transformers" (arXiv 2010.04245), here as in Qwen3: an
+RMSNorm over the components of each head, before the rotation; CS336 section 3.4.4.
+Convention: a mask is True where a query may attend to a key, and is combined with the
+causal mask by AND. A query without any key yields zeros. The rows of each projection
+weight are ordered (heads d_head); query head h reads key head h // group.
 """
 
 import math
@@ -19,9 +21,8 @@ from torch import Tensor, nn
 
 __all__ = ["CausalMultiHeadSelfAttention", "scaled_dot_product_attention"]
 
-Rope = Callable[
-    [Tensor, Tensor | None], Tensor
-]  # rope(x, token_positions) rotates x of shape (..., seq, d_head)
+# rope(x, token_positions) rotates x of shape (..., seq, d_head)
+Rope = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def scaled_dot_product_attention(
@@ -30,32 +31,43 @@ def scaled_dot_product_attention(
     v: Float[Tensor, "*batch key d_v"],
     mask: Bool[Tensor, "*#batch #query #key"] | None = None,
 ) -> Float[Tensor, "*batch query d_v"]:
-    """Return softmax(Q K^T / sqrt(d_k)) V over the keys whose mask is True, rounded once to the dtype of `q`."""
+    """Return softmax(Q K^T / sqrt(d_k)) V over the keys whose mask is True.
+
+    Computes in float32 or wider, and rounds once to the dtype of `q`.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = einsum(
-        q.to(dtype), k.to(dtype), "... query d_k, ... key d_k -> ... query key"
-    ) / math.sqrt(q.shape[-1])
+    wide_q = q.to(dtype)
+    wide_k = k.to(dtype)
+    dots = einsum(wide_q, wide_k, "... query d_k, ... key d_k -> ... query key")
+    scores = dots / math.sqrt(q.shape[-1])
     if mask is None:
         weights = scores.softmax(dim=-1)
-    else:  # the second fill turns the NaN of a row without any key into 0
-        weights = (
-            scores.masked_fill(~mask, -math.inf).softmax(dim=-1).masked_fill(~mask, 0)
-        )
-    return einsum(
-        weights, v.to(dtype), "... query key, ... key d_v -> ... query d_v"
-    ).to(q.dtype)
+    else:
+        weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
+        # The weights of a query whose keys are all masked are NaN.
+        weights = weights.masked_fill(~mask, 0)
+    out = einsum(weights, v.to(dtype), "... query key, ... key d_v -> ... query d_v")
+    return out.to(q.dtype)
 
 
 class CausalMultiHeadSelfAttention(nn.Module):
-    """Attend from every token to itself and to the tokens before it, in num_heads heads of size d_head.
+    """Attend from every token to itself and to earlier tokens, in num_heads heads.
 
-    Groups of query heads share num_kv_heads (default: num_heads) key and value heads. d_head defaults to
-    d_model / num_heads. `rope(x, token_positions)` is any callable that rotates queries and keys of shape (..., heads,
-    seq, d_head) by positions of shape (..., 1, seq); None adds no positions. qk_norm normalizes queries and keys over
-    d_head. `mask` is bool, (..., seq, seq) or (..., 1, seq): `keep[:, None, :]` for padding. Returns the dtype of `x`.
+    - `num_kv_heads` (default: num_heads) key and value heads are shared by groups of
+      query heads. `d_head`, the head size, defaults to d_model / num_heads.
+    - `rope(x, token_positions)` is any callable that rotates queries and keys of shape
+      (..., heads, seq, d_head) by positions of shape (..., 1, seq). None adds no
+      positions.
+    - `qk_norm` normalizes queries and keys over the components of each head.
+    - `mask` is bool, of shape (..., seq, seq) or (..., 1, seq). For a padding mask
+      `keep` of shape (batch, seq), True at real tokens, pass `keep[:, None, :]`: where
+      batch equals seq, `keep` itself is read as (seq, seq).
 
-    Raises:
-        ValueError: a size, eps, rope or mask is out of range or does not fit; token_positions without a rope.
+    Returns the dtype of `x`.
+
+    Raises: ValueError: an argument is out of range or inconsistent; token_positions are
+        passed without a rope; `rope` or `attend` returns another shape than that of its
+        input.
     """
 
     def __init__(
@@ -72,69 +84,39 @@ class CausalMultiHeadSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {
-            "d_model": d_model,
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "d_head": d_head,
-        }
-        if any(size is not None and size < 1 for size in sizes.values()):
-            raise ValueError(f"sizes of attention must be at least 1, got {sizes}")
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if d_head is None and d_model % num_heads:
-            raise ValueError(
-                f"d_model={d_model} must be a multiple of num_heads={num_heads}: change it or pass d_head"
-            )
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}"
-            )
+        _require_sizes(d_model, num_heads, num_kv_heads, d_head)
         if not 0 < eps < math.inf:
             raise ValueError(
                 f"eps must be positive and finite, such as 1e-5, got {eps}"
             )
-        self.d_model, self.num_heads, self.num_kv_heads = (
-            d_model,
-            num_heads,
-            num_kv_heads,
-        )
+        self.d_model = d_model
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.d_head = d_model // num_heads if d_head is None else d_head
-        if getattr(rope, "d_k", self.d_head) != self.d_head:
-            raise ValueError(
-                f"rope must have d_k={self.d_head}, the size of a head, got {rope}"
-            )
+        _require_rope(rope, self.d_head)
         self.rope = rope
-        self.q_proj = nn.Linear(
-            d_model, num_heads * self.d_head, bias=False, device=device, dtype=dtype
-        )
-        self.k_proj = nn.Linear(
-            d_model, num_kv_heads * self.d_head, bias=False, device=device, dtype=dtype
-        )
-        self.v_proj = nn.Linear(
-            d_model, num_kv_heads * self.d_head, bias=False, device=device, dtype=dtype
-        )
-        self.output_proj = nn.Linear(
-            num_heads * self.d_head, d_model, bias=False, device=device, dtype=dtype
-        )
-        self.q_norm = (
-            nn.RMSNorm(self.d_head, eps, device=device, dtype=dtype)
-            if qk_norm
-            else None
-        )
-        self.k_norm = (
-            nn.RMSNorm(self.d_head, eps, device=device, dtype=dtype)
-            if qk_norm
-            else None
-        )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        queries = self.num_heads * self.d_head
+        keys = self.num_kv_heads * self.d_head
+        self.q_proj = nn.Linear(d_model, queries, bias=False, **factory)
+        self.k_proj = nn.Linear(d_model, keys, bias=False, **factory)
+        self.v_proj = nn.Linear(d_model, keys, bias=False, **factory)
+        self.output_proj = nn.Linear(queries, d_model, bias=False, **factory)
+        self.q_norm = nn.RMSNorm(self.d_head, eps, **factory) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.d_head, eps, **factory) if qk_norm else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights from a normal of variance 2 / (d_in + d_out), cut at three standard deviations; gains are 1."""
+        """Draw weights from a normal of variance 2 / (d_in + d_out), cut at 3 sigma.
+
+        Gains are set to 1.
+        """
         for linear in (self.q_proj, self.k_proj, self.v_proj, self.output_proj):
             std = math.sqrt(2 / (linear.in_features + linear.out_features))
             nn.init.trunc_normal_(linear.weight, std=std, a=-3 * std, b=3 * std)
-        for norm in filter(None, (self.q_norm, self.k_norm)):
-            norm.reset_parameters()
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.reset_parameters()
 
     def forward(
         self,
@@ -143,82 +125,167 @@ class CausalMultiHeadSelfAttention(nn.Module):
         mask: Any = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
         split = "... seq (heads d_head) -> ... heads seq d_head"
-        q, k, v = (
-            rearrange(proj(x), split, d_head=self.d_head)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q = rearrange(self.q_proj(x), split, d_head=self.d_head)
+        k = rearrange(self.k_proj(x), split, d_head=self.d_head)
+        v = rearrange(self.v_proj(x), split, d_head=self.d_head)
         if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q.to(self.q_norm.weight.dtype)).to(
-                v.dtype
-            )  # under autocast, torch warns of two dtypes
-            k = self.k_norm(k.to(self.k_norm.weight.dtype)).to(v.dtype)
-        if (rope := self.rope) is not None:
-            if token_positions is not None:
-                token_positions = rearrange(
-                    token_positions, "... seq -> ... 1 seq"
-                )  # the same for all heads
-            q, k = rope(q, token_positions), rope(k, token_positions)
-        elif token_positions is not None:
-            raise ValueError(
-                "token_positions need a rope: pass rope= to the constructor, or leave them out"
-            )
-        return self.output_proj(
-            rearrange(
-                self.attend(q, k, v, mask),
-                "... heads seq d_head -> ... seq (heads d_head)",
-            )
-        )
+            q = _normalize(q, self.q_norm)
+            k = _normalize(k, self.k_norm)
+        rope = self.rope  # read once: looking up a child costs as much as a shape check
+        if token_positions is not None:
+            if rope is None:
+                raise ValueError(
+                    "token_positions need a rope: "
+                    "pass rope= to the constructor, or leave them out"
+                )
+            # All heads of a token have its position.
+            token_positions = rearrange(token_positions, "... seq -> ... 1 seq")
+        if rope is not None:
+            q = require_shape_of(q, rope(q, token_positions), "rope")
+            k = require_shape_of(k, rope(k, token_positions), "rope")
+        out = require_shape_of(q, self.attend(q, k, v, mask), "attend")
+        merged = rearrange(out, "... heads seq d_head -> ... seq (heads d_head)")
+        return self.output_proj(merged)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """Attend causally: q and the result are (..., heads, seq, d_head), k and v (..., kv_heads, key, d_head).
+        """Return causal attention in the shape of q, (..., heads, seq, d_head).
 
-        q and k are normalized and rotated. Here key = seq; an override may add keys, and take any `mask`.
+        k and v are (..., kv_heads, seq, d_head). q and k are normalized and rotated.
+        This method requires as many keys as queries. An override may add keys, and
+        accept any `mask`.
         """
-        batch, seq, group = (
-            q.shape[:-3],
-            q.shape[-2],
-            self.num_heads // self.num_kv_heads,
-        )
+        *batch, heads, seq, d_head = q.shape
         if k.shape[-2] != seq:
             raise ValueError(
-                f"attend needs as many keys as queries, {seq}, got {k.shape[-2]}: override it for a cache"
+                f"attend needs as many keys as queries, {seq}, got {k.shape[-2]}: "
+                "for a cache of keys, override attend in a subclass"
             )
-        if len(batch) != 1:  # the fast kernels take exactly one batch axis
-            q, k, v = (
-                rearrange(t, "... heads seq d_head -> (...) heads seq d_head")
-                for t in (q, k, v)
-            )
+        if len(batch) != 1:  # the fast kernels take one batch axis: merge, or add one
+            merge = "... heads seq d_head -> (...) heads seq d_head"
+            q, k, v = rearrange(q, merge), rearrange(k, merge), rearrange(v, merge)
         if mask is not None:
-            if (
-                mask.dtype != torch.bool
-                or mask.dim() > len(batch) + 2
-                or mask.shape[-2:] not in ((seq, seq), (1, seq))
-            ):
-                got = f"{mask.dtype} of {tuple(mask.shape)}: pass keep[:, None, :] for padding, mask == 0 if additive"
-                raise ValueError(
-                    f"mask must be bool of shape {(*batch, seq, seq)} or {(*batch, 1, seq)}, got {got}"
-                )
+            _require_mask(mask, batch, seq)
             causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
-            mask = (
-                (mask & causal)
-                .expand(*batch, seq, seq)
-                .reshape(q.shape[0], 1, seq, seq)
-            )
-        # On CUDA flash and cuDNN share key heads (pytorch issue 154363): in half precision, no mask, heads up to 256.
-        if (
-            group > 1
-            and q.is_cuda
-            and (mask is not None or q.dtype.itemsize > 2 or self.d_head > 256)
-        ):
-            k, v, group = (
-                k.repeat_interleave(group, dim=1),
-                v.repeat_interleave(group, dim=1),
-                1,
-            )
+            mask = mask & causal  # a mask hides keys, and never shows later ones
+            mask = mask.expand(*batch, seq, seq).reshape(q.shape[0], 1, seq, seq)
+        options = {}
+        if self.num_kv_heads < self.num_heads:
+            if _has_kernel_for_shared_heads(q, mask):
+                options["enable_gqa"] = True
+            else:
+                group = self.num_heads // self.num_kv_heads
+                k = k.repeat_interleave(group, dim=1)
+                v = v.repeat_interleave(group, dim=1)
+        # A query whose keys are all masked yields zeros.
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1
+            q, k, v, attn_mask=mask, is_causal=mask is None, **options
         )
-        return out if len(batch) == 1 else out.view(*batch, *out.shape[1:])
+        return out if len(batch) == 1 else out.view(*batch, heads, seq, d_head)
 
     def extra_repr(self) -> str:
-        return f"{self.d_model}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, d_head={self.d_head}"
+        heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        return f"{self.d_model}, {heads}, d_head={self.d_head}"
+
+
+def require_shape_of(x: Tensor, out: Tensor, part: str) -> Tensor:
+    """Return `out`, the result of a replaceable part; it must have the shape of `x`."""
+    if not isinstance(out, Tensor) or out.shape != x.shape:  # torch might broadcast it
+        got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(
+            f"{part} must return a tensor of shape {tuple(x.shape)}, as its input, "
+            f"got {got}"
+        )
+    return out
+
+
+def _normalize(x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    # Under autocast, gains stay in float32, and torch warns if x has another dtype.
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)
+
+
+def _has_kernel_for_shared_heads(q: Tensor, mask: Tensor | None) -> bool:
+    """Return whether a fast kernel takes enable_gqa=, an option since torch 2.5.
+
+    Elsewhere, torch would materialize the scores. On CUDA, these kernels are flash and
+    cuDNN (pytorch issue 154363): in half precision, without a mask, for heads of up to
+    256.
+    """
+    if not q.is_cuda:
+        return True
+    return mask is None and q.dtype.itemsize == 2 and q.shape[-1] <= 256
+
+
+def _require_sizes(
+    d_model: int, num_heads: int, num_kv_heads: int | None, d_head: int | None
+) -> None:
+    sizes = {
+        "d_model": d_model,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "d_head": d_head,
+    }
+    if any(size is not None and size < 1 for size in sizes.values()):
+        raise ValueError(f"sizes of attention must be at least 1, got {sizes}")
+    if d_head is None and d_model % num_heads:
+        raise ValueError(
+            f"d_model={d_model} must be a multiple of num_heads={num_heads}: "
+            "change one of them, or pass d_head"
+        )
+    if num_kv_heads is not None and num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}"
+        )
+
+
+def _require_rope(rope: Any, d_head: int) -> None:
+    if isinstance(rope, type):
+        raise ValueError(
+            "rope must be an instance or a function, called as "
+            f"rope(x, token_positions), got the class {rope.__name__}: "
+            f"pass {rope.__name__}(...)"
+        )
+    if getattr(rope, "d_k", d_head) != d_head:
+        raise ValueError(f"rope must have d_k={d_head}, the head size, got {rope}")
+
+
+def _require_mask(mask: Any, batch: list[int], seq: int) -> None:
+    if _is_mask(mask, batch, seq):
+        return
+    shapes = f"{(*batch, seq, seq)} or {(*batch, 1, seq)}"
+    message = f"mask must be a bool tensor of shape {shapes}, got {_describe(mask)}"
+    if isinstance(mask, Tensor) and mask.is_floating_point():
+        message += ". Turn an additive mask, 0 and -inf, into mask == 0"
+    if isinstance(mask, Tensor) and batch and mask.shape == (*batch, seq):
+        message += ". Turn a padding mask of shape (batch, seq) into mask[..., None, :]"
+    raise ValueError(message)
+
+
+def _is_mask(mask: Any, batch: list[int], seq: int) -> bool:
+    """Return whether `mask` is bool and broadcasts to (*batch, seq, seq)."""
+    if not isinstance(mask, Tensor) or mask.layout != torch.strided:
+        return False
+    if mask.dtype != torch.bool:
+        return False
+    for_each_query = (seq, seq)
+    for_all_queries = (1, seq)
+    if mask.shape[-2:] not in (for_each_query, for_all_queries):
+        return False
+    leading = mask.shape[:-2]
+    if len(leading) > len(batch):
+        return False
+    aligned = batch[len(batch) - len(leading) :]
+    return all(axis in (1, size) for axis, size in zip(leading, aligned, strict=True))
+
+
+def _describe(mask: Any) -> str:
+    if isinstance(mask, Tensor):
+        shown = f"{mask.dtype} of shape {tuple(mask.shape)}"
+        if mask.layout != torch.strided:
+            shown = f"a sparse tensor of {shown}: pass mask.to_dense()"
+        return shown
+    kind = type(mask)
+    if kind.__module__ == "numpy":
+        return f"numpy.{kind.__name__}: pass torch.from_numpy(mask)"
+    if isinstance(mask, (bool, int, float, str)):
+        return f"{mask!r}"
+    return kind.__name__

@@ -1,18 +1,20 @@
 """The pre-norm Transformer block: y = x + attention(norm(x)), then y + ffn(norm(y)).
 
-Sources: Xiong et al., "On Layer Normalization in the Transformer Architecture" (arXiv 2002.04745) for the norm before
-each sub-layer; Touvron et al., "LLaMA" (arXiv 2302.13971) for RMSNorm, SwiGLU and RoPE; CS336 section 3.5.
-Convention: each norm is before its sub-layer, and the residual stream is not normalized; a stack ends with a norm.
+Sources: Xiong et al., "On Layer Normalization in the Transformer Architecture" (arXiv
+2002.04745) for the norm before each sub-layer; Touvron et al., "LLaMA" (arXiv
+2302.13971) for RMSNorm, SwiGLU and RoPE; CS336 section 3.5.
+Convention: each norm is before its sub-layer, and the residual stream is not
+normalized; a stack ends with a norm.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Shaped, TypeCheckError
 from torch import Tensor, nn
 
-from .attention import CausalMultiHeadSelfAttention, Rope
+from .attention import CausalMultiHeadSelfAttention, Rope, require_shape_of
 from .ffn import SwiGLU
 from .rmsnorm import RMSNorm
 
@@ -20,16 +22,23 @@ __all__ = ["Block"]
 
 
 class Block(nn.Module):
-    """Add causal self-attention and a feed-forward layer, each after a norm. Only `rope` adds positions.
+    """Add causal self-attention and a feed-forward layer, each after a norm.
 
-    `norm(d_model, eps=..., device=..., dtype=...)`, `ffn(d_model, d_ff, device=..., dtype=...)` and
-    `attention(d_model, num_heads, *, num_kv_heads, d_head, rope, qk_norm, eps, device, dtype)` are any callables that
-    build a module: `nn.LayerNorm`, `FeedForward` (CS336 2024), `functools.partial(FeedForward, activation=silu)`.
-    d_ff=None leaves the width to `ffn`. All blocks share one `rope`; None adds no positions (CS336 2024). The other
-    arguments, `token_positions` and `mask` are those of CausalMultiHeadSelfAttention. Returns the input's dtype.
+    - `norm(d_model, eps=..., device=..., dtype=...)` builds a norm, such as
+      `nn.LayerNorm`.
+    - `ffn(d_model, d_ff, device=..., dtype=...)` builds a feed-forward layer:
+      `FeedForward` (CS336 2024), or `functools.partial(FeedForward, activation=silu)`.
+      d_ff=None leaves the width to `ffn`.
+    - `attention(d_model, num_heads, *, num_kv_heads, d_head, rope, qk_norm, eps,
+      device, dtype)` builds a layer that is called as `attn(x, token_positions, mask)`.
+    - There are no positions unless you pass `rope`; all blocks share one instance.
+
+    The other arguments, `token_positions` and `mask` are those of
+    CausalMultiHeadSelfAttention. Returns the dtype of the input.
 
     Raises:
-        ValueError: a layer rejects an argument; `norm`, `attention` or `ffn` returns a shape other than its input's.
+        ValueError: a layer rejects an argument; `norm`, `attention` or `ffn` cannot be
+            called as above, or its layer returns another shape than that of its input.
     """
 
     def __init__(
@@ -52,20 +61,27 @@ class Block(nn.Module):
         super().__init__()
         self.d_model = d_model
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        heads: dict[str, Any] = {
-            "num_kv_heads": num_kv_heads,
-            "d_head": d_head,
-            "qk_norm": qk_norm,
-        }
-        self.ln1 = norm(d_model, eps=eps, **factory)
-        self.attn = attention(
-            d_model, num_heads, rope=rope, eps=eps, **heads, **factory
+        self.ln1 = _build("norm", norm, d_model, eps=eps, **factory)
+        self.attn = _build(
+            "attention",
+            attention,
+            d_model,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            d_head=d_head,
+            rope=rope,
+            qk_norm=qk_norm,
+            eps=eps,
+            **factory,
         )
-        self.ln2 = norm(d_model, eps=eps, **factory)
-        self.ffn = ffn(d_model, d_ff, **factory)
+        self.ln2 = _build("norm", norm, d_model, eps=eps, **factory)
+        self.ffn = _build("ffn", ffn, d_model, d_ff, **factory)
 
     def reset_parameters(self) -> None:
-        """Draw new weights for every layer that has `reset_parameters`; the owner of a rope resets it."""
+        """Draw new weights for every layer that has `reset_parameters`.
+
+        A shared rope is reset by the module that created it.
+        """
         for layer in self.children():
             reset_parameters(layer)
 
@@ -75,28 +91,42 @@ class Block(nn.Module):
         token_positions: Shaped[Tensor, "*#batch seq"] | None = None,
         mask: Any = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
-        """Apply the block. `mask` is bool, (..., seq, seq) or (..., 1, seq); for padding pass `keep[:, None, :]`."""
-        x = x + _like(
-            x,
-            self.attn(_like(x, self.ln1(x), "norm"), token_positions, mask),
-            "attention",
-        )
-        return x + _like(x, self.ffn(_like(x, self.ln2(x), "norm")), "ffn")
-
-
-def _like(x: Tensor, out: Tensor, part: str) -> Tensor:
-    if getattr(out, "shape", None) != x.shape:  # the sum might broadcast it
-        got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(
-            f"{part} must return a tensor of shape {tuple(x.shape)}, as its input, got {got}"
-        )
-    return out
+        """Apply the block. `mask` is bool, (..., seq, seq) or (..., 1, seq)."""
+        normalized = require_shape_of(x, self.ln1(x), "norm")
+        attended = self.attn(normalized, token_positions, mask)
+        x = x + require_shape_of(x, attended, "attention")
+        normalized = require_shape_of(x, self.ln2(x), "norm")
+        return x + require_shape_of(x, self.ffn(normalized), "ffn")
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Reset the parameters of `module`; if it has no such method, those of its children."""
-    if callable(reset := getattr(module, "reset_parameters", None)):
+    """Reset the parameters of `module` or, if it has no such method, its children."""
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
         reset()
     else:
         for child in module.children():
             reset_parameters(child)
+
+
+def _build(
+    part: str, builder: Callable[..., nn.Module], *sizes: Any, **options: Any
+) -> nn.Module:
+    """Call the builder of a replaceable part; if that fails, show the call."""
+    arguments = [repr(size) for size in sizes]
+    arguments += [f"{name}={value!r}" for name, value in options.items()]
+    call = f"{part}({', '.join(arguments)})"
+    if isinstance(builder, nn.Module):
+        raise ValueError(
+            f"{part} must be a class or a function that builds a layer, called as "
+            f"{call}, got a layer, {builder}: pass {type(builder).__name__}"
+        )
+    try:
+        return builder(*sizes, **options)
+    except TypeCheckError:  # a TypeError that already names the wrong argument
+        raise
+    except TypeError as error:
+        name = getattr(builder, "__qualname__", builder)
+        one_line = " ".join(str(error).split())
+        message = f"{part} is called as {call}, but {name} raised: {one_line}"
+        raise ValueError(message) from error

@@ -1,10 +1,16 @@
-"""Position-wise feed-forward layers: SwiGLU(x) = W2 (SiLU(W1 x) * W3 x), and FFN(x) = W2 activation(W1 x).
+"""Position-wise feed-forward layers: SwiGLU, which has a gate, and FeedForward.
 
-Sources: Shazeer, "GLU Variants Improve Transformer" (arXiv 2002.05202) for GLU and SwiGLU, without biases; Hendrycks
-and Gimpel, "Gaussian Error Linear Units" (arXiv 1606.08415) for GELU and SiLU; Vaswani et al., "Attention Is All You
-Need" (arXiv 1706.03762), equation 2, for the feed-forward layer; CS336 section 3.4.2 (2024: GELU, 2025: SwiGLU).
-Convention: SwiGLU's d_ff is the multiple of 64 nearest to 8/3 d_model (Llama rounds up, to a multiple of 256). In
-SwiGLU, w1 is the gate, w3 the value, and w2 returns to d_model, as in Llama and CS336. GELU is the exact one, with erf.
+    SwiGLU(x) = W2 (SiLU(W1 x) * W3 x)
+    FeedForward(x) = W2 activation(W1 x)
+
+Sources: Shazeer, "GLU Variants Improve Transformer" (arXiv 2002.05202) for GLU and
+SwiGLU, without biases; Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv
+1606.08415) for GELU and SiLU; Vaswani et al., "Attention Is All You Need" (arXiv
+1706.03762), equation 2, for the feed-forward layer; CS336 section 3.4.2 (2024: GELU,
+2025: SwiGLU).
+Convention: SwiGLU's d_ff is the multiple of 64 nearest to 8/3 d_model (Llama rounds up,
+to a multiple of 256). In SwiGLU, w1 is the gate, w3 the value, and w2 returns to
+d_model, as in Llama and CS336. GELU is the exact one, with erf.
 """
 
 from collections.abc import Callable
@@ -19,12 +25,12 @@ __all__ = ["FeedForward", "SwiGLU", "feed_forward", "gelu", "glu", "silu", "swig
 
 
 def silu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return x * sigmoid(x), also called swish, rounded once to the dtype of `x`."""
+    """Return x * sigmoid(x), also called swish, in the dtype of `x`."""
     return F.silu(x)
 
 
 def gelu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return x / 2 * (1 + erf(x / sqrt(2))), the exact GELU, rounded once to the dtype of `x`."""
+    """Return x / 2 * (1 + erf(x / sqrt(2))), the exact GELU, in the dtype of `x`."""
     return F.gelu(x)
 
 
@@ -33,9 +39,10 @@ def glu(
     w1: Float[Tensor, "d_ff d_model"],
     w2: Float[Tensor, "d_ff d_model"],
 ) -> Float[Tensor, "*batch d_ff"]:
-    """Gate W2 x by sigmoid(W1 x), elementwise: equation 4 of arXiv 2002.05202 without biases."""
+    """Return sigmoid(W1 x) * W2 x: equation 4 of arXiv 2002.05202 without biases."""
     gate = torch.sigmoid(einsum(x, w1, "... d_model, d_ff d_model -> ... d_ff"))
-    return gate * einsum(x, w2, "... d_model, d_ff d_model -> ... d_ff")
+    value = einsum(x, w2, "... d_model, d_ff d_model -> ... d_ff")
+    return gate * value
 
 
 def swiglu(
@@ -44,7 +51,10 @@ def swiglu(
     w2: Float[Tensor, "d_model d_ff"],
     w3: Float[Tensor, "d_ff d_model"],
 ) -> Float[Tensor, "*batch d_model"]:
-    """Return W2 (SiLU(W1 x) * W3 x): equation 6 of arXiv 2002.05202, whose W, W2 and V are w1, w2 and w3 here."""
+    """Return W2 (SiLU(W1 x) * W3 x): equation 6 of arXiv 2002.05202.
+
+    Its W, W2 and V are w1, w2 and w3 here.
+    """
     gate = silu(einsum(x, w1, "... d_model, d_ff d_model -> ... d_ff"))
     value = einsum(x, w3, "... d_model, d_ff d_model -> ... d_ff")
     return einsum(gate * value, w2, "... d_ff, d_model d_ff -> ... d_model")
@@ -64,8 +74,9 @@ def feed_forward(
 class SwiGLU(nn.Module):
     """Apply the SwiGLU feed-forward layer, w2(silu(w1(x)) * w3(x)), to the last axis.
 
-    d_ff defaults to the multiple of 64 nearest to 8/3 d_model, at least 64. A layer without a gate has about as many
-    parameters at 4 d_model. Returns the dtype of the input.
+    d_ff defaults to the multiple of 64 nearest to 8/3 d_model, at least 64: about as
+    many parameters as an ungated layer with d_ff = 4 d_model. Returns the dtype of the
+    input.
 
     Raises:
         ValueError: d_model or d_ff is below 1.
@@ -80,9 +91,9 @@ class SwiGLU(nn.Module):
     ) -> None:
         super().__init__()
         self.d_model = d_model
-        self.d_ff = (
-            max(1, (d_model + 12) // 24) * 64 if d_ff is None else d_ff
-        )  # 8/3 d_model is d_model/24 times 64
+        if d_ff is None:  # 8/3 d_model is 64 times d_model / 24, rounded here
+            d_ff = 64 * max(1, (d_model + 12) // 24)
+        self.d_ff = d_ff
         _require_sizes(self)
         self.w1 = nn.Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
         self.w2 = nn.Linear(self.d_ff, d_model, bias=False, device=device, dtype=dtype)
@@ -90,7 +101,7 @@ class SwiGLU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw every weight from a normal of variance 2 / (d_in + d_out), cut at three standard deviations."""
+        """Draw weights from a normal of variance 2 / (d_in + d_out), cut at 3 sigma."""
         _reset_linears(self.w1, self.w2, self.w3)
 
     def forward(
@@ -100,10 +111,11 @@ class SwiGLU(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Apply the feed-forward layer without a gate, w2(activation(w1(x))), to the last axis.
+    """Apply the ungated feed-forward layer, w2(activation(w1(x))), to the last axis.
 
-    d_ff defaults to 4 d_model. `activation` maps a tensor to one of the same shape: `gelu` (CS336 2024), `silu` (the
-    ablation of CS336 2025), `torch.relu`, or a module. Returns the dtype of the input.
+    d_ff defaults to 4 d_model. `activation` maps a tensor to one of the same shape:
+    `gelu` (CS336 2024), `silu` (the ablation of CS336 2025), `torch.relu`, or a module.
+    Returns the dtype of the input.
 
     Raises:
         ValueError: d_model or d_ff is below 1.
@@ -127,7 +139,7 @@ class FeedForward(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw every weight from a normal of variance 2 / (d_in + d_out), cut at three standard deviations."""
+        """Draw weights from a normal of variance 2 / (d_in + d_out), cut at 3 sigma."""
         _reset_linears(self.w1, self.w2)
 
     def forward(
@@ -139,9 +151,8 @@ class FeedForward(nn.Module):
 def _require_sizes(layer: SwiGLU | FeedForward) -> None:
     if layer.d_model < 1 or layer.d_ff < 1:
         name = type(layer).__name__
-        raise ValueError(
-            f"sizes of {name} must be at least 1, got d_model={layer.d_model}, d_ff={layer.d_ff}"
-        )
+        sizes = f"d_model={layer.d_model}, d_ff={layer.d_ff}"
+        raise ValueError(f"sizes of {name} must be at least 1, got {sizes}")
 
 
 def _reset_linears(*linears: nn.Linear) -> None:

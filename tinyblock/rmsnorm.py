@@ -1,8 +1,10 @@
-"""Root mean square layer normalization: RMSNorm(x) = x / sqrt(mean(x^2) + eps) * weight.
+"""Root mean square layer normalization: x / sqrt(mean(x^2) + eps) * weight.
 
-Source: equation 4 of Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467); CS336 3.4.1.
-Convention: the sum, the root and the gain are computed in float32 or wider and rounded once, at the end. Hugging Face's
-Llama rounds before the gain, which costs a second rounding in bfloat16 and float16.
+Source: equation 4 of Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv
+1910.07467); CS336 section 3.4.1.
+Convention: the sum, the root and the gain are computed in float32 or wider, and rounded
+once, at the end. Hugging Face's Llama rounds before the gain, which costs a second
+rounding in bfloat16 and float16.
 """
 
 import math
@@ -21,17 +23,18 @@ def rms_norm(
     weight: Float[Tensor, " d_model"],
     eps: float = 1e-5,
 ) -> Float[Tensor, "*batch d_model"]:
-    """Scale each vector of `x` to unit root mean square, then each of its components by `weight`.
+    """Scale each vector of `x` to unit root mean square, then by `weight`.
 
     Computed in float32 or wider, returned in the dtype of `x`.
     """
-    dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
-    mean_square = reduce(x.square(), "... d_model -> ... 1", "mean")
-    return (x * torch.rsqrt(mean_square + eps) * weight).to(dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean_square = reduce(wide.square(), "... d_model -> ... 1", "mean")
+    normalized = wide * torch.rsqrt(mean_square + eps)
+    return (normalized * weight).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
-    """Normalize the last axis by its root mean square, with one learned gain per component.
+    """Normalize the last axis by its root mean square, with a gain for each component.
 
     Computed in float32 or wider, returned in the dtype of the input.
 
@@ -68,13 +71,12 @@ class RMSNorm(nn.Module):
         weight = self.weight  # read once: the look-up costs as much as a shape check
         if x.dtype == weight.dtype:
             return F.rms_norm(x, (self.d_model,), weight, self.eps)
-        # Under autocast the gains stay in float32. Given two dtypes, F.rms_norm warns and leaves its fused kernel.
-        dtype = torch.promote_types(
-            torch.promote_types(x.dtype, torch.float32), weight.dtype
-        )
-        return F.rms_norm(x.to(dtype), (self.d_model,), weight.to(dtype), self.eps).to(
-            x.dtype
-        )
+        # Under autocast, gains stay in float32. Given two dtypes, F.rms_norm warns and
+        # leaves its fused kernel.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = torch.promote_types(wide, weight.dtype)
+        out = F.rms_norm(x.to(wide), (self.d_model,), weight.to(wide), self.eps)
+        return out.to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, eps={self.eps}"

@@ -1,16 +1,21 @@
-"""Rotary position embedding (RoPE): rotate each pair of components by an angle proportional to the token's position.
+"""Rotary position embedding (RoPE): rotate pairs of components by the token's position.
 
     angle(i, k) = i * theta^(-2k / d_k),  k = 0 ... d_k/2 - 1
     (x[2k], x[2k+1])  ->  (x[2k] cos - x[2k+1] sin,  x[2k] sin + x[2k+1] cos)
 
-Source: Su et al., "RoFormer" (arXiv 2104.09864), equations 13 to 15; CS336 section 3.4.3, equation 8.
-Convention: pairs are consecutive, (x0, x1), (x2, x3), ..., as in the paper and in Meta's Llama. Hugging Face pairs x[k]
-with x[k + d_k/2]: the same rotation for permuted rows of the query and key weights.
-Numerics: the table is float32 in a model of any dtype, computed in float64 (float32 is off by 3e-3 at position 131071).
-A call with float64 inputs copies float64 frequencies from the host, synchronizes CUDA, and cannot be in a CUDA graph.
+Source: Su et al., "RoFormer" (arXiv 2104.09864), equations 13 to 15; CS336 section
+3.4.3, equation 8.
+Convention: pairs are consecutive, (x0, x1), (x2, x3), ..., as in the paper and in
+Meta's Llama. Hugging Face pairs x[k] with x[k + d_k/2]: the same rotation for permuted
+rows of the query and key weights.
+Numerics: the table of cosines and sines is float32 in a model of any dtype, and
+computed in float64: at position 131071, angles computed in float32 are off by up to
+3e-3 radians. For float64 inputs, each call computes the cosines and sines of its
+positions in float64; on CUDA, such a call synchronizes, and cannot be in a CUDA graph.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +29,16 @@ __all__ = ["RotaryPositionalEmbedding", "apply_rope"]
 def apply_rope(
     x: Float[Tensor, "*batch seq d_k"], angles: Float[Tensor, "*#batch seq d_k//2"]
 ) -> Float[Tensor, "*batch seq d_k"]:
-    """Rotate each consecutive pair of `x` by its angle in radians: the 2x2 matrices of equation 8.
+    """Rotate each consecutive pair of `x` by its angle: the 2x2 matrices of equation 8.
 
-    `angles` broadcasts to the leading axes of `x`. Pass float64: float32 cannot hold the angles of far positions.
-    Computes in float32 or wider and returns the dtype of `x`.
+    `angles` are in radians and broadcast to the leading axes of `x`. Pass float64,
+    because float32 cannot hold the angles of far positions. Computes in float32 or
+    wider and returns the dtype of `x`.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cos = angles.cos().to(dtype)  # after the cosine: float32 cannot hold far angles
+    sin = angles.sin().to(dtype)
+    # einops stacks the list along a first axis, which becomes rows and columns.
     rotation = rearrange(
         [cos, -sin, sin, cos], "(row column) ... -> ... row column", row=2
     )
@@ -42,15 +50,16 @@ def apply_rope(
 
 
 class RotaryPositionalEmbedding(nn.Module):
-    """Rotate queries or keys by their positions. All layers of a model share one instance.
+    """Rotate queries or keys by their positions. All layers share one instance.
 
-    theta is the base of the wavelengths, d_k the head size, max_seq_len the number of positions in the table.
-    `token_positions` counts tokens from 0 and broadcasts to the leading axes of `x`; None means 0 ... seq-1.
+    theta is the base of the frequencies theta^(-2k/d_k), d_k the head size, and
+    max_seq_len the number of positions in the table. `token_positions` are 0-based,
+    counted in tokens, and broadcast to the leading axes of `x`; None means 0 ... seq-1.
     Computes in float32 or wider and returns the dtype of `x`.
 
-    Raises:
-        ValueError: d_k is odd, a size below 1, or theta not positive and finite; a sequence is longer than the table;
-            positions are not integers, or out of range (compiled: torch's own error; on CUDA: a device-side assert).
+    Raises: ValueError: d_k is odd, a size is below 1, or theta is not positive and
+        finite; a sequence is longer than the table; positions are not integers, or are
+        out of range (compiled: torch's own error; on CUDA: a device-side assert).
     """
 
     cos_sin: Tensor
@@ -67,109 +76,176 @@ class RotaryPositionalEmbedding(nn.Module):
             raise ValueError(
                 f"theta must be positive and finite, such as 10000, got {theta}"
             )
-        if d_k < 2 or d_k % 2 or max_seq_len < 1:
+        if d_k < 2 or d_k % 2:
             raise ValueError(
-                f"d_k must be even and max_seq_len at least 1, got {d_k=}, {max_seq_len=}"
+                f"d_k, the head size, must be even and positive, got {d_k}"
             )
-        self.theta, self.d_k, self.max_seq_len = theta, d_k, max_seq_len
+        if max_seq_len < 1:
+            raise ValueError(f"max_seq_len must be at least 1, got {max_seq_len}")
+        self.theta = theta
+        self.d_k = d_k
+        self.max_seq_len = max_seq_len
+        # One row per position: the cosine and the sine of the angle of each pair.
         shape = (max_seq_len, d_k // 2, 2)
-        self.register_buffer(
-            "cos_sin",
-            torch.empty(shape, device=device, dtype=torch.float32),
-            persistent=False,
-        )
+        table = torch.empty(shape, device=device, dtype=torch.float32)
+        self.register_buffer("cos_sin", table, persistent=False)
         self.reset_parameters()
 
     def frequencies(self) -> Float[Tensor, " half"]:
-        """Return the angle in radians by which each pair turns per token, in float64. `super().__init__` calls this."""
-        return self.theta ** (
-            -torch.arange(0, self.d_k, 2, device="cpu", dtype=torch.float64) / self.d_k
-        )
+        """Return the angle in radians by which each pair turns per token, in float64.
+
+        A subclass may override this. The constructor calls it.
+        """
+        even = torch.arange(0, self.d_k, 2, device="cpu", dtype=torch.float64)
+        return self.theta ** (-even / self.d_k)
 
     def reset_parameters(self) -> None:
-        """Compute the table."""
+        """Compute the table. On the meta device, the first call computes it instead."""
         if not self.cos_sin.is_meta:
-            self.cos_sin.copy_(self._cos_sin(self._positions("cpu")))
+            self.cos_sin.copy_(self._compute_table())
 
     def forward(
         self,
         x: Float[Tensor, "*batch seq {self.d_k}"],
         token_positions: Shaped[Tensor, "*#batch seq"] | None = None,
     ) -> Float[Tensor, "*batch seq {self.d_k}"]:
-        table, in_float64 = self.cos_sin, x.dtype == torch.float64
-        if table.is_meta:  # as after load_state_dict(assign=True) into a model on meta
-            table = self.to_empty(device=x.device).cos_sin
-        if in_float64:  # select rows of positions, whose angles follow below
-            table = self._positions(x.device)
-        if token_positions is None:
-            if x.shape[-2] > self.max_seq_len:
-                raise ValueError(
-                    f"a sequence of {x.shape[-2]} tokens is longer than max_seq_len={self.max_seq_len}"
-                )
-            rows = table[: x.shape[-2]]
-        elif token_positions.dtype == torch.bool or token_positions.is_floating_point():
-            raise ValueError(
-                f"token_positions must be integers, got {token_positions.dtype}: use .long(), or mask="
-            )
+        if x.dtype == torch.float64:  # the table is too coarse
+            every_position = self._every_position(x.device)
+            positions = self._select(every_position, x.shape[-2], token_positions)
+            cos_sin = self._cos_sin_of(positions)
         else:
-            try:  # an embedding checks the bounds on every device, also in compiled code, without synchronization
-                rows = F.embedding(token_positions.long(), table.flatten(1)).unflatten(
-                    -1, table.shape[1:]
-                )
-            except IndexError as error:
-                raise ValueError(
-                    f"token_positions must be 0 ... {self.max_seq_len - 1} (max_seq_len - 1)"
-                ) from error
-        cos_sin = self._cos_sin(rows) if in_float64 else rows
-        pairs = (x if x.dtype == cos_sin.dtype else x.to(cos_sin.dtype)).unflatten(
-            -1, (-1, 2)
-        )  # faster than rearrange
-        if (
-            torch.compiler.is_compiling()
-        ):  # inductor generates no code for complex numbers
-            (even, odd), (cos, sin) = pairs.unbind(-1), cos_sin.unbind(-1)
-            rotated = torch.stack(
-                (even * cos - odd * sin, even * sin + odd * cos), dim=-1
-            )
-        else:
-            try:
-                numbers = torch.view_as_complex(pairs)
-            except RuntimeError:  # the strides of x forbid a view, such as those of a slice at an odd offset
-                numbers = torch.complex(*pairs.unbind(-1))
-            rotated = torch.view_as_real(numbers * torch.view_as_complex(cos_sin))
-        return (
-            rotated.flatten(-2)
-            if rotated.dtype == x.dtype
-            else rotated.flatten(-2).to(x.dtype)
-        )
+            table = self._computed_table(x.device)
+            cos_sin = self._select(table, x.shape[-2], token_positions)
+        return _rotate(x, cos_sin)
 
     def extra_repr(self) -> str:
         return f"theta={self.theta}, d_k={self.d_k}, max_seq_len={self.max_seq_len}"
 
-    def _positions(self, device: torch.device | str) -> Float[Tensor, "max_seq_len 1"]:
-        return torch.arange(self.max_seq_len, device=device, dtype=torch.float64)[
-            :, None
-        ]
+    def _select(
+        self, table: Tensor, seq: int, token_positions: Tensor | None
+    ) -> Tensor:
+        """Select the rows of the tokens from `table`, which has one row per position.
 
-    def _cos_sin(
+        Without token_positions, these are its first `seq` rows.
+        """
+        if token_positions is None:
+            if seq > self.max_seq_len:
+                raise ValueError(
+                    f"a sequence of {seq} tokens is longer than "
+                    f"max_seq_len={self.max_seq_len}"
+                )
+            return table[:seq]
+        _require_integers(token_positions)
+        try:
+            # table[token_positions] would accept negative positions. An embedding
+            # rejects them; in compiled code and on CUDA, by torch's own error.
+            selected = F.embedding(token_positions.long(), table.flatten(1))
+        except IndexError as error:
+            raise _out_of_range(token_positions, self.max_seq_len) from error
+        return selected.unflatten(-1, table.shape[1:])
+
+    def _every_position(
+        self, device: torch.device | str
+    ) -> Float[Tensor, "max_seq_len 1"]:
+        positions = torch.arange(self.max_seq_len, device=device, dtype=torch.float64)
+        return positions.unsqueeze(-1)
+
+    def _cos_sin_of(
         self, positions: Float[Tensor, "*batch seq 1"]
     ) -> Float[Tensor, "*batch seq half pair"]:
-        angles = positions * self.frequencies().view(self.d_k // 2).to(
-            positions.device
-        )  # view: one for each pair
+        # The view raises an error if an override returns fewer frequencies than pairs.
+        frequencies = self.frequencies().view(self.d_k // 2).to(positions.device)
+        angles = positions * frequencies
         return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        """Move the table to another device: never cast it to another dtype, nor leave it empty after `to_empty`."""
+    def _compute_table(self) -> Float[Tensor, "max_seq_len half pair"]:
+        return self._cos_sin_of(self._every_position("cpu")).to(torch.float32)
+
+    def _computed_table(
+        self, device: torch.device
+    ) -> Float[Tensor, "max_seq_len half pair"]:
+        """Return the table; one that is still on meta is first computed for `device`.
+
+        It is on meta after `load_state_dict(assign=True)` into a model built on meta.
+        """
         table = self.cos_sin
-        device = fn(table[:0]).device
-        del self._buffers["cos_sin"]  # fn must not reach it
-        super()._apply(fn, recurse)
-        self._buffers["cos_sin"] = (
-            torch.empty_like(table, device=device)
-            if table.is_meta
-            else table.to(device)
-        )
+        has_values = not table.is_meta
+        if has_values or device.type == "meta":
+            return table
+        # The table is kept, and autograd cannot use a tensor made in inference mode.
+        with torch.inference_mode(False):
+            table = self._compute_table().to(device)
+        if type(table) is Tensor:  # not a fake tensor, which has no values
+            self.cos_sin = table  # a race is harmless: all threads compute equal tables
+        return table
+
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> "RotaryPositionalEmbedding":
+        """Move the table, as `.to` does, but never cast it, nor leave it empty.
+
+        Casting to bfloat16 would lose the far positions. `to_empty` moves a table from
+        meta without values.
+        """
+        table = self.cos_sin
+        device = fn(table[:0]).device  # an empty slice shows where fn moves tensors
+        del self._buffers["cos_sin"]  # out of the reach of fn, which would cast it
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers["cos_sin"] = table
         if table.is_meta:
-            self.reset_parameters()
+            self.cos_sin = torch.empty_like(table, device=device)
+            self.reset_parameters()  # fills the table, unless it stays on meta
+        else:
+            self.cos_sin = table.to(device)
         return self
+
+
+def _require_integers(token_positions: Tensor) -> None:
+    dtype = token_positions.dtype
+    if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
+        raise ValueError(
+            f"token_positions must be integers, got {dtype}: "
+            "call .long(), or if this is a mask, pass it as mask="
+        )
+
+
+def _out_of_range(token_positions: Tensor, max_seq_len: int) -> ValueError:
+    limits = f"token_positions must be 0 ... {max_seq_len - 1} (max_seq_len - 1)"
+    try:
+        lowest, highest = token_positions.aminmax()
+        return ValueError(f"{limits}, got values from {lowest} to {highest}")
+    except RuntimeError:  # torch.func.vmap does not give out values
+        return ValueError(limits)
+
+
+def _rotate(
+    x: Float[Tensor, "*batch seq d_k"], cos_sin: Float[Tensor, "*#batch seq half pair"]
+) -> Float[Tensor, "*batch seq d_k"]:
+    """Rotate each consecutive pair of `x`, in the dtype of `cos_sin`."""
+    # `.to` costs time even if it has nothing to do.
+    wide = x if x.dtype == cos_sin.dtype else x.to(cos_sin.dtype)
+    pairs = wide.unflatten(-1, (-1, 2))  # einops takes 3 us longer
+    if not torch.compiler.is_compiling():
+        rotated = _rotate_as_complex(pairs, cos_sin)
+    else:  # inductor generates no code for complex numbers
+        rotated = _rotate_by_parts(pairs, cos_sin)
+    out = rotated.flatten(-2)
+    return out if out.dtype == x.dtype else out.to(x.dtype)
+
+
+def _rotate_as_complex(pairs: Tensor, cos_sin: Tensor) -> Tensor:
+    """Multiply complex numbers, (even + i odd)(cos + i sin): one operation for seven."""
+    try:
+        numbers = torch.view_as_complex(pairs)
+    except RuntimeError:  # the strides forbid a view, as for a slice at an odd offset
+        even, odd = pairs.unbind(-1)
+        numbers = torch.complex(even, odd)
+    return torch.view_as_real(numbers * torch.view_as_complex(cos_sin))
+
+
+def _rotate_by_parts(pairs: Tensor, cos_sin: Tensor) -> Tensor:
+    even, odd = pairs.unbind(-1)
+    cos, sin = cos_sin.unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)

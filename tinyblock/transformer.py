@@ -1,7 +1,11 @@
-"""A stack of pre-norm blocks that share one RoPE, and the final norm: a language model without its embedding and head.
+"""A stack of pre-norm blocks that share one RoPE, and the final norm.
 
-Source: CS336 section 3.5. The state dict of its reference has the same keys, and those of embedding and head.
-Convention: the blocks share one table of rotations, which is not part of the state dict.
+This is a language model without its embedding and head.
+
+Source: CS336 section 3.5. The course's reference model has the same keys in its state
+dict, and those of its embedding and head.
+Convention: the blocks share one table of rotations, which is not part of the state
+dict.
 """
 
 from collections.abc import Callable
@@ -23,13 +27,13 @@ __all__ = ["Transformer"]
 class Transformer(nn.Module):
     """Apply num_layers blocks one after another, then a norm.
 
-    All blocks share one table of rotations with max_seq_len positions and base theta, or the `rope` that is passed
-    instead. theta=None adds no positions: the model of CS336 2024, which adds them to the embeddings. The other
-    arguments are those of Block. Returns the dtype of the input.
+    All blocks share one table of rotations with max_seq_len positions and base theta,
+    or the `rope` that is passed instead. theta=None adds no positions: the model of
+    CS336 2024, which adds them to the embeddings. The other arguments are those of
+    Block. Returns the dtype of the input.
 
-    Raises:
-        ValueError: num_layers or max_seq_len is below 1; a layer rejects an argument; without token_positions, a
-            sequence is longer than max_seq_len.
+    Raises: ValueError: a size is below 1; the head size is odd; a layer rejects an
+        argument; without token_positions, a sequence is longer than max_seq_len.
     """
 
     def __init__(
@@ -53,21 +57,11 @@ class Transformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {
-            "num_layers": num_layers,
-            "d_model": d_model,
-            "num_heads": num_heads,
-            "max_seq_len": max_seq_len,
-        }
-        if min(sizes.values()) < 1:
-            raise ValueError(f"sizes of a Transformer must be at least 1, got {sizes}")
-        self.d_model, self.max_seq_len = d_model, max_seq_len
-        if d_head is None and d_model % num_heads:
-            raise ValueError(
-                f"d_model={d_model} must be a multiple of num_heads={num_heads}: change it or pass d_head"
-            )
+        _require_sizes(num_layers, d_model, num_heads, max_seq_len)
+        self.d_model = d_model
+        self.max_seq_len = max_seq_len
         if rope is None and theta is not None:
-            d_k = d_model // num_heads if d_head is None else d_head
+            d_k = _rotated_head_size(d_model, num_heads, d_head)
             rope = RotaryPositionalEmbedding(theta, d_k, max_seq_len, device=device)
         self.rope = rope
         blocks = (
@@ -104,8 +98,44 @@ class Transformer(nn.Module):
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
         if token_positions is None and x.shape[-2] > self.max_seq_len:
             raise ValueError(
-                f"a sequence of {x.shape[-2]} tokens is longer than max_seq_len={self.max_seq_len}"
+                f"a sequence of {x.shape[-2]} tokens is longer than "
+                f"max_seq_len={self.max_seq_len}"
             )
         for layer in self.layers:
             x = layer(x, token_positions, mask)
         return self.ln_final(x)
+
+
+def _require_sizes(
+    num_layers: int, d_model: int, num_heads: int, max_seq_len: int
+) -> None:
+    sizes = {
+        "num_layers": num_layers,
+        "d_model": d_model,
+        "num_heads": num_heads,
+        "max_seq_len": max_seq_len,
+    }
+    if min(sizes.values()) < 1:
+        raise ValueError(f"sizes of a Transformer must be at least 1, got {sizes}")
+
+
+def _rotated_head_size(d_model: int, num_heads: int, d_head: int | None) -> int:
+    """Return the head size, which RoPE requires to be even."""
+    if d_head is not None:
+        if d_head < 1 or d_head % 2:
+            raise ValueError(
+                f"d_head={d_head} must be positive and even for RoPE: "
+                "change it, or pass theta=None"
+            )
+        return d_head
+    if d_model % num_heads:
+        raise ValueError(
+            f"d_model={d_model} must be a multiple of num_heads={num_heads}: "
+            "change one of them, or pass d_head"
+        )
+    if (d_model // num_heads) % 2:
+        raise ValueError(
+            f"d_model={d_model} / num_heads={num_heads} is {d_model // num_heads}, but "
+            "RoPE requires an even head size: change one of them, or pass d_head"
+        )
+    return d_model // num_heads

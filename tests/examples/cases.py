@@ -14,7 +14,7 @@ import torch.distributed as dist
 from context_parallel import ContextParallelAttention, own_slice
 from language_model import LanguageModel
 from parallel import NextTokenLoss, distribute, matrices_then_gains, train_step
-from torch import nn
+from parallelize.cases import data_rank, seeded
 from torch.distributed.device_mesh import init_device_mesh
 
 from tinyblock import Transformer, parallelize
@@ -49,16 +49,6 @@ def mesh_of(sizes, axes):
     return init_device_mesh("cpu", sizes, mesh_dim_names=axes)
 
 
-def seeded(build, seed=0):
-    """Build a model whose gains differ from 1."""
-    torch.manual_seed(seed)
-    model = build()
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            nn.init.uniform_(parameter.data, 0.5, 1.5)
-    return model
-
-
 def assert_gradients_equal(model, reference, rtol, atol):
     pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
     for (name, parameter), expected in pairs:
@@ -81,8 +71,7 @@ def _gradients_of_a_language_model(tied, sizes, axes):
     mesh = mesh_of(sizes, axes)
     loss, one = (seeded(partial(language_model, tied)) for _ in range(2))
     distribute(loss, mesh)
-    count = mesh["dp"].size() if "dp" in axes else 1
-    rank = mesh["dp"].get_local_rank() if "dp" in axes else 0
+    rank, count = data_rank(mesh)
     tokens, targets = torch.randint(50, (2, count, 3, 9))
     loss(tokens[rank], targets[rank]).backward()
     one(tokens.flatten(0, 1), targets.flatten(0, 1)).backward()
@@ -91,7 +80,11 @@ def _gradients_of_a_language_model(tied, sizes, axes):
     assert same == tied
 
 
-for _sizes, _axes in (((4,), ("dp",)), ((4,), ("tp",)), ((2, 2), ("dp", "tp"))):
+for _sizes, _axes in (
+    ((4,), ("tp",)),
+    ((2, 2), ("dp", "tp")),
+    ((2, 2), ("dp_replicate", "dp")),
+):
     CASES[f"a tied language model over {_axes} is like one process"] = partial(
         _gradients_of_a_language_model, True, _sizes, _axes
     )
@@ -129,7 +122,7 @@ def tensor_and_data_parallelism_trains_like_one_process():
         assert torch.equal(weight.full_tensor(), trained[name]), name
 
 
-def _context_parallelism(sizes, axes, masked):
+def _context_parallelism(sizes, axes, masked, recompute=False):
     mesh = mesh_of(sizes, axes)
     build = partial(
         Transformer,
@@ -142,7 +135,8 @@ def _context_parallelism(sizes, axes, masked):
         dtype=torch.float64,
     )
     attention = partial(ContextParallelAttention, mesh=mesh["dp"])
-    model = parallelize(seeded(partial(build, attention=attention)), mesh)
+    build_distributed = partial(build, attention=attention)
+    model = parallelize(seeded(build_distributed), mesh, recompute=recompute)
     one = seeded(build)
 
     count, rank = 1, 0
@@ -171,7 +165,7 @@ CASES["context parallelism without a mask is like one process"] = partial(
 )
 for _axes in (("dp_replicate", "dp"), ("dp", "tp")):
     CASES[f"context parallelism with a mask over {_axes} is like one process"] = (
-        partial(_context_parallelism, (2, 2), _axes, masked=True)
+        partial(_context_parallelism, (2, 2), _axes, masked=True, recompute=True)
     )
 
 

@@ -8,11 +8,20 @@ import pytest
 import torch
 from language_model import Cache, LanguageModel, pad_left
 
+
+def add_positions(x, token_positions):
+    """Depends on absolute positions, which rotations do not."""
+    if token_positions is None:
+        token_positions = torch.arange(x.shape[-2])
+    return x + token_positions.sin()[..., None]
+
+
 MODELS = {
     "plain": {},
     "shared key heads and q/k norm": {"num_kv_heads": 2, "qk_norm": True},
     "one key head and another head size": {"num_kv_heads": 1, "d_head": 6},
     "no positions": {"theta": None},
+    "absolute positions": {"rope": add_positions},
     "tied": {"tied": True},
 }
 every_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
@@ -160,6 +169,11 @@ REJECTED = {
     "top_k of 0": ({"top_k": 0}, "top_k must be at least 1, .* got 0"),
     "no new token": ({"count": 0}, "count must be at least 1, got 0"),
     "one axis": ({"tokens": prompts(5)}, r"\(batch, seq\), .* got \(5,\)"),
+    "token of another vocabulary": (
+        {"tokens": torch.tensor([[3, 37]])},
+        "tokens must be 0 ... 36, got 3 ... 37",
+    ),
+    "negative token": ({"tokens": torch.tensor([[-1, 3]])}, "got -1 ... 3"),
     "empty prompt": ({"tokens": prompts(2, 0)}, r"got \(2, 0\)"),
     "padding of another batch": (
         {"padding": torch.tensor([0])},
@@ -193,6 +207,7 @@ def test_cache_rejects_a_second_prompt():
     model.next_logits(prompts(1, 5), cache)
     with pytest.raises(ValueError, match="got 2 tokens after 5"):
         model.next_logits(prompts(1, 2), cache)
+    assert cache.length == 5
 
 
 @pytest.mark.parametrize("each", [[], [[1], []]])
@@ -224,8 +239,10 @@ def test_drawn_texts_repeat_with_the_seed_and_a_tiny_temperature_is_greedy():
         texts.append(model.generate(tokens, 20, temperature=2.0))
     assert torch.equal(texts[0], texts[1])
     assert not torch.equal(texts[0], texts[2])
-    greedy = model.generate(tokens, 20)
-    assert torch.equal(model.generate(tokens, 20, temperature=1e-300), greedy)
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        greedy = model.generate(tokens, 20)
+        assert torch.equal(model.generate(tokens, 20, temperature=5e-324), greedy)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,30 +47,108 @@ def test_self_attention_with_its_own_head_size_need_not_divide_d_model():
     assert module(torch.randn(3, 24)).shape == (3, 24)
 
 
-def test_self_attention_suggests_what_to_pass_in_place_of_an_additive_mask_and_of_more_keys():
-    module, q, k = (
-        CausalMultiHeadSelfAttention(24, 4),
-        torch.randn(1, 4, 1, 6),
-        torch.randn(1, 4, 9, 6),
-    )
+def test_attend_names_the_way_to_attend_to_more_keys():
+    module = CausalMultiHeadSelfAttention(24, 4)
+    q, k = torch.randn(1, 4, 1, 6), torch.randn(1, 4, 9, 6)
     with pytest.raises(
         ValueError,
-        match=r"must be bool .* got torch.float32 of \(5, 5\): .*mask == 0 if additive",
-    ):
-        module(torch.zeros(2, 5, 24), mask=torch.zeros(5, 5))
-    with pytest.raises(
-        ValueError, match="as many keys as queries, 1, got 9: override it"
+        match="as many keys as queries, 1, got 9: for a cache of keys, override",
     ):
         module.attend(q, k, k, None)
 
 
-def test_self_attention_rejects_a_mask_with_an_axis_for_heads():
-    module, mask = (
-        CausalMultiHeadSelfAttention(24, 4),
+ADDITIVE = "Turn an additive mask"
+PADDING = "Turn a padding mask"
+WRONG_MASKS = {
+    "a bool": (True, "got True", ()),
+    "text": ("causal", "got 'causal'", ()),
+    "a list": ([[True]], "got list", ()),
+    "of numpy": (numpy.ones((5, 5), bool), "got numpy.ndarray: pass torch.from", ()),
+    "sparse": (
+        torch.ones(5, 5, dtype=torch.bool).to_sparse(),
+        r"got a sparse tensor of torch.bool of shape \(5, 5\): pass mask.to_dense",
+        (),
+    ),
+    "another batch": (
+        torch.ones(3, 5, 5, dtype=torch.bool),
+        r"got torch.bool of shape \(3, 5, 5\)",
+        (),
+    ),
+    "an axis for heads": (
         torch.ones(2, 1, 5, 5, dtype=torch.bool),
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"of shape \(2, 5, 5\) or \(2, 1, 5\), got torch.bool of \(2, 1, 5, 5\)",
-    ):
+        r"got torch.bool of shape \(2, 1, 5, 5\)",
+        (),
+    ),
+    "additive": (
+        torch.zeros(5, 5),
+        r"got torch.float32 of shape \(5, 5\)",
+        (ADDITIVE,),
+    ),
+    "padding": (
+        torch.ones(2, 5, dtype=torch.bool),
+        r"got torch.bool of shape \(2, 5\)",
+        (PADDING,),
+    ),
+    "additive padding": (
+        torch.zeros(2, 5),
+        r"got torch.float32 of shape \(2, 5\)",
+        (ADDITIVE, PADDING),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_MASKS)
+def test_self_attention_says_what_mask_it_got_and_what_to_pass(name):
+    mask, got, hints = WRONG_MASKS[name]
+    module = CausalMultiHeadSelfAttention(24, 4)
+    expected = rf"mask must be a bool tensor of shape \(2, 5, 5\) or \(2, 1, 5\), {got}"
+    with pytest.raises(ValueError, match=expected) as caught:
         module(torch.zeros(2, 5, 24), mask=mask)
+    for hint in (ADDITIVE, PADDING):
+        assert (hint in str(caught.value)) == (hint in hints)
+
+
+def test_self_attention_rejects_a_rope_that_changes_the_shape():
+    """The result would broadcast: the first sequence would rotate the whole batch."""
+
+    def first_sequence(x, token_positions):
+        return x[:1]
+
+    module = CausalMultiHeadSelfAttention(24, 4, rope=first_sequence)
+    message = r"rope must return .* \(2, 4, 5, 6\), as its input, got \(1, 4, 5, 6\)"
+    with pytest.raises(ValueError, match=message):
+        module(torch.randn(2, 5, 24))
+
+
+def test_self_attention_rejects_an_attend_that_returns_heads_after_tokens():
+    class Transposed(CausalMultiHeadSelfAttention):
+        def attend(self, q, k, v, mask):
+            return super().attend(q, k, v, mask).transpose(1, 2)
+
+    message = r"attend must return .* \(2, 4, 5, 6\), as its input, got \(2, 5, 4, 6\)"
+    with pytest.raises(ValueError, match=message):
+        Transposed(24, 4)(torch.randn(2, 5, 24))
+
+
+def test_self_attention_requires_an_instance_of_rope():
+    with pytest.raises(
+        ValueError, match=r"rope must be an instance .* got the class R"
+    ):
+        CausalMultiHeadSelfAttention(24, 4, rope=RotaryPositionalEmbedding)
+
+
+def test_self_attention_asks_for_shared_heads_only_where_heads_are_shared():
+    """Torch 2.4 has no enable_gqa=, and runs everything else."""
+    asked = []
+
+    class Recorder(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is F.scaled_dot_product_attention:
+                asked.append("enable_gqa" in kwargs)
+            return function(*args, **(kwargs or {}))
+
+    with Recorder():
+        for num_kv_heads in (4, 2, 1):
+            module = CausalMultiHeadSelfAttention(24, 4, num_kv_heads=num_kv_heads)
+            module(torch.randn(2, 5, 24))
+    assert asked == [False, True, True]

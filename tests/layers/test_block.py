@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tinyblock import Block, RotaryPositionalEmbedding, Transformer
+from tinyblock import Block, RotaryPositionalEmbedding, SwiGLU, Transformer
 
 
 def test_transformer_takes_a_rope_in_place_of_theta():
@@ -44,3 +44,49 @@ def test_block_names_the_part_that_returns_something_else(part, broken, got):
         match=rf"{part} must return a tensor of shape \(2, 7, 24\).*got {got}",
     ):
         block(torch.zeros(2, 7, 24))
+
+
+ODD_HEADS = {
+    "of d_model": ({"d_model": 60}, "d_model=60 / num_heads=4 is 15"),
+    "of d_head": ({"d_model": 64, "d_head": 15}, "d_head=15 must be positive and even"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_HEADS)
+def test_transformer_names_the_sizes_of_an_odd_head(name):
+    sizes, message = ODD_HEADS[name]
+    with pytest.raises(ValueError, match=message):
+        Transformer(1, num_heads=4, max_seq_len=8, **sizes)
+    Transformer(1, num_heads=4, max_seq_len=8, theta=None, **sizes)  # without RoPE
+
+
+WRONG_PARTS: dict[str, Any] = {
+    "an instance": (
+        {"norm": nn.LayerNorm(24)},
+        r"norm must be a class or a function .* called as norm\(24, eps=1e-05, .* got a "
+        r"layer, LayerNorm\(\(24,\)",
+    ),
+    "other arguments": (
+        {"ffn": nn.Linear},
+        r"ffn is called as ffn\(24, None, device=None, dtype=None\), but Linear raised: ",
+    ),
+    "a layer of torch": (
+        {"attention": nn.MultiheadAttention},
+        r"attention is called as attention\(24, 4, num_kv_heads=None",
+    ),
+    "a class": ({"rope": RotaryPositionalEmbedding}, "rope must be an instance"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PARTS)
+def test_block_says_how_it_calls_what_builds_a_part(name):
+    part, message = WRONG_PARTS[name]
+    with pytest.raises(ValueError, match=message):
+        Block(24, 4, **part)
+
+
+def test_block_leaves_a_type_error_about_an_argument_to_the_layer():
+    with pytest.raises(TypeError, match=r"Block\.__init__[^$]*parameter 'num_heads'"):
+        Block(24, "4")
+    with pytest.raises(TypeError, match=r"SwiGLU\.__init__[^$]*parameter 'd_ff'"):
+        Block(24, 4, ffn=lambda d_model, d_ff, **factory: SwiGLU(d_model, "wide"))

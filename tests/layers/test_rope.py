@@ -1,5 +1,8 @@
 """RoPE beyond its contract: norms for many sizes, other frequencies, vmap, memory, and a failed move."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -72,3 +75,54 @@ def test_rope_that_cannot_be_moved_keeps_its_table():
     with pytest.raises((RuntimeError, AssertionError, NotImplementedError)):
         rope.to("xpu")  # not built here
     assert torch.equal(rope(x), expected)
+
+
+def on_meta():
+    return RotaryPositionalEmbedding(1e4, 64, 2048, device="meta")
+
+
+def test_rope_on_meta_computes_one_table_in_several_threads():
+    x = torch.randn(2, 7, 64)
+    expected = RotaryPositionalEmbedding(1e4, 64, 2048)(x)
+    for _ in range(20):
+        rope = on_meta()
+        together = threading.Barrier(4)
+
+        def call(_, rope=rope, together=together):
+            together.wait()
+            return rope(x)
+
+        with ThreadPoolExecutor(4) as threads:
+            results = list(threads.map(call, range(4)))
+        assert all(torch.equal(result, expected) for result in results)
+
+
+def test_rope_on_meta_called_in_inference_mode_can_be_trained():
+    rope, x = on_meta(), torch.randn(2, 7, 64)
+    with torch.inference_mode():
+        rope(x)
+    x.requires_grad_()
+    rope(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_rope_on_meta_keeps_no_table_of_fake_tensors():
+    rope, x = on_meta(), torch.randn(2, 7, 64)
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert rope(mode.from_tensor(x)).shape == x.shape
+    expected = RotaryPositionalEmbedding(1e4, 64, 2048)(x)
+    assert torch.equal(rope(x), expected)
+
+
+def test_rope_rejects_complex_positions():
+    rope = RotaryPositionalEmbedding(10.0, 6, 8)
+    with pytest.raises(ValueError, match=r"must be integers, got torch\.complex64"):
+        rope(torch.randn(3, 6), torch.arange(3) + 1j)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rope_says_which_positions_are_out_of_range(dtype):
+    rope = RotaryPositionalEmbedding(10.0, 6, 8)
+    message = r"must be 0 \.\.\. 7 \(max_seq_len - 1\), got values from -2 to 37"
+    with pytest.raises(ValueError, match=message):
+        rope(torch.randn(3, 6, dtype=dtype), torch.tensor([5, 37, -2]))
