@@ -16,9 +16,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "factor": 6.0,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 5.0,
     "original_max_position_embeddings": 32,
 }
 CASES: dict[str, dict[str, Any]] = {
