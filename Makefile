@@ -1,5 +1,6 @@
 # make profile: run the profiler.   make test: run the test suite.   make compare: compare with other projects' layers.
 # make exactness: write docs/exactness.md.   make lint: check style and types.
+# make story: download a small language model, once, and let it write a paragraph.
 # make cuda: run all checks that need a GPU, and write their output into the folder OUT= (default: cuda-acceptance).
 # Each target creates .venv on first use; exactness creates .venv-exactness.
 # ARGS= passes arguments on:        make profile ARGS="--seq-len 1024"    make test ARGS="-k rope"
@@ -10,7 +11,7 @@ OUT ?= cuda-acceptance
 # The pin of the dev extra. pip needs it as an argument, too; otherwise it first downloads the newest torch.
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",$$/\1/p' pyproject.toml)
 
-.PHONY: profile test compare exactness cuda lint
+.PHONY: profile test compare exactness story cuda lint
 profile: $(VENV)/installed
 	$(VENV)/bin/python scripts/profile_block.py $(ARGS)
 
@@ -22,6 +23,9 @@ compare: $(VENV)/installed-bench
 
 exactness: $(VENV)-exactness/installed
 	$(VENV)-exactness/bin/python scripts/exactness.py --write docs/exactness.md --plot docs/exactness.png $(ARGS)
+
+story: $(VENV)/installed-examples
+	$(VENV)/bin/python examples/story.py
 
 cuda: $(VENV)/installed-bench
 	PYTHON=$(CURDIR)/$(VENV)/bin/python bash scripts/cuda_acceptance.sh "$(OUT)" $(ARGS)

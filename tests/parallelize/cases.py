@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from test_recipes import run
+from mixture_of_experts import MixtureOfExperts
 from torch import Tensor, nn
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint import state_dict as distributed_state
@@ -51,7 +51,7 @@ class SlidingWindow(tinyblock.CausalMultiHeadSelfAttention):
         return super().attend(q, k, v, near if mask is None else near & mask)
 
 
-MIXTURE = run("A mixture of experts as the feed-forward layer")["MixtureOfExperts"]
+MIXTURE = partial(MixtureOfExperts, num_experts=4)
 SIZES: dict[str, Any] = {
     "num_kv_heads": 4,
     "dtype": torch.float64,
@@ -343,79 +343,3 @@ def checkpoints_of_tp_and_dp_load_anywhere_and_resume():
         torch.testing.assert_close(resume(pair, folder), expected, rtol=1e-7, atol=0)
     if dist.get_rank() == 0:
         torch.save(expected, folder / "losses.pt")
-
-
-@case
-def recipe_of_tensor_and_data_parallelism_trains_like_one_process():
-    made = run("Tensor and data parallelism")
-    model, optimizer = made["model"], made["optimizer"]
-    torch.manual_seed(0)
-    one = Transformer(2, d_model=64, num_heads=4, max_seq_len=128)
-    expected_optimizer = torch.optim.AdamW(one.parameters(), fused=True)
-    generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
-    for _ in range(2):
-        x = torch.cat(
-            [torch.randn(4, 16, 64, generator=generator) for generator in generators]
-        )
-        (one(x) - x).square().mean().backward()
-        nn.utils.clip_grad_norm_(one.parameters(), 1.0)
-        expected_optimizer.step()
-        expected_optimizer.zero_grad()
-    trained = {
-        name: whole(tensor).clone() for name, tensor in model.state_dict().items()
-    }
-    for name, expected in one.state_dict().items():  # after steps of 1e-3
-        torch.testing.assert_close(
-            trained[name], expected, rtol=0, atol=1e-4, msg=f"{name} differs"
-        )
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(model(x[:1]).sum()).backward()
-    if dist.get_rank() == 3:
-        model.layers[0].ffn.w2.weight.grad.to_local()[0, 0] = torch.inf
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 1.0  # on every process
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(whole(tensor), trained[name]), name
-
-
-@case
-def recipe_of_embedding_and_head_is_like_one_process_and_on_one_mesh():
-    made = run("Embedding and head of a parallel model")
-    model, mesh = made["model"], made["mesh"]
-    torch.manual_seed(0)
-    one = made["LanguageModel"](vocabulary=1000, d_model=64)
-    one.head.weight = one.embedding.weight
-    tokens, targets = torch.randint(0, 1000, (2, 2, 3, 9))  # two batches
-    rank, _ = data_rank(mesh)
-    model(tokens[rank], targets[rank]).backward()
-    one(*(part.flatten(0, 1) for part in (tokens, targets))).backward()
-    for (name, parameter), expected in zip(
-        model.named_parameters(), one.parameters(), strict=True
-    ):
-        torch.testing.assert_close(
-            whole(parameter.grad), expected.grad, msg=f"the gradient of {name} differs"
-        )
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    torch.optim.AdamW(model.parameters(), fused=True).step()
-    assert torch.equal(whole(model.head.weight), whole(model.embedding.weight))
-
-
-@case
-def recipe_of_a_pipeline_has_the_losses_of_one_process():
-    made = run("Pipeline parallelism")  # of four stages here
-    torch.manual_seed(0)
-    one = Transformer(4, d_model=64, num_heads=4, max_seq_len=128)
-    optimizer = torch.optim.AdamW(one.parameters())
-    torch.manual_seed(0)
-    for _ in range(2):
-        x = torch.randn(8, 16, 64)
-        loss = (one(x) - x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert len(made["losses"]) == (4 if dist.get_rank() == 3 else 0)
-    if made["losses"]:
-        torch.testing.assert_close(
-            torch.stack(made["losses"]).mean(), loss.detach(), rtol=1e-5, atol=0
-        )

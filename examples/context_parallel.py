@@ -1,0 +1,125 @@
+"""Context parallelism: one sequence is split over processes, each of which holds the activations of its own tokens.
+
+    torchrun --nproc-per-node 2 examples/context_parallel.py
+
+computes loss and gradients of one sequence of 128 tokens. Each process prints the loss of its tokens, the mean over the
+processes, and the difference from one process: none in the loss, and about 1e-8 in the gradients.
+
+Every layer but attention treats each token alone, so it needs no change. Attention gathers the keys and values of all
+processes, and masks by position. With shared key heads, these are few. Llama 3 was trained in this way (arXiv
+2407.21783, section 3.3.2), because gathered keys allow any mask, such as that of packed documents.
+
+- `parallelize` distributes the weights over "dp". Each process passes its slice of the tokens, and their positions.
+- Take targets before slicing: the target of the last token of a slice is the first token of the next slice.
+- "dp" averages gradients over the processes. With slices of the same size, a mean loss over each slice therefore gives
+  the gradient of the mean loss over the sequence.
+- `parallelize(..., recompute=True)` stores gathered keys and values of one layer at a time, not of all layers.
+
+`DTensor.full_tensor`, which is public since torch 2.5, gathers and has gradients; `torch.distributed.all_gather` has
+none. SDPA computes masked scores, too, so all processes have the same work. A kernel that skips them needs balanced
+slices: Llama 3 gives each process two chunks, one from either end.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attention_variants import attend_where, require_mask
+from language_model import LanguageModel
+from parallel import NextTokenLoss, distribute, mesh_along
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from tinyblock import CausalMultiHeadSelfAttention
+
+
+class ContextParallelAttention(CausalMultiHeadSelfAttention):
+    """Attend from the tokens of this process to all tokens before them, on any process of the mesh.
+
+    `mesh` has one axis, whose processes hold slices of the same length, in order. A `mask` has a row for each token of
+    this process, and a column for each token of the sequence; it is combined with the causal mask.
+    """
+
+    def __init__(
+        self, d_model: int, num_heads: int, *, mesh: DeviceMesh, **options: Any
+    ) -> None:
+        super().__init__(d_model, num_heads, **options)
+        self.mesh = mesh
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        require_mask(mask, q.shape[-2], q.shape[-2] * self.mesh.size())
+        k = gather_tokens(k, self.mesh)
+        v = gather_tokens(v, self.mesh)
+        position = torch.arange(k.shape[-2], device=q.device)
+        own_position = own_slice(position, self.mesh)
+        causal = own_position[:, None] >= position
+        return attend_where(q, k, v, causal if mask is None else causal & mask)
+
+
+def gather_tokens(own: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the tokens of all processes, in order; `own` has shape (..., tokens, size)."""
+    tokens = DTensor.from_local(own, mesh, [Shard(-2)])
+    # Each process computes the part of the gradient that its own queries cause. Partial adds the parts up.
+    return tokens.full_tensor(grad_placements=[Partial()])
+
+
+def own_slice(sequence: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the slice of this process of a sequence of shape (..., seq).
+
+    Raises:
+        ValueError: the processes do not divide the sequence.
+    """
+    seq, count = sequence.shape[-1], mesh.size()
+    if seq % count:
+        raise ValueError(
+            f"seq must be a multiple of {count} processes, got {seq}: pad it"
+        )
+    return sequence.chunk(count, dim=-1)[mesh.get_local_rank()]
+
+
+def mean_loss(loss: NextTokenLoss, text: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the mean loss over the tokens of this process."""
+    tokens, targets = text[:, :-1], text[:, 1:]
+    positions = torch.arange(tokens.shape[-1], device=text.device)
+    return loss(
+        own_slice(tokens, mesh), own_slice(targets, mesh), own_slice(positions, mesh)
+    )
+
+
+def main() -> None:
+    mesh = mesh_along("dp")
+    device = mesh.device_type
+    build = partial(
+        LanguageModel, 50, 2, 64, 4, num_kv_heads=2, max_seq_len=128, device=device
+    )
+    torch.manual_seed(0)  # the same weights on each process
+    attention = partial(ContextParallelAttention, mesh=mesh)
+    loss = NextTokenLoss(build(attention=attention))
+    distribute(loss, mesh)
+    text = torch.randint(50, (1, 129), device=device)
+    own = mean_loss(loss, text, mesh)
+    own.backward()
+    total = own.detach().clone()
+    dist.all_reduce(total)
+
+    torch.manual_seed(0)
+    one_process = NextTokenLoss(build())
+    expected = one_process(text[:, :-1], text[:, 1:])
+    expected.backward()
+    difference = 0.0
+    pairs = zip(loss.parameters(), one_process.parameters(), strict=True)
+    for parameter, reference in pairs:
+        gradient: Any = parameter.grad
+        error = (gradient.full_tensor() - reference.grad).abs().max()
+        difference = max(difference, float(error))
+    print(
+        f"rank {dist.get_rank()}: loss of its tokens {own:.4f}, of all {total / mesh.size():.4f}, "
+        f"on one process {expected:.4f}; gradients differ by {difference:.0e}"
+    )
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()

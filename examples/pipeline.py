@@ -1,0 +1,73 @@
+"""Pipeline parallelism: each process holds some consecutive layers, a stage, and passes its outputs to the next.
+
+    torchrun --nproc-per-node 2 examples/pipeline.py
+
+Each batch is cut into four microbatches, so that the stages work at the same time on different ones. Every process
+builds all layers, and keeps those of its stage: their keys in the state dict begin at `layers.0` on each process. The
+last process prints the loss of each step.
+Source: Huang et al., "GPipe" (arXiv 1811.06965), whose schedule this is.
+"""
+
+import torch
+import torch.distributed as dist
+from parallel import mesh_along
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from tinyblock import Transformer
+
+MICROBATCHES = 4
+
+
+def keep_stage(model: Transformer, rank: int, stages: int) -> None:
+    """Remove all layers except those of stage `rank`. The last stage also keeps the final norm.
+
+    Raises:
+        ValueError: the number of stages does not divide the number of layers.
+    """
+    if len(model.layers) % stages:
+        raise ValueError(
+            f"the number of layers must be a multiple of the {stages} stages, got {len(model.layers)}: "
+            "start another number of processes"
+        )
+    size = len(model.layers) // stages
+    model.layers = model.layers[rank * size : (rank + 1) * size]
+    if rank < stages - 1:
+        model.ln_final = nn.Identity()
+
+
+def train(mesh: DeviceMesh) -> list[Tensor]:
+    """Train the layers to return their input; on the last stage, return the loss of each step."""
+    rank, stages = mesh.get_local_rank(), mesh.size()
+    device = torch.device(mesh.device_type)
+    torch.manual_seed(0)  # the same weights and batches on each process
+    model = Transformer(4, d_model=64, num_heads=4, max_seq_len=128, device=device)
+    keep_stage(model, rank, stages)
+    stage = PipelineStage(model, rank, stages, device, group=mesh.get_group())
+    schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(2):
+        x = torch.randn(8, 16, 64, device=device)
+        inputs = (x,) if rank == 0 else ()  # the others get theirs from a stage
+        of_microbatches: list[Tensor] = []  # filled on the last stage
+        schedule.step(*inputs, target=x, losses=of_microbatches)
+        if of_microbatches:
+            losses.append(torch.stack(of_microbatches).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def main() -> None:
+    losses = train(mesh_along("pp"))
+    for step, loss in enumerate(losses):
+        print(f"step {step}: loss {loss:.4f}")
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()

@@ -1,0 +1,146 @@
+"""Measure a real model for docs/exactness.md: the errors of its logits, and which bits depend on the batch."""
+
+import statistics
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # this checkout's tinyblock, installed or not
+
+import torch
+from lab.cli import Parser, check_outputs, run
+from lab.environment import environment, versions
+from lab.files import write_text
+from lab.progress import Progress
+from lab.tables import markdown
+
+EPILOG = """\
+examples:
+  download the model, once, and replace the tables of the page:
+    make story
+    python scripts/model_exactness.py --write docs/exactness.md
+  check that everything works, with a single text:
+    python scripts/model_exactness.py --quick
+
+It requires the packages of the examples: pip install -e ".[examples]"
+"""
+BEGIN = "<!-- scripts/model_exactness.py replaces everything from here -->\n"
+END = "<!-- to here. -->\n"
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Return the median, and the range if there are several values."""
+    middle, low, high = (of(values) for of in (statistics.median, min, max))
+    text = format(middle, form)
+    if len(values) > 1:
+        text += f" ({low:{form}}-{high:{form}})"
+    return text
+
+
+def errors_table(errors: dict[tuple[str, int, str], list[float]]) -> str:
+    from peers.real_model import DTYPES, OURS, STARTS, THEIRS
+
+    cases = [(dtype, start) for dtype in DTYPES for start in STARTS]
+    header = ["logits", *(f"{dtype}, from {start:,}" for dtype, start in cases)]
+    rows = []
+    for project in (OURS, THEIRS):
+        cells = [spread(errors[*case, project], ".1e") for case in cases]
+        rows.append([project, *cells])
+    ratios = []
+    for case in cases:
+        pairs = zip(errors[*case, OURS], errors[*case, THEIRS], strict=True)
+        ratios.append(spread([ours / theirs for ours, theirs in pairs], ".2f"))
+    rows.append([f"{OURS} / {THEIRS}", *ratios])
+    return markdown(header, rows)
+
+
+def invariance_table(differences: dict[tuple[str, str, str, str], float]) -> str:
+    from peers.real_model import CONDITIONS, OURS, THEIRS
+
+    columns = [(project, each) for project in (OURS, THEIRS) for each in CONDITIONS]
+    cases = list(dict.fromkeys(key[:2] for key in differences))
+    rows = []
+    for case in cases:
+        values = [differences[*case, *column] for column in columns]
+        cells = ["equal" if value == 0 else f"{value:.0e}" for value in values]
+        rows.append([", ".join(case), *cells])
+    header = [f"{project}, {condition}" for project, condition in columns]
+    return markdown(["a row", *header], rows)
+
+
+def replaced(page: Path, text: str) -> str:
+    """Return the page with this text between the two marks.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    head, begin, rest = page.read_text().partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"--write must be a page with two marks, got {page}")
+    return f"{head}{BEGIN}\n{text}\n{END}{tail}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser("model_exactness.py", (__doc__ or "").strip(), EPILOG)
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FILE",
+        help="the GGUF file (default: the one that `make story` downloads)",
+    )
+    parser.add_argument("--quick", action="store_true", help="measure a single text")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="replace the tables of this page"
+    )
+    args = parser.parse_args(argv)
+    try:
+        import peers.real_model as measuring
+        import story
+    except ImportError as error:
+        parser.error(f"{error}: pip install -e '.[examples]'")
+    model = args.model or story.cached()
+    with parser.reporting():
+        check_outputs(args, "write")
+        if not model.exists():
+            raise ValueError(f"there is no model at {model}: run `make story`")
+        if args.write and args.quick:
+            raise ValueError("--quick measures one text: leave out --write")
+        if args.write:
+            replaced(args.write, "")  # before the measurement, which takes minutes
+
+    def work() -> int:
+        torch.set_num_threads(1)
+        facts = environment(torch.device("cpu"), seed=0)
+        count = 1 if args.quick else len(measuring.MODULES)
+        with Progress() as progress, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of transformers
+            tokens = measuring.texts(model, count)
+            with measuring.checkpoint(model) as folder:
+                errors = measuring.measure_errors(folder, tokens, progress.start)
+                differences = measuring.measure_invariance(
+                    folder, tokens, progress.start
+                )
+        packages = ", ".join(map(" ".join, versions("torch", "transformers").items()))
+        python = sys.version.split()[0]
+        text = "\n\n".join(
+            [
+                f"Measured on {facts['device']}, one thread, with {packages}, Python {python}, "
+                f"at commit {facts['commit']}.",
+                errors_table(errors),
+                invariance_table(differences),
+            ]
+        )
+        print(text)
+        if args.write:
+            write_text(args.write, replaced(args.write, text + "\n"))
+        return 0
+
+    return run(parser, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
