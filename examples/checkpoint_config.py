@@ -200,6 +200,7 @@ def show_tables() -> None:
     for name, value in ACCEPTED.items():
         print(f"    {name}: {json.dumps(value)}")
     print("    layer_types: full_attention in all layers")
+    print("    sliding_window: null in llama; any in qwen2 and qwen3, switched off")
     print(
         "    architectures:", ", ".join(each.architecture for each in FAMILIES.values())
     )
