@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 EPILOG = """\
 examples:
-  measure both dtypes with all caches, for about 20 minutes, most of which is compilation:
+  measure both dtypes with all caches, in 10 to 20 minutes:
     python scripts/compare_decoding.py
   try it in two minutes:
     python scripts/compare_decoding.py --dtype float32 --eager --num-layers 4 --rounds 3
