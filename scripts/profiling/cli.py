@@ -358,6 +358,11 @@ def _size(options: dict[str, Any]) -> Size:
         for field in fields(Size)
         if options.get(field.name) is not None
     }
+    for name, value in of_size.items():
+        if isinstance(value, int) and value >= 2**63:
+            raise ValueError(
+                f"impossible size: {name} must be below 2**63, got {value}"
+            )
     of_block = ("d_model", "num_heads", "num_kv_heads", "d_head", "d_ff")
     try:
         block = Block(

@@ -37,13 +37,13 @@ def verify(tmp_path, monkeypatch, capsys):
 
     yield run
     for name in set(sys.modules) - modules:
-        if name.partition(".")[0] in {*LAYERS, "copies", "host"}:
+        if name.partition(".")[0] in {*LAYERS, "copied_layers", "host"}:
             del sys.modules[name]
 
 
 def write_copies(tmp_path, **sources):
     """Write a package with these files."""
-    folder = tmp_path / "copies"
+    folder = tmp_path / "copied_layers"
     folder.mkdir(exist_ok=True)
     (folder / "__init__.py").touch()
     for layer, source in sources.items():
