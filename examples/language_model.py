@@ -1,14 +1,19 @@
-"""A language model that generates text: embedding, Transformer and head, with cached keys and values.
+"""A language model that generates text: embedding, Transformer and head, with a cache.
 
     python examples/language_model.py
 
-trains a small model to count, lets it continue three numbers of different lengths in one batch, and prints how long a
-text takes with the cache and without. The other examples import `LanguageModel` from this file.
+trains a small model to count, prints its loss, and continues three sequences of
+numbers, of different lengths, in one batch. It then prints how long a text takes with
+the cache and without, and whether both texts are equal. Other examples import
+`LanguageModel` from this file.
 
-`generate` runs the prompt in one call, and then each new token in one call. Every layer of attention computes keys and
-values of the new token only. It appends them to a `Cache`, and attends to all that the cache holds. The layers hold no
-state: a call gets its cache as the `mask` that Block and Transformer pass on to `attend`. So a text that was
-interrupted leaves nothing behind, and two texts can be generated in turns.
+`generate` runs the prompt in one call, and then each new token in one call. Every layer
+of attention computes keys and values of the new token only. It appends them to a
+`Cache`, and attends to all that the cache holds. A second prompt cannot be appended.
+
+The layers hold no state. Block and Transformer pass one free argument on to `attend`,
+the `mask`; this file passes the cache as it. An interrupted text therefore leaves
+nothing behind, and two texts can be generated in turns.
 """
 
 import math
@@ -28,10 +33,12 @@ __all__ = ["Cache", "CachedAttention", "LanguageModel", "pad_left"]
 
 
 class Cache:
-    """Keys and values of the tokens so far: two tensors of shape (batch, kv_heads, length, d_head) for each layer.
+    """Keys and values of the tokens so far.
 
-    Row i of the batch begins with padding[i] tokens of padding, which no token attends to. Each call of the model is an
-    `advance`, and then an `append` in each layer. After a call that has failed, begin with a new cache.
+    Each layer has two tensors of shape (batch, kv_heads, length, d_head). Row i of the
+    batch begins with padding[i] tokens of padding, which no token attends to. Each call
+    of the model is an `advance`, and then an `append` in each layer. After a call that
+    has failed, begin with a new cache.
     """
 
     def __init__(self, padding: Int[Tensor, " batch"] | None = None) -> None:
@@ -42,10 +49,15 @@ class Cache:
         self.mask: Bool[Tensor, "batch 1 key"] | None = None
 
     def advance(self, seq: int, device: torch.device) -> Int[Tensor, "*batch seq"]:
-        """Count the tokens of a prompt, or one more token, and return their positions."""
+        """Count the tokens of a prompt, or one more token, and return their positions.
+
+        Raises:
+            ValueError: several tokens follow a prompt.
+        """
         if seq > 1 and self.length > 0:
             raise ValueError(
-                f"pass the prompt in one call, then one token per call, got {seq} tokens after {self.length}"
+                "pass the prompt in one call, then one token per call, "
+                f"got {seq} tokens after {self.length}"
             )
         positions = torch.arange(self.length, self.length + seq, device=device)
         self.length += seq
@@ -66,19 +78,28 @@ class Cache:
 
 
 class CachedAttention(CausalMultiHeadSelfAttention):
-    """Causal attention that accepts a Cache as its mask: the first call is the prompt, and then one token per call."""
+    """Causal attention that accepts a Cache as its mask.
 
-    index = 0  # the number of this layer in the model
+    The first call with a cache gets the prompt, and each later call gets one token.
+    """
+
+    index: int | None = None  # the number of this layer; LanguageModel sets it
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         if not isinstance(mask, Cache):
             return super().attend(q, k, v, mask)
         cache = mask
+        if self.index is None:
+            raise ValueError(
+                "CachedAttention.index must be the number of the layer, got None: "
+                "use LanguageModel, or set model.layers[i].attn.index = i"
+            )
         keys, values = cache.append(self.index, k, v)
         if q.shape[-2] > 1:
             return super().attend(q, k, v, cache.mask)
-        # One query attends to all keys. The query heads that share a key head become its queries, so that the kernel
-        # does not have to share key heads, which is slow on some CPUs and needs copies on CUDA.
+        # One query attends to all keys. The query heads that share a key head become
+        # its queries, so that no key head has to be repeated. Whether `enable_gqa` is
+        # faster depends on the CPU and the dtype.
         queries = rearrange(
             q,
             "batch (kv_heads group) 1 d_head -> batch kv_heads group d_head",
@@ -94,11 +115,11 @@ class CachedAttention(CausalMultiHeadSelfAttention):
 
 
 class LanguageModel(nn.Module):
-    """Embed tokens, apply a Transformer, and return a logit for each token that may come next.
+    """Embed tokens, apply a Transformer, and return a logit for each next token.
 
-    If `tied`, head and embedding are the same parameter, and a state dict need not contain the head. `options` are
-    those of Transformer; max_seq_len is required. A model on the meta device takes its weights with
-    `load_state_dict(state, assign=True)`.
+    If `tied`, head and embedding are the same parameter, and a state dict need not
+    contain the head. `options` are those of Transformer; max_seq_len is required. Load
+    weights into a model on the meta device with `load_state_dict(state, assign=True)`.
 
     Raises:
         ValueError: the Transformer rejects an argument.
@@ -139,9 +160,13 @@ class LanguageModel(nn.Module):
         self.lm_head = nn.Linear(
             d_model, vocabulary, bias=False, device=device, dtype=dtype
         )
+        self.stay_tied_after_loading()
+        self._reset_ends()
+
+    def stay_tied_after_loading(self) -> None:
+        """Keep head and embedding one parameter when a state dict is loaded."""
         self.register_load_state_dict_pre_hook(_share_head)
         self.register_load_state_dict_post_hook(_tie)
-        self._reset_ends()
 
     def reset_parameters(self) -> None:
         """Draw new weights."""
@@ -149,7 +174,10 @@ class LanguageModel(nn.Module):
         self._reset_ends()
 
     def _reset_ends(self) -> None:
-        """Draw a head of variance 2 / (d_in + d_out), and embeddings of variance 1 unless they are the head."""
+        """Draw a head of variance 2 / (d_in + d_out), and embeddings of variance 1.
+
+        Tied embeddings are the head.
+        """
         head = self.lm_head.weight
         std = math.sqrt(2 / sum(head.shape))
         nn.init.trunc_normal_(head, std=std, a=-3 * std, b=3 * std)
@@ -177,7 +205,10 @@ class LanguageModel(nn.Module):
         stop: int | None = None,
         padding: Int[Tensor, " batch"] | None = None,
     ) -> Int[Tensor, "batch total"]:
-        """Return the prompts with up to `count` new tokens. The arguments and errors are those of `stream`."""
+        """Return the prompts with up to `count` new tokens.
+
+        The arguments and errors are those of `stream`.
+        """
         new = self.stream(tokens, count, temperature, top_k, stop, padding)
         return torch.cat((tokens, torch.stack(list(new), dim=-1)), dim=-1)
 
@@ -190,22 +221,26 @@ class LanguageModel(nn.Module):
         stop: int | None = None,
         padding: Int[Tensor, " batch"] | None = None,
     ) -> Iterator[Int[Tensor, " batch"]]:
-        """Return an iterator over up to `count` new tokens of each prompt, which computes a token when it is asked for.
+        """Return an iterator over up to `count` new tokens of each prompt.
 
-        temperature=0 takes the likeliest token. Otherwise the token is drawn from softmax(logits / temperature), of the
-        top_k likeliest tokens or of all; torch's global generator draws, so `torch.manual_seed` makes texts repeatable.
-        A row that has drawn `stop` contains only `stop` from there on, and generation ends when all rows have. Prompts
-        of different lengths: `tokens, padding = pad_left(prompts)`.
+        The iterator computes a token when it is asked for. temperature=0 takes the most
+        likely token. Otherwise the token is drawn from softmax(logits / temperature),
+        of the top_k most likely tokens or of all; torch's global generator draws, so
+        `torch.manual_seed` makes texts repeatable. After a row has drawn `stop`, all
+        its further tokens are `stop`, and generation ends when all rows have drawn it.
+        For prompts of different lengths, `tokens, padding = pad_left(prompts)`.
 
         Raises:
-            ValueError: an argument is out of range, or prompt and new tokens exceed max_seq_len.
+            ValueError: an argument is out of range, or prompt and new tokens exceed
+                max_seq_len.
         """
         self._check_prompt(tokens, count)
         if padding is not None:
             _check_padding(tokens, padding)
         if not 0 <= temperature < math.inf:
             raise ValueError(
-                f"temperature must be 0 (greedy), or positive and finite, got {temperature}"
+                "temperature must be 0 (greedy), or positive and finite, "
+                f"got {temperature}"
             )
         if top_k is not None and top_k < 1:
             raise ValueError(f"top_k must be at least 1, or None, got {top_k}")
@@ -221,14 +256,18 @@ class LanguageModel(nn.Module):
     def next_logits(
         self, tokens: Int[Tensor, "batch seq"], cache: Cache
     ) -> Float[Tensor, "batch vocabulary"]:
-        """Append a prompt or one token to the cache, and return the logits of the token that comes next."""
+        """Append a prompt or one token to the cache, and return the next logits."""
         positions = cache.advance(tokens.shape[-1], tokens.device)
         return self.step(tokens, positions, cache)
 
     def step(
         self, tokens: Tensor, positions: Tensor, cache: Cache
     ) -> Float[Tensor, "batch vocabulary"]:
-        """Compute `next_logits` after `advance`. The head, a large matrix, gets only the last token."""
+        """Return the logits after the last token.
+
+        The positions are those that `cache.advance` has returned. The head, a large
+        matrix, gets only the last token.
+        """
         has_rope = self.transformer.rope is not None
         x = self.token_embeddings(tokens)
         x = self.transformer(x, positions if has_rope else None, cache)
@@ -238,26 +277,29 @@ class LanguageModel(nn.Module):
         attention = self.transformer.layers[0].attn
         if not isinstance(attention, CachedAttention):
             raise ValueError(
-                f"attention must be CachedAttention or a subclass to generate, got {type(attention).__name__}"
+                "attention must be CachedAttention or a subclass to generate, "
+                f"got {type(attention).__name__}"
             )
         if tokens.dim() != 2 or tokens.numel() == 0:
             raise ValueError(
-                f"tokens must have shape (batch, seq), both at least 1, got {tuple(tokens.shape)}: "
-                "pass tokens[None] for one prompt, and pad_left(prompts) for prompts of different lengths"
+                "tokens must have shape (batch, seq), both at least 1, "
+                f"got {tuple(tokens.shape)}: pass tokens[None] for one prompt, and "
+                "pad_left(prompts) for prompts of different lengths"
             )
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
         seq, limit = tokens.shape[-1], self.transformer.max_seq_len
         if seq + count > limit:
             raise ValueError(
-                f"prompt and new tokens must fit into max_seq_len={limit}, got {seq} + {count}: "
-                f"shorten the prompt, or generate at most {max(limit - seq, 0)} tokens"
+                f"prompt and new tokens must fit into max_seq_len={limit}, "
+                f"got {seq} + {count}: shorten the prompt, or generate at most "
+                f"{max(limit - seq, 0)} tokens"
             )
         vocabulary = self.token_embeddings.num_embeddings
         if tokens.min() < 0 or tokens.max() >= vocabulary:
             raise ValueError(
-                f"tokens must be 0 ... {vocabulary - 1}, got {tokens.min()} ... {tokens.max()}: "
-                "use the tokenizer of this model"
+                f"tokens must be 0 ... {vocabulary - 1}, "
+                f"got {tokens.min()} ... {tokens.max()}: use the tokenizer of this model"
             )
 
     @torch.no_grad()
@@ -283,9 +325,11 @@ class LanguageModel(nn.Module):
 
 
 def pad_left(prompts: Sequence[Sequence[int] | Tensor]) -> tuple[Tensor, Tensor]:
-    """Put prompts of different lengths into one tensor (batch, seq), with zeros before the shorter ones.
+    """Put prompts of different lengths into one tensor of shape (batch, seq).
 
-    Returns the tokens, and how many tokens of each row are padding: the arguments `tokens` and `padding` of `generate`.
+    Zeros fill the rows of shorter prompts from the left. Returns the tokens, and how
+    many tokens of each row are padding: the arguments `tokens` and `padding` of
+    `generate`.
 
     Raises:
         ValueError: there is no prompt, or one is empty.
@@ -303,24 +347,26 @@ def _check_padding(tokens: Tensor, padding: Tensor) -> None:
     rows, seq = tokens.shape
     if padding.shape != (rows,):
         raise ValueError(
-            f"padding must have shape ({rows},), one number for each row, got {tuple(padding.shape)}"
+            f"padding must have shape ({rows},), one number for each row, "
+            f"got {tuple(padding.shape)}"
         )
     if padding.min() < 0 or padding.max() >= seq:
         raise ValueError(
-            f"padding must be 0 ... {seq - 1}, less than the {seq} tokens of a row, got {padding.tolist()}"
+            f"padding must be 0 ... {seq - 1}, less than the {seq} tokens of a row, "
+            f"got {padding.tolist()}"
         )
 
 
 def _choose(
     logits: Float[Tensor, "batch vocabulary"], temperature: float, top_k: int | None
 ) -> Int[Tensor, " batch"]:
-    """Take the likeliest token if temperature is 0, or draw one."""
+    """Take the most likely token if temperature is 0, or draw one."""
     if temperature == 0:
         return logits.argmax(-1)
-    likeliest = min(top_k or logits.shape[-1], logits.shape[-1])
-    logits, candidates = logits.topk(likeliest)
+    most_likely = min(top_k or logits.shape[-1], logits.shape[-1])
+    logits, candidates = logits.topk(most_likely)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # The largest becomes 0, and no divisor is rounded to 0, so that no temperature yields NaN.
+    # The largest becomes 0, and no divisor is rounded to 0: no temperature yields NaN.
     logits = logits - logits[:, :1]
     temperature = max(temperature, torch.finfo(logits.dtype).tiny)
     drawn = torch.multinomial((logits / temperature).softmax(-1), 1)
@@ -330,26 +376,38 @@ def _choose(
 def _share_head(
     model: LanguageModel, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Before a tied model loads a state dict: let the head be the embedding, if the state dict has none."""
+    """Before a tied model loads a state dict without a head, use the embedding as it."""
     embedding = state.get(f"{prefix}token_embeddings.weight")
     if not model.tied or embedding is None:
         return
     head = state.setdefault(f"{prefix}lm_head.weight", embedding)
     if head is not embedding and not torch.equal(head, embedding):
         raise ValueError(
-            "lm_head.weight must equal token_embeddings.weight in a tied model: pass tied=False"
+            "lm_head.weight must equal token_embeddings.weight in a tied model, "
+            "got another one: pass tied=False"
         )
 
 
 def _tie(model: LanguageModel, _: object) -> None:
-    """After a tied model has loaded a state dict: make one parameter of two, which assign=True leaves."""
+    """After a tied model has loaded a state dict, share the parameter again.
+
+    assign=True leaves two parameters.
+    """
     if model.tied:
         model.lm_head.weight = model.token_embeddings.weight
 
 
 def counting_model(steps: int = 60) -> LanguageModel:
     """Train a small model to count to 49 and to begin again at 0."""
-    model = LanguageModel(50, 2, 64, 4, max_seq_len=512, num_kv_heads=2, qk_norm=True)
+    model = LanguageModel(
+        vocabulary=50,
+        num_layers=2,
+        d_model=64,
+        num_heads=4,
+        max_seq_len=512,
+        num_kv_heads=2,
+        qk_norm=True,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):
         starts = torch.randint(50, (16, 1))
@@ -386,7 +444,8 @@ def main() -> None:
             tokens = torch.cat((tokens, token), dim=-1)
     full_seconds = time.perf_counter() - start
     print(
-        f"200 tokens with the cache: {cached_seconds:.2f} s, without: {full_seconds:.2f} s"
+        f"200 tokens with the cache: {cached_seconds:.2f} s, "
+        f"without: {full_seconds:.2f} s"
     )
     print("equal texts:", torch.equal(cached, tokens))
 

@@ -2,11 +2,14 @@
 
 import copy
 import math
+import re
 
 import language_model
 import pytest
 import torch
-from language_model import Cache, LanguageModel, pad_left
+from language_model import Cache, CachedAttention, LanguageModel, pad_left
+
+from tinyblock import Transformer
 
 
 def add_positions(x, token_positions):
@@ -207,6 +210,17 @@ def test_generate_rejects_attention_without_a_cache():
         model.generate(prompts(1, 5), 3)
 
 
+def test_cached_attention_outside_of_a_language_model_requires_the_number_of_its_layer():
+    model = Transformer(2, 32, 4, max_seq_len=30, attention=CachedAttention)
+    x = torch.randn(1, 5, 32)
+    assert model(x).shape == x.shape
+    with pytest.raises(ValueError, match="index must be .* got None: "):
+        model(x, mask=Cache())
+    for index, block in enumerate(model.layers):
+        block.attn.index = index
+    torch.testing.assert_close(model(x, mask=Cache()), model(x))
+
+
 def test_cache_rejects_a_second_prompt():
     model, cache = build(), Cache()
     model.next_logits(prompts(1, 5), cache)
@@ -293,6 +307,7 @@ def test_tied_model_stays_tied_and_rejects_another_head():
 def test_example_counts_and_compares(capsys):
     language_model.main()
     printed = capsys.readouterr().out
+    assert re.match(r"loss after 60 steps of training: 0\.\d+\n", printed)
     assert "counted: 45 46 47 48 49 0 1 2" in printed
     assert "counted: 20 21 22" in printed
     assert "equal texts: True" in printed
