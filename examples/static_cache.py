@@ -1,17 +1,18 @@
-"""Generate with preallocated keys and values, and a compiled step: torch traces one graph for all tokens.
+"""Generate with preallocated keys and values, and a step that compiles once.
 
     python examples/static_cache.py
 
-generates the same text with the growing cache of language_model.py, with the static cache, and with the static cache
-and a compiled step. It prints tokens per second, the number of compiled graphs, and whether the texts are equal.
+generates the same text with the growing cache of language_model.py, with the static
+cache, and with the static cache and a compiled step. For each, it prints tokens per
+second, and whether the text equals the first one.
 
-A growing cache copies all keys and values for each token, and has another shape each time, which a compiled step would
-have to allow for. A `StaticCache` has room for `size` tokens from the start. A token overwrites one slot of it, and a
-mask hides the slots that are not written yet. All shapes stay the same, so the step compiles once. The price: each
-token reads all slots, so choose `size` as small as your texts allow.
+A growing cache copies all keys and values for each token, and has another shape each
+time, so a compiled step would need dynamic shapes. A `StaticCache` has room for `size`
+tokens from the start. A token overwrites one slot of it, and a mask hides the slots
+that are not written yet. All shapes stay the same, so the step compiles once. In
+return, each token reads all slots: choose `size` as small as your texts allow.
 
-This file was run on a CPU only. On CUDA, `torch.compile(..., mode="reduce-overhead")` is known to help more, because
-launching kernels dominates a step; see torch's documentation of CUDA graphs before you rely on it.
+This file was run on a CPU only.
 """
 
 import time
@@ -69,29 +70,36 @@ class StaticCache(Cache):
 
 
 class StaticLanguageModel(LanguageModel):
-    """The layers of `model`, which generate with a static cache of `size` tokens, and a compiled step if `compile`.
+    """The layers of `model`, which generate with a static cache of `size` tokens.
 
-    The prompt is not compiled, because each has another length. The first token of the first text compiles the step;
-    a batch of another size compiles it once more.
+    If `compile`, the step of one token is compiled: by the first token of the first
+    text, and once more for a batch of another size. The prompt is not compiled, because
+    each has another length. `size` defaults to max_seq_len of the model.
+
+    Raises:
+        ValueError: size is not between 1 and max_seq_len.
     """
 
     def __init__(
         self, model: LanguageModel, size: int | None = None, compile: bool = True
     ) -> None:
-        nn.Module.__init__(self)  # that of LanguageModel would build new layers
+        # Not super().__init__, which builds new layers: these are those of `model`.
+        nn.Module.__init__(self)
         self.tied = model.tied
         self.transformer = model.transformer
         self.token_embeddings = model.token_embeddings
         self.lm_head = model.lm_head
+        self.stay_tied_after_loading()
         max_seq_len = model.transformer.max_seq_len
         self.size = max_seq_len if size is None else size
         if not 1 <= self.size <= max_seq_len:
             raise ValueError(
-                f"size must be 1 ... {max_seq_len} (max_seq_len of the model), got {size}"
+                f"size must be 1 ... {max_seq_len} (max_seq_len of the model), "
+                f"got {size}"
             )
-        self.step_of_one_token = super().step
+        self.run_token = self.step_one_token
         if compile:
-            self.step_of_one_token = torch.compile(super().step, fullgraph=True)
+            self.run_token = torch.compile(self.step_one_token, fullgraph=True)
 
     def new_cache(
         self, tokens: Tensor, count: int, padding: Tensor | None = None
@@ -100,20 +108,32 @@ class StaticLanguageModel(LanguageModel):
         seq = tokens.shape[-1]
         if seq + count > self.size:
             raise ValueError(
-                f"prompt and new tokens must fit into the cache of size={self.size}, got {seq} + {count}: "
-                f"pass size={seq + count}, or generate fewer tokens"
+                f"prompt and new tokens must fit into the cache of size={self.size}, "
+                f"got {seq} + {count}: pass size={seq + count}, or generate fewer tokens"
             )
         return StaticCache(self, len(tokens), self.size, padding)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """Return the logits after the last token, by the compiled step if it fits."""
         if tokens.shape[-1] > 1:
             return super().step(tokens, positions, cache)
-        return self.step_of_one_token(tokens, positions, cache)
+        return self.run_token(tokens, positions, cache)
+
+    def step_one_token(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """Return the logits after one token: all shapes are the same in each call."""
+        return super().step(tokens, positions, cache)
 
 
 def main() -> None:
     torch.manual_seed(0)
-    growing = LanguageModel(1000, 2, 256, 8, max_seq_len=1024, num_kv_heads=2)
+    growing = LanguageModel(
+        vocabulary=1000,
+        num_layers=2,
+        d_model=256,
+        num_heads=8,
+        max_seq_len=1024,
+        num_kv_heads=2,
+    )
     models = {
         "growing cache": growing,
         "static cache": StaticLanguageModel(growing, size=256, compile=False),
@@ -128,8 +148,6 @@ def main() -> None:
         speed = 200 / (time.perf_counter() - start)
         equal = torch.equal(text, expected)
         print(f"{name:24} {speed:6.0f} tokens/s, equal to the growing cache: {equal}")
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    print(f"compiled graphs: {graphs}")
 
 
 if __name__ == "__main__":
