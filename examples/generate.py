@@ -1,4 +1,10 @@
-"""Continue a text with a language model: a GGUF file, or a checkpoint in the format of Hugging Face."""
+"""Continue a text with a language model.
+
+    python examples/generate.py MODEL.gguf "The capital of France is"
+
+prints the continuation while it is generated. The model is a GGUF file, or a checkpoint
+in the format of Hugging Face: a folder, or a name, which is downloaded.
+"""
 
 import argparse
 import itertools
@@ -8,6 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+DESCRIPTION = (
+    "Continue a text with a language model: a GGUF file, or a checkpoint in the format "
+    "of Hugging Face."
+)
 EPILOG = """\
 examples:
   continue a text with the most likely tokens:
@@ -34,7 +44,7 @@ def parser() -> Parser:
     layout = argparse.RawDescriptionHelpFormatter
     made = Parser(
         "generate.py",
-        description=__doc__,
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=layout,
         allow_abbrev=False,
@@ -78,12 +88,13 @@ def load(source: str) -> tuple[Any, Any, set[int]]:
         ValueError: the source is no model, or has no tokenizer.
     """
     if source.endswith(".gguf") or Path(source).is_file():
-        import from_gguf
+        import from_gguf  # here, because a checkpoint does not require gguf
 
         model = from_gguf.load(source)
         path = Path(source)
         tokenizer = load_tokenizer(path.parent, gguf_file=path.name)
         return model, tokenizer, {tokenizer.eos_token_id}
+
     import hugging_face
 
     folder = hugging_face.find_folder(source)
@@ -98,17 +109,21 @@ def load_tokenizer(folder: Path, **options: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        from hugging_face import first_line
+
+        reason = first_line(error)
         raise ValueError(f"{folder} must contain a tokenizer: {reason}") from None
 
 
 def stop_tokens(folder: Path) -> set[int]:
-    """Return the tokens at which the checkpoint's own settings end a text."""
+    """Return the tokens at which the checkpoint's own settings end a text, if any."""
     from transformers import GenerationConfig
 
     if not (folder / "generation_config.json").exists():
         return set()
     found = GenerationConfig.from_pretrained(folder).eos_token_id
+    if found is None:
+        return set()
     return set(found) if isinstance(found, list) else {found}
 
 
@@ -118,14 +133,18 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     if tokenizer.chat_template is None:
         raise ValueError("--chat requires a model with a chat template: leave it out")
     messages = [{"role": "user", "content": prompt}]
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    encoded = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True
+    )
     return encoded["input_ids"]
 
 
 def decoded(tokenizer: Any, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text that each token adds to that of the tokens before it.
 
-    A token may be a part of a character; then the text follows with the last part.
+    A token may be a part of a character; its text is then yielded with the last part.
+    The whole text is decoded for each token, because some tokenizers decode the first
+    token differently: the time is quadratic in the length.
     """
     seen = list(prompt)
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
@@ -140,12 +159,8 @@ def decoded(tokenizer: Any, prompt: list[int], tokens: Iterable[int]) -> Iterato
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    import torch
-
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    text = str(error).lower()
-    return "not enough memory" in text or "cannot allocate memory" in text
+    # On a CPU, torch raises a plain RuntimeError, "you tried to allocate ... bytes".
+    return isinstance(error, MemoryError) or "allocate" in str(error)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,12 +177,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ngenerate.py: interrupted", file=sys.stderr)
         return 130
-    except Exception as error:
-        if is_out_of_memory(error):
-            command.error(f"too little memory for {arguments.model}: {error}")
-        if not isinstance(error, ValueError):
-            raise
+    except ValueError as error:
         command.error(str(error))
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        command.error(f"too little memory for {arguments.model}: {error}")
     return 0
 
 

@@ -96,6 +96,8 @@ def test_stop_tokens_are_those_of_the_checkpoint(tmp_path):
     assert generate.stop_tokens(tmp_path) == {3, 5}
     settings.write_text('{"eos_token_id": 3}')
     assert generate.stop_tokens(tmp_path) == {3}
+    settings.write_text('{"do_sample": false}')
+    assert generate.stop_tokens(tmp_path) == set()
 
 
 @pytest.mark.parametrize(
