@@ -1,10 +1,16 @@
-"""Pipeline parallelism: each process holds some consecutive layers, a stage, and passes its outputs to the next.
+"""Pipeline parallelism: each process holds a stage, which is some consecutive layers.
 
     torchrun --nproc-per-node 2 examples/pipeline.py
 
-Each batch is cut into four microbatches, so that the stages work at the same time on different ones. Every process
-builds all layers, and keeps those of its stage: their keys in the state dict begin at `layers.0` on each process. The
-last process prints the loss of each step.
+trains the layers to return their input. The last process prints the loss of each step.
+
+Each stage passes its outputs to the next. Each batch is cut into four microbatches, so
+that the stages work at the same time on different ones. Every process builds all
+layers, and keeps those of its stage. In a language model, the first stage also embeds
+the tokens, and the last stage also has the head.
+
+The keys in the state dict begin at `layers.0` on each process; `state_of_stage` gives
+them the names that they have in the whole model, for saving.
 Source: Huang et al., "GPipe" (arXiv 1811.06965), whose schedule this is.
 """
 
@@ -20,16 +26,18 @@ from tinyblock import Transformer
 MICROBATCHES = 4
 
 
-def keep_stage(model: Transformer, rank: int, stages: int) -> None:
-    """Remove all layers except those of stage `rank`. The last stage also keeps the final norm.
+def remove_other_stages(model: Transformer, rank: int, stages: int) -> None:
+    """Remove all layers except those of stage `rank`.
+
+    The last stage also keeps the final norm.
 
     Raises:
         ValueError: the number of stages does not divide the number of layers.
     """
     if len(model.layers) % stages:
         raise ValueError(
-            f"the number of layers must be a multiple of the {stages} stages, got {len(model.layers)}: "
-            "start another number of processes"
+            f"the number of layers must be a multiple of the {stages} stages, "
+            f"got {len(model.layers)}: start another number of processes"
         )
     size = len(model.layers) // stages
     model.layers = model.layers[rank * size : (rank + 1) * size]
@@ -37,13 +45,28 @@ def keep_stage(model: Transformer, rank: int, stages: int) -> None:
         model.ln_final = nn.Identity()
 
 
+def state_of_stage(stage: Transformer, rank: int) -> dict[str, Tensor]:
+    """Return the weights of stage `rank` under their names in the whole model."""
+    size = len(stage.layers)
+    state = {}
+    for name, weight in stage.state_dict().items():
+        if name.startswith("layers."):
+            _, number, rest = name.split(".", maxsplit=2)
+            name = f"layers.{rank * size + int(number)}.{rest}"
+        state[name] = weight
+    return state
+
+
 def train(mesh: DeviceMesh) -> list[Tensor]:
-    """Train the layers to return their input; on the last stage, return the loss of each step."""
+    """Train the layers to return their input.
+
+    The last stage returns the loss of each step, and the others return an empty list.
+    """
     rank, stages = mesh.get_local_rank(), mesh.size()
     device = torch.device(mesh.device_type)
     torch.manual_seed(0)  # the same weights and batches on each process
     model = Transformer(4, d_model=64, num_heads=4, max_seq_len=128, device=device)
-    keep_stage(model, rank, stages)
+    remove_other_stages(model, rank, stages)
     stage = PipelineStage(model, rank, stages, device, group=mesh.get_group())
     schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,12 +1,13 @@
 """parallel.py, parallel_lora.py, pipeline.py and context_parallel.py: four processes against one."""
 
+import copy
 import re
 
 import parallel
 import pytest
 import torch
 from context_parallel import own_slice
-from pipeline import keep_stage
+from pipeline import remove_other_stages, state_of_stage
 from processes import run_as_torchrun
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,7 +62,7 @@ def test_mains_print_what_each_process_found(folder):
 def test_a_pipeline_rejects_stages_that_do_not_divide_the_layers(stages):
     model = Transformer(4, d_model=64, num_heads=4, max_seq_len=8)
     with pytest.raises(ValueError, match=f"multiple of the {stages} stages, got 4"):
-        keep_stage(model, rank=0, stages=stages)
+        remove_other_stages(model, rank=0, stages=stages)
     assert len(model.layers) == 4
 
 
@@ -69,13 +70,17 @@ def test_stages_of_a_pipeline_are_the_whole_model():
     model = Transformer(6, d_model=64, num_heads=4, max_seq_len=8)
     x = torch.randn(2, 7, 64)
     expected = model(x)
-    layers, ln_final = model.layers, model.ln_final
+    state = model.state_dict()
+    saved = {}
     for rank in range(3):
-        model.layers, model.ln_final = layers, ln_final
-        keep_stage(model, rank, stages=3)
-        assert len(model.layers) == 2
-        x = model(x)
+        stage = copy.deepcopy(model)
+        remove_other_stages(stage, rank, stages=3)
+        assert len(stage.layers) == 2
+        x = stage(x)
+        saved.update(state_of_stage(stage, rank))
     assert torch.equal(x, expected)
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[name], state[name]) for name in state)
 
 
 def test_context_parallelism_rejects_a_sequence_that_processes_do_not_divide():
@@ -102,7 +107,7 @@ def test_parallel_main_says_how_to_start_it(monkeypatch):
 
 def test_matrices_come_before_gains():
     groups = parallel.matrices_then_gains(
-        nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 3))
+        nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 3), nn.PReLU(), nn.Conv1d(3, 2, 1))
     )
     dimensions = [parameter.ndim for group in groups for parameter in group["params"]]
-    assert dimensions == [2, 1, 1, 1]
+    assert dimensions == [2, 3, 1, 1, 1, 1, 1]
