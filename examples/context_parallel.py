@@ -1,23 +1,32 @@
-"""Context parallelism: one sequence is split over processes, each of which holds the activations of its own tokens.
+"""Context parallelism: one sequence is split over processes, a slice for each.
 
     torchrun --nproc-per-node 2 examples/context_parallel.py
 
-computes loss and gradients of one sequence of 128 tokens. Each process prints the loss of its tokens, the mean over the
-processes, and the difference from one process: none in the loss, and about 1e-8 in the gradients.
+computes loss and gradients of one sequence of 128 tokens. Each process prints the loss
+of its tokens, the mean over the processes, and the loss on one process, which is equal.
+It also prints how far gradients are from those of one process, about 1e-8.
 
-Every layer but attention treats each token alone, so it needs no change. Attention gathers the keys and values of all
-processes, and masks by position. With shared key heads, these are few. Llama 3 was trained in this way (arXiv
-2407.21783, section 3.3.2), because gathered keys allow any mask, such as that of packed documents.
+Every layer except attention treats each token alone, so it needs no change. Attention
+gathers the keys and values of all processes, and hides later positions. Shared key
+heads make these tensors small. Llama 3 was trained in this way (arXiv 2407.21783,
+section 3.3.2), because gathered keys allow any mask, such as that of packed documents.
+torch's own `torch.distributed.tensor.experimental.context_parallel` passes keys around
+a ring instead, so no process holds all of them. In torch 2.13 it is a prototype that
+accepts no mask in SDPA and does not run on a CPU.
 
-- `parallelize` distributes the weights over "dp". Each process passes its slice of the tokens, and their positions.
-- Take targets before slicing: the target of the last token of a slice is the first token of the next slice.
-- "dp" averages gradients over the processes. With slices of the same size, a mean loss over each slice therefore gives
-  the gradient of the mean loss over the sequence.
-- `parallelize(..., recompute=True)` stores gathered keys and values of one layer at a time, not of all layers.
-
-`DTensor.full_tensor`, which is public since torch 2.5, gathers and has gradients; `torch.distributed.all_gather` has
-none. SDPA computes masked scores, too, so all processes have the same work. A kernel that skips them needs balanced
-slices: Llama 3 gives each process two chunks, one from either end.
+- `parallelize` distributes the weights over "dp". Each process passes its slice of the
+  tokens, and their positions. The axis is called "dp" because gradients are averaged
+  over it, as in data parallelism.
+- Take targets before slicing: the target of the last token of a slice is the first
+  token of the next slice.
+- With slices of the same size, the mean gradient of the mean loss of each slice is the
+  gradient of the mean loss of the sequence.
+- On n processes, the mask of each has seq / n rows and seq columns, and each holds all
+  seq keys and values of a layer, repeated for every query head.
+  `parallelize(..., recompute=True)` stores those of one layer at a time.
+- SDPA computes masked scores, too, so all processes have the same work. A kernel that
+  skips them needs balanced slices: Llama 3 gives each process two chunks, one from
+  either end.
 """
 
 from functools import partial
@@ -36,10 +45,11 @@ from tinyblock import CausalMultiHeadSelfAttention
 
 
 class ContextParallelAttention(CausalMultiHeadSelfAttention):
-    """Attend from the tokens of this process to all tokens before them, on any process of the mesh.
+    """Attend from the tokens of this process to earlier ones, on any process.
 
-    `mesh` has one axis, whose processes hold slices of the same length, in order. A `mask` has a row for each token of
-    this process, and a column for each token of the sequence; it is combined with the causal mask.
+    `mesh` has one axis, whose processes hold slices of the same length, in order. A
+    `mask` has a row for each token of this process, and a column for each token of the
+    sequence; it is combined with the causal mask.
     """
 
     def __init__(
@@ -59,9 +69,15 @@ class ContextParallelAttention(CausalMultiHeadSelfAttention):
 
 
 def gather_tokens(own: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the tokens of all processes, in order; `own` has shape (..., tokens, size)."""
+    """Return the tokens of all processes, in order.
+
+    `own` has shape (..., tokens, size). `DTensor.full_tensor` has gradients, and
+    `torch.distributed.all_gather` has none. `torch.distributed.tensor`, where DTensor
+    is, requires torch 2.5.
+    """
     tokens = DTensor.from_local(own, mesh, [Shard(-2)])
-    # Each process computes the part of the gradient that its own queries cause. Partial adds the parts up.
+    # Each process computes the part of the gradient that its own queries cause.
+    # Partial adds the parts up.
     return tokens.full_tensor(grad_placements=[Partial()])
 
 
@@ -79,11 +95,11 @@ def own_slice(sequence: Tensor, mesh: DeviceMesh) -> Tensor:
     return sequence.chunk(count, dim=-1)[mesh.get_local_rank()]
 
 
-def mean_loss(loss: NextTokenLoss, text: Tensor, mesh: DeviceMesh) -> Tensor:
+def mean_loss(training_model: NextTokenLoss, text: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the mean loss over the tokens of this process."""
     tokens, targets = text[:, :-1], text[:, 1:]
     positions = torch.arange(tokens.shape[-1], device=text.device)
-    return loss(
+    return training_model(
         own_slice(tokens, mesh), own_slice(targets, mesh), own_slice(positions, mesh)
     )
 
@@ -92,14 +108,21 @@ def main() -> None:
     mesh = mesh_along("dp")
     device = mesh.device_type
     build = partial(
-        LanguageModel, 50, 2, 64, 4, num_kv_heads=2, max_seq_len=128, device=device
+        LanguageModel,
+        vocabulary=50,
+        num_layers=2,
+        d_model=64,
+        num_heads=4,
+        num_kv_heads=2,
+        max_seq_len=128,
+        device=device,
     )
     torch.manual_seed(0)  # the same weights on each process
     attention = partial(ContextParallelAttention, mesh=mesh)
-    loss = NextTokenLoss(build(attention=attention))
-    distribute(loss, mesh)
+    training_model = NextTokenLoss(build(attention=attention))
+    distribute(training_model, mesh)
     text = torch.randint(50, (1, 129), device=device)
-    own = mean_loss(loss, text, mesh)
+    own = mean_loss(training_model, text, mesh)
     own.backward()
     total = own.detach().clone()
     dist.all_reduce(total)
@@ -109,14 +132,15 @@ def main() -> None:
     expected = one_process(text[:, :-1], text[:, 1:])
     expected.backward()
     difference = 0.0
-    pairs = zip(loss.parameters(), one_process.parameters(), strict=True)
+    pairs = zip(training_model.parameters(), one_process.parameters(), strict=True)
     for parameter, reference in pairs:
         gradient: Any = parameter.grad
         error = (gradient.full_tensor() - reference.grad).abs().max()
         difference = max(difference, float(error))
     print(
-        f"rank {dist.get_rank()}: loss of its tokens {own:.4f}, of all {total / mesh.size():.4f}, "
-        f"on one process {expected:.4f}; gradients differ by {difference:.0e}"
+        f"rank {dist.get_rank()}: loss of its tokens {own:.4f}, "
+        f"of all {total / mesh.size():.4f}, on one process {expected:.4f}; "
+        f"gradients differ by {difference:.0e}"
     )
 
 
