@@ -1,12 +1,14 @@
-"""Shape checks on a module of your own: jaxtyping annotations that raise when a shape is wrong.
-
-`typecheck(module)` checks the public functions of a module, and `__init__` and `forward` of its classes. Call it at the
-end of a file on itself, as below, or in `conftest.py` on the modules that your tests import. A check runs once for each
-combination of shapes and costs about a microsecond afterwards. Compiled code runs unchecked.
+"""Shape checks on a module of your own, from its jaxtyping annotations.
 
     python examples/checked_shapes.py
 
-pools sequences of 7 tokens, then of tokens of the wrong size, and prints the first lines of the error.
+pools two sequences, then passes tokens of size 60 instead of 64, and prints the error.
+
+`typecheck(module)` checks the public functions of a module, and `__init__` and
+`forward` of its classes. Call it at the end of a file on itself, as below, or in
+`conftest.py` on the modules that your tests import. A check runs once for each
+combination of shapes and costs about a microsecond afterwards. Compiled code runs
+unchecked.
 """
 
 import sys
@@ -15,11 +17,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from tinyblock.typecheck import typecheck
+from tinyblock import typecheck
 
 
 class AttentionPool(nn.Module):
-    """Average the tokens of a sequence, weighted by a softmax of their scores."""
+    """Average the tokens of a sequence, weighted by a softmax of their scores.
+
+    Tokens whose `keep` is False have no weight. Without any token the result is zero.
+    """
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -33,6 +38,8 @@ class AttentionPool(nn.Module):
     ) -> Float[Tensor, "*batch {self.d_model}"]:
         scores = self.score(x).squeeze(-1)
         weights = scores.masked_fill(~keep, -torch.inf).softmax(dim=-1)
+        # Without any token, the softmax is NaN.
+        weights = weights.masked_fill(~keep, 0)
         return (weights[..., None] * x).sum(dim=-2)
 
 
@@ -46,7 +53,7 @@ def main() -> None:
     try:
         pool(torch.randn(2, 7, 60), keep)
     except TypeError as error:
-        print(str(error).partition("\n-----")[0])
+        print(error)
 
 
 if __name__ == "__main__":
