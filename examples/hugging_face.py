@@ -1,14 +1,15 @@
 """Load a Llama, Qwen2 or Qwen3 checkpoint in the format of Hugging Face, and save one.
 
-    python examples/hugging_face.py             three small random checkpoints, which transformers writes
-    python examples/hugging_face.py FOLDER      your checkpoint, or a name such as Qwen/Qwen3-0.6B
+    python examples/hugging_face.py          three random checkpoints of transformers
+    python examples/hugging_face.py FOLDER   your checkpoint, or a name: Qwen/Qwen3-0.6B
 
-prints how far the logits are from those of transformers, and whether saving restores every bit.
+prints how far the logits are from those of transformers, and whether saving restores
+every value.
 
-The weights have other names. And Hugging Face's RoPE pairs x[k] with x[k + d_head/2], where tinyblock's pairs x[2k]
-with x[2k + 1]. So the rows of the query and key weights are permuted within each head. Or, with `halves=True`, the
-model gets a RoPE that rotates halves, and the weights stay as they are in the file. checkpoint_config.py lists what a
-config may contain.
+The weights have different names. Hugging Face's RoPE pairs x[k] with x[k + d_head/2];
+tinyblock's pairs x[2k] with x[2k + 1]. `load` therefore permutes the rows of the query
+and key weights. With `halves=True` it keeps the rows and uses a RoPE that rotates
+halves. checkpoint_config.py lists what a config may contain.
 """
 
 import json
@@ -119,36 +120,85 @@ def config_of(model: LanguageModel) -> Config:
     """Return the config that describes a model.
 
     Raises:
-        ValueError: the model has a layer that no config describes.
+        ValueError: the model has a layer that no config describes, or layers that
+            differ from each other.
     """
     for name, layer in model.named_modules():
         if type(layer) not in DESCRIBED:
             kind = type(layer).__name__
             raise ValueError(f"no config describes {name}, which is {kind}")
-    block: Any = model.transformer.layers[0]
-    attention = block.attn
-    rope = attention.rope
-    if isinstance(rope, RopeOfHalves):
-        rope = rope.rope
-    model_type = model_type_of(attention)
+    rope = rope_of(model)
+    eps = model.transformer.ln_final.eps
+    require_eps(model, eps)
+    sizes = sizes_of_layers(model)
     weight = model.token_embeddings.weight
     return {
-        "architectures": [FAMILIES[model_type].architecture],
-        "model_type": model_type,
+        "architectures": [FAMILIES[sizes["model_type"]].architecture],
+        **sizes,
         "vocab_size": weight.shape[0],
         "hidden_size": weight.shape[1],
-        "intermediate_size": block.ffn.w1.out_features,
         "num_hidden_layers": len(model.transformer.layers),
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.d_head,
         "hidden_act": "silu",
         "max_position_embeddings": model.transformer.max_seq_len,
-        "rms_norm_eps": block.ln1.eps,
+        "rms_norm_eps": eps,
         "rope_theta": rope.theta,
         "rope_scaling": scaling_of(rope),
         "tie_word_embeddings": model.tied,
         "torch_dtype": str(weight.dtype).removeprefix("torch."),
+    }
+
+
+def rope_of(model: LanguageModel) -> RotaryPositionalEmbedding:
+    """Return the RoPE that all layers share."""
+    shared = model.transformer.rope
+    layers: Any = model.transformer.layers
+    for number, block in enumerate(layers):
+        if block.attn.rope is not shared:
+            raise ValueError(
+                f"layer {number} must have the rope of the Transformer, "
+                f"got {block.attn.rope}: a config describes one for all layers"
+            )
+    rope = shared.rope if isinstance(shared, RopeOfHalves) else shared
+    if not isinstance(rope, RotaryPositionalEmbedding):
+        got = None if rope is None else type(rope).__name__
+        raise ValueError(
+            f"rope must be a RotaryPositionalEmbedding, got {got}: "
+            "a config describes no other positions"
+        )
+    return rope
+
+
+def require_eps(model: LanguageModel, eps: Any) -> None:
+    """Raise unless all norms have this eps."""
+    for name, norm in model.named_modules():
+        if isinstance(norm, (RMSNorm, nn.RMSNorm)) and norm.eps != eps:
+            raise ValueError(
+                f"{name} must have eps={eps}, as the last norm, got {norm.eps}: "
+                "a config describes one eps for all norms"
+            )
+
+
+def sizes_of_layers(model: LanguageModel) -> Config:
+    """Return the fields of a config that follow from a layer, the same for each."""
+    layers: Any = model.transformer.layers
+    expected = sizes_of(layers[0])
+    for number, block in enumerate(layers):
+        for name, size in sizes_of(block).items():
+            if size != expected[name]:
+                raise ValueError(
+                    f"layer {number} must have {name}={expected[name]}, as layer 0, "
+                    f"got {size}: a config describes one size for all layers"
+                )
+    return expected
+
+
+def sizes_of(block: Any) -> Config:
+    return {
+        "model_type": model_type_of(block.attn),
+        "intermediate_size": block.ffn.w1.out_features,
+        "num_attention_heads": block.attn.num_heads,
+        "num_key_value_heads": block.attn.num_kv_heads,
+        "head_dim": block.attn.d_head,
     }
 
 
@@ -172,7 +222,7 @@ def scaling_of(rope: RotaryPositionalEmbedding) -> Config | None:
     }
 
 
-# --- The weights -----------------------------------------------------------------------------------------------------
+# --- The weights ------------------------------------------------------------------
 
 # Parts of the names: theirs, ours.
 NAMES = {
@@ -191,7 +241,10 @@ ROTATED = (".q_proj.", ".k_proj.", ".q_norm.", ".k_norm.")
 
 
 def from_hugging_face(state: State, d_head: int, halves: bool = False) -> State:
-    """Return the weights under tinyblock's names, with the rows of q and k in consecutive pairs unless `halves`."""
+    """Return the weights under tinyblock's names.
+
+    The rows of q and k are permuted into consecutive pairs unless `halves`.
+    """
     result = {}
     for name, weight in state.items():
         if is_rotated(name) and not halves:
@@ -224,7 +277,9 @@ def renamed(name: str, parts: Mapping[str, str]) -> str:
 
 
 def assign_weights(model: LanguageModel, state: State, source: object) -> None:
-    """Make these tensors the weights of a model: nothing is copied, and their dtype becomes that of the model.
+    """Make these tensors the weights of a model.
+
+    Nothing is copied, and their dtype becomes that of the model.
 
     Raises:
         ValueError: a weight is missing or superfluous, or has another shape.
@@ -249,16 +304,18 @@ def shortened(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more"
 
 
-# --- Files -----------------------------------------------------------------------------------------------------------
+# --- Files ------------------------------------------------------------------------
 
 
 def load(source: str | Path, *, halves: bool = False) -> LanguageModel:
-    """Return the model of a checkpoint: a folder, or a name, which is downloaded into Hugging Face's cache.
+    """Return the model of a checkpoint: a folder, or a name.
 
-    The weights keep the dtype of the file. `halves` leaves their rows in place, and rotates halves instead of pairs.
+    A name is downloaded into Hugging Face's cache. The weights keep the dtype of the
+    file. `halves` leaves their rows in place, and rotates halves instead of pairs.
 
     Raises:
-        ValueError: the folder is no checkpoint, or this model does not compute what its config describes.
+        ValueError: the folder is no checkpoint, or this model does not compute what its
+            config describes.
     """
     folder = find_folder(source)
     config = read_config(folder)
@@ -273,9 +330,12 @@ def load(source: str | Path, *, halves: bool = False) -> LanguageModel:
 
 
 def save(model: LanguageModel, folder: str | Path, **fields: Any) -> None:
-    """Write a model as a checkpoint, which transformers and `load` read. The tokenizer is yours to add.
+    """Write a model as a checkpoint, which transformers and `load` read.
 
-    `fields` go into the config, such as eos_token_id=2.
+    `fields` go into the config, such as eos_token_id=2. The tokenizer is not written.
+
+    Raises:
+        ValueError: no config describes the model.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -332,12 +392,15 @@ def read_weights(folder: Path) -> State:
     }
 
 
-# --- Comparison with transformers ------------------------------------------------------------------------------------
+# --- Comparison with transformers -------------------------------------------------
 
 
 @torch.no_grad()
 def relative_error(source: str | Path, *, halves: bool = False) -> float:
-    """Return the distance of the logits of a random text from those of transformers, as a share of their norm."""
+    """Return how far the logits of a random text are from those of transformers.
+
+    The distance is relative to the norm of the logits.
+    """
     from transformers import AutoModelForCausalLM
 
     ours = load(source, halves=halves)
@@ -349,7 +412,7 @@ def relative_error(source: str | Path, *, halves: bool = False) -> float:
 
 
 def restores(source: str | Path, *, halves: bool = False) -> bool:
-    """Save a checkpoint again, and return whether all weights are the same, bit by bit."""
+    """Save a checkpoint again, and return whether all weights are equal."""
     with tempfile.TemporaryDirectory() as folder:
         save(load(source, halves=halves), folder)
         saved = read_weights(Path(folder))
@@ -362,13 +425,13 @@ def restores(source: str | Path, *, halves: bool = False) -> bool:
 def compare(name: str, source: str | Path) -> None:
     for halves in (False, True):
         error = relative_error(source, halves=halves)
-        bits = "restores" if restores(source, halves=halves) else "does not restore"
+        saving = "restores" if restores(source, halves=halves) else "does not restore"
         how = "rotates halves" if halves else "permutes rows"
-        print(f"{name}, {how}: off by {error:.1e}; saving {bits} every bit")
+        print(f"{name}, {how}: off by {error:.1e}; saving {saving} every value")
 
 
 def write_random(model_type: str, folder: str) -> None:
-    """Write a small random checkpoint in several files, as transformers does it for large ones."""
+    """Write a small random checkpoint in several files, as large ones are stored."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(

@@ -9,6 +9,9 @@ pytest.importorskip("transformers", reason="needs transformers")
 import hugging_face
 import transformers
 from hugging_face import load, read_weights, save
+from language_model import CachedAttention, LanguageModel
+
+from tinyblock import RotaryPositionalEmbedding
 
 pytestmark = pytest.mark.filterwarnings(
     "default::DeprecationWarning", "default::FutureWarning"
@@ -58,7 +61,7 @@ def write(case, folder, **options):
 @torch.no_grad()
 @pytest.mark.parametrize("halves", [False, True], ids=["pairs", "halves"])
 @pytest.mark.parametrize("case", CASES)
-def test_load_gives_the_logits_of_transformers_and_saves_every_bit(
+def test_load_gives_the_logits_of_transformers_and_saves_every_value(
     case, halves, tmp_path
 ):
     theirs = write(case, tmp_path / "theirs", max_shard_size="100KB")
@@ -124,12 +127,54 @@ def test_save_rejects_a_model_that_no_config_describes(tmp_path):
         save(model, tmp_path / "saved")
 
 
+def change_eps_of_a_norm(model):
+    model.transformer.layers[1].ln2.eps = 0.5
+
+
+def change_heads_of_a_layer(model):
+    model.transformer.layers[1].attn = CachedAttention(
+        64, 2, num_kv_heads=2, d_head=16, rope=model.transformer.rope
+    )
+
+
+def change_rope_of_a_layer(model):
+    rope = RotaryPositionalEmbedding(theta=7.0, d_k=16, max_seq_len=64)
+    model.transformer.layers[1].attn.rope = rope
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change_eps_of_a_norm, r"layers\.1\.ln2 must have eps=1e-05, .* got 0\.5"),
+        (change_heads_of_a_layer, r"layer 1 must have num_attention_heads=4.* got 2"),
+        (change_rope_of_a_layer, r"layer 1 must have the rope of the Transformer"),
+    ],
+)
+def test_save_rejects_layers_that_differ(change, message, tmp_path):
+    model = LanguageModel(
+        99, 2, 64, 4, max_seq_len=64, num_kv_heads=2, attention=CachedAttention
+    )
+    save(model, tmp_path)
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        save(model, tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"theta": None}, {"rope": lambda x, positions: x}])
+def test_save_rejects_a_model_without_a_known_rope(options, tmp_path):
+    model = LanguageModel(99, 2, 64, 4, max_seq_len=64, **options)
+    with pytest.raises(
+        ValueError, match=r"rope must be a .*Embedding, got (None|func)"
+    ):
+        save(model, tmp_path)
+
+
 def test_main_compares_random_checkpoints(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["hugging_face.py"])
     assert hugging_face.main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
-    assert all(line.endswith("restores every bit") for line in lines)
+    assert all(line.endswith("restores every value") for line in lines)
 
 
 def test_main_reports_a_folder_without_checkpoint(tmp_path, monkeypatch, capsys):
