@@ -99,8 +99,8 @@ def matrices_then_gains(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]
     gradients are sharded. "tp" shards matrices, and not gains: with gains first,
     processes would skip different steps.
     """
-    matrices = []
-    gains = []
+    matrices: list[nn.Parameter] = []
+    gains: list[nn.Parameter] = []
     for parameter in model.parameters():
         group = gains if parameter.ndim < 2 else matrices
         group.append(parameter)

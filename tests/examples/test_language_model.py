@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from typing import Any
 
 import language_model
 import pytest
@@ -214,9 +215,10 @@ def test_cached_attention_outside_of_a_language_model_requires_the_number_of_its
     model = Transformer(2, 32, 4, max_seq_len=30, attention=CachedAttention)
     x = torch.randn(1, 5, 32)
     assert model(x).shape == x.shape
-    with pytest.raises(ValueError, match="index must be .* got None: "):
+    with pytest.raises(ValueError, match=r"index must be .* got None: "):
         model(x, mask=Cache())
-    for index, block in enumerate(model.layers):
+    layers: Any = model.layers
+    for index, block in enumerate(layers):
         block.attn.index = index
     torch.testing.assert_close(model(x, mask=Cache()), model(x))
 
