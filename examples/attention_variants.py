@@ -1,13 +1,16 @@
-"""Other attention: a sliding window, both directions, biases, FlexAttention and soft-capped scores.
-
-`Transformer(..., attention=SlidingWindow)` builds a model with one of these classes. Most of them override `attend`,
-which gets the queries, keys and values of each head after the rotation, and the `mask` that the model was called with.
-A mask is a bool tensor, True where a query may attend to a key, of shape (..., seq, seq) or (..., 1, seq).
-FlexAttention and SoftCappedAttention require exactly one batch axis; the others accept any number.
+"""Other attention: a window, both directions, biases, FlexAttention, soft caps.
 
     python examples/attention_variants.py
 
-changes one of 64 tokens and prints, for each class, which outputs change.
+changes one of 64 tokens and prints, for each class, which outputs change. These ranges
+show windows and directions. They show nothing about biases and soft caps.
+
+`Transformer(..., attention=SlidingWindow)` builds a model with one of these classes.
+Most of them override `attend`, which gets the queries, keys and values of each head
+after the rotation, and the `mask` that the model was called with. A mask is a bool
+tensor, True where a query may attend to a key, of shape (..., seq, seq) or
+(..., 1, seq). FlexAttention and SoftCappedAttention require exactly one batch axis; the
+others accept any number.
 """
 
 import warnings
@@ -31,7 +34,10 @@ if torch.cuda.is_available():
 
 
 def require_mask(mask: Any, queries: int, keys: int) -> None:
-    """Raise ValueError for another shape, and for another dtype: torch would add it to the scores."""
+    """Raise ValueError unless the mask is bool and has the right shape.
+
+    torch would add a float mask to the scores. None is accepted.
+    """
     if mask is None:
         return
     shapes = ((queries, keys), (1, keys))
@@ -41,13 +47,17 @@ def require_mask(mask: Any, queries: int, keys: int) -> None:
             return
         got = f"{mask.dtype} of shape {tuple(mask.shape)}"
     raise ValueError(
-        f"mask must be a bool tensor of shape (..., {queries}, {keys}) or (..., 1, {keys}), got {got}: "
-        "turn a padding mask into mask[..., None, :], and an additive mask into mask == 0"
+        f"mask must be a bool tensor of shape (..., {queries}, {keys}) or "
+        f"(..., 1, {keys}), got {got}: turn a padding mask into mask[..., None, :], "
+        "and an additive mask into mask == 0"
     )
 
 
 def attend_where(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attend to the keys whose mask is True, the same for all heads; None is all keys."""
+    """Attend to the keys whose mask is True, the same for all heads.
+
+    None allows all keys.
+    """
     require_mask(mask, q.shape[-2], k.shape[-2])
     if mask is not None and mask.dim() > 2:
         mask = mask.unsqueeze(-3)  # the fast kernels take 2 or 4 axes
@@ -60,7 +70,10 @@ def attend_where(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor
 
 
 class SlidingWindow(CausalMultiHeadSelfAttention):
-    """Attend to a window of 16 tokens that ends with the token itself, as in Mistral 7B (arXiv 2310.06825)."""
+    """Attend to a window of 16 tokens that ends with the token itself.
+
+    Source: Mistral 7B (arXiv 2310.06825).
+    """
 
     window = 16
 
@@ -75,7 +88,10 @@ class SlidingWindow(CausalMultiHeadSelfAttention):
 
 
 class BidirectionalAttention(CausalMultiHeadSelfAttention):
-    """Attend to all tokens that the mask allows, as an encoder such as BERT does (arXiv 1810.04805)."""
+    """Attend to all tokens that the mask allows, as an encoder does.
+
+    Source: BERT (arXiv 1810.04805).
+    """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return attend_where(q, k, v, mask)
@@ -98,13 +114,15 @@ class AttentionWithBiases(CausalMultiHeadSelfAttention):
 
 
 class FlexAttention(CausalMultiHeadSelfAttention):
-    """Attend causally with FlexAttention, which skips the masked blocks of the score matrix.
+    """Attend causally with FlexAttention, which skips masked blocks of the scores.
 
-    `mask` is a BlockMask of torch's `create_block_mask`, used as it is: include the causal condition in it. A bool mask
-    is combined with the causal mask, and None is causal. Both build a BlockMask in each layer: for speed, build one
-    and pass it to the model. x must have exactly one batch axis.
+    `mask` is a BlockMask of torch's `create_block_mask`, used as it is: include the
+    causal condition in it. A bool mask is combined with the causal mask, and None is
+    causal. Both build a BlockMask in each layer: for speed, build one and pass it to
+    the model. x must have exactly one batch axis.
 
-    On a CPU, torch has no backward pass of FlexAttention: call the model in `torch.no_grad()`.
+    On a CPU, torch has no backward pass of FlexAttention: call the model in
+    `torch.no_grad()`.
     """
 
     @staticmethod
@@ -130,7 +148,10 @@ class FlexAttention(CausalMultiHeadSelfAttention):
 
 
 def causal_block_mask(q: Tensor, mask: Tensor | None) -> BlockMask:
-    """Return the causal mask, combined with a bool mask of shape (batch, seq, seq) or (batch, 1, seq)."""
+    """Return the causal mask, combined with a bool mask.
+
+    That mask has shape (batch, seq, seq) or (batch, 1, seq).
+    """
     batch, _, seq, _ = q.shape
     require_mask(mask, seq, seq)
     if mask is None:
@@ -148,7 +169,10 @@ def causal_block_mask(q: Tensor, mask: Tensor | None) -> BlockMask:
 
 
 class SoftCappedAttention(FlexAttention):
-    """Limit scores to (-50, 50), by 50 tanh(score / 50), as Gemma 2 does (arXiv 2408.00118)."""
+    """Limit scores to (-50, 50) by 50 tanh(score / 50).
+
+    Source: Gemma 2 (arXiv 2408.00118).
+    """
 
     @staticmethod
     def score_mod(

@@ -1,11 +1,12 @@
-"""Check that a language model of these layers computes what the config of a Hugging Face checkpoint describes.
+"""Reject a Hugging Face config that this model would compute incorrectly.
 
-    python examples/checkpoint_config.py            prints the fields and values that are accepted
+    python examples/checkpoint_config.py            prints what is accepted
     python examples/checkpoint_config.py FOLDER     checks the config.json in a folder
 
-A config can describe much that the model does not have: windows, multipliers, scaled positions, other activations. Some
-of these add no weight, so the checkpoint would load, and give wrong results. That is why each field of a config must
-stand in one of the tables below, with an accepted value. The first field that does not raises an error.
+A config can describe much that the model does not have: windows, multipliers, scaled
+positions, other activations. Some of these add no weight, so the checkpoint would load
+and give wrong results. Therefore each field of a config must be listed in one of the
+tables below, with an accepted value. The first other field raises an error.
 """
 
 import json
@@ -19,7 +20,10 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """How the layers of a model type differ from Llama's. d_head is the size of a head in a config without head_dim."""
+    """How the layers of a model type differ from Llama's.
+
+    d_head is the size of a head in a config without head_dim.
+    """
 
     architecture: str
     biases: bool = False
@@ -82,6 +86,7 @@ ROPE_FIELDS = {
 
 # The logits do not depend on these fields.
 IGNORED = {
+    "_attn_implementation_autoset",
     "_model_name_or_path",
     "_name_or_path",
     "bos_token_id",
@@ -102,6 +107,8 @@ IGNORED = {
     "transformers.js_config",
     "transformers_version",
     "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
     "use_cache",
 }
 
@@ -110,7 +117,8 @@ def check_config(config: Config) -> None:
     """Raise unless the model computes what the config describes.
 
     Raises:
-        ValueError: a required field is missing, a field is unknown, or its value is not accepted.
+        ValueError: a required field is missing, a field is unknown, or its value is not
+            accepted.
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
@@ -149,7 +157,9 @@ def rejected(name: str, value: Any, accepted: object) -> ValueError:
 
 
 def rope_parameters(config: Config) -> Config:
-    """Return rope_type, rope_theta and the numbers of the scaling, from the fields of transformers 4 or 5.
+    """Return rope_type, rope_theta and the numbers of the scaling.
+
+    The fields are those of transformers 4 or 5.
 
     Raises:
         ValueError: the type is unknown, or has missing or unknown fields.

@@ -1,9 +1,10 @@
-"""Activation checkpointing: save the input of each block, and compute the rest again in the backward pass.
+"""Activation checkpointing: save the input of each block, and recompute the rest.
 
     python examples/checkpointing.py
 
-prints how many bytes a forward pass saves for the backward pass, without and with checkpointing. The gradients are the
-same, and the forward pass is computed twice. On several devices, use `parallelize(model, mesh, recompute=True)`.
+prints how many bytes a forward pass saves for the backward pass, without and with
+checkpointing. The gradients are the same. The backward pass recomputes the forward pass
+of each block. On several devices, use `parallelize(model, mesh, recompute=True)`.
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
 """
 
@@ -17,13 +18,22 @@ from tinyblock import Transformer
 
 
 def recompute(model: Transformer) -> None:
-    """Let each block save only its input, in place. The keys of the state dict stay the same."""
+    """Change each block in place, so that it saves only its input.
+
+    This replaces the `forward` of each block, because a wrapper around the block would
+    change the keys of the state dict. A second call changes nothing.
+    """
     for block in model.layers:
+        if isinstance(block.forward, partial):  # recomputed already
+            continue
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
-    """Return how many bytes the forward pass saves for the backward pass, apart from the weights."""
+    """Return how many bytes the forward pass saves for the backward pass.
+
+    The weights are not counted.
+    """
     weights = {weight.data_ptr() for weight in model.parameters()}
     sizes = {}
 
@@ -35,7 +45,8 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         out = model(x)
     total = sum(sizes.values())
-    del out  # not earlier: it keeps the saved tensors, and other tensors would take their addresses
+    # Keep `out` alive until here: freed memory could be reused at the same address.
+    del out
     return total
 
 

@@ -2,12 +2,14 @@
 
     python examples/from_gguf.py MODEL.gguf
 
-prints the layers of the model. `make story` downloads a small one.
+prints the layers of the model, and how many parameters it has. `make story` downloads a
+small one.
 
-GGUF stores the rows of the query and key weights in consecutive pairs, as tinyblock does: they load without a
-permutation. The package gguf turns quantized weights into float32. `model.to(torch.bfloat16)` halves their memory.
-A file can describe more than this model has, such as experts or scaled positions. So each field and each weight of the
-file must be known.
+GGUF stores the rows of the query and key weights in consecutive pairs, as tinyblock
+does: they load without a permutation. The package gguf turns quantized weights into
+float32. `model.to(torch.bfloat16)` halves their memory. A file can describe more than
+this model has, such as experts or scaled positions. `load` therefore rejects unknown
+fields and weights.
 """
 
 import sys
@@ -50,7 +52,8 @@ ACCEPTED = {
 # These must be the size of a head.
 HEAD_SIZES = ("llama.attention.value_length", "llama.rope.dimension_count")
 
-# Names, licenses and the tokenizer do not change the logits. The number of tokens is that of the embeddings.
+# Names, licenses and the tokenizer do not change the logits. The size of the vocabulary
+# is that of the embeddings.
 IGNORED = ("GGUF.", "general.", "tokenizer.", "quantize.", "llama.vocab_size")
 
 # Parts of the names of weights: theirs, ours.
@@ -74,7 +77,8 @@ def load(path: str | Path) -> LanguageModel:
     """Return the model of a GGUF file, with weights in float32.
 
     Raises:
-        ValueError: the file is not GGUF, has another architecture, or describes what this model does not compute.
+        ValueError: the file is not GGUF, has another architecture, or describes what
+            this model does not compute.
     """
     reader = open_file(path)
     try:
@@ -103,10 +107,11 @@ def known_fields(reader: gguf.GGUFReader) -> dict[str, Any]:
     """Return the sizes in the file, under the names that `build` takes.
 
     Raises:
-        ValueError: the architecture is not llama, a field is unknown or missing, or its value is not accepted.
+        ValueError: the architecture is not llama, a field is unknown or missing, or its
+            value is not accepted.
     """
-    field = reader.get_field("general.architecture")
-    architecture = field.contents() if field else None
+    found = reader.get_field("general.architecture")
+    architecture = found.contents() if found else None
     if architecture != "llama":
         raise ValueError(f"general.architecture must be llama, got {architecture}")
     fields = {

@@ -22,8 +22,9 @@ EPILOG = """\
 examples:
   continue a text with the most likely tokens:
     python examples/generate.py MODEL.gguf "The capital of France is" --tokens 40
-  let a model that was trained on conversations answer, and draw from its 50 most likely tokens:
-    python examples/generate.py FOLDER "Why is the sky blue?" --chat --temperature 0.8 --top-k 50
+  let a chat model answer, and draw from its 50 most likely tokens:
+    python examples/generate.py FOLDER "Why is the sky blue?" --chat --temperature 0.8 \\
+        --top-k 50
   download a checkpoint by its name:
     python examples/generate.py Qwen/Qwen3-0.6B "Why is the sky blue?" --chat
 
@@ -65,7 +66,8 @@ def parser() -> Parser:
         type=float,
         default=0.0,
         metavar="T",
-        help="draw tokens; lower values keep to likely ones (default: 0, the most likely token)",
+        help="draw tokens; lower values draw likely ones more often "
+        "(default: 0, the most likely token)",
     )
     made.add_argument(
         "--top-k",
@@ -142,8 +144,8 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
 def decoded(tokenizer: Any, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text that each token adds to that of the tokens before it.
 
-    A token may be a part of a character; its text is then yielded with the last part.
-    The whole text is decoded for each token, because some tokenizers decode the first
+    A token may be a part of a character; the character is then yielded with its last
+    token. The whole text is decoded for each token, because some tokenizers decode the first
     token differently: the time is quadratic in the length.
     """
     seen = list(prompt)

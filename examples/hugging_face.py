@@ -45,7 +45,7 @@ class QwenAttention(AttentionWithBiases, CachedAttention):
 
 
 class RopeOfHalves(nn.Module):
-    """Pair x[k] with x[k + d_k/2], as Hugging Face does, and rotate the pairs by another RoPE."""
+    """Pair x[k] with x[k + d_k/2], as Hugging Face does, and rotate by another RoPE."""
 
     def __init__(self, rope: RotaryPositionalEmbedding) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def build_rope(config: Config) -> RotaryPositionalEmbedding:
 
 
 def build(config: Config, halves: bool = False) -> LanguageModel:
-    """Return the model that the config describes, without weights: on the device meta."""
+    """Return the model that the config describes, on the device meta."""
     family = FAMILIES[config["model_type"]]
     rope = build_rope(config)
     return LanguageModel(

@@ -299,7 +299,8 @@ class LanguageModel(nn.Module):
         if tokens.min() < 0 or tokens.max() >= vocabulary:
             raise ValueError(
                 f"tokens must be 0 ... {vocabulary - 1}, "
-                f"got {tokens.min()} ... {tokens.max()}: use the tokenizer of this model"
+                f"got {tokens.min()} ... {tokens.max()}: "
+                "use the tokenizer of this model"
             )
 
     @torch.no_grad()
@@ -376,7 +377,7 @@ def _choose(
 def _share_head(
     model: LanguageModel, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Before a tied model loads a state dict without a head, use the embedding as it."""
+    """Before a tied model loads a state dict without a head, add the embedding."""
     embedding = state.get(f"{prefix}token_embeddings.weight")
     if not model.tied or embedding is None:
         return

@@ -1,13 +1,14 @@
-"""Llama 3.1's RoPE, which stretches a context of 8,192 tokens: override one method, `frequencies`.
-
-A pair that turns often within the original context keeps its frequency, because it tells near tokens apart. A pair that
-does not complete a turn is slowed down by the factor 8, so that a longer context does not lead it to unseen angles.
-In between, frequencies are interpolated.
-Source: `apply_scaling` in Meta's repository llama-models.
+"""Llama 3.1's RoPE, which stretches a context of 8,192 tokens: override `frequencies`.
 
     python examples/llama31_rope.py
 
 prints "64 frequencies: 29 kept, 6 interpolated, 29 divided by 8".
+
+A pair that completes several turns within the original context keeps its frequency,
+because it distinguishes near tokens. A pair that completes less than one turn is slowed
+down by the factor 8, so that longer contexts stay within the trained angles. In
+between, frequencies are interpolated.
+Source: `apply_scaling` in Meta's repository llama-models.
 """
 
 import math
@@ -21,11 +22,13 @@ from tinyblock import RotaryPositionalEmbedding, Transformer
 class Llama31Rope(RotaryPositionalEmbedding):
     """Keep high frequencies, divide low ones by `factor`, and interpolate in between.
 
-    A frequency is high if it completes at least `high_freq_factor` turns within `original_max_seq_len` tokens, and low
-    if it completes at most `low_freq_factor`. The other arguments are those of RotaryPositionalEmbedding.
+    A frequency is high if its pair completes at least `high_freq_factor` turns within
+    `original_max_seq_len` tokens, and low if its pair completes at most
+    `low_freq_factor`. The other arguments are those of RotaryPositionalEmbedding.
 
     Raises:
-        ValueError: factor is below 1, or low_freq_factor is not positive and below high_freq_factor.
+        ValueError: factor is below 1, or low_freq_factor is not positive and below
+            high_freq_factor.
     """
 
     def __init__(
@@ -60,7 +63,10 @@ class Llama31Rope(RotaryPositionalEmbedding):
         return frequencies * (kept + (1 - kept) / self.factor)
 
     def kept_share(self, frequencies: Tensor) -> Tensor:
-        """Return 1 where a frequency is kept, 0 where it is divided, and a linear ramp in between."""
+        """Return 1 where a frequency is kept, 0 where it is divided.
+
+        In between, the share is a linear ramp.
+        """
         turns = self.original_max_seq_len * frequencies / (2 * math.pi)
         width = self.high_freq_factor - self.low_freq_factor
         return ((turns - self.low_freq_factor) / width).clamp(0, 1)

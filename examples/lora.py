@@ -1,11 +1,12 @@
-"""LoRA with peft: train small adapters beside frozen weights, then merge them into the weights.
-
-peft adapts `nn.Linear` children, which all projections of the layers are.
-Source: Hu et al., "LoRA" (arXiv 2106.09685).
+"""LoRA with peft: train small adapters beside frozen weights, then merge them.
 
     python examples/lora.py
 
-prints the share of the parameters that is trained, and how far the merged model is from the adapted one, about 1e-6.
+prints the share of the parameters that is trained, and how far the merged model is from
+the adapted model, about 1e-6.
+
+All projections are `nn.Linear`, so peft can adapt them.
+Source: Hu et al., "LoRA" (arXiv 2106.09685).
 """
 
 import torch
@@ -49,7 +50,8 @@ def main() -> None:
     adapted = model(x)
     merged = model.merge_and_unload()
     difference = (merged(x) - adapted).abs().max()
-    print(f"merged model: a {type(merged).__name__}, {difference:.0e} from the adapted")
+    kind = type(merged).__name__
+    print(f"merged model: a {kind}, {difference:.0e} from the adapted model")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,22 @@
-"""A mixture of experts as the feed-forward layer: each token goes through the few experts that its router prefers.
+"""A mixture of experts as the feed-forward layer: a router chooses experts per token.
 
-    out = sum of p_i expert_i(x) over the top_k largest p = softmax(router x), divided by their sum
-
-Source: Jiang et al., "Mixtral of Experts" (arXiv 2401.04088), section 2.1. Training at scale adds a loss that balances
-the experts (arXiv 2101.03961, equation 4), which this file leaves out.
-`Transformer(..., ffn=MixtureOfExperts)` builds a model with this layer, and `ffn=partial(MixtureOfExperts, top_k=1)`
-sets an option. `parallelize` supports it over "dp". Over "tp" it raises a ValueError, because it has no rule for the
-router and the experts.
+    out = sum of p_i expert_i(x) / sum of p_i
+    over the top_k largest p_i of p = softmax(router x)
 
     python examples/mixture_of_experts.py
 
 prints how many of 1000 tokens each expert of an untrained layer gets.
+
+`Transformer(..., ffn=MixtureOfExperts)` builds a model with this layer, and
+`ffn=partial(MixtureOfExperts, top_k=1)` sets an option. `parallelize` supports it over
+"dp". Over "tp" it raises a ValueError, because it has no rule for the router and the
+experts.
+
+The loop over experts is for reading: the CPU waits for the GPU in each turn, to learn
+how many tokens an expert gets. A grouped matrix product is faster. Training at scale
+adds a loss that balances the experts (arXiv 2101.03961, equation 4), which this file
+leaves out.
+Source: Jiang et al., "Mixtral of Experts" (arXiv 2401.04088), section 2.1.
 """
 
 import torch
@@ -20,7 +26,9 @@ from tinyblock import SwiGLU, Transformer
 
 
 class MixtureOfExperts(nn.Module):
-    """Send each token through top_k of num_experts SwiGLU layers. Returns the dtype of the input.
+    """Send each token through top_k of num_experts SwiGLU layers.
+
+    Returns the dtype of the input.
 
     Raises:
         ValueError: top_k is not between 1 and num_experts.
@@ -53,16 +61,21 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = self.route(tokens)
         out = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
-            # An expert without tokens runs, too: each parameter gets a gradient, as FSDP requires.
+            # Run experts without tokens, too: FSDP requires all gradients.
             token, choice = (chosen == number).nonzero(as_tuple=True)
             expert_out = weights[token, choice, None] * expert(tokens[token])
-            # Under autocast, an expert returns another dtype than that of x.
+            # The weights are float32 or wider, and autocast changes the expert's dtype.
             out = out.index_add(0, token, expert_out.to(out.dtype))
         return out.view(x.shape)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and the numbers of the experts of each token, both of shape (tokens, top_k)."""
-        probabilities = self.router(tokens).softmax(dim=-1)
+        """Return the weights and the numbers of the experts of each token.
+
+        Both have shape (tokens, top_k). The weights are in float32 or wider.
+        """
+        logits = self.router(tokens)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        probabilities = logits.softmax(dim=-1, dtype=wide)
         weights, chosen = probabilities.topk(self.top_k)
         return weights / weights.sum(dim=-1, keepdim=True), chosen
 

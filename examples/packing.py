@@ -1,13 +1,15 @@
-"""Sequences of different lengths in one batch: padded on the right, padded on the left, or packed into rows.
-
-Each function returns the `token_positions` and the `mask` to call a model with. Each token then gets the output that it
-gets when its sequence stands alone. A mask is True where a query may attend to a key; `keep[:, None, :]` gives a
-padding mask of shape (batch, seq) the axis of the queries. Outputs of padding have no meaning: leave them out of the
-loss, for example with target -100, which `F.cross_entropy` ignores.
+"""Sequences of different lengths in one batch: padded left or right, or packed.
 
     python examples/packing.py
 
-prints the largest difference from the sequences alone for each of the three, about 1e-6.
+For each layout, prints the largest difference from running each sequence alone, about
+1e-6.
+
+Each function returns the `token_positions` and the `mask` to call a model with. Each
+token then gets the output that it gets when its sequence stands alone. A mask is True
+where a query may attend to a key. A padding mask `keep` of shape (batch, seq) becomes
+`keep[:, None, :]`. Outputs of padding have no meaning: leave them out of the loss, for
+example with target -100, which `F.cross_entropy` ignores.
 """
 
 import torch
@@ -18,9 +20,10 @@ from tinyblock import Transformer
 
 
 def padded_right(lengths: Tensor, seq: int) -> tuple[Tensor, Tensor]:
-    """Return positions and mask of rows that begin with `lengths` tokens, as in training.
+    """Return positions and mask of rows that begin with `lengths` tokens.
 
-    Causal attention needs neither, because the padding comes last; BidirectionalAttention needs the mask.
+    Causal attention needs neither, because the padding comes last.
+    BidirectionalAttention needs the mask.
     """
     token = torch.arange(seq, device=lengths.device)
     positions = token.expand(len(lengths), seq)
@@ -29,23 +32,28 @@ def padded_right(lengths: Tensor, seq: int) -> tuple[Tensor, Tensor]:
 
 
 def padded_left(lengths: Tensor, seq: int) -> tuple[Tensor, Tensor]:
-    """Return positions and mask of rows that end with `lengths` tokens, as prompts of a batch do in generation."""
+    """Return positions and mask of rows that end with `lengths` tokens.
+
+    Prompts are padded in this way, so that the new tokens of all rows are aligned.
+    """
     token = torch.arange(seq, device=lengths.device)
-    distance = token - (seq - lengths)[:, None]  # from the first token, below 0 before
+    distance = token - (seq - lengths)[:, None]  # negative for padding
     positions = distance.clamp(min=0)
     keep = distance >= 0
     return positions, keep[:, None, :]
 
 
 def packed(document: Tensor) -> tuple[Tensor, Tensor]:
-    """Return positions and mask of rows in which each token has the number of its document: 0 0 0 1 1 2.
+    """Return positions and mask of rows that consist of several documents.
 
-    A document ends where the number changes. Positions restart in each document: RoPE depends on differences of
-    positions only, and restarting keeps them below max_seq_len.
+    `document` has the number of each token's document: 0 0 0 1 1 2. A document ends
+    where the number changes. Positions restart in each document: RoPE depends on
+    differences of positions only, and restarting keeps them below max_seq_len.
     """
     changes = document.diff(dim=-1) != 0
     number = F.pad(changes.cumsum(dim=-1), (1, 0))  # counts from 0 in each row
-    first = torch.searchsorted(number, number)  # the first token of the document
+    # The index of the first token with the same number.
+    first = torch.searchsorted(number, number)
     positions = torch.arange(document.shape[-1], device=document.device) - first
     same_document = number[:, :, None] == number[:, None, :]
     return positions, same_document
@@ -76,7 +84,7 @@ def main() -> None:
 def print_difference(
     name: str, model: Transformer, sequences: list[Tensor], outputs: list[Tensor]
 ) -> None:
-    """Print the largest difference between these outputs and those of each sequence alone."""
+    """Print how far these outputs are from those of each sequence alone."""
     alone = torch.cat([model(sequence) for sequence in sequences])
     difference = (torch.cat(outputs) - alone).abs().max()
     print(f"{name}: {difference:.0e} from each sequence alone")

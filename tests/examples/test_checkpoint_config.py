@@ -32,6 +32,8 @@ def test_check_config_accepts_what_changes_nothing():
     check_config(LLAMA)
     check_config({**LLAMA, "attention_bias": False, "rope_scaling": None})
     check_config({**LLAMA, "rope_scaling": LLAMA3_SCALING, "use_cache": True})
+    check_config({**LLAMA, "_attn_implementation_autoset": True})
+    check_config({**LLAMA, "unsloth_version": "2025.3.1", "unsloth_fixed": True})
     check_config({**LLAMA, "layer_types": ["full_attention"] * 2})
     # Qwen's configs name a window, which use_sliding_window switches off.
     check_config({**QWEN2, "sliding_window": 32768, "use_sliding_window": False})

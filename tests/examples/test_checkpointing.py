@@ -24,6 +24,14 @@ def test_checkpointing_gives_the_same_gradients():
         torch.testing.assert_close(ours.grad, expected.grad, rtol=0, atol=0)
 
 
+def test_recompute_twice_checkpoints_a_block_once():
+    model = Transformer(2, d_model=64, num_heads=4, max_seq_len=128)
+    recompute(model)
+    once = [block.forward for block in model.layers]
+    recompute(model)
+    assert [block.forward for block in model.layers] == once
+
+
 def test_checkpointing_saves_one_input_more_for_each_block():
     x = torch.randn(2, 9, 64)
     saved = []

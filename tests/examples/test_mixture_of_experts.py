@@ -67,6 +67,18 @@ def test_mixture_returns_the_dtype_of_its_input():
     assert layer(torch.randn(2, 7, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@torch.no_grad()
+def test_router_computes_probabilities_in_float32_or_wider(dtype):
+    layer = MixtureOfExperts(64, 96, dtype=dtype)
+    tokens = torch.randn(5, 64, dtype=dtype)
+    weights, chosen = layer.route(tokens)
+    exact = layer.router(tokens).double().softmax(dim=-1).gather(-1, chosen)
+    expected = exact / exact.sum(dim=-1, keepdim=True)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(weights.double(), expected, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("top_k", [0, 9])
 def test_mixture_rejects_a_top_k_out_of_range(top_k):
     with pytest.raises(ValueError, match=rf"top_k must be 1 .* got {top_k}"):
