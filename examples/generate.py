@@ -23,8 +23,8 @@ examples:
   continue a text with the most likely tokens:
     python examples/generate.py MODEL.gguf "The capital of France is" --tokens 40
   let a chat model answer, and draw from its 50 most likely tokens:
-    python examples/generate.py FOLDER "Why is the sky blue?" --chat --temperature 0.8 \\
-        --top-k 50
+    python examples/generate.py FOLDER "Why is the sky blue?" --chat \\
+        --temperature 0.8 --top-k 50
   download a checkpoint by its name:
     python examples/generate.py Qwen/Qwen3-0.6B "Why is the sky blue?" --chat
 
@@ -145,8 +145,8 @@ def decoded(tokenizer: Any, prompt: list[int], tokens: Iterable[int]) -> Iterato
     """Yield the text that each token adds to that of the tokens before it.
 
     A token may be a part of a character; the character is then yielded with its last
-    token. The whole text is decoded for each token, because some tokenizers decode the first
-    token differently: the time is quadratic in the length.
+    token. The whole text is decoded for each token, because some tokenizers decode the
+    first token differently: the time is quadratic in the length.
     """
     seen = list(prompt)
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}

@@ -55,7 +55,7 @@ class StaticCache(Cache):
         return positions
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values of new tokens into their slots, and return all slots."""
+        """Write the keys and values of new tokens, and return all slots."""
         keys = self.keys[layer].index_copy_(-2, self.new_slots, k)
         values = self.values[layer].index_copy_(-2, self.new_slots, v)
         return keys, values

@@ -192,8 +192,9 @@ def adapters_over_processes_are_those_of_one_process():
         warnings.simplefilter("default")  # the imports of peft warn
         import parallel_lora
         from lora import add_adapters, trained_parameters
+        from peft import PeftModel
 
-    adapters = parallel_lora.train(mesh_of((4,), ("dp",)))
+    model, adapters = parallel_lora.train(mesh_of((4,), ("dp",)))
     torch.manual_seed(0)
     one = add_adapters(Transformer(2, d_model=64, num_heads=4, max_seq_len=128))
     optimizer = torch.optim.AdamW(trained_parameters(one))
@@ -210,6 +211,14 @@ def adapters_over_processes_are_those_of_one_process():
         if weight.requires_grad
     }
     torch.testing.assert_close(adapters, expected, rtol=1e-4, atol=1e-5)
+
+    if dist.get_rank() == 0:
+        parallel_lora.save(model, adapters, "adapters")
+        torch.manual_seed(0)
+        fresh = Transformer(2, d_model=64, num_heads=4, max_seq_len=128)
+        loaded = PeftModel.from_pretrained(fresh, "adapters")
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(x), one(x), rtol=1e-4, atol=1e-5)
 
 
 NEED_PEFT.add("adapters over processes are those of one process")

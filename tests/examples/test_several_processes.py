@@ -52,6 +52,10 @@ def test_mains_print_what_each_process_found(folder):
     assert len(set(total + one)) == 1
     assert max(map(float, difference)) < 1e-6
 
+    if cases.peft_is_installed:
+        assert "rank 0: loaded adapters are equal: True" in outputs[0]
+        assert all("trained 28 matrices of adapters" in out for out in outputs)
+
     assert ["step" in out.replace("20 steps", "") for out in outputs] == [
         *[False] * 3,
         True,
