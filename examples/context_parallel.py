@@ -10,9 +10,9 @@ Every layer except attention treats each token alone, so it needs no change. Att
 gathers the keys and values of all processes, and hides later positions. Shared key
 heads make these tensors small. Llama 3 was trained in this way (arXiv 2407.21783,
 section 3.3.2), because gathered keys allow any mask, such as that of packed documents.
-torch's own `torch.distributed.tensor.experimental.context_parallel` passes keys around
-a ring instead, so no process holds all of them. In torch 2.13 it is a prototype that
-accepts no mask in SDPA and does not run on a CPU.
+torch has `torch.distributed.tensor.experimental.context_parallel`, which replaces SDPA
+inside a context. In torch 2.13 it is a prototype that accepts no mask in SDPA and does
+not run on a CPU, so this file does not use it.
 
 - `parallelize` distributes the weights over "dp". Each process passes its slice of the
   tokens, and their positions. The axis is called "dp" because gradients are averaged
