@@ -92,10 +92,11 @@ def parallelize(
     - an optimizer lists gains before matrices, and a GradScaler makes only some ranks
       skip a step
 
-    Raises: ValueError: the axes of the mesh are not supported; "tp" does not divide
-        heads, key heads or d_ff; two modules share a parameter, or no rule splits it
-        over "tp"; the model is already distributed; `fully_shard` has no such option,
-        or the mesh has no axis "dp" for it. The model is then unchanged.
+    Raises:
+        ValueError: the axes of the mesh are not supported; "tp" does not divide heads,
+            key heads or d_ff; two modules share a parameter, or no rule splits it over
+            "tp"; the model is already distributed; `fully_shard` has no such option, or
+            the mesh has no axis "dp" for it. The model is then unchanged.
     """
     blocks = list(getattr(model, "layers", [model]))
     _require_mesh(mesh)

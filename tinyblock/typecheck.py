@@ -443,5 +443,5 @@ def _raise_if_dtypes_differ(
             raise RuntimeError(
                 f"{type(layer).__name__}: {name} is {value.dtype}, "
                 f"but the weights are {expected}: convert one, "
-                f"by {name}.to({expected}) or model.to({value.dtype})"
+                f"by {name}.to({expected}) or layer.to({value.dtype})"
             ) from error
