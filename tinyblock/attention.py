@@ -65,9 +65,10 @@ class CausalMultiHeadSelfAttention(nn.Module):
 
     Returns the dtype of `x`.
 
-    Raises: ValueError: an argument is out of range or inconsistent; token_positions are
-        passed without a rope; `rope` or `attend` returns another shape than that of its
-        input.
+    Raises:
+        ValueError: an argument is out of range or inconsistent; token_positions are
+            passed without a rope; `rope` or `attend` returns another shape than that of
+            its input.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         This method requires as many keys as queries. An override may add keys, and
         accept any `mask`.
         """
-        *batch, heads, seq, d_head = q.shape
+        *batch, _, seq, _ = q.shape
         if k.shape[-2] != seq:
             raise ValueError(
                 f"attend needs as many keys as queries, {seq}, got {k.shape[-2]}: "
@@ -180,7 +181,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, **options
         )
-        return out if len(batch) == 1 else out.view(*batch, heads, seq, d_head)
+        return out if len(batch) == 1 else out.view(*batch, *out.shape[1:])
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
@@ -206,9 +207,9 @@ def _normalize(x: Tensor, norm: nn.RMSNorm) -> Tensor:
 def _has_kernel_for_shared_heads(q: Tensor, mask: Tensor | None) -> bool:
     """Return whether a fast kernel takes enable_gqa=, an option since torch 2.5.
 
-    Elsewhere, torch would materialize the scores. On CUDA, these kernels are flash and
-    cuDNN (pytorch issue 154363): in half precision, without a mask, for heads of up to
-    256.
+    On CUDA, flash and cuDNN do (pytorch issue 154363): in half precision, without a mask,
+    for heads of up to 256. Otherwise torch would materialize the scores there. Other
+    devices are assumed to have such a kernel, as the CPU has.
     """
     if not q.is_cuda:
         return True
@@ -253,11 +254,20 @@ def _require_mask(mask: Any, batch: list[int], seq: int) -> None:
         return
     shapes = f"{(*batch, seq, seq)} or {(*batch, 1, seq)}"
     message = f"mask must be a bool tensor of shape {shapes}, got {_describe(mask)}"
-    if isinstance(mask, Tensor) and mask.is_floating_point():
-        message += ". Turn an additive mask, 0 and -inf, into mask == 0"
-    if isinstance(mask, Tensor) and batch and mask.shape == (*batch, seq):
-        message += ". Turn a padding mask of shape (batch, seq) into mask[..., None, :]"
+    if isinstance(mask, Tensor):
+        message += _how_to_convert(mask, batch, seq)
     raise ValueError(message)
+
+
+def _how_to_convert(mask: Tensor, batch: list[int], seq: int) -> str:
+    advice = ""
+    if mask.is_floating_point():
+        advice += ". An additive mask, of 0 and -inf, becomes bool by mask == 0"
+    if mask.dtype != torch.bool:
+        advice += ". A mask of 1 and 0 becomes bool by mask.bool()"
+    if batch and mask.shape == (*batch, seq):
+        advice += ". A padding mask, of shape (batch, seq), needs mask[..., None, :]"
+    return advice
 
 
 def _is_mask(mask: Any, batch: list[int], seq: int) -> bool:
@@ -284,8 +294,8 @@ def _describe(mask: Any) -> str:
             shown = f"a sparse tensor of {shown}: pass mask.to_dense()"
         return shown
     kind = type(mask)
-    if kind.__module__ == "numpy":
-        return f"numpy.{kind.__name__}: pass torch.from_numpy(mask)"
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        return "numpy.ndarray: pass torch.from_numpy(mask)"
     if isinstance(mask, (bool, int, float, str)):
         return f"{mask!r}"
-    return kind.__name__
+    return f"{kind.__module__}.{kind.__name__}"

@@ -119,10 +119,10 @@ def _build(
     if isinstance(builder, nn.Module):
         raise ValueError(
             f"{part} must be a class or a function that builds a layer, called as "
-            f"{call}, got a layer, {builder}: pass {type(builder).__name__}"
+            f"{call}, got a layer: pass the class {type(builder).__name__}"
         )
     try:
-        return builder(*sizes, **options)
+        layer = builder(*sizes, **options)
     except TypeCheckError:  # a TypeError that already names the wrong argument
         raise
     except TypeError as error:
@@ -130,3 +130,6 @@ def _build(
         one_line = " ".join(str(error).split())
         message = f"{part} is called as {call}, but {name} raised: {one_line}"
         raise ValueError(message) from error
+    if not callable(layer):
+        raise ValueError(f"{call} must return a layer, got {layer!r}")
+    return layer

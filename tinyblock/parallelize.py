@@ -1,4 +1,6 @@
-"""Distribute a Transformer or a Block over processes: tensor, sequence and data parallelism, by DTensor and FSDP2.
+"""Distribute a Transformer or a Block over processes, by DTensor and FSDP2.
+
+This is tensor, sequence and data parallelism.
 
 Sources: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053) for weights split by columns,
 then by rows; Korthikanti et al., "Reducing Activation Recomputation" (arXiv 2205.05198)
@@ -19,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-# torch.distributed.tensor and .fsdp are imported where they are used: they take a second, and not every torch has them.
+# torch.distributed.tensor and .fsdp are imported where they are used: they take a
+# second, and not every torch has them.
 
 __all__ = ["parallelize"]
 
@@ -47,7 +50,7 @@ def parallelize(
     compile: bool = False,
     **fsdp: Any,
 ) -> _Model:
-    """Distribute a Transformer or a Block over the processes of `mesh`, in place, and return it.
+    """Distribute a Transformer or a Block over a mesh, in place, and return it.
 
     The mesh has the axes ("dp_replicate", "dp", "tp") in this order, or some of them;
     "dp_replicate" requires "dp". Each process calls the model with plain tensors and
@@ -92,10 +95,11 @@ def parallelize(
     - an optimizer lists gains before matrices, and a GradScaler makes only some ranks
       skip a step
 
-    Raises: ValueError: the axes of the mesh are not supported; "tp" does not divide
-        heads, key heads or d_ff; two modules share a parameter, or no rule splits it
-        over "tp"; the model is already distributed; `fully_shard` has no such option,
-        or the mesh has no axis "dp" for it. The model is then unchanged.
+    Raises:
+        ValueError: the axes of the mesh are not supported; "tp" does not divide heads,
+            key heads or d_ff; two modules share a parameter, or no rule splits it over
+            "tp"; the model is already distributed; `fully_shard` has no such option, or
+            the mesh has no axis "dp" for it. The model is then unchanged.
     """
     blocks = list(getattr(model, "layers", [model]))
     _require_mesh(mesh)
@@ -135,7 +139,7 @@ def _require_mesh(mesh: DeviceMesh) -> None:
 
 
 def _require_options(fsdp: dict[str, Any], axes: tuple[str, ...]) -> None:
-    """Raise a ValueError unless `fully_shard` has these options, with values of these types."""
+    """Raise a ValueError unless `fully_shard` has these options, of these types."""
     from torch.distributed.fsdp import fully_shard
 
     options = dict(inspect.signature(fully_shard).parameters)
@@ -162,7 +166,7 @@ def _require_options(fsdp: dict[str, Any], axes: tuple[str, ...]) -> None:
 
 
 def _require_model(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Raise a ValueError unless the rules here distribute each parameter of the model over the mesh."""
+    """Raise a ValueError unless the rules here distribute each parameter of the model."""
     from torch.distributed.tensor import DTensor
 
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -192,7 +196,7 @@ def _require_attributes(
 
 
 def _require_own_parameters(model: nn.Module, within: str = "") -> None:
-    """Raise a ValueError if two modules share a parameter, and one of its names contains `within`."""
+    """Raise a ValueError if modules share a parameter, one of whose names has `within`."""
     first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
@@ -204,7 +208,7 @@ def _require_own_parameters(model: nn.Module, within: str = "") -> None:
 
 
 def _require_divisible_sizes(block: Any, processes: int) -> None:
-    """Raise a ValueError unless each process gets an equal share of the heads and of d_ff."""
+    """Raise a ValueError unless processes get equal shares of the heads and of d_ff."""
     _require_attributes(
         block.attn,
         ("num_heads", "num_kv_heads", "q_proj", "k_proj", "v_proj", "output_proj"),
@@ -243,7 +247,7 @@ def _linear_layers(block: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _norms(block: nn.Module) -> dict[str, nn.Module]:
-    """Return the norms of a block that have gains, by name. A norm without gains may be shared."""
+    """Return the norms of a block that have gains, by name. Others may be shared."""
     found = {}
     for name, module in block.named_modules():
         if name in (*_NORMS, *_HEAD_NORMS) and list(module.parameters()):
@@ -252,7 +256,7 @@ def _norms(block: nn.Module) -> dict[str, nn.Module]:
 
 
 def _require_rules(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Raise a ValueError for a parameter that is neither of a norm nor of a linear layer to split."""
+    """Raise a ValueError for a parameter of neither a norm nor a linear layer to split."""
     known: set[Any] = set()
     for block in blocks:
         for norm in _norms(block).values():
@@ -272,7 +276,7 @@ def _require_rules(model: nn.Module, blocks: list[nn.Module]) -> None:
 
 
 def _shard_function(mesh: DeviceMesh, fsdp: dict[str, Any]) -> Callable[..., Any]:
-    """Return `fully_shard` over the axes of the data; raise a ValueError for options that it rejects."""
+    """Return `fully_shard` over the axes of the data; raise a ValueError for its options."""
     from torch.distributed.fsdp import fully_shard
 
     axes = mesh.mesh_dim_names or ()
@@ -293,10 +297,11 @@ def _split_model(model: nn.Module, blocks: list[nn.Module], tp: DeviceMesh) -> N
 
 
 def _split_block(block: nn.Module, tp: DeviceMesh) -> None:
-    """Split the weights of a block by columns, then by rows, and the tokens between its sub-layers."""
+    """Split weights by columns, then by rows, and the tokens between the sub-layers."""
     from torch.distributed.tensor import Replicate, Shard, parallel
 
-    # Between the sub-layers, each process has some of the tokens; a sub-layer takes all of them.
+    # Between the sub-layers, each process has some of the tokens. A sub-layer takes all
+    # of them.
     by_tokens, whole = Shard(-2), Replicate()
     # For x, token_positions and mask.
     attention_input = parallel.PrepareModuleInput(
@@ -323,14 +328,14 @@ def _split_block(block: nn.Module, tp: DeviceMesh) -> None:
 
 
 def _replicate(norm: nn.Module, tp: DeviceMesh) -> None:
-    """Store all gains on each process, as DTensors: their gradients are then summed over the processes."""
+    """Store all gains on each process, as DTensors, whose gradients are summed."""
     from torch.distributed.tensor import distribute_module
 
     distribute_module(norm, tp)
 
 
 def _convert_heads(norm: nn.Module, tp: DeviceMesh) -> None:
-    """Convert the plain heads of this process to a DTensor before a norm, and back after it.
+    """Convert the heads of this process to a DTensor before a norm, and back after it.
 
     With plain heads, its gains would get the gradients of only these heads.
     """
@@ -379,7 +384,7 @@ def _gather_output(model: nn.Module, args: Any, out: Any) -> Tensor:
 
 
 def _compile_forward(block: nn.Module) -> None:
-    """Replace a block's forward by a compiled one. A partial of its method, as copy.deepcopy binds it to the copy."""
+    """Replace a block's forward by a compiled partial, which deepcopy binds to a copy."""
     compiled = torch.compile(_call_at_shape, dynamic=False)
     block.forward = partial(_call_with_shape, compiled, block.forward)
 

@@ -57,9 +57,10 @@ class RotaryPositionalEmbedding(nn.Module):
     counted in tokens, and broadcast to the leading axes of `x`; None means 0 ... seq-1.
     Computes in float32 or wider and returns the dtype of `x`.
 
-    Raises: ValueError: d_k is odd, a size is below 1, or theta is not positive and
-        finite; a sequence is longer than the table; positions are not integers, or are
-        out of range (compiled: torch's own error; on CUDA: a device-side assert).
+    Raises:
+        ValueError: d_k is odd, a size is below 1, or theta is not positive and finite;
+            a sequence is longer than the table; positions are not integers, or are out
+            of range (compiled: torch's own error; on CUDA: a device-side assert).
     """
 
     cos_sin: Tensor
@@ -172,8 +173,9 @@ class RotaryPositionalEmbedding(nn.Module):
         has_values = not table.is_meta
         if has_values or device.type == "meta":
             return table
-        # The table is kept, and autograd cannot use a tensor made in inference mode.
-        with torch.inference_mode(False):
+        # The table is kept: as a constant, and not as an inference tensor, which autograd
+        # cannot use later. (A compiled graph ignores this where inference mode is on.)
+        with torch.inference_mode(False), torch.no_grad():
             table = self._compute_table().to(device)
         if type(table) is Tensor:  # not a fake tensor, which has no values
             self.cos_sin = table  # a race is harmless: all threads compute equal tables
@@ -214,7 +216,7 @@ def _require_integers(token_positions: Tensor) -> None:
 def _out_of_range(token_positions: Tensor, max_seq_len: int) -> ValueError:
     limits = f"token_positions must be 0 ... {max_seq_len - 1} (max_seq_len - 1)"
     try:
-        lowest, highest = token_positions.aminmax()
+        lowest, highest = token_positions.long().aminmax()
         return ValueError(f"{limits}, got values from {lowest} to {highest}")
     except RuntimeError:  # torch.func.vmap does not give out values
         return ValueError(limits)

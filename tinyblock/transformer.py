@@ -32,8 +32,9 @@ class Transformer(nn.Module):
     CS336 2024, which adds them to the embeddings. The other arguments are those of
     Block. Returns the dtype of the input.
 
-    Raises: ValueError: a size is below 1; the head size is odd; a layer rejects an
-        argument; without token_positions, a sequence is longer than max_seq_len.
+    Raises:
+        ValueError: a size is below 1; the head size is odd; a layer rejects an
+            argument; without token_positions, a sequence is longer than max_seq_len.
     """
 
     def __init__(

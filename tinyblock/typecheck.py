@@ -53,12 +53,13 @@ __all__ = ["typecheck"]
 
 
 def typecheck(module: ModuleType, max_signatures: int = 1024) -> None:
-    """Check every call of `module`'s public functions and of its classes' `__init__` and `forward`.
+    """Check every call of a module's public functions and classes.
 
-    Public names are those in `__all__` or, without `__all__`, those that do not begin
-    with an underscore. Imported names stay unchanged, as do nested classes, lambdas,
-    coroutines and decorated generators, such as context managers. A second call changes
-    nothing. Pass each module that defines layers, after its import:
+    Of a class, `__init__` and `forward` are checked. Public names are those in
+    `__all__` or, without `__all__`, those that do not begin with an underscore.
+    Imported names stay unchanged, as do nested classes, lambdas, coroutines and
+    decorated generators, such as context managers. A second call changes nothing. Pass
+    each module that defines layers, after its import:
 
         from my_project.layers import attention, rope
         from tinyblock import typecheck
@@ -91,7 +92,7 @@ def typecheck(module: ModuleType, max_signatures: int = 1024) -> None:
 
 @functools.cache  # one warning per process
 def warn_if_unchecked() -> None:
-    """Warn under `python -O`, and name the line that called or imported the caller of this function."""
+    """Warn under `python -O`, and name the line that called or imported the caller."""
     if not __debug__ and not config.jaxtyping_disable:
         warnings.warn(
             "python -O turns all shape checks off, because beartype checks nothing "
@@ -103,7 +104,7 @@ def warn_if_unchecked() -> None:
 def _public_functions(
     module: ModuleType,
 ) -> list[tuple[ModuleType | type, str, FunctionType]]:
-    """Return (owner, name, function) for each function to check, in the order of definition."""
+    """Return (owner, name, function) for each function to check, as they are defined."""
     found: list[tuple[ModuleType | type, str, FunctionType]] = []
     exported = getattr(module, "__all__", None)
     for name, member in vars(module).items():
@@ -124,7 +125,7 @@ def _public_functions(
 def _replace_defaults(
     function: FunctionType, checked: dict[FunctionType, FunctionType]
 ) -> None:
-    """Replace each default that is a function, such as `activation=gelu`, by its checked function."""
+    """Replace each default that is a function, such as gelu, by the checked function."""
     plain: Any = inspect.unwrap(function)
 
     # Pickle requires that the module has this same function under its name.
@@ -174,7 +175,8 @@ def _checked(function: FunctionType, max_signatures: int) -> FunctionType:
         return result
 
     wrapper: Any = checked
-    # dynamo counts recompilations per code object: with a shared one, the ninth function would reach its limit.
+    # dynamo counts recompilations per code object. With a shared one, the ninth function
+    # would reach its limit.
     wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)
     wrapper.__typechecked__ = True
     return wrapper
@@ -183,7 +185,7 @@ def _checked(function: FunctionType, max_signatures: int) -> FunctionType:
 def _memory(
     max_entries: int,
 ) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
-    """Return a function that finds what belongs to a key, or None, and one that stores it.
+    """Return a function that finds the value of a key, or None, and one that stores it.
 
     These two hide the dict, because torch 2.5 compiles a function again whenever a dict
     in its closure has grown.
@@ -199,7 +201,7 @@ def _memory(
 
 
 def _can_be_checked(function: FunctionType) -> bool:
-    """Tell whether a call of `function` returns what its annotations describe, and is not checked yet."""
+    """Tell whether a call returns what the annotations describe, and is not checked yet."""
     if hasattr(function, "__typechecked__"):  # by an earlier call
         return False
     if function.__name__ == "<lambda>":
@@ -211,7 +213,8 @@ def _can_be_checked(function: FunctionType) -> bool:
     return not (is_decorated and inspect.isgeneratorfunction(plain))
 
 
-# What may be part of a signature by its value: it is immutable, and annotations depend on nothing else of it.
+# What may be part of a signature by its value: it is immutable, and annotations depend
+# on nothing else of it.
 _TYPES_BY_VALUE = {
     type(None),
     bool,
@@ -227,7 +230,7 @@ _TYPES_BY_VALUE = {
 
 
 def _signature(value: Any) -> tuple[Any, ...]:
-    """Return what annotations can read of a `value` that is not a tensor; raise TypeError for other types.
+    """Return what annotations can read of a value by type, or raise a TypeError.
 
     Lists and tuples have no signature: beartype checks one randomly chosen item, so one
     pass proves little.
@@ -254,7 +257,7 @@ def _is_lasting(call_signature: tuple[Any, ...] | None, num_braces: int) -> bool
 
 
 def _signature_reader(function: FunctionType) -> Callable[..., Any]:
-    """Return a function with the parameters of `function` that returns the signature of a call."""
+    """Return a function that takes the arguments of a call and returns its signature."""
     # No function call for tensors and None, because this runs on every checked call.
     argument_source = (
         "({0}.__class__, {0}.dtype, {0}.shape) if isinstance({0}, Tensor) "
@@ -276,7 +279,7 @@ def _brace_expressions(function: FunctionType) -> list[str]:
 
 
 def _shapes(annotation: Any) -> list[str]:
-    """Return the texts of an annotation that name axes, such as "*batch seq {self.d_model}"."""
+    """Return the texts of an annotation that name axes, such as "seq {self.d_model}"."""
     if isinstance(annotation, str):  # postponed
         return [annotation]
     if hasattr(annotation, "dim_str"):  # jaxtyping's
@@ -289,9 +292,9 @@ def _shapes(annotation: Any) -> list[str]:
 
 
 def _reader(function: FunctionType, expressions: list[str]) -> Callable[..., Any]:
-    """Return a function with the parameters of `function` that returns a tuple of the values of these expressions.
+    """Return a function that takes the arguments of a call and evaluates expressions.
 
-    It is compiled from text, because it runs on every call.
+    It returns a tuple, and is compiled from text, because it runs on every call.
     """
     # The text has None for each default, and the defaults follow when it is compiled.
     bare = []
@@ -316,14 +319,14 @@ def _reader(function: FunctionType, expressions: list[str]) -> Callable[..., Any
 
 
 def _argument_checker(function: FunctionType) -> Callable[..., None]:
-    """Return a function that takes the arguments of a call and raises the error of one that does not fit."""
+    """Return a function that takes the arguments of a call and checks them."""
     signature = inspect.signature(function)
     arguments_only = signature.replace(return_annotation=signature.empty)
     return _checker(function, _ignore, arguments_only)
 
 
 def _result_checker(function: FunctionType) -> Callable[..., None]:
-    """Return a function that takes the arguments of a call, and its result as `_returned`, and checks the result."""
+    """Return a function that takes the arguments of a call and checks `_returned`."""
     # The result is passed as one more keyword argument.
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
@@ -346,11 +349,12 @@ def _get_returned(*args: Any, _returned: Any, **kwargs: Any) -> Any:
 def _checker(
     function: FunctionType, stub: Callable[..., Any], signature: inspect.Signature
 ) -> Callable[..., None]:
-    """Return `stub`, checked by jaxtyping against `signature`, with errors that name `function`."""
+    """Return `stub`, checked against `signature`, with errors that name `function`."""
     # Imported here, because JAXTYPING_DISABLE=1 works without it.
     from beartype import BeartypeConf, beartype
 
-    # jaxtyping reads name, annotations and globals (for postponed annotations) of a twin, and never runs `function`.
+    # jaxtyping reads name, annotations and globals (for postponed annotations) of a twin,
+    # and never runs `function`.
     # Its import hook may have wrapped the stub as well.
     stub_code = inspect.unwrap(stub).__code__
     twin: Any = FunctionType(stub_code, inspect.unwrap(function).__globals__)
@@ -365,7 +369,8 @@ def _checker(
             function(*args, **kwargs)  # raises Python's own error
         run = jaxtyped_twin
         if "torch._dynamo" in sys.modules:
-            # This runs in eager mode where an error ended a compiled frame, and dynamo would trace it.
+            # Where an error has ended a compiled frame, this runs in eager mode, and dynamo
+            # would trace it.
             run = torch.compiler.disable(run)
         try:
             run(*args, **kwargs)
@@ -392,7 +397,7 @@ def _binds(
 def _completed(
     message: str, function: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str:
-    """Complete jaxtyping's message by the values of `{expressions}`, and by the annotation of the result."""
+    """Complete jaxtyping's message by values of expressions and the result's annotation."""
     # jaxtyping checks arguments and result apart, and prints "-> Any" for both.
     message = message.replace(" -> Any.\n", f"{_returned_text(function)}.\n")
     for expression in _brace_expressions(function):
@@ -404,7 +409,7 @@ def _completed(
 
 
 def _returned_text(function: FunctionType) -> str:
-    """Return the end of a signature as text, such as " -> Float[Tensor, '*batch seq']"."""
+    """Return the end of a signature as text, such as " -> Float[Tensor, 'seq']"."""
     annotation: Any = inspect.signature(function).return_annotation
     if annotation is inspect.Signature.empty:
         return ""
@@ -419,7 +424,7 @@ def _raise_if_dtypes_differ(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Name layer and dtypes in a RuntimeError, if `error` is torch's complaint about the dtype of an argument."""
+    """Name layer and dtypes in a RuntimeError, if `error` is about a dtype."""
     __tracebackhide__ = True
     if error.__cause__ is not None:  # an inner layer was named here already
         return
@@ -443,5 +448,5 @@ def _raise_if_dtypes_differ(
             raise RuntimeError(
                 f"{type(layer).__name__}: {name} is {value.dtype}, "
                 f"but the weights are {expected}: convert one, "
-                f"by {name}.to({expected}) or model.to({value.dtype})"
+                f"by {name}.to({expected}) or layer.to({value.dtype})"
             ) from error

@@ -58,12 +58,13 @@ def test_attend_names_the_way_to_attend_to_more_keys():
         module.attend(q, k, k, None)
 
 
-ADDITIVE = "Turn an additive mask"
-PADDING = "Turn a padding mask"
+ADDITIVE = "An additive mask"
+ONES = "A mask of 1 and 0"
+PADDING = "A padding mask"
 WRONG_MASKS = {
     "a bool": (True, "got True", ()),
     "text": ("causal", "got 'causal'", ()),
-    "a list": ([[True]], "got list", ()),
+    "a list": ([[True]], r"got builtins\.list", ()),
     "of numpy": (numpy.ones((5, 5), bool), "got numpy.ndarray: pass torch.from", ()),
     "sparse": (
         torch.ones(5, 5, dtype=torch.bool).to_sparse(),
@@ -80,20 +81,30 @@ WRONG_MASKS = {
         r"got torch.bool of shape \(2, 1, 5, 5\)",
         (),
     ),
-    "additive": (
+    "a float": (
         torch.zeros(5, 5),
         r"got torch.float32 of shape \(5, 5\)",
-        (ADDITIVE,),
+        (ADDITIVE, ONES),
+    ),
+    "integers": (
+        torch.ones(5, 5).long(),
+        r"got torch.int64 of shape \(5, 5\)",
+        (ONES,),
     ),
     "padding": (
         torch.ones(2, 5, dtype=torch.bool),
         r"got torch.bool of shape \(2, 5\)",
         (PADDING,),
     ),
-    "additive padding": (
+    "padding of integers": (
+        torch.ones(2, 5).long(),
+        r"got torch.int64 of shape \(2, 5\)",
+        (ONES, PADDING),
+    ),
+    "padding of floats": (
         torch.zeros(2, 5),
         r"got torch.float32 of shape \(2, 5\)",
-        (ADDITIVE, PADDING),
+        (ADDITIVE, ONES, PADDING),
     ),
 }
 
@@ -105,7 +116,7 @@ def test_self_attention_says_what_mask_it_got_and_what_to_pass(name):
     expected = rf"mask must be a bool tensor of shape \(2, 5, 5\) or \(2, 1, 5\), {got}"
     with pytest.raises(ValueError, match=expected) as caught:
         module(torch.zeros(2, 5, 24), mask=mask)
-    for hint in (ADDITIVE, PADDING):
+    for hint in (ADDITIVE, ONES, PADDING):
         assert (hint in str(caught.value)) == (hint in hints)
 
 
@@ -119,6 +130,30 @@ def test_self_attention_rejects_a_rope_that_changes_the_shape():
     message = r"rope must return .* \(2, 4, 5, 6\), as its input, got \(1, 4, 5, 6\)"
     with pytest.raises(ValueError, match=message):
         module(torch.randn(2, 5, 24))
+
+
+def test_self_attention_rejects_a_rope_that_changes_the_shape_of_keys_only():
+    def shorten_keys(x, token_positions):
+        return x[:1] if x.shape[-3] == 2 else x
+
+    module = CausalMultiHeadSelfAttention(24, 4, num_kv_heads=2, rope=shorten_keys)
+    message = r"rope must return .* \(2, 2, 5, 6\), as its input, got \(1, 2, 5, 6\)"
+    with pytest.raises(ValueError, match=message):
+        module(torch.randn(2, 5, 24))
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+def test_attend_accepts_values_of_another_width(batch):
+    class Twice(CausalMultiHeadSelfAttention):
+        def attend(self, q, k, v, mask):
+            return super().attend(q, k, torch.cat((v, v), dim=-1), mask)[..., 6:]
+
+    torch.manual_seed(0)
+    expected = CausalMultiHeadSelfAttention(24, 4)
+    twice = Twice(24, 4)
+    twice.load_state_dict(expected.state_dict())
+    x = torch.randn(*batch, 5, 24)
+    torch.testing.assert_close(twice(x), expected(x))
 
 
 def test_self_attention_rejects_an_attend_that_returns_heads_after_tokens():

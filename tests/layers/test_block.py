@@ -64,7 +64,11 @@ WRONG_PARTS: dict[str, Any] = {
     "an instance": (
         {"norm": nn.LayerNorm(24)},
         r"norm must be a class or a function .* called as norm\(24, eps=1e-05, .* got a "
-        r"layer, LayerNorm\(\(24,\)",
+        r"layer: pass the class LayerNorm",
+    ),
+    "a function without a result": (
+        {"ffn": lambda *sizes, **factory: None},
+        r"ffn\(24, None, device=None, dtype=None\) must return a layer, got None",
     ),
     "other arguments": (
         {"ffn": nn.Linear},

@@ -106,6 +106,18 @@ def test_rope_on_meta_called_in_inference_mode_can_be_trained():
     assert x.grad is not None
 
 
+def test_rope_on_meta_keeps_a_table_without_gradients():
+    class Learned(RotaryPositionalEmbedding):
+        def frequencies(self):
+            scale = getattr(self, "scale", torch.ones(()))
+            return super().frequencies() * scale
+
+    rope = Learned(1e4, 64, 2048, device="meta")
+    rope.scale = torch.nn.Parameter(torch.ones(()))
+    rope(torch.randn(2, 7, 64))
+    assert not rope.cos_sin.requires_grad
+
+
 def test_rope_on_meta_keeps_no_table_of_fake_tensors():
     rope, x = on_meta(), torch.randn(2, 7, 64)
     with torch._subclasses.FakeTensorMode() as mode:

@@ -461,7 +461,7 @@ def test_layers_name_themselves_and_the_dtypes_that_differ(name, named, dtype):
         layer(x=X.to(dtype))
     assert str(caught.value) == (
         f"{named}: x is {dtype}, but the weights are torch.float32: "
-        f"convert one, by x.to(torch.float32) or model.to({dtype})"
+        f"convert one, by x.to(torch.float32) or layer.to({dtype})"
     )
     assert "same dtype" in str(caught.value.__cause__)
     assert layer.to(dtype)(X.to(dtype)).dtype == dtype
