@@ -298,4 +298,4 @@ def _describe(mask: Any) -> str:
         return "numpy.ndarray: pass torch.from_numpy(mask)"
     if isinstance(mask, (bool, int, float, str)):
         return f"{mask!r}"
-    return f"{kind.__module__}.{kind.__name__}"
+    return kind.__name__
