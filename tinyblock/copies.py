@@ -219,14 +219,26 @@ class Copy:
             states.append("outdated")
         return ", ".join(states) or "pristine"
 
+    def require_unchanged(self) -> None:
+        """Raise a CommandError if the file has changed since it was read."""
+        if content_of(self.path) != self.content:
+            raise CommandError(
+                f"{self.path} was changed by another program: run the command again"
+            )
+
     def edits(self) -> str:
         """Return the user's edits as a unified diff."""
         path = self.path.as_posix()
         return unified_diff(self.base.text, self.text or "", self.base.label, path)
 
     def changes(self) -> str:
-        """Return the changes in tinyblock since the base as a unified diff."""
+        """Return the changes in tinyblock since the base as a unified diff.
+
+        A difference of the headers alone is no change.
+        """
         new = self.original or self.base
+        if without_header(new.text) == without_header(self.base.text):
+            return ""
         old = self._with_new_version(self.base.text)
         return unified_diff(old, new.text, self.base.label, new.label)
 
@@ -240,6 +252,10 @@ class Copy:
         )
         done = CONFLICT if has_conflicts else "merged with your edits"
         return Step(self, done, text, new, has_conflicts)
+
+    def has_markers_of(self, new: Original) -> bool:
+        """Return whether the text has conflicts with the changes up to `new`."""
+        return f"\n>>>>>>> {new.label}\n" in (self.text or "")
 
     def _with_new_version(self, text: str) -> str:
         """Replace the version in the header, so that it neither differs nor conflicts."""
@@ -268,7 +284,9 @@ def step_to_release(copy: Copy) -> Step:
     if copy.text == new.text:
         return Step(copy, "up to date", new.text, new)
     if state == "conflict markers":
-        return Step(copy, CONFLICT, copy.text, copy.base, has_conflicts=True)
+        # An interruption may have kept the base of this merge out of the lock.
+        base = new if copy.has_markers_of(new) else copy.base
+        return Step(copy, CONFLICT, copy.text, base, has_conflicts=True)
     if state == "outdated":
         return Step(copy, "updated", new.text, new)
     if state == "edited":
@@ -287,6 +305,8 @@ class Folder:
         lock = self.inside(LOCK)
         self.has_lock = lock.exists()
         self.bases = parse_lock(lock) if self.has_lock else {}
+        for base in self.bases.values():
+            require_not_newer(base.version, release.version)
 
     def select(self, layers: Sequence[str] = ()) -> list[Copy]:
         """Return the copies of these layers and their tests; without layers, all copies."""
@@ -310,21 +330,18 @@ class Folder:
     def copy(self, name: str) -> Copy:
         """Return a copy. Raise a CommandError if the file was not copied from tinyblock."""
         path = self.inside(name)
-        content = path.read_bytes() if path.exists() else None
+        content = content_of(path)
         original = self.release.original(name)
-        base = self.bases.get(name, original)
-        if base is None:
+        if name in self.bases:
+            return Copy(path, content, self.bases[name], original)
+        if original is None:
             raise CommandError(f"tinyblock {self.release.version} has no {name}")
-        is_copy = (
-            name in self.bases
-            or content is None
-            or without_header(decode(content)) == without_header(base.text)
-        )
+        is_copy = content is None or is_copy_by_hand(decode(content), original)
         if not is_copy:
             raise CommandError(
                 f"{path} exists, but is not in {LOCK}: move it to another folder"
             )
-        return Copy(path, content, base, original)
+        return Copy(path, content, original, original)
 
     def plan(self, names: Iterable[str]) -> list[Step]:
         """Return the steps that bring these files to this release. Write nothing."""
@@ -333,14 +350,21 @@ class Folder:
     def _step(self, name: str) -> Step:
         copy = self.copy(name)
         if name not in self.bases and copy.content is not None:
-            return Step(copy, "recorded", copy.base.text, copy.base)
+            return self._step_to_record(copy)
         return step_to_release(copy)
+
+    def _step_to_record(self, copy: Copy) -> Step:
+        """Return the step for a copy by hand: write the header if nothing is lost by that."""
+        if copy.text in (self.release.source(copy.name), copy.base.text):
+            return Step(copy, "recorded", copy.base.text, copy.base)
+        return Step(copy, "recorded, with your edits", copy.text, copy.base)
 
     def carry_out(self, steps: Iterable[Step]) -> None:
         """Write the files, and the lock after each."""
         for step in steps:
             copy = step.copy
             if step.text is not None and step.text != copy.text:
+                copy.require_unchanged()
                 content = encode(step.text, like=copy.content or b"")
                 replace_file(copy.path, content)
             if step.base != self.bases.get(copy.name):
@@ -361,6 +385,22 @@ class Folder:
         if self.path.resolve() not in path.resolve().parents:
             raise CommandError(f"{path} must be in {self.path}, got {path.resolve()}")
         return path
+
+
+def require_not_newer(version: str, installed: str) -> None:
+    """Raise a CommandError if copies are from a newer tinyblock than the installed one."""
+    if numbers_of(version) > numbers_of(installed):
+        raise CommandError(
+            f"the copies are from tinyblock {version}, newer than the installed "
+            f"{installed}: upgrade tinyblock"
+        )
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """Return (1, 2, 3) for 1.2.3 and for 1.2.3.dev4."""
+    release = re.match(r"[0-9.]*", version)
+    assert release
+    return tuple(int(number) for number in release[0].split(".") if number)
 
 
 def parse_lock(path: Path) -> dict[str, Original]:
@@ -704,6 +744,11 @@ def without_header(text: str) -> str:
     return re.sub(r"\A(#.*\n)*", "", text)
 
 
+def is_copy_by_hand(text: str, original: Original) -> bool:
+    """Return whether a text equals the original, whatever its header."""
+    return without_header(text) == without_header(original.text)
+
+
 def decode(content: bytes) -> str:
     """Return the text, with "\\n" for "\\r\\n" if most lines end in that; no byte is lost."""
     text = content.decode(errors="surrogateescape")
@@ -753,6 +798,11 @@ def merge(
         reason = decode(done.stderr) or f"exit code {done.returncode}"
         raise CommandError(f"git could not merge {labels[0]}: {reason}")
     return decode(done.stdout), done.returncode > 0
+
+
+def content_of(path: Path) -> bytes | None:
+    """Return the content of a file, or None if there is no file."""
+    return path.read_bytes() if path.exists() else None
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -1,5 +1,6 @@
 """Copies in real folders: added, edited, outdated, merged, rejected."""
 
+import dataclasses
 import io
 import json
 import os
@@ -96,6 +97,35 @@ def test_add_records_a_file_that_equals_the_original(project):
     assert project.run(*add).rows.items() >= expected.items()
     assert project.path("norm.py").read_text() == project.original("norm.py")
     assert project.run("check", project.folder).out == "4 pristine\n"
+
+
+def test_add_keeps_the_comments_of_a_file_that_it_records(project):
+    project.folder.mkdir()
+    source = (project.release.root / "rope.py").read_text()
+    text = f"# Copyright Ann 2025\n# pylint: skip-file\n{source}"
+    project.path("rope.py").write_text(text)
+    assert project.add("rope").rows["rope.py"] == "recorded, with your edits"
+    assert project.path("rope.py").read_text() == text
+    assert project.run("check", project.folder).rows == {"rope.py": "edited"}
+
+
+def test_copies_from_a_newer_tinyblock_are_left_alone(project):
+    newer = dataclasses.replace(project.release, version="0.10.0.dev1")
+    project.add("rope", release=newer)
+    expected = (
+        r"the copies are from tinyblock 0\.10\.0\.dev1, newer than the installed "
+        r"0\.2\.0: upgrade tinyblock"
+    )
+    for argv in (["update"], ["check"], ["diff"], ["add", "mlp", "--to"]):
+        project.assert_rejected(expected, *argv, project.folder)
+
+
+def test_change_of_the_header_alone_is_no_change(project):
+    project.add("rope")
+    url = "https://example.org/layers"
+    project.release = dataclasses.replace(project.release, repository=url)
+    assert project.run("check", project.folder) == (0, "2 pristine\n", "")
+    assert project.run("diff", project.folder).out == ""
 
 
 def test_check_reports_every_state(project, old):
@@ -337,6 +367,49 @@ def test_wrong_folder_or_lock_is_rejected_with_the_fix(project):
     project.path(LOCK).write_text("<<<<<<< HEAD\n{}")
     expected = r"tinyblock\.lock has conflict markers: restore it"
     project.assert_rejected(expected, "update", project.folder)
+
+
+def test_update_stops_before_a_file_that_another_program_changed(
+    project, old, monkeypatch
+):
+    project.add("mlp", "rope", release=old)
+    replace, path = os.replace, project.path("rope.py")
+
+    def replace_and_save(source, target):
+        if target.name == "mlp.py":
+            path.write_text(path.read_text() + OURS)
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace_and_save)
+        done = project.run("update", project.folder)
+    expected = r"rope\.py was changed by another program: run the command again\n"
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert re.search(expected, done.err)
+    assert path.read_text().endswith(OURS)
+    assert project.run("update", project.folder).code == 0
+    assert path.read_text() == project.original("rope.py") + OURS
+
+
+def test_repeated_update_completes_an_interrupted_conflict(project, old, monkeypatch):
+    project.add("mlp", release=old)
+    path, replace = project.path("mlp.py"), os.replace
+    edit(path, FIRST, "first = 'ours'")
+
+    def interrupt(source, target):
+        if target.name == LOCK:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupt)
+        assert project.run("update", project.folder, "mlp").code == 130
+    marked = path.read_text()
+    assert project.run("update", project.folder).code == 1
+    assert path.read_text() == marked
+    path.write_text(re.sub(r"<{7}(.|\n)*>{7}.*\n", f"{OURS}\n", marked))
+    done = project.run("update", project.folder)
+    assert (done.code, done.rows) == (0, {"mlp.py": "edited, kept"})
 
 
 @pytest.mark.parametrize("killed_at", range(1, 6))
