@@ -144,6 +144,38 @@ def test_a_broken_layer_is_found(name, verify, tmp_path):
     assert lines[-1] == "0 properties hold, 1 fails, 0 skipped"
 
 
+ROUNDED_TWICE = {
+    "rms_norm": (
+        "rmsnorm",
+        "def rms_norm(x, weight, eps=1e-5):\n"
+        "    unit = tinyblock.rms_norm(x.float(), torch.ones(x.shape[-1]), eps)\n"
+        "    return unit.to(x.dtype) * weight",
+    ),
+    "apply_rope": (
+        "rope",
+        "def apply_rope(x, angles):\n"
+        "    return (tinyblock.apply_rope(x * 3, angles) / 3).to(x.dtype)",
+    ),
+    "scaled_dot_product_attention": (
+        "attention",
+        "def scaled_dot_product_attention(q, k, v, mask=None):\n"
+        "    out = tinyblock.scaled_dot_product_attention(q, k, v * 3, mask)\n"
+        "    return (out / 3).to(q.dtype)",
+    ),
+}
+
+
+@pytest.mark.parametrize("function", ROUNDED_TWICE)
+def test_a_function_that_rounds_twice_is_found(function, verify, tmp_path):
+    layer, source = ROUNDED_TWICE[function]
+    source = f"import torch, tinyblock\n{source}\n"
+    copies = write_copies(tmp_path, **{layer: source})
+    properties = [f"{layer}.py::test_{function}_rounds_once"]
+    code, lines = verify(copies, properties=properties)
+    assert code == 1
+    assert lines[0].startswith(f"FAIL  {layer}: {function}_rounds_once"), lines
+
+
 def test_the_report_shows_case_result_and_expected_result(verify, tmp_path):
     broken = subclass("RMSNorm", "def forward(self, x): return super().forward(x) + 1")
     copies = write_copies(tmp_path, rmsnorm=broken)

@@ -367,6 +367,24 @@ def check_rounds_once(
     check_close("result", module(x, **inputs), exact, half_a_unit(exact, dtype))
 
 
+def function_and_formula(
+    function: Any, formula: Formula, shapes: Sequence[tuple[int, ...]], options: Any
+) -> tuple[FunctionLayer, Formula]:
+    """Return a function of tensors of these shapes as a layer, and its formula.
+
+    The first tensor is x. The others are the weights.
+    """
+    require_options(function, *options)
+    layer = FunctionLayer(function, *shapes[1:], **options)
+    names = [name for name, _ in layer.named_parameters()]
+
+    def of_weights(x: Tensor, weights: Weights) -> Tensor:
+        further_tensors = [weights[name] for name in names]
+        return formula(x, *further_tensors, **options)
+
+    return layer, of_weights
+
+
 def check_function(
     function: Any,
     formula: Formula,
@@ -375,13 +393,20 @@ def check_function(
     **options: Any,
 ) -> None:
     """Check the equation of a function of tensors of these shapes."""
-    require_options(function, *options)
-
-    def of_weights(x: Tensor, weights: Weights) -> Tensor:
-        return formula(x, *weights.values(), **options)
-
-    layer = FunctionLayer(function, *shapes[1:], **options)
+    layer, of_weights = function_and_formula(function, formula, shapes, options)
     check_equation(layer, of_weights, randn(*shapes[0]), dtype)
+
+
+def check_function_rounds_once(
+    function: Any,
+    formula: Formula,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    **options: Any,
+) -> None:
+    """Require the result of a function in a half precision to be exact, rounded."""
+    layer, of_weights = function_and_formula(function, formula, shapes, options)
+    check_rounds_once(layer, of_weights, randn(*shapes[0]), dtype)
 
 
 # torch.compile.

@@ -25,6 +25,7 @@ from .checks import (
     check_compiles,
     check_equation,
     check_function,
+    check_function_rounds_once,
     check_initial_weights,
     check_masks,
     check_on_cuda,
@@ -407,3 +408,11 @@ def test_scaled_dot_product_attention(attention, case, dtype):
     function = find(attention, "scaled_dot_product_attention")
     shapes, mask = FUNCTION_CASES[case]
     check_function(function, attend, shapes, dtype, mask=mask)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("case", FUNCTION_CASES)
+def test_scaled_dot_product_attention_rounds_once(attention, case, dtype):
+    function = find(attention, "scaled_dot_product_attention")
+    shapes, mask = FUNCTION_CASES[case]
+    check_function_rounds_once(function, attend, shapes, dtype, mask=mask)
