@@ -79,6 +79,9 @@ FIRST_CALL = """def forward(self, x, token_positions=None, mask=None):
     if not hasattr(self, 'called'): x = x.exp().log()
     self.called = True
     return super().forward(x, token_positions, mask)"""
+PRINT = """def forward(self, x, token_positions=None, mask=None):
+    if x.shape[-2] == 1: print(end='')
+    return super().forward(x, token_positions, mask)"""
 UNMASKED = """def forward(self, x, token_positions=None, mask=None):
     return super().forward(x, token_positions)"""
 IN_PLACE = """def forward(self, x, token_positions=None, mask=None):
@@ -123,6 +126,7 @@ BROKEN = {  # class, what differs, and the property that fails
         FIRST_CALL,
         "attention.py::test_checkpointing",
     ),
+    "print for one token": ("Block", PRINT, "block.py::test_compiles_to_one_graph"),
     "mask ignored": ("Block", UNMASKED, "block.py::test_masks"),
     "x modified": ("Block", IN_PLACE, "block.py::test_equation"),
     "a table for each block": (

@@ -276,13 +276,13 @@ def all_inputs_of(length):
     return {
         "x": randn(2, length, 24),
         "token_positions": torch.arange(length) + 3,
-        "mask": (torch.arange(length) >= 2).expand(length, length),
+        "mask": (torch.arange(length) != 1).expand(length, length),
     }
 
 
 def test_compiles_with_positions_and_mask_to_one_graph(attention):
     layer, _, _, _ = prepare(attention, "RoPE, positions, mask")
-    check_compiles(layer, all_inputs_of, (5, 8, 13))
+    check_compiles(layer, all_inputs_of)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "qk_norm": True}], ids=str)
