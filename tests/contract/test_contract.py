@@ -64,6 +64,9 @@ HUGGING_FACE_ORDER = """def forward(self, x):
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
     return self.weight * y.to(x.dtype)"""
+NO_GRADIENT = """def forward(self, x):
+    if x.dtype != torch.float16 or x.numel() < 10000: return super().forward(x)
+    return super().forward(x.detach()) + 0 * x"""
 NOT_CUT = """def reset_parameters(self):
     for weight in self.parameters():
         weight.data.normal_(std=math.sqrt(2 / sum(weight.shape)))"""
@@ -98,6 +101,11 @@ BROKEN = {  # class, what differs, and the property that fails
         "rmsnorm.py::test_equation",
     ),
     "rounded twice": ("RMSNorm", HUGGING_FACE_ORDER, "rmsnorm.py::test_rounds_once"),
+    "gradient of x lost in float16": (
+        "RMSNorm",
+        NO_GRADIENT,
+        "rmsnorm.py::test_equation",
+    ),
     "value not named": ("RMSNorm", UNNAMED, "rmsnorm.py::test_rejects_hyperparameters"),
     "weight without gradient": ("SwiGLU", DETACHED, "ffn.py::test_equation"),
     "weights not cut": ("SwiGLU", NOT_CUT, "ffn.py::test_initial_weights"),

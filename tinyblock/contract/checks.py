@@ -196,7 +196,7 @@ def half_a_unit(exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 def add_gradients(
     result: Tensor, x: Tensor, weights: Weights, dtype: torch.dtype
-) -> Weights:
+) -> dict[str, Tensor]:
     """Return the result, and the gradients of x and of each weight, by name.
 
     The gradient of the result has seed 9, and is rounded to a dtype.
@@ -211,7 +211,10 @@ def add_gradients(
 
 
 class Reference:
-    """The result and the gradients of a formula, which a layer must return in a dtype."""
+    """The result and the gradients of a formula, which a layer must return in a dtype.
+
+    `exact` is in float64. `rounded` is in a half precision, or in float32 and then rounded where a half overflows.
+    """
 
     def __init__(
         self,
@@ -225,6 +228,19 @@ class Reference:
         self.exact = self.evaluate(formula, module, x, inputs, torch.float64)
         if dtype in HALVES:
             self.rounded = self.evaluate(formula, module, x, inputs, dtype)
+            lost = [name for name in self.exact if self.is_lost(name)]
+            if lost:
+                wide = self.evaluate(formula, module, x, inputs, torch.float32)
+                for name in lost:
+                    self.rounded[name] = wide[name].to(dtype)
+
+    def is_lost(self, name: str) -> bool:
+        """Return whether the formula overflows in a half: its error is half of the value, or NaN."""
+        exact = self.exact[name]
+        if not exact.numel():
+            return False
+        error = root_mean_square(self.rounded[name] - exact)
+        return not error <= root_mean_square(exact) / 2
 
     def evaluate(
         self,
@@ -233,7 +249,7 @@ class Reference:
         x: Tensor,
         inputs: Inputs,
         dtype: torch.dtype,
-    ) -> Weights:
+    ) -> dict[str, Tensor]:
         x = x.detach().to(dtype).requires_grad_()
         weights = {}
         for name, weight in module.named_parameters():
@@ -251,8 +267,8 @@ class Reference:
             exact = self.exact[name]
             rounding = eps * self.size_of(name)
             if self.dtype in HALVES:
-                # Terms of the size of another gradient may cancel out.
-                floor = 0.0 if name == "result" else rounding
+                # In the gradient of a weight, terms as large as another gradient may cancel out.
+                floor = 0.0 if name in ("result", "gradient of x") else rounding
                 check_close_in_half(name, tensor, exact, self.rounded[name], floor)
             else:
                 factor = UNITS_ON_CUDA if tensor.is_cuda else 1
