@@ -64,6 +64,9 @@ HUGGING_FACE_ORDER = """def forward(self, x):
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
     return self.weight * y.to(x.dtype)"""
+NO_GRADIENT = """def forward(self, x):
+    if x.dtype != torch.float16 or x.numel() < 10000: return super().forward(x)
+    return super().forward(x.detach()) + 0 * x"""
 NOT_CUT = """def reset_parameters(self):
     for weight in self.parameters():
         weight.data.normal_(std=math.sqrt(2 / sum(weight.shape)))"""
@@ -78,6 +81,9 @@ CLAMPED = """def forward(self, x, token_positions=None):
 FIRST_CALL = """def forward(self, x, token_positions=None, mask=None):
     if not hasattr(self, 'called'): x = x.exp().log()
     self.called = True
+    return super().forward(x, token_positions, mask)"""
+PRINT = """def forward(self, x, token_positions=None, mask=None):
+    if x.shape[-2] == 1: print(end='')
     return super().forward(x, token_positions, mask)"""
 UNMASKED = """def forward(self, x, token_positions=None, mask=None):
     return super().forward(x, token_positions)"""
@@ -95,6 +101,11 @@ BROKEN = {  # class, what differs, and the property that fails
         "rmsnorm.py::test_equation",
     ),
     "rounded twice": ("RMSNorm", HUGGING_FACE_ORDER, "rmsnorm.py::test_rounds_once"),
+    "gradient of x lost in float16": (
+        "RMSNorm",
+        NO_GRADIENT,
+        "rmsnorm.py::test_equation",
+    ),
     "value not named": ("RMSNorm", UNNAMED, "rmsnorm.py::test_rejects_hyperparameters"),
     "weight without gradient": ("SwiGLU", DETACHED, "ffn.py::test_equation"),
     "weights not cut": ("SwiGLU", NOT_CUT, "ffn.py::test_initial_weights"),
@@ -123,6 +134,7 @@ BROKEN = {  # class, what differs, and the property that fails
         FIRST_CALL,
         "attention.py::test_checkpointing",
     ),
+    "print for one token": ("Block", PRINT, "block.py::test_compiles_to_one_graph"),
     "mask ignored": ("Block", UNMASKED, "block.py::test_masks"),
     "x modified": ("Block", IN_PLACE, "block.py::test_equation"),
     "a table for each block": (
@@ -142,6 +154,38 @@ def test_a_broken_layer_is_found(name, verify, tmp_path):
     assert code == 1
     assert lines[0].startswith(f"FAIL  {layer}: {test}"), lines
     assert lines[-1] == "0 properties hold, 1 fails, 0 skipped"
+
+
+ROUNDED_TWICE = {
+    "rms_norm": (
+        "rmsnorm",
+        "def rms_norm(x, weight, eps=1e-5):\n"
+        "    unit = tinyblock.rms_norm(x.float(), torch.ones(x.shape[-1]), eps)\n"
+        "    return unit.to(x.dtype) * weight",
+    ),
+    "apply_rope": (
+        "rope",
+        "def apply_rope(x, angles):\n"
+        "    return (tinyblock.apply_rope(x * 3, angles) / 3).to(x.dtype)",
+    ),
+    "scaled_dot_product_attention": (
+        "attention",
+        "def scaled_dot_product_attention(q, k, v, mask=None):\n"
+        "    out = tinyblock.scaled_dot_product_attention(q, k, v * 3, mask)\n"
+        "    return (out / 3).to(q.dtype)",
+    ),
+}
+
+
+@pytest.mark.parametrize("function", ROUNDED_TWICE)
+def test_a_function_that_rounds_twice_is_found(function, verify, tmp_path):
+    layer, source = ROUNDED_TWICE[function]
+    source = f"import torch, tinyblock\n{source}\n"
+    copies = write_copies(tmp_path, **{layer: source})
+    properties = [f"{layer}.py::test_{function}_rounds_once"]
+    code, lines = verify(copies, properties=properties)
+    assert code == 1
+    assert lines[0].startswith(f"FAIL  {layer}: {function}_rounds_once"), lines
 
 
 def test_the_report_shows_case_result_and_expected_result(verify, tmp_path):

@@ -25,6 +25,7 @@ from .checks import (
     check_compiles,
     check_equation,
     check_function,
+    check_function_rounds_once,
     check_initial_weights,
     check_masks,
     check_on_cuda,
@@ -275,13 +276,13 @@ def all_inputs_of(length):
     return {
         "x": randn(2, length, 24),
         "token_positions": torch.arange(length) + 3,
-        "mask": (torch.arange(length) >= 2).expand(length, length),
+        "mask": (torch.arange(length) != 1).expand(length, length),
     }
 
 
 def test_compiles_with_positions_and_mask_to_one_graph(attention):
     layer, _, _, _ = prepare(attention, "RoPE, positions, mask")
-    check_compiles(layer, all_inputs_of, (5, 8, 13))
+    check_compiles(layer, all_inputs_of)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "qk_norm": True}], ids=str)
@@ -407,3 +408,11 @@ def test_scaled_dot_product_attention(attention, case, dtype):
     function = find(attention, "scaled_dot_product_attention")
     shapes, mask = FUNCTION_CASES[case]
     check_function(function, attend, shapes, dtype, mask=mask)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("case", FUNCTION_CASES)
+def test_scaled_dot_product_attention_rounds_once(attention, case, dtype):
+    function = find(attention, "scaled_dot_product_attention")
+    shapes, mask = FUNCTION_CASES[case]
+    check_function_rounds_once(function, attend, shapes, dtype, mask=mask)

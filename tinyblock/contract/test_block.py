@@ -95,19 +95,26 @@ CASES: Cases = {
     "empty batch": {**ROPE, "shape": (0, 5, 24)},
     "two batch axes": {**ROPE, "shape": (2, 1, 3, 24)},
     "one token": {**ROPE, "shape": (2, 1, 24)},
+    # In the course's edition of 2024 the block has GELU, and no RoPE.
+    "2024": {"ffn": "FeedForward"},
 }
 
 
-def prepare(block, case):
+def prepare(block, ffn, case):
     """Return a layer, its formula, x, and further inputs."""
     options = dict(CASES[case])
     shape = options.pop("shape", (2, 7, 24))
     inputs = take_inputs(options)
-    layer = build(block, "Block", 24, 4, 40, **options)
+    parts = {}
+    formulas = {}
+    if "ffn" in options:
+        parts["ffn"] = find(ffn, options.pop("ffn"))
+        formulas["ffn"] = feed_forward_of_weights
+    layer = build(block, "Block", 24, 4, 40, **options, **parts)
     require_options(layer.forward, *inputs)
 
     def formula(x, weights, token_positions=None, mask=None):
-        return pre_norm_block(x, weights, token_positions, mask, **options)
+        return pre_norm_block(x, weights, token_positions, mask, **options, **formulas)
 
     return layer, formula, randn(*shape), inputs
 
@@ -136,28 +143,17 @@ def test_weight_names(block, qk_norm):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_equation(block, case, dtype):
-    layer, formula, x, inputs = prepare(block, case)
+def test_equation(block, ffn, case, dtype):
+    layer, formula, x, inputs = prepare(block, ffn, case)
     check_equation(layer, formula, x, dtype, **inputs)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_equation_on_cuda(block, case, dtype):
-    layer, formula, x, inputs = prepare(block, case)
+def test_equation_on_cuda(block, ffn, case, dtype):
+    layer, formula, x, inputs = prepare(block, ffn, case)
     check_on_cuda(layer, formula, x, dtype, **inputs)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equation_of_the_block_of_2024(block, ffn, dtype):
-    """In the course's edition of 2024 the block has GELU, and no RoPE."""
-    layer = build(block, "Block", 24, 4, ffn=find(ffn, "FeedForward"))
-
-    def formula(x, weights):
-        return pre_norm_block(x, weights, ffn=feed_forward_of_weights)
-
-    check_equation(layer, formula, randn(2, 7, 24), dtype)
 
 
 def test_d_ff_is_the_width_of_the_feed_forward_layer(block):
@@ -168,40 +164,45 @@ def test_d_ff_is_the_width_of_the_feed_forward_layer(block):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_autocast(block, case):
-    layer, formula, x, inputs = prepare(block, case)
+def test_autocast(block, ffn, case):
+    layer, formula, x, inputs = prepare(block, ffn, case)
     check_autocast(layer, formula, x, **inputs)
 
 
-def test_checkpointing(block):
-    layer, formula, x, inputs = prepare(block, "every option, positions, mask")
+def test_checkpointing(block, ffn):
+    layer, formula, x, inputs = prepare(block, ffn, "every option, positions, mask")
     check_checkpointing(layer, formula, x, **inputs)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_causality(block, case):
-    layer, _, x, inputs = prepare(block, case)
+def test_causality(block, ffn, case):
+    layer, _, x, inputs = prepare(block, ffn, case)
     check_causality(layer, x, **inputs)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "mask" not in CASES[case]])
-def test_masks(block, case):
-    layer, _, x, inputs = prepare(block, case)
+def test_masks(block, ffn, case):
+    layer, _, x, inputs = prepare(block, ffn, case)
     check_masks(layer, x, **inputs)
 
 
-def test_relative_positions_only(block):
-    layer, _, x, _ = prepare(block, "RoPE")
+def test_relative_positions_only(block, ffn):
+    layer, _, x, _ = prepare(block, ffn, "RoPE")
     check_relative_positions(layer, x)
 
 
-def test_compiles_to_one_graph(block):
-    layer, _, _, _ = prepare(block, "every option, positions, mask")
-    check_compiles(layer, all_inputs_of, (5, 8, 13))
+def test_compiles_to_one_graph(block, ffn):
+    layer, _, _, _ = prepare(block, ffn, "every option, positions, mask")
+    check_compiles(layer, all_inputs_of)
 
 
 def test_device_and_dtype(block):
     check_placement(block, "Block", 24, 4, 40)
+
+
+def test_device_and_dtype_of_the_block_of_2024(block, ffn):
+    feed_forward = find(ffn, "FeedForward")
+    check_placement(block, "Block", 24, 4, ffn=feed_forward)
 
 
 # Parts without weights, and their formulas.

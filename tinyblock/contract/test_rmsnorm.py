@@ -20,6 +20,7 @@ from .checks import (
     check_compiles,
     check_equation,
     check_function,
+    check_function_rounds_once,
     check_initial_weights,
     check_on_cuda,
     check_placement,
@@ -167,3 +168,11 @@ FUNCTION_CASES: Cases = {
 def test_rms_norm(rmsnorm, case, dtype):
     function = find(rmsnorm, "rms_norm")
     check_function(function, rms_norm, dtype=dtype, **FUNCTION_CASES[case])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("case", FUNCTION_CASES)
+def test_rms_norm_rounds_once(rmsnorm, case, dtype):
+    function = find(rmsnorm, "rms_norm")
+    options = FUNCTION_CASES[case]
+    check_function_rounds_once(function, rms_norm, dtype=dtype, **options)

@@ -22,6 +22,7 @@ from .checks import (
     check_compiles,
     check_equation,
     check_function,
+    check_function_rounds_once,
     check_on_cuda,
     check_placement,
     check_rejects_input,
@@ -289,3 +290,12 @@ def test_apply_rope(rope, case, dtype):
     shape, positions = ANGLES[case]
     angles = angles_of(positions, 8, THETA)
     check_function(find(rope, "apply_rope"), rotate, [shape], dtype, angles=angles)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("case", ANGLES)
+def test_apply_rope_rounds_once(rope, case, dtype):
+    function = find(rope, "apply_rope")
+    shape, positions = ANGLES[case]
+    angles = angles_of(positions, 8, THETA)
+    check_function_rounds_once(function, rotate, [shape], dtype, angles=angles)
