@@ -153,16 +153,18 @@ class Release:
 
         With tests, each layer comes with its test.
         """
-        found = list(names)
-        if with_tests:
-            found += TEST_SETUP
-        for name in found:  # which grows
-            needed = self.imports(name)
+        found = set[str]()
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop()
+            if name in found:
+                continue
+            found.add(name)
+            waiting += self.imports(name)
             test = f"contract/test_{name}"
             if with_tests and self.source(test) is not None:
-                needed.add(test)
-            found += sorted(needed.difference(found))
-        return sorted(found, key=lambda name: ("/" in name, name))
+                waiting += [test, *TEST_SETUP]
+        return sorted(found, key=layers_first)
 
 
 def installed_release() -> Release:
@@ -273,12 +275,20 @@ class Step:
     base: Original  # of the copy afterwards
     has_conflicts: bool = False
 
+    def imports(self) -> set[str]:
+        """Return the files that the new text may import."""
+        try:
+            return relative_imports(self.copy.name, self.text or "")
+        except (SyntaxError, ValueError):  # conflict markers, or no text
+            return relative_imports(self.copy.name, self.base.text)
+
 
 def step_to_release(copy: Copy) -> Step:
     """Return the step that brings a copy to this release, and keeps the user's edits."""
     new, state = copy.original, copy.state
     if new is None:
-        return Step(copy, "no longer in tinyblock, left as it is", copy.text, copy.base)
+        done = f"no longer in tinyblock: delete it, and its entry in {LOCK}"
+        return Step(copy, done, copy.text, copy.base)
     if state == "missing":
         return Step(copy, "copied", new.text, new)
     if copy.text == new.text:
@@ -346,6 +356,23 @@ class Folder:
     def plan(self, names: Iterable[str]) -> list[Step]:
         """Return the steps that bring these files to this release. Write nothing."""
         return [self._step(name) for name in names]
+
+    def plan_update(self, names: Iterable[str]) -> list[Step]:
+        """Return the steps for these files, and for what their new texts import."""
+        steps: dict[str, Step] = {}
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop()
+            if name in steps:
+                continue
+            steps[name] = self._step(name)
+            needed = steps[name].imports()
+            if name.startswith("contract/test_"):
+                needed.update(TEST_SETUP)
+            waiting += [
+                file for file in needed if self.release.source(file) is not None
+            ]
+        return [steps[name] for name in sorted(steps, key=layers_first)]
 
     def _step(self, name: str) -> Step:
         copy = self.copy(name)
@@ -510,7 +537,7 @@ def update(arguments: argparse.Namespace, release: Release) -> int:
     with exclusive(arguments.folder):
         folder = open_folder(arguments.folder, release)
         names = [copy.name for copy in folder.select(arguments.layers)]
-        steps = folder.plan(release.with_imports(names))
+        steps = folder.plan_update(names)
         folder.carry_out(steps)
     print_steps(steps)
     return int(any(step.has_conflicts for step in steps))
@@ -532,10 +559,24 @@ def verify(arguments: argparse.Namespace, release: Release) -> int:
     options = ["-c", settings, f"--rootdir={contract}", "-p", "no:cacheprovider"]
     # With a space instead of "=", pytest would load the conftest.py of the target.
     tests = [str(contract), f"--layers={target}"]
+    require_one_target(target, arguments.pytest)
     code = run_pytest([*options, *tests, *arguments.pytest])
     if code == NO_TESTS:
         raise CommandError("no property was tested: there is no test of that name")
     return code if code in (0, 1) else 2
+
+
+def require_one_target(target: str, arguments: Sequence[str]) -> None:
+    """Raise a CommandError for a second target, which pytest would not test."""
+    option = "-v"  # an option without a value
+    for argument in arguments:
+        has_value = option.startswith("-") and not re.fullmatch("-[lqsvx]+", option)
+        if not argument.startswith("-") and not has_value and Path(argument).exists():
+            raise CommandError(
+                f"verify takes one target, got {target} and {argument}: "
+                "run it for each, or give the folder of both"
+            )
+        option = argument
 
 
 NO_TESTS = 5  # the exit code of pytest
@@ -559,9 +600,11 @@ def run_pytest(arguments: Sequence[str]) -> int:
         command = [sys.executable, "-c", RUN_PYTEST, str(report), *arguments]
         done = subprocess.run(command, env=environment, check=False)
         if not report.exists():
+            advice = "see the error above"
+            if done.returncode == 0:
+                advice = "look for a call of sys.exit in the copies"
             raise CommandError(
-                f"the tests ended early, with exit code {done.returncode}: "
-                "look for a call of sys.exit in the copies"
+                f"the tests ended early, with exit code {done.returncode}: {advice}"
             )
         return int(report.read_text())
 
@@ -715,7 +758,10 @@ def relative_imports(name: str, text: str) -> set[str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level:
             # One dot is the folder of the file, two dots are the folder above it.
-            folder = PurePosixPath(name).parents[node.level - 1]
+            folders = PurePosixPath(name).parents
+            if node.level > len(folders):  # above the folder of copies
+                continue
+            folder = folders[node.level - 1]
             modules = [node.module] if node.module else [it.name for it in node.names]
             for module in modules:
                 found.add((folder / f"{module}.py").as_posix())
@@ -739,6 +785,11 @@ def imported_packages(texts: Iterable[str]) -> list[str]:
     return packages
 
 
+def layers_first(name: str) -> tuple[bool, str]:
+    """Return what files are sorted by: those in folders, such as tests, are last."""
+    return "/" in name, name
+
+
 def without_header(text: str) -> str:
     """Remove the comments at the start of a file, which include its header."""
     return re.sub(r"\A(#.*\n)*", "", text)
@@ -750,7 +801,7 @@ def is_copy_by_hand(text: str, original: Original) -> bool:
 
 
 def decode(content: bytes) -> str:
-    """Return the text, with "\\n" for "\\r\\n" if most lines end in that; no byte is lost."""
+    """Return the text, with "\\n" for "\\r\\n" if most lines end in that."""
     text = content.decode(errors="surrogateescape")
     return text.replace("\r\n", "\n") if newline_of(content) == "\r\n" else text
 

@@ -272,7 +272,7 @@ def test_update_restores_missing_copies_and_keeps_those_that_tinyblock_lacks(
     mlp = project.path("mlp.py").read_text()
     (project.release.root / "mlp.py").unlink()
     rows = project.run("update", project.folder).rows
-    kept = "no longer in tinyblock, left as it is"
+    kept = "no longer in tinyblock: delete it, and its entry in tinyblock.lock"
     assert rows == {"mlp.py": kept, "rope.py": "copied"}
     assert project.path("mlp.py").read_text() == mlp
     assert project.run("check", project.folder) == (0, "3 pristine\n", "")
@@ -286,6 +286,17 @@ def test_update_brings_what_the_new_version_imports(project, old):
     project.assert_rejected(expected, "update", project.folder)
     project.path("norm.py").unlink()
     assert project.run("update", project.folder).rows["norm.py"] == "copied"
+
+
+def test_update_brings_nothing_that_an_edited_copy_no_longer_imports(project):
+    project.add("block")
+    edit(project.path("block.py"), "from .mlp import Mlp", "from .own import Mlp")
+    project.path("mlp.py").unlink()
+    lock = json.loads(project.path(LOCK).read_text())
+    del lock["mlp.py"]
+    project.path(LOCK).write_text(json.dumps(lock))
+    assert project.run("update", project.folder).rows == {"block.py": "edited, kept"}
+    assert not project.path("mlp.py").exists()
 
 
 def test_update_reports_that_git_is_missing_or_fails(project, old, monkeypatch):
@@ -324,7 +335,7 @@ def test_lock_of_the_present_format_is_read(project):
     }
     project.path(LOCK).write_text(json.dumps(entries, indent=1) + "\n")
     assert project.run("update", project.folder).rows == {
-        "contract/harness.py": "no longer in tinyblock, left as it is",
+        "contract/harness.py": "no longer in tinyblock: delete it, and its entry in tinyblock.lock",
         "rope.py": "merged with your edits",
     }
     expected = project.original("rope.py").replace(LAST, OURS)

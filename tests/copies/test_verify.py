@@ -53,6 +53,17 @@ def test_verify_passes_arguments_on_to_pytest(verify):
     assert "test_norm_holds PASSED" in out
 
 
+def test_verify_rejects_a_second_target(verify, project, monkeypatch):
+    monkeypatch.chdir(project.root)
+    (project.root / "mlp").mkdir()
+    code, _, err = verify("layers", "mlp")
+    assert code == 2
+    assert "verify takes one target, got layers and mlp" in err
+    code, out, _ = verify("layers", "-k", "mlp")  # the value of an option
+    assert code == 1
+    assert "tested: layers" in out
+
+
 def test_verify_returns_2_if_there_is_nothing_to_test(verify):
     code, _, err = verify("layers", "-k", "nothing")
     assert code == 2
