@@ -200,7 +200,7 @@ def test_the_report_shows_case_result_and_expected_result(verify, tmp_path):
         lines[0],
     )
     assert code == 1
-    assert lines[1:] == ["1 properties hold, 1 fails, 0 skipped"]
+    assert lines[1:] == ["1 property holds, 1 fails, 0 skipped"]
 
 
 def test_a_copy_may_drop_options_and_functions_and_change_the_default_of_eps(
@@ -210,7 +210,7 @@ def test_a_copy_may_drop_options_and_functions_and_change_the_default_of_eps(
     copies = write_copies(tmp_path, rmsnorm=subclass("RMSNorm", options))
     code, lines = verify(copies, "-k", "not compiles")
     assert code == 0
-    assert lines[-1].endswith(" properties hold, 0 fail, 3 skipped")
+    assert lines[-1].endswith(" properties hold, 0 fail, 4 skipped")
     assert {*lines[:-1]} == {
         "skip  rmsnorm: RMSNorm has no device in this copy",
         "skip  rmsnorm: rms_norm is not in this copy",
@@ -224,7 +224,7 @@ def test_a_layer_with_dropout_is_checked_in_eval_mode(verify, tmp_path):
     )
     copies = write_copies(tmp_path, ffn=subclass("SwiGLU", dropout))
     code, lines = verify(copies, "-k", "SwiGLU", properties=["ffn.py::test_equation"])
-    assert (code, lines) == (0, ["1 properties hold, 0 fail, 0 skipped"])
+    assert (code, lines) == (0, ["1 property holds, 0 fail, 0 skipped"])
 
 
 def test_renamed_weights_give_one_failure_that_lists_them(verify, tmp_path):
@@ -253,6 +253,10 @@ def forward(self, x): return self.w2(F.silu(self.gate(x)) * self.w3(x))"""
             subclass("RMSNorm", "def forward(self, x): sys.exit(0)"),
             r"SystemExit: 0 \(rmsnorm.py, line 4\)",
         ),
+        (
+            subclass("RMSNorm", "def forward(self, x): assert x.shape[0] == 99"),
+            r": AssertionError \(rmsnorm.py, line 4\)",
+        ),
     ],
 )
 def test_what_cannot_be_judged_fails_in_one_line(source, reason, verify, tmp_path):
@@ -261,6 +265,14 @@ def test_what_cannot_be_judged_fails_in_one_line(source, reason, verify, tmp_pat
     [failure] = [line for line in lines if line.startswith("FAIL")]
     assert code == 1
     assert re.search(f"{reason}$", failure), failure
+
+
+def test_an_error_of_collection_fails_in_one_line(verify, tmp_path):
+    (tmp_path / "test_mine.py").write_text("import no_such_package")
+    code, lines = verify("tinyblock.rmsnorm", "test_mine.py")
+    assert code == pytest.ExitCode.INTERRUPTED
+    error = "ModuleNotFoundError: No module named 'no_such_package'"
+    assert f"FAIL  tests: collection: {error}" in lines
 
 
 def test_a_file_whose_relative_imports_fail_is_reported(verify, tmp_path):
@@ -289,7 +301,7 @@ def test_a_target_is_a_folder_a_file_a_package_or_a_module(target, verify, tmp_p
         (tmp_path / "host" / folder).mkdir(parents=True)
         shutil.copy(PACKAGE / "rope.py", tmp_path / "host" / folder)
     code, lines = verify(target, "-k", "is_defined")
-    assert (code, lines) == (0, ["1 properties hold, 0 fail, 0 skipped"])
+    assert (code, lines) == (0, ["1 property holds, 0 fail, 0 skipped"])
 
 
 @pytest.mark.parametrize("target", ["nowhere/layers", "nowhere.layers", "sys", "", "."])

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+CONTRACT = str(Path(__file__).parent)
+OURS = (str(Path(torch.__file__).parent), CONTRACT)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,18 +34,37 @@ def pytest_runtest_makereport(
 
 
 def reason_of(error: BaseException) -> str:
+    """Return the message of a check, or the type, message and place of another error."""
     message = str(error)
-    if isinstance(
-        error, (AssertionError, pytest.fail.Exception, pytest.skip.Exception)
-    ):
+    frames = traceback.extract_tb(error.__traceback__)
+    if is_of_a_check(error, frames):
         return message.partition("\n")[0]  # pytest adds the source of an assertion
     one_line = " ".join(message.split())[:400]
     place = ""
-    for frame in traceback.extract_tb(error.__traceback__):
+    for frame in frames:
         is_library = "site-packages" in frame.filename
         if not is_library and not frame.filename.startswith(OURS):
             place = f" ({Path(frame.filename).name}, line {frame.lineno})"
-    return f"{type(error).__name__}: {one_line}{place}"
+    name = type(error).__name__
+    described = f"{name}: {one_line}" if one_line else name
+    return described + place
+
+
+def is_of_a_check(error: BaseException, frames: traceback.StackSummary) -> bool:
+    """Return whether the contract raised the error, and not the layer."""
+    if isinstance(error, (pytest.fail.Exception, pytest.skip.Exception)):
+        return True
+    is_assertion = isinstance(error, AssertionError)
+    return is_assertion and frames[-1].filename.startswith(CONTRACT)
+
+
+def reason_in(report: Any) -> str:
+    """Return the reason that a report stores, or the last line of an error of collection."""
+    stored = dict(getattr(report, "user_properties", []))
+    if "reason" in stored:
+        return str(stored["reason"])
+    lines = str(report.longrepr).strip().splitlines()
+    return lines[-1].removeprefix("E ").strip() if lines else "no reason"
 
 
 class Property:
@@ -71,21 +91,30 @@ class Property:
         return f"{shown} and {others} more case{'s' if others > 1 else ''}"
 
 
+def parts_of(nodeid: str) -> tuple[str, str, str]:
+    """Return layer, property and case of `test_<layer>.py::test_<property>[<case>]`.
+
+    The id of a file that cannot be collected has no property, and outside of the contract no file.
+    """
+    file, _, test = nodeid.partition("::test_")
+    layer = Path(file).stem.removeprefix("test_")
+    name, _, case = test.partition("[")
+    return layer or "tests", name or "collection", case.removesuffix("]")
+
+
 def properties_of(stats: dict[str, list[pytest.TestReport]]) -> list[Property]:
-    properties: dict[str, Property] = {}
+    """Collect the outcomes of all cases of each property."""
+    properties: dict[tuple[str, str], Property] = {}
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in stats.get(outcome, []):
-            function, _, case = report.nodeid.partition("[")
-            file, _, name = function.partition("::test_")
-            layer = Path(file).stem.removeprefix("test_")
-            found = properties.setdefault(function, Property(layer, name))
-            reason = str(dict(report.user_properties).get("reason"))
+            layer, name, case = parts_of(report.nodeid)
+            found = properties.setdefault((layer, name), Property(layer, name))
             if outcome == "passed":
                 found.passed += 1
             elif outcome == "skipped":
-                found.skipped.add(reason)
+                found.skipped.add(reason_in(report))
             else:
-                found.failed.append((case.removesuffix("]"), reason))
+                found.failed.append((case, reason_in(report)))
     return list(properties.values())
 
 
@@ -109,11 +138,15 @@ def failures(properties: list[Property]) -> list[str]:
 
 def skips(properties: list[Property]) -> list[str]:
     """Return a line for each reason for which properties were skipped, or some of their cases."""
-    layers: dict[str, set[str]] = {}
+    layers_by_reason: dict[str, set[str]] = {}
     for found in properties:
         for reason in found.skipped:
-            layers.setdefault(reason, set()).add(found.layer)
-    return [f"skip  {', '.join(sorted(layers[why]))}: {why}" for why in layers]
+            layers_by_reason.setdefault(reason, set()).add(found.layer)
+    lines = []
+    for reason, layers in layers_by_reason.items():
+        names = ", ".join(sorted(layers))
+        lines.append(f"skip  {names}: {reason}")
+    return lines
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -125,7 +158,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     hold = outcomes.count("hold")
     fail = outcomes.count("fail")
     skip = outcomes.count("skip")
-    verb = "fails" if fail == 1 else "fail"
-    terminalreporter.write_line(
-        f"{hold} properties hold, {fail} {verb}, {skip} skipped"
-    )
+    holds = "property holds" if hold == 1 else "properties hold"
+    fails = "fails" if fail == 1 else "fail"
+    terminalreporter.write_line(f"{hold} {holds}, {fail} {fails}, {skip} skipped")
