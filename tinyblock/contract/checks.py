@@ -1,10 +1,12 @@
 """What every layer is checked for, and the seeded inputs and weights of these checks.
 
-A formula is a function `formula(x, weights, **inputs)`, written as in the paper, that computes in the dtype of `x`.
-`weights` are those of the layer, by their names in the state dict. `inputs` are further arguments of the layer's
-forward, such as `mask`. A layer's result is compared with that of the formula in float64.
+A formula is a function `formula(x, weights, **inputs)`, written as in the paper, that
+computes in the dtype of `x`. `weights` are those of the layer, by their names in the
+state dict. `inputs` are further arguments of the layer's forward, such as `mask`. A
+layer's result is compared with that of the formula in float64.
 
-A copy of a layer may drop what its project does not need. A test that needs a dropped option or function is skipped.
+A copy of a layer may drop what its project does not need. A test that needs a dropped
+option or function is skipped.
 """
 
 import copy
@@ -165,8 +167,8 @@ def check_close_in_half(
 ) -> None:
     """Require at most three times the error of the formula in the same dtype.
 
-    `rounded` is the result of that formula. An error of one rounding is allowed in any case, as few components may
-    all be exact in the formula, and so is `floor`.
+    `rounded` is the result of that formula. An error of one rounding is allowed in any
+    case, as few components may all be exact in the formula, and so is `floor`.
     """
     check_shape(name, actual, exact)
     if not exact.numel():
@@ -213,7 +215,8 @@ def add_gradients(
 class Reference:
     """The result and the gradients of a formula, which a layer must return in a dtype.
 
-    `exact` is in float64. `rounded` is in a half precision, or in float32 and then rounded where a half overflows.
+    `exact` is in float64. `rounded` is in a half precision, or in float32 and then
+    rounded where a half overflows.
     """
 
     def __init__(
@@ -498,7 +501,8 @@ def check_placement(layer: Any, name: str, *arguments: Any, **options: Any) -> N
 def check_initial_weights(module: nn.Module, gain: float = 1.0) -> None:
     """Require one value of all gains, and other weights from a normal of variance 2 / (d_in + d_out).
 
-    The normal is cut at three deviations. The same holds after `reset_parameters`, where every parameter was NaN.
+    The normal is cut at three deviations. The same holds after `reset_parameters`,
+    where every parameter was NaN.
     """
     for name, parameter in module.named_parameters():
         check_initial(name, parameter.detach().double(), gain)

@@ -1,7 +1,7 @@
 """Fixtures: each layer of the folder above, or of what `--layers` names, as an imported module by the layer's name.
 
-A layer is recognized by the name of its file: what test_rope.py tests is rope.py. If the folder lacks a layer that
-another layer needs, the fixture has that of tinyblock.
+A layer is recognized by the name of its file: what test_rope.py tests is rope.py. If
+the folder lacks a layer that another layer needs, the fixture has that of tinyblock.
 """
 
 import contextlib
@@ -57,7 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def sources_of_path(path: Path) -> dict[str, Source]:
     """Find the layers in a folder, or the one in a file.
 
-    A file is imported by the name that its package gives it. Without an __init__.py beside it, that is its own name.
+    A file is imported by the name that its package gives it. Without an __init__.py
+    beside it, that is its own name.
     """
     folder = path if path.is_dir() else path.parent
     root = folder.resolve()

@@ -1,7 +1,7 @@
 """What `tinyblock verify` prints: a dot for each test, then a line for each property that fails, and a count.
 
-A property is a test function of a layer. It fails if one of its cases fails, and holds if no case fails and one passes.
-With -v pytest prints its own report before this one.
+A property is a test function of a layer. It fails if one of its cases fails, and holds
+if no case fails and one passes. With -v pytest prints its own report before this one.
 """
 
 import traceback
@@ -94,7 +94,8 @@ class Property:
 def parts_of(nodeid: str) -> tuple[str, str, str]:
     """Return layer, property and case of `test_<layer>.py::test_<property>[<case>]`.
 
-    The id of a file that cannot be collected has no property, and outside of the contract no file.
+    The id of a file that cannot be collected has no property, and outside of the
+    contract no file.
     """
     file, _, test = nodeid.partition("::test_")
     layer = Path(file).stem.removeprefix("test_")

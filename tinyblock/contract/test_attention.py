@@ -1,8 +1,8 @@
 """Attention: in each head softmax(Q K^T / sqrt(d_head)) V, over each token and the tokens before it.
 
-Q, K and V are projections of x. Groups of query heads may share heads of K and V. An RMSNorm over d_head and then RoPE
-may follow the projections of Q and K. A mask is True where a query may attend to a key. A query without any key yields
-zeros.
+Q, K and V are projections of x. Groups of query heads may share heads of K and V. An
+RMSNorm over d_head and then RoPE may follow the projections of Q and K. A mask is True
+where a query may attend to a key. A query without any key yields zeros.
 """
 
 import math
@@ -329,7 +329,8 @@ def test_attend_may_be_overridden(attention):
 def test_scores_in_float32_or_wider(attention, dtype):
     """Scores are about 1024, and multiples of 1/4, which a half cannot hold; q, k and v are exact.
 
-    x has random signs, and 64 in columns 0 and 32. q and v are x, and k is x with its halves swapped.
+    x has random signs, and 64 in columns 0 and 32. q and v are x, and k is x with its
+    halves swapped.
     """
     x = randn(2, 9, 64, seed=3).sign()
     x[..., ::32] = 64

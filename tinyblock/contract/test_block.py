@@ -169,8 +169,9 @@ def test_autocast(block, ffn, case):
     check_autocast(layer, formula, x, **inputs)
 
 
-def test_checkpointing(block, ffn):
-    layer, formula, x, inputs = prepare(block, ffn, "every option, positions, mask")
+@pytest.mark.parametrize("case", ["every option, positions, mask", "2024"])
+def test_checkpointing(block, ffn, case):
+    layer, formula, x, inputs = prepare(block, ffn, case)
     check_checkpointing(layer, formula, x, **inputs)
 
 

@@ -1,6 +1,7 @@
 """Feed-forward layers: SwiGLU(x) = W2 (SiLU(W1 x) * W3 x), and FeedForward(x) = W2 activation(W1 x).
 
-SiLU(x) = x sigmoid(x), GELU(x) = x/2 (1 + erf(x / sqrt(2))), and GLU(x) = sigmoid(W1 x) * W2 x.
+SiLU(x) = x sigmoid(x), GELU(x) = x/2 (1 + erf(x / sqrt(2))), and GLU(x) = sigmoid(W1 x)
+* W2 x.
 """
 
 import math

@@ -1,6 +1,7 @@
 """RoPE: rotate the k-th pair of components, x[2k] and x[2k+1], by the angle position * theta^(-2k / d_k).
 
-The rotation is rounded once to the dtype of x. Its table stays exact, whatever the dtype of the model.
+The rotation is rounded once to the dtype of x. Its table stays exact, whatever the
+dtype of the model.
 """
 
 import copy
