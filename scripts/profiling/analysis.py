@@ -42,7 +42,7 @@ def analyze(
         )  # noise can leave no time at all to a backward pass, which is a difference
         return {
             "seconds": asdict(spread),
-            "gpu_seconds": on_gpu and on_gpu[0],
+            "gpu_seconds": Spread.of(on_gpu).median if on_gpu else None,
             **asdict(cost),
             "intensity": cost.intensity,
             "bound": "compute" if cost.intensity >= ceilings.ridge else "memory",

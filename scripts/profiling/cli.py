@@ -29,7 +29,6 @@ from .measure import Settings, measure
 from .predict import Links, measured, predict, roofline
 from .report import report
 from .report_distributed import distributed_report, prediction_report
-from .tracing import nsys_command
 
 _DEFAULTS: dict[str, Any] = {
     "batch_size": 1,
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None, clock: Clock = clock) -> int:
         ]
         recorded = {
             name: getattr(options, name)
-            for name in ("rounds", "seed", "trace", "memory_snapshot", "nvtx")
+            for name in ("rounds", "seed", "trace", "memory_snapshot")
         }
         device, mesh = (
             device_of(options.device),
@@ -103,11 +102,6 @@ def main(argv: Sequence[str] | None = None, clock: Clock = clock) -> int:
             Size(**point["size"]) in sizes for point in earlier["points"]
         ):
             raise ValueError(f"--compare: {options.compare} has none of these sizes")
-    if options.nvtx:
-        print(
-            f"To record the ranges: {nsys_command(sys.argv[1:] if argv is None else argv)}",
-            flush=True,
-        )
     if options.predict is not None:
         return run(parser, lambda: _predict(options, settings, sizes, profile, clock))
     return run(parser, lambda: _profile(options, settings, sizes, earlier, clock))
@@ -297,11 +291,6 @@ def _parser() -> Parser:
         metavar="FILE",
         help="write CUDA's allocations, for pytorch.org/memory_viz",
     )
-    add(
-        "--nvtx",
-        action="store_true",
-        help="mark the parts for nsys, and print the nsys command",
-    )
     return parser
 
 
@@ -433,7 +422,7 @@ def _check_combinations(
 ) -> None:
     """Raise a ValueError for an option that has no meaning together with the others."""
     predicting = options.predict is not None
-    recorded = ["trace", "memory_snapshot", "nvtx"]
+    recorded = ["trace", "memory_snapshot"]
     for unusable, names, why in (
         (
             not predicting,
@@ -451,11 +440,6 @@ def _check_combinations(
             f"needs CUDA, and the device is {settings.device}",
         ),
         (options.sweep, recorded, "records one size: leave --sweep out"),
-        (
-            options.nvtx,
-            ["trace"],
-            "and --nvtx need two profilers, and the GPU has one: leave one of them out",
-        ),
         (
             settings.mesh.processes > 1,
             ["predict", "sweep", "plot", *recorded],

@@ -30,7 +30,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure. `trace`, `memory_snapshot` and `nvtx` are recorded in runs of their own, after the timings."""
+    """How to measure. `trace` and `memory_snapshot` are recorded in runs of their own, after the timings."""
 
     device: torch.device
     dtype: torch.dtype
@@ -40,7 +40,6 @@ class Settings:
     seed: int = 0
     trace: Path | None = None
     memory_snapshot: Path | None = None
-    nvtx: bool = False
     mesh: Mesh = field(default_factory=Mesh)
 
     @property
@@ -113,7 +112,7 @@ def _point(
     shares = busy_shares(start, system_clocks())
     gpu = {}
     if device.type == "cuda":
-        gpu = {key: [gpu_seconds(run, min(samples[key]))] for key, run in runs.items()}
+        gpu = {key: gpu_seconds(run, min(samples[key])) for key, run in runs.items()}
     point: dict[str, Any] = {"status": "ok", "error": None, "size": asdict(size)}
     point |= analyze(
         samples, gpu, size, settings.mode, settings.dtype, ceilings, datasheet, shares
@@ -136,16 +135,14 @@ def _point(
         else None,
         "parts": _memory_of_parts(parts, steps, x, known, device),
     }
-    # nsys and torch.profiler cannot both listen to the GPU.
     seconds = point["whole"][settings.mode]["seconds"]["median"]
-    point["kernels"] = None if settings.nvtx else kernel_report(run, device, seconds)
+    kernels = kernel_report(run, device, seconds)
+    point["kernels"] = asdict(kernels) if kernels else None
     if settings.trace is not None:
         progress.start("tracing")
         tracing.write_trace([complete, *parts], optimizer, settings.trace)
     if settings.memory_snapshot is not None:
         tracing.write_memory_snapshot(run, settings.memory_snapshot)
-    if settings.nvtx:
-        tracing.mark_ranges([complete, *parts], optimizer)
     return point
 
 
