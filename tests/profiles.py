@@ -1,10 +1,25 @@
 """What tests of profiles share: a clock, the events of a profiler, and the keys that a document has."""
 
+import io
 import itertools
+import json
 import random
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+
+from profiling.cli import main
+
+TINY = [
+    "--device=cpu",
+    "--batch-size=2",
+    "--seq-len=6",
+    "--d-model=16",
+    "--num-heads=4",
+    "--num-kv-heads=2",
+]
+TINY += ["--d-ff=24", "--rounds=2"]
 
 
 def ticking():
@@ -44,3 +59,22 @@ def undocumented(document):
             yield from keys(item)
 
     return set(keys(document)) - set(re.findall(r"[`\"]([a-z0-9_]+)[`\"]", page))
+
+
+def profile(folder, *options, code=0):
+    """Run the profiler in this process, and return what it wrote as JSON, as a picture's texts, and to stdout."""
+    with redirect_stdout(io.StringIO()) as out:
+        assert (
+            main([*TINY, *options, "--json", str(folder / "profile.json")], ticking())
+            == code
+        )
+    document, picture = (
+        json.loads((folder / "profile.json").read_text()),
+        folder / "plot.svg",
+    )
+    texts = (
+        re.findall("<!-- (.*) -->", picture.read_text()) if picture.exists() else []
+    )  # which are drawn as curves
+    return SimpleNamespace(
+        document=document, texts=texts, out=out.getvalue(), folder=folder
+    )

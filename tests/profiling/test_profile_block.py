@@ -2,36 +2,20 @@
 
 import copy
 import gc
-import io
 import json
 import re
 import weakref
-from contextlib import redirect_stdout
-from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 import torch
 from lab.machine import Ceilings
-from lab.presets import PRESETS
 from lab.sizes import Size
 from lab.timing import Spread
-from profiles import ticking, undocumented
+from profiles import TINY, profile, ticking, undocumented
 from profiling.cli import main
 from profiling.measure import Settings, measure
 from profiling.report import report
 
-from tinyblock import SwiGLU
-
-TINY = [
-    "--device=cpu",
-    "--batch-size=2",
-    "--seq-len=6",
-    "--d-model=16",
-    "--num-heads=4",
-    "--num-kv-heads=2",
-]
-TINY += ["--d-ff=24", "--rounds=2"]
 PARTS = [
     "ln1",
     "q/k/v projections",
@@ -47,25 +31,6 @@ CEILINGS = Ceilings(
     Spread(1e11, 1e11, 1e11, 7), Spread(1e10, 1e10, 1e10, 7), 1e11, 1024, 2**27
 )
 TOO_LARGE = 2**43  # a batch
-
-
-def profile(folder, *options, code=0):
-    """Run the profiler in this process, and return what it wrote as JSON, as a picture's texts, and to stdout."""
-    with redirect_stdout(io.StringIO()) as out:
-        assert (
-            main([*TINY, *options, "--json", str(folder / "profile.json")], ticking())
-            == code
-        )
-    document, picture = (
-        json.loads((folder / "profile.json").read_text()),
-        folder / "plot.svg",
-    )
-    texts = (
-        re.findall("<!-- (.*) -->", picture.read_text()) if picture.exists() else []
-    )  # which are drawn as curves
-    return SimpleNamespace(
-        document=document, texts=texts, out=out.getvalue(), folder=folder
-    )
 
 
 @pytest.fixture(scope="module")
@@ -90,18 +55,6 @@ def step(tmp_path_factory):
         f"--trace={folder / 'trace.json'}",
         f"--plot={folder / 'plot.svg'}",
     )
-
-
-def rejection(capsys, *options):
-    """Return the one line in which the profiler rejects these options, before anything is measured."""
-    with pytest.raises(SystemExit) as raised:
-        main([*TINY, *options])
-    captured = capsys.readouterr()
-    assert raised.value.code == 2
-    assert captured.out == ""
-    assert captured.err.startswith("profile_block.py: error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 def test_profile_of_train_measures_every_part(train):
@@ -341,122 +294,6 @@ def test_error_that_is_not_a_lack_of_memory_is_raised():
         )
 
 
-def test_preset_gives_every_size_and_an_option_overrides_it(tmp_path):
-    path = tmp_path / "paper.json"  # a prediction, which allocates nothing
-    predict = [
-        "--predict",
-        "dp=1",
-        "--link=1e9",
-        "--ceilings=NVIDIA H200",
-        f"--json={path}",
-        "--device=cpu",
-    ]
-    for options, expected in (
-        (
-            ["--preset=qwen3-8b", "--seq-len=7"],
-            Size(1, 7, 4096, 32, 8, 128, 12288, True, 1e6, 1e-6),
-        ),
-        (
-            ["--preset=llama-3.1-8b", "--d-model=512"],
-            Size(1, 128, 512, 32, 8, 16, 1344, theta=5e5),
-        ),
-        ([], Size(1, 128, 512, 8, 8, 64, 1344)),
-    ):
-        assert main([*options, *predict]) == 0
-        (prediction,) = json.loads(path.read_text())["predictions"]
-        assert Size(**prediction["size"]) == expected
-
-
-def test_prediction_is_written_shown_and_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    options = [
-        "--predict",
-        "tp=2,dp=2",
-        "dp=8",
-        "--link=450e9,50e9",
-        "--ceilings=NVIDIA H200",
-    ]
-    run = profile(
-        tmp_path, *options, "--sweep=batch-size=4,8", f"--plot={tmp_path / 'plot.svg'}"
-    )
-    assert undocumented(run.document) == set()
-    assert re.match(
-        "A lower bound on time.* at the roofline of the NVIDIA H200 datasheet\n",
-        run.out,
-    )
-    assert [prediction["processes"] for prediction in run.document["predictions"]] == [
-        4,
-        4,
-        8,
-    ]
-    assert re.search(r"^\| dp=2,tp=2 \| +4 \| +6 ", run.out, re.MULTILINE)
-    assert {run.out.partition("\n")[0], "dp=8", "dp=2,tp=2"} <= set(run.texts)
-
-
-def test_prediction_from_a_profile_has_its_size_mode_and_times(
-    step, train, tmp_path, capsys
-):
-    for run in (train, step):
-        options = [
-            "--predict",
-            "dp=1",
-            "--link=1e9",
-            f"--from={run.folder / 'profile.json'}",
-        ]
-        capsys.readouterr()
-        assert main([*options, f"--json={tmp_path / 'new.json'}"]) == 0
-        document, out = (
-            json.loads((tmp_path / "new.json").read_text()),
-            capsys.readouterr().out,
-        )
-        (point,), (prediction,) = run.document["points"], document["predictions"]
-        assert prediction["size"] == point["size"]
-        passes = [
-            *(point["whole"][name] for name in ("forward", "backward")),
-            point["optimizer"],
-        ]
-        assert prediction["seconds"] == pytest.approx(
-            sum(each["seconds"]["median"] for each in passes if each)
-        )
-        assert undocumented(document) == set()
-    basis = r"Scaled from a profile of one process: .*; bfloat16, mode step, eager; torch .*\nbfloat16, mode step\n"
-    assert re.match(basis, out)
-    assert "Do not trust these figures:" in out  # as in the profile
-    # What belongs to the profile's width, or to its heads, does not hold for another one.
-    wider = {"d_model": 32, "d_head": 8, "d_ff": SwiGLU(32, device="meta").d_ff}
-    fewer = {"num_heads": 1, "num_kv_heads": 1, "d_head": 16}
-    of_preset = asdict(PRESETS["small"]) | {
-        "batch_size": 2,
-        "seq_len": 6,
-        "num_layers": None,
-    }
-    others = {
-        "--d-model=32": wider,
-        "--sweep=d-model=32": wider,
-        "--num-heads=1": fewer,
-        "--preset=small": of_preset,
-    }
-    for other, changed in others.items():
-        assert main([*options, other, f"--json={tmp_path / 'new.json'}"]) == 0
-        (prediction,) = json.loads((tmp_path / "new.json").read_text())["predictions"]
-        assert prediction["size"] == point["size"] | changed
-    capsys.readouterr()
-    wrong = "--dtype must be bfloat16, as in the profile of --from, got float32: leave --dtype out, or"
-    assert wrong in rejection(capsys, *options, "--dtype=float32")
-    longer = rejection(
-        capsys, *options, f"--from={train.folder / 'profile.json'}", "--mode=step"
-    )
-    assert (
-        "--mode must be forward or train, as in the profile of --from, got step: leave --mode out, or"
-        in longer
-    )
-    assert "leave --ceilings out" in rejection(
-        capsys, *options, "--ceilings=NVIDIA H200"
-    )
-    of_prediction = rejection(capsys, *options, f"--from={tmp_path / 'new.json'}")
-    assert "must be a profile of one size in one process" in of_prediction
-
-
 def test_plot_that_fails_does_not_lose_the_report(tmp_path, monkeypatch, capsys):
     figure = pytest.importorskip("matplotlib.figure").Figure
 
@@ -474,6 +311,7 @@ def test_plot_that_fails_does_not_lose_the_report(tmp_path, monkeypatch, capsys)
         main([*TINY, "--mode=forward", *outputs], ticking())
     assert "sum of the parts" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+<<<<<<< HEAD
 
 
 def test_compare_is_shown_below_the_report(train, tmp_path, capsys):
@@ -554,3 +392,5 @@ def test_rejections_name_what_is_wrong(options, message, capsys, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     assert message in rejection(capsys, *options)
     assert list(tmp_path.iterdir()) == []
+=======
+>>>>>>> 7c73e5d
