@@ -92,8 +92,10 @@ def _point(
         complete, smallest, *parts = (
             step.compiled() for step in (complete, smallest, *parts)
         )
-        compilation = tracing.compile_report(
-            complete.train if settings.train else complete.forward
+        compilation = asdict(
+            tracing.compile_report(
+                complete.train if settings.train else complete.forward
+            )
         )
     of_whole, optimizer = runs_of(complete, settings.mode)
     # Backward alone is not timed: it is what "train" takes longer than "forward".

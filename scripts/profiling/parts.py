@@ -68,98 +68,82 @@ class Step:
 
 def block_steps(model: Block | Transformer) -> list[Step]:
     """Return the steps of the model's first block, in its order, and the final norm of a stack."""
-    if isinstance(model, Block):
-        return [*_attention_steps(model), *_feed_forward_steps(model)]
-    block = model.layers[0]
+    block = model.layers[0] if isinstance(model, Transformer) else model
     assert isinstance(block, Block)
-    return [*block_steps(block), _final_norm(model)]
-
-
-# Each step has a function of its own: torch.compile counts recompilations for each, and gives up after a few.
-
-
-def _attention_steps(block: Block) -> list[Step]:
-    """Return the steps from x to y, the sum of x and attention."""
     attn = block.attn
     assert isinstance(attn, CausalMultiHeadSelfAttention)
-    rope = attn.rope
+    q_norm, k_norm, rope = attn.q_norm, attn.k_norm, attn.rope
     assert rope is not None
-
-    def norm(x: Tensor) -> tuple[Tensor, ...]:
-        return (block.ln1(x),)
 
     def project(h: Tensor) -> tuple[Tensor, ...]:
         projected = attn.q_proj(h), attn.k_proj(h), attn.v_proj(h)
         split = "... seq (heads d_head) -> ... heads seq d_head"
         return tuple(rearrange(heads, split, d_head=attn.d_head) for heads in projected)
 
-    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        return rope(q, None), rope(k, None)
-
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        heads = attn.attend(q, k, v, None)
-        merge = "... heads seq d_head -> ... seq (heads d_head)"
-        return (rearrange(heads, merge),)
+        return (
+            rearrange(
+                attn.attend(q, k, v, None),
+                "... heads seq d_head -> ... seq (heads d_head)",
+            ),
+        )
 
-    def project_back(heads: Tensor) -> tuple[Tensor, ...]:
-        return (attn.output_proj(heads),)
+    def add(x: Tensor, branch: Tensor) -> tuple[Tensor, ...]:
+        return (
+            x,
+            x + branch,
+        )  # x too, because it also goes into a branch: the sum of its two gradients is work
 
-    projections = _weights(attn.q_proj, attn.k_proj, attn.v_proj)
-    output = _weights(attn.output_proj)
-    return [
-        Step("ln1", ("x",), ("h",), norm, _weights(block.ln1)),
+    def weights(*modules: nn.Module) -> tuple[nn.Parameter, ...]:
+        return tuple(weight for module in modules for weight in module.parameters())
+
+    # A function of its own for each step: torch.compile counts recompilations for each, and gives up after a few.
+    projections, output = (
+        weights(attn.q_proj, attn.k_proj, attn.v_proj),
+        weights(attn.output_proj),
+    )
+    steps = [
+        Step("ln1", ("x",), ("h",), lambda x: (block.ln1(x),), weights(block.ln1)),
         Step("q/k/v projections", ("h",), ("q", "k", "v"), project, projections),
-        *_head_norm_steps(attn),
-        Step("rope", ("q", "k"), ("q", "k"), rotate),
+        Step(
+            "rope", ("q", "k"), ("q", "k"), lambda q, k: (rope(q, None), rope(k, None))
+        ),
         Step("attention", ("q", "k", "v"), ("heads",), attend),
-        Step("output projection", ("heads",), ("attended",), project_back, output),
-        Step("residual adds", ("x", "attended"), ("x", "y"), _add),
+        Step(
+            "output projection",
+            ("heads",),
+            ("attended",),
+            lambda heads: (attn.output_proj(heads),),
+            output,
+        ),
+        Step("residual adds", ("x", "attended"), ("x", "y"), add),
+        Step("ln2", ("y",), ("h",), lambda y: (block.ln2(y),), weights(block.ln2)),
+        Step("ffn", ("h",), ("fed",), lambda h: (block.ffn(h),), weights(block.ffn)),
+        Step("residual adds", ("y", "fed"), ("y", "z"), add),
     ]
-
-
-def _head_norm_steps(attn: CausalMultiHeadSelfAttention) -> list[Step]:
-    """Return the step that normalizes queries and keys, if the block has it."""
-    q_norm, k_norm = attn.q_norm, attn.k_norm
-    if q_norm is None or k_norm is None:
-        return []
-
-    def norm(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        return q_norm(q), k_norm(k)
-
-    gains = _weights(q_norm, k_norm)
-    return [Step("q/k norm", ("q", "k"), ("q", "k"), norm, gains)]
-
-
-def _feed_forward_steps(block: Block) -> list[Step]:
-    """Return the steps from y to z, the output of the block."""
-
-    def norm(y: Tensor) -> tuple[Tensor, ...]:
-        return (block.ln2(y),)
-
-    def feed(h: Tensor) -> tuple[Tensor, ...]:
-        return (block.ffn(h),)
-
-    return [
-        Step("ln2", ("y",), ("h",), norm, _weights(block.ln2)),
-        Step("ffn", ("h",), ("fed",), feed, _weights(block.ffn)),
-        Step("residual adds", ("y", "fed"), ("y", "z"), _add),
-    ]
-
-
-def _final_norm(model: Transformer) -> Step:
-    def norm(z: Tensor) -> tuple[Tensor, ...]:
-        return (model.ln_final(z),)
-
-    return Step("final norm", ("z",), ("out",), norm, _weights(model.ln_final))
-
-
-def _add(x: Tensor, branch: Tensor) -> tuple[Tensor, ...]:
-    # x is an output, too, because it also goes into a branch: backward adds its two gradients.
-    return x, x + branch
-
-
-def _weights(*modules: nn.Module) -> tuple[nn.Parameter, ...]:
-    return tuple(weight for module in modules for weight in module.parameters())
+    if q_norm is not None and k_norm is not None:
+        norms = weights(q_norm, k_norm)
+        steps.insert(
+            2,
+            Step(
+                "q/k norm",
+                ("q", "k"),
+                ("q", "k"),
+                lambda q, k: (q_norm(q), k_norm(k)),
+                norms,
+            ),
+        )
+    if isinstance(model, Transformer):
+        steps.append(
+            Step(
+                "final norm",
+                ("z",),
+                ("out",),
+                lambda z: (model.ln_final(z),),
+                weights(model.ln_final),
+            )
+        )
+    return steps
 
 
 def run_steps(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from lab.files import atomic
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from .parts import Step
+from .records import Compilation
 
 
 def run_labeled(steps: Sequence[Step], optimizer: Optimizer | None) -> None:
@@ -44,7 +44,7 @@ def write_trace(steps: Sequence[Step], optimizer: Optimizer | None, path: Path) 
         profiler.export_chrome_trace(str(temporary))
 
 
-def compile_report(run: Callable[[], object]) -> dict[str, Any]:
+def compile_report(run: Callable[[], object]) -> Compilation:
     """Compile by a first call, and return the seconds that it took, the graphs, and where they break."""
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -54,13 +54,13 @@ def compile_report(run: Callable[[], object]) -> dict[str, Any]:
     # inductor keeps what it compiled on disk, so a second run compiles faster.
     hits = counters["inductor"]["fxgraph_cache_hit"]
     hits += counters["aot_autograd"]["autograd_cache_hit"]
-    return {
-        "seconds": seconds,
-        "from_cache": hits > 0,
-        "graphs": counters["stats"]["unique_graphs"],
-        "graph_breaks": sum(counters["graph_break"].values()),
-        "break_reasons": list(counters["graph_break"]),
-    }
+    return Compilation(
+        seconds=seconds,
+        from_cache=hits > 0,
+        graphs=counters["stats"]["unique_graphs"],
+        graph_breaks=sum(counters["graph_break"].values()),
+        break_reasons=tuple(counters["graph_break"]),
+    )
 
 
 def write_memory_snapshot(run: Callable[[], object], path: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-import torch
 from lab.sizes import Size
 from profiles import TINY, profile, undocumented
 from profiling.cli import main
@@ -129,12 +128,3 @@ def test_rejections_name_what_is_wrong(options, message, capsys, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     assert message in rejection(capsys, *options)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nvtx_and_trace_are_rejected_together(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    message = rejection(
-        capsys, "--device=cuda", "--nvtx", "--trace", str(tmp_path / "x.json")
-    )
-    assert "--trace and --nvtx need two profilers" in message

@@ -62,10 +62,8 @@ def test_compile_report_counts_graphs_and_breaks():
 
     compiled = torch.compile(broken, backend="eager")
     report = compile_report(lambda: compiled(torch.ones(3)))
-    assert (report["graphs"], report["graph_breaks"], report["from_cache"]) == (
-        2,
-        1,
-        False,
-    )
-    assert len(report["break_reasons"]) == 1
-    assert report["seconds"] > 0
+    assert report.graphs == 2
+    assert report.graph_breaks == 1
+    assert len(report.break_reasons) == 1
+    assert not report.from_cache
+    assert report.seconds > 0
