@@ -10,7 +10,7 @@ WITHOUT_BEARTYPE = """
 import sys
 sys.modules["beartype"] = None  # an import of it fails
 sys.path[:0] = sys.argv[1:]
-import lab.environment
+import jaxtyping, lab.environment
 import torch, tinyblock
 print(tinyblock.RMSNorm(4)(torch.ones(2, 4)).shape)
 """
