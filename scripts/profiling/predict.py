@@ -14,7 +14,6 @@ from typing import Any
 from lab.machine import Ceilings
 from lab.sizes import PASSES, Cost, Size, adamw_cost
 
-from .analysis import addends, own_seconds
 from .collectives import Collective, Mesh, collectives_of
 
 # The time of a pass of a part, by their names, if it costs this much.
@@ -68,34 +67,6 @@ class Links:
 def roofline(ceilings: Ceilings) -> Price:
     """Return what takes the least time for any part."""
     return lambda part, pass_, cost: ceilings.seconds(cost.flops, cost.bytes)
-
-
-def measured(point: dict[str, Any]) -> Price:
-    """Return the times of a profile, scaled to other costs: of parts with products by their FLOPs, of others by bytes.
-
-    `point` is of one process. The whole of each pass takes what was measured, also where a compiler fused its parts;
-    these only share it out. Parts that the profile lacks are as fast as its ffn, or, without products, as its ln1.
-    """
-    parts = {part["name"]: part for part in addends(point)}
-    scales = {}
-    for name in PASSES["step"]:
-        taken = sum(
-            part["count"] * own_seconds(part[name])
-            for part in parts.values()
-            if name in part
-        )
-        if taken:
-            whole = point["optimizer"] if name == "optimizer" else point["whole"][name]
-            scales[name] = whole["seconds"]["median"] / taken
-
-    def price(part: str, pass_: str, cost: Cost) -> float:
-        like = parts[part if part in parts else "ffn" if cost.matmul_flops else "ln1"][
-            pass_
-        ]
-        unit = "matmul_flops" if cost.matmul_flops else "bytes"
-        return scales[pass_] * own_seconds(like) * getattr(cost, unit) / like[unit]
-
-    return price
 
 
 def predict(

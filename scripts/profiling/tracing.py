@@ -1,11 +1,8 @@
 """What a profiler records, in runs of their own that no timing comes from: traces, ranges, graphs, allocations."""
 
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 from lab.files import atomic
@@ -13,11 +10,12 @@ from lab.timing import clock
 from torch.optim import Optimizer
 from torch.profiler import profile, record_function
 
-from .parts import Step
+from .parts import TimedPart
+from .records import Compilation
 
 
 def run_labeled(
-    steps: Sequence[Step],
+    steps: Sequence[TimedPart],
     optimizer: Optimizer | None,
     label: Callable[[str], AbstractContextManager[object]],
 ) -> None:
@@ -40,7 +38,9 @@ def run_labeled(
             optimizer.step()
 
 
-def write_trace(steps: Sequence[Step], optimizer: Optimizer | None, path: Path) -> None:
+def write_trace(
+    steps: Sequence[TimedPart], optimizer: Optimizer | None, path: Path
+) -> None:
     """Write a Chrome trace of a labeled run of the steps, for ui.perfetto.dev or chrome://tracing."""
     with profile(record_shapes=True) as profiler:
         run_labeled(steps, optimizer, record_function)
@@ -49,24 +49,7 @@ def write_trace(steps: Sequence[Step], optimizer: Optimizer | None, path: Path) 
         profiler.export_chrome_trace(str(temporary))
 
 
-def mark_ranges(steps: Sequence[Step], optimizer: Optimizer | None) -> None:
-    """Run the steps in NVTX ranges, and have nsys record that alone, which waits for the profiler's interface."""
-    torch.cuda.profiler.start()
-    try:
-        run_labeled(steps, optimizer, torch.cuda.nvtx.range)
-        torch.cuda.synchronize()
-    finally:
-        torch.cuda.profiler.stop()
-
-
-def nsys_command(arguments: Sequence[str]) -> str:
-    """Return the command that records the NVTX ranges of this very run, and nothing around them."""
-    nsys = "nsys profile --trace=cuda,nvtx,cublas --capture-range=cudaProfilerApi --capture-range-end=stop"
-    nsys += " --output=profile_block --force-overwrite=true"
-    return f"{nsys} {shlex.join([sys.executable, sys.argv[0], *arguments])}"
-
-
-def compile_report(run: Callable[[], object]) -> dict[str, Any]:
+def compile_report(run: Callable[[], object]) -> Compilation:
     """Compile by a first call, and return the seconds that it took, the graphs, and where they break."""
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -77,14 +60,14 @@ def compile_report(run: Callable[[], object]) -> dict[str, Any]:
         counters["inductor"]["fxgraph_cache_hit"]
         + counters["aot_autograd"]["autograd_cache_hit"]
     )
-    return {
-        "seconds": seconds,
-        "from_cache": hits
-        > 0,  # inductor keeps what it compiled on disk, so that a second run compiles faster
-        "graphs": counters["stats"]["unique_graphs"],
-        "graph_breaks": sum(counters["graph_break"].values()),
-        "break_reasons": list(counters["graph_break"]),
-    }
+    return Compilation(
+        seconds=seconds,
+        # inductor keeps what it compiled on disk, so a second run compiles faster.
+        from_cache=hits > 0,
+        graphs=counters["stats"]["unique_graphs"],
+        graph_breaks=sum(counters["graph_break"].values()),
+        break_reasons=tuple(counters["graph_break"]),
+    )
 
 
 def write_memory_snapshot(run: Callable[[], object], path: Path) -> None:
