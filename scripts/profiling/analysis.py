@@ -5,8 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from lab.costs import Cost, adamw_cost
 from lab.machine import Ceilings, Datasheet
-from lab.sizes import PASSES, Cost, Size, adamw_cost
+from lab.sizes import PASSES, Size
 from lab.timing import Spread, paired_ratio
 
 from .trust import trust
@@ -101,10 +102,12 @@ def analyze(
             count * record["roofline_seconds"] for count, record in records if record
         )
 
-    whole = {
-        name: record("whole", name, size.costs(name, dtype.itemsize), least(name))
-        for name in passes
-    }
+    def cost_of(name: str) -> Cost:
+        """Return the cost of the model in a mode or in a pass."""
+        of_model = size.costs if name in PASSES else size.pass_cost
+        return of_model(name, dtype.itemsize)
+
+    whole = {name: record("whole", name, cost_of(name), least(name)) for name in passes}
     seconds, cost = whole[mode]["seconds"]["median"], size.costs(mode)
     smallest = Spread.of(samples["smallest", mode])
     of_datasheet = datasheet.flops_per_second(dtype) if datasheet else None

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from tinyblock import parallelize
 
 from .collectives import Collective, alone, collectives_of
-from .measure import Run, Settings, build_whole, held_bytes, runs_of
+from .measure import Run, build_whole, held_bytes, runs_of
 from .parts import Step, whole
+from .records import Settings
 from .trust import busy_shares, system_clocks, trust
 
 _LINK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # of the all-gather that measures a link

@@ -3,7 +3,7 @@
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +21,11 @@ from tinyblock import Block, Transformer
 
 from . import tracing
 from .analysis import analyze
-from .collectives import Mesh
 from .parts import Step, block_steps, part_steps, run_steps, whole
+from .records import Settings
 from .trust import busy_shares, system_clocks
 
 Run = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to measure. `trace`, `memory_snapshot` and `nvtx` are recorded in runs of their own, after the timings."""
-
-    device: torch.device
-    dtype: torch.dtype
-    mode: str
-    compile: bool = False
-    rounds: int = 15
-    seed: int = 0
-    trace: Path | None = None
-    memory_snapshot: Path | None = None
-    nvtx: bool = False
-    mesh: Mesh = field(default_factory=Mesh)
-
-    @property
-    def train(self) -> bool:
-        return self.mode != "forward"
 
 
 def measure(
@@ -55,12 +35,21 @@ def measure(
     datasheet: Datasheet | None = None,
     progress: Progress | None = None,
     clock: Clock = clock,
+    trace: Path | None = None,
+    memory_snapshot: Path | None = None,
 ) -> dict[str, Any]:
     """Measure one size, and return a point of docs/profile_schema.md, which says so if memory ran out."""
     try:
         with torch.set_grad_enabled(settings.train):
             return _point(
-                size, settings, ceilings, datasheet, progress or Progress(), clock
+                size,
+                settings,
+                ceilings,
+                datasheet,
+                progress or Progress(),
+                clock,
+                trace,
+                memory_snapshot,
             )
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -79,6 +68,8 @@ def _point(
     datasheet: Datasheet | None,
     progress: Progress,
     clock: Clock,
+    trace: Path | None,
+    memory_snapshot: Path | None,
 ) -> dict[str, Any]:
     device, compilation = settings.device, None
     progress.start("building")
@@ -136,16 +127,13 @@ def _point(
         else None,
         "parts": _memory_of_parts(parts, steps, x, known, device),
     }
-    # nsys and torch.profiler cannot both listen to the GPU.
     seconds = point["whole"][settings.mode]["seconds"]["median"]
-    point["kernels"] = None if settings.nvtx else kernel_report(run, device, seconds)
-    if settings.trace is not None:
+    point["kernels"] = kernel_report(run, device, seconds)
+    if trace is not None:
         progress.start("tracing")
-        tracing.write_trace([complete, *parts], optimizer, settings.trace)
-    if settings.memory_snapshot is not None:
-        tracing.write_memory_snapshot(run, settings.memory_snapshot)
-    if settings.nvtx:
-        tracing.mark_ranges([complete, *parts], optimizer)
+        tracing.write_trace([complete, *parts], optimizer, trace)
+    if memory_snapshot is not None:
+        tracing.write_memory_snapshot(run, memory_snapshot)
     return point
 
 

@@ -1,7 +1,6 @@
 """A profile as a picture to be read 800 pixels wide: roofline and parts of one size, or the scaling of a sweep."""
 
 import math
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,71 +11,22 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from .analysis import addends
-from .collectives import Mesh
 from .report import describe, origin, rates, value_on
-from .report_distributed import basis
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Draw the points of a profile, or its predictions, in the format that the suffix of `path` names."""
-    axis, predictions = document["settings"]["sweep"], document.get("predictions")
-    points = predictions or [point for point in document["points"] if "whole" in point]
+    """Draw the points of a profile in the format that the suffix of `path` names."""
+    axis = document["settings"]["sweep"]
+    points = [point for point in document["points"] if "whole" in point]
     title = describe(*(point["size"] for point in points))
-    figure = new_figure(
-        title, "; ".join(basis(document)[1:]) if predictions else origin(document)
-    )
-    if predictions:
-        figure.suptitle(title, fontsize=9, fontweight="bold")
-        _predictions(figure.subplots(), predictions, axis, basis(document)[0])
-    elif axis:
+    figure = new_figure(title, origin(document))
+    if axis:
         _sweep(figure, points, axis)
     else:
         left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
         _roofline(left, points[0], document["ceilings"])
         _times(right, points[0], document["settings"]["mode"])
     save(figure, path)
-
-
-def _predictions(
-    axes: Axes, predictions: list[dict[str, Any]], axis: str, title: str
-) -> None:
-    """Draw the MFU of each mesh over a sweep, and name the best one at each point."""
-    for index, mesh in enumerate(
-        dict.fromkeys(str(Mesh(**prediction["mesh"])) for prediction in predictions)
-    ):
-        of_mesh = [
-            prediction
-            for prediction in predictions
-            if str(Mesh(**prediction["mesh"])) == mesh
-        ]
-        values = [int(value_on(axis, record)) for record in of_mesh]
-        axes.plot(
-            values,
-            [100 * record["mfu"] for record in of_mesh],
-            label=mesh,
-            **_look(index),
-        )
-    values = []
-    for _, records in groupby(predictions, key=lambda prediction: prediction["size"]):
-        best = max(records, key=lambda record: record["mfu"])
-        values.append(int(value_on(axis, best)))
-        text, place = (
-            f"{Mesh(**best['mesh'])}\n{share(best['mfu'])}",
-            (values[-1], 100 * best["mfu"]),
-        )
-        axes.annotate(
-            text, place, (0, 9), textcoords="offset points", ha="center", fontsize=8
-        )
-    axes.set(
-        xscale="log",
-        xlabel=axis,
-        ylabel="MFU, %",
-        ylim=(0, 115),
-        yticks=range(0, 101, 20),
-    )
-    axes.margins(x=0.08)
-    axes.set_title(title, fontsize=10)
-    _finish(axes, values, ncols=5)
 
 
 def _look(index: int) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from lab.costs import Cost
 from lab.environment import environment
 from lab.files import read_json, write_json
 from lab.machine import Ceilings
 from lab.records import from_plain, to_plain
-from lab.sizes import Cost, Size
+from lab.sizes import Size
 from lab.timing import Spread
 
 from .collectives import Mesh

@@ -1,20 +1,14 @@
-"""What is distributed over processes, measured or predicted, as text."""
+"""The profile of several processes as text."""
 
-from itertools import groupby
 from typing import Any
 
 from lab.tables import Section, Table, number, share, si, spread_cells, time_unit
 
-from .collectives import Mesh
-from .report import describe, doubts, header, held, origin, rates
+from .report import describe, doubts, header, held
 
 _LEGEND = (
     "Times are medians over the rounds, of the slowest process in each. Speed-up: over one process with the whole\n"
     "batch, in turns with the others. Collectives: timed alone at these sizes, without waiting for a slower process."
-)
-_PAPER = (
-    "Links run at full rate, without latency. "
-    "States: weights, gradients and moments of a device, without activations."
 )
 
 
@@ -24,65 +18,6 @@ def distributed_report(document: dict[str, Any]) -> list[Section]:
     for point in document["points"]:
         sections += [_summary(point), _times(point), _collectives(point)]
     return [*sections, _LEGEND]
-
-
-def prediction_report(document: dict[str, Any]) -> list[Section]:
-    """Return the sections of what was predicted: a table for each size."""
-    sections: list[Section] = [
-        "\n".join(basis(document)),
-        *(doubts(document["from"]) if document["from"] else []),
-    ]
-    columns = [
-        "mesh",
-        "devices",
-        "tokens each",
-        "states",
-        f"{document['settings']['mode']} ms",
-        "compute",
-        "tp",
-        "dp",
-    ]
-    columns += ["not hidden", "MFU", "tokens/s each"]
-    for size, records in groupby(
-        document["predictions"], lambda prediction: describe(prediction["size"])
-    ):
-        table = Table(size, columns)
-        for record in records:
-            tokens, seconds = record["tokens_per_process"], record["seconds"]
-            times = [
-                seconds,
-                *(record[f"{key}_seconds"] for key in ("compute", "tp", "dp")),
-            ]
-            times.append(seconds - record["compute_seconds"])
-            cells = [
-                str(Mesh(**record["mesh"])),
-                str(record["processes"]),
-                si(tokens),
-                si(record["state_bytes"], "B"),
-            ]
-            cells += [number(1e3 * time) for time in times]
-            table.rows.append([*cells, share(record["mfu"]), si(tokens / seconds)])
-        sections.append(table)
-    return [*sections, _PAPER]
-
-
-def basis(document: dict[str, Any]) -> list[str]:
-    """Return the kind of a prediction (a bound or an estimate), its options, ceilings and links, a line each."""
-    settings, ceilings, links, profile = (
-        document[key] for key in ("settings", "ceilings", "links", "from")
-    )
-    between = (
-        f", {si(links['between'], 'B/s')} between machines of {links['per_machine']}"
-        if links["between"]
-        else ""
-    )
-    kind = f"A lower bound on time, so an upper bound on MFU: each part at the roofline of the {ceilings['source']}"
-    return [
-        f"Scaled from a profile of one process: {origin(profile)}" if profile else kind,
-        f"{settings['dtype']}, mode {settings['mode']}{', blocks recomputed' if document['recompute'] else ''}",
-        f"Ceilings: {rates(*(ceilings[key]['median'] for key in ('flops_per_second', 'bytes_per_second')))}",
-        f"Links: each device receives {si(links['within'], 'B/s')} within a machine{between}",
-    ]
 
 
 def _times(point: dict[str, Any]) -> Table:
