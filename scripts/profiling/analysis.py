@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from lab.costs import Cost
 from lab.machine import Ceilings
-from lab.sizes import Cost
 from lab.timing import Spread
 
 from .records import Part, Pass, Peaks, Point, Profile

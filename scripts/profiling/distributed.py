@@ -70,7 +70,9 @@ def measure_distributed(
     elements = _LINK_BYTES[device.type] // settings.dtype.itemsize
     links = {axis: Collective("all-gather", axis, elements) for axis in axes}
     calls = _calls(size, settings)
-    runs: dict[Key, Run] = {key: run for key, run in built.runs.items()}
+    runs: dict[Key, Run] = {}
+    for key, run in built.runs.items():
+        runs[key] = run
     for call in [
         *links.values(),
         *(call for counts in calls.values() for call in counts),

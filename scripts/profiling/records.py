@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from lab.costs import Cost
 from lab.environment import environment
 from lab.machine import Ceilings
 from lab.records import from_plain
-from lab.sizes import Cost, Size
+from lab.sizes import Size
 from lab.timing import Spread
 
 from .collectives import Mesh

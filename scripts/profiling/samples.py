@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lab.sizes import Cost, Size, adamw_cost
+from lab.costs import Cost, adamw_cost
+from lab.sizes import Size
 from lab.timing import Spread, paired_ratio
 
 from .records import Part, Pass, SumOfParts
