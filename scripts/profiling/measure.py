@@ -30,7 +30,6 @@ from .parts import (
 from .records import (
     Compilation,
     HeldMemory,
-    Kernels,
     Memory,
     OutOfMemory,
     PartMemory,
@@ -138,6 +137,7 @@ def _measure(
     element_size = settings.dtype.itemsize
     parts = part_records(samples, size, element_size)
     whole = whole_record(samples, size, element_size)
+    seconds = whole.passes[settings.mode].seconds.median
     point = Point(
         size=size,
         parts=parts,
@@ -148,7 +148,7 @@ def _measure(
         compilation=compilation,
         attention_kernel=attention_kernel(lambda: run_steps(subject.steps, subject.x)),
         memory=_memory(subject, optimizer, run, settings, progress),
-        kernels=_kernels(run, settings, whole.passes[settings.mode].seconds.median),
+        kernels=kernel_report(run, settings.device, seconds),
         trust=trust(samples.seconds["whole", settings.mode], shares),
     )
     _record(subject, optimizer, run, recordings, progress)
@@ -247,15 +247,8 @@ def _time(
     on_gpu: dict[Key, list[float]] = {}
     if settings.device.type == "cuda":
         for key, run in runs.items():
-            on_gpu[key] = [gpu_seconds(run, min(seconds[key]))]
+            on_gpu[key] = gpu_seconds(run, min(seconds[key]))
     return Samples(with_backward(seconds), with_backward(on_gpu)), shares
-
-
-def _kernels(run: Run, settings: Settings, seconds: float) -> Kernels | None:
-    found = kernel_report(run, settings.device, seconds)
-    if found is None:
-        return None
-    return Kernels(**found)
 
 
 def _memory(

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from lab.costs import Cost
 from lab.environment import environment
+from lab.kernels import Kernels
 from lab.machine import Ceilings
 from lab.records import from_plain
 from lab.sizes import Size
@@ -185,22 +186,6 @@ class Compilation:
     graphs: int
     graph_breaks: int
     break_reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """The GPU's kernels in one run of the whole.
-
-    count: number of kernels, without copies and fills.
-    busy_seconds: time in which at least one kernel, copy or fill ran.
-    busy_fraction: this divided by the time of the whole.
-    launch_bound: whether the fraction is below 0.8.
-    """
-
-    count: int
-    busy_seconds: float
-    busy_fraction: float
-    launch_bound: bool
 
 
 @dataclass(frozen=True)
