@@ -10,11 +10,11 @@ from lab.timing import clock
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from .parts import Step
+from .parts import TimedPart
 from .records import Compilation
 
 
-def run_labeled(steps: Sequence[Step], optimizer: Optimizer | None) -> None:
+def run_labeled(steps: Sequence[TimedPart], optimizer: Optimizer | None) -> None:
     """Run each step once, with a label for forward and one for backward, and then the optimizer's update."""
     # On CUDA, autograd has a thread of its own, on which the labels would not be.
     with torch.autograd.set_multithreading_enabled(False):
@@ -26,7 +26,7 @@ def run_labeled(steps: Sequence[Step], optimizer: Optimizer | None) -> None:
             optimizer.step()
 
 
-def _run_step(step: Step) -> None:
+def _run_step(step: TimedPart) -> None:
     with record_function(f"{step.name} forward"):
         outputs = step.forward()
     if step.gradients:
@@ -34,7 +34,9 @@ def _run_step(step: Step) -> None:
             step.backward(outputs)
 
 
-def write_trace(steps: Sequence[Step], optimizer: Optimizer | None, path: Path) -> None:
+def write_trace(
+    steps: Sequence[TimedPart], optimizer: Optimizer | None, path: Path
+) -> None:
     """Write a Chrome trace of a labeled run of the steps, for ui.perfetto.dev or chrome://tracing."""
     device = steps[0].inputs[0].device
     with gpu_profile(device, record_shapes=True) as profiler:

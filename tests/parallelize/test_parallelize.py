@@ -14,7 +14,7 @@ from parallelize.counting import Collectives
 from processes import run_as_torchrun
 from profiling.collectives import Collective, Mesh, collectives_of
 from profiling.distributed import distributed_runs
-from profiling.measure import Settings
+from profiling.records import Settings
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore

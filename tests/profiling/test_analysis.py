@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lab.costs import adamw_cost
 from lab.machine import Ceilings, Datasheet
-from lab.sizes import Size, adamw_cost
+from lab.sizes import Size
 from lab.timing import Spread
 from profiling.analysis import analyze
 
@@ -77,7 +78,7 @@ def test_analysis_adds_up_the_parts_of_a_stack_once_a_layer():
             assert math.isclose(
                 sum(part[pass_]["share"] for part in result["parts"]), 1.0
             )
-            assert result["whole"][pass_]["bytes"] == STACK.costs(pass_, 4).bytes
+            assert result["whole"][pass_]["bytes"] == STACK.pass_cost(pass_, 4).bytes
 
 
 def test_analysis_places_a_pass_under_the_roofline():

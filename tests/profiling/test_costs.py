@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from lab.sizes import Cost, Size, adamw_cost
+from lab.costs import Cost, adamw_cost
+from lab.sizes import Size
 from profiling.parts import block_steps, part_steps
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -13,7 +13,8 @@ from lab.sizes import Size
 from lab.timing import Spread
 from profiles import TINY, profile, ticking, undocumented
 from profiling.cli import main
-from profiling.measure import Settings, measure
+from profiling.measure import measure
+from profiling.records import Settings
 from profiling.report import report
 
 PARTS = [
