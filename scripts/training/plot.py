@@ -153,15 +153,10 @@ def _draw_variant(
 ) -> None:
     """Draw one variant: on the left in training, on the right after it."""
     name = runs[0].variant
-    by_rate: dict[float, list[VariantRun]] = {}
-    for run in runs:
-        by_rate.setdefault(run.lr, []).append(run)
-    trained = {}
-    for lr, own in by_rate.items():
-        if all(run.diverged is None for run in own):
-            trained[lr] = own
+    diverged = {run.lr for run in runs if run.diverged is not None}
+    trained = _by_rate([run for run in runs if run.lr not in diverged])
     if comparison.kind == "norm":
-        _draw_crosses(right, [lr for lr in by_rate if lr not in trained], look, name)
+        _draw_crosses(right, sorted(diverged), look, name)
     if not trained:
         left.plot([], color=look.color, linestyle=look.line, label=f"{name}: diverged")
         return
@@ -180,11 +175,18 @@ def _draw_variant(
         _draw_band(right, places, parts, look, None)
 
 
+def _by_rate(runs: Sequence[VariantRun]) -> dict[float, list[VariantRun]]:
+    groups: dict[float, list[VariantRun]] = {}
+    for run in runs:
+        groups.setdefault(run.lr, []).append(run)
+    return groups
+
+
 def _draw_crosses(axes: Axes, rates: Sequence[float], look: Look, name: str) -> None:
     """Mark the learning rates with which a seed diverged, at the upper edge."""
     if rates:
         axes.plot(
-            sorted(rates),
+            rates,
             [0.96] * len(rates),
             transform=axes.get_xaxis_transform(),
             color=look.color,
