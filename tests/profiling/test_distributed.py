@@ -1,15 +1,15 @@
 """The profiler on two processes: all of it in one launch."""
 
-import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
-from lab.sizes import Size
 from processes import run_as_torchrun
-from profiles import event, undocumented
+from profiles import event
 from profiling.collectives import Mesh, collectives_of
 from profiling.compare import compare
 from profiling.distributed import summarize_overlap
+from profiling.storage import read_profile
 
 PROGRAM = """
 import os, sys, weakref
@@ -33,73 +33,86 @@ sys.exit(code)
 """
 
 
-def test_profile_of_two_processes(tmp_path):
-    first, second = run_as_torchrun(PROGRAM.replace("MODE", "step"), 2, tmp_path)
-    document = json.loads((tmp_path / "profile.json").read_text())
-    assert undocumented(document) == set()
-    # Only the first process prints, and the slowest counts.
+def run(mode, folder):
+    """Run the profiler on two processes, and return both processes and the profile."""
+    processes = run_as_torchrun(PROGRAM.replace("MODE", mode), 2, folder)
+    return processes, read_profile(folder / "profile.json", "profile")
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("step")
+    processes, profile = run("step", folder)
+    (point,) = profile.points
+    return SimpleNamespace(
+        processes=processes, profile=profile, point=point, folder=folder
+    )
+
+
+def test_only_the_first_process_prints(step):
+    first, second = step.processes
     assert (first.code, second.code) == (0, 0)
     assert first.out.count("speed-up") == first.out.count("\n| forward ") == 1
+    assert "Communication overlapped with computation: not measured" in first.out
     assert second.out == ""
-    assert document["environment"]["command"].startswith(
-        "torchrun --nproc-per-node 2 scripts/profile_block.py"
-    )
-    assert document["settings"]["mesh"] == {"dp_replicate": 1, "dp": 1, "tp": 2}
-    (point,) = document["points"]
-    assert list(point["whole"]) == ["forward", "train", "step"]
-    for record in point["whole"].values():
-        assert record["seconds"]["median"] >= max(record["of_ranks"]) > 0
-        assert record["efficiency"] == record["speed_up"]["median"] / 2
-    assert (point["overlap"], point["trust"]["others_share"]) == (None, None)
-    # While it is timed, the first process alone has all 7 matrices of each block, unsharded.
-    assert [(tmp_path / f"alive.{rank}").read_text() for rank in range(2)] == [
-        "14",
-        "0",
-    ]
-    # Collectives and memory are those of the size.
-    size = Size(**point["size"])
-    assert all(record["seconds"] > 0 for record in point["collectives"])
-    for key, figure in (
-        ("count", lambda call: 1),
-        ("bytes", lambda call: 4 * call.elements),
-    ):
-        counted = {
-            (record["pass"], record["axis"], record["kind"]): record[key]
-            for record in point["collectives"]
-        }
-        expected = Counter()
-        for pass_, calls in collectives_of(size, Mesh(tp=2)).items():
-            for call, count in calls.items():
-                expected[pass_, call.axis, call.kind] += count * figure(call)
-        assert counted == expected
+
+
+def test_profile_has_the_mesh_and_the_command(step):
+    command = step.profile.environment.command
+    start = "torchrun --nproc-per-node 2 scripts/profile_block.py"
+    assert command.startswith(start)
+    assert step.profile.settings.mesh == Mesh(tp=2)
+
+
+def test_slowest_process_counts(step):
+    assert list(step.point.whole) == ["forward", "train", "step"]
+    for each in step.point.whole.values():
+        assert each.seconds.median >= max(each.of_ranks) > 0
+        assert each.speed_up.median > 0
+    assert step.point.overlap is None
+    assert step.point.trust.others_share is None
+
+
+def test_only_the_first_process_has_a_model_of_full_size_while_it_is_timed(step):
+    # All 7 matrices of each block, unsharded.
+    alive = [(step.folder / f"alive.{rank}").read_text() for rank in range(2)]
+    assert alive == ["14", "0"]
+
+
+def test_collectives_are_those_of_the_size(step):
+    counts, sizes = Counter(), Counter()
+    for name, calls in collectives_of(step.point.size, Mesh(tp=2)).items():
+        for call, count in calls.items():
+            counts[name, call.axis, call.kind] += count
+            sizes[name, call.axis, call.kind] += count * 4 * call.elements
+    records = step.point.collectives
+    found = {(each.pass_name, each.axis, each.kind): each for each in records}
+    assert {key: each.count for key, each in found.items()} == counts
+    assert {key: each.bytes for key, each in found.items()} == sizes
+    assert all(each.seconds > 0 for each in records)
+
+
+def test_memory_is_that_of_one_process(step):
+    size, memory = step.point.size, step.point.memory
     gains = 5 * 16
     of_process = 4 * (gains + (size.parameters - gains) // 2)
-    assert (
-        point["memory"]["parameters_bytes"]
-        == point["memory"]["gradients_bytes"]
-        == of_process
-    )
-    assert (
-        point["memory"]["optimizer_state_bytes"] == 2 * of_process + 4 * 19
-    )  # and as many step counts
-    table = next(
-        section for section in compare(document, document) if hasattr(section, "rows")
-    )
-    assert [row[:2] for row in table.rows] == [
-        ["whole", "forward"],
-        ["whole", "train"],
-        ["whole", "step"],
-    ]
+    assert memory.parameters_bytes == memory.gradients_bytes == of_process
+    # Two moments, and a step count for each of the 19 parameters.
+    assert memory.optimizer_state_bytes == 2 * of_process + 4 * 19
 
 
-def test_forward_of_two_processes_has_its_own_collectives_alone(tmp_path):
-    run_as_torchrun(PROGRAM.replace("MODE", "forward"), 2, tmp_path)
-    [point] = json.loads((tmp_path / "profile.json").read_text())["points"]
-    assert (
-        {record["pass"] for record in point["collectives"]}
-        == set(point["whole"])
-        == {"forward"}
-    )
+def test_profiles_of_two_processes_are_compared(step):
+    table = compare(step.profile, step.profile)[-2]
+    passes = [row[:2] for row in table.rows]
+    names = ("forward", "train", "step")
+    assert passes == [["Transformer", name] for name in names]
+
+
+def test_forward_of_two_processes_has_only_its_own_collectives(tmp_path):
+    _, profile = run("forward", tmp_path)
+    (point,) = profile.points
+    assert {each.pass_name for each in point.collectives} == {"forward"}
+    assert list(point.whole) == ["forward"]
 
 
 def test_overlap_is_the_time_of_collectives_in_which_another_kernel_runs():
@@ -108,6 +121,7 @@ def test_overlap_is_the_time_of_collectives_in_which_another_kernel_runs():
         event("ncclDevKernel_ReduceScatter_LL", 50, 60),
     )
     others = [event("gemm", 10, 25), event("add", 20, 40)]  # the second beside both
-    expected = {"collective_seconds": 40e-6, "hidden_seconds": 20e-6}
-    assert summarize_overlap([gather, *others, scatter]) == pytest.approx(expected)
+    overlap = summarize_overlap([gather, *others, scatter])
+    assert overlap.collective_seconds == pytest.approx(40e-6)
+    assert overlap.hidden_seconds == pytest.approx(20e-6)
     assert summarize_overlap(others) is None
