@@ -118,7 +118,9 @@ def _read_plain(annotation: Any, value: Any, where: str) -> Any:
         return _read_dtype(_read_plain(str, value, where), where)
     if annotation is float:
         return _read_float(value, where)
-    if type(value) is not annotation:
+    # Python's bool is an int, but no integer of a record may be one.
+    is_other_bool = isinstance(value, bool) and annotation is not bool
+    if is_other_bool or not isinstance(value, annotation):
         raise _wrong(where, _NAMES[annotation], value)
     return value
 

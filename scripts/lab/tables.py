@@ -1,7 +1,10 @@
 """Results as text: numbers with units, and aligned Markdown tables, for a terminal, a file or a page."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from .timing import Spread
 
 
 @dataclass
@@ -40,11 +43,18 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Write a number with this many significant digits and without an exponent; None is n/a."""
+    """Write a number without an exponent; None is n/a.
+
+    It has this many digits, but at most so many decimals that 1 would have as many digits. Smaller numbers have one
+    significant digit less: 0.00040.
+    """
     if value is None:
         return "n/a"
-    whole_digits = len(str(int(abs(value))))
-    return f"{value:.{max(0, digits - whole_digits)}f}"
+    decimals = digits - len(str(int(abs(value))))
+    if value != 0:
+        leading_zeros = -math.floor(math.log10(abs(value)))
+        decimals = max(decimals, digits - 2 + leading_zeros)
+    return f"{value:.{max(0, decimals)}f}"
 
 
 def si(value: float | None, unit: str = "") -> str:
@@ -81,9 +91,14 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return ("us", 1e6) if seconds < 1e-3 else ("ms", 1e3)
 
 
-def spread_cells(spread: dict[str, float], factor: float) -> list[str]:
+def number_range(low: float, high: float) -> str:
+    """Write a range, such as -22.8 to 76.5."""
+    return f"{number(low)} to {number(high)}"
+
+
+def spread_cells(spread: Spread, factor: float) -> list[str]:
     """Return the median, and the range from p20 to p80, in a unit of which `factor` make one of the spread's."""
     return [
-        number(spread["median"] * factor),
-        f"{number(spread['p20'] * factor)}-{number(spread['p80'] * factor)}",
+        number(spread.median * factor),
+        number_range(spread.p20 * factor, spread.p80 * factor),
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from lab.kernels import kernel_report
+from lab.kernels import Kernels, kernel_report
 from lab.memory import SavedBytes, peak_added_bytes
 from lab.sizes import Size
 from lab.timing import interleave
@@ -43,9 +43,9 @@ class Comparison:
     quick: bool
     deadline: float = float("inf")
     begin: Callable[[str], None] = lambda peer: None
-    count: Callable[
-        [Callable[[], object], torch.device, float], dict[str, Any] | None
-    ] = kernel_report
+    count: Callable[[Callable[[], object], torch.device, float], Kernels | None] = (
+        kernel_report
+    )
 
     def late(self) -> bool:
         return time.monotonic() >= self.deadline
@@ -134,7 +134,7 @@ class Comparison:
         for counted, peer in [(result, OURS), *measured]:
             with torch.set_grad_enabled(case.trains):
                 kernels = self.count(prepare(peer).run, self.device, 1.0)
-            counted["kernels"] = kernels and kernels["count"]
+            counted["kernels"] = kernels.count if kernels else None
 
     def contestants(self, case: Case) -> Callable[[Peer], Contestant]:
         """Return how to make the contestants of a case: all have the weights of one Block, and its input."""

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # It imports matplotlib.
             from .plot_prediction import plot_predictions
 
-            axis, about = arguments.sweep.axis, describe(*map(asdict, sizes))
+            axis, about = arguments.sweep.axis, describe(*sizes)
             plot_predictions(basis, predictions, axis, about, arguments.plot)
         return 0
 

@@ -1,23 +1,22 @@
-"""What a profile consists of, and how it is written as JSON and read back.
+"""What a profile consists of.
 
-`python scripts/profile_block.py --json FILE` writes one `Profile`: each record becomes an object whose keys are the
-fields that are described here. In a sweep, the file is replaced after every size. Times are in seconds, memory is in
-bytes, and work is in floating-point operations (FLOP; a multiply-add counts as two). null means not measured.
+`python scripts/profile_block.py --json FILE` writes one `Profile` as JSON: each record becomes an object whose keys are
+the fields that are described here. In a sweep, the file is replaced after every size. Times are in seconds, memory is
+in bytes, and work is in floating-point operations (FLOP; a multiply-add counts as two). null means not measured.
 
-The records hold what was measured. What follows from it (shares, MFU, distances from the roofline) is computed by
-analysis.py, and is added to each measured point of the file under the key "analysis", which is not read back.
+The records hold what was measured. What follows from it (tokens per second, MFU, distances from the roofline) stands in
+the file under the key "analysis" of each point, which is `Analysis` of analysis.py, and is not read back.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import torch
 from lab.costs import Cost
 from lab.environment import environment
-from lab.files import read_json, write_json
+from lab.kernels import Kernels
 from lab.machine import Ceilings
-from lab.records import from_plain, to_plain
+from lab.records import from_plain
 from lab.sizes import Size
 from lab.timing import Spread
 
@@ -187,22 +186,6 @@ class Compilation:
     graphs: int
     graph_breaks: int
     break_reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """The GPU's kernels in one run of the whole.
-
-    count: number of kernels, without copies and fills.
-    busy_seconds: time in which at least one kernel, copy or fill ran.
-    busy_fraction: this divided by the time of the whole.
-    launch_bound: whether the fraction is below 0.8.
-    """
-
-    count: int
-    busy_seconds: float
-    busy_fraction: float
-    launch_bound: bool
 
 
 @dataclass(frozen=True)
@@ -420,55 +403,6 @@ class Profile:
     schema: str = SCHEMA
 
 
-def environment_here(device: torch.device, seed: int) -> Environment:
-    """Return the environment of this process."""
-    facts = environment(device, seed)
-    facts["float32_matmul_precision"] = torch.get_float32_matmul_precision()
-    return from_plain(Environment, facts)
-
-
-def write_profile(path: Path, profile: Profile) -> None:
-    """Write a profile as JSON, whole or not at all."""
-    write_json(path, to_plain(profile))
-
-
-def read_profile(path: Path, name: str) -> Profile:
-    """Read a profile.
-
-    Args:
-        path: the file.
-        name: what the user calls the file, such as OLD.json. Messages begin with it.
-
-    Raises:
-        ValueError: The file cannot be read, has another schema, lacks a key, or has a value that cannot be.
-    """
-    document = read_json(path, SCHEMA, name)
-    try:
-        profile = from_plain(Profile, document)
-        _require_positive(profile)
-    except ValueError as error:
-        advice = "write it again with profile_block.py --json"
-        raise ValueError(f"{name}: {path}: {error}; {advice}") from None
-    return profile
-
-
-def _require_positive(profile: Profile) -> None:
-    """Raise a ValueError for a time or a rate that is not above zero; backward is a difference, and may be."""
-    spreads = {
-        "ceilings.flops_per_second": profile.ceilings.flops_per_second,
-        "ceilings.bytes_per_second": profile.ceilings.bytes_per_second,
-    }
-    for index, point in enumerate(profile.points):
-        for (part, name), seconds in times_of(point).items():
-            if name != "backward":
-                spreads[f"points[{index}]: {name} of {part}"] = seconds
-    for where, spread in spreads.items():
-        for key in ("median", "p20", "p80"):
-            if getattr(spread, key) <= 0:
-                got = getattr(spread, key)
-                raise ValueError(f"{where}: {key} must be above 0, got {got}")
-
-
 def times_of(
     point: Point | DistributedPoint | OutOfMemory,
 ) -> dict[tuple[str, str], Spread]:
@@ -482,3 +416,10 @@ def times_of(
         for name, each in part.passes.items():
             times[part.name, name] = each.seconds
     return times
+
+
+def environment_here(device: torch.device, seed: int) -> Environment:
+    """Return the environment of this process."""
+    facts = environment(device, seed)
+    facts["float32_matmul_precision"] = torch.get_float32_matmul_precision()
+    return from_plain(Environment, facts)

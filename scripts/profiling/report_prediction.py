@@ -1,7 +1,7 @@
 """Predictions as text: what they follow from, and a headline and a table for each size."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 
 from lab.machine import Rates
@@ -73,7 +73,7 @@ def prediction_report(basis: Basis, predictions: Sequence[Prediction]) -> list[S
     sections: list[Section] = ["\n".join([_BOUND, *basis.lines()])]
     for size, group in groupby(predictions, key=lambda each: each.size):
         of_size = list(group)
-        table = Table(describe(asdict(size)), _COLUMNS)
+        table = Table(describe(size), _COLUMNS)
         table.rows = [_row(prediction) for prediction in of_size]
         sections += [_headline(of_size, basis.work.mode), table]
     return [*sections, _LEGEND]

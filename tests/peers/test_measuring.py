@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import jaxtyping
 import pytest
 import torch
+from lab.kernels import Kernels
 from lab.sizes import Size
 from peers import candidates, cases, measuring, projects
 from torch.func import functional_call
@@ -278,7 +279,8 @@ def test_peers_after_the_deadline_are_missing():
 
 def test_kernels_are_counted_for_the_block_and_each_measured_peer():
     def count(run, device, seconds):
-        return {"count": operations_of(run).get("aten::rms_norm", 0)}
+        norms = operations_of(run).get("aten::rms_norm", 0)
+        return Kernels(norms, 1e-3, 0.5, True)
 
     compared = comparison("control", "limit", "copy", count=count)
     result = compared.measure(TRAIN)
