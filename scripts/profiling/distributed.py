@@ -86,7 +86,9 @@ def measure_distributed(
     built = build_distributed(size, settings, devices)
     calls = _calls(size, settings)
     links = _links(settings)
-    runs: dict[Key, Run] = {**built.runs}
+    runs: dict[Key, Run] = {}
+    for key, of_pass in built.runs.items():
+        runs[key] = of_pass
     for call in [*links.values(), *chain(*calls.values())]:
         group = devices[call.axis].get_group()
         runs[call] = alone(call, group, settings.device, settings.dtype)
