@@ -272,6 +272,7 @@ class Point:
     memory: in a run of the mode's passes.
     kernels: null without CUDA, or if torch.profiler recorded none.
     trust: how reliable the figures are.
+    kind: tells the records of points apart.
     """
 
     size: Size
@@ -301,6 +302,7 @@ class OutOfMemory:
 
     size: what was to be built.
     error: the message.
+    kind: tells the records of points apart.
     """
 
     size: Size
@@ -369,6 +371,7 @@ class DistributedPoint:
     overlap: on CUDA, from torch.profiler; null elsewhere.
     memory: of the process that uses the most.
     trust: others_share is null, because most of the others belong to this profile.
+    kind: tells the records of points apart.
     """
 
     size: Size

@@ -9,7 +9,7 @@ from processes import Ended, run_as_torchrun
 from profiles import event
 from profiling.collectives import Mesh, collectives_of
 from profiling.distributed import summarize_overlap
-from profiling.records import DistributedPoint, Overlap, Profile
+from profiling.records import DistributedPoint, Profile
 from profiling.storage import read_profile
 
 # Each process counts the most weight matrices of full size that it has while something is timed.
@@ -145,9 +145,9 @@ def test_overlap_is_the_time_of_collectives_in_which_another_kernel_runs():
     # The second one runs beside both the gather and the first one.
     others = [event("gemm", 10, 25), event("add", 20, 40)]
     found = summarize_overlap([gather, *others, scatter])
-    assert found == Overlap(
-        collective_seconds=pytest.approx(40e-6), hidden_seconds=pytest.approx(20e-6)
-    )
+    assert found is not None
+    assert found.collective_seconds == pytest.approx(40e-6)
+    assert found.hidden_seconds == pytest.approx(20e-6)
 
 
 def test_overlap_without_collectives_is_not_known():
