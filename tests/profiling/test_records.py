@@ -31,7 +31,7 @@ def test_records_describe_every_field():
     assert len(described) > 15
     for record in described:
         names = {field.name for field in dataclasses.fields(record)}
-        found = set(re.findall(r"^ +(\w+): ", record.__doc__, re.MULTILINE))
+        found = set(re.findall(r"^ +(\w+): ", record.__doc__ or "", re.MULTILINE))
         assert found == names, record
 
 
