@@ -1,5 +1,6 @@
 """Show a profile of one process as text: the conclusions first, and then the tables behind them."""
 
+from dataclasses import dataclass
 from itertools import chain
 
 from lab.presets import PRESETS
@@ -20,6 +21,7 @@ from lab.timing import Spread
 from .analysis import Analysis, Loss, analyze, bound, ceiling_too_low, part_seconds
 from .records import (
     Compilation,
+    DistributedPoint,
     HeldMemory,
     Memory,
     OutOfMemory,
@@ -66,29 +68,53 @@ def report(profile: Profile) -> list[Section]:
     return sections
 
 
+@dataclass(frozen=True)
+class Doubt:
+    """Why figures mislead, and what to do about it."""
+
+    reason: str
+    advice: str
+
+
 def doubts(profile: Profile) -> list[Section]:
     """Return why the figures of a profile cannot be trusted, if so."""
-    sections: list[Section] = []
-    axis = profile.settings.sweep
+    return [f"{doubt.reason}\n{doubt.advice}" for doubt in doubts_of(profile)]
+
+
+def doubts_of(profile: Profile) -> list[Doubt]:
+    """Return what must stand beside all figures of a profile."""
+    found = []
     lines = []
     for point in profile.points:
-        if isinstance(point, OutOfMemory):
-            continue
-        reasons = "; ".join(reasons_to_doubt(point.trust, profile.ceilings))
-        if reasons and axis is not None:
-            reasons = f"{axis} {value_on(axis, point.size)}: {reasons}"
-        if reasons:
-            lines.append(f"  {reasons}")
+        if not isinstance(point, OutOfMemory):
+            lines.extend(_reasons(point, profile))
     if lines:
-        advice = "Close other programs, use fewer threads (OMP_NUM_THREADS) or raise --rounds."
-        sections.append("\n".join(["Do not trust these figures:", *lines, advice]))
+        found.append(
+            Doubt(
+                "\n  ".join(["Do not trust these figures:", *lines]),
+                "Close other programs, use fewer threads (OMP_NUM_THREADS) or raise --rounds.",
+            )
+        )
     too_low = ceiling_too_low(profile)
     if too_low is not None:
-        sections.append(
-            f"The measured ceiling is too low: {too_low}.\n"
-            "So no percentages of it are shown. Close other programs and measure again."
+        found.append(
+            Doubt(
+                f"The measured ceiling is too low: {too_low}.",
+                "So no percentages of it are shown. Close other programs and measure again.",
+            )
         )
-    return sections
+    return found
+
+
+def _reasons(point: Point | DistributedPoint, profile: Profile) -> list[str]:
+    """Return why the figures of one size cannot be trusted in one line; no line if they can."""
+    reasons = "; ".join(reasons_to_doubt(point.trust, profile.ceilings))
+    if not reasons:
+        return []
+    axis = profile.settings.sweep
+    if axis is not None:
+        reasons = f"{axis} {value_on(axis, point.size)}: {reasons}"
+    return [reasons]
 
 
 def model_name(size: Size) -> str:
@@ -195,7 +221,9 @@ def _point(point: Point, profile: Profile) -> list[Section]:
     passes = [*point.parts[0].passes]
     sections: list[Section] = [_summary(point, analysis, profile)]
     if analysis.losses:
-        sections.append(_losses(analysis.losses, has_doubts=bool(doubts(profile))))
+        sections.append(
+            _losses(analysis.losses, has_doubts=bool(_reasons(point, profile)))
+        )
     sections.append(_times(point, analysis, profile.settings.mode, passes))
     for name in passes:
         sections.append(_work(point, analysis, profile, name))

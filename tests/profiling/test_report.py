@@ -175,15 +175,14 @@ def drawn(monkeypatch, tmp_path):
 
 
 def test_markers_of_the_picture_stay_at_their_coordinates(drawn):
-    profile = made()
+    profile = made("step")
     roofline, _, _ = drawn(profile)
     found = {(*line.get_xdata(), *line.get_ydata()) for line in roofline.get_lines()}
     (point,) = profile.points
-    for part in (*point.parts, point.whole):
-        for each in part.passes.values():
+    for part in (*point.addends, point.whole):
+        for name, each in part.passes.items():
             place = (each.cost.intensity, each.cost.flops / each.seconds.median)
-            if each is not point.whole.passes.get("train"):
-                assert place in found
+            assert (place in found) == (name not in ("train", "step"))
 
 
 def test_bars_of_the_picture_add_up_to_the_total(drawn):
