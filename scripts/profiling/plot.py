@@ -113,35 +113,39 @@ def _times(axes: Axes, point: Point, analysis: Analysis, mode: str) -> None:
     """Draw a bar for each part and one for what no part accounts for. All shares are of the total."""
     total = point.whole.passes[mode].seconds.median
     unit, factor = time_unit(total)
-    longest = factor * max(part_seconds(part) for part in point.addends)
-    longest = max(longest, factor * analysis.whole_minus_parts)
     labels = []
     for row, part in enumerate(point.addends):
         copies = f" (x {part.count})" if part.count > 1 else ""
         labels.append(part.name + copies)
         _bars(axes, row, part, factor)
-        if analysis.roofline_seconds is not None:
-            least = sum(analysis.roofline_seconds[part.name].values())
-            # A mark beyond the axis is not drawn: it must not make the bars shorter.
-            at = factor * part.count * least
-            axes.plot([at, at], [row - 0.42, row + 0.42], color="black", linewidth=2)
+        _least(axes, row, part, analysis, factor)
         _write_time(axes, row, part_seconds(part), total)
         _mark_row(axes, row)
-    rest = len(labels)
+    rest = factor * max(0.0, analysis.whole_minus_parts)
+    axes.barh(len(labels), rest, 0.7, color="white", edgecolor="grey", hatch="//")
+    _write_time(axes, len(labels), analysis.whole_minus_parts, total)
     labels.append(f"{model_name(point.size)} minus parts")
-    missing = factor * max(0.0, analysis.whole_minus_parts)
-    axes.barh(rest, missing, 0.7, color="white", edgecolor="grey", hatch="//")
-    _write_time(axes, rest, analysis.whole_minus_parts, total)
     axes.set_yticks(range(len(labels)), labels, fontsize=10)
     axes.tick_params(axis="y", length=0, pad=20)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.6 * longest)
-    explanation = f"{unit}; dark: forward, light: backward"
-    if analysis.roofline_seconds is not None:
-        explanation += "; black line: roofline"
-    axes.set_xlabel(explanation)
+    longest = factor * max(part_seconds(part) for part in point.addends)
+    axes.set_xlim(0, 1.6 * max(longest, rest))
+    roofline = "" if analysis.roofline_seconds is None else "; black line: roofline"
+    axes.set_xlabel(f"{unit}; dark: forward, light: backward{roofline}")
     axes.set_title(f"Where do {number(factor * total)} {unit} go?", fontsize=11)
     axes.grid(axis="x", alpha=0.3)
+
+
+def _least(axes: Axes, row: int, part: Part, analysis: Analysis, factor: float) -> None:
+    """Mark the least time of a part, unless it is unknown.
+
+    A mark beyond the axis is not drawn: it must not make the bars shorter.
+    """
+    if analysis.roofline_seconds is None:
+        return
+    least = part.count * sum(analysis.roofline_seconds[part.name].values())
+    at = factor * least
+    axes.plot([at, at], [row - 0.42, row + 0.42], color="black", linewidth=2)
 
 
 def _bars(axes: Axes, row: int, part: Part, factor: float) -> None:

@@ -212,3 +212,14 @@ def test_doubts_stand_in_the_picture(drawn):
     assert "The measured ceiling is too low: " in title.replace("\n", " ")
     *_, title = drawn(made())
     assert title == describe(SIZE)
+
+
+def test_gpu_has_a_table_of_its_own_times():
+    assert "GPU alone" not in text_of(made())
+    samples = samples_of(SIZE, "forward", seconds=1.0, whole=10.0, smallest=0.5)
+    gpu = {(name, "forward"): [0.25] for name in SIZE.part_costs(4)}
+    gpu["whole", "forward"] = [2.5]
+    text = text_of(profile_of(point_of(SIZE, samples, gpu)))
+    table = text.partition("Time of the GPU alone")[2]
+    assert cells(table, "ffn") == ["ffn", "250"]
+    assert cells(table, "Block") == ["Block", "2500"]
