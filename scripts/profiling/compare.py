@@ -37,7 +37,10 @@ def compare(old: Profile, new: Profile) -> list[Section]:
     """
     old_points = {point.size: point for point in old.points}
     margin = _margin(old, new)
-    sections: list[Section] = [_differences(old, new), *doubts(old), *doubts(new)]
+    sections: list[Section] = [_differences(old, new)]
+    for name, profile in (("Old", old), ("New", new)):
+        for doubt in doubts(profile):
+            sections.append(f"{name} profile: {doubt}")
     for point in new.points:
         before = {}
         if point.size in old_points:

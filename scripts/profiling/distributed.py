@@ -1,8 +1,9 @@
-"""Measure a size that is distributed over processes, beside one process with all of it, in interleaved rounds."""
+"""Measure a size that is distributed over processes, and one process with all of it, in interleaved rounds."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ from .records import (
     Overlap,
     Settings,
 )
-from .trust import busy_shares, system_clocks, trust
+from .trust import BusyShares, busy_shares, system_clocks, trust
 
-_LINK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # of the all-gather that measures a link
+# The size of the all-gather that measures a link.
+_LINK_BYTES = {"cpu": 2**24, "cuda": 2**29}
 
 # Who runs a pass ("all" processes or "one") and its name; or a collective.
 Key = tuple[str, str] | Collective
@@ -51,6 +53,22 @@ class Distributed:
     runs: dict[tuple[str, str], Run]
 
 
+@dataclass(frozen=True)
+class Times:
+    """The seconds of each run in each round, by process, and how busy the machine was meanwhile."""
+
+    of_ranks: list[dict[Key, list[float]]]
+    shares: BusyShares
+
+    def slowest(self, key: Key) -> list[float]:
+        """Return what the slowest process takes in each round."""
+        rounds = zip(*(seconds[key] for seconds in self.of_ranks), strict=True)
+        return [max(seconds) for seconds in rounds]
+
+    def of_first(self, key: Key) -> list[float]:
+        return self.of_ranks[0][key]
+
+
 def measure_distributed(
     size: Size, settings: Settings, progress: Progress, clock: Clock
 ) -> DistributedPoint:
@@ -61,46 +79,31 @@ def measure_distributed(
     computation; gloo computes on the same cores.
     """
     progress.start("building")
-    device, mesh = settings.device, settings.mesh
-    axes = tuple(mesh.axes)
+    axes = settings.mesh.axes
     devices = init_device_mesh(
-        device.type, tuple(mesh.axes.values()), mesh_dim_names=axes
+        settings.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
     )
     built = build_distributed(size, settings, devices)
-    elements = _LINK_BYTES[device.type] // settings.dtype.itemsize
-    links = {axis: Collective("all-gather", axis, elements) for axis in axes}
     calls = _calls(size, settings)
+    links = _links(settings)
     runs: dict[Key, Run] = {}
-    for key, run in built.runs.items():
-        runs[key] = run
-    for call in [
-        *links.values(),
-        *(call for counts in calls.values() for call in counts),
-    ]:
+    for key, of_pass in built.runs.items():
+        runs[key] = of_pass
+    for call in [*links.values(), *chain(*calls.values())]:
         group = devices[call.axis].get_group()
-        runs.setdefault(call, alone(call, group, device, settings.dtype))
-    progress.start("timing", len(runs) * settings.rounds)
-    start = system_clocks()
-    samples = interleave(runs, settings.rounds, 0.01, 1, progress.advance, least, clock)
-    shares = busy_shares(start, system_clocks())
+        runs[call] = alone(call, group, settings.device, settings.dtype)
+    times = _time(runs, settings, progress, clock)
     run = built.runs["all", settings.mode]
-    overlap = summarize_overlap(events_of(run, device))
-    held = held_memory(built.complete, built.optimizer, run, device)
-    of_ranks = from_all(samples)
-    slowest = _slowest(of_ranks)
-    passes = {}
-    for who, name in built.runs:
-        if who == "all":
-            passes[name] = _pass(name, of_ranks, slowest)
+    overlap = summarize_overlap(events_of(run, settings.device))
+    held = held_memory(built.complete, built.optimizer, run, settings.device)
     return DistributedPoint(
         size=size,
-        whole=passes,
-        collectives=_collectives(calls, slowest, settings),
-        links={axis: _rate(call, slowest, settings) for axis, call in links.items()},
+        whole=_passes(built, times),
+        collectives=_collectives(calls, times, settings),
+        links={axis: _rate(call, times, settings) for axis, call in links.items()},
         overlap=overlap,
         memory=_largest(from_all(held)),
-        # Most of the other programs belong to this profile.
-        trust=trust(slowest["all", settings.mode], replace(shares, others=None)),
+        trust=trust(times.slowest(("all", settings.mode)), times.shares),
     )
 
 
@@ -124,11 +127,12 @@ def build_distributed(
         _, full = _build(size, settings)
         if settings.compile:
             full = full.compiled()
-        alone, _ = _passes_into_grad(full, settings.mode)
+        of_first, _ = _passes_into_grad(full, settings.mode)
     else:
         # The others wait without using a core.
-        alone = dict.fromkeys(passes, _wait)
-    runs.update({("one", name): run for name, run in alone.items()})
+        of_first = dict.fromkeys(passes, _wait)
+    for name, run in of_first.items():
+        runs["one", name] = run
     return Distributed(complete, optimizer, runs)
 
 
@@ -151,9 +155,9 @@ def _wait() -> None:
 
 
 def _resharding(complete: TimedPart, model: Any) -> Callable[[], None]:
-    """Return a forward pass after which the outermost module gives its weights up, as it would not by itself.
+    """Return a forward pass after which the model keeps only this process's part of its weights.
 
-    Otherwise, the next pass would not have to gather them.
+    By default, FSDP leaves the outermost module's weights gathered, so the next pass would not have to gather them.
     """
 
     def forward() -> None:
@@ -166,7 +170,7 @@ def _resharding(complete: TimedPart, model: Any) -> Callable[[], None]:
 def _passes_into_grad(
     complete: TimedPart, mode: str
 ) -> tuple[dict[str, Run], Optimizer | None]:
-    """Return what is timed of a whole, with backward() into .grad: for autograd.grad, FSDP reduces no gradients."""
+    """Return what is timed of a whole. Backward fills .grad, because FSDP reduces no gradients for autograd.grad."""
     runs, optimizer = passes_of(complete, mode)
     if "train" in runs:
         runs["train"] = complete.accumulate
@@ -179,69 +183,89 @@ def _calls(size: Size, settings: Settings) -> dict[str, Counter[Collective]]:
     return {name: calls[name] for name in calls if name in PASSES[settings.mode]}
 
 
-def _slowest(of_ranks: list[dict[Key, list[float]]]) -> dict[Key, list[float]]:
-    """Return what the slowest process takes in each round."""
-    found = {}
-    for key in of_ranks[0]:
-        rounds = zip(*(samples[key] for samples in of_ranks), strict=True)
-        found[key] = [max(seconds) for seconds in rounds]
-    return found
+def _links(settings: Settings) -> dict[str, Collective]:
+    """Return the large all-gather that measures the link of each axis."""
+    elements = _LINK_BYTES[settings.device.type] // settings.dtype.itemsize
+    return {
+        axis: Collective("all-gather", axis, elements) for axis in settings.mesh.axes
+    }
 
 
-def _pass(
-    name: str,
-    of_ranks: list[dict[Key, list[float]]],
-    slowest: Mapping[Key, list[float]],
-) -> DistributedPass:
-    one_process = of_ranks[0]["one", name]
-    medians = [Spread.of(samples["all", name]).median for samples in of_ranks]
+def _time(
+    runs: dict[Key, Run], settings: Settings, progress: Progress, clock: Clock
+) -> Times:
+    """Time the runs in all processes at once."""
+    progress.start("timing", len(runs) * settings.rounds)
+    start = system_clocks()
+    seconds = interleave(runs, settings.rounds, 0.01, 1, progress.advance, least, clock)
+    shares = busy_shares(start, system_clocks())
+    # Most of the other programs belong to this profile.
+    return Times(from_all(seconds), replace(shares, others=None))
+
+
+def _passes(built: Distributed, times: Times) -> dict[str, DistributedPass]:
+    passes = {}
+    for who, name in built.runs:
+        if who == "all":
+            passes[name] = _pass(name, times)
+    return passes
+
+
+def _pass(name: str, times: Times) -> DistributedPass:
+    one_process = times.of_first(("one", name))
+    slowest = times.slowest(("all", name))
+    medians = [Spread.of(seconds["all", name]).median for seconds in times.of_ranks]
     return DistributedPass(
-        seconds=Spread.of(slowest["all", name]),
+        seconds=Spread.of(slowest),
         of_ranks=tuple(medians),
         one_process=Spread.of(one_process),
-        speed_up=paired_ratio(one_process, slowest["all", name]),
+        speed_up=paired_ratio(one_process, slowest),
     )
 
 
 def _collectives(
-    calls: Mapping[str, Counter[Collective]],
-    slowest: Mapping[Key, list[float]],
-    settings: Settings,
+    calls: Mapping[str, Counter[Collective]], times: Times, settings: Settings
 ) -> tuple[CollectiveTime, ...]:
-    """Return the collectives by pass, axis and kind, with the seconds that those of a kind take, each alone."""
+    """Return the collectives by pass, axis and kind."""
     records = []
     for name, counts in calls.items():
-        for axis, kind in dict.fromkeys((call.axis, call.kind) for call in counts):
-            elements, moved, seconds, number = 0, 0.0, 0.0, 0
-            for call, count in counts.items():
-                if (call.axis, call.kind) == (axis, kind):
-                    number += count
-                    elements += count * call.elements
-                    moved += count * _moved_bytes(call, settings)
-                    seconds += count * Spread.of(slowest[call]).median
-            record = CollectiveTime(
-                pass_name=name,
-                axis=axis,
-                kind=kind,
-                count=number,
-                bytes=elements * settings.dtype.itemsize,
-                moved_bytes=moved,
-                seconds=seconds,
-            )
-            records.append(record)
+        kinds: dict[tuple[str, str], Counter[Collective]] = {}
+        for call, count in counts.items():
+            kinds.setdefault((call.axis, call.kind), Counter())[call] = count
+        for alike in kinds.values():
+            records.append(_collective_time(name, alike, times, settings))
     return tuple(records)
+
+
+def _collective_time(
+    pass_name: str, counts: Counter[Collective], times: Times, settings: Settings
+) -> CollectiveTime:
+    """Return the seconds that collectives of one axis and kind take, each alone."""
+    elements, moved, seconds = 0, 0.0, 0.0
+    for call, count in counts.items():
+        elements += count * call.elements
+        moved += count * _moved_bytes(call, settings)
+        seconds += count * Spread.of(times.slowest(call)).median
+    any_call = next(iter(counts))
+    return CollectiveTime(
+        pass_name=pass_name,
+        axis=any_call.axis,
+        kind=any_call.kind,
+        count=counts.total(),
+        bytes=elements * settings.dtype.itemsize,
+        moved_bytes=moved,
+        seconds=seconds,
+    )
 
 
 def _moved_bytes(call: Collective, settings: Settings) -> float:
     return settings.dtype.itemsize * call.moved(settings.mesh.axes[call.axis])
 
 
-def _rate(
-    call: Collective, slowest: Mapping[Key, list[float]], settings: Settings
-) -> Spread:
+def _rate(call: Collective, times: Times, settings: Settings) -> Spread:
     """Return the bytes that each process receives in a second."""
     moved = _moved_bytes(call, settings)
-    return Spread.of([moved / seconds for seconds in slowest[call]])
+    return Spread.of([moved / seconds for seconds in times.slowest(call)])
 
 
 def _largest(held: list[HeldMemory]) -> HeldMemory:
@@ -261,7 +285,10 @@ def _most(sizes: list[int | None]) -> int | None:
 
 
 def summarize_overlap(work: list[Any]) -> Overlap | None:
-    """Return the time in which a GPU runs collectives, waiting included, and that of other kernels beside them."""
+    """Return how long a GPU runs collectives, waiting included, and for how long other kernels run beside them.
+
+    None if no kernel is one of NCCL's.
+    """
     collectives = [event for event in work if event.name.startswith("nccl")]
     if not collectives:
         return None

@@ -30,7 +30,7 @@ def plot_predictions(
         title: describes the sizes.
         path: where to write; its suffix names the format.
     """
-    figure = new_figure(title, "; ".join(basis.lines()))
+    figure = new_figure(title, "\n".join(basis.lines()))
     figure.suptitle(title, fontsize=9, fontweight="bold")
     axes = figure.subplots()
     _draw_meshes(axes, predictions, axis)

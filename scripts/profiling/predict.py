@@ -111,7 +111,18 @@ class PassTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The least time of a size on a mesh. Times are in seconds, states are the bytes that each device stores."""
+    """The least time of a size on a mesh.
+
+    size: of all devices together.
+    mesh: devices along each axis.
+    compute_seconds: computation of each device.
+    tp_seconds: its transfers along tp.
+    dp_seconds: its transfers along dp and dp_replicate.
+    hidden_seconds: what runs of these beside computation.
+    state_bytes: weights, gradients and AdamW's moments that each device stores, as far as the mode has them.
+    product_flops: FLOPs of matrix products on each device, with causal attention.
+    peak: FLOP/s of a device, of which MFU is a share.
+    """
 
     size: Size
     mesh: Mesh
@@ -120,7 +131,8 @@ class Prediction:
     dp_seconds: float
     hidden_seconds: float
     state_bytes: int
-    mfu: float
+    product_flops: float
+    peak: float
 
     @property
     def not_hidden_seconds(self) -> float:
@@ -129,6 +141,10 @@ class Prediction:
     @property
     def seconds(self) -> float:
         return self.compute_seconds + self.not_hidden_seconds
+
+    @property
+    def mfu(self) -> float:
+        return self.product_flops / self.seconds / self.peak
 
     @property
     def tokens_per_second(self) -> float:
@@ -142,9 +158,9 @@ class Prediction:
 def predict(
     size: Size, mesh: Mesh, work: Work, rates: Rates, links: Links
 ) -> Prediction:
-    """Return the prediction for a size that splits over the mesh. MFU is relative to the FLOP/s of `rates`."""
+    """Return the prediction for a size that splits over the mesh."""
     passes = _pass_times(size, mesh, work, rates, links)
-    prediction = Prediction(
+    return Prediction(
         size=size,
         mesh=mesh,
         compute_seconds=sum(each.compute for each in passes),
@@ -152,11 +168,9 @@ def predict(
         dp_seconds=sum(each.dp for each in passes),
         hidden_seconds=sum(each.hidden for each in passes),
         state_bytes=_STATES[work.mode] * _stored(size, mesh) * work.element_size,
-        mfu=0.0,
+        product_flops=size.costs(work.mode).matmul_flops / mesh.processes,
+        peak=rates.flops_per_second,
     )
-    products_per_device = size.costs(work.mode).matmul_flops / mesh.processes
-    possible = prediction.seconds * rates.flops_per_second
-    return replace(prediction, mfu=products_per_device / possible)
 
 
 def predict_all(

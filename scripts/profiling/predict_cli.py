@@ -166,13 +166,20 @@ def _rates(text: str) -> Rates:
 
 
 def _write(path: Path, basis: Basis, predictions: Sequence[Prediction]) -> None:
-    """Write the predictions and what they follow from."""
+    """Write the fields of `Basis` and `Prediction`, and what follows from a prediction."""
+    records = []
+    for prediction in predictions:
+        record = {
+            "seconds": prediction.seconds,
+            "tokens_per_second": prediction.tokens_per_second,
+            "mfu": prediction.mfu,
+            **asdict(prediction),
+        }
+        records.append(record)
     document = {
         "schema": SCHEMA,
         "command": shlex.join(["python", *sys.argv]),
         "basis": asdict(basis),
-        "predictions": [
-            {"seconds": each.seconds, **asdict(each)} for each in predictions
-        ],
+        "predictions": records,
     }
     write_json(path, document)

@@ -125,9 +125,14 @@ class Pass:
     cost: Cost
 
     @property
+    def is_noise(self) -> bool:
+        """Return whether noise left no time to a fifth of the samples, as it can to a difference."""
+        return self.seconds.p20 <= 0
+
+    @property
     def flops_per_second(self) -> float | None:
-        """Return the rate; None if noise left no time to this pass."""
-        if self.seconds.median <= 0:
+        """Return the rate; None if the time is lost in the noise."""
+        if self.is_noise:
             return None
         return self.cost.flops / self.seconds.median
 
@@ -272,6 +277,7 @@ class Point:
     memory: in a run of the mode's passes.
     kernels: null without CUDA, or if torch.profiler recorded none.
     trust: how reliable the figures are.
+    kind: tells the records of points apart.
     """
 
     size: Size
@@ -301,6 +307,7 @@ class OutOfMemory:
 
     size: what was to be built.
     error: the message.
+    kind: tells the records of points apart.
     """
 
     size: Size
@@ -369,6 +376,7 @@ class DistributedPoint:
     overlap: on CUDA, from torch.profiler; null elsewhere.
     memory: of the process that uses the most.
     trust: others_share is null, because most of the others belong to this profile.
+    kind: tells the records of points apart.
     """
 
     size: Size

@@ -15,8 +15,8 @@ from .report import describe, doubts, header, held
 
 _LEGEND = (
     "Times are medians over the rounds, of the slowest process in each round. Speed-up is relative to a single\n"
-    "process on the whole batch, timed in alternation. Collectives are timed alone at these sizes, so they do not\n"
-    "wait for a slower process."
+    "process on the whole batch, timed in alternation. Efficiency is the speed-up divided by the number of processes.\n"
+    "Each collective is timed alone at these sizes, so it does not wait for a slower process."
 )
 
 
@@ -45,19 +45,21 @@ def _summary(point: DistributedPoint, profile: Profile) -> str:
         links.append(f"{axis} {si(rate.median, 'B/s')}")
     return (
         f"{mode}: {number(factor * seconds)} {unit}, {tokens} tokens/s; MFU of the measured ceilings, causal: {mfu}\n"
-        f"Communication overlapped with computation: {_overlap(point)}\n"
+        f"Communication overlapped with computation: {_overlap(point, profile)}\n"
         f"Measured link bandwidth (bytes/s per process in a large all-gather): {', '.join(links)}\n"
         f"{_memory_line(point.memory)}"
     )
 
 
-def _overlap(point: DistributedPoint) -> str:
+def _overlap(point: DistributedPoint, profile: Profile) -> str:
     overlap = point.overlap
-    if overlap is None:
-        return "not measured (torch.profiler saw no kernel of NCCL)"
-    fraction = share(overlap.hidden_seconds / overlap.collective_seconds)
-    milliseconds = number(1e3 * overlap.collective_seconds)
-    return f"{fraction} of {milliseconds} ms of NCCL's kernels"
+    if overlap is not None:
+        fraction = share(overlap.hidden_seconds / overlap.collective_seconds)
+        milliseconds = number(1e3 * overlap.collective_seconds)
+        return f"{fraction} of {milliseconds} ms of NCCL's kernels"
+    if profile.settings.device.type == "cpu":
+        return "not measured on a CPU, where both run on the same cores"
+    return "not measured (torch.profiler saw no kernel of NCCL)"
 
 
 def _memory_line(memory: HeldMemory) -> str:

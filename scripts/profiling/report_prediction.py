@@ -91,10 +91,11 @@ def duration(seconds: float) -> str:
 
 def _in_words(count: float) -> str:
     """Write a large count, such as 8.03 billion."""
-    for factor, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+    words = {1e12: "trillion", 1e9: "billion", 1e6: "million", 1e3: "thousand"}
+    for factor, word in words.items():
         if count >= 0.9995 * factor:
             return f"{number(count / factor)} {word}"
-    return f"{count:,.0f}"
+    return f"{count:.0f}"
 
 
 def _headline(predictions: Sequence[Prediction], mode: str) -> str:

@@ -1,50 +1,56 @@
-"""What a program shows of its progress when nobody watches a terminal."""
+"""What is shown of the progress where the output goes to a file or a pipe."""
 
-import io
 import sys
+import time
 
+import pytest
 from lab.progress import Progress
 
 
-def test_line_appears_at_least_every_30_seconds_without_a_terminal(capsys):
-    now = 0.0
-    progress = Progress(lambda: now)
-    with progress:
-        progress.prefix = "2/3 "
-        progress.start("timing", 100)
-        for _ in range(100):
-            now += 1.0
-            progress.advance()
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"2/3 timing, {done} of 100" for done in (30, 60, 90)]
+def lines_until(capsys, text):
+    """Return what was printed to stderr up to the first line with this text, which appears within some seconds."""
+    found = ""
+    for _ in range(1000):
+        found += capsys.readouterr().err
+        if text in found:
+            return found
+        time.sleep(0.01)
+    pytest.fail(f"{text!r} never appeared in {found!r}")
 
 
-def test_printed_line_counts_as_progress(capsys):
-    now = 0.0
-    progress = Progress(lambda: now)
-    progress.start("training", 10)
-    now = 29.0
-    progress.print("half done")
-    now = 58.0
-    progress.advance("step 2")
-    now = 59.0
-    progress.advance("step 3")
-    printed = capsys.readouterr()
-    assert printed.out == "half done\n"
-    assert printed.err == "step 3, 2 of 10\n"
+def test_progress_in_a_pipe_is_a_line_now_and_then(capsys):
+    with Progress(seconds=0.02) as progress:
+        progress.prefix = "1/2 "
+        progress.start("compiling")
+        assert "0 s: 1/2 compiling\n" in lines_until(capsys, "compiling")
+        progress.start("timing", 9)
+        progress.advance()
+        progress.advance()
+        lines_until(capsys, "1/2 timing, 2 of 9\n")
+        progress.advance("timing the last part")
+        lines_until(capsys, "1/2 timing the last part, 3 of 9\n")
+        progress.print("a line")
+        lines_until(capsys, "3 of 9\n")
+    capsys.readouterr()
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+def test_progress_of_a_short_program_in_a_pipe_is_silent(capsys):
+    with Progress() as progress:
+        progress.start("timing", 2)
+        progress.advance()
+    assert capsys.readouterr() == ("", "")
 
 
-def test_terminal_without_rich_gets_a_line_for_each_work(monkeypatch):
+def test_progress_on_a_terminal_without_rich_has_a_line_for_each_work(
+    capsys, monkeypatch
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    progress = Progress()
-    progress.start("building")
-    progress.start("timing", 2)
-    progress.advance()
-    assert terminal.getvalue() == "building\ntiming\n"
+    with Progress(seconds=0.01) as progress:
+        progress.start("building")
+        progress.start("timing", 2)
+        progress.advance()
+        time.sleep(0.05)
+    assert capsys.readouterr().err == "building\ntiming\n"

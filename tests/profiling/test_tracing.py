@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from profiling.parts import Step
+from profiling.parts import Call, TimedPart
 from profiling.tracing import compile_report, write_trace
 
 
@@ -38,8 +38,8 @@ def test_trace_labels_every_pass_and_runs_backward_on_its_thread(tmp_path):
             torch.autograd.is_multithreading_enabled()
         )
     )
-    gradients = (torch.ones(2),)
-    square = Step("a", ("x",), ("y",), lambda x: (x * x,), (), (x,), gradients)
+    call = Call(lambda x: (x * x,), (x,))
+    square = TimedPart("a", (call,), gradients=(torch.ones(2),))
     forward_only = replace(square, name="b", gradients=())
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
