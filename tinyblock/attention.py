@@ -212,9 +212,9 @@ def _normalize(x: Tensor, norm: nn.RMSNorm) -> Tensor:
 def _has_kernel_for_shared_heads(q: Tensor, mask: Tensor | None) -> bool:
     """Return whether a fast kernel takes enable_gqa=, an option since torch 2.5."""
     if not q.is_cuda:
-        return True  # the CPU has such a kernel; other devices are assumed to have one
-    # On CUDA, the kernels of flash attention and cuDNN take it, within these limits
-    # (pytorch issue 154363). Beyond them, torch would store all scores.
+        return True  # the CPU has a fast kernel; other devices are assumed to have one
+    # On CUDA, flash attention and cuDNN share key heads within these limits (pytorch issue
+    # 154363). Beyond them, torch would store all scores.
     is_half_precision = q.dtype.itemsize == 2
     d_head = q.shape[-1]
     return mask is None and is_half_precision and d_head <= 256

@@ -43,6 +43,7 @@ def apply_rope(
     rotation = rearrange(
         [cos, -sin, sin, cos], "(row column) ... -> ... row column", row=2
     )
+    # A pair is two neighbors: (x0, x1), (x2, x3), ...; `half` of d_k is their number.
     pairs = rearrange(x.to(dtype), "... (half pair) -> ... half pair", pair=2)
     rotated = einsum(
         rotation, pairs, "... half row column, ... half column -> ... half row"

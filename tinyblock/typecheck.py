@@ -265,8 +265,8 @@ def _signature_reader(function: FunctionType) -> Callable[..., Any]:
     annotations have in braces, and what annotations describe of each argument. Calls of
     one signature are checked once.
     """
-    # Source code, which is compiled below. It runs on every call, so that tensors and
-    # None are handled without a call of `_signature`.
+    # This source code is compiled below, and runs on every call. Tensors and None do not
+    # call `_signature`, which would cost time.
     argument_source = (
         "({0}.__class__, {0}.dtype, {0}.shape) if isinstance({0}, Tensor) "
         "else None if {0} is None else _signature({0})"
