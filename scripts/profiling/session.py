@@ -78,19 +78,24 @@ def _measure_all(
             progress.prefix = f"{index}/{len(sizes)} "
         try:
             point = _measure(size, settings, outputs, progress, clock)
-            profile = replace(profile, points=(*profile.points, point))
+            points = (*profile.points, point)
+            profile = replace(profile, points=points, finished=index == len(sizes))
+            _write(profile, outputs)
             if beats_ceilings(profile) and not measured_again:
                 measured_again = True
                 profile = _with_ceilings_again(profile, progress, clock)
+                _write(profile, outputs)
         except KeyboardInterrupt:
             if not profile.points:
                 raise
             break
-        profile = replace(profile, finished=index == len(sizes))
-        if outputs.json is not None and is_first():
-            # After every size: if the process is killed, the file has those that are finished.
-            write_profile(outputs.json, profile)
     return profile
+
+
+def _write(profile: Profile, outputs: Outputs) -> None:
+    """Write what is measured so far: if the process is killed, the file has the sizes that are finished."""
+    if outputs.json is not None and is_first():
+        write_profile(outputs.json, profile)
 
 
 def _with_ceilings_again(profile: Profile, progress: Progress, clock: Clock) -> Profile:
