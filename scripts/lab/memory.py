@@ -1,8 +1,8 @@
-"""Where memory goes: what the backward pass keeps, and the most that a run adds to what was there before."""
+"""Where memory goes: what is kept for backward, and the peak that a run adds to what was there before."""
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,27 +16,25 @@ Outputs = TypeVar("Outputs")
 
 
 class SavedBytes:
-    """Count the bytes that autograd keeps for the backward pass, each storage once however many tensors share it.
+    """Count the bytes that autograd keeps for backward, each storage once however many tensors share it.
 
-    The storages of `known` tensors (weights, tables) are there anyway and do not count.
+    The storages of `known` tensors (weights, tables) exist anyway and do not count.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        self._seen = {
-            tensor.untyped_storage().data_ptr(): 0 for tensor in known
-        }  # address: bytes that count
-        self._alive: list[
-            object
-        ] = []  # keeps the storages alive: an address that is free may be given out again
+        # The bytes that count, by address.
+        self._seen = {tensor.untyped_storage().data_ptr(): 0 for tensor in known}
+        # Keeps the storages alive: a free address may be given out again.
+        self._alive: list[object] = []
 
     def of(self, run: Callable[[], Outputs]) -> tuple[Outputs, int]:
-        """Return what `run` returns, and the bytes that it saves and no earlier run has saved."""
+        """Return what `run` returns, and the bytes that it keeps and no earlier run has kept."""
         seen = self._seen
         before = sum(seen.values())
 
         def pack(tensor: Tensor) -> Tensor:
-            # The graph holds this function and what it returns, and the garbage collector does not see the graph: with
-            # `self`, which holds the graph, or with a saved output as it is, the graph would hold itself for ever.
+            # The graph holds this function and what it returns, and the garbage collector does not see the graph.
+            # With `self`, which holds the graph, or with an output as it is, the graph would hold itself for ever.
             storage = tensor.untyped_storage()
             seen.setdefault(storage.data_ptr(), storage.nbytes())
             return tensor.detach()
@@ -48,10 +46,10 @@ class SavedBytes:
 
 
 def peak_added_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes of tensors that `run` holds at a time, beyond those that existed before it.
+    """Return the peak of the bytes of tensors while `run` runs, minus those that existed before it.
 
-    On CUDA from the allocator's statistics, on a CPU from the allocations that torch.profiler records. Neither sees
-    what a library allocates for itself.
+    On CUDA it comes from the allocator's statistics, and on a CPU from the allocations that torch.profiler records.
+    Neither sees what a library allocates for itself.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -68,23 +66,24 @@ def peak_added_bytes(run: Callable[[], object], device: torch.device) -> int:
         return peak_of_trace(json.loads(trace.read_bytes())["traceEvents"])
 
 
-def peak_of_trace(events: list[dict[str, Any]]) -> int:
+def peak_of_trace(events: Iterable[Mapping[str, Any]]) -> int:
     """Return the peak of the running sum of a Chrome trace's allocations and releases, in bytes."""
-    changes = [
-        (event["ts"], event["args"]["Bytes"])
-        for event in events
-        if event.get("name") == "[memory]"
-    ]
+    changes = []
+    for event in events:
+        if event.get("name") == "[memory]":
+            changes.append((event["ts"], event["args"]["Bytes"]))
+    # Those of the same time stay in their order.
     changes.sort(key=lambda change: change[0])
     return max(accumulate((change for _, change in changes), initial=0))
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors; of a DTensor, those that this process has."""
-    return sum(
-        (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
-        for tensor in tensors
-    )
+    total = 0
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        total += local.nbytes
+    return total
 
 
 _OUT_OF_MEMORY = (
@@ -97,7 +96,7 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether torch or Python ran out of memory: often, torch raises a plain RuntimeError."""
+    """Return whether torch or Python ran out of memory: often, torch raises a plain RuntimeError."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     text = str(error).lower()

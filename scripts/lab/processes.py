@@ -1,7 +1,6 @@
-"""The processes that torchrun starts: they join, agree, and end together; only the first prints."""
+"""The processes that torchrun starts: they join, agree, and end together. Only the first prints."""
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -23,7 +22,7 @@ def is_first() -> bool:
 
 
 def run_together(main: Callable[[], int]) -> int:
-    """Run `main` in the default process group, with the standard output of the first process alone.
+    """Run `main` in the default process group; only the first process prints to standard output.
 
     If a process raises, torchrun ends the others and shows the exception of the first that did.
     """
@@ -32,20 +31,25 @@ def run_together(main: Callable[[], int]) -> int:
     @record
     def recorded() -> int:
         dist.init_process_group()
-        with (
-            open(os.devnull, "w") as nowhere,
-            redirect_stdout(sys.stdout if is_first() else nowhere),
-        ):
-            try:
-                code = main()
-            except RuntimeError:
-                if not is_first():  # the first may have reported an error and left: torchrun then ends this process
-                    time.sleep(10)
-                raise
-        dist.destroy_process_group()  # not after an exception: the others may wait in a collective
+        code = _run_quietly(main)
+        # Not after an exception: the others may wait in a collective.
+        dist.destroy_process_group()
         return code
 
     return cast(int, recorded())
+
+
+def _run_quietly(main: Callable[[], int]) -> int:
+    """Run `main`, without standard output unless this is the first process."""
+    if is_first():
+        return main()
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        try:
+            return main()
+        except RuntimeError:
+            # The first process may have reported an error and left: torchrun then ends this process.
+            time.sleep(10)
+            raise
 
 
 def least(number: int) -> int:

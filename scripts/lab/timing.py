@@ -49,26 +49,33 @@ def interleave(
 ) -> dict[Key, list[float]]:
     """Time each run once a round and return its seconds per call, one sample a round.
 
-    If the machine slows down, all runs slow down alike, so that the samples of one round can be compared. A sample
-    repeats the call for at least `sample_seconds`, after two more that are not timed, because the run before it has
-    filled the caches. Every other round goes in reverse order. `on_sample` is called after each sample. `agree` returns
-    the number of calls once all processes that time together have passed theirs: so they start each sample at once.
+    If the machine slows down, all runs slow down alike, so that the samples of one round can be compared. Every other
+    round goes in reverse order.
+
+    Args:
+        runs: what to time.
+        rounds: the number of samples of each run.
+        sample_seconds: a sample repeats the call for at least this long. Then two more calls come first that are not
+            timed, because the run before has filled the caches.
+        warmup_calls: the calls of each run before anything is timed.
+        on_sample: called after each sample.
+        agree: returns the number of calls once all processes that time together have passed theirs. So they start each
+            sample at the same time.
+        clock: returns the time in seconds.
     """
-    timers = {
-        key: Timer("run()", timer=clock, globals={"run": run})
-        for key, run in runs.items()
-    }
+    timers = {}
     calls = {}
-    for key, timer in timers.items():
-        timer.timeit(warmup_calls)
-        calls[key] = agree(
-            max(
-                1, math.ceil(sample_seconds / timer.timeit(warmup_calls) * warmup_calls)
-            )
-        )
+    for key, run in runs.items():
+        timers[key] = Timer("run()", timer=clock, globals={"run": run})
+        timers[key].timeit(warmup_calls)
+        seconds = timers[key].timeit(warmup_calls) / warmup_calls
+        calls[key] = agree(max(1, math.ceil(sample_seconds / seconds)))
     samples: dict[Key, list[float]] = {key: [] for key in runs}
     for round_ in range(rounds):
-        for key in list(runs)[:: 1 if round_ % 2 == 0 else -1]:
+        order = list(runs)
+        if round_ % 2 == 1:
+            order.reverse()
+        for key in order:
             if calls[key] > 1:
                 timers[key].timeit(2)
             agree(calls[key])

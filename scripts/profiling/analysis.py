@@ -71,10 +71,10 @@ class Analysis:
 
     def roofline_fraction(self, part: Part, name: str) -> float | None:
         """Return the least time of a pass divided by its time; None if either is unknown."""
-        seconds = part.passes[name].seconds.median
-        if self.roofline_seconds is None or seconds <= 0:
+        each = part.passes[name]
+        if self.roofline_seconds is None or each.is_noise:
             return None
-        return self.roofline_seconds[part.name][name] / seconds
+        return self.roofline_seconds[part.name][name] / each.seconds.median
 
 
 def analyze(point: Point, profile: Profile) -> Analysis:

@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator
 
 from .analysis import Analysis, analyze, part_seconds
 from .records import Part, Peaks, Point, Profile
-from .report import describe, doubts, model_name, origin, rates, value_on
+from .report import describe, doubts_of, model_name, origin, rates, value_on
 
 _WARNING = "#B00000"
 
@@ -22,11 +22,11 @@ def plot(profile: Profile, path: Path) -> None:
     """Draw the points of a profile in the format that the suffix of `path` names."""
     points = [point for point in profile.points if isinstance(point, Point)]
     title = describe(*(point.size for point in points))
-    warning = " ".join(" ".join(map(str, doubts(profile))).split())
-    if warning:
-        title = "\n".join([title, *textwrap.wrap(warning, 110)])
+    warnings = [" ".join(doubt.reason.split()) for doubt in doubts_of(profile)]
+    for warning in warnings:
+        title = "\n".join([title, *textwrap.wrap(warning, 120)])
     figure = new_figure(title, origin(profile))
-    if warning:
+    if warnings:
         figure.suptitle(title, fontsize=10, fontweight="bold", color=_WARNING)
     axis = profile.settings.sweep
     if axis is not None:
@@ -50,7 +50,7 @@ def _marker(index: int) -> str:
 def _roofline(axes: Axes, point: Point, analysis: Analysis, profile: Profile) -> None:
     """Place each pass of each part, by its marker beside the names on the right, and the whole."""
     intensities = [profile.ceilings.ridge]
-    for index, part in enumerate(point.parts):
+    for index, part in enumerate(point.addends):
         intensities += _place(axes, part, _color(index), _marker(index), size=7)
     intensities += _place(axes, point.whole, "black", "*", size=11)
     low, high = min(intensities) / 2, max(intensities) * 2
@@ -58,10 +58,10 @@ def _roofline(axes: Axes, point: Point, analysis: Analysis, profile: Profile) ->
         _roof(axes, "measured", "-", _peaks(profile.ceilings), low, high)
     if profile.datasheet is not None:
         _roof(axes, "datasheet", ":", profile.datasheet, low, high)
-    name = model_name(point.size)
-    _explain(axes, f"forward (filled; star: the {name})", "full")
+    filled = "forward" if point.optimizer is None else "forward and AdamW"
+    _explain(axes, f"filled: {filled}; star: the {model_name(point.size)}", "full")
     if "backward" in point.whole.passes:
-        _explain(axes, "backward (hollow)", "none")
+        _explain(axes, "hollow: backward", "none")
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="FLOP/s")
     axes.set_title("How far from the roofline?", fontsize=11)
     axes.grid(alpha=0.3)
@@ -69,11 +69,10 @@ def _roofline(axes: Axes, point: Point, analysis: Analysis, profile: Profile) ->
 
 
 def _place(axes: Axes, part: Part, color: str, marker: str, size: float) -> list[float]:
-    """Draw a marker for forward and one for backward, and return where they are along the axis."""
+    """Draw a marker for each pass that was timed alone, and return where they are along the axis."""
     intensities = []
-    for name, fill in (("forward", "full"), ("backward", "none")):
-        each = part.passes.get(name)
-        if each is None or each.flops_per_second is None:
+    for name, each in part.passes.items():
+        if name in ("train", "step") or each.flops_per_second is None:
             continue
         intensities.append(each.cost.intensity)
         axes.plot(
@@ -83,7 +82,7 @@ def _place(axes: Axes, part: Part, color: str, marker: str, size: float) -> list
             color=color,
             marker=marker,
             markersize=size,
-            fillstyle=fill,
+            fillstyle="none" if name == "backward" else "full",
         )
     return intensities
 
@@ -114,34 +113,39 @@ def _times(axes: Axes, point: Point, analysis: Analysis, mode: str) -> None:
     """Draw a bar for each part and one for what no part accounts for. All shares are of the total."""
     total = point.whole.passes[mode].seconds.median
     unit, factor = time_unit(total)
-    longest = factor * max(part_seconds(part) for part in point.addends)
-    longest = max(longest, factor * analysis.whole_minus_parts)
     labels = []
     for row, part in enumerate(point.addends):
         copies = f" (x {part.count})" if part.count > 1 else ""
         labels.append(part.name + copies)
         _bars(axes, row, part, factor)
-        if analysis.roofline_seconds is not None:
-            least = sum(analysis.roofline_seconds[part.name].values())
-            # A mark beyond the axis is not drawn: it must not make the bars shorter.
-            at = factor * part.count * least
-            axes.plot([at, at], [row - 0.42, row + 0.42], color="black", linewidth=2)
+        _least(axes, row, part, analysis, factor)
         _write_time(axes, row, part_seconds(part), total)
         _mark_row(axes, row)
-    rest = len(labels)
+    rest = factor * max(0.0, analysis.whole_minus_parts)
+    axes.barh(len(labels), rest, 0.7, color="white", edgecolor="grey", hatch="//")
+    _write_time(axes, len(labels), analysis.whole_minus_parts, total)
     labels.append(f"{model_name(point.size)} minus parts")
-    axes.barh(rest, factor * max(0.0, analysis.whole_minus_parts), 0.7, color="grey")
-    _write_time(axes, rest, analysis.whole_minus_parts, total)
     axes.set_yticks(range(len(labels)), labels, fontsize=10)
     axes.tick_params(axis="y", length=0, pad=20)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.6 * longest)
-    explanation = f"{unit}; dark: forward, light: backward"
-    if analysis.roofline_seconds is not None:
-        explanation += "; black line: roofline"
-    axes.set_xlabel(explanation)
+    longest = factor * max(part_seconds(part) for part in point.addends)
+    axes.set_xlim(0, 1.6 * max(longest, rest))
+    roofline = "" if analysis.roofline_seconds is None else "; black line: roofline"
+    axes.set_xlabel(f"{unit}; dark: forward, light: backward{roofline}")
     axes.set_title(f"Where do {number(factor * total)} {unit} go?", fontsize=11)
     axes.grid(axis="x", alpha=0.3)
+
+
+def _least(axes: Axes, row: int, part: Part, analysis: Analysis, factor: float) -> None:
+    """Mark the least time of a part, unless it is unknown.
+
+    A mark beyond the axis is not drawn: it must not make the bars shorter.
+    """
+    if analysis.roofline_seconds is None:
+        return
+    least = part.count * sum(analysis.roofline_seconds[part.name].values())
+    at = factor * least
+    axes.plot([at, at], [row - 0.42, row + 0.42], color="black", linewidth=2)
 
 
 def _bars(axes: Axes, row: int, part: Part, factor: float) -> None:

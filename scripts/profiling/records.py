@@ -125,9 +125,14 @@ class Pass:
     cost: Cost
 
     @property
+    def is_noise(self) -> bool:
+        """Return whether noise left no time to a fifth of the samples, as it can to a difference."""
+        return self.seconds.p20 <= 0
+
+    @property
     def flops_per_second(self) -> float | None:
-        """Return the rate; None if noise left no time to this pass."""
-        if self.seconds.median <= 0:
+        """Return the rate; None if the time is lost in the noise."""
+        if self.is_noise:
             return None
         return self.cost.flops / self.seconds.median
 

@@ -1,5 +1,7 @@
 """Show a profile of one process as text: the conclusions first, and then the tables behind them."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from lab.presets import PRESETS
@@ -20,11 +22,11 @@ from lab.timing import Spread
 from .analysis import Analysis, Loss, analyze, bound, ceiling_too_low, part_seconds
 from .records import (
     Compilation,
+    DistributedPoint,
     HeldMemory,
     Memory,
     OutOfMemory,
     Part,
-    Pass,
     Point,
     Profile,
 )
@@ -43,11 +45,6 @@ _CAUSES = {
     "weights": "few tokens share its weights, which it reads at {} of the measured bandwidth; a larger batch helps",
     "elementwise": "elementwise work at {} of the roofline, which waits for memory; a compiler would fuse it",
 }
-_LEGEND = (
-    "Times are medians. Backward is the time of forward and backward minus that of forward, in each round.\n"
-    "Bytes are the fewest possible. Of roofline: the least possible time divided by the measured time. A value\n"
-    "above 100% means that data came from a cache, or that the measured ceiling is too low."
-)
 
 
 def report(profile: Profile) -> list[Section]:
@@ -66,29 +63,53 @@ def report(profile: Profile) -> list[Section]:
     return sections
 
 
+@dataclass(frozen=True)
+class Doubt:
+    """Why figures mislead, and what to do about it."""
+
+    reason: str
+    advice: str
+
+
 def doubts(profile: Profile) -> list[Section]:
     """Return why the figures of a profile cannot be trusted, if so."""
-    sections: list[Section] = []
-    axis = profile.settings.sweep
+    return [f"{doubt.reason}\n{doubt.advice}" for doubt in doubts_of(profile)]
+
+
+def doubts_of(profile: Profile) -> list[Doubt]:
+    """Return what must stand beside all figures of a profile."""
+    found = []
     lines = []
     for point in profile.points:
-        if isinstance(point, OutOfMemory):
-            continue
-        reasons = "; ".join(reasons_to_doubt(point.trust, profile.ceilings))
-        if reasons and axis is not None:
-            reasons = f"{axis} {value_on(axis, point.size)}: {reasons}"
-        if reasons:
-            lines.append(f"  {reasons}")
+        if not isinstance(point, OutOfMemory):
+            lines.extend(_reasons(point, profile))
     if lines:
-        advice = "Close other programs, use fewer threads (OMP_NUM_THREADS) or raise --rounds."
-        sections.append("\n".join(["Do not trust these figures:", *lines, advice]))
+        found.append(
+            Doubt(
+                "\n  ".join(["Do not trust these figures:", *lines]),
+                "Close other programs, use fewer threads (OMP_NUM_THREADS) or raise --rounds.",
+            )
+        )
     too_low = ceiling_too_low(profile)
     if too_low is not None:
-        sections.append(
-            f"The measured ceiling is too low: {too_low}.\n"
-            "So no percentages of it are shown. Close other programs and measure again."
+        found.append(
+            Doubt(
+                f"The measured ceiling is too low: {too_low}.",
+                "So no percentages of it are shown. Close other programs and measure again.",
+            )
         )
-    return sections
+    return found
+
+
+def _reasons(point: Point | DistributedPoint, profile: Profile) -> list[str]:
+    """Return why the figures of one size cannot be trusted in one line; no line if they can."""
+    reasons = "; ".join(reasons_to_doubt(point.trust, profile.ceilings))
+    if not reasons:
+        return []
+    axis = profile.settings.sweep
+    if axis is not None:
+        reasons = f"{axis} {value_on(axis, point.size)}: {reasons}"
+    return [reasons]
 
 
 def model_name(size: Size) -> str:
@@ -195,11 +216,15 @@ def _point(point: Point, profile: Profile) -> list[Section]:
     passes = [*point.parts[0].passes]
     sections: list[Section] = [_summary(point, analysis, profile)]
     if analysis.losses:
-        sections.append(_losses(analysis.losses, has_doubts=bool(doubts(profile))))
+        sections.append(
+            _losses(analysis.losses, has_doubts=bool(_reasons(point, profile)))
+        )
     sections.append(_times(point, analysis, profile.settings.mode, passes))
+    if point.whole.passes["forward"].gpu_seconds is not None:
+        sections.append(_gpu_times(point, passes))
     for name in passes:
         sections.append(_work(point, analysis, profile, name))
-    sections.extend([_memory(point), _LEGEND])
+    sections.extend([_memory(point), _legend(model_name(point.size))])
     return sections
 
 
@@ -277,41 +302,62 @@ def _losses(losses: tuple[Loss, ...], has_doubts: bool) -> str:
     return "\n".join(lines)
 
 
-def _times(point: Point, analysis: Analysis, mode: str, passes: list[str]) -> Table:
+def _times(point: Point, analysis: Analysis, mode: str, passes: Sequence[str]) -> Table:
     """Return the times of parts and whole. All shares are of the mode's whole, so they add up to 100%."""
     name = model_name(point.size)
     total = point.whole.passes[mode].seconds.median
     unit, factor = time_unit(point.whole.passes["forward"].seconds.median)
-    on_gpu = point.whole.passes["forward"].gpu_seconds is not None
-    gpu_column = [f"GPU {unit}"] if on_gpu else []
     columns = ["part"]
     for each in passes:
-        columns.extend([f"{each} {unit}", "p20 to p80", *gpu_column])
-
-    def row(part: Part, share_of_total: float) -> list[str]:
-        cells = [_pass_cells(part.passes.get(each), factor, on_gpu) for each in passes]
-        return [part.name, *chain(*cells), share(share_of_total)]
-
-    def row_of_sums(title: str, cells_of_pass: dict[str, list[str]]) -> list[str]:
-        blank = [""] if on_gpu else []
-        cells = [[*cells_of_pass[each], *blank] for each in passes]
-        return [title, *chain(*cells)]
-
+        columns.extend([f"{each} {unit}", "p20 to p80"])
     table = Table(_times_title(point, mode), [*columns, "share"])
     for part in point.addends:
-        table.rows.append(row(part, part_seconds(part) / total))
-    sums, ratios, differences = {}, {}, {}
-    for each in passes:
-        sum_of_parts = point.sum_of_parts[each]
-        sums[each] = spread_cells(sum_of_parts.seconds, factor)
-        ratios[each] = spread_cells(sum_of_parts.of_whole, 1)
-        whole = point.whole.passes[each].seconds.median
-        differences[each] = [number(factor * (whole - sum_of_parts.seconds.median)), ""]
-    missing = share(analysis.whole_minus_parts / total)
-    table.rows.append([*row_of_sums(f"{name} minus parts", differences), missing])
-    table.rows.append([name, *row(point.whole, 1.0)[1:]])
-    table.rows.append([*row_of_sums("sum of the parts", sums), ""])
-    table.rows.append([*row_of_sums(f"sum / {name}", ratios), ""])
+        of_total = share(part_seconds(part) / total)
+        table.rows.append([part.name, *_time_cells(part, passes, factor), of_total])
+    rest = share(analysis.whole_minus_parts / total)
+    differences = _difference_cells(point, passes, factor)
+    table.rows.append([f"{name} minus parts", *differences, rest])
+    whole = _time_cells(point.whole, passes, factor)
+    table.rows.append([name, *whole, share(1.0)])
+    sums = [spread_cells(point.sum_of_parts[each].seconds, factor) for each in passes]
+    table.rows.append(["sum of the parts", *chain(*sums), ""])
+    ratios = [spread_cells(point.sum_of_parts[each].of_whole, 1) for each in passes]
+    table.rows.append([f"sum / {name}", *chain(*ratios), ""])
+    return table
+
+
+def _time_cells(part: Part, passes: Sequence[str], factor: float) -> list[str]:
+    """Return the time of each pass and its range; empty cells for a pass that the part lacks."""
+    cells = []
+    for name in passes:
+        if name in part.passes:
+            cells.extend(spread_cells(part.passes[name].seconds, factor))
+        else:
+            cells.extend(["", ""])
+    return cells
+
+
+def _difference_cells(point: Point, passes: Sequence[str], factor: float) -> list[str]:
+    """Return what no part accounts for in each pass, without a range."""
+    cells = []
+    for name in passes:
+        whole = point.whole.passes[name].seconds.median
+        difference = whole - point.sum_of_parts[name].seconds.median
+        cells.extend([number(factor * difference), ""])
+    return cells
+
+
+def _gpu_times(point: Point, passes: Sequence[str]) -> Table:
+    """Return the times of the GPU alone."""
+    unit, factor = time_unit(point.whole.passes["forward"].own_seconds)
+    columns = [f"{each} {unit}" for each in passes]
+    table = Table(
+        "Time of the GPU alone, without waiting for the host", ["part", *columns]
+    )
+    for part in (*point.parts, point.whole):
+        name = model_name(point.size) if part is point.whole else part.name
+        cells = [number(factor * part.passes[each].own_seconds) for each in passes]
+        table.rows.append([name, *cells])
     return table
 
 
@@ -323,16 +369,6 @@ def _times_title(point: Point, mode: str) -> str:
             f"\nTimes of one block's parts; sums and shares count them {layers} times"
         )
     return f"{title}\nShares of the total: {_MODES[mode].lower().replace('adamw', 'AdamW')}"
-
-
-def _pass_cells(each: Pass | None, factor: float, on_gpu: bool) -> list[str]:
-    """Return the time of a pass, its range and the GPU's own time; empty cells for a pass that a part lacks."""
-    if each is None:
-        return ["", "", *([""] if on_gpu else [])]
-    cells = spread_cells(each.seconds, factor)
-    if each.gpu_seconds is not None:
-        cells.append(number(factor * each.gpu_seconds.median))
-    return cells
 
 
 def _work(point: Point, analysis: Analysis, profile: Profile, name: str) -> Table:
@@ -371,6 +407,16 @@ def _memory(point: Point) -> Table:
     cells = [si(point.memory.kept_bytes, "B"), si(of_run, "B")]
     table.rows.append([model_name(point.size), *cells])
     return table
+
+
+def _legend(name: str) -> str:
+    """Explain the terms of the tables; `name` is Block or Transformer."""
+    return (
+        "Times are medians. Backward is the time of forward and backward minus that of forward, in each round.\n"
+        f"{name} minus parts: what no part accounts for. It is below 0 if parts take longer alone than in the {name}.\n"
+        "Bytes are the fewest possible. Of roofline: the least possible time divided by the measured time. A value\n"
+        "above 100% means that data came from a cache, or that the measured ceiling is too low."
+    )
 
 
 def _sweep(profile: Profile, axis: str) -> list[Section]:

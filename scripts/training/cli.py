@@ -5,30 +5,65 @@ import io
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from lab.cli import Parser, check_outputs, device_of, run
-from lab.processes import is_first, launched
+from lab.processes import launched
 
-from tinyblock import SwiGLU, Transformer
+from tinyblock import Transformer
 
-from .compare import VARIANTS, compare
-from .text import SYMBOLS, Text, files_in, read_text, standard_library
+from .checkpoints import Checkpoint, DamagedCheckpoint
+from .compare import VARIANTS, Comparison, compare, read_comparison, show_comparison
+from .text import Text, files_in, read_text, standard_library
 from .trainer import Diverged, Settings
 
-# The default, and that with --compare.
-SIZES = {"steps": (2000, 400), "batch_size": (8, 8), "seq_len": (128, 128)}
-SIZES |= {"d_model": (64, 48), "num_layers": (3, 3), "num_heads": (2, 3)}
+SIZES = {
+    "steps": 2000,
+    "batch_size": 8,
+    "seq_len": 128,
+    "d_model": 64,
+    "num_layers": 3,
+    "num_heads": 2,
+}
+COMPARED_SIZES = {
+    "steps": 400,
+    "batch_size": 8,
+    "seq_len": 128,
+    "d_model": 48,
+    "num_layers": 3,
+    "num_heads": 3,
+}
+SIZE_HELP = {
+    "steps": "updates of the weights",
+    "batch_size": "sequences in a batch",
+    "seq_len": "bytes in a sequence",
+    "d_model": "width of the model",
+    "num_layers": "blocks of the model",
+    "num_heads": "attention heads of a block",
+}
+SEEDS = 3
+LEARNING_RATE = 5e-3
+WARMUP = 50  # or a quarter of the steps
+# Where options have no effect: --compare activations and --report leave only these.
+ONLY = {"activations": {"compare", "plot"}, "report": {"report", "plot"}}
+NOT_COMPARED = ("compile", "checkpoint", "every", "resume")
+REMOVED = {
+    "--tp": "examples/parallel.py trains on several processes",
+    "--dp": "examples/parallel.py trains on several processes",
+    "--keep": "the last two checkpoints are kept",
+}
 EPILOG = """\
 examples:
   train_lm.py                                           about two minutes on two cores
   train_lm.py --data my_project notes.txt --plot loss.png --json loss.json
   train_lm.py --checkpoint run --every 100              ... Ctrl-C, SIGTERM, or a crash ...
-  train_lm.py --checkpoint run --every 100 --resume     continues to the same losses
-  torchrun --nproc-per-node 4 scripts/train_lm.py --tp 2 --dp 2
+  train_lm.py --checkpoint run --every 100 --resume     continues with the same losses
   train_lm.py --compare norm --lr 1e-3 3e-3 1e-2 --plot norm.png --json norm.json
+  train_lm.py --report norm.json --plot norm.png        draws the comparison again
 """
 
 
@@ -39,219 +74,302 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal that stopped the run, such as 130 after Ctrl-C.
     """
     parser = _parser()
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(words)
     with parser.reporting():
-        settings = _settings(parser, args, sys.argv[1:] if argv is None else argv)
-        check_outputs(args, "json", "plot")
-        args.device = device_of(args.device)
-        text = _text(args, settings)
-        if args.compare:
-            start = partial(compare, args, settings, text)
-        else:
-            from . import session  # which takes two seconds to import
-
-            start = partial(
-                session.train, args, settings, text, session.begin(args, settings, text)
-            )
+        work = _prepare(args, words)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="replace"
-        )  # a sample of text may have characters that a terminal lacks
+        # A sample of text may have characters that a terminal lacks.
+        sys.stdout.reconfigure(errors="replace")
+    return run(parser, partial(_run_reporting, parser, args, work))
 
-    def work() -> int:
-        try:
-            return start()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            parser.error(
-                f"{error.filename or args.json or 'standard output'}: {error.strerror}"
-            )
-        except Diverged as error:
-            if is_first():
-                print(
-                    f"{parser.prog}: error: {error}; use a lower --lr or a longer --warmup",
-                    file=sys.stderr,
-                )
-            return 1
 
-    return run(parser, work)
+def _run_reporting(
+    parser: Parser, args: argparse.Namespace, work: Callable[[], int]
+) -> int:
+    """Do the work, and report in one line what ends it."""
+    try:
+        return work()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        parser.error(
+            f"{error.filename or args.json or 'standard output'}: {error.strerror}"
+        )
+    except DamagedCheckpoint as error:
+        parser.error(str(error))
+    except Diverged as error:
+        advice = "use a lower --lr or a longer --warmup"
+        print(f"{parser.prog}: error: {error}; {advice}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> Parser:
     about = "Train a byte-level language model made of tinyblock's layers, or compare variants of it."
-    parser = Parser("train_lm.py", about, EPILOG)
-    about = "train and compare variants of a layer on the same data (activations: draw the functions)"
-    parser.add_argument("--compare", choices=(*VARIANTS, "activations"), help=about)
-    add = parser.add_argument_group("data and size").add_argument
-    add(
+    parser = Parser("train_lm.py", about, EPILOG, REMOVED)
+    parser.add_argument(
+        "--compare",
+        choices=(*VARIANTS, "activations"),
+        help="train variants of a layer on the same data; activations: only draw the functions",
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="show a comparison that --json wrote, and train nothing",
+    )
+    _add_data_and_size(parser)
+    _add_training(parser)
+    _add_output(parser)
+    return parser
+
+
+def _add_data_and_size(parser: Parser) -> None:
+    group = parser.add_argument_group("data and size")
+    group.add_argument(
         "--data",
         type=Path,
         nargs="+",
         metavar="PATH",
-        help="files or folders (default: Python's standard library)",
+        help="files or folders (default: the source of Python's standard library)",
     )
-    for name, (alone, compared) in SIZES.items():
-        help = (
-            f"(default: {alone})"
-            if alone == compared
-            else f"(default: {alone}; {compared} with --compare)"
+    for name, default in SIZES.items():
+        defaults = f"default: {default}"
+        if COMPARED_SIZES[name] != default:
+            defaults += f"; {COMPARED_SIZES[name]} with --compare"
+        group.add_argument(
+            _option(name),
+            type=int,
+            metavar="N",
+            help=f"{SIZE_HELP[name]} ({defaults})",
         )
-        add(f"--{name.replace('_', '-')}", type=int, metavar="N", help=help)
-    training = parser.add_argument_group("training")
-    add = training.add_argument
-    add(
+
+
+def _add_training(parser: Parser) -> None:
+    group = parser.add_argument_group("training")
+    group.add_argument(
         "--seed",
         type=int,
-        default=0,
         metavar="N",
         help="seed of weights and batches (default: 0)",
     )
-    add(
+    group.add_argument(
         "--seeds",
         type=int,
-        default=3,
         metavar="N",
-        help="number of seeds with --compare (default: 3)",
+        help=f"number of seeds of a comparison (default: {SEEDS})",
     )
-    add(
+    group.add_argument(
         "--lr",
         type=float,
         nargs="+",
-        default=[5e-3],
         metavar="LR",
-        help="highest learning rate (default: 5e-3)",
+        help=f"peak learning rate; --compare norm takes several (default: {LEARNING_RATE:g})",
     )
-    add(
+    group.add_argument(
         "--warmup",
         type=int,
         metavar="N",
-        help="steps of rising learning rate (default: 50, at most --steps / 4)",
+        help=f"warm-up steps (default: {WARMUP}, at most --steps / 4; of a resumed run, as it began)",
     )
-    add("--compile", action="store_true", help="torch.compile the model")
-    add(
-        "--tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes that split each layer (default: 1)",
+    group.add_argument(
+        "--compile", action="store_true", default=None, help="torch.compile the model"
     )
-    add(
-        "--dp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes that split the batch (default: 1)",
-    )
-    parser.add_device(training)
-    add = parser.add_argument_group("output").add_argument
-    add(
+    parser.add_device(group)
+
+
+def _add_output(parser: Parser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
         help="a line of JSON for each step; with --compare, one document",
     )
-    add("--plot", type=Path, metavar="FILE", help="draw the losses: .png, .svg, .pdf")
-    add(
+    group.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the losses: .png, .svg or .pdf"
+    )
+    group.add_argument(
         "--checkpoint",
         type=Path,
         metavar="DIR",
-        help="save a checkpoint in DIR at the end, Ctrl-C, SIGTERM or SIGHUP",
+        help="save checkpoints in DIR: when training ends, and on Ctrl-C or SIGTERM; the last two are kept",
     )
-    add("--every", type=int, metavar="N", help="also save a checkpoint every N steps")
-    add(
-        "--keep",
-        type=int,
-        default=2,
-        metavar="K",
-        help="keep the last K checkpoints (default: 2)",
+    group.add_argument(
+        "--every", type=int, metavar="N", help="also save a checkpoint every N steps"
     )
-    add("--resume", action="store_true", help="continue from the last checkpoint")
-    return parser
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        default=None,
+        help="continue from the last checkpoint",
+    )
 
 
-def _settings(
-    parser: Parser, args: argparse.Namespace, argv: Sequence[str]
-) -> Settings:
-    """Return the sizes, after the layers have accepted them without allocating anything."""
-    for name in ("tp", "dp", "compile", "checkpoint", "resume") if args.compare else ():
-        if getattr(args, name) != parser.get_default(name):
-            raise ValueError(f"--compare does not support --{name}: remove it")
-    for name, defaults in SIZES.items():
-        if getattr(args, name) is None:
-            setattr(args, name, defaults[bool(args.compare)])
-    args.max_seq_len = 4 * args.seq_len  # which --compare positions validates on
-    args.warmup = min(50, args.steps // 4) if args.warmup is None else args.warmup
-    for name in (*SIZES, "seeds", "tp", "dp", "every", "keep"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(
-                f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
-            )
+def _prepare(args: argparse.Namespace, words: Sequence[str]) -> Callable[[], int]:
+    """Check everything that can be checked before memory is allocated, and return what is to be done."""
+    _reject_without_effect(args)
+    if args.compare == "activations" and args.plot is None:
+        raise ValueError("--compare activations needs --plot FILE")
+    check_outputs(args, "json", "plot")
+    if args.report is not None:
+        return partial(show_comparison, read_comparison(args.report), args.plot)
+    if args.compare == "activations":
+        return partial(_draw_activations, args.plot)
+    if launched() > 1:
+        raise ValueError(
+            "train_lm.py runs in one process: start it with python; examples/parallel.py uses several"
+        )
+    settings = _settings(args)
+    device = device_of(args.device)
+    text = _text(args, settings)
+    if args.compare is not None:
+        comparison = Comparison.of(
+            args.compare, device, settings, _rates(args), args.seeds or SEEDS, text
+        )
+        return partial(compare, comparison, text, device, args.json, args.plot)
+    return _prepare_training(args, words, settings, text, device)
+
+
+def _prepare_training(
+    args: argparse.Namespace,
+    words: Sequence[str],
+    settings: Settings,
+    text: Text,
+    device: torch.device,
+) -> Callable[[], int]:
+    from . import session  # importing it takes two seconds
+
+    checkpoint: Checkpoint | None = None
+    if args.checkpoint is not None:
+        checkpoint = session.open_folder(args.checkpoint, bool(args.resume))
+    if checkpoint is not None:
+        if args.warmup is None:
+            settings = replace(settings, warmup=checkpoint.settings.warmup)
+        session.require_same_run(checkpoint, settings, text)
+    resume = [] if args.resume else ["--resume"]
+    source = "Python's standard library"
+    if args.data is not None:
+        source = ", ".join(path.name for path in args.data)
+    planned = session.Run(
+        settings=settings,
+        text=text,
+        source=source,
+        device=device,
+        compile=bool(args.compile),
+        folder=args.checkpoint,
+        every=args.every,
+        losses=args.json,
+        picture=args.plot,
+        command=shlex.join(["python", sys.argv[0], *words, *resume]),
+    )
+    return partial(session.train, planned, checkpoint)
+
+
+def _reject_without_effect(args: argparse.Namespace) -> None:
+    """Raise a ValueError for an option that would change nothing."""
+    given = {name for name, value in vars(args).items() if value is not None}
+    if args.report is not None:
+        unused, where = given - ONLY["report"], "with --report"
+    elif args.compare == "activations":
+        unused, where = given - ONLY["activations"], "with --compare activations"
+    elif args.compare is not None:
+        unused, where = given.intersection(NOT_COMPARED), "with --compare"
+    else:
+        unused, where = given.intersection({"seeds"}), "without --compare"
+    if unused:
+        raise ValueError(f"{_option(min(unused))} has no effect {where}: remove it")
+    if args.checkpoint is None and (args.every is not None or args.resume):
+        raise ValueError("--every and --resume need --checkpoint DIR")
+
+
+def _rates(args: argparse.Namespace) -> list[float]:
+    return args.lr or [LEARNING_RATE]
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    """Return the settings, after the layers have accepted them without allocating anything."""
+    sizes = dict(SIZES if args.compare is None else COMPARED_SIZES)
+    for name in sizes:
+        if getattr(args, name) is not None:
+            sizes[name] = getattr(args, name)
+    for name, value in {**sizes, "seeds": args.seeds, "every": args.every}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{_option(name)} must be at least 1, got {value}")
+    steps = sizes["steps"]
+    if steps >= 10**8:
+        raise ValueError(f"--steps must be below 10**8, got {steps}")
+    settings = Settings(
+        **sizes,
+        seed=args.seed or 0,
+        lr=_rates(args)[0],
+        warmup=min(WARMUP, steps // 4) if args.warmup is None else args.warmup,
+    )
+    _require_rates(args)
+    if not 0 <= settings.warmup <= steps:
+        raise ValueError(
+            f"--warmup must be from 0 to --steps {steps}, got {settings.warmup}"
+        )
+    if not 0 <= settings.seed < 2**63:
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {settings.seed}")
+    _require_heads(settings)
+    return settings
+
+
+def _require_rates(args: argparse.Namespace) -> None:
+    rates = _rates(args)
+    if not all(0 < lr < math.inf for lr in rates):
+        raise ValueError(f"--lr must be positive and finite, got {rates}")
+    if len(rates) > 1 and args.compare != "norm":
+        raise ValueError(f"--lr must be one rate without --compare norm, got {rates}")
+
+
+def _require_heads(settings: Settings) -> None:
+    """Raise a ValueError for sizes that no model can have."""
+    d_model, num_heads = settings.d_model, settings.num_heads
+    if d_model % num_heads:
+        raise ValueError(
+            f"--d-model must be a multiple of --num-heads {num_heads}, got {d_model}"
+        )
+    if d_model // num_heads % 2:
+        raise ValueError(
+            f"--d-model / --num-heads must be even for RoPE, got {d_model} / {num_heads}"
+        )
     try:
         Transformer(
-            1, args.d_model, args.num_heads, max_seq_len=args.max_seq_len, device="meta"
+            1, d_model, num_heads, max_seq_len=settings.max_seq_len, device="meta"
         )
     except (RuntimeError, OverflowError) as error:
         raise ValueError(f"impossible size: {str(error).splitlines()[0]}") from None
-    tp, dp, d_ff = args.tp, args.dp, SwiGLU(args.d_model, device="meta").d_ff
-    command = shlex.join(
-        ["torchrun", "--nproc-per-node", str(tp * dp), "scripts/train_lm.py", *argv]
-    )
-    rules = {
-        "--every and --resume need --checkpoint DIR": args.checkpoint
-        or not (args.every or args.resume),
-        "--compare activations needs --plot FILE": args.compare != "activations"
-        or args.plot,
-        f"--lr must be one rate without --compare norm, got {args.lr}": len(args.lr)
-        == 1
-        or args.compare == "norm",
-        f"--seed must be from 0 to 2**63 - 1, got {args.seed}": 0 <= args.seed < 2**63,
-        f"--steps must be below 10**8, got {args.steps}": args.steps < 10**8,
-        f"--lr must be positive and finite, got {args.lr}": all(
-            0 < lr < math.inf for lr in args.lr
-        ),
-        f"--warmup must be from 0 to --steps {args.steps}, got {args.warmup}": 0
-        <= args.warmup
-        <= args.steps,
-        f"--batch-size must be a multiple of --dp {dp}, got {args.batch_size}": args.batch_size
-        % dp
-        == 0,
-        f"--num-heads must be a multiple of --tp {tp}, got {args.num_heads}": args.num_heads
-        % tp
-        == 0,
-        f"--tp must divide d_ff {d_ff} and the vocabulary {SYMBOLS}, got {tp}": d_ff
-        % tp
-        == SYMBOLS % tp
-        == 0,
-        f"--tp {tp} --dp {dp} needs {tp * dp} processes, got {launched()}: {command}": launched()
-        == tp * dp,
-    }
-    for rule, met in rules.items():
-        if not met:
-            raise ValueError(rule)
-    return Settings(
-        **{name: getattr(args, name) for name in Settings.__dataclass_fields__}
-        | {"lr": args.lr[0]}
-    )
 
 
 def _text(args: argparse.Namespace, settings: Settings) -> Text:
+    """Read the text, and raise a ValueError if it is too short."""
     outputs = [path for path in (args.json, args.plot) if path is not None]
     try:
-        text = read_text(
-            files_in(args.data, outputs) if args.data else standard_library()
-        )
+        files = files_in(args.data, outputs) if args.data else standard_library()
+        text = read_text(files)
     except OSError as error:
         raise ValueError(
             f"--data: cannot read {error.filename}: {error.strerror}"
         ) from None
-    batch, window = (
-        settings.batch_size * settings.seq_len + 1,
-        (args.max_seq_len if args.compare else args.seq_len) + 1,
-    )
-    if len(text.training) < batch or len(text.validation) < window:
-        have = f"{len(text.training)} bytes for training and {len(text.validation)} for validation"
+    longest = settings.seq_len if args.compare is None else settings.max_seq_len
+    training = settings.batch_size * settings.seq_len + 1
+    validation = longest + 1
+    if len(text.training) < training or len(text.validation) < validation:
         raise ValueError(
-            f"the text has {have}, but needs {batch} and {window}: add text, or lower --seq-len"
+            f"the text must have at least {training} bytes for training and {validation} for validation, "
+            f"got {len(text.training)} and {len(text.validation)}: add text, or lower --seq-len"
         )
     return text
+
+
+def _draw_activations(path: Path) -> int:
+    from .plot import plot_activations
+
+    plot_activations(path)
+    return 0
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

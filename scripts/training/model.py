@@ -39,12 +39,10 @@ class PostNormBlock(nn.Module):
 
     def __init__(self, block: Block) -> None:
         super().__init__()
-        self.attn, self.ln1, self.ffn, self.ln2 = (
-            block.attn,
-            block.ln1,
-            block.ffn,
-            block.ln2,
-        )
+        self.attn = block.attn
+        self.ln1 = block.ln1
+        self.ffn = block.ffn
+        self.ln2 = block.ln2
 
     def forward(
         self,
@@ -64,3 +62,9 @@ def with_post_norm(model: LanguageModel) -> LanguageModel:
     )
     stack.ln_final = nn.Identity()
     return model
+
+
+def d_ff_of(model: LanguageModel) -> int:
+    """Return the inner width of the feed-forward layers."""
+    block = cast(Block, model.transformer.layers[0])
+    return cast(int, block.ffn.d_ff)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,51 +13,74 @@ from matplotlib.axes import Axes
 
 from tinyblock import gelu, silu
 
+from .compare import Comparison, VariantRun
+from .trainer import Settings, StepRecord
+
 TITLES = {
     "ffn": "Feed-forward layers: loss minus SwiGLU's, paired by seed",
-    "norm": "Pre-norm, post-norm and no norm",
-    "positions": "RoPE and no positions",
+    "norm": "Pre-norm, post-norm, and no norm",
+    "positions": "RoPE versus no positional encoding",
 }
-SIZES = "{num_layers} layers, d_model {d_model}; {steps} steps of {batch_size} x {seq_len} bytes"
+ACTIVATIONS = {"SiLU": silu, "GELU": gelu, "ReLU": torch.relu}
+HIGHEST = 3.5  # nats per byte that a picture of variants shows; the losses start at 5.5
+
+
+def sizes_of(settings: Settings) -> str:
+    """Return the size of a model and of its training, for the foot of a picture."""
+    return (
+        f"{settings.num_layers} layers, d_model {settings.d_model}; "
+        f"{settings.steps} steps of {settings.batch_size} x {settings.seq_len} bytes"
+    )
 
 
 def plot_losses(
     path: Path,
-    history: Sequence[dict[str, Any]],
-    order_two: float,
+    history: Sequence[StepRecord],
+    trigram: float,
     title: str,
     origin: str,
 ) -> None:
-    """Draw the training loss of every step, the validation losses, and the loss of an order-2 model."""
+    """Draw the training loss of every step, the validation losses, and the loss of a trigram model."""
     figure = new_figure(title, origin, 8, 4.4)
     axes = figure.subplots()
-    steps, losses = [r["step"] for r in history], [r["loss"] for r in history]
+    steps = [record.step for record in history]
+    losses = [record.loss for record in history]
     axes.plot(steps, losses, color=COLORS[0], linewidth=0.7, label="training")
-    points = [(r["step"], r["validation"]) for r in history if "validation" in r]
-    if points:
+    validated = {}
+    for record in history:
+        if record.validation is not None:
+            validated[record.step] = record.validation
+    if validated:
         axes.plot(
-            *zip(*points, strict=True),
+            list(validated),
+            list(validated.values()),
             color=COLORS[3],
             marker="o",
             markersize=4,
             label="validation",
         )
     axes.axhline(
-        order_two,
+        trigram,
         color="black",
         linestyle="--",
         linewidth=1,
-        label="order-2 model, validation",
+        label="trigram model, validation",
     )
     axes.set(xlabel="step", ylabel="nats per byte")
-    there_and_back: Any = (
-        lambda nats: nats / math.log(2),
-        lambda bits: bits * math.log(2),
-    )
-    axes.secondary_yaxis("right", functions=there_and_back).set_ylabel("bits per byte")
+    _add_axis_of_bits(axes)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     save(figure, path, dpi=110)
+
+
+def _add_axis_of_bits(axes: Axes) -> None:
+    def bits(nats: Any) -> Any:
+        return nats / math.log(2)
+
+    def nats(bits: Any) -> Any:
+        return bits * math.log(2)
+
+    axes.secondary_yaxis("right", functions=(bits, nats)).set_ylabel("bits per byte")
 
 
 def plot_activations(path: Path) -> None:
@@ -64,19 +88,12 @@ def plot_activations(path: Path) -> None:
     figure = new_figure("Activations of the feed-forward layers", "", 8, 3.6)
     left, right = figure.subplots(1, 2)
     x = torch.linspace(-5, 5, 1001, requires_grad=True)
-    for index, (name, function) in enumerate(
-        {"SiLU": silu, "GELU": gelu, "ReLU": torch.relu}.items()
-    ):
+    for index, (name, function) in enumerate(ACTIVATIONS.items()):
         y = function(x)
         (slope,) = torch.autograd.grad(y.sum(), x)
-        for axes, values in ((left, y), (right, slope)):
-            axes.plot(
-                x.detach(),
-                values.detach(),
-                color=COLORS[index],
-                linestyle=LINES[index],
-                label=name,
-            )
+        look = Look(COLORS[index], LINES[index])
+        _draw_line(left, x.tolist(), y.tolist(), look, name)
+        _draw_line(right, x.tolist(), slope.tolist(), look, name)
     left.set(title="activation", xlabel="x", ylim=(-0.6, 3), xlim=(-5, 3))
     right.set(title="derivative", xlabel="x")
     for axes in (left, right):
@@ -85,111 +102,153 @@ def plot_activations(path: Path) -> None:
     save(figure, path, dpi=110)
 
 
-def plot_comparison(
-    path: Path, document: dict[str, Any], runs: Sequence[dict[str, Any]]
-) -> None:
+@dataclass(frozen=True)
+class Look:
+    """The color and the line style of a variant."""
+
+    color: str
+    line: str
+
+
+def plot_comparison(path: Path, comparison: Comparison) -> None:
     """Draw the losses of each variant in training and after it, with the mean and range over the seeds.
 
     A variant has a line at the learning rates with which no seed diverged, and crosses at the others.
     """
-    kind, settings = document["compare"], document["settings"]
+    settings = comparison.settings
     origin = (
-        SIZES + ", {warmup} of warm-up; mean and range over {seeds} seeds; "
-    ).format(**settings)
-    figure = new_figure(
-        TITLES[kind], origin + document["environment"]["device"], 9, 4.2
+        f"{sizes_of(settings)}, {settings.warmup} of them warm-up; "
+        f"mean and range over {comparison.seeds} seeds; {comparison.device}"
     )
+    figure = new_figure(TITLES[comparison.kind], origin, 9, 4.2)
     left, right = figure.subplots(1, 2)
-    left.set(xlabel="step", ylabel="nats per byte", title="training")
-    right.set(title="validation after training")
-    if kind == "norm":
-        left.set(title="training, at the best learning rate of each")
-        right.set(xscale="log", xlabel="highest learning rate")
-    elif kind == "positions":
-        right.axvline(
-            settings["seq_len"], color="black", linewidth=1, label="length trained on"
-        )
-        right.set(xlabel="position in the sequence")
-    for index, name in enumerate(dict.fromkeys(run["variant"] for run in runs)):
-        look: dict[str, Any] = {"color": COLORS[index], "linestyle": LINES[index]}
-        by_rate = {
-            lr: [run for run in runs if (run["variant"], run["lr"]) == (name, lr)]
-            for lr in settings["lr"]
-        }
-        trained = {
-            lr: own
-            for lr, own in by_rate.items()
-            if all(run["diverged"] is None for run in own)
-        }
-        losses = {lr: [run["validation"] for run in own] for lr, own in trained.items()}
-        if kind == "norm" and (diverged := sorted(by_rate.keys() - trained)):
-            crosses: dict[str, Any] = {
-                "transform": right.get_xaxis_transform(),
-                "color": COLORS[index],
-                "marker": "x",
-            }
-            right.plot(
-                diverged,
-                [0.96] * len(diverged),
-                linestyle="",
-                label=f"{name}: diverged",
-                **crosses,
-            )
-        if not trained:
-            left.plot([], label=f"{name}: diverged", **look)
-            continue
-        best = min(trained, key=lambda lr: mean(losses[lr]))
-        _band(
-            left,
-            settings["steps"],
-            [run["curve"] for run in trained[best]],
-            look | {"label": name},
-        )
-        if kind == "ffn":
-            right.plot(
-                [name] * len(losses[best]),
-                losses[best],
-                "o",
-                color=COLORS[index],
-                alpha=0.7,
-            )
-        elif kind == "norm":
-            _band(
-                right,
-                list(trained),
-                list(zip(*losses.values(), strict=True)),
-                look | {"marker": "o"},
-            )
-        else:
-            _band(
-                right,
-                settings["max_seq_len"],
-                [run["by_position"] for run in trained[best]],
-                look,
-            )
+    _label_axes(left, right, comparison)
+    variants = dict.fromkeys(run.variant for run in comparison.runs)
+    for index, name in enumerate(variants):
+        runs = [run for run in comparison.runs if run.variant == name]
+        _draw_variant(left, right, comparison, runs, Look(COLORS[index], LINES[index]))
     for axes in (left, right):
-        low, high = axes.dataLim.intervaly
-        top = min(high, 3.5)  # the losses start at 5.5
-        axes.set_ylim(low - 0.05 * (top - low), top + 0.1 * (top - low))
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False)
+        _fit(axes)
     save(figure, path, dpi=110)
 
 
-def _band(
-    axes: Axes,
-    x: int | Sequence[float],
-    curves: Sequence[Sequence[float]],
-    look: dict[str, Any],
+def _label_axes(left: Axes, right: Axes, comparison: Comparison) -> None:
+    left.set(xlabel="step", ylabel="nats per byte", title="training")
+    right.set(title="validation after training")
+    if comparison.kind == "norm":
+        left.set(title="training, each model at its best learning rate")
+        right.set(xscale="log", xlabel="peak learning rate")
+    elif comparison.kind == "positions":
+        length = comparison.settings.seq_len
+        right.axvline(length, color="black", linewidth=1, label="training length")
+        right.set(xlabel="position in the sequence")
+
+
+def _draw_variant(
+    left: Axes,
+    right: Axes,
+    comparison: Comparison,
+    runs: Sequence[VariantRun],
+    look: Look,
 ) -> None:
-    """Draw the mean of curves and their range, at each x, or at the middles of equal parts of a length x."""
+    """Draw one variant: on the left in training, on the right after it."""
+    name = runs[0].variant
+    diverged = {run.lr for run in runs if run.diverged is not None}
+    trained = _by_rate([run for run in runs if run.lr not in diverged])
+    if comparison.kind == "norm":
+        _draw_crosses(right, sorted(diverged), look, name)
+    if not trained:
+        left.plot([], color=look.color, linestyle=look.line, label=f"{name}: diverged")
+        return
+    best = min(trained.values(), key=lambda own: mean(_validation(own)))
+    curves = [run.curve for run in best]
+    settings = comparison.settings
+    _draw_band(left, _middles(settings.steps, len(curves[0])), curves, look, name)
+    if comparison.kind == "ffn":
+        losses = _validation(best)
+        right.plot([name] * len(losses), losses, "o", color=look.color, alpha=0.7)
+    elif comparison.kind == "norm":
+        _draw_by_rate(right, trained, look, name)
+    else:
+        parts = [run.by_position for run in best if run.by_position is not None]
+        places = _middles(settings.max_seq_len, len(parts[0]))
+        _draw_band(right, places, parts, look, None)
+
+
+def _by_rate(runs: Sequence[VariantRun]) -> dict[float, list[VariantRun]]:
+    groups: dict[float, list[VariantRun]] = {}
+    for run in runs:
+        groups.setdefault(run.lr, []).append(run)
+    return groups
+
+
+def _draw_crosses(axes: Axes, rates: Sequence[float], look: Look, name: str) -> None:
+    """Mark the learning rates with which a seed diverged, at the upper edge."""
+    if rates:
+        axes.plot(
+            rates,
+            [0.96] * len(rates),
+            transform=axes.get_xaxis_transform(),
+            color=look.color,
+            marker="x",
+            linestyle="",
+            label=f"{name}: diverged",
+        )
+
+
+def _draw_by_rate(
+    axes: Axes, trained: dict[float, list[VariantRun]], look: Look, name: str
+) -> None:
+    """Draw the validation loss by learning rate."""
+    by_rate = [_validation(own) for own in trained.values()]
+    by_seed = list(zip(*by_rate, strict=True))
+    rates = list(trained)
+    _draw_band(axes, rates, by_seed, look, name)
+    means = [mean(losses) for losses in by_rate]
+    axes.plot(rates, means, "o", color=look.color)
+
+
+def _validation(runs: Sequence[VariantRun]) -> list[float]:
+    return [run.validation for run in runs if run.validation is not None]
+
+
+def _middles(length: int, parts: int) -> list[float]:
+    """Return the middles of equal parts of a length."""
+    return [length * (index + 0.5) / parts for index in range(parts)]
+
+
+def _draw_line(
+    axes: Axes,
+    x: Sequence[float],
+    y: Sequence[float],
+    look: Look,
+    label: str | None,
+) -> None:
+    axes.plot(x, y, color=look.color, linestyle=look.line, linewidth=1.2, label=label)
+
+
+def _draw_band(
+    axes: Axes,
+    x: Sequence[float],
+    curves: Sequence[Sequence[float]],
+    look: Look,
+    label: str | None,
+) -> None:
+    """Draw the mean of curves as a line, and their range as a band."""
     columns = list(zip(*curves, strict=True))
-    places = (
-        [x * (index + 0.5) / len(columns) for index in range(len(columns))]
-        if isinstance(x, int)
-        else x
-    )
-    axes.plot(places, list(map(mean, columns)), linewidth=1.2, **look)
-    low, high = list(map(min, columns)), list(map(max, columns))
-    axes.fill_between(places, low, high, color=look["color"], alpha=0.2, linewidth=0)
+    _draw_line(axes, x, [mean(column) for column in columns], look, label)
+    low = [min(column) for column in columns]
+    high = [max(column) for column in columns]
+    axes.fill_between(x, low, high, color=look.color, alpha=0.2, linewidth=0)
+
+
+def _fit(axes: Axes) -> None:
+    """Show the data with a margin, but not the high losses at the start of training."""
+    low, high = axes.dataLim.intervaly
+    top = min(high, HIGHEST)
+    margin = top - low
+    axes.set_ylim(low - 0.05 * margin, top + 0.1 * margin)
+    axes.grid(alpha=0.3)
+    handles, _ = axes.get_legend_handles_labels()
+    if handles:
+        axes.legend(frameon=False)

@@ -1,244 +1,281 @@
 """A training run from its start to its results: losses, checkpoints, a picture and a sample of text."""
 
-import argparse
 import json
 import math
 import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from statistics import mean
 from types import FrameType
-from typing import Any
+from typing import IO
 
 import torch
-import torch.distributed as dist
 from lab.files import require_writable
-from lab.processes import is_first, launched, least
 from lab.progress import Progress
+from lab.records import to_plain
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
-
-from tinyblock import parallelize
 
 from . import checkpoints
-from .text import Text, even_windows, order_two_loss
-from .trainer import Settings, Trainer
+from .checkpoints import Checkpoint
+from .text import Text, even_windows, trigram_loss
+from .trainer import Settings, StepRecord, Trainer
 
 VALIDATION_BATCHES = 8
 SAMPLE = 200  # bytes that the model writes at the end
+PROMPT = 64  # bytes of the validation text before them
 UNTIMED = 5  # first steps, in which torch compiles and allocates
+REPORTS = 10  # lines on the progress of a run
 
 
-def begin(args: argparse.Namespace, settings: Settings, text: Text) -> dict[str, Any]:
-    """Return the checkpoint to resume from, or a run that has not begun."""
-    new: dict[str, Any] = {
-        "settings": asdict(settings) | {"text": text.sha256},
-        "history": [],
-    }
-    del new["settings"]["steps"]  # a resumed run may be longer
-    if args.checkpoint is None:
-        return new
-    if args.resume and not args.checkpoint.is_dir():
-        raise ValueError(f"--resume: there is no folder {args.checkpoint}")
+@dataclass(frozen=True)
+class Run:
+    """What to train, and where to write.
+
+    settings: of the model and its training.
+    text: what it reads.
+    source: where the text comes from, for the picture.
+    device: where it trains.
+    compile: whether torch.compile compiles the model.
+    folder: of the checkpoints; None for none.
+    every: a checkpoint follows every so many steps; None for the end only.
+    losses: the file that gets a line of JSON for each step, or None.
+    picture: the file of the picture, or None.
+    command: the command line that resumes the run.
+    """
+
+    settings: Settings
+    text: Text
+    source: str
+    device: torch.device
+    compile: bool
+    folder: Path | None
+    every: int | None
+    losses: Path | None
+    picture: Path | None
+    command: str
+
+    def saves_after(self, step: int) -> bool:
+        """Return whether a checkpoint follows this step."""
+        if step == self.settings.steps:
+            return True
+        return self.every is not None and step % self.every == 0
+
+
+def open_folder(folder: Path, resume: bool) -> Checkpoint | None:
+    """Make a folder for checkpoints, and return the last one that it has.
+
+    Raises:
+        ValueError: there is one without `resume`, or no folder with it, or the folder or the checkpoint is unusable.
+    """
+    if resume and not folder.is_dir():
+        raise ValueError(f"--resume: there is no folder {folder}")
     try:
-        args.checkpoint.mkdir(parents=True, exist_ok=True)
-        require_writable(args.checkpoint / "any")
-        checkpoints.remove_leftovers(args.checkpoint)
-        saved = checkpoints.saved_in(args.checkpoint)
+        folder.mkdir(parents=True, exist_ok=True)
+        require_writable(folder / "any")
+        saved = checkpoints.saved_in(folder)
         if not saved:
-            return new
-        if not args.resume:
+            return None
+        if not resume:
             raise ValueError(
-                f"{args.checkpoint} has checkpoints: add --resume, or use another folder"
+                f"{folder} has checkpoints: add --resume, or use another folder"
             )
-        run = checkpoints.read(saved[-1])
+        return checkpoints.read(saved[-1])
     except OSError as error:
         raise ValueError(f"--checkpoint {error.filename}: {error.strerror}") from None
-    for name, value in new["settings"].items():
-        if (theirs := run["settings"].get(name)) != value:
-            hint = (
-                " (was an output written to a folder of --data?)"
-                if name == "text"
-                else ""
-            )
+
+
+def require_same_run(checkpoint: Checkpoint, settings: Settings, text: Text) -> None:
+    """Raise a ValueError unless a run with these settings and this text continues that of the checkpoint."""
+    theirs = checkpoint.settings
+    # A resumed run may be longer.
+    ours = replace(settings, steps=theirs.steps)
+    for field in fields(Settings):
+        expected, got = getattr(theirs, field.name), getattr(ours, field.name)
+        if expected != got:
+            option = "--" + field.name.replace("_", "-")
             raise ValueError(
-                f"{saved[-1]} is from another run: its {name} is {theirs}, but here it is {value}{hint}"
+                f"{checkpoint.path} is from another run: its {option} is {expected}, but here it is {got}"
             )
-    return run
+    if checkpoint.text_sha256 != text.sha256:
+        raise ValueError(
+            f"{checkpoint.path} is from another run: its text is another one "
+            "(was an output written to a folder of --data?)"
+        )
 
 
-def train(
-    args: argparse.Namespace, settings: Settings, text: Text, run: dict[str, Any]
-) -> int:
-    """Train from where `run` is, and return the exit code."""
-    parts = f"{len(text.training):,} bytes for training and {len(text.validation):,} for validation"
-    print(f"text: {text.files} files, {parts}, SHA-256 {text.sha256}")
+def train(run: Run, checkpoint: Checkpoint | None) -> int:
+    """Train from the checkpoint, or from the start, to the last step or to a signal, and return the exit code.
+
+    Raises:
+        DamagedCheckpoint: the weights or the optimizer's state do not fit the model.
+        Diverged: the loss or the gradient is not finite.
+    """
+    settings, text = run.settings, run.text
     windows = even_windows(
         text.validation, VALIDATION_BATCHES * settings.batch_size, settings.seq_len + 1
     )
-    floor = order_two_loss(text.training, windows) if is_first() else 0.0
-    print(f"order-2 model of the bytes: validation {_in_both_units(floor)}")
-    trainer = _build(args, settings, text)
-    parameters = sum(map(torch.numel, trainer.model.parameters()))
+    trigram = trigram_loss(text.training, windows)
     print(
-        f"model: {parameters:,} parameters on {args.tp * args.dp} x {args.device.type}",
-        flush=True,
+        f"text: {text.files} files, {len(text.training):,} bytes for training "
+        f"and {len(text.validation):,} for validation, SHA-256 {text.sha256}"
     )
-    if run["history"]:
-        checkpoints.load(trainer, run)
-    if args.resume:
+    print(f"trigram model: validation {_in_both_units(trigram)}")
+    trainer = _build(run)
+    parameters = sum(map(torch.numel, trainer.model.parameters()))
+    print(f"model: {parameters:,} parameters on {run.device}", flush=True)
+    if checkpoint is not None:
+        checkpoints.restore(trainer, checkpoint)
         print(f"{trainer.step} of {settings.steps} steps are done")
     try:
-        received = _take_steps(args, trainer, run["settings"], windows)
+        stopped_by = _take_steps(run, trainer, windows)
     finally:
-        if args.plot is not None and trainer.history and is_first():
-            from .plot import SIZES, plot_losses
-
-            source = (
-                ", ".join(path.name for path in args.data)
-                if args.data
-                else "Python's standard library"
-            )
-            title = f"A language model of bytes, trained on {source}"
-            origin = f"{parameters:,} parameters, {SIZES.format(**asdict(settings))}"
-            plot_losses(args.plot, trainer.history, floor, title, origin)
-    if received:
-        print(f"stopped by {signal.Signals(received).name} after step {trainer.step}")
-        return 128 + received
-    prompt = bytes(text.validation[:64].tolist())
-    with torch.compiler.set_stance(
-        "force_eager"
-    ):  # otherwise each length would be compiled
-        sample = (prompt + b"|" + trainer.continue_text(prompt, SAMPLE)).decode(
-            "utf-8", "replace"
-        )
-    shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in sample)
-    print(
-        f"the start of the validation text, and after the bar what the model writes:\n{shown}",
-        flush=True,
-    )
+        if run.picture is not None and trainer.history:
+            _draw(run, trainer, parameters, trigram)
+    if stopped_by:
+        print(_about_stop(run, trainer.step, stopped_by))
+        return 128 + stopped_by
+    _print_sample(trainer, text)
     return 0
 
 
-def _build(args: argparse.Namespace, settings: Settings, text: Text) -> Trainer:
-    if (
-        args.device.type == "cuda"
-    ):  # resumed runs have the same losses; with warn_only=True, gradients differ
+def _build(run: Run) -> Trainer:
+    if run.device.type == "cuda":
+        # So that resumed runs have the same losses. With warn_only=True, gradients differ.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.manual_seed(settings.seed)
-    model = settings.build().to(args.device)
-    axes = {name: size for name, size in (("dp", args.dp), ("tp", args.tp)) if size > 1}
-    if axes:
-        mesh = init_device_mesh(
-            args.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
-        )
-        parallelize(model.transformer, mesh, compile=args.compile)
-    elif args.compile:
+    torch.manual_seed(run.settings.seed)
+    model = run.settings.build().to(run.device)
+    if run.compile:
         model.compile()
-    if args.tp > 1:
-        by_vocabulary = {
-            "token_embeddings": RowwiseParallel(input_layouts=Replicate()),
-            "lm_head": ColwiseParallel(output_layouts=Replicate()),
-        }
-        parallelize_module(model, mesh["tp"], by_vocabulary)
-    if args.dp > 1:
-        fully_shard(model, mesh=mesh["dp"])
-    each = settings.batch_size // args.dp
-    first = dist.get_rank() // args.tp * each if axes else 0
-    return Trainer(model, text.training, settings, slice(first, first + each))
+    return Trainer(model, run.text.training, run.settings)
 
 
-def _take_steps(
-    args: argparse.Namespace,
-    trainer: Trainer,
-    settings: dict[str, Any],
-    windows: Tensor,
-) -> int:
-    """Train to the last step, or until a signal; return the number of that signal, or 0."""
-    first, steps, received = trainer.step, trainer.settings.steps, 0
-    recent = deque[float](
-        maxlen=100
-    )  # seconds of steps, without validation and checkpoints
-    losses = args.json if args.json is not None and is_first() else os.devnull
-    with _signals() as latest, Progress() as progress, open(losses, "w") as lines:
-        lines.writelines(json.dumps(record) + "\n" for record in trainer.history)
+def _take_steps(run: Run, trainer: Trainer, windows: Tensor) -> int:
+    """Train to the last step, or to a signal; return the number of that signal, or 0."""
+    steps = run.settings.steps
+    speed = Speed(run.settings)
+    path = run.losses or Path(os.devnull)
+    with StopSignals() as signals, Progress() as progress, path.open("w") as lines:
+        for record in trainer.history:
+            _write_line(lines, record)
         progress.start("training", steps - trainer.step)
-        while trainer.step < steps and not received:
-            start = time.perf_counter()
-            record = (
-                trainer.advance()
-            )  # the last of the history, which takes what is added below
-            if trainer.step > first + UNTIMED:
-                recent.append(time.perf_counter() - start)
-            rate = (
-                round(
-                    trainer.settings.batch_size
-                    * trainer.settings.seq_len
-                    / mean(recent)
-                )
-                if recent
-                else None
-            )
-            record["tokens_per_second"] = rate
-            received, last = latest(), trainer.step == steps
-            line = f"step {trainer.step}/{steps}, loss {_in_both_units(record['loss'])}"
-            progress.advance(line)
-            if last or trainer.step % max(1, steps // 10) == 0:
-                record["validation"] = float(trainer.validate(windows).mean())
-                validation = _in_both_units(record["validation"])
-                progress.print(
-                    f"{line}, validation {validation}"
-                    + (f", {rate:,} tokens/s" if rate else "")
-                )
-            print(json.dumps(record), file=lines, flush=True)
-            if args.checkpoint and (
-                last or received or (args.every and trainer.step % args.every == 0)
-            ):
-                checkpoints.save(args.checkpoint, trainer, settings, args.keep)
-    return received
+        while trainer.step < steps and not signals.received:
+            with speed:
+                record = trainer.advance()
+            record.bytes_per_second = speed.bytes_per_second()
+            if trainer.step == steps or trainer.step % max(1, steps // REPORTS) == 0:
+                record.validation = float(trainer.validate(windows).mean())
+                progress.print(_report(record, steps))
+            progress.advance(_report(record, steps))
+            _write_line(lines, record)
+            saves = run.saves_after(trainer.step) or signals.received
+            if saves and run.folder is not None:
+                checkpoints.save(run.folder, trainer, run.text.sha256)
+    return signals.received
 
 
-@contextmanager
-def _signals() -> Iterator[Callable[[], int]]:
-    """Let Ctrl-C, SIGTERM and SIGHUP end the run after this step; yield a function that returns what was received.
+def _write_line(file: IO[str], record: StepRecord) -> None:
+    print(json.dumps(to_plain(record)), file=file, flush=True)
 
-    In one process the second signal has its usual effect. torchrun passes signals on, so its processes get each twice.
-    """
-    received = [0]
-    before = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
 
-    def receive(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if launched() == 1:
-            signal.signal(number, before[signal.Signals(number)])
+class Speed:
+    """Time the steps, without validation and checkpoints, in a `with` statement around each."""
 
-    try:
-        for number, handler in before.items():
-            if handler != signal.SIG_IGN:  # which nohup sets
-                signal.signal(number, receive)
-        yield (
-            lambda: -least(-received[-1])
-        )  # the highest number that any process has received
-    finally:
-        for number, handler in before.items():
+    def __init__(self, settings: Settings) -> None:
+        self._bytes = settings.batch_size * settings.seq_len
+        self._untimed = UNTIMED
+        self._seconds = deque[float](maxlen=100)
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        if self._untimed > 0:
+            self._untimed -= 1
+        else:
+            self._seconds.append(time.perf_counter() - self._start)
+
+    def bytes_per_second(self) -> int | None:
+        """Return the speed of the last steps; None before any was timed."""
+        if not self._seconds:
+            return None
+        return round(self._bytes / mean(self._seconds))
+
+
+class StopSignals:
+    """Let Ctrl-C and SIGTERM end the run after the current step; a second signal has its usual effect."""
+
+    NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._before = {number: signal.getsignal(number) for number in self.NUMBERS}
+
+    def __enter__(self) -> "StopSignals":
+        for number, handler in self._before.items():
+            # nohup has SIGINT ignored, and so it stays.
+            if handler != signal.SIG_IGN:
+                signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        signal.signal(number, self._before[signal.Signals(number)])
+
+
+def _report(record: StepRecord, steps: int) -> str:
+    line = f"step {record.step}/{steps}, loss {_in_both_units(record.loss)}"
+    if record.validation is not None:
+        line += f", validation {_in_both_units(record.validation)}"
+    if record.bytes_per_second is not None:
+        line += f", {record.bytes_per_second:,} bytes/s"
+    return line
 
 
 def _in_both_units(nats: float) -> str:
-    return f"{nats:.3f} nats ({nats / math.log(2):.3f} bits/byte)"
+    return f"{nats:.3f} nats/byte ({nats / math.log(2):.3f} bits/byte)"
+
+
+def _about_stop(run: Run, step: int, number: int) -> str:
+    """Return which signal stopped the run, and how to resume it."""
+    stop = f"stopped by {signal.Signals(number).name} after step {step}"
+    if run.folder is None:
+        return f"{stop}; without --checkpoint DIR, nothing was saved"
+    path = run.folder / f"step-{step:08d}.pt"
+    return f"{stop}; saved {path}. To resume:\n  {run.command}"
+
+
+def _draw(run: Run, trainer: Trainer, parameters: int, trigram: float) -> None:
+    from .plot import plot_losses, sizes_of
+
+    assert run.picture is not None
+    title = f"Byte-level language model trained on {run.source}"
+    origin = f"{parameters:,} parameters, {sizes_of(run.settings)}"
+    plot_losses(run.picture, trainer.history, trigram, title, origin)
+
+
+def _print_sample(trainer: Trainer, text: Text) -> None:
+    """Print what the model writes after the start of the validation text."""
+    prompt = bytes(text.validation[:PROMPT].tolist())
+    # Otherwise each length would be compiled.
+    with torch.compiler.set_stance("force_eager"):
+        sample = trainer.continue_text(prompt, SAMPLE)
+    print(f"prompt (the start of the validation text):\n{_printable(prompt)}")
+    print(f"continuation by the model:\n{_printable(sample)}", flush=True)
+
+
+def _printable(data: bytes) -> str:
+    """Decode UTF-8, with a replacement for what is none or would move the cursor."""
+    characters = []
+    for character in data.decode("utf-8", "replace"):
+        is_shown = character.isprintable() or character == "\n"
+        characters.append(character if is_shown else "\ufffd")
+    return "".join(characters)

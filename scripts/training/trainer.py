@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from lab.processes import launched
 from torch import Tensor, nn
 
 from .model import LanguageModel
@@ -15,18 +13,31 @@ from .text import batch
 
 @dataclass(frozen=True)
 class Settings:
-    """What determines a run, apart from the text; all processes together take batch_size sequences a step."""
+    """What determines a run, apart from the text.
+
+    steps: number of updates.
+    batch_size: sequences in each batch.
+    seq_len: bytes in each sequence.
+    d_model, num_layers, num_heads: size of the model.
+    seed: of the weights and the batches.
+    lr: peak learning rate.
+    warmup: steps in which the learning rate rises to its peak.
+    """
 
     steps: int
     batch_size: int
     seq_len: int
-    max_seq_len: int
     d_model: int
     num_layers: int
     num_heads: int
     seed: int
     lr: float
     warmup: int
+
+    @property
+    def max_seq_len(self) -> int:
+        """Return the longest sequence that the model takes: the comparison of positions validates on it."""
+        return 4 * self.seq_len
 
     def build(self, **options: Any) -> LanguageModel:
         return LanguageModel(
@@ -38,23 +49,39 @@ class Settings:
         )
 
 
+@dataclass
+class StepRecord:
+    """What is known of one step.
+
+    step: its number, from 1 on.
+    loss: mean over the batch, in nats per byte.
+    lr: learning rate.
+    grad_norm: norm of the gradient, before it was clipped.
+    bytes_per_second: speed of the last 100 steps; None in the first steps of a run.
+    validation: loss on the held-out text; None where it was not computed.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    bytes_per_second: int | None = None
+    validation: float | None = None
+
+
 class Diverged(Exception):
     """The loss or the gradient is infinite or NaN."""
 
 
 class Trainer:
-    """A model with its optimizer and a record of each step taken; of each batch, this process takes `rows`."""
+    """A model with its optimizer and a record of each step."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        text: Tensor,
-        settings: Settings,
-        rows: slice = slice(None),
-    ) -> None:
-        self.model, self.text, self.settings, self.rows = model, text, settings, rows
+    def __init__(self, model: LanguageModel, text: Tensor, settings: Settings) -> None:
+        self.model = model
+        self.text = text
+        self.settings = settings
         self.device = next(model.parameters()).device
-        self.history: list[dict[str, Any]] = []
+        self.history: list[StepRecord] = []
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         gains = [parameter for parameter in model.parameters() if parameter.ndim == 1]
         groups = [
@@ -65,10 +92,11 @@ class Trainer:
 
     @property
     def step(self) -> int:
+        """Return the number of steps that were taken."""
         return len(self.history)
 
     def learning_rate(self) -> float:
-        """Return that of the next step: a linear warm-up, then a cosine from the highest to a tenth of it."""
+        """Return the rate of the next step: a linear warm-up, then a cosine from the peak to a tenth of it."""
         settings = self.settings
         if self.step < settings.warmup:
             return settings.lr * (self.step + 1) / settings.warmup
@@ -76,50 +104,37 @@ class Trainer:
         return settings.lr * (0.55 + 0.45 * math.cos(math.pi * done))
 
     def _losses(self, windows: Tensor) -> Tensor:
-        """Return the loss of each byte but the first of this process's rows."""
-        tokens, targets = (
-            windows[self.rows, :-1].to(self.device),
-            windows[self.rows, 1:].to(self.device),
-        )
+        """Return the loss of each byte but the first of each window."""
+        tokens = windows[:, :-1].to(self.device)
+        targets = windows[:, 1:].to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=tokens.is_cuda):
             logits = self.model(tokens).flatten(0, 1)
-            return nn.functional.cross_entropy(
+            losses = nn.functional.cross_entropy(
                 logits, targets.flatten(), reduction="none"
-            ).view_as(targets)
+            )
+        return losses.view_as(targets)
 
-    def _mean(self, value: Tensor) -> Tensor:
-        """Return the mean over all processes; those along "tp" have the same value."""
-        if launched() > 1:
-            dist.all_reduce(value)
-        return value / launched()
-
-    def advance(self) -> dict[str, Any]:
-        """Take one step, and return its record: number, loss, learning rate and gradient norm.
+    def advance(self) -> StepRecord:
+        """Take one step, and return its record, which is also the last of the history.
 
         Raises:
             Diverged: the loss or the norm of its gradient is not finite; the weights are those before the step.
         """
-        lr, settings = self.learning_rate(), self.settings
+        settings = self.settings
+        step = self.step + 1
+        lr = self.learning_rate()
         windows = batch(
-            self.text,
-            settings.seed,
-            self.step + 1,
-            settings.batch_size,
-            settings.seq_len,
+            self.text, settings.seed, step, settings.batch_size, settings.seq_len
         )
         loss = self._losses(windows).mean()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        record = {
-            "step": self.step + 1,
-            "loss": float(self._mean(loss.detach())),
-            "lr": lr,
-            "grad_norm": float(norm),
-        }
-        if not all(map(math.isfinite, record.values())):
-            found = "step {step}: the loss is {loss:.4g}, the learning rate {lr:.3g}, the gradient norm {grad_norm:.3g}"
-            raise Diverged(found.format(**record))
+        record = StepRecord(step, float(loss.detach()), lr, float(norm))
+        if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+            raise Diverged(
+                f"step {step}: the loss is {record.loss:.4g}, the learning rate {lr:.3g}, "
+                f"the gradient norm {record.grad_norm:.3g}"
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -129,25 +144,22 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, windows: Tensor) -> Tensor:
-        """Return the mean loss at each position of windows, whose number is a multiple of the batch, of any length."""
-        losses = torch.cat(
-            [self._losses(part) for part in windows.split(self.settings.batch_size)]
-        )
-        return self._mean(losses.mean(0)).cpu()
+        """Return the mean loss at each position of the windows, which may have any length."""
+        parts = windows.split(self.settings.batch_size)
+        losses = torch.cat([self._losses(part) for part in parts])
+        return losses.mean(0).cpu()
 
     @torch.no_grad()
     def continue_text(
         self, prompt: bytes, count: int, temperature: float = 0.8
     ) -> bytes:
-        """Draw `count` bytes that follow the prompt; every process of the mesh must take part."""
-        generator, text = (
-            torch.Generator().manual_seed(self.settings.seed),
-            list(prompt),
-        )
+        """Draw `count` bytes that follow the prompt."""
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        text = list(prompt)
         for _ in range(count):
-            tokens = torch.tensor([text[-self.settings.seq_len :]], device=self.device)
-            probabilities = (
-                self.model(tokens)[0, -1].float().cpu() / temperature
-            ).softmax(-1)
+            context = text[-self.settings.seq_len :]
+            tokens = torch.tensor([context], device=self.device)
+            logits = self.model(tokens)[0, -1].float().cpu()
+            probabilities = (logits / temperature).softmax(-1)
             text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         return bytes(text[len(prompt) :])

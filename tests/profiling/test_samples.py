@@ -18,13 +18,15 @@ def test_backward_is_the_difference_of_each_round():
     samples = samples_of(SIZE, "train", seconds=1.0, whole=10.0, smallest=0.5)
     samples["ffn", "forward"] = [1.0, 5.0, 2.0]
     samples["ffn", "train"] = [4.0, 6.0, 9.0]
-    samples["rope", "train"] = [1.0, 1.0, 1.0]
+    samples["rope", "train"] = [0.9, 1.1, 1.1]
     parts = {part.name: part.passes for part in point_of(SIZE, samples).parts}
     assert parts["ffn"]["forward"].seconds.median == 2.0
     # Of 3, 1 and 7.
     assert parts["ffn"]["backward"].seconds == Spread(3.0, 1.8, 5.4, 3)
-    # Noise can leave no time to a difference, and so no rate.
+    # Where noise leaves no time to some of the differences, there is no rate.
+    assert parts["rope"]["backward"].seconds.median > 0
     assert parts["rope"]["backward"].flops_per_second is None
+    assert parts["ln1"]["backward"].flops_per_second is not None
 
 
 def test_parts_of_a_stack_add_up_once_a_layer():

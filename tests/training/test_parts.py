@@ -1,10 +1,12 @@
-"""The parts of train_lm.py: text and its order-2 model, batches, and the models that are compared."""
+"""The parts of train_lm.py: text and its trigram model, batches, and the models that are compared."""
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from itertools import product
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -15,15 +17,26 @@ from training.text import (
     batch,
     even_windows,
     files_in,
-    order_two_loss,
     read_text,
     standard_library,
+    trigram_loss,
 )
 from training.trainer import Settings, Trainer
 
 from tinyblock import RMSNorm
 
-SETTINGS = Settings(1, 4, 8, 16, 32, 2, 2, 0, 1e-3, 0)
+ROOT = Path(__file__).parents[2]
+SETTINGS = Settings(
+    steps=1,
+    batch_size=4,
+    seq_len=8,
+    d_model=32,
+    num_layers=2,
+    num_heads=2,
+    seed=0,
+    lr=1e-3,
+    warmup=0,
+)
 
 
 TEXTS = {
@@ -33,17 +46,19 @@ TEXTS = {
 TEXTS[os.fsdecode(b"\xff")] = bytes(k % 5 for k in range(39))
 
 
+LEFT_OUT = (".hidden", "step-00000008.pt", "loss.json")
+
+
 @pytest.fixture
 def text(tmp_path):
     """Read a folder that also has a hidden file, a checkpoint, an output and a pipe."""
-    for name, content in (
-        TEXTS | dict.fromkeys((".hidden", "step-00000008.pt", "loss.json"), b"left out")
-    ).items():
+    for name, content in TEXTS.items():
         (tmp_path / name).write_bytes(content)
+    for name in LEFT_OUT:
+        (tmp_path / name).write_bytes(b"left out")
     os.mkfifo(tmp_path / "pipe")
-    return read_text(
-        files_in([tmp_path], outputs=[tmp_path / "loss.json", tmp_path / "missing"])
-    )
+    outputs = [tmp_path / "loss.json", tmp_path / "missing"]
+    return read_text(files_in([tmp_path], outputs))
 
 
 def test_text_is_the_files_in_their_order_and_validation_the_last_twentieth_of_the_bytes(
@@ -67,7 +82,7 @@ def test_standard_library_is_source_without_installed_packages():
     assert not any("site-packages" in path.parts for path in files)
 
 
-def test_batch_depends_on_seed_and_step_alone(text):
+def test_batch_depends_only_on_seed_and_step(text):
     first = batch(text.training, 0, 5, 4, 9)
     assert first.shape == (4, 10)
     assert torch.equal(batch(text.training, 0, 5, 4, 9), first)
@@ -75,20 +90,26 @@ def test_batch_depends_on_seed_and_step_alone(text):
     assert not torch.equal(batch(text.training, 1, 5, 4, 9), first)
 
 
-def test_order_two_loss_is_that_of_smoothed_counts(text):
+def test_trigram_loss_is_that_of_smoothed_counts(text):
     data = text.training.tolist()
     triples = Counter(zip(data, data[1:], data[2:], strict=False))
-    windows, expected = even_windows(text.validation, 3, 12), []
-    of = {n: Counter(key[3 - n :] for key in triples.elements()) for n in (1, 2)}
-    for a, b, c in (row[at : at + 3] for row in windows.tolist() for at in range(10)):
-        p = (of[1][c,] + 1) / (triples.total() + 256)
-        p = (of[2][b, c] + 4 * p) / (sum(of[2][b, x] for x in range(256)) + 4)
-        expected.append(
-            (triples[a, b, c] + 4 * p) / (sum(triples[a, b, x] for x in range(256)) + 4)
-        )
-    assert order_two_loss(text.training, windows) == pytest.approx(
-        -torch.tensor(expected).log().mean().item(), rel=1e-5
-    )
+    pairs, singles = Counter(), Counter()
+    before_triples, before_pairs = Counter(), Counter()
+    for (a, b, c), count in triples.items():
+        pairs[b, c] += count
+        singles[c] += count
+        before_triples[a, b] += count
+        before_pairs[b] += count
+    windows = even_windows(text.validation, 3, 12)
+    expected = []
+    for row in windows.tolist():
+        for a, b, c in zip(row, row[1:], row[2:], strict=False):
+            p = (singles[c] + 1) / (triples.total() + 256)
+            p = (pairs[b, c] + 4 * p) / (before_pairs[b] + 4)
+            p = (triples[a, b, c] + 4 * p) / (before_triples[a, b] + 4)
+            expected.append(-math.log(p))
+    found = trigram_loss(text.training, windows)
+    assert found == pytest.approx(mean(expected), rel=1e-5)
 
 
 def test_validate_is_the_mean_loss_at_each_position():
@@ -127,67 +148,102 @@ def test_post_norm_is_the_equation():
     torch.testing.assert_close(after(tokens), before.lm_head(x))
 
 
-def test_comparison_writes_runs_of_every_seed_and_a_picture(
-    tmp_path, capsys, monkeypatch
-):
+TINY = [
+    "--steps=3",
+    "--batch-size=2",
+    "--seq-len=8",
+    "--d-model=24",
+    "--num-layers=1",
+    "--num-heads=1",
+    "--seeds=2",
+]
+
+
+@pytest.fixture
+def short_text(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "VALIDATION_BATCHES", 2)
-    text, results = tmp_path / "text", tmp_path / "of.json"
-    text.write_bytes(bytes(range(256)) * 9)
-    argv = [
-        "--steps=3",
-        "--batch-size=2",
-        "--seq-len=8",
-        "--d-model=24",
-        "--num-layers=1",
-        "--num-heads=1",
-    ]
-    argv += ["--seeds=2", f"--data={text}", f"--json={results}"]
-    for kind, rates in (("positions", ["0.01"]), ("norm", ["0.01", "1e30"])):
-        picture = tmp_path / f"{kind}.png"
-        assert (
-            cli.main([*argv, "--compare", kind, f"--plot={picture}", "--lr", *rates])
-            == 0
-        )
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        runs, (first, other, *_) = (
-            json.loads(results.read_text())["runs"],
-            compare.VARIANTS[kind],
-        )
-        expected = product((0, 1), map(float, rates), compare.VARIANTS[kind])
-        assert [(run["seed"], run["lr"], run["variant"]) for run in runs] == list(
-            expected
-        )
-        assert all((run["diverged"] is None) == (run["lr"] < 1) for run in runs)
-        assert all(len(run["by_position"]) == 32 for run in runs if kind == "positions")
-        losses = {
-            (run["variant"], run["seed"]): run["validation"]
-            for run in runs
-            if run["lr"] < 1
-        }
-        differences = [losses[other, seed] - losses[first, seed] for seed in (0, 1)]
-        printed = f"{mean(differences):.4f} | {min(differences):.4f} to {max(differences):.4f} |"
-        rows = [" ".join(row.split()) for row in capsys.readouterr().out.splitlines()]
-        assert [
-            row.endswith(printed)
-            for row in rows
-            if row.startswith(f"| {other} | 0.01 |")
-        ] == [True]
-        assert all("| 0 of 2 | diverged |" in row for row in rows if "| 1e+30 |" in row)
-    assert (
-        cli.main(
-            [
-                *argv,
-                "--compare=ffn",
-                "--seeds=1",
-                f"--plot={tmp_path / 'ffn.png'}",
-                "--lr=1e30",
-            ]
-        )
-        == 0
-    )
-    assert not (tmp_path / "ffn.png").exists()  # all diverged
-    assert (
-        cli.main(["--compare=activations", f"--plot={tmp_path / 'activations.png'}"])
-        == 0
-    )
-    assert (tmp_path / "activations.png").read_bytes().startswith(b"\x89PNG")
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(256)) * 9)
+    return path
+
+
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rates"), [("positions", [0.01]), ("norm", [0.01, 1e30])]
+)
+def test_comparison_has_runs_of_every_seed_a_table_and_a_picture(
+    kind, rates, short_text, tmp_path, capsys
+):
+    picture, results = tmp_path / "of.png", tmp_path / "of.json"
+    options = ["--compare", kind, "--plot", str(picture), "--json", str(results)]
+    options += ["--data", str(short_text), "--lr", *map(str, rates)]
+    assert cli.main([*TINY, *options]) == 0
+    assert is_png(picture)
+    printed = capsys.readouterr().out
+    runs = json.loads(results.read_text())["runs"]
+    first, other = list(compare.VARIANTS[kind])[:2]
+    expected = list(product((0, 1), rates, compare.VARIANTS[kind]))
+    assert [(run["seed"], run["lr"], run["variant"]) for run in runs] == expected
+    losses = {}
+    for run in runs:
+        assert (run["diverged"] is None) == (run["lr"] < 1)
+        assert len(run["by_position"] or []) == (32 if kind == "positions" else 0)
+        if run["lr"] < 1:
+            losses[run["variant"], run["seed"]] = run["validation"]
+    differences = [losses[other, seed] - losses[first, seed] for seed in (0, 1)]
+    rows = [" ".join(row.split()) for row in printed.splitlines()]
+    [of_other] = [row for row in rows if row.startswith(f"| {other} | 0.01 |")]
+    low, high = min(differences), max(differences)
+    assert of_other.endswith(f"{mean(differences):.4f} | {low:.4f} to {high:.4f} |")
+    for row in rows:
+        assert "| 1e+30 |" not in row or "| 0 of 2 | diverged |" in row
+    # The file alone gives the same table and picture.
+    again = tmp_path / "again.png"
+    assert cli.main(["--report", str(results), "--plot", str(again)]) == 0
+    assert capsys.readouterr().out == printed
+    assert again.read_bytes() == picture.read_bytes()
+
+
+def test_comparison_that_diverged_has_no_picture(short_text, tmp_path, capsys):
+    picture = tmp_path / "ffn.png"
+    options = ["--compare=ffn", "--seeds=1", f"--plot={picture}", "--lr=1e30"]
+    assert cli.main([*TINY, *options, f"--data={short_text}"]) == 0
+    assert not picture.exists()
+    assert "0 of 1 | " in capsys.readouterr().out
+
+
+def test_activations_are_drawn(tmp_path):
+    picture = tmp_path / "activations.png"
+    assert cli.main(["--compare=activations", f"--plot={picture}"]) == 0
+    assert is_png(picture)
+
+
+DAMAGE = {
+    "a curve of another length": (["runs", 3, "curve"], [1.0], "must have 50 points"),
+    "a missing loss": (["runs", 0, "validation"], None, "must have a validation loss"),
+    "an unknown variant": (["runs", 0, "variant"], "x", "unknown variant 'x'"),
+    "a text for a number": (["settings", "steps"], "1", "settings.steps must be"),
+    "another schema": (["schema"], "tinyblock.training/1", 'the "schema"'),
+    "no runs": (["runs"], [], "it has no runs"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_comparison_is_one_line(damage, tmp_path, capsys):
+    keys, value, message = DAMAGE[damage]
+    document = json.loads((ROOT / "docs" / "ablations" / "ffn.json").read_text())
+    place = document
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    path = tmp_path / "ffn.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(SystemExit):
+        cli.main(["--report", str(path)])
+    error = capsys.readouterr().err
+    assert error.startswith(f"train_lm.py: error: --report: {path}")
+    assert message in error
+    assert error.count("\n") == 1
