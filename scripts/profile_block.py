@@ -1,10 +1,10 @@
-"""Show where the time and memory of a Transformer block go, and how far it is from this machine's limit.
+"""Show where the time and memory of a Transformer block go, and how close it comes to this machine's limits.
 
 python scripts/profile_block.py
 python scripts/profile_block.py --preset llama-3.1-8b --dtype bfloat16 --compile --json profile.json
 python scripts/profile_block.py --help
 
-Requires only torch, einops and jaxtyping; rich shows the progress, and matplotlib draws figures.
+It requires torch, einops and jaxtyping. With rich, it shows its progress; with matplotlib, it draws figures.
 """
 
 import os
@@ -19,9 +19,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 # Without a sweep it stays: a second profile soon after a teardown sees no kernels (kineto pull request 1554).
 if any(argument.startswith("--sweep") for argument in sys.argv):
     os.environ.setdefault("TEARDOWN_CUPTI", "1")
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # this checkout's tinyblock, installed or not
+# This checkout's tinyblock, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from profiling.cli import main
 

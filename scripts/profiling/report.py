@@ -45,11 +45,6 @@ _CAUSES = {
     "weights": "few tokens share its weights, which it reads at {} of the measured bandwidth; a larger batch helps",
     "elementwise": "elementwise work at {} of the roofline, which waits for memory; a compiler would fuse it",
 }
-_LEGEND = (
-    "Times are medians. Backward is the time of forward and backward minus that of forward, in each round.\n"
-    "Bytes are the fewest possible. Of roofline: the least possible time divided by the measured time. A value\n"
-    "above 100% means that data came from a cache, or that the measured ceiling is too low."
-)
 
 
 def report(profile: Profile) -> list[Section]:
@@ -229,7 +224,7 @@ def _point(point: Point, profile: Profile) -> list[Section]:
         sections.append(_gpu_times(point, passes))
     for name in passes:
         sections.append(_work(point, analysis, profile, name))
-    sections.extend([_memory(point), _LEGEND])
+    sections.extend([_memory(point), _legend(model_name(point.size))])
     return sections
 
 
@@ -412,6 +407,16 @@ def _memory(point: Point) -> Table:
     cells = [si(point.memory.kept_bytes, "B"), si(of_run, "B")]
     table.rows.append([model_name(point.size), *cells])
     return table
+
+
+def _legend(name: str) -> str:
+    """Explain the terms of the tables; `name` is Block or Transformer."""
+    return (
+        "Times are medians. Backward is the time of forward and backward minus that of forward, in each round.\n"
+        f"{name} minus parts: what no part accounts for. It is below 0 if parts take longer alone than in the {name}.\n"
+        "Bytes are the fewest possible. Of roofline: the least possible time divided by the measured time. A value\n"
+        "above 100% means that data came from a cache, or that the measured ceiling is too low."
+    )
 
 
 def _sweep(profile: Profile, axis: str) -> list[Section]:

@@ -78,21 +78,37 @@ def _measure_all(
             progress.prefix = f"{index}/{len(sizes)} "
         try:
             point = _measure(size, settings, outputs, progress, clock)
-            profile = replace(profile, points=(*profile.points, point))
+            points = (*profile.points, point)
+            profile = replace(profile, points=points, finished=index == len(sizes))
+            _write(profile, outputs)
             if beats_ceilings(profile) and not measured_again:
                 measured_again = True
-                progress.start("measuring the ceilings again")
-                again = _ceilings(settings, clock)
-                profile = replace(profile, ceilings=_faster(profile.ceilings, again))
+                profile = _with_ceilings_again(profile, progress, clock)
+                _write(profile, outputs)
         except KeyboardInterrupt:
             if not profile.points:
                 raise
             break
-        profile = replace(profile, finished=index == len(sizes))
-        if outputs.json is not None and is_first():
-            # After every size: if the process is killed, the file has those that are finished.
-            write_profile(outputs.json, profile)
     return profile
+
+
+def _write(profile: Profile, outputs: Outputs) -> None:
+    """Write what is measured so far: if the process is killed, the file has the sizes that are finished."""
+    if outputs.json is not None and is_first():
+        write_profile(outputs.json, profile)
+
+
+def _with_ceilings_again(profile: Profile, progress: Progress, clock: Clock) -> Profile:
+    """Measure the ceilings again, because a part is faster: the machine may have been busy before.
+
+    Of each ceiling, the higher measurement counts: other work on the machine only lowers it.
+    """
+    progress.start("measuring the ceilings again")
+    first, second = profile.ceilings, _ceilings(profile.settings, clock)
+    products = max(first, second, key=lambda each: each.flops_per_second.median)
+    copies = max(first, second, key=lambda each: each.bytes_per_second.median)
+    ceilings = replace(products, bytes_per_second=copies.bytes_per_second)
+    return replace(profile, ceilings=ceilings)
 
 
 def _measure(
@@ -129,13 +145,6 @@ def _ceilings(settings: Settings, clock: Clock) -> Ceilings:
         return measure_ceilings(settings.device, settings.dtype, clock=clock)
 
     return from_first(measure)
-
-
-def _faster(first: Ceilings, second: Ceilings) -> Ceilings:
-    """Return the higher of two measurements of each ceiling: what slows one down is other work on the machine."""
-    products = max(first, second, key=lambda each: each.flops_per_second.median)
-    copies = max(first, second, key=lambda each: each.bytes_per_second.median)
-    return replace(products, bytes_per_second=copies.bytes_per_second)
 
 
 def _datasheet(device: torch.device, dtype: torch.dtype) -> Peaks | None:
