@@ -98,6 +98,19 @@ def test_adamw_reads_four_tensors_and_writes_three():
     assert adamw_cost(parameters=10, element_size=4).bytes == (4 + 3) * 10 * 4
 
 
+def test_vocabulary_adds_embedding_head_and_loss():
+    costs = replace(TINY, num_layers=1, vocab=7).part_costs(element_size=2)
+    x, table, logits = 3 * 4, 7 * 4, 3 * 7
+    # Reads a row for each token, and writes it. Backward adds the gradient of each row to that of the table.
+    assert costs["embedding"]["forward"] == Cost(bytes=2 * (x + x))
+    expected = Cost(elementwise_flops=x, bytes=2 * (x + table))
+    assert costs["embedding"]["backward"] == expected
+    assert costs["head"]["forward"].matmul_flops == 2 * 3 * 4 * 7
+    # Maximum, subtract, exponential and sum; a loss for each token.
+    expected = Cost(elementwise_flops=4 * logits, bytes=2 * (logits + 3))
+    assert costs["loss"]["forward"] == expected
+
+
 def test_cost_of_a_stack_counts_its_blocks_and_the_final_norm():
     stack = replace(TINY, num_layers=3)
     for name in ("forward", "backward"):
