@@ -170,7 +170,7 @@ def _add_training(parser: Parser) -> None:
         "--warmup",
         type=int,
         metavar="N",
-        help=f"warm-up steps (default: {WARMUP}, at most --steps / 4; of a resumed run, as it began)",
+        help=f"warm-up steps (default: {WARMUP}, at most --steps / 4; a resumed run keeps its own)",
     )
     group.add_argument(
         "--compile", action="store_true", default=None, help="torch.compile the model"

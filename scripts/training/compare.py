@@ -177,18 +177,20 @@ def read_comparison(path: Path) -> Comparison:
 
 
 def _require_consistent(comparison: Comparison) -> None:
-    if not comparison.runs:
-        raise ValueError("it has no runs")
-    points = len(comparison.runs[0].curve)
+    """Raise a ValueError unless all planned runs are there, with losses that can be compared."""
+    planned = [(name, each.seed, each.lr) for name, each in comparison.planned()]
+    found = [(run.variant, run.seed, run.lr) for run in comparison.runs]
+    if sorted(found) != sorted(planned):
+        raise ValueError(
+            f"it must have the {len(planned)} runs of its variants, rates and seeds, got {len(found)} runs; "
+            "was it interrupted?"
+        )
+    points = {len(run.curve) for run in comparison.runs if run.diverged is None}
+    if len(points) > 1:
+        raise ValueError(f"all curves must have as many points, got {sorted(points)}")
     for index, run in enumerate(comparison.runs):
-        if run.variant not in VARIANTS[comparison.kind]:
-            raise ValueError(f"runs[{index}] has an unknown variant {run.variant!r}")
-        if run.lr not in comparison.rates:
-            raise ValueError(f"runs[{index}] has a learning rate not among the rates")
         if (run.diverged is None) != (run.validation is not None):
             raise ValueError(f"runs[{index}] must have a validation loss or diverge")
-        if run.diverged is None and len(run.curve) != points:
-            raise ValueError(f"runs[{index}] must have {points} points")
         has_positions = comparison.kind == "positions" and run.diverged is None
         if has_positions and len(run.by_position or ()) != BINS:
             raise ValueError(f"runs[{index}] must have {BINS} positions")

@@ -222,12 +222,16 @@ def test_activations_are_drawn(tmp_path):
 
 
 DAMAGE = {
-    "a curve of another length": (["runs", 3, "curve"], [1.0], "must have 50 points"),
+    "a curve of another length": (
+        ["runs", 3, "curve"],
+        [1.0],
+        "all curves must have as many points",
+    ),
     "a missing loss": (["runs", 0, "validation"], None, "must have a validation loss"),
-    "an unknown variant": (["runs", 0, "variant"], "x", "unknown variant 'x'"),
+    "an unknown variant": (["runs", 0, "variant"], "x", "must have the 20 runs"),
     "a text for a number": (["settings", "steps"], "1", "settings.steps must be"),
     "another schema": (["schema"], "tinyblock.training/1", 'the "schema"'),
-    "no runs": (["runs"], [], "it has no runs"),
+    "no runs": (["runs"], [], "got 0 runs; was it interrupted?"),
 }
 
 

@@ -430,3 +430,13 @@ def test_full_disk_is_one_line_and_leaves_the_older_checkpoints(
     )
     assert os.listdir(tmp_path) == ["step-00000003.pt"]
     assert len(checkpoints.read(tmp_path / "step-00000003.pt").history) == 3
+
+
+def test_several_processes_are_rejected(text, capsys, monkeypatch):
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "x",
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert "examples/parallel.py uses several" in rejected(capsys, "--data", text)
