@@ -6,6 +6,7 @@ from typing import Literal
 
 from lab.costs import Cost
 from lab.machine import Ceilings
+from lab.tables import si
 from lab.timing import Spread
 
 from .records import Part, Pass, Peaks, Point, Profile
@@ -141,23 +142,34 @@ def roofline_seconds(point: Point, ceilings: Ceilings) -> PassSeconds:
 
 
 def ceiling_too_low(profile: Profile) -> str | None:
-    """Return what shows that a measured ceiling is too low; None if nothing does.
+    """Return what shows best that a measured ceiling is too low; None if nothing does.
 
     A part may be faster than the ceiling of the memory if its data fit into a cache. So only parts that move more than
     the copy, which the caches do not hold, show that this ceiling is too low. Backward is a difference of two times,
     and shows nothing.
     """
-    ceilings = profile.ceilings
+    flops_ceiling = profile.ceilings.flops_per_second
+    bytes_ceiling = profile.ceilings.bytes_per_second
+    excesses: list[tuple[float, str]] = []
     for point, part, name, each in _timed_passes(profile):
         where = f"{name} of {part} at {point.size.tokens} tokens"
         flops = each.cost.flops / _slow_seconds(each)
-        if flops > ceilings.flops_per_second.p80:
-            return f"{where} computes {flops / ceilings.flops_per_second.median:.3g} times as fast"
+        if flops > flops_ceiling.p80:
+            excess = _excess(where, flops, flops_ceiling.median, "FLOP/s")
+            excesses.append((flops / flops_ceiling.median, excess))
         moved = each.cost.bytes / _slow_seconds(each)
-        is_cached = each.cost.bytes < ceilings.copy_bytes
-        if moved > ceilings.bytes_per_second.p80 and not is_cached:
-            return f"{where} moves its bytes {moved / ceilings.bytes_per_second.median:.3g} times as fast"
-    return None
+        is_cached = each.cost.bytes < profile.ceilings.copy_bytes
+        if moved > bytes_ceiling.p80 and not is_cached:
+            excess = _excess(where, moved, bytes_ceiling.median, "B/s")
+            excesses.append((moved / bytes_ceiling.median, excess))
+    if not excesses:
+        return None
+    _, largest = max(excesses)
+    return largest
+
+
+def _excess(where: str, rate: float, ceiling: float, unit: str) -> str:
+    return f"{where} reaches {si(rate, unit)}, and the ceiling is {si(ceiling, unit)}"
 
 
 def beats_ceilings(profile: Profile) -> bool:

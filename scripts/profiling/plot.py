@@ -63,7 +63,9 @@ def _roofline(axes: Axes, point: Point, analysis: Analysis, profile: Profile) ->
     if "backward" in point.whole.passes:
         _explain(axes, "hollow: backward", "none")
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="FLOP/s")
-    axes.set_title("How far from the roofline?", fontsize=11)
+    has_roofline = analysis.roofline_seconds is not None
+    title = "How far from the roofline?" if has_roofline else "How fast are the parts?"
+    axes.set_title(title, fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(**BELOW, ncols=1)
 

@@ -129,7 +129,7 @@ def test_losses_have_causes_unless_the_figures_cannot_be_trusted():
 def test_ceiling_that_is_too_low_leaves_no_percentages_of_it():
     text = text_of(made(ceilings=machine(1e3, 1e8)))
     assert (
-        "The measured ceiling is too low: forward of q/k/v projections at 10 " in text
+        "The measured ceiling is too low: forward of ffn at 10 tokens reaches " in text
     )
     for absent in ("of roofline", "of the roofline", "MFU", "Most time lost"):
         assert absent not in text.replace(_legend(text), "")
