@@ -99,12 +99,12 @@ class CausalMultiHeadSelfAttention(nn.Module):
         _require_rope(rope, self.d_head)
         self.rope = rope
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        queries = self.num_heads * self.d_head
-        keys = self.num_kv_heads * self.d_head
-        self.q_proj = nn.Linear(d_model, queries, bias=False, **factory)
-        self.k_proj = nn.Linear(d_model, keys, bias=False, **factory)
-        self.v_proj = nn.Linear(d_model, keys, bias=False, **factory)
-        self.output_proj = nn.Linear(queries, d_model, bias=False, **factory)
+        q_width = self.num_heads * self.d_head
+        kv_width = self.num_kv_heads * self.d_head
+        self.q_proj = nn.Linear(d_model, q_width, bias=False, **factory)
+        self.k_proj = nn.Linear(d_model, kv_width, bias=False, **factory)
+        self.v_proj = nn.Linear(d_model, kv_width, bias=False, **factory)
+        self.output_proj = nn.Linear(q_width, d_model, bias=False, **factory)
         self.q_norm = nn.RMSNorm(self.d_head, eps, **factory) if qk_norm else None
         self.k_norm = nn.RMSNorm(self.d_head, eps, **factory) if qk_norm else None
         self.reset_parameters()
@@ -163,25 +163,30 @@ class CausalMultiHeadSelfAttention(nn.Module):
                 f"attend needs as many keys as queries, {seq}, got {k.shape[-2]}: "
                 "for a cache of keys, override attend in a subclass"
             )
-        if len(batch) != 1:  # the fast kernels take one batch axis: merge, or add one
-            merge = "... heads seq d_head -> (...) heads seq d_head"
-            q, k, v = rearrange(q, merge), rearrange(k, merge), rearrange(v, merge)
+        if len(batch) != 1:
+            # The fast kernels take one batch axis. "(...)" merges several axes into one,
+            # and adds one where there is none.
+            one_batch_axis = "... heads seq d_head -> (...) heads seq d_head"
+            q = rearrange(q, one_batch_axis)
+            k = rearrange(k, one_batch_axis)
+            v = rearrange(v, one_batch_axis)
+        visible = None
         if mask is not None:
             _require_mask(mask, batch, seq)
             causal = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril()
-            mask = mask & causal  # a mask hides keys, and never shows later ones
-            mask = mask.expand(*batch, seq, seq).reshape(q.shape[0], 1, seq, seq)
+            visible = (mask & causal).expand(*batch, seq, seq)
+            visible = visible.reshape(q.shape[0], 1, seq, seq)
         options = {}
         if self.num_kv_heads < self.num_heads:
-            if _has_kernel_for_shared_heads(q, mask):
+            if _has_kernel_for_shared_heads(q, visible):
                 options["enable_gqa"] = True
             else:
                 group = self.num_heads // self.num_kv_heads
                 k = k.repeat_interleave(group, dim=1)
                 v = v.repeat_interleave(group, dim=1)
-        # A query whose keys are all masked yields zeros.
+        # torch returns zeros for a query whose keys are all masked.
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, **options
+            q, k, v, attn_mask=visible, is_causal=visible is None, **options
         )
         return out if len(batch) == 1 else out.view(*batch, *out.shape[1:])
 
@@ -207,15 +212,14 @@ def _normalize(x: Tensor, norm: nn.RMSNorm) -> Tensor:
 
 
 def _has_kernel_for_shared_heads(q: Tensor, mask: Tensor | None) -> bool:
-    """Return whether a fast kernel supports enable_gqa=, an option since torch 2.5.
-
-    On CUDA, flash and cuDNN do (pytorch issue 154363): in half precision, without a mask,
-    for head sizes up to 256. Otherwise torch would materialize the scores there. Other
-    devices are assumed to have such a kernel, as the CPU does.
-    """
+    """Return whether a fast kernel supports enable_gqa=, an option since torch 2.5."""
     if not q.is_cuda:
-        return True
-    return mask is None and q.dtype.itemsize == 2 and q.shape[-1] <= 256
+        return True  # the CPU has a fast kernel; other devices are assumed to have one
+    # On CUDA, flash attention and cuDNN share key heads within these limits (pytorch issue
+    # 154363). Beyond them, torch would store all scores.
+    is_half_precision = q.dtype.itemsize == 2
+    d_head = q.shape[-1]
+    return mask is None and is_half_precision and d_head <= 256
 
 
 def _require_sizes(
@@ -256,19 +260,21 @@ def _require_mask(mask: Any, batch: list[int], seq: int) -> None:
         return
     shapes = f"{(*batch, seq, seq)} or {(*batch, 1, seq)}"
     message = f"mask must be a bool tensor of shape {shapes}, got {_describe(mask)}"
+    sentences = [message]
     if isinstance(mask, Tensor):
-        message += _how_to_convert(mask, batch, seq)
-    raise ValueError(message)
+        sentences += _how_to_convert(mask, batch, seq)
+    raise ValueError(". ".join(sentences))
 
 
-def _how_to_convert(mask: Tensor, batch: list[int], seq: int) -> str:
-    advice = ""
+def _how_to_convert(mask: Tensor, batch: list[int], seq: int) -> list[str]:
+    """Return a sentence for each kind of mask that a wrong mask may be."""
+    advice = []
     if mask.is_floating_point():
-        advice += ". An additive mask, of 0 and -inf, becomes bool by mask == 0"
+        advice.append("An additive mask, of 0 and -inf, becomes bool by mask == 0")
     if mask.dtype != torch.bool:
-        advice += ". A mask of 1 and 0 becomes bool by mask.bool()"
+        advice.append("A mask of 1 and 0 becomes bool by mask.bool()")
     if batch and mask.shape == (*batch, seq):
-        advice += ". A padding mask, of shape (batch, seq), needs mask[..., None, :]"
+        advice.append("A padding mask, of shape (batch, seq), needs mask[..., None, :]")
     return advice
 
 
@@ -285,8 +291,9 @@ def _is_mask(mask: Any, batch: list[int], seq: int) -> bool:
     leading = mask.shape[:-2]
     if len(leading) > len(batch):
         return False
-    aligned = batch[len(batch) - len(leading) :]
-    return all(axis in (1, size) for axis, size in zip(leading, aligned, strict=True))
+    last_sizes = batch[len(batch) - len(leading) :]
+    pairs = zip(leading, last_sizes, strict=True)
+    return all(mask_size in (1, size) for mask_size, size in pairs)
 
 
 def _describe(mask: Any) -> str:
@@ -296,6 +303,7 @@ def _describe(mask: Any) -> str:
             shown = f"a sparse tensor of {shown}: pass mask.to_dense()"
         return shown
     kind = type(mask)
+    # Compared by name, because numpy need not be installed.
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         return "numpy.ndarray: pass torch.from_numpy(mask)"
     if isinstance(mask, (bool, int, float, str)):

@@ -175,11 +175,11 @@ def _require_model(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh) 
         _require_attributes(
             block,
             ("ln1", "attn", "ln2", "ffn"),
-            f"{type(block).__name__} must have",
-            "pass the Transformer or a Block",
+            subject=f"{type(block).__name__} must have",
+            advice="pass the Transformer or a Block",
         )
     if "tp" not in (mesh.mesh_dim_names or ()):
-        _require_own_parameters(model, "layers.")
+        _require_own_parameters(model, name_part="layers.")
         return
     for block in blocks:
         _require_divisible_sizes(block, mesh["tp"].size())
@@ -188,20 +188,23 @@ def _require_model(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh) 
 
 
 def _require_attributes(
-    owner: Any, required: tuple[str, ...], subject: str, advice: str
+    owner: Any, required: tuple[str, ...], *, subject: str, advice: str
 ) -> None:
     missing = [name for name in required if not hasattr(owner, name)]
     if missing:
         raise ValueError(f"{subject} {', '.join(missing)}; {advice}")
 
 
-def _require_own_parameters(model: nn.Module, within: str = "") -> None:
-    """Raise a ValueError if modules share a parameter, one of whose names has `within`."""
+def _require_own_parameters(model: nn.Module, name_part: str = "") -> None:
+    """Raise a ValueError if modules share a parameter one of whose names has `name_part`.
+
+    Every name has the empty text in it.
+    """
     first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
         is_shared = first != name
-        if is_shared and (within in first or within in name):
+        if is_shared and (name_part in first or name_part in name):
             raise ValueError(
                 f"{first} and {name} are the same parameter; give each module its own"
             )
@@ -212,28 +215,46 @@ def _require_divisible_sizes(block: Any, processes: int) -> None:
     _require_attributes(
         block.attn,
         ("num_heads", "num_kv_heads", "q_proj", "k_proj", "v_proj", "output_proj"),
-        f"over 'tp', {type(block.attn).__name__} must have",
-        "use only 'dp'",
+        subject=f"over 'tp', {type(block.attn).__name__} must have",
+        advice="use only 'dp'",
     )
-    sizes = {
+    linears = _linear_layers(block)
+    split_sizes = {
         "num_heads": block.attn.num_heads,
         "num_kv_heads": block.attn.num_kv_heads,
     }
-    for name, linear in _linear_layers(block).items():
+    for name, linear in linears.items():
         # By columns, the outputs are split; by rows, the inputs.
         is_column = name in _COLUMNS
-        sizes[name] = linear.out_features if is_column else linear.in_features
-    for name, size in sizes.items():
+        split_sizes[name] = linear.out_features if is_column else linear.in_features
+    for name, size in split_sizes.items():
         if size % processes:
             raise ValueError(
                 f"{name}={size} must be a multiple of the {processes} processes "
                 "of the axis 'tp'"
             )
+    _require_equal_width(linears)
+
+
+def _require_equal_width(linears: dict[str, nn.Linear]) -> None:
+    """Raise a ValueError unless the outputs of ffn.w1 and ffn.w3 fit ffn.w2.
+
+    Each process must have the inputs of ffn.w2 for the outputs that it computes.
+    """
+    down = linears.get("ffn.w2")
     for name in ("ffn.w1", "ffn.w3"):
-        if name in sizes and sizes[name] != sizes.get("ffn.w2"):
+        if name not in linears:
+            continue
+        if down is None:
+            raise ValueError(
+                f"over 'tp', a block with {name} must have the linear layer ffn.w2; "
+                "use only 'dp'"
+            )
+        outputs = linears[name].out_features
+        if outputs != down.in_features:
             raise ValueError(
                 f"{name} must have as many outputs as ffn.w2 has inputs, "
-                f"{sizes.get('ffn.w2')}, got {sizes[name]}"
+                f"{down.in_features}, got {outputs}"
             )
 
 
@@ -323,6 +344,8 @@ def _split_block(block: nn.Module, tp: DeviceMesh) -> None:
     parallel.parallelize_module(block, tp, plan)
     for name, norm in _norms(block).items():
         _replicate(norm, tp)
+        # The norms of heads get the plain outputs of the split q_proj and k_proj. The
+        # other norms get DTensors.
         if name in _HEAD_NORMS:
             _convert_heads(norm, tp)
 
@@ -341,12 +364,12 @@ def _convert_heads(norm: nn.Module, tp: DeviceMesh) -> None:
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    def to_dtensor(norm: nn.Module, args: Any) -> Any:
+    def to_dtensor(_module: nn.Module, args: Any) -> Any:
         [local_heads] = args
         # The shape is (..., heads, seq, d_head).
         return DTensor.from_local(local_heads, tp, [Shard(-3)])
 
-    def to_plain(norm: nn.Module, args: Any, out: Any) -> Any:
+    def to_plain(_module: nn.Module, _args: Any, out: Any) -> Any:
         return out.to_local()
 
     norm.register_forward_pre_hook(to_dtensor)
@@ -354,18 +377,22 @@ def _convert_heads(norm: nn.Module, tp: DeviceMesh) -> None:
 
 
 def _split_input(model: nn.Module, tp: DeviceMesh) -> None:
-    """Make the model take a plain `x`, and split its tokens over `tp`."""
+    """Make the model take a plain `x`, and split its tokens over `tp`.
+
+    `x` is (..., seq, d_model), and all processes along `tp` pass the same values.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     def split_tokens(model: nn.Module, args: Any, kwargs: Any) -> Any:
         if args:
-            x, *others = args
+            x, *other_args = args
         else:
-            x, others = kwargs.pop("x", None), []
+            x = kwargs.pop("x", None)
+            other_args = []
         _require_tokens(x)
         whole = DTensor.from_local(x, tp, [Replicate()])
         by_tokens = whole.redistribute(placements=[Shard(-2)])
-        return (by_tokens, *others), kwargs
+        return (by_tokens, *other_args), kwargs
 
     model.register_forward_pre_hook(split_tokens, with_kwargs=True)
 

@@ -36,12 +36,14 @@ def apply_rope(
     wider, and returns the dtype of `x`.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    cos = angles.cos().to(dtype)  # after the cosine: float32 cannot hold far angles
+    # Only cosines and sines are cast: float32 would round the angles of far positions.
+    cos = angles.cos().to(dtype)
     sin = angles.sin().to(dtype)
     # einops stacks the list along a first axis, which becomes rows and columns.
     rotation = rearrange(
         [cos, -sin, sin, cos], "(row column) ... -> ... row column", row=2
     )
+    # A pair is two neighbors: (x0, x1), (x2, x3), ...; `half` of d_k is their number.
     pairs = rearrange(x.to(dtype), "... (half pair) -> ... half pair", pair=2)
     rotated = einsum(
         rotation, pairs, "... half row column, ... half column -> ... half row"
@@ -126,11 +128,15 @@ class RotaryPositionalEmbedding(nn.Module):
         return f"theta={self.theta}, d_k={self.d_k}, max_seq_len={self.max_seq_len}"
 
     def _select(
-        self, table: Tensor, seq: int, token_positions: Tensor | None
+        self,
+        table: Float[Tensor, "max_seq_len *row"],
+        seq: int,
+        token_positions: Tensor | None,
     ) -> Tensor:
-        """Select the rows of the tokens from `table`, which has one row per position.
+        """Select from `table`, which has one row per position, the rows of the tokens.
 
-        Without token_positions, these are its first `seq` rows.
+        Without token_positions, these are its first `seq` rows. The result has the axes of
+        token_positions, and those of a row.
         """
         if token_positions is None:
             if seq > self.max_seq_len:
@@ -140,11 +146,12 @@ class RotaryPositionalEmbedding(nn.Module):
                 )
             return table[:seq]
         _require_integers(token_positions)
+        # An embedding takes a table of two axes. Unlike table[token_positions], it
+        # rejects negative positions.
+        flat_table = table.flatten(1)
         try:
-            # table[token_positions] would accept negative positions. An embedding
-            # rejects them; in compiled code and on CUDA, by torch's own error.
-            selected = F.embedding(token_positions.long(), table.flatten(1))
-        except IndexError as error:
+            selected = F.embedding(token_positions.long(), flat_table)
+        except IndexError as error:  # compiled code and CUDA raise another error
             raise _out_of_range(token_positions, self.max_seq_len) from error
         return selected.unflatten(-1, table.shape[1:])
 
@@ -157,7 +164,7 @@ class RotaryPositionalEmbedding(nn.Module):
     def _cos_sin_of(
         self, positions: Float[Tensor, "*batch seq 1"]
     ) -> Float[Tensor, "*batch seq half pair"]:
-        # The view raises an error if an override returns fewer frequencies than pairs.
+        # The view raises an error if an override returns another number of frequencies.
         frequencies = self.frequencies().view(self.d_k // 2).to(positions.device)
         angles = positions * frequencies
         return torch.stack((angles.cos(), angles.sin()), dim=-1)
@@ -172,12 +179,12 @@ class RotaryPositionalEmbedding(nn.Module):
 
         It is on meta after `load_state_dict(assign=True)` into a model built on meta.
         """
-        table = self.cos_sin
-        has_values = not table.is_meta
-        if has_values or device.type == "meta":
-            return table
-        # The table is kept as a constant, and not as an inference tensor, which autograd
-        # cannot use later. (A compiled graph ignores this where inference mode is on.)
+        if not self.cos_sin.is_meta:
+            return self.cos_sin  # on the device to which the module was moved
+        if device.type == "meta":
+            return self.cos_sin  # a call on meta needs no values
+        # Autograd cannot use a tensor from inference mode in later calls. (A first call
+        # that is compiled under inference mode still makes one: torch drops the switch.)
         with torch.inference_mode(False), torch.no_grad():
             table = self._compute_table().to(device)
         if type(table) is Tensor:  # not a fake tensor, which has no values

@@ -106,11 +106,11 @@ def _public_functions(
 ) -> list[tuple[ModuleType | type, str, FunctionType]]:
     """Return (owner, name, function) for each function to check, as they are defined."""
     found: list[tuple[ModuleType | type, str, FunctionType]] = []
-    exported = getattr(module, "__all__", None)
+    without_underscore = [name for name in vars(module) if not name.startswith("_")]
+    public_names = getattr(module, "__all__", None) or without_underscore
     for name, member in vars(module).items():
-        is_public = name in exported if exported else not name.startswith("_")
         is_own = getattr(member, "__module__", None) == module.__name__
-        if not (is_public and is_own):
+        if name not in public_names or not is_own:
             continue
         if isinstance(member, FunctionType):
             found.append((module, name, member))
@@ -126,17 +126,19 @@ def _replace_defaults(
     function: FunctionType, checked: dict[FunctionType, FunctionType]
 ) -> None:
     """Replace each default that is a function, such as gelu, by the checked function."""
+    # A layer keeps its default, and pickle stores a function by its name. It requires that
+    # the module has the same object under that name, which is the checked function now.
     plain: Any = inspect.unwrap(function)
 
-    # Pickle requires that the module has this same function under its name.
-    def replaced(default: Any) -> Any:
-        is_function = isinstance(default, FunctionType)
-        return checked.get(default, default) if is_function else default
+    def current(default: Any) -> Any:
+        if isinstance(default, FunctionType):
+            return checked.get(default, default)
+        return default
 
     if plain.__defaults__:
-        plain.__defaults__ = tuple(map(replaced, plain.__defaults__))
+        plain.__defaults__ = tuple(map(current, plain.__defaults__))
     for name, default in (plain.__kwdefaults__ or {}).items():
-        plain.__kwdefaults__[name] = replaced(default)
+        plain.__kwdefaults__[name] = current(default)
 
 
 def _checked(function: FunctionType, max_signatures: int) -> FunctionType:
@@ -257,17 +259,23 @@ def _is_lasting(call_signature: tuple[Any, ...] | None, num_braces: int) -> bool
 
 
 def _signature_reader(function: FunctionType) -> Callable[..., Any]:
-    """Return a function that takes the arguments of a call and returns its signature."""
-    # No function call for tensors and None, because this runs on every checked call.
+    """Return a function that takes the arguments of a call and returns its signature.
+
+    The signature is all that the check depends on: the values of the expressions that
+    annotations have in braces, and what annotations describe of each argument. Calls of
+    one signature are checked once.
+    """
+    # This source code is compiled below, and runs on every call. Tensors and None do not
+    # call `_signature`, which would cost time.
     argument_source = (
         "({0}.__class__, {0}.dtype, {0}.shape) if isinstance({0}, Tensor) "
         "else None if {0} is None else _signature({0})"
     )
-    parts = _brace_expressions(function)
+    sources = _brace_expressions(function)
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.annotation not in (parameter.empty, Any, "Any"):
-            parts.append(argument_source.format(name))
-    return _reader(function, parts)
+            sources.append(argument_source.format(name))
+    return _compiled_reader(function, sources)
 
 
 def _brace_expressions(function: FunctionType) -> list[str]:
@@ -291,7 +299,9 @@ def _shapes(annotation: Any) -> list[str]:
     return shapes
 
 
-def _reader(function: FunctionType, expressions: list[str]) -> Callable[..., Any]:
+def _compiled_reader(
+    function: FunctionType, expressions: list[str]
+) -> Callable[..., Any]:
     """Return a function that takes the arguments of a call and evaluates expressions.
 
     It returns a tuple, and is compiled from text, because it runs on every call.
@@ -327,7 +337,8 @@ def _argument_checker(function: FunctionType) -> Callable[..., None]:
 
 def _result_checker(function: FunctionType) -> Callable[..., None]:
     """Return a function that takes the arguments of a call and checks `_returned`."""
-    # The result is passed as one more keyword argument.
+    # The result is passed as one more keyword argument. `_get_returned` returns it, so that
+    # the annotation of the function's result is checked.
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
     result = inspect.Parameter("_returned", inspect.Parameter.KEYWORD_ONLY)
@@ -399,16 +410,18 @@ def _completed(
 ) -> str:
     """Complete jaxtyping's message by values of expressions and the result's annotation."""
     # jaxtyping checks arguments and result apart, and prints "-> Any" for both.
-    message = message.replace(" -> Any.\n", f"{_returned_text(function)}.\n")
+    message = message.replace(" -> Any.\n", f"{_arrow_and_result(function)}.\n")
     for expression in _brace_expressions(function):
         # An expression that cannot be evaluated stays as it is.
         with suppress(Exception):
-            [value] = _reader(function, [expression])(*args, **kwargs)
-            message = message.replace(f"{{{expression}}}", f"{expression}={value}")
+            read = _compiled_reader(function, [expression])
+            [value] = read(*args, **kwargs)
+            in_braces = "{" + expression + "}"
+            message = message.replace(in_braces, f"{expression}={value}")
     return message
 
 
-def _returned_text(function: FunctionType) -> str:
+def _arrow_and_result(function: FunctionType) -> str:
     """Return the end of a signature as text, such as " -> Float[Tensor, 'seq']"."""
     annotation: Any = inspect.signature(function).return_annotation
     if annotation is inspect.Signature.empty:
@@ -426,20 +439,21 @@ def _raise_if_dtypes_differ(
 ) -> None:
     """Name layer and dtypes in a RuntimeError, if `error` is about a dtype."""
     __tracebackhide__ = True
-    if error.__cause__ is not None:  # an inner layer was named here already
+    if error.__cause__ is not None:
+        return  # it was raised below, and names an inner layer
+    if type(error) is not RuntimeError:
+        return  # such as the subclass for running out of memory
+    if not re.search("dtype|data ?type|scalar type|Input type", str(error)):
         return
-    is_of_torch = type(error) is RuntimeError  # running out of memory is a subclass
-    is_about_dtypes = re.search("dtype|data ?type|scalar type|Input type", str(error))
-    is_autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-    if not (is_of_torch and is_about_dtypes) or is_autocast:
-        return
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        return  # autocast converts tensors
     layer = args[0] if args else None
     if function.__name__ != "forward" or not isinstance(layer, nn.Module):
         return
     dtypes = {weight.dtype for weight in layer.parameters()}
     weight_dtypes = [dtype for dtype in dtypes if dtype.is_floating_point]
-    if len(weight_dtypes) != 1:  # a layer that mixes dtypes converts by itself
-        return
+    if len(weight_dtypes) != 1:
+        return  # a layer that mixes dtypes converts by itself
     [expected] = weight_dtypes
     bound = inspect.signature(function).bind(*args, **kwargs)
     for name, value in bound.arguments.items():

@@ -191,6 +191,12 @@ class FusedGate(nn.Module):
         )
 
 
+class WithoutDownProjection(nn.Module):
+    def __init__(self, d_model, d_ff, **options):
+        super().__init__()
+        self.w1 = nn.Linear(d_model, d_model, **options)
+
+
 class ScaledLinear(nn.Linear):
     """A linear layer with one more parameter, as LoRA has."""
 
@@ -223,6 +229,12 @@ class Convolution(nn.Conv1d):
             {"ffn": FusedGate},
             {},
             "ffn.w1 must have as many outputs as ffn.w2 has inputs, 8, got 16",
+        ),
+        (
+            TP,
+            {"ffn": WithoutDownProjection},
+            {},
+            "a block with ffn.w1 must have the linear layer ffn.w2; use only 'dp'",
         ),
         (
             TP,
