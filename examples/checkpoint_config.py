@@ -6,7 +6,7 @@
 A config can describe much that the model does not have: windows, multipliers, scaled
 positions, other activations. Some of these add no weight, so the checkpoint would load
 and give wrong results. Therefore each field of a config must be listed in one of the
-tables below, with an accepted value. The first other field raises an error.
+tables below, with an accepted value. The first field that is not listed raises an error.
 """
 
 import json
@@ -22,7 +22,7 @@ Config = dict[str, Any]
 class Family:
     """How the layers of a model type differ from Llama's.
 
-    d_head is the size of a head in a config without head_dim.
+    d_head is the head size in a config without head_dim.
     """
 
     architecture: str

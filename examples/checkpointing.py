@@ -1,8 +1,8 @@
-"""Activation checkpointing: save the input of each block, and recompute the rest.
+"""Activation checkpointing: keep the input of each block, and recompute the rest.
 
     python examples/checkpointing.py
 
-prints how many bytes a forward pass saves for the backward pass, without and with
+prints how many bytes a forward pass keeps for backward, without and with
 checkpointing. The gradients are the same. The backward pass recomputes the forward pass
 of each block. On several devices, use `parallelize(model, mesh, recompute=True)`.
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
@@ -18,7 +18,7 @@ from tinyblock import Transformer
 
 
 def recompute(model: Transformer) -> None:
-    """Change each block in place, so that it saves only its input.
+    """Change each block in place, so that it keeps only its input.
 
     This replaces the `forward` of each block, because a wrapper around the block would
     change the keys of the state dict. A second call changes nothing.
@@ -30,7 +30,7 @@ def recompute(model: Transformer) -> None:
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
-    """Return how many bytes the forward pass saves for the backward pass.
+    """Return how many bytes the forward pass keeps for backward.
 
     The weights are not counted.
     """
@@ -56,7 +56,7 @@ def main() -> None:
     before = saved_bytes(model, x)
     recompute(model)
     after = saved_bytes(model, x)
-    print(f"saved for the backward pass: {before} bytes, with checkpointing {after}")
+    print(f"kept for backward: {before} bytes, with checkpointing {after}")
 
 
 if __name__ == "__main__":

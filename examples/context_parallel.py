@@ -6,7 +6,7 @@ computes loss and gradients of one sequence of 128 tokens. Each process prints t
 of its tokens, the mean over the processes, and the loss on one process, which is equal.
 It also prints how far gradients are from those of one process, about 1e-8.
 
-Every layer except attention treats each token alone, so it needs no change. Attention
+Every layer except attention treats each token separately, so it needs no change. Attention
 gathers the keys and values of all processes, and hides later positions. Shared key
 heads make these tensors small. Llama 3 was trained in this way (arXiv 2407.21783,
 section 3.3.2), because gathered keys allow any mask, such as that of packed documents.

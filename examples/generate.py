@@ -133,7 +133,9 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     if not chat:
         return tokenizer.encode(prompt)
     if tokenizer.chat_template is None:
-        raise ValueError("--chat requires a model with a chat template: leave it out")
+        raise ValueError(
+            "--chat requires a model with a chat template: leave --chat out"
+        )
     messages = [{"role": "user", "content": prompt}]
     encoded = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=True

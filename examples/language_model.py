@@ -11,9 +11,9 @@ the cache and without, and whether both texts are equal. Other examples import
 of attention computes keys and values of the new token only. It appends them to a
 `Cache`, and attends to all that the cache holds. A second prompt cannot be appended.
 
-The layers hold no state. Block and Transformer pass one free argument on to `attend`,
-the `mask`; this file passes the cache as it. An interrupted text therefore leaves
-nothing behind, and two texts can be generated in turns.
+The layers hold no state. Block and Transformer pass the argument `mask` on to `attend`
+without reading it, and this file passes the cache as that argument. An interrupted text
+therefore leaves nothing behind, and two texts can be generated in turns.
 """
 
 import math

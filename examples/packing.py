@@ -2,7 +2,7 @@
 
     python examples/packing.py
 
-For each layout, prints the largest difference from running each sequence alone, about
+prints, for each layout, the largest difference from running each sequence alone, about
 1e-6.
 
 Each function returns the `token_positions` and the `mask` to call a model with. Each

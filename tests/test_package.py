@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from isolated import REFUSE_TINYBLOCK_AND_BEARTYPE, WITHOUT_PACKAGE
 from torch import nn
 
@@ -67,28 +66,6 @@ def test_leaf_files_import_no_other_package():
             "einops",
             "jaxtyping",
         }, leaf
-
-
-def test_readme_example_prints_what_it_says(capsys):
-    example = re.search(
-        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
-    )[1]
-    assert len(example.splitlines()) == 6
-    exec(example, {})
-    assert (
-        capsys.readouterr().out.strip() == example.splitlines()[-1].partition("# ")[2]
-    )
-
-
-def test_readme_error_is_the_one_that_is_raised():
-    quoted = re.search(
-        r"```\njaxtyping.TypeCheckError: (.*?)```",
-        (ROOT / "README.md").read_text(),
-        re.DOTALL,
-    )[1]
-    with pytest.raises(TypeError) as caught:
-        tinyblock.Block(512, 8)(torch.zeros(4, 128, 500))
-    assert str(caught.value).startswith(quoted.removesuffix("...\n").strip())
 
 
 def test_package_exports_the_api():

@@ -53,11 +53,13 @@ def scaled_dot_product_attention(
 class CausalMultiHeadSelfAttention(nn.Module):
     """Attend from every token to itself and to earlier tokens, in num_heads heads.
 
-    - `num_kv_heads` (default: num_heads) key and value heads are shared by groups of
-      query heads. `d_head`, the head size, defaults to d_model / num_heads.
+    - `num_kv_heads` is the number of key and value heads (default: num_heads). Each is
+      shared by a group of query heads.
+    - `d_head` is the head size (default: d_model / num_heads): d_k in the equation and
+      in RoPE.
     - `rope(x, token_positions)` is any callable that rotates queries and keys of shape
-      (..., heads, seq, d_head) by positions of shape (..., 1, seq). None adds no
-      positions.
+      (..., heads, seq, d_head) by positions of shape (..., 1, seq). With None, there is
+      no positional encoding.
     - `qk_norm` normalizes queries and keys over the components of each head.
     - `mask` is bool, of shape (..., seq, seq) or (..., 1, seq). For a padding mask
       `keep` of shape (batch, seq), True at real tokens, pass `keep[:, None, :]`: where
@@ -67,8 +69,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
 
     Raises:
         ValueError: an argument is out of range or inconsistent; token_positions are
-            passed without a rope; `rope` or `attend` returns another shape than that of
-            its input.
+            passed without a rope; the result of `rope` or `attend` has another shape
+            than its input.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = _normalize(q, self.q_norm)
             k = _normalize(k, self.k_norm)
-        rope = self.rope  # read once: looking up a child costs as much as a shape check
+        rope = self.rope  # read once: looking up a child takes as long as a shape check
         if token_positions is not None:
             if rope is None:
                 raise ValueError(
@@ -210,7 +212,7 @@ def _normalize(x: Tensor, norm: nn.RMSNorm) -> Tensor:
 
 
 def _has_kernel_for_shared_heads(q: Tensor, mask: Tensor | None) -> bool:
-    """Return whether a fast kernel takes enable_gqa=, an option since torch 2.5."""
+    """Return whether a fast kernel supports enable_gqa=, an option since torch 2.5."""
     if not q.is_cuda:
         return True  # the CPU has a fast kernel; other devices are assumed to have one
     # On CUDA, flash attention and cuDNN share key heads within these limits (pytorch issue

@@ -28,17 +28,18 @@ class Block(nn.Module):
       `nn.LayerNorm`.
     - `ffn(d_model, d_ff, device=..., dtype=...)` builds a feed-forward layer:
       `FeedForward` (CS336 2024), or `functools.partial(FeedForward, activation=silu)`.
-      d_ff=None leaves the width to `ffn`.
+      With d_ff=None, `ffn` chooses the width.
     - `attention(d_model, num_heads, *, num_kv_heads, d_head, rope, qk_norm, eps,
       device, dtype)` builds a layer that is called as `attn(x, token_positions, mask)`.
-    - There are no positions unless you pass `rope`; all blocks share one instance.
+    - There is no positional encoding unless you pass `rope`. All blocks share one
+      instance. Its head size, `d_k`, is `d_head` here.
 
     The other arguments, `token_positions` and `mask` are those of
     CausalMultiHeadSelfAttention. Returns the dtype of the input.
 
     Raises:
         ValueError: a layer rejects an argument; `norm`, `attention` or `ffn` cannot be
-            called as above, or its layer returns another shape than that of its input.
+            called as above; the result of a layer has another shape than its input.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ def reset_parameters(module: nn.Module) -> None:
 def _build(
     part: str, builder: Callable[..., nn.Module], *sizes: Any, **options: Any
 ) -> nn.Module:
-    """Call the builder of a replaceable part; if that fails, show the call."""
+    """Call the builder of a replaceable part. An error shows the call."""
     arguments = [repr(size) for size in sizes]
     arguments += [f"{name}={value!r}" for name, value in options.items()]
     call = f"{part}({', '.join(arguments)})"

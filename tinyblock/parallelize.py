@@ -321,7 +321,7 @@ def _split_block(block: nn.Module, tp: DeviceMesh) -> None:
     """Split weights by columns, then by rows, and the tokens between the sub-layers."""
     from torch.distributed.tensor import Replicate, Shard, parallel
 
-    # Between the sub-layers, each process has some of the tokens. A sub-layer takes all
+    # Between the sub-layers, each process has some of the tokens. A sub-layer needs all
     # of them.
     by_tokens, whole = Shard(-2), Replicate()
     # For x, token_positions and mask.

@@ -11,7 +11,7 @@ rows of the query and key weights.
 Numerics: the table of cosines and sines is float32 in a model of any dtype, and
 computed in float64: at position 131071, angles computed in float32 are off by up to
 3e-3 radians. For float64 inputs, each call computes the cosines and sines of its
-positions in float64; on CUDA, such a call synchronizes, and cannot be in a CUDA graph.
+positions in float64; on CUDA, such a call synchronizes, so CUDA graphs cannot hold it.
 """
 
 import math
@@ -33,7 +33,7 @@ def apply_rope(
 
     `angles` are in radians and broadcast to the leading axes of `x`. Pass float64,
     because float32 cannot hold the angles of far positions. Computes in float32 or
-    wider and returns the dtype of `x`.
+    wider, and returns the dtype of `x`.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     # Only cosines and sines are cast: float32 would round the angles of far positions.
@@ -54,10 +54,13 @@ def apply_rope(
 class RotaryPositionalEmbedding(nn.Module):
     """Rotate queries or keys by their positions. All layers share one instance.
 
-    theta is the base of the frequencies theta^(-2k/d_k), d_k the head size, and
-    max_seq_len the number of positions in the table. `token_positions` are 0-based,
-    counted in tokens, and broadcast to the leading axes of `x`; None means 0 ... seq-1.
-    Computes in float32 or wider and returns the dtype of `x`.
+    - `theta` is the base of the frequencies theta^(-2k/d_k).
+    - `d_k`, as in the papers, is the head size: `d_head` of attention and Block.
+    - `max_seq_len` is the number of positions in the table.
+    - `token_positions` are 0-based, counted in tokens, and broadcast to the leading
+      axes of `x`. None means 0 ... seq-1.
+
+    Computes in float32 or wider, and returns the dtype of `x`.
 
     Raises:
         ValueError: d_k is odd, a size is below 1, or theta is not positive and finite;
@@ -191,14 +194,14 @@ class RotaryPositionalEmbedding(nn.Module):
     def _apply(
         self, fn: Callable[[Tensor], Tensor], recurse: bool = True
     ) -> "RotaryPositionalEmbedding":
-        """Move the table, as `.to` does, but never cast it, nor leave it empty.
+        """Move the table, as `.to` does, but never cast it or leave it empty.
 
         Casting to bfloat16 would lose the far positions. `to_empty` moves a table from
         meta without values.
         """
         table = self.cos_sin
         device = fn(table[:0]).device  # an empty slice shows where fn moves tensors
-        del self._buffers["cos_sin"]  # out of the reach of fn, which would cast it
+        del self._buffers["cos_sin"]  # hidden from fn, which would cast it
         try:
             super()._apply(fn, recurse)
         finally:
@@ -225,7 +228,7 @@ def _out_of_range(token_positions: Tensor, max_seq_len: int) -> ValueError:
     try:
         lowest, highest = token_positions.long().aminmax()
         return ValueError(f"{limits}, got values from {lowest} to {highest}")
-    except RuntimeError:  # torch.func.vmap does not give out values
+    except RuntimeError:  # torch.func.vmap hides the values
         return ValueError(limits)
 
 
@@ -233,7 +236,7 @@ def _rotate(
     x: Float[Tensor, "*batch seq d_k"], cos_sin: Float[Tensor, "*#batch seq half pair"]
 ) -> Float[Tensor, "*batch seq d_k"]:
     """Rotate each consecutive pair of `x`, in the dtype of `cos_sin`."""
-    # `.to` costs time even if it has nothing to do.
+    # `.to` takes time even if the dtype is the same.
     wide = x if x.dtype == cos_sin.dtype else x.to(cos_sin.dtype)
     pairs = wide.unflatten(-1, (-1, 2))  # einops takes 3 us longer
     if not torch.compiler.is_compiling():

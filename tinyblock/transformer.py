@@ -3,7 +3,7 @@
 This is a language model without its embedding and head.
 
 Source: CS336 section 3.5. The course's reference model has the same keys in its state
-dict, and those of its embedding and head.
+dict, plus those of its embedding and head.
 Convention: the blocks share one table of rotations, which is not part of the state
 dict.
 """
@@ -27,10 +27,10 @@ __all__ = ["Transformer"]
 class Transformer(nn.Module):
     """Apply num_layers blocks one after another, then a norm.
 
-    All blocks share one table of rotations with max_seq_len positions and base theta,
-    or the `rope` that is passed instead. theta=None adds no positions: the model of
-    CS336 2024, which adds them to the embeddings. The other arguments are those of
-    Block. Returns the dtype of the input.
+    All blocks share one RoPE with max_seq_len positions and base theta, or the `rope`
+    that is passed instead. With theta=None and no rope, there is no positional encoding:
+    the model of CS336 2024 adds positions to its embeddings. The other arguments are
+    those of Block. Returns the dtype of the input.
 
     Raises:
         ValueError: a size is below 1; the head size is odd; a layer rejects an
@@ -125,8 +125,8 @@ def _rotated_head_size(d_model: int, num_heads: int, d_head: int | None) -> int:
     if d_head is not None:
         if d_head < 1 or d_head % 2:
             raise ValueError(
-                f"d_head={d_head} must be positive and even for RoPE: "
-                "change it, or pass theta=None"
+                "d_head, the head size, must be positive and even for RoPE, "
+                f"got {d_head}: change d_head, or pass theta=None"
             )
         return d_head
     if d_model % num_heads:

@@ -12,12 +12,12 @@ only calls whose signature is new. The signature of a call consists of
 - the type and value of each number, string, dtype or device that is an argument,
 - the value of each expression that an annotation reads in braces, such as
   `{self.d_model}`,
-- the same of the result: its type, with dtype and shape or with its value.
+- the type of the result, and its dtype and shape or its value.
 
-Parameters that are unannotated or annotated as Any do not count. Some calls have no
-signature and are always checked: those with another argument, such as a list or a
-function, and those where an expression in braces reads a tensor, which may change in
-place. The wrapper keeps no reference to such arguments.
+A signature leaves out parameters that are unannotated or annotated as Any. Some calls
+have no signature, so that each of them is checked: calls with any other argument, such
+as a list or a function, and calls where an expression in braces reads a tensor, which
+may change in place. The wrapper keeps no reference to such arguments.
 
 In addition:
 
@@ -203,7 +203,7 @@ def _memory(
 
 
 def _can_be_checked(function: FunctionType) -> bool:
-    """Tell whether a call returns what the annotations describe, and is not checked yet."""
+    """Return whether the annotations describe what a call returns, and nothing checks it."""
     if hasattr(function, "__typechecked__"):  # by an earlier call
         return False
     if function.__name__ == "<lambda>":
@@ -247,7 +247,7 @@ def _signature_or_none(value: Any) -> tuple[Any, ...] | None:
 
 
 def _is_lasting(call_signature: tuple[Any, ...] | None, num_braces: int) -> bool:
-    """Tell whether a signature stays right, so that the call may be remembered.
+    """Return whether a signature stays valid, so that the call may be remembered.
 
     Its first `num_braces` items are values of expressions in braces. A tensor among
     them may change in place, and would still be found equal to itself.

@@ -48,7 +48,10 @@ def test_block_names_the_part_that_returns_something_else(part, broken, got):
 
 ODD_HEADS: dict[str, Any] = {
     "of d_model": ({"d_model": 60}, "d_model=60 / num_heads=4 is 15"),
-    "of d_head": ({"d_model": 64, "d_head": 15}, "d_head=15 must be positive and even"),
+    "of d_head": (
+        {"d_model": 64, "d_head": 15},
+        "d_head, the head size, must be positive and even for RoPE, got 15",
+    ),
 }
 
 
