@@ -227,19 +227,55 @@ def test_a_layer_with_dropout_is_checked_in_eval_mode(verify, tmp_path):
     assert (code, lines) == (0, ["1 property holds, 0 fail, 0 skipped"])
 
 
-def test_renamed_weights_give_one_failure_that_lists_them(verify, tmp_path):
-    renamed = """def __init__(self, *sizes, **options):
+RENAMED = """def __init__(self, *sizes, **options):
     super().__init__(*sizes, **options)
-    self.gate = self.w1; del self.w1
+    self.gate = self.w1
+    del self.w1
+def reset_parameters(self):
+    for linear in self.children():
+        std = math.sqrt(2 / sum(linear.weight.shape))
+        torch.nn.init.trunc_normal_(linear.weight, std=std, a=-3 * std, b=3 * std)
 def forward(self, x): return self.w2(F.silu(self.gate(x)) * self.w3(x))"""
-    copies = write_copies(tmp_path, ffn=subclass("SwiGLU", renamed))
-    code, lines = verify(copies, "-k", "names or equation or autocast")
-    names = "the state dict has gate.weight, w2.weight, w3.weight, expected w1.weight"
-    assert code == 1
-    assert [line for line in lines if line.startswith("FAIL")] == [lines[0]]
-    assert lines[0].startswith(f"FAIL  ffn: weight_names [SwiGLU]: {names}")
-    assert any(
-        "other names of weights, as weight_names shows" in line for line in lines
+BIASED = """def __init__(self, *sizes, **options):
+    super().__init__(*sizes, **options)
+    for linear in self.children():
+        linear.bias = torch.nn.Parameter(torch.zeros_like(linear.weight[:, 0]))"""
+SCALED = """def __init__(self, *sizes, **options):
+    super().__init__(*sizes, **options)
+    self.scale = torch.nn.Parameter(torch.tensor(1.0))
+def forward(self, x): return self.scale * super().forward(x)"""
+OTHER_WEIGHTS = {  # what differs, the keys that are reported, and what can still be judged
+    "renamed": (
+        RENAMED,
+        "has the other keys gate.weight and lacks w1.weight",
+        "2 properties hold, 1 fails, 3 skipped",
+    ),
+    "biases": (
+        BIASED,
+        "has the other keys w1.bias, w2.bias, w3.bias",
+        "1 property holds, 1 fails, 4 skipped",
+    ),
+    "a scale": (
+        SCALED,
+        "has the other keys scale",
+        "1 property holds, 1 fails, 4 skipped",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_WEIGHTS)
+def test_other_weights_give_one_failure_that_lists_them(case, verify, tmp_path):
+    methods, keys, outcomes = OTHER_WEIGHTS[case]
+    copies = write_copies(tmp_path, ffn=subclass("SwiGLU", methods))
+    properties = "names or equation or autocast or checkpointing or initial or passed"
+    code, lines = verify(copies, "-k", f"SwiGLU and ({properties}) and not cuda")
+    assert (code, lines) == (
+        1,
+        [
+            f"FAIL  ffn: weight_names [SwiGLU]: the state dict {keys}",
+            "skip  ffn: this copy has other weights, as weight_names shows",
+            outcomes,
+        ],
     )
 
 
