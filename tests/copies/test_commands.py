@@ -250,7 +250,7 @@ def test_update_marks_a_conflict_and_shows_its_base(project, old):
         assert (again.code, again.rows["mlp.py"]) == (1, message)
         assert path.read_text() == marked
     assert project.run("check", project.folder).rows["mlp.py"] == "conflict markers"
-    path.write_text(re.sub(r"<{7}(.|\n)*>{7}.*\n", f"{OURS}\n", marked))
+    resolve(path)
     assert project.run("check", project.folder).rows["mlp.py"] == "edited"
 
 
@@ -297,6 +297,16 @@ def test_update_brings_nothing_that_an_edited_copy_no_longer_imports(project):
     project.path(LOCK).write_text(json.dumps(lock))
     assert project.run("update", project.folder).rows == {"block.py": "edited, kept"}
     assert not project.path("mlp.py").exists()
+
+
+def test_update_leaves_a_file_alone_that_only_an_edit_imports(project):
+    project.add("norm")
+    edit(project.path("norm.py"), LAST, "from .rope import Rope")
+    project.path("rope.py").write_text("mine\n")
+    for command in (["update"], ["add", "norm", "--to"]):
+        done = project.run(*command, project.folder)
+        assert (done.code, done.rows) == (0, {"norm.py": "edited, kept"})
+    assert project.path("rope.py").read_text() == "mine\n"
 
 
 def test_update_reports_that_git_is_missing_or_fails(project, old, monkeypatch):
@@ -402,25 +412,62 @@ def test_update_stops_before_a_file_that_another_program_changed(
     assert path.read_text() == project.original("rope.py") + OURS
 
 
-def test_repeated_update_completes_an_interrupted_conflict(project, old, monkeypatch):
-    project.add("mlp", release=old)
-    path, replace = project.path("mlp.py"), os.replace
-    edit(path, FIRST, "first = 'ours'")
+def interrupt_at(name, monkeypatch):
+    """Let Ctrl-C end a command just before it replaces this file."""
+    replace = os.replace
 
-    def interrupt(source, target):
-        if target.name == LOCK:
+    def interrupt_or_replace(source, target):
+        if target.name == name:
             raise KeyboardInterrupt
         replace(source, target)
 
+    monkeypatch.setattr(os, "replace", interrupt_or_replace)
+
+
+def resolve(path):
+    """Replace a conflict by our version."""
+    text, conflicts = re.subn(r"<{7}(.|\n)*>{7}.*\n", f"{OURS}\n", path.read_text())
+    assert conflicts == 1
+    path.write_text(text)
+
+
+@pytest.mark.parametrize("version", ["0.2.0", "0.1.0"])
+def test_repeated_update_completes_an_interrupted_conflict(
+    version, project, old, monkeypatch
+):
+    """Also if both versions have the same number, as between two releases."""
+    project.add("mlp", release=old)
+    project.release = dataclasses.replace(project.release, version=version)
+    path = project.path("mlp.py")
+    edit(path, FIRST, "first = 'ours'")
+    update = ("update", project.folder)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", interrupt)
-        assert project.run("update", project.folder, "mlp").code == 130
+        interrupt_at(LOCK, patch)
+        assert project.run(*update, "mlp").code == 130
     marked = path.read_text()
-    assert project.run("update", project.folder).code == 1
+    assert project.run(*update).code == 1
     assert path.read_text() == marked
-    path.write_text(re.sub(r"<{7}(.|\n)*>{7}.*\n", f"{OURS}\n", marked))
-    done = project.run("update", project.folder)
-    assert (done.code, done.rows) == (0, {"mlp.py": "edited, kept"})
+    resolve(path)
+    assert project.run(*update) == (0, "mlp.py  edited, kept\n1 up to date\n", "")
+
+
+def test_conflict_that_was_resolved_before_the_repeated_update_does_not_return(
+    project, old, monkeypatch
+):
+    project.add("mlp", release=old)
+    path = project.path("mlp.py")
+    edit(path, FIRST, "first = 'ours'")
+    update = ("update", project.folder)
+    with monkeypatch.context() as patch:
+        interrupt_at(LOCK, patch)
+        assert project.run(*update, "mlp").code == 130
+    resolve(path)
+    resolved = path.read_text()
+    assert project.run("check", project.folder).rows == {"mlp.py": "edited"}
+    assert project.run(*update).code == 0
+    assert path.read_text() == resolved
+    entry = json.loads(project.path(LOCK).read_text())["mlp.py"]
+    assert entry == {"version": "0.2.0", "text": project.original("mlp.py")}
 
 
 @pytest.mark.parametrize("killed_at", range(1, 6))
@@ -451,16 +498,9 @@ def test_repeated_command_completes_one_that_was_killed(killed_at, project, old)
 
 def test_interrupted_command_leaves_whole_files(project, old, monkeypatch):
     project.add("mlp", "rope", release=old)
-    replace = os.replace
-
-    def interrupt(source, target):
-        if target.name == "rope.py":
-            raise KeyboardInterrupt
-        replace(source, target)
-
     before = project.path("rope.py").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", interrupt)
+        interrupt_at("rope.py", patch)
         done = project.run("update", project.folder)
     assert done == (130, "", "tinyblock: interrupted\n")
     assert project.path("rope.py").read_bytes() == before
