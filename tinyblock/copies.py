@@ -10,8 +10,8 @@ lock      The file `tinyblock.lock` beside the copies, with the version and text
 
 A command that writes first plans a step for each file. An error in the plan leaves all
 files as they are. Then the command replaces the files one by one, each in a single
-operation, and the lock after each file. If it is interrupted, all files are whole, and
-repeating it completes it. Two commands that write in the same folder take turns.
+operation, and the lock after each file. If it is interrupted, no file is half-written,
+and repeating it completes it. Two commands that write in the same folder take turns.
 
 This file has three parts: releases and copies, the commands, and texts and files.
 """
@@ -787,7 +787,7 @@ def parser_of(release: Release) -> OneLineParser:
     add_copies(updating)
 
     verifying = add_command(commands, verify)
-    target = "a folder, a .py file, or an importable name"
+    target = "a folder, a .py file, or the name of an importable module"
     more = 'arguments for pytest, such as -k "not causality" or -v'
     verifying.add_argument("target", metavar="TARGET", help=target)
     verifying.add_argument("pytest", nargs=argparse.REMAINDER, metavar="...", help=more)

@@ -1,4 +1,4 @@
-"""What every layer is checked for, and the seeded inputs and weights of these checks.
+"""Check the properties that layers share, with seeded inputs and weights.
 
 A formula is a function `formula(x, weights, **inputs)`, written as in the paper, that
 computes in the dtype of `x`. `weights` are those of the layer, by their names in the
@@ -204,8 +204,9 @@ def half_a_unit(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the error of one rounding to a dtype, and of the float32 computation before it."""
     info = torch.finfo(dtype)
     exponent = exact.abs().clamp(min=info.smallest_normal).log2().floor()
+    unit = info.eps * 2.0**exponent
     before = 8 * torch.finfo(torch.float32).eps * largest(exact)
-    return info.eps / 2 * 2.0**exponent + before
+    return unit / 2 + before
 
 
 # The equation.
@@ -292,7 +293,7 @@ class Reference:
     def check(self, actual: Results) -> None:
         """Require results of the layer to be close to those of the formula."""
         for name, tensor in actual.items():
-            if tensor is None:
+            if tensor is None:  # the layer's result does not depend on a weight
                 tensor = torch.zeros_like(self.exact[name])
             if self.dtype in HALVES:
                 self.check_in_half(name, tensor)

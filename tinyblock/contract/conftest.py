@@ -1,7 +1,8 @@
-"""Fixtures: each layer of the folder above, or of what `--layers` names, as an imported module by the layer's name.
+"""Provide each layer as a fixture: the argument `rope` of a test is the imported rope.py.
 
-A layer is recognized by the name of its file: what test_rope.py tests is rope.py. If
-the folder lacks a layer that another layer needs, the fixture has that of tinyblock.
+Layers come from the folder above the tests, or from the target of `--layers`. If that
+lacks a layer that another layer needs, the fixture imports it from tinyblock. A layer
+is recognized by the name of its file.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What `tinyblock verify` prints: a dot for each test, then a line for each property that fails, and a count.
+"""Print a dot for each test, then a line for each property that fails, and a count, for `tinyblock verify`.
 
 A property is a test function of a layer. It fails if one of its cases fails, and holds
 if no case fails and one passes. With -v pytest prints its own report before this one.
