@@ -10,8 +10,8 @@ lock      The file `tinyblock.lock` beside the copies, with the version and text
 
 A command that writes first plans a step for each file. An error in the plan leaves all
 files as they are. Then the command replaces the files one by one, each in a single
-operation, and the lock after each file. If it is interrupted, all files are whole, and
-repeating it completes it. Two commands that write in the same folder take turns.
+operation, and the lock after each file. If it is interrupted, no file is half-written,
+and repeating it completes it. Two commands that write in the same folder take turns.
 
 This file has three parts: releases and copies, the commands, and texts and files.
 """
@@ -30,8 +30,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import NoReturn
@@ -48,7 +50,6 @@ LICENSE = "LICENSE.tinyblock"  # the copy of LICENSE
 SKIP = "tinyblock.skip"  # listed properties to skip, in earlier versions
 WITHOUT_CONTRACT = ("parallelize", "typecheck")  # can be copied, but are no layers
 TEST_SETUP = ("contract/__init__.py", "contract/conftest.py")  # no test imports these
-CONFLICT = "conflict markers: resolve them"
 CONFLICT_MARKS = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
 
 # What linters report of every layer, and the text that they report. The header
@@ -66,6 +67,31 @@ class CommandError(Exception):
 
 
 # Releases and copies
+
+
+class State(Enum):
+    """How a copy differs from its base and from this release, as `check` prints it."""
+
+    MISSING = "missing"
+    CONFLICT = "conflict markers"
+    PRISTINE = "pristine"
+    EDITED = "edited"
+    OUTDATED = "outdated"
+    EDITED_AND_OUTDATED = "edited, outdated"
+
+
+class Outcome(Enum):
+    """What a command did to a copy, as it prints it."""
+
+    COPIED = "copied"
+    RECORDED = "recorded"
+    RECORDED_WITH_EDITS = "recorded, with your edits"
+    UPDATED = "updated"
+    MERGED = "merged with your edits"
+    CONFLICT = "conflict markers: resolve them"
+    KEPT = "edited, kept"
+    UP_TO_DATE = "up to date"
+    GONE = f"no longer in tinyblock: delete it, and its entry in {LOCK}"
 
 
 @dataclass(frozen=True)
@@ -109,20 +135,17 @@ class Release:
         return Original(name, self.version, header + source)
 
     def _header(self, name: str, source: str) -> str:
-        copyright_ = re.search(
-            r"^Copyright .*", self.source(LICENSE) or "", re.MULTILINE
-        )
+        lines = [first_line(f"tinyblock {self.version}: {name}")]
+        license_ = self.source(LICENSE) or ""
+        lines += re.findall(r"^Copyright .*", license_, re.MULTILINE)[:1]
+        lines.append("SPDX-License-Identifier: MIT")
+        if self.repository:
+            lines.append(self.repository)
         codes = [
             code
             for code, pattern in LINT_CODES.items()
             if re.search(pattern, source, re.MULTILINE)
         ]
-        lines = [f"Copied from tinyblock {self.version}: {name} (license: {LICENSE})"]
-        if copyright_:
-            lines.append(copyright_[0])
-        lines.append("SPDX-License-Identifier: MIT")
-        if self.repository:
-            lines.append(self.repository)
         if codes:
             lines.append(f"flake8: noqa: {', '.join(codes)}")  # ruff reads it, too
         lines.append("fmt: off")
@@ -132,39 +155,26 @@ class Release:
         """Return the file of a layer, or raise a CommandError that suggests a layer."""
         if layer in self.names:
             return f"{layer}.py"
-        homes = {name.casefold(): name for name in self.names}
+        layer_of_name = self._names_in_lower_case()
+        similar = difflib.get_close_matches(layer.casefold(), layer_of_name, n=1)
+        fix = f"choose from {', '.join(self.names)}"
+        if similar:
+            fix = f"did you mean {layer_of_name[similar[0]]}?"
+        raise CommandError(f"there is no layer {layer!r}: {fix}")
+
+    def _names_in_lower_case(self) -> dict[str, str]:
+        """Return the layer of each layer's name, and of each public class and function."""
+        layers = {name.casefold(): name for name in self.names}
         for name in self.names:
             source = self.source(f"{name}.py") or ""
             for public in re.findall(r"^(?:class|def) (\w+)", source, re.MULTILINE):
-                homes.setdefault(public.casefold(), name)
-        near = difflib.get_close_matches(layer.casefold(), homes, n=1)
-        fix = f"choose from {', '.join(self.names)}"
-        if near:
-            fix = f"did you mean {homes[near[0]]}?"
-        raise CommandError(f"there is no layer {layer!r}: {fix}")
+                layers.setdefault(public.casefold(), name)
+        return layers
 
     def imports(self, name: str) -> set[str]:
         """Return the files of this release that a file imports."""
         candidates = relative_imports(name, self.source(name) or "")
         return {file for file in candidates if self.source(file) is not None}
-
-    def with_imports(self, names: Iterable[str], with_tests: bool = False) -> list[str]:
-        """Return these files and all that they import, layers first.
-
-        With tests, each layer comes with its test.
-        """
-        found = set[str]()
-        waiting = list(names)
-        while waiting:
-            name = waiting.pop()
-            if name in found:
-                continue
-            found.add(name)
-            waiting += self.imports(name)
-            test = f"contract/test_{name}"
-            if with_tests and self.source(test) is not None:
-                waiting += [test, *TEST_SETUP]
-        return sorted(found, key=layers_first)
 
 
 def installed_release() -> Release:
@@ -208,18 +218,20 @@ class Copy:
         return None if self.content is None else decode(self.content)
 
     @property
-    def state(self) -> str:
-        """Return missing, conflict markers, pristine, edited, outdated, or edited, outdated."""
+    def state(self) -> State:
         if self.text is None:
-            return "missing"
+            return State.MISSING
         if CONFLICT_MARKS.search(self.text):
-            return "conflict markers"
-        states = []
-        if self.text != self.base.text:
-            states.append("edited")
-        if self.changes():
-            states.append("outdated")
-        return ", ".join(states) or "pristine"
+            return State.CONFLICT
+        is_edited = self.text != self.base.text
+        is_outdated = self.changes() != ""
+        if is_edited and is_outdated:
+            return State.EDITED_AND_OUTDATED
+        if is_edited:
+            return State.EDITED
+        if is_outdated:
+            return State.OUTDATED
+        return State.PRISTINE
 
     def require_unchanged(self) -> None:
         """Raise a CommandError if the file has changed since it was read."""
@@ -239,10 +251,11 @@ class Copy:
         A difference of the headers alone is no change.
         """
         new = self.original or self.base
-        if without_header(new.text) == without_header(self.base.text):
+        is_same = without_header(new.text) == without_header(self.base.text)
+        if is_same:
             return ""
-        old = self._with_new_version(self.base.text)
-        return unified_diff(old, new.text, self.base.label, new.label)
+        old_text = self._with_new_version(self.base.text)
+        return unified_diff(old_text, new.text, self.base.label, new.label)
 
     def merged(self, new: Original) -> "Step":
         """Return the step that merges the changes up to `new` with the user's edits."""
@@ -252,12 +265,8 @@ class Copy:
             theirs=new.text,
             labels=(self.path.as_posix(), self.base.label, new.label),
         )
-        done = CONFLICT if has_conflicts else "merged with your edits"
-        return Step(self, done, text, new, has_conflicts)
-
-    def has_markers_of(self, new: Original) -> bool:
-        """Return whether the text has conflicts with the changes up to `new`."""
-        return f"\n>>>>>>> {new.label}\n" in (self.text or "")
+        outcome = Outcome.CONFLICT if has_conflicts else Outcome.MERGED
+        return Step(self, outcome, text, new)
 
     def _with_new_version(self, text: str) -> str:
         """Replace the version in the header, so that it neither differs nor conflicts."""
@@ -270,40 +279,39 @@ class Step:
     """What a command does to one copy."""
 
     copy: Copy
-    done: str  # in words
+    outcome: Outcome
     text: str | None  # of the copy afterwards
     base: Original  # of the copy afterwards
-    has_conflicts: bool = False
 
     def imports(self) -> set[str]:
-        """Return the files that the new text may import."""
-        try:
-            return relative_imports(self.copy.name, self.text or "")
-        except (SyntaxError, ValueError):  # conflict markers, or no text
-            return relative_imports(self.copy.name, self.base.text)
+        """Return the files that the copy may import, and that its original imports, too."""
+        name = self.copy.name
+        of_original = relative_imports(name, self.base.text)
+        if self.outcome is Outcome.CONFLICT:  # conflict markers are no Python
+            return of_original
+        return of_original & relative_imports(name, self.text or "")
 
 
 def step_to_release(copy: Copy) -> Step:
     """Return the step that brings a copy to this release, and keeps the user's edits."""
-    new, state = copy.original, copy.state
+    new = copy.original
     if new is None:
-        done = f"no longer in tinyblock: delete it, and its entry in {LOCK}"
-        return Step(copy, done, copy.text, copy.base)
-    if state == "missing":
-        return Step(copy, "copied", new.text, new)
+        return Step(copy, Outcome.GONE, copy.text, copy.base)
     if copy.text == new.text:
-        return Step(copy, "up to date", new.text, new)
-    if state == "conflict markers":
-        # An interruption may have kept the base of this merge out of the lock.
-        base = new if copy.has_markers_of(new) else copy.base
-        return Step(copy, CONFLICT, copy.text, base, has_conflicts=True)
-    if state == "outdated":
-        return Step(copy, "updated", new.text, new)
-    if state == "edited":
-        return Step(copy, "edited, kept", copy.text, copy.base)
-    if state == "edited, outdated":
-        return copy.merged(new)
-    return Step(copy, "up to date", copy.text, copy.base)  # only the version differs
+        return Step(copy, Outcome.UP_TO_DATE, new.text, new)
+    match copy.state:
+        case State.MISSING:
+            return Step(copy, Outcome.COPIED, new.text, new)
+        case State.CONFLICT:
+            return Step(copy, Outcome.CONFLICT, copy.text, copy.base)
+        case State.OUTDATED:
+            return Step(copy, Outcome.UPDATED, new.text, new)
+        case State.EDITED:
+            return Step(copy, Outcome.KEPT, copy.text, copy.base)
+        case State.EDITED_AND_OUTDATED:
+            return copy.merged(new)
+        case State.PRISTINE:  # only the version differs
+            return Step(copy, Outcome.UP_TO_DATE, copy.text, copy.base)
 
 
 class Folder:
@@ -341,38 +349,44 @@ class Folder:
         """Return a copy. Raise a CommandError if the file was not copied from tinyblock."""
         path = self.inside(name)
         content = content_of(path)
+        text = decode(content or b"")
         original = self.release.original(name)
         if name in self.bases:
-            return Copy(path, content, self.bases[name], original)
+            base = self.bases[name]
+            if original is not None and has_changes(text, base, original):
+                base = original
+            return Copy(path, content, base, original)
         if original is None:
             raise CommandError(f"tinyblock {self.release.version} has no {name}")
-        is_copy = content is None or is_copy_by_hand(decode(content), original)
-        if not is_copy:
+        if content is not None and not is_copy_by_hand(text, original):
             raise CommandError(
                 f"{path} exists, but is not in {LOCK}: move it to another folder"
             )
         return Copy(path, content, original, original)
 
-    def plan(self, names: Iterable[str]) -> list[Step]:
-        """Return the steps that bring these files to this release. Write nothing."""
-        return [self._step(name) for name in names]
+    def plan(self, names: Iterable[str], with_tests: bool = False) -> list[Step]:
+        """Return the steps that bring files, and all that they import, to this release.
 
-    def plan_update(self, names: Iterable[str]) -> list[Step]:
-        """Return the steps for these files, and for what their new texts import."""
+        With tests, each layer comes with its test. Nothing is written.
+        """
         steps: dict[str, Step] = {}
         waiting = list(names)
         while waiting:
             name = waiting.pop()
-            if name in steps:
-                continue
-            steps[name] = self._step(name)
-            needed = steps[name].imports()
-            if name.startswith("contract/test_"):
-                needed.update(TEST_SETUP)
-            waiting += [
-                file for file in needed if self.release.source(file) is not None
-            ]
+            if name not in steps:
+                steps[name] = self._step(name)
+                waiting += self._needed_by(steps[name], with_tests)
         return [steps[name] for name in sorted(steps, key=layers_first)]
+
+    def _needed_by(self, step: Step, with_tests: bool) -> list[str]:
+        """Return the files of this release that a copy needs, apart from itself."""
+        name = step.copy.name
+        needed = step.imports()
+        if name.startswith("contract/test_"):
+            needed.update(TEST_SETUP)
+        if with_tests:
+            needed.add(f"contract/test_{name}")
+        return [file for file in needed if self.release.source(file) is not None]
 
     def _step(self, name: str) -> Step:
         copy = self.copy(name)
@@ -383,8 +397,8 @@ class Folder:
     def _step_to_record(self, copy: Copy) -> Step:
         """Return the step for a copy by hand: write the header if nothing is lost by that."""
         if copy.text in (self.release.source(copy.name), copy.base.text):
-            return Step(copy, "recorded", copy.base.text, copy.base)
-        return Step(copy, "recorded, with your edits", copy.text, copy.base)
+            return Step(copy, Outcome.RECORDED, copy.base.text, copy.base)
+        return Step(copy, Outcome.RECORDED_WITH_EDITS, copy.text, copy.base)
 
     def carry_out(self, steps: Iterable[Step]) -> None:
         """Write the files, and the lock after each."""
@@ -431,16 +445,20 @@ def numbers_of(version: str) -> tuple[int, ...]:
 
 
 def parse_lock(path: Path) -> dict[str, Original]:
-    """Return the bases that a lock contains."""
+    """Return the bases that a lock contains, or raise a CommandError."""
     text = decode(path.read_bytes())
+    bases = {}
     try:
-        bases = {}
         for name, entry in json.loads(text).items():
             bases[name] = Original(name, str(entry["version"]), str(entry["text"]))
-        return bases
     except (ValueError, TypeError, LookupError, AttributeError):
-        what = "has conflict markers" if CONFLICT_MARKS.search(text) else "is damaged"
-        raise CommandError(f"{path} {what}: restore it from your repository") from None
+        problem = "is damaged"
+        if CONFLICT_MARKS.search(text):
+            problem = "has conflict markers"
+        raise CommandError(
+            f"{path} {problem}: restore it from your repository"
+        ) from None
+    return bases
 
 
 def open_folder(path: Path, release: Release) -> Folder:
@@ -476,32 +494,39 @@ def list_(arguments: argparse.Namespace, release: Release) -> int:
     """List what can be copied."""
     for name in release.names:
         source = release.source(f"{name}.py") or ""
-        title = re.split("[:,.]", ast.get_docstring(ast.parse(source)) or "")[0]
-        siblings = release.imports(f"{name}.py")
-        indirect = set[str]()
-        for sibling in siblings:
-            indirect |= release.imports(sibling)
-        needs = [sibling.removesuffix(".py") for sibling in sorted(siblings - indirect)]
-        note = f" (needs {', '.join(needs)})" if needs else ""
-        print(f"{name:11}  {title}{note}")
+        docstring = ast.get_docstring(ast.parse(source)) or ""
+        title = re.split("[:,.]", docstring)[0]
+        needs = ", ".join(needed_layers(name, release))
+        if needs:
+            title += f" (needs {needs})"
+        print(f"{name:11}  {title}")
     return 0
+
+
+def needed_layers(name: str, release: Release) -> list[str]:
+    """Return the layers that a layer imports, but none that one of these imports, too."""
+    direct = release.imports(f"{name}.py")
+    indirect = set[str]()
+    for file in direct:
+        indirect |= release.imports(file)
+    return [file.removesuffix(".py") for file in sorted(direct - indirect)]
 
 
 def add(arguments: argparse.Namespace, release: Release) -> int:
     """Copy layers, and what they import, into a folder."""
     path = arguments.folder
     names = [release.file_of(layer) for layer in arguments.layers]
-    wanted = [*release.with_imports(names, arguments.with_tests), LICENSE]
     if path.is_file():
         raise CommandError(f"{path} is a file: give the folder of the copies")
     path.mkdir(parents=True, exist_ok=True)
     with exclusive(path):
         folder = Folder(path, release)
-        steps = folder.plan(wanted)
+        steps = folder.plan(names, arguments.with_tests)
+        steps += folder.plan([LICENSE])
         folder.carry_out(steps)
     print_steps(steps)
-    print_hints(folder, [step for step in steps if step.done == "copied"])
-    return int(any(step.has_conflicts for step in steps))
+    print_hints(folder, steps)
+    return exit_code(steps)
 
 
 def check(arguments: argparse.Namespace, release: Release) -> int:
@@ -509,25 +534,37 @@ def check(arguments: argparse.Namespace, release: Release) -> int:
     copies = open_folder(arguments.folder, release).select(arguments.layers)
     rows = []
     for copy in copies:
-        outcome = copy.state
-        if "outdated" in outcome:
-            outcome += f": {copy.base.version} -> {release.version}"
-        rows.append((copy.name, outcome))
-    print_rows(rows, usual="pristine")
-    accepted = {"pristine"} if arguments.fail_on_edits else {"pristine", "edited"}
+        if copy.state is not State.PRISTINE:
+            rows.append((copy.name, describe_state(copy, release.version)))
+    print_rows(rows)
+    print_count(len(copies) - len(rows), "pristine")
+    accepted = {State.PRISTINE}
+    if not arguments.fail_on_edits:
+        accepted.add(State.EDITED)
     return int(any(copy.state not in accepted for copy in copies))
+
+
+def describe_state(copy: Copy, version: str) -> str:
+    """Return the state of a copy; of an outdated copy, also its version and this one."""
+    state = copy.state
+    if state in (State.OUTDATED, State.EDITED_AND_OUTDATED):
+        return f"{state.value}: {copy.base.version} -> {version}"
+    return state.value
 
 
 def diff(arguments: argparse.Namespace, release: Release) -> int:
     """Show your edits, and later changes in tinyblock."""
     copies = open_folder(arguments.folder, release).select(arguments.layers)
     diffs = []
-    if not arguments.upstream:
+    shows_edits = not arguments.upstream
+    shows_changes = not arguments.mine
+    if shows_edits:
         diffs += [copy.edits() for copy in copies]
-    if not arguments.mine:
+    if shows_changes:
         diffs += [copy.changes() for copy in copies]
+    patch = encode("".join(diffs))
     # As bytes: the encoding of the terminal must not change a patch.
-    sys.stdout.buffer.write(encode("".join(diffs)))
+    sys.stdout.buffer.write(patch)
     return 0
 
 
@@ -537,21 +574,22 @@ def update(arguments: argparse.Namespace, release: Release) -> int:
     with exclusive(arguments.folder):
         folder = open_folder(arguments.folder, release)
         names = [copy.name for copy in folder.select(arguments.layers)]
-        steps = folder.plan_update(names)
+        steps = folder.plan(names)
         folder.carry_out(steps)
     print_steps(steps)
-    return int(any(step.has_conflicts for step in steps))
+    return exit_code(steps)
 
 
 def verify(arguments: argparse.Namespace, release: Release) -> int:
     """Test copies, with your edits, against the contracts of tinyblock's layers."""
     target = arguments.target
-    contract = release.root.joinpath("contract")
-    skip = Path(target, SKIP)
+    require_one_target(target, arguments.pytest)
     if importlib.util.find_spec("pytest") is None:
         raise CommandError("verify requires pytest: python -m pip install pytest")
+    contract = release.root.joinpath("contract")
     if not isinstance(contract, Path):
         raise CommandError(f"verify cannot read {contract}: install tinyblock with pip")
+    skip = Path(target, SKIP)
     if skip.exists():
         fix = f'tinyblock verify {target} -k "not ..."'
         print(f"{skip} is no longer read, instead use: {fix}", flush=True)
@@ -559,27 +597,39 @@ def verify(arguments: argparse.Namespace, release: Release) -> int:
     options = ["-c", settings, f"--rootdir={contract}", "-p", "no:cacheprovider"]
     # With a space instead of "=", pytest would load the conftest.py of the target.
     tests = [str(contract), f"--layers={target}"]
-    require_one_target(target, arguments.pytest)
     code = run_pytest([*options, *tests, *arguments.pytest])
     if code == NO_TESTS:
         raise CommandError("no property was tested: there is no test of that name")
     return code if code in (0, 1) else 2
 
 
+HELP = ("-h", "--help")
+PYTEST_FLAGS = re.compile("-[lqsvx]+")  # options of pytest that have no value
+NO_TESTS = 5  # exit codes of pytest
+WRONG_USAGE = 4
+
+
+def require_target_first(argv: Sequence[str]) -> None:
+    """Raise a CommandError for `verify -k x DIR`, which argparse would explain badly."""
+    option = argv[1] if len(argv) > 1 else ""
+    if argv[:1] == ["verify"] and option.startswith("-") and option not in HELP:
+        raise CommandError(
+            f"verify takes the target first: tinyblock verify TARGET {option} ..."
+        )
+
+
 def require_one_target(target: str, arguments: Sequence[str]) -> None:
     """Raise a CommandError for a second target, which pytest would not test."""
-    option = "-v"  # an option without a value
-    for argument in arguments:
-        has_value = option.startswith("-") and not re.fullmatch("-[lqsvx]+", option)
-        if not argument.startswith("-") and not has_value and Path(argument).exists():
+    for previous, argument in pairwise([target, *arguments]):
+        is_option = argument.startswith("-")
+        is_value = previous.startswith("-") and not PYTEST_FLAGS.fullmatch(previous)
+        if not is_option and not is_value and Path(argument).exists():
             raise CommandError(
                 f"verify takes one target, got {target} and {argument}: "
                 "run it for each, or give the folder of both"
             )
-        option = argument
 
 
-NO_TESTS = 5  # the exit code of pytest
 RUN_PYTEST = """
 import pathlib, sys, pytest
 code = pytest.main(sys.argv[2:])
@@ -598,35 +648,63 @@ def run_pytest(arguments: Sequence[str]) -> int:
     with TemporaryDirectory() as folder:
         report = Path(folder, "exit-code")
         command = [sys.executable, "-c", RUN_PYTEST, str(report), *arguments]
-        done = subprocess.run(command, env=environment, check=False)
-        if not report.exists():
-            advice = "see the error above"
-            if done.returncode == 0:
-                advice = "look for a call of sys.exit in the copies"
-            raise CommandError(
-                f"the tests ended early, with exit code {done.returncode}: {advice}"
-            )
-        return int(report.read_text())
+        done = subprocess.run(
+            command, env=environment, stderr=subprocess.PIPE, check=False
+        )
+        code = int(report.read_text()) if report.exists() else None
+    errors = decode(done.stderr)
+    if code == WRONG_USAGE:
+        raise CommandError(usage_error_in(errors))
+    print(errors, end="", file=sys.stderr)
+    if code is None:
+        advice = "see the error above"
+        if done.returncode == 0:
+            advice = "look for a call of sys.exit in the copies"
+        raise CommandError(
+            f"the tests ended early, with exit code {done.returncode}: {advice}"
+        )
+    return code
+
+
+def usage_error_in(errors: str) -> str:
+    """Return the message in what pytest prints about wrong arguments, without its usage."""
+    messages = re.findall(r"(?:ERROR|error): (?!usage: )(.+)", errors)
+    return messages[0] if messages else errors
+
+
+def exit_code(steps: Sequence[Step]) -> int:
+    """Return 1 if a copy has conflicts, else 0."""
+    outcomes = [step.outcome for step in steps]
+    return int(Outcome.CONFLICT in outcomes)
 
 
 def print_steps(steps: Sequence[Step]) -> None:
-    print_rows([(step.copy.name, step.done) for step in steps], usual="up to date")
+    rows = [
+        (step.copy.name, step.outcome.value)
+        for step in steps
+        if step.outcome is not Outcome.UP_TO_DATE
+    ]
+    print_rows(rows)
+    print_count(len(steps) - len(rows), "up to date")
 
 
-def print_rows(rows: Sequence[tuple[str, str]], usual: str) -> None:
-    """Print each outcome that is not the usual one, and the number of usual ones."""
-    shown = [(name, outcome) for name, outcome in rows if outcome != usual]
-    width = max((len(name) for name, _ in shown), default=0)
-    for name, outcome in shown:
-        print(f"{name:{width}}  {outcome}")
-    count = len(rows) - len(shown)
+def print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """Print names, and what there is to say about each, in columns."""
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, shown in rows:
+        print(f"{name:{width}}  {shown}")
+
+
+def print_count(count: int, outcome: str) -> None:
+    """Print how many copies have the usual outcome, unless none has it."""
     if count:
-        print(f"{count} {usual}")
+        print(f"{count} {outcome}")
 
 
 def print_hints(folder: Folder, steps: Sequence[Step]) -> None:
     """Print what new copies need."""
-    texts = {step.copy.name: step.text or "" for step in steps}
+    new = [step for step in steps if step.outcome is Outcome.COPIED]
+    texts = {step.copy.name: step.text or "" for step in new}
     texts.pop(LICENSE, None)
     packages = imported_packages(texts.values())
     if packages:
@@ -645,8 +723,10 @@ def print_hints(folder: Folder, steps: Sequence[Step]) -> None:
 def main(argv: Sequence[str] | None = None, release: Release | None = None) -> int:
     """Run a command with the files of a release (default: this one), and return the exit code."""
     release = release or installed_release()
-    arguments = parser_of(release).parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        require_target_first(argv)
+        arguments = parser_of(release).parse_args(argv)
         code: int = arguments.run(arguments, release)
         sys.stdout.flush()
         return code
@@ -707,7 +787,7 @@ def parser_of(release: Release) -> OneLineParser:
     add_copies(updating)
 
     verifying = add_command(commands, verify)
-    target = "a folder, a .py file, or an importable name"
+    target = "a folder, a .py file, or the name of an importable module"
     more = 'arguments for pytest, such as -k "not causality" or -v'
     verifying.add_argument("target", metavar="TARGET", help=target)
     verifying.add_argument("pytest", nargs=argparse.REMAINDER, metavar="...", help=more)
@@ -750,22 +830,52 @@ def _path(text: str) -> Path:
 # Texts and files
 
 
+def first_line(label: str) -> str:
+    """Return the first line of the header of a copy, without the comment sign."""
+    return f"Copied from {label} (license: {LICENSE})"
+
+
+def has_changes(text: str, base: Original, new: Original) -> bool:
+    """Return whether a text already has the changes from `base` to `new`.
+
+    A merge also changes the version in the header. Then the lock is written. If that
+    is interrupted, the lock keeps the old base.
+    """
+    has_markers = f"\n>>>>>>> {new.label}\n" in text
+    has_new_header = first_line(new.label) in text
+    has_old_header = first_line(base.label) in text
+    return has_markers or (has_new_header and not has_old_header)
+
+
 def relative_imports(name: str, text: str) -> set[str]:
-    """Return the files that a file may import; a name from a package need not be a file."""
+    """Return the files that a file may import; none if the text is no Python.
+
+    A name that is imported from a package need not be a file.
+    """
     found = set[str]()
     if not name.endswith(".py"):
         return found
-    for node in ast.walk(ast.parse(text)):
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return found
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
-            # One dot is the folder of the file, two dots are the folder above it.
-            folders = PurePosixPath(name).parents
-            if node.level > len(folders):  # above the folder of copies
-                continue
-            folder = folders[node.level - 1]
-            modules = [node.module] if node.module else [it.name for it in node.names]
-            for module in modules:
-                found.add((folder / f"{module}.py").as_posix())
+            found |= files_of_import(node, PurePosixPath(name))
     return found
+
+
+def files_of_import(node: ast.ImportFrom, path: PurePosixPath) -> set[str]:
+    """Return the files that a relative import in a file may read; none above all copies."""
+    # One dot is the folder of the file, two dots are the folder above it.
+    folders = path.parents
+    if node.level > len(folders):
+        return set()
+    folder = folders[node.level - 1]
+    modules = [alias.name for alias in node.names]
+    if node.module:
+        modules = [node.module]
+    return {(folder / f"{module}.py").as_posix() for module in modules}
 
 
 def imported_packages(texts: Iterable[str]) -> list[str]:

@@ -4,7 +4,9 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -29,16 +31,22 @@ def verify(tmp_path, monkeypatch, capsys):
         options = ["-c", f"{CONTRACT}/contract.ini", f"--rootdir={CONTRACT}"]
         options += ["-p", "no:cacheprovider", f"--layers={target}", *arguments]
         code = pytest.main([*options, *tests])
-        out, err = capsys.readouterr()
-        lines = [
-            line for line in out.splitlines() if not re.match(r"[.sFE]* +\[", line)
-        ]
-        return code, [line for line in lines + err.splitlines() if line]
+        return code, lines_of_report(*capsys.readouterr())
 
     yield run
     for name in set(sys.modules) - modules:
         if name.partition(".")[0] in {*LAYERS, "copied_layers", "host"}:
             del sys.modules[name]
+
+
+def lines_of_report(out, err):
+    """Return the lines that pytest printed, without the dots and without empty lines."""
+    lines = []
+    for line in [*out.splitlines(), *err.splitlines()]:
+        is_progress = re.match(r"[.sFE]* +\[", line)
+        if line and not is_progress:
+            lines.append(line)
+    return lines
 
 
 def write_copies(tmp_path, **sources):
@@ -51,13 +59,11 @@ def write_copies(tmp_path, **sources):
     return folder
 
 
-def subclass(name, *methods):
+def subclass(name, methods):
     """Return the source of a layer that differs from the original in some methods."""
-    lines = "".join(
-        f"    {line}\n" for method in methods for line in method.split("\n")
-    )
     imports = "import copy, math, sys, torch, tinyblock\nfrom torch.nn import functional as F\n"
-    return f"{imports}class {name}(tinyblock.{name}):\n{lines}"
+    body = textwrap.indent(methods, "    ")
+    return f"{imports}class {name}(tinyblock.{name}):\n{body}\n"
 
 
 HUGGING_FACE_ORDER = """def forward(self, x):
@@ -94,98 +100,138 @@ IN_PLACE = """def forward(self, x, token_positions=None, mask=None):
 MANY_TABLES = """def __init__(self, *sizes, **options):
     super().__init__(*sizes, **options)
     for layer in self.layers: layer.attn.rope = copy.deepcopy(self.rope)"""
-BROKEN = {  # class, what differs, and the property that fails
-    "lowered": (
-        "RMSNorm",
-        "def forward(self, x): return super().float().forward(x.float()).to(x.dtype)",
-        "rmsnorm.py::test_equation",
+
+
+class Broken(NamedTuple):
+    """A subclass of a layer that breaks its contract."""
+
+    cls: str
+    methods: str  # of the subclass
+    found_by: str  # the property that fails
+
+
+BROKEN = {
+    "lowered": Broken(
+        cls="RMSNorm",
+        methods="def forward(self, x): return super().float().forward(x.float()).to(x.dtype)",
+        found_by="rmsnorm.py::test_equation",
     ),
-    "rounded twice": ("RMSNorm", HUGGING_FACE_ORDER, "rmsnorm.py::test_rounds_once"),
-    "gradient of x lost in float16": (
-        "RMSNorm",
-        NO_GRADIENT,
-        "rmsnorm.py::test_equation",
+    "rounded twice": Broken(
+        cls="RMSNorm",
+        methods=HUGGING_FACE_ORDER,
+        found_by="rmsnorm.py::test_rounds_once",
     ),
-    "value not named": ("RMSNorm", UNNAMED, "rmsnorm.py::test_rejects_hyperparameters"),
-    "weight without gradient": ("SwiGLU", DETACHED, "ffn.py::test_equation"),
-    "weights not cut": ("SwiGLU", NOT_CUT, "ffn.py::test_initial_weights"),
-    "print": (
-        "SwiGLU",
-        "def forward(self, x): print(end=''); return super().forward(x)",
-        "ffn.py::test_compiles_to_one_graph",
+    "gradient of x lost in float16": Broken(
+        cls="RMSNorm",
+        methods=NO_GRADIENT,
+        found_by="rmsnorm.py::test_equation",
     ),
-    "positions clamped": (
-        "RotaryPositionalEmbedding",
-        CLAMPED,
-        "rope.py::test_rejects_positions_out_of_range",
+    "value not named": Broken(
+        cls="RMSNorm",
+        methods=UNNAMED,
+        found_by="rmsnorm.py::test_rejects_hyperparameters",
     ),
-    "halves rounded twice": (
-        "RotaryPositionalEmbedding",
-        "def forward(self, x, p=None): return (super().forward(x * 3, p) / 3).to(x.dtype)",
-        "rope.py::test_rounds_once",
+    "weight without gradient": Broken(
+        cls="SwiGLU",
+        methods=DETACHED,
+        found_by="ffn.py::test_equation",
     ),
-    "later tokens seen": (
-        "CausalMultiHeadSelfAttention",
-        "def attend(self, q, k, v, mask): return F.scaled_dot_product_attention(q, k, v)",
-        "attention.py::test_causality",
+    "weights not cut": Broken(
+        cls="SwiGLU",
+        methods=NOT_CUT,
+        found_by="ffn.py::test_initial_weights",
     ),
-    "first call differs": (
-        "CausalMultiHeadSelfAttention",
-        FIRST_CALL,
-        "attention.py::test_checkpointing",
+    "print": Broken(
+        cls="SwiGLU",
+        methods="def forward(self, x): print(end=''); return super().forward(x)",
+        found_by="ffn.py::test_compiles_to_one_graph",
     ),
-    "print for one token": ("Block", PRINT, "block.py::test_compiles_to_one_graph"),
-    "mask ignored": ("Block", UNMASKED, "block.py::test_masks"),
-    "x modified": ("Block", IN_PLACE, "block.py::test_equation"),
-    "a table for each block": (
-        "Transformer",
-        MANY_TABLES,
-        "transformer.py::test_one_table_for_all_blocks",
+    "positions clamped": Broken(
+        cls="RotaryPositionalEmbedding",
+        methods=CLAMPED,
+        found_by="rope.py::test_rejects_positions_out_of_range",
+    ),
+    "halves rounded twice": Broken(
+        cls="RotaryPositionalEmbedding",
+        methods="def forward(self, x, p=None): return (super().forward(x * 3, p) / 3).to(x.dtype)",
+        found_by="rope.py::test_rounds_once",
+    ),
+    "later tokens seen": Broken(
+        cls="CausalMultiHeadSelfAttention",
+        methods="def attend(self, q, k, v, mask): return F.scaled_dot_product_attention(q, k, v)",
+        found_by="attention.py::test_causality",
+    ),
+    "first call differs": Broken(
+        cls="CausalMultiHeadSelfAttention",
+        methods=FIRST_CALL,
+        found_by="attention.py::test_checkpointing",
+    ),
+    "print for one token": Broken(
+        cls="Block",
+        methods=PRINT,
+        found_by="block.py::test_compiles_to_one_graph",
+    ),
+    "mask ignored": Broken(
+        cls="Block",
+        methods=UNMASKED,
+        found_by="block.py::test_masks",
+    ),
+    "x modified": Broken(
+        cls="Block",
+        methods=IN_PLACE,
+        found_by="block.py::test_equation",
+    ),
+    "a table for each block": Broken(
+        cls="Transformer",
+        methods=MANY_TABLES,
+        found_by="transformer.py::test_one_table_for_all_blocks",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_layer_is_found(name, verify, tmp_path):
-    cls, methods, expected = BROKEN[name]
-    layer, _, test = expected.partition(".py::test_")
-    copies = write_copies(tmp_path, **{layer: subclass(cls, methods)})
-    code, lines = verify(copies, properties=[expected])
+    broken = BROKEN[name]
+    layer, _, test = broken.found_by.partition(".py::test_")
+    copies = write_copies(tmp_path, **{layer: subclass(broken.cls, broken.methods)})
+    code, lines = verify(copies, properties=[broken.found_by])
     assert code == 1
     assert lines[0].startswith(f"FAIL  {layer}: {test}"), lines
     assert lines[-1] == "0 properties hold, 1 fails, 0 skipped"
 
 
-ROUNDED_TWICE = {
-    "rms_norm": (
-        "rmsnorm",
-        "def rms_norm(x, weight, eps=1e-5):\n"
-        "    unit = tinyblock.rms_norm(x.float(), torch.ones(x.shape[-1]), eps)\n"
-        "    return unit.to(x.dtype) * weight",
-    ),
-    "apply_rope": (
-        "rope",
-        "def apply_rope(x, angles):\n"
-        "    return (tinyblock.apply_rope(x * 3, angles) / 3).to(x.dtype)",
-    ),
-    "scaled_dot_product_attention": (
-        "attention",
-        "def scaled_dot_product_attention(q, k, v, mask=None):\n"
-        "    out = tinyblock.scaled_dot_product_attention(q, k, v * 3, mask)\n"
-        "    return (out / 3).to(q.dtype)",
-    ),
-}
+RMS_NORM = """import torch, tinyblock
+def rms_norm(x, weight, eps=1e-5):
+    unit = tinyblock.rms_norm(x.float(), torch.ones(x.shape[-1]), eps)
+    return unit.to(x.dtype) * weight
+"""
+APPLY_ROPE = """import tinyblock
+def apply_rope(x, angles):
+    return (tinyblock.apply_rope(x * 3, angles) / 3).to(x.dtype)
+"""
+ATTENTION = """import tinyblock
+def scaled_dot_product_attention(q, k, v, mask=None):
+    out = tinyblock.scaled_dot_product_attention(q, k, v * 3, mask)
+    return (out / 3).to(q.dtype)
+"""
 
 
-@pytest.mark.parametrize("function", ROUNDED_TWICE)
-def test_a_function_that_rounds_twice_is_found(function, verify, tmp_path):
-    layer, source = ROUNDED_TWICE[function]
-    source = f"import torch, tinyblock\n{source}\n"
+@pytest.mark.parametrize(
+    ("layer", "source", "expected"),
+    [
+        ("rmsnorm", RMS_NORM, "rms_norm_rounds_once"),
+        ("rope", APPLY_ROPE, "apply_rope_rounds_once"),
+        ("attention", ATTENTION, "scaled_dot_product_attention_rounds_once"),
+    ],
+    ids=["rmsnorm", "rope", "attention"],
+)
+def test_a_function_that_rounds_twice_is_found(
+    layer, source, expected, verify, tmp_path
+):
     copies = write_copies(tmp_path, **{layer: source})
-    properties = [f"{layer}.py::test_{function}_rounds_once"]
-    code, lines = verify(copies, properties=properties)
+    code, lines = verify(copies, properties=[f"{layer}.py::test_{expected}"])
     assert code == 1
-    assert lines[0].startswith(f"FAIL  {layer}: {function}_rounds_once"), lines
+    assert lines[0].startswith(f"FAIL  {layer}: {expected}"), lines
 
 
 def test_the_report_shows_case_result_and_expected_result(verify, tmp_path):
@@ -227,19 +273,55 @@ def test_a_layer_with_dropout_is_checked_in_eval_mode(verify, tmp_path):
     assert (code, lines) == (0, ["1 property holds, 0 fail, 0 skipped"])
 
 
-def test_renamed_weights_give_one_failure_that_lists_them(verify, tmp_path):
-    renamed = """def __init__(self, *sizes, **options):
+RENAMED = """def __init__(self, *sizes, **options):
     super().__init__(*sizes, **options)
-    self.gate = self.w1; del self.w1
+    self.gate = self.w1
+    del self.w1
+def reset_parameters(self):
+    for linear in self.children():
+        std = math.sqrt(2 / sum(linear.weight.shape))
+        torch.nn.init.trunc_normal_(linear.weight, std=std, a=-3 * std, b=3 * std)
 def forward(self, x): return self.w2(F.silu(self.gate(x)) * self.w3(x))"""
-    copies = write_copies(tmp_path, ffn=subclass("SwiGLU", renamed))
-    code, lines = verify(copies, "-k", "names or equation or autocast")
-    names = "the state dict has gate.weight, w2.weight, w3.weight, expected w1.weight"
-    assert code == 1
-    assert [line for line in lines if line.startswith("FAIL")] == [lines[0]]
-    assert lines[0].startswith(f"FAIL  ffn: weight_names [SwiGLU]: {names}")
-    assert any(
-        "other names of weights, as weight_names shows" in line for line in lines
+BIASED = """def __init__(self, *sizes, **options):
+    super().__init__(*sizes, **options)
+    for linear in self.children():
+        linear.bias = torch.nn.Parameter(torch.zeros_like(linear.weight[:, 0]))"""
+SCALED = """def __init__(self, *sizes, **options):
+    super().__init__(*sizes, **options)
+    self.scale = torch.nn.Parameter(torch.tensor(1.0))
+def forward(self, x): return self.scale * super().forward(x)"""
+OTHER_WEIGHTS = {  # what differs, the keys that are reported, and what can still be judged
+    "renamed": (
+        RENAMED,
+        "has the other keys gate.weight and lacks w1.weight",
+        "2 properties hold, 1 fails, 3 skipped",
+    ),
+    "biases": (
+        BIASED,
+        "has the other keys w1.bias, w2.bias, w3.bias",
+        "1 property holds, 1 fails, 4 skipped",
+    ),
+    "a scale": (
+        SCALED,
+        "has the other keys scale",
+        "1 property holds, 1 fails, 4 skipped",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_WEIGHTS)
+def test_other_weights_give_one_failure_that_lists_them(case, verify, tmp_path):
+    methods, keys, outcomes = OTHER_WEIGHTS[case]
+    copies = write_copies(tmp_path, ffn=subclass("SwiGLU", methods))
+    properties = "names or equation or autocast or checkpointing or initial or passed"
+    code, lines = verify(copies, "-k", f"SwiGLU and ({properties}) and not cuda")
+    assert (code, lines) == (
+        1,
+        [
+            f"FAIL  ffn: weight_names [SwiGLU]: the state dict {keys}",
+            "skip  ffn: this copy has other weights, as weight_names shows",
+            outcomes,
+        ],
     )
 
 
@@ -364,20 +446,25 @@ def test_every_layer_has_a_contract():
     }
 
 
+def copy_with_contracts(folder):
+    """Copy two layers into a folder, with all that their contracts need."""
+    (folder / "contract").mkdir(parents=True)
+    for layer in ("rmsnorm", "attention"):
+        shutil.copy(PACKAGE / f"{layer}.py", folder)
+    for name in ("__init__", "conftest", "checks"):
+        shutil.copy(CONTRACT / f"{name}.py", folder / "contract")
+    for layer in ("rmsnorm", "attention", "rope"):
+        shutil.copy(CONTRACT / f"test_{layer}.py", folder / "contract")
+
+
 def test_copied_contracts_run_without_tinyblock(tmp_path):
-    """In a folder, and in a package of a package."""
-    for project in ("of folders", "of_packages"):
-        folder = tmp_path / project / "layers"
-        (folder / "contract").mkdir(parents=True)
-        for layer in ("rmsnorm", "attention"):
-            shutil.copy(PACKAGE / f"{layer}.py", folder)
-        for name in ("__init__", "conftest", "checks"):
-            shutil.copy(CONTRACT / f"{name}.py", folder / "contract")
-        for layer in ("rmsnorm", "attention", "rope"):
-            shutil.copy(CONTRACT / f"test_{layer}.py", folder / "contract")
-    for path in (folder, folder.parent):
-        (path / "__init__.py").touch()
-    (folder / "rmsnorm.py").write_text("class RMSNorm: ...")
+    """In a folder without an __init__.py, and in a package of a package."""
+    package = tmp_path / "of_packages" / "layers"
+    for folder in (tmp_path / "of folders" / "layers", package):
+        copy_with_contracts(folder)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "rmsnorm.py").write_text("class RMSNorm: ...")
     (tmp_path / "conftest.py").write_text(REFUSE_TINYBLOCK_AND_BEARTYPE)
     command = [sys.executable, "-m", "pytest", "-W", "error", "--strict-markers", "-q"]
     command += ["-p", "no:cacheprovider", "-k", "is_defined or device"]

@@ -16,6 +16,18 @@ LAYERS = ("norm", "mlp", "rope", "block")
 # Two lines of each file, too far apart to conflict.
 FIRST, LAST = "first = 1", "last = 1"
 FIRST_OF_NEW = "first = 2  # since 0.2.0"
+SOURCE = f'''"""{{layer}}: a part of a network."""
+
+{{imports}}
+{FIRST}
+
+
+class {{layer}}:
+    pass
+
+
+{LAST}
+'''
 
 
 def make_release(folder, version, repository=""):
@@ -38,9 +50,8 @@ def make_release(folder, version, repository=""):
     (folder / "contract").mkdir(parents=True)
     for name, lines in imports.items():
         layer = name.rpartition("/")[2].capitalize()
-        text = f'"""{layer}: a part of a network."""\n\n{lines}\n{FIRST}\n\n\n'
-        text += f"class {layer}:\n    pass\n\n\n{LAST}\n"
-        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+        source = SOURCE.format(layer=layer, imports=lines)
+        (folder / f"{name}.py").write_text(source, encoding="utf-8")
     (folder / "LICENSE").write_text("MIT\n\nCopyright (c) 2026 Someone\n\nText\n")
     return Release(folder, version, LAYERS, repository)
 
@@ -100,9 +111,10 @@ class Project:
     def assert_rejected(self, expected, *argv):
         """Assert that a command fails with one line, and changes nothing."""
         before = snapshot(self.root)
-        code, out, err = self.run(*argv)
-        assert (code, out, err.count("\n")) == (2, "", 1), (argv, out, err)
-        assert re.match(f"tinyblock: error: .*(?:{expected})", err), err
+        done = self.run(*argv)
+        assert (done.code, done.out) == (2, ""), done
+        assert done.err.count("\n") == 1, done
+        assert re.match(f"tinyblock: error: .*(?:{expected})", done.err), done
         assert snapshot(self.root) == before
 
     def path(self, name):
@@ -114,15 +126,15 @@ class Project:
     def names(self):
         return set(snapshot(self.folder)) - {LOCK, LICENSE}
 
-    def start(self, *argv, before_replace=""):
+    def start(self, *argv, before_replace="pass"):
         """Start a command in a process of its own, without torch, and return the process.
 
         `before_replace` is run before each file is replaced; `count` numbers these.
         """
-        code = PROCESS.format(before_replace=before_replace or "pass")
-        arguments = [str(argument) for argument in argv]
-        release = [str(self.release.root), self.release.version]
-        command = [sys.executable, "-c", code, str(PACKAGE), *release, *arguments]
+        code = PROCESS.format(before_replace=before_replace)
+        command = [sys.executable, "-c", code, str(PACKAGE)]
+        command += [str(self.release.root), self.release.version]
+        command += [str(argument) for argument in argv]
         return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 

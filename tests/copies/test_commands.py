@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -23,6 +24,7 @@ from copies.releases import (
 from tinyblock.copies import main
 
 OURS = "last = 'ours'"
+KILL = "count == {} and os.kill(os.getpid(), signal.SIGKILL)"
 
 
 def changed_lines(patch):
@@ -42,15 +44,14 @@ def test_list_shows_each_layer_with_what_it_needs(project):
 
 
 def test_add_copies_a_layer_and_what_it_imports(project):
-    assert project.add("norm").rows == dict.fromkeys(["norm.py", LICENSE], "copied")
-    expected = dict.fromkeys(["block.py", "mlp.py"], "copied")
-    assert project.add("block").rows == expected
+    assert project.add("norm").rows == {"norm.py": "copied", LICENSE: "copied"}
+    assert project.add("block").rows == {"block.py": "copied", "mlp.py": "copied"}
+    assert project.add("block").out == "4 up to date\n"
     for name in project.names():
         source = (project.release.root / name).read_text()
         assert project.path(name).read_text().endswith(f"# fmt: off\n{source}")
     license_ = (project.release.root / "LICENSE").read_text()
     assert project.path(LICENSE).read_text() == license_
-    assert project.add("block").out == "4 up to date\n"
 
 
 def test_add_with_tests_copies_the_tests_of_the_copied_layers(project):
@@ -156,20 +157,22 @@ def test_diff_shows_edits_and_changes(project, old):
     project.add("mlp", "norm", "--with-tests", release=old)
     edit(project.path("mlp.py"), LAST, OURS)
     project.path("norm.py").unlink()
-    folder = project.folder
-    mine = project.run("diff", folder, "--mine").out
-    theirs = project.run("diff", folder, "--upstream").out
-    assert project.run("diff", folder).out == mine + theirs
-    assert f"--- tinyblock 0.1.0: mlp.py\n+++ {folder}/mlp.py\n@@" in mine
+    diff = ("diff", project.folder)
+    mine = project.run(*diff, "--mine").out
+    theirs = project.run(*diff, "--upstream").out
+    assert project.run(*diff).out == mine + theirs
+
+    labels = f"--- tinyblock 0.1.0: mlp.py\n+++ {project.path('mlp.py')}\n@@"
+    assert labels in mine
     removed = [f"-{FIRST}", f"-{LAST}"]
     assert changed_lines(mine) == [f"-{LAST}", f"+{OURS}", *removed]
+
     labels = "--- tinyblock 0.1.0: mlp.py\n+++ tinyblock 0.2.0: mlp.py\n@@"
     assert labels in theirs
     changed = [f"-{FIRST}", f"+{FIRST_OF_NEW}"]
     assert changed_lines(theirs) == 2 * changed  # of mlp and the checks
-    assert (
-        changed_lines(project.run("diff", folder, "mlp", "--upstream").out) == changed
-    )
+    of_mlp = project.run(*diff, "mlp", "--upstream").out
+    assert changed_lines(of_mlp) == changed
 
 
 def test_diff_can_be_applied_whatever_the_encoding_of_the_terminal(
@@ -250,7 +253,7 @@ def test_update_marks_a_conflict_and_shows_its_base(project, old):
         assert (again.code, again.rows["mlp.py"]) == (1, message)
         assert path.read_text() == marked
     assert project.run("check", project.folder).rows["mlp.py"] == "conflict markers"
-    path.write_text(re.sub(r"<{7}(.|\n)*>{7}.*\n", f"{OURS}\n", marked))
+    resolve(path)
     assert project.run("check", project.folder).rows["mlp.py"] == "edited"
 
 
@@ -299,6 +302,16 @@ def test_update_brings_nothing_that_an_edited_copy_no_longer_imports(project):
     assert not project.path("mlp.py").exists()
 
 
+def test_update_leaves_a_file_alone_that_only_an_edit_imports(project):
+    project.add("norm")
+    edit(project.path("norm.py"), LAST, "from .rope import Rope")
+    project.path("rope.py").write_text("mine\n")
+    for command in (["update"], ["add", "norm", "--to"]):
+        done = project.run(*command, project.folder)
+        assert (done.code, done.rows) == (0, {"norm.py": "edited, kept"})
+    assert project.path("rope.py").read_text() == "mine\n"
+
+
 def test_update_reports_that_git_is_missing_or_fails(project, old, monkeypatch):
     project.add("mlp", "rope", release=old)
     update = ("update", project.folder)
@@ -309,14 +322,17 @@ def test_update_reports_that_git_is_missing_or_fails(project, old, monkeypatch):
     assert project.run(*update, "mlp").rows == {"mlp.py": "updated"}
 
 
-def test_update_keeps_a_header_that_was_edited(project, old):
-    project.add("mlp", "rope", release=old)
-    for name, removed in {"rope.py": r"# SPDX.*\n", "mlp.py": r"(#.*\n)+"}.items():
-        path = project.path(name)
-        path.write_text(re.sub(removed, "", path.read_text(), count=1))
-        assert project.run("update", project.folder, path.stem).code == 0
-        expected = re.sub(removed, "", project.original(name), count=1)
-        assert path.read_text() == expected
+@pytest.mark.parametrize(
+    "removed", [r"# SPDX.*\n", r"(#.*\n)+"], ids=["one line", "all lines"]
+)
+def test_update_keeps_a_header_that_was_edited(removed, project, old):
+    project.add("rope", release=old)
+    path = project.path("rope.py")
+    edited = re.sub(removed, "", path.read_text(), count=1)
+    path.write_text(edited)
+    assert project.run("update", project.folder).code == 0
+    original = project.original("rope.py")
+    assert path.read_text() == re.sub(removed, "", original, count=1)
 
 
 def test_lock_of_the_present_format_is_read(project):
@@ -402,65 +418,98 @@ def test_update_stops_before_a_file_that_another_program_changed(
     assert path.read_text() == project.original("rope.py") + OURS
 
 
-def test_repeated_update_completes_an_interrupted_conflict(project, old, monkeypatch):
-    project.add("mlp", release=old)
-    path, replace = project.path("mlp.py"), os.replace
-    edit(path, FIRST, "first = 'ours'")
+def interrupt_at(name, monkeypatch):
+    """Let Ctrl-C end a command just before it replaces this file."""
+    replace = os.replace
 
-    def interrupt(source, target):
-        if target.name == LOCK:
+    def interrupt_or_replace(source, target):
+        if target.name == name:
             raise KeyboardInterrupt
         replace(source, target)
 
+    monkeypatch.setattr(os, "replace", interrupt_or_replace)
+
+
+def resolve(path):
+    """Replace a conflict by our version."""
+    text, conflicts = re.subn(r"<{7}(.|\n)*>{7}.*\n", f"{OURS}\n", path.read_text())
+    assert conflicts == 1
+    path.write_text(text)
+
+
+@pytest.mark.parametrize("version", ["0.2.0", "0.1.0"])
+def test_repeated_update_completes_an_interrupted_conflict(
+    version, project, old, monkeypatch
+):
+    """Also if both versions have the same number, as between two releases."""
+    project.add("mlp", release=old)
+    project.release = dataclasses.replace(project.release, version=version)
+    path = project.path("mlp.py")
+    edit(path, FIRST, "first = 'ours'")
+    update = ("update", project.folder)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", interrupt)
-        assert project.run("update", project.folder, "mlp").code == 130
+        interrupt_at(LOCK, patch)
+        assert project.run(*update, "mlp").code == 130
     marked = path.read_text()
-    assert project.run("update", project.folder).code == 1
+    assert project.run(*update).code == 1
     assert path.read_text() == marked
-    path.write_text(re.sub(r"<{7}(.|\n)*>{7}.*\n", f"{OURS}\n", marked))
-    done = project.run("update", project.folder)
-    assert (done.code, done.rows) == (0, {"mlp.py": "edited, kept"})
+    resolve(path)
+    assert project.run(*update) == (0, "mlp.py  edited, kept\n1 up to date\n", "")
+
+
+def test_conflict_that_was_resolved_before_the_repeated_update_does_not_return(
+    project, old, monkeypatch
+):
+    project.add("mlp", release=old)
+    path = project.path("mlp.py")
+    edit(path, FIRST, "first = 'ours'")
+    update = ("update", project.folder)
+    with monkeypatch.context() as patch:
+        interrupt_at(LOCK, patch)
+        assert project.run(*update, "mlp").code == 130
+    resolve(path)
+    resolved = path.read_text()
+    assert project.run("check", project.folder).rows == {"mlp.py": "edited"}
+    assert project.run(*update).code == 0
+    assert path.read_text() == resolved
+    entry = json.loads(project.path(LOCK).read_text())["mlp.py"]
+    assert entry == {"version": "0.2.0", "text": project.original("mlp.py")}
 
 
 @pytest.mark.parametrize("killed_at", range(1, 6))
-def test_repeated_command_completes_one_that_was_killed(killed_at, project, old):
-    new, project.release = project.release, old
-    kill = f"count == {killed_at} and os.kill(os.getpid(), signal.SIGKILL)"
+def test_repeated_add_completes_one_that_was_killed(killed_at, project):
     add = ("add", "rope", "mlp", "--to", project.folder)
-    assert project.start(*add, before_replace=kill).wait() == -9
+    killed = project.start(*add, before_replace=KILL.format(killed_at))
+    assert killed.wait() == -signal.SIGKILL
     assert project.run(*add).code == 0
     assert project.run("check", project.folder).out == "3 pristine\n"
+
+
+@pytest.mark.parametrize("killed_at", range(1, 6))
+def test_repeated_update_completes_one_that_was_killed(killed_at, project, old):
+    project.add("rope", "mlp", release=old)
     edit(project.path("rope.py"), LAST, OURS)
     before = snapshot(project.folder)
-
-    project.release = new
     update = ("update", project.folder)
-    assert project.start(*update, before_replace=kill).wait() == -9
-    complete = {
-        "rope.py": project.original("rope.py").replace(LAST, OURS).encode(),
+    killed = project.start(*update, before_replace=KILL.format(killed_at))
+    assert killed.wait() == -signal.SIGKILL
+    updated = {
         "mlp.py": project.original("mlp.py").encode(),
+        "rope.py": project.original("rope.py").replace(LAST, OURS).encode(),
     }
-    for name, text in complete.items():
-        assert project.path(name).read_bytes() in (before[name], text)
+    for name, content in updated.items():
+        assert project.path(name).read_bytes() in (before[name], content)
     assert project.run(*update).code == 0
     after = snapshot(project.folder)
-    assert after.items() >= complete.items()
-    assert after.keys() == {*complete, LOCK, LICENSE}  # no temporary file
+    assert after.items() >= updated.items()
+    assert after.keys() == {*updated, LOCK, LICENSE}  # no temporary file
 
 
 def test_interrupted_command_leaves_whole_files(project, old, monkeypatch):
     project.add("mlp", "rope", release=old)
-    replace = os.replace
-
-    def interrupt(source, target):
-        if target.name == "rope.py":
-            raise KeyboardInterrupt
-        replace(source, target)
-
     before = project.path("rope.py").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", interrupt)
+        interrupt_at("rope.py", patch)
         done = project.run("update", project.folder)
     assert done == (130, "", "tinyblock: interrupted\n")
     assert project.path("rope.py").read_bytes() == before

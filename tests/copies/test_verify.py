@@ -7,11 +7,14 @@ import pytest
 
 CONFTEST = """
 import os
+import pytest
 
 def pytest_addoption(parser):
     parser.addoption("--layers")
 
 def pytest_configure(config):
+    if config.getoption("layers") == "rejected":
+        raise pytest.UsageError("no layers: give others")
     print("tested:", config.getoption("layers"))
     if config.getoption("layers") == "exits":
         os._exit(0)
@@ -62,6 +65,23 @@ def test_verify_rejects_a_second_target(verify, project, monkeypatch):
     code, out, _ = verify("layers", "-k", "mlp")  # the value of an option
     assert code == 1
     assert "tested: layers" in out
+
+
+def test_verify_reports_options_before_the_target_in_one_line(verify):
+    expected = "verify takes the target first: tinyblock verify TARGET -k ..."
+    assert verify("-k", "mlp", "layers") == (2, "", f"tinyblock: error: {expected}\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--no-such-option", "unrecognized arguments: --no-such-option"),
+        ("--maxfail=x", "argument --maxfail: invalid int value: 'x'"),
+        ("--layers=rejected", "no layers: give others"),
+    ],
+)
+def test_verify_reports_wrong_options_of_pytest_in_one_line(verify, option, expected):
+    assert verify("layers", option) == (2, "", f"tinyblock: error: {expected}\n")
 
 
 def test_verify_returns_2_if_there_is_nothing_to_test(verify):

@@ -1,4 +1,4 @@
-"""What every layer is checked for, and the seeded inputs and weights of these checks.
+"""Check the properties that layers share, with seeded inputs and weights.
 
 A formula is a function `formula(x, weights, **inputs)`, written as in the paper, that
 computes in the dtype of `x`. `weights` are those of the layer, by their names in the
@@ -32,9 +32,10 @@ UNITS = {torch.float64: 4096, torch.float32: 16}
 UNITS_ON_CUDA = 10  # times more, as its kernels sum in another order
 
 EPS = 1e-5
-OTHER_NAMES = "this copy has other names of weights, as weight_names shows"
+OTHER_WEIGHTS = "this copy has other weights, as weight_names shows"
 
 Weights = Mapping[str, Tensor]
+Results = dict[str, Tensor | None]  # "result", "gradient of x", "gradient of NAME"
 Inputs = Mapping[str, Tensor]  # token_positions, mask
 Formula = Callable[..., Tensor]
 Cases = dict[str, dict[str, Any]]  # arguments and inputs, by the name of a case
@@ -46,16 +47,20 @@ Cases = dict[str, dict[str, Any]]  # arguments and inputs, by the name of a case
 def randn(*shape: int, seed: int = 0) -> Tensor:
     """Return seeded normal numbers in float64."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def fill(module: nn.Module) -> None:
-    """Draw weights that keep the length of a vector, and gains around 1, the n-th parameter from seed n."""
+    """Set the parameters: matrices that keep the length of a vector, and gains around 1."""
     for seed, parameter in enumerate(module.parameters()):
-        weight = randn(*parameter.shape, seed=seed) / math.sqrt(parameter.shape[-1])
-        if parameter.ndim == 1:
-            weight += 1
-        parameter.data.copy_(weight)
+        values = randn(*parameter.shape, seed=seed)
+        if parameter.ndim:
+            d_in = parameter.shape[-1]
+            values /= math.sqrt(d_in)
+        is_gain = parameter.ndim == 1
+        if is_gain:
+            values += 1
+        parameter.data.copy_(values)
 
 
 def find(layer: Any, name: str) -> Any:
@@ -69,7 +74,8 @@ def require_options(function: Any, *names: str) -> None:
     """Skip the test unless a function, or a class, takes these arguments."""
     parameters = inspect.signature(function).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD in kinds:
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+    if takes_any:
         return
     for name in names:
         if name not in parameters:
@@ -77,8 +83,12 @@ def require_options(function: Any, *names: str) -> None:
 
 
 def construct(layer: Any, name: str, *arguments: Any, **options: Any) -> Any:
-    """Build a class of a layer's file; skip the test if this copy has dropped the class or an option."""
-    cls = find(layer, name)
+    """Construct a class of a layer's file; skip the test if this copy has dropped the class or an option."""
+    return construct_class(find(layer, name), *arguments, **options)
+
+
+def construct_class(cls: Any, *arguments: Any, **options: Any) -> Any:
+    """Construct a class; skip the test if this copy has dropped an option."""
     require_options(cls, *options)
     if "eps" in inspect.signature(cls).parameters:
         options.setdefault("eps", EPS)  # a copy may have another default
@@ -87,7 +97,11 @@ def construct(layer: Any, name: str, *arguments: Any, **options: Any) -> Any:
 
 def build(layer: Any, name: str, *arguments: Any, **options: Any) -> Any:
     """Construct a layer in float64, with the weights of `fill`."""
-    module = construct(layer, name, *arguments, **options).double()
+    return build_class(find(layer, name), *arguments, **options)
+
+
+def build_class(cls: Any, *arguments: Any, **options: Any) -> Any:
+    module = construct_class(cls, *arguments, **options).double()
     fill(module)
     return module
 
@@ -112,7 +126,8 @@ def without_dropout(module: nn.Module, x: Tensor, inputs: Inputs) -> nn.Module:
     before = torch.get_rng_state()
     trial = copy.deepcopy(module)  # a first call may change the module
     trial(x.detach().clone(), **inputs)
-    if not torch.equal(before, torch.get_rng_state()):
+    is_random = not torch.equal(before, torch.get_rng_state())
+    if is_random:
         module.eval()
     return module
 
@@ -189,8 +204,9 @@ def half_a_unit(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the error of one rounding to a dtype, and of the float32 computation before it."""
     info = torch.finfo(dtype)
     exponent = exact.abs().clamp(min=info.smallest_normal).log2().floor()
+    unit = info.eps * 2.0**exponent
     before = 8 * torch.finfo(torch.float32).eps * largest(exact)
-    return info.eps / 2 * 2.0**exponent + before
+    return unit / 2 + before
 
 
 # The equation.
@@ -198,16 +214,19 @@ def half_a_unit(exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 def add_gradients(
     result: Tensor, x: Tensor, weights: Weights, dtype: torch.dtype
-) -> dict[str, Tensor]:
+) -> Results:
     """Return the result, and the gradients of x and of each weight, by name.
 
-    The gradient of the result has seed 9, and is rounded to a dtype.
+    They are those for a seeded gradient of the result, rounded to a dtype. What the
+    result does not depend on has the gradient None.
     """
-    of_result = randn(*result.shape, seed=9).to(dtype).to(result)
-    leaves = [x, *weights.values()]
-    found = torch.autograd.grad(result, leaves, of_result, materialize_grads=True)
-    named = {"result": result.detach()}
-    for name, gradient in zip(["x", *weights], found, strict=True):
+    gradient_of_result = randn(*result.shape, seed=9).to(dtype).to(result)
+    leaves = {"x": x, **weights}
+    gradients = torch.autograd.grad(
+        result, list(leaves.values()), gradient_of_result, allow_unused=True
+    )
+    named: Results = {"result": result.detach()}
+    for name, gradient in zip(leaves, gradients, strict=True):
         named[f"gradient of {name}"] = gradient
     return named
 
@@ -227,63 +246,76 @@ class Reference:
         inputs: Inputs,
         dtype: torch.dtype,
     ) -> None:
+        self.formula = formula
+        self.weights = dict(module.named_parameters())
+        self.x = x
+        self.inputs = inputs
         self.dtype = dtype
-        self.exact = self.evaluate(formula, module, x, inputs, torch.float64)
-        if dtype in HALVES:
-            self.rounded = self.evaluate(formula, module, x, inputs, dtype)
-            lost = [name for name in self.exact if self.is_lost(name)]
-            if lost:
-                wide = self.evaluate(formula, module, x, inputs, torch.float32)
-                for name in lost:
-                    self.rounded[name] = wide[name].to(dtype)
+        self.exact = self.evaluate(torch.float64)
+        self.rounded = self.evaluate(dtype) if dtype in HALVES else {}
+        self.replace_overflows()
 
-    def is_lost(self, name: str) -> bool:
-        """Return whether the formula overflows in a half: its error is half of the value, or NaN."""
+    def evaluate(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Evaluate the formula in a dtype; skip the test if the layer has other weights."""
+        x = self.x.detach().to(dtype).requires_grad_()
+        weights = {}
+        for name, weight in self.weights.items():
+            weights[name] = weight.detach().to(dtype).requires_grad_()
+        try:
+            result = self.formula(x, weights, **self.inputs)
+        except KeyError:  # the layer lacks a weight of the formula
+            pytest.skip(OTHER_WEIGHTS)
+        results = {}
+        for name, tensor in add_gradients(result, x, weights, self.dtype).items():
+            if tensor is None:  # the formula lacks a weight of the layer
+                pytest.skip(OTHER_WEIGHTS)
+            results[name] = tensor
+        return results
+
+    def replace_overflows(self) -> None:
+        """Replace results in a half that overflowed by those in float32, rounded."""
+        overflowed = [name for name in self.rounded if self.has_overflowed(name)]
+        if not overflowed:
+            return
+        in_float32 = self.evaluate(torch.float32)
+        for name in overflowed:
+            self.rounded[name] = in_float32[name].to(self.dtype)
+
+    def has_overflowed(self, name: str) -> bool:
+        """Return whether the error in a half is more than half of the value, or NaN."""
         exact = self.exact[name]
         if not exact.numel():
             return False
         error = root_mean_square(self.rounded[name] - exact)
-        return not error <= root_mean_square(exact) / 2
+        is_usual = error <= root_mean_square(exact) / 2
+        return not is_usual
 
-    def evaluate(
-        self,
-        formula: Formula,
-        module: nn.Module,
-        x: Tensor,
-        inputs: Inputs,
-        dtype: torch.dtype,
-    ) -> dict[str, Tensor]:
-        x = x.detach().to(dtype).requires_grad_()
-        weights = {}
-        for name, weight in module.named_parameters():
-            weights[name] = weight.detach().to(dtype).requires_grad_()
-        try:
-            result = formula(x, weights, **inputs)
-        except KeyError:
-            pytest.skip(OTHER_NAMES)
-        return add_gradients(result, x, weights, self.dtype)
-
-    def check(self, actual: Weights) -> None:
-        """Compare results by name."""
-        eps = torch.finfo(self.dtype).eps
+    def check(self, actual: Results) -> None:
+        """Require results of the layer to be close to those of the formula."""
         for name, tensor in actual.items():
-            exact = self.exact[name]
-            rounding = eps * self.size_of(name)
+            if tensor is None:  # the layer's result does not depend on a weight
+                tensor = torch.zeros_like(self.exact[name])
             if self.dtype in HALVES:
-                # In the gradient of a weight, terms as large as another gradient may cancel out.
-                floor = 0.0 if name in ("result", "gradient of x") else rounding
-                check_close_in_half(name, tensor, exact, self.rounded[name], floor)
+                self.check_in_half(name, tensor)
             else:
                 factor = UNITS_ON_CUDA if tensor.is_cuda else 1
-                allowed = UNITS[self.dtype] * factor * rounding
-                check_close(name, tensor, exact, allowed)
+                allowed = UNITS[self.dtype] * factor * self.rounding_of(name)
+                check_close(name, tensor, self.exact[name], allowed)
 
-    def size_of(self, name: str) -> float:
-        """Return the largest component of the result, or of all gradients."""
+    def check_in_half(self, name: str, tensor: Tensor) -> None:
+        # In the gradient of a weight, terms as large as another gradient may cancel out.
+        may_cancel = name not in ("result", "gradient of x")
+        floor = self.rounding_of(name) if may_cancel else 0.0
+        check_close_in_half(name, tensor, self.exact[name], self.rounded[name], floor)
+
+    def rounding_of(self, name: str) -> float:
+        """Return the error of rounding the largest component of the result, or of all gradients."""
         if name == "result":
-            return largest(self.exact["result"])
-        gradients = [key for key in self.exact if key != "result"]
-        return max(largest(self.exact[gradient]) for gradient in gradients)
+            size = largest(self.exact["result"])
+        else:
+            gradients = [other for other in self.exact if other != "result"]
+            size = max(largest(self.exact[gradient]) for gradient in gradients)
+        return torch.finfo(self.dtype).eps * size
 
 
 def plainly(module: nn.Module, x: Tensor, **inputs: Tensor) -> Tensor:
@@ -302,6 +334,18 @@ def recomputed(module: nn.Module, x: Tensor, **inputs: Any) -> Tensor:
     return checkpoint(module, x, use_reentrant=False, **inputs)
 
 
+def call_without_changes(
+    call: Callable[..., Tensor], module: nn.Module, x: Tensor, inputs: Inputs
+) -> Tensor:
+    """Call a layer, and require it not to modify what it is passed."""
+    passed = {"x": x, **inputs}
+    before = {name: tensor.detach().clone() for name, tensor in passed.items()}
+    result = call(module, **passed)
+    for name, tensor in passed.items():
+        assert torch.equal(tensor, before[name]), f"{name} was modified"
+    return result
+
+
 def compare(
     module: nn.Module,
     formula: Formula,
@@ -317,27 +361,21 @@ def compare(
     """
     reference = Reference(formula, module, x, inputs, dtype)
     module = without_dropout(module, x, inputs).to(device)
-    moved = {name: tensor.to(device) for name, tensor in inputs.items()}
-
-    def run(x: Tensor) -> Tensor:
-        given = {"x": x, **moved}
-        before = {name: tensor.detach().clone() for name, tensor in given.items()}
-        result = call(module, **given)
-        for name, tensor in given.items():
-            assert torch.equal(tensor, before[name]), f"{name} was modified"
-        return result
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
 
     x = x.to(device, copy=True).requires_grad_()
-    result = run(x)
-    if call is not in_autocast:
+    result = call_without_changes(call, module, x, inputs)
+    if call is not in_autocast:  # which also allows float32
         assert result.dtype == dtype, f"result: got {result.dtype}, expected {dtype}"
     weights = dict(module.named_parameters())
     reference.check(add_gradients(result, x, weights, dtype))
 
     module.eval()
     with torch.no_grad():
-        at_odd_offset = torch.cat((x[..., :1], x), dim=-1)[..., 1:]
-        reference.check({"result": run(at_odd_offset)})
+        longer = torch.cat((x[..., :1], x), dim=-1)
+        at_odd_offset = longer[..., 1:]
+        result = call_without_changes(call, module, at_odd_offset, inputs)
+    reference.check({"result": result})
 
 
 def check_equation(
@@ -356,8 +394,10 @@ def check_on_cuda(
     """Check the equation on CUDA, if there is a GPU."""
     if not torch.cuda.is_available():
         pytest.skip("CUDA is not available")
-    if torch.__version__.startswith("2.9.") and dtype in HALVES and not x.numel():
-        pytest.skip("flash attention of torch 2.9 rejects empty batches")  # 165944
+    is_torch_2_9 = torch.__version__.startswith("2.9.")
+    if is_torch_2_9 and dtype in HALVES and not x.numel():
+        # pytorch issue 165944
+        pytest.skip("flash attention of torch 2.9 rejects empty batches")
     compare(module.to(dtype), formula, x.to(dtype), inputs, dtype, device="cuda")
 
 
@@ -381,9 +421,9 @@ def check_rounds_once(
     """Require the result in a half precision to be the exact one, rounded."""
     module = module.to(dtype)
     x = x.to(dtype)
-    reference = Reference(formula, module, x, inputs, dtype)
-    exact = reference.exact["result"]
-    check_close("result", module(x, **inputs), exact, half_a_unit(exact, dtype))
+    exact = Reference(formula, module, x, inputs, dtype).exact["result"]
+    result = module(x, **inputs)
+    check_close("result", result, exact, half_a_unit(exact, dtype))
 
 
 def function_and_formula(
@@ -474,11 +514,15 @@ def check_compiles(
 
 def check_weight_names(module: nn.Module, *names: str) -> None:
     """Require these keys of the state dict, and no others."""
-    got = ", ".join(sorted(module.state_dict()))
-    wanted = ", ".join(sorted(names))
-    assert got == wanted, (
-        f"the state dict has {got or 'no keys'}, expected {wanted or 'none'}"
-    )
+    keys = set(module.state_dict())
+    others = ", ".join(sorted(keys - set(names)))
+    missing = ", ".join(sorted(set(names) - keys))
+    differences = []
+    if others:
+        differences.append(f"has the other keys {others}")
+    if missing:
+        differences.append(f"lacks {missing}")
+    assert not differences, f"the state dict {' and '.join(differences)}"
 
 
 def check_placement(layer: Any, name: str, *arguments: Any, **options: Any) -> None:
@@ -498,30 +542,49 @@ def check_placement(layer: Any, name: str, *arguments: Any, **options: Any) -> N
         assert is_placed, f"{key} is on {table.device}, expected meta"
 
 
+def check_matrix_sizes(name: str, module: nn.Module, expected: int) -> None:
+    """Require this number of components in all matrices of a layer, which `name` describes."""
+    matrices = [weight for weight in module.parameters() if weight.ndim > 1]
+    got = sum(matrix.numel() for matrix in matrices)
+    assert got == expected, (
+        f"the matrices of {name} have {got} components, expected {expected}"
+    )
+
+
 def check_initial_weights(module: nn.Module, gain: float = 1.0) -> None:
-    """Require one value of all gains, and other weights from a normal of variance 2 / (d_in + d_out).
+    """Require one value of all gains, and matrices from a normal of variance 2 / (d_in + d_out).
 
     The normal is cut at three deviations. The same holds after `reset_parameters`,
     where every parameter was NaN.
     """
+    for name, _ in module.named_parameters():
+        if name.rpartition(".")[2] != "weight":  # for example, a bias
+            pytest.skip(OTHER_WEIGHTS)
     for name, parameter in module.named_parameters():
-        check_initial(name, parameter.detach().double(), gain)
+        check_initial(name, parameter, gain)
     for parameter in module.parameters():
         parameter.data.fill_(math.nan)
     find(module, "reset_parameters")()
     for name, parameter in module.named_parameters():
-        check_initial(f"{name} after reset", parameter.detach().double(), gain)
+        check_initial(f"{name} after reset", parameter, gain)
 
 
-def check_initial(name: str, weight: Tensor, gain: float) -> None:
+DEVIATION = 0.98658  # of a normal of deviation 1 that is cut at 3
+
+
+def check_initial(name: str, parameter: nn.Parameter, gain: float) -> None:
+    """Require a gain, or a matrix, to have the initial values of its kind."""
+    weight = parameter.detach().double()
     if weight.ndim == 1:
         check_close(name, weight, torch.full_like(weight, gain), 0)
         return
-    # Cut at 3, a normal has a deviation of 0.98658 and a kurtosis of 2.83. Five standard errors are allowed.
-    unit = weight / math.sqrt(2 / sum(weight.shape))
+    d_in_and_out = sum(weight.shape)
+    unit = weight / math.sqrt(2 / d_in_and_out)
+    # Five standard errors are allowed. The one of a deviation is 0.67 / sqrt(n) for a kurtosis of 2.83.
     error = 5 / math.sqrt(weight.numel())
     check_close(f"mean of {name}", unit.mean(), torch.tensor(0.0), error)
-    check_close(f"deviation of {name}", unit.std(), torch.tensor(0.98658), 0.67 * error)
+    expected = torch.tensor(DEVIATION)
+    check_close(f"deviation of {name}", unit.std(), expected, 0.67 * error)
     furthest = largest(unit)
     assert furthest <= 3 + 1e-6, f"{name}: got {furthest} deviations, expected 3"
 
@@ -537,11 +600,16 @@ def show(value: Any) -> str:
 
 
 def show_call(function: Any, arguments: dict[str, Any]) -> str:
-    layer = getattr(function, "_orig_mod", function)  # of a compiled layer
-    name = type(layer).__name__ if isinstance(layer, nn.Module) else layer.__name__
-    compiled = "" if layer is function else "compiled "
+    """Return a call as text, such as `compiled SwiGLU(x=torch.float32 of shape (2, 5))`."""
+    called = function
+    prefix = ""
+    if hasattr(function, "_orig_mod"):  # a compiled layer has this attribute
+        called = function._orig_mod
+        prefix = "compiled "
+    if isinstance(called, nn.Module):
+        called = type(called)
     shown = [f"{option}={show(value)}" for option, value in arguments.items()]
-    return f"{compiled}{name}({', '.join(shown)})"
+    return f"{prefix}{called.__name__}({', '.join(shown)})"
 
 
 def message_of(
@@ -621,27 +689,41 @@ def check_same(name: str, actual: Tensor, expected: Tensor) -> None:
 def check_causality(module: nn.Module, x: Tensor, **inputs: Tensor) -> None:
     """Require the result for the first tokens not to depend on later tokens."""
     without_dropout(module, x, inputs)
-    whole = module(x, **inputs)
-    for count in range(1, x.shape[-2]):
+    result = module(x, **inputs)
+    length = x.shape[-2]
+    for count in range(1, length):
+        with_later = result[..., :count, :]
         alone = module(x[..., :count, :], **first_tokens(inputs, count))
-        name = f"the first {count} tokens with later ones"
-        check_same(name, whole[..., :count, :], alone)
+        check_same(f"the first {count} tokens with later ones", with_later, alone)
 
 
 def check_masks(module: nn.Module, x: Tensor, **inputs: Tensor) -> None:
     """Require a mask of True to change nothing, and a mask to hide what keys contain."""
     require_options(module.forward, "mask")
     without_dropout(module, x, inputs)
+    check_mask_of_true(module, x, inputs)
+    check_hidden_tokens(module, x, inputs)
+
+
+def check_mask_of_true(module: nn.Module, x: Tensor, inputs: Inputs) -> None:
+    """Require a mask that hides nothing to have no effect."""
     length = x.shape[-2]
     everything = torch.ones(length, length, dtype=torch.bool)
-    masked = module(x, mask=everything, **inputs)
-    check_same("with a mask of True", masked, module(x, **inputs))
+    with_mask = module(x, mask=everything, **inputs)
+    without_mask = module(x, **inputs)
+    check_same("with a mask of True", with_mask, without_mask)
 
-    hides_two = torch.arange(length)[None] >= 2
+
+def check_hidden_tokens(module: nn.Module, x: Tensor, inputs: Inputs) -> None:
+    """Hide the first two tokens from all queries; their content must not change any other result."""
+    hidden = slice(2)
+    others = slice(2, None)
+    mask = torch.ones(1, x.shape[-2], dtype=torch.bool)  # one row for all queries
+    mask[:, hidden] = False
     changed = x.clone()
-    changed[..., :2, :] = randn(*x[..., :2, :].shape, seed=7)
-    expected = module(x, mask=hides_two, **inputs)[..., 2:, :]
-    actual = module(changed, mask=hides_two, **inputs)[..., 2:, :]
+    changed[..., hidden, :] = randn(*changed[..., hidden, :].shape, seed=7)
+    expected = module(x, mask=mask, **inputs)[..., others, :]
+    actual = module(changed, mask=mask, **inputs)[..., others, :]
     check_same("after a change of two hidden tokens", actual, expected)
 
 
@@ -649,6 +731,6 @@ def check_relative_positions(module: nn.Module, x: Tensor) -> None:
     """Require a layer with RoPE to give the same result for positions that are all 150 further on."""
     require_options(module.forward, "token_positions")
     without_dropout(module, x, {})
-    further_on = torch.arange(x.shape[-2]) + 150
-    name = "150 positions further on"
-    check_same(name, module(x, token_positions=further_on), module(x))
+    length = x.shape[-2]
+    further_on = module(x, token_positions=torch.arange(length) + 150)
+    check_same("150 positions further on", further_on, module(x))

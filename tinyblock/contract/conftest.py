@@ -1,7 +1,8 @@
-"""Fixtures: each layer of the folder above, or of what `--layers` names, as an imported module by the layer's name.
+"""Provide each layer as a fixture: the argument `rope` of a test is the imported rope.py.
 
-A layer is recognized by the name of its file: what test_rope.py tests is rope.py. If
-the folder lacks a layer that another layer needs, the fixture has that of tinyblock.
+Layers come from the folder above the tests, or from the target of `--layers`. If that
+lacks a layer that another layer needs, the fixture imports it from tinyblock. A layer
+is recognized by the name of its file.
 """
 
 import contextlib
@@ -9,6 +10,8 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -44,13 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs a GPU")
     target = config.getoption("layers", default=None)
     if target is None:
-        sources = sources_of_path(HERE.parent)
-    else:
-        path = config.invocation_params.dir / target
-        sources = sources_of_path(path) if path.exists() else sources_of_name(target)
-        if not sources:
-            files = ", ".join(f"{layer}.py" for layer in LAYERS)
-            raise pytest.UsageError(f"{target} has no layer, none of {files}")
+        config.stash[SOURCES] = sources_of_path(HERE.parent)
+        return
+    path = config.invocation_params.dir / target
+    sources = sources_of_path(path) if path.exists() else sources_of_name(target)
+    if not sources:
+        files = ", ".join(f"{layer}.py" for layer in LAYERS)
+        raise pytest.UsageError(f"{target} has no layer, none of {files}")
     config.stash[SOURCES] = sources
 
 
@@ -70,33 +73,46 @@ def sources_of_path(path: Path) -> dict[str, Source]:
     sources = {}
     for layer in LAYERS:
         file = folder / f"{layer}.py"
-        if file.is_file() and (path.is_dir() or path == file):
+        is_meant = path in (folder, file)
+        if is_meant and file.is_file():
             sources[layer] = Source(file, package + layer)
     return sources
 
 
 def sources_of_name(target: str) -> dict[str, Source]:
     """Find the layers in an importable package, or the one in an importable module."""
+    spec = spec_of(target)
+    folders = spec.submodule_search_locations  # of a package
+    if folders is not None:
+        return sources_of_package(target, folders)
+    layer = target.rpartition(".")[2]
+    if layer not in LAYERS:
+        return {}
+    return {layer: Source(Path(str(spec.origin)), target)}
+
+
+def spec_of(target: str) -> ModuleSpec:
+    """Return where Python finds a module, or raise a UsageError if it finds none."""
     make_importable(Path.cwd())
     try:
         spec = importlib.util.find_spec(target)
-    except (Exception, SystemExit):  # of the packages above it
+    except (Exception, SystemExit):  # a package above the module cannot be imported
         spec = None
     if spec is None:
         raise pytest.UsageError(
             f"{target!r} was not found: give a folder, a .py file, or a module that can be imported here"
         )
-    if spec.submodule_search_locations is None:
-        layer = target.rpartition(".")[2]
-        return (
-            {layer: Source(Path(str(spec.origin)), target)} if layer in LAYERS else {}
-        )
-    sources: dict[str, Source] = {}
-    for folder in spec.submodule_search_locations:
-        for layer in LAYERS:
-            file = Path(folder) / f"{layer}.py"
-            if file.is_file():
-                sources.setdefault(layer, Source(file, f"{target}.{layer}"))
+    return spec
+
+
+def sources_of_package(package: str, folders: Iterable[str]) -> dict[str, Source]:
+    """Find the layers of a package, each in the first of its folders that has the file."""
+    sources = {}
+    for layer in LAYERS:
+        files = [Path(folder, f"{layer}.py") for folder in folders]
+        found = [file for file in files if file.is_file()]
+        if found:
+            sources[layer] = Source(found[0], f"{package}.{layer}")
     return sources
 
 
@@ -114,32 +130,34 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def import_layer(source: Source) -> ModuleType:
-    """Import a layer; fail in one line if that is not possible."""
+    """Import a layer; fail the test in one line if that is not possible."""
+    path, name = source
     try:
-        module = importlib.import_module(source.name)
+        module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        message = f"{place_of(error, source.path)}: {type(error).__name__}: {error}"
+        message = f"{place_of(error, path)}: {type(error).__name__}: {error}"
         if "relative import" in message:
-            message += f"; add an __init__.py to {source.path.parent}"
+            message += f"; add an __init__.py to {path.parent}"
         pytest.fail(message, pytrace=False)
-    if not source.path.samefile(str(module.__file__)):
-        pytest.fail(
-            f"{source.path} cannot be imported as {source.name}: that is already {module.__file__}",
-            pytrace=False,
-        )
+    if not path.samefile(str(module.__file__)):
+        other = f"that is already {module.__file__}"
+        pytest.fail(f"{path} cannot be imported as {name}: {other}", pytrace=False)
     return module
 
 
 def place_of(error: BaseException, path: Path) -> str:
-    """Return the last line in the folder of a file that an error passed."""
+    """Return the innermost line of a traceback that is in the folder of `path`, or else `path`."""
     place = str(path)
+    folder = path.resolve().parent
     for frame in traceback.extract_tb(error.__traceback__):
-        if Path(frame.filename).parent == path.resolve().parent:
+        if Path(frame.filename).parent == folder:
             place = f"{frame.filename}, line {frame.lineno}"
     return place
 
 
 def fixture_of(layer: str) -> Any:
+    """Return a fixture that imports a layer, or tinyblock's where the target lacks it."""
+
     @pytest.fixture(scope="session", name=layer)
     def imported(request: pytest.FixtureRequest) -> ModuleType:
         source = request.config.stash[SOURCES].get(layer)

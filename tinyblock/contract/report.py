@@ -1,4 +1,4 @@
-"""What `tinyblock verify` prints: a dot for each test, then a line for each property that fails, and a count.
+"""Print a dot for each test, then a line for each property that fails, and a count, for `tinyblock verify`.
 
 A property is a test function of a layer. It fails if one of its cases fails, and holds
 if no case fails and one passes. With -v pytest prints its own report before this one.
@@ -60,11 +60,14 @@ def is_of_a_check(error: BaseException, frames: traceback.StackSummary) -> bool:
 
 def reason_in(report: Any) -> str:
     """Return the reason that a report stores, or the last line of an error of collection."""
-    stored = dict(getattr(report, "user_properties", []))
-    if "reason" in stored:
-        return str(stored["reason"])
+    properties = dict(getattr(report, "user_properties", []))
+    if "reason" in properties:
+        return str(properties["reason"])
     lines = str(report.longrepr).strip().splitlines()
-    return lines[-1].removeprefix("E ").strip() if lines else "no reason"
+    if not lines:
+        return "no reason"
+    # pytest begins each line of an error with an E.
+    return lines[-1].removeprefix("E ").strip()
 
 
 class Property:
@@ -120,12 +123,16 @@ def properties_of(stats: dict[str, list[pytest.TestReport]]) -> list[Property]:
 
 
 def failures(properties: list[Property]) -> list[str]:
-    """Return a line for each property that fails, but one line for all of a layer that fail for the same reason."""
+    """Return a line for each property that fails, but one line for all of a layer that fail for the same reason.
+
+    Other weights come first, because they explain why other properties are skipped.
+    """
+    failed = [found for found in properties if found.failed]
+    failed.sort(key=lambda found: found.name != "weight_names")
     same: dict[tuple[str, str], list[Property]] = {}
-    for found in properties:
-        if found.failed:
-            _, reason = found.failed[0]
-            same.setdefault((found.layer, reason), []).append(found)
+    for found in failed:
+        _, reason = found.failed[0]
+        same.setdefault((found.layer, reason), []).append(found)
     lines = []
     for (layer, reason), group in same.items():
         names = ", ".join(found.name for found in group[:3])

@@ -6,7 +6,6 @@ where a query may attend to a key. A query without any key yields zeros.
 """
 
 import math
-from itertools import product
 
 import pytest
 import torch
@@ -15,9 +14,10 @@ from .checks import (
     DTYPES,
     EPS,
     HALVES,
-    OTHER_NAMES,
+    OTHER_WEIGHTS,
     Cases,
     build,
+    build_class,
     check_autocast,
     check_causality,
     check_checkpointing,
@@ -46,24 +46,23 @@ LAYER = "CausalMultiHeadSelfAttention"
 
 
 def attend(q, k, v, mask=None):
-    """Attend with one softmax for each query, over the keys that it may attend to."""
-    shape = (*q.shape[:-1], k.shape[-2])
-    mask = torch.ones(shape, dtype=torch.bool) if mask is None else mask.expand(shape)
-    rows = [v.new_zeros(0)]  # cat needs a tensor, also for an empty batch
-    for query in product(*[range(size) for size in q.shape[:-1]]):
-        batch = query[:-1]
-        seen = mask[query]
-        if not seen.any():
-            rows.append(v.new_zeros(v.shape[-1]))
-            continue
-        scores = k[batch][seen] @ q[query] / math.sqrt(q.shape[-1])
-        rows.append(scores.softmax(0) @ v[batch][seen])
-    return torch.cat(rows).reshape(*q.shape[:-1], v.shape[-1])
+    """Return softmax(q k^T / sqrt(d_head)) v over the keys that the mask shows to each query."""
+    if mask is None:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    shares = scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
+    # For a query without any key, the softmax is NaN.
+    shares = shares.masked_fill(~mask, 0)
+    return shares @ v
 
 
 def attend_causally(q, k, v, mask=None):
-    causal = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril()
-    return attend(q, k, v, causal if mask is None else causal & mask)
+    """Attend to each token and the tokens before it, unless the mask hides them."""
+    length = q.shape[-2]
+    shown = torch.ones(length, length, dtype=torch.bool).tril()
+    if mask is not None:
+        shown = shown & mask
+    return attend(q, k, v, shown)
 
 
 def self_attention(
@@ -81,8 +80,11 @@ def self_attention(
     attend=attend_causally,
 ):
     """Attend in one head at a time, with its rows of the projections."""
-    d_head = d_head or x.shape[-1] // num_heads
-    group = num_heads // (num_kv_heads or num_heads)
+    if d_head is None:
+        d_head = x.shape[-1] // num_heads
+    if num_kv_heads is None:
+        num_kv_heads = num_heads
+    group = num_heads // num_kv_heads
 
     def project(name, head):
         rows = slice(head * d_head, (head + 1) * d_head)
@@ -107,7 +109,7 @@ def mask_of(*shape):
     """Return a mask that is True for about 7 keys in 10, and for none of the fourth query."""
     generator = torch.Generator().manual_seed(2)
     mask = torch.rand(*shape, generator=generator) < 0.7
-    mask[..., 3:4, :] = False
+    mask[..., 3:4, :] = False  # a slice, because a mask may have a single row
     return mask
 
 
@@ -182,8 +184,9 @@ def prepare(attention, case):
     """Return a layer, its formula, x, and further inputs."""
     options = {"num_heads": 4, **ALL_CASES[case]}
     shape = options.pop("shape", (2, 7, 24))
-    x = randn(*shape) * options.pop("scale", 1.0)
+    scale = options.pop("scale", 1.0)
     inputs = take_inputs(options)
+    x = randn(*shape) * scale
     layer = build(attention, LAYER, shape[-1], **options)
     require_options(layer.forward, *inputs)
 
@@ -299,52 +302,59 @@ def test_initial_weights_of_other_heads(attention):
     check_initial_weights(construct(attention, LAYER, 192, 4, **options))
 
 
+def blend(q, k, v, mask):
+    """Stand for attention: depend on all arguments, and take masks of numbers."""
+    return 2 * q + mask @ (k - v)
+
+
 def test_attend_may_be_overridden(attention):
-    """The method gets normalized and rotated queries and keys, and any mask."""
+    """The method of a subclass gets normalized and rotated queries and keys, and any mask."""
     base = find(attention, LAYER)
     find(base, "attend")
     options = {"rope": ROPE, "qk_norm": True}
     require_options(base, *options)
 
-    def blend(q, k, v, mask):
-        return 2 * q + mask @ (k - v)
-
     class Blended(base):
         def attend(self, q, k, v, mask):
             return blend(q, k, v, mask)
 
-    attention_of_blended = type("layer", (), {LAYER: Blended})
-    layer = build(attention_of_blended, LAYER, 24, 4, **options)
+    layer = build_class(Blended, 24, 4, **options)
 
     def formula(x, weights, token_positions, mask):
-        return self_attention(
-            x, weights, token_positions, mask, num_heads=4, attend=blend, **options
-        )
+        heads = {"num_heads": 4, "attend": blend, **options}
+        return self_attention(x, weights, token_positions, mask, **heads)
 
-    inputs = {"token_positions": POSITIONS, "mask": randn(7, 7, seed=3)}
-    check_equation(layer, formula, randn(2, 7, 24), torch.float64, **inputs)
+    x = randn(2, 7, 24)
+    mask = randn(7, 7, seed=3)
+    inputs = {"token_positions": POSITIONS, "mask": mask}
+    check_equation(layer, formula, x, torch.float64, **inputs)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_scores_in_float32_or_wider(attention, dtype):
-    """Scores are about 1024, and multiples of 1/4, which a half cannot hold; q, k and v are exact.
+    """A layer in a half precision must not round its scores to that precision.
 
-    x has random signs, and 64 in columns 0 and 32. q and v are x, and k is x with its
-    halves swapped.
+    All scores here are about 1024, and they differ by multiples of 1/4, which a half
+    cannot hold at that size.
     """
-    x = randn(2, 9, 64, seed=3).sign()
-    x[..., ::32] = 64
+    layer = construct(attention, LAYER, 64, 1).to(dtype)
+    # Then q = v = x, and k is x with its halves swapped. None of them is rounded.
     identity = torch.eye(64, dtype=torch.float64)
     weights = dict.fromkeys(WEIGHTS, identity)
     weights["k_proj.weight"] = identity.roll(32, 0)
-    exact = attend_causally(x, x.roll(32, -1), x)
-    layer = construct(attention, LAYER, 64, 1).to(dtype)
     if layer.state_dict().keys() != weights.keys():
-        pytest.skip(OTHER_NAMES)
+        pytest.skip(OTHER_WEIGHTS)
     layer.load_state_dict(weights)
-    signs = [column for column in range(64) if column % 32]
+
+    # Components of 64 make the scores large, and components of 1 and -1 make them differ.
+    large = [0, 32]
+    signs = [column for column in range(64) if column not in large]
+    x = randn(2, 9, 64, seed=3).sign()
+    x[..., large] = 64
+    swapped = x.roll(32, -1)
+    expected = attend_causally(q=x, k=swapped, v=x)[..., signs]
     result = layer(x.to(dtype))[..., signs]
-    check_close("result", result, exact[..., signs], 4 * torch.finfo(dtype).eps)
+    check_close("result", result, expected, 4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)

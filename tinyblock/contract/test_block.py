@@ -17,6 +17,7 @@ from .checks import (
     check_equation,
     check_initial_weights,
     check_masks,
+    check_matrix_sizes,
     check_on_cuda,
     check_placement,
     check_relative_positions,
@@ -158,9 +159,9 @@ def test_equation_on_cuda(block, ffn, case, dtype):
 
 def test_d_ff_is_the_width_of_the_feed_forward_layer(block):
     layer = construct(block, "Block", 24, 4, 40)
-    got = sum(weight.numel() for weight in layer.parameters())
-    wanted = 4 * 24 * 24 + 3 * 24 * 40 + 2 * 24
-    assert got == wanted, f"Block(24, 4, 40) has {got} weights, expected {wanted}"
+    of_attention = 4 * 24 * 24
+    of_swiglu = 3 * 24 * 40
+    check_matrix_sizes("Block(24, 4, 40)", layer, of_attention + of_swiglu)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,6 +20,7 @@ from .checks import (
     check_equation,
     check_function,
     check_initial_weights,
+    check_matrix_sizes,
     check_on_cuda,
     check_placement,
     check_rejects_option,
@@ -159,9 +160,8 @@ def test_initial_weights(ffn, name):
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_d_ff_is_the_width_that_is_passed(ffn, name):
     layer = construct(ffn, name, 5, 7)
-    got = sum(weight.numel() for weight in layer.parameters())
-    wanted = len(WEIGHTS[name]) * 5 * 7
-    assert got == wanted, f"{name}(5, 7) has {got} weights, expected {wanted}"
+    matrices = len(WEIGHTS[name])
+    check_matrix_sizes(f"{name}(5, 7)", layer, matrices * 5 * 7)
 
 
 @pytest.mark.parametrize(
@@ -170,17 +170,12 @@ def test_d_ff_is_the_width_that_is_passed(ffn, name):
 )
 def test_d_ff_is_the_multiple_of_64_nearest_to_8_thirds_of_d_model(ffn, d_model, d_ff):
     layer = construct(ffn, "SwiGLU", d_model)
-    got = sum(weight.numel() for weight in layer.parameters())
-    wanted = 3 * d_model * d_ff
-    assert got == wanted, f"SwiGLU({d_model}) has {got} weights, expected {wanted}"
+    check_matrix_sizes(f"SwiGLU({d_model})", layer, 3 * d_model * d_ff)
 
 
 def test_d_ff_is_4_d_model_without_a_gate(ffn):
     layer = construct(ffn, "FeedForward", 12)
-    got = sum(weight.numel() for weight in layer.parameters())
-    assert got == 2 * 12 * 48, (
-        f"FeedForward(12) has {got} weights, expected {2 * 12 * 48}"
-    )
+    check_matrix_sizes("FeedForward(12)", layer, 2 * 12 * 48)
 
 
 @pytest.mark.parametrize("name", ["SwiGLU", "FeedForward"])

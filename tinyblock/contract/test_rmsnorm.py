@@ -93,12 +93,14 @@ SCALES = [1e-3, 1.0, 12000.0]
 
 
 def with_gains_of(dtype, rmsnorm, x):
-    """Return the result for gains of a dtype, and the exact result."""
-    norm, formula, _ = prepare(rmsnorm, x.shape)
-    weights = {"weight": norm.to(dtype).weight.detach().double()}
+    """Return the result for gains of a dtype, in the dtype of x, and the exact result."""
+    norm, _, _ = prepare(rmsnorm, x.shape)
+    norm = norm.to(dtype)
     result = norm(x)
     assert result.dtype == x.dtype, f"result: got {result.dtype}, expected {x.dtype}"
-    return result, formula(x.double(), weights)
+    gains = norm.weight.detach().double()
+    exact = rms_norm(x.double(), gains)
+    return result, exact
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -170,12 +170,13 @@ def test_scores_depend_on_relative_positions_only(rope, theta, query, key, shift
     layer = build(rope, "RotaryPositionalEmbedding", theta, 8, 4096)
 
     def score(query_position, key_position):
-        q = layer(randn(1, 8), torch.tensor([query_position]))
+        q = layer(randn(1, 8, seed=0), torch.tensor([query_position]))
         k = layer(randn(1, 8, seed=1), torch.tensor([key_position]))
         return (q * k).sum()
 
+    expected = score(query, key)
     shifted = score(query + shift, key + shift)
-    check_close(f"score {shift} positions further on", shifted, score(query, key), 1e-9)
+    check_close(f"score {shift} positions further on", shifted, expected, 1e-9)
 
 
 # The table.
@@ -186,8 +187,9 @@ LONG = (5e5, 16, 131072)  # theta, d_k, positions
 def emptied(layer):
     """Move a layer to meta and back, which leaves its memory as it happens to be."""
     layer = layer.to("meta")
+    # The freed memory may still contain the table: overwrite it.
     dirty = [torch.full((131072, 8, 2), math.nan) for _ in range(3)]
-    del dirty  # else the memory may still hold the table
+    del dirty
     return layer.to_empty(device="cpu")
 
 
@@ -202,18 +204,19 @@ WAYS = {
 
 
 def check_table(layer):
-    """Compare unit vectors at both ends of the table, for all of its wavelengths."""
+    """Compare a layer of the sizes LONG with the formula, for unit vectors at many positions and the last 100."""
     theta, d_k, length = LONG
-    some = torch.arange(0, length, 61)
+    many = torch.arange(0, length, 61)
     last = torch.arange(length - 100, length)
-    positions = torch.cat((some, last))
+    positions = torch.cat((many, last))
     x = nn.functional.normalize(randn(len(positions), d_k), dim=-1)
     exact = rope_of_positions(x, positions, theta)
-    # An angle is at most the length, and is rounded.
-    in_float64 = 2 * length * torch.finfo(torch.float64).eps
-    in_float32 = 8 * torch.finfo(torch.float32).eps
-    check_close("result in float64", layer(x, positions), exact, in_float64)
-    check_close("result in float32", layer(x.float(), positions), exact, in_float32)
+
+    # In float64 the angles, which are at most the length, are rounded.
+    allowed = 2 * length * torch.finfo(torch.float64).eps
+    check_close("result in float64", layer(x, positions), exact, allowed)
+    allowed = 8 * torch.finfo(torch.float32).eps
+    check_close("result in float32", layer(x.float(), positions), exact, allowed)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -20,6 +20,7 @@ from .checks import (
     check_equation,
     check_initial_weights,
     check_masks,
+    check_matrix_sizes,
     check_on_cuda,
     check_placement,
     check_rejects_input,
@@ -142,9 +143,9 @@ def test_equation_on_cuda(transformer, case, dtype):
 
 def test_d_ff_is_the_width_of_the_feed_forward_layers(transformer):
     stack = construct(transformer, "Transformer", 2, 24, 4, 40, max_seq_len=9)
-    got = sum(weight.numel() for weight in stack.parameters())
-    wanted = 2 * (4 * 24 * 24 + 3 * 24 * 40 + 2 * 24) + 24
-    assert got == wanted, f"the stack has {got} weights, expected {wanted}"
+    of_attention = 4 * 24 * 24
+    of_swiglu = 3 * 24 * 40
+    check_matrix_sizes("two blocks", stack, 2 * (of_attention + of_swiglu))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -184,17 +185,26 @@ def test_device_and_dtype(transformer):
     check_placement(transformer, "Transformer", 2, 24, 4, 40, max_seq_len=9)
 
 
+def tables_of(module):
+    """Return the tables of a module by name, but no masks, and each memory once."""
+    by_memory = {}
+    for name, table in module.named_buffers():
+        if table.dtype != torch.bool:
+            by_memory[table.data_ptr()] = (name, table)
+    return dict(by_memory.values())
+
+
 def test_one_table_for_all_blocks(transformer):
     """No two tables have equal values, after all that torch does to modules."""
     stack = construct(transformer, "Transformer", 3, 24, 4, max_seq_len=9)
-    emptied = stack.to(torch.bfloat16).to("meta").to_empty(device="cpu")
-    tables = {}
-    for name, table in copy.deepcopy(emptied).named_buffers():
-        if table.dtype != torch.bool:  # masks
-            tables[table.data_ptr()] = name, table
-    for (name, table), (other, another) in combinations(tables.values(), 2):
-        is_same = table.shape == another.shape and torch.equal(table, another)
-        assert not is_same, f"{name} and {other} have the same values"
+    stack = stack.to(torch.bfloat16)
+    stack = stack.to("meta").to_empty(device="cpu")
+    tables = tables_of(copy.deepcopy(stack))
+    for name, other_name in combinations(tables, 2):
+        table = tables[name]
+        other = tables[other_name]
+        is_same = table.shape == other.shape and torch.equal(table, other)
+        assert not is_same, f"{name} and {other_name} have the same values"
 
 
 @pytest.mark.parametrize("part", PARTS)
