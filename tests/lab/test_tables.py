@@ -26,6 +26,19 @@ def test_number_has_three_digits_and_no_exponent():
     ]
 
 
+def test_small_number_is_not_written_as_zero():
+    values = [0.0999, 0.0532, 0.1, 0.004, 0.00042, -0.0004]
+    assert [number(value) for value in values] == [
+        "0.100",
+        "0.053",
+        "0.10",
+        "0.0040",
+        "0.00042",
+        "-0.00040",
+    ]
+    assert share(0.000123) == "0.01%"
+
+
 def test_si_takes_the_prefix_that_leaves_three_digits():
     values = [0, 999, 1000, 999_999, 3_110_000, 2e15]
     assert [si(value, "B") for value in values] == [
