@@ -12,7 +12,9 @@ INTRODUCTION = """\
 # Benchmarks
 
 How long does tinyblock's Block take beside the layers of other projects? Each cell is the Block's time divided by the
-project's time: below 1 the Block is faster. It is a median, with the 20th and 80th percentile in parentheses."""
+project's time: below 1, the Block is faster. It is a median, with the 20th and 80th percentile in parentheses. The last
+column divides the Block's time by that of a second copy of the Block, and shows the noise. The lines below the table
+list the targets that are missed; [performance.md](performance.md) explains them."""
 METHOD = """\
 ## How the times were measured
 
@@ -39,7 +41,10 @@ VERDICTS = {True: "met", False: "**missed**", None: ""}
 
 def page(runs: Sequence[Run]) -> str:
     """Return docs/benchmarks.md: first the conclusions for each machine, then the method, then all figures."""
-    machines = [Machine.of(group) for group in by_machine(runs)]
+    return page_of([Machine.of(group) for group in by_machine(runs)])
+
+
+def page_of(machines: Sequence["Machine"]) -> str:
     parts = [INTRODUCTION]
     parts += [machine.conclusions() for machine in machines]
     parts.append(METHOD)
@@ -71,7 +76,9 @@ class Machine:
             )
         if any(run.interrupted for run in self.runs):
             parts.append("**Interrupted: some cases are missing.**")
-        parts += [overview(self.cases), verdicts(self.cases)]
+        # Training comes first, because it matters most.
+        cases = sorted(self.cases, key=lambda case: case.result.work != "train")
+        parts += [overview(cases), verdicts(cases)]
         return "\n\n".join(parts)
 
     def details(self) -> str:
@@ -104,12 +111,12 @@ def overview(cases: Sequence[PooledCase]) -> str:
     for case in cases:
         for pooled in case.rows:
             if pooled.row.project and pooled.timing is not None:
-                titles[pooled.row.peer] = title_of(pooled)
+                titles[pooled.row.peer] = f"{pooled.row.peer} {pooled.row.version}"
     titles[CONTROL] = "noise: Block / Block"
-    rows = [
-        [case.result.summary, *(_ratio_of(case, peer) for peer in titles)]
-        for case in cases
-    ]
+    rows = []
+    for case in cases:
+        name = f"`{case.result.name}`: {case.result.summary}"
+        rows.append([name, *(_ratio_of(case, peer) for peer in titles)])
     return markdown(["Block / project", *titles.values()], rows)
 
 
@@ -159,8 +166,12 @@ def times_of(cases: Sequence[PooledCase]) -> list[Verdict]:
             if pooled.timing is None:
                 text = f"- {row.peer} {row.status}: {row.reason}"
             else:
-                ratio = f"{pooled.timing.ratio.median:.3f} times as long as {row.peer}"
-                text = f"- {name}: takes {ratio}; target: at most {row.target:.2f}"
+                ratio = pooled.timing.ratio
+                times = f"{ratio.median:.3f} times ({ratio.p20:.3f}-{ratio.p80:.3f})"
+                target = f"at most {row.target:.2f}"
+                text = (
+                    f"- {name}: takes {times} as long as {row.peer}; target: {target}"
+                )
             found.append(Verdict(pooled.meets_target, text))
     return found
 

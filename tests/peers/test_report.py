@@ -118,7 +118,7 @@ def test_verdicts_name_what_is_missed_and_what_is_not_judged():
         "",
         "Missed:",
         "",
-        "- train-f32: takes 1.100 times as long as torchtune; target: at most 1.03",
+        "- train-f32: takes 1.100 times (1.100-1.100) as long as torchtune; target: at most 1.03",
         "- train-f32: keeps 2.0 MiB for backward; target: at most 1.0, as litgpt does",
         "- train-f32: keeps 2.0 MiB for backward; target: at most 1.0, as torchtune does",
         "",
@@ -136,8 +136,11 @@ def test_overview_has_a_column_for_each_measured_project_and_the_control():
         skipped("liger"),
     ]
     cells = table_in(report.overview(pool([run_of(*rows)])))
-    assert cells["Block / project"] == ["layer of litgpt 1.2", "noise: Block / Block"]
-    assert cells["training, float32"] == ["1.23 (1.23-1.23)", "0.99 (0.99-0.99)"]
+    assert cells["Block / project"] == ["litgpt 1.2", "noise: Block / Block"]
+    assert cells["`train-f32`: training, float32"] == [
+        "1.23 (1.23-1.23)",
+        "0.99 (0.99-0.99)",
+    ]
 
 
 def test_figures_of_a_case_have_mfu_and_bytes_but_no_empty_columns():
