@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 from lab.sizes import Size
 from torch import Tensor
-from torch.nn.utils import vector_to_parameters
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from tinyblock import Block, RotaryPositionalEmbedding
 
@@ -55,7 +55,7 @@ QUICK_STARTS = (0, 2**13)
 
 def rope_at(start: int) -> str:
     """Return the name of RoPE in the window from this position."""
-    return f"RoPE at {start:,}"
+    return f"RoPE from position {start:,}"
 
 
 # The rows of the tables.
@@ -230,8 +230,9 @@ def places_of(peer: Peer, size: Size) -> Tensor:
     counting, _ = make_block(size, torch.float64, torch.device("cpu"), seed=0)
     numbers = torch.arange(size.parameters, dtype=torch.float64)
     vector_to_parameters(numbers, counting.parameters())
-    parameters = peer.build(counting, size).parameters
-    return torch.cat([each.detach().flatten() for each in parameters]).long()
+    candidate = peer.build(counting, size)
+    places = parameters_to_vector(candidate.parameters)
+    return places.detach().long()
 
 
 @functools.cache

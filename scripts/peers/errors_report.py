@@ -148,25 +148,28 @@ def draw(errors: Errors, facts: Mapping[str, object], path: Path) -> None:
     save(figure, path)
 
 
+def rope_lines(errors: Errors, dtype: str) -> dict[str, dict[float, float]]:
+    """Return RoPE's relative error at the middle of each window, by project."""
+    eps = torch.finfo(DTYPES[dtype]).eps
+    lines: dict[str, dict[float, float]] = {}
+    for project in PROJECTS:
+        for start in STARTS:
+            key = Key(dtype, FORWARD, rope_at(start), project)
+            if key in errors:
+                middle = start + SIZE.seq_len / 2
+                lines.setdefault(project, {})[middle] = eps * rms(errors[key])
+    return lines
+
+
 def draw_dtype(axes: Any, errors: Errors, dtype: str) -> None:
     """Draw the lines of one dtype. Lines that coincide get thinner, so that each remains visible."""
     from lab.plots import COLORS, MARKERS
 
-    eps = torch.finfo(DTYPES[dtype]).eps
-    projects = [
-        project
-        for project in PROJECTS
-        if Key(dtype, FORWARD, rope_at(0), project) in errors
-    ]
-    starts = [
-        start for start in STARTS if Key(dtype, FORWARD, rope_at(start), OURS) in errors
-    ]
-    middles = [start + SIZE.seq_len / 2 for start in starts]
-    for index, project in enumerate(projects):
-        keys = [Key(dtype, FORWARD, rope_at(start), project) for start in starts]
+    lines = rope_lines(errors, dtype)
+    for index, (project, line) in enumerate(lines.items()):
         axes.loglog(
-            middles,
-            [eps * rms(errors[key]) for key in keys],
+            list(line),
+            list(line.values()),
             label=project,
             color=COLORS[index],
             marker=MARKERS[index],

@@ -1,6 +1,5 @@
 """Ratios and verdicts from the records of one run, or of several runs of one machine."""
 
-import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -83,15 +82,14 @@ def pool(runs: Sequence[Run]) -> list[PooledCase]:
 def _pooled_case(results: Sequence[CaseResult], device: str) -> PooledCase:
     succeeded = [result for result in results if result.failure is None]
     shown = succeeded[0] if succeeded else results[0]
+    failures = [result.failure for result in results if result.failure is not None]
     by_peer: dict[str, list[Row]] = {}
-    for row in itertools.chain.from_iterable(result.rows for result in results):
-        by_peer.setdefault(row.peer, []).append(row)
-    return PooledCase(
-        result=shown,
-        failures=[result.failure for result in results if result.failure is not None],
-        rows=[_pooled_row(shown, rows) for rows in by_peer.values()],
-        peak=peak_of(device, shown.dtype),
-    )
+    for result in results:
+        for row in result.rows:
+            by_peer.setdefault(row.peer, []).append(row)
+    rows = [_pooled_row(shown, same) for same in by_peer.values()]
+    peak = peak_of(device, shown.dtype)
+    return PooledCase(result=shown, failures=failures, rows=rows, peak=peak)
 
 
 def _pooled_row(result: CaseResult, rows: Sequence[Row]) -> PooledRow:

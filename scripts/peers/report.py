@@ -276,10 +276,10 @@ def cells_of(case: PooledCase, pooled: PooledRow) -> dict[str, str]:
 
 def time_cells(pooled: PooledRow, timing: Timing) -> dict[str, str]:
     ratio = timing.ratio
-    processes = str(len(timing.run_ratios))
-    if len(timing.run_ratios) > 1:
-        lowest, highest = min(timing.run_ratios), max(timing.run_ratios)
-        processes += f": {lowest:.3f}-{highest:.3f}"
+    medians = timing.run_ratios
+    processes = str(len(medians))
+    if len(medians) > 1:
+        processes += f": {min(medians):.3f}-{max(medians):.3f}"
     return {
         "ratio": f"{ratio.median:.3f}",
         "20%-80%": f"{ratio.p20:.3f}-{ratio.p80:.3f}",

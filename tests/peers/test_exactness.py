@@ -64,7 +64,7 @@ def test_norm_of_hugging_face_rounds_twice(measured):
 
 
 def test_rope_is_as_exact_as_its_dtype_and_float32_angles_are_not(measured):
-    rope = ("float32", FORWARD, "RoPE at 8,192")
+    rope = ("float32", FORWARD, "RoPE from position 8,192")
     assert rms(measured, *rope, OURS) < 0.5
     # The angles are off by up to half an eps of each position.
     assert 200 < rms(measured, *rope, "Meta") < 2000
@@ -119,7 +119,7 @@ def test_page_has_a_table_for_each_dtype_and_direction(measured):
     assert len(headings) == len(set(headings)) == 9
     assert text.count("| layer ") == 9
     # RoPE has no weights, so it is in the table of ratios and in six others.
-    assert text.count("\n| RoPE at 8,192 ") == 7
+    assert text.count("\n| RoPE from position 8,192 ") == 7
 
 
 def test_write_requires_a_page_with_the_marks_of_the_device(tmp_path, capsys):
