@@ -21,7 +21,6 @@ sys.path.insert(
 import jaxtyping
 import torch
 from lab.cli import Parser, check_outputs, device_of, run
-from lab.environment import environment
 from lab.files import write_text
 from lab.presets import PRESETS
 from lab.progress import Progress
@@ -272,7 +271,7 @@ def measure(plan: Plan, options: argparse.Namespace) -> int:
     """Measure the cases, print and write the results after each, and return the exit code."""
     torch.set_num_threads(options.threads)
     measured = records.Run(
-        environment=environment(plan.device, options.seed),
+        environment=records.environment_of(plan.device, options.seed),
         rounds=options.rounds,
         quick=options.quick,
         shape_checks=not jaxtyping.config.jaxtyping_disable,
@@ -291,7 +290,7 @@ def measure(plan: Plan, options: argparse.Namespace) -> int:
     with progress:
         for case in plan.cases:
             progress.prefix = f"{case.name}: "
-            measured.cases.append(comparison.measure(case))
+            measured.cases = (*measured.cases, comparison.measure(case))
             output.save()
             print(text_of(pool([measured])[-1]), end="\n\n", flush=True)
         if plan.device.type == "cuda":
@@ -328,7 +327,7 @@ def runs_of(options: argparse.Namespace) -> list[records.Run]:
         names = dict.fromkeys(case.name for run in runs for case in run.cases)
         chosen = choose("case", options.case, names, patterns=True)
         for each in runs:
-            each.cases = [case for case in each.cases if case.name in chosen]
+            each.cases = tuple(case for case in each.cases if case.name in chosen)
     return runs
 
 

@@ -12,10 +12,13 @@ import sys
 from pathlib import Path
 
 # Set before torch and tinyblock are imported. The shape checks cost little, but they need beartype. Kineto, the engine
-# of torch.profiler, announces its start and stop on stderr; CUPTI, below it, slows launches until it is torn down.
+# of torch.profiler, announces its start and stop on stderr.
 os.environ["JAXTYPING_DISABLE"] = "1"
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-os.environ.setdefault("TEARDOWN_CUPTI", "1")
+# CUPTI, below Kineto, slows launches until it is torn down, which matters to a sweep: there, timings follow a profile.
+# Without a sweep it stays: a second profile soon after a teardown sees no kernels (kineto pull request 1554).
+if any(argument.startswith("--sweep") for argument in sys.argv):
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")
 sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # this checkout's tinyblock, installed or not

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and documents of a schema."""
+"""Write files whole or not at all, and read documents of a schema."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ from typing import Any
 def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path` that takes its place at the end, unless an exception comes first.
 
-    Of a symbolic link, the file that it leads to is replaced, and not the link.
+    A symbolic link stays, and the file that it leads to is replaced.
     """
     path = path.resolve()
     temporary = _beside(path)
@@ -21,9 +21,8 @@ def atomic(path: Path) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = error.filename or str(
-            path
-        )  # torch and Python name no file if the disk is full
+        # If the disk is full, torch and Python name no file.
+        error.filename = error.filename or str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -39,15 +38,15 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def read_json(path: Path, schema: str, option: str) -> dict[str, Any]:
-    """Read the document that an option names; raise a ValueError if it is none, or of another schema."""
+    """Read the JSON document that an option names; raise a ValueError if it is none, or has another schema."""
     try:
         document = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{option}: cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{option}: {path} is not JSON: {error}") from None
-    if not isinstance(document, dict) or document.get("schema") != schema:
-        found = document.get("schema") if isinstance(document, dict) else None
+    found = document.get("schema") if isinstance(document, dict) else None
+    if found != schema:
         raise ValueError(
             f'{option}: {path} must have the "schema" {schema}, got {found}: write it with --json'
         )
@@ -58,9 +57,8 @@ def require_writable(path: Path) -> None:
     """Raise the OSError that writing `path` would raise, and leave what is there untouched."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a folder")
-    if (
-        path.exists() and not path.is_file()
-    ):  # a pipe or a device, which a file would replace
+    if path.exists() and not path.is_file():
+        # A pipe or a device, which a file would replace.
         raise OSError(errno.EINVAL, "it is not a regular file")
     probe = _beside(path.resolve())
     probe.touch()
@@ -68,5 +66,5 @@ def require_writable(path: Path) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """Return a name of this process's own in the folder of `path`, with its suffix, which some writers go by."""
+    """Return a temporary path of this process beside `path`, with its suffix, from which writers take the format."""
     return path.with_name(f".{os.getpid()}.{path.name}")

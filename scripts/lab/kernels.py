@@ -1,37 +1,78 @@
 """What the GPU does: its kernels, as torch.profiler sees them, its own time, and the attention kernel that runs."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.profiler import profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+LOST_AT_MOST = 1000  # kernels that a profile may lose at its start
+LAUNCH_BOUND = 0.8  # below this busy share, the GPU often waits for the host
+CYCLES_PER_SECOND = 2e9  # of a GPU, at most
+
 _COUNTED = "counted"
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The GPU's kernels in one run.
+
+    count: number of kernels, without copies and fills.
+    busy_seconds: time in which at least one kernel, copy or fill ran.
+    busy_fraction: this divided by the time of the run without a profiler.
+    launch_bound: whether the fraction is below 0.8.
+    """
+
+    count: int
+    busy_seconds: float
+    busy_fraction: float
+    launch_bound: bool
 
 
 def kernel_report(
     run: Callable[[], object], device: torch.device, seconds: float
-) -> dict[str, Any] | None:
+) -> Kernels | None:
     """Count the kernels of `run`, given its seconds without a profiler; None if none can be seen."""
     return summarize_kernels(events_of(run, device), seconds)
 
 
-def events_of(run: Callable[[], object], device: torch.device) -> list[Any]:
-    """Return what torch.profiler sees of the GPU in one call of `run`; nothing on a CPU.
+@contextmanager
+def gpu_profile(device: torch.device, **options: Any) -> Iterator[profile]:
+    """Profile a block of code, and record all kernels that it launches.
 
-    The first kernels of a profiler may get lost, the more the older the process is (pytorch issue 192021). So `run` is
-    called twice, and the second call is labeled.
+    A profile loses its first kernels: the k-th profile of a process loses about k (pytorch issue 192021). Kernels that
+    nobody counts are launched first, under a label of their own.
+
+    Args:
+        device: where the code runs; on a CPU nothing gets lost.
+        options: further options of torch.profiler.profile.
     """
+    with profile(**options) as profiler:
+        if device.type == "cuda":
+            with record_function("not counted: the profile may lose these"):
+                _launch_throwaways(device)
+        yield profiler
+
+
+def _launch_throwaways(device: torch.device) -> None:
+    number = torch.zeros((), device=device)
+    with torch.no_grad():
+        for _ in range(LOST_AT_MOST):
+            number.add_(1)
+    torch.cuda.synchronize(device)
+
+
+def events_of(run: Callable[[], object], device: torch.device) -> list[Any]:
+    """Return what torch.profiler sees of the GPU in one call of `run`; nothing on a CPU."""
     if device.type != "cuda":
         return []
-    with profile() as profiler:
+    with gpu_profile(device) as profiler, record_function(_COUNTED):
         run()
-        torch.cuda.synchronize()
-        with record_function(_COUNTED):
-            run()
-            torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     return counted_on_gpu(profiler.events() or [])
 
 
@@ -41,76 +82,98 @@ def counted_on_gpu(events: Sequence[Any]) -> list[Any]:
     The label has a time on the GPU too, from its first kernel on: by that, the clocks of host and GPU may differ.
     """
     on_gpu = [event for event in events if event.device_type.name == "CUDA"]
-    labels = [event for event in on_gpu if event.name == _COUNTED] or [
-        e for e in events if e.name == _COUNTED
-    ]
+    labels = [event for event in on_gpu if event.name == _COUNTED]
+    if not labels:
+        labels = [event for event in events if event.name == _COUNTED]
     start = min(label.time_range.start for label in labels)
-    work = [
-        event for event in on_gpu if not getattr(event, "is_user_annotation", False)
-    ]
-    return [event for event in work if event.time_range.start >= start]
+    counted = []
+    for event in on_gpu:
+        is_label = getattr(event, "is_user_annotation", False)
+        if not is_label and event.time_range.start >= start:
+            counted.append(event)
+    return counted
 
 
-def summarize_kernels(work: Sequence[Any], seconds: float) -> dict[str, Any] | None:
-    """Return the count of kernels, and how long the GPU was busy with them, copies and fills; None without a kernel."""
+def summarize_kernels(work: Sequence[Any], seconds: float) -> Kernels | None:
+    """Count kernels, and add up how long the GPU was busy with them, copies and fills; None without a kernel."""
     count = sum(not event.name.startswith(("Memcpy", "Memset")) for event in work)
     if count == 0:
         return None
-    busy = busy_time(work) * 1e-6
-    launch_bound = (
-        busy / seconds < 0.8
-    )  # for a fifth of the time, the GPU waits for its next kernel
-    return {
-        "count": count,
-        "busy_seconds": busy,
-        "busy_fraction": busy / seconds,
-        "launch_bound": launch_bound,
-    }
+    busy_seconds = busy_time(work) * 1e-6
+    busy_fraction = busy_seconds / seconds
+    return Kernels(count, busy_seconds, busy_fraction, busy_fraction < LAUNCH_BOUND)
 
 
 def busy_time(events: Iterable[Any]) -> float:
-    """Return the microseconds in which at least one of the events is running: on several streams, they may overlap."""
-    busy, until = 0.0, float("-inf")
-    for start, end in sorted(
-        (event.time_range.start, event.time_range.end) for event in events
-    ):
+    """Return the microseconds in which at least one of the events runs: on several streams, they may overlap."""
+    spans = [(event.time_range.start, event.time_range.end) for event in events]
+    busy = 0.0
+    until = float("-inf")
+    for start, end in sorted(spans):
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
     return busy
 
 
-def gpu_seconds(run: Callable[[], object], seconds: float, calls: int = 3) -> float:
-    """Return the time that the GPU takes for a call of `run`, given its seconds with the host.
+def gpu_seconds(
+    run: Callable[[], object], seconds: float, calls: int = 3, samples: int = 5
+) -> list[float]:
+    """Return samples of the time that the GPU takes for a call of `run`, without waiting for the host.
 
-    The calls queue behind a kernel that sleeps until the host has launched them: launching takes at most as long as the
-    whole call, and seldom more than 50 ms.
+    A sample queues several calls behind a kernel that sleeps until the host has launched them. A stream takes about
+    1,000 launches before it blocks the host, so calls that do not fit are queued one at a time. A single call with
+    more launches than that, such as a deep stack in training, may include time in which the GPU waits for the host.
+
+    Args:
+        run: what to time.
+        seconds: its time with the host. Launching takes at most that long, and seldom more than 50 ms.
+        calls: the calls of a sample, for the mean of which it stands.
+        samples: the number of samples.
     """
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     run()
+    _, fits = _queued(run, seconds, calls)
+    if not fits:
+        calls = 1
+    return [_queued(run, seconds, calls)[0] for _ in range(samples)]
+
+
+def _queued(
+    run: Callable[[], object], seconds: float, calls: int
+) -> tuple[float, bool]:
+    """Return the GPU's seconds for each of these calls, and whether all were launched before it began the first."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    torch.cuda._sleep(
-        int(2e9 * calls * min(2 * seconds, 0.05))
-    )  # in cycles, of at most 2 GHz
+    sleep = calls * min(2 * seconds, 0.05)
+    torch.cuda._sleep(int(CYCLES_PER_SECOND * sleep))
     start.record()
     for _ in range(calls):
         run()
     end.record()
+    fits = not start.query()
     end.synchronize()
-    return start.elapsed_time(end) * 1e-3 / calls
+    return start.elapsed_time(end) * 1e-3 / calls, fits
+
+
+class _Names(TorchDispatchMode):
+    """Collect the names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def attention_kernel(run: Callable[[], object]) -> str:
     """Return which of torch's attention kernels an eager `run` calls: flash, efficient, cudnn or math."""
-    names: list[str] = []
-
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            names.append(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    with Operations():
+    with _Names() as operations:
         run()
-    found = re.search(r"scaled_dot_product_(\w+?)_attention", " ".join(names))
+    found = re.search(
+        r"scaled_dot_product_(\w+?)_attention", " ".join(operations.names)
+    )
     return found[1] if found else "math"

@@ -15,6 +15,20 @@ from .timing import Clock, Spread, clock, interleave
 
 
 @dataclass(frozen=True)
+class Rates:
+    """The FLOPs that a device computes in a second, and the bytes of its memory that it moves."""
+
+    flops_per_second: float
+    bytes_per_second: float
+
+    def seconds(self, flops: float, bytes_moved: float) -> float:
+        """Return the least time for this work: the longer of computing it and of moving its bytes."""
+        computing = flops / self.flops_per_second
+        moving = bytes_moved / self.bytes_per_second
+        return max(computing, moving)
+
+
+@dataclass(frozen=True)
 class Datasheet:
     """The manufacturer's peaks: tensor-core FLOP/s without sparsity, float32 FLOP/s without TF32, memory bytes/s."""
 
@@ -23,35 +37,25 @@ class Datasheet:
     bytes_per_second: float
 
     def flops_per_second(self, dtype: torch.dtype) -> float | None:
-        """Return the peak, None where it is not here: of other dtypes, and of float32 that may be computed in TF32."""
-        if dtype == torch.float32:
-            return (
-                self.float32
-                if torch.get_float32_matmul_precision() == "highest"
-                else None
-            )
-        return self.half if dtype in (torch.float16, torch.bfloat16) else None
+        """Return the peak; None for other dtypes, and for float32 that may be computed in TF32."""
+        if dtype in (torch.float16, torch.bfloat16):
+            return self.half
+        exact = torch.get_float32_matmul_precision() == "highest"
+        if dtype == torch.float32 and exact:
+            return self.float32
+        return None
 
-    def peaks(self, dtype: torch.dtype) -> dict[str, float | None]:
-        return {
-            "flops_per_second": self.flops_per_second(dtype),
-            "bytes_per_second": self.bytes_per_second,
-        }
-
-    def ceilings(self, dtype: torch.dtype) -> "Ceilings":
-        """Return the peaks as ceilings without samples; raise a ValueError if this dtype has none."""
-        if (peak := self.flops_per_second(dtype)) is None:
-            raise ValueError(
-                f"the datasheet has no peak for {str(dtype).removeprefix('torch.')}"
-            )
-        flops, memory = (
-            Spread(rate, rate, rate, 0) for rate in (peak, self.bytes_per_second)
-        )
-        return Ceilings(flops, memory, peak, product_size=0, copy_bytes=0)
+    def rates(self, dtype: torch.dtype) -> Rates:
+        """Return the peaks for a dtype; raise a ValueError if it has none."""
+        peak = self.flops_per_second(dtype)
+        if peak is None:
+            name = str(dtype).removeprefix("torch.")
+            raise ValueError(f"the datasheet has no peak for {name}")
+        return Rates(peak, self.bytes_per_second)
 
 
 # NVIDIA's datasheets and architecture whitepapers, by the exact name that the driver gives: variants of one GPU differ,
-# and an entry that is not certain is better left out. Torch multiplies float32 without TF32 unless it is told to.
+# and an entry that is not certain is better left out. By default, torch multiplies float32 without TF32.
 DATASHEETS = {
     "NVIDIA A100-SXM4-40GB": Datasheet(312e12, 19.5e12, 1555e9),
     "NVIDIA A100-SXM4-80GB": Datasheet(312e12, 19.5e12, 2039e9),
@@ -80,16 +84,17 @@ class Ceilings:
     copy_bytes: int
 
     @property
+    def rates(self) -> Rates:
+        return Rates(self.flops_per_second.median, self.bytes_per_second.median)
+
+    @property
     def ridge(self) -> float:
         """Return the arithmetic intensity, in FLOP/byte, above which work is compute-bound."""
-        return self.flops_per_second.median / self.bytes_per_second.median
+        return self.rates.flops_per_second / self.rates.bytes_per_second
 
     def seconds(self, flops: float, bytes_moved: float) -> float:
-        """Return the least time for this work: the longer of computing it and of moving it."""
-        return max(
-            flops / self.flops_per_second.median,
-            bytes_moved / self.bytes_per_second.median,
-        )
+        """Return the least time for this work at the median rates."""
+        return self.rates.seconds(flops, bytes_moved)
 
 
 def measure_ceilings(
@@ -103,39 +108,68 @@ def measure_ceilings(
     clock: Clock = clock,
 ) -> Ceilings:
     """Measure the fastest square matrix product of those that take at most `product_seconds`, and a large copy."""
-    copy_bytes = (
-        copy_bytes or (128 if device.type == "cpu" else 512) * 2**20
-    )  # more than most caches hold
-
-    def product(size: int) -> Callable[[], Tensor]:
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        out = torch.empty_like(a)
-        return lambda: torch.mm(a, b, out=out)
-
+    if copy_bytes is None:
+        # More than most caches hold.
+        copy_bytes = 2**27 if device.type == "cpu" else 2**29
     with torch.no_grad():
-        size, seconds, products = 256, 0.0, {}
-        while size <= largest_product and 8 * seconds <= product_seconds:
-            products[size] = product(size)
-            (seconds,) = interleave({size: products[size]}, 1, 0.0, 1, clock=clock)[
-                size
-            ]
-            size *= 2
+        products = _products(device, dtype, largest_product, product_seconds, clock)
         source = torch.ones(copy_bytes // dtype.itemsize, device=device, dtype=dtype)
         target = torch.empty_like(source)
-        runs = {**products, 0: lambda: target.copy_(source)}
+        runs = {str(side): product for side, product in products.items()}
+        runs["copy"] = lambda: target.copy_(source)
         samples = interleave(
             runs, rounds, sample_seconds=0.01, warmup_calls=1, clock=clock
         )
-        rates = {
-            n: Spread.of([2 * n**3 / seconds for seconds in samples[n]])
-            for n in products
-        }
-        best = max(rates, key=lambda n: rates[n].median)
-        (long,) = interleave(
-            {best: products[best]}, 1, sample_seconds=0.5, warmup_calls=1, clock=clock
-        )[best]
-    copied = Spread.of([2 * source.nbytes / seconds for seconds in samples[0]])
-    return Ceilings(rates[best], copied, 2 * best**3 / long, best, source.nbytes)
+        rates = {}
+        for side in products:
+            flops = 2 * side**3
+            rates[side] = Spread.of([flops / seconds for seconds in samples[str(side)]])
+        fastest = max(rates, key=lambda side: rates[side].median)
+        long = _seconds_of_one(products[fastest], 0.5, clock)
+    # A copy reads and writes.
+    moved = 2 * source.nbytes
+    return Ceilings(
+        flops_per_second=rates[fastest],
+        bytes_per_second=Spread.of([moved / seconds for seconds in samples["copy"]]),
+        sustained_flops_per_second=2 * fastest**3 / long,
+        product_size=fastest,
+        copy_bytes=source.nbytes,
+    )
+
+
+def _products(
+    device: torch.device,
+    dtype: torch.dtype,
+    largest: int,
+    longest_seconds: float,
+    clock: Clock,
+) -> dict[int, Callable[[], Tensor]]:
+    """Return products of square matrices by their side, which doubles while a product stays below `longest_seconds`."""
+    products = {}
+    side, expected_seconds = 256, 0.0
+    while side <= largest and expected_seconds <= longest_seconds:
+        products[side] = _product(side, device, dtype)
+        # Twice the side is eight times the work.
+        expected_seconds = 8 * _seconds_of_one(products[side], 0.0, clock)
+        side *= 2
+    return products
+
+
+def _product(
+    side: int, device: torch.device, dtype: torch.dtype
+) -> Callable[[], Tensor]:
+    a = torch.randn(side, side, device=device).to(dtype)
+    b = torch.randn(side, side, device=device).to(dtype)
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _seconds_of_one(
+    run: Callable[[], Tensor], sample_seconds: float, clock: Clock
+) -> float:
+    """Return the seconds of one call, from a sample of calls that takes at least `sample_seconds`."""
+    samples = interleave({"run": run}, 1, sample_seconds, 1, clock=clock)
+    return samples["run"][0]
 
 
 def memory_bytes(device: torch.device) -> int:

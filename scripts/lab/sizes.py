@@ -1,19 +1,6 @@
-"""The size of a block or a stack: its parameters, what each part must compute and move at least, and how to build it.
+"""The size of a block or a stack: how to build it, its parameters, and the cost of its parts."""
 
-Conventions of the costs:
-- A multiply-add is two FLOPs. Matrix products are counted exactly. Elementwise work is counted too, one FLOP for each
-  arithmetic operation, exponential and root, because it places the parts without products on the roofline; MFU leaves
-  it out.
-- Causal attention needs the seq (seq + 1) / 2 scores on and below the diagonal; "dense" counts all seq^2, as many
-  papers do.
-- The backward pass of a product is two products; elementwise, it is counted as twice the forward pass. A kernel that
-  computes something again is not credited for it.
-- Bytes are the fewest possible: a part reads its inputs and weights once and writes its outputs once, and what lies
-  between stays on the chip. Its backward pass reads the gradients of the outputs, the inputs and the weights, and
-  writes the gradients of the inputs and of the weights.
-"""
-
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,36 +8,28 @@ import torch
 import tinyblock
 from tinyblock import Block, Transformer
 
+from .costs import (
+    Cost,
+    PartCost,
+    adamw_cost,
+    attention_cost,
+    embedding_cost,
+    linear_cost,
+    loss_cost,
+    norm_cost,
+    residual_adds_cost,
+    rope_cost,
+    swiglu_cost,
+)
+
+# The passes of each mode in which a model runs.
 PASSES = {
     "forward": ("forward",),
     "train": ("forward", "backward"),
     "step": ("forward", "backward", "optimizer"),
 }
-
-
-@dataclass(frozen=True)
-class Cost:
-    """FLOPs of matrix products (causal, and with dense attention), FLOPs of elementwise work, and bytes moved."""
-
-    matmul_flops: int = 0
-    dense_matmul_flops: int = 0
-    elementwise_flops: int = 0
-    bytes: int = 0
-
-    @property
-    def flops(self) -> int:
-        return self.matmul_flops + self.elementwise_flops
-
-    @property
-    def intensity(self) -> float:
-        """Return the arithmetic intensity, in FLOPs for each byte moved."""
-        return self.flops / self.bytes
-
-    def __add__(self, more: "Cost") -> "Cost":
-        return Cost(*(a + b for a, b in zip(astuple(self), astuple(more), strict=True)))
-
-    def __mul__(self, count: int) -> "Cost":
-        return Cost(*(count * figure for figure in astuple(self)))
+# What a model has once; it has every other part in each block.
+_ONCE = ("final norm", "embedding", "head", "loss")
 
 
 @dataclass(frozen=True)
@@ -83,24 +62,42 @@ class Size:
         return 1 if self.num_layers is None else self.num_layers
 
     @property
+    def query_width(self) -> int:
+        return self.num_heads * self.d_head
+
+    @property
+    def key_width(self) -> int:
+        return self.num_kv_heads * self.d_head
+
+    @property
     def block_gains(self) -> int:
-        return 2 * self.d_model + (2 * self.d_head if self.qk_norm else 0)
+        """Return the number of gains of one block's norms."""
+        gains = 2 * self.d_model
+        if self.qk_norm:
+            gains += 2 * self.d_head
+        return gains
+
+    @property
+    def block_matrices(self) -> int:
+        """Return the number of elements of one block's weight matrices."""
+        attention = 2 * self.d_model * (self.query_width + self.key_width)
+        feed_forward = 3 * self.d_model * self.d_ff
+        return attention + feed_forward
 
     @property
     def block_parameters(self) -> int:
-        heads = self.num_heads + self.num_kv_heads
-        return (
-            2 * self.d_model * heads * self.d_head
-            + 3 * self.d_model * self.d_ff
-            + self.block_gains
-        )
+        return self.block_matrices + self.block_gains
+
+    @property
+    def gains(self) -> int:
+        """Return the number of gains of all norms."""
+        final_norm = 0 if self.num_layers is None else self.d_model
+        return self.layers * self.block_gains + final_norm
 
     @property
     def parameters(self) -> int:
-        beside = (
-            0 if self.num_layers is None else self.d_model
-        ) + 2 * self.vocab * self.d_model
-        return self.layers * self.block_parameters + beside
+        embedding_and_head = 2 * self.vocab * self.d_model
+        return self.layers * self.block_matrices + self.gains + embedding_and_head
 
     def smallest(self) -> "Size":
         """Return the same block with next to no arithmetic; the fused attention kernels need widths of 8 or more."""
@@ -110,140 +107,113 @@ class Size:
         self, device: torch.device | str, dtype: torch.dtype, package: Any = tinyblock
     ) -> Block | Transformer:
         """Build the block or the stack, of this or another tinyblock; raise a ValueError if a layer rejects it."""
-        if self.batch_size < 1 or self.seq_len < 1:
-            raise ValueError(
-                f"batch_size and seq_len must be at least 1, got {self.batch_size} and {self.seq_len}"
-            )
-        widths = self.d_model, self.num_heads, self.d_ff
-        options = {
-            name: getattr(self, name)
-            for name in ("num_kv_heads", "d_head", "qk_norm", "theta", "eps")
-        }
-        options |= {"max_seq_len": self.seq_len, "device": device, "dtype": dtype}
-        stack: Any = package.Transformer(self.layers, *widths, **options)
-        return stack.layers[0] if self.num_layers is None else stack
-
-    def part_costs(self, element_size: int) -> dict[str, dict[str, Cost]]:
-        """Return the cost of each part of one block and of what the model has once; the size of an element in bytes."""
-        tokens, d_model, d_ff = self.tokens, self.d_model, self.d_ff
-        query_width, key_width = (
-            self.num_heads * self.d_head,
-            self.num_kv_heads * self.d_head,
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        if self.seq_len < 1:
+            raise ValueError(f"seq_len must be at least 1, got {self.seq_len}")
+        stack = package.Transformer(
+            self.layers,
+            self.d_model,
+            self.num_heads,
+            self.d_ff,
+            num_kv_heads=self.num_kv_heads,
+            d_head=self.d_head,
+            qk_norm=self.qk_norm,
+            theta=self.theta,
+            eps=self.eps,
+            max_seq_len=self.seq_len,
+            device=device,
+            dtype=dtype,
         )
-        x, q, k = tokens * d_model, tokens * query_width, tokens * key_width
-        table = (
-            self.seq_len * self.d_head * 4
-        )  # cosines and sines of half the head size, in float32
+        model: Block | Transformer = stack
+        if self.num_layers is None:
+            model = stack.layers[0]
+        return model
 
-        def part(
-            inputs: int,
-            weights: int,
-            outputs: int,
-            matmul: int = 0,
-            elementwise: int = 0,
-            dense: int | None = None,
-        ) -> dict[str, Cost]:
-            dense = matmul if dense is None else dense
-            moved, moved_back = (
-                inputs + weights + outputs,
-                outputs + 2 * (inputs + weights),
+    def part_costs(self, element_size: int) -> dict[str, PartCost]:
+        """Return the cost of each part of one block, and of what the model has once, by the name of the part."""
+        tokens, d_model = self.tokens, self.d_model
+        x = tokens * d_model
+        queries_and_keys = tokens * (self.query_width + self.key_width)
+        costs: dict[str, PartCost] = {}
+        costs["ln1"] = norm_cost(elements=x, gains=d_model, element_size=element_size)
+        costs["q/k/v projections"] = linear_cost(
+            tokens=tokens,
+            d_in=d_model,
+            d_out=self.query_width + 2 * self.key_width,
+            element_size=element_size,
+        )
+        if self.qk_norm:
+            costs["q/k norm"] = norm_cost(
+                elements=queries_and_keys,
+                gains=2 * self.d_head,
+                element_size=element_size,
             )
-            return {
-                "forward": Cost(matmul, dense, elementwise, moved * element_size),
-                "backward": Cost(
-                    2 * matmul, 2 * dense, 2 * elementwise, moved_back * element_size
-                ),
-            }
-
-        def linear(d_in: int, d_out: int) -> dict[str, Cost]:
-            return part(
-                tokens * d_in,
-                d_in * d_out,
-                tokens * d_out,
-                matmul=2 * tokens * d_in * d_out,
-            )
-
-        def norm(elements: int, gains: int) -> dict[str, Cost]:
-            return part(
-                elements, gains, elements, elementwise=4 * elements
-            )  # square, sum, scale, gain
-
-        causal = self.num_heads * tokens * (self.seq_len + 1) // 2  # scores
-        dense = 4 * self.d_head * self.num_heads * tokens * self.seq_len
-        alike = PASSES["train"]  # forward and backward cost the same
-        costs = {
-            "ln1": norm(x, d_model),
-            "q/k/v projections": linear(d_model, query_width + 2 * key_width),
-            **({"q/k norm": norm(q + k, 2 * self.d_head)} if self.qk_norm else {}),
-            # 6 FLOPs for a pair; backward turns the gradients back, and needs no input for it.
-            "rope": dict.fromkeys(
-                alike,
-                Cost(
-                    elementwise_flops=3 * (q + k),
-                    bytes=2 * (q + k) * element_size + table,
-                ),
-            ),
-            # Elementwise: scale, subtract the maximum, exponential, sum, divide.
-            "attention": part(
-                q + 2 * k,
-                0,
-                q,
-                4 * self.d_head * causal,
-                elementwise=5 * causal,
-                dense=dense,
-            ),
-            "output projection": linear(query_width, d_model),
-            # Backward adds the two gradients where a branch left.
-            "residual adds": dict.fromkeys(
-                alike, Cost(elementwise_flops=2 * x, bytes=2 * 3 * x * element_size)
-            ),
-            "ln2": norm(x, d_model),
-            # Elementwise: negate, exponential, add, divide, and the product with the value.
-            "ffn": part(
-                x,
-                3 * d_model * d_ff,
-                x,
-                3 * 2 * tokens * d_model * d_ff,
-                elementwise=5 * tokens * d_ff,
-            ),
-        }
+        costs["rope"] = rope_cost(
+            elements=queries_and_keys,
+            # Cosines and sines, each for half of the head size, in float32.
+            table_bytes=self.seq_len * self.d_head * 4,
+            element_size=element_size,
+        )
+        costs["attention"] = attention_cost(
+            tokens=tokens,
+            seq_len=self.seq_len,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            d_head=self.d_head,
+            element_size=element_size,
+        )
+        costs["output projection"] = linear_cost(
+            tokens=tokens,
+            d_in=self.query_width,
+            d_out=d_model,
+            element_size=element_size,
+        )
+        costs["residual adds"] = residual_adds_cost(
+            elements=x, element_size=element_size
+        )
+        costs["ln2"] = norm_cost(elements=x, gains=d_model, element_size=element_size)
+        costs["ffn"] = swiglu_cost(
+            tokens=tokens, d_model=d_model, d_ff=self.d_ff, element_size=element_size
+        )
         if self.num_layers is not None:
-            costs["final norm"] = norm(x, d_model)
+            costs["final norm"] = norm_cost(
+                elements=x, gains=d_model, element_size=element_size
+            )
         if self.vocab:
-            table, logits = self.vocab * d_model, tokens * self.vocab
-            into_table = Cost(
-                elementwise_flops=x, bytes=(x + table) * element_size
-            )  # adds a row for each token
-            costs["embedding"] = {
-                "forward": Cost(bytes=2 * x * element_size),
-                "backward": into_table,
-            }
-            costs["head"] = linear(d_model, self.vocab)
-            costs["loss"] = part(
-                logits, 0, tokens, elementwise=4 * logits
-            )  # maximum, subtract, exponential, sum
+            costs["embedding"] = embedding_cost(
+                tokens=tokens,
+                vocab=self.vocab,
+                d_model=d_model,
+                element_size=element_size,
+            )
+            costs["head"] = linear_cost(
+                tokens=tokens,
+                d_in=d_model,
+                d_out=self.vocab,
+                element_size=element_size,
+            )
+            costs["loss"] = loss_cost(
+                tokens=tokens, vocab=self.vocab, element_size=element_size
+            )
         return costs
 
     def count(self, part: str) -> int:
         """Return how many times the model has a part."""
-        return 1 if part in ("final norm", "embedding", "head", "loss") else self.layers
+        return 1 if part in _ONCE else self.layers
 
-    def costs(self, mode: str, element_size: int = 1) -> Cost:
-        """Return the cost of the whole model in the passes of a mode, or in a single pass."""
-        passes = PASSES.get(mode, (mode,))
-        total = (
-            adamw_cost(self.parameters, element_size)
-            if "optimizer" in passes
-            else Cost()
-        )
-        for name, costs in self.part_costs(element_size).items():
-            total += sum(
-                (costs[pass_] for pass_ in passes if pass_ in costs), Cost()
-            ) * self.count(name)
+    def pass_cost(self, name: str, element_size: int = 1) -> Cost:
+        """Return the cost of the model in one pass: "forward", "backward" or "optimizer"."""
+        if name == "optimizer":
+            return adamw_cost(self.parameters, element_size)
+        total = Cost()
+        for part, costs in self.part_costs(element_size).items():
+            total += costs[name] * self.count(part)
         return total
 
-
-def adamw_cost(parameters: int, element_size: int) -> Cost:
-    """Return the cost of one AdamW step: reads weight, gradient and two moments, writes all but the gradient."""
-    # Decay 1, first moment 3, second moment 4, denominator 3, update 3.
-    return Cost(elementwise_flops=14 * parameters, bytes=7 * parameters * element_size)
+    def costs(self, mode: str, element_size: int = 1) -> Cost:
+        """Return the cost of the model in all passes of a mode."""
+        total = Cost()
+        for name in PASSES[mode]:
+            total += self.pass_cost(name, element_size)
+        return total

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from .timing import Spread
+
 
 @dataclass
 class Table:
@@ -46,19 +48,18 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Write a number with this many digits and without an exponent, such as 0.12, 1.23, 12.3 or 1234; None is n/a.
+    """Write a number without an exponent; None is n/a.
 
-    Zeros at the beginning do not count below 0.1, so that a small number is not written as zero: 0.00042.
+    It has this many digits, but at most so many decimals that 1 would have as many digits. Smaller numbers have one
+    significant digit less: 0.00040.
     """
     if value is None:
         return "n/a"
-    if 0 < abs(value) < 0.1:
-        zeros = math.ceil(-math.log10(abs(value))) - 1
-        decimals = zeros + digits - 1
-    else:
-        whole_digits = len(str(int(abs(value))))
-        decimals = max(0, digits - whole_digits)
-    return f"{value:.{decimals}f}"
+    decimals = digits - len(str(int(abs(value))))
+    if value != 0:
+        leading_zeros = -math.floor(math.log10(abs(value)))
+        decimals = max(decimals, digits - 2 + leading_zeros)
+    return f"{value:.{max(0, decimals)}f}"
 
 
 def si(value: float | None, unit: str = "") -> str:
@@ -94,9 +95,14 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return ("us", 1e6) if seconds < 1e-3 else ("ms", 1e3)
 
 
-def spread_cells(spread: dict[str, float], factor: float) -> list[str]:
+def number_range(low: float, high: float) -> str:
+    """Write a range, such as -22.8 to 76.5."""
+    return f"{number(low)} to {number(high)}"
+
+
+def spread_cells(spread: Spread, factor: float) -> list[str]:
     """Return the median, and the range from p20 to p80, in a unit of which `factor` make one of the spread's."""
     return [
-        number(spread["median"] * factor),
-        f"{number(spread['p20'] * factor)}-{number(spread['p80'] * factor)}",
+        number(spread.median * factor),
+        number_range(spread.p20 * factor, spread.p80 * factor),
     ]

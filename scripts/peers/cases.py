@@ -212,7 +212,7 @@ def _one_token(dtype: torch.dtype, how: str, limit: float) -> Case:
 
 def _preset_cases(name: str, qk_norm: bool) -> list[Case]:
     """Return the cases of a model's block in bfloat16."""
-    token = replace(PRESETS[name], batch_size=1, seq_len=1, num_layers=None)
+    token = PRESETS[name].block(batch_size=1, seq_len=1)
     label = name
     if token.qk_norm and not qk_norm:
         token = replace(token, qk_norm=False)

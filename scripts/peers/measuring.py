@@ -35,8 +35,8 @@ class Contestant:
 
 def count_kernels(run: Callable[[], object], device: torch.device) -> int | None:
     """Return the number of kernels that a call starts on a GPU; None if none was seen."""
-    report = kernel_report(run, device, seconds=1.0)
-    return None if report is None else report["count"]
+    kernels = kernel_report(run, device, seconds=1.0)
+    return None if kernels is None else kernels.count
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Comparison:
         """Return the result of a case. A peer that fails gets a row with the reason, and the others continue."""
         result = new_result(case)
         peers = peers_of(case, self.peers)
-        result.rows = [new_row(case, name, peer) for name, peer in peers.items()]
+        result.rows = tuple(new_row(case, name, peer) for name, peer in peers.items())
         if self.late():
             return result
         try:
@@ -70,7 +70,7 @@ class Comparison:
             ours = prepare(OURS)
         except Exception as error:
             result.failure = one_line(error)
-            result.rows = []
+            result.rows = ()
             return result
         result.needs = ours.needs
         for row in result.rows:
@@ -129,8 +129,8 @@ class Comparison:
         return Measurement(
             errors=errors,
             needs=theirs.needs,
-            block_seconds=samples["block"],
-            peer_seconds=samples["peer"],
+            block_seconds=tuple(samples["block"]),
+            peer_seconds=tuple(samples["peer"]),
         )
 
     def count_kernels(self, case: Case, result: CaseResult) -> None:
@@ -186,7 +186,7 @@ def new_result(case: Case) -> CaseResult:
         summary=case.summary(),
         description=case.description(),
         work=case.work,
-        dtype=case.dtype_name,
+        dtype=case.dtype,
         causal_flops=cost.matmul_flops,
         dense_flops=cost.dense_matmul_flops,
     )

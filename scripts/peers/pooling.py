@@ -1,5 +1,6 @@
 """Ratios and verdicts from the records of one run, or of several runs of one machine."""
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,10 +31,11 @@ class Timing:
         peer_seconds: list[float] = []
         run_ratios = []
         for each in measurements:
-            block_seconds += each.block_seconds
-            peer_seconds += each.peer_seconds
-            ratio = paired_ratio(each.block_seconds, each.peer_seconds)
-            run_ratios.append(ratio.median)
+            ours = list(each.block_seconds)
+            theirs = list(each.peer_seconds)
+            block_seconds += ours
+            peer_seconds += theirs
+            run_ratios.append(paired_ratio(ours, theirs).median)
         return cls(
             ratio=paired_ratio(block_seconds, peer_seconds),
             run_ratios=run_ratios,
@@ -71,7 +73,7 @@ class PooledCase:
 
 def pool(runs: Sequence[Run]) -> list[PooledCase]:
     """Return the cases of runs of one machine."""
-    device = str(runs[0].environment["device"])
+    device = runs[0].environment.device
     by_name: dict[str, list[CaseResult]] = {}
     for run in runs:
         for result in run.cases:
@@ -123,19 +125,19 @@ def keeps_no_more(result: CaseResult, row: Row) -> bool | None:
     return result.needs.saved_bytes <= row.measurement.needs.saved_bytes
 
 
-def peak_of(device: str, dtype: str) -> float | None:
+def peak_of(device: str, dtype: torch.dtype) -> float | None:
     """Return the FLOP/s of a device's datasheet; None if it is not known."""
     datasheet = DATASHEETS.get(device)
     if datasheet is None:
         return None
-    return datasheet.flops_per_second(getattr(torch, dtype))
+    return datasheet.flops_per_second(dtype)
 
 
 def shared_facts(run: Run) -> dict[str, object]:
     """Return what runs under one heading have in common: all facts except date, command, seed and rounds."""
     facts = {
         key.replace("_", " "): fact
-        for key, fact in run.environment.items()
+        for key, fact in dataclasses.asdict(run.environment).items()
         if key not in ("date", "command", "seed") and fact is not None
     }
     facts["tiny sizes"] = run.quick

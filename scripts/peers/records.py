@@ -1,20 +1,17 @@
 """What a run of compare_peers.py measured, as records, and the JSON file that holds them."""
 
-import dataclasses
-import math
-import types
-import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
+import torch
+from lab.environment import environment
 from lab.files import read_json, write_json
+from lab.records import from_plain, to_plain
 
 SCHEMA = "tinyblock.compare_peers/4"
 # Disagrees: its results differ too much to be timed. Skipped: it cannot run here. Missing: no time was left.
-STATUSES = ("measured", "disagrees", "failed", "skipped", "missing")
-
-DTYPES = ("float32", "bfloat16", "float16")
+Status = Literal["measured", "disagrees", "failed", "skipped", "missing"]
 
 
 @dataclass(kw_only=True)
@@ -43,8 +40,8 @@ class Measurement:
 
     errors: dict[str, float] | None
     needs: Needs
-    block_seconds: list[float]
-    peer_seconds: list[float]
+    block_seconds: tuple[float, ...]
+    peer_seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
         rounds = len(self.block_seconds)
@@ -70,15 +67,11 @@ class Row:
     version: str | None
     project: bool
     target: float | None
-    status: str
+    status: Status
     reason: str = ""
     measurement: Measurement | None = None
 
     def __post_init__(self) -> None:
-        if self.status not in STATUSES:
-            raise ValueError(
-                f"status must be one of {', '.join(STATUSES)}, got {self.status!r}"
-            )
         if (self.status == "measured") != (self.measurement is not None):
             raise ValueError(f"{self.peer} must have a measurement if it was measured")
 
@@ -94,41 +87,60 @@ class CaseResult:
     summary: str
     description: str
     work: str
-    dtype: str
+    dtype: torch.dtype
     causal_flops: int
     dense_flops: int
     needs: Needs | None = None
     failure: str | None = None
-    rows: list[Row] = field(default_factory=list)
+    rows: tuple[Row, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            known = ", ".join(DTYPES)
-            raise ValueError(f"dtype must be one of {known}, got {self.dtype!r}")
         if self.needs is None and any(row.measurement for row in self.rows):
             raise ValueError(f"{self.name} must have the needs of the Block")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where and when a run was measured, as `lab.environment` finds it."""
+
+    date: str
+    command: str
+    commit: str | None
+    seed: int
+    tinyblock: str
+    torch: str
+    python: str
+    os: str
+    cpu: str
+    threads: int
+    device: str
+    cuda: str | None
+    driver: str | None
+    cudnn: int | None
+    norm_kernels: str | None
 
 
 @dataclass(kw_only=True)
 class Run:
     """One process of compare_peers.py. `interrupted` is True until its last case is finished."""
 
-    environment: dict[str, object]
+    environment: Environment
     rounds: int
     quick: bool
     shape_checks: bool
     interrupted: bool = True
-    cases: list[CaseResult] = field(default_factory=list)
+    cases: tuple[CaseResult, ...] = ()
+    schema: str = SCHEMA
 
-    def __post_init__(self) -> None:
-        for fact in ("device", "command", "date", "seed"):
-            if fact not in self.environment:
-                raise ValueError(f"environment must have {fact!r}")
+
+def environment_of(device: torch.device, seed: int) -> Environment:
+    """Return the environment of this process."""
+    return from_plain(Environment, environment(device, seed))
 
 
 def write(path: Path, run: Run) -> None:
     """Write a run as JSON."""
-    write_json(path, {"schema": SCHEMA, **dataclasses.asdict(run)})
+    write_json(path, to_plain(run))
 
 
 def read(path: Path) -> Run:
@@ -138,48 +150,9 @@ def read(path: Path) -> Run:
         ValueError: the file cannot be read, has another schema, or is damaged.
     """
     document = read_json(path, SCHEMA, "--report")
-    del document["schema"]
     try:
-        return _record(Run, document, "the file")
+        return from_plain(Run, document)
     except ValueError as error:
         raise ValueError(
             f"--report: {path} is damaged: {error}; measure again with --json"
         ) from None
-
-
-def _record(kind: Any, value: Any, where: str) -> Any:
-    """Return a JSON object as a dataclass."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} must be an object, got {value!r}")
-    fields = {each.name for each in dataclasses.fields(kind)}
-    if value.keys() != fields:
-        differ = ", ".join(sorted(value.keys() ^ fields))
-        raise ValueError(f"{where} lacks or adds {differ}")
-    kinds = typing.get_type_hints(kind)
-    values = {
-        name: _value(kinds[name], value[name], f"{where}: {name}") for name in fields
-    }
-    return kind(**values)
-
-
-def _value(kind: Any, value: Any, where: str) -> Any:
-    """Return a JSON value as a dataclass, a list, a dict, an optional value or a plain type."""
-    arguments = typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        return _record(kind, value, where)
-    if isinstance(kind, types.UnionType):  # such as float | None
-        return None if value is None else _value(arguments[0], value, where)
-    if kind is object:
-        return value
-    expected = typing.get_origin(kind) or kind
-    if expected is float and type(value) is int:
-        value = float(value)
-    if type(value) is not expected:
-        raise ValueError(f"{where} must be {expected.__name__}, got {value!r}")
-    if expected is float and not math.isfinite(value):
-        raise ValueError(f"{where} must be finite, got {value}")
-    if expected is list:
-        return [_value(arguments[0], item, where) for item in value]
-    if expected is dict:
-        return {key: _value(arguments[1], item, where) for key, item in value.items()}
-    return value

@@ -96,9 +96,9 @@ def commands_of(runs: Sequence[Run]) -> str:
     """Return the commands of runs as a table."""
     rows = []
     for run in runs:
-        seed = str(run.environment["seed"])
-        date = str(run.environment["date"])
-        rows.append([f"`{run.environment['command']}`", str(run.rounds), seed, date])
+        found = run.environment
+        command = f"`{found.command}`"
+        rows.append([command, str(run.rounds), str(found.seed), found.date])
     return markdown(["command", "rounds", "seed", "date"], rows)
 
 

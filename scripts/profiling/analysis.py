@@ -1,201 +1,247 @@
-"""What follows from the samples, ready for JSON: times, shares, rates, roofline, MFU, as in docs/profile_schema.md."""
+"""Compute what follows from measured times: shares, MFU, distances from the roofline, and where time is lost."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
-import torch
-from lab.machine import Ceilings, Datasheet
-from lab.sizes import PASSES, Cost, Size, adamw_cost
-from lab.timing import Spread, paired_ratio
+from lab.costs import Cost
+from lab.machine import Ceilings
+from lab.timing import Spread
 
-from .trust import trust
+from .records import Part, Pass, Peaks, Point, Profile
 
-Samples = Mapping[tuple[str, str], list[float]]
+Cause = Literal["overhead", "products", "weights", "elementwise"]
+# Seconds by the name of a part and of one of its passes.
+PassSeconds = dict[str, dict[str, float]]
 
 
-def analyze(
-    samples: Samples,
-    gpu: Samples,
-    size: Size,
-    mode: str,
-    dtype: torch.dtype,
-    ceilings: Ceilings,
-    datasheet: Datasheet | None,
-    shares: Mapping[str, float | None],
-) -> dict[str, Any]:
-    """Return the figures of one point, from the seconds per call of each part and pass, one sample for each round.
+@dataclass(frozen=True)
+class Utilization:
+    """Model FLOPs utilization: FLOPs of the matrix products / time / peak.
 
-    The parts are those of `Size.part_costs`, "whole", "smallest" (the same calls on one token) and "AdamW"; the passes
-    "forward", "train" (forward and backward), "step" and "optimizer". `gpu` has the time of the GPU alone.
+    causal: counts the attention scores on and below the diagonal.
+    dense: counts all attention scores.
     """
-    samples, gpu = _with_backward(samples), _with_backward(gpu)
 
-    def record(
-        part: str, pass_: str, cost: Cost, floor: float | None = None
-    ) -> dict[str, Any]:
-        """Return the figures of one pass; `floor` is its least time in seconds, if that is not the roofline's own."""
-        spread, on_gpu = Spread.of(samples[part, pass_]), gpu.get((part, pass_))
-        floor = ceilings.seconds(cost.flops, cost.bytes) if floor is None else floor
-        timed = (
-            spread.median > 0
-        )  # noise can leave no time at all to a backward pass, which is a difference
-        return {
-            "seconds": asdict(spread),
-            "gpu_seconds": on_gpu and on_gpu[0],
-            **asdict(cost),
-            "intensity": cost.intensity,
-            "bound": "compute" if cost.intensity >= ceilings.ridge else "memory",
-            "flops_per_second": cost.flops / spread.median if timed else None,
-            "roofline_seconds": floor,
-            "roofline_fraction": floor / spread.median if timed else None,
-        }
-
-    passes = [
-        name
-        for name in ("forward", "backward", "train", "step")
-        if ("whole", name) in samples
-    ]
-    parts: list[dict[str, Any]] = []
-    for name, costs in size.part_costs(dtype.itemsize).items():
-        records = {
-            pass_: record(name, pass_, costs[pass_])
-            for pass_ in costs
-            if pass_ in passes
-        }
-        parts.append({"name": name, "count": size.count(name), **records})
-    sums: dict[str, dict[str, Any]] = {}
-    for pass_ in passes[:3]:  # those of the parts
-        of_each = [
-            [part["count"] * seconds for seconds in samples[part["name"], pass_]]
-            for part in parts
-        ]
-        total, of_whole = (
-            [sum(round_) for round_ in zip(*of_each, strict=True)],
-            samples["whole", pass_],
-        )
-        sums[pass_] = {
-            "seconds": asdict(Spread.of(total)),
-            "of_whole": asdict(paired_ratio(total, of_whole)),
-        }
-        for part in (part for part in parts if pass_ in part):
-            part[pass_]["share"] = (
-                part["count"]
-                * part[pass_]["seconds"]["median"]
-                / sums[pass_]["seconds"]["median"]
-            )
-    adamw = adamw_cost(size.parameters, dtype.itemsize)
-    point: dict[str, Any] = {
-        "parts": parts,
-        "optimizer": record("AdamW", "optimizer", adamw) if mode == "step" else None,
-    }
-
-    def least(name: str) -> float:
-        """Return the least time of the whole as it adds up: nothing is fused from one part to the next."""
-        records = [
-            (part["count"], part.get(pass_))
-            for part in addends(point)
-            for pass_ in PASSES.get(name, (name,))
-        ]
-        return sum(
-            count * record["roofline_seconds"] for count, record in records if record
-        )
-
-    whole = {
-        name: record("whole", name, size.costs(name, dtype.itemsize), least(name))
-        for name in passes
-    }
-    seconds, cost = whole[mode]["seconds"]["median"], size.costs(mode)
-    smallest = Spread.of(samples["smallest", mode])
-    of_datasheet = datasheet.flops_per_second(dtype) if datasheet else None
-    peaks = {"measured": ceilings.flops_per_second.median, "datasheet": of_datasheet}
-
-    def utilization(flops: int) -> dict[str, float | None]:
-        return {
-            source: peak and flops / seconds / peak for source, peak in peaks.items()
-        }
-
-    overheads = {}
-    if not gpu:  # which does not wait for the host in a whole that fills it
-        # Of the calls without arithmetic, each part has an equal share, and AdamW what a step takes longer.
-        of_parts = Spread.of(
-            samples["smallest", "forward" if mode == "forward" else "train"]
-        ).median
-        equal_share = of_parts / sum(part["count"] for part in parts)
-        overheads = {part["name"]: equal_share for part in parts} | {
-            "AdamW": smallest.median - of_parts
-        }
-    return point | {
-        "whole": whole,
-        "sum_of_parts": sums,
-        "tokens_per_second": size.tokens / seconds,
-        "mfu": {
-            "causal": utilization(cost.matmul_flops),
-            "dense": utilization(cost.dense_matmul_flops),
-        },
-        "overhead": {"seconds": asdict(smallest), "share": smallest.median / seconds},
-        "losses": _losses(addends(point), seconds, overheads),
-        "trust": trust(samples["whole", mode], shares, ceilings),
-    }
+    causal: float
+    dense: float
 
 
-def addends(point: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what adds up to the whole: the parts, and in a step AdamW as one more, with the pass "optimizer"."""
-    optimizer = point["optimizer"]
-    return [
-        *point["parts"],
-        *([{"name": "AdamW", "count": 1, "optimizer": optimizer}] if optimizer else []),
-    ]
+@dataclass(frozen=True)
+class Loss:
+    """The time that a part takes above its roofline.
+
+    name: the part, or AdamW.
+    seconds: of all its copies.
+    share: of the time of the whole.
+    roofline_fraction: the least time of the part divided by its time.
+    cause: what its figures point to. overhead: it takes less than twice as long as its calls without arithmetic;
+        products: its costliest pass has matrix products, and computing them bounds it; weights: it has matrix products,
+        and moving their bytes bounds it; elementwise: it has no matrix product.
+    """
+
+    name: str
+    seconds: float
+    share: float
+    roofline_fraction: float
+    cause: Cause
 
 
-def own_seconds(record: Mapping[str, Any]) -> float:
-    """Return the time of a pass: on a GPU its own, as the whole does not wait for the launches of each part."""
-    return float(
-        record["seconds"]["median"]
-        if record["gpu_seconds"] is None
-        else record["gpu_seconds"]
+@dataclass(frozen=True)
+class Analysis:
+    """What follows from the times of one size. The whole is that of the mode.
+
+    tokens_per_second: of the whole.
+    overhead_share: the time of the same calls on a tiny input, as a share of the whole.
+    whole_minus_parts: the median of the whole, minus those of all parts and of AdamW, in seconds.
+    mfu_measured: under the measured ceiling; None if that is too low.
+    mfu_datasheet: under the peak of the datasheet; None if that is unknown.
+    roofline_seconds: the least time of each part and pass under the measured ceilings. That of the whole is the sum of
+        its parts: nothing is fused from one part to the next. None if a ceiling is too low.
+    losses: the three parts that lose most; none if a ceiling is too low.
+    """
+
+    tokens_per_second: float
+    overhead_share: float
+    whole_minus_parts: float
+    mfu_measured: Utilization | None
+    mfu_datasheet: Utilization | None
+    roofline_seconds: PassSeconds | None
+    losses: tuple[Loss, ...]
+
+    def roofline_fraction(self, part: Part, name: str) -> float | None:
+        """Return the least time of a pass divided by its time; None if either is unknown."""
+        seconds = part.passes[name].seconds.median
+        if self.roofline_seconds is None or seconds <= 0:
+            return None
+        return self.roofline_seconds[part.name][name] / seconds
+
+
+def analyze(point: Point, profile: Profile) -> Analysis:
+    """Return what follows from a point of a profile."""
+    mode = profile.settings.mode
+    whole = point.whole.passes[mode]
+    measured = Peaks(
+        profile.ceilings.flops_per_second.median,
+        profile.ceilings.bytes_per_second.median,
+    )
+    least: PassSeconds | None = None
+    losses: tuple[Loss, ...] = ()
+    if ceiling_too_low(profile):
+        measured = Peaks(None, measured.bytes_per_second)
+    else:
+        least = roofline_seconds(point, profile.ceilings)
+        losses = _losses(point, mode, least, profile.ceilings)
+    accounted = sum(part_seconds(part) for part in point.addends)
+    seconds = whole.seconds.median
+    return Analysis(
+        tokens_per_second=point.size.tokens / seconds,
+        overhead_share=point.overhead[mode].median / seconds,
+        whole_minus_parts=seconds - accounted,
+        mfu_measured=_utilization(whole, measured),
+        mfu_datasheet=_utilization(whole, profile.datasheet),
+        roofline_seconds=least,
+        losses=losses,
     )
 
 
-def _with_backward(samples: Samples) -> dict[tuple[str, str], list[float]]:
-    """Add the backward passes: what forward and backward take longer than forward, round by round."""
-    backward = {
-        (part, "backward"): [
-            both - ahead
-            for ahead, both in zip(samples[part, "forward"], times, strict=True)
-        ]
-        for (part, pass_), times in samples.items()
-        if pass_ == "train"
-    }
-    return {**samples, **backward}
+def part_seconds(part: Part) -> float:
+    """Return the median time of all copies of a part, in all of its passes."""
+    return part.count * sum(each.seconds.median for each in part.passes.values())
+
+
+def _utilization(whole: Pass, peaks: Peaks | None) -> Utilization | None:
+    if peaks is None or peaks.flops_per_second is None:
+        return None
+    possible = whole.seconds.median * peaks.flops_per_second
+    causal = whole.cost.matmul_flops / possible
+    dense = whole.cost.dense_matmul_flops / possible
+    return Utilization(causal, dense)
+
+
+def bound(cost: Cost, ceilings: Ceilings) -> str:
+    """Return the side of the ridge: "compute" or "memory"."""
+    return "compute" if cost.intensity >= ceilings.ridge else "memory"
+
+
+def roofline_seconds(point: Point, ceilings: Ceilings) -> PassSeconds:
+    """Return the least time of each part and pass, and of the whole."""
+    found: PassSeconds = {}
+    of_whole = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    for part in point.addends:
+        found[part.name] = {}
+        for name, each in part.passes.items():
+            least = ceilings.seconds(each.cost.flops, each.cost.bytes)
+            found[part.name][name] = least
+            of_whole[name] += part.count * least
+    of_whole["train"] = of_whole["forward"] + of_whole["backward"]
+    of_whole["step"] = of_whole["train"] + of_whole["optimizer"]
+    found["whole"] = {name: of_whole[name] for name in point.whole.passes}
+    return found
+
+
+def ceiling_too_low(profile: Profile) -> str | None:
+    """Return what shows that a measured ceiling is too low; None if nothing does.
+
+    A part may be faster than the ceiling of the memory if its data fit into a cache. So only parts that move more than
+    the copy, which the caches do not hold, show that this ceiling is too low. Backward is a difference of two times,
+    and shows nothing.
+    """
+    ceilings = profile.ceilings
+    for point, part, name, each in _timed_passes(profile):
+        where = f"{name} of {part} at {point.size.tokens} tokens"
+        flops = each.cost.flops / _slow_seconds(each)
+        if flops > ceilings.flops_per_second.p80:
+            return f"{where} computes {flops / ceilings.flops_per_second.median:.3g} times as fast"
+        moved = each.cost.bytes / _slow_seconds(each)
+        is_cached = each.cost.bytes < ceilings.copy_bytes
+        if moved > ceilings.bytes_per_second.p80 and not is_cached:
+            return f"{where} moves its bytes {moved / ceilings.bytes_per_second.median:.3g} times as fast"
+    return None
+
+
+def beats_ceilings(profile: Profile) -> bool:
+    """Return whether a part is faster than its roofline, for whatever reason."""
+    for _, _, _, each in _timed_passes(profile):
+        least = profile.ceilings.seconds(each.cost.flops, each.cost.bytes)
+        if _slow_seconds(each) < least:
+            return True
+    return False
+
+
+def _timed_passes(profile: Profile) -> list[tuple[Point, str, str, Pass]]:
+    """Return all passes of parts that were timed themselves, with their point and their names."""
+    found = []
+    for point in profile.points:
+        if isinstance(point, Point):
+            for part in point.addends:
+                for name, each in part.passes.items():
+                    if name != "backward":
+                        found.append((point, part.name, name, each))
+    return found
+
+
+def _slow_seconds(each: Pass) -> float:
+    """Return p80 of the times, which is sure to be no lucky sample."""
+    seconds: Spread = each.seconds
+    if each.gpu_seconds is not None:
+        seconds = each.gpu_seconds
+    return seconds.p80
 
 
 def _losses(
-    addends: list[dict[str, Any]], whole: float, overheads: Mapping[str, float]
-) -> list[dict[str, Any]]:
-    """Return the three parts that lose most against the roofline, and the cause that their figures point to."""
+    point: Point, mode: str, least: PassSeconds, ceilings: Ceilings
+) -> tuple[Loss, ...]:
+    """Return the three parts that lose most against the roofline."""
+    overheads = _overheads(point, mode)
+    whole = point.whole.passes[mode].seconds.median
     losses = []
-    for part in addends:
-        passes = [part[pass_] for pass_ in PASSES["step"] if pass_ in part]
-        taken, least = (
-            sum(map(own_seconds, passes)),
-            sum(record["roofline_seconds"] for record in passes),
-        )
-        costliest = max(
-            passes, key=lambda record: own_seconds(record) - record["roofline_seconds"]
-        )
-        if taken < 2 * overheads.get(part["name"], 0.0):
-            cause = "overhead"
-        elif not costliest["matmul_flops"]:
-            cause = "elementwise"
-        else:
-            cause = "products" if costliest["bound"] == "compute" else "weights"
-        lost = part["count"] * (taken - least)
-        if lost > 0:
-            figures = {
-                "seconds": lost,
-                "share": lost / whole,
-                "roofline_fraction": least / taken,
-            }
-            losses.append({"name": part["name"], **figures, "cause": cause})
-    return sorted(losses, key=lambda loss: -loss["seconds"])[:3]
+    for part in point.addends:
+        taken = sum(each.own_seconds for each in part.passes.values())
+        possible = sum(least[part.name].values())
+        if taken > possible:
+            seconds = part.count * (taken - possible)
+            loss = Loss(
+                name=part.name,
+                seconds=seconds,
+                share=seconds / whole,
+                roofline_fraction=possible / taken,
+                cause=_cause(part, least[part.name], overheads[part.name], ceilings),
+            )
+            losses.append(loss)
+    losses.sort(key=lambda loss: loss.seconds, reverse=True)
+    return tuple(losses[:3])
+
+
+def _cause(
+    part: Part, least: Mapping[str, float], overhead: float, ceilings: Ceilings
+) -> Cause:
+    """Return what probably makes a part slower than its roofline."""
+    taken = sum(each.own_seconds for each in part.passes.values())
+    if taken < 2 * overhead:
+        return "overhead"
+
+    def lost(name: str) -> float:
+        return part.passes[name].own_seconds - least[name]
+
+    costliest = part.passes[max(part.passes, key=lost)]
+    if not costliest.cost.matmul_flops:
+        return "elementwise"
+    if bound(costliest.cost, ceilings) == "compute":
+        return "products"
+    return "weights"
+
+
+def _overheads(point: Point, mode: str) -> dict[str, float]:
+    """Return how long the calls of each part take without arithmetic.
+
+    Each part has an equal share of the same calls on a tiny input, and AdamW has what these take longer with it. On a
+    GPU, a part's own time contains no such calls.
+    """
+    if point.whole.passes["forward"].gpu_seconds is not None:
+        return {part.name: 0.0 for part in point.addends}
+    of_parts = point.overhead["forward" if mode == "forward" else "train"].median
+    count = sum(part.count for part in point.parts)
+    overheads = {part.name: of_parts / count for part in point.parts}
+    overheads["AdamW"] = point.overhead[mode].median - of_parts
+    return overheads

@@ -1,8 +1,8 @@
-"""The collectives of a model that `parallelize` has spread, from its sizes; each of them can run alone.
+"""Count the collectives of a model that `parallelize` distributes, from its sizes, and run each of them alone.
 
 Sources: Korthikanti et al., "Reducing Activation Recomputation" (arXiv 2205.05198), section 4.2.2, for tensor and
 sequence parallelism; Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 7, and Zhao et al., "PyTorch FSDP" (arXiv
-2304.11277) for what is sharded over the data. A test of `parallelize` counts what the formulas here tell.
+2304.11277) for what is sharded over the data. A test of `parallelize` counts the calls and compares them.
 """
 
 from collections import Counter
@@ -14,6 +14,9 @@ from math import prod
 import torch
 import torch.distributed as dist
 from lab.sizes import Size
+
+# The outermost first.
+_AXES = ("dp_replicate", "dp", "tp")
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Mesh:
     @property
     def axes(self) -> dict[str, int]:
         """Return the axes that have more than one process, the outermost first."""
-        return {axis: count for axis, count in asdict(self).items() if count > 1}
+        counts = asdict(self)
+        return {axis: counts[axis] for axis in _AXES if counts[axis] > 1}
 
     @property
     def processes(self) -> int:
@@ -35,34 +39,55 @@ class Mesh:
 
     @property
     def batches(self) -> int:
-        """Return into how many the batch is split."""
+        """Return the number of pieces into which the batch is split."""
         return self.dp_replicate * self.dp
 
+    @classmethod
+    def parse(cls, text: str) -> "Mesh":
+        """Return the mesh of a text such as "tp=8,dp=64"; raise a ValueError if it is none."""
+        counts: dict[str, int] = {}
+        for part in text.split(","):
+            axis, _, count = part.partition("=")
+            if axis not in _AXES or not count.isdecimal():
+                raise ValueError(
+                    f"a mesh must consist of {', '.join(_AXES)}, as in tp=8,dp=64, got {text!r}"
+                )
+            if axis in counts:
+                raise ValueError(f"a mesh must have each axis once, got {text!r}")
+            counts[axis] = int(count)
+        return cls(**counts)
+
     def __str__(self) -> str:
-        return (
-            ",".join(f"{axis}={count}" for axis, count in self.axes.items())
-            or "one process"
-        )
+        counts = [f"{axis}={count}" for axis, count in self.axes.items()]
+        return ",".join(counts) or "one process"
+
+    def splits(self, size: Size) -> bool:
+        """Return whether the size splits over the mesh."""
+        try:
+            self.require(size)
+        except ValueError:
+            return False
+        return True
 
     def require(self, size: Size) -> None:
         """Raise a ValueError where the size does not split over the mesh."""
-        if min(asdict(self).values()) < 1:
+        if min(self.dp_replicate, self.dp, self.tp) < 1:
             raise ValueError(
-                f"a mesh has at least 1 process along each axis, got {asdict(self)}"
+                f"a mesh must have at least 1 process along each axis, got {asdict(self)}"
             )
         if self.dp_replicate > 1 and self.dp == 1:
             raise ValueError(
-                f"dp_replicate={self.dp_replicate} needs dp of at least 2: use dp alone"
+                f"dp_replicate={self.dp_replicate} needs dp of at least 2: use dp instead"
             )
         if size.batch_size % self.batches:
-            multiple = f"use a multiple of {self.batches}"
             raise ValueError(
-                f"a batch of {size.batch_size} does not split over {self}: {multiple}"
+                f"the batch size must be a multiple of {self.batches} for {self}, got {size.batch_size}"
             )
         for name in ("num_heads", "num_kv_heads", "d_ff", "vocab"):
-            if (count := getattr(size, name)) % self.tp:
+            count = getattr(size, name)
+            if count % self.tp:
                 raise ValueError(
-                    f"{name} must be a multiple of tp={self.tp}, got {count}; use a smaller tp"
+                    f"{name} must be a multiple of tp={self.tp}, got {count}: use a smaller tp"
                 )
 
 
@@ -75,13 +100,9 @@ class Collective:
     elements: int
 
     def moved(self, processes: int) -> float:
-        """Return how many elements each process must receive: those that the others have, of a sum twice as many."""
-        return (
-            (2 if self.kind == "all-reduce" else 1)
-            * self.elements
-            * (processes - 1)
-            / processes
-        )
+        """Return how many elements each process must receive: what the others have, and of a sum twice as many."""
+        of_others = self.elements * (processes - 1) / processes
+        return 2 * of_others if self.kind == "all-reduce" else of_others
 
 
 def collectives_of(
@@ -92,8 +113,7 @@ def collectives_of(
     They are exact where tp divides the sequence and dp the rows of each weight: else torch pads. FSDP gathers embedding
     and head with the final norm. Recomputing a block ends before its last product, and the reduce-scatter after it.
     """
-    calls: dict[str, Counter[Collective]]
-    calls = {"forward": Counter(), "backward": Counter()}
+    calls = {"forward": Counter[Collective](), "backward": Counter[Collective]()}
     if mesh.tp > 1:
         _add_tensor_parallel(calls, size, mesh, recompute)
     if mesh.dp > 1:
@@ -105,19 +125,21 @@ def _add_tensor_parallel(
     calls: dict[str, Counter[Collective]], size: Size, mesh: Mesh, recompute: bool
 ) -> None:
     """Add the collectives along "tp", of the residual stream and of the gradients of gains."""
-    blocks, final_norm = size.layers, int(size.num_layers is not None)
+    blocks = size.layers
+    final_norms = 0 if size.num_layers is None else 1
+    embeddings = 1 if size.vocab else 0
     stream = size.tokens // mesh.batches * size.d_model
     gather = Collective("all-gather", "tp", stream)
     scatter = Collective("reduce-scatter", "tp", stream)
     for counts in calls.values():
         # Into each sub-layer and out of it; one more for the output, or its input.
         counts[gather] += 2 * blocks + 1
-        counts[scatter] += 2 * blocks + bool(size.vocab)
+        counts[scatter] += 2 * blocks + embeddings
     backward = calls["backward"]
     if recompute:
         backward[gather] += 2 * blocks
         backward[scatter] += blocks
-    backward[Collective("all-reduce", "tp", size.d_model)] += 2 * blocks + final_norm
+    backward[Collective("all-reduce", "tp", size.d_model)] += 2 * blocks + final_norms
     if size.qk_norm:
         backward[Collective("all-reduce", "tp", size.d_head)] += 2 * blocks
 
@@ -126,20 +148,21 @@ def _add_data_parallel(
     calls: dict[str, Counter[Collective]], size: Size, mesh: Mesh
 ) -> None:
     """Add the collectives along "dp" and "dp_replicate", of weights and their gradients."""
-    blocks, final_norm = size.layers, int(size.num_layers is not None)
-    matrices = size.block_parameters - size.block_gains
-    of_block = size.block_gains + matrices // mesh.tp
-    beside = size.d_model + 2 * size.vocab * size.d_model // mesh.tp
     forward, backward = calls["forward"], calls["backward"]
-    for elements, count in ((of_block, blocks), (beside, final_norm)):
-        if count:
-            forward[Collective("all-gather", "dp", elements)] += count
-            backward[Collective("reduce-scatter", "dp", elements)] += count
-            if mesh.dp_replicate > 1:
-                part = Collective("all-reduce", "dp_replicate", elements // mesh.dp)
-                backward[part] += count
-    if final_norm:  # else the Block is the outermost module, which keeps its weights for the backward pass
-        backward[Collective("all-gather", "dp", of_block)] += blocks
+    of_block = size.block_gains + size.block_matrices // mesh.tp
+    # FSDP gathers the weights of each block at once, and those outside of the blocks with the final norm.
+    gathered = [(of_block, size.layers)]
+    if size.num_layers is not None:
+        embedding_and_head = 2 * size.vocab * size.d_model
+        gathered.append((size.d_model + embedding_and_head // mesh.tp, 1))
+        # A single Block is the outermost module, which keeps its weights for the backward pass.
+        backward[Collective("all-gather", "dp", of_block)] += size.layers
+    for elements, count in gathered:
+        forward[Collective("all-gather", "dp", elements)] += count
+        backward[Collective("reduce-scatter", "dp", elements)] += count
+        if mesh.dp_replicate > 1:
+            part = Collective("all-reduce", "dp_replicate", elements // mesh.dp)
+            backward[part] += count
 
 
 def alone(
@@ -148,7 +171,7 @@ def alone(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Callable[[], object]:
-    """Return a function that does what the collective does, and nothing else, on tensors of its own."""
+    """Return a function that runs only this collective, on tensors of its own."""
     processes = group.size()
     part = torch.zeros(-(-collective.elements // processes), device=device, dtype=dtype)
     whole = torch.zeros(processes * len(part), device=device, dtype=dtype)

@@ -1,16 +1,18 @@
-"""An earlier profile beside this one: the ratio of every time, with the interval in which it may lie."""
-
-from typing import Any
+"""Compare two profiles: the ratio of every time, with the interval in which it may lie."""
 
 from lab.sizes import Size
-from lab.tables import Section, Table, number
+from lab.tables import Section, Table, number, number_range
+from lab.timing import Spread
 
-from .analysis import addends
-from .report import describe, doubts
+from .records import Point, Profile, times_of
+from .report import describe, doubts, model_name
 
-SCHEMA = "tinyblock.profile/1"
-# What can make a difference, beside the code.
-_CAUSES = [
+# An interval that contains 1 and goes beyond these limits does not even show that nothing changed much.
+_CLEAR_LOW, _CLEAR_HIGH = 0.8, 1.25
+
+# What else can make a difference, beside the code.
+_SETTINGS = ("dtype", "mode", "compile", "mesh")
+_ENVIRONMENT = (
     "device",
     "torch",
     "threads",
@@ -18,80 +20,116 @@ _CAUSES = [
     "cudnn",
     "norm_kernels",
     "commit",
-    "dtype",
-    "mode",
-    "compile",
-]
-_CAUSES += ["float32_matmul_precision", "mesh", "attention_kernel"]
-_ADVICE = "Runs of the same code differ, too. To compare two versions, run them in turns: compare_peers.py --against."
+    "float32_matmul_precision",
+)
+_ADVICE = (
+    "Runs of the same code differ, too. To compare two versions, run them in turns: compare_peers.py --against.\n"
+    "Intervals go from new p20 / old p80 to new p80 / old p20. Same: it contains 1. Unclear: it contains 1 and "
+    f"reaches beyond {_CLEAR_LOW} to {_CLEAR_HIGH}."
+)
 
 
-def compare(new: dict[str, Any], old: dict[str, Any]) -> list[Section]:
-    """Return new/old for every time that both have, at the same sizes, and first what else differs between the two.
+def compare(old: Profile, new: Profile) -> list[Section]:
+    """Return new / old for every time that both have at the same sizes, and first what else differs between the two.
 
-    The interval goes from the new p20 over the old p80 to the new p80 over the old p20, and is wider by what the
-    ceilings differ by: where 1 lies in it, no change shows.
+    Every interval is wider by what the ceilings differ by, because a machine that was slower when they were measured
+    may have been slower all the time.
     """
-    lines = [
-        f"Compared with the profile of {old['environment']['date']}, commit {old['environment']['commit']}:"
-    ]
-    then, now = (
-        doc["points"][0] | doc["environment"] | doc["settings"] for doc in (old, new)
+    old_points = {point.size: point for point in old.points}
+    margin = _margin(old, new)
+    sections: list[Section] = [_differences(old, new)]
+    for name, profile in (("Old", old), ("New", new)):
+        for doubt in doubts(profile):
+            sections.append(f"{name} profile: {doubt}")
+    for point in new.points:
+        before = {}
+        if point.size in old_points:
+            before = times_of(old_points[point.size])
+        sections.append(_ratios(point.size, before, times_of(point), margin))
+    wider = (
+        f"The measured ceilings differ by a factor of {number(margin)}, "
+        "so every interval is widened by that factor."
     )
-    for key in _CAUSES:
-        if then.get(key) != now.get(key):
-            lines.append(
-                f"  {key.replace('_', ' ')}: {then.get(key)} then, {now.get(key)} now"
-            )
-    sections: list[Section] = ["\n".join(lines), *doubts(old)]
-    keys = ("flops_per_second", "bytes_per_second")
-    rates = [
-        new["ceilings"][key]["median"] / old["ceilings"][key]["median"] for key in keys
-    ]
-    margin = max(*rates, *(1 / rate for rate in rates))
-    old_times = {Size(**point["size"]): _times(point) for point in old["points"]}
-    for point in new["points"]:
-        before, after = old_times.get(Size(**point["size"]), {}), _times(point)
-        rows = [
-            [*key, *_ratio(after[key], before[key], margin)]
-            for key in after
-            if key in before
-        ]
-        columns = ["part", "pass", "old us", "new us", "ratio", "interval", ""]
-        title = describe(point["size"])
-        sections.append(
-            Table(f"New / old: {title}", columns, rows)
-            if rows
-            else f"{title}: nothing to compare with"
-        )
-    wider = f"The ceilings differ by {number(100 * (margin - 1))}%, by which each interval is wider."
     return [*sections, f"{wider}\n{_ADVICE}"]
 
 
-def _times(point: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
-    """Return the seconds of each part and pass; none of a point that ran out of memory."""
-    if "whole" not in point:
-        return {}
-    parts = addends(point) if "parts" in point else []  # several processes have none
-    passes = ("forward", "backward", "optimizer", "train", "step")
-    records = [*parts, {"name": "whole"} | point["whole"]]
-    return {
-        (record["name"], name): record[name]["seconds"]
-        for record in records
-        for name in passes
-        if name in record
-    }
+def common_sizes(old: Profile, new: Profile) -> set[Size]:
+    """Return the sizes that both profiles have."""
+    return {point.size for point in old.points} & {point.size for point in new.points}
 
 
-def _ratio(new: dict[str, float], old: dict[str, float], margin: float) -> list[str]:
-    times = [number(old["median"] * 1e6), number(new["median"] * 1e6)]
-    if min(old["p20"], new["p20"]) <= 0:  # a backward pass that is lost in the noise
-        return [*times, "n/a", "n/a", ""]
-    low, high = new["p20"] / old["p80"] / margin, new["p80"] / old["p20"] * margin
-    verdict = "may be slower" if low > 1 else "may be faster" if high < 1 else "same"
-    return [
-        *times,
-        number(new["median"] / old["median"]),
-        f"{number(low)}-{number(high)}",
-        verdict,
+def _differences(old: Profile, new: Profile) -> str:
+    environment = old.environment
+    lines = [
+        f"Compared with the profile of {environment.date}, commit {environment.commit}:"
     ]
+    for name in _ENVIRONMENT:
+        before, after = getattr(environment, name), getattr(new.environment, name)
+        lines.extend(_difference(name, before, after))
+    for name in _SETTINGS:
+        before, after = getattr(old.settings, name), getattr(new.settings, name)
+        lines.extend(_difference(name, before, after))
+    kernels = _attention_kernels(old), _attention_kernels(new)
+    lines.extend(_difference("attention kernel", *kernels))
+    return "\n".join(lines)
+
+
+def _difference(name: str, before: object, after: object) -> list[str]:
+    if before == after:
+        return []
+    return [f"  {name.replace('_', ' ')}: {before} then, {after} now"]
+
+
+def _attention_kernels(profile: Profile) -> str:
+    kernels = {
+        point.attention_kernel for point in profile.points if isinstance(point, Point)
+    }
+    return ", ".join(sorted(kernels))
+
+
+def _margin(old: Profile, new: Profile) -> float:
+    """Return the factor, 1 or more, by which the ceilings of two profiles differ."""
+    flops = new.ceilings.flops_per_second.median / old.ceilings.flops_per_second.median
+    memory = new.ceilings.bytes_per_second.median / old.ceilings.bytes_per_second.median
+    return max(flops, 1 / flops, memory, 1 / memory)
+
+
+def _ratios(
+    size: Size,
+    before: dict[tuple[str, str], Spread],
+    after: dict[tuple[str, str], Spread],
+    margin: float,
+) -> Section:
+    """Return the table of one size."""
+    columns = ["part", "pass", "old us", "new us", "ratio", "interval", ""]
+    table = Table(f"New / old: {describe(size)}", columns)
+    for part, name in after:
+        if (part, name) in before:
+            title = model_name(size) if part == "whole" else part
+            cells = _ratio(before[part, name], after[part, name], margin)
+            table.rows.append([title, name, *cells])
+    if not table.rows:
+        return f"{describe(size)}: nothing to compare with"
+    return table
+
+
+def _ratio(old: Spread, new: Spread, margin: float) -> list[str]:
+    times = [number(old.median * 1e6), number(new.median * 1e6)]
+    if min(old.p20, new.p20) <= 0:
+        # A backward pass that is lost in the noise.
+        return [*times, "n/a", "n/a", "unclear"]
+    low = new.p20 / old.p80 / margin
+    high = new.p80 / old.p20 * margin
+    ratio = number(new.median / old.median)
+    return [*times, ratio, number_range(low, high), verdict(low, high)]
+
+
+def verdict(low: float, high: float) -> str:
+    """Return what the interval of a ratio of times shows."""
+    if low > 1:
+        return "may be slower"
+    if high < 1:
+        return "may be faster"
+    if low < _CLEAR_LOW or high > _CLEAR_HIGH:
+        return "unclear"
+    return "same"

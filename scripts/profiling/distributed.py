@@ -1,203 +1,298 @@
-"""Measure a size that is distributed over processes, beside one process with all of it, in interleaved rounds."""
+"""Measure a size that is distributed over processes, and one process with all of it, in interleaved rounds."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from lab.kernels import busy_time, events_of
-from lab.machine import Ceilings
 from lab.processes import from_all, is_first, least
 from lab.progress import Progress
 from lab.sizes import PASSES, Size
 from lab.timing import Clock, Spread, interleave, paired_ratio
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from tinyblock import parallelize
+from tinyblock import Block, Transformer, parallelize
 
 from .collectives import Collective, alone, collectives_of
-from .measure import Run, Settings, build_whole, held_bytes, runs_of
-from .parts import Step, whole
-from .trust import busy_shares, system_clocks, trust
+from .measure import Run, build_whole, held_memory, passes_of
+from .parts import TimedPart, whole
+from .records import (
+    CollectiveTime,
+    DistributedPass,
+    DistributedPoint,
+    HeldMemory,
+    Overlap,
+    Settings,
+)
+from .trust import BusyShares, busy_shares, system_clocks, trust
 
-_LINK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # of the all-gather that measures a link
+# The size of the all-gather that measures a link.
+_LINK_BYTES = {"cpu": 2**24, "cuda": 2**29}
+
+# Who runs a pass ("all" processes or "one") and its name; or a collective.
+Key = tuple[str, str] | Collective
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """A model that is distributed over all processes, and what is timed of it.
+
+    complete: the part of it that this process runs, in one call.
+    optimizer: AdamW of this process; None except in a step.
+    runs: the passes of all processes, and those of the first one alone.
+    """
+
+    complete: TimedPart
+    optimizer: Optimizer | None
+    runs: dict[tuple[str, str], Run]
+
+
+@dataclass(frozen=True)
+class Times:
+    """The seconds of each run in each round, by process, and how busy the machine was meanwhile."""
+
+    of_ranks: list[dict[Key, list[float]]]
+    shares: BusyShares
+
+    def slowest(self, key: Key) -> list[float]:
+        """Return what the slowest process takes in each round."""
+        rounds = zip(*(seconds[key] for seconds in self.of_ranks), strict=True)
+        return [max(seconds) for seconds in rounds]
+
+    def of_first(self, key: Key) -> list[float]:
+        return self.of_ranks[0][key]
 
 
 def measure_distributed(
-    size: Size, settings: Settings, ceilings: Ceilings, progress: Progress, clock: Clock
-) -> dict[str, Any]:
-    """Measure a size on all processes and on the first alone, and return such a point of docs/profile_schema.md.
+    size: Size, settings: Settings, progress: Progress, clock: Clock
+) -> DistributedPoint:
+    """Measure a size on all processes and on the first one alone.
 
     The collectives follow from the sizes. Each is timed alone, by all groups of its axis at once, so without the time
-    in which it waits for the others where it is called. How much is hidden behind computing is seen on CUDA, by
-    torch.profiler; gloo computes on the same cores.
+    in which it waits for the others where it is called. torch.profiler measures on CUDA how much of them overlaps with
+    computation; gloo computes on the same cores.
     """
-    device, mesh, mode = settings.device, settings.mesh, settings.mode
     progress.start("building")
+    axes = settings.mesh.axes
     devices = init_device_mesh(
-        device.type, tuple(mesh.axes.values()), mesh_dim_names=tuple(mesh.axes)
+        settings.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)
     )
-    runs, step, optimizer = distributed_runs(size, settings, devices)
-    passes = [name for kind, name in runs if kind == "all"]
-    elements = _LINK_BYTES[device.type] // settings.dtype.itemsize
-    links = {axis: Collective("all-gather", axis, elements) for axis in mesh.axes}
-    calls = {
-        name: counts
-        for name, counts in collectives_of(size, mesh).items()
-        if name in PASSES[mode]
-    }
-    for call in dict.fromkeys([*links.values(), *chain(*calls.values())]):
-        runs[call] = alone(call, devices[call.axis].get_group(), device, settings.dtype)
-
-    progress.start("timing", len(runs) * settings.rounds)
-    start = system_clocks()
-    samples = interleave(runs, settings.rounds, 0.01, 1, progress.advance, least, clock)
-    shares = busy_shares(start, system_clocks()) | {
-        "others_share": None
-    }  # most of the others are of this profile
-    run = runs["all", mode]
-    overlap = summarize_overlap(events_of(run, device))
-    held: list[dict[str, Any]] = from_all(held_bytes(step, optimizer, run, device))
-    of_ranks = from_all(samples)
-    # What the slowest process takes in each round.
-    slowest = {
-        key: [
-            max(round_)
-            for round_ in zip(*(rank[key] for rank in of_ranks), strict=True)
-        ]
-        for key in runs
-    }
-
-    def times(name: str) -> dict[str, Any]:
-        speed_up = paired_ratio(of_ranks[0]["one", name], slowest["all", name])
-        return {
-            "seconds": asdict(Spread.of(slowest["all", name])),
-            "of_ranks": [Spread.of(rank["all", name]).median for rank in of_ranks],
-            "one_process": asdict(Spread.of(of_ranks[0]["one", name])),
-            "speed_up": asdict(speed_up),
-            "efficiency": speed_up.median / mesh.processes,
-        }
-
-    def rate(call: Collective) -> dict[str, Any]:
-        return asdict(
-            Spread.of(
-                [_moved_bytes(call, settings) / seconds for seconds in slowest[call]]
-            )
-        )
-
-    seconds = Spread.of(slowest["all", mode]).median
-    peaks = mesh.processes * ceilings.flops_per_second.median
-    return {
-        "status": "ok",
-        "error": None,
-        "size": asdict(size),
-        "whole": {name: times(name) for name in passes},
-        "collectives": _collectives(calls, slowest, settings, seconds),
-        "links": {axis: rate(call) for axis, call in links.items()},
-        "overlap": overlap,
-        "memory": {
-            key: max(rank[key] for rank in held) if held[0][key] is not None else None
-            for key in held[0]
-        },
-        "tokens_per_second": size.tokens / seconds,
-        "mfu": size.costs(mode).matmul_flops / seconds / peaks,
-        "trust": trust(slowest["all", mode], shares, ceilings),
-    }
+    built = build_distributed(size, settings, devices)
+    calls = _calls(size, settings)
+    links = _links(settings)
+    runs: dict[Key, Run] = {}
+    for key, of_pass in built.runs.items():
+        runs[key] = of_pass
+    for call in [*links.values(), *chain(*calls.values())]:
+        group = devices[call.axis].get_group()
+        runs[call] = alone(call, group, settings.device, settings.dtype)
+    times = _time(runs, settings, progress, clock)
+    run = built.runs["all", settings.mode]
+    overlap = summarize_overlap(events_of(run, settings.device))
+    held = held_memory(built.complete, built.optimizer, run, settings.device)
+    return DistributedPoint(
+        size=size,
+        whole=_passes(built, times),
+        collectives=_collectives(calls, times, settings),
+        links={axis: _rate(call, times, settings) for axis, call in links.items()},
+        overlap=overlap,
+        memory=_largest(from_all(held)),
+        trust=trust(times.slowest(("all", settings.mode)), times.shares),
+    )
 
 
-def distributed_runs(
+def build_distributed(
     size: Size, settings: Settings, devices: DeviceMesh
-) -> tuple[dict[Any, Run], Step, Optimizer | None]:
-    """Return the runs of all processes and of the first alone, and the step and the optimizer of all processes.
+) -> Distributed:
+    """Build the model of all processes, and that of the first one alone.
 
-    Only the first process still has a model of the full size then.
+    Only the first process still has a model of the full size afterwards.
     """
-
-    def build() -> tuple[Any, Step]:
-        torch.manual_seed(settings.seed)
-        return build_whole(size, settings)
-
-    model, one = build()
+    model, full = _build(size, settings)
     parallelize(model, devices, compile=settings.compile)
-    by_batch = [
+    x = _local(full.inputs[0], settings, devices).requires_grad_(settings.train)
+    gradient = [_local(each, settings, devices) for each in full.gradients]
+    complete = whole(model, x, *gradient)
+    passes, optimizer = _passes_into_grad(complete, settings.mode)
+    if settings.mesh.dp > 1:
+        passes["forward"] = _resharding(complete, model)
+    runs = {("all", name): run for name, run in passes.items()}
+    if is_first():
+        _, full = _build(size, settings)
+        if settings.compile:
+            full = full.compiled()
+        of_first, _ = _passes_into_grad(full, settings.mode)
+    else:
+        # The others wait without using a core.
+        of_first = dict.fromkeys(passes, _wait)
+    for name, run in of_first.items():
+        runs["one", name] = run
+    return Distributed(complete, optimizer, runs)
+
+
+def _build(size: Size, settings: Settings) -> tuple[Block | Transformer, TimedPart]:
+    torch.manual_seed(settings.seed)
+    return build_whole(size, settings)
+
+
+def _local(tensor: Tensor, settings: Settings, devices: DeviceMesh) -> Tensor:
+    """Return this process's sequences of a tensor that all processes have."""
+    placements = [
         Replicate() if axis == "tp" else Shard(0) for axis in settings.mesh.axes
     ]
-    x, *gradient = (
-        distribute_tensor(tensor.detach(), devices, by_batch, src_data_rank=None)
-        .to_local()
-        .clone()
-        for tensor in (*one.inputs, *one.gradients)
+    spread = distribute_tensor(tensor.detach(), devices, placements, src_data_rank=None)
+    return spread.to_local().clone()
+
+
+def _wait() -> None:
+    pass
+
+
+def _resharding(complete: TimedPart, model: Any) -> Callable[[], None]:
+    """Return a forward pass after which the model keeps only this process's part of its weights.
+
+    By default, FSDP leaves the outermost module's weights gathered, so the next pass would not have to gather them.
+    """
+
+    def forward() -> None:
+        complete.forward()
+        model.reshard()
+
+    return forward
+
+
+def _passes_into_grad(
+    complete: TimedPart, mode: str
+) -> tuple[dict[str, Run], Optimizer | None]:
+    """Return what is timed of a whole. Backward fills .grad, because FSDP reduces no gradients for autograd.grad."""
+    runs, optimizer = passes_of(complete, mode)
+    if "train" in runs:
+        runs["train"] = complete.accumulate
+    return runs, optimizer
+
+
+def _calls(size: Size, settings: Settings) -> dict[str, Counter[Collective]]:
+    """Return how often each collective is called in the passes of the mode."""
+    calls = collectives_of(size, settings.mesh)
+    return {name: calls[name] for name in calls if name in PASSES[settings.mode]}
+
+
+def _links(settings: Settings) -> dict[str, Collective]:
+    """Return the large all-gather that measures the link of each axis."""
+    elements = _LINK_BYTES[settings.device.type] // settings.dtype.itemsize
+    return {
+        axis: Collective("all-gather", axis, elements) for axis in settings.mesh.axes
+    }
+
+
+def _time(
+    runs: dict[Key, Run], settings: Settings, progress: Progress, clock: Clock
+) -> Times:
+    """Time the runs in all processes at once."""
+    progress.start("timing", len(runs) * settings.rounds)
+    start = system_clocks()
+    seconds = interleave(runs, settings.rounds, 0.01, 1, progress.advance, least, clock)
+    shares = busy_shares(start, system_clocks())
+    # Most of the other programs belong to this profile.
+    return Times(from_all(seconds), replace(shares, others=None))
+
+
+def _passes(built: Distributed, times: Times) -> dict[str, DistributedPass]:
+    passes = {}
+    for who, name in built.runs:
+        if who == "all":
+            passes[name] = _pass(name, times)
+    return passes
+
+
+def _pass(name: str, times: Times) -> DistributedPass:
+    one_process = times.of_first(("one", name))
+    slowest = times.slowest(("all", name))
+    medians = [Spread.of(seconds["all", name]).median for seconds in times.of_ranks]
+    return DistributedPass(
+        seconds=Spread.of(slowest),
+        of_ranks=tuple(medians),
+        one_process=Spread.of(one_process),
+        speed_up=paired_ratio(one_process, slowest),
     )
-    step = whole(model, x.requires_grad_(settings.train), *gradient)
-    passes, optimizer = _runs(step, settings.mode)
-    if (
-        settings.mesh.dp > 1
-    ):  # else the outermost module keeps its weights, and the next pass need not gather them
-        passes["forward"] = lambda: (step.forward(), model.reshard())
-    runs: dict[Any, Run] = {("all", name): run for name, run in passes.items()}
-    runs |= {("one", name): lambda: None for name in passes}
-    if is_first():  # for which the others wait, without a core
-        one = build()[1]
-        of_one, _ = _runs(one.compiled() if settings.compile else one, settings.mode)
-        runs |= {("one", name): run for name, run in of_one.items()}
-    return runs, step, optimizer
-
-
-def _runs(step: Step, mode: str) -> tuple[dict[str, Run], Optimizer | None]:
-    """Return what is timed of a whole, with backward() into .grad: for autograd.grad, FSDP reduces no gradients."""
-    runs, optimizer = runs_of(step, mode)
-    return runs | ({"train": step.accumulate} if "train" in runs else {}), optimizer
 
 
 def _collectives(
-    calls: Mapping[str, Counter[Collective]],
-    slowest: Mapping[Any, list[float]],
-    settings: Settings,
-    whole: float,
-) -> list[dict[str, Any]]:
-    """Return the collectives by pass, axis and kind, with the seconds that those of a kind take, each alone."""
+    calls: Mapping[str, Counter[Collective]], times: Times, settings: Settings
+) -> tuple[CollectiveTime, ...]:
+    """Return the collectives by pass, axis and kind."""
     records = []
-    for pass_, counts in calls.items():
-        for axis, kind in dict.fromkeys((call.axis, call.kind) for call in counts):
-            alike = {
-                call: count
-                for call, count in counts.items()
-                if (call.axis, call.kind) == (axis, kind)
-            }
-            seconds = sum(
-                count * Spread.of(slowest[call]).median for call, count in alike.items()
-            )
-            record = {
-                "pass": pass_,
-                "axis": axis,
-                "kind": kind,
-                "count": sum(alike.values()),
-            }
-            record["bytes"] = (
-                sum(count * call.elements for call, count in alike.items())
-                * settings.dtype.itemsize
-            )
-            record["moved_bytes"] = sum(
-                count * _moved_bytes(call, settings) for call, count in alike.items()
-            )
-            records.append(record | {"seconds": seconds, "share": seconds / whole})
-    return records
+    for name, counts in calls.items():
+        kinds: dict[tuple[str, str], Counter[Collective]] = {}
+        for call, count in counts.items():
+            kinds.setdefault((call.axis, call.kind), Counter())[call] = count
+        for alike in kinds.values():
+            records.append(_collective_time(name, alike, times, settings))
+    return tuple(records)
+
+
+def _collective_time(
+    pass_name: str, counts: Counter[Collective], times: Times, settings: Settings
+) -> CollectiveTime:
+    """Return the seconds that collectives of one axis and kind take, each alone."""
+    elements, moved, seconds = 0, 0.0, 0.0
+    for call, count in counts.items():
+        elements += count * call.elements
+        moved += count * _moved_bytes(call, settings)
+        seconds += count * Spread.of(times.slowest(call)).median
+    any_call = next(iter(counts))
+    return CollectiveTime(
+        pass_name=pass_name,
+        axis=any_call.axis,
+        kind=any_call.kind,
+        count=counts.total(),
+        bytes=elements * settings.dtype.itemsize,
+        moved_bytes=moved,
+        seconds=seconds,
+    )
 
 
 def _moved_bytes(call: Collective, settings: Settings) -> float:
     return settings.dtype.itemsize * call.moved(settings.mesh.axes[call.axis])
 
 
-def summarize_overlap(work: list[Any]) -> dict[str, float] | None:
-    """Return the seconds in which a GPU runs a collective, waiting included, and another kernel beside it."""
+def _rate(call: Collective, times: Times, settings: Settings) -> Spread:
+    """Return the bytes that each process receives in a second."""
+    moved = _moved_bytes(call, settings)
+    return Spread.of([moved / seconds for seconds in times.slowest(call)])
+
+
+def _largest(held: list[HeldMemory]) -> HeldMemory:
+    """Return the most that a process has of each kind."""
+    return HeldMemory(
+        parameters_bytes=max(each.parameters_bytes for each in held),
+        gradients_bytes=_most([each.gradients_bytes for each in held]),
+        optimizer_state_bytes=_most([each.optimizer_state_bytes for each in held]),
+        peak_added_bytes=max(each.peak_added_bytes for each in held),
+    )
+
+
+def _most(sizes: list[int | None]) -> int | None:
+    """Return the largest size; None if there is none."""
+    known = [size for size in sizes if size is not None]
+    return max(known, default=None)
+
+
+def summarize_overlap(work: list[Any]) -> Overlap | None:
+    """Return how long a GPU runs collectives, waiting included, and for how long other kernels run beside them.
+
+    None if no kernel is one of NCCL's.
+    """
     collectives = [event for event in work if event.name.startswith("nccl")]
     if not collectives:
         return None
     others = [event for event in work if not event.name.startswith("nccl")]
     seconds = busy_time(collectives)
     hidden = seconds + busy_time(others) - busy_time(work)
-    return {"collective_seconds": 1e-6 * seconds, "hidden_seconds": 1e-6 * hidden}
+    return Overlap(collective_seconds=1e-6 * seconds, hidden_seconds=1e-6 * hidden)

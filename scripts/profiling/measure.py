@@ -2,14 +2,12 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from lab.kernels import attention_kernel, gpu_seconds, kernel_report
-from lab.machine import Ceilings, Datasheet
 from lab.memory import SavedBytes, bytes_of, is_out_of_memory, peak_added_bytes
 from lab.progress import Progress
 from lab.sizes import Size
@@ -20,210 +18,336 @@ from torch.optim import Optimizer
 from tinyblock import Block, Transformer
 
 from . import tracing
-from .analysis import analyze
-from .collectives import Mesh
-from .parts import Step, block_steps, part_steps, run_steps, whole
-from .trust import busy_shares, system_clocks
+from .parts import (
+    Step,
+    TimedPart,
+    block_steps,
+    run_steps,
+    run_steps_with,
+    timed_parts,
+    whole,
+)
+from .records import (
+    Compilation,
+    HeldMemory,
+    Memory,
+    OutOfMemory,
+    PartMemory,
+    Point,
+    Settings,
+)
+from .samples import (
+    Key,
+    Samples,
+    optimizer_record,
+    overhead_of,
+    part_records,
+    sums_of_parts,
+    whole_record,
+    with_backward,
+)
+from .trust import BusyShares, busy_shares, system_clocks, trust
 
 Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How to measure. `trace`, `memory_snapshot` and `nvtx` are recorded in runs of their own, after the timings."""
+class Recordings:
+    """Files that are recorded in runs of their own, after the timings."""
 
-    device: torch.device
-    dtype: torch.dtype
-    mode: str
-    compile: bool = False
-    rounds: int = 15
-    seed: int = 0
     trace: Path | None = None
     memory_snapshot: Path | None = None
-    nvtx: bool = False
-    mesh: Mesh = field(default_factory=Mesh)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A size, built and ready to run.
+
+    steps: the steps of its first block, never compiled.
+    whole: the model in one call.
+    smallest: a model of the same depth with next to no arithmetic, in one call.
+    parts: what is timed of the block.
+    """
+
+    model: Block | Transformer
+    steps: list[Step]
+    whole: TimedPart
+    smallest: TimedPart
+    parts: list[TimedPart]
 
     @property
-    def train(self) -> bool:
-        return self.mode != "forward"
+    def x(self) -> Tensor:
+        return self.whole.inputs[0]
+
+    @property
+    def tensors_of_model(self) -> list[Tensor]:
+        """Return weights and tables, which are there before and after a run."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def compiled(self) -> "Subject":
+        return replace(
+            self,
+            whole=self.whole.compiled(),
+            smallest=self.smallest.compiled(),
+            parts=[part.compiled() for part in self.parts],
+        )
 
 
 def measure(
     size: Size,
     settings: Settings,
-    ceilings: Ceilings,
-    datasheet: Datasheet | None = None,
+    recordings: Recordings | None = None,
     progress: Progress | None = None,
     clock: Clock = clock,
-) -> dict[str, Any]:
-    """Measure one size, and return a point of docs/profile_schema.md, which says so if memory ran out."""
+) -> Point | OutOfMemory:
+    """Measure one size in this process."""
+    recordings = recordings or Recordings()
+    progress = progress or Progress()
     try:
         with torch.set_grad_enabled(settings.train):
-            return _point(
-                size, settings, ceilings, datasheet, progress or Progress(), clock
-            )
+            return _measure(size, settings, recordings, progress, clock)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         message = " ".join(str(error).split()) or "out of memory"
-    gc.collect()  # outside the except clause, where the error's frames hold no tensors
+    # Outside of the except clause, where the frames of the error would still hold tensors.
+    gc.collect()
     if settings.device.type == "cuda":
         torch.cuda.empty_cache()
-    return {"status": "out of memory", "error": message, "size": asdict(size)}
+    return OutOfMemory(size, message)
 
 
-def _point(
+def _measure(
     size: Size,
     settings: Settings,
-    ceilings: Ceilings,
-    datasheet: Datasheet | None,
+    recordings: Recordings,
     progress: Progress,
     clock: Clock,
-) -> dict[str, Any]:
-    device, compilation = settings.device, None
+) -> Point:
     progress.start("building")
-    torch.manual_seed(settings.seed)
-    model, complete = build_whole(size, settings)
-    smallest = build_whole(size.smallest(), settings)[1]
-    steps, x = block_steps(model), complete.inputs[0]
-    parts = part_steps(steps, x, *complete.gradients)
+    subject = _build(size, settings)
+    compilation = None
     if settings.compile:
         progress.start("compiling")
-        torch.compiler.reset()  # else the second size of a sweep would be compiled for any size
-        complete, smallest, *parts = (
-            step.compiled() for step in (complete, smallest, *parts)
-        )
-        compilation = tracing.compile_report(
-            complete.train if settings.train else complete.forward
-        )
-    of_whole, optimizer = runs_of(complete, settings.mode)
-    # Backward alone is not timed: it is what "train" takes longer than "forward".
-    runs = {("whole", pass_): run for pass_, run in of_whole.items()}
-    runs |= {
-        ("smallest", pass_): run
-        for pass_, run in runs_of(smallest, settings.mode)[0].items()
-    }
-    runs |= {(part.name, "forward"): part.forward for part in parts}
-    runs |= {(part.name, "train"): part.train for part in parts if settings.train}
-    if optimizer is not None:
-        runs["AdamW", "optimizer"] = optimizer.step
-    progress.start("timing", len(runs) * settings.rounds)
-    start = system_clocks()
-    samples = interleave(runs, settings.rounds, 0.01, 1, progress.advance, clock=clock)
-    shares = busy_shares(start, system_clocks())
-    gpu = {}
-    if device.type == "cuda":
-        gpu = {key: [gpu_seconds(run, min(samples[key]))] for key, run in runs.items()}
-    point: dict[str, Any] = {"status": "ok", "error": None, "size": asdict(size)}
-    point |= analyze(
-        samples, gpu, size, settings.mode, settings.dtype, ceilings, datasheet, shares
+        subject, compilation = _compile(subject, settings)
+    passes, optimizer = passes_of(subject.whole, settings.mode)
+    run = passes[settings.mode]
+    runs = _runs(subject, passes, optimizer, settings)
+    samples, shares = _time(runs, settings, progress, clock)
+    element_size = settings.dtype.itemsize
+    parts = part_records(samples, size, element_size)
+    whole = whole_record(samples, size, element_size)
+    seconds = whole.passes[settings.mode].seconds.median
+    point = Point(
+        size=size,
+        parts=parts,
+        whole=whole,
+        optimizer=optimizer_record(samples, size, element_size),
+        sum_of_parts=sums_of_parts(samples, parts),
+        overhead=overhead_of(samples),
+        compilation=compilation,
+        attention_kernel=attention_kernel(lambda: run_steps(subject.steps, subject.x)),
+        memory=_memory(subject, optimizer, run, settings, progress),
+        kernels=kernel_report(run, settings.device, seconds),
+        trust=trust(samples.seconds["whole", settings.mode], shares),
     )
-    point |= {
-        "compile": compilation,
-        "attention_kernel": attention_kernel(lambda: run_steps(steps, x)),
-    }
-    progress.start("measuring memory")
-    run = of_whole[settings.mode]
-    held, known = (
-        held_bytes(complete, optimizer, run, device),
-        [*model.parameters(), *model.buffers()],
-    )
-    there = bytes_of([*known, x]) + (held["optimizer_state_bytes"] or 0)
-    point["memory"] = held | {
-        "peak_bytes": there + (held["peak_added_bytes"] or 0),
-        "saved_bytes": SavedBytes(known).of(complete.forward)[1]
-        if settings.train
-        else None,
-        "parts": _memory_of_parts(parts, steps, x, known, device),
-    }
-    # nsys and torch.profiler cannot both listen to the GPU.
-    seconds = point["whole"][settings.mode]["seconds"]["median"]
-    point["kernels"] = None if settings.nvtx else kernel_report(run, device, seconds)
-    if settings.trace is not None:
-        progress.start("tracing")
-        tracing.write_trace([complete, *parts], optimizer, settings.trace)
-    if settings.memory_snapshot is not None:
-        tracing.write_memory_snapshot(run, settings.memory_snapshot)
-    if settings.nvtx:
-        tracing.mark_ranges([complete, *parts], optimizer)
+    _record(subject, optimizer, run, recordings, progress)
     return point
 
 
-def _memory_of_parts(
-    parts: Sequence[Step],
-    steps: Sequence[Step],
-    x: Tensor,
-    known: Iterable[Tensor],
-    device: torch.device,
-) -> list[dict[str, Any]]:
-    """Return the memory of each part; what its eager steps save counts where it is saved first, in one run of all."""
-    saved, saved_by_part = SavedBytes(known), Counter[str]()
-
-    def save(step: Step, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        outputs, count = saved.of(lambda: step.run(*inputs))
-        saved_by_part[step.name] += count
-        return outputs
-
-    run_steps(steps, x, save)
-    return [
-        {
-            "name": part.name,
-            "saved_bytes": saved_by_part[part.name] if part.gradients else None,
-            "peak_added_bytes": peak_added_bytes(
-                part.train if part.gradients else part.forward, device
-            ),
-        }
-        for part in parts
-    ]
+def _build(size: Size, settings: Settings) -> Subject:
+    torch.manual_seed(settings.seed)
+    model, complete = build_whole(size, settings)
+    _, smallest = build_whole(size.smallest(), settings)
+    steps = block_steps(model)
+    parts = timed_parts(steps, complete.inputs[0], *complete.gradients)
+    return Subject(model, steps, complete, smallest, parts)
 
 
-def build_whole(size: Size, settings: Settings) -> tuple[Block | Transformer, Step]:
-    """Return a model of this size, and all of it as one step with an input, and the gradient of the output."""
+def build_whole(
+    size: Size, settings: Settings
+) -> tuple[Block | Transformer, TimedPart]:
+    """Return a model of this size, and all of it as one part with an input and the gradient of the output."""
     model = size.build(settings.device, settings.dtype)
     shape = (size.batch_size, size.seq_len, size.d_model)
-    x = (
-        torch.randn(shape, device=settings.device)
-        .to(settings.dtype)
-        .requires_grad_(settings.train)
-    )
-    return model, whole(model, x, *([torch.randn_like(x)] if settings.train else []))
+    x = torch.randn(shape, device=settings.device).to(settings.dtype)
+    if not settings.train:
+        return model, whole(model, x)
+    x.requires_grad_()
+    return model, whole(model, x, torch.randn_like(x))
 
 
-def runs_of(step: Step, mode: str) -> tuple[dict[str, Run], Optimizer | None]:
+def _compile(subject: Subject, settings: Settings) -> tuple[Subject, Compilation]:
+    """Compile the whole and each part, and run the whole once."""
+    # Otherwise, the second size of a sweep would be compiled for any size.
+    torch.compiler.reset()
+    subject = subject.compiled()
+    first_run = subject.whole.train if settings.train else subject.whole.forward
+    return subject, tracing.compile_report(first_run)
+
+
+def passes_of(
+    complete: TimedPart, mode: str
+) -> tuple[dict[str, Run], Optimizer | None]:
     """Return what is timed of a whole, as far as the mode goes, and the AdamW of a step with its moments.
 
-    Its learning rate is 0: that leaves the weights as they are for all the other runs, and takes no kernel away.
+    Its learning rate is 0: this leaves the weights as they are for all other runs, and takes no kernel away.
     """
-    runs: dict[str, Run] = {"forward": step.forward}
-    if mode != "forward":
-        runs["train"] = step.train
-    if mode != "step":
+    runs: dict[str, Run] = {"forward": complete.forward}
+    if mode == "forward":
         return runs, None
-    optimizer = torch.optim.AdamW(step.weights, lr=0.0)
+    runs["train"] = complete.train
+    if mode == "train":
+        return runs, None
+    optimizer = torch.optim.AdamW(complete.weights, lr=0.0)
 
     def training_step() -> None:
-        step.accumulate()
+        complete.accumulate()
         optimizer.step()
 
-    training_step()  # makes the moments
-    return runs | {"step": training_step}, optimizer
+    # The first step makes the moments.
+    training_step()
+    runs["step"] = training_step
+    return runs, optimizer
 
 
-def held_bytes(
-    step: Step, optimizer: Optimizer | None, run: Run, device: torch.device
-) -> dict[str, int | None]:
-    """Return the bytes of weights, gradients and AdamW's state, and the most that a run adds, gradients included."""
-    if step.gradients:
-        step.accumulate()
-    gradients = (weight.grad for weight in step.weights if weight.grad is not None)
-    states = optimizer.state.values() if optimizer is not None else ()
-    moments = (
-        value for state in states for value in state.values() if torch.is_tensor(value)
+def _runs(
+    subject: Subject,
+    passes: dict[str, Run],
+    optimizer: Optimizer | None,
+    settings: Settings,
+) -> dict[Key, Run]:
+    """Return everything that is timed.
+
+    Backward alone is not: it is what "train" takes longer than "forward".
+    """
+    runs: dict[Key, Run] = {}
+    for name, run in passes.items():
+        runs["whole", name] = run
+    of_smallest, _ = passes_of(subject.smallest, settings.mode)
+    for name, run in of_smallest.items():
+        runs["smallest", name] = run
+    for part in subject.parts:
+        runs[part.name, "forward"] = part.forward
+        if settings.train:
+            runs[part.name, "train"] = part.train
+    if optimizer is not None:
+        runs["AdamW", "optimizer"] = optimizer.step
+    return runs
+
+
+def _time(
+    runs: dict[Key, Run], settings: Settings, progress: Progress, clock: Clock
+) -> tuple[Samples, BusyShares]:
+    """Time all runs, and return their samples and how busy the machine was meanwhile."""
+    progress.start("timing", len(runs) * settings.rounds)
+    start = system_clocks()
+    seconds = interleave(runs, settings.rounds, 0.01, 1, progress.advance, clock=clock)
+    shares = busy_shares(start, system_clocks())
+    on_gpu: dict[Key, list[float]] = {}
+    if settings.device.type == "cuda":
+        for key, run in runs.items():
+            on_gpu[key] = gpu_seconds(run, min(seconds[key]))
+    return Samples(with_backward(seconds), with_backward(on_gpu)), shares
+
+
+def _memory(
+    subject: Subject,
+    optimizer: Optimizer | None,
+    run: Run,
+    settings: Settings,
+    progress: Progress,
+) -> Memory:
+    """Return the memory of the mode's whole, and that of each part."""
+    progress.start("measuring memory")
+    device = settings.device
+    held = held_memory(subject.whole, optimizer, run, device)
+    known = subject.tensors_of_model
+    before_run = bytes_of([*known, subject.x]) + (held.optimizer_state_bytes or 0)
+    kept = None
+    if settings.train:
+        _, kept = SavedBytes(known).of(subject.whole.forward)
+    return Memory(
+        held=held,
+        peak_bytes=before_run + held.peak_added_bytes,
+        kept_bytes=kept,
+        parts=_memory_of_parts(subject, known, settings),
     )
-    held = {
-        "parameters_bytes": bytes_of(step.weights),
-        "gradients_bytes": bytes_of(gradients) if step.gradients else None,
-        "optimizer_state_bytes": bytes_of(moments) if optimizer is not None else None,
-    }
-    step.clear()  # else the gradients of the last run would be there already
-    return {**held, "peak_added_bytes": peak_added_bytes(run, device)}
+
+
+def held_memory(
+    complete: TimedPart, optimizer: Optimizer | None, run: Run, device: torch.device
+) -> HeldMemory:
+    """Return the bytes of weights, gradients and AdamW's state, and the most that a run adds, gradients included."""
+    gradients = None
+    if complete.gradients:
+        complete.accumulate()
+        gradients = bytes_of(
+            weight.grad for weight in complete.weights if weight.grad is not None
+        )
+    moments = None
+    if optimizer is not None:
+        moments = bytes_of(_tensors_of(optimizer))
+    # Otherwise, the gradients of the last run would be there before the next one.
+    complete.clear()
+    return HeldMemory(
+        parameters_bytes=bytes_of(complete.weights),
+        gradients_bytes=gradients,
+        optimizer_state_bytes=moments,
+        peak_added_bytes=peak_added_bytes(run, device),
+    )
+
+
+def _tensors_of(optimizer: Optimizer) -> Iterable[Tensor]:
+    """Yield the tensors of an optimizer's state."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if torch.is_tensor(value):
+                yield value
+
+
+def _memory_of_parts(
+    subject: Subject, known: list[Tensor], settings: Settings
+) -> tuple[PartMemory, ...]:
+    """Return the memory of each part; what its steps keep counts for the first part that keeps it."""
+    kept = _kept_by_part(subject, known)
+    records = []
+    for part in subject.parts:
+        run = part.train if settings.train else part.forward
+        record = PartMemory(
+            name=part.name,
+            kept_bytes=kept[part.name] if settings.train else None,
+            peak_added_bytes=peak_added_bytes(run, settings.device),
+        )
+        records.append(record)
+    return tuple(records)
+
+
+def _kept_by_part(subject: Subject, known: list[Tensor]) -> Counter[str]:
+    """Return the bytes that each part keeps for backward, in one run of all steps."""
+    saved = SavedBytes(known)
+    kept = Counter[str]()
+
+    def run(step: Step, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        outputs, count = saved.of(lambda: step.run(*inputs))
+        kept[step.part] += count
+        return outputs
+
+    run_steps_with(run, subject.steps, subject.x)
+    return kept
+
+
+def _record(
+    subject: Subject,
+    optimizer: Optimizer | None,
+    run: Run,
+    recordings: Recordings,
+    progress: Progress,
+) -> None:
+    """Write the files that were asked for."""
+    if recordings.trace is not None:
+        progress.start("tracing")
+        labeled = [subject.whole, *subject.parts]
+        tracing.write_trace(labeled, optimizer, recordings.trace)
+    if recordings.memory_snapshot is not None:
+        tracing.write_memory_snapshot(run, recordings.memory_snapshot)

@@ -1,8 +1,7 @@
-"""The block as a list of steps, and the parts that are timed: steps with their tensors from inside the block."""
+"""Cut the block into steps, and into the parts that are timed: steps with their tensors from inside the block."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -10,30 +9,65 @@ from torch import Tensor, nn
 
 from tinyblock import Block, CausalMultiHeadSelfAttention, Transformer
 
+Function = Callable[..., tuple[Tensor, ...]]
+
 
 @dataclass(frozen=True)
 class Step:
-    """A function of the block, the names of the tensors that it takes and gives, and the weights that it uses.
+    """A function of the block.
 
-    `part_steps` adds its inputs, and the gradients of its outputs unless there is no backward pass.
+    part: the part to which it belongs; several steps may belong to one.
+    takes: the names of the tensors that it takes.
+    gives: the names of the tensors that it returns.
+    run: the function.
+    weights: what it uses of the model's weights.
+    """
+
+    part: str
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    run: Function
+    weights: tuple[nn.Parameter, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function with the tensors that it is called with."""
+
+    run: Function
+    inputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class TimedPart:
+    """Calls that are timed together, one after another.
+
+    name: the part.
+    calls: what runs in the forward pass.
+    weights: what the calls use of the model's weights.
+    gradients: those of all outputs, in their order; none if there is no backward pass.
     """
 
     name: str
-    takes: tuple[str, ...]
-    gives: tuple[str, ...]
-    run: Callable[..., tuple[Tensor, ...]]
+    calls: tuple[Call, ...]
     weights: tuple[nn.Parameter, ...] = ()
-    inputs: tuple[Tensor, ...] = ()
     gradients: tuple[Tensor, ...] = ()
 
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for call in self.calls for tensor in call.inputs)
+
     def forward(self) -> tuple[Tensor, ...]:
-        return self.run(*self.inputs)
+        """Run all calls, and return their outputs."""
+        outputs: list[Tensor] = []
+        for call in self.calls:
+            outputs.extend(call.run(*call.inputs))
+        return tuple(outputs)
 
     def backward(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the gradients of the inputs and of the weights, from the outputs of a forward pass."""
-        return torch.autograd.grad(
-            outputs, (*self.inputs, *self.weights), self.gradients
-        )
+        leaves = (*self.inputs, *self.weights)
+        return torch.autograd.grad(outputs, leaves, self.gradients)
 
     def train(self) -> tuple[Tensor, ...]:
         """Run forward and backward, and return the gradients of the inputs and of the weights."""
@@ -45,113 +79,123 @@ class Step:
         torch.autograd.backward(self.forward(), self.gradients)
 
     def clear(self) -> None:
+        """Remove the gradients of the inputs and of the weights."""
         for leaf in (*self.inputs, *self.weights):
             leaf.grad = None
 
-    def compiled(self) -> "Step":
-        """Return the step with its function compiled for these sizes alone."""
-        return replace(self, run=torch.compile(self.run, dynamic=False))
-
-    def __add__(self, other: "Step") -> "Step":
-        """Return one step that does both, each with its own inputs."""
-        first, count = self.run, len(self.takes)
-        names = ("takes", "gives", "weights", "inputs", "gradients")
-        both: dict[str, Any] = {
-            name: getattr(self, name) + getattr(other, name) for name in names
-        }
-        return replace(
-            self,
-            run=lambda *inputs: (*first(*inputs[:count]), *other.run(*inputs[count:])),
-            **both,
-        )
+    def compiled(self) -> "TimedPart":
+        """Return the part with its functions compiled for exactly these sizes."""
+        calls = []
+        for call in self.calls:
+            calls.append(replace(call, run=torch.compile(call.run, dynamic=False)))
+        return replace(self, calls=tuple(calls))
 
 
 def block_steps(model: Block | Transformer) -> list[Step]:
     """Return the steps of the model's first block, in its order, and the final norm of a stack."""
-    block = model.layers[0] if isinstance(model, Transformer) else model
+    if isinstance(model, Block):
+        return [*_attention_steps(model), *_feed_forward_steps(model)]
+    block = model.layers[0]
     assert isinstance(block, Block)
+    return [*block_steps(block), _final_norm(model)]
+
+
+# Each step has a function of its own: torch.compile counts recompilations for each, and gives up after a few.
+
+
+def _attention_steps(block: Block) -> list[Step]:
+    """Return the steps from x to y, the sum of x and attention."""
     attn = block.attn
     assert isinstance(attn, CausalMultiHeadSelfAttention)
-    q_norm, k_norm, rope = attn.q_norm, attn.k_norm, attn.rope
+    rope = attn.rope
     assert rope is not None
+
+    def norm(x: Tensor) -> tuple[Tensor, ...]:
+        return (block.ln1(x),)
 
     def project(h: Tensor) -> tuple[Tensor, ...]:
         projected = attn.q_proj(h), attn.k_proj(h), attn.v_proj(h)
         split = "... seq (heads d_head) -> ... heads seq d_head"
         return tuple(rearrange(heads, split, d_head=attn.d_head) for heads in projected)
 
+    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        return rope(q, None), rope(k, None)
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return (
-            rearrange(
-                attn.attend(q, k, v, None),
-                "... heads seq d_head -> ... seq (heads d_head)",
-            ),
-        )
+        heads = attn.attend(q, k, v, None)
+        merge = "... heads seq d_head -> ... seq (heads d_head)"
+        return (rearrange(heads, merge),)
 
-    def add(x: Tensor, branch: Tensor) -> tuple[Tensor, ...]:
-        return (
-            x,
-            x + branch,
-        )  # x too, because it also goes into a branch: the sum of its two gradients is work
+    def project_back(heads: Tensor) -> tuple[Tensor, ...]:
+        return (attn.output_proj(heads),)
 
-    def weights(*modules: nn.Module) -> tuple[nn.Parameter, ...]:
-        return tuple(weight for module in modules for weight in module.parameters())
-
-    # A function of its own for each step: torch.compile counts recompilations for each, and gives up after a few.
-    projections, output = (
-        weights(attn.q_proj, attn.k_proj, attn.v_proj),
-        weights(attn.output_proj),
-    )
-    steps = [
-        Step("ln1", ("x",), ("h",), lambda x: (block.ln1(x),), weights(block.ln1)),
+    projections = _weights(attn.q_proj, attn.k_proj, attn.v_proj)
+    output = _weights(attn.output_proj)
+    return [
+        Step("ln1", ("x",), ("h",), norm, _weights(block.ln1)),
         Step("q/k/v projections", ("h",), ("q", "k", "v"), project, projections),
-        Step(
-            "rope", ("q", "k"), ("q", "k"), lambda q, k: (rope(q, None), rope(k, None))
-        ),
+        *_head_norm_steps(attn),
+        Step("rope", ("q", "k"), ("q", "k"), rotate),
         Step("attention", ("q", "k", "v"), ("heads",), attend),
-        Step(
-            "output projection",
-            ("heads",),
-            ("attended",),
-            lambda heads: (attn.output_proj(heads),),
-            output,
-        ),
-        Step("residual adds", ("x", "attended"), ("x", "y"), add),
-        Step("ln2", ("y",), ("h",), lambda y: (block.ln2(y),), weights(block.ln2)),
-        Step("ffn", ("h",), ("fed",), lambda h: (block.ffn(h),), weights(block.ffn)),
-        Step("residual adds", ("y", "fed"), ("y", "z"), add),
+        Step("output projection", ("heads",), ("attended",), project_back, output),
+        Step("residual adds", ("x", "attended"), ("x", "y"), _add),
     ]
-    if q_norm is not None and k_norm is not None:
-        norms = weights(q_norm, k_norm)
-        steps.insert(
-            2,
-            Step(
-                "q/k norm",
-                ("q", "k"),
-                ("q", "k"),
-                lambda q, k: (q_norm(q), k_norm(k)),
-                norms,
-            ),
-        )
-    if isinstance(model, Transformer):
-        steps.append(
-            Step(
-                "final norm",
-                ("z",),
-                ("out",),
-                lambda z: (model.ln_final(z),),
-                weights(model.ln_final),
-            )
-        )
-    return steps
 
 
-def run_steps(
+def _head_norm_steps(attn: CausalMultiHeadSelfAttention) -> list[Step]:
+    """Return the step that normalizes queries and keys, if the block has it."""
+    q_norm, k_norm = attn.q_norm, attn.k_norm
+    if q_norm is None or k_norm is None:
+        return []
+
+    def norm(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        return q_norm(q), k_norm(k)
+
+    gains = _weights(q_norm, k_norm)
+    return [Step("q/k norm", ("q", "k"), ("q", "k"), norm, gains)]
+
+
+def _feed_forward_steps(block: Block) -> list[Step]:
+    """Return the steps from y to z, the output of the block."""
+
+    def norm(y: Tensor) -> tuple[Tensor, ...]:
+        return (block.ln2(y),)
+
+    def feed(h: Tensor) -> tuple[Tensor, ...]:
+        return (block.ffn(h),)
+
+    return [
+        Step("ln2", ("y",), ("h",), norm, _weights(block.ln2)),
+        Step("ffn", ("h",), ("fed",), feed, _weights(block.ffn)),
+        Step("residual adds", ("y", "fed"), ("y", "z"), _add),
+    ]
+
+
+def _final_norm(model: Transformer) -> Step:
+    def norm(z: Tensor) -> tuple[Tensor, ...]:
+        return (model.ln_final(z),)
+
+    return Step("final norm", ("z",), ("out",), norm, _weights(model.ln_final))
+
+
+def _add(x: Tensor, branch: Tensor) -> tuple[Tensor, ...]:
+    # x is an output, too, because it also goes into a branch: backward adds its two gradients.
+    return x, x + branch
+
+
+def _weights(*modules: nn.Module) -> tuple[nn.Parameter, ...]:
+    return tuple(weight for module in modules for weight in module.parameters())
+
+
+def run_steps(steps: Sequence[Step], x: Tensor) -> Tensor:
+    """Run the steps one after another from x, and return what the last one gives."""
+    return run_steps_with(lambda step, inputs: step.run(*inputs), steps, x)
+
+
+def run_steps_with(
+    run: Callable[[Step, list[Tensor]], tuple[Tensor, ...]],
     steps: Sequence[Step],
     x: Tensor,
-    run: Callable[[Step, list[Tensor]], tuple[Tensor, ...]] = lambda step, inputs: (
-        step.run(*inputs)
-    ),
 ) -> Tensor:
     """Run the steps one after another from x, each by `run(step, inputs)`, and return what the last one gives."""
     values = {"x": x}
@@ -161,45 +205,57 @@ def run_steps(
     return outputs[-1]
 
 
-def part_steps(
+def timed_parts(
     steps: Sequence[Step], x: Tensor, gradient: Tensor | None = None
-) -> list[Step]:
-    """Return the parts that are timed: a step for each name, with the tensors that it has for x, strides included.
+) -> list[TimedPart]:
+    """Return the parts that are timed, each with the tensors that its steps have for x, strides included.
 
-    `gradient` is that of the output; None leaves the backward pass out.
+    Args:
+        steps: the steps of the block.
+        x: its input.
+        gradient: that of its output; None leaves the backward pass out.
     """
-    train, ran = gradient is not None, []
+    train = gradient is not None
+    inputs_of: list[list[Tensor]] = []
+    outputs_of: list[tuple[Tensor, ...]] = []
 
     def record(step: Step, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         outputs = step.run(*inputs)
-        ran.append((step, inputs, outputs))
+        inputs_of.append(inputs)
+        outputs_of.append(outputs)
         return outputs
 
     with torch.set_grad_enabled(train):
-        out = run_steps(steps, x, record)
-    outputs = [tensor for *_, of_step in ran for tensor in of_step]
-    # As autograd lays them out in memory, which decides how fast the kernels that take them are.
-    gradients = iter(torch.autograd.grad(out, outputs, gradient) if train else ())
-    parts: dict[str, Step] = {}
-    for step, inputs, of_step in ran:
+        out = run_steps_with(record, steps, x)
+    gradients_of: list[tuple[Tensor, ...]] = [() for _ in steps]
+    if train:
+        gradients_of = _gradients_of(outputs_of, out, gradient)
+    parts: dict[str, TimedPart] = {}
+    for step, inputs, gradients in zip(steps, inputs_of, gradients_of, strict=True):
+        part = parts.get(step.part, TimedPart(step.part, ()))
         leaves = tuple(tensor.detach().requires_grad_(train) for tensor in inputs)
-        part = replace(
-            step,
-            inputs=leaves,
-            gradients=tuple(next(gradients) for _ in of_step) if train else (),
+        parts[step.part] = TimedPart(
+            name=step.part,
+            calls=(*part.calls, Call(step.run, leaves)),
+            weights=(*part.weights, *step.weights),
+            gradients=(*part.gradients, *gradients),
         )
-        parts[step.name] = parts[step.name] + part if step.name in parts else part
     return list(parts.values())
 
 
-def whole(model: Block | Transformer, x: Tensor, *gradient: Tensor) -> Step:
-    """Return the whole model as one step; `gradient` is that of the output, unless there is no backward pass."""
-    return Step(
-        "whole",
-        ("x",),
-        ("out",),
-        lambda x: (model(x),),
-        tuple(model.parameters()),
-        (x,),
-        gradient,
-    )
+def _gradients_of(
+    outputs_of: list[tuple[Tensor, ...]], out: Tensor, gradient: Tensor | None
+) -> list[tuple[Tensor, ...]]:
+    """Return the gradients of each step's outputs, from that of the last output.
+
+    They are laid out in memory as autograd does it, which decides how fast the kernels are that read them.
+    """
+    outputs = [tensor for of_step in outputs_of for tensor in of_step]
+    gradients = iter(torch.autograd.grad(out, outputs, gradient))
+    return [tuple(next(gradients) for _ in of_step) for of_step in outputs_of]
+
+
+def whole(model: Block | Transformer, x: Tensor, *gradient: Tensor) -> TimedPart:
+    """Return the whole model as one part; `gradient` is that of the output, unless there is no backward pass."""
+    call = Call(lambda x: (model(x),), (x,))
+    return TimedPart("whole", (call,), tuple(model.parameters()), gradient)

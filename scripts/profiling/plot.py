@@ -1,238 +1,236 @@
-"""A profile as a picture to be read 800 pixels wide: roofline and parts of one size, or the scaling of a sweep."""
+"""Draw a profile as a picture to be read 800 pixels wide: roofline and parts of one size, or the scaling of a sweep."""
 
-import math
-from itertools import groupby
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from lab.machine import Ceilings
 from lab.plots import BELOW, COLORS, MARKERS, new_figure, save
 from lab.tables import number, share, time_unit
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from .analysis import addends
-from .collectives import Mesh
-from .report import describe, origin, rates, value_on
-from .report_distributed import basis
+from .analysis import Analysis, analyze, part_seconds
+from .records import Part, Peaks, Point, Profile
+from .report import describe, doubts, model_name, origin, rates, value_on
+
+_WARNING = "#B00000"
 
 
-def plot(document: dict[str, Any], path: Path) -> None:
-    """Draw the points of a profile, or its predictions, in the format that the suffix of `path` names."""
-    axis, predictions = document["settings"]["sweep"], document.get("predictions")
-    points = predictions or [point for point in document["points"] if "whole" in point]
-    title = describe(*(point["size"] for point in points))
-    figure = new_figure(
-        title, "; ".join(basis(document)[1:]) if predictions else origin(document)
-    )
-    if predictions:
-        figure.suptitle(title, fontsize=9, fontweight="bold")
-        _predictions(figure.subplots(), predictions, axis, basis(document)[0])
-    elif axis:
-        _sweep(figure, points, axis)
+def plot(profile: Profile, path: Path) -> None:
+    """Draw the points of a profile in the format that the suffix of `path` names."""
+    points = [point for point in profile.points if isinstance(point, Point)]
+    title = describe(*(point.size for point in points))
+    warning = " ".join(" ".join(map(str, doubts(profile))).split())
+    if warning:
+        title = "\n".join([title, *textwrap.wrap(warning, 110)])
+    figure = new_figure(title, origin(profile))
+    if warning:
+        figure.suptitle(title, fontsize=10, fontweight="bold", color=_WARNING)
+    axis = profile.settings.sweep
+    if axis is not None:
+        _sweep(figure, profile, points, axis)
     else:
         left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
-        _roofline(left, points[0], document["ceilings"])
-        _times(right, points[0], document["settings"]["mode"])
+        analysis = analyze(points[0], profile)
+        _roofline(left, points[0], analysis, profile)
+        _times(right, points[0], analysis, profile.settings.mode)
     save(figure, path)
 
 
-def _predictions(
-    axes: Axes, predictions: list[dict[str, Any]], axis: str, title: str
-) -> None:
-    """Draw the MFU of each mesh over a sweep, and name the best one at each point."""
-    for index, mesh in enumerate(
-        dict.fromkeys(str(Mesh(**prediction["mesh"])) for prediction in predictions)
-    ):
-        of_mesh = [
-            prediction
-            for prediction in predictions
-            if str(Mesh(**prediction["mesh"])) == mesh
-        ]
-        values = [int(value_on(axis, record)) for record in of_mesh]
-        axes.plot(
-            values,
-            [100 * record["mfu"] for record in of_mesh],
-            label=mesh,
-            **_look(index),
-        )
-    values = []
-    for _, records in groupby(predictions, key=lambda prediction: prediction["size"]):
-        best = max(records, key=lambda record: record["mfu"])
-        values.append(int(value_on(axis, best)))
-        text, place = (
-            f"{Mesh(**best['mesh'])}\n{share(best['mfu'])}",
-            (values[-1], 100 * best["mfu"]),
-        )
-        axes.annotate(
-            text, place, (0, 9), textcoords="offset points", ha="center", fontsize=8
-        )
-    axes.set(
-        xscale="log",
-        xlabel=axis,
-        ylabel="MFU, %",
-        ylim=(0, 115),
-        yticks=range(0, 101, 20),
-    )
-    axes.margins(x=0.08)
-    axes.set_title(title, fontsize=10)
-    _finish(axes, values, ncols=5)
+def _color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
 
 
-def _look(index: int) -> dict[str, Any]:
-    return {"color": COLORS[index % 10], "marker": MARKERS[index % 10]}
+def _marker(index: int) -> str:
+    return MARKERS[index % len(MARKERS)]
 
 
-def _finish(axes: Axes, values: list[int], ncols: int) -> None:
-    axes.minorticks_off()
-    axes.set_xticks(values, [str(value) for value in values])
-    axes.grid(alpha=0.3)
-    axes.legend(**BELOW, ncols=ncols)
-
-
-def _roofline(axes: Axes, point: dict[str, Any], ceilings: dict[str, Any]) -> None:
-    """Place each pass of each part, by its markers beside the names on the right, and the whole."""
-    parts = [
-        (part, _look(index) | {"markersize": 7})
-        for index, part in enumerate(point["parts"])
-    ]
-    parts.append((point["whole"], {"color": "black", "marker": "*", "markersize": 11}))
-    intensities = [ceilings["ridge"]]
-    taken: list[tuple[float, float]] = []
-    for pass_, filled in (("forward", "full"), ("backward", "none")):
-        for part, look in parts:
-            if pass_ in part and (speed := part[pass_]["flops_per_second"]) is not None:
-                x, y = math.log10(part[pass_]["intensity"]), math.log10(speed)
-                while any(abs(x - u) < 0.12 and abs(y - v) < 0.05 for u, v in taken):
-                    x += 0.12  # a marker is there
-                taken.append((x, y))
-                intensities += [part[pass_]["intensity"], 10**x]
-                axes.plot(
-                    intensities[-2:],
-                    [speed, speed],
-                    color="grey",
-                    linewidth=0.8,
-                    zorder=1,
-                )
-                axes.plot(10**x, speed, linestyle="", fillstyle=filled, **look)
-        if pass_ in point["whole"]:
-            label = f"{pass_} ({'filled' if filled == 'full' else 'hollow'}; star: the whole)"
-            axes.plot(
-                [],
-                [],
-                color="grey",
-                marker="o",
-                linestyle="",
-                fillstyle=filled,
-                label=label,
-            )
+def _roofline(axes: Axes, point: Point, analysis: Analysis, profile: Profile) -> None:
+    """Place each pass of each part, by its marker beside the names on the right, and the whole."""
+    intensities = [profile.ceilings.ridge]
+    for index, part in enumerate(point.parts):
+        intensities += _place(axes, part, _color(index), _marker(index), size=7)
+    intensities += _place(axes, point.whole, "black", "*", size=11)
     low, high = min(intensities) / 2, max(intensities) * 2
-    measured = {
-        key: ceilings[key]["median"] for key in ("flops_per_second", "bytes_per_second")
-    }
-    for name, line, sheet in (
-        ("measured", "-", measured),
-        ("datasheet", ":", ceilings["datasheet"]),
-    ):
-        if sheet is not None and sheet["flops_per_second"] is not None:
-            peak, bandwidth = sheet["flops_per_second"], sheet["bytes_per_second"]
-            corners = [low, min(max(peak / bandwidth, low), high), high]
-            label = f"{name}: {rates(peak, bandwidth)}"
-            roof = [min(peak, x * bandwidth) for x in corners]
-            axes.plot(
-                corners, roof, color="black", linewidth=1.2, linestyle=line, label=label
-            )
-    axes.set(xscale="log", yscale="log", ylabel="FLOP/s")
-    axes.set_xlabel("FLOP per byte (a line leads back to a marker's place)")
+    if analysis.roofline_seconds is not None:
+        _roof(axes, "measured", "-", _peaks(profile.ceilings), low, high)
+    if profile.datasheet is not None:
+        _roof(axes, "datasheet", ":", profile.datasheet, low, high)
+    name = model_name(point.size)
+    _explain(axes, f"forward (filled; star: the {name})", "full")
+    if "backward" in point.whole.passes:
+        _explain(axes, "backward (hollow)", "none")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="FLOP/s")
     axes.set_title("How far from the roofline?", fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(**BELOW, ncols=1)
 
 
-def _times(axes: Axes, point: dict[str, Any], mode: str) -> None:
-    """Draw a bar for each part, which ends where its last pass does, and the least time that it could take."""
-    unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
-    total = factor * point["whole"][mode]["seconds"]["median"]
-    labels = []
-    for row, part in enumerate(addends(point)):
-        labels.append(
-            part["name"] + (f" (x {part['count']})" if part["count"] > 1 else "")
-        )
-        end = least = 0.0
-        for pass_, alpha in (("forward", 1.0), ("optimizer", 1.0), ("backward", 0.5)):
-            if pass_ in part:
-                seconds = part["count"] * factor * part[pass_]["seconds"]["median"]
-                axes.barh(
-                    row, seconds, 0.7, left=end, color=COLORS[row % 10], alpha=alpha
-                )
-                end, least = (
-                    end + seconds,
-                    least + part["count"] * factor * part[pass_]["roofline_seconds"],
-                )
-        axes.plot([least, least], [row - 0.42, row + 0.42], color="black", linewidth=2)
-        text = f"{number(end)} {unit}, {share(end / total)}"
-        axes.annotate(
-            text,
-            (max(end, least), row),
-            (6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
+def _place(axes: Axes, part: Part, color: str, marker: str, size: float) -> list[float]:
+    """Draw a marker for forward and one for backward, and return where they are along the axis."""
+    intensities = []
+    for name, fill in (("forward", "full"), ("backward", "none")):
+        each = part.passes.get(name)
+        if each is None or each.flops_per_second is None:
+            continue
+        intensities.append(each.cost.intensity)
         axes.plot(
-            -0.035,
-            row,
-            transform=axes.get_yaxis_transform(),
-            clip_on=False,
-            markersize=7,
-            **_look(row),
+            each.cost.intensity,
+            each.flops_per_second,
+            linestyle="",
+            color=color,
+            marker=marker,
+            markersize=size,
+            fillstyle=fill,
         )
+    return intensities
+
+
+def _explain(axes: Axes, label: str, fill: str) -> None:
+    """Add a line to the legend that says which markers are filled."""
+    axes.plot([], [], "o", color="grey", fillstyle=fill, label=label)
+
+
+def _peaks(ceilings: Ceilings) -> Peaks:
+    return Peaks(ceilings.flops_per_second.median, ceilings.bytes_per_second.median)
+
+
+def _roof(
+    axes: Axes, name: str, line: str, peaks: Peaks, low: float, high: float
+) -> None:
+    """Draw a roofline between two intensities."""
+    if peaks.flops_per_second is None:
+        return
+    ridge = peaks.flops_per_second / peaks.bytes_per_second
+    corners = [low, min(max(ridge, low), high), high]
+    roof = [min(peaks.flops_per_second, x * peaks.bytes_per_second) for x in corners]
+    label = f"{name}: {rates(peaks.flops_per_second, peaks.bytes_per_second)}"
+    axes.plot(corners, roof, color="black", linewidth=1.2, linestyle=line, label=label)
+
+
+def _times(axes: Axes, point: Point, analysis: Analysis, mode: str) -> None:
+    """Draw a bar for each part and one for what no part accounts for. All shares are of the total."""
+    total = point.whole.passes[mode].seconds.median
+    unit, factor = time_unit(total)
+    longest = factor * max(part_seconds(part) for part in point.addends)
+    longest = max(longest, factor * analysis.whole_minus_parts)
+    labels = []
+    for row, part in enumerate(point.addends):
+        copies = f" (x {part.count})" if part.count > 1 else ""
+        labels.append(part.name + copies)
+        _bars(axes, row, part, factor)
+        if analysis.roofline_seconds is not None:
+            least = sum(analysis.roofline_seconds[part.name].values())
+            # A mark beyond the axis is not drawn: it must not make the bars shorter.
+            at = factor * part.count * least
+            axes.plot([at, at], [row - 0.42, row + 0.42], color="black", linewidth=2)
+        _write_time(axes, row, part_seconds(part), total)
+        _mark_row(axes, row)
+    rest = len(labels)
+    labels.append(f"{model_name(point.size)} minus parts")
+    axes.barh(rest, factor * max(0.0, analysis.whole_minus_parts), 0.7, color="grey")
+    _write_time(axes, rest, analysis.whole_minus_parts, total)
     axes.set_yticks(range(len(labels)), labels, fontsize=10)
     axes.tick_params(axis="y", length=0, pad=20)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.6 * axes.get_xlim()[1])
-    axes.set_xlabel(f"{unit}; dark: forward, light: backward, black line: roofline")
-    axes.set_title(f"Where do {number(total)} {unit} go?", fontsize=11)
+    axes.set_xlim(0, 1.6 * longest)
+    explanation = f"{unit}; dark: forward, light: backward"
+    if analysis.roofline_seconds is not None:
+        explanation += "; black line: roofline"
+    axes.set_xlabel(explanation)
+    axes.set_title(f"Where do {number(factor * total)} {unit} go?", fontsize=11)
     axes.grid(axis="x", alpha=0.3)
 
 
-def _sweep(figure: Figure, points: list[dict[str, Any]], axis: str) -> None:
-    values = [int(value_on(axis, point)) for point in points]
+def _bars(axes: Axes, row: int, part: Part, factor: float) -> None:
+    """Draw the passes of a part, one after another."""
+    end = 0.0
+    for name, each in part.passes.items():
+        alpha = 0.5 if name == "backward" else 1.0
+        length = factor * part.count * each.seconds.median
+        axes.barh(row, length, 0.7, left=end, color=_color(row), alpha=alpha)
+        end += length
+
+
+def _write_time(axes: Axes, row: int, seconds: float, total: float) -> None:
+    """Write a time and its share to the right of a bar."""
+    unit, factor = time_unit(total)
+    axes.annotate(
+        f"{number(factor * seconds)} {unit}, {share(seconds / total)}",
+        (max(0.0, factor * seconds), row),
+        (6, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=9,
+    )
+
+
+def _mark_row(axes: Axes, row: int) -> None:
+    """Draw the marker of a part beside its name."""
+    axes.plot(
+        -0.035,
+        row,
+        transform=axes.get_yaxis_transform(),
+        clip_on=False,
+        markersize=7,
+        color=_color(row),
+        marker=_marker(row),
+    )
+
+
+def _sweep(
+    figure: Figure, profile: Profile, points: Sequence[Point], axis: str
+) -> None:
     left, right = figure.subplots(1, 2)
-    wholes = [
-        name for name in ("forward", "backward", "step") if name in points[0]["whole"]
-    ]
-    for index, name in enumerate(wholes):
-        records = [point["whole"][name] for point in points]
-        median, p20, p80 = (
-            [1e3 * record["seconds"][key] for record in records]
-            for key in ("median", "p20", "p80")
-        )
-        left.plot(values, median, label=name, **_look(index))
-        left.fill_between(values, p20, p80, alpha=0.2, color=COLORS[index])
-        floors = [1e3 * record["roofline_seconds"] for record in records]
-        left.plot(
-            values,
-            floors,
-            color=COLORS[index],
-            linestyle=":",
-            label=f"{name}: roofline",
-        )
-    left.set_title("Time of the whole: median, p20 to p80", fontsize=11)
-    passes = [name for name in ("forward", "backward") if name in wholes]
-    for index, parts in enumerate(
-        zip(*(point["parts"] for point in points), strict=True)
-    ):
-        times = [
-            1e3
-            * part["count"]
-            * sum(part[name]["seconds"]["median"] for name in passes)
-            for part in parts
-        ]
-        right.plot(values, times, label=parts[0]["name"], **_look(index))
-    right.set_title(f"Time of the parts: {' and '.join(passes)}", fontsize=11)
+    values = [int(value_on(axis, point.size)) for point in points]
+    _wholes(left, values, points, profile)
+    _parts(right, values, points)
     for axes in (left, right):
         axes.set(xscale="log", yscale="log", xlabel=axis, ylabel="ms")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
-        _finish(axes, values, ncols=3)
+        axes.minorticks_off()
+        axes.set_xticks(values, [str(value) for value in values])
+        axes.grid(alpha=0.3)
+        axes.legend(**BELOW, ncols=3)
+
+
+def _wholes(
+    axes: Axes, values: list[int], points: Sequence[Point], profile: Profile
+) -> None:
+    """Draw the passes of the whole, and their rooflines."""
+    names = [
+        name
+        for name in ("forward", "backward", "step")
+        if name in points[0].whole.passes
+    ]
+    analyses = [analyze(point, profile) for point in points]
+    for index, name in enumerate(names):
+        spreads = [point.whole.passes[name].seconds for point in points]
+        median = [1e3 * spread.median for spread in spreads]
+        p20 = [1e3 * spread.p20 for spread in spreads]
+        p80 = [1e3 * spread.p80 for spread in spreads]
+        color = _color(index)
+        axes.plot(values, median, label=name, color=color, marker=_marker(index))
+        axes.fill_between(values, p20, p80, alpha=0.2, color=color)
+        least = []
+        for analysis in analyses:
+            if analysis.roofline_seconds is not None:
+                least.append(1e3 * analysis.roofline_seconds["whole"][name])
+        if least:
+            label = f"{name}: roofline"
+            axes.plot(values, least, color=color, linestyle=":", label=label)
+    title = f"Time of the {model_name(points[0].size)}: median, p20 to p80"
+    axes.set_title(title, fontsize=11)
+
+
+def _parts(axes: Axes, values: list[int], points: Sequence[Point]) -> None:
+    """Draw the time of each part, in all of its passes."""
+    for index, parts in enumerate(zip(*(point.parts for point in points), strict=True)):
+        times = [1e3 * part_seconds(part) for part in parts]
+        name, color, marker = parts[0].name, _color(index), _marker(index)
+        axes.plot(values, times, label=name, color=color, marker=marker)
+    passes = " and ".join(points[0].parts[0].passes)
+    axes.set_title(f"Time of the parts: {passes}", fontsize=11)

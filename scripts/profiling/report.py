@@ -1,21 +1,34 @@
-"""The profile of one process as text: the conclusions first, then the tables behind them."""
+"""Show a profile of one process as text: the conclusions first, and then the tables behind them."""
 
 from itertools import chain
-from typing import Any
 
 from lab.presets import PRESETS
+from lab.sizes import Size
 from lab.tables import (
     Section,
     Table,
     number,
+    number_range,
     plural,
     share,
     si,
     spread_cells,
     time_unit,
 )
+from lab.timing import Spread
 
-from .collectives import Mesh
+from .analysis import Analysis, Loss, analyze, bound, ceiling_too_low, part_seconds
+from .records import (
+    Compilation,
+    HeldMemory,
+    Memory,
+    OutOfMemory,
+    Part,
+    Pass,
+    Point,
+    Profile,
+)
+from .trust import reasons_to_doubt
 
 _MODES = {
     "forward": "Forward",
@@ -23,106 +36,133 @@ _MODES = {
     "step": "Forward, backward and AdamW",
 }
 
-# Of the causes that the figures point to; {} is the share of the roofline.
+# What the figures point to; {} is the share of the roofline.
 _CAUSES = {
-    "overhead": "mostly its calls (Python, dispatch and launches); more tokens or a compiler help",
-    "products": "matrix products at {} of the measured ceiling: their sizes, layout or threads",
-    "weights": "weights that few tokens share, moved at {} of the measured bandwidth; a larger batch helps",
-    "elementwise": "elementwise work at {} of the roofline: it waits for memory, and a compiler would fuse it",
+    "overhead": "mostly the overhead of its calls (Python, dispatch, launches); more tokens or --compile help",
+    "products": "matrix products at {} of the measured ceiling; sizes, layout or threads limit them",
+    "weights": "few tokens share its weights, which it reads at {} of the measured bandwidth; a larger batch helps",
+    "elementwise": "elementwise work at {} of the roofline, which waits for memory; a compiler would fuse it",
 }
 _LEGEND = (
-    "Times are medians; backward is the time of forward and backward minus that of forward, round by round.\n"
-    "Bytes are the fewest possible; above 100% of the roofline, they come from a cache."
+    "Times are medians. Backward is the time of forward and backward minus that of forward, in each round.\n"
+    "Bytes are the fewest possible. Of roofline: the least possible time divided by the measured time. A value\n"
+    "above 100% means that data came from a cache, or that the measured ceiling is too low."
 )
 
 
-def report(document: dict[str, Any]) -> list[Section]:
-    """Return the sections of a whole profile: of one size in full, of a sweep one line for each point."""
-    sections: list[Section] = [header(document), *doubts(document)]
-    if document["settings"]["sweep"] is not None:
-        sections += _sweep(document)
+def report(profile: Profile) -> list[Section]:
+    """Return the sections of a profile: a single size in full, a sweep with one line for each size."""
+    sections: list[Section] = [header(profile), *doubts(profile)]
+    if profile.settings.sweep is not None:
+        sections.extend(_sweep(profile, profile.settings.sweep))
     else:
-        sections += chain(*(_point(point, document) for point in document["points"]))
-    if document["status"] == "interrupted":
-        sections.append(f"Interrupted after {plural(len(document['points']), 'size')}.")
+        for point in profile.points:
+            if isinstance(point, OutOfMemory):
+                sections.append(f"{describe(point.size)}\n{point.kind}: {point.error}")
+            elif isinstance(point, Point):
+                sections.extend(_point(point, profile))
+    if not profile.finished:
+        sections.append(f"Interrupted after {plural(len(profile.points), 'size')}.")
     return sections
 
 
-def doubts(document: dict[str, Any]) -> list[Section]:
+def doubts(profile: Profile) -> list[Section]:
     """Return why the figures of a profile cannot be trusted, if so."""
-    axis, lines = document["settings"]["sweep"], []
-    for point in document["points"]:
-        if "trust" in point and point["trust"]["doubts"]:
-            at = f"{axis} {value_on(axis, point)}: " if axis else ""
-            lines.append(f"  {at}{'; '.join(point['trust']['doubts'])}")
-    advice = (
-        "Close other programs, use fewer threads (OMP_NUM_THREADS) or raise --rounds."
-    )
-    return ["\n".join(["Do not trust these figures:", *lines, advice])] if lines else []
+    sections: list[Section] = []
+    axis = profile.settings.sweep
+    lines = []
+    for point in profile.points:
+        if isinstance(point, OutOfMemory):
+            continue
+        reasons = "; ".join(reasons_to_doubt(point.trust, profile.ceilings))
+        if reasons and axis is not None:
+            reasons = f"{axis} {value_on(axis, point.size)}: {reasons}"
+        if reasons:
+            lines.append(f"  {reasons}")
+    if lines:
+        advice = "Close other programs, use fewer threads (OMP_NUM_THREADS) or raise --rounds."
+        sections.append("\n".join(["Do not trust these figures:", *lines, advice]))
+    too_low = ceiling_too_low(profile)
+    if too_low is not None:
+        sections.append(
+            f"The measured ceiling is too low: {too_low}.\n"
+            "So no percentages of it are shown. Close other programs and measure again."
+        )
+    return sections
 
 
-def describe(*sizes: dict[str, Any]) -> str:
+def model_name(size: Size) -> str:
+    """Return what was measured: a Block or a Transformer."""
+    return "Block" if size.num_layers is None else "Transformer"
+
+
+def describe(*sizes: Size) -> str:
     """Return sizes in one line, with a range for what changes from the first to the last."""
     first, last = sizes[0], sizes[-1]
-    size = {
-        key: first[key] if first[key] == last[key] else f"{first[key]} to {last[key]}"
-        for key in first
-    }
-    stack = (
-        "Block"
-        if size["num_layers"] is None
-        else f"Transformer of {size['num_layers']}"
-    )
-    grouped = (
-        ""
-        if size["num_kv_heads"] == size["num_heads"]
-        else f" ({size['num_kv_heads']} for keys and values)"
-    )
-    norm = ", q/k norm" if size["qk_norm"] else ""
-    vocabulary = f", vocabulary {size['vocab']}" if size.get("vocab") else ""
-    return (
-        f"{stack}: batch {size['batch_size']}, {size['seq_len']} tokens, d_model {size['d_model']}, "
-        f"{size['num_heads']} heads of {size['d_head']}{grouped}{norm}, d_ff {size['d_ff']}{vocabulary}"
-    )
+
+    def values(name: str) -> str:
+        start, end = getattr(first, name), getattr(last, name)
+        return str(start) if start == end else f"{start} to {end}"
+
+    title = model_name(first)
+    if first.num_layers is not None:
+        title += f" of {plural(first.num_layers, 'block')}"
+    facts = [
+        f"batch {values('batch_size')}",
+        f"{values('seq_len')} tokens",
+        f"d_model {values('d_model')}",
+        f"{values('num_heads')} heads of {values('d_head')}",
+        f"d_ff {values('d_ff')}",
+    ]
+    if first.num_kv_heads != first.num_heads:
+        facts.insert(4, f"{values('num_kv_heads')} shared key heads")
+    if first.qk_norm:
+        facts.append("q/k norm")
+    if first.vocab:
+        facts.append(f"vocabulary {first.vocab}")
+    return f"{title}: {', '.join(facts)}"
 
 
-def origin(document: dict[str, Any]) -> str:
+def origin(profile: Profile) -> str:
     """Return in one line where, how and when was measured."""
-    settings, environment = document["settings"], document["environment"]
-    threads = (
-        f", {plural(environment['threads'], 'thread')}"
-        if settings["device"] == "cpu"
-        else ""
-    )
-    how = f"{settings['dtype']}, mode {settings['mode']}, {'compiled' if settings['compile'] else 'eager'}"
-    date = environment["date"].partition("T")[0]
-    return (
-        f"{environment['device']}{threads}; {how}; torch {environment['torch']}; {date}"
-    )
+    settings, environment = profile.settings, profile.environment
+    device = environment.device
+    if settings.device.type == "cpu":
+        device += f", {plural(environment.threads, 'thread')}"
+    dtype = str(settings.dtype).removeprefix("torch.")
+    how = "compiled" if settings.compile else "eager"
+    date, _, _ = environment.date.partition("T")
+    return f"{device}; {dtype}, mode {settings.mode}, {how}; torch {environment.torch}; {date}"
 
 
-def header(document: dict[str, Any]) -> str:
+def header(profile: Profile) -> str:
     """Return the origin, what else was chosen, and the ceilings."""
-    settings, ceilings = document["settings"], document["ceilings"]
-    facts = [str(Mesh(**settings["mesh"]))]
-    facts += dict.fromkeys(
-        f"{p['attention_kernel']} attention"
-        for p in document["points"]
-        if "attention_kernel" in p
-    )
-    if preset := settings["preset"]:
-        facts.append(
-            f"preset {preset} ({PRESETS[preset].num_layers} blocks in the model)"
-        )
-    sheet = ceilings["datasheet"]
-    known = (
-        rates(sheet["flops_per_second"], sheet["bytes_per_second"]) if sheet else "n/a"
-    )
+    facts = [str(profile.settings.mesh)]
+    for point in profile.points:
+        if isinstance(point, Point):
+            kernel = f"{point.attention_kernel} attention"
+            if kernel not in facts:
+                facts.append(kernel)
+    preset = profile.settings.preset
+    if preset is not None:
+        layers = PRESETS[preset].num_layers
+        facts.append(f"preset {preset} ({layers} blocks in the model)")
+    return f"{origin(profile)}\n{', '.join(facts)}\n{_ceilings(profile)}"
+
+
+def _ceilings(profile: Profile) -> str:
+    ceilings, sheet = profile.ceilings, profile.datasheet
+    side = ceilings.product_size
+    flops = si(ceilings.flops_per_second.median, "FLOP/s")
+    sustained = si(ceilings.sustained_flops_per_second, "FLOP/s")
+    memory = si(ceilings.bytes_per_second.median, "B/s")
+    known = "n/a"
+    if sheet is not None:
+        known = rates(sheet.flops_per_second, sheet.bytes_per_second)
     return (
-        f"{origin(document)}\n{', '.join(facts)}\n"
-        f"Ceilings: measured {rates(ceilings['flops_per_second']['median'], ceilings['bytes_per_second']['median'])} "
-        f"(a product of {ceilings['product_size']}, {si(ceilings['sustained_flops_per_second'], 'FLOP/s')} when it "
-        f"runs for half a second; a copy of {si(ceilings['copy_bytes'], 'B')}); datasheet {known}"
+        f"Measured ceilings: {flops} ({side} x {side} matrix product, in bursts; {sustained} sustained for 0.5 s), "
+        f"{memory} ({si(ceilings.copy_bytes, 'B')} copy)\n"
+        f"Datasheet: {known}"
     )
 
 
@@ -130,250 +170,284 @@ def rates(flops_per_second: float | None, bytes_per_second: float) -> str:
     return f"{si(flops_per_second, 'FLOP/s')}, {si(bytes_per_second, 'B/s')}"
 
 
-def held(memory: dict[str, Any]) -> str:
-    """Return the memory of a whole in one line."""
-    sizes = {
-        key.removesuffix("_bytes"): si(size, "B")
-        for key, size in memory.items()
-        if key != "parts"
-    }
-    sizes["peak above the start"] = sizes.pop("peak_added")
-    return f"Memory: {', '.join(f'{key} {size}' for key, size in sizes.items()).replace('_', ' ')}"
+def held(memory: HeldMemory) -> str:
+    """Return the memory that is there after a run in one line."""
+    facts = [f"parameters {si(memory.parameters_bytes, 'B')}"]
+    if memory.gradients_bytes is not None:
+        facts.append(f"gradients {si(memory.gradients_bytes, 'B')}")
+    if memory.optimizer_state_bytes is not None:
+        facts.append(f"optimizer state {si(memory.optimizer_state_bytes, 'B')}")
+    return f"Memory: {', '.join(facts)}"
 
 
-def _point(point: dict[str, Any], document: dict[str, Any]) -> list[Section]:
-    title, layers = describe(point["size"]), point["size"]["num_layers"]
-    if "parts" not in point:
-        return [f"{title}\n{point['status']}: {point['error']}"]
-    if layers is not None and layers > 1:
-        title += f"; parts of one block, which the sum counts {layers} times"
-    passes = [name for name in ("forward", "backward") if name in point["whole"]]
-    memory = Table("Memory", ["part", "saved for backward", "peak above the start"])
-    for part in (*point["memory"]["parts"], {"name": "whole"} | point["memory"]):
-        memory.rows.append(
-            [
-                part["name"],
-                *(si(part[key], "B") for key in ("saved_bytes", "peak_added_bytes")),
-            ]
-        )
-    tables = [
-        _times(point, passes, title),
-        *(_work(point, name) for name in passes),
-        memory,
-    ]
-    return [_summary(point, document), *_losses(point), *tables, _LEGEND]
+def _memory_line(memory: Memory) -> str:
+    added = si(memory.held.peak_added_bytes, "B")
+    line = held(memory.held)
+    line += f", peak {si(memory.peak_bytes, 'B')} ({added} of it allocated by the run)"
+    if memory.kept_bytes is not None:
+        line += f", kept for backward {si(memory.kept_bytes, 'B')}"
+    return line
 
 
-def _summary(point: dict[str, Any], document: dict[str, Any]) -> str:
-    mode, on_cpu = document["settings"]["mode"], document["settings"]["device"] == "cpu"
-    kernels, compiled, mfu = (point[key] for key in ("kernels", "compile", "mfu"))
-    seconds = point["whole"][mode]["seconds"]
-    unit, factor = time_unit(seconds["median"])
+def _point(point: Point, profile: Profile) -> list[Section]:
+    """Return the sections of a single size."""
+    analysis = analyze(point, profile)
+    passes = [*point.parts[0].passes]
+    sections: list[Section] = [_summary(point, analysis, profile)]
+    if analysis.losses:
+        sections.append(_losses(analysis.losses, has_doubts=bool(doubts(profile))))
+    sections.append(_times(point, analysis, profile.settings.mode, passes))
+    for name in passes:
+        sections.append(_work(point, analysis, profile, name))
+    sections.extend([_memory(point), _LEGEND])
+    return sections
 
-    def timed(spread: dict[str, float]) -> str:
-        median, low_to_high = spread_cells(spread, factor)
-        return f"{median} {unit} ({low_to_high})"
 
-    rate, fraction = (
-        si(point["tokens_per_second"]),
-        share(point["whole"][mode]["roofline_fraction"]),
-    )
-    lines = [
-        f"{_MODES[mode]}: {timed(seconds)}, {rate} tokens/s, {fraction} of the roofline"
-    ]
-    if point["optimizer"] is not None:
-        update = point["optimizer"]["seconds"]
+def _summary(point: Point, analysis: Analysis, profile: Profile) -> str:
+    mode = profile.settings.mode
+    seconds = point.whole.passes[mode].seconds
+    facts = [_timed(seconds), f"{si(analysis.tokens_per_second)} tokens/s"]
+    fraction = analysis.roofline_fraction(point.whole, mode)
+    if fraction is not None:
+        facts.append(f"{share(fraction)} of the roofline")
+    lines = [f"{_MODES[mode]}: {', '.join(facts)}"]
+    if point.optimizer is not None:
+        update = point.optimizer.passes["optimizer"].seconds
+        of_step = share(update.median / seconds.median)
+        lines.append(f"AdamW: {_timed(update)}, {of_step} of the step")
+    for name, mfu in (
+        ("measured ceiling", analysis.mfu_measured),
+        ("datasheet", analysis.mfu_datasheet),
+    ):
+        if mfu is not None:
+            causal, dense = share(mfu.causal), share(mfu.dense)
+            lines.append(f"MFU of the {name}: causal {causal}, dense {dense}")
+    lines.extend(_overhead(point, analysis, profile))
+    if point.kernels is not None:
+        busy = share(point.kernels.busy_fraction)
+        verdict = "launch-bound" if point.kernels.launch_bound else "not launch-bound"
         lines.append(
-            f"AdamW: {timed(update)}, {share(update['median'] / seconds['median'])} of the step"
+            f"Kernels: {point.kernels.count}, busy {busy} of the time: {verdict}"
         )
-    for source, name in (("measured", "measured ceiling"), ("datasheet", "datasheet")):
-        lines.append(
-            f"MFU of the {name}: causal {share(mfu['causal'][source])}, dense {share(mfu['dense'][source])}"
-        )
-    if (
-        on_cpu or kernels is None or kernels["launch_bound"]
-    ):  # else the GPU does not wait for the host
-        overhead = point["overhead"]
-        part = (
-            f", {share(overhead['share'])} of the whole"
-            if on_cpu and overhead["share"] <= 1
-            else ""
-        )
-        smallest = f"Same calls on one token of width 8: {number(overhead['seconds']['median'] * factor)} {unit}{part}"
-        lines.append(f"{smallest}, all of it overhead: Python, dispatch and launches")
-    if kernels is not None:
-        bound = "launch-bound" if kernels["launch_bound"] else "not launch-bound"
-        lines.append(
-            f"Kernels: {kernels['count']}, which run {share(kernels['busy_fraction'])} of the time: {bound}"
-        )
-    if compiled is not None:
-        cache = ", from inductor's cache" if compiled["from_cache"] else ""
-        graphs = f"{plural(compiled['graphs'], 'graph')}, {plural(compiled['graph_breaks'], 'break')}"
-        lines.append(
-            f"Compilation of the whole: {number(compiled['seconds'])} s{cache}; {graphs}"
-        )
-        lines += [
-            f"  break: {' '.join(reason.split())}"
-            for reason in compiled["break_reasons"]
-        ]
-    return "\n".join([*lines, held(point["memory"])])
+    if point.compilation is not None:
+        lines.extend(_compilation(point.compilation, model_name(point.size)))
+    return "\n".join([*lines, _memory_line(point.memory)])
 
 
-def _losses(point: dict[str, Any]) -> list[str]:
+def _timed(seconds: Spread) -> str:
+    unit, factor = time_unit(seconds.median)
+    limits = number_range(factor * seconds.p20, factor * seconds.p80)
+    return f"{number(factor * seconds.median)} {unit} (p20 to p80: {limits})"
+
+
+def _overhead(point: Point, analysis: Analysis, profile: Profile) -> list[str]:
+    """Return a line on the fixed overhead, unless a GPU does not wait for the host."""
+    on_cpu = profile.settings.device.type == "cpu"
+    waits = point.kernels is None or point.kernels.launch_bound
+    if not on_cpu and not waits:
+        return []
+    unit, factor = time_unit(point.whole.passes[profile.settings.mode].seconds.median)
+    seconds = point.overhead[profile.settings.mode].median
+    line = f"Fixed overhead (the same calls on a tiny input): {number(factor * seconds)} {unit}"
+    # On a GPU, host and kernels overlap, so the overhead is no part of the total.
+    if on_cpu and analysis.overhead_share <= 1:
+        line += f", {share(analysis.overhead_share)} of the total"
+    return [line]
+
+
+def _compilation(compilation: Compilation, name: str) -> list[str]:
+    cache = ", from inductor's cache" if compilation.from_cache else ""
+    graphs = plural(compilation.graphs, "graph")
+    breaks = plural(compilation.graph_breaks, "break")
+    line = f"Compilation of the {name}: {number(compilation.seconds)} s{cache}; {graphs}, {breaks}"
+    reasons = [" ".join(reason.split()) for reason in compilation.break_reasons]
+    return [line, *(f"  break: {reason}" for reason in reasons)]
+
+
+def _losses(losses: tuple[Loss, ...], has_doubts: bool) -> str:
     """Return the parts that lose most, and why: but no reasons where the figures cannot be trusted."""
     lines = ["Most time lost against the roofline:"]
-    for loss in point["losses"]:
-        unit, factor = time_unit(loss["seconds"])
-        line = f"  {loss['name']}: {number(loss['seconds'] * factor)} {unit}, {share(loss['share'])} of the whole"
-        if not point["trust"]["doubts"]:
-            line += (
-                f"; {_CAUSES[loss['cause']].format(share(loss['roofline_fraction']))}"
-            )
+    for loss in losses:
+        unit, factor = time_unit(loss.seconds)
+        lost = f"{number(factor * loss.seconds)} {unit}"
+        line = f"  {loss.name}: {lost}, {share(loss.share)} of the total"
+        if not has_doubts:
+            line += f"; {_CAUSES[loss.cause].format(share(loss.roofline_fraction))}"
         lines.append(line)
-    return ["\n".join(lines)] if point["losses"] else []
+    return "\n".join(lines)
 
 
-def _times(point: dict[str, Any], passes: list[str], title: str) -> Table:
-    whole, sums = point["whole"], point["sum_of_parts"]
-    unit, factor = time_unit(whole["forward"]["seconds"]["median"])
-    on_gpu = [f"GPU {unit}"] if whole["forward"]["gpu_seconds"] is not None else []
+def _times(point: Point, analysis: Analysis, mode: str, passes: list[str]) -> Table:
+    """Return the times of parts and whole. All shares are of the mode's whole, so they add up to 100%."""
+    name = model_name(point.size)
+    total = point.whole.passes[mode].seconds.median
+    unit, factor = time_unit(point.whole.passes["forward"].seconds.median)
+    on_gpu = point.whole.passes["forward"].gpu_seconds is not None
+    gpu_column = [f"GPU {unit}"] if on_gpu else []
+    columns = ["part"]
+    for each in passes:
+        columns.extend([f"{each} {unit}", "p20 to p80", *gpu_column])
 
-    def cells(record: dict[str, Any]) -> list[str]:
-        gpu = [
-            number(factor * record["gpu_seconds"]) if "gpu_seconds" in record else ""
-            for _ in on_gpu
-        ]
-        return [
-            *spread_cells(record["seconds"], factor),
-            *gpu,
-            share(record["share"]) if "share" in record else "",
-        ]
+    def row(part: Part, share_of_total: float) -> list[str]:
+        cells = [_pass_cells(part.passes.get(each), factor, on_gpu) for each in passes]
+        return [part.name, *chain(*cells), share(share_of_total)]
 
-    columns = [
-        column
-        for name in passes
-        for column in (f"{name} {unit}", "p20-p80", *on_gpu, "share")
-    ]
-    table = Table(title, ["part", *columns])
-    for row in (
-        *point["parts"],
-        {"name": "sum of the parts"} | sums,
-        {"name": "whole"} | whole,
-    ):
-        table.rows.append(
-            [row["name"], *chain(*(cells(row[pass_]) for pass_ in passes))]
-        )
-    ratios = (
-        [*spread_cells(sums[pass_]["of_whole"], 1), *("" for _ in on_gpu), ""]
-        for pass_ in passes
-    )
-    table.rows.append(["sum / whole", *chain(*ratios)])
+    def row_of_sums(title: str, cells_of_pass: dict[str, list[str]]) -> list[str]:
+        blank = [""] if on_gpu else []
+        cells = [[*cells_of_pass[each], *blank] for each in passes]
+        return [title, *chain(*cells)]
+
+    table = Table(_times_title(point, mode), [*columns, "share"])
+    for part in point.addends:
+        table.rows.append(row(part, part_seconds(part) / total))
+    sums, ratios, differences = {}, {}, {}
+    for each in passes:
+        sum_of_parts = point.sum_of_parts[each]
+        sums[each] = spread_cells(sum_of_parts.seconds, factor)
+        ratios[each] = spread_cells(sum_of_parts.of_whole, 1)
+        whole = point.whole.passes[each].seconds.median
+        differences[each] = [number(factor * (whole - sum_of_parts.seconds.median)), ""]
+    missing = share(analysis.whole_minus_parts / total)
+    table.rows.append([*row_of_sums(f"{name} minus parts", differences), missing])
+    table.rows.append([name, *row(point.whole, 1.0)[1:]])
+    table.rows.append([*row_of_sums("sum of the parts", sums), ""])
+    table.rows.append([*row_of_sums(f"sum / {name}", ratios), ""])
     return table
 
 
-def _work(point: dict[str, Any], name: str) -> Table:
-    columns = [
-        "part",
-        "FLOP",
-        "bytes",
-        "FLOP/byte",
-        "bound by",
-        "FLOP/s",
-        "of roofline",
-    ]
-    table = Table(f"{name.capitalize()}: work, and the roofline", columns)
-    adamw = {"name": "AdamW", "backward": point["optimizer"]}
-    for part in (*point["parts"], {"name": "whole"} | point["whole"], adamw):
-        if record := part.get(name):
-            flops = si(record["matmul_flops"] + record["elementwise_flops"])
-            cells = [
-                part["name"],
-                flops,
-                si(record["bytes"], "B"),
-                number(record["intensity"]),
-                record["bound"],
-            ]
-            table.rows.append(
-                [
-                    *cells,
-                    si(record["flops_per_second"]),
-                    share(record["roofline_fraction"]),
-                ]
-            )
+def _times_title(point: Point, mode: str) -> str:
+    title = describe(point.size)
+    layers = point.size.layers
+    if layers > 1:
+        title += (
+            f"\nTimes of one block's parts; sums and shares count them {layers} times"
+        )
+    return f"{title}\nShares of the total: {_MODES[mode].lower().replace('adamw', 'AdamW')}"
+
+
+def _pass_cells(each: Pass | None, factor: float, on_gpu: bool) -> list[str]:
+    """Return the time of a pass, its range and the GPU's own time; empty cells for a pass that a part lacks."""
+    if each is None:
+        return ["", "", *([""] if on_gpu else [])]
+    cells = spread_cells(each.seconds, factor)
+    if each.gpu_seconds is not None:
+        cells.append(number(factor * each.gpu_seconds.median))
+    return cells
+
+
+def _work(point: Point, analysis: Analysis, profile: Profile, name: str) -> Table:
+    """Return the FLOPs and bytes of a pass, and how close it comes to the roofline."""
+    columns = ["part", "FLOP", "bytes", "FLOP/byte", "bound by", "FLOP/s"]
+    title = f"{name.capitalize()}: work"
+    if analysis.roofline_seconds is not None:
+        columns.append("of roofline")
+        title += ", and the roofline"
+    table = Table(title, columns)
+    rows = [(part, name) for part in (*point.parts, point.whole)]
+    if name == "backward" and point.optimizer is not None:
+        rows.append((point.optimizer, "optimizer"))
+    for part, pass_name in rows:
+        each = part.passes[pass_name]
+        cells = [
+            model_name(point.size) if part is point.whole else part.name,
+            si(each.cost.flops),
+            si(each.cost.bytes, "B"),
+            number(each.cost.intensity),
+            bound(each.cost, profile.ceilings),
+            si(each.flops_per_second),
+        ]
+        if analysis.roofline_seconds is not None:
+            cells.append(share(analysis.roofline_fraction(part, pass_name)))
+        table.rows.append(cells)
     return table
 
 
-def _sweep(document: dict[str, Any]) -> list[Section]:
-    """Return a line for each point, what loses most, and the times of the parts."""
-    points, axis, mode = (
-        document["points"],
-        document["settings"]["sweep"],
-        document["settings"]["mode"],
-    )
-    measured = [point for point in points if "parts" in point]
-    unit, factor = time_unit(
-        min(
-            (point["whole"][mode]["seconds"]["median"] for point in measured),
-            default=1.0,
-        )
-    )
-    columns = [
-        axis,
-        f"{mode} {unit}",
-        "p20-p80",
-        f"one token {unit}",
-        "tokens/s",
-        "MFU causal",
-        "sum/whole",
-    ]
+def _memory(point: Point) -> Table:
+    table = Table("Memory", ["part", "kept for backward", "allocated at its peak"])
+    for part in point.memory.parts:
+        cells = [si(part.kept_bytes, "B"), si(part.peak_added_bytes, "B")]
+        table.rows.append([part.name, *cells])
+    of_run = point.memory.held.peak_added_bytes
+    cells = [si(point.memory.kept_bytes, "B"), si(of_run, "B")]
+    table.rows.append([model_name(point.size), *cells])
+    return table
+
+
+def _sweep(profile: Profile, axis: str) -> list[Section]:
+    """Return a line for each size, what loses most, and the times of the parts."""
+    sections: list[Section] = [describe(*(point.size for point in profile.points))]
+    measured = [point for point in profile.points if isinstance(point, Point)]
+    sections.append(_sweep_table(profile, measured, axis))
+    if measured:
+        sections.append(_sweep_losses(profile, measured, axis))
+        sections.append(_sweep_parts(profile, measured, axis))
+    return sections
+
+
+def _sweep_table(profile: Profile, measured: list[Point], axis: str) -> Table:
+    mode = profile.settings.mode
+    of_parts = "forward" if mode == "forward" else "train"
+    name = model_name(profile.points[0].size)
+    medians = [point.whole.passes[mode].seconds.median for point in measured]
+    unit, factor = time_unit(min(medians, default=1.0))
+    columns = [axis, f"{mode} {unit}", "p20 to p80", f"overhead {unit}", "tokens/s"]
+    columns += ["MFU causal", f"parts/{name}", "kept for backward", "peak"]
     title = (
-        f"{_MODES[mode]}, MFU of the measured ceiling; "
-        "one token: the same calls at width 8, which are overhead alone"
+        f"{_MODES[mode]}. Overhead: the same calls on a tiny input. "
+        f"MFU: of the measured ceiling. parts/{name}: forward and backward of the parts, summed, over the {name}'s"
     )
-    table = Table(title, [*columns, "saved", "peak"])
-    losses = Table(
-        "Most time lost against the roofline", [axis, "first", "second", "third"]
-    )
-    for point in points:
-        cells = [point["status"], *[""] * 7]
-        if point in measured:
-            cells = [
-                *spread_cells(point["whole"][mode]["seconds"], factor),
-                number(point["overhead"]["seconds"]["median"] * factor),
-                si(point["tokens_per_second"]),
-                share(point["mfu"]["causal"]["measured"]),
-                number(
-                    point["sum_of_parts"]["forward" if mode == "forward" else "train"][
-                        "of_whole"
-                    ]["median"]
-                ),
-                *(
-                    si(point["memory"][key], "B")
-                    for key in ("saved_bytes", "peak_bytes")
-                ),
-            ]
-            lost = [
-                f"{loss['name']} {share(loss['share'])}" for loss in point["losses"]
-            ]
-            losses.rows.append([value_on(axis, point), *lost, *[""] * (3 - len(lost))])
-        table.rows.append([value_on(axis, point), *cells])
-    passes = ["forward"] if mode == "forward" else ["forward", "backward"]
-    columns = ["part", *(value_on(axis, point) for point in measured)]
-    parts = Table(f"{' and '.join(passes).capitalize()}, {unit}, by {axis}", columns)
-    for row in zip(*(point["parts"] for point in measured), strict=True):
-        times = (
-            sum(part[name]["seconds"]["median"] for name in passes) for part in row
-        )
-        parts.rows.append(
-            [row[0]["name"], *(number(factor * seconds) for seconds in times)]
-        )
-    return [
-        describe(*(point["size"] for point in points)),
-        table,
-        *([losses, parts] if measured else []),
-    ]
+    table = Table(title, columns)
+    for point in profile.points:
+        value = value_on(axis, point.size)
+        if not isinstance(point, Point):
+            table.rows.append([value, point.kind, *[""] * 7])
+            continue
+        analysis = analyze(point, profile)
+        mfu = analysis.mfu_measured
+        cells = [
+            *spread_cells(point.whole.passes[mode].seconds, factor),
+            number(factor * point.overhead[mode].median),
+            si(analysis.tokens_per_second),
+            share(None if mfu is None else mfu.causal),
+            number(point.sum_of_parts[of_parts].of_whole.median),
+            si(point.memory.kept_bytes, "B"),
+            si(point.memory.peak_bytes, "B"),
+        ]
+        table.rows.append([value, *cells])
+    return table
 
 
-def value_on(axis: str, point: dict[str, Any]) -> str:
-    """Return the point's value on the axis of the sweep."""
-    return str(point["size"][axis.replace("-", "_")])
+def _sweep_losses(profile: Profile, measured: list[Point], axis: str) -> Table:
+    title = "Most time lost against the roofline"
+    table = Table(title, [axis, "first", "second", "third"])
+    for point in measured:
+        losses = analyze(point, profile).losses
+        cells = [f"{loss.name} {share(loss.share)}" for loss in losses]
+        missing = [""] * (3 - len(cells))
+        table.rows.append([value_on(axis, point.size), *cells, *missing])
+    return table
+
+
+def _sweep_parts(profile: Profile, measured: list[Point], axis: str) -> Table:
+    train = profile.settings.train
+    passes = ("forward", "backward") if train else ("forward",)
+    mode = profile.settings.mode
+    shortest = min(point.whole.passes[mode].seconds.median for point in measured)
+    unit, factor = time_unit(shortest)
+    title = (
+        f"{' and '.join(passes).capitalize()} of one block's parts, {unit}, by {axis}"
+    )
+    values = [value_on(axis, point.size) for point in measured]
+    table = Table(title, ["part", *values])
+    for parts in zip(*(point.parts for point in measured), strict=True):
+        cells = []
+        for part in parts:
+            seconds = sum(part.passes[name].seconds.median for name in passes)
+            cells.append(number(factor * seconds))
+        table.rows.append([parts[0].name, *cells])
+    return table
+
+
+def value_on(axis: str, size: Size) -> str:
+    """Return the size's value on the axis of the sweep."""
+    return str(getattr(size, axis.replace("-", "_")))

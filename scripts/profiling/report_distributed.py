@@ -1,161 +1,110 @@
-"""What is distributed over processes, measured or predicted, as text."""
+"""Show a profile of several processes as text."""
 
-from itertools import groupby
-from typing import Any
+from lab.tables import (
+    Section,
+    Table,
+    number,
+    share,
+    si,
+    spread_cells,
+    time_unit,
+)
 
-from lab.tables import Section, Table, number, share, si, spread_cells, time_unit
-
-from .collectives import Mesh
-from .report import describe, doubts, header, held, origin, rates
+from .records import DistributedPoint, HeldMemory, OutOfMemory, Profile
+from .report import describe, doubts, header, held
 
 _LEGEND = (
-    "Times are medians over the rounds, of the slowest process in each. Speed-up: over one process with the whole\n"
-    "batch, in turns with the others. Collectives: timed alone at these sizes, without waiting for a slower process."
-)
-_PAPER = (
-    "Links run at full rate, without latency. "
-    "States: weights, gradients and moments of a device, without activations."
+    "Times are medians over the rounds, of the slowest process in each round. Speed-up is relative to a single\n"
+    "process on the whole batch, timed in alternation. Efficiency is the speed-up divided by the number of processes.\n"
+    "Each collective is timed alone at these sizes, so it does not wait for a slower process."
 )
 
 
-def distributed_report(document: dict[str, Any]) -> list[Section]:
+def distributed_report(profile: Profile) -> list[Section]:
     """Return the sections of a profile of several processes."""
-    sections: list[Section] = [header(document), *doubts(document)]
-    for point in document["points"]:
-        sections += [_summary(point), _times(point), _collectives(point)]
+    sections: list[Section] = [header(profile), *doubts(profile)]
+    for point in profile.points:
+        if isinstance(point, OutOfMemory):
+            sections.append(f"{describe(point.size)}\n{point.kind}: {point.error}")
+        if isinstance(point, DistributedPoint):
+            sections.append(_summary(point, profile))
+            sections.append(_times(point))
+            sections.append(_collectives(point, profile.settings.mode))
     return [*sections, _LEGEND]
 
 
-def prediction_report(document: dict[str, Any]) -> list[Section]:
-    """Return the sections of what was predicted: a table for each size."""
-    sections: list[Section] = [
-        "\n".join(basis(document)),
-        *(doubts(document["from"]) if document["from"] else []),
-    ]
-    columns = [
-        "mesh",
-        "devices",
-        "tokens each",
-        "states",
-        f"{document['settings']['mode']} ms",
-        "compute",
-        "tp",
-        "dp",
-    ]
-    columns += ["not hidden", "MFU", "tokens/s each"]
-    for size, records in groupby(
-        document["predictions"], lambda prediction: describe(prediction["size"])
-    ):
-        table = Table(size, columns)
-        for record in records:
-            tokens, seconds = record["tokens_per_process"], record["seconds"]
-            times = [
-                seconds,
-                *(record[f"{key}_seconds"] for key in ("compute", "tp", "dp")),
-            ]
-            times.append(seconds - record["compute_seconds"])
-            cells = [
-                str(Mesh(**record["mesh"])),
-                str(record["processes"]),
-                si(tokens),
-                si(record["state_bytes"], "B"),
-            ]
-            cells += [number(1e3 * time) for time in times]
-            table.rows.append([*cells, share(record["mfu"]), si(tokens / seconds)])
-        sections.append(table)
-    return [*sections, _PAPER]
-
-
-def basis(document: dict[str, Any]) -> list[str]:
-    """Return the kind of a prediction (a bound or an estimate), its options, ceilings and links, a line each."""
-    settings, ceilings, links, profile = (
-        document[key] for key in ("settings", "ceilings", "links", "from")
+def _summary(point: DistributedPoint, profile: Profile) -> str:
+    mode = profile.settings.mode
+    seconds = point.whole[mode].seconds.median
+    unit, factor = time_unit(seconds)
+    tokens = si(point.size.tokens / seconds)
+    peak = profile.settings.mesh.processes * profile.ceilings.flops_per_second.median
+    mfu = share(point.size.costs(mode).matmul_flops / seconds / peak)
+    links = []
+    for axis, rate in point.links.items():
+        links.append(f"{axis} {si(rate.median, 'B/s')}")
+    return (
+        f"{mode}: {number(factor * seconds)} {unit}, {tokens} tokens/s; MFU of the measured ceilings, causal: {mfu}\n"
+        f"Communication overlapped with computation: {_overlap(point, profile)}\n"
+        f"Measured link bandwidth (bytes/s per process in a large all-gather): {', '.join(links)}\n"
+        f"{_memory_line(point.memory)}"
     )
-    between = (
-        f", {si(links['between'], 'B/s')} between machines of {links['per_machine']}"
-        if links["between"]
-        else ""
-    )
-    kind = f"A lower bound on time, so an upper bound on MFU: each part at the roofline of the {ceilings['source']}"
-    return [
-        f"Scaled from a profile of one process: {origin(profile)}" if profile else kind,
-        f"{settings['dtype']}, mode {settings['mode']}{', blocks recomputed' if document['recompute'] else ''}",
-        f"Ceilings: {rates(*(ceilings[key]['median'] for key in ('flops_per_second', 'bytes_per_second')))}",
-        f"Links: each device receives {si(links['within'], 'B/s')} within a machine{between}",
-    ]
 
 
-def _times(point: dict[str, Any]) -> Table:
-    unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
-    columns = [
-        "whole",
-        f"slowest {unit}",
-        "p20-p80",
-        "ranks differ",
-        f"one process {unit}",
-        "p20-p80",
-    ]
-    table = Table(
-        describe(point["size"]), [*columns, "speed-up", "p20-p80", "efficiency"]
-    )
-    for name, record in point["whole"].items():
-        differ = share(max(record["of_ranks"]) / min(record["of_ranks"]) - 1)
+def _overlap(point: DistributedPoint, profile: Profile) -> str:
+    overlap = point.overlap
+    if overlap is not None:
+        fraction = share(overlap.hidden_seconds / overlap.collective_seconds)
+        milliseconds = number(1e3 * overlap.collective_seconds)
+        return f"{fraction} of {milliseconds} ms of NCCL's kernels"
+    if profile.settings.device.type == "cpu":
+        return "not measured on a CPU, where both run on the same cores"
+    return "not measured (torch.profiler saw no kernel of NCCL)"
+
+
+def _memory_line(memory: HeldMemory) -> str:
+    peak = si(memory.peak_added_bytes, "B")
+    return f"{held(memory)}, allocated by the run at its peak {peak}"
+
+
+def _times(point: DistributedPoint) -> Table:
+    unit, factor = time_unit(point.whole["forward"].seconds.median)
+    columns = ["pass", f"slowest {unit}", "p20 to p80", "processes differ by"]
+    columns += [f"one process {unit}", "p20 to p80"]
+    columns += ["speed-up", "p20 to p80", "efficiency"]
+    table = Table(describe(point.size), columns)
+    for name, record in point.whole.items():
+        processes = len(record.of_ranks)
         cells = [
             name,
-            *spread_cells(record["seconds"], factor),
-            differ,
-            *spread_cells(record["one_process"], factor),
+            *spread_cells(record.seconds, factor),
+            share(max(record.of_ranks) / min(record.of_ranks) - 1),
+            *spread_cells(record.one_process, factor),
+            *spread_cells(record.speed_up, 1),
+            share(record.speed_up.median / processes),
         ]
-        table.rows.append(
-            [*cells, *spread_cells(record["speed_up"], 1), share(record["efficiency"])]
-        )
+        table.rows.append(cells)
     return table
 
 
-def _collectives(point: dict[str, Any]) -> Table:
-    unit, factor = time_unit(point["whole"]["forward"]["seconds"]["median"])
-    table = Table(
-        "Collectives",
-        [
-            "pass, axis, kind",
-            "number",
-            "bytes",
-            "B/s received",
-            f"alone {unit}",
-            "share",
-        ],
-    )
-    for record in point["collectives"]:
-        calls = [
-            ", ".join(record[key] for key in ("pass", "axis", "kind")),
-            str(record["count"]),
+def _collectives(point: DistributedPoint, mode: str) -> Table:
+    whole = point.whole[mode].seconds.median
+    unit, factor = time_unit(point.whole["forward"].seconds.median)
+    columns = ["pass, axis, kind", "number", "bytes", "B/s received"]
+    columns += [f"alone {unit}", "share of the time"]
+    table = Table("Collectives", columns)
+    total = 0.0
+    for record in point.collectives:
+        total += record.seconds
+        cells = [
+            f"{record.pass_name}, {record.axis}, {record.kind}",
+            str(record.count),
+            si(record.bytes, "B"),
+            si(record.moved_bytes / record.seconds),
+            number(factor * record.seconds),
+            share(record.seconds / whole),
         ]
-        moved = [
-            si(record["bytes"], "B"),
-            si(record["moved_bytes"] / record["seconds"]),
-        ]
-        table.rows.append(
-            [*calls, *moved, number(factor * record["seconds"]), share(record["share"])]
-        )
-    seconds, shares = (
-        sum(record[key] for record in point["collectives"])
-        for key in ("seconds", "share")
-    )
-    table.rows.append(["all", "", "", "", number(factor * seconds), share(shares)])
+        table.rows.append(cells)
+    last = [number(factor * total), share(total / whole)]
+    table.rows.append(["all", "", "", "", *last])
     return table
-
-
-def _summary(point: dict[str, Any]) -> str:
-    links = ", ".join(
-        f"{axis} {si(rate['median'], 'B/s')}" for axis, rate in point["links"].items()
-    )
-    hidden = "nothing, as torch.profiler saw no kernel of NCCL"  # gloo works on the cores that compute
-    if (overlap := point["overlap"]) is not None:
-        fraction = overlap["hidden_seconds"] / overlap["collective_seconds"]
-        hidden = f"{share(fraction)} of {number(1e3 * overlap['collective_seconds'])} ms of NCCL's kernels"
-    return (
-        f"{si(point['tokens_per_second'])} tokens/s; MFU of the measured ceiling, causal: {share(point['mfu'])}\n"
-        f"Hidden behind computing: {hidden}\n"
-        f"Links, each process receives in a large all-gather: {links}\n"
-        f"{held(point['memory'])}"
-    )

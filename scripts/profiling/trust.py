@@ -1,73 +1,108 @@
-"""Whether figures can be trusted: what the samples, and the system, tell of other work on the machine."""
+"""Whether figures can be trusted: what the samples and the system show of other work on the machine."""
 
 import os
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lab.machine import Ceilings
 from lab.timing import Spread
 
-# On an idle machine, a half of these is not reached.
-_SPREAD, _ABOVE_FASTEST, _WAITED, _OTHERS = 0.2, 0.25, 0.05, 0.25
+from .records import Trust
+
+# On an idle machine, none of these figures reaches half of its limit.
+_LARGEST_SPREAD = 0.2
+_LARGEST_ABOVE_FASTEST = 0.25
+_LARGEST_WAITED_SHARE = 0.05
+_LARGEST_OTHERS_SHARE = 0.25
 
 
-def system_clocks(proc: Path = Path("/proc")) -> tuple[float, float, float] | None:
-    """Return the seconds of the wall, of own threads waiting for a core, of cores that others used; None off Linux."""
+@dataclass(frozen=True)
+class Clocks:
+    """Seconds since some start: of the wall, of own threads that waited for a core, and of cores that others used."""
+
+    wall: float
+    waited: float
+    others: float
+
+
+@dataclass(frozen=True)
+class BusyShares:
+    """The share of the time in which own threads waited, added up, and the share of all cores that others used.
+
+    None where the system does not count them.
+    """
+
+    waited: float | None
+    others: float | None
+
+
+def system_clocks(proc: Path = Path("/proc")) -> Clocks | None:
+    """Read the clocks; None except on Linux."""
     try:
         ticks = [int(word) for word in (proc / "stat").read_text().split()[1:9]]
-        waited = sum(
-            int(path.read_text().split()[1])
-            for path in proc.glob("self/task/*/schedstat")
-        )
+        schedules = [
+            path.read_text().split() for path in proc.glob("self/task/*/schedstat")
+        ]
     except OSError:
         return None
-    busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf(
-        "SC_CLK_TCK"
-    )  # all but idle and iowait
-    return time.perf_counter(), waited / 1e9, busy - time.process_time()
+    idle, iowait = ticks[3], ticks[4]
+    busy = (sum(ticks) - idle - iowait) / os.sysconf("SC_CLK_TCK")
+    waited_nanoseconds = sum(int(schedule[1]) for schedule in schedules)
+    return Clocks(
+        wall=time.perf_counter(),
+        waited=waited_nanoseconds / 1e9,
+        others=busy - time.process_time(),
+    )
 
 
-def busy_shares(
-    start: tuple[float, float, float] | None, end: tuple[float, float, float] | None
-) -> dict[str, float | None]:
-    """Return the share of the time in which threads waited, added up, and the share of all cores that others used."""
+def busy_shares(start: Clocks | None, end: Clocks | None) -> BusyShares:
+    """Return the shares of the time between two readings."""
     if start is None or end is None:
-        return {"waited_share": None, "others_share": None}
-    wall, waited, others = (
-        max(0.0, after - before) for before, after in zip(start, end, strict=True)
-    )
-    return {
-        "waited_share": waited / wall,
-        "others_share": others / wall / (os.cpu_count() or 1),
-    }
+        return BusyShares(None, None)
+    wall = end.wall - start.wall
+    # Threads that ended since then took their waiting with them.
+    waited = max(0.0, end.waited - start.waited)
+    others = max(0.0, end.others - start.others)
+    cores = os.cpu_count() or 1
+    return BusyShares(waited / wall, others / wall / cores)
 
 
-def trust(
-    seconds: list[float], shares: Mapping[str, float | None], ceilings: Ceilings
-) -> dict[str, Any]:
-    """Return what tells how far to trust the samples of a whole, and a sentence for each figure that is too large."""
+def trust(seconds: list[float], shares: BusyShares) -> Trust:
+    """Return how far to trust the samples of a whole."""
     spread = Spread.of(seconds)
-    width, above = (
-        (spread.p80 - spread.p20) / spread.median,
-        spread.median / min(seconds) - 1,
+    return Trust(
+        waited_share=shares.waited,
+        others_share=shares.others,
+        spread=_width(spread),
+        median_above_fastest=spread.median / min(seconds) - 1,
     )
-    rates = (ceilings.flops_per_second, ceilings.bytes_per_second)
-    unsteady = max((rate.p80 - rate.p20) / rate.median for rate in rates)
-    waited, others = shares["waited_share"] or 0.0, shares["others_share"] or 0.0
-    sentences = {
-        f"threads waited for a core, together {waited:.0%} of the time": waited
-        > _WAITED,
-        f"other programs kept {others:.0%} of all cores busy": others > _OTHERS,
-        f"the samples vary by {width:.0%} (p20 to p80)": width > _SPREAD,
-        f"the median is {above:.0%} above the fastest sample": above > _ABOVE_FASTEST,
-        f"the ceilings vary by {unsteady:.0%} (p20 to p80)": unsteady > _SPREAD,
-    }
-    return {
-        **shares,
-        "spread": width,
-        "median_above_fastest": above,
-        "ceilings_spread": unsteady,
-        "doubts": [sentence for sentence, is_large in sentences.items() if is_large],
-    }
+
+
+def reasons_to_doubt(trust: Trust, ceilings: Ceilings) -> list[str]:
+    """Return a sentence for each figure that is too large."""
+    waited = trust.waited_share or 0.0
+    others = trust.others_share or 0.0
+    flops, memory = ceilings.flops_per_second, ceilings.bytes_per_second
+    unsteady = max(_width(flops), _width(memory))
+    reasons = []
+    if waited > _LARGEST_WAITED_SHARE:
+        reasons.append(
+            "added over all threads, time spent waiting for a core was "
+            f"{waited:.0%} of the run time"
+        )
+    if others > _LARGEST_OTHERS_SHARE:
+        reasons.append(f"other programs kept {others:.0%} of all cores busy")
+    if trust.spread > _LARGEST_SPREAD:
+        reasons.append(f"the samples vary by {trust.spread:.0%} (p20 to p80)")
+    if trust.median_above_fastest > _LARGEST_ABOVE_FASTEST:
+        above = trust.median_above_fastest
+        reasons.append(f"the median is {above:.0%} above the fastest sample")
+    if unsteady > _LARGEST_SPREAD:
+        reasons.append(f"the ceilings vary by {unsteady:.0%} (p20 to p80)")
+    return reasons
+
+
+def _width(spread: Spread) -> float:
+    """Return the range from p20 to p80 as a share of the median."""
+    return (spread.p80 - spread.p20) / spread.median

@@ -15,24 +15,31 @@ def test_atomic_replaces_a_file_at_the_end_and_follows_a_link(tmp_path):
         assert temporary.suffix == target.suffix
         written = temporary.stat().st_ino
     assert target.read_text() == "new"
-    assert (
-        target.stat().st_ino == written
-    )  # moved, not copied: no moment with half a file
+    # Moved, not copied: at no moment is half a file there.
+    assert target.stat().st_ino == written
     assert link.is_symlink()
     assert sorted(tmp_path.rglob("*")) == [target.parent, target, link]
 
 
-def test_read_json_rejects_other_files(tmp_path):
+def test_read_json_rejects_a_missing_file(tmp_path):
     path = tmp_path / "old.json"
-    with pytest.raises(
-        ValueError, match=f"--compare: cannot read {path}: No such file"
-    ):
-        read_json(path, "a/1", "--compare")
-    for text, message in (
-        ("{", "is not JSON"),
-        ("[]", 'must have the "schema" a/1'),
-        ('{"schema": "x"}', "must have"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            read_json(path, "a/1", "--compare")
+    message = f"OLD.json: cannot read {path}: No such file"
+    with pytest.raises(ValueError, match=message):
+        read_json(path, "a/1", "OLD.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("{", "is not JSON", id="damaged"),
+        pytest.param("[]", 'must have the "schema" a/1, got None', id="a list"),
+        pytest.param(
+            '{"schema": "b/1"}', 'must have the "schema" a/1, got b/1', id="another"
+        ),
+    ],
+)
+def test_read_json_rejects_other_documents(text, message, tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_json(path, "a/1", "OLD.json")

@@ -1,10 +1,13 @@
 """Kernels, from events as torch.profiler gives them; on a CPU, which attention kernel runs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lab.kernels import (
     attention_kernel,
     counted_on_gpu,
+    gpu_seconds,
     kernel_report,
     summarize_kernels,
 )
@@ -23,29 +26,83 @@ def test_summarize_kernels_counts_kernels_and_the_time_that_any_runs():
     }
     events = [event(name, *time) for name, time in times.items()]
     summary = summarize_kernels(events, seconds=64e-6)
-    assert (summary["count"], summary["launch_bound"]) == (4, True)
-    assert (summary["busy_seconds"], summary["busy_fraction"]) == pytest.approx(
-        (32e-6, 0.5)
-    )
-    assert summarize_kernels(events, seconds=33e-6)["launch_bound"] is False
+    assert summary.count == 4
+    assert summary.busy_seconds == pytest.approx(32e-6)
+    assert summary.busy_fraction == pytest.approx(0.5)
+    assert summary.launch_bound
+    assert not summarize_kernels(events, seconds=33e-6).launch_bound
 
 
 def test_kernels_are_counted_after_the_label_whatever_the_clock_of_the_host():
-    # Of the first call, the profiler has lost two of three kernels: they must not count, nor make a difference.
-    of_first = [event("gemm", 0, 10), event("aten::mm", 101, 150, "CPU")]
-    of_second = [event("gemm", 95, 120), event("add", 130, 140), event("mul", 150, 160)]
+    # Some launches come before the label. The profiler has lost most of them, and the others must not count.
+    before = [event("add_", 0, 10), event("aten::mm", 101, 150, "CPU")]
+    counted = [event("gemm", 95, 120), event("add", 130, 140), event("mul", 150, 160)]
     on_gpu, on_host = (
         event("counted", 95, 160, annotation=True),
         event("counted", 100, 200, "CPU"),
     )
-    assert counted_on_gpu([*of_second, on_host, on_gpu, *of_first]) == of_second
-    assert counted_on_gpu([*of_second, on_host, *of_first]) == of_second[1:]
+    assert counted_on_gpu([*counted, on_host, on_gpu, *before]) == counted
+    assert counted_on_gpu([*counted, on_host, *before]) == counted[1:]
 
 
 def test_kernels_that_nobody_saw_are_none():
     assert summarize_kernels([], seconds=1.0) is None
     assert summarize_kernels([event("Memset", 0, 1)], seconds=1.0) is None
     assert kernel_report(lambda: None, torch.device("cpu"), 1.0) is None
+
+
+class FakeGpu:
+    """A GPU that works through a queue of 1,000 launches; when the queue is full, a launch waits for a free place."""
+
+    LAUNCH = 10e-6  # seconds of the host
+    QUEUE = 1000
+
+    def __init__(self):
+        self.host_time = 0.0
+        self.ends = [0.0]
+
+    def launch(self, seconds):
+        self.host_time += self.LAUNCH
+        if len(self.ends) > self.QUEUE:
+            self.host_time = max(self.host_time, self.ends[-self.QUEUE])
+        start = max(self.host_time, self.ends[-1])
+        self.ends.append(start + seconds)
+
+    def synchronize(self):
+        self.host_time = max(self.host_time, self.ends[-1])
+
+    def event(self, enable_timing):
+        found = SimpleNamespace()
+
+        def record():
+            found.at = self.ends[-1]
+
+        found.record = record
+        found.query = lambda: self.host_time >= found.at
+        found.synchronize = self.synchronize
+        found.elapsed_time = lambda end: 1e3 * (end.at - found.at)
+        return found
+
+
+@pytest.mark.parametrize(("kernels", "calls"), [(100, 3), (500, 1)])
+def test_gpu_seconds_queues_no_more_calls_than_the_stream_takes(
+    kernels, calls, monkeypatch
+):
+    gpu = FakeGpu()
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.launch(cycles / 2e9))
+    ran = []
+
+    def run():
+        ran.append(1)
+        for _ in range(kernels):
+            gpu.launch(2e-6)
+
+    host_seconds = kernels * gpu.LAUNCH
+    found = gpu_seconds(run, host_seconds)
+    assert found == pytest.approx([kernels * 2e-6] * 5)
+    assert len(ran) == 1 + 3 + 5 * calls
 
 
 @pytest.mark.parametrize(

@@ -2,24 +2,43 @@
 
 import pytest
 import torch
-from lab.machine import DATASHEETS, measure_ceilings
+from lab.machine import DATASHEETS, Rates, measure_ceilings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def test_datasheet_knows_the_dtypes_and_the_precision_of_float32():
+@pytest.fixture
+def precision():
+    """Return a function that sets torch's precision of float32 products, until the end of the test."""
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_datasheet_has_one_peak_for_both_half_precisions():
     h200 = DATASHEETS["NVIDIA H200"]
-    assert (
-        h200.flops_per_second(torch.bfloat16)
-        == h200.flops_per_second(torch.float16)
-        == 989e12
-    )
+    assert h200.flops_per_second(torch.bfloat16) == 989e12
+    assert h200.flops_per_second(torch.float16) == 989e12
+    assert h200.rates(torch.bfloat16) == Rates(989e12, 4800e9)
+
+
+def test_datasheet_has_a_peak_for_float32_without_tf32_only(precision):
+    h200 = DATASHEETS["NVIDIA H200"]
+    assert h200.flops_per_second(torch.float32) == 67e12
+    for lower in ("high", "medium"):
+        precision(lower)
+        assert h200.flops_per_second(torch.float32) is None
+
+
+def test_datasheet_has_no_peak_for_float64():
+    h200 = DATASHEETS["NVIDIA H200"]
     assert h200.flops_per_second(torch.float64) is None
-    try:
-        for precision, peak in (("high", None), ("medium", None), ("highest", 67e12)):
-            torch.set_float32_matmul_precision(precision)
-            assert h200.flops_per_second(torch.float32) == peak
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    with pytest.raises(ValueError, match="no peak for float64"):
+        h200.rates(torch.float64)
+
+
+def test_rates_give_the_longer_of_computing_and_moving():
+    rates = Rates(flops_per_second=10.0, bytes_per_second=2.0)
+    assert rates.seconds(flops=30, bytes_moved=2) == 3
+    assert rates.seconds(flops=30, bytes_moved=8) == 4
 
 
 class Timed(TorchDispatchMode):

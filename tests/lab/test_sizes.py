@@ -1,4 +1,4 @@
-"""The presets, against the sizes of the published models."""
+"""Sizes and presets, against the published models and against what torch builds."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from lab.sizes import Size
 @pytest.mark.parametrize(
     ("name", "parameters", "vocabulary", "tables"),
     [
+        # Its embedding is its head, too.
         ("llama-3.2-1b", 1_235_814_400, 128_256, 1),
         ("llama-3.1-8b", 8_030_261_248, 128_256, 2),
         ("llama-3.1-70b", 70_553_706_496, 128_256, 2),
@@ -19,39 +20,61 @@ from lab.sizes import Size
 def test_presets_have_the_published_number_of_parameters(
     name, parameters, vocabulary, tables
 ):
-    size = PRESETS[name]
+    size = PRESETS[name].stack(batch_size=1, seq_len=1)
     model = size.build("meta", torch.float32)
-    body = sum(p.numel() for p in model.parameters())
+    body = sum(weight.numel() for weight in model.parameters())
     assert body + tables * vocabulary * size.d_model == parameters
     assert size.parameters == body
 
 
-def test_presets_of_cs336_have_four_times_the_width_and_heads_of_64_or_80():
-    for name, d_head in {
-        "small": 64,
-        "medium": 64,
-        "large": 64,
-        "xl": 64,
-        "2.7b": 80,
-    }.items():
-        preset = PRESETS[name]
-        assert (preset.d_ff, preset.d_head) == (4 * preset.d_model, d_head)
-        assert preset.num_heads == preset.num_kv_heads == preset.d_model / d_head
+@pytest.mark.parametrize("name", ["small", "medium", "large", "xl", "2.7b"])
+def test_presets_of_cs336_have_four_times_the_width(name):
+    preset = PRESETS[name]
+    assert preset.d_ff == 4 * preset.d_model
+    assert preset.num_kv_heads == preset.num_heads
+    assert preset.d_head * preset.num_heads == preset.d_model
+    assert preset.d_head == (80 if name == "2.7b" else 64)
 
 
-def test_size_of_a_block_counts_the_parameters_that_are_built():
-    size = Size(1, 3, 12, 6, 2, 4, 20, qk_norm=True)
-    assert size.parameters == sum(
-        p.numel() for p in size.build("meta", torch.float32).parameters()
+def test_block_of_a_preset_is_one_of_its_layers():
+    preset = PRESETS["qwen3-8b"]
+    block = preset.block(batch_size=2, seq_len=3)
+    stack = preset.stack(batch_size=2, seq_len=3)
+    assert (block.num_layers, stack.num_layers) == (None, 36)
+    assert (block.batch_size, block.seq_len, block.tokens) == (2, 3, 6)
+    assert stack.parameters == 36 * block.parameters + preset.d_model
+
+
+@pytest.mark.parametrize("num_layers", [None, 2], ids=["block", "stack"])
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "qk_norm"])
+def test_size_counts_the_parameters_that_are_built(num_layers, qk_norm):
+    size = Size(
+        batch_size=1,
+        seq_len=3,
+        d_model=12,
+        num_heads=6,
+        num_kv_heads=2,
+        d_head=4,
+        d_ff=20,
+        qk_norm=qk_norm,
+        num_layers=num_layers,
     )
+    built = list(size.build("meta", torch.float32).parameters())
+    assert size.parameters == sum(weight.numel() for weight in built)
+    assert size.gains == sum(weight.numel() for weight in built if weight.ndim == 1)
 
 
 def test_smallest_keeps_the_calls_and_drops_the_arithmetic():
-    size = PRESETS["qwen3-8b"].smallest()
-    assert (size.tokens, size.d_model, size.d_head, size.d_ff) == (1, 8, 128, 8)
-    assert (size.num_heads, size.num_kv_heads, size.qk_norm, size.num_layers) == (
-        32,
-        8,
-        True,
-        36,
-    )
+    size = PRESETS["qwen3-8b"].stack(batch_size=4, seq_len=9)
+    smallest = size.smallest()
+    assert (smallest.tokens, smallest.d_model, smallest.d_ff) == (1, 8, 8)
+    for name in ("num_heads", "num_kv_heads", "d_head", "qk_norm", "num_layers"):
+        assert getattr(smallest, name) == getattr(size, name)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "seq_len"])
+def test_empty_batches_are_not_built(name):
+    counts = {"batch_size": 1, "seq_len": 1, name: 0}
+    size = PRESETS["small"].block(**counts)
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        size.build("meta", torch.float32)

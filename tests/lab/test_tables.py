@@ -1,6 +1,7 @@
 """Numbers and tables as text."""
 
 from lab.tables import Table, number, share, show, si, spread_cells, time_unit
+from lab.timing import Spread
 
 TABLE = Table(
     "Times", ["part", "ms", "share"], [["ln1", "1.00", "5%"], ["q|k", "10.0", "95%"]]
@@ -26,17 +27,11 @@ def test_number_has_three_digits_and_no_exponent():
     ]
 
 
-def test_small_number_is_not_written_as_zero():
-    values = [0.0999, 0.0532, 0.1, 0.004, 0.00042, -0.0004]
-    assert [number(value) for value in values] == [
-        "0.100",
-        "0.053",
-        "0.10",
-        "0.0040",
-        "0.00042",
-        "-0.00040",
-    ]
-    assert share(0.000123) == "0.01%"
+def test_number_keeps_significant_digits_of_small_numbers():
+    values = [0.05, 0.012, 0.0004, -0.0004, 0.0]
+    expected = ["0.050", "0.012", "0.00040", "-0.00040", "0.00"]
+    assert [number(value) for value in values] == expected
+    assert [share(value) for value in (0.0004, 0.00004)] == ["0.04%", "0.004%"]
 
 
 def test_si_takes_the_prefix_that_leaves_three_digits():
@@ -63,9 +58,9 @@ def test_times_and_shares_have_a_unit_that_fits():
         ("us", 1e6),
         ("ms", 1e3),
     ]
-    assert spread_cells({"median": 0.002, "p20": 0.001, "p80": 0.0305}, 1e3) == [
+    assert spread_cells(Spread(0.002, -0.001, 0.0305, 7), 1e3) == [
         "2.00",
-        "1.00-30.5",
+        "-1.00 to 30.5",
     ]
 
 

@@ -13,8 +13,8 @@ from parallelize.cases import mesh_of, seeded
 from parallelize.counting import Collectives
 from processes import run_as_torchrun
 from profiling.collectives import Collective, Mesh, collectives_of
-from profiling.distributed import distributed_runs
-from profiling.measure import Settings
+from profiling.distributed import build_distributed
+from profiling.records import Settings
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -170,7 +170,7 @@ def test_each_pass_that_is_profiled_calls_what_a_step_calls():
         Settings(torch.device("cpu"), torch.float32, "train", mesh=mesh),
         mesh_of(*DP_TP),
     )
-    runs, *_ = distributed_runs(size, settings, devices)
+    runs = build_distributed(size, settings, devices).runs
     calls = collectives_of(size, mesh)
     for name, expected in (
         ("forward", calls["forward"]),

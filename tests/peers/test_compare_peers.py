@@ -1,5 +1,6 @@
 """The command on tiny sizes: what it chooses, rejects and writes, and what is left of a run that is cut short."""
 
+import dataclasses
 import json
 from unittest.mock import Mock
 
@@ -60,8 +61,8 @@ def test_quick_run_measures_and_reports_every_case(tmp_path, capsys):
     facts = cells_of(written)
     assert ["threads", "1"] in facts
     assert ["torch", torch.__version__] in facts
-    command = f"`{run.environment['command']}`"
-    assert [command, "2", "0", run.environment["date"]] in facts
+    command = f"`{run.environment.command}`"
+    assert [command, "2", "0", run.environment.date] in facts
     assert "the times mean nothing" in written
 
 
@@ -86,10 +87,10 @@ def test_report_writes_the_page_of_the_run(measured, tmp_path):
 def test_report_pools_the_runs_of_one_machine_and_commit(measured, capsys):
     path, _ = measured
     run = records.read(path)
-    run.environment["date"] = "later"
+    run.environment = dataclasses.replace(run.environment, date="later")
     later = path.with_name("later.json")
     records.write(later, run)
-    run.environment["commit"] = "abacus"
+    run.environment = dataclasses.replace(run.environment, commit="abacus")
     changed = path.with_name("changed.json")
     records.write(changed, run)
     paths = [str(each) for each in (path, changed, later)]
@@ -182,8 +183,8 @@ def test_kernels_are_counted_when_everything_is_timed(monkeypatch):
     cases = ["--case", "train-f32-768,one-token-f32"]
     options = compare_peers.make_parser().parse_args(cases)
     plan = compare_peers.plan_of(options)
-    facts = compare_peers.environment(plan.device, 0)
-    monkeypatch.setattr(compare_peers, "environment", lambda device, seed: facts)
+    here = records.environment_of(plan.device, seed=0)
+    monkeypatch.setattr(records, "environment_of", lambda device, seed: here)
     on_gpu = compare_peers.Plan(plan.cases, plan.peers, torch.device("cuda", 0))
     comparison = Mock(late=lambda: False)
     comparison.measure.side_effect = compare_peers.Comparison(

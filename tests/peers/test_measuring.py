@@ -197,7 +197,7 @@ def test_block_that_raises_is_the_failure_of_the_case():
     )
     result = comparison("control").measure(case)
     assert result.failure.startswith("ValueError: num_heads=4 must be a multiple")
-    assert result.rows == []
+    assert result.rows == ()
 
 
 REQUIRE_POSITIONS = """

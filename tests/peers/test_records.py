@@ -3,16 +3,24 @@
 import json
 
 import pytest
+import torch
 from peers import records
-from peers.records import CaseResult, Measurement, Needs, Row, Run
+from peers.records import (
+    CaseResult,
+    Measurement,
+    Needs,
+    Row,
+    Run,
+    environment_of,
+)
 
 
 def measured_row():
     measurement = Measurement(
         errors={"outputs": 1e-7},
         needs=Needs(saved_bytes=5, peak_bytes=7, kernels=11),
-        block_seconds=[1.0, 2.0],
-        peer_seconds=[2.0, 2.0],
+        block_seconds=(1.0, 2.0),
+        peer_seconds=(2.0, 2.0),
     )
     return Row(
         peer="control",
@@ -43,22 +51,26 @@ def a_run():
         summary="training",
         description="Training",
         work="train",
-        dtype="float32",
+        dtype=torch.float32,
         causal_flops=10,
         dense_flops=20,
         needs=Needs(saved_bytes=3),
-        rows=[measured_row(), skipped_row()],
+        rows=(measured_row(), skipped_row()),
     )
-    facts = {"device": "a CPU", "command": "x", "date": "today", "seed": 0}
     return Run(
-        environment=facts, rounds=2, quick=False, shape_checks=True, cases=[case]
+        environment=environment_of(torch.device("cpu"), seed=0),
+        rounds=2,
+        quick=False,
+        shape_checks=True,
+        cases=(case,),
     )
 
 
 def test_run_that_is_read_equals_the_one_written(tmp_path):
     path = tmp_path / "run.json"
-    records.write(path, a_run())
-    assert records.read(path) == a_run()
+    run = a_run()
+    records.write(path, run)
+    assert records.read(path) == run
 
 
 def changed(change, tmp_path):
@@ -112,7 +124,7 @@ def without_needs(document):
 
 
 def unknown_dtype(document):
-    document["cases"][0]["dtype"] = "int8"
+    document["cases"][0]["dtype"] = "int9"
 
 
 def without_a_device(document):
@@ -123,17 +135,20 @@ def without_a_device(document):
     ("change", "message"),
     [
         (older_schema, 'must have the "schema" tinyblock.compare_peers/4, got tiny'),
-        (without_rounds, "is damaged: the file lacks or adds rounds; measure again"),
-        (text_for_a_number, "saved_bytes must be int, got 'many'"),
-        (text_for_a_list, "cases must be list, got 'all'"),
+        (without_rounds, "is damaged: rounds is missing; measure again with --json"),
+        (
+            text_for_a_number,
+            "cases[0].needs.saved_bytes must be an integer, got 'many'",
+        ),
+        (text_for_a_list, "cases must be a list, got 'all'"),
         (negative_time, "times must be positive, got -2.0"),
-        (nan_time, "peer_seconds must be finite, got nan"),
+        (nan_time, "peer_seconds[1] must be a finite number, got nan"),
         (missing_time, "must have one time for each round, got 1 and 2"),
-        (unknown_status, "status must be one of measured, "),
+        (unknown_status, "rows[1].status must be one of measured, "),
         (status_without_a_measurement, "liger must have a measurement"),
         (without_needs, "train must have the needs of the Block"),
-        (unknown_dtype, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
-        (without_a_device, "environment must have 'device'"),
+        (unknown_dtype, "cases[0].dtype must be a dtype of torch, got 'int9'"),
+        (without_a_device, "environment.device is missing"),
     ],
 )
 def test_damaged_file_is_rejected_in_one_line(change, message, tmp_path):

@@ -3,9 +3,17 @@
 import dataclasses
 
 import pytest
+import torch
 from peers import report
 from peers.pooling import pool
-from peers.records import CaseResult, Measurement, Needs, Row, Run
+from peers.records import (
+    CaseResult,
+    Measurement,
+    Needs,
+    Row,
+    Run,
+    environment_of,
+)
 
 MIB = 2**20
 H100 = "NVIDIA H100 80GB HBM3"  # 67 TFLOP/s in float32, by its datasheet
@@ -16,8 +24,8 @@ def row(peer, ratio, target, *, kept=1, project=True):
     measurement = Measurement(
         errors={"outputs": 1e-3},
         needs=Needs(saved_bytes=kept * MIB),
-        block_seconds=[ratio, ratio],
-        peer_seconds=[1.0, 1.0],
+        block_seconds=(ratio, ratio),
+        peer_seconds=(1.0, 1.0),
     )
     return Row(
         peer=peer,
@@ -48,29 +56,24 @@ def case_of(*rows):
         summary="training, float32",
         description="Forward and backward",
         work="train",
-        dtype="float32",
+        dtype=torch.float32,
         causal_flops=int(67e11),
         dense_flops=int(134e11),
         needs=Needs(saved_bytes=2 * MIB),
-        rows=list(rows),
+        rows=rows,
     )
 
 
 def run_of(*rows, **facts):
+    here = environment_of(torch.device("cpu"), seed=0)
+    known = {"device": H100, "commit": "abc", "command": "python x", **facts}
     return Run(
-        environment={
-            "device": H100,
-            "commit": "abc",
-            "date": "today",
-            "command": "python x",
-            "seed": 0,
-            **facts,
-        },
+        environment=dataclasses.replace(here, **known),
         rounds=2,
         quick=False,
         shape_checks=True,
         interrupted=False,
-        cases=[case_of(*rows)],
+        cases=(case_of(*rows),),
     )
 
 

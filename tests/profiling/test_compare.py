@@ -1,86 +1,150 @@
-"""Two profiles beside each other."""
+"""Two profiles beside each other, and the program that shows them."""
 
-from typing import Any
+import json
+from dataclasses import replace
 
-from profiling.compare import compare
+import pytest
+from lab.sizes import Size
+from lab.tables import Table
+from lab.timing import Spread
+from profiles import machine, point_of, profile_of, samples_of
+from profiling.compare import compare, verdict
+from profiling.compare_cli import main
+from profiling.records import Trust
+from profiling.storage import write_profile
 
-SIZE: dict[str, Any] = {
-    "batch_size": 2,
-    "seq_len": 8,
-    "d_model": 64,
-    "num_heads": 4,
-    "num_kv_heads": 4,
-}
-SIZE |= {"d_head": 16, "d_ff": 192, "qk_norm": False, "num_layers": None}
-
-
-def document(microseconds, flops=1e9, **settings):
-    """Return a profile of one time, whose samples vary by 5%."""
-    seconds = {
-        "median": 1e-6 * microseconds,
-        "p20": 0.95e-6 * microseconds,
-        "p80": 1.05e-6 * microseconds,
-    }
-    environment = {
-        "date": "2026-01-01",
-        "commit": "abc",
-        "device": "a CPU",
-        "cudnn": None,
-    }
-    point = {
-        "size": SIZE,
-        "whole": {"forward": {"seconds": seconds}},
-        "attention_kernel": "flash",
-    }
-    return {
-        "environment": environment,
-        "settings": {"dtype": "float32", "sweep": None} | settings,
-        "ceilings": {
-            "flops_per_second": {"median": flops},
-            "bytes_per_second": {"median": 1e9},
-        },
-        "points": [point | {"trust": {"doubts": []}}],
-    }
+SIZE = Size(
+    batch_size=2,
+    seq_len=8,
+    d_model=64,
+    num_heads=4,
+    num_kv_heads=4,
+    d_head=16,
+    d_ff=192,
+)
 
 
-def row(new, old):
-    return next(
-        section.rows for section in compare(new, old) if hasattr(section, "rows")
-    )
+def profile_in(microseconds, flops=1e12, size=SIZE):
+    """Return a profile whose whole takes this long in each round, except for 5% more and less in two of them."""
+    samples = samples_of(size, "forward", seconds=1e-3, whole=1.0, smallest=1e-7)
+    seconds = 1e-6 * microseconds
+    samples["whole", "forward"] = [0.925 * seconds, seconds, 1.075 * seconds]
+    ceilings = machine(flops, 1e12)
+    return profile_of(point_of(size, samples), ceilings=ceilings)
+
+
+def row_of_whole(old, new):
+    for section in compare(old, new):
+        if isinstance(section, Table):
+            return section.rows[-1]
+    raise AssertionError("no table")
 
 
 def test_compare_shows_ratios_with_the_interval_in_which_they_may_lie():
-    assert row(document(6), document(2)) == [
-        ["whole", "forward", "2.00", "6.00", "3.00", "2.71-3.32", "may be slower"]
-    ]
-    assert row(document(2), document(6))[0][-3:] == [
-        "0.33",
-        "0.30-0.37",
-        "may be faster",
-    ]
-    assert row(document(2), document(2))[0][-3:] == ["1.00", "0.90-1.11", "same"]
-    # A machine that was slower, or faster, by a third makes the interval wider.
-    assert row(document(2.5), document(2))[0][-2:] == ["1.13-1.38", "may be slower"]
-    for rate in (0.75e9, 1 / 0.75e9 * 1e18):
-        new = document(2.5, flops=rate)
-        assert row(new, document(2))[0][-2:] == ["0.85-1.84", "same"]
-        assert "differ by 33.3%" in str(compare(new, document(2))[-1])
+    old, new = profile_in(2), profile_in(6)
+    # p20 and p80 of three samples are 4.5% below and above the median here.
+    old_seconds = old.points[0].whole.passes["forward"].seconds
+    assert old_seconds.p20 == pytest.approx(2e-6 * 0.955)
+    low, high = 3 * 0.955 / 1.045, 3 * 1.045 / 0.955
+    expected = ["2.00", "6.00", "3.00", f"{low:.2f} to {high:.2f}", "may be slower"]
+    assert row_of_whole(old, new) == ["Block", "forward", *expected]
+    assert row_of_whole(new, old)[-1] == "may be faster"
+    assert row_of_whole(old, old)[-1] == "same"
 
 
-def test_compare_lists_what_else_differs_and_repeats_the_doubts_of_the_old_profile():
-    old, new = document(2), document(2, dtype="bfloat16")
-    new["points"][0]["attention_kernel"], new["environment"]["cudnn"] = "cudnn", 91002
-    old["points"][0]["trust"] = {
-        "doubts": ["other programs kept 50% of all cores busy"]
-    }
-    differences, doubts, *_, advice = map(str, compare(new, old))
-    assert "dtype: float32 then, bfloat16 now" in differences
+def test_interval_is_wider_by_what_the_ceilings_differ_by():
+    old = profile_in(2)
+    assert row_of_whole(old, profile_in(2.5))[-2:] == ["1.14 to 1.37", "may be slower"]
+    for flops in (0.75e12, 1e12 / 0.75):
+        new = profile_in(2.5, flops)
+        assert row_of_whole(old, new)[-2:] == ["0.86 to 1.82", "unclear"]
+        assert "differ by a factor of 1.33, so every" in str(compare(old, new)[-1])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (1.01, 47.0, "may be slower"),
+        (0.01, 0.99, "may be faster"),
+        (0.81, 1.24, "same"),
+        (0.79, 1.01, "unclear"),
+        (0.99, 1.26, "unclear"),
+        (0.00, 47.6, "unclear"),
+    ],
+)
+def test_interval_that_contains_1_and_is_wide_is_unclear(low, high, expected):
+    assert verdict(low, high) == expected
+
+
+def test_time_that_is_lost_in_the_noise_has_no_ratio():
+    old = profile_in(2)
+    (point,) = old.points
+    forward = point.whole.passes["forward"]
+    noisy = replace(forward, seconds=Spread(1e-6, -1e-6, 3e-6, 3))
+    whole = replace(point.whole, passes={"backward": noisy})
+    old = replace(old, points=(replace(point, whole=whole),))
+    assert row_of_whole(old, old)[-3:] == ["n/a", "n/a", "unclear"]
+
+
+def test_compare_lists_what_else_differs():
+    old, new = profile_in(2), profile_in(2)
+    environment = replace(new.environment, cudnn=91002)
+    point = replace(new.points[0], attention_kernel="cudnn")
+    settings = replace(new.settings, compile=True)
+    new = replace(new, environment=environment, points=(point,), settings=settings)
+    differences = str(compare(old, new)[0])
     assert "attention kernel: flash then, cudnn now" in differences
     assert "cudnn: None then, 91002 now" in differences
-    assert "Do not trust" in doubts
-    assert "50% of all cores" in doubts
-    assert "compare_peers.py --against" in advice
-    old["points"][0]["size"] = SIZE | {"seq_len": 16}
-    assert any(
-        "nothing to compare with" in str(section) for section in compare(new, old)
+    assert "compile: False then, True now" in differences
+    assert "torch" not in differences
+
+
+def test_compare_repeats_the_doubts_of_both_profiles():
+    steady = profile_in(2)
+    (point,) = steady.points
+    busy = replace(point, trust=Trust(0.0, 0.5, 0.0, 0.0))
+    doubtful = replace(steady, points=(busy,))
+    expected = "profile: Do not trust these figures:\n  other programs kept 50%"
+    assert str(compare(doubtful, steady)[1]).startswith(f"Old {expected}")
+    assert str(compare(steady, doubtful)[1]).startswith(f"New {expected}")
+
+
+def written(folder, name, profile):
+    path = folder / name
+    write_profile(path, profile)
+    return str(path)
+
+
+def test_program_shows_the_ratios(tmp_path, capsys):
+    old = written(tmp_path, "old.json", profile_in(2))
+    new = written(tmp_path, "new.json", profile_in(6))
+    assert main([old, new]) == 0
+    assert "may be slower" in capsys.readouterr().out
+
+
+def rejection(capsys, *arguments):
+    """Return the one line in which the program rejects its arguments."""
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    captured = capsys.readouterr()
+    assert (raised.value.code, captured.out) == (2, "")
+    assert captured.err.startswith("compare_profiles.py: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_program_rejects_what_it_cannot_compare(tmp_path, capsys):
+    old = written(tmp_path, "old.json", profile_in(2))
+    longer = profile_in(2, size=replace(SIZE, seq_len=16))
+    other = written(tmp_path, "other.json", longer)
+    message = rejection(capsys, old, other)
+    assert "must have a size of OLD.json" in message
+    assert "profile the same size" in message
+    assert "NEW.json: cannot read missing.json" in rejection(
+        capsys, old, "missing.json"
     )
+    broken = tmp_path / "broken.json"
+    document = json.loads((tmp_path / "old.json").read_text())
+    del document["settings"]["rounds"]
+    broken.write_text(json.dumps(document))
+    assert "settings.rounds is missing" in rejection(capsys, str(broken), old)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from lab.sizes import Cost, Size, adamw_cost
-from profiling.parts import block_steps, part_steps
+from lab.costs import Cost, adamw_cost
+from lab.sizes import Size
+from profiling.parts import block_steps, timed_parts
 from torch.utils.flop_counter import FlopCounterMode
 
 import tinyblock
@@ -23,7 +24,7 @@ SIZE = Size(
 def parts_of(dtype: torch.dtype = torch.float32):
     model = SIZE.build("cpu", dtype)
     x = torch.randn(2, 5, 12, dtype=dtype, requires_grad=True)
-    return model, part_steps(block_steps(model), x, torch.randn_like(x))
+    return model, timed_parts(block_steps(model), x, torch.randn_like(x))
 
 
 def test_costs_of_a_size_counted_by_hand():

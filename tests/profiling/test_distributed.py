@@ -1,113 +1,154 @@
-"""The profiler on two processes: all of it in one launch."""
+"""The profiler on two processes."""
 
-import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from lab.sizes import Size
-from processes import run_as_torchrun
-from profiles import event, undocumented
+from processes import Ended, run_as_torchrun
+from profiles import event
 from profiling.collectives import Mesh, collectives_of
-from profiling.compare import compare
 from profiling.distributed import summarize_overlap
+from profiling.records import DistributedPoint, Profile
+from profiling.storage import read_profile
 
+# Each process counts the most weight matrices of full size that it has while something is timed.
 PROGRAM = """
 import os, sys, weakref
 sys.argv[0] = "scripts/profile_block.py"
 from lab.sizes import Size
 from profiling.cli import main
 from profiles import ticking
-build, tick, matrices, alive = Size.build, ticking(), [], []
+
+build, tick = Size.build, ticking()
+matrices, alive = [], []
+
 def watched(*arguments):
     model = build(*arguments)
     matrices.extend(weakref.ref(weight) for weight in model.parameters() if weight.ndim == 2)
     return model
+
 def clock():
     alive.append(sum(matrix() is not None for matrix in matrices))
     return tick()
+
 Size.build = watched
-options = ["--device=cpu", "--seq-len=8", "--d-model=16", "--num-heads=4", "--d-ff=24", "--num-layers=2", "--rounds=2"]
-code = main([*options, "--tp=2", "--mode=MODE", "--json=profile.json"], clock)
-open(f"alive.{os.environ['RANK']}", "w").write(str(max(alive)))
+size = ["--seq-len=8", "--d-model=16", "--num-heads=4", "--d-ff=24", "--num-layers=2"]
+code = main(["--device=cpu", *size, "--rounds=2", "--tp=2", "--mode=MODE", "--json=profile.json"], clock)
+with open(f"alive.{os.environ['RANK']}", "w") as file:
+    file.write(str(max(alive)))
 sys.exit(code)
 """
+SIZE = Size(
+    batch_size=1,
+    seq_len=8,
+    d_model=16,
+    num_heads=4,
+    num_kv_heads=4,
+    d_head=4,
+    d_ff=24,
+    num_layers=2,
+)
 
 
-def test_profile_of_two_processes(tmp_path):
-    first, second = run_as_torchrun(PROGRAM.replace("MODE", "step"), 2, tmp_path)
-    document = json.loads((tmp_path / "profile.json").read_text())
-    assert undocumented(document) == set()
-    # Only the first process prints, and the slowest counts.
-    assert (first.code, second.code) == (0, 0)
-    assert first.out.count("speed-up") == first.out.count("\n| forward ") == 1
-    assert second.out == ""
-    assert document["environment"]["command"].startswith(
-        "torchrun --nproc-per-node 2 scripts/profile_block.py"
-    )
-    assert document["settings"]["mesh"] == {"dp_replicate": 1, "dp": 1, "tp": 2}
-    (point,) = document["points"]
-    assert list(point["whole"]) == ["forward", "train", "step"]
-    for record in point["whole"].values():
-        assert record["seconds"]["median"] >= max(record["of_ranks"]) > 0
-        assert record["efficiency"] == record["speed_up"]["median"] / 2
-    assert (point["overlap"], point["trust"]["others_share"]) == (None, None)
-    # While it is timed, the first process alone has all 7 matrices of each block, unsharded.
-    assert [(tmp_path / f"alive.{rank}").read_text() for rank in range(2)] == [
-        "14",
-        "0",
-    ]
-    # Collectives and memory are those of the size.
-    size = Size(**point["size"])
-    assert all(record["seconds"] > 0 for record in point["collectives"])
-    for key, figure in (
-        ("count", lambda call: 1),
-        ("bytes", lambda call: 4 * call.elements),
-    ):
-        counted = {
-            (record["pass"], record["axis"], record["kind"]): record[key]
-            for record in point["collectives"]
-        }
-        expected = Counter()
-        for pass_, calls in collectives_of(size, Mesh(tp=2)).items():
-            for call, count in calls.items():
-                expected[pass_, call.axis, call.kind] += count * figure(call)
-        assert counted == expected
+class Run:
+    """A profile of two processes, and what each of them printed."""
+
+    def __init__(self, mode: str, folder: Path) -> None:
+        self.folder = folder
+        ended = run_as_torchrun(PROGRAM.replace("MODE", mode), 2, folder)
+        self.first: Ended = ended[0]
+        self.second: Ended = ended[1]
+        self.profile: Profile = read_profile(folder / "profile.json", "profile.json")
+
+    @property
+    def point(self) -> DistributedPoint:
+        (point,) = self.profile.points
+        assert isinstance(point, DistributedPoint)
+        return point
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    return Run("step", tmp_path_factory.mktemp("step"))
+
+
+def test_only_the_first_process_prints(step):
+    assert (step.first.code, step.second.code) == (0, 0)
+    assert step.first.out.count("| speed-up |") == 1
+    assert step.first.out.count("\n| forward ") == 1
+    assert step.second.out == ""
+
+
+def test_profile_records_the_command_and_the_mesh(step):
+    command = step.profile.environment.command
+    assert command.startswith("torchrun --nproc-per-node 2 scripts/profile_block.py")
+    assert step.profile.settings.mesh == Mesh(tp=2)
+    assert step.point.size == SIZE
+
+
+def test_time_of_a_pass_is_that_of_the_slowest_process(step):
+    assert list(step.point.whole) == ["forward", "train", "step"]
+    for found in step.point.whole.values():
+        assert len(found.of_ranks) == 2
+        assert found.seconds.median >= max(found.of_ranks) > 0
+
+
+def test_only_the_first_process_keeps_a_model_of_full_size(step):
+    # It has 7 matrices in each of 2 blocks.
+    alive = [(step.folder / f"alive.{rank}").read_text() for rank in range(2)]
+    assert alive == ["14", "0"]
+
+
+def test_overlap_and_other_programs_are_not_measured_on_a_cpu(step):
+    assert step.point.overlap is None
+    assert step.point.trust.others_share is None
+    line = "Communication overlapped with computation: not measured on a CPU"
+    assert line in step.first.out
+
+
+def test_collectives_are_those_of_the_size(step):
+    counts, bytes_of = Counter(), Counter()
+    for name, calls in collectives_of(SIZE, Mesh(tp=2)).items():
+        for call, count in calls.items():
+            key = (name, call.axis, call.kind)
+            counts[key] += count
+            bytes_of[key] += 4 * count * call.elements
+    found = {
+        (each.pass_name, each.axis, each.kind): each for each in step.point.collectives
+    }
+    assert {key: each.count for key, each in found.items()} == counts
+    assert {key: each.bytes for key, each in found.items()} == bytes_of
+    assert all(each.seconds > 0 for each in found.values())
+
+
+def test_memory_is_that_of_one_process(step):
     gains = 5 * 16
-    of_process = 4 * (gains + (size.parameters - gains) // 2)
-    assert (
-        point["memory"]["parameters_bytes"]
-        == point["memory"]["gradients_bytes"]
-        == of_process
-    )
-    assert (
-        point["memory"]["optimizer_state_bytes"] == 2 * of_process + 4 * 19
-    )  # and as many step counts
-    table = next(
-        section for section in compare(document, document) if hasattr(section, "rows")
-    )
-    assert [row[:2] for row in table.rows] == [
-        ["whole", "forward"],
-        ["whole", "train"],
-        ["whole", "step"],
-    ]
+    matrices = 2 * (4 * 16 * 16 + 3 * 16 * 24)
+    of_process = 4 * (gains + matrices // 2)
+    memory = step.point.memory
+    assert memory.parameters_bytes == of_process
+    assert memory.gradients_bytes == of_process
+    # Two moments, and a step count for each of 19 weights.
+    assert memory.optimizer_state_bytes == 2 * of_process + 4 * 19
 
 
-def test_forward_of_two_processes_has_its_own_collectives_alone(tmp_path):
-    run_as_torchrun(PROGRAM.replace("MODE", "forward"), 2, tmp_path)
-    [point] = json.loads((tmp_path / "profile.json").read_text())["points"]
-    assert (
-        {record["pass"] for record in point["collectives"]}
-        == set(point["whole"])
-        == {"forward"}
-    )
+def test_forward_has_only_its_own_collectives(tmp_path):
+    point = Run("forward", tmp_path).point
+    assert list(point.whole) == ["forward"]
+    assert {each.pass_name for each in point.collectives} == {"forward"}
 
 
 def test_overlap_is_the_time_of_collectives_in_which_another_kernel_runs():
-    gather, scatter = (
-        event("ncclDevKernel_AllGather_RING_LL", 0, 30),
-        event("ncclDevKernel_ReduceScatter_LL", 50, 60),
-    )
-    others = [event("gemm", 10, 25), event("add", 20, 40)]  # the second beside both
-    expected = {"collective_seconds": 40e-6, "hidden_seconds": 20e-6}
-    assert summarize_overlap([gather, *others, scatter]) == pytest.approx(expected)
-    assert summarize_overlap(others) is None
+    gather = event("ncclDevKernel_AllGather_RING_LL", 0, 30)
+    scatter = event("ncclDevKernel_ReduceScatter_LL", 50, 60)
+    # The second one runs beside both the gather and the first one.
+    others = [event("gemm", 10, 25), event("add", 20, 40)]
+    found = summarize_overlap([gather, *others, scatter])
+    assert found is not None
+    assert found.collective_seconds == pytest.approx(40e-6)
+    assert found.hidden_seconds == pytest.approx(20e-6)
+
+
+def test_overlap_without_collectives_is_not_known():
+    assert summarize_overlap([event("gemm", 10, 25)]) is None

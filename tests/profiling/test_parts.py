@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lab.sizes import Size
-from profiling.parts import block_steps, part_steps, run_steps, whole
+from profiling.parts import block_steps, run_steps, timed_parts, whole
 from torch.nn import functional as F
 
 
@@ -18,7 +18,7 @@ def parts_of(num_layers=None, qk_norm=True, dtype=torch.float32):
         model,
         x,
         gradient,
-        {part.name: part for part in part_steps(block_steps(model), x, gradient)},
+        {part.name: part for part in timed_parts(block_steps(model), x, gradient)},
     )
 
 
@@ -73,7 +73,7 @@ def test_parts_have_the_strides_of_the_block(monkeypatch):
 def test_parts_without_gradient_record_no_graph():
     block = parts_of()[0]
     with torch.no_grad():
-        parts = part_steps(block_steps(block), torch.randn(1, 3, 12))
+        parts = timed_parts(block_steps(block), torch.randn(1, 3, 12))
         assert not any(
             t.requires_grad for part in parts for t in (*part.inputs, *part.forward())
         )

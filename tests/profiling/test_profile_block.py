@@ -1,37 +1,19 @@
-"""The profiler as a program: every mode, every output, every rejection."""
+"""The profiler as a program: every mode and every output."""
 
-import copy
 import gc
-import io
 import json
 import re
 import weakref
-from contextlib import redirect_stdout
-from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 import torch
-from lab.machine import Ceilings
-from lab.presets import PRESETS
 from lab.sizes import Size
-from lab.timing import Spread
-from profiles import ticking, undocumented
+from profiles import TINY, machine, profile, ticking
+from profiling import session
 from profiling.cli import main
-from profiling.measure import Settings, measure
-from profiling.report import report
+from profiling.measure import measure
+from profiling.records import OutOfMemory, Point, Settings
 
-from tinyblock import SwiGLU
-
-TINY = [
-    "--device=cpu",
-    "--batch-size=2",
-    "--seq-len=6",
-    "--d-model=16",
-    "--num-heads=4",
-    "--num-kv-heads=2",
-]
-TINY += ["--d-ff=24", "--rounds=2"]
 PARTS = [
     "ln1",
     "q/k/v projections",
@@ -42,30 +24,10 @@ PARTS = [
     "ln2",
     "ffn",
 ]
-SIZE = Size(2, 6, 16, 4, 2, 4, 24)
-CEILINGS = Ceilings(
-    Spread(1e11, 1e11, 1e11, 7), Spread(1e10, 1e10, 1e10, 7), 1e11, 1024, 2**27
+SIZE = Size(
+    batch_size=2, seq_len=6, d_model=16, num_heads=4, num_kv_heads=2, d_head=4, d_ff=24
 )
 TOO_LARGE = 2**43  # a batch
-
-
-def profile(folder, *options, code=0):
-    """Run the profiler in this process, and return what it wrote as JSON, as a picture's texts, and to stdout."""
-    with redirect_stdout(io.StringIO()) as out:
-        assert (
-            main([*TINY, *options, "--json", str(folder / "profile.json")], ticking())
-            == code
-        )
-    document, picture = (
-        json.loads((folder / "profile.json").read_text()),
-        folder / "plot.svg",
-    )
-    texts = (
-        re.findall("<!-- (.*) -->", picture.read_text()) if picture.exists() else []
-    )  # which are drawn as curves
-    return SimpleNamespace(
-        document=document, texts=texts, out=out.getvalue(), folder=folder
-    )
 
 
 @pytest.fixture(scope="module")
@@ -77,150 +39,124 @@ def train(tmp_path_factory):
 def step(tmp_path_factory):
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("step")
-    options = [
+    return profile(
+        folder,
         "--mode=step",
         "--num-layers=2",
         "--qk-norm",
         "--dtype=bfloat16",
         "--rounds=15",
-    ]
-    return profile(
-        folder,
-        *options,
         f"--trace={folder / 'trace.json'}",
         f"--plot={folder / 'plot.svg'}",
     )
 
 
-def rejection(capsys, *options):
-    """Return the one line in which the profiler rejects these options, before anything is measured."""
-    with pytest.raises(SystemExit) as raised:
-        main([*TINY, *options])
-    captured = capsys.readouterr()
-    assert raised.value.code == 2
-    assert captured.out == ""
-    assert captured.err.startswith("profile_block.py: error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
+def rows(text):
+    """Return the first cell of each line of a table."""
+    return re.findall(r"^\| (.+?) +\|", text, re.MULTILINE)
 
 
-def test_profile_of_train_measures_every_part(train):
-    assert train.out.isascii()
-    assert all(
-        re.search(rf"^\| {name} ", train.out, re.MULTILINE)
-        for name in [*PARTS, "sum of the parts", "whole"]
-    )
-    assert "datasheet n/a" in train.out
-    assert (train.document["schema"], train.document["status"]) == (
-        "tinyblock.profile/1",
-        "ok",
-    )
-    (point,) = train.document["points"]
-    assert [part["name"] for part in point["parts"]] == PARTS
+def test_profile_has_the_times_of_every_part(train):
+    (point,) = train.profile.points
+    assert [part.name for part in point.parts] == PARTS
+    assert [*point.whole.passes] == ["forward", "backward", "train"]
     for name in ("forward", "train"):
-        assert 1 < point["whole"][name]["seconds"]["median"] < 2
-        assert point["whole"][name]["seconds"]["samples"] == 15
-    memory = point["memory"]
-    # Along the block, every saved storage is one part's; scalars aside, the parts save what the whole saves.
-    assert (
-        sum(part["saved_bytes"] for part in memory["parts"])
-        == memory["saved_bytes"]
-        > 0
-    )
-    saved = {part["name"]: part["saved_bytes"] for part in memory["parts"]}
-    x = 2 * 6 * 16 * 4
-    # A norm saves x, its result without the gain, and a factor for each token; what follows it, its result.
-    assert (saved["ln1"], saved["ln2"], saved["q/k/v projections"]) == (
-        2 * x + 48,
-        2 * x + 48,
-        x,
-    )
-    assert (saved["rope"], saved["residual adds"]) == (0, 0)
-    weights = 4 * (2 * 16 * 4 * 4 + 2 * 16 * 2 * 4 + 3 * 16 * 24 + 2 * 16)
-    assert memory["parameters_bytes"] == memory["gradients_bytes"] == weights
-    assert memory["peak_bytes"] >= weights + max(weights, memory["saved_bytes"])
-    assert (point["kernels"], point["compile"]) == (None, None)
-    assert point["attention_kernel"] == "flash"
-    assert point["overhead"]["share"] > 0
-    assert re.search(
-        r"^Memory: parameters .*, peak above the start [0-9.]+ kB",
-        train.out,
-        re.MULTILINE,
-    )
+        seconds = point.whole.passes[name].seconds
+        assert 1 < seconds.median < 2
+        assert seconds.samples == 15
+    assert (point.kernels, point.compilation, point.optimizer) == (None, None, None)
+    assert point.attention_kernel == "flash"
+    assert [*point.overhead] == ["forward", "train"]
+
+
+def test_report_has_a_row_for_every_part(train):
+    assert train.out.isascii()
+    shown = rows(train.out)
+    for name in [*PARTS, "Block", "Block minus parts", "sum of the parts"]:
+        assert name in shown
+    assert "Datasheet: n/a" in train.out
+
+
+def test_shares_of_the_report_add_up_to_the_total(train):
+    table = train.out.partition("Shares of the total: forward and backward")[2]
+    shares = re.findall(r"^\| .*\| +(-?[\d.]+)% \|$", table, re.MULTILINE)
+    *parts, rest, total = shares[: len(PARTS) + 2]
+    assert float(total) == 100
+    assert sum(map(float, parts)) + float(rest) == pytest.approx(100, abs=1)
 
 
 def test_report_begins_with_doubts_and_gives_no_causes_then(train):
     # By this clock the samples vary by much more than 20%.
     _, doubts, summary, losses, *_ = train.out.split("\n\n")
-    assert re.match(
-        r"Do not trust these figures:\n  .*the samples vary .*\n.*--rounds", doubts
-    )
+    assert doubts.startswith("Do not trust these figures:\n  ")
+    assert "the samples vary by " in doubts
+    assert "--rounds" in doubts
     assert summary.startswith("Forward and backward: ")
-    lost = re.findall(
-        r"^  (.+): [0-9]+ ms, [0-9.]+% of the whole$", losses, re.MULTILINE
-    )
-    assert lost == [loss["name"] for loss in train.document["points"][0]["losses"]]
+    line = r"^  (.+): [0-9]+ ms, [0-9.]+% of the total$"
+    assert len(re.findall(line, losses, re.MULTILINE)) == 3
 
 
-def test_report_shows_the_calls_on_one_token_where_the_whole_waits_for_them(train):
-    document = copy.deepcopy(train.document)
-    (point,) = document["points"]
-    point["overhead"]["share"] = 0.25
-    waiting, busy = (
-        {"count": 9, "busy_fraction": 0.5, "launch_bound": bound}
-        for bound in (True, False)
-    )
-    on_cpu = ("cpu", None, [", 25.0% of the whole"])
-    for device, kernels, shares in (
-        on_cpu,
-        ("cuda:0", waiting, [""]),
-        ("cuda:0", None, [""]),
-        ("cuda:0", busy, []),
-    ):
-        document["settings"]["device"], point["kernels"] = device, kernels
-        assert (
-            re.findall(
-                r"\nSame calls on .*: [0-9]+ ms(.*), all of it overhead",
-                str(report(document)[2]),
-            )
-            == shares
-        )
+def test_each_storage_that_is_kept_for_backward_belongs_to_one_part(train):
+    memory = train.profile.points[0].memory
+    kept = {part.name: part.kept_bytes for part in memory.parts}
+    # Scalars aside, the parts keep what the whole keeps.
+    assert sum(kept.values()) == memory.kept_bytes > 0
+    x = 2 * 6 * 16 * 4
+    # A norm keeps x, its result without the gain, and a factor for each token.
+    assert kept["ln1"] == kept["ln2"] == 2 * x + 48
+    # What follows it keeps its result.
+    assert kept["q/k/v projections"] == x
+    assert (kept["rope"], kept["residual adds"]) == (0, 0)
 
 
-def test_profile_trace_and_plot_of_a_step_have_the_optimizer(step):
-    (point,) = step.document["points"]
-    memory, parts = (
-        point["memory"],
-        {part["name"]: part["count"] for part in point["parts"]},
-    )
-    assert (
-        memory["optimizer_state_bytes"] == 2 * memory["parameters_bytes"] + 4 * 23
-    )  # two moments, and 23 step counts
-    assert point["optimizer"]["seconds"]["median"] > 0
-    assert parts == dict.fromkeys([*PARTS, "q/k norm"], 2) | {"final norm": 1}
-    assert "the sum counts 2 times" in step.out
-    assert "\n| AdamW " in step.out.partition("\nBackward: work")[2]
+def test_memory_of_the_whole_is_that_of_its_weights(train):
+    memory = train.profile.points[0].memory
+    attention = 2 * 16 * (4 * 4) + 2 * 16 * (2 * 4)
+    feed_forward = 3 * 16 * 24
+    weights = 4 * (attention + feed_forward + 2 * 16)
+    assert memory.held.parameters_bytes == weights
+    assert memory.held.gradients_bytes == weights
+    assert memory.peak_bytes >= weights + max(weights, memory.kept_bytes)
+    line = r"^Memory: parameters .*, peak .* allocated by the run\), kept for backward "
+    assert re.search(line, train.out, re.MULTILINE)
+
+
+def test_step_has_the_optimizer(step):
+    (point,) = step.profile.points
+    held = point.memory.held
+    # Two moments, and 23 step counts.
+    assert held.optimizer_state_bytes == 2 * held.parameters_bytes + 4 * 23
+    assert point.optimizer.passes["optimizer"].seconds.median > 0
     # The gradients of the step before are not there when its peak is measured: it adds them.
-    assert (
-        memory["peak_added_bytes"] >= memory["gradients_bytes"] + memory["saved_bytes"]
-    )
-    assert undocumented(step.document) == set()
-    labels = {
-        event.get("name")
-        for event in json.loads((step.folder / "trace.json").read_text())["traceEvents"]
-    }
-    assert labels >= {
-        f"{part} {pass_}"
-        for part in [*parts, "whole"]
-        for pass_ in ("forward", "backward")
-    } | {"AdamW"}
-    assert "aten::scaled_dot_product_attention" in labels
-    *_, title, origin = step.texts
-    assert "d_model 16" in title
-    assert step.document["environment"]["date"].partition("T")[0] in origin
-    assert {f"{name} (x 2)" for name in PARTS} | {"AdamW", "final norm"} <= set(
-        step.texts
-    )
+    assert held.peak_added_bytes >= held.gradients_bytes + point.memory.kept_bytes
+    work = step.out.partition("\nBackward: work")[2]
+    assert "AdamW" in rows(work)
+
+
+def test_step_of_a_stack_counts_each_layer(step):
+    (point,) = step.profile.points
+    counts = {part.name: part.count for part in point.parts}
+    assert counts == dict.fromkeys([*PARTS, "q/k norm"], 2) | {"final norm": 1}
+    assert "sums and shares count them 2 times" in step.out
+
+
+def test_trace_labels_every_pass(step):
+    text = (step.folder / "trace.json").read_text()
+    labels = {event.get("name") for event in json.loads(text)["traceEvents"]}
+    for part in [*PARTS, "q/k norm", "final norm", "whole"]:
+        assert {f"{part} forward", f"{part} backward"} <= labels
+    assert {"AdamW", "aten::scaled_dot_product_attention"} <= labels
+
+
+def test_picture_has_every_part_the_rest_and_the_doubts(step):
+    texts = " ".join(step.texts)
+    for name in PARTS:
+        assert f"{name} (x 2)" in step.texts
+    assert {"AdamW", "final norm", "Transformer minus parts"} <= set(step.texts)
+    assert "d_model 16" in texts
+    assert "Do not trust these figures: " in texts
+    date, _, _ = step.profile.environment.date.partition("T")
+    assert date in texts
 
 
 def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch):
@@ -233,42 +169,49 @@ def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", quick)
     run = profile(tmp_path, "--compile")
-    (point,) = run.document["points"]
-    assert (point["compile"]["graphs"], point["compile"]["graph_breaks"]) == (1, 0)
-    assert point["compile"]["seconds"] > 0
-    assert len(compiled) == 2 + len(PARTS)  # the whole and the smallest, the parts
-    assert re.search(
-        r"^Compilation of the whole: .* s; 1 graph, 0 breaks$", run.out, re.MULTILINE
-    )
+    (point,) = run.profile.points
+    assert point.compilation.graphs == 1
+    assert point.compilation.graph_breaks == 0
+    assert point.compilation.seconds > 0
+    # The whole, the smallest, and the parts, of which the residual adds are two functions.
+    assert len(compiled) == 2 + len(PARTS) + 1
+    line = r"^Compilation of the Block: .* s; 1 graph, 0 breaks$"
+    assert re.search(line, run.out, re.MULTILINE)
 
 
-def test_sweep_goes_on_without_memory_and_a_single_size_fails(tmp_path):
+def test_sweep_goes_on_after_a_size_without_memory(tmp_path):
     pytest.importorskip("matplotlib")
-    options = [f"--sweep=batch-size=1,{TOO_LARGE},3", f"--plot={tmp_path / 'plot.svg'}"]
-    sweep = profile(tmp_path, "--mode=forward", *options)
-    assert [point["status"] for point in sweep.document["points"]] == [
-        "ok",
-        "out of memory",
-        "ok",
-    ]
-    point, memory = sweep.document["points"][0], sweep.document["points"][0]["memory"]
-    assert list(point["whole"]) == ["forward"]
-    assert {record["saved_bytes"] for record in (memory, *memory["parts"])} == {None}
-    assert "backward" not in sweep.out
-    assert re.search(rf"^\| {TOO_LARGE} \| out of memory", sweep.out, re.MULTILINE)
-    assert re.search(
-        rf"^\| 1 +\| +{point['losses'][0]['name']} [0-9.]+%", sweep.out, re.MULTILINE
+    sweep = profile(
+        tmp_path,
+        "--mode=forward",
+        f"--sweep=batch-size=1,{TOO_LARGE},3",
+        f"--plot={tmp_path / 'plot.svg'}",
     )
-    assert "\n  batch-size 1: " in sweep.out  # its doubts
+    kinds = [type(point) for point in sweep.profile.points]
+    assert kinds == [Point, OutOfMemory, Point]
+    first = sweep.profile.points[0]
+    assert [*first.whole.passes] == ["forward"]
+    assert first.memory.kept_bytes is None
+    assert {part.kept_bytes for part in first.memory.parts} == {None}
+    assert "backward |" not in sweep.out.replace("kept for backward |", "")
+    assert re.search(rf"^\| {TOO_LARGE} +\| +out of memory", sweep.out, re.MULTILINE)
+    # The doubts name the size.
+    assert "\n  batch-size 1: " in sweep.out
     assert set(PARTS) <= set(sweep.texts)
-    assert "| part " in sweep.out
-    too_large = profile(
-        tmp_path, "--mode=forward", f"--sweep=batch-size={TOO_LARGE}", code=1
-    )
-    assert "| part " not in too_large.out  # nor a table of parts without a row
+    assert set(PARTS) <= set(rows(sweep.out))
+
+
+def test_sweep_without_any_result_fails_and_has_no_parts(tmp_path):
+    option = f"--sweep=batch-size={TOO_LARGE}"
+    sweep = profile(tmp_path, "--mode=forward", option, code=1)
+    assert "part" not in rows(sweep.out)
+
+
+def test_size_without_memory_fails(tmp_path):
     run = profile(tmp_path, "--mode=forward", f"--batch-size={TOO_LARGE}", code=1)
-    assert [point["status"] for point in run.document["points"]] == ["out of memory"]
-    assert "out of memory" in run.out
+    (point,) = run.profile.points
+    assert isinstance(point, OutOfMemory)
+    assert f"out of memory: {point.error}" in run.out
 
 
 def test_interruption_keeps_the_finished_points(tmp_path, capsys):
@@ -279,18 +222,32 @@ def test_interruption_keeps_the_finished_points(tmp_path, capsys):
             raise KeyboardInterrupt
         return clock()
 
-    assert (
-        main(
-            [*TINY, "--mode=forward", "--sweep=seq-len=4,8", "--json", str(path)],
-            interrupted,
-        )
-        == 130
-    )
+    options = [*TINY, "--mode=forward", "--sweep=seq-len=4,8", f"--json={path}"]
+    assert main(options, interrupted) == 130
     document = json.loads(path.read_text())
-    assert (document["status"], len(document["points"])) == ("interrupted", 1)
+    assert (document["finished"], len(document["points"])) == (False, 1)
     assert "Interrupted after 1 size." in capsys.readouterr().out
     assert main(TINY, interrupted) == 130
     assert capsys.readouterr() == ("", "profile_block.py: interrupted\n")
+
+
+def test_ceilings_that_a_part_beats_are_measured_once_more(tmp_path, monkeypatch):
+    # Ceilings of a machine that was busy at first, and of one that always is.
+    measured = []
+    for rates, too_low in (([1e3, 1e12], False), ([1e3, 1e3], True)):
+        pending = [machine(rate, rate) for rate in rates]
+
+        def measure_ceilings(*arguments, pending=pending, **options):
+            measured.append(pending[0])
+            return pending.pop(0)
+
+        monkeypatch.setattr(session, "measure_ceilings", measure_ceilings)
+        run = profile(tmp_path, "--mode=forward", "--sweep=seq-len=4,8")
+        assert pending == []
+        found = run.profile.ceilings.flops_per_second.median
+        assert found == max(rates)
+        assert ("The measured ceiling is too low" in run.out) == too_low
+    assert len(measured) == 4
 
 
 @pytest.fixture
@@ -309,7 +266,7 @@ def weights(monkeypatch):
 
 def test_measure_lets_go_of_everything(weights):
     settings = Settings(torch.device("cpu"), torch.float32, "step", rounds=1)
-    assert measure(SIZE, settings, CEILINGS, clock=ticking())["status"] == "ok"
+    assert isinstance(measure(SIZE, settings, clock=ticking()), Point)
     gc.collect()
     assert weights
     assert not any(ref() is not None for ref in weights)
@@ -323,7 +280,7 @@ def test_gradients_of_the_whole_are_not_kept_while_the_parts_are_timed(weights):
         return tick()
 
     settings = Settings(torch.device("cpu"), torch.float32, "train", rounds=1)
-    assert measure(SIZE, settings, CEILINGS, clock=clock)["status"] == "ok"
+    assert isinstance(measure(SIZE, settings, clock=clock), Point)
     assert kept
     assert not any(kept)
 
@@ -332,129 +289,9 @@ def test_error_that_is_not_a_lack_of_memory_is_raised():
     def broken():
         raise RuntimeError("something else")
 
+    settings = Settings(torch.device("cpu"), torch.float32, "forward")
     with pytest.raises(RuntimeError, match="something else"):
-        measure(
-            SIZE,
-            Settings(torch.device("cpu"), torch.float32, "forward"),
-            CEILINGS,
-            clock=broken,
-        )
-
-
-def test_preset_gives_every_size_and_an_option_overrides_it(tmp_path):
-    path = tmp_path / "paper.json"  # a prediction, which allocates nothing
-    predict = [
-        "--predict",
-        "dp=1",
-        "--link=1e9",
-        "--ceilings=NVIDIA H200",
-        f"--json={path}",
-        "--device=cpu",
-    ]
-    for options, expected in (
-        (
-            ["--preset=qwen3-8b", "--seq-len=7"],
-            Size(1, 7, 4096, 32, 8, 128, 12288, True, 1e6, 1e-6),
-        ),
-        (
-            ["--preset=llama-3.1-8b", "--d-model=512"],
-            Size(1, 128, 512, 32, 8, 16, 1344, theta=5e5),
-        ),
-        ([], Size(1, 128, 512, 8, 8, 64, 1344)),
-    ):
-        assert main([*options, *predict]) == 0
-        (prediction,) = json.loads(path.read_text())["predictions"]
-        assert Size(**prediction["size"]) == expected
-
-
-def test_prediction_is_written_shown_and_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    options = [
-        "--predict",
-        "tp=2,dp=2",
-        "dp=8",
-        "--link=450e9,50e9",
-        "--ceilings=NVIDIA H200",
-    ]
-    run = profile(
-        tmp_path, *options, "--sweep=batch-size=4,8", f"--plot={tmp_path / 'plot.svg'}"
-    )
-    assert undocumented(run.document) == set()
-    assert re.match(
-        "A lower bound on time.* at the roofline of the NVIDIA H200 datasheet\n",
-        run.out,
-    )
-    assert [prediction["processes"] for prediction in run.document["predictions"]] == [
-        4,
-        4,
-        8,
-    ]
-    assert re.search(r"^\| dp=2,tp=2 \| +4 \| +6 ", run.out, re.MULTILINE)
-    assert {run.out.partition("\n")[0], "dp=8", "dp=2,tp=2"} <= set(run.texts)
-
-
-def test_prediction_from_a_profile_has_its_size_mode_and_times(
-    step, train, tmp_path, capsys
-):
-    for run in (train, step):
-        options = [
-            "--predict",
-            "dp=1",
-            "--link=1e9",
-            f"--from={run.folder / 'profile.json'}",
-        ]
-        capsys.readouterr()
-        assert main([*options, f"--json={tmp_path / 'new.json'}"]) == 0
-        document, out = (
-            json.loads((tmp_path / "new.json").read_text()),
-            capsys.readouterr().out,
-        )
-        (point,), (prediction,) = run.document["points"], document["predictions"]
-        assert prediction["size"] == point["size"]
-        passes = [
-            *(point["whole"][name] for name in ("forward", "backward")),
-            point["optimizer"],
-        ]
-        assert prediction["seconds"] == pytest.approx(
-            sum(each["seconds"]["median"] for each in passes if each)
-        )
-        assert undocumented(document) == set()
-    basis = r"Scaled from a profile of one process: .*; bfloat16, mode step, eager; torch .*\nbfloat16, mode step\n"
-    assert re.match(basis, out)
-    assert "Do not trust these figures:" in out  # as in the profile
-    # What belongs to the profile's width, or to its heads, does not hold for another one.
-    wider = {"d_model": 32, "d_head": 8, "d_ff": SwiGLU(32, device="meta").d_ff}
-    fewer = {"num_heads": 1, "num_kv_heads": 1, "d_head": 16}
-    of_preset = asdict(PRESETS["small"]) | {
-        "batch_size": 2,
-        "seq_len": 6,
-        "num_layers": None,
-    }
-    others = {
-        "--d-model=32": wider,
-        "--sweep=d-model=32": wider,
-        "--num-heads=1": fewer,
-        "--preset=small": of_preset,
-    }
-    for other, changed in others.items():
-        assert main([*options, other, f"--json={tmp_path / 'new.json'}"]) == 0
-        (prediction,) = json.loads((tmp_path / "new.json").read_text())["predictions"]
-        assert prediction["size"] == point["size"] | changed
-    capsys.readouterr()
-    wrong = "--dtype must be bfloat16, as in the profile of --from, got float32: leave --dtype out, or"
-    assert wrong in rejection(capsys, *options, "--dtype=float32")
-    longer = rejection(
-        capsys, *options, f"--from={train.folder / 'profile.json'}", "--mode=step"
-    )
-    assert (
-        "--mode must be forward or train, as in the profile of --from, got step: leave --mode out, or"
-        in longer
-    )
-    assert "leave --ceilings out" in rejection(
-        capsys, *options, "--ceilings=NVIDIA H200"
-    )
-    of_prediction = rejection(capsys, *options, f"--from={tmp_path / 'new.json'}")
-    assert "must be a profile of one size in one process" in of_prediction
+        measure(SIZE, settings, clock=broken)
 
 
 def test_plot_that_fails_does_not_lose_the_report(tmp_path, monkeypatch, capsys):
@@ -464,102 +301,9 @@ def test_plot_that_fails_does_not_lose_the_report(tmp_path, monkeypatch, capsys)
         raise ZeroDivisionError
 
     monkeypatch.setattr(figure, "savefig", broken)
-    outputs = [
-        "--json",
-        str(tmp_path / "profile.json"),
-        "--plot",
-        str(tmp_path / "plot.png"),
-    ]
+    json_path, picture = tmp_path / "profile.json", tmp_path / "plot.png"
+    outputs = [f"--json={json_path}", f"--plot={picture}"]
     with pytest.raises(ZeroDivisionError):
         main([*TINY, "--mode=forward", *outputs], ticking())
     assert "sum of the parts" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
-
-
-def test_compare_is_shown_below_the_report(train, tmp_path, capsys):
-    old = f"--compare={train.folder / 'profile.json'}"
-    report, _, comparison = profile(tmp_path, "--mode=forward", old).out.partition(
-        "Compared with the profile of "
-    )
-    assert "sum of the parts" in report
-    assert re.search(
-        r"^\| whole +\| +forward \|.*\| +same \|$", comparison, re.MULTILINE
-    )
-    assert "  mode: train then, forward now\n" in comparison
-    assert "none of these sizes" in rejection(capsys, "--seq-len=7", old)
-
-
-def test_comparison_that_fails_loses_neither_report_nor_plot(train, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    old, plot = tmp_path / "old.json", tmp_path / "plot.svg"
-    old.write_text(json.dumps(train.document | {"ceilings": {}}))
-    with pytest.raises(KeyError):
-        main([*TINY, "--mode=forward", f"--compare={old}", f"--plot={plot}"], ticking())
-    assert "sum of the parts" in capsys.readouterr().out
-    assert plot.exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--seq-len", "0"], "seq_len must be at least 1, got 2 and 0"),
-        (["--sweep", "d-model=16,17"], "d_model=17"),
-        (["--sweep", "d-ff=16"], "--sweep must be one of seq-len, batch-size, d-model"),
-        (["--sweep", "seq-len=8,x"], "'seq-len=8,x'"),
-        (["--rounds", "0"], "--rounds"),
-        (["--trace", "."], "--trace: cannot write"),
-        (["--compare", "missing.json"], "--compare: cannot read missing.json"),
-        (["--memory-snapshot", "x"], "--memory-snapshot needs CUDA"),
-        (["--sweep", "seq-len=4", "--trace", "x"], "leave --sweep out"),
-        (["--d-model", "4" + "0" * 20], "impossible size: "),
-        (["--seq-len", str(2**62)], "impossible size: "),
-        (["--seed", "9" * 20], "--seed must fit into 64 bits"),
-        (["--dtype", "float16", "--mode", "step"], "use bfloat16, or --mode train"),
-        (["--num-layers", str(10**12)], "GiB of weights does not fit: cpu has "),
-        (
-            ["--tp", "2"],
-            "tp=2 needs 2 processes, but 1 is running: start with torchrun --nproc-per-node 2 ",
-        ),
-        (["--dp", "4"], "a batch of 2 does not split over dp=4"),
-        (["--dp-replicate", "2"], "use dp alone"),
-        (["--tp", "0"], "at least 1 process"),
-        (
-            ["--tp", "2", "--plot", "x.png"],
-            "--plot is for one process: leave --tp and --dp out",
-        ),
-        (["--predict", "tp=2"], "--predict needs --link"),
-        (
-            ["--predict", "pp=2", "--link", "1e9"],
-            "--predict: must be meshes, as in tp=8,dp=64, got 'pp=2'",
-        ),
-        (
-            ["--predict", "tp=4", "--link", "1e9"],
-            "num_kv_heads must be a multiple of tp=4, got 2; use",
-        ),
-        (["--predict", "tp=2", "--link", "1e9,0"], "--link: must be bytes/s"),
-        (["--predict", "tp=2", "--link", "1e9", "--trace", "x"], "leave --predict out"),
-        (["--predict", "tp=2", "--link", "1e9", "--plot", "x.png"], "add --sweep"),
-        (
-            ["--predict", "tp=2", "--link", "1e9", "--vocab", "9"],
-            "--vocab 9 must be positive and needs --num-layers",
-        ),
-        (
-            ["--predict", "tp=2", "--link", "1e9", "--from", "missing.json"],
-            "--from: cannot read missing.json",
-        ),
-        (["--recompute"], "--recompute is for --predict"),
-    ],
-)
-def test_rejections_name_what_is_wrong(options, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert message in rejection(capsys, *options)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_nvtx_and_trace_are_rejected_together(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    message = rejection(
-        capsys, "--device=cuda", "--nvtx", "--trace", str(tmp_path / "x.json")
-    )
-    assert "--trace and --nvtx need two profilers" in message

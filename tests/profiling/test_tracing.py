@@ -1,45 +1,54 @@
 """What is made of a profiler's answers."""
 
+import json
+import os
+import runpy
+import sys
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import torch
-from profiling.parts import Step
-from profiling.tracing import compile_report, nsys_command, run_labeled
+from profiling.parts import Call, TimedPart
+from profiling.tracing import compile_report, write_trace
 
 
-def test_nsys_command_repeats_the_run_quoted(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["scripts/profile_block.py"])
-    command = nsys_command(["--json", "my file.json", "--nvtx"])
-    assert command.startswith("nsys profile ")
-    assert "--capture-range=cudaProfilerApi" in command
-    assert "--force-overwrite=true" in command
-    assert command.endswith("scripts/profile_block.py --json 'my file.json' --nvtx")
+@pytest.mark.parametrize(
+    ("arguments", "torn_down"),
+    [([], None), (["--trace=x.json"], None), (["--sweep", "seq-len=1,2"], "1")],
+)
+def test_cupti_is_torn_down_only_where_timings_follow_a_profile(
+    arguments, torn_down, monkeypatch
+):
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["profile_block.py", *arguments])
+    runpy.run_path(str(SCRIPT))
+    assert os.environ.get("TEARDOWN_CUPTI") == torn_down
 
 
-def test_run_labeled_names_every_pass_and_runs_backward_on_its_thread():
-    names, multithreading = [], []
+SCRIPT = Path(__file__).parents[2] / "scripts" / "profile_block.py"
 
-    def label(name):
-        names.append(name)
-        return torch.profiler.record_function(name)
 
+def test_trace_labels_every_pass_and_runs_backward_on_its_thread(tmp_path):
     x = torch.ones(2, requires_grad=True)
+    multithreading = []
     x.register_hook(
         lambda gradient: multithreading.append(
             torch.autograd.is_multithreading_enabled()
         )
     )
-    trained = Step(
-        "a", ("x",), ("y",), lambda x: (x * x,), inputs=(x,), gradients=(torch.ones(2),)
-    )
+    call = Call(lambda x: (x * x,), (x,))
+    square = TimedPart("a", (call,), gradients=(torch.ones(2),))
+    forward_only = replace(square, name="b", gradients=())
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
-    run_labeled(
-        [trained, replace(trained, name="b", gradients=())],
-        torch.optim.SGD([weight], lr=1.0),
-        label,
-    )
-    assert names == ["a forward", "a backward", "b forward", "AdamW"]
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    write_trace([square, forward_only], optimizer, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    labels = [e["name"] for e in events if e.get("cat") == "user_annotation"]
+    ours = [name for name in labels if not name.startswith("Optimizer.")]
+    assert ours == ["a forward", "a backward", "b forward", "AdamW"]
     assert weight == 0  # updated
     assert multithreading == [False]
     assert torch.autograd.is_multithreading_enabled()
@@ -53,10 +62,8 @@ def test_compile_report_counts_graphs_and_breaks():
 
     compiled = torch.compile(broken, backend="eager")
     report = compile_report(lambda: compiled(torch.ones(3)))
-    assert (report["graphs"], report["graph_breaks"], report["from_cache"]) == (
-        2,
-        1,
-        False,
-    )
-    assert len(report["break_reasons"]) == 1
-    assert report["seconds"] > 0
+    assert report.graphs == 2
+    assert report.graph_breaks == 1
+    assert len(report.break_reasons) == 1
+    assert not report.from_cache
+    assert report.seconds > 0

@@ -1,0 +1,150 @@
+"""Records (frozen dataclasses) as the plain values of JSON, and back, with all types checked.
+
+A field may be a text, an integer, a float, a bool, a Literal, a device or a dtype of torch, another record, `X | None`,
+a union of records that differ in a field `kind`, a tuple[X, ...] or a dict[str, X].
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import torch
+
+Record = TypeVar("Record")
+_NAMES = {str: "a text", int: "an integer", bool: "true or false"}
+
+
+def to_plain(value: Any) -> Any:
+    """Return a record as dicts, lists, texts and numbers, ready for JSON."""
+    if dataclasses.is_dataclass(value):
+        names = [each.name for each in dataclasses.fields(value)]
+        return {name: to_plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, torch.device):
+        return str(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value
+
+
+def from_plain(kind: type[Record], value: Any, where: str = "") -> Record:
+    """Return what `to_plain` was given, with all types checked.
+
+    Args:
+        kind: a dataclass.
+        value: a dict with a key for each field; other keys are ignored.
+        where: the path to the value, for messages.
+
+    Raises:
+        ValueError: A key is missing, or a value has another type.
+    """
+    if not isinstance(value, Mapping):
+        raise _wrong(where, "an object", value)
+    annotations = typing.get_type_hints(kind)
+    values = {}
+    for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+        path = f"{where}.{each.name}" if where else each.name
+        if each.name not in value:
+            raise ValueError(f"{path} is missing")
+        values[each.name] = _read(annotations[each.name], value[each.name], path)
+    return kind(**values)
+
+
+def _read(annotation: Any, value: Any, where: str) -> Any:
+    """Return a value as the annotation of its field describes it; raise a ValueError if it is something else."""
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if dataclasses.is_dataclass(annotation):
+        return from_plain(typing.cast(type, annotation), value, where)
+    if origin in (typing.Union, types.UnionType):
+        return _read_one_of(arguments, value, where)
+    if origin is Literal:
+        return _read_literal(arguments, value, where)
+    if origin is tuple:
+        return _read_tuple(arguments[0], value, where)
+    if origin is dict:
+        return _read_dict(arguments[1], value, where)
+    return _read_plain(annotation, value, where)
+
+
+def _read_literal(choices: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value not in choices:
+        raise _wrong(where, f"one of {', '.join(choices)}", value)
+    return value
+
+
+def _read_tuple(annotation: Any, value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _wrong(where, "a list", value)
+    items = []
+    for index, item in enumerate(value):
+        items.append(_read(annotation, item, f"{where}[{index}]"))
+    return tuple(items)
+
+
+def _read_dict(annotation: Any, value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong(where, "an object", value)
+    return {
+        key: _read(annotation, item, f"{where}.{key}") for key, item in value.items()
+    }
+
+
+def _read_one_of(annotations: tuple[Any, ...], value: Any, where: str) -> Any:
+    """Return a value that may be null, or one of several records, which differ in their `kind`."""
+    if value is None and type(None) in annotations:
+        return None
+    choices = [each for each in annotations if each is not type(None)]
+    if len(choices) == 1:
+        return _read(choices[0], value, where)
+    kinds = {choice.kind: choice for choice in choices}
+    found = value.get("kind") if isinstance(value, Mapping) else None
+    if found not in kinds:
+        raise _wrong(f"{where}.kind", f"one of {', '.join(kinds)}", found)
+    return _read(kinds[found], value, where)
+
+
+def _read_plain(annotation: Any, value: Any, where: str) -> Any:
+    """Return a text, a number, a bool, a device or a dtype."""
+    if annotation is torch.device:
+        return _read_device(_read_plain(str, value, where), where)
+    if annotation is torch.dtype:
+        return _read_dtype(_read_plain(str, value, where), where)
+    if annotation is float:
+        return _read_float(value, where)
+    # Python's bool is an int, but no integer of a record may be one.
+    is_other_bool = isinstance(value, bool) and annotation is not bool
+    if is_other_bool or not isinstance(value, annotation):
+        raise _wrong(where, _NAMES[annotation], value)
+    return value
+
+
+def _read_device(name: str, where: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise _wrong(where, "a device of torch", name) from None
+
+
+def _read_dtype(name: str, where: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise _wrong(where, "a dtype of torch", name)
+    return dtype
+
+
+def _read_float(value: Any, where: str) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise _wrong(where, "a finite number", value)
+    return float(value)
+
+
+def _wrong(where: str, expected: str, value: Any) -> ValueError:
+    return ValueError(f"{where or 'it'} must be {expected}, got {value!r:.60}")

@@ -1,0 +1,185 @@
+"""The command line of predict_scaling.py: options, checks, and the order of events."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import inf
+from pathlib import Path
+
+from lab.cli import Parser, check_outputs, positive_int, run
+from lab.files import write_json
+from lab.machine import DATASHEETS, Rates
+from lab.model_options import (
+    DTYPES,
+    add_dtype,
+    add_mode,
+    add_size_options,
+    sizes_of,
+)
+from lab.presets import PRESETS
+from lab.sizes import Size
+from lab.tables import show
+
+from .collectives import Mesh
+from .predict import Links, Prediction, Work, predict_all
+from .report import describe
+from .report_prediction import Basis, prediction_report
+
+SCHEMA = "tinyblock.prediction/1"
+
+_EXAMPLES = """examples:
+  predict_scaling.py dp=8 dp=4,tp=2 --preset llama-3.1-8b --vocab 128256 --batch-size 16 --seq-len 8192
+      --dtype bfloat16 --mode step --ceilings "NVIDIA H200" --link 450e9,50e9
+  predict_scaling.py tp=8,dp=64 dp=512 --preset llama-3.1-8b --seq-len 8192 --sweep batch-size=512,1024,2048
+      --dtype bfloat16 --mode step --ceilings "NVIDIA H200" --link 450e9,50e9 --plot scaling.png
+  predict_scaling.py dp=2 --num-layers 4 --batch-size 8 --ceilings 2e12,300e9 --link 10e9   a device without datasheet
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    with parser.reporting():
+        check_outputs(arguments, "json", "plot")
+        if arguments.plot is not None and arguments.sweep is None:
+            raise ValueError("--plot draws a sweep: add --sweep batch-size=64,128")
+        sizes = _sizes(arguments)
+        meshes = [Mesh.parse(text) for text in arguments.meshes]
+        # Of a sweep, smaller sizes need not split over each mesh.
+        largest = max(sizes, key=lambda size: (size.batch_size, size.d_model))
+        for mesh in meshes:
+            mesh.require(largest)
+        basis = _basis(arguments)
+
+    def work() -> int:
+        predictions = predict_all(sizes, meshes, basis.work, basis.rates, basis.links)
+        if arguments.json is not None:
+            _write(arguments.json, basis, predictions)
+        show(prediction_report(basis, predictions))
+        if arguments.plot is not None:
+            # It imports matplotlib.
+            from .plot_prediction import plot_predictions
+
+            axis, about = arguments.sweep.axis, describe(*sizes)
+            plot_predictions(basis, predictions, axis, about, arguments.plot)
+        return 0
+
+    return run(parser, work)
+
+
+def _parser() -> Parser:
+    about = (
+        "Predict the least time of a Transformer on many devices, without running it."
+    )
+    parser = Parser("predict_scaling.py", about, _EXAMPLES)
+    parser.add_argument(
+        "meshes",
+        nargs="+",
+        metavar="MESH",
+        help="devices along each axis, such as dp=512 or tp=8,dp=64: "
+        "tp splits each layer, and dp splits the batch and all weights",
+    )
+    add_size_options(
+        parser,
+        preset_help="a model with all its layers: a GPT-2-like size from CS336, or a published model",
+        layers_help="a Transformer of N blocks (default: the preset's number, or one Block)",
+    )
+    group = parser.add_argument_group("computation")
+    group.add_argument(
+        "--vocab",
+        type=positive_int,
+        metavar="N",
+        help="add embedding, head and loss of a vocabulary of N (default: none)",
+    )
+    add_mode(group)
+    add_dtype(group)
+    group.add_argument(
+        "--recompute",
+        action="store_true",
+        help="count activation checkpointing of each block",
+    )
+    group = parser.add_argument_group("devices")
+    group.add_argument(
+        "--ceilings",
+        required=True,
+        metavar="GPU",
+        help=f"a GPU with a datasheet ({', '.join(DATASHEETS)}); or FLOP/s and bytes/s, as in 989e12,3350e9",
+    )
+    group.add_argument(
+        "--link",
+        required=True,
+        metavar="A[,B]",
+        help="bytes/s that a device receives from its machine of 8 devices and, "
+        "with B, from other machines, as in 450e9,50e9",
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all predictions, in seconds"
+    )
+    group.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the MFU over a sweep: .png, .svg or .pdf",
+    )
+    return parser
+
+
+def _sizes(arguments: argparse.Namespace) -> list[Size]:
+    if arguments.preset is not None and arguments.num_layers is None:
+        arguments.num_layers = PRESETS[arguments.preset].num_layers
+    if arguments.vocab is not None and arguments.num_layers is None:
+        raise ValueError("--vocab needs --num-layers: a single Block has no embedding")
+    return sizes_of(arguments)
+
+
+def _basis(arguments: argparse.Namespace) -> Basis:
+    dtype = DTYPES[arguments.dtype]
+    if arguments.ceilings in DATASHEETS:
+        rates = DATASHEETS[arguments.ceilings].rates(dtype)
+        source = f"{arguments.ceilings} (datasheet)"
+    else:
+        rates = _rates(arguments.ceilings)
+        source = "each device"
+    return Basis(
+        dtype=arguments.dtype,
+        work=Work(arguments.mode, dtype.itemsize, arguments.recompute),
+        source=source,
+        rates=rates,
+        links=Links.parse(arguments.link),
+    )
+
+
+def _rates(text: str) -> Rates:
+    """Return the rates of a text such as "989e12,3350e9"; raise a ValueError if it is none."""
+    try:
+        flops_per_second, bytes_per_second = map(float, text.split(","))
+    except ValueError:
+        flops_per_second = bytes_per_second = 0.0
+    if not (0 < flops_per_second < inf and 0 < bytes_per_second < inf):
+        raise ValueError(
+            f"--ceilings must be a GPU of --help, or FLOP/s and bytes/s, as in 989e12,3350e9, got {text!r}"
+        )
+    return Rates(flops_per_second, bytes_per_second)
+
+
+def _write(path: Path, basis: Basis, predictions: Sequence[Prediction]) -> None:
+    """Write the fields of `Basis` and `Prediction`, and what follows from a prediction."""
+    records = []
+    for prediction in predictions:
+        record = {
+            "seconds": prediction.seconds,
+            "tokens_per_second": prediction.tokens_per_second,
+            "mfu": prediction.mfu,
+            **asdict(prediction),
+        }
+        records.append(record)
+    document = {
+        "schema": SCHEMA,
+        "command": shlex.join(["python", *sys.argv]),
+        "basis": asdict(basis),
+        "predictions": records,
+    }
+    write_json(path, document)

@@ -1,0 +1,428 @@
+"""What a profile consists of.
+
+`python scripts/profile_block.py --json FILE` writes one `Profile` as JSON: each record becomes an object whose keys are
+the fields that are described here. In a sweep, the file is replaced after every size. Times are in seconds, memory is
+in bytes, and work is in floating-point operations (FLOP; a multiply-add counts as two). null means not measured.
+
+The records hold what was measured. What follows from it (tokens per second, MFU, distances from the roofline) stands in
+the file under the key "analysis" of each point, which is `Analysis` of analysis.py, and is not read back.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from lab.costs import Cost
+from lab.environment import environment
+from lab.kernels import Kernels
+from lab.machine import Ceilings
+from lab.records import from_plain
+from lab.sizes import Size
+from lab.timing import Spread
+
+from .collectives import Mesh
+
+SCHEMA = "tinyblock.profile/2"
+Mode = Literal["forward", "train", "step"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the sizes were measured, apart from the files that were written.
+
+    device: cpu or cuda:0.
+    dtype: that of weights and inputs.
+    mode: the passes to measure: forward; train (forward and backward); or step (forward, backward and AdamW).
+    compile: whether the whole and each part were compiled.
+    rounds: number of samples of each time.
+    seed: seed of weights and inputs.
+    mesh: processes along each axis; 1 along all axes without torchrun.
+    preset: the name of the model whose block was measured; null without --preset.
+    sweep: the axis along which the sizes differ: seq-len, batch-size or d-model; null for a single size.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    mode: Mode
+    compile: bool = False
+    rounds: int = 15
+    seed: int = 0
+    mesh: Mesh = field(default_factory=Mesh)
+    preset: str | None = None
+    sweep: str | None = None
+
+    @property
+    def train(self) -> bool:
+        return self.mode != "forward"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where, when and with which versions a profile was measured.
+
+    date: when the measurement started, in UTC.
+    command: the command line.
+    commit: that of the checkout, followed by "+changes" if files differ from it; null outside of a checkout.
+    seed: seed of weights and inputs.
+    tinyblock: version.
+    torch: version.
+    python: version.
+    os: name and version of the operating system.
+    cpu: model, number of cores, and the widest instructions that torch uses.
+    threads: number of threads that torch uses on the CPU.
+    device: name of the GPU or of the CPU that was measured.
+    cuda: version of CUDA; null on a CPU, like the next three.
+    driver: version of the GPU's driver.
+    cudnn: version of cuDNN.
+    norm_kernels: versions of nvidia-cutlass-dsl and apache-tvm-ffi if both are installed: with them, torch 2.13 and
+        later replace their own RMSNorm on Hopper.
+    float32_matmul_precision: torch's setting; unless it is highest, float32 has no peak in the datasheet.
+    """
+
+    date: str
+    command: str
+    commit: str | None
+    seed: int
+    tinyblock: str
+    torch: str
+    python: str
+    os: str
+    cpu: str
+    threads: int
+    device: str
+    cuda: str | None
+    driver: str | None
+    cudnn: int | None
+    norm_kernels: str | None
+    float32_matmul_precision: str
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What the datasheet of a GPU gives for the measured dtype.
+
+    flops_per_second: the peak of matrix products without sparsity; null if the datasheet has none for this dtype.
+    bytes_per_second: the peak of the memory.
+    """
+
+    flops_per_second: float | None
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of a part or of the whole.
+
+    seconds: over the rounds. On CUDA, the longer of host and GPU. Backward is the time of forward and backward minus
+        that of forward in the same round, so noise can make it negative.
+    gpu_seconds: on CUDA, the time of the GPU alone: its work is queued before it starts, so it does not wait for the
+        host. Null on a CPU.
+    cost: the FLOPs and the fewest bytes of this pass.
+    """
+
+    seconds: Spread
+    gpu_seconds: Spread | None
+    cost: Cost
+
+    @property
+    def flops_per_second(self) -> float | None:
+        """Return the rate; None if noise left no time to this pass."""
+        if self.seconds.median <= 0:
+            return None
+        return self.cost.flops / self.seconds.median
+
+    @property
+    def own_seconds(self) -> float:
+        """Return the median time: on a GPU its own, because the whole does not wait for the launches of each part."""
+        if self.gpu_seconds is not None:
+            return self.gpu_seconds.median
+        return self.seconds.median
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the block, the whole, or AdamW.
+
+    Each part runs with the weights, inputs and gradients that it has inside the block, strides included, and several
+    times in a row, so small tensors stay in the caches.
+
+    name: ln1, q/k/v projections, q/k norm, rope, attention, output projection, residual adds (both), ln2, ffn, final
+        norm; the whole; or AdamW.
+    count: the number of times that the whole contains the part. All other figures are for one.
+    passes: by their names: forward and backward; optimizer for AdamW; the whole also has train (forward and backward)
+        and step. Passes that the mode leaves out are missing.
+    """
+
+    name: str
+    count: int
+    passes: dict[str, Pass]
+
+
+@dataclass(frozen=True)
+class SumOfParts:
+    """The times of all parts added up in each round.
+
+    seconds: the sum.
+    of_whole: the sum divided by the time of the whole in the same round.
+    """
+
+    seconds: Spread
+    of_whole: Spread
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """The first call of the compiled whole.
+
+    seconds: duration of the call.
+    from_cache: whether inductor found compiled code on disk.
+    graphs: number of graphs.
+    graph_breaks: number of graph breaks.
+    break_reasons: why the graph broke.
+    """
+
+    seconds: float
+    from_cache: bool
+    graphs: int
+    graph_breaks: int
+    break_reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HeldMemory:
+    """The memory of a whole, or of one process.
+
+    parameters_bytes: weights.
+    gradients_bytes: gradients of the weights; null in mode forward.
+    optimizer_state_bytes: AdamW's moments and step counts; null except in mode step.
+    peak_added_bytes: the peak of tensor memory during a run, minus the memory before it; gradients are part of it.
+        On CUDA from the allocator's statistics, on a CPU from the allocations that torch.profiler records.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int | None
+    optimizer_state_bytes: int | None
+    peak_added_bytes: int
+
+
+@dataclass(frozen=True)
+class PartMemory:
+    """The memory of a part.
+
+    name: the part.
+    kept_bytes: storage that autograd keeps for backward. A storage counts for the first part that keeps it. It is
+        measured without compilation. Null in mode forward.
+    peak_added_bytes: the peak of tensor memory during a run of the part, minus the memory before it.
+    """
+
+    name: str
+    kept_bytes: int | None
+    peak_added_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where memory goes.
+
+    held: of the whole.
+    peak_bytes: the peak, with what was there before the run: parameters, tables, optimizer state and input.
+    kept_bytes: storage that autograd keeps for backward of the whole, each counted once, without parameters and
+        tables. Null in mode forward.
+    parts: of each part.
+    """
+
+    held: HeldMemory
+    peak_bytes: int
+    kept_bytes: int | None
+    parts: tuple[PartMemory, ...]
+
+
+@dataclass(frozen=True)
+class Trust:
+    """How reliable the times of the whole are.
+
+    waited_share: time in which threads of this process were ready to run but waited for a core, added over all threads,
+        as a share of the run time; null except on Linux, like the next.
+    others_share: the share of all cores that other programs used.
+    spread: p80 minus p20 of the whole, divided by its median.
+    median_above_fastest: how far the median is above the fastest sample, as a share of that sample.
+    """
+
+    waited_share: float | None
+    others_share: float | None
+    spread: float
+    median_above_fastest: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size, measured in one process.
+
+    The whole is the Block or Transformer of this size.
+
+    size: what was built.
+    parts: in the order of the block.
+    whole: all of it in one call.
+    optimizer: one update of AdamW; null except in mode step.
+    sum_of_parts: for the passes forward, backward and train.
+    overhead: by pass, the time of the same calls on a tiny input (one token, d_model 8, d_ff 8), which contain almost
+        no arithmetic: Python, dispatch and launches.
+    compilation: null without --compile.
+    attention_kernel: torch's kernel for attention: flash, efficient, cudnn or math.
+    memory: in a run of the mode's passes.
+    kernels: null without CUDA, or if torch.profiler recorded none.
+    trust: how reliable the figures are.
+    kind: tells the records of points apart.
+    """
+
+    size: Size
+    parts: tuple[Part, ...]
+    whole: Part
+    optimizer: Part | None
+    sum_of_parts: dict[str, SumOfParts]
+    overhead: dict[str, Spread]
+    compilation: Compilation | None
+    attention_kernel: str
+    memory: Memory
+    kernels: Kernels | None
+    trust: Trust
+    kind: Literal["one process"] = "one process"
+
+    @property
+    def addends(self) -> tuple[Part, ...]:
+        """Return what adds up to the whole: the parts, and in a step AdamW."""
+        if self.optimizer is None:
+            return self.parts
+        return (*self.parts, self.optimizer)
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """A size for which the memory did not suffice.
+
+    size: what was to be built.
+    error: the message.
+    kind: tells the records of points apart.
+    """
+
+    size: Size
+    error: str
+    kind: Literal["out of memory"] = "out of memory"
+
+
+@dataclass(frozen=True)
+class DistributedPass:
+    """One pass of the whole on several processes.
+
+    seconds: of the slowest process in each round.
+    of_ranks: the median of each process.
+    one_process: a single process with the whole batch, in the same rounds.
+    speed_up: its time divided by the slowest's.
+    """
+
+    seconds: Spread
+    of_ranks: tuple[float, ...]
+    one_process: Spread
+    speed_up: Spread
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """All collectives of a kind along one axis of the mesh in one pass.
+
+    pass_name: forward, backward or optimizer.
+    axis: of the mesh.
+    kind: such as all-gather.
+    count: number of calls in one process.
+    bytes: of the whole tensors: gathered, before they are scattered, or summed.
+    moved_bytes: what a process must receive.
+    seconds: time of these calls when they run alone, one after another.
+    """
+
+    pass_name: str
+    axis: str
+    kind: str
+    count: int
+    bytes: int
+    moved_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How much communication runs beside computation.
+
+    collective_seconds: time of NCCL's kernels in one run of the whole, waiting included.
+    hidden_seconds: the part of it in which another kernel ran.
+    """
+
+    collective_seconds: float
+    hidden_seconds: float
+
+
+@dataclass(frozen=True)
+class DistributedPoint:
+    """One size, measured on several processes.
+
+    size: what all processes share.
+    whole: by pass: forward, train and step, as far as the mode includes them.
+    collectives: by pass, axis and kind.
+    links: by axis, the bytes per second that each process receives in a large all-gather, all groups at once.
+    overlap: on CUDA, from torch.profiler; null elsewhere.
+    memory: of the process that uses the most.
+    trust: others_share is null, because most of the others belong to this profile.
+    kind: tells the records of points apart.
+    """
+
+    size: Size
+    whole: dict[str, DistributedPass]
+    collectives: tuple[CollectiveTime, ...]
+    links: dict[str, Spread]
+    overlap: Overlap | None
+    memory: HeldMemory
+    trust: Trust
+    kind: Literal["several processes"] = "several processes"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A whole profile.
+
+    environment: where and when it was measured.
+    settings: how it was measured.
+    ceilings: the fastest matrix product and copy of this device in this dtype.
+    datasheet: null if the exact device is unknown.
+    points: one for each size, in the order of the sweep.
+    finished: false while sizes of a sweep are missing, as after Ctrl-C.
+    schema: the version of this format. New keys may be added under the same version.
+    """
+
+    environment: Environment
+    settings: Settings
+    ceilings: Ceilings
+    datasheet: Peaks | None
+    points: tuple[Point | DistributedPoint | OutOfMemory, ...] = ()
+    finished: bool = False
+    schema: str = SCHEMA
+
+
+def times_of(
+    point: Point | DistributedPoint | OutOfMemory,
+) -> dict[tuple[str, str], Spread]:
+    """Return the seconds of each part and pass of a point, by their names; none if memory ran out."""
+    if isinstance(point, OutOfMemory):
+        return {}
+    if isinstance(point, DistributedPoint):
+        return {("whole", name): each.seconds for name, each in point.whole.items()}
+    times = {}
+    for part in (*point.addends, point.whole):
+        for name, each in part.passes.items():
+            times[part.name, name] = each.seconds
+    return times
+
+
+def environment_here(device: torch.device, seed: int) -> Environment:
+    """Return the environment of this process."""
+    facts = environment(device, seed)
+    facts["float32_matmul_precision"] = torch.get_float32_matmul_precision()
+    return from_plain(Environment, facts)

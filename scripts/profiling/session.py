@@ -1,0 +1,146 @@
+"""The order of events of a profile: measure ceilings and sizes, write them after each size, and show them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from lab.environment import device_name
+from lab.machine import DATASHEETS, Ceilings, measure_ceilings
+from lab.processes import from_first, is_first
+from lab.progress import Progress
+from lab.sizes import Size
+from lab.tables import show
+from lab.timing import Clock, clock
+
+from .analysis import beats_ceilings
+from .measure import Recordings, measure
+from .records import (
+    DistributedPoint,
+    OutOfMemory,
+    Peaks,
+    Point,
+    Profile,
+    Settings,
+    environment_here,
+)
+from .report import report
+from .report_distributed import distributed_report
+from .storage import write_profile
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files that a profile writes; None: not written."""
+
+    json: Path | None = None
+    plot: Path | None = None
+    trace: Path | None = None
+    memory_snapshot: Path | None = None
+
+    @property
+    def recordings(self) -> Recordings:
+        return Recordings(self.trace, self.memory_snapshot)
+
+
+def profile(
+    sizes: Sequence[Size], settings: Settings, outputs: Outputs, clock: Clock = clock
+) -> int:
+    """Measure the sizes, write and show the result, and return the exit code of the program."""
+    with Progress() as progress:
+        found = _measure_all(sizes, settings, outputs, progress, clock)
+    measured = [each for each in found.points if not isinstance(each, OutOfMemory)]
+    if is_first():
+        _show(found, outputs.plot if measured else None)
+    if not found.finished:
+        return 130
+    return 0 if measured else 1
+
+
+def _measure_all(
+    sizes: Sequence[Size],
+    settings: Settings,
+    outputs: Outputs,
+    progress: Progress,
+    clock: Clock,
+) -> Profile:
+    """Return the profile of all sizes, or of those that were finished before Ctrl-C."""
+    progress.start("measuring the ceilings")
+    profile = Profile(
+        environment=environment_here(settings.device, settings.seed),
+        settings=settings,
+        ceilings=_ceilings(settings, clock),
+        datasheet=_datasheet(settings.device, settings.dtype),
+    )
+    measured_again = False
+    for index, size in enumerate(sizes, 1):
+        if settings.sweep is not None:
+            progress.prefix = f"{index}/{len(sizes)} "
+        try:
+            point = _measure(size, settings, outputs, progress, clock)
+            profile = replace(profile, points=(*profile.points, point))
+            if beats_ceilings(profile) and not measured_again:
+                measured_again = True
+                progress.start("measuring the ceilings again")
+                again = _ceilings(settings, clock)
+                profile = replace(profile, ceilings=_faster(profile.ceilings, again))
+        except KeyboardInterrupt:
+            if not profile.points:
+                raise
+            break
+        profile = replace(profile, finished=index == len(sizes))
+        if outputs.json is not None and is_first():
+            # After every size: if the process is killed, the file has those that are finished.
+            write_profile(outputs.json, profile)
+    return profile
+
+
+def _measure(
+    size: Size,
+    settings: Settings,
+    outputs: Outputs,
+    progress: Progress,
+    clock: Clock,
+) -> Point | DistributedPoint | OutOfMemory:
+    if settings.mesh.processes == 1:
+        return measure(size, settings, outputs.recordings, progress, clock)
+    # torch.distributed takes seconds to import.
+    from .distributed import measure_distributed
+
+    with torch.set_grad_enabled(settings.train):
+        return measure_distributed(size, settings, progress, clock)
+
+
+def _show(profile: Profile, path: Path | None) -> None:
+    """Show the report, and then draw the picture: if one of them fails, the other one is not lost."""
+    several = profile.settings.mesh.processes > 1
+    try:
+        show(distributed_report(profile) if several else report(profile))
+    finally:
+        if path is not None:
+            # It imports matplotlib.
+            from .plot import plot
+
+            plot(profile, path)
+
+
+def _ceilings(settings: Settings, clock: Clock) -> Ceilings:
+    def measure() -> Ceilings:
+        return measure_ceilings(settings.device, settings.dtype, clock=clock)
+
+    return from_first(measure)
+
+
+def _faster(first: Ceilings, second: Ceilings) -> Ceilings:
+    """Return the higher of two measurements of each ceiling: what slows one down is other work on the machine."""
+    products = max(first, second, key=lambda each: each.flops_per_second.median)
+    copies = max(first, second, key=lambda each: each.bytes_per_second.median)
+    return replace(products, bytes_per_second=copies.bytes_per_second)
+
+
+def _datasheet(device: torch.device, dtype: torch.dtype) -> Peaks | None:
+    """Return the peaks of this very device; None if it has no datasheet here."""
+    sheet = DATASHEETS.get(device_name(device))
+    if sheet is None:
+        return None
+    return Peaks(sheet.flops_per_second(dtype), sheet.bytes_per_second)

@@ -1,0 +1,164 @@
+"""The records of a profile: they are described, they survive a file, and a damaged file is rejected."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+from lab import kernels
+from lab.sizes import Size
+from profiles import point_of, profile_of, samples_of
+from profiling import records
+from profiling.records import OutOfMemory
+from profiling.storage import read_profile, write_profile
+
+SIZE = Size(
+    batch_size=2, seq_len=5, d_model=12, num_heads=6, num_kv_heads=2, d_head=4, d_ff=20
+)
+
+
+@pytest.fixture
+def profile():
+    samples = samples_of(SIZE, "step", seconds=1.0, whole=10.0, smallest=0.5)
+    too_large = OutOfMemory(dataclasses.replace(SIZE, num_layers=3), "no memory")
+    return profile_of(point_of(SIZE, samples), too_large, mode="step")
+
+
+def test_records_describe_every_field():
+    described = [each for each in vars(records).values() if isinstance(each, type)]
+    described = [each for each in described if each.__module__ == records.__name__]
+    described.append(kernels.Kernels)
+    assert len(described) > 15
+    for record in described:
+        names = {field.name for field in dataclasses.fields(record)}
+        found = set(re.findall(r"^ +(\w+): ", record.__doc__ or "", re.MULTILINE))
+        assert found == names, record
+
+
+def test_profile_survives_a_file(profile, tmp_path):
+    path = tmp_path / "profile.json"
+    write_profile(path, profile)
+    assert read_profile(path, "OLD.json") == profile
+    # What follows from the times is there for other readers.
+    point, too_large = json.loads(path.read_text())["points"]
+    assert point["analysis"]["tokens_per_second"] == 10 / 40.0
+    assert "analysis" not in too_large
+
+
+def test_profile_with_new_keys_is_read(profile, tmp_path):
+    path = tmp_path / "profile.json"
+    write_profile(path, profile)
+    document = json.loads(path.read_text())
+    document["settings"]["new"] = 1
+    path.write_text(json.dumps(document))
+    assert read_profile(path, "OLD.json") == profile
+
+
+def damaged(path, profile, damage):
+    """Return the message about a file that was changed by `damage`."""
+    write_profile(path, profile)
+    document = json.loads(path.read_text())
+    damage(document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(
+        ValueError, match=r"^OLD\.json: .*profile_block\.py --json"
+    ) as raised:
+        read_profile(path, "OLD.json")
+    message = str(raised.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+def spread_of_whole(document):
+    return document["points"][0]["whole"]["passes"]["forward"]["seconds"]
+
+
+def remove_ridge(document):
+    del document["ceilings"]["product_size"]
+
+
+def remove_points(document):
+    document["points"] = []
+
+
+def negate_time(document):
+    spread_of_whole(document)["median"] = -999.0
+
+
+def forget_time(document):
+    spread_of_whole(document)["p80"] = float("nan")
+
+
+def write_time_as_text(document):
+    spread_of_whole(document)["median"] = "fast"
+
+
+def write_count_as_bool(document):
+    document["points"][0]["parts"][0]["count"] = True
+
+
+def change_kind(document):
+    document["points"][1]["kind"] = "lost"
+
+
+def change_dtype(document):
+    document["settings"]["dtype"] = "float33"
+
+
+def change_device(document):
+    document["settings"]["device"] = "abacus"
+
+
+def change_mode(document):
+    document["settings"]["mode"] = "backward"
+
+
+def flatten_points(document):
+    document["points"] = {"one": 1}
+
+
+def stop_machine(document):
+    document["ceilings"]["bytes_per_second"]["median"] = 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (remove_ridge, "ceilings.product_size is missing"),
+        (remove_points, "points must have at least one size"),
+        (negate_time, "the time of whole, forward must be above 0, got -999.0"),
+        (forget_time, "forward.seconds.p80 must be a finite number, got nan"),
+        (write_time_as_text, "seconds.median must be a finite number, got 'fast'"),
+        (write_count_as_bool, "parts[0].count must be an integer, got True"),
+        (change_kind, "points[1].kind must be one of one process, "),
+        (change_dtype, "settings.dtype must be a dtype of torch, got 'float33'"),
+        (change_device, "settings.device must be a device of torch, got 'abacus'"),
+        (change_mode, "settings.mode must be one of forward, train, step, got"),
+        (flatten_points, "points must be a list, got {'one': 1}"),
+        (stop_machine, "ceilings.bytes_per_second must be above 0, got 0.0"),
+    ],
+)
+def test_damaged_profile_is_rejected_in_one_line(damage, expected, profile, tmp_path):
+    assert expected in damaged(tmp_path / "profile.json", profile, damage)
+
+
+def test_profile_of_an_older_schema_is_rejected(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"schema": "tinyblock.profile/1", "points": []}))
+    with pytest.raises(
+        ValueError, match=r"profile/2, got tinyblock\.profile/1"
+    ) as raised:
+        read_profile(path, "OLD.json")
+    assert "--json" in str(raised.value)
+
+
+def test_negative_time_of_backward_is_noise_and_no_damage(profile, tmp_path):
+    path = tmp_path / "profile.json"
+    write_profile(path, profile)
+    document = json.loads(path.read_text())
+    backward = document["points"][0]["parts"][0]["passes"]["backward"]
+    backward["seconds"]["p20"] = -1.0
+    path.write_text(json.dumps(document))
+    part = read_profile(path, "OLD.json").points[0].parts[0]
+    assert part.passes["backward"].seconds.p20 == -1.0
