@@ -17,7 +17,7 @@ def test_tables_have_each_candidate_over_reading_the_weights(capsys):
         "static cache",
         "transformers, DynamicCache",
         "transformers, StaticCache",
-        "the matrix products alone",
+        "only the matrix products",
         "reading the weights once",
     ]
     assert "1 thread; torch" in printed

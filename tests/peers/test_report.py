@@ -1,6 +1,7 @@
 """The report of made-up runs: pooled ratios, the table of projects, verdicts, and the figures of a case."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -208,3 +209,9 @@ def test_page_has_conclusions_first_and_a_heading_for_each_machine():
     assert "Interrupted" not in page
     here.interrupted = True
     assert "Interrupted" in report.page([here])
+
+
+def test_published_page_has_the_texts_that_the_script_writes():
+    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    assert page.startswith(report.INTRODUCTION)
+    assert f"\n\n{report.METHOD}\n\n" in page
