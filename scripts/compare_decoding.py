@@ -23,7 +23,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "examples"))
 import einops
 import torch
 import torch.nn.functional as F
-from lab.cli import Parser, run
+from lab.cli import Parser, positive_int, run
 from lab.environment import environment, versions
 from lab.tables import Table, number, show
 from lab.timing import Spread, interleave, paired_ratio
@@ -65,16 +65,12 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     for name, (default, text) in sizes.items():
         parser.add_argument(
             name,
-            type=int,
+            type=positive_int,
             default=default,
             metavar="N",
             help=f"{text} (default: {default})",
         )
     arguments = parser.parse_args(argv)
-    for name in sizes:
-        value = getattr(arguments, name[2:].replace("-", "_"))
-        if value < 1:
-            parser.error(f"{name} must be at least 1, got {value}")
     if importlib.util.find_spec("transformers") is None:
         parser.error('transformers must be installed: pip install -e ".[examples]"')
     return parser, arguments

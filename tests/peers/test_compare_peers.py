@@ -218,8 +218,8 @@ def error_of(options, capsys):
         (["--peers", "no"], "unknown peer 'no'"),
         (["--peers", "against"], "unknown peer 'against'"),
         (["--presets", "gpt-7"], "unknown preset 'gpt-7'"),
-        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
-        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--rounds", "0"], "--rounds: must be an integer of at least 1, got '0'"),
+        (["--threads", "0"], "--threads: must be an integer of at least 1, got '0'"),
         (["--json", "a", "--write", "a"], "two outputs have the same path: a"),
     ],
 )
