@@ -253,14 +253,14 @@ class Output:
 
     def __init__(self, run: records.Run, options: argparse.Namespace) -> None:
         self.run = run
-        self.json = options.json
-        self.page = options.write
+        self.json_path = options.json
+        self.page_path = options.write
 
     def save(self) -> None:
-        if self.json is not None:
-            records.write(self.json, self.run)
-        if self.page is not None:
-            write_text(self.page, page([self.run]))
+        if self.json_path is not None:
+            records.write(self.json_path, self.run)
+        if self.page_path is not None:
+            write_text(self.page_path, page([self.run]))
 
 
 def measure(plan: Plan, options: argparse.Namespace) -> int:
