@@ -151,7 +151,8 @@ def all_cases(
 
 
 def _cases_of_every_device() -> list[Case]:
-    bf16, f32 = SHORT
+    bf16 = torch.bfloat16
+    f32 = torch.float32
     # Python takes more time here than the arithmetic.
     tiny = Case(
         name="one-token-tiny-f32",

@@ -287,7 +287,9 @@ def measure(
 
     `quick` takes one seed, a small layer and two positions, and never compiles.
     """
-    size, starts, seeds = (TINY, QUICK_STARTS, 1) if quick else (SIZE, STARTS, SEEDS)
+    size = TINY if quick else SIZE
+    starts = QUICK_STARTS if quick else STARTS
+    seeds = 1 if quick else SEEDS
     errors: dict[Key, list[Error]] = defaultdict(list)
     for name, dtype in DTYPES.items():
         for seed in range(seeds):

@@ -94,8 +94,10 @@ class Comparison:
                 # The peers warn, which this project cannot mend.
                 warnings.simplefilter("ignore")
                 theirs = prepare(peer)
-                errors = relative_errors(ours, theirs) if peer.agrees else None
-                row.reason = disagreement(errors or {}, case.dtype)
+                errors = None
+                if peer.agrees:
+                    errors = relative_errors(ours, theirs)
+                    row.reason = disagreement(errors, case.dtype)
                 if row.reason:
                     row.status = "disagrees"
                     return
