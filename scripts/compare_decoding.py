@@ -1,10 +1,10 @@
 """Compare the speed of generating text, one token per call, with transformers' Llama.
 
 The model has the sizes of SmolLM2-135M and random weights. The model of examples/language_model.py decodes with a
-growing and with a static cache, and transformers' Llama decodes with a DynamicCache and with a StaticCache. All load
-the same weights, and their logits must agree before anything is timed. Then they take turns in one process, beside two
-limits: the matrix products alone (F.linear with each weight), and a sum of all weights, which reads each byte once.
-The output is a Markdown table for each dtype.
+growing cache and with a static cache, and transformers' Llama decodes with a DynamicCache and with a StaticCache. All
+load the same weights, and their logits must agree before anything is timed. Then they take turns in one process. Two
+limits take turns with them: only the matrix products (F.linear with each weight), and a sum of all weights, which reads
+each byte once. The output is a Markdown table for each dtype.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "examples"))
 import einops
 import torch
 import torch.nn.functional as F
-from lab.cli import Parser, run
+from lab.cli import Parser, positive_int, run
 from lab.environment import environment, versions
 from lab.tables import Table, number, show
 from lab.timing import Spread, interleave, paired_ratio
@@ -39,20 +39,22 @@ examples:
     python scripts/compare_decoding.py --dtype float32 --eager --num-layers 4 --rounds 3
 """
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PRODUCTS, READING = "the matrix products alone", "reading the weights once"
+PRODUCTS = "only the matrix products"
+READING = "reading the weights once"
 
 Decode = Callable[[], Tensor]  # returns the logits of the last step, (1, vocabulary)
 
 
 def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
+    """Return the parser and the options."""
     parser = Parser("compare_decoding.py", (__doc__ or "").strip(), EPILOG)
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="measure this dtype only (default: one after the other)",
+        help="measure only this dtype (default: both)",
     )
     parser.add_argument(
-        "--eager", action="store_true", help="leave out what is compiled"
+        "--eager", action="store_true", help="leave out the compiled candidates"
     )
     sizes = {
         "--num-layers": (30, "layers of the model"),
@@ -63,23 +65,19 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     for name, (default, text) in sizes.items():
         parser.add_argument(
             name,
-            type=int,
+            type=positive_int,
             default=default,
             metavar="N",
             help=f"{text} (default: {default})",
         )
     arguments = parser.parse_args(argv)
-    for name in sizes:
-        value = getattr(arguments, name[2:].replace("-", "_"))
-        if value < 1:
-            parser.error(f"{name} must be at least 1, got {value}")
     if importlib.util.find_spec("transformers") is None:
         parser.error('transformers must be installed: pip install -e ".[examples]"')
     return parser, arguments
 
 
 def build_models(num_layers: int, dtype: torch.dtype) -> tuple[LanguageModel, Any]:
-    """Return our model and transformers', which load the same random weights from one file."""
+    """Return tinyblock's model and that of transformers, which load the same random weights from one file."""
     import hugging_face  # not above, because it needs safetensors
     from transformers import LlamaForCausalLM
 
@@ -126,7 +124,7 @@ def decode_with_transformers(
 def candidates(
     model: LanguageModel, peer: Any, text: Tensor, eager: bool
 ) -> dict[str, Decode]:
-    """Return what decodes the text, by name."""
+    """Return functions that decode the text, by name."""
     from transformers import DynamicCache, StaticCache
 
     size = text.shape[-1]
@@ -166,7 +164,7 @@ def check_agreement(found: dict[str, Decode], dtype: torch.dtype) -> str:
     reference, *others = [run_once().double() for run_once in found.values()]
     errors = [(other - reference).norm() / reference.norm() for other in others]
     largest = torch.stack(errors).max().item()  # NaN if one is NaN
-    tolerance = 100 * torch.finfo(dtype).eps  # of dozens of layers that each round
+    tolerance = 100 * torch.finfo(dtype).eps  # dozens of layers round
     if not largest < tolerance:
         names = ", ".join(found)
         raise ValueError(
@@ -176,11 +174,11 @@ def check_agreement(found: dict[str, Decode], dtype: torch.dtype) -> str:
 
 
 def limits(model: LanguageModel, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """Return what no token can do without: its products, and a pass over the weights."""
+    """Return the work that every token requires: the matrix products, and reading the weights once."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     inputs = [torch.randn(1, layer.in_features).to(dtype) for layer in layers]
     weights = [layer.weight.detach() for layer in layers]
-    # As float32, whatever they are: torch sums them faster than memory delivers them.
+    # Read as float32 in every dtype: torch sums float32 faster than memory delivers it.
     plain = [weight.view(torch.float32) for weight in weights]
 
     def products() -> None:
@@ -195,7 +193,7 @@ def limits(model: LanguageModel, dtype: torch.dtype) -> dict[str, Callable[[], o
 
 
 def measure(arguments: argparse.Namespace, dtype: torch.dtype) -> Table:
-    """Time all candidates in turns, and return the rows of one dtype."""
+    """Time all candidates in turns, and return the table of one dtype."""
     model, peer = build_models(arguments.num_layers, dtype)
     text = torch.randint(49152, (1, arguments.tokens))
     found = candidates(model, peer, text, arguments.eager)
@@ -215,6 +213,7 @@ def measure(arguments: argparse.Namespace, dtype: torch.dtype) -> Table:
 
 
 def row(name: str, seconds: dict[str, list[float]]) -> list[str]:
+    """Return a candidate's speed, and its time divided by that of reading the weights once."""
     speed = Spread.of([1 / time for time in seconds[name]])
     ratio = paired_ratio(seconds[name], seconds[READING])
     return [
@@ -228,7 +227,7 @@ def row(name: str, seconds: dict[str, list[float]]) -> list[str]:
 
 
 def describe() -> str:
-    """Return a line about machine, versions, date and command."""
+    """Return machine, versions, date and command in a line."""
     found = environment(torch.device("cpu"), seed=0)
     transformers = versions("transformers")["transformers"]
     return (

@@ -1,10 +1,9 @@
 """Measure the errors of tinyblock's layers and of other projects' layers, for docs/exactness.md."""
 
-import math
-import statistics
+import argparse
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(
@@ -16,30 +15,19 @@ from lab.cli import Parser, check_outputs, device_of, run
 from lab.environment import environment, versions
 from lab.files import write_text
 from lab.progress import Progress
-from lab.tables import markdown, number
-from peers.errors import (
-    COMPILED,
-    DTYPES,
-    FORWARD,
-    OURS,
-    PROJECTS,
-    ROPES,
-    ROUNDED,
-    SECTIONS,
-    Errors,
-    measure,
-)
+from peers.errors import measure
+from peers.errors_report import draw, tables
+from peers.pages import replaced
 
 EPILOG = """\
 examples:
-  replace the tables and the picture of the page, which needs all projects: pip install -e ".[exactness]"
+  rewrite the tables and the picture of the page, which needs all projects: pip install -e ".[exactness]"
     python scripts/exactness.py --write docs/exactness.md --plot docs/exactness.png
-  measure the installed projects on a GPU:
-    python scripts/exactness.py --device cuda
+  measure the installed projects on a GPU, and rewrite the tables of the GPU:
+    python scripts/exactness.py --device cuda --write docs/exactness.md
   check that everything works:
     python scripts/exactness.py --quick
 """
-MARK = "<!-- scripts/exactness.py replaces everything below this line. -->\n"
 PACKAGES = (
     "transformers",
     "litgpt",
@@ -47,123 +35,9 @@ PACKAGES = (
     "x-transformers",
     "rotary-embedding-torch",
 )
-PEERS = [project for project in PROJECTS if project != OURS]
-Pairs = Sequence[tuple[float, float]]
 
 
-def rms(pairs: Pairs) -> float:
-    return statistics.median(error for error, _ in pairs)
-
-
-def cell(project: str, measured: Mapping[str, Pairs]) -> str:
-    """Return the median root mean square error, its range if that is visible, and the largest error.
-
-    Those of a project that is 1% closer than tinyblock with every seed are in bold.
-    """
-    errors, largest = zip(*measured[project], strict=True)
-    if math.isinf(max(errors)):
-        return "not finite"
-    low, middle, high = (number(of(errors)) for of in (min, statistics.median, max))
-    text = (
-        f"{middle}{f' ({low}-{high})' if low != high else ''}, {number(max(largest))}"
-    )
-    pairs = zip(errors, (ours for ours, _ in measured[OURS]), strict=True)
-    closer = project in PEERS and all(theirs < 0.99 * ours for theirs, ours in pairs)
-    return f"**{text}**" if closer else text
-
-
-def table(errors: Errors, section: str, dtype: str) -> str:
-    """Return the errors of one layer in one dtype."""
-    columns = {
-        what: measured
-        for (*key, what), measured in errors.items()
-        if key == [section, dtype]
-    }
-    projects = [
-        project
-        for project in (ROUNDED, OURS, COMPILED, *PEERS)
-        if project in columns[FORWARD]
-    ]
-    rows = [
-        [project, *(cell(project, measured) for measured in columns.values())]
-        for project in projects
-    ]
-    return markdown([dtype, *columns], rows)
-
-
-def ratios(errors: Errors, section: str, peer: str) -> str:
-    """Return the smallest and the largest ratio of tinyblock's error to the project's, if it has this layer."""
-    found = [
-        rms(of[OURS]) / rms(of[peer])
-        for (name, *_), of in errors.items()
-        if name == section and peer in of
-    ]
-    return f"{min(found):.2f}-{max(found):.2f}" if found else ""
-
-
-def page(errors: Errors, facts: Mapping[str, object]) -> str:
-    """Return the generated part of the page."""
-    sections = [
-        section for section in SECTIONS if (section, "float32", FORWARD) in errors
-    ]
-    packages = ", ".join(map(" ".join, versions("torch", *PACKAGES).items()))
-    parts = [
-        f"Measured on {facts['device']}, with {packages}, at commit {facts['commit']}."
-    ]
-    rows = [
-        [section, *(ratios(errors, section, peer) for peer in PEERS)]
-        for section in sections
-    ]
-    parts.append(markdown(["tinyblock / project", *PEERS], rows))
-    for section in sections:
-        parts += [f"## {section}", *(table(errors, section, dtype) for dtype in DTYPES)]
-    return "\n\n".join(parts) + "\n"
-
-
-def draw(errors: Errors, facts: Mapping[str, object], path: Path) -> None:
-    """Draw RoPE's relative error over the position, one line for each project."""
-    from lab.plots import COLORS, MARKERS, new_figure, save
-
-    figure = new_figure(
-        "RoPE: relative error over the position",
-        f"{facts['device']}, torch {facts['torch']}",
-    )
-    for axes, dtype in zip(
-        figure.subplots(1, 2, sharey=True), ("float32", "bfloat16"), strict=True
-    ):
-        eps, windows = (
-            torch.finfo(DTYPES[dtype]).eps,
-            [name for name in ROPES if (name, dtype, FORWARD) in errors],
-        )
-        for index, project in enumerate(
-            name for name in PROJECTS if name in errors[windows[0], dtype, FORWARD]
-        ):
-            style = {
-                "color": COLORS[index],
-                "marker": MARKERS[index],
-                "markersize": 12 - 1.2 * index,
-            }  # lines coincide
-            measured = [
-                eps * rms(errors[name, dtype, FORWARD][project]) for name in windows
-            ]
-            axes.loglog(
-                [ROPES[name] for name in windows],
-                measured,
-                lw=5 - 0.5 * index,
-                label=project,
-                **style,
-            )
-        axes.set(
-            title=dtype,
-            xlabel="position in tokens",
-            ylabel="relative error, root mean square",
-        )
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend(loc="upper left", frameon=False)
-    save(figure, path)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> Parser:
     parser = Parser("exactness.py", (__doc__ or "").strip(), EPILOG)
     parser.add_argument(
         "--device",
@@ -174,55 +48,73 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one seed, tiny layers, two positions, never compiled",
+        help="measure one seed, small layers and two positions, never compiled",
     )
     parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="replace the tables of this page"
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="rewrite this device's tables in FILE, such as docs/exactness.md",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw RoPE's error over the position"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw RoPE's error versus the position",
     )
-    args = parser.parse_args(argv)
-    head = ""
+    return parser
+
+
+def command_of(device: torch.device) -> str:
+    """Return the command in the marks around the tables of a device."""
+    return f"scripts/exactness.py --device {device.type}"
+
+
+def check_page(options: argparse.Namespace, device: torch.device) -> None:
+    """Raise a ValueError before the measurement, which takes minutes, if its tables cannot be written."""
+    if options.write is None:
+        return
+    if options.quick:
+        raise ValueError(
+            "--quick measures one seed, too few for --write: leave one out"
+        )
+    replaced(options.write, command_of(device), "")
+    missing = set(PACKAGES) - set(versions(*PACKAGES))
+    if missing:
+        names = ", ".join(sorted(missing))
+        raise ValueError(f"--write requires {names}: pip install -e '.[exactness]'")
+
+
+def measure_and_write(options: argparse.Namespace, device: torch.device) -> int:
+    # The tensors are small: a second thread would wait longer than it works.
+    torch.set_num_threads(1)
+    facts = environment(device, seed=0)
+    with Progress() as progress, warnings.catch_warnings():
+        # The peers warn, which this project cannot mend.
+        warnings.simplefilter("ignore")
+        errors = measure(device, options.quick, progress.start)
+    packages = ", ".join(map(" ".join, versions("torch", *PACKAGES).items()))
+    origin = (
+        f"Measured on {facts['device']}, with {packages}, at commit {facts['commit']}."
+    )
+    text = f"{origin}\n\n{tables(errors)}\n"
+    print(text)
+    if options.plot:
+        draw(errors, facts, options.plot)
+    if options.write:
+        page = replaced(options.write, command_of(device), text)
+        write_text(options.write, page)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    options = parser.parse_args(argv)
     with parser.reporting():
-        check_outputs(args, "write", "plot")
-        device = device_of(args.device)
-        if args.write and args.quick:
-            raise ValueError(
-                "--quick measures one seed, too few for --write: leave one of them out"
-            )
-        if args.write:
-            head, mark, _ = (
-                args.write.read_text() if args.write.exists() else ""
-            ).partition(MARK)
-            if not mark:
-                raise ValueError(
-                    f"--write must be a page with the line {MARK.strip()}, got {args.write}"
-                )
-            if missing := set(PACKAGES) - set(versions(*PACKAGES)):
-                raise ValueError(
-                    f"--write requires {', '.join(sorted(missing))}: pip install -e '.[exactness]'"
-                )
-
-    def work() -> int:
-        torch.set_num_threads(
-            1
-        )  # the tensors are small: a second thread would wait longer than it works
-        facts = environment(device, seed=0)
-        with Progress() as progress, warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of the peers, which this project cannot fix
-            errors = measure(device, args.quick, progress.start)
-        text = page(errors, facts)
-        print(text)
-        if args.plot:
-            draw(errors, facts, args.plot)
-        if args.write:
-            write_text(args.write, head + MARK + "\n" + text)
-        return 0
-
-    return run(parser, work)
+        check_outputs(options, "write", "plot")
+        device = device_of(options.device)
+        check_page(options, device)
+    return run(parser, lambda: measure_and_write(options, device))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Measure a real model for docs/exactness.md: the errors of its logits, and which bits depend on the batch."""
+"""Measure a real model for docs/exactness.md: the errors of its logits, and which results depend on their batch."""
 
+import argparse
 import statistics
 import sys
 import warnings
@@ -16,10 +17,11 @@ from lab.environment import environment, versions
 from lab.files import write_text
 from lab.progress import Progress
 from lab.tables import markdown
+from peers.pages import replaced
 
 EPILOG = """\
 examples:
-  download the model, once, and replace the tables of the page:
+  download the model, once, and rewrite the tables of the page:
     make story
     python scripts/model_exactness.py --write docs/exactness.md
   check that everything works, with a single text:
@@ -27,8 +29,7 @@ examples:
 
 It requires the packages of the examples: pip install -e ".[examples]"
 """
-BEGIN = "<!-- scripts/model_exactness.py replaces everything from here -->\n"
-END = "<!-- to here. -->\n"
+COMMAND = "scripts/model_exactness.py"  # in the marks around its tables
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -71,20 +72,7 @@ def invariance_table(differences: dict[tuple[str, str, str, str], float]) -> str
     return markdown(["a row", *header], rows)
 
 
-def replaced(page: Path, text: str) -> str:
-    """Return the page with this text between the two marks.
-
-    Raises:
-        ValueError: the page has no such marks.
-    """
-    head, begin, rest = page.read_text().partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"--write must be a page with two marks, got {page}")
-    return f"{head}{BEGIN}\n{text}\n{END}{tail}"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> Parser:
     parser = Parser("model_exactness.py", (__doc__ or "").strip(), EPILOG)
     parser.add_argument(
         "--model",
@@ -94,52 +82,72 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="measure a single text")
     parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="replace the tables of this page"
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="rewrite the two tables in FILE, such as docs/exactness.md",
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise a ValueError before the measurement, which takes minutes, if its result cannot be written."""
+    check_outputs(options, "write")
+    if not options.model.exists():
+        raise ValueError(f"there is no model at {options.model}: run `make story`")
+    if options.write is None:
+        return
+    if options.quick:
+        raise ValueError(
+            "--quick measures one text, too few for --write: leave one out"
+        )
+    replaced(options.write, COMMAND, "")
+
+
+def measure(model: Path, quick: bool) -> str:
+    """Return both tables, and where they were measured."""
+    import peers.real_model as measuring
+
+    torch.set_num_threads(1)
+    facts = environment(torch.device("cpu"), seed=0)
+    count = 1 if quick else len(measuring.MODULES)
+    with Progress() as progress, warnings.catch_warnings():
+        # transformers warns, which this project cannot mend.
+        warnings.simplefilter("ignore")
+        tokens = measuring.texts(model, count)
+        with measuring.checkpoint(model) as folder:
+            errors = measuring.measure_errors(folder, tokens, progress.start)
+            differences = measuring.measure_invariance(folder, tokens, progress.start)
+    packages = ", ".join(map(" ".join, versions("torch", "transformers").items()))
+    python = sys.version.split()[0]
+    origin = (
+        f"Measured on {facts['device']}, one thread, with {packages}, Python {python}, "
+        f"at commit {facts['commit']}."
+    )
+    return "\n\n".join([origin, errors_table(errors), invariance_table(differences)])
+
+
+def measure_and_write(options: argparse.Namespace) -> int:
+    text = measure(options.model, options.quick)
+    print(text)
+    if options.write:
+        page = replaced(options.write, COMMAND, text + "\n")
+        write_text(options.write, page)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    options = parser.parse_args(argv)
     try:
-        import peers.real_model as measuring
+        import peers.real_model  # noqa: F401
         import story
     except ImportError as error:
         parser.error(f"{error}: pip install -e '.[examples]'")
-    model = args.model or story.cached()
+    options.model = options.model or story.cached()
     with parser.reporting():
-        check_outputs(args, "write")
-        if not model.exists():
-            raise ValueError(f"there is no model at {model}: run `make story`")
-        if args.write and args.quick:
-            raise ValueError("--quick measures one text: leave out --write")
-        if args.write:
-            replaced(args.write, "")  # before the measurement, which takes minutes
-
-    def work() -> int:
-        torch.set_num_threads(1)
-        facts = environment(torch.device("cpu"), seed=0)
-        count = 1 if args.quick else len(measuring.MODULES)
-        with Progress() as progress, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of transformers
-            tokens = measuring.texts(model, count)
-            with measuring.checkpoint(model) as folder:
-                errors = measuring.measure_errors(folder, tokens, progress.start)
-                differences = measuring.measure_invariance(
-                    folder, tokens, progress.start
-                )
-        packages = ", ".join(map(" ".join, versions("torch", "transformers").items()))
-        python = sys.version.split()[0]
-        text = "\n\n".join(
-            [
-                f"Measured on {facts['device']}, one thread, with {packages}, Python {python}, "
-                f"at commit {facts['commit']}.",
-                errors_table(errors),
-                invariance_table(differences),
-            ]
-        )
-        print(text)
-        if args.write:
-            write_text(args.write, replaced(args.write, text + "\n"))
-        return 0
-
-    return run(parser, work)
+        check_options(options)
+    return run(parser, lambda: measure_and_write(options))
 
 
 if __name__ == "__main__":

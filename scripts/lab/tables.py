@@ -29,17 +29,22 @@ def show(sections: Iterable[Section]) -> None:
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table of aligned columns: the first to the left, the others to the right."""
-    lines = [[cell.replace("|", "\\|") for cell in line] for line in (columns, *rows)]
-    widths = [
-        max(3, *(len(line[column]) for line in lines)) for column in range(len(columns))
-    ]
+    lines = [_escaped(line) for line in (columns, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    rule = ["-" * (width - 1) + ":" for width in widths]
+    rule[0] = "-" * widths[0]
+    header, *body = lines
+    return "\n".join(_aligned(line, widths) for line in (header, rule, *body))
 
-    def row(line: Sequence[str]) -> str:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        return f"| {' | '.join([line[0].ljust(widths[0]), *cells[1:]])} |"
 
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    return "\n".join([row(lines[0]), row(rule), *map(row, lines[1:])])
+def _escaped(cells: Sequence[str]) -> list[str]:
+    return [cell.replace("|", "\\|") for cell in cells]
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+    padded[0] = cells[0].ljust(widths[0])
+    return f"| {' | '.join(padded)} |"
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -75,11 +80,10 @@ def si(value: float | None, unit: str = "") -> str:
 
 def share(value: float | None) -> str:
     """Write a fraction in percent."""
-    return (
-        "n/a"
-        if value is None
-        else f"{number(100 * value, 2 if abs(value) < 0.1 else 3)}%"
-    )
+    if value is None:
+        return "n/a"
+    digits = 2 if abs(value) < 0.1 else 3
+    return f"{number(100 * value, digits)}%"
 
 
 def plural(count: int, noun: str) -> str:

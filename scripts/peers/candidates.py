@@ -1,8 +1,8 @@
 """The candidates that a Block is measured against, and those made of the Block's own parts.
 
-A builder takes a Block and its size, and returns a Candidate that computes the same function of `x` on the same
-weights. The builder makes the tables of cosines and sines, which a model computes once for all layers, outside of
-any timing.
+A builder takes a Block and its size, and returns a Candidate that computes the same function of `x` with the same
+weights. The builder also makes the tables of cosines and sines, because a model computes them once for all layers: they
+are not timed.
 """
 
 import copy
@@ -29,12 +29,17 @@ from tinyblock import Block
 Layer = Callable[[Tensor], Any]
 
 
+class Unavailable(Exception):
+    """A peer has no such layer, or cannot run on this device; the message says why."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A function to time, `call(x, **keywords)`, and the parameters that a training step differentiates.
 
-    One with the keyword `token_positions` gets those of the case; the others rotate by the same, from tables. `parts`
-    are its layers and the whole, each a function of x alone, under the names of docs/exactness.md.
+    A candidate with the keyword `token_positions` gets the positions of the case; the others rotate by tables of the
+    same positions. `parts` are its layers and the complete block, under the names of docs/exactness.md: functions of
+    x only.
     """
 
     call: Callable[..., Any]
@@ -51,28 +56,33 @@ class Candidate:
         attention: Callable[..., Any],
         **keywords: Any,
     ) -> "Candidate":
-        """Return a module whose tables are keywords of it and of its attention."""
+        """Return a module. The keywords, such as its tables, go to the module and to its attention."""
         parts = {
             "RMSNorm": norm,
             "SwiGLU": ffn,
             "attention": functools.partial(attention, **keywords),
+            "Block": functools.partial(module, **keywords),
         }
-        parts["Block"] = functools.partial(module, **keywords)
         return cls(module, list(module.parameters()), keywords, parts)
 
     def constants(self) -> list[Tensor]:
         """Return the tensors that exist before a call: parameters, buffers and tables."""
-        buffers = list(self.call.buffers()) if isinstance(self.call, nn.Module) else []
-        return [
-            *self.parameters,
-            *buffers,
-            *(each for each in tree_leaves(self.keywords) if isinstance(each, Tensor)),
-        ]
+        tensors = list(self.parameters)
+        if isinstance(self.call, nn.Module):
+            tensors += self.call.buffers()
+        for value in tree_leaves(self.keywords):
+            if isinstance(value, Tensor):
+                tensors.append(value)
+        return tensors
 
 
 @dataclass(frozen=True)
 class Peer:
-    """The source of a candidate. `agrees` is False if its outputs differ by design and must not be compared."""
+    """The source of a candidate.
+
+    `package` is the project that it comes from, None for a part of tinyblock. `agrees` is False if its outputs differ
+    by design, so that they are not compared.
+    """
 
     builder: Callable[[Block, Size], Candidate]
     title: str
@@ -82,32 +92,37 @@ class Peer:
     agrees: bool = True
 
     def version(self) -> str | None:
-        return versions(self.package).get(self.package) if self.package else None
+        if self.package is None:
+            return None
+        return versions(self.package).get(self.package)
 
     def build(self, block: Block, size: Size) -> Candidate:
-        """Return a candidate with the weights of `block`; raise an ImportError if it cannot run here."""
+        """Return a candidate with the weights of `block`; raise Unavailable if it cannot run here."""
         if self.cuda_only and not next(block.parameters()).is_cuda:
-            raise ImportError(f"{self.package} needs CUDA")
-        if self.package and self.version() is None:
-            raise ImportError(f"not installed: pip install {self.package}")
+            raise Unavailable(f"{self.package} needs CUDA")
+        if self.package is not None and self.version() is None:
+            raise Unavailable(f"not installed: pip install {self.package}")
         return self.builder(block, size)
 
 
-def weights_of(block: Block) -> dict[str, Any]:
-    attn, ffn = cast(Any, block.attn), cast(Any, block.ffn)
-    layers = {
+def weights_of(block: Block) -> dict[str, Tensor]:
+    """Return the weights of a Block by short names; those of the q/k norm only if it has one."""
+    attn = cast(Any, block.attn)
+    ffn = cast(Any, block.ffn)
+    layers: dict[str, Any] = {
         "q": attn.q_proj,
         "k": attn.k_proj,
         "v": attn.v_proj,
         "o": attn.output_proj,
-    }
-    layers |= {
         "w1": ffn.w1,
         "w2": ffn.w2,
         "w3": ffn.w3,
         "ln1": block.ln1,
         "ln2": block.ln2,
     }
+    if attn.q_norm is not None:
+        layers["q_norm"] = attn.q_norm
+        layers["k_norm"] = attn.k_norm
     return {name: layer.weight for name, layer in layers.items()}
 
 
@@ -121,18 +136,27 @@ def import_as(name: str, source: Path) -> ModuleType:
 
 
 def _attention(
-    weights: dict[str, Tensor], size: Size, rotate: Layer = lambda x: x
+    weights: dict[str, Tensor],
+    size: Size,
+    prepare: Callable[[Tensor, str], Tensor] = lambda heads, norm: heads,
 ) -> Layer:
-    """Return the operations of the attention layer, in the Block's order: it splits heads before it rotates them."""
-    causal, gqa = size.seq_len > 1, size.num_kv_heads < size.num_heads
+    """Return the operations of the attention layer, in the Block's order.
+
+    `prepare` gets queries or keys, split into heads, and the name of their norm.
+    """
+    causal = size.seq_len > 1
+    shared = size.num_kv_heads < size.num_heads
+
+    def project(x: Tensor, name: str) -> Tensor:
+        heads = F.linear(x, weights[name]).unflatten(-1, (-1, size.d_head))
+        return heads.transpose(1, 2)
 
     def attention(x: Tensor) -> Tensor:
-        q, k, v = (
-            F.linear(x, weights[name]).unflatten(-1, (-1, size.d_head)).transpose(1, 2)
-            for name in "qkv"
-        )
+        q = prepare(project(x, "q"), "q_norm")
+        k = prepare(project(x, "k"), "k_norm")
+        v = project(x, "v")
         attended = F.scaled_dot_product_attention(
-            rotate(q), rotate(k), v, is_causal=causal, enable_gqa=gqa
+            q, k, v, is_causal=causal, enable_gqa=shared
         )
         return F.linear(attended.transpose(1, 2).flatten(-2), weights["o"])
 
@@ -148,21 +172,20 @@ def build_limit(block: Block, size: Size) -> Candidate:
     attention = _attention(weights, size)
 
     def limit(x: Tensor) -> tuple[Tensor, Tensor]:
-        x = attention(x)
-        return F.linear(F.linear(x, weights["w1"]), weights["w2"]), F.linear(
-            x, weights["w3"]
-        )
+        attended = attention(x)
+        hidden = F.linear(attended, weights["w1"])
+        gated = F.linear(attended, weights["w3"])
+        return F.linear(hidden, weights["w2"]), gated
 
-    return Candidate(
-        limit, [weight for name, weight in weights.items() if not name.startswith("ln")]
-    )
+    matrices = [weight for weight in weights.values() if weight.ndim == 2]
+    return Candidate(limit, matrices)
 
 
 def build_copy(block: Block, size: Size) -> Candidate:
-    """Copy half of the weights, which moves (reads and writes) as many bytes as one token must read."""
+    """Copy half of the weights, which reads and writes as many bytes as the weights occupy."""
     if size.tokens > 1:
-        raise ImportError(
-            "this bound holds for one token alone, which moves mostly weights"
+        raise Unavailable(
+            "applies only to one-token cases, where weights dominate the traffic"
         )
     weights = torch.cat([weight.detach().flatten() for weight in block.parameters()])
     half = weights[: weights.numel() // 2]
@@ -171,34 +194,42 @@ def build_copy(block: Block, size: Size) -> Candidate:
 
 def build_operations(block: Block, size: Size) -> Candidate:
     """Chain the operations of an eager Block, without modules, checks, options or positions."""
-    weights, rope = weights_of(block), cast(Any, block.attn).rope
+    weights = weights_of(block)
+    rope = cast(Any, block.attn).rope
     rotation = torch.view_as_complex(rope.cos_sin[: size.seq_len])
+
+    def normalize(x: Tensor, norm: str) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weights[norm], size.eps)
 
     def rotate(x: Tensor) -> Tensor:
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
 
-    attention = _attention(weights, size, rotate)
+    def prepare(heads: Tensor, norm: str) -> Tensor:
+        if size.qk_norm:
+            heads = normalize(heads, norm)
+        return rotate(heads)
+
+    attention = _attention(weights, size, prepare)
 
     def operations(x: Tensor) -> Tensor:
-        x = x + attention(F.rms_norm(x, (size.d_model,), weights["ln1"], size.eps))
-        h = F.rms_norm(x, (size.d_model,), weights["ln2"], size.eps)
-        return x + F.linear(
-            F.silu(F.linear(h, weights["w1"])) * F.linear(h, weights["w3"]),
-            weights["w2"],
-        )
+        x = x + attention(normalize(x, "ln1"))
+        h = normalize(x, "ln2")
+        gate = F.silu(F.linear(h, weights["w1"]))
+        value = F.linear(h, weights["w3"])
+        return x + F.linear(gate * value, weights["w2"])
 
     return Candidate(operations, [*block.parameters()])
 
 
 def build_block(block: Any, size: Size) -> Candidate:
     """Take a Block as it is."""
-    at_0 = torch.zeros(
-        size.seq_len, dtype=torch.long, device=block.ln1.weight.device
-    )  # where RoPE rotates nothing
+    device = block.ln1.weight.device
+    at_0 = torch.zeros(size.seq_len, dtype=torch.long, device=device)
     candidate = Candidate.of(
         block, block.ln1, block.ffn, block.attn, token_positions=None
     )
+    # At position 0, RoPE rotates nothing.
     candidate.parts["attention without RoPE"] = functools.partial(
         block.attn, token_positions=at_0
     )
@@ -210,13 +241,11 @@ def block_of(checkout: Path) -> Peer:
     source = checkout / "tinyblock" / "__init__.py"
     if not source.is_file():
         raise ValueError(f"--against must be a checkout of tinyblock, got {checkout}")
-    title = f"the Block of {checkout}"
-    return Peer(
-        lambda block, size: _build_block_of(
-            import_as("tinyblock_against", source), block, size
-        ),
-        title,
-    )
+
+    def build(block: Block, size: Size) -> Candidate:
+        return _build_block_of(import_as("tinyblock_against", source), block, size)
+
+    return Peer(build, f"the Block of {checkout}")
 
 
 def build_unchecked(block: Block, size: Size) -> Candidate:

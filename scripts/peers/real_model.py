@@ -1,4 +1,4 @@
-"""Measure a real model: the errors of its logits, and whether a row depends on what is computed beside it.
+"""Measure a real model: the errors of its logits, and whether a row depends on what else is in the call.
 
 Both models have the same weights, already rounded to the dtype. tinyblock's model in float64 computes the exact logits
 from them.
@@ -191,28 +191,31 @@ def their_layers(model: Any) -> dict[str, Layer]:
     }
 
 
-CONDITIONS = ("in a batch", "as a prefix", "from a cache")
+IN_A_BATCH = "in a batch"
+AS_A_PREFIX = "as a prefix"
+FROM_A_CACHE = "from a cache"
+CONDITIONS = (IN_A_BATCH, AS_A_PREFIX, FROM_A_CACHE)
 
 
 def compare(layer: Layer, x: Tensor) -> dict[str, float]:
-    """Return how far the results of all rows depend on each condition.
+    """Return how much the results of all rows differ under each condition.
 
-    A row of the batch is compared with the row alone, a prefix with the first tokens of the whole, and a token that is
-    computed from a cache with the same token of the whole.
+    All rows in one call are compared with one call for each row, a prefix with the first results of the full text, and
+    results from a cache with those of the full text.
     """
-    whole = layer.whole(x)
-    rows = [layer.whole(row) for row in x.split(1)]
+    expected = layer.whole(x)
+    rows = torch.cat([layer.whole(row) for row in x.split(1)])
     prefix = layer.whole(x[:, :PREFIX])
-    pairs = (
-        (torch.cat(rows), whole),
-        (prefix, whole[:, :PREFIX]),
-        (layer.decoded(x), whole),
-    )
-    differences = [
-        0.0 if torch.equal(actual, expected) else relative(actual, expected)
-        for actual, expected in pairs
-    ]
-    return dict(zip(CONDITIONS, differences, strict=True))
+    return {
+        IN_A_BATCH: difference(rows, expected),
+        AS_A_PREFIX: difference(prefix, expected[:, :PREFIX]),
+        FROM_A_CACHE: difference(layer.decoded(x), expected),
+    }
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the relative difference; 0 only if all bits are equal."""
+    return 0.0 if torch.equal(actual, expected) else relative(actual, expected)
 
 
 @torch.no_grad()

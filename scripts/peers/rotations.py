@@ -20,16 +20,14 @@ def formula(
     theta: float, d_head: int, length: int, real: torch.dtype = torch.float64
 ) -> Rotation:
     """Return equation 8 with frequencies, angles, table and products in one dtype."""
-    frequencies = 1 / theta ** (torch.arange(0, d_head, 2).to(real) / d_head)
+    exponents = torch.arange(0, d_head, 2).to(real) / d_head
+    frequencies = 1 / theta**exponents
 
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
         angles = torch.outer(positions.to(real), frequencies)
+        rotation = torch.polar(torch.ones_like(angles), angles)
         pairs = torch.view_as_complex(x.to(real).unflatten(-1, (-1, 2)))
-        return (
-            torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles))
-            .flatten(-2)
-            .to(x.dtype)
-        )
+        return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
 
     return rotate
 
@@ -44,50 +42,67 @@ def hugging_face(theta: float, d_head: int, length: int) -> Rotation:
         hidden_size=d_head, num_attention_heads=1, head_dim=d_head, rope_theta=theta
     )
     tables = llama.LlamaRotaryEmbedding(config)
-    return _in_halves(
-        lambda x, positions: llama.apply_rotary_pos_emb(
-            x, x, *tables(x, positions[None])
-        )[0]
-    )
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = tables(x, positions[None])
+        rotated, _ = llama.apply_rotary_pos_emb(x, x, cos, sin)
+        return rotated
+
+    return _in_halves(rotate)
 
 
 def litgpt(theta: float, d_head: int, length: int) -> Rotation:
     model: Any = import_module("litgpt.model")
-    tables = model.build_rope_cache(length, d_head, base=theta)
-    return _in_halves(
-        lambda x, positions: model.apply_rope(
-            x, *(table[positions][None].to(x) for table in tables)
+    cos, sin = model.build_rope_cache(length, d_head, base=theta)
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        # litgpt's models keep the table in their dtype.
+        return model.apply_rope(
+            x, cos[positions][None].to(x), sin[positions][None].to(x)
         )
-    )
+
+    return _in_halves(rotate)
 
 
 def torchtune(theta: float, d_head: int, length: int) -> Rotation:
-    rope = import_module("torchtune.modules").RotaryPositionalEmbeddings(
-        d_head, length, theta
-    )
-    return lambda x, positions: rope(
-        x.transpose(1, 2), input_pos=positions[None]
-    ).transpose(1, 2)
+    modules: Any = import_module("torchtune.modules")
+    rope = modules.RotaryPositionalEmbeddings(d_head, length, theta)
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        rotated = rope(x.transpose(1, 2), input_pos=positions[None])
+        return rotated.transpose(1, 2)
+
+    return rotate
 
 
 def x_transformers(theta: float, d_head: int, length: int) -> Rotation:
     module = import_module("x_transformers.x_transformers")
-    angles = module.RotaryEmbedding(d_head, base=theta)
-    return lambda x, positions: module.apply_rotary_pos_emb(x, *angles(positions))
+    embedding = module.RotaryEmbedding(d_head, base=theta)
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        angles, scale = embedding(positions)
+        return module.apply_rotary_pos_emb(x, angles, scale)
+
+    return rotate
 
 
 def rotary_embedding_torch(theta: float, d_head: int, length: int) -> Rotation:
-    """Rotate consecutive positions: this project takes the first."""
+    """Return the rotation of consecutive positions: the project takes only the first of them."""
     rope = import_module("rotary_embedding_torch").RotaryEmbedding(d_head, theta=theta)
-    return lambda x, positions: rope.rotate_queries_or_keys(x, offset=int(positions[0]))
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        return rope.rotate_queries_or_keys(x, offset=int(positions[0]))
+
+    return rotate
 
 
 def _in_halves(rotation: Rotation) -> Rotation:
     """Return a rotation of consecutive pairs by one that pairs x[k] with x[k + d_head/2]."""
-    to_halves, to_pairs = (
-        "... (half pair) -> ... (pair half)",
-        "... (pair half) -> ... (half pair)",
-    )
-    return lambda x, positions: rearrange(
-        rotation(rearrange(x, to_halves, pair=2), positions), to_pairs, pair=2
-    )
+    to_halves = "... (half pair) -> ... (pair half)"
+    to_pairs = "... (pair half) -> ... (half pair)"
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        halves = rearrange(x, to_halves, pair=2)
+        return rearrange(rotation(halves, positions), to_pairs, pair=2)
+
+    return rotate

@@ -17,7 +17,7 @@ def test_tables_have_each_candidate_over_reading_the_weights(capsys):
         "static cache",
         "transformers, DynamicCache",
         "transformers, StaticCache",
-        "the matrix products alone",
+        "only the matrix products",
         "reading the weights once",
     ]
     assert "1 thread; torch" in printed
@@ -42,7 +42,8 @@ def test_sizes_below_one_are_rejected(capsys):
     with pytest.raises(SystemExit) as error:
         compare_decoding.main(["--rounds", "0"])
     assert error.value.code == 2
-    assert "error: --rounds must be at least 1, got 0" in capsys.readouterr().err
+    expected = "argument --rounds: must be an integer of at least 1, got '0'"
+    assert expected in capsys.readouterr().err
 
 
 def test_missing_transformers_is_one_line(capsys, monkeypatch):

@@ -1,103 +1,147 @@
 """The errors that docs/exactness.md reports: those of known roundings, their units, and the tables."""
 
+import math
+
 import exactness
 import pytest
 import torch
-from peers import errors
+from peers import errors, errors_report, pages
+from peers.errors import FORWARD, OURS, ROUNDED, WEIGHTS, Error, Key
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # of the peers, which this project cannot fix
+# The peers warn, which this project cannot mend.
+pytestmark = pytest.mark.filterwarnings("ignore")
+BFLOAT16 = torch.bfloat16
+EPS = torch.finfo(BFLOAT16).eps
+EXACT = torch.tensor([1.0, 2.0, -4.0], dtype=torch.float64)
 
 
 def test_error_is_in_units_of_eps():
-    exact = torch.tensor([1.0, 2.0, -4.0], dtype=torch.float64)
-    eps = torch.finfo(torch.bfloat16).eps
-    assert errors.error(exact * (1 + eps), exact, torch.bfloat16) == pytest.approx(
-        (1, 1)
+    found = errors.error(EXACT * (1 + EPS), EXACT, BFLOAT16)
+    assert (found.rms, found.largest) == pytest.approx((1, 1))
+
+
+def test_largest_error_is_relative_to_the_largest_value():
+    wrong = EXACT + EPS * torch.tensor([0.0, 0.0, 2.0])
+    assert errors.error(wrong, EXACT, BFLOAT16).largest == pytest.approx(0.5)
+
+
+def test_error_of_nan_is_infinite():
+    wrong = EXACT * torch.tensor([1, 1, torch.nan])
+    assert errors.error(wrong, EXACT, BFLOAT16) == Error(math.inf, math.inf)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return errors.measure(torch.device("cpu"), quick=True)
+
+
+def rms(measured, *key):
+    return errors_report.rms(measured[Key(*key)])
+
+
+def test_all_layers_but_rope_are_exact_to_a_few_roundings(measured):
+    found = {
+        key: errors_report.rms(values)
+        for key, values in measured.items()
+        if not key.layer.startswith("RoPE")
+    }
+    assert {key.layer for key in found} >= {"RMSNorm", "SwiGLU", "Block", "8 Blocks"}
+    assert all(0 < error < 12 for error in found.values()), found
+
+
+@pytest.mark.parametrize("direction", errors.DIRECTIONS)
+def test_norm_in_half_precision_rounds_once(measured, direction):
+    ours = rms(measured, "bfloat16", direction, "RMSNorm", OURS)
+    assert ours < 1.01 * rms(measured, "bfloat16", direction, "RMSNorm", ROUNDED)
+
+
+def test_norm_of_hugging_face_rounds_twice(measured):
+    norm = ("bfloat16", FORWARD, "RMSNorm")
+    if Key(*norm, "Hugging Face") not in measured:
+        pytest.skip("needs transformers")
+    ratio = rms(measured, *norm, "Hugging Face") / rms(measured, *norm, ROUNDED)
+    assert 1.2 < ratio < 1.6
+
+
+def test_rope_is_as_exact_as_its_dtype_and_float32_angles_are_not(measured):
+    rope = ("float32", FORWARD, "RoPE from position 8,192")
+    assert rms(measured, *rope, OURS) < 0.5
+    # The angles are off by up to half an eps of each position.
+    assert 200 < rms(measured, *rope, "Meta") < 2000
+
+
+def made_up():
+    """Return errors of three seeds of one layer in float32."""
+    of_projects = {
+        ROUNDED: [Error(0.5, 1.0)] * 3,
+        OURS: [Error(1.0, 2.0), Error(1.5, 1.0), Error(1.25, 3.0)],
+        "litgpt": [Error(0.8, 2.0), Error(1.0, 1.0), Error(1.0, 1.0)],
+        "torchtune": [Error(1.0, 2.0)] * 3,
+        "Hugging Face": [Error(math.inf, math.inf)] * 3,
+    }
+    return {
+        Key("float32", FORWARD, "RMSNorm", project): found
+        for project, found in of_projects.items()
+    }
+
+
+def test_table_has_medians_and_largest_errors_and_marks_who_is_closer():
+    table = errors_report.table(made_up(), "float32", FORWARD)
+    header, _, row = [line.split("|")[1:-1] for line in table.splitlines()]
+    cells = dict(zip(map(str.strip, header), map(str.strip, row), strict=True))
+    assert cells == {
+        "layer": "RMSNorm",
+        ROUNDED: "0.50, 1.00",
+        OURS: "1.25, 3.00",
+        "Hugging Face": "not finite",
+        "litgpt": "**1.00, 2.00**",
+        "torchtune": "1.00, 2.00",  # not closer with every seed
+    }
+
+
+def test_seeds_are_compared_with_the_medians_of_a_table():
+    assert errors_report.variation(made_up(), "float32", FORWARD) == (
+        "Seeds differ from these medians by 10.0% in half of the cells, and by at most 20%."
     )
-    assert errors.error(
-        exact + eps * torch.tensor([0.0, 0.0, 2.0]), exact, torch.bfloat16
-    )[1] == pytest.approx(0.5)
-    assert errors.error(
-        exact * torch.tensor([1, 1, torch.nan]), exact, torch.bfloat16
-    ) == (torch.inf, torch.inf)
 
 
-def test_measured_errors_are_those_of_known_roundings():
-    measured = errors.measure(torch.device("cpu"), quick=True)
-    rms = {
-        (*key, project): exactness.rms(pairs)
-        for key, of in measured.items()
-        for project, pairs in of.items()
-    }
-    assert all(
-        0 < error < 12
-        for (section, *_), error in rms.items()
-        if section not in errors.ROPES
-    ), rms
-    for what in (
-        errors.FORWARD,
-        errors.GRADIENT,
-        errors.WEIGHTS,
-    ):  # rounded once, at the end
-        norm = "RMSNorm", "bfloat16", what
-        assert rms[*norm, errors.OURS] < 1.01 * rms[*norm, errors.ROUNDED]
-    norm = "RMSNorm", "bfloat16", errors.FORWARD
-    if (*norm, "Hugging Face") in rms:  # rounded twice
-        assert 1.2 < rms[*norm, "Hugging Face"] / rms[*norm, errors.ROUNDED] < 1.6
-    rope = "RoPE at 8,192", "float32", errors.FORWARD
-    assert rms[*rope, errors.OURS] < 0.5
-    assert (
-        200 < rms[*rope, "Meta"] < 2000
-    )  # angles in float32 are off by up to half an eps of each position
+def test_ratios_are_those_of_all_dtypes_and_directions():
+    found = made_up()
+    for project, error in {OURS: Error(1.0, 1.0), "litgpt": Error(2000.0, 1.0)}.items():
+        found[Key("float16", WEIGHTS, "RMSNorm", project)] = [error]
+    assert errors_report.ratios(found, "RMSNorm", "litgpt") == "0.00050 to 1.25"
+    assert errors_report.ratios(found, "RMSNorm", "torch.nn") == ""
 
 
-def test_page_shows_ranges_ratios_and_who_is_closer():
-    ours, once, closer = (
-        [(1.0, 2.0), (1.5, 1.0), (1.25, 3.0)],
-        3 * [(1.0, 2.0)],
-        [(0.8, 2.0), (1.0, 1.0), (1.0, 1.0)],
-    )
-    measured = {
-        ("RMSNorm", dtype, errors.FORWARD): {errors.OURS: ours}
-        for dtype in errors.DTYPES
-    }
-    measured["RMSNorm", "float32", errors.FORWARD] |= {
-        errors.ROUNDED: once,
-        "litgpt": closer,
-        "torchtune": once,
-    }
-    measured["RMSNorm", "bfloat16", errors.FORWARD] |= {"litgpt": 3 * [(2.5, 2.0)]}
-    measured["RMSNorm", "float16", errors.FORWARD] |= {
-        "litgpt": 3 * [(torch.inf, torch.inf)]
-    }
-    page = exactness.page(measured, {"device": "a device", "commit": "abc"})
-    lines = [" ".join(line.replace("|", " ").split()) for line in page.splitlines()]
-    assert lines[0].startswith("Measured on a device, with torch ")
-    assert "RMSNorm 0.00-1.25 1.25-1.25" in lines
-    assert {
-        "tinyblock 1.25 (1.00-1.50), 3.00",
-        "the exact result, rounded 1.00, 2.00",
-    } <= set(lines)
-    assert {
-        "litgpt **1.00 (0.80-1.00), 2.00**",
-        "litgpt 2.50, 2.00",
-        "litgpt not finite",
-    } <= set(lines)
-    assert "torchtune 1.00, 2.00" in lines  # not closer with every seed
+def test_page_has_a_table_for_each_dtype_and_direction(measured):
+    text = errors_report.tables(measured)
+    headings = [line for line in text.splitlines() if line.startswith("### ")]
+    assert len(headings) == len(set(headings)) == 9
+    assert text.count("| layer ") == 9
+    # RoPE has no weights, so it is in the table of ratios and in six others.
+    assert text.count("\n| RoPE from position 8,192 ") == 7
 
 
-def test_write_requires_a_page_with_the_mark(tmp_path, capsys):
+def test_write_requires_a_page_with_the_marks_of_the_device(tmp_path, capsys):
     page = tmp_path / "page.md"
-    page.write_text("my notes")
+    page.write_text(pages.begin("scripts/exactness.py --device cuda") + pages.END)
+    before = page.read_text()
     with pytest.raises(SystemExit, match="2"):
         exactness.main(["--write", str(page)])
-    assert (
-        "--write must be a page with the line <!-- scripts/exactness.py"
-        in capsys.readouterr().err
-    )
+    expected = "must be a page with the lines <!-- scripts/exactness.py --device cpu"
+    assert expected in capsys.readouterr().err
+    assert page.read_text() == before
+
+
+def test_quick_run_cannot_be_written(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
-        exactness.main(["--quick", "--write", str(page)])
+        exactness.main(["--quick", "--write", str(tmp_path / "page.md")])
     assert "--quick measures one seed, too few for --write" in capsys.readouterr().err
-    assert page.read_text() == "my notes"
+
+
+def test_quick_run_prints_all_tables(capsys, monkeypatch, measured):
+    monkeypatch.setattr(exactness, "measure", lambda device, quick, begin: measured)
+    assert exactness.main(["--quick"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Measured on ")
+    assert "### float16, gradient of the weights" in printed

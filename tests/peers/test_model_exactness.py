@@ -1,7 +1,6 @@
 import model_exactness
 import pytest
 import torch
-from lab.tables import markdown
 
 pytest.importorskip("gguf", reason="needs gguf")
 pytest.importorskip("transformers", reason="needs transformers")
@@ -76,19 +75,6 @@ def test_tables_show_medians_ranges_and_ratios():
     table = model_exactness.invariance_table(differences)
     assert table.splitlines()[2].count("equal") == 5
     assert table.splitlines()[2].endswith("3e-07 |")
-
-
-def test_replaced_changes_only_what_is_between_the_marks(tmp_path):
-    page = tmp_path / "page.md"
-    begin, end = model_exactness.BEGIN, model_exactness.END
-    page.write_text(f"before\n{begin}old\n{end}after\n")
-    table = markdown(["a", "b"], [["1", "2"]])
-    assert model_exactness.replaced(page, table) == (
-        f"before\n{begin}\n{table}\n{end}after\n"
-    )
-    page.write_text("no marks\n")
-    with pytest.raises(ValueError, match="two marks"):
-        model_exactness.replaced(page, table)
 
 
 def test_main_reports_a_missing_model(tmp_path, capsys):
