@@ -129,7 +129,7 @@ class RotaryPositionalEmbedding(nn.Module):
 
     def _select(
         self,
-        table: Float[Tensor, "max_seq_len *row"],
+        table: Float[Tensor, "max_seq_len ..."],
         seq: int,
         token_positions: Tensor | None,
     ) -> Tensor:
