@@ -31,7 +31,7 @@ def plot_predictions(
         path: where to write; its suffix names the format.
     """
     figure = new_figure(title, "\n".join(basis.lines()))
-    figure.suptitle(title, fontsize=9, fontweight="bold")
+    figure.suptitle(title, fontsize=8, fontweight="bold")
     axes = figure.subplots()
     _draw_meshes(axes, predictions, axis)
     _name_best(axes, predictions, axis)
