@@ -231,9 +231,9 @@ def describe() -> str:
     found = environment(torch.device("cpu"), seed=0)
     transformers = versions("transformers")["transformers"]
     return (
-        f"{found['cpu']}, {found['threads']} thread; torch {found['torch']}, "
-        f"transformers {transformers}; {found['date']}; commit {found['commit']}; "
-        f"`{found['command']}`"
+        f"{found.cpu}, {found.threads} thread; torch {found.torch}, "
+        f"transformers {transformers}; {found.date}; commit {found.commit}; "
+        f"`{found.command}`"
     )
 
 

@@ -21,6 +21,7 @@ sys.path.insert(
 import jaxtyping
 import torch
 from lab.cli import Parser, check_outputs, device_of, positive_int, run
+from lab.environment import environment
 from lab.files import write_text
 from lab.presets import PRESETS
 from lab.progress import Progress
@@ -267,7 +268,7 @@ def measure(plan: Plan, options: argparse.Namespace) -> int:
     """Measure the cases, print and write the results after each, and return the exit code."""
     torch.set_num_threads(options.threads)
     measured = records.Run(
-        environment=records.environment_of(plan.device, options.seed),
+        environment=environment(plan.device, options.seed),
         rounds=options.rounds,
         quick=options.quick,
         shape_checks=not jaxtyping.config.jaxtyping_disable,

@@ -94,9 +94,7 @@ def measure_and_write(options: argparse.Namespace, device: torch.device) -> int:
         warnings.simplefilter("ignore")
         errors = measure(device, options.quick, progress.start)
     packages = ", ".join(map(" ".join, versions("torch", *PACKAGES).items()))
-    origin = (
-        f"Measured on {facts['device']}, with {packages}, at commit {facts['commit']}."
-    )
+    origin = f"Measured on {facts.device}, with {packages}, at commit {facts.commit}."
     text = f"{origin}\n\n{tables(errors)}\n"
     print(text)
     if options.plot:

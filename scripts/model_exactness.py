@@ -121,8 +121,8 @@ def measure(model: Path, quick: bool) -> str:
     packages = ", ".join(map(" ".join, versions("torch", "transformers").items()))
     python = sys.version.split()[0]
     origin = (
-        f"Measured on {facts['device']}, one thread, with {packages}, Python {python}, "
-        f"at commit {facts['commit']}."
+        f"Measured on {facts.device}, one thread, with {packages}, Python {python}, "
+        f"at commit {facts.commit}."
     )
     return "\n\n".join([origin, errors_table(errors), invariance_table(differences)])
 

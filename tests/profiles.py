@@ -9,11 +9,11 @@ from contextlib import redirect_stdout
 from types import SimpleNamespace
 
 import torch
+from lab.environment import Environment
 from lab.machine import Ceilings
 from lab.timing import Spread
 from profiling.cli import main
 from profiling.records import (
-    Environment,
     HeldMemory,
     Memory,
     Point,

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,25 +19,68 @@ import tinyblock
 from .processes import launched
 
 
-def environment(device: torch.device, seed: int) -> dict[str, object]:
-    """Return machine, device, driver, versions, threads, commit, seed, command and date, ready for JSON."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": _command(),
-        "commit": _commit(),
-        "seed": seed,
-        "tinyblock": tinyblock.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "os": platform.platform(),
-        "cpu": _cpu_name(),
-        "threads": torch.get_num_threads(),
-        "device": device_name(device),
-        "cuda": torch.version.cuda if device.type == "cuda" else None,
-        "driver": _driver() if device.type == "cuda" else None,
-        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
-        "norm_kernels": _norm_kernels() if device.type == "cuda" else None,
-    }
+@dataclass(frozen=True)
+class Environment:
+    """Where, when and with which versions something was measured.
+
+    date: when the measurement started, in UTC.
+    command: the command line.
+    commit: that of the checkout, followed by "+changes" if files differ from it; null outside of a checkout.
+    seed: seed of weights and inputs.
+    tinyblock: version.
+    torch: version.
+    python: version.
+    os: name and version of the operating system.
+    cpu: model, number of cores, and the widest instructions that torch uses.
+    threads: number of threads that torch uses on the CPU.
+    device: name of the GPU or of the CPU that was measured.
+    cuda: version of CUDA; null on a CPU, like the next three.
+    driver: version of the GPU's driver.
+    cudnn: version of cuDNN.
+    norm_kernels: versions of nvidia-cutlass-dsl and apache-tvm-ffi if both are installed: with them, torch 2.13 and
+        later replace their own RMSNorm on Hopper.
+    float32_matmul_precision: torch's setting; unless it is highest, float32 has no peak in the datasheet.
+    """
+
+    date: str
+    command: str
+    commit: str | None
+    seed: int
+    tinyblock: str
+    torch: str
+    python: str
+    os: str
+    cpu: str
+    threads: int
+    device: str
+    cuda: str | None
+    driver: str | None
+    cudnn: int | None
+    norm_kernels: str | None
+    float32_matmul_precision: str
+
+
+def environment(device: torch.device, seed: int) -> Environment:
+    """Return the environment of this process."""
+    on_gpu = device.type == "cuda"
+    return Environment(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=_command(),
+        commit=_commit(),
+        seed=seed,
+        tinyblock=tinyblock.__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        os=platform.platform(),
+        cpu=_cpu_name(),
+        threads=torch.get_num_threads(),
+        device=device_name(device),
+        cuda=torch.version.cuda if on_gpu else None,
+        driver=_driver() if on_gpu else None,
+        cudnn=torch.backends.cudnn.version() if on_gpu else None,
+        norm_kernels=_norm_kernels() if on_gpu else None,
+        float32_matmul_precision=torch.get_float32_matmul_precision(),
+    )
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lab.environment import Environment
 from lab.tables import markdown, number
 
 from .errors import (
@@ -133,13 +134,13 @@ def ratios(errors: Errors, layer: str, peer: str) -> str:
     return f"{number(min(found))} to {number(max(found))}"
 
 
-def draw(errors: Errors, facts: Mapping[str, object], path: Path) -> None:
+def draw(errors: Errors, found: Environment, path: Path) -> None:
     """Draw RoPE's relative error versus the position, one line for each project."""
     from lab.plots import new_figure, save
 
     figure = new_figure(
         "RoPE: relative error versus position",
-        f"{facts['device']}, torch {facts['torch']}",
+        f"{found.device}, torch {found.torch}",
     )
     left, right = figure.subplots(1, 2, sharey=True)
     draw_dtype(left, errors, "float32")

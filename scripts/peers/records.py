@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from lab.environment import environment
+from lab.environment import Environment
 from lab.files import read_json, write_json
 from lab.records import from_plain, to_plain
 
@@ -99,27 +99,6 @@ class CaseResult:
             raise ValueError(f"{self.name} must have the needs of the Block")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Environment:
-    """Where and when a run was measured, as `lab.environment` finds it."""
-
-    date: str
-    command: str
-    commit: str | None
-    seed: int
-    tinyblock: str
-    torch: str
-    python: str
-    os: str
-    cpu: str
-    threads: int
-    device: str
-    cuda: str | None
-    driver: str | None
-    cudnn: int | None
-    norm_kernels: str | None
-
-
 @dataclass(kw_only=True)
 class Run:
     """One process of compare_peers.py. `interrupted` is True until its last case is finished."""
@@ -131,11 +110,6 @@ class Run:
     interrupted: bool = True
     cases: tuple[CaseResult, ...] = ()
     schema: str = SCHEMA
-
-
-def environment_of(device: torch.device, seed: int) -> Environment:
-    """Return the environment of this process."""
-    return from_plain(Environment, environment(device, seed))
 
 
 def write(path: Path, run: Run) -> None:

@@ -13,10 +13,9 @@ from typing import Literal
 
 import torch
 from lab.costs import Cost
-from lab.environment import environment
+from lab.environment import Environment
 from lab.kernels import Kernels
 from lab.machine import Ceilings
-from lab.records import from_plain
 from lab.sizes import Size
 from lab.timing import Spread
 
@@ -54,47 +53,6 @@ class Settings:
     @property
     def train(self) -> bool:
         return self.mode != "forward"
-
-
-@dataclass(frozen=True)
-class Environment:
-    """Where, when and with which versions a profile was measured.
-
-    date: when the measurement started, in UTC.
-    command: the command line.
-    commit: that of the checkout, followed by "+changes" if files differ from it; null outside of a checkout.
-    seed: seed of weights and inputs.
-    tinyblock: version.
-    torch: version.
-    python: version.
-    os: name and version of the operating system.
-    cpu: model, number of cores, and the widest instructions that torch uses.
-    threads: number of threads that torch uses on the CPU.
-    device: name of the GPU or of the CPU that was measured.
-    cuda: version of CUDA; null on a CPU, like the next three.
-    driver: version of the GPU's driver.
-    cudnn: version of cuDNN.
-    norm_kernels: versions of nvidia-cutlass-dsl and apache-tvm-ffi if both are installed: with them, torch 2.13 and
-        later replace their own RMSNorm on Hopper.
-    float32_matmul_precision: torch's setting; unless it is highest, float32 has no peak in the datasheet.
-    """
-
-    date: str
-    command: str
-    commit: str | None
-    seed: int
-    tinyblock: str
-    torch: str
-    python: str
-    os: str
-    cpu: str
-    threads: int
-    device: str
-    cuda: str | None
-    driver: str | None
-    cudnn: int | None
-    norm_kernels: str | None
-    float32_matmul_precision: str
 
 
 @dataclass(frozen=True)
@@ -424,10 +382,3 @@ def times_of(
         for name, each in part.passes.items():
             times[part.name, name] = each.seconds
     return times
-
-
-def environment_here(device: torch.device, seed: int) -> Environment:
-    """Return the environment of this process."""
-    facts = environment(device, seed)
-    facts["float32_matmul_precision"] = torch.get_float32_matmul_precision()
-    return from_plain(Environment, facts)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from lab.environment import device_name
+from lab.environment import device_name, environment
 from lab.machine import DATASHEETS, Ceilings, measure_ceilings
 from lab.processes import from_first, is_first
 from lab.progress import Progress
@@ -22,7 +22,6 @@ from .records import (
     Point,
     Profile,
     Settings,
-    environment_here,
 )
 from .report import report
 from .report_distributed import distributed_report
@@ -67,7 +66,7 @@ def _measure_all(
     """Return the profile of all sizes, or of those that were finished before Ctrl-C."""
     progress.start("measuring the ceilings")
     profile = Profile(
-        environment=environment_here(settings.device, settings.seed),
+        environment=environment(settings.device, settings.seed),
         settings=settings,
         ceilings=_ceilings(settings, clock),
         datasheet=_datasheet(settings.device, settings.dtype),

@@ -1,7 +1,7 @@
 """Comparisons that the papers make, on one text: equal parameters, data, steps and seeds for all variants."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Literal
 
 import torch
-from lab.environment import device_name, environment
+from lab.environment import Environment, device_name, environment
 from lab.files import read_json, write_json
 from lab.progress import Progress
 from lab.records import from_plain, to_plain
@@ -154,10 +154,14 @@ def validation_windows(text: Text, settings: Settings) -> Tensor:
 
 
 def write_comparison(
-    path: Path, comparison: Comparison, environment: dict[str, object]
+    path: Path, comparison: Comparison, environment: Environment
 ) -> None:
     """Write a comparison as JSON, with the environment, which is not read back."""
-    document = {"schema": SCHEMA, **to_plain(comparison), "environment": environment}
+    document = {
+        "schema": SCHEMA,
+        **to_plain(comparison),
+        "environment": asdict(environment),
+    }
     write_json(path, document)
 
 

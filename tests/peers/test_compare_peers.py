@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import compare_peers
 import pytest
 import torch
+from lab.environment import environment
 from peers import candidates, projects, records
 
 QUICK = ["--quick", "--rounds", "2", "--threads", "1"]
@@ -183,8 +184,8 @@ def test_kernels_are_counted_when_everything_is_timed(monkeypatch):
     cases = ["--case", "train-f32-768,one-token-f32"]
     options = compare_peers.make_parser().parse_args(cases)
     plan = compare_peers.plan_of(options)
-    here = records.environment_of(plan.device, seed=0)
-    monkeypatch.setattr(records, "environment_of", lambda device, seed: here)
+    here = environment(plan.device, seed=0)
+    monkeypatch.setattr(compare_peers, "environment", lambda device, seed: here)
     on_gpu = compare_peers.Plan(plan.cases, plan.peers, torch.device("cuda", 0))
     comparison = Mock(late=lambda: False)
     comparison.measure.side_effect = compare_peers.Comparison(

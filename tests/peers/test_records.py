@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from lab.environment import environment
 from peers import records
 from peers.records import (
     CaseResult,
@@ -11,7 +12,6 @@ from peers.records import (
     Needs,
     Row,
     Run,
-    environment_of,
 )
 
 
@@ -58,7 +58,7 @@ def a_run():
         rows=(measured_row(), skipped_row()),
     )
     return Run(
-        environment=environment_of(torch.device("cpu"), seed=0),
+        environment=environment(torch.device("cpu"), seed=0),
         rounds=2,
         quick=False,
         shape_checks=True,

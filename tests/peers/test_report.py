@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lab.environment import environment
 from peers import report
 from peers.pooling import pool
 from peers.records import (
@@ -13,7 +14,6 @@ from peers.records import (
     Needs,
     Row,
     Run,
-    environment_of,
 )
 
 MIB = 2**20
@@ -66,7 +66,7 @@ def case_of(*rows):
 
 
 def run_of(*rows, **facts):
-    here = environment_of(torch.device("cpu"), seed=0)
+    here = environment(torch.device("cpu"), seed=0)
     known = {"device": H100, "commit": "abc", "command": "python x", **facts}
     return Run(
         environment=dataclasses.replace(here, **known),

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from lab import kernels
+from lab.environment import Environment
 from lab.sizes import Size
 from profiles import point_of, profile_of, samples_of
 from profiling import records
@@ -27,7 +28,7 @@ def profile():
 def test_records_describe_every_field():
     described = [each for each in vars(records).values() if isinstance(each, type)]
     described = [each for each in described if each.__module__ == records.__name__]
-    described.append(kernels.Kernels)
+    described += [kernels.Kernels, Environment]
     assert len(described) > 15
     for record in described:
         names = {field.name for field in dataclasses.fields(record)}
