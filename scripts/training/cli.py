@@ -17,7 +17,8 @@ from lab.processes import launched
 from tinyblock import Transformer
 
 from .checkpoints import Checkpoint, DamagedCheckpoint
-from .compare import VARIANTS, Comparison, compare, read_comparison, show_comparison
+from .compare import compare, show_comparison
+from .comparison import VARIANTS, Comparison, read_comparison
 from .text import Text, files_in, read_text, standard_library
 from .trainer import Diverged, Settings
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 from tinyblock import gelu, silu
 
-from .compare import Comparison, VariantRun
+from .comparison import Comparison, VariantRun
 from .trainer import Settings, StepRecord
 
 TITLES = {
