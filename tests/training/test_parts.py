@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from training import cli, compare
+from training import cli, compare, comparison
 from training.text import (
     batch,
     even_windows,
@@ -119,10 +119,10 @@ def test_validate_is_the_mean_loss_at_each_position():
     torch.testing.assert_close(losses, -picked.detach().mean((0, 2)))
 
 
-@pytest.mark.parametrize("kind", compare.VARIANTS)
+@pytest.mark.parametrize("kind", comparison.VARIANTS)
 def test_variants_have_as_many_parameters_and_differ(kind):
     tokens, counts, outputs = torch.randint(256, (2, 8)), [], []
-    for build in compare.VARIANTS[kind].values():
+    for build in comparison.VARIANTS[kind].values():
         torch.manual_seed(0)
         model = build(SETTINGS)
         counts.append(sum(p.numel() for p in model.parameters() if p.ndim > 1))
@@ -137,9 +137,9 @@ def test_variants_have_as_many_parameters_and_differ(kind):
 
 def test_post_norm_is_the_equation():
     torch.manual_seed(0)
-    before: Any = compare.VARIANTS["norm"]["pre-norm"](SETTINGS)
+    before: Any = comparison.VARIANTS["norm"]["pre-norm"](SETTINGS)
     torch.manual_seed(0)
-    after = compare.VARIANTS["norm"]["post-norm"](SETTINGS)
+    after = comparison.VARIANTS["norm"]["post-norm"](SETTINGS)
     norm, tokens = RMSNorm(32), torch.randint(256, (2, 8))
     x = before.token_embeddings(tokens)
     for block in before.transformer.layers:
@@ -161,7 +161,7 @@ TINY = [
 
 @pytest.fixture
 def short_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "VALIDATION_BATCHES", 2)
+    monkeypatch.setattr(comparison, "VALIDATION_BATCHES", 2)
     path = tmp_path / "text"
     path.write_bytes(bytes(range(256)) * 9)
     return path
@@ -184,8 +184,8 @@ def test_comparison_has_runs_of_every_seed_a_table_and_a_picture(
     assert is_png(picture)
     printed = capsys.readouterr().out
     runs = json.loads(results.read_text())["runs"]
-    first, other = list(compare.VARIANTS[kind])[:2]
-    expected = list(product((0, 1), rates, compare.VARIANTS[kind]))
+    first, other = list(comparison.VARIANTS[kind])[:2]
+    expected = list(product((0, 1), rates, comparison.VARIANTS[kind]))
     assert [(run["seed"], run["lr"], run["variant"]) for run in runs] == expected
     losses = {}
     for run in runs:
