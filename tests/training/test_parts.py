@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from training import cli, compare, comparison
+from training import cli, comparison
 from training.text import (
     batch,
     even_windows,
