@@ -216,6 +216,8 @@ def mean_so_far(x):
 
 
 PARTS = {"norm": torch.tanh, "ffn": torch.sin, "attention": mean_so_far}
+# How the names of their weights begin, after a dot.
+PREFIXES = {"norm": "ln", "ffn": "ffn", "attention": "attn"}
 
 
 def layer_of(function):
@@ -234,9 +236,16 @@ def formula_of(function):
     return formula
 
 
+def check_is_replaced(module, part):
+    """Require that a module whose part was replaced has no weights of that part."""
+    left = [name for name in module.state_dict() if f".{PREFIXES[part]}" in f".{name}"]
+    assert not left, f"{part}= has no effect: the module still has {', '.join(left)}"
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_takes_any_norm_ffn_and_attention(block, part):
     layer = build(block, "Block", 24, 4, 40, **{part: layer_of(PARTS[part])})
+    check_is_replaced(layer, part)
 
     def formula(x, weights):
         return pre_norm_block(x, weights, **{part: formula_of(PARTS[part])})

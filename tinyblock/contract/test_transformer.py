@@ -35,6 +35,7 @@ from .test_attention import mask_of, take_inputs
 from .test_block import (
     EVERY_OPTION,
     PARTS,
+    check_is_replaced,
     formula_of,
     layer_of,
     norm_of_weights,
@@ -210,6 +211,7 @@ def test_one_table_for_all_blocks(transformer):
 @pytest.mark.parametrize("part", PARTS)
 def test_takes_any_norm_ffn_and_attention(transformer, part):
     stack = build_stack(transformer, **{part: layer_of(PARTS[part])})
+    check_is_replaced(stack, part)
 
     def formula(x, weights):
         return blocks_and_norm(x, weights, **{part: formula_of(PARTS[part])})
