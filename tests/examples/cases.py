@@ -153,10 +153,8 @@ def _context_parallelism(sizes, axes, masked, recompute=False):
     own_mask = None if mask is None else mask[rank][:, own]
     out = model(x[rank][:, own], own, own_mask)
     (out * target[rank][:, own]).mean().backward()
-    if "tp" in axes:  # whose sums of parts are rounded in another order
-        torch.testing.assert_close(out, expected[rank][:, own], rtol=0, atol=1e-13)
-    else:
-        assert torch.equal(out, expected[rank][:, own])
+    # Matrix products of fewer rows, and sums over "tp", may be rounded in another order.
+    torch.testing.assert_close(out, expected[rank][:, own], rtol=0, atol=1e-13)
     assert_gradients_equal(model, one, rtol=1e-12, atol=1e-16)
 
 
