@@ -121,15 +121,14 @@ class FunctionLayer(nn.Module):
         return self.function(x, *self.weights, **self.options)
 
 
-def without_dropout(module: nn.Module, x: Tensor, inputs: Inputs) -> nn.Module:
-    """Return the module, in eval mode if it draws random numbers in training."""
+def turn_off_dropout(module: nn.Module, x: Tensor, inputs: Inputs) -> None:
+    """Put the module into eval mode if it draws random numbers in training."""
     before = torch.get_rng_state()
     trial = copy.deepcopy(module)  # a first call may change the module
     trial(x.detach().clone(), **inputs)
     is_random = not torch.equal(before, torch.get_rng_state())
     if is_random:
         module.eval()
-    return module
 
 
 # Comparisons.
@@ -205,8 +204,9 @@ def half_a_unit(exact: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     exponent = exact.abs().clamp(min=info.smallest_normal).log2().floor()
     unit = info.eps * 2.0**exponent
-    before = 8 * torch.finfo(torch.float32).eps * largest(exact)
-    return unit / 2 + before
+    one_rounding = unit / 2
+    computation = 8 * torch.finfo(torch.float32).eps * largest(exact)
+    return one_rounding + computation
 
 
 # The equation.
@@ -220,7 +220,8 @@ def add_gradients(
     They are those for a seeded gradient of the result, rounded to a dtype. What the
     result does not depend on has the gradient None.
     """
-    gradient_of_result = randn(*result.shape, seed=9).to(dtype).to(result)
+    rounded = randn(*result.shape, seed=9).to(dtype)
+    gradient_of_result = rounded.to(result)  # its dtype and device
     leaves = {"x": x, **weights}
     gradients = torch.autograd.grad(
         result, list(leaves.values()), gradient_of_result, allow_unused=True
@@ -360,18 +361,20 @@ def compare(
     `dtype` is the one in which the layer computes.
     """
     reference = Reference(formula, module, x, inputs, dtype)
-    module = without_dropout(module, x, inputs).to(device)
+    turn_off_dropout(module, x, inputs)
+    module = module.to(device)
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
 
     x = x.to(device, copy=True).requires_grad_()
     result = call_without_changes(call, module, x, inputs)
-    if call is not in_autocast:  # which also allows float32
+    if call is not in_autocast:  # there, the result may be in float32
         assert result.dtype == dtype, f"result: got {result.dtype}, expected {dtype}"
     weights = dict(module.named_parameters())
     reference.check(add_gradients(result, x, weights, dtype))
 
     module.eval()
     with torch.no_grad():
+        # The same numbers as in x, but neither contiguous nor aligned.
         longer = torch.cat((x[..., :1], x), dim=-1)
         at_odd_offset = longer[..., 1:]
         result = call_without_changes(call, module, at_odd_offset, inputs)
@@ -688,7 +691,7 @@ def check_same(name: str, actual: Tensor, expected: Tensor) -> None:
 
 def check_causality(module: nn.Module, x: Tensor, **inputs: Tensor) -> None:
     """Require the result for the first tokens not to depend on later tokens."""
-    without_dropout(module, x, inputs)
+    turn_off_dropout(module, x, inputs)
     result = module(x, **inputs)
     length = x.shape[-2]
     for count in range(1, length):
@@ -700,7 +703,7 @@ def check_causality(module: nn.Module, x: Tensor, **inputs: Tensor) -> None:
 def check_masks(module: nn.Module, x: Tensor, **inputs: Tensor) -> None:
     """Require a mask of True to change nothing, and a mask to hide what keys contain."""
     require_options(module.forward, "mask")
-    without_dropout(module, x, inputs)
+    turn_off_dropout(module, x, inputs)
     check_mask_of_true(module, x, inputs)
     check_hidden_tokens(module, x, inputs)
 
@@ -730,7 +733,7 @@ def check_hidden_tokens(module: nn.Module, x: Tensor, inputs: Inputs) -> None:
 def check_relative_positions(module: nn.Module, x: Tensor) -> None:
     """Require a layer with RoPE to give the same result for positions that are all 150 further on."""
     require_options(module.forward, "token_positions")
-    without_dropout(module, x, {})
+    turn_off_dropout(module, x, {})
     length = x.shape[-2]
     further_on = module(x, token_positions=torch.arange(length) + 150)
     check_same("150 positions further on", further_on, module(x))

@@ -334,11 +334,11 @@ def test_attend_may_be_overridden(attention):
 def test_scores_in_float32_or_wider(attention, dtype):
     """A layer in a half precision must not round its scores to that precision.
 
-    All scores here are about 1024, and they differ by multiples of 1/4, which a half
-    cannot hold at that size.
+    All scores here are about 1024, and they differ by multiples of 1/4. A half cannot
+    hold such differences at that size: the layer would weight the values wrongly.
     """
     layer = construct(attention, LAYER, 64, 1).to(dtype)
-    # Then q = v = x, and k is x with its halves swapped. None of them is rounded.
+    # These weights make q = v = x, and k is x with its halves swapped, without rounding.
     identity = torch.eye(64, dtype=torch.float64)
     weights = dict.fromkeys(WEIGHTS, identity)
     weights["k_proj.weight"] = identity.roll(32, 0)
