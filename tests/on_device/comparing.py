@@ -1,6 +1,7 @@
 """How results on a device are compared with those of float64 on the CPU."""
 
 import torch
+from torch.distributed.tensor import DTensor
 
 HALVES = (torch.bfloat16, torch.float16)
 # Of the norm of each result and gradient, or of 1: what cancels out is small, and what is rounded on the way is not.
@@ -19,15 +20,13 @@ def results(model, x, *inputs, run=None):
     out = (model if run is None else run)(x, *inputs)
     out.backward(draw(*out.shape, seed=1).to(out))
     found = {"output": out, "gradient of x": x.grad}
-    found |= {
-        f"gradient of {name}": parameter.grad
-        for name, parameter in model.named_parameters()
-    }
-    whole = {
-        name: getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)()
-        for name, tensor in found.items()
-    }
-    return {name: tensor.detach().cpu().double() for name, tensor in whole.items()}
+    for name, parameter in model.named_parameters():
+        found[f"gradient of {name}"] = parameter.grad
+    for name, tensor in found.items():
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        found[name] = tensor.detach().cpu().double()
+    return found
 
 
 def assert_close(actual, expected, dtype):

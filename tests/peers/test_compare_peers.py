@@ -8,6 +8,7 @@ import compare_peers
 import pytest
 import torch
 from lab.environment import environment
+from markdown_tables import table_rows
 from peers import candidates, projects, records
 
 QUICK = ["--quick", "--rounds", "2", "--threads", "1"]
@@ -34,12 +35,6 @@ def names_of(plan):
     return [case.name for case in plan.cases]
 
 
-def cells_of(text):
-    """Return the rows of all tables as lists of cells."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-
-
 def test_quick_run_measures_and_reports_every_case(tmp_path, capsys):
     path, page = tmp_path / "run.json", tmp_path / "report.md"
     names = ["train-bf16-768", "train-bf16-2048", "one-token-f32"]
@@ -59,7 +54,7 @@ def test_quick_run_measures_and_reports_every_case(tmp_path, capsys):
             median = (ours[0] / theirs[0] + ours[1] / theirs[1]) / 2
             assert f" {median:.3f} " in printed
             assert f" {median:.3f} " in written
-    facts = cells_of(written)
+    facts = table_rows(written)
     assert ["threads", "1"] in facts
     assert ["torch", torch.__version__] in facts
     command = f"`{run.environment.command}`"

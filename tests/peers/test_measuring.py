@@ -283,11 +283,11 @@ def test_contestant_frees_its_graph_and_parameters():
         ]
     del candidate, contestant, block
     gc.collect()
-    assert [
-        name
-        for name, own in references.items()
-        if any(reference() is not None for reference in own)
-    ] == []
+    alive = []
+    for name, own in references.items():
+        if any(reference() is not None for reference in own):
+            alive.append(name)
+    assert alive == []
 
 
 def test_flops_are_those_of_the_pass_that_is_measured():

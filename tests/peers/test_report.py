@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from lab.environment import environment
+from markdown_tables import table_rows
 from peers import report
 from peers.pooling import pool
 from peers.records import (
@@ -80,9 +81,7 @@ def run_of(*rows, **facts):
 
 def table_in(text):
     """Return the rows of the first table as lists of cells, by the first cell of each row."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    return {cells[0]: cells[1:] for cells in rows}
+    return {first: cells for first, *cells in table_rows(text)}
 
 
 def test_ratios_of_several_runs_are_pooled():

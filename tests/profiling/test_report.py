@@ -7,6 +7,7 @@ import torch
 from lab.kernels import Kernels
 from lab.sizes import Size
 from lab.timing import Spread
+from markdown_tables import table_rows
 from profiles import machine, point_of, profile_of, samples_of
 from profiling.records import Trust
 from profiling.report import describe, report
@@ -34,10 +35,9 @@ def text_of(profile):
 
 def cells(text, name):
     """Return the cells of the first row of this name."""
-    for line in text.split("\n"):
-        found = [cell.strip() for cell in line.strip("|").split("|")]
-        if found[0] == name:
-            return found
+    for row in table_rows(text):
+        if row[0] == name:
+            return row
     raise AssertionError(f"no row {name}")
 
 

@@ -39,10 +39,9 @@ SETTINGS = Settings(
 )
 
 
-TEXTS = {
-    f"step-{number:02}": bytes((number * k * k) % 7 for k in range(number))
-    for number in range(39)
-}
+TEXTS = {}
+for number in range(39):
+    TEXTS[f"step-{number:02}"] = bytes((number * k * k) % 7 for k in range(number))
 TEXTS[os.fsdecode(b"\xff")] = bytes(k % 5 for k in range(39))
 
 

@@ -142,7 +142,7 @@ def test_training_prints_what_it_read_and_a_sample(whole, text):
     assert " bits/byte)" in printed
     prompt, continuation = printed.split("prompt (")[1].split("continuation ")
     assert data[-held_out:][:64].decode() in prompt
-    # Five bytes, of which some may form one character, and the end of the line.
+    # Five bytes and the end of the line. Several bytes may form one character.
     assert 1 < len(continuation.partition(":\n")[2]) <= 6
 
 
@@ -152,7 +152,7 @@ def test_checkpoint_has_the_keys_of_cs336(saved):
     names += ["ffn.w1", "ffn.w2", "ffn.w3", "ln1", "ln2"]
     expected = {"token_embeddings.weight", "ln_final.weight", "lm_head.weight"}
     for layer in (0, 1):
-        expected |= {f"layers.{layer}.{name}.weight" for name in names}
+        expected.update(f"layers.{layer}.{name}.weight" for name in names)
     assert torch.load(saved / LAST)["model"].keys() == expected
 
 

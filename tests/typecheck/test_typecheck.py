@@ -445,9 +445,11 @@ def test_typecheck_message_shows_the_annotation_of_the_result(module):
         assert "-> Any" not in str(caught.value)
 
 
-WITH_WEIGHTS = ["SwiGLU", "FeedForward", "CausalMultiHeadSelfAttention"]
-FLOAT32_LAYERS = {name: name for name in WITH_WEIGHTS}
-FLOAT32_LAYERS |= {
+# A layer, and the layer that its error names.
+FLOAT32_LAYERS = {
+    "SwiGLU": "SwiGLU",
+    "FeedForward": "FeedForward",
+    "CausalMultiHeadSelfAttention": "CausalMultiHeadSelfAttention",
     "Block": "CausalMultiHeadSelfAttention",
     "Transformer": "CausalMultiHeadSelfAttention",
 }
