@@ -103,9 +103,10 @@ def attention_cost(
     """Return the cost of causal attention: scores, softmax, and the weighted sum of the values."""
     queries = tokens * num_heads * d_head
     keys = tokens * num_kv_heads * d_head
+    # On average, a token attends to (seq_len + 1) / 2 tokens.
     causal_scores = num_heads * tokens * (seq_len + 1) // 2
     dense_scores = num_heads * tokens * seq_len
-    # A score is a product of d_head numbers, and so is its part in the sum of the values.
+    # The product of a query and a key, and a value that is scaled and added.
     flops_of_score = 2 * d_head + 2 * d_head
     return _both_passes(
         inputs=queries + 2 * keys,
@@ -194,7 +195,7 @@ def _both_passes(
         2 * matmul_flops,
         2 * dense_matmul_flops,
         2 * elementwise_flops,
-        # Reads the gradients of the outputs, and reads and then writes as much for inputs and weights.
+        # Reads the gradients of the outputs, the inputs and the weights; writes the gradients of inputs and weights.
         bytes=element_size * (outputs + 2 * (inputs + weights)),
     )
     return {"forward": forward, "backward": backward}

@@ -40,12 +40,17 @@ def kernel_report(
     return summarize_kernels(events_of(run, device), seconds)
 
 
+def count_kernels(run: Callable[[], object], device: torch.device) -> int | None:
+    """Return the number of kernels that `run` starts on a GPU; None if none can be seen."""
+    return _number_of_kernels(events_of(run, device)) or None
+
+
 @contextmanager
 def gpu_profile(device: torch.device, **options: Any) -> Iterator[profile]:
     """Profile a block of code, and record all kernels that it launches.
 
-    A profile loses its first kernels: the k-th profile of a process loses about k (pytorch issue 192021). Kernels that
-    nobody counts are launched first, under a label of their own.
+    A profile loses its first kernels: the k-th profile of a process loses about k (pytorch issue 192021). 1,000
+    kernels that do not count are launched first, under a label of their own.
 
     Args:
         device: where the code runs; on a CPU nothing gets lost.
@@ -96,12 +101,16 @@ def counted_on_gpu(events: Sequence[Any]) -> list[Any]:
 
 def summarize_kernels(work: Sequence[Any], seconds: float) -> Kernels | None:
     """Count kernels, and add up how long the GPU was busy with them, copies and fills; None without a kernel."""
-    count = sum(not event.name.startswith(("Memcpy", "Memset")) for event in work)
+    count = _number_of_kernels(work)
     if count == 0:
         return None
     busy_seconds = busy_time(work) * 1e-6
     busy_fraction = busy_seconds / seconds
     return Kernels(count, busy_seconds, busy_fraction, busy_fraction < LAUNCH_BOUND)
+
+
+def _number_of_kernels(work: Sequence[Any]) -> int:
+    return sum(not event.name.startswith(("Memcpy", "Memset")) for event in work)
 
 
 def busy_time(events: Iterable[Any]) -> float:
@@ -127,7 +136,7 @@ def gpu_seconds(
     Args:
         run: what to time.
         seconds: its time with the host. Launching takes at most that long, and seldom more than 50 ms.
-        calls: the calls of a sample, for the mean of which it stands.
+        calls: number of calls in a sample, which is their mean.
         samples: the number of samples.
     """
     run()

@@ -122,17 +122,19 @@ def measure_ceilings(
         )
         rates = {}
         for side in products:
-            flops = 2 * side**3
+            flops = _product_flops(side)
             rates[side] = Spread.of([flops / seconds for seconds in samples[str(side)]])
-        fastest = max(rates, key=lambda side: rates[side].median)
-        long = _seconds_of_one(products[fastest], 0.5, clock)
+        fastest_side = max(rates, key=lambda side: rates[side].median)
+        sustained_seconds = _seconds_of_one(
+            products[fastest_side], sample_seconds=0.5, clock=clock
+        )
     # A copy reads and writes.
     moved = 2 * source.nbytes
     return Ceilings(
-        flops_per_second=rates[fastest],
+        flops_per_second=rates[fastest_side],
         bytes_per_second=Spread.of([moved / seconds for seconds in samples["copy"]]),
-        sustained_flops_per_second=2 * fastest**3 / long,
-        product_size=fastest,
+        sustained_flops_per_second=_product_flops(fastest_side) / sustained_seconds,
+        product_size=fastest_side,
         copy_bytes=source.nbytes,
     )
 
@@ -150,7 +152,8 @@ def _products(
     while side <= largest and expected_seconds <= longest_seconds:
         products[side] = _product(side, device, dtype)
         # Twice the side is eight times the work.
-        expected_seconds = 8 * _seconds_of_one(products[side], 0.0, clock)
+        seconds = _seconds_of_one(products[side], sample_seconds=0.0, clock=clock)
+        expected_seconds = 8 * seconds
         side *= 2
     return products
 
@@ -164,8 +167,12 @@ def _product(
     return lambda: torch.mm(a, b, out=out)
 
 
+def _product_flops(side: int) -> int:
+    return 2 * side**3
+
+
 def _seconds_of_one(
-    run: Callable[[], Tensor], sample_seconds: float, clock: Clock
+    run: Callable[[], Tensor], *, sample_seconds: float, clock: Clock
 ) -> float:
     """Return the seconds of one call, from a sample of calls that takes at least `sample_seconds`."""
     samples = interleave({"run": run}, 1, sample_seconds, 1, clock=clock)

@@ -45,7 +45,7 @@ class Sweep:
 
 
 def add_size_options(parser: Parser, preset_help: str, layers_help: str) -> None:
-    """Add the options of a model's size, of which two have another meaning in each program."""
+    """Add the options of a model's size. The programs differ in what a preset and --num-layers mean."""
     group = parser.add_argument_group("size of the model")
     group.add_argument(
         "--preset",

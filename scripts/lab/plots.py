@@ -28,8 +28,9 @@ BELOW: dict[str, Any] = {
     "loc": "upper center",
     "bbox_to_anchor": (0.5, -0.13),
     "frameon": False,
+    "columnspacing": 1.0,
+    "handlelength": 1.5,
 }
-BELOW |= {"columnspacing": 1.0, "handlelength": 1.5}
 
 
 def new_figure(title: str, origin: str, width: float = 10, height: float = 5) -> Figure:

@@ -85,10 +85,6 @@ class Size:
         return attention + feed_forward
 
     @property
-    def block_parameters(self) -> int:
-        return self.block_matrices + self.block_gains
-
-    @property
     def gains(self) -> int:
         """Return the number of gains of all norms."""
         final_norm = 0 if self.num_layers is None else self.d_model
@@ -135,8 +131,9 @@ class Size:
         tokens, d_model = self.tokens, self.d_model
         x = tokens * d_model
         queries_and_keys = tokens * (self.query_width + self.key_width)
+        norm = norm_cost(elements=x, gains=d_model, element_size=element_size)
         costs: dict[str, PartCost] = {}
-        costs["ln1"] = norm_cost(elements=x, gains=d_model, element_size=element_size)
+        costs["ln1"] = norm
         costs["q/k/v projections"] = linear_cost(
             tokens=tokens,
             d_in=d_model,
@@ -172,14 +169,12 @@ class Size:
         costs["residual adds"] = residual_adds_cost(
             elements=x, element_size=element_size
         )
-        costs["ln2"] = norm_cost(elements=x, gains=d_model, element_size=element_size)
+        costs["ln2"] = norm
         costs["ffn"] = swiglu_cost(
             tokens=tokens, d_model=d_model, d_ff=self.d_ff, element_size=element_size
         )
         if self.num_layers is not None:
-            costs["final norm"] = norm_cost(
-                elements=x, gains=d_model, element_size=element_size
-            )
+            costs["final norm"] = norm
         if self.vocab:
             costs["embedding"] = embedding_cost(
                 tokens=tokens,

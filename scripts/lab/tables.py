@@ -42,16 +42,18 @@ def _escaped(cells: Sequence[str]) -> list[str]:
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-    padded[0] = cells[0].ljust(widths[0])
+    first_cell, *other_cells = cells
+    first_width, *other_widths = widths
+    padded = [first_cell.ljust(first_width)]
+    for cell, width in zip(other_cells, other_widths, strict=True):
+        padded.append(cell.rjust(width))
     return f"| {' | '.join(padded)} |"
 
 
 def number(value: float | None, digits: int = 3) -> str:
     """Write a number without an exponent; None is n/a.
 
-    It has this many digits, but at most so many decimals that 1 would have as many digits. Smaller numbers have one
-    significant digit less: 0.00040.
+    Numbers from 1 on have this many digits: 1.23, 12.3. Smaller ones have one significant digit less: 0.00040.
     """
     if value is None:
         return "n/a"
@@ -101,7 +103,7 @@ def number_range(low: float, high: float) -> str:
 
 
 def spread_cells(spread: Spread, factor: float) -> list[str]:
-    """Return the median, and the range from p20 to p80, in a unit of which `factor` make one of the spread's."""
+    """Return the median, and the range from p20 to p80, each multiplied by `factor`."""
     return [
         number(spread.median * factor),
         number_range(spread.p20 * factor, spread.p80 * factor),

@@ -55,22 +55,27 @@ def measured_layers(errors: Errors, dtype: str, direction: str) -> list[str]:
 
 def table(errors: Errors, dtype: str, direction: str) -> str:
     """Return the errors in one dtype and direction: a row for each layer, and a column for each project."""
-    layers = measured_layers(errors, dtype, direction)
     rows = []
-    for layer in layers:
-        of_layer = {
-            project: errors.get(Key(dtype, direction, layer, project), [])
-            for project in COLUMNS
-        }
+    for layer in measured_layers(errors, dtype, direction):
+        of_layer = {}
+        for project in COLUMNS:
+            of_layer[project] = errors.get(Key(dtype, direction, layer, project), [])
         cells = [cell(project, of_layer) for project in COLUMNS]
         rows.append([layer, *cells])
     return without_empty_columns(["layer", *COLUMNS], rows)
 
 
 def without_empty_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    kept = [index for index in range(len(header)) if any(row[index] for row in rows)]
-    lines = [[row[index] for index in kept] for row in rows]
-    return markdown([header[index] for index in kept], lines)
+    filled: set[str] = set()
+    for row in rows:
+        filled.update(
+            heading for heading, text in zip(header, row, strict=True) if text
+        )
+    kept = [index for index, heading in enumerate(header) if heading in filled]
+    kept_rows = []
+    for row in rows:
+        kept_rows.append([row[index] for index in kept])
+    return markdown([header[index] for index in kept], kept_rows)
 
 
 def cell(project: str, of_layer: Mapping[str, Sequence[Error]]) -> str:
@@ -116,9 +121,10 @@ def ratios_table(errors: Errors) -> str:
     """Return tinyblock's errors divided by those of each project, over all dtypes and directions."""
     header = ["tinyblock / project", *PEERS]
     layers = measured_layers(errors, "float32", FORWARD)
-    rows = [
-        [layer, *(ratios(errors, layer, peer) for peer in PEERS)] for layer in layers
-    ]
+    rows = []
+    for layer in layers:
+        cells = [ratios(errors, layer, peer) for peer in PEERS]
+        rows.append([layer, *cells])
     return without_empty_columns(header, rows)
 
 

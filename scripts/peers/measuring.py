@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lab.kernels import kernel_report
+from lab.kernels import count_kernels
 from lab.memory import SavedBytes, peak_added_bytes
 from lab.sizes import Size
 from lab.timing import interleave
@@ -31,12 +31,6 @@ class Contestant:
     run: Call
     compared: Mapping[str, Tensor]
     needs: Needs
-
-
-def count_kernels(run: Callable[[], object], device: torch.device) -> int | None:
-    """Return the number of kernels that a call starts on a GPU; None if none was seen."""
-    kernels = kernel_report(run, device, seconds=1.0)
-    return None if kernels is None else kernels.count
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Pages of which a script writes a part: the text between two marks."""
+"""Write the part of a page that a script owns: the text between two marks."""
 
 from pathlib import Path
 

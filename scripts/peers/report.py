@@ -224,11 +224,16 @@ def text_of(case: PooledCase) -> str:
     Columns without any figure are left out.
     """
     rows = [cells_of(case, pooled) for pooled in case.rows]
-    shown = [name for name in HEADINGS if any(row.get(name) for row in rows)]
+    filled: set[str] = set()
+    for row in rows:
+        filled.update(name for name, cell in row.items() if cell)
+    shown = [name for name in HEADINGS if name in filled]
     parts = [f"### {case.result.name}", f"{case.result.description}."]
     if rows:
-        table = [[row.get(name, "") for name in shown] for row in rows]
-        parts.append(markdown(shown, table))
+        lines = []
+        for row in rows:
+            lines.append([row.get(name, "") for name in shown])
+        parts.append(markdown(shown, lines))
     reasons = reasons_of(case)
     if reasons:
         parts.append("\n".join(reasons))

@@ -82,15 +82,12 @@ def analyze(point: Point, profile: Profile) -> Analysis:
     """Return what follows from a point of a profile."""
     mode = profile.settings.mode
     whole = point.whole.passes[mode]
-    measured = Peaks(
-        profile.ceilings.flops_per_second.median,
-        profile.ceilings.bytes_per_second.median,
-    )
+    measured: Peaks | None = None
     least: PassSeconds | None = None
     losses: tuple[Loss, ...] = ()
-    if ceiling_too_low(profile):
-        measured = Peaks(None, measured.bytes_per_second)
-    else:
+    if not ceiling_too_low(profile):
+        rates = profile.ceilings.rates
+        measured = Peaks(rates.flops_per_second, rates.bytes_per_second)
         least = roofline_seconds(point, profile.ceilings)
         losses = _losses(point, mode, least, profile.ceilings)
     accounted = sum(part_seconds(part) for part in point.addends)

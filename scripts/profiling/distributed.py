@@ -93,9 +93,9 @@ def measure_distributed(
         group = devices[call.axis].get_group()
         runs[call] = alone(call, group, settings.device, settings.dtype)
     times = _time(runs, settings, progress, clock)
-    run = built.runs["all", settings.mode]
-    overlap = summarize_overlap(events_of(run, settings.device))
-    held = held_memory(built.complete, built.optimizer, run, settings.device)
+    whole_run = built.runs["all", settings.mode]
+    overlap = summarize_overlap(events_of(whole_run, settings.device))
+    held = held_memory(built.complete, built.optimizer, whole_run, settings.device)
     return DistributedPoint(
         size=size,
         whole=_passes(built, times),
@@ -246,7 +246,7 @@ def _collective_time(
         elements += count * call.elements
         moved += count * _moved_bytes(call, settings)
         seconds += count * Spread.of(times.slowest(call)).median
-    any_call = next(iter(counts))
+    any_call = next(iter(counts))  # all have the same axis and kind
     return CollectiveTime(
         pass_name=pass_name,
         axis=any_call.axis,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from einops import rearrange
@@ -138,6 +139,7 @@ def _attention_steps(block: Block) -> list[Step]:
         Step("rope", ("q", "k"), ("q", "k"), rotate),
         Step("attention", ("q", "k", "v"), ("heads",), attend),
         Step("output projection", ("heads",), ("attended",), project_back, output),
+        # Gives x, too: see _add.
         Step("residual adds", ("x", "attended"), ("x", "y"), _add),
     ]
 
@@ -167,6 +169,7 @@ def _feed_forward_steps(block: Block) -> list[Step]:
     return [
         Step("ln2", ("y",), ("h",), norm, _weights(block.ln2)),
         Step("ffn", ("h",), ("fed",), feed, _weights(block.ffn)),
+        # Gives y, too: see _add.
         Step("residual adds", ("y", "fed"), ("y", "z"), _add),
     ]
 
@@ -232,6 +235,7 @@ def timed_parts(
         gradients_of = _gradients_of(outputs_of, out, gradient)
     parts: dict[str, TimedPart] = {}
     for step, inputs, gradients in zip(steps, inputs_of, gradients_of, strict=True):
+        # A part with several steps grows by each of them.
         part = parts.get(step.part, TimedPart(step.part, ()))
         leaves = tuple(tensor.detach().requires_grad_(train) for tensor in inputs)
         parts[step.part] = TimedPart(
@@ -252,7 +256,10 @@ def _gradients_of(
     """
     outputs = [tensor for of_step in outputs_of for tensor in of_step]
     gradients = iter(torch.autograd.grad(out, outputs, gradient))
-    return [tuple(next(gradients) for _ in of_step) for of_step in outputs_of]
+    gradients_of = []
+    for of_step in outputs_of:
+        gradients_of.append(tuple(islice(gradients, len(of_step))))
+    return gradients_of
 
 
 def whole(model: Block | Transformer, x: Tensor, *gradient: Tensor) -> TimedPart:

@@ -234,9 +234,10 @@ def _wholes(
 
 def _parts(axes: Axes, values: list[int], points: Sequence[Point]) -> None:
     """Draw the time of each part, in all of its passes."""
-    for index, parts in enumerate(zip(*(point.parts for point in points), strict=True)):
-        times = [1e3 * part_seconds(part) for part in parts]
-        name, color, marker = parts[0].name, _color(index), _marker(index)
+    parts_of_points = [point.parts for point in points]
+    for index, same_part in enumerate(zip(*parts_of_points, strict=True)):
+        times = [1e3 * part_seconds(part) for part in same_part]
+        name, color, marker = same_part[0].name, _color(index), _marker(index)
         axes.plot(values, times, label=name, color=color, marker=marker)
     passes = " and ".join(points[0].parts[0].passes)
     axes.set_title(f"Time of the parts: {passes}", fontsize=11)

@@ -432,7 +432,8 @@ def _sweep(profile: Profile, axis: str) -> list[Section]:
 
 def _sweep_table(profile: Profile, measured: list[Point], axis: str) -> Table:
     mode = profile.settings.mode
-    of_parts = "forward" if mode == "forward" else "train"
+    # The parts have no step: AdamW updates all weights at once.
+    summed_passes = "forward" if mode == "forward" else "train"
     name = model_name(profile.points[0].size)
     medians = [point.whole.passes[mode].seconds.median for point in measured]
     unit, factor = time_unit(min(medians, default=1.0))
@@ -446,7 +447,7 @@ def _sweep_table(profile: Profile, measured: list[Point], axis: str) -> Table:
     for point in profile.points:
         value = value_on(axis, point.size)
         if not isinstance(point, Point):
-            table.rows.append([value, point.kind, *[""] * 7])
+            table.rows.append([value, point.kind, *[""] * (len(columns) - 2)])
             continue
         analysis = analyze(point, profile)
         mfu = analysis.mfu_measured
@@ -455,7 +456,7 @@ def _sweep_table(profile: Profile, measured: list[Point], axis: str) -> Table:
             number(factor * point.overhead[mode].median),
             si(analysis.tokens_per_second),
             share(None if mfu is None else mfu.causal),
-            number(point.sum_of_parts[of_parts].of_whole.median),
+            number(point.sum_of_parts[summed_passes].of_whole.median),
             si(point.memory.kept_bytes, "B"),
             si(point.memory.peak_bytes, "B"),
         ]
@@ -485,12 +486,13 @@ def _sweep_parts(profile: Profile, measured: list[Point], axis: str) -> Table:
     )
     values = [value_on(axis, point.size) for point in measured]
     table = Table(title, ["part", *values])
-    for parts in zip(*(point.parts for point in measured), strict=True):
+    parts_of_points = [point.parts for point in measured]
+    for same_part in zip(*parts_of_points, strict=True):
         cells = []
-        for part in parts:
+        for part in same_part:
             seconds = sum(part.passes[name].seconds.median for name in passes)
             cells.append(number(factor * seconds))
-        table.rows.append([parts[0].name, *cells])
+        table.rows.append([same_part[0].name, *cells])
     return table
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lab.costs import Cost, adamw_cost
+from lab.costs import Cost
 from lab.sizes import Size
 from lab.timing import Spread, paired_ratio
 
@@ -62,16 +62,13 @@ def part_records(samples: Samples, size: Size, element_size: int) -> tuple[Part,
 
 def whole_record(samples: Samples, size: Size, element_size: int) -> Part:
     """Return the record of the whole."""
-    costs = {"forward": Cost(), "backward": Cost()}
-    for name, of_part in size.part_costs(element_size).items():
-        for pass_name in costs:
-            costs[pass_name] += of_part[pass_name] * size.count(name)
-    costs["train"] = costs["forward"] + costs["backward"]
-    costs["step"] = costs["train"] + adamw_cost(size.parameters, element_size)
     passes = {}
     for name in WHOLE_PASSES:
         if ("whole", name) in samples.seconds:
-            passes[name] = samples.timed("whole", name, costs[name])
+            # Backward is no mode of its own.
+            cost_of = size.pass_cost if name == "backward" else size.costs
+            cost = cost_of(name, element_size)
+            passes[name] = samples.timed("whole", name, cost)
     return Part("whole", 1, passes)
 
 
@@ -79,7 +76,7 @@ def optimizer_record(samples: Samples, size: Size, element_size: int) -> Part | 
     """Return the record of AdamW; None if it was not timed."""
     if ("AdamW", "optimizer") not in samples.seconds:
         return None
-    cost = adamw_cost(size.parameters, element_size)
+    cost = size.pass_cost("optimizer", element_size)
     update = samples.timed("AdamW", "optimizer", cost)
     return Part("AdamW", 1, {"optimizer": update})
 

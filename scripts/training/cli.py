@@ -248,10 +248,12 @@ def _prepare_training(
         if args.warmup is None:
             settings = replace(settings, warmup=checkpoint.settings.warmup)
         session.require_same_run(checkpoint, settings, text)
-    resume = [] if args.resume else ["--resume"]
     source = "Python's standard library"
     if args.data is not None:
         source = ", ".join(path.name for path in args.data)
+    words_to_resume = list(words)
+    if not args.resume:
+        words_to_resume.append("--resume")
     planned = session.Run(
         settings=settings,
         text=text,
@@ -262,7 +264,7 @@ def _prepare_training(
         every=args.every,
         losses=args.json,
         picture=args.plot,
-        command=shlex.join(["python", sys.argv[0], *words, *resume]),
+        command=shlex.join(["python", sys.argv[0], *words_to_resume]),
     )
     return partial(session.train, planned, checkpoint)
 

@@ -127,7 +127,9 @@ def _count_triples(text: Tensor) -> Tensor:
     """Return how often each three bytes follow one another, of shape (256, 256, 256)."""
     counts = torch.zeros(SYMBOLS**3, dtype=torch.int64)
     for start in range(0, len(text) - 2, CHUNK):
-        x = text[start : start + CHUNK + 2].int()
-        triples = x[:-2] << 16 | x[1:-1] << 8 | x[2:]
+        # CHUNK triples need two bytes more.
+        chunk = text[start : start + CHUNK + 2].int()
+        first, second, third = chunk[:-2], chunk[1:-1], chunk[2:]
+        triples = (first * SYMBOLS + second) * SYMBOLS + third
         counts += torch.bincount(triples, minlength=len(counts))
     return counts.view(SYMBOLS, SYMBOLS, SYMBOLS)
