@@ -310,7 +310,7 @@ def blend(q, k, v, mask):
 def test_attend_may_be_overridden(attention):
     """The method of a subclass gets normalized and rotated queries and keys, and any mask."""
     base = find(attention, LAYER)
-    find(base, "attend")
+    find(base, "attend")  # skips the test where a copy has no such method
     options = {"rope": ROPE, "qk_norm": True}
     require_options(base, *options)
 
