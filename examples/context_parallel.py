@@ -87,7 +87,8 @@ def own_slice(sequence: Tensor, mesh: DeviceMesh) -> Tensor:
     Raises:
         ValueError: the processes do not divide the sequence.
     """
-    seq, count = sequence.shape[-1], mesh.size()
+    seq = sequence.shape[-1]
+    count = mesh.size()
     if seq % count:
         raise ValueError(
             f"seq must be a multiple of {count} processes, got {seq}: pad it"

@@ -62,7 +62,8 @@ def train(mesh: DeviceMesh) -> list[Tensor]:
 
     The last stage returns the loss of each step, and the others return an empty list.
     """
-    rank, stages = mesh.get_local_rank(), mesh.size()
+    rank = mesh.get_local_rank()
+    stages = mesh.size()
     device = torch.device(mesh.device_type)
     torch.manual_seed(0)  # the same weights and batches on each process
     model = Transformer(4, d_model=64, num_heads=4, max_seq_len=128, device=device)

@@ -79,7 +79,8 @@ def event(name, start, end, device="CUDA", annotation=False):
 
 def profile(folder, *options, code=0):
     """Run the profiler in this process, and return what it wrote: the profile, the picture's texts, and the report."""
-    path, picture = folder / "profile.json", folder / "plot.svg"
+    path = folder / "profile.json"
+    picture = folder / "plot.svg"
     with redirect_stdout(io.StringIO()) as out:
         assert main([*TINY, *options, f"--json={path}"], ticking()) == code
     texts = []

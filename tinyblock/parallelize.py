@@ -323,7 +323,8 @@ def _split_block(block: nn.Module, tp: DeviceMesh) -> None:
 
     # Between the sub-layers, each process has some of the tokens. A sub-layer needs all
     # of them.
-    by_tokens, whole = Shard(-2), Replicate()
+    by_tokens = Shard(-2)
+    whole = Replicate()
     # For x, token_positions and mask.
     attention_input = parallel.PrepareModuleInput(
         input_layouts=(by_tokens, None, None),

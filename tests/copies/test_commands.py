@@ -241,10 +241,8 @@ def test_update_marks_a_conflict_and_shows_its_base(project, old):
     message = "conflict markers: resolve them"
     assert (done.code, done.rows["mlp.py"]) == (1, message)
     marked = path.read_text()
-    ours, base = (
-        "<<<<<<< .*mlp.py\nfirst = 'ours'\n",
-        "[|]{7} tinyblock 0.1.0: mlp.py\n",
-    )
+    ours = "<<<<<<< .*mlp.py\nfirst = 'ours'\n"
+    base = "[|]{7} tinyblock 0.1.0: mlp.py\n"
     theirs = ">>>>>>> tinyblock 0.2.0: mlp.py\n"
     pattern = f"{ours}{base}{FIRST}\n=======\n{re.escape(FIRST_OF_NEW)}\n{theirs}"
     assert re.search(pattern, marked)
@@ -400,7 +398,8 @@ def test_update_stops_before_a_file_that_another_program_changed(
     project, old, monkeypatch
 ):
     project.add("mlp", "rope", release=old)
-    replace, path = os.replace, project.path("rope.py")
+    replace = os.replace
+    path = project.path("rope.py")
 
     def replace_and_save(source, target):
         if target.name == "mlp.py":

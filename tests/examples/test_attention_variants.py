@@ -44,7 +44,9 @@ def attention_of(build):
 
 def expected_of(layer, x, allowed, cap=None):
     """Return the attention of x, head by head; a token that may attend to nothing gets zeros."""
-    q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
+    q = layer.q_proj(x)
+    k = layer.k_proj(x)
+    v = layer.v_proj(x)
     heads = []
     for head in range(4):
         shared = head // 2

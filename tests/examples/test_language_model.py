@@ -69,7 +69,8 @@ def test_padded_prompts_equal_each_prompt_alone(options):
     for row, prompt, pads in zip(together, each, padding, strict=True):
         alone = model.generate(prompt[None], 9)
         assert torch.equal(row[pads:], alone[0])
-    cache, alone = Cache(padding), Cache()
+    cache = Cache(padding)
+    alone = Cache()
     for new, new_alone in ((tokens, tokens[2:, 2:]), (tokens[:, :1], tokens[2:, :1])):
         logits = model.next_logits(new, cache)[2:]
         expected = model.next_logits(new_alone, alone)
@@ -112,7 +113,8 @@ def test_generate_computes_each_token_once_and_the_head_the_last_only():
 
 
 def test_stream_yields_the_tokens_of_generate_and_leaves_nothing_in_the_model():
-    model, tokens = build(), prompts(2, 5)
+    model = build()
+    tokens = prompts(2, 5)
     expected = model.generate(tokens, 6)[:, 5:]
     logits = model(tokens)
     other = (tokens + 1) % 37
@@ -125,8 +127,10 @@ def test_stream_yields_the_tokens_of_generate_and_leaves_nothing_in_the_model():
 
 
 def test_interrupted_generation_leaves_no_cache():
-    model, tokens = build(), prompts(2, 5)
-    logits, text = model(tokens), model.generate(tokens, 6)
+    model = build()
+    tokens = prompts(2, 5)
+    logits = model(tokens)
+    text = model.generate(tokens, 6)
     calls = []
 
     def interrupt(*_):
@@ -165,10 +169,16 @@ class Counting(LanguageModel):
 def test_stopped_rows_stay_stopped_and_generation_ends_with_the_last():
     model = Counting(37, 1, 8, 1, max_seq_len=30)
     tokens = torch.tensor([[3], [9], [6]])
-    expected = [[3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14], [6, 7, 8, 8, 8, 8]]
-    assert model.generate(tokens, 5, stop=8).tolist() == expected
-    expected = [[3, 4, 5, 6, 7, 8, 9, 10], [9, *[10] * 7], [6, 7, 8, 9, *[10] * 4]]
-    assert model.generate(tokens, 20, stop=10).tolist() == expected
+    assert model.generate(tokens, 5, stop=8).tolist() == [
+        [3, 4, 5, 6, 7, 8],
+        [9, 10, 11, 12, 13, 14],
+        [6, 7, 8, 8, 8, 8],
+    ]
+    assert model.generate(tokens, 20, stop=10).tolist() == [
+        [3, 4, 5, 6, 7, 8, 9, 10],
+        [9, 10, 10, 10, 10, 10, 10, 10],
+        [6, 7, 8, 9, 10, 10, 10, 10],
+    ]
 
 
 REJECTED = {
@@ -224,7 +234,8 @@ def test_cached_attention_outside_of_a_language_model_requires_the_number_of_its
 
 
 def test_cache_rejects_a_second_prompt():
-    model, cache = build(), Cache()
+    model = build()
+    cache = Cache()
     model.next_logits(prompts(1, 5), cache)
     with pytest.raises(ValueError, match="got 2 tokens after 5"):
         model.next_logits(prompts(1, 2), cache)
@@ -239,7 +250,8 @@ def test_pad_left_rejects_empty_prompts(each):
 
 @pytest.mark.parametrize("top_k", [None, 1, 4, 100])
 def test_drawn_tokens_have_the_probabilities_of_the_softmax(top_k):
-    model, prompt = build(), prompts(1, 5)
+    model = build()
+    prompt = prompts(1, 5)
     with torch.no_grad():
         logits = model(prompt)[0, -1] / 0.7
     likeliest = logits.argsort(descending=True)[:top_k]
@@ -253,7 +265,8 @@ def test_drawn_tokens_have_the_probabilities_of_the_softmax(top_k):
 
 
 def test_drawn_texts_repeat_with_the_seed_and_a_tiny_temperature_is_greedy():
-    model, tokens = build(), prompts(2, 5)
+    model = build()
+    tokens = prompts(2, 5)
     texts = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -270,7 +283,8 @@ def test_drawn_texts_repeat_with_the_seed_and_a_tiny_temperature_is_greedy():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_load_into_a_model_on_meta(tied):
-    source, tokens = build(tied=tied), prompts(2, 5)
+    source = build(tied=tied)
+    tokens = prompts(2, 5)
     model = build(tied=tied, device="meta")
     assert all(parameter.is_meta for parameter in model.parameters())
     model.load_state_dict(copy.deepcopy(source.state_dict()), assign=True)
@@ -281,7 +295,8 @@ def test_weights_load_into_a_model_on_meta(tied):
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_tied_model_loads_without_a_head_and_an_untied_one_does_not(assign):
-    source, tokens = build(tied=True), prompts(2, 5)
+    source = build(tied=True)
+    tokens = prompts(2, 5)
     state = source.state_dict()
     del state["lm_head.weight"]
     model = build(tied=True)

@@ -63,10 +63,9 @@ def test_llama31_rope_rotates_by_its_frequencies():
     x = torch.randn(1, 16, 128, dtype=torch.float64)
     numbers = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     angles = torch.arange(16)[:, None] * rope.frequencies()
-    expected = torch.view_as_real(
-        numbers * torch.polar(torch.ones_like(angles), angles)
-    )
-    torch.testing.assert_close(rope(x), expected.flatten(-2), rtol=1e-12, atol=1e-12)
+    rotations = torch.polar(torch.ones_like(angles), angles)
+    expected = torch.view_as_real(numbers * rotations).flatten(-2)
+    torch.testing.assert_close(rope(x), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,11 @@ def test_padding_on_the_left_equals_each_sequence_alone(model):
 def test_packed_documents_equal_each_document_alone(model):
     x = torch.randn(3, 7, 64, dtype=torch.float64)
     document = torch.tensor(
-        [[0, 0, 0, 1, 1, 1, 1], [5, 5, 2, 9, 9, 9, 9], [1, 1, 0, 0, 0, 1, 1]]
+        [
+            [0, 0, 0, 1, 1, 1, 1],
+            [5, 5, 2, 9, 9, 9, 9],
+            [1, 1, 0, 0, 0, 1, 1],
+        ]
     )
     positions, mask = packed(document)
     assert positions.tolist() == [
@@ -64,7 +68,12 @@ def test_packed_documents_equal_each_document_alone(model):
         [0, 1, 0, 1, 2, 0, 1],
     ]
     out = model(x, positions, mask)
-    assert_equal_alone(model, x, out, [(0, 3, 7), (0, 2, 3, 7), (0, 2, 5, 7)])
+    starts = [
+        (0, 3, 7),
+        (0, 2, 3, 7),
+        (0, 2, 5, 7),
+    ]
+    assert_equal_alone(model, x, out, starts)
 
 
 def test_packed_documents_may_be_longer_than_max_seq_len_together(model):

@@ -80,14 +80,13 @@ def test_greedy_text_equals_that_of_transformers(theirs, ours, tokens):
 @torch.no_grad()
 def test_both_loaders_give_the_same_bits(ours, folder, tmp_path, tokens):
     loaded = hugging_face.load(folder)
-    weights, expected = loaded.state_dict(), ours.state_dict()
+    weights = loaded.state_dict()
+    expected = ours.state_dict()
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert torch.equal(loaded(tokens), ours(tokens))
     hugging_face.save(ours, tmp_path)
-    saved, original = (
-        hugging_face.read_weights(tmp_path),
-        hugging_face.read_weights(folder),
-    )
+    saved = hugging_face.read_weights(tmp_path)
+    original = hugging_face.read_weights(folder)
     assert saved.keys() == original.keys()
     assert all(torch.equal(saved[name], original[name]) for name in saved)

@@ -50,7 +50,8 @@ def test_self_attention_with_its_own_head_size_need_not_divide_d_model():
 
 def test_attend_names_the_way_to_attend_to_more_keys():
     module = CausalMultiHeadSelfAttention(24, 4)
-    q, k = torch.randn(1, 4, 1, 6), torch.randn(1, 4, 9, 6)
+    q = torch.randn(1, 4, 1, 6)
+    k = torch.randn(1, 4, 9, 6)
     with pytest.raises(
         ValueError,
         match="as many keys as queries, 1, got 9: for a cache of keys, override",

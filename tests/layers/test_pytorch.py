@@ -41,7 +41,8 @@ def test_rms_norm_is_one_operation_of_torch():
 
 
 def test_feed_forward_can_be_pickled_with_its_default_activation():
-    layer, x = FeedForward(4), torch.linspace(-2, 2, 8).view(2, 4)
+    layer = FeedForward(4)
+    x = torch.linspace(-2, 2, 8).view(2, 4)
     assert layer.activation is gelu
     assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
 
@@ -51,17 +52,13 @@ def test_feed_forward_can_be_pickled_with_its_default_activation():
 )  # by inductor's own import
 def test_inductor_rotates_like_eager_forward_and_backward_and_rejects_positions():
     """RoPE alone has code of its own for compilers."""
-    rope, x, positions = (
-        RotaryPositionalEmbedding(100.0, 6, 40),
-        torch.randn(2, 7, 6),
-        torch.arange(7),
-    )
+    rope = RotaryPositionalEmbedding(100.0, 6, 40)
+    x = torch.randn(2, 7, 6)
+    positions = torch.arange(7)
     compiled = torch.compile(rope, fullgraph=True)
     for_eager, for_compiled = (x.bfloat16().requires_grad_() for _ in range(2))
-    expected, actual = (
-        rope(for_eager, positions + 33),
-        compiled(for_compiled, positions + 33),
-    )
+    expected = rope(for_eager, positions + 33)
+    actual = compiled(for_compiled, positions + 33)
     torch.testing.assert_close(actual, expected)
     actual.square().sum().backward()
     expected.square().sum().backward()
@@ -104,7 +101,8 @@ def test_attention_accepts_a_tensor_parallel_share_of_the_heads():
     attention = CausalMultiHeadSelfAttention(
         24, 4, rope=RotaryPositionalEmbedding(100.0, 6, 9), num_kv_heads=2
     )
-    x, total = torch.randn(2, 7, 24), torch.zeros(2, 7, 24)
+    x = torch.randn(2, 7, 24)
+    total = torch.zeros(2, 7, 24)
     for rank in range(2):
         share = copy.deepcopy(attention)
         for name, dim in (
@@ -181,7 +179,8 @@ def test_functional_call_grad_and_vmap():
 
 def test_meta_and_fake_tensors_have_the_right_shapes():
     model, x = model_and_input()
-    positions, mask = torch.arange(7), torch.ones(7, 7, dtype=torch.bool)
+    positions = torch.arange(7)
+    mask = torch.ones(7, 7, dtype=torch.bool)
     on_meta = copy.deepcopy(model).to("meta")
     out = on_meta(x.to("meta"), positions.to("meta"), mask.to("meta"))
     assert out.is_meta

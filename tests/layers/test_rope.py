@@ -20,10 +20,8 @@ def test_rope_preserves_norms(seq, half, theta):
 
 
 def test_rope_under_vmap_takes_any_strides_and_rejects_positions_with_the_range():
-    rope, x = (
-        RotaryPositionalEmbedding(10.0, 6, 8),
-        torch.randn(3, 31)[:, :30].unflatten(1, (5, 6)),
-    )
+    rope = RotaryPositionalEmbedding(10.0, 6, 8)
+    x = torch.randn(3, 31)[:, :30].unflatten(1, (5, 6))
     torch.testing.assert_close(torch.func.vmap(rope)(x), rope(x), rtol=0, atol=1e-6)
     with pytest.raises(
         ValueError, match=r"token_positions must be 0 \.\.\. 7 \(max_seq_len - 1\)"
@@ -33,10 +31,8 @@ def test_rope_under_vmap_takes_any_strides_and_rejects_positions_with_the_range(
 
 def test_rope_in_float64_costs_what_its_tokens_cost():
     """Keep for backward no more than the rotations of the tokens, whatever the length of the table."""
-    rope, x = (
-        RotaryPositionalEmbedding(1e4, 8, 1000),
-        torch.randn(5, 8, dtype=torch.float64, requires_grad=True),
-    )
+    rope = RotaryPositionalEmbedding(1e4, 8, 1000)
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     storages = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: storages.append(t.untyped_storage().nbytes()), lambda t: t
@@ -70,7 +66,8 @@ def test_rope_rotates_by_the_frequencies_of_a_subclass_and_requires_one_for_each
 
 
 def test_rope_that_cannot_be_moved_keeps_its_table():
-    rope, x = RotaryPositionalEmbedding(10.0, 4, 8), torch.randn(8, 4)
+    rope = RotaryPositionalEmbedding(10.0, 4, 8)
+    x = torch.randn(8, 4)
     expected = rope(x)
     with pytest.raises((RuntimeError, AssertionError, NotImplementedError)):
         rope.to("xpu")  # not built here
@@ -98,7 +95,8 @@ def test_rope_on_meta_computes_one_table_in_several_threads():
 
 
 def test_rope_on_meta_called_in_inference_mode_can_be_trained():
-    rope, x = on_meta(), torch.randn(2, 7, 64)
+    rope = on_meta()
+    x = torch.randn(2, 7, 64)
     with torch.inference_mode():
         rope(x)
     x.requires_grad_()
@@ -119,7 +117,8 @@ def test_rope_on_meta_keeps_a_table_without_gradients():
 
 
 def test_rope_on_meta_keeps_no_table_of_fake_tensors():
-    rope, x = on_meta(), torch.randn(2, 7, 64)
+    rope = on_meta()
+    x = torch.randn(2, 7, 64)
     with torch._subclasses.FakeTensorMode() as mode:
         assert rope(mode.from_tensor(x)).shape == x.shape
     expected = RotaryPositionalEmbedding(1e4, 64, 2048)(x)

@@ -114,7 +114,8 @@ def run(pytestconfig, device, out):
     """
 
     def run(script, name, *options):
-        path, left = out / f"{name}.json", seconds_left(pytestconfig)
+        path = out / f"{name}.json"
+        left = seconds_left(pytestconfig)
         path.unlink(missing_ok=True)
         if (
             left is not None and script == "compare_peers.py"

@@ -17,23 +17,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tinyblock import CausalMultiHeadSelfAttention, RotaryPositionalEmbedding
 
 pytestmark = pytest.mark.cuda
-FLASH, EFFICIENT, MATH = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-)
+FLASH = SDPBackend.FLASH_ATTENTION
+EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
+MATH = SDPBackend.MATH
 KERNELS = {
     "cuDNN": [SDPBackend.CUDNN_ATTENTION],
     "flash": [FLASH],
     "efficient": [EFFICIENT],
     "math": [MATH],
     "any": [SDPBackend.CUDNN_ATTENTION, FLASH, EFFICIENT, MATH],  # torch's choice
-    "any but cuDNN": [
-        FLASH,
-        EFFICIENT,
-        MATH,
-    ],  # that of torch.backends.cuda.enable_cudnn_sdp(False)
+    # That of torch.backends.cuda.enable_cudnn_sdp(False).
+    "any but cuDNN": [FLASH, EFFICIENT, MATH],
 }
+# torch's errors contain one of these if a kernel does not take the arguments.
+REJECTIONS = ("No available kernel", "No viable backend", "cuDNN")
 
 
 def must_run(kernel, device, attention, masked):
@@ -42,17 +39,20 @@ def must_run(kernel, device, attention, masked):
     if device.type == "cpu":
         return kernel not in ("cuDNN", "efficient")
     if kernel == "cuDNN":
-        return (
-            attention.d_head <= 128 and torch.cuda.get_device_capability(device)[0] >= 9
-        )
-    return {"flash": not masked, "efficient": masked or not grouped}.get(kernel, True)
+        major, _ = torch.cuda.get_device_capability(device)
+        return attention.d_head <= 128 and major >= 9
+    if kernel == "flash":
+        return not masked
+    if kernel == "efficient":
+        return masked or not grouped
+    return True
 
 
 def mask_with_an_empty_row(seq):
     """Return a mask in which one query may attend to nothing, and all others to themselves and to some keys."""
-    mask = (
-        torch.rand(seq, seq, generator=torch.Generator().manual_seed(3)) < 0.7
-    ) | torch.eye(seq, dtype=torch.bool)
+    random = torch.rand(seq, seq, generator=torch.Generator().manual_seed(3))
+    themselves = torch.eye(seq, dtype=torch.bool)
+    mask = (random < 0.7) | themselves
     mask[seq // 2] = False
     return mask
 
@@ -70,12 +70,8 @@ def reference(d_head, grouped, masked, dtype, sizes):
     attention = CausalMultiHeadSelfAttention(sizes.d_model, sizes.heads, **options)
     x = draw(1, sizes.uneven, sizes.d_model).to(dtype)
     inputs = [None, mask_with_an_empty_row(sizes.uneven)] if masked else []
-    return (
-        attention,
-        x,
-        inputs,
-        results(copy.deepcopy(attention).double(), x.double(), *inputs),
-    )
+    exact = results(copy.deepcopy(attention).double(), x.double(), *inputs)
+    return attention, x, inputs, exact
 
 
 def on(device, attention, x, inputs, kernel):
@@ -83,20 +79,16 @@ def on(device, attention, x, inputs, kernel):
     moved = [it if it is None else it.to(device) for it in inputs]
     try:
         with warnings.catch_warnings(), sdpa_kernel(KERNELS[kernel]):
-            warnings.simplefilter(
-                "ignore"
-            )  # torch explains at length why it has no kernel
+            # torch explains at length why it has no kernel.
+            warnings.simplefilter("ignore")
             return results(copy.deepcopy(attention).to(device), x.to(device), *moved)
     except RuntimeError as error:
-        rejected = any(
-            text in str(error)
-            for text in ("No available kernel", "No viable backend", "cuDNN")
-        )
+        message = str(error)
+        rejected = any(text in message for text in REJECTIONS)
         if not rejected or must_run(kernel, device, attention, masked=len(inputs) == 2):
             raise
-        pytest.skip(
-            f"missing: torch has no such kernel here: {str(error).partition('. ')[0]}"
-        )
+        first_sentence = message.partition(". ")[0]
+        pytest.skip(f"missing: torch has no such kernel here: {first_sentence}")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -124,18 +116,14 @@ def test_gradients_are_finite_where_all_scores_are_low(kernel, masked, device, s
         for projection, value in ((attention.q_proj, 8), (attention.k_proj, -120)):
             projection.weight[::64] = 0  # the first component of each head
             projection.weight[::64, 0] = value
-    inputs = (
-        [None, torch.ones(sizes.uneven, sizes.uneven, dtype=torch.bool)]
-        if masked
-        else []
-    )
+    inputs = []
+    if masked:
+        inputs = [None, torch.ones(sizes.uneven, sizes.uneven, dtype=torch.bool)]
     found = on(device, attention, x, inputs, kernel)
     wrong = {name for name, tensor in found.items() if not tensor.isfinite().all()}
-    if (
-        kernel in ("any", "cuDNN")
-        and wrong
-        and wrong <= {"gradient of x", "gradient of q_proj.weight"}
-    ):
+    may_be_cudnn = kernel in ("any", "cuDNN")
+    known = {"gradient of x", "gradient of q_proj.weight"}
+    if may_be_cudnn and wrong and wrong <= known:
         pytest.xfail(
             "torch issue 196678: torch.backends.cuda.enable_cudnn_sdp(False) avoids it"
         )

@@ -52,7 +52,8 @@ def positions_and_mask(sizes, device="cpu"):
 @pytest.mark.parametrize("given", ["", "positions and mask"])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 def test_model_is_close_to_float64_on_the_cpu(dtype, given, device, sizes):
-    model, x = transformer(sizes, dtype), tokens(sizes, dtype)
+    model = transformer(sizes, dtype)
+    x = tokens(sizes, dtype)
     exact = results(
         copy.deepcopy(model).double(),
         x.double(),
@@ -68,10 +69,8 @@ def test_model_is_close_to_float64_on_the_cpu(dtype, given, device, sizes):
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
 def test_attention_does_not_materialize_the_scores(masked, device, sizes):
-    model, x = (
-        transformer(sizes, torch.bfloat16).to(device),
-        tokens(sizes, torch.bfloat16).to(device),
-    )
+    model = transformer(sizes, torch.bfloat16).to(device)
+    x = tokens(sizes, torch.bfloat16).to(device)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU]
     ) as profile:
@@ -93,20 +92,17 @@ MOVES = {
 
 @pytest.mark.parametrize("move", MOVES)
 def test_rope_table_is_exact_up_to_position_131071(move, device):
-    rope = MOVES[move](
-        device, functools.partial(RotaryPositionalEmbedding, 5e5, 64, 131072)
-    )
+    make = functools.partial(RotaryPositionalEmbedding, 5e5, 64, 131072)
+    rope = MOVES[move](device, make)
     positions = torch.tensor([0, 1, 4095, 65537, 131071])
-    angles = positions.double()[:, None] * 5e5 ** (
-        -torch.arange(0, 64, 2, dtype=torch.float64) / 64
-    )
-    x = (
-        torch.tensor([1.0, 0.0]).repeat(32).expand(5, 64)
-    )  # each pair turns to the cosine and sine of its angle
-    turned = (
-        rope(x.to(device), positions.to(device)).cpu().double().unflatten(-1, (32, 2))
-    )
-    assert (turned - torch.stack((angles.cos(), angles.sin()), -1)).abs().max() < 1e-6
+    frequencies = 5e5 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+    angles = positions.double()[:, None] * frequencies
+    # A rotation turns the pair (1, 0) to the cosine and sine of its angle.
+    expected = torch.stack((angles.cos(), angles.sin()), -1)
+    x = torch.tensor([1.0, 0.0]).repeat(32).expand(5, 64)
+    turned = rope(x.to(device), positions.to(device))
+    pairs = turned.cpu().double().unflatten(-1, (32, 2))
+    assert (pairs - expected).abs().max() < 1e-6
 
 
 OUT_OF_RANGE = """
@@ -123,10 +119,8 @@ def test_positions_out_of_range_raise(position, device):
     """In a process of its own: after a device-side assert, CUDA fails in the process that met it."""
     if device.type != "cuda":
         pytest.skip("needs a GPU: on a CPU it is part of the contract")
-    command, root = (
-        [sys.executable, "-c", OUT_OF_RANGE, position],
-        Path(__file__).parents[2],
-    )  # whose tinyblock it runs
+    command = [sys.executable, "-c", OUT_OF_RANGE, position]
+    root = Path(__file__).parents[2]  # where it finds tinyblock
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=root, timeout=120
     )
@@ -137,10 +131,8 @@ def test_positions_out_of_range_raise(position, device):
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
 def test_deterministic_algorithms_repeat_every_bit(masked, device, sizes):
-    model, x = (
-        transformer(sizes, torch.bfloat16).to(device),
-        tokens(sizes, torch.bfloat16).to(device),
-    )
+    model = transformer(sizes, torch.bfloat16).to(device)
+    x = tokens(sizes, torch.bfloat16).to(device)
     inputs = positions_and_mask(sizes, device) if masked else ()
     torch.use_deterministic_algorithms(True)
     try:
@@ -152,7 +144,8 @@ def test_deterministic_algorithms_repeat_every_bit(masked, device, sizes):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_autocast_computes_in_half_precision_without_a_warning(dtype, device, sizes):
-    model, x = transformer(sizes).to(device), tokens(sizes).to(device)
+    model = transformer(sizes).to(device)
+    x = tokens(sizes).to(device)
 
     def autocast(x):
         with torch.autocast(device.type, dtype):
@@ -196,7 +189,8 @@ def test_two_graphs_serve_every_length(device, sizes):
         sizes.longest,
     ):  # torch compiles one token apart
         x = draw(1, length, sizes.d_model).float().to(device)
-        actual, expected = compiled(x), model(x)
+        actual = compiled(x)
+        expected = model(x)
         assert (actual - expected).norm() <= ALLOWED[torch.float32] * expected.norm()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
@@ -230,10 +224,8 @@ def no_synchronization(device):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_host_never_waits_for_the_device(dtype, inputs, device, sizes):
-    model, x = (
-        transformer(sizes, dtype).to(device),
-        tokens(sizes, dtype).to(device).requires_grad_(),
-    )
+    model = transformer(sizes, dtype).to(device)
+    x = tokens(sizes, dtype).to(device).requires_grad_()
     given = positions_and_mask(sizes, device)[:inputs]
     upstream = torch.ones_like(x)
     model(x, *given).backward(upstream)  # libraries start, which may take their time
@@ -255,11 +247,9 @@ def test_parallelize_in_one_process_computes_the_same(axes, device, sizes):
     )
     try:
         mesh = init_device_mesh(device.type, (1,) * len(axes), mesh_dim_names=axes)
-        model, x, inputs = (
-            transformer(sizes).to(device),
-            tokens(sizes).to(device),
-            positions_and_mask(sizes, device),
-        )
+        model = transformer(sizes).to(device)
+        x = tokens(sizes).to(device)
+        inputs = positions_and_mask(sizes, device)
         parallel = parallelize(copy.deepcopy(model), mesh, recompute=True)
         assert_close(
             results(parallel, x, *inputs), results(model, x, *inputs), torch.float32

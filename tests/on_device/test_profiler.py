@@ -129,10 +129,8 @@ def rates(device, dtype, quick):
     side, size = (256, 2**20) if quick else (8192, 2**29)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     source = torch.randn(size // dtype.itemsize, device=device).to(dtype)
-    product, copy = (
-        ("torch.mm(a, b)", 2 * side**3),
-        ("source.clone()", 2 * source.nbytes),
-    )
+    product = ("torch.mm(a, b)", 2 * side**3)
+    copy = ("source.clone()", 2 * source.nbytes)
     found = {}
     for name, (statement, amount) in {
         "flops_per_second": product,
@@ -151,12 +149,11 @@ def rates(device, dtype, quick):
 
 
 def test_ceilings_are_those_of_torch_benchmark(report, device, quick):
-    dtype, datasheet = (
-        getattr(torch, report["settings"]["dtype"]),
-        report["datasheet"] or {},
-    )
+    dtype = getattr(torch, report["settings"]["dtype"])
+    datasheet = report["datasheet"] or {}
     for name, (sustained, burst) in rates(device, dtype, quick).items():
-        ceiling, peak = report["ceilings"][name]["median"], datasheet.get(name)
+        ceiling = report["ceilings"][name]["median"]
+        peak = datasheet.get(name)
         assert ceiling > 0
         if not quick:
             assert 0.95 * sustained <= ceiling <= 1.05 * burst

@@ -53,9 +53,9 @@ class SlidingWindow(tinyblock.CausalMultiHeadSelfAttention):
 
 MIXTURE = partial(MixtureOfExperts, num_experts=4)
 SIZES: dict[str, Any] = {
-    "num_kv_heads": 4,
+    "num_kv_heads": 4,  # one for each of four processes
     "dtype": torch.float64,
-}  # a key head each for a tp of 4
+}
 transformer = partial(
     Transformer, num_layers=2, d_model=16, num_heads=8, d_ff=32, max_seq_len=16, **SIZES
 )
@@ -103,9 +103,8 @@ CASES = {}
 def run_cases():
     """Run all cases in one of the processes, and note which have passed."""
     warnings.simplefilter("error")
-    warnings.filterwarnings(
-        "ignore", "The .grad attribute of a Tensor"
-    )  # dynamo looks at that of each DTensor
+    # Dynamo looks at the .grad of each DTensor.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     for name, case in CASES.items():
         case()
@@ -139,19 +138,27 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def is_partial(tensor):
+    """Return whether processes hold parts of a tensor that are still to be summed."""
+    return any(placement.is_partial() for placement in tensor.placements)
+
+
 def gradients(model):
     return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
+# Traces a model as inductor would, and builds no C++.
+traced_only = partial(torch.compile, backend="aot_eager")
+
+
 def data_rank(mesh):
     """Return which of how many batches the processes of this one's tensor-parallel group have."""
-    rank, count = 0, 1
+    rank = 0
+    count = 1
     for axis in mesh.mesh_dim_names if mesh else ():
         if axis != "tp":
-            rank, count = (
-                rank * mesh[axis].size() + mesh[axis].get_local_rank(),
-                count * mesh[axis].size(),
-            )
+            rank = rank * mesh[axis].size() + mesh[axis].get_local_rank()
+            count *= mesh[axis].size()
     return rank, count
 
 
@@ -161,22 +168,26 @@ def assert_like_one_process(mesh, model, reference, shape):
     torch.manual_seed(1)
     shapes = (count, *shape)
     batch, weights = torch.randn(2, *shapes, dtype=torch.float64)
-    mask, positions = (
-        torch.rand(*shapes[:-1], shape[-2]) < 0.7,
-        torch.randint(0, 16, shapes[:-1]),
-    )
-    whole_x, x = batch.clone().requires_grad_(), batch[rank].clone().requires_grad_()
+    mask = torch.rand(*shapes[:-1], shape[-2]) < 0.7
+    positions = torch.randint(0, 16, shapes[:-1])
+    whole_x = batch.clone().requires_grad_()
+    x = batch[rank].clone().requires_grad_()
     expected = reference(whole_x, positions, mask)
     (expected * weights).mean().backward()
     out = model(x, positions[rank], mask=mask[rank])
     (out * weights[rank]).mean().backward()
     assert type(out) is Tensor
-    found = {"the output": out, "the gradient of x": x.grad / count} | gradients(model)
-    everything = {
+    found = {
+        "the output": out,
+        "the gradient of x": x.grad / count,
+        **gradients(model),
+    }
+    exact = {
         "the output": expected[rank],
         "the gradient of x": whole_x.grad[rank],
-    } | gradients(reference)
-    torch.testing.assert_close(found, everything, rtol=1e-9, atol=1e-14)
+        **gradients(reference),
+    }
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-14)
 
 
 def pair_of(axis):
@@ -190,12 +201,12 @@ def _equality(axes, kind):
     mesh = mesh_of(*axes) if len(axes) > 1 else pair_of(*axes)
     if mesh is None:
         return
-    with patch.object(
-        torch, "compile", lambda function, **options: function
-    ):  # another case compiles
+    # Nothing is compiled here: another case does that.
+    with patch.object(torch, "compile", lambda function, **options: function):
         model = parallelize(seeded(build), mesh, **options)
     if axes == ("tp",):  # FSDP's models raise an error for a copy
-        original, model = model, copy.deepcopy(model)
+        original = model
+        model = copy.deepcopy(model)
         for parameter in original.parameters():
             nn.init.zeros_(parameter)
     assert_like_one_process(mesh, model, seeded(build), shape)
@@ -203,21 +214,17 @@ def _equality(axes, kind):
 
 for _kind, (*_, _meshes) in MODELS.items():
     for _axes in _meshes:
-        CASES[f"a model {_kind} over {' '.join(_axes)} is like one process"] = partial(
-            _equality, _axes, _kind
-        )
+        _name = f"a model {_kind} over {' '.join(_axes)} is like one process"
+        CASES[_name] = partial(_equality, _axes, _kind)
 
 
 @case
 def a_compiled_model_is_like_one_process():
-    mesh = DeviceMesh(
-        "cpu", [[0, 1]], mesh_dim_names=("dp", "tp")
-    )  # two compile as well as four, in half the time
+    # Two processes compile as well as four, in half the time.
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
     if mesh.get_coordinate() is None:
         return
-    with patch.object(
-        torch, "compile", partial(torch.compile, backend="aot_eager")
-    ):  # traces all, builds no C++
+    with patch.object(torch, "compile", traced_only):
         model = parallelize(seeded(one_layer), mesh, recompute=True, compile=True)
     assert_like_one_process(mesh, model, seeded(one_layer), (2, 7, 16))
 
@@ -239,19 +246,17 @@ def weights_are_those_of_the_first_rank_and_the_same_by_way_of_meta():
         for model in (spread, loaded):
             for name, tensor in model.state_dict().items():
                 assert torch.equal(whole(tensor), expected[name]), (axes, name)
-        x = torch.randn(
-            2, 5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-        )
-        assert torch.equal(
-            spread(x), loaded(x)
-        )  # the table of rotations, which is not in the state dict
-        for model in (loaded, copy.deepcopy(loaded)) if axes == ("tp",) else (loaded,):
-            model(x).sum().backward()  # no gradient is left as a sum to be made
-            assert not any(
-                place.is_partial()
-                for gains in model.parameters()
-                for place in gains.grad.placements
-            )
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(2, 5, 16, generator=generator, dtype=torch.float64)
+        # The results also depend on the table of rotations, which no state dict has.
+        assert torch.equal(spread(x), loaded(x))
+        models = [loaded]
+        if axes == ("tp",):  # FSDP's models raise an error for a copy
+            models.append(copy.deepcopy(loaded))
+        for model in models:
+            model(x).sum().backward()
+            for parameter in model.parameters():
+                assert not is_partial(parameter.grad)
 
 
 @case
@@ -262,10 +267,8 @@ def mixed_precision_streams_bfloat16_and_returns_what_is_asked_for():
         output_dtype=torch.float32,
     )
     build = partial(Transformer, 2, 16, 8, 32, max_seq_len=16, qk_norm=True)
-    model, streams = (
-        parallelize(seeded(build), mesh_of("dp", "tp"), mp_policy=policy),
-        [],
-    )
+    model = parallelize(seeded(build), mesh_of("dp", "tp"), mp_policy=policy)
+    streams = []
     model.layers[1].ln1.register_forward_pre_hook(
         lambda ln1, args: streams.append(args[0].dtype)
     )
@@ -282,16 +285,12 @@ def mixed_precision_streams_bfloat16_and_returns_what_is_asked_for():
 
 def train(model, optimizer, mesh, steps):
     """Train on batches that are drawn by their step alone; return the losses and norms of the whole batch."""
-    (rank, count), losses = data_rank(mesh), []
+    rank, count = data_rank(mesh)
+    losses = []
     for step in steps:
-        x, target = torch.randn(
-            2,
-            4,
-            5,
-            16,
-            dtype=torch.float64,
-            generator=torch.Generator().manual_seed(step),
-        )
+        generator = torch.Generator().manual_seed(step)
+        shape = (2, 4, 5, 16)  # inputs and targets of a batch of 4
+        x, target = torch.randn(shape, dtype=torch.float64, generator=generator)
         share = slice(rank * 4 // count, (rank + 1) * 4 // count)
         loss = (model(x[share]) - target[share]).square().mean()
         loss.backward()
@@ -333,7 +332,8 @@ def resume(mesh, folder):
 
 @case
 def checkpoints_of_tp_and_dp_load_anywhere_and_resume():
-    folder, mesh = Path("checkpoint"), mesh_of("dp", "tp")
+    folder = Path("checkpoint")
+    mesh = mesh_of("dp", "tp")
     model, optimizer = model_and_optimizer(mesh)
     train(model, optimizer, mesh, range(1))
     distributed_checkpoint.save(checkpoint_of(model, optimizer), checkpoint_id=folder)

@@ -21,10 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tinyblock import Block, FeedForward, Transformer, parallelize
 
-TP, DP_TP = ("tp",), ("dp", "tp")
-GATHER, SCATTER = (
-    Collective(kind, "tp", 2 * 8 * 16) for kind in ("all-gather", "reduce-scatter")
-)
+TP = ("tp",)
+DP_TP = ("dp", "tp")
+GATHER = Collective("all-gather", "tp", 2 * 8 * 16)
+SCATTER = Collective("reduce-scatter", "tp", 2 * 8 * 16)
 
 
 @pytest.fixture(scope="module")
@@ -65,41 +65,30 @@ def fake_processes():
 
 
 @pytest.mark.usefixtures("fake_processes")
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor"
-)  # dynamo looks at that of each DTensor
+# Dynamo looks at the .grad of each DTensor.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_compiled_blocks_compute_what_eager_ones_do_without_a_graph_break():
-    build, found = partial(cases.transformer, qk_norm=True), {}
-    with patch.object(
-        torch, "compile", partial(torch.compile, backend="aot_eager")
-    ):  # traces all, builds no C++
-        models = [
-            parallelize(seeded(build), mesh_of("dp", "tp"), recompute=True, compile=how)
-            for how in (True, False)
-        ]
+    build = partial(cases.transformer, qk_norm=True)
+    mesh = mesh_of("dp", "tp")
+    eager = parallelize(seeded(build), mesh, recompute=True)
+    with patch.object(torch, "compile", cases.traced_only):
+        compiled = parallelize(seeded(build), mesh, recompute=True, compile=True)
+    found = {}
     for seq in (7, 8):  # the first process along tp has four tokens of each
         x = torch.randn(2, seq, 16, dtype=torch.float64)
-        for model in models:
+        for model in (compiled, eager):
             x = x.detach().clone().requires_grad_()
             out = model(x)
             out.square().mean().backward()
-            gradients = [parameter.grad for parameter in model.parameters()]
-            found[model] = [
-                out,
-                x.grad,
-                *(gradient.to_local() for gradient in gradients),
-            ]
-            assert not any(
-                place.is_partial()
-                for gradient in gradients
-                for place in gradient.placements
-            )
+            found[model] = [out, x.grad]
+            for parameter in model.parameters():
+                assert not cases.is_partial(parameter.grad)
+                found[model].append(parameter.grad.to_local())
             model.zero_grad()
         torch.testing.assert_close(*found.values(), rtol=1e-12, atol=1e-12)
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert (
-        torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    )  # one a length, for all blocks
+    # One graph for each length, which all blocks share.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.parametrize(
@@ -112,21 +101,21 @@ def test_compiled_blocks_compute_what_eager_ones_do_without_a_graph_break():
 def test_collectives_are_two_gathers_and_two_scatters_a_block_each_way(
     axes, num_layers
 ):
-    options = cases.SIZES | {
-        "qk_norm": True,
-        "d_head": 4,
-    }  # no weight that FSDP would pad for a dp of 4
+    # FSDP would pad the gains of smaller heads over four processes.
+    options = {**cases.SIZES, "qk_norm": True, "d_head": 4}
     build = partial(Transformer, num_layers, max_seq_len=8) if num_layers else Block
-    mesh, shape = mesh_of(*axes), cases.MESHES[axes]
+    mesh = mesh_of(*axes)
+    shape = cases.MESHES[axes]
     model = parallelize(seeded(partial(build, 16, 8, 32, **options)), mesh)
+    _, data_ranks = cases.data_rank(mesh)
     size = Size(
-        2 * cases.data_rank(mesh)[1],
-        8,
-        16,
-        8,
-        4,
-        4,
-        32,
+        batch_size=2 * data_ranks,
+        seq_len=8,
+        d_model=16,
+        num_heads=8,
+        num_kv_heads=4,
+        d_head=4,
+        d_ff=32,
         qk_norm=True,
         num_layers=num_layers,
     )
@@ -135,47 +124,61 @@ def test_collectives_are_two_gathers_and_two_scatters_a_block_each_way(
     with Collectives(mesh) as backward:
         out.sum().backward()
     counted = {"forward": forward.calls, "backward": backward.calls}
-    assert counted == collectives_of(size, Mesh(**dict(zip(axes, shape, strict=True))))
-    for calls in counted.values() if "tp" in axes else ():
-        assert (
-            calls[GATHER] == 2 * size.layers + 1
-        )  # the one more: the output, the input's gradient
+    sizes = dict(zip(axes, shape, strict=True))
+    assert counted == collectives_of(size, Mesh(**sizes))
+    if "tp" not in axes:
+        return
+    for calls in counted.values():
+        # One more than the blocks call: for the output, or for the gradient of the input.
+        assert calls[GATHER] == 2 * size.layers + 1
         assert calls[SCATTER] == 2 * size.layers
 
 
 @pytest.mark.usefixtures("fake_processes")
 def test_recomputing_costs_the_collectives_of_the_forward_pass_but_for_the_last_of_a_block():
     mesh = mesh_of("tp")
-    model, size = (
-        parallelize(cases.transformer(), mesh, recompute=True),
-        Size(2, 8, 16, 8, 4, 2, 32, num_layers=2),
+    model = parallelize(cases.transformer(), mesh, recompute=True)
+    size = Size(
+        batch_size=2,
+        seq_len=8,
+        d_model=16,
+        num_heads=8,
+        num_kv_heads=4,
+        d_head=2,
+        d_ff=32,
+        num_layers=2,
     )
     out = model(torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True))
     with Collectives(mesh) as backward:
         out.sum().backward()
-    assert (
-        backward.calls == collectives_of(size, Mesh(tp=4), recompute=True)["backward"]
-    )
+    expected = collectives_of(size, Mesh(tp=4), recompute=True)
+    assert backward.calls == expected["backward"]
     assert backward.calls[GATHER] == 2 * (2 + 2) + 1
     assert backward.calls[SCATTER] == 2 * (2 + 1)
 
 
 @pytest.mark.usefixtures("fake_processes")
 def test_each_pass_that_is_profiled_calls_what_a_step_calls():
-    size, mesh = (
-        Size(4, 8, 16, 8, 4, 4, 32),
-        Mesh(dp=2, tp=2),
-    )  # a Block, that would keep its weights when called again
-    settings, devices = (
-        Settings(torch.device("cpu"), torch.float32, "train", mesh=mesh),
-        mesh_of(*DP_TP),
+    # A Block would keep its gathered weights for a second call.
+    size = Size(
+        batch_size=4,
+        seq_len=8,
+        d_model=16,
+        num_heads=8,
+        num_kv_heads=4,
+        d_head=4,
+        d_ff=32,
     )
+    mesh = Mesh(dp=2, tp=2)
+    settings = Settings(torch.device("cpu"), torch.float32, "train", mesh=mesh)
+    devices = mesh_of(*DP_TP)
     runs = build_distributed(size, settings, devices).runs
     calls = collectives_of(size, mesh)
-    for name, expected in (
-        ("forward", calls["forward"]),
-        ("train", calls["forward"] + calls["backward"]),
-    ):
+    expected_calls = {
+        "forward": calls["forward"],
+        "train": calls["forward"] + calls["backward"],
+    }
+    for name, expected in expected_calls.items():
         for _ in range(2):
             with Collectives(devices) as counted:
                 runs["all", name]()
@@ -185,10 +188,8 @@ def test_each_pass_that_is_profiled_calls_what_a_step_calls():
 class FusedGate(nn.Module):
     def __init__(self, d_model, d_ff, **options):
         super().__init__()
-        self.w1, self.w2 = (
-            nn.Linear(d_model, 16, **options),
-            nn.Linear(8, d_model, **options),
-        )
+        self.w1 = nn.Linear(d_model, 16, **options)
+        self.w2 = nn.Linear(8, d_model, **options)
 
 
 class WithoutDownProjection(nn.Module):
@@ -323,17 +324,16 @@ def test_parallelize_rejects_shared_parameters(path, of, expected):
 @pytest.mark.usefixtures("fake_processes")
 def test_parallelize_rejects_a_distributed_model_and_another_module_and_mesh():
     for axes in (TP, DP_TP):
-        mesh, model = mesh_of(*axes), Transformer(1, 16, 8, max_seq_len=8)
+        mesh = mesh_of(*axes)
+        model = Transformer(1, 16, 8, max_seq_len=8)
         assert_rejected(
             nn.Sequential(model),
             mesh,
             "Sequential must have ln1, .*; pass the Transformer",
         )
         assert_rejected(parallelize(model, mesh), mesh, "already distributed")
-    model, expected = (
-        Transformer(1, 16, 8, max_seq_len=8),
-        "mesh must contain this rank and have the axes .*, got ",
-    )
+    model = Transformer(1, 16, 8, max_seq_len=8)
+    expected = "mesh must contain this rank and have the axes .*, got "
     assert_rejected(model, None, expected + "None")
     assert_rejected(model, DeviceMesh("cpu", [1, 2], mesh_dim_names=TP), expected)
     assert_rejected(

@@ -98,16 +98,13 @@ def module(request):
     "module", [SOURCE, "from __future__ import annotations\n" + SOURCE], indirect=True
 )
 def test_typecheck_raises_on_every_mismatch_whatever_was_seen_before(module):
-    x, w, layer, four_wide = (
-        torch.ones(2, 3),
-        torch.ones(3),
-        module.Layer(3),
-        module.Layer(4),
-    )
+    x = torch.ones(2, 3)
+    w = torch.ones(3)
+    layer = module.Layer(3)
+    four_wide = module.Layer(4)
     right = [
-        lambda: module.scale(
-            x, w, factor=2
-        ),  # an int is a float: PEP 484's numeric tower
+        # An int is a float: PEP 484's numeric tower.
+        lambda: module.scale(x, w, factor=2),
         lambda: module.scale(x[0], w),
         lambda: module.first([w, w], None),
         lambda: module.nonzero(torch.tensor([1.0, 0.0, 2.0]), 2),
@@ -485,7 +482,8 @@ class Layer(nn.Module):
 
 def test_typecheck_leaves_other_runtime_errors_as_they_are():
     made = checked_module(RAISES)
-    x, same = torch.ones(2, 3, dtype=torch.float64), torch.ones(2, 3)
+    x = torch.ones(2, 3, dtype=torch.float64)
+    same = torch.ones(2, 3)
     explained = RuntimeError("of these dtypes")
     explained.__cause__ = ValueError()  # as that of an inner layer has
     calls = [
