@@ -118,8 +118,8 @@ def test_readme_session_prints_what_it_shows(tmp_path):
     [session] = code_blocks("console")
     function = f'tinyblock() {{ "{sys.executable}" -m tinyblock "$@"; }}\n'
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    shown = ""
-    for command in re.findall(r"^\$ (.*)$", session, re.MULTILINE):
+
+    def output_of(command):
         done = subprocess.run(
             ["sh", "-c", function + command],
             cwd=tmp_path,
@@ -128,7 +128,13 @@ def test_readme_session_prints_what_it_shows(tmp_path):
             text=True,
         )
         assert done.stderr == ""
-        shown += f"$ {command}\n{done.stdout}"
+        return done.stdout
+
+    [first_copy] = re.findall(r"^tinyblock add .*$", section("Installation"), re.M)
+    output_of(first_copy)
+    shown = ""
+    for command in re.findall(r"^\$ (.*)$", session, re.MULTILINE):
+        shown += f"$ {command}\n{output_of(command)}"
     assert shown == session
 
 
@@ -144,8 +150,8 @@ def test_readme_names_targets_that_make_has():
 
 
 def test_readme_names_options_that_scripts_have():
-    commands = re.findall(r"python scripts/([\w.]+)([^`\n]*)`", README)
-    assert commands
+    commands = re.findall(r"python scripts/([\w.]+)([^`\n]*)", README)
+    assert {"profile_block.py", "train_lm.py"} <= {script for script, _ in commands}
     for script, arguments in commands:
         helped = subprocess.run(
             [sys.executable, ROOT / "scripts" / script, "--help"],

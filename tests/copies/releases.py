@@ -31,7 +31,7 @@ class {{layer}}:
 
 
 def make_release(folder, version, repository=""):
-    """Write a release: four layers, of which one imports two others, and their tests."""
+    """Write a release: four layers, and their tests. One layer imports two others."""
     imports = {
         "norm": "import math\nimport torch\nfrom einops import rearrange\n",
         "mlp": "import torch.nn\n",

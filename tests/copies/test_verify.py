@@ -30,7 +30,7 @@ def test_mlp_fails():
 
 @pytest.fixture
 def verify(project, monkeypatch):
-    """Return a function that verifies layers against two tests, of which one fails."""
+    """Return a function that verifies layers against two tests. One of them fails."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they are slow to import
     contract = project.release.root / "contract"
     for path in contract.glob("*.py"):

@@ -1,4 +1,4 @@
-"""Pages of which a script writes a part: nothing else changes."""
+"""A script writes a part of a page, and changes nothing else there."""
 
 import pytest
 from peers import pages

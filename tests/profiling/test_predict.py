@@ -135,7 +135,7 @@ def test_prediction_of_a_model_is_that_of_its_parts():
     # Gains are small.
     expected_tp = 2 * (4 * 32 + 1) * stream
     assert found.tp_seconds == pytest.approx(expected_tp, rel=1e-3)
-    # 3 Psi of bfloat16 for an eighth of the weights, half of which the other machine has.
+    # 3 Psi of bfloat16 for an eighth of the weights, and the other machine has half of that.
     expected_dp = 3 * 2 * LLAMA.parameters / 8 / 2 / 50e9
     assert found.dp_seconds == pytest.approx(expected_dp, rel=1e-3)
     # Weight, gradient and two moments, in two bytes each.

@@ -173,7 +173,7 @@ def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch):
     assert point.compilation.graphs == 1
     assert point.compilation.graph_breaks == 0
     assert point.compilation.seconds > 0
-    # The whole, the smallest, and the parts, of which the residual adds are two functions.
+    # The Block, the smallest one, and the parts. The residual adds are two functions.
     assert len(compiled) == 2 + len(PARTS) + 1
     line = r"^Compilation of the Block: .* s; 1 graph, 0 breaks$"
     assert re.search(line, run.out, re.MULTILINE)
