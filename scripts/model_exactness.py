@@ -69,7 +69,7 @@ def invariance_table(differences: dict[tuple[str, str, str, str], float]) -> str
         cells = ["equal" if value == 0 else f"{value:.0e}" for value in values]
         rows.append([", ".join(case), *cells])
     header = [f"{project}, {condition}" for project, condition in columns]
-    return markdown(["a row", *header], rows)
+    return markdown(["layer, dtype", *header], rows)
 
 
 def make_parser() -> Parser:

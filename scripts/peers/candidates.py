@@ -182,7 +182,7 @@ def build_limit(block: Block, size: Size) -> Candidate:
 
 
 def build_copy(block: Block, size: Size) -> Candidate:
-    """Copy half of the weights, which reads and writes as many bytes as the weights occupy."""
+    """Copy half of the weights: reads and writes together are as many bytes as the weights have."""
     if size.tokens > 1:
         raise Unavailable(
             "applies only to one-token cases, where weights dominate the traffic"
@@ -267,7 +267,9 @@ def _build_block_of(package: ModuleType, block: Block, size: Size) -> Candidate:
 
 OWN = {
     "limit": Peer(build_limit, "limit: the matrix products and SDPA", agrees=False),
-    "copy": Peer(build_copy, "copy: as many bytes as the weights have", agrees=False),
+    "copy": Peer(
+        build_copy, "copy: reads and writes half of the weights", agrees=False
+    ),
     # Inductor generates no code for its complex product.
     "operations": Peer(
         build_operations,

@@ -11,28 +11,31 @@ from .records import Measurement, Needs, Run
 INTRODUCTION = """\
 # Benchmarks
 
-How long does tinyblock's Block take beside the layers of other projects? Each cell is the Block's time divided by the
-project's time: below 1, the Block is faster. It is a median, with the 20th and 80th percentile in parentheses. The last
-column divides the Block's time by that of a second copy of the Block, and shows the noise. The lines below the table
-list the targets that are missed; [performance.md](performance.md) explains them."""
+How long does tinyblock's Block take, compared with the layers of other projects? Each cell is the Block's time divided
+by the project's time. A ratio below 1 means that the Block is faster. It is a median, with the 20th and 80th percentile
+in parentheses. The last column divides the Block's time by that of a second copy of the Block, and shows the noise. The
+lines below the table list the targets that are missed. In these lines, limit means the matrix products and attention of
+the Block alone, and transformers means Hugging Face's layer. [performance.md](performance.md) explains the misses."""
 METHOD = """\
 ## How the times were measured
 
 - The Block and the other layer have the same weights, inputs, dtype and number of threads, and take turns in one
   process. The Block's shape checks are on. Outputs and, in training, input gradients agreed before anything was timed.
-- A ratio is the median over the turns, with the 20th and 80th percentile. If there are several processes, their number
-  is followed by the range of their medians.
+- A ratio is the median over the turns, with the 20th and 80th percentile. The column "processes" shows how many
+  processes ran and, if there are several, the range of their medians.
 - Training is a forward and a backward pass, which differentiates with respect to the input and all weights. All other
   cases are a forward pass without gradients.
 - `limit` runs only the Block's matrix products and `scaled_dot_product_attention`.
-- `copy` (one-token cases only) copies as many bytes as the weights occupy.
+- `copy` (one-token cases only) copies half of the weights, so its reads and writes together are as many bytes as the
+  weights have.
 - `operations` runs the Block's operations inline, without modules, checks or options.
 - `control` is a second copy of the Block. Its ratios show how large the noise is.
 - `unchecked` is the Block without shape checks.
-- Hugging Face's layer is `LlamaDecoderLayer`, or `Qwen3DecoderLayer` if the Block has a q/k norm.
-- Kept MiB: memory held for the backward pass, excluding weights. The Block must not keep more than any other project.
-- MFU: the FLOP/s of the matrix products as a share of the datasheet's. "Causal" counts the scores that a causal mask
-  leaves, and "dense" counts all scores.
+- `transformers` is Hugging Face's `LlamaDecoderLayer`, or `Qwen3DecoderLayer` if the Block has a q/k norm.
+- "Block keeps MiB" and "peer keeps MiB" are the memory kept for the backward pass, without weights. The Block must not
+  keep more than any other project.
+- MFU, on GPUs only, is the FLOP/s of the matrix products as a share of the peak FLOP/s on the datasheet. "Causal"
+  counts the scores that a causal mask leaves, and "dense" counts all scores.
 
 `scripts/compare_peers.py` generates this page from the JSON files of its runs, so edits by hand are lost."""
 CONTROL = "control"
