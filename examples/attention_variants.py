@@ -2,8 +2,8 @@
 
     python examples/attention_variants.py
 
-changes one of 64 tokens and prints, for each class, which outputs change. These ranges
-show windows and directions. They show nothing about biases and soft caps.
+This command changes one of 64 tokens and prints, for each class, the range of outputs
+that change. The range shows the window and the direction, but not biases or soft caps.
 
 `Transformer(..., attention=SlidingWindow)` builds a model with one of these classes.
 Most of them override `attend`, which gets the queries, keys and values of each head

@@ -2,7 +2,8 @@
 
     python examples/checked_shapes.py
 
-pools two sequences, then passes tokens of size 60 instead of 64, and prints the error.
+This command pools two sequences. It then passes tokens of size 60 instead of 64, and
+prints the error.
 
 `typecheck(module)` checks the public functions of a module, and `__init__` and
 `forward` of its classes. Call it at the end of a file on itself, as below, or in

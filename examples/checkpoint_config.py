@@ -1,12 +1,13 @@
 """Reject a Hugging Face config that this model would compute incorrectly.
 
-    python examples/checkpoint_config.py            prints what is accepted
-    python examples/checkpoint_config.py FOLDER     checks the config.json in a folder
+    python examples/checkpoint_config.py            print what is accepted
+    python examples/checkpoint_config.py FOLDER     check the config.json in a folder
 
 A config can describe much that the model does not have: windows, multipliers, scaled
 positions, other activations. Some of these add no weight, so the checkpoint would load
 and give wrong results. Therefore each field of a config must be listed in one of the
-tables below, with an accepted value. The first field that is not listed raises an error.
+tables below, with an accepted value. The first field that is not listed raises an
+error.
 """
 
 import json

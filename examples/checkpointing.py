@@ -2,7 +2,7 @@
 
     python examples/checkpointing.py
 
-prints how many bytes a forward pass keeps for backward, without and with
+This command prints how many bytes a forward pass keeps for backward, without and with
 checkpointing. The gradients are the same. The backward pass recomputes the forward pass
 of each block. On several devices, use `parallelize(model, mesh, recompute=True)`.
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).

@@ -2,17 +2,18 @@
 
     torchrun --nproc-per-node 2 examples/context_parallel.py
 
-computes loss and gradients of one sequence of 128 tokens. Each process prints the loss
-of its tokens, the mean over the processes, and the loss on one process, which is equal.
-It also prints how far gradients are from those of one process, about 1e-8.
+This command computes loss and gradients of one sequence of 128 tokens. Each process
+prints the loss of its tokens, the mean over the processes, and the loss on one process,
+which is equal. It also prints how far gradients are from those of one process, about
+1e-8.
 
-Every layer except attention treats each token separately, so it needs no change. Attention
-gathers the keys and values of all processes, and hides later positions. Shared key
-heads make these tensors small. Llama 3 was trained in this way (arXiv 2407.21783,
-section 3.3.2), because gathered keys allow any mask, such as that of packed documents.
-torch has `torch.distributed.tensor.experimental.context_parallel`, which replaces SDPA
-inside a context. In torch 2.13 it is a prototype that accepts no mask in SDPA and does
-not run on a CPU, so this file does not use it.
+Every layer except attention treats each token separately, so it needs no change.
+Attention gathers the keys and values of all processes, and hides later positions.
+Shared key heads make these tensors small. Llama 3 was trained in this way (arXiv
+2407.21783, section 3.3.2), because gathered keys allow any mask, such as that of packed
+documents. torch has `torch.distributed.tensor.experimental.context_parallel`, which
+replaces SDPA inside a context. In torch 2.13 it is a prototype that accepts no mask in
+SDPA and does not run on a CPU, so this file does not use it.
 
 - `parallelize` distributes the weights over "dp". Each process passes its slice of the
   tokens, and their positions. The axis is called "dp" because gradients are averaged
@@ -25,8 +26,8 @@ not run on a CPU, so this file does not use it.
   seq keys and values of a layer, repeated for every query head.
   `parallelize(..., recompute=True)` stores those of one layer at a time.
 - SDPA computes masked scores, too, so all processes have the same work. A kernel that
-  skips them needs balanced slices: Llama 3 gives each process two chunks, one from
-  either end.
+  skips them requires balanced slices, so Llama 3 gives each process two chunks, one
+  from the start and one from the end of the sequence.
 """
 
 from functools import partial

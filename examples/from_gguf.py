@@ -2,11 +2,11 @@
 
     python examples/from_gguf.py MODEL.gguf
 
-prints the layers of the model, and how many parameters it has. `make story` downloads a
-small one.
+This command prints the layers of the model, and how many parameters it has.
+`make story` downloads a small model.
 
 GGUF stores the rows of the query and key weights in consecutive pairs, as tinyblock
-does: they load without a permutation. The package gguf turns quantized weights into
+does, so they load without a permutation. The package gguf turns quantized weights into
 float32. `model.to(torch.bfloat16)` halves their memory. A file can describe more than
 this model has, such as experts or scaled positions. `load` therefore rejects unknown
 fields and weights.

@@ -2,8 +2,8 @@
 
     python examples/generate.py MODEL.gguf "The capital of France is"
 
-prints the continuation while it is generated. The model is a GGUF file, or a checkpoint
-in the format of Hugging Face: a folder, or a name, which is downloaded.
+This command prints the continuation while it is generated. The model is a GGUF file, or
+a checkpoint in the format of Hugging Face: a folder, or a name, which is downloaded.
 """
 
 import argparse

@@ -3,13 +3,13 @@
     python examples/hugging_face.py          three random checkpoints of transformers
     python examples/hugging_face.py FOLDER   your checkpoint, or a name: Qwen/Qwen3-0.6B
 
-prints how far the logits are from those of transformers, and whether saving restores
-every value.
+Either command prints how far the logits are from those of transformers, and whether
+saving restores every value.
 
-The weights have different names. Hugging Face's RoPE pairs x[k] with x[k + d_head/2];
-tinyblock's pairs x[2k] with x[2k + 1]. `load` therefore permutes the rows of the query
-and key weights. With `halves=True` it keeps the rows and uses a RoPE that rotates
-halves. checkpoint_config.py lists what a config may contain.
+Hugging Face's weights and tinyblock's have different names. Hugging Face's RoPE pairs
+x[k] with x[k + d_head/2]; tinyblock's pairs x[2k] with x[2k + 1]. `load` therefore
+permutes the rows of the query and key weights. With `halves=True` it keeps the rows and
+uses a RoPE that rotates halves. checkpoint_config.py lists what a config may contain.
 """
 
 import json

@@ -2,7 +2,8 @@
 
     python examples/int8.py
 
-prints the bytes before and after, and the relative change of the output, about 0.01.
+This command prints the bytes before and after, and the relative change of the output,
+about 0.01.
 
 All projections are `nn.Linear`, so torchao can quantize them. Each row of a weight is
 stored as int8 and one scale, and each weight changes by at most half its row's scale.

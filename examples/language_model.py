@@ -2,10 +2,10 @@
 
     python examples/language_model.py
 
-trains a small model to count, prints its loss, and continues three sequences of
-numbers, of different lengths, in one batch. It then prints how long a text takes with
-the cache and without, and whether both texts are equal. Other examples import
-`LanguageModel` from this file.
+This command trains a small model to count, prints its loss, and continues three
+sequences of numbers, of different lengths, in one batch. It then prints how long a text
+takes with the cache and without, and whether both texts are equal. Other examples
+import `LanguageModel` from this file.
 
 `generate` runs the prompt in one call, and then each new token in one call. Every layer
 of attention computes keys and values of the new token only. It appends them to a

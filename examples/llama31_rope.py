@@ -2,7 +2,7 @@
 
     python examples/llama31_rope.py
 
-prints "64 frequencies: 29 kept, 6 interpolated, 29 divided by 8".
+This command prints "64 frequencies: 29 kept, 6 interpolated, 29 divided by 8".
 
 A pair that completes several turns within the original context keeps its frequency,
 because it distinguishes near tokens. A pair that completes less than one turn is slowed

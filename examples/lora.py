@@ -2,8 +2,8 @@
 
     python examples/lora.py
 
-prints the share of the parameters that is trained, and how far the merged model is from
-the adapted model, about 1e-6.
+This command prints the share of the parameters that is trained, and how far the merged
+model is from the adapted model, about 1e-6.
 
 All projections are `nn.Linear`, so peft can adapt them.
 Source: Hu et al., "LoRA" (arXiv 2106.09685).

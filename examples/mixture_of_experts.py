@@ -5,17 +5,17 @@
 
     python examples/mixture_of_experts.py
 
-prints how many of 1000 tokens each expert of an untrained layer gets.
+This command prints how many of 1000 tokens each expert of an untrained layer gets.
 
 `Transformer(..., ffn=MixtureOfExperts)` builds a model with this layer, and
 `ffn=partial(MixtureOfExperts, top_k=1)` sets an option. `parallelize` supports it over
 "dp". Over "tp" it raises a ValueError, because it has no rule for the router and the
 experts.
 
-The loop over experts is for reading: the CPU waits for the GPU in each turn, to learn
-how many tokens an expert gets. A grouped matrix product is faster. Training at scale
-adds a loss that balances the experts (arXiv 2101.03961, equation 4), which this file
-leaves out.
+The loop over experts is written for readability, not for speed. In each turn the CPU
+waits for the GPU, to learn how many tokens an expert gets. A grouped matrix product is
+faster. Training at scale adds a loss that balances the experts (arXiv 2101.03961,
+equation 4), which this file leaves out.
 Source: Jiang et al., "Mixtral of Experts" (arXiv 2401.04088), section 2.1.
 """
 

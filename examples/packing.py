@@ -2,8 +2,8 @@
 
     python examples/packing.py
 
-prints, for each layout, the largest difference from running each sequence alone, about
-1e-6.
+This command prints, for each layout, the largest difference from running each sequence
+alone, about 1e-6.
 
 Each function returns the `token_positions` and the `mask` to call a model with. Each
 token then gets the output that it gets when its sequence stands alone. A mask is True

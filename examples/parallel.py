@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node 4 examples/parallel.py
 
-trains on four processes, as two pairs. Each pair has batches of its own, and each
-process of a pair holds half of every layer. Each process prints its loss at the first
-and last step: the two processes of a pair print the same loss. With two processes there
-is one pair. torch logs that a `_NormPartial` takes two collective operations: these are
-the two axes of the norm of the gradients.
+This command trains on four processes, as two pairs. Each pair has batches of its own,
+and each process of a pair holds half of every layer. Each process prints its loss at
+the first and last step: the two processes of a pair print the same loss. With two
+processes there is one pair. torch logs that a `_NormPartial` takes two collective
+operations: these are the two axes of the norm of the gradients.
 
 Three rules:
 - All processes build the same weights: use the same seed. Processes of a pair pass the

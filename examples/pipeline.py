@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/pipeline.py
 
-trains the layers to return their input. The last process prints the loss of each step.
+This command trains the layers to return their input. The last process prints the loss
+of each step.
 
 Each stage passes its outputs to the next. Each batch is cut into four microbatches, so
 that the stages work at the same time on different ones. Every process builds all

@@ -2,9 +2,9 @@
 
     python examples/static_cache.py
 
-generates the same text with the growing cache of language_model.py, with the static
-cache, and with the static cache and a compiled step. For each, it prints tokens per
-second, and whether the text equals the first one.
+This command generates the same text with the growing cache of language_model.py, with
+the static cache, and with the static cache and a compiled step. For each, it prints
+tokens per second, and whether the text equals the first one.
 
 A growing cache copies all keys and values for each token, and has another shape each
 time, so a compiled step would need dynamic shapes. A `StaticCache` has room for `size`

