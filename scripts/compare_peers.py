@@ -2,7 +2,7 @@
 
 The peers get the weights, the inputs, the dtype and the threads of the Block, whose shape checks are on (the default).
 Outputs and input gradients must agree before anything is timed. Then Block and peer take turns in one process. The
-report shows the median and the spread of the ratios. Each ratio is Block time / peer time: below 1 the Block is faster.
+report shows the median and the spread of the ratios. A ratio is Block time / peer time; below 1, the Block is faster.
 """
 
 import argparse
