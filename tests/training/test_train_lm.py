@@ -386,6 +386,26 @@ def half_of_a_moment(optimizer):
     return {**optimizer, "state": state}
 
 
+def last_step_missing(history):
+    return history[:-1]
+
+
+def no_history(history):
+    return []
+
+
+def shape_of_a_step(optimizer):
+    state = dict(optimizer["state"])
+    state[0] = {**state[0], "step": torch.full((3,), 8.0)}
+    return {**optimizer, "state": state}
+
+
+def another_step(optimizer):
+    state = dict(optimizer["state"])
+    state[0] = {**state[0], "step": torch.tensor(7.0)}
+    return {**optimizer, "state": state}
+
+
 DAMAGE = {
     "half of the file": lambda path: os.truncate(path, path.stat().st_size // 2),
     "a flipped bit": flip_a_bit,
@@ -398,6 +418,10 @@ DAMAGE = {
     "a weight's shape": lambda path: change(path, "model", half_of_a_weight),
     "a missing weight": lambda path: change(path, "model", no_head),
     "a moment's shape": lambda path: change(path, "optimizer", half_of_a_moment),
+    "a missing last step": lambda path: change(path, "history", last_step_missing),
+    "no history": lambda path: change(path, "history", no_history),
+    "a step's shape": lambda path: change(path, "optimizer", shape_of_a_step),
+    "another step": lambda path: change(path, "optimizer", another_step),
     "no moments": lambda path: change(path, "optimizer", lambda optimizer: {}),
 }
 
@@ -409,6 +433,26 @@ def test_damaged_checkpoint_is_one_line(damage, saved, text, capsys):
     error = rejected(capsys, *resume)
     assert f"{saved / LAST}: the checkpoint is damaged (" in error
     assert error.endswith("): remove it to resume from the one before\n")
+
+
+def test_optimizer_takes_its_hyperparameters_from_the_run(
+    text, whole, tmp_path, monkeypatch
+):
+    folder, losses = tmp_path / "saved", tmp_path / "loss.json"
+    with monkeypatch.context() as patch:
+        at_step(3, lambda: signal.raise_signal(signal.SIGINT), patch)
+        assert train(text, "--checkpoint", folder) == 130
+
+    def with_other_hyperparameters(optimizer):
+        for group in optimizer["param_groups"]:
+            group["betas"] = "x"
+            del group["eps"]
+            del group["weight_decay"]
+        return optimizer
+
+    change(folder / "step-00000003.pt", "optimizer", with_other_hyperparameters)
+    assert train(text, "--checkpoint", folder, "--resume", "--json", losses) == 0
+    assert losses_in(losses) == whole[0]
 
 
 def test_full_disk_is_one_line_and_leaves_the_older_checkpoints(
