@@ -212,6 +212,25 @@ def test_signal_leaves_a_checkpoint_and_the_command_that_resumes_it(
     assert losses_in(losses) == whole[0]
 
 
+def test_signal_before_the_first_step_leaves_a_checkpoint(
+    whole, text, tmp_path, monkeypatch, capsys
+):
+    folder = ["--checkpoint", tmp_path / "saved"]
+    with monkeypatch.context() as patch:
+        # The run starts to show its progress before the first step.
+        patch.setattr(
+            session.Progress, "start", lambda *_: signal.raise_signal(signal.SIGINT)
+        )
+        assert train(text, *folder) == 130
+    path = tmp_path / "saved" / "step-00000000.pt"
+    stop = f"stopped by SIGINT after step 0; saved {path}. To resume:"
+    assert stop in capsys.readouterr().out
+    assert path.exists()
+    losses = tmp_path / "loss.json"
+    assert train(text, *folder, "--resume", "--json", losses) == 0
+    assert losses_in(losses) == whole[0]
+
+
 def test_signal_without_checkpoints_says_that_nothing_was_saved(
     text, monkeypatch, capsys
 ):
