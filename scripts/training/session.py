@@ -104,6 +104,12 @@ def require_same_run(checkpoint: Checkpoint, settings: Settings, text: Text) -> 
             f"{checkpoint.path} is from another run: its text is another one "
             "(was an output written to a folder of --data?)"
         )
+    taken = len(checkpoint.history)
+    if settings.steps < taken:
+        raise ValueError(
+            f"--steps must be at least {taken}, the steps of {checkpoint.path}, got {settings.steps}: "
+            "raise it, or train in another folder"
+        )
 
 
 def train(run: Run, checkpoint: Checkpoint | None) -> int:

@@ -256,11 +256,26 @@ def test_second_ctrl_c_ends_the_writing_of_a_checkpoint(text, tmp_path):
     assert os.listdir(saved) == ["step-00000002.pt"]
 
 
-def test_longer_run_resumes_with_its_own_learning_rate(saved, text, tmp_path, capsys):
+def test_run_that_has_more_steps_is_rejected(saved, text, tmp_path, capsys):
+    losses = tmp_path / "loss.json"
+    losses.write_text("losses")
+    options = ["--checkpoint", saved, "--resume", "--json", losses]
+    error = rejected(capsys, "--data", text, *options, "--steps=7")
+    expected = f"--steps must be at least 8, the steps of {saved / LAST}, got 7"
+    assert error.startswith(f"train_lm.py: error: {expected}: raise it, or ")
+    assert losses.read_text() == "losses"
+
+
+def test_run_with_all_its_steps_resumes_to_its_sample(saved, text, whole, capsys):
+    assert train(text, "--checkpoint", saved, "--resume") == 0
+    printed = capsys.readouterr().out
+    assert "8 of 8 steps are done" in printed
+    assert printed.split("prompt (")[1] == whole[1].split("prompt (")[1]
+
+
+def test_longer_run_resumes_with_its_own_learning_rate(saved, text, tmp_path):
     losses = tmp_path / "loss.json"
     options = ["--checkpoint", saved, "--resume", "--json", losses]
-    assert train(text, *options, "--steps=6") == 0
-    assert "8 of 6 steps are done" in capsys.readouterr().out
     assert train(text, *options, "--steps=12") == 0
     ninth = records_in(losses)[8]
     share = 0.55 + 0.45 * math.cos(math.pi * 4 / 8)
