@@ -323,6 +323,8 @@ def _require_rates(args: argparse.Namespace) -> None:
     rates = _rates(args)
     if not all(0 < lr < math.inf for lr in rates):
         raise ValueError(f"--lr must be positive and finite, got {rates}")
+    if len(set(rates)) < len(rates):
+        raise ValueError(f"--lr must have each rate once, got {rates}: remove one")
     if len(rates) > 1 and args.compare != "norm":
         raise ValueError(f"--lr must be one rate without --compare norm, got {rates}")
 

@@ -345,6 +345,7 @@ REJECTED = {
     "--warmup 9": "--warmup must be from 0 to --steps 8, got 9",
     "--lr nan": "--lr must be positive and finite, got [nan]",
     "--lr 1e-3 1e-2": "--lr must be one rate without --compare norm, got [0.001, 0.01]",
+    "--compare norm --lr 1e-3 3e-3 0.001": "--lr must have each rate once, got [0.001, 0.003, 0.001]",
     "--tp 2": "--tp was removed: examples/parallel.py",
     "--dp 2": "--dp was removed: examples/parallel.py",
     "--keep 3": "--keep was removed: the last two checkpoints are kept",
@@ -372,6 +373,12 @@ def test_rejection_is_one_line_before_anything_is_allocated(
     data = [] if "--data" in arguments else ["--data", text]
     assert REJECTED[arguments] in rejected(capsys, *data, *arguments.split())
     assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_text_that_is_named_twice_is_rejected(text, capsys):
+    expected = f"--data must name each file once, got {text} twice: remove a path"
+    assert expected in rejected(capsys, "--data", text, text)
+    assert expected in rejected(capsys, "--data", text.parent, text)
 
 
 def test_checkpoint_of_another_run_is_rejected(saved, text, tmp_path, capsys):
