@@ -302,19 +302,14 @@ def _settings(args: argparse.Namespace) -> Settings:
     steps = sizes["steps"]
     if steps >= 10**8:
         raise ValueError(f"--steps must be below 10**8, got {steps}")
-    settings = Settings(
-        **sizes,
-        seed=args.seed or 0,
-        lr=_rates(args)[0],
-        warmup=min(WARMUP, steps // 4) if args.warmup is None else args.warmup,
-    )
+    seed = args.seed or 0
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {seed}")
+    warmup = min(WARMUP, steps // 4) if args.warmup is None else args.warmup
+    if not 0 <= warmup <= steps:
+        raise ValueError(f"--warmup must be from 0 to --steps {steps}, got {warmup}")
     _require_rates(args)
-    if not 0 <= settings.warmup <= steps:
-        raise ValueError(
-            f"--warmup must be from 0 to --steps {steps}, got {settings.warmup}"
-        )
-    if not 0 <= settings.seed < 2**63:
-        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {settings.seed}")
+    settings = Settings(**sizes, seed=seed, lr=_rates(args)[0], warmup=warmup)
     _require_heads(settings)
     return settings
 

@@ -13,11 +13,11 @@ from lab.tables import Section, Table, show
 from .comparison import (
     BINS,
     LONG_WINDOWS,
-    POINTS,
     VARIANTS,
     Comparison,
     Kind,
     VariantRun,
+    steps_per_point,
     validation_windows,
     write_comparison,
 )
@@ -97,7 +97,7 @@ def _losses_by_position(trainer: Trainer, text: Text) -> tuple[float, ...]:
 def _curve(trainer: Trainer) -> tuple[float, ...]:
     """Return the training loss as means over equal numbers of steps."""
     losses = [record.loss for record in trainer.history]
-    each = max(1, trainer.settings.steps // POINTS)
+    each = steps_per_point(trainer.settings)
     starts = range(0, len(losses), each)
     return tuple(round(mean(losses[at : at + each]), 4) for at in starts)
 
