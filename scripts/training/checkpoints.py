@@ -125,12 +125,7 @@ def _checkpoint(path: Path, saved: Any) -> Checkpoint:
     """Return what `save` has written, with the types of settings and history checked."""
     if not isinstance(saved, dict) or saved.get("schema") != SCHEMA:
         raise ValueError(f"it has no schema {SCHEMA}")
-    history = []
-    for index, step in enumerate(saved["history"]):
-        record = from_plain(StepRecord, step, f"history[{index}]")
-        if record.step != index + 1:
-            raise ValueError(f"step {index + 1} is missing")
-        history.append(record)
+    history = _history(saved["history"])
     if path != path_of(path.parent, len(history)):
         raise ValueError(f"its name has another step than its history, {len(history)}")
     return Checkpoint(
@@ -141,6 +136,17 @@ def _checkpoint(path: Path, saved: Any) -> Checkpoint:
         weights=saved["model"],
         optimizer=saved["optimizer"]["state"],
     )
+
+
+def _history(steps: Any) -> list[StepRecord]:
+    """Return the records of the steps, whose numbers must be 1, 2, 3 and so on."""
+    history = []
+    for index, step in enumerate(steps):
+        record = from_plain(StepRecord, step, f"history[{index}]")
+        if record.step != index + 1:
+            raise ValueError(f"step {index + 1} is missing")
+        history.append(record)
+    return history
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:

@@ -144,8 +144,8 @@ def _sections(
     columns += ["validation, nats/byte", "range", f"minus {runs[0].variant}", "range"]
     table = Table(f"{comparison.kind}: mean and range over the seeds", columns)
     for variant, lr in dict.fromkeys((run.variant, run.lr) for run in runs):
-        own = [run for run in runs if (run.variant, run.lr) == (variant, lr)]
-        paired = [run for run in differences if (run.variant, run.lr) == (variant, lr)]
+        own = _runs_of(variant, lr, runs)
+        paired = _runs_of(variant, lr, differences)
         table.rows.append(_row(own, paired))
     settings = comparison.settings
     return [
@@ -153,6 +153,10 @@ def _sections(
         f"{settings.steps} steps of {settings.batch_size} x {settings.seq_len} bytes, "
         f"{settings.warmup} of them warm-up; trigram model: {comparison.trigram_validation:.4f} nats/byte",
     ]
+
+
+def _runs_of(variant: str, lr: float, runs: Sequence[VariantRun]) -> list[VariantRun]:
+    return [run for run in runs if run.variant == variant and run.lr == lr]
 
 
 def _row(own: Sequence[VariantRun], paired: Sequence[VariantRun]) -> list[str]:

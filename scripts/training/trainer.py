@@ -120,7 +120,9 @@ class Trainer:
         settings = self.settings
         if self.step < settings.warmup:
             return settings.lr * (self.step + 1) / settings.warmup
-        done = (self.step - settings.warmup) / max(1, settings.steps - settings.warmup)
+        decay_steps = max(1, settings.steps - settings.warmup)
+        done = (self.step - settings.warmup) / decay_steps
+        # The factor falls from 1 to 0.1.
         return settings.lr * (0.55 + 0.45 * math.cos(math.pi * done))
 
     def _losses(self, windows: Tensor) -> Tensor:
