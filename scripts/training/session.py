@@ -63,6 +63,11 @@ class Run:
             return True
         return self.every is not None and step % self.every == 0
 
+    def reports_after(self, step: int) -> bool:
+        """Return whether a validation and a line on the progress follow this step."""
+        steps = self.settings.steps
+        return step == steps or step % max(1, steps // REPORTS) == 0
+
 
 def open_folder(folder: Path, resume: bool) -> Checkpoint | None:
     """Make a folder for checkpoints, and return the last one that it has.
@@ -71,7 +76,9 @@ def open_folder(folder: Path, resume: bool) -> Checkpoint | None:
         ValueError: there is one without `resume`, or no folder with it, or the folder or the checkpoint is unusable.
     """
     if resume and not folder.is_dir():
-        raise ValueError(f"--resume: there is no folder {folder}")
+        raise ValueError(
+            f"--checkpoint must be a folder with --resume, but there is no folder {folder}: remove --resume to begin"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         require_writable(folder / "any")
@@ -97,7 +104,8 @@ def require_same_run(checkpoint: Checkpoint, settings: Settings, text: Text) -> 
         if expected != got:
             option = "--" + field.name.replace("_", "-")
             raise ValueError(
-                f"{checkpoint.path} is from another run: its {option} is {expected}, but here it is {got}"
+                f"{checkpoint.path} is from another run: its {option} is {expected}, but here it is {got}: "
+                "use its value, or another folder"
             )
     if checkpoint.text_sha256 != text.sha256:
         raise ValueError(
@@ -184,7 +192,7 @@ def _take_steps(run: Run, trainer: Trainer, windows: Tensor) -> int:
             with speed:
                 record = trainer.advance()
             record.bytes_per_second = speed.bytes_per_second()
-            if trainer.step == steps or trainer.step % max(1, steps // REPORTS) == 0:
+            if run.reports_after(trainer.step):
                 record.validation = float(trainer.validate(windows).mean())
                 progress.print(_report(record, steps))
             progress.advance(_report(record, steps))
