@@ -33,6 +33,7 @@ UNREADABLE = (
     UnpicklingError,
     RuntimeError,
     ValueError,
+    OverflowError,
     LookupError,
     TypeError,
     AttributeError,

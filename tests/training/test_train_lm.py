@@ -431,6 +431,10 @@ def last_step_missing(history):
     return history[:-1]
 
 
+def loss_of_400_digits(history):
+    return [{**step, "loss": 10**400} for step in history]
+
+
 def no_history(history):
     return []
 
@@ -460,6 +464,7 @@ DAMAGE = {
     "a missing weight": lambda path: change(path, "model", no_head),
     "a moment's shape": lambda path: change(path, "optimizer", half_of_a_moment),
     "a missing last step": lambda path: change(path, "history", last_step_missing),
+    "a loss of 400 digits": lambda path: change(path, "history", loss_of_400_digits),
     "no history": lambda path: change(path, "history", no_history),
     "a step's shape": lambda path: change(path, "optimizer", shape_of_a_step),
     "another step": lambda path: change(path, "optimizer", another_step),
