@@ -269,6 +269,7 @@ DAMAGE = {
         "rates must be positive, got [0.005, -1.0]",
     ),
     "no steps": (["settings", "steps"], 0, "steps must be at least 1, got 0"),
+    "a rate of 0": (["settings", "lr"], 0, "lr must be positive and finite, got 0.0"),
     "a negative seed": (["settings", "seed"], -1, "seed must be from 0 to 2**63 - 1"),
     "a long warm-up": (
         ["settings", "warmup"],
@@ -284,19 +285,42 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_comparison_is_one_line(damage, tmp_path, capsys):
-    keys, value, message = DAMAGE[damage]
-    document = json.loads((ROOT / "docs" / "ablations" / "ffn.json").read_text())
+DAMAGED_POSITIONS = {
+    "no positions": (None, "runs[0] must have 32 positions, got 0"),
+    "a missing position": ([1.0] * 31, "runs[0] must have 32 positions, got 31"),
+    "a negative loss": (
+        [1.0] * 31 + [-1.0],
+        "runs[0].by_position must have no negative loss, got -1.0",
+    ),
+}
+
+
+def rejected_report(kind, keys, value, folder, capsys):
+    """Change a value in a comparison of the documents, and return the one line that rejects it."""
+    document = json.loads((ROOT / "docs" / "ablations" / f"{kind}.json").read_text())
     place = document
     for key in keys[:-1]:
         place = place[key]
     place[keys[-1]] = value
-    path = tmp_path / "ffn.json"
+    path = folder / "damaged.json"
     path.write_text(json.dumps(document))
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as exit_:
         cli.main(["--report", str(path)])
+    assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith(f"train_lm.py: error: --report: {path}")
-    assert message in error
     assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_comparison_is_one_line(damage, tmp_path, capsys):
+    keys, value, message = DAMAGE[damage]
+    assert message in rejected_report("ffn", keys, value, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("damage", DAMAGED_POSITIONS)
+def test_damaged_comparison_of_positions_is_one_line(damage, tmp_path, capsys):
+    value, message = DAMAGED_POSITIONS[damage]
+    keys = ["runs", 0, "by_position"]
+    assert message in rejected_report("positions", keys, value, tmp_path, capsys)

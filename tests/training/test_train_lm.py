@@ -441,7 +441,7 @@ def no_history(history):
 
 def shape_of_a_step(optimizer):
     state = dict(optimizer["state"])
-    state[0] = {**state[0], "step": torch.full((3,), 8.0)}
+    state[0] = {**state[0], "step": torch.full((1,), 8.0)}
     return {**optimizer, "state": state}
 
 
