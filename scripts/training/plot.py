@@ -163,16 +163,14 @@ def _draw_variant(
     best = min(trained.values(), key=lambda own: mean(_validation(own)))
     curves = [run.curve for run in best]
     settings = comparison.settings
-    _draw_band(left, _middles(settings.steps, len(curves[0])), curves, look, name)
+    steps = _middles(settings.steps, len(curves[0]))
+    _draw_band(left, steps, curves, look, name)
     if comparison.kind == "ffn":
-        losses = _validation(best)
-        right.plot([name] * len(losses), losses, "o", color=look.color, alpha=0.7)
+        _draw_by_seed(right, best, look, name)
     elif comparison.kind == "norm":
         _draw_by_rate(right, trained, look, name)
     else:
-        parts = [run.by_position for run in best if run.by_position is not None]
-        places = _middles(settings.max_seq_len, len(parts[0]))
-        _draw_band(right, places, parts, look, None)
+        _draw_by_position(right, best, settings.max_seq_len, look)
 
 
 def _by_rate(runs: Sequence[VariantRun]) -> dict[float, list[VariantRun]]:
@@ -194,6 +192,24 @@ def _draw_crosses(axes: Axes, rates: Sequence[float], look: Look, name: str) -> 
             linestyle="",
             label=f"{name}: diverged",
         )
+
+
+def _draw_by_seed(
+    axes: Axes, runs: Sequence[VariantRun], look: Look, name: str
+) -> None:
+    """Draw the validation loss of each seed as a point above the name of the variant."""
+    losses = _validation(runs)
+    names = [name] * len(losses)
+    axes.plot(names, losses, "o", color=look.color, alpha=0.7)
+
+
+def _draw_by_position(
+    axes: Axes, runs: Sequence[VariantRun], length: int, look: Look
+) -> None:
+    """Draw the validation loss by position in sequences of this length."""
+    curves = [run.by_position for run in runs if run.by_position is not None]
+    positions = _middles(length, len(curves[0]))
+    _draw_band(axes, positions, curves, look, None)
 
 
 def _draw_by_rate(
@@ -236,7 +252,8 @@ def _draw_band(
 ) -> None:
     """Draw the mean of curves as a line, and their range as a band."""
     columns = list(zip(*curves, strict=True))
-    _draw_line(axes, x, [mean(column) for column in columns], look, label)
+    means = [mean(column) for column in columns]
+    _draw_line(axes, x, means, look, label)
     low = [min(column) for column in columns]
     high = [max(column) for column in columns]
     axes.fill_between(x, low, high, color=look.color, alpha=0.2, linewidth=0)

@@ -55,9 +55,9 @@ def files_in(paths: Sequence[Path], outputs: Sequence[Path] = ()) -> list[Path]:
     """Return these files and those in these folders, sorted, without outputs, checkpoints and hidden files.
 
     Raises:
-        ValueError: a path does not exist, or has no such file.
+        ValueError: a path does not exist, or has no such file, or a file is found twice.
     """
-    found = []
+    found: list[Path] = []
     for path in paths:
         if not path.exists():
             raise ValueError(f"--data: cannot read {path}: No such file or directory")
@@ -68,7 +68,20 @@ def files_in(paths: Sequence[Path], outputs: Sequence[Path] = ()) -> list[Path]:
                 f"--data {path} has no text: outputs, checkpoints, hidden and special files are left out"
             )
         found += texts
+    _require_once(found)
     return found
+
+
+def _require_once(files: Sequence[Path]) -> None:
+    """Raise a ValueError for a file that is there twice: the model could read the validation text in training."""
+    seen = set[Path]()
+    for file in files:
+        absolute = file.absolute()
+        if absolute in seen:
+            raise ValueError(
+                f"--data must name each file once, got {file} twice: remove a path"
+            )
+        seen.add(absolute)
 
 
 def _is_text(file: Path, root: Path, outputs: Sequence[Path]) -> bool:

@@ -224,29 +224,103 @@ DAMAGE = {
     "a curve of another length": (
         ["runs", 3, "curve"],
         [1.0],
-        "all curves must have as many points",
+        "runs[3].curve must have 50 points for 400 steps, got 1",
     ),
     "a missing loss": (["runs", 0, "validation"], None, "must have a validation loss"),
-    "an unknown variant": (["runs", 0, "variant"], "x", "must have the 20 runs"),
+    "an unknown variant": (
+        ["runs", 0, "variant"],
+        "x",
+        "runs[0] must be SwiGLU with seed 0 and lr 0.005, got x with seed 0 and lr 0.005",
+    ),
     "a text for a number": (["settings", "steps"], "1", "settings.steps must be"),
     "another schema": (["schema"], "tinyblock.training/1", 'the "schema"'),
+    "an empty curve": (["runs", 0, "curve"], [], "runs[0].curve must have 50 points"),
+    "a negative validation loss": (
+        ["runs", 1, "validation"],
+        -1.0,
+        "runs[1].validation must have no negative loss, got -1.0",
+    ),
+    "a negative point": (
+        ["runs", 2, "curve"],
+        [1.0] * 49 + [-2.0],
+        "runs[2].curve must have no negative loss, got -2.0",
+    ),
+    "a step of divergence after the last": (
+        ["runs", 0, "diverged"],
+        402,
+        "runs[0].diverged must be from 1 to settings.steps 400, got 402",
+    ),
+    "no parameters": (
+        ["runs", 0, "parameters"],
+        0,
+        "parameters must be at least 1, got 0",
+    ),
+    "many seeds": (["seeds"], 10**9, "it must have the 4000000000 runs"),
+    "no seeds": (["seeds"], 0, "seeds must be at least 1, got 0"),
+    "no rates": (["rates"], [], "rates must begin with settings.lr 0.005, got []"),
+    "a rate twice": (
+        ["rates"],
+        [0.005, 0.005],
+        "rates must differ, got [0.005, 0.005]",
+    ),
+    "a negative rate": (
+        ["rates"],
+        [0.005, -1.0],
+        "rates must be positive, got [0.005, -1.0]",
+    ),
+    "no steps": (["settings", "steps"], 0, "steps must be at least 1, got 0"),
+    "a rate of 0": (["settings", "lr"], 0, "lr must be positive and finite, got 0.0"),
+    "a negative seed": (["settings", "seed"], -1, "seed must be from 0 to 2**63 - 1"),
+    "a long warm-up": (
+        ["settings", "warmup"],
+        401,
+        "warmup must be from 0 to steps 400, got 401",
+    ),
+    "a trigram model without loss": (
+        ["trigram_validation"],
+        0,
+        "trigram_validation must be positive, got 0.0",
+    ),
     "no runs": (["runs"], [], "got 0 runs; was it interrupted?"),
 }
+
+
+DAMAGED_POSITIONS = {
+    "no positions": (None, "runs[0] must have 32 positions, got 0"),
+    "a missing position": ([1.0] * 31, "runs[0] must have 32 positions, got 31"),
+    "a negative loss": (
+        [1.0] * 31 + [-1.0],
+        "runs[0].by_position must have no negative loss, got -1.0",
+    ),
+}
+
+
+def rejected_report(kind, keys, value, folder, capsys):
+    """Change a value in a comparison of the documents, and return the one line that rejects it."""
+    document = json.loads((ROOT / "docs" / "ablations" / f"{kind}.json").read_text())
+    place = document
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    path = folder / "damaged.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--report", str(path)])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"train_lm.py: error: --report: {path}")
+    assert error.count("\n") == 1
+    return error
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_comparison_is_one_line(damage, tmp_path, capsys):
     keys, value, message = DAMAGE[damage]
-    document = json.loads((ROOT / "docs" / "ablations" / "ffn.json").read_text())
-    place = document
-    for key in keys[:-1]:
-        place = place[key]
-    place[keys[-1]] = value
-    path = tmp_path / "ffn.json"
-    path.write_text(json.dumps(document))
-    with pytest.raises(SystemExit):
-        cli.main(["--report", str(path)])
-    error = capsys.readouterr().err
-    assert error.startswith(f"train_lm.py: error: --report: {path}")
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in rejected_report("ffn", keys, value, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("damage", DAMAGED_POSITIONS)
+def test_damaged_comparison_of_positions_is_one_line(damage, tmp_path, capsys):
+    value, message = DAMAGED_POSITIONS[damage]
+    keys = ["runs", 0, "by_position"]
+    assert message in rejected_report("positions", keys, value, tmp_path, capsys)

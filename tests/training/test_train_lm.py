@@ -212,6 +212,25 @@ def test_signal_leaves_a_checkpoint_and_the_command_that_resumes_it(
     assert losses_in(losses) == whole[0]
 
 
+def test_signal_before_the_first_step_leaves_a_checkpoint(
+    whole, text, tmp_path, monkeypatch, capsys
+):
+    folder = ["--checkpoint", tmp_path / "saved"]
+    with monkeypatch.context() as patch:
+        # The run starts to show its progress before the first step.
+        patch.setattr(
+            session.Progress, "start", lambda *_: signal.raise_signal(signal.SIGINT)
+        )
+        assert train(text, *folder) == 130
+    path = tmp_path / "saved" / "step-00000000.pt"
+    stop = f"stopped by SIGINT after step 0; saved {path}. To resume:"
+    assert stop in capsys.readouterr().out
+    assert path.exists()
+    losses = tmp_path / "loss.json"
+    assert train(text, *folder, "--resume", "--json", losses) == 0
+    assert losses_in(losses) == whole[0]
+
+
 def test_signal_without_checkpoints_says_that_nothing_was_saved(
     text, monkeypatch, capsys
 ):
@@ -237,11 +256,26 @@ def test_second_ctrl_c_ends_the_writing_of_a_checkpoint(text, tmp_path):
     assert os.listdir(saved) == ["step-00000002.pt"]
 
 
-def test_longer_run_resumes_with_its_own_learning_rate(saved, text, tmp_path, capsys):
+def test_run_that_has_more_steps_is_rejected(saved, text, tmp_path, capsys):
+    losses = tmp_path / "loss.json"
+    losses.write_text("losses")
+    options = ["--checkpoint", saved, "--resume", "--json", losses]
+    error = rejected(capsys, "--data", text, *options, "--steps=7")
+    expected = f"--steps must be at least 8, the steps of {saved / LAST}, got 7"
+    assert error.startswith(f"train_lm.py: error: {expected}: raise it, or ")
+    assert losses.read_text() == "losses"
+
+
+def test_run_with_all_its_steps_resumes_to_its_sample(saved, text, whole, capsys):
+    assert train(text, "--checkpoint", saved, "--resume") == 0
+    printed = capsys.readouterr().out
+    assert "8 of 8 steps are done" in printed
+    assert printed.split("prompt (")[1] == whole[1].split("prompt (")[1]
+
+
+def test_longer_run_resumes_with_its_own_learning_rate(saved, text, tmp_path):
     losses = tmp_path / "loss.json"
     options = ["--checkpoint", saved, "--resume", "--json", losses]
-    assert train(text, *options, "--steps=6") == 0
-    assert "8 of 6 steps are done" in capsys.readouterr().out
     assert train(text, *options, "--steps=12") == 0
     ninth = records_in(losses)[8]
     share = 0.55 + 0.45 * math.cos(math.pi * 4 / 8)
@@ -311,17 +345,18 @@ REJECTED = {
     "--warmup 9": "--warmup must be from 0 to --steps 8, got 9",
     "--lr nan": "--lr must be positive and finite, got [nan]",
     "--lr 1e-3 1e-2": "--lr must be one rate without --compare norm, got [0.001, 0.01]",
+    "--compare norm --lr 1e-3 3e-3 0.001": "--lr must have each rate once, got [0.001, 0.003, 0.001]",
     "--tp 2": "--tp was removed: examples/parallel.py",
     "--dp 2": "--dp was removed: examples/parallel.py",
     "--keep 3": "--keep was removed: the last two checkpoints are kept",
-    "--every 5": "--every and --resume need --checkpoint",
+    "--every 5": "--every and --resume require --checkpoint DIR: add it",
     "--seeds 2": "--seeds has no effect without --compare",
     "--report x.json": "--batch-size has no effect with --report",
     "--plot loss.gif": "--plot must end in",
     "--json missing/loss.json": "No such file",
-    "--d-model 1000000000000": "impossible size",
-    "--resume": "--every and --resume need --checkpoint",
-    "--resume --checkpoint missing": "there is no folder missing",
+    "--d-model 1000000000000": "sizes that torch can represent, got 1000000000000 and 12",
+    "--resume": "--every and --resume require --checkpoint DIR: add it",
+    "--resume --checkpoint missing": "there is no folder missing: remove --resume to begin",
     "--compare activations": "--batch-size has no effect with --compare activations",
     "--compare ffn --compile": "--compile has no effect with --compare",
     "--compare ffn --resume": "--resume has no effect with --compare",
@@ -338,6 +373,12 @@ def test_rejection_is_one_line_before_anything_is_allocated(
     data = [] if "--data" in arguments else ["--data", text]
     assert REJECTED[arguments] in rejected(capsys, *data, *arguments.split())
     assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_text_that_is_named_twice_is_rejected(text, capsys):
+    expected = f"--data must name each file once, got {text} twice: remove a path"
+    assert expected in rejected(capsys, "--data", text, text)
+    assert expected in rejected(capsys, "--data", text.parent, text)
 
 
 def test_checkpoint_of_another_run_is_rejected(saved, text, tmp_path, capsys):
@@ -386,6 +427,30 @@ def half_of_a_moment(optimizer):
     return {**optimizer, "state": state}
 
 
+def last_step_missing(history):
+    return history[:-1]
+
+
+def loss_of_400_digits(history):
+    return [{**step, "loss": 10**400} for step in history]
+
+
+def no_history(history):
+    return []
+
+
+def shape_of_a_step(optimizer):
+    state = dict(optimizer["state"])
+    state[0] = {**state[0], "step": torch.full((1,), 8.0)}
+    return {**optimizer, "state": state}
+
+
+def another_step(optimizer):
+    state = dict(optimizer["state"])
+    state[0] = {**state[0], "step": torch.tensor(7.0)}
+    return {**optimizer, "state": state}
+
+
 DAMAGE = {
     "half of the file": lambda path: os.truncate(path, path.stat().st_size // 2),
     "a flipped bit": flip_a_bit,
@@ -398,6 +463,11 @@ DAMAGE = {
     "a weight's shape": lambda path: change(path, "model", half_of_a_weight),
     "a missing weight": lambda path: change(path, "model", no_head),
     "a moment's shape": lambda path: change(path, "optimizer", half_of_a_moment),
+    "a missing last step": lambda path: change(path, "history", last_step_missing),
+    "a loss of 400 digits": lambda path: change(path, "history", loss_of_400_digits),
+    "no history": lambda path: change(path, "history", no_history),
+    "a step's shape": lambda path: change(path, "optimizer", shape_of_a_step),
+    "another step": lambda path: change(path, "optimizer", another_step),
     "no moments": lambda path: change(path, "optimizer", lambda optimizer: {}),
 }
 
@@ -409,6 +479,26 @@ def test_damaged_checkpoint_is_one_line(damage, saved, text, capsys):
     error = rejected(capsys, *resume)
     assert f"{saved / LAST}: the checkpoint is damaged (" in error
     assert error.endswith("): remove it to resume from the one before\n")
+
+
+def test_optimizer_takes_its_hyperparameters_from_the_run(
+    text, whole, tmp_path, monkeypatch
+):
+    folder, losses = tmp_path / "saved", tmp_path / "loss.json"
+    with monkeypatch.context() as patch:
+        at_step(3, lambda: signal.raise_signal(signal.SIGINT), patch)
+        assert train(text, "--checkpoint", folder) == 130
+
+    def with_other_hyperparameters(optimizer):
+        for group in optimizer["param_groups"]:
+            group["betas"] = "x"
+            del group["eps"]
+            del group["weight_decay"]
+        return optimizer
+
+    change(folder / "step-00000003.pt", "optimizer", with_other_hyperparameters)
+    assert train(text, "--checkpoint", folder, "--resume", "--json", losses) == 0
+    assert losses_in(losses) == whole[0]
 
 
 def test_full_disk_is_one_line_and_leaves_the_older_checkpoints(
