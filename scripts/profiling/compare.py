@@ -6,6 +6,7 @@ from lab.timing import Spread
 
 from .records import Point, Profile, times_of
 from .report import describe, doubts, model_name
+from .trust import LEAST_SAMPLES
 
 # An interval that contains 1 and goes beyond these limits does not even show that nothing changed much.
 _CLEAR_LOW, _CLEAR_HIGH = 0.8, 1.25
@@ -25,7 +26,7 @@ _ENVIRONMENT = (
 _ADVICE = (
     "Runs of the same code differ, too. To compare two versions, run them in turns: compare_peers.py --against.\n"
     "Intervals go from new p20 / old p80 to new p80 / old p20. Same: it contains 1. Unclear: it contains 1 and "
-    f"reaches beyond {_CLEAR_LOW} to {_CLEAR_HIGH}."
+    f"reaches beyond {_CLEAR_LOW} to {_CLEAR_HIGH}, or a time has fewer than {LEAST_SAMPLES} samples."
 )
 
 
@@ -121,7 +122,9 @@ def _ratio(old: Spread, new: Spread, margin: float) -> list[str]:
     low = new.p20 / old.p80 / margin
     high = new.p80 / old.p20 * margin
     ratio = number(new.median / old.median)
-    return [*times, ratio, number_range(low, high), verdict(low, high)]
+    has_samples = min(old.samples, new.samples) >= LEAST_SAMPLES
+    shown = verdict(low, high) if has_samples else "unclear"
+    return [*times, ratio, number_range(low, high), shown]
 
 
 def verdict(low: float, high: float) -> str:

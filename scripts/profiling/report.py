@@ -29,6 +29,7 @@ from .records import (
     Part,
     Point,
     Profile,
+    times_of,
 )
 from .trust import reasons_to_doubt
 
@@ -103,7 +104,8 @@ def doubts_of(profile: Profile) -> list[Doubt]:
 
 def _reasons(point: Point | DistributedPoint, profile: Profile) -> list[str]:
     """Return why the figures of one size cannot be trusted in one line; no line if they can."""
-    reasons = "; ".join(reasons_to_doubt(point.trust, profile.ceilings))
+    samples = min(seconds.samples for seconds in times_of(point).values())
+    reasons = "; ".join(reasons_to_doubt(point.trust, profile.ceilings, samples))
     if not reasons:
         return []
     axis = profile.settings.sweep

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.machine import Ceilings
+from lab.tables import plural
 from lab.timing import Spread
 
 from .records import Trust
 
+# With fewer samples, p20 and p80 are little more than the fastest and the slowest one.
+LEAST_SAMPLES = 5
 # On an idle machine, none of these figures reaches half of its limit.
 _LARGEST_SPREAD = 0.2
 _LARGEST_ABOVE_FASTEST = 0.25
@@ -79,13 +82,16 @@ def trust(seconds: list[float], shares: BusyShares) -> Trust:
     )
 
 
-def reasons_to_doubt(trust: Trust, ceilings: Ceilings) -> list[str]:
-    """Return a sentence for each figure that is too large."""
+def reasons_to_doubt(trust: Trust, ceilings: Ceilings, samples: int) -> list[str]:
+    """Return a sentence for each figure that is too large, and for too small a number of samples."""
     waited = trust.waited_share or 0.0
     others = trust.others_share or 0.0
     flops, memory = ceilings.flops_per_second, ceilings.bytes_per_second
     unsteady = max(_width(flops), _width(memory))
     reasons = []
+    if samples < LEAST_SAMPLES:
+        counted = plural(samples, "sample")
+        reasons.append(f"each time has {counted}, fewer than {LEAST_SAMPLES}")
     if waited > _LARGEST_WAITED_SHARE:
         reasons.append(
             "added over all threads, time spent waiting for a core was "

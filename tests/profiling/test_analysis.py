@@ -208,7 +208,7 @@ def test_part_whose_data_fit_into_a_cache_may_beat_the_memory():
 
 def test_backward_that_noise_makes_short_shows_nothing_about_ceilings():
     samples = samples_of(SIZE, "train", seconds=1.0, whole=10.0, smallest=0.5)
-    samples["ffn", "train"] = [1.0 + 1e-9] * 3
+    samples["ffn", "train"] = [1.0 + 1e-9] * 5
     profile = profile_of(point_of(SIZE, samples), mode="train", ceilings=MACHINE)
     assert ceiling_too_low(profile) is None
     assert not beats_ceilings(profile)

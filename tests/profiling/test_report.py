@@ -20,9 +20,9 @@ DOUBTS = Trust(
 )
 
 
-def made(mode="train", ceilings=None, trust=None, **settings):
+def made(mode="train", ceilings=None, trust=None, rounds=5, **settings):
     """Return a profile in which the whole takes 30 s, and the parts take 24 s of them."""
-    samples = samples_of(SIZE, mode, seconds=1.0, whole=10.0, smallest=0.5)
+    samples = samples_of(SIZE, mode, 1.0, whole=10.0, smallest=0.5, rounds=rounds)
     point = point_of(SIZE, samples)
     if trust is not None:
         point = replace(point, trust=trust)
@@ -124,6 +124,13 @@ def test_losses_have_causes_unless_the_figures_cannot_be_trusted():
     assert "Do not trust these figures:\n  added over all threads, time spent" in text
     assert "Most time lost against the roofline:\n  " in text
     assert "% of the total; " not in text
+
+
+def test_report_doubts_a_profile_of_few_samples():
+    text = text_of(made(rounds=1))
+    expected = "Do not trust these figures:\n  each time has 1 sample, fewer than 5\n"
+    assert expected in text
+    assert "Do not trust" not in text_of(made())
 
 
 def test_ceiling_that_is_too_low_leaves_no_percentages_of_it():
