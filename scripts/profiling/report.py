@@ -141,6 +141,10 @@ def describe(*sizes: Size) -> str:
         facts.insert(4, f"{values('num_kv_heads')} shared key heads")
     if first.qk_norm:
         facts.append("q/k norm")
+    for name in ("theta", "eps"):
+        default = getattr(Size, name)
+        if getattr(first, name) != default:
+            facts.append(f"{name} {values(name)}")
     if first.vocab:
         facts.append(f"vocabulary {first.vocab}")
     return f"{title}: {', '.join(facts)}"

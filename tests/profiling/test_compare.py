@@ -11,6 +11,7 @@ from profiles import machine, point_of, profile_of, samples_of
 from profiling.compare import compare, verdict
 from profiling.compare_cli import main
 from profiling.records import Trust
+from profiling.report import describe
 from profiling.storage import write_profile
 
 SIZE = Size(
@@ -150,6 +151,12 @@ def test_program_rejects_what_it_cannot_compare(tmp_path, capsys):
     message = rejection(capsys, old, other)
     assert "must have a size of OLD.json" in message
     assert "profile the same size" in message
+    for option, value in (("theta", 500000.0), ("eps", 1e-6)):
+        size = replace(SIZE, **{option: value})
+        other = written(tmp_path, "other.json", profile_in(2, size=size))
+        assert f"got {describe(SIZE)}, {option} {value}: " in rejection(
+            capsys, old, other
+        )
     assert "NEW.json: cannot read missing.json" in rejection(
         capsys, old, "missing.json"
     )
