@@ -12,6 +12,7 @@ from profiles import TINY, machine, profile, ticking
 from profiling import session
 from profiling.cli import main
 from profiling.measure import measure
+from profiling.outputs import Outputs
 from profiling.records import OutOfMemory, Point, Settings
 
 PARTS = [
@@ -292,6 +293,38 @@ def test_error_that_is_not_a_lack_of_memory_is_raised():
     settings = Settings(torch.device("cpu"), torch.float32, "forward")
     with pytest.raises(RuntimeError, match="something else"):
         measure(SIZE, settings, clock=broken)
+
+
+def test_files_that_cannot_be_written_do_not_lose_the_report(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    tick, folder = ticking(), tmp_path / "folder"
+    folder.mkdir()
+
+    def clock():  # from the first measurement on, the folder is gone
+        if folder.exists():
+            folder.rmdir()
+        return tick()
+
+    trace, json_path, picture = folder / "trace", folder / "json", folder / "plot.png"
+    options = [f"--trace={trace}", f"--json={json_path}", f"--plot={picture}"]
+    assert main([*TINY, "--mode=forward", *options], clock) == 1
+    captured = capsys.readouterr()
+    assert "sum of the parts" in captured.out
+    lines = captured.err.splitlines()
+    assert len(lines) == 3
+    for path, line in zip((trace, json_path, picture), lines, strict=True):
+        beginning = f"profile_block.py: error: cannot write {path}: "
+        assert line == f"{beginning}No such file or directory"
+
+
+def test_error_of_a_file_is_forgotten_once_it_is_written(tmp_path):
+    path, outputs = tmp_path / "profile.json", Outputs()
+    with outputs.writing(path):
+        raise OSError("the disk is full")
+    assert [*outputs.errors] == [path]
+    with outputs.writing(path):
+        path.touch()
+    assert outputs.errors == {}
 
 
 def test_plot_that_fails_does_not_lose_the_report(tmp_path, monkeypatch, capsys):
