@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .records import require_at_least
 from .timing import Clock, Spread, clock, interleave
 
 
@@ -82,6 +83,13 @@ class Ceilings:
     sustained_flops_per_second: float
     product_size: int
     copy_bytes: int
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            1,
+            flops_per_second=self.flops_per_second.p20,
+            bytes_per_second=self.bytes_per_second.p20,
+        )
 
     @property
     def rates(self) -> Rates:

@@ -4,7 +4,7 @@ from lab.sizes import Size
 from lab.tables import Section, Table, number, number_range
 from lab.timing import Spread
 
-from .records import Point, Profile, times_of
+from .records import LEAST_SECONDS, Point, Profile, times_of
 from .report import describe, doubts, model_name
 from .trust import LEAST_SAMPLES
 
@@ -116,7 +116,7 @@ def _ratios(
 
 def _ratio(old: Spread, new: Spread, margin: float) -> list[str]:
     times = [number(old.median * 1e6), number(new.median * 1e6)]
-    if min(old.p20, new.p20) <= 0:
+    if min(old.p20, new.p20) < LEAST_SECONDS:
         # A backward pass that is lost in the noise.
         return [*times, "n/a", "n/a", "unclear"]
     low = new.p20 / old.p80 / margin

@@ -16,6 +16,7 @@ from lab.costs import Cost
 from lab.environment import Environment
 from lab.kernels import Kernels
 from lab.machine import Ceilings
+from lab.records import require_at_least
 from lab.sizes import Size
 from lab.timing import Spread
 
@@ -23,6 +24,9 @@ from .collectives import Mesh
 
 SCHEMA = "tinyblock.profile/2"
 Mode = Literal["forward", "train", "step"]
+Axis = Literal["seq-len", "batch-size", "d-model"]
+# A time below this one is noise.
+LEAST_SECONDS = 1e-12
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,10 @@ class Settings:
     seed: int = 0
     mesh: Mesh = field(default_factory=Mesh)
     preset: str | None = None
-    sweep: str | None = None
+    sweep: Axis | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least(1, rounds=self.rounds)
 
     @property
     def train(self) -> bool:
@@ -82,10 +89,17 @@ class Pass:
     gpu_seconds: Spread | None
     cost: Cost
 
+    def require_time(self, name: str) -> None:
+        """Raise a ValueError unless the times are above 0; `name` is that of the pass."""
+        times = {f"the time of {name}": self.seconds.p20}
+        if self.gpu_seconds is not None:
+            times[f"the GPU's time of {name}"] = self.gpu_seconds.p20
+        require_at_least(LEAST_SECONDS, **times)
+
     @property
     def is_noise(self) -> bool:
         """Return whether noise left no time to a fifth of the samples, as it can to a difference."""
-        return self.seconds.p20 <= 0
+        return self.seconds.p20 < LEAST_SECONDS
 
     @property
     def flops_per_second(self) -> float | None:
@@ -120,6 +134,13 @@ class Part:
     count: int
     passes: dict[str, Pass]
 
+    def __post_init__(self) -> None:
+        require_at_least(1, count=self.count)
+        for name, each in self.passes.items():
+            # Backward is a difference of two times, and noise may make it negative.
+            if name != "backward":
+                each.require_time(name)
+
 
 @dataclass(frozen=True)
 class SumOfParts:
@@ -150,6 +171,9 @@ class Compilation:
     graph_breaks: int
     break_reasons: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        require_at_least(0, graphs=self.graphs, graph_breaks=self.graph_breaks)
+
 
 @dataclass(frozen=True)
 class HeldMemory:
@@ -167,6 +191,9 @@ class HeldMemory:
     optimizer_state_bytes: int | None
     peak_added_bytes: int
 
+    def __post_init__(self) -> None:
+        require_at_least(0, **vars(self))
+
 
 @dataclass(frozen=True)
 class PartMemory:
@@ -181,6 +208,11 @@ class PartMemory:
     name: str
     kept_bytes: int | None
     peak_added_bytes: int
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            0, kept_bytes=self.kept_bytes, peak_added_bytes=self.peak_added_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -199,6 +231,9 @@ class Memory:
     kept_bytes: int | None
     parts: tuple[PartMemory, ...]
 
+    def __post_init__(self) -> None:
+        require_at_least(0, peak_bytes=self.peak_bytes, kept_bytes=self.kept_bytes)
+
 
 @dataclass(frozen=True)
 class Trust:
@@ -215,6 +250,9 @@ class Trust:
     others_share: float | None
     spread: float
     median_above_fastest: float
+
+    def __post_init__(self) -> None:
+        require_at_least(0, **vars(self))
 
 
 @dataclass(frozen=True)
@@ -287,6 +325,11 @@ class DistributedPass:
     of_ranks: tuple[float, ...]
     one_process: Spread
     speed_up: Spread
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            LEAST_SECONDS, seconds=self.seconds.p20, one_process=self.one_process.p20
+        )
 
 
 @dataclass(frozen=True)
