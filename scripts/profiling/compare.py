@@ -5,7 +5,7 @@ from lab.tables import Section, Table, number, number_range
 from lab.timing import Spread
 
 from .records import LEAST_SECONDS, Point, Profile, times_of
-from .report import describe, doubts, model_name
+from .report import describe, doubts, interruption, model_name
 from .trust import LEAST_SAMPLES
 
 # An interval that contains 1 and goes beyond these limits does not even show that nothing changed much.
@@ -40,8 +40,8 @@ def compare(old: Profile, new: Profile) -> list[Section]:
     margin = _margin(old, new)
     sections: list[Section] = [_differences(old, new)]
     for name, profile in (("Old", old), ("New", new)):
-        for doubt in doubts(profile):
-            sections.append(f"{name} profile: {doubt}")
+        for warning in (*doubts(profile), *interruption(profile)):
+            sections.append(f"{name} profile: {warning}")
     for point in new.points:
         before = {}
         if point.size in old_points:
@@ -54,9 +54,9 @@ def compare(old: Profile, new: Profile) -> list[Section]:
     return [*sections, f"{wider}\n{_ADVICE}"]
 
 
-def common_sizes(old: Profile, new: Profile) -> set[Size]:
-    """Return the sizes that both profiles have."""
-    return {point.size for point in old.points} & {point.size for point in new.points}
+def measured_sizes(profile: Profile) -> list[Size]:
+    """Return the sizes that have times: not those for which the memory did not suffice."""
+    return [point.size for point in profile.points if times_of(point)]
 
 
 def _differences(old: Profile, new: Profile) -> str:

@@ -13,7 +13,15 @@ from matplotlib.ticker import LogLocator
 
 from .analysis import Analysis, analyze, part_seconds
 from .records import Part, Peaks, Point, Profile
-from .report import describe, doubts_of, model_name, origin, rates, value_on
+from .report import (
+    describe,
+    doubts_of,
+    interruption,
+    model_name,
+    origin,
+    rates,
+    value_on,
+)
 
 _WARNING = "#B00000"
 
@@ -23,6 +31,7 @@ def plot(profile: Profile, path: Path) -> None:
     points = [point for point in profile.points if isinstance(point, Point)]
     title = describe(*(point.size for point in points))
     warnings = [" ".join(doubt.reason.split()) for doubt in doubts_of(profile)]
+    warnings.extend(interruption(profile))
     for warning in warnings:
         title = "\n".join([title, *textwrap.wrap(warning, 120)])
     figure = new_figure(title, origin(profile))

@@ -51,6 +51,7 @@ _CAUSES = {
 def report(profile: Profile) -> list[Section]:
     """Return the sections of a profile: a single size in full, a sweep with one line for each size."""
     sections: list[Section] = [header(profile), *doubts(profile)]
+    sections.extend(interruption(profile))
     if profile.settings.sweep is not None:
         sections.extend(_sweep(profile, profile.settings.sweep))
     else:
@@ -59,9 +60,15 @@ def report(profile: Profile) -> list[Section]:
                 sections.append(f"{describe(point.size)}\n{point.kind}: {point.error}")
             elif isinstance(point, Point):
                 sections.extend(_point(point, profile))
-    if not profile.finished:
-        sections.append(f"Interrupted after {plural(len(profile.points), 'size')}.")
     return sections
+
+
+def interruption(profile: Profile) -> list[str]:
+    """Return that sizes are missing, if so."""
+    if profile.finished:
+        return []
+    count = plural(len(profile.points), "size")
+    return [f"Interrupted after {count}: the others were not measured."]
 
 
 @dataclass(frozen=True)
@@ -372,7 +379,8 @@ def _times_title(point: Point, mode: str) -> str:
     layers = point.size.layers
     if layers > 1:
         title += (
-            f"\nTimes of one block's parts; sums and shares count them {layers} times"
+            "\nEach time is that of one run of a part. "
+            f"Sums and shares count the parts of a block {layers} times"
         )
     return f"{title}\nShares of the total: {_MODES[mode].lower().replace('adamw', 'AdamW')}"
 
@@ -487,9 +495,7 @@ def _sweep_parts(profile: Profile, measured: list[Point], axis: str) -> Table:
     mode = profile.settings.mode
     shortest = min(point.whole.passes[mode].seconds.median for point in measured)
     unit, factor = time_unit(shortest)
-    title = (
-        f"{' and '.join(passes).capitalize()} of one block's parts, {unit}, by {axis}"
-    )
+    title = f"One run of each part: {' and '.join(passes)}, {unit}, by {axis}"
     values = [value_on(axis, point.size) for point in measured]
     table = Table(title, ["part", *values])
     parts_of_points = [point.parts for point in measured]

@@ -10,7 +10,7 @@ from lab.timing import Spread
 from profiles import machine, point_of, profile_of, samples_of
 from profiling.compare import compare, verdict
 from profiling.compare_cli import main
-from profiling.records import Trust
+from profiling.records import OutOfMemory, Trust
 from profiling.report import describe
 from profiling.storage import write_profile
 
@@ -120,6 +120,15 @@ def test_compare_repeats_the_doubts_of_both_profiles():
     assert str(compare(steady, doubtful)[1]).startswith(f"New {expected}")
 
 
+def test_compare_names_the_profile_that_was_interrupted():
+    whole = profile_in(2)
+    part = replace(whole, finished=False)
+    expected = "profile: Interrupted after 1 size: the others were not measured."
+    assert compare(part, whole)[1] == f"Old {expected}"
+    assert compare(whole, part)[1] == f"New {expected}"
+    assert "Interrupted" not in " ".join(map(str, compare(whole, whole)))
+
+
 def written(folder, name, profile):
     path = folder / name
     write_profile(path, profile)
@@ -158,6 +167,11 @@ def test_program_rejects_what_it_cannot_compare(tmp_path, capsys):
     assert "NEW.json: cannot read missing.json" in rejection(
         capsys, old, "missing.json"
     )
+    too_large = profile_of(OutOfMemory(SIZE, "no memory"))
+    empty = written(tmp_path, "empty.json", too_large)
+    message = "must have a size that was measured, got none, because memory ran out"
+    assert f"NEW.json: {empty} {message}" in rejection(capsys, old, empty)
+    assert f"OLD.json: {empty} {message}" in rejection(capsys, empty, old)
     broken = tmp_path / "broken.json"
     document = json.loads((tmp_path / "old.json").read_text())
     del document["settings"]["rounds"]

@@ -138,7 +138,7 @@ def test_step_of_a_stack_counts_each_layer(step):
     (point,) = step.profile.points
     counts = {part.name: part.count for part in point.parts}
     assert counts == dict.fromkeys([*PARTS, "q/k norm"], 2) | {"final norm": 1}
-    assert "sums and shares count them 2 times" in step.out
+    assert "Sums and shares count the parts of a block 2 times" in step.out
 
 
 def test_trace_labels_every_pass(step):
@@ -227,7 +227,7 @@ def test_interruption_keeps_the_finished_points(tmp_path, capsys):
     assert main(options, interrupted) == 130
     document = json.loads(path.read_text())
     assert (document["finished"], len(document["points"])) == (False, 1)
-    assert "Interrupted after 1 size." in capsys.readouterr().out
+    assert "Interrupted after 1 size: " in capsys.readouterr().out
     assert main(TINY, interrupted) == 130
     assert capsys.readouterr() == ("", "profile_block.py: interrupted\n")
 

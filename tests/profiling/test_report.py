@@ -217,6 +217,8 @@ def test_doubts_stand_in_the_picture(drawn):
     *_, title = drawn(made(trust=DOUBTS, ceilings=machine(1e3, 1e8)))
     assert "Do not trust these figures: added over all threads" in title
     assert "The measured ceiling is too low: " in title.replace("\n", " ")
+    *_, title = drawn(replace(made(), finished=False))
+    assert "Interrupted after 1 size: " in title
     *_, title = drawn(made())
     assert title == describe(SIZE)
 
