@@ -28,6 +28,11 @@ class Rates:
         moving = bytes_moved / self.bytes_per_second
         return max(computing, moving)
 
+    @property
+    def ridge(self) -> float:
+        """Return the arithmetic intensity, in FLOP/byte, above which work is compute-bound."""
+        return self.flops_per_second / self.bytes_per_second
+
 
 @dataclass(frozen=True)
 class Datasheet:
@@ -93,16 +98,8 @@ class Ceilings:
 
     @property
     def rates(self) -> Rates:
+        """Return the medians."""
         return Rates(self.flops_per_second.median, self.bytes_per_second.median)
-
-    @property
-    def ridge(self) -> float:
-        """Return the arithmetic intensity, in FLOP/byte, above which work is compute-bound."""
-        return self.rates.flops_per_second / self.rates.bytes_per_second
-
-    def seconds(self, flops: float, bytes_moved: float) -> float:
-        """Return the least time for this work at the median rates."""
-        return self.rates.seconds(flops, bytes_moved)
 
 
 def measure_ceilings(

@@ -15,7 +15,7 @@ import torch
 from lab.costs import Cost
 from lab.environment import Environment
 from lab.kernels import Kernels
-from lab.machine import Ceilings
+from lab.machine import Ceilings, Rates
 from lab.records import require_at_least
 from lab.sizes import Size
 from lab.timing import Spread
@@ -60,18 +60,6 @@ class Settings:
     @property
     def train(self) -> bool:
         return self.mode != "forward"
-
-
-@dataclass(frozen=True)
-class Peaks:
-    """What the datasheet of a GPU gives for the measured dtype.
-
-    flops_per_second: the peak of matrix products without sparsity; null if the datasheet has none for this dtype.
-    bytes_per_second: the peak of the memory.
-    """
-
-    flops_per_second: float | None
-    bytes_per_second: float
 
 
 @dataclass(frozen=True)
@@ -397,7 +385,7 @@ class Profile:
     environment: where and when it was measured.
     settings: how it was measured.
     ceilings: the fastest matrix product and copy of this device in this dtype.
-    datasheet: null if the exact device is unknown.
+    datasheet: what the manufacturer gives; null if the exact device is unknown, or has no peak for this dtype.
     points: one for each size, in the order of the sweep.
     finished: false while sizes of a sweep are missing, as after Ctrl-C.
     schema: the version of this format. New keys may be added under the same version.
@@ -406,7 +394,7 @@ class Profile:
     environment: Environment
     settings: Settings
     ceilings: Ceilings
-    datasheet: Peaks | None
+    datasheet: Rates | None
     points: tuple[Point | DistributedPoint | OutOfMemory, ...] = ()
     finished: bool = False
     schema: str = SCHEMA

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from lab.machine import Rates
 from lab.presets import PRESETS
 from lab.sizes import Size
 from lab.tables import (
@@ -192,7 +193,7 @@ def _ceilings(profile: Profile) -> str:
     memory = si(ceilings.bytes_per_second.median, "B/s")
     known = "n/a"
     if sheet is not None:
-        known = rates(sheet.flops_per_second, sheet.bytes_per_second)
+        known = describe_rates(sheet)
     return (
         f"Measured ceilings: {flops} ({side} x {side} matrix product, in bursts; {sustained} sustained for 0.5 s), "
         f"{memory} ({si(ceilings.copy_bytes, 'B')} copy)\n"
@@ -200,8 +201,10 @@ def _ceilings(profile: Profile) -> str:
     )
 
 
-def rates(flops_per_second: float | None, bytes_per_second: float) -> str:
-    return f"{si(flops_per_second, 'FLOP/s')}, {si(bytes_per_second, 'B/s')}"
+def describe_rates(rates: Rates) -> str:
+    return (
+        f"{si(rates.flops_per_second, 'FLOP/s')}, {si(rates.bytes_per_second, 'B/s')}"
+    )
 
 
 def held(memory: HeldMemory) -> str:
@@ -403,7 +406,7 @@ def _work(point: Point, analysis: Analysis, profile: Profile, name: str) -> Tabl
             si(each.cost.flops),
             si(each.cost.bytes, "B"),
             number(each.cost.intensity),
-            bound(each.cost, profile.ceilings),
+            bound(each.cost, profile.ceilings.rates),
             si(each.flops_per_second),
         ]
         if analysis.roofline_seconds is not None:

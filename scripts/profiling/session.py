@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 from lab.environment import device_name, environment
-from lab.machine import DATASHEETS, Ceilings, measure_ceilings
+from lab.machine import DATASHEETS, Ceilings, Rates, measure_ceilings
 from lab.processes import from_first, is_first
 from lab.progress import Progress
 from lab.sizes import Size
@@ -18,7 +18,6 @@ from .outputs import Outputs
 from .records import (
     DistributedPoint,
     OutOfMemory,
-    Peaks,
     Point,
     Profile,
     Settings,
@@ -137,9 +136,9 @@ def _ceilings(settings: Settings, clock: Clock) -> Ceilings:
     return from_first(measure)
 
 
-def _datasheet(device: torch.device, dtype: torch.dtype) -> Peaks | None:
-    """Return the peaks of this very device; None if it has no datasheet here."""
+def _datasheet(device: torch.device, dtype: torch.dtype) -> Rates | None:
+    """Return the peaks of this very device; None if they are unknown."""
     sheet = DATASHEETS.get(device_name(device))
-    if sheet is None:
+    if sheet is None or sheet.flops_per_second(dtype) is None:
         return None
-    return Peaks(sheet.flops_per_second(dtype), sheet.bytes_per_second)
+    return sheet.rates(dtype)

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from lab.machine import Rates
 from lab.sizes import Size
 from profiles import TINY, machine, profile, ticking
 from profiling import session
@@ -249,6 +250,22 @@ def test_ceilings_that_a_part_beats_are_measured_once_more(tmp_path, monkeypatch
         assert found == max(rates)
         assert ("The measured ceiling is too low" in run.out) == too_low
     assert len(measured) == 4
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"), [("highest", Rates(67e12, 4.8e12)), ("high", None)]
+)
+def test_datasheet_is_left_out_where_it_has_no_peak(
+    precision, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(session, "device_name", lambda device: "NVIDIA H200")
+    torch.set_float32_matmul_precision(precision)
+    try:
+        run = profile(tmp_path, "--mode=forward")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert run.profile.datasheet == expected
+    assert ("Datasheet: n/a" in run.out) == (expected is None)
 
 
 @pytest.fixture
