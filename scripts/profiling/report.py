@@ -449,13 +449,20 @@ def _sweep(profile: Profile, axis: str) -> list[Section]:
 
 def _sweep_table(profile: Profile, measured: list[Point], axis: str) -> Table:
     mode = profile.settings.mode
-    # The parts have no step: AdamW updates all weights at once.
-    summed_passes = "forward" if mode == "forward" else "train"
     name = model_name(profile.points[0].size)
     medians = [point.whole.passes[mode].seconds.median for point in measured]
     unit, factor = time_unit(min(medians, default=1.0))
-    columns = [axis, f"{mode} {unit}", "p20 to p80", f"overhead {unit}", "tokens/s"]
-    columns += ["MFU causal", f"parts/{name}", "kept for backward", "peak"]
+    columns = [
+        axis,
+        f"{mode} {unit}",
+        "p20 to p80",
+        f"overhead {unit}",
+        "tokens/s",
+        "MFU causal",
+        f"parts/{name}",
+        "kept for backward",
+        "peak",
+    ]
     title = (
         f"{_MODES[mode]}. Overhead: the same calls on a tiny input. "
         f"MFU: of the measured ceiling. parts/{name}: forward and backward of the parts, summed, over the {name}'s"
@@ -463,22 +470,31 @@ def _sweep_table(profile: Profile, measured: list[Point], axis: str) -> Table:
     table = Table(title, columns)
     for point in profile.points:
         value = value_on(axis, point.size)
-        if not isinstance(point, Point):
-            table.rows.append([value, point.kind, *[""] * (len(columns) - 2)])
-            continue
-        analysis = analyze(point, profile)
-        mfu = analysis.mfu_measured
-        cells = [
-            *spread_cells(point.whole.passes[mode].seconds, factor),
-            number(factor * point.overhead[mode].median),
-            si(analysis.tokens_per_second),
-            share(None if mfu is None else mfu.causal),
-            number(point.sum_of_parts[summed_passes].of_whole.median),
-            si(point.memory.kept_bytes, "B"),
-            si(point.memory.peak_bytes, "B"),
-        ]
+        if isinstance(point, Point):
+            cells = _sweep_cells(point, profile, factor)
+        else:
+            empty = [""] * (len(columns) - 2)
+            cells = [point.kind, *empty]
         table.rows.append([value, *cells])
     return table
+
+
+def _sweep_cells(point: Point, profile: Profile, factor: float) -> list[str]:
+    """Return the cells of one size; `factor` turns seconds into the unit of the table."""
+    mode = profile.settings.mode
+    # The parts have no step: AdamW updates all weights at once.
+    summed_passes = "forward" if mode == "forward" else "train"
+    analysis = analyze(point, profile)
+    mfu = analysis.mfu_measured
+    return [
+        *spread_cells(point.whole.passes[mode].seconds, factor),
+        number(factor * point.overhead[mode].median),
+        si(analysis.tokens_per_second),
+        share(None if mfu is None else mfu.causal),
+        number(point.sum_of_parts[summed_passes].of_whole.median),
+        si(point.memory.kept_bytes, "B"),
+        si(point.memory.peak_bytes, "B"),
+    ]
 
 
 def _sweep_losses(profile: Profile, measured: list[Point], axis: str) -> Table:
