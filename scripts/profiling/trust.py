@@ -43,20 +43,27 @@ class BusyShares:
 def system_clocks(proc: Path = Path("/proc")) -> Clocks | None:
     """Read the clocks; None except on Linux."""
     try:
-        ticks = [int(word) for word in (proc / "stat").read_text().split()[1:9]]
-        schedules = [
-            path.read_text().split() for path in proc.glob("self/task/*/schedstat")
-        ]
+        busy = _busy_seconds(proc / "stat")
+        waited = 0
+        for path in proc.glob("self/task/*/schedstat"):
+            # Nanoseconds on a core, nanoseconds of waiting for one, and the number of turns.
+            waited += int(path.read_text().split()[1])
     except OSError:
         return None
-    idle, iowait = ticks[3], ticks[4]
-    busy = (sum(ticks) - idle - iowait) / os.sysconf("SC_CLK_TCK")
-    waited_nanoseconds = sum(int(schedule[1]) for schedule in schedules)
     return Clocks(
         wall=time.perf_counter(),
-        waited=waited_nanoseconds / 1e9,
+        waited=waited / 1e9,
         others=busy - time.process_time(),
     )
+
+
+def _busy_seconds(stat: Path) -> float:
+    """Return the time in which cores were busy, added over all cores."""
+    # The first line is "cpu" and the ticks of user, nice, system, idle, iowait, irq, softirq and steal.
+    words = stat.read_text().split()
+    ticks = [int(word) for word in words[1:9]]
+    idle, iowait = ticks[3], ticks[4]
+    return (sum(ticks) - idle - iowait) / os.sysconf("SC_CLK_TCK")
 
 
 def busy_shares(start: Clocks | None, end: Clocks | None) -> BusyShares:
