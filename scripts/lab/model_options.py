@@ -104,7 +104,7 @@ def _sweep(text: str) -> Sweep:
         )
     values = tuple(positive_int(number) for number in numbers.split(","))
     if len(set(values)) < len(values):
-        raise argparse.ArgumentTypeError(f"must have each value once, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must name each value once, got {text!r}")
     return Sweep(axis, values)
 
 

@@ -31,7 +31,7 @@ def test_sizes_that_cannot_be_built_are_rejected(rejection):
 
 def test_sweep_with_a_value_twice_is_rejected(rejection):
     message = rejection("--sweep=seq-len=8,16,8")
-    assert "--sweep: must have each value once, got 'seq-len=8,16,8'" in message
+    assert "--sweep: must name each value once, got 'seq-len=8,16,8'" in message
 
 
 def test_counts_must_be_at_least_1(rejection):
