@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from .records import require_at_least
+
 Key = TypeVar("Key")
 Clock = Callable[[], float]
 
@@ -23,19 +25,32 @@ def clock() -> float:
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with the 20th and 80th percentile of its samples, in the unit of the samples."""
+    """A median with the 20th and 80th percentile of its samples, in the unit of the samples.
+
+    Raises:
+        ValueError: There are no samples, or the percentiles are in another order.
+    """
 
     median: float
     p20: float
     p80: float
     samples: int
 
+    def __post_init__(self) -> None:
+        require_at_least(1, samples=self.samples)
+        if self.p20 > self.median or self.median > self.p80:
+            raise ValueError(
+                f"p20, median and p80 must be in this order, got {self.p20}, {self.median} and {self.p80}"
+            )
+
     @classmethod
     def of(cls, samples: list[float]) -> "Spread":
         if len(samples) < 2:
             return cls(samples[0], samples[0], samples[0], len(samples))
         p20, _, _, p80 = statistics.quantiles(samples, n=5, method="inclusive")
-        return cls(statistics.median(samples), p20, p80, len(samples))
+        median = statistics.median(samples)
+        # Of equal samples, interpolation may round one percentile up and the other one down.
+        return cls(median, min(p20, median), max(p80, median), len(samples))
 
 
 def interleave(

@@ -20,8 +20,9 @@ from lab.sizes import Size
 from lab.timing import Clock, clock
 
 from .collectives import Mesh
+from .outputs import Outputs
 from .records import Settings
-from .session import Outputs, profile
+from .session import profile
 
 _EXAMPLES = """examples:
   profile_block.py                                            a small block, forward and backward
@@ -50,7 +51,8 @@ _REMOVED = {
 def main(argv: Sequence[str] | None = None, clock: Clock = clock) -> int:
     """Profile as `argv` says, and return the exit code.
 
-    0: done. 1: nothing could be measured. 2: rejected before measuring. 130: interrupted; the finished sizes are shown.
+    0: done. 1: nothing could be measured, or a file could not be written. 2: rejected before measuring. 130:
+    interrupted; the finished sizes are shown.
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -64,7 +66,17 @@ def main(argv: Sequence[str] | None = None, clock: Clock = clock) -> int:
         trace=arguments.trace,
         memory_snapshot=arguments.memory_snapshot,
     )
-    return run(parser, lambda: profile(sizes, settings, outputs, clock))
+
+    def work() -> int:
+        code = profile(sizes, settings, outputs, clock)
+        for path, error in outputs.errors.items():
+            reason = error.strerror or error
+            line = f"{parser.prog}: error: cannot write {path}: {reason}"
+            print(line, file=sys.stderr)
+            code = 1
+        return code
+
+    return run(parser, work)
 
 
 def _parser() -> Parser:

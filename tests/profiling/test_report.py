@@ -20,9 +20,9 @@ DOUBTS = Trust(
 )
 
 
-def made(mode="train", ceilings=None, trust=None, **settings):
+def made(mode="train", ceilings=None, trust=None, rounds=5, **settings):
     """Return a profile in which the whole takes 30 s, and the parts take 24 s of them."""
-    samples = samples_of(SIZE, mode, seconds=1.0, whole=10.0, smallest=0.5)
+    samples = samples_of(SIZE, mode, 1.0, whole=10.0, smallest=0.5, rounds=rounds)
     point = point_of(SIZE, samples)
     if trust is not None:
         point = replace(point, trust=trust)
@@ -84,11 +84,11 @@ def test_summary_has_a_range_that_can_be_read():
     profile = made("forward")
     (point,) = profile.points
     forward = replace(
-        point.whole.passes["forward"], seconds=Spread(1e-3, -22.8e-3, 76.5e-3, 7)
+        point.whole.passes["forward"], seconds=Spread(1e-3, 0.228e-3, 76.5e-3, 7)
     )
     whole = replace(point.whole, passes={"forward": forward})
     profile = replace(profile, points=(replace(point, whole=whole),))
-    assert "Forward: 1.00 ms (p20 to p80: -22.8 to 76.5), " in text_of(profile)
+    assert "Forward: 1.00 ms (p20 to p80: 0.23 to 76.5), " in text_of(profile)
 
 
 def test_overhead_is_a_share_of_the_total_on_a_cpu():
@@ -124,6 +124,13 @@ def test_losses_have_causes_unless_the_figures_cannot_be_trusted():
     assert "Do not trust these figures:\n  added over all threads, time spent" in text
     assert "Most time lost against the roofline:\n  " in text
     assert "% of the total; " not in text
+
+
+def test_report_doubts_a_profile_of_few_samples():
+    text = text_of(made(rounds=1))
+    expected = "Do not trust these figures:\n  each time has 1 sample, fewer than 5\n"
+    assert expected in text
+    assert "Do not trust" not in text_of(made())
 
 
 def test_ceiling_that_is_too_low_leaves_no_percentages_of_it():
@@ -210,6 +217,8 @@ def test_doubts_stand_in_the_picture(drawn):
     *_, title = drawn(made(trust=DOUBTS, ceilings=machine(1e3, 1e8)))
     assert "Do not trust these figures: added over all threads" in title
     assert "The measured ceiling is too low: " in title.replace("\n", " ")
+    *_, title = drawn(replace(made(), finished=False))
+    assert "Interrupted after 1 size: " in title
     *_, title = drawn(made())
     assert title == describe(SIZE)
 
