@@ -51,13 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         largest = max(sizes, key=lambda size: (size.batch_size, size.d_model))
         for mesh in meshes:
             mesh.require(largest)
+        left_out = _left_out(sizes, meshes)
         basis = _basis(arguments)
 
     def work() -> int:
         predictions = predict_all(sizes, meshes, basis.work, basis.rates, basis.links)
         if arguments.json is not None:
             _write(arguments.json, basis, predictions)
-        show(prediction_report(basis, predictions))
+        sections = prediction_report(basis, predictions)
+        if left_out:
+            sections.append("\n".join(left_out))
+        show(sections)
         if arguments.plot is not None:
             # It imports matplotlib.
             from .plot_prediction import plot_predictions
@@ -133,6 +137,18 @@ def _sizes(arguments: argparse.Namespace) -> list[Size]:
     if arguments.vocab is not None and arguments.num_layers is None:
         raise ValueError("--vocab needs --num-layers: a single Block has no embedding")
     return sizes_of(arguments)
+
+
+def _left_out(sizes: Sequence[Size], meshes: Sequence[Mesh]) -> list[str]:
+    """Return a line for each size of a sweep that does not split over a mesh."""
+    lines = []
+    for size in sizes:
+        for mesh in meshes:
+            try:
+                mesh.require(size)
+            except ValueError as error:
+                lines.append(f"left out: {describe(size)}; {mesh}: {error}")
+    return lines
 
 
 def _basis(arguments: argparse.Namespace) -> Basis:
