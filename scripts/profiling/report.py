@@ -358,7 +358,7 @@ def _gpu_times(point: Point, passes: Sequence[str]) -> Table:
         name = model_name(point.size) if part is point.whole else part.name
         table.rows.append([name, *_gpu_cells(part, passes, factor)])
     if not point.whole.has_gpu_seconds:
-        table.title += "\nn/a: more launches than a stream takes at once"
+        table.title += "\nn/a: the GPU began before all was launched, as a stream takes only about 1,000 launches"
     return table
 
 

@@ -89,8 +89,8 @@ class FakeGpu:
     ("kernels", "calls", "expected"),
     [
         (100, 5 * 3, [100 * 2e-6] * 5),
-        (500, 3 + 5 * 1, [500 * 2e-6] * 5),
-        (1500, 3 + 1, None),
+        (500, 3 * 3 + 5 * 1, [500 * 2e-6] * 5),
+        (1500, 3 * 3 + 3 * 1, None),
     ],
 )
 def test_gpu_seconds_queues_no_more_calls_than_the_stream_takes(
