@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 LOST_AT_MOST = 1000  # kernels that a profile may lose at its start
 LAUNCH_BOUND = 0.8  # below this busy share, the GPU often waits for the host
 CYCLES_PER_SECOND = 2e9  # of a GPU, at most
-LEAST_SLEEP = 2e-3  # seconds; longer than most pauses of a host
+LEAST_SLEEP = 1e-2  # seconds; longer than most pauses of a host
 MISSES = 3  # failed samples until a call counts as too long to queue
 
 _COUNTED = "counted"
