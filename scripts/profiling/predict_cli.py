@@ -5,7 +5,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
 
 from lab.cli import Parser, check_outputs, positive_int, run
@@ -23,7 +22,7 @@ from lab.sizes import Size
 from lab.tables import show
 
 from .collectives import Mesh
-from .predict import Links, Prediction, Work, predict_all
+from .predict import Links, Prediction, Work, is_rate, predict_all
 from .report import describe
 from .report_prediction import Basis, prediction_report
 
@@ -174,7 +173,7 @@ def _rates(text: str) -> Rates:
         flops_per_second, bytes_per_second = map(float, text.split(","))
     except ValueError:
         flops_per_second = bytes_per_second = 0.0
-    if not (0 < flops_per_second < inf and 0 < bytes_per_second < inf):
+    if not (is_rate(flops_per_second) and is_rate(bytes_per_second)):
         raise ValueError(
             f"--ceilings must be a GPU of --help, or FLOP/s and bytes/s, as in 989e12,3350e9, got {text!r}"
         )

@@ -97,6 +97,12 @@ def rejection(capsys, *options):
         pytest.param(["dp=1", "--plot=x.png"], "add --sweep", id="plot of one size"),
         pytest.param(["dp=1", "--link=1e9,0"], "--link must be bytes/s", id="no rate"),
         pytest.param(
+            ["dp=1", "--link=1e-300"], "--link must be bytes/s", id="tiny rate"
+        ),
+        pytest.param(
+            ["dp=1", "--ceilings=1e-300,1e9"], "--ceilings must be", id="tiny ceiling"
+        ),
+        pytest.param(
             ["dp=1", "--ceilings=RTX"], "--ceilings must be a GPU", id="unknown GPU"
         ),
         pytest.param(
