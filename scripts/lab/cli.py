@@ -94,6 +94,19 @@ def positive_int(text: str) -> int:
     raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
 
 
+def seed(text: str) -> int:
+    """Return the seed that an option gives; raise an error of argparse unless it fits into 64 bits, with a sign."""
+    try:
+        found = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
+    if not -(2**63) <= found < 2**63:
+        raise argparse.ArgumentTypeError(
+            f"must fit into 64 bits (-2**63 to 2**63 - 1), got {found}"
+        )
+    return found
+
+
 def device_of(name: str | None) -> torch.device:
     """Return the device of an option --device, with an index if it is a GPU, and make that the current one."""
     if name is None:

@@ -57,11 +57,24 @@ def number(value: float | None, digits: int = 3) -> str:
     """
     if value is None:
         return "n/a"
-    decimals = digits - len(str(int(abs(value))))
-    if value != 0:
-        leading_zeros = -math.floor(math.log10(abs(value)))
-        decimals = max(decimals, digits - 2 + leading_zeros)
-    return f"{value:.{max(0, decimals)}f}"
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        # -0.0 has no sign either.
+        return f"{0:.{digits - 1}f}"
+    # Rounding may carry: 99.96 has two digits before the point, and 100 has three.
+    exponent = _rounded_exponent(value, digits)
+    if exponent < 0:
+        exponent = _rounded_exponent(value, digits - 1)
+    significant = digits if exponent >= 0 else digits - 1
+    decimals = max(0, significant - 1 - exponent)
+    return f"{value:.{decimals}f}"
+
+
+def _rounded_exponent(value: float, significant: int) -> int:
+    """Return the power of ten of the first digit, once the value is rounded to this many digits."""
+    _, _, exponent = f"{value:.{significant - 1}e}".partition("e")
+    return int(exponent)
 
 
 def si(value: float | None, unit: str = "") -> str:

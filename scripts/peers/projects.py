@@ -206,6 +206,7 @@ def _build_x_transformers(block: Block, size: Size) -> Candidate:
         verbose=False,
     )
     decoder.layers[1][1].ff[0].proj.bias = None
+    # Layer 0 is attention and layer 1 the feed-forward layer; each has its norms (0) and its function (1).
     names = {
         "layers.0.1.to_q.weight": "q",
         "layers.0.1.to_k.weight": "k",

@@ -247,10 +247,11 @@ def _overheads(point: Point, mode: str) -> dict[str, float]:
     Each part has an equal share of the same calls on a tiny input, and AdamW has what these take longer with it. On a
     GPU, a part's own time contains no such calls.
     """
-    if point.whole.passes["forward"].gpu_seconds is not None:
-        return {part.name: 0.0 for part in point.addends}
     of_parts = point.overhead["forward" if mode == "forward" else "train"].median
     count = sum(part.count for part in point.parts)
     overheads = {part.name: of_parts / count for part in point.parts}
     overheads["AdamW"] = point.overhead[mode].median - of_parts
+    for part in point.addends:
+        if part.has_gpu_seconds:
+            overheads[part.name] = 0.0
     return overheads

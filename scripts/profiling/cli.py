@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from lab.cli import Parser, check_outputs, device_of, positive_int, run
+from lab.cli import Parser, check_outputs, device_of, positive_int, run, seed
 from lab.machine import memory_bytes
 from lab.model_options import (
     DTYPES,
@@ -110,7 +110,7 @@ def _add_measurement(parser: Parser) -> None:
     )
     group.add_argument(
         "--seed",
-        type=int,
+        type=seed,
         default=0,
         metavar="N",
         help="seed of weights and inputs (default: 0)",
@@ -191,8 +191,6 @@ def _check(
     arguments: argparse.Namespace, settings: Settings, sizes: list[Size]
 ) -> None:
     """Raise a ValueError for options that contradict each other, or that this machine cannot run."""
-    if not -(2**63) <= settings.seed < 2**64:
-        raise ValueError(f"--seed must fit into 64 bits, got {settings.seed}")
     if settings.mode == "step" and settings.dtype == torch.float16:
         raise ValueError(
             "--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train"

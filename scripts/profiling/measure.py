@@ -240,7 +240,9 @@ def _time(
     on_gpu: dict[Key, list[float]] = {}
     if settings.device.type == "cuda":
         for key, run in runs.items():
-            on_gpu[key] = gpu_seconds(run, min(seconds[key]))
+            samples = gpu_seconds(run, min(seconds[key]))
+            if samples is not None:
+                on_gpu[key] = samples
     return Samples(with_backward(seconds), with_backward(on_gpu)), shares
 
 

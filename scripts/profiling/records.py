@@ -69,7 +69,7 @@ class Pass:
     seconds: over the rounds. On CUDA, the longer of host and GPU. Backward is the time of forward and backward minus
         that of forward in the same round, so noise can make it negative.
     gpu_seconds: on CUDA, the time of the GPU alone: its work is queued before it starts, so it does not wait for the
-        host. Null on a CPU.
+        host. Null on a CPU, and for a pass with more launches than a stream takes.
     cost: the FLOPs and the fewest bytes of this pass.
     """
 
@@ -128,6 +128,11 @@ class Part:
             # Backward is a difference of two times, and noise may make it negative.
             if name != "backward":
                 each.require_time(name)
+
+    @property
+    def has_gpu_seconds(self) -> bool:
+        """Return whether the time of the GPU alone is known for each pass."""
+        return all(each.gpu_seconds is not None for each in self.passes.values())
 
 
 @dataclass(frozen=True)

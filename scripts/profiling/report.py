@@ -236,7 +236,7 @@ def _point(point: Point, profile: Profile) -> list[Section]:
             _losses(analysis.losses, has_doubts=bool(_reasons(point, profile)))
         )
     sections.append(_times(point, analysis, profile.settings.mode, passes))
-    if point.whole.passes["forward"].gpu_seconds is not None:
+    if any(part.has_gpu_seconds for part in point.parts):
         sections.append(_gpu_times(point, passes))
     for name in passes:
         sections.append(_work(point, analysis, profile, name))
@@ -364,17 +364,29 @@ def _difference_cells(point: Point, passes: Sequence[str], factor: float) -> lis
 
 
 def _gpu_times(point: Point, passes: Sequence[str]) -> Table:
-    """Return the times of the GPU alone."""
+    """Return the times of the GPU alone, with their ranges."""
     unit, factor = time_unit(point.whole.passes["forward"].own_seconds)
-    columns = [f"{each} {unit}" for each in passes]
-    table = Table(
-        "Time of the GPU alone, without waiting for the host", ["part", *columns]
-    )
+    columns = ["part"]
+    for each in passes:
+        columns.extend([f"{each} {unit}", "p20 to p80"])
+    table = Table("Time of the GPU alone, without waiting for the host", columns)
     for part in (*point.parts, point.whole):
         name = model_name(point.size) if part is point.whole else part.name
-        cells = [number(factor * part.passes[each].own_seconds) for each in passes]
-        table.rows.append([name, *cells])
+        table.rows.append([name, *_gpu_cells(part, passes, factor)])
+    if not point.whole.has_gpu_seconds:
+        table.title += "\nn/a: the GPU began before all was launched, as a stream takes only about 1,000 launches"
     return table
+
+
+def _gpu_cells(part: Part, passes: Sequence[str], factor: float) -> list[str]:
+    cells = []
+    for name in passes:
+        seconds = part.passes[name].gpu_seconds
+        if seconds is None:
+            cells.extend([number(None), ""])
+        else:
+            cells.extend(spread_cells(seconds, factor))
+    return cells
 
 
 def _times_title(point: Point, mode: str) -> str:

@@ -84,9 +84,17 @@ class FakeGpu:
         return found
 
 
-@pytest.mark.parametrize(("kernels", "calls"), [(100, 3), (500, 1)])
+# 500 kernels fit once, and not three times. 1,500 do not fit at all.
+@pytest.mark.parametrize(
+    ("kernels", "calls", "expected"),
+    [
+        (100, 5 * 3, [100 * 2e-6] * 5),
+        (500, 3 * 3 + 5 * 1, [500 * 2e-6] * 5),
+        (1500, 3 * 3 + 3 * 1, None),
+    ],
+)
 def test_gpu_seconds_queues_no_more_calls_than_the_stream_takes(
-    kernels, calls, monkeypatch
+    kernels, calls, expected, monkeypatch
 ):
     gpu = FakeGpu()
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
@@ -101,8 +109,8 @@ def test_gpu_seconds_queues_no_more_calls_than_the_stream_takes(
 
     host_seconds = kernels * gpu.LAUNCH
     found = gpu_seconds(run, host_seconds)
-    assert found == pytest.approx([kernels * 2e-6] * 5)
-    assert len(ran) == 1 + 3 + 5 * calls
+    assert found == pytest.approx(expected)
+    assert len(ran) == 1 + calls
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lab.environment import environment
 from markdown_tables import table_rows
-from peers import candidates, projects, records
+from peers import candidates, measuring, projects, records
 
 QUICK = ["--quick", "--rounds", "2", "--threads", "1"]
 ONE_TOKEN = [*QUICK, "--case", "one-token-f32", "--peers", "control"]
@@ -99,6 +99,15 @@ def test_report_pools_the_runs_of_one_machine_and_commit(measured, capsys):
     assert " 2: " not in second
 
 
+def test_report_rejects_a_run_that_is_named_twice(measured, capsys):
+    path, _ = measured
+    copy = path.with_name("copy.json")
+    copy.write_bytes(path.read_bytes())
+    for again in (path, copy):
+        message = f"--report must name each run once: leave out {again}"
+        assert message in error_of(["--report", str(path), str(again)], capsys)
+
+
 def test_report_has_the_chosen_cases_only(measured, capsys):
     path, _ = measured
     options = ["--report", str(path), "--case", "one-token-tiny"]
@@ -135,6 +144,15 @@ def test_peer_whose_result_is_nan_is_reported_and_the_run_goes_on(
         assert control.reason.startswith("outputs differ by nan")
         assert limit.status == "measured"
     assert len(run.cases) == 2
+
+
+def test_failure_of_the_block_is_the_exit_code_and_in_the_report(monkeypatch, capsys):
+    def fail(size, dtype, device, seed):
+        raise RuntimeError("no weights")
+
+    monkeypatch.setattr(measuring, "make_block", fail)
+    assert compare_peers.main(ONE_TOKEN) == 1
+    assert "failed: RuntimeError: no weights" in capsys.readouterr().out
 
 
 def test_quick_run_of_a_preset_with_few_key_heads_succeeds(capsys):
@@ -216,6 +234,9 @@ def error_of(options, capsys):
         (["--presets", "gpt-7"], "unknown preset 'gpt-7'"),
         (["--rounds", "0"], "--rounds: must be an integer of at least 1, got '0'"),
         (["--threads", "0"], "--threads: must be an integer of at least 1, got '0'"),
+        (["--seconds", "nan"], "--seconds: must be a number of seconds above 0, got"),
+        (["--seed", "x"], "--seed: must be an integer, got 'x'"),
+        (["--seed", f"{2**63}"], "--seed: must fit into 64 bits"),
         (["--json", "a", "--write", "a"], "two outputs have the same path: a"),
     ],
 )

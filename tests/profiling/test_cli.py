@@ -40,7 +40,7 @@ def test_counts_must_be_at_least_1(rejection):
 
 
 def test_seed_must_fit_into_64_bits(rejection):
-    assert "--seed must fit into 64 bits" in rejection(f"--seed={2**64}")
+    assert "--seed: must fit into 64 bits" in rejection(f"--seed={2**64}")
 
 
 def test_step_in_float16_is_rejected(rejection):

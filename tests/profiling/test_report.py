@@ -230,5 +230,15 @@ def test_gpu_has_a_table_of_its_own_times():
     gpu["whole", "forward"] = [2.5]
     text = text_of(profile_of(point_of(SIZE, samples, gpu)))
     table = text.partition("Time of the GPU alone")[2]
-    assert cells(table, "ffn") == ["ffn", "250"]
-    assert cells(table, "Block") == ["Block", "2500"]
+    assert cells(table, "ffn") == ["ffn", "250", "250 to 250"]
+    assert cells(table, "Block") == ["Block", "2500", "2500 to 2500"]
+    assert "n/a" not in table.partition("\n\nForward")[0]
+
+
+def test_gpu_time_of_too_many_launches_is_not_available():
+    samples = samples_of(SIZE, "train", seconds=1.0, whole=10.0, smallest=0.5)
+    gpu = {key: [0.25] for key in samples if key[0] != "whole"}
+    text = text_of(profile_of(point_of(SIZE, samples, gpu), mode="train"))
+    table = text.partition("Time of the GPU alone")[2]
+    assert "n/a: the GPU began before all was launched" in table
+    assert cells(table, "Block") == ["Block", "n/a", "", "n/a", ""]
