@@ -242,7 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(arguments.threads)
     chosen = [arguments.dtype] if arguments.dtype else list(DTYPES)
 
-    def compare() -> int:
+    def work() -> int:
+        # A model that does not fit --tokens, or that disagrees, raises a ValueError.
         with parser.reporting():
             show([describe()])
             for name in chosen:
@@ -250,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 show([measure(arguments, DTYPES[name])])
         return 0
 
-    return run(parser, compare)
+    return run(parser, work)
 
 
 if __name__ == "__main__":

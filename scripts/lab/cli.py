@@ -181,11 +181,13 @@ def _check_plot(path: Path) -> None:
 def run(parser: Parser, main: Callable[[], int]) -> int:
     """Run `main`, in each process that torchrun has started, and return the exit code of the program.
 
-    That is 0 if the reader closes the pipe, 130 after Ctrl-C, and 1 if memory runs out, which one line says.
+    That is 0 if the reader closes the pipe, 130 after Ctrl-C, and 1 if memory runs out. One line reports the last two.
+    With several processes, an error is raised: torchrun then ends the other processes.
     """
     try:
         return main() if launched() == 1 else run_together(main)
-    except BrokenPipeError:  # the reader has seen enough; the files are written
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough. Without this, Python's last flush would fail, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

@@ -136,7 +136,8 @@ def gpu_seconds(
 
     Args:
         run: what to time.
-        seconds: its time with the host. Launching takes at most that long, and seldom more than 50 ms.
+        seconds: the time of a call, with the host's. For each call, the GPU sleeps twice as long, but at most 50 ms,
+            while the host launches it.
         calls: number of calls in a sample, which is their mean.
         samples: the number of samples.
 

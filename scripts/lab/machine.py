@@ -112,7 +112,10 @@ def measure_ceilings(
     rounds: int = 7,
     clock: Clock = clock,
 ) -> Ceilings:
-    """Measure the fastest square matrix product of those that take at most `product_seconds`, and a large copy."""
+    """Measure the fastest square matrix product of those that take at most `product_seconds`, and a large copy.
+
+    The product is measured in short samples and, for the rate that the machine sustains, once for half a second.
+    """
     if copy_bytes is None:
         # More than most caches hold.
         copy_bytes = 2**27 if device.type == "cpu" else 2**29

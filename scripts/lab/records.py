@@ -83,8 +83,10 @@ def _read(annotation: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         return _read_literal(arguments, value, where)
     if origin is tuple:
+        # tuple[X, ...]
         return _read_tuple(arguments[0], value, where)
     if origin is dict:
+        # dict[str, X]
         return _read_dict(arguments[1], value, where)
     return _read_plain(annotation, value, where)
 

@@ -116,7 +116,10 @@ class Size:
     def build(
         self, device: torch.device | str, dtype: torch.dtype, package: Any = tinyblock
     ) -> Block | Transformer:
-        """Build the block or the stack, of this or another tinyblock; raise a ValueError if a layer rejects it."""
+        """Build the block or the stack, of this or another tinyblock; raise a ValueError if a layer rejects it.
+
+        A block is the only layer of a stack, which gives it its RoPE.
+        """
         stack = package.Transformer(
             self.layers,
             self.d_model,
@@ -131,10 +134,10 @@ class Size:
             device=device,
             dtype=dtype,
         )
-        model: Block | Transformer = stack
         if self.num_layers is None:
-            model = stack.layers[0]
-        return model
+            block: Block = stack.layers[0]
+            return block
+        return stack
 
     def part_costs(self, element_size: int) -> dict[str, PartCost]:
         """Return the cost of each part of one block, and of what the model has once, by the name of the part."""

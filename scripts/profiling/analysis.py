@@ -124,11 +124,12 @@ def bound(cost: Cost, rates: Rates) -> str:
 def roofline_seconds(point: Point, rates: Rates) -> PassSeconds:
     """Return the least time of each part and pass, and of the whole."""
     found: PassSeconds = {}
+    # Parts have forward and backward, and AdamW has optimizer. The whole also has their sums.
     of_whole = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
     for part in point.addends:
         found[part.name] = {}
-        for name, each in part.passes.items():
-            least = rates.seconds(each.cost.flops, each.cost.bytes)
+        for name, timed in part.passes.items():
+            least = rates.seconds(timed.cost.flops, timed.cost.bytes)
             found[part.name][name] = least
             of_whole[name] += part.count * least
     of_whole["train"] = of_whole["forward"] + of_whole["backward"]

@@ -9,7 +9,8 @@ from .report import describe, doubts, interruption, model_name
 from .trust import LEAST_SAMPLES
 
 # An interval that contains 1 and goes beyond these limits does not even show that nothing changed much.
-_CLEAR_LOW, _CLEAR_HIGH = 0.8, 1.25
+_SAME_FROM = 0.8
+_SAME_TO = 1.25
 
 # What else can make a difference, beside the code.
 _SETTINGS = ("dtype", "mode", "compile", "mesh")
@@ -26,7 +27,7 @@ _ENVIRONMENT = (
 _ADVICE = (
     "Runs of the same code differ, too. To compare two versions, run them in turns: compare_peers.py --against.\n"
     "Intervals go from new p20 / old p80 to new p80 / old p20. Same: it contains 1. Unclear: it contains 1 and "
-    f"reaches beyond {_CLEAR_LOW} to {_CLEAR_HIGH}, or a time has fewer than {LEAST_SAMPLES} samples."
+    f"reaches beyond {_SAME_FROM} to {_SAME_TO}, or a time has fewer than {LEAST_SAMPLES} samples."
 )
 
 
@@ -43,7 +44,7 @@ def compare(old: Profile, new: Profile) -> list[Section]:
         for warning in (*doubts(profile), *interruption(profile)):
             sections.append(f"{name} profile: {warning}")
     for point in new.points:
-        before = {}
+        before = {}  # then there is nothing to compare with
         if point.size in old_points:
             before = times_of(old_points[point.size])
         sections.append(_ratios(point.size, before, times_of(point), margin))
@@ -115,9 +116,10 @@ def _ratios(
 
 
 def _ratio(old: Spread, new: Spread, margin: float) -> list[str]:
+    """Return the cells of one time: old, new, their ratio, its interval, and the verdict."""
     times = [number(old.median * 1e6), number(new.median * 1e6)]
     if min(old.p20, new.p20) < LEAST_SECONDS:
-        # A backward pass that is lost in the noise.
+        # Backward is a difference of two times, and noise may make it tiny or negative.
         return [*times, "n/a", "n/a", "unclear"]
     low = new.p20 / old.p80 / margin
     high = new.p80 / old.p20 * margin
@@ -133,6 +135,6 @@ def verdict(low: float, high: float) -> str:
         return "may be slower"
     if high < 1:
         return "may be faster"
-    if low < _CLEAR_LOW or high > _CLEAR_HIGH:
+    if low < _SAME_FROM or high > _SAME_TO:
         return "unclear"
     return "same"

@@ -74,9 +74,9 @@ def measure_distributed(
 ) -> DistributedPoint:
     """Measure a size on all processes and on the first one alone.
 
-    The collectives follow from the sizes. Each is timed alone, by all groups of its axis at once, so without the time
-    in which it waits for the others where it is called. torch.profiler measures on CUDA how much of them overlaps with
-    computation; gloo computes on the same cores.
+    The collectives follow from the sizes. Each is timed apart from the model, in all groups of its axis at once: a
+    wait for a late process is not part of its time. torch.profiler measures on CUDA how much of them overlaps with
+    computation. On CPUs there is no such overlap, because gloo uses the cores that compute.
     """
     progress.start("building")
     axes = settings.mesh.axes

@@ -125,7 +125,7 @@ def _measure(
     passes_of_whole, optimizer = passes_of(subject.whole, settings.mode)
     run_whole = passes_of_whole[settings.mode]
     to_time = _everything_to_time(subject, passes_of_whole, optimizer, settings)
-    samples, shares = _time(to_time, settings, progress, clock)
+    samples, busy = _time(to_time, settings, progress, clock)
     element_size = settings.dtype.itemsize
     parts = part_records(samples, size, element_size)
     whole = whole_record(samples, size, element_size)
@@ -141,7 +141,7 @@ def _measure(
         attention_kernel=attention_kernel(lambda: run_steps(subject.steps, subject.x)),
         memory=_memory(subject, optimizer, run_whole, settings, progress),
         kernels=kernel_report(run_whole, settings.device, seconds),
-        trust=trust(samples.seconds["whole", settings.mode], shares),
+        trust=trust(samples.seconds["whole", settings.mode], busy),
     )
     _write_trace(subject, optimizer, outputs, progress)
     _write_memory_snapshot(run_whole, outputs)

@@ -117,18 +117,18 @@ def _attention_steps(block: Block) -> list[Step]:
     def project(h: Tensor) -> tuple[Tensor, ...]:
         projected = attn.q_proj(h), attn.k_proj(h), attn.v_proj(h)
         split = "... seq (heads d_head) -> ... heads seq d_head"
-        return tuple(rearrange(heads, split, d_head=attn.d_head) for heads in projected)
+        return tuple(rearrange(each, split, d_head=attn.d_head) for each in projected)
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
         return rope(q, None), rope(k, None)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        heads = attn.attend(q, k, v, None)
+        attended = attn.attend(q, k, v, None)
         merge = "... heads seq d_head -> ... seq (heads d_head)"
-        return (rearrange(heads, merge),)
+        return (rearrange(attended, merge),)
 
-    def project_back(heads: Tensor) -> tuple[Tensor, ...]:
-        return (attn.output_proj(heads),)
+    def project_back(merged: Tensor) -> tuple[Tensor, ...]:
+        return (attn.output_proj(merged),)
 
     projections = _weights(attn.q_proj, attn.k_proj, attn.v_proj)
     output = _weights(attn.output_proj)
@@ -157,20 +157,20 @@ def _attention_steps(block: Block) -> list[Step]:
         Step(
             part="attention",
             takes=("q", "k", "v"),
-            gives=("heads",),
+            gives=("merged",),
             run=attend,
         ),
         Step(
             part="output projection",
-            takes=("heads",),
-            gives=("attended",),
+            takes=("merged",),
+            gives=("branch",),
             run=project_back,
             weights=output,
         ),
-        # Gives x, too: see _add.
+        # Gives x, too, so that the sum of x's two gradients is part of this step.
         Step(
             part="residual adds",
-            takes=("x", "attended"),
+            takes=("x", "branch"),
             gives=("x", "y"),
             run=_add,
         ),
@@ -218,14 +218,14 @@ def _feed_forward_steps(block: Block) -> list[Step]:
         Step(
             part="ffn",
             takes=("h",),
-            gives=("fed",),
+            gives=("branch",),
             run=feed,
             weights=_weights(block.ffn),
         ),
-        # Gives y, too: see _add.
+        # Gives y, too, so that the sum of y's two gradients is part of this step.
         Step(
             part="residual adds",
-            takes=("y", "fed"),
+            takes=("y", "branch"),
             gives=("y", "z"),
             run=_add,
         ),

@@ -122,7 +122,7 @@ def _times(axes: Axes, point: Point, analysis: Analysis, mode: str) -> None:
         copies = f" (x {part.count})" if part.count > 1 else ""
         labels.append(part.name + copies)
         _bars(axes, row, part, factor)
-        _least(axes, row, part, analysis, factor)
+        _mark_least(axes, row, part, analysis, factor)
         _write_time(axes, row, part_seconds(part), total)
         _mark_row(axes, row)
     rest = factor * max(0.0, analysis.whole_minus_parts)
@@ -133,14 +133,16 @@ def _times(axes: Axes, point: Point, analysis: Analysis, mode: str) -> None:
     axes.tick_params(axis="y", length=0, pad=20)
     axes.invert_yaxis()
     longest = factor * max(part_seconds(part) for part in point.addends)
-    axes.set_xlim(0, 1.6 * max(longest, rest))
+    axes.set_xlim(0, 1.6 * max(longest, rest))  # leaves room for the text
     roofline = "" if analysis.roofline_seconds is None else "; black line: roofline"
     axes.set_xlabel(f"{unit}; dark: forward, light: backward{roofline}")
     axes.set_title(f"Where do {number(factor * total)} {unit} go?", fontsize=11)
     axes.grid(axis="x", alpha=0.3)
 
 
-def _least(axes: Axes, row: int, part: Part, analysis: Analysis, factor: float) -> None:
+def _mark_least(
+    axes: Axes, row: int, part: Part, analysis: Analysis, factor: float
+) -> None:
     """Mark the least time of a part, unless it is unknown.
 
     A mark beyond the axis is not drawn: it must not make the bars shorter.

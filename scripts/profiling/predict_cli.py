@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--plot draws a sweep: add --sweep batch-size=64,128")
         sizes = _sizes(arguments)
         meshes = [Mesh.parse(text) for text in arguments.meshes]
-        # Of a sweep, smaller sizes need not split over each mesh.
+        # A mesh splits the batch and the width. Smaller sizes of a sweep need not split over each mesh.
         largest = max(sizes, key=lambda size: (size.batch_size, size.d_model))
         for mesh in meshes:
             mesh.require(largest)

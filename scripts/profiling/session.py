@@ -111,6 +111,7 @@ def _measure(
     # torch.distributed takes seconds to import.
     from .distributed import measure_distributed
 
+    # _check has rejected a trace and a memory snapshot of several processes.
     with torch.set_grad_enabled(settings.train):
         return measure_distributed(size, settings, progress, clock)
 
