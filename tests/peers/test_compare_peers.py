@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import operator
+import statistics
 from unittest.mock import Mock
 
 import compare_peers
@@ -36,7 +38,8 @@ def names_of(plan):
 
 
 def test_quick_run_measures_and_reports_every_case(tmp_path, capsys):
-    path, page = tmp_path / "run.json", tmp_path / "report.md"
+    path = tmp_path / "run.json"
+    page = tmp_path / "report.md"
     names = ["train-bf16-768", "train-bf16-2048", "one-token-f32"]
     options = [*QUICK, "--case", ",".join(names), "--peers", "limit,control"]
     outputs = ["--json", str(path), "--write", str(page)]
@@ -45,20 +48,24 @@ def test_quick_run_measures_and_reports_every_case(tmp_path, capsys):
     assert [case.name for case in run.cases] == names
     assert (run.rounds, run.quick, run.shape_checks) == (2, True, True)
     assert not run.interrupted
-    printed, written = capsys.readouterr().out, page.read_text()
+    printed = capsys.readouterr().out
+    written = page.read_text()
     for case in run.cases:
         assert [row.peer for row in case.rows] == ["limit", "control"]
         for row in case.rows:
             assert row.status == "measured"
-            ours, theirs = row.measurement.block_seconds, row.measurement.peer_seconds
-            median = (ours[0] / theirs[0] + ours[1] / theirs[1]) / 2
+            ours = row.measurement.block_seconds
+            theirs = row.measurement.peer_seconds
+            median = statistics.median(map(operator.truediv, ours, theirs))
             assert f" {median:.3f} " in printed
             assert f" {median:.3f} " in written
     facts = table_rows(written)
     assert ["threads", "1"] in facts
     assert ["torch", torch.__version__] in facts
     command = f"`{run.environment.command}`"
-    assert [command, "2", "0", run.environment.date] in facts
+    rounds = "2"
+    seed = "0"
+    assert [command, rounds, seed, run.environment.date] in facts
     assert "the times mean nothing" in written
 
 

@@ -202,15 +202,20 @@ def test_bars_of_the_picture_add_up_to_the_total(drawn):
     assert bars.get_yticklabels()[-1].get_text() == "Block minus parts"
 
 
-def test_wrong_ceiling_does_not_stretch_the_picture(drawn):
-    right = drawn(made())
-    # A hundredth of the bandwidth, as if another program had copied all the time, and no part of a cache.
-    wrong = drawn(made(ceilings=replace(machine(1e9, 10.0), copy_bytes=2**40)))
-    assert wrong[1].get_xlim() == right[1].get_xlim()
-    too_low = drawn(made(ceilings=machine(1e3, 1e8)))
-    labels = [text.get_text() for text in too_low[0].get_legend().get_texts()]
+def test_wrong_bandwidth_does_not_stretch_the_picture(drawn):
+    _, right, *_ = drawn(made())
+    # A copy that is larger than any cache, so that no cache explains a part that is faster.
+    ceilings = replace(machine(bytes_per_second=10.0), copy_bytes=2**40)
+    _, wrong, *_ = drawn(made(ceilings=ceilings))
+    assert wrong.get_xlim() == right.get_xlim()
+
+
+def test_ceiling_that_is_too_low_is_not_drawn(drawn):
+    _, right, *_ = drawn(made())
+    roofline, times, *_ = drawn(made(ceilings=machine(flops_per_second=1e3)))
+    labels = [text.get_text() for text in roofline.get_legend().get_texts()]
     assert not any(label.startswith("measured") for label in labels)
-    assert too_low[1].get_xlim() == right[1].get_xlim()
+    assert times.get_xlim() == right.get_xlim()
 
 
 def test_doubts_stand_in_the_picture(drawn):
