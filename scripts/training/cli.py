@@ -59,12 +59,18 @@ REMOVED = {
 }
 EPILOG = """\
 examples:
-  train_lm.py                                           about two minutes on two cores
-  train_lm.py --data my_project notes.txt --plot loss.png --json loss.json
-  train_lm.py --checkpoint run --every 100              ... Ctrl-C, SIGTERM, or a crash ...
-  train_lm.py --checkpoint run --every 100 --resume     continues with the same losses
-  train_lm.py --compare norm --lr 1e-3 3e-3 1e-2 --plot norm.png --json norm.json
-  train_lm.py --report norm.json --plot norm.png        draws the comparison again
+  train for about two minutes on two cores:
+    python scripts/train_lm.py
+  train on your text, and write and draw the losses:
+    python scripts/train_lm.py --data my_project notes.txt --plot loss.png --json loss.json
+  save a checkpoint every 100 steps:
+    python scripts/train_lm.py --checkpoint run --every 100
+  after Ctrl-C, SIGTERM or a crash, continue with the same losses:
+    python scripts/train_lm.py --checkpoint run --every 100 --resume
+  compare norms at three learning rates:
+    python scripts/train_lm.py --compare norm --lr 1e-3 3e-3 1e-2 --plot norm.png --json norm.json
+  draw that comparison again:
+    python scripts/train_lm.py --report norm.json --plot norm.png
 """
 
 
@@ -188,7 +194,7 @@ def _add_output(parser: Parser) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="a line of JSON for each step; with --compare, one document",
+        help="write a line of JSON for each step or, with --compare, one document",
     )
     group.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the losses: .png, .svg or .pdf"
