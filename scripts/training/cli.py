@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 from lab.cli import Parser, check_outputs, device_of, run
 from lab.processes import launched
+from lab.tables import plural
 
 from tinyblock import Transformer
 
 from .checkpoints import Checkpoint, DamagedCheckpoint
 from .compare import compare, show_comparison
 from .comparison import VARIANTS, Comparison, read_comparison
-from .text import Text, files_in, read_text, standard_library
+from .text import Found, Text, files_in, read_text, standard_library
 from .trainer import Diverged, Settings
 
 SIZES = {
@@ -138,7 +139,7 @@ def _add_data_and_size(parser: Parser) -> None:
         type=Path,
         nargs="+",
         metavar="PATH",
-        help="files or folders (default: the source of Python's standard library)",
+        help="files or folders; binary files in folders are skipped (default: the source of Python's standard library)",
     )
     for name, default in SIZES.items():
         defaults = f"default: {default}"
@@ -373,14 +374,19 @@ def _require_heads(settings: Settings) -> None:
 
 def _text(args: argparse.Namespace, settings: Settings) -> Text:
     """Read the text, and raise a ValueError if it is too short."""
-    outputs = [path for path in (args.json, args.plot) if path is not None]
     try:
-        files = files_in(args.data, outputs) if args.data else standard_library()
-        text = read_text(files)
+        found = _found(args)
+        text = read_text(found.files)
     except OSError as error:
         raise ValueError(
             f"--data: cannot read {error.filename}: {error.strerror}"
         ) from None
+    if found.binary:
+        skipped = plural(found.binary, "binary file")
+        print(
+            f"--data: skipped {skipped} in folders; name a file to read its bytes",
+            file=sys.stderr,
+        )
     longest = settings.seq_len if args.compare is None else settings.max_seq_len
     training = settings.batch_size * settings.seq_len + 1
     validation = longest + 1
@@ -390,6 +396,14 @@ def _text(args: argparse.Namespace, settings: Settings) -> Text:
             f"got {len(text.training)} and {len(text.validation)}: add text, or lower --seq-len"
         )
     return text
+
+
+def _found(args: argparse.Namespace) -> Found:
+    """Find the files of --data, or those of the standard library."""
+    if args.data is None:
+        return Found(standard_library(), binary=0)
+    outputs = [path for path in (args.json, args.plot) if path is not None]
+    return files_in(args.data, outputs)
 
 
 def _draw_activations(path: Path) -> int:

@@ -41,8 +41,8 @@ SETTINGS = Settings(
 
 TEXTS = {}
 for number in range(39):
-    TEXTS[f"step-{number:02}"] = bytes((number * k * k) % 7 for k in range(number))
-TEXTS[os.fsdecode(b"\xff")] = bytes(k % 5 for k in range(39))
+    TEXTS[f"step-{number:02}"] = bytes(1 + (number * k * k) % 7 for k in range(number))
+TEXTS[os.fsdecode(b"\xff")] = bytes(1 + k % 5 for k in range(39))
 
 
 LEFT_OUT = (".hidden", "step-00000008.pt", "loss.json")
@@ -57,7 +57,7 @@ def text(tmp_path):
         (tmp_path / name).write_bytes(b"left out")
     os.mkfifo(tmp_path / "pipe")
     outputs = [tmp_path / "loss.json", tmp_path / "missing"]
-    return read_text(files_in([tmp_path], outputs))
+    return read_text(files_in([tmp_path], outputs).files)
 
 
 def test_text_is_the_files_in_their_order_and_validation_the_last_twentieth_of_the_bytes(

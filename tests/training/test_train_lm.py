@@ -1,6 +1,7 @@
 """train_lm.py as its users run it: losses, checkpoints, signals, and what it rejects."""
 
 import contextlib
+import hashlib
 import io
 import json
 import math
@@ -316,6 +317,47 @@ def test_output_among_the_text_is_rejected_and_in_a_folder_left_out(
     assert "was an output written to a folder of --data?" in rejected(
         capsys, "--data", saved, *outputs
     )
+
+
+BINARY = {
+    "picture.png": b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 8,
+    "zeros": b"text\0text",
+    "latin-1.txt": "äöü".encode("latin-1"),
+}
+
+
+def test_binary_files_in_a_folder_are_skipped_and_counted(text, tmp_path, capsys):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shutil.copy(text, folder)
+    (folder / "utf-8.txt").write_text("äöü", encoding="utf-8")
+    for name, content in BINARY.items():
+        (folder / name).write_bytes(content)
+    assert train(folder) == 0
+    printed = capsys.readouterr()
+    data = text.read_bytes() + "äöü".encode()
+    assert f"text: 2 files, {len(data) - len(data) // 20:,} bytes" in printed.out
+    assert hashlib.sha256(data).hexdigest() in printed.out
+    expected = (
+        "--data: skipped 3 binary files in folders; name a file to read its bytes"
+    )
+    assert printed.err.splitlines() == [expected]
+
+
+def test_folder_of_binary_files_is_rejected(tmp_path, capsys):
+    (tmp_path / "zeros").write_bytes(bytes(9999))
+    assert "has no text: outputs," in rejected(capsys, "--data", tmp_path)
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_binary_file_that_is_named_is_read(name, tmp_path, capsys):
+    path = tmp_path / name
+    content = BINARY[name] * 999
+    path.write_bytes(content)
+    assert train(path) == 0
+    printed = capsys.readouterr()
+    assert hashlib.sha256(content).hexdigest() in printed.out
+    assert printed.err == ""
 
 
 def test_sample_reaches_an_ascii_terminal(tmp_path, monkeypatch):
