@@ -213,7 +213,7 @@ def _add_output(parser: Parser) -> None:
         "--resume",
         action="store_true",
         default=None,
-        help="continue from the last checkpoint in DIR; --steps may be higher than before",
+        help="continue from the last checkpoint in DIR; another --steps changes the learning rates that follow",
     )
 
 

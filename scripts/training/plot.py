@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lab.plots import COLORS, LINES, new_figure, save
+from lab.tables import plural
 from matplotlib.axes import Axes
 
 from tinyblock import gelu, silu
@@ -25,11 +26,15 @@ ACTIVATIONS = {"SiLU": silu, "GELU": gelu, "ReLU": torch.relu}
 HIGHEST = 3.5  # nats per byte that a picture of variants shows; the losses start at 5.5
 
 
-def sizes_of(settings: Settings) -> str:
-    """Return the size of a model and of its training, for the foot of a picture."""
+def sizes_of(settings: Settings, taken: int) -> str:
+    """Return the size of a model and of its training, and how many steps it took, for the foot of a picture."""
+    layers = plural(settings.num_layers, "layer")
+    steps = plural(settings.steps, "step")
+    if taken < settings.steps:
+        steps = f"{taken} of {steps}"
     return (
-        f"{settings.num_layers} layers, d_model {settings.d_model}; "
-        f"{settings.steps} steps of {settings.batch_size} x {settings.seq_len} bytes"
+        f"{layers}, d_model {settings.d_model}; "
+        f"{steps} of {settings.batch_size} x {settings.seq_len} bytes"
     )
 
 
@@ -116,9 +121,10 @@ def plot_comparison(path: Path, comparison: Comparison) -> None:
     A variant has a line at the learning rates with which no seed diverged, and crosses at the others.
     """
     settings = comparison.settings
+    seeds = plural(comparison.seeds, "seed")
     origin = (
-        f"{sizes_of(settings)}, {settings.warmup} of them warm-up; "
-        f"mean and range over {comparison.seeds} seeds; {comparison.device}"
+        f"{sizes_of(settings, settings.steps)}, {settings.warmup} of them warm-up; "
+        f"mean and range over {seeds}; {comparison.device}"
     )
     figure = new_figure(TITLES[comparison.kind], origin, 9, 4.2)
     left, right = figure.subplots(1, 2)
