@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 from lab.cli import Parser, check_outputs, device_of, run
 from lab.processes import launched
+from lab.tables import plural
 
 from tinyblock import Transformer
 
 from .checkpoints import Checkpoint, DamagedCheckpoint
 from .compare import compare, show_comparison
 from .comparison import VARIANTS, Comparison, read_comparison
-from .text import Text, files_in, read_text, standard_library
+from .text import Found, Text, files_in, read_text, standard_library
 from .trainer import Diverged, Settings
 
 SIZES = {
@@ -59,12 +60,18 @@ REMOVED = {
 }
 EPILOG = """\
 examples:
-  train_lm.py                                           about two minutes on two cores
-  train_lm.py --data my_project notes.txt --plot loss.png --json loss.json
-  train_lm.py --checkpoint run --every 100              ... Ctrl-C, SIGTERM, or a crash ...
-  train_lm.py --checkpoint run --every 100 --resume     continues with the same losses
-  train_lm.py --compare norm --lr 1e-3 3e-3 1e-2 --plot norm.png --json norm.json
-  train_lm.py --report norm.json --plot norm.png        draws the comparison again
+  train for about two minutes on two cores:
+    python scripts/train_lm.py
+  train on your text, and write and draw the losses:
+    python scripts/train_lm.py --data my_project notes.txt --plot loss.png --json loss.json
+  save a checkpoint every 100 steps:
+    python scripts/train_lm.py --checkpoint run --every 100
+  after Ctrl-C, SIGTERM or a crash, continue with the same losses:
+    python scripts/train_lm.py --checkpoint run --every 100 --resume
+  compare norms at three learning rates:
+    python scripts/train_lm.py --compare norm --lr 1e-3 3e-3 1e-2 --plot norm.png --json norm.json
+  draw that comparison again:
+    python scripts/train_lm.py --report norm.json --plot norm.png
 """
 
 
@@ -132,7 +139,7 @@ def _add_data_and_size(parser: Parser) -> None:
         type=Path,
         nargs="+",
         metavar="PATH",
-        help="files or folders (default: the source of Python's standard library)",
+        help="files or folders; binary files in folders are skipped (default: the source of Python's standard library)",
     )
     for name, default in SIZES.items():
         defaults = f"default: {default}"
@@ -188,7 +195,7 @@ def _add_output(parser: Parser) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="a line of JSON for each step; with --compare, one document",
+        help="write a line of JSON for each step or, with --compare, one document",
     )
     group.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the losses: .png, .svg or .pdf"
@@ -206,7 +213,7 @@ def _add_output(parser: Parser) -> None:
         "--resume",
         action="store_true",
         default=None,
-        help="continue from the last checkpoint in DIR; --steps may be higher than before",
+        help="continue from the last checkpoint in DIR; another --steps changes the learning rates that follow",
     )
 
 
@@ -367,14 +374,19 @@ def _require_heads(settings: Settings) -> None:
 
 def _text(args: argparse.Namespace, settings: Settings) -> Text:
     """Read the text, and raise a ValueError if it is too short."""
-    outputs = [path for path in (args.json, args.plot) if path is not None]
     try:
-        files = files_in(args.data, outputs) if args.data else standard_library()
-        text = read_text(files)
+        found = _found(args)
+        text = read_text(found.files)
     except OSError as error:
         raise ValueError(
             f"--data: cannot read {error.filename}: {error.strerror}"
         ) from None
+    if found.binary:
+        skipped = plural(found.binary, "binary file")
+        print(
+            f"--data: skipped {skipped} in folders; name a file to read its bytes",
+            file=sys.stderr,
+        )
     longest = settings.seq_len if args.compare is None else settings.max_seq_len
     training = settings.batch_size * settings.seq_len + 1
     validation = longest + 1
@@ -384,6 +396,14 @@ def _text(args: argparse.Namespace, settings: Settings) -> Text:
             f"got {len(text.training)} and {len(text.validation)}: add text, or lower --seq-len"
         )
     return text
+
+
+def _found(args: argparse.Namespace) -> Found:
+    """Find the files of --data, or those of the standard library."""
+    if args.data is None:
+        return Found(standard_library(), binary=0)
+    outputs = [path for path in (args.json, args.plot) if path is not None]
+    return files_in(args.data, outputs)
 
 
 def _draw_activations(path: Path) -> int:

@@ -97,7 +97,7 @@ def open_folder(folder: Path, resume: bool) -> Checkpoint | None:
 def require_same_run(checkpoint: Checkpoint, settings: Settings, text: Text) -> None:
     """Raise a ValueError unless a run with these settings and this text continues that of the checkpoint."""
     theirs = checkpoint.settings
-    # A resumed run may be longer.
+    # A resumed run may have another number of steps.
     ours = replace(settings, steps=theirs.steps)
     for field in fields(Settings):
         expected, got = getattr(theirs, field.name), getattr(ours, field.name)
@@ -135,12 +135,15 @@ def train(run: Run, checkpoint: Checkpoint | None) -> int:
     print(f"model: {parameters:,} parameters on {run.device}", flush=True)
     if checkpoint is not None:
         checkpoints.restore(trainer, checkpoint)
-        print(f"{trainer.step} of {run.settings.steps} steps are done")
+        _print_resumed(checkpoint, run.settings.steps)
     saved = None
     try:
         stopped_by = _take_steps(run, trainer, windows)
         if stopped_by and run.folder is not None:
-            saved = checkpoints.save(run.folder, trainer, run.text.sha256)
+            saved = checkpoints.path_of(run.folder, trainer.step)
+            # If --every fell on the last step, it is there already.
+            if not saved.exists():
+                checkpoints.save(run.folder, trainer, run.text.sha256)
     finally:
         if run.picture is not None and trainer.history:
             _draw(run, trainer, parameters, trigram)
@@ -164,6 +167,16 @@ def _print_text(text: Text, trigram: float) -> None:
         f"and {len(text.validation):,} for validation, SHA-256 {text.sha256}"
     )
     print(f"trigram model: validation {_in_both_units(trigram)}")
+
+
+def _print_resumed(checkpoint: Checkpoint, steps: int) -> None:
+    """Print how many steps are done, and whether the schedule of the learning rate changes."""
+    print(f"{len(checkpoint.history)} of {steps} steps are done")
+    planned = checkpoint.settings.steps
+    if steps != planned:
+        print(
+            f"the schedule of the learning rate now ends at step {steps} instead of {planned}"
+        )
 
 
 def _build(run: Run) -> Trainer:
@@ -269,11 +282,15 @@ def _in_both_units(nats: float) -> str:
 
 
 def _about_stop(run: Run, step: int, number: int, saved: Path | None) -> str:
-    """Return which signal stopped the run, and how to resume it."""
+    """Return which signal stopped the run, what was written, and how to resume it."""
     stop = f"stopped by {signal.Signals(number).name} after step {step}"
-    if saved is None:
-        return f"{stop}; without --checkpoint DIR, nothing was saved"
-    return f"{stop}; saved {saved}. To resume:\n  {run.command}"
+    if saved is not None:
+        return f"{stop}; saved {saved}. To resume:\n  {run.command}"
+    if step > 0:
+        outputs = [str(path) for path in (run.losses, run.picture) if path is not None]
+        if outputs:
+            stop += f"; wrote {' and '.join(outputs)}"
+    return f"{stop}; without --checkpoint DIR, no checkpoint was saved"
 
 
 def _draw(run: Run, trainer: Trainer, parameters: int, trigram: float) -> None:
@@ -281,7 +298,8 @@ def _draw(run: Run, trainer: Trainer, parameters: int, trigram: float) -> None:
 
     assert run.picture is not None
     title = f"Byte-level language model trained on {run.source}"
-    origin = f"{parameters:,} parameters, {sizes_of(run.settings)}"
+    sizes = sizes_of(run.settings, trainer.step)
+    origin = f"{parameters:,} parameters, {sizes}"
     plot_losses(run.picture, trainer.history, trigram, title, origin)
 
 

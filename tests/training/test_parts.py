@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -41,8 +42,8 @@ SETTINGS = Settings(
 
 TEXTS = {}
 for number in range(39):
-    TEXTS[f"step-{number:02}"] = bytes((number * k * k) % 7 for k in range(number))
-TEXTS[os.fsdecode(b"\xff")] = bytes(k % 5 for k in range(39))
+    TEXTS[f"step-{number:02}"] = bytes(1 + (number * k * k) % 7 for k in range(number))
+TEXTS[os.fsdecode(b"\xff")] = bytes(1 + k % 5 for k in range(39))
 
 
 LEFT_OUT = (".hidden", "step-00000008.pt", "loss.json")
@@ -57,7 +58,7 @@ def text(tmp_path):
         (tmp_path / name).write_bytes(b"left out")
     os.mkfifo(tmp_path / "pipe")
     outputs = [tmp_path / "loss.json", tmp_path / "missing"]
-    return read_text(files_in([tmp_path], outputs))
+    return read_text(files_in([tmp_path], outputs).files)
 
 
 def test_text_is_the_files_in_their_order_and_validation_the_last_twentieth_of_the_bytes(
@@ -214,10 +215,79 @@ def test_comparison_that_diverged_has_no_picture(short_text, tmp_path, capsys):
     assert "0 of 1 | " in capsys.readouterr().out
 
 
-def test_activations_are_drawn(tmp_path):
-    picture = tmp_path / "activations.png"
+def texts_in(picture):
+    """Return the texts of a picture in SVG, each with its distances from the left and from the top."""
+    found = re.findall(
+        r'<!-- (.*) -->\s+<g (?:style="[^"]*" )?transform="translate\(([\d.]+) ([\d.]+)\)',
+        picture.read_text(),
+    )
+    return [(text, float(left), float(top)) for text, left, top in found]
+
+
+NORM_TITLES = {
+    "norm": "Pre-norm, post-norm, and no norm: 6 layers, 50 steps of warm-up",
+    "norm-no-warmup": "Pre-norm, post-norm, and no norm: 6 layers, no warm-up",
+    "norm-two-layers": "Pre-norm, post-norm, and no norm: 2 layers, 50 steps of warm-up",
+}
+
+
+@pytest.mark.parametrize("name", NORM_TITLES)
+def test_picture_of_norms_has_its_settings_in_the_title_and_its_legend_below(
+    name, tmp_path
+):
+    picture = tmp_path / "norm.svg"
+    report = ROOT / "docs" / "ablations" / f"{name}.json"
+    assert cli.main(["--report", str(report), "--plot", str(picture)]) == 0
+    texts = texts_in(picture)
+    of_crosses = [text for text, _, _ in texts if "diverged" in text]
+    assert of_crosses == ["no norm: at least one seed diverged"]
+    tops = {text: top for text, _, top in texts}
+    assert NORM_TITLES[name] in tops
+    for entry in ("pre-norm", "post-norm", *of_crosses):
+        assert tops[entry] > tops["peak learning rate"]
+    # The lines of models that never trained have no entry.
+    assert ("no norm" in tops) == (name == "norm-two-layers")
+
+
+def test_legend_of_variants_that_all_diverged_fits_into_the_picture(
+    short_text, tmp_path
+):
+    picture = tmp_path / "norm.svg"
+    options = ["--compare=norm", "--lr", "0.01", "1e30", "--seeds=1"]
+    options += [f"--data={short_text}", f"--plot={picture}"]
+    assert cli.main([*TINY, *options]) == 0
+    lefts = {text: left for text, left, _ in texts_in(picture)}
+    width = 9 * 72  # inches and points
+    for name in comparison.VARIANTS["norm"]:
+        assert lefts[name] > 0
+        assert lefts[f"{name}: at least one seed diverged"] < width * 2 / 3
+
+
+def test_picture_of_high_losses_has_the_highest_at_the_top(short_text, tmp_path):
+    picture = tmp_path / "positions.svg"
+    options = ["--compare=positions", f"--data={short_text}", f"--plot={picture}"]
+    assert cli.main([*TINY, *options]) == 0
+    losses = []
+    for text, left, top in texts_in(picture):
+        # The numbers at the edge of the left panel.
+        if re.fullmatch(r"[\d.]+", text) and left < 36:
+            losses.append((float(text), top))
+    assert min(losses)[0] > 3.5
+    assert min(losses)[1] > max(losses)[1]
+
+
+def test_activations_and_derivatives_are_drawn_over_the_same_numbers(tmp_path):
+    picture = tmp_path / "activations.svg"
     assert cli.main(["--compare=activations", f"--plot={picture}"]) == 0
-    assert is_png(picture)
+    texts = texts_in(picture)
+    [axis, _] = [top for text, _, top in texts if text == "x"]
+    panels: dict[bool, list[str]] = {False: [], True: []}
+    for text, left, top in texts:
+        # The numbers just above the name of the axis.
+        if 0 < axis - top < 18:
+            panels[left > 4 * 72].append(text)
+    assert len(panels[False]) > 2
+    assert panels[False] == panels[True]
 
 
 DAMAGE = {

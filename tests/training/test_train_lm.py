@@ -1,10 +1,12 @@
 """train_lm.py as its users run it: losses, checkpoints, signals, and what it rejects."""
 
 import contextlib
+import hashlib
 import io
 import json
 import math
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -231,14 +233,52 @@ def test_signal_before_the_first_step_leaves_a_checkpoint(
     assert losses_in(losses) == whole[0]
 
 
-def test_signal_without_checkpoints_says_that_nothing_was_saved(
-    text, monkeypatch, capsys
+def test_signal_without_checkpoints_says_what_was_written(
+    text, tmp_path, monkeypatch, capsys
 ):
     at_step(2, lambda: signal.raise_signal(signal.SIGINT), monkeypatch)
-    assert train(text) == 130
-    last = capsys.readouterr().out.splitlines()[-1]
+    losses, picture = tmp_path / "loss.json", tmp_path / "loss.svg"
     stop = "stopped by SIGINT after step 2"
-    assert last == f"{stop}; without --checkpoint DIR, nothing was saved"
+    without = "without --checkpoint DIR, no checkpoint was saved"
+    assert train(text) == 130
+    assert capsys.readouterr().out.splitlines()[-1] == f"{stop}; {without}"
+    assert train(text, "--json", losses, "--plot", picture) == 130
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"{stop}; wrote {losses} and {picture}; {without}"
+    assert len(losses_in(losses)) == 2
+    assert "; 2 of 8 steps of 4 x 12 bytes" in footer_of(picture)
+
+
+def test_picture_of_a_whole_run_has_its_steps(text, tmp_path):
+    picture = tmp_path / "loss.svg"
+    assert train(text, "--plot", picture) == 0
+    assert footer_of(picture).endswith("2 layers, d_model 16; 8 steps of 4 x 12 bytes")
+
+
+def footer_of(picture):
+    """Return the line of a picture in SVG that says how many parameters the model has."""
+    texts = re.findall("<!-- (.*) -->", picture.read_text())
+    [footer] = [text for text in texts if " parameters, " in text]
+    return footer
+
+
+@pytest.mark.parametrize("when", ["in the step", "while it is saved"])
+def test_signal_in_a_step_that_is_saved_anyway_saves_it_once(
+    when, text, tmp_path, monkeypatch
+):
+    save, steps = checkpoints.save, []
+
+    def save_and_signal(folder, trainer, text_sha256):
+        steps.append(trainer.step)
+        if when == "while it is saved" and trainer.step == 4:
+            signal.raise_signal(signal.SIGINT)
+        return save(folder, trainer, text_sha256)
+
+    monkeypatch.setattr(checkpoints, "save", save_and_signal)
+    if when == "in the step":
+        at_step(4, lambda: signal.raise_signal(signal.SIGINT), monkeypatch)
+    assert train(text, "--checkpoint", tmp_path, "--every=2") == 130
+    assert steps == [2, 4]
 
 
 def test_ignored_ctrl_c_stays_ignored(text, monkeypatch):
@@ -270,13 +310,16 @@ def test_run_with_all_its_steps_resumes_to_its_sample(saved, text, whole, capsys
     assert train(text, "--checkpoint", saved, "--resume") == 0
     printed = capsys.readouterr().out
     assert "8 of 8 steps are done" in printed
+    assert "schedule" not in printed
     assert printed.split("prompt (")[1] == whole[1].split("prompt (")[1]
 
 
-def test_longer_run_resumes_with_its_own_learning_rate(saved, text, tmp_path):
+def test_longer_run_resumes_with_its_own_learning_rate(saved, text, tmp_path, capsys):
     losses = tmp_path / "loss.json"
     options = ["--checkpoint", saved, "--resume", "--json", losses]
     assert train(text, *options, "--steps=12") == 0
+    schedule = "the schedule of the learning rate now ends at step 12 instead of 8"
+    assert schedule in capsys.readouterr().out.splitlines()
     ninth = records_in(losses)[8]
     share = 0.55 + 0.45 * math.cos(math.pi * 4 / 8)
     assert ninth["lr"] == pytest.approx(5e-3 * share)
@@ -316,6 +359,47 @@ def test_output_among_the_text_is_rejected_and_in_a_folder_left_out(
     assert "was an output written to a folder of --data?" in rejected(
         capsys, "--data", saved, *outputs
     )
+
+
+BINARY = {
+    "picture.png": b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 8,
+    "zeros": b"text\0text",
+    "latin-1.txt": "äöü".encode("latin-1"),
+}
+
+
+def test_binary_files_in_a_folder_are_skipped_and_counted(text, tmp_path, capsys):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shutil.copy(text, folder)
+    (folder / "utf-8.txt").write_text("äöü", encoding="utf-8")
+    for name, content in BINARY.items():
+        (folder / name).write_bytes(content)
+    assert train(folder) == 0
+    printed = capsys.readouterr()
+    data = text.read_bytes() + "äöü".encode()
+    assert f"text: 2 files, {len(data) - len(data) // 20:,} bytes" in printed.out
+    assert hashlib.sha256(data).hexdigest() in printed.out
+    expected = (
+        "--data: skipped 3 binary files in folders; name a file to read its bytes"
+    )
+    assert printed.err.splitlines() == [expected]
+
+
+def test_folder_of_binary_files_is_rejected(tmp_path, capsys):
+    (tmp_path / "zeros").write_bytes(bytes(9999))
+    assert "has no text: outputs," in rejected(capsys, "--data", tmp_path)
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_binary_file_that_is_named_is_read(name, tmp_path, capsys):
+    path = tmp_path / name
+    content = BINARY[name] * 999
+    path.write_bytes(content)
+    assert train(path) == 0
+    printed = capsys.readouterr()
+    assert hashlib.sha256(content).hexdigest() in printed.out
+    assert printed.err == ""
 
 
 def test_sample_reaches_an_ascii_terminal(tmp_path, monkeypatch):
