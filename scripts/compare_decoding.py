@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from lab.cli import Parser, positive_int, run
 from lab.environment import environment, versions
-from lab.tables import Table, number, show
+from lab.tables import Table, number, plural, show
 from lab.timing import Spread, interleave, paired_ratio
 from language_model import LanguageModel
 from static_cache import StaticLanguageModel
@@ -204,8 +204,8 @@ def measure(arguments: argparse.Namespace, dtype: torch.dtype) -> Table:
     for name in found:
         seconds[name] = [time / arguments.tokens for time in samples[name]]
     title = (
-        f"{str(dtype).removeprefix('torch.')}, {arguments.num_layers} layers, "
-        f"{arguments.tokens} tokens, relative error between logits {error}:"
+        f"{str(dtype).removeprefix('torch.')}, {plural(arguments.num_layers, 'layer')}, "
+        f"{plural(arguments.tokens, 'token')}, relative error between logits {error}:"
     )
     columns = ["", "tokens/s", "20%-80%", "ms per token", "over reading", "20%-80%"]
     rows = [row(name, seconds) for name in seconds]
@@ -231,7 +231,7 @@ def describe() -> str:
     found = environment(torch.device("cpu"), seed=0)
     transformers = versions("transformers")["transformers"]
     return (
-        f"{found.cpu}, {found.threads} thread; torch {found.torch}, "
+        f"{found.cpu}, {plural(found.threads, 'thread')}; torch {found.torch}, "
         f"transformers {transformers}; {found.date}; commit {found.commit}; "
         f"`{found.command}`"
     )
@@ -242,7 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(arguments.threads)
     chosen = [arguments.dtype] if arguments.dtype else list(DTYPES)
 
-    def compare() -> int:
+    def work() -> int:
+        # A model that does not fit --tokens, or that disagrees, raises a ValueError.
         with parser.reporting():
             show([describe()])
             for name in chosen:
@@ -250,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 show([measure(arguments, DTYPES[name])])
         return 0
 
-    return run(parser, compare)
+    return run(parser, work)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ report shows the median and the spread of the ratios. A ratio is Block time / pe
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ sys.path.insert(
 
 import jaxtyping
 import torch
-from lab.cli import Parser, check_outputs, device_of, positive_int, run
+from lab.cli import Parser, check_outputs, device_of, positive_int, run, seed
 from lab.environment import environment
 from lab.files import write_text
 from lab.presets import PRESETS
@@ -135,14 +136,14 @@ def add_measurement(parser: Parser) -> None:
     )
     group.add_argument(
         "--seconds",
-        type=float,
+        type=positive_seconds,
         default=float("inf"),
         metavar="S",
         help="start no peer after S seconds (default: no limit)",
     )
     group.add_argument(
         "--seed",
-        type=int,
+        type=seed,
         default=0,
         metavar="N",
         help="seed of weights and inputs (default: 0)",
@@ -187,6 +188,19 @@ def check_options(parser: Parser, options: argparse.Namespace) -> None:
         if is_set and name not in ("report", "case", "write"):
             option = name.replace("_", "-")
             raise ValueError(f"--report measures nothing: leave out --{option}")
+
+
+def positive_seconds(text: str) -> float:
+    """Return the time that an option gives; raise an error of argparse if it is none."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not found > 0:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of seconds above 0, got {text!r}"
+        )
+    return found
 
 
 def choose(
@@ -306,8 +320,10 @@ def count_kernels(plan: Plan, comparison: Comparison, measured: records.Run) -> 
 
 
 def exit_code(measured: records.Run) -> int:
-    """Return 1 if a peer disagrees with the Block."""
+    """Return 1 if the Block failed, or if a peer disagrees with it."""
     for case in measured.cases:
+        if case.failure is not None:
+            return 1
         for row in case.rows:
             if row.status == "disagrees":
                 return 1
@@ -319,7 +335,12 @@ def exit_code(measured: records.Run) -> int:
 
 def runs_of(options: argparse.Namespace) -> list[records.Run]:
     """Read the runs of --report, with the cases of --case."""
-    runs = [records.read(path) for path in options.report]
+    runs: list[records.Run] = []
+    for path in options.report:
+        found = records.read(path)
+        if found in runs:
+            raise ValueError(f"--report must name each run once: leave out {path}")
+        runs.append(found)
     if options.case is not None:
         names = dict.fromkeys(case.name for run in runs for case in run.cases)
         chosen = choose("case", options.case, names, patterns=True)

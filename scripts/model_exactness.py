@@ -139,6 +139,7 @@ def measure_and_write(options: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(argv)
+    # The first measures with transformers, and the second finds the model that is already downloaded.
     try:
         import peers.real_model  # noqa: F401
         import story

@@ -98,7 +98,7 @@ def profile(folder, *options, code=0):
 
 def steady(seconds):
     """Return a spread of samples that do not vary."""
-    return Spread(seconds, seconds, seconds, 3)
+    return Spread(seconds, seconds, seconds, 5)
 
 
 def machine(flops_per_second=1e9, bytes_per_second=1e8):
@@ -112,8 +112,8 @@ def machine(flops_per_second=1e9, bytes_per_second=1e8):
     )
 
 
-def samples_of(size, mode, seconds, whole, smallest):
-    """Return samples of three rounds that do not vary.
+def samples_of(size, mode, seconds, whole, smallest, rounds=5):
+    """Return samples that do not vary.
 
     Args:
         size: whose parts they are.
@@ -121,19 +121,20 @@ def samples_of(size, mode, seconds, whole, smallest):
         seconds: of the forward pass of each part, or of the parts by their names.
         whole: of the forward pass of the whole.
         smallest: of the forward pass of the same calls on a tiny input.
+        rounds: number of samples.
     """
     forward = {"whole": whole, "smallest": smallest}
     for name in size.part_costs(4):
         forward[name] = seconds[name] if isinstance(seconds, dict) else seconds
     samples = {}
     for name, time in forward.items():
-        samples[name, "forward"] = [time] * 3
+        samples[name, "forward"] = [time] * rounds
         if mode != "forward":
-            samples[name, "train"] = [3 * time] * 3
+            samples[name, "train"] = [3 * time] * rounds
     if mode == "step":
-        samples["whole", "step"] = [3 * whole + 10] * 3
-        samples["smallest", "step"] = [3 * smallest + 1] * 3
-        samples["AdamW", "optimizer"] = [5.0] * 3
+        samples["whole", "step"] = [3 * whole + 10] * rounds
+        samples["smallest", "step"] = [3 * smallest + 1] * rounds
+        samples["AdamW", "optimizer"] = [5.0] * rounds
     return samples
 
 

@@ -1,4 +1,6 @@
-"""Causal multi-head self-attention: softmax(Q K^T / sqrt(d_k)) V over earlier tokens.
+"""Causal multi-head self-attention: each token attends to itself and to earlier tokens.
+
+    softmax(Q K^T / sqrt(d_k)) V
 
 Sources: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), equation 1 and
 3.2.2; Ainslie et al., "GQA" (arXiv 2305.13245) for shared key and value heads; Henry et
@@ -138,8 +140,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
         if token_positions is not None:
             if rope is None:
                 raise ValueError(
-                    "token_positions need a rope: "
-                    "pass rope= to the constructor, or leave them out"
+                    "rope must be set to use token_positions, got None: pass rope= "
+                    "to the constructor, or leave token_positions out"
                 )
             # All heads of a token have its position.
             token_positions = rearrange(token_positions, "... seq -> ... 1 seq")
@@ -153,14 +155,14 @@ class CausalMultiHeadSelfAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Return causal attention in the shape of q, (..., heads, seq, d_head).
 
-        k and v are (..., kv_heads, seq, d_head). q and k are normalized and rotated.
-        This method requires as many keys as queries. An override may add keys, and
-        accept any `mask`.
+        k and v are (..., kv_heads, seq, d_head). q and k are already normalized (with
+        qk_norm) and rotated (with rope). This method requires as many keys as queries.
+        An override may add keys, and accept any `mask`.
         """
         *batch, _, seq, _ = q.shape
         if k.shape[-2] != seq:
             raise ValueError(
-                f"attend needs as many keys as queries, {seq}, got {k.shape[-2]}: "
+                f"attend requires as many keys as queries, {seq}, got {k.shape[-2]}: "
                 "for a cache of keys, override attend in a subclass"
             )
         if len(batch) != 1:
@@ -200,8 +202,8 @@ def require_shape_of(x: Tensor, out: Tensor, part: str) -> Tensor:
     if not isinstance(out, Tensor) or out.shape != x.shape:  # torch might broadcast it
         got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise ValueError(
-            f"{part} must return a tensor of shape {tuple(x.shape)}, as its input, "
-            f"got {got}"
+            f"{part} must return a tensor of shape {tuple(x.shape)}, the shape of its "
+            f"input, got {got}"
         )
     return out
 
@@ -256,39 +258,46 @@ def _require_rope(rope: Any, d_head: int) -> None:
 
 
 def _require_mask(mask: Any, batch: list[int], seq: int) -> None:
-    if _is_mask(mask, batch, seq):
-        return
-    shapes = f"{(*batch, seq, seq)} or {(*batch, 1, seq)}"
-    message = f"mask must be a bool tensor of shape {shapes}, got {_describe(mask)}"
-    sentences = [message]
-    if isinstance(mask, Tensor):
-        sentences += _how_to_convert(mask, batch, seq)
-    raise ValueError(". ".join(sentences))
+    """Raise a ValueError unless `mask` is bool and broadcasts to (*batch, seq, seq)."""
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"mask must be a bool tensor, got {_describe(mask)}")
+    if mask.layout != torch.strided:
+        raise ValueError(f"mask must be dense, got {mask.layout}: pass mask.to_dense()")
+    required = []
+    got = []
+    fixes = []
+    if mask.dtype != torch.bool:
+        required.append("be bool")
+        got.append(str(mask.dtype))
+        fixes.append(_how_to_convert(mask))
+    if not _is_shape_of_mask(mask.shape, batch, seq):
+        required.append(f"have the shape {(*batch, seq, seq)} or {(*batch, 1, seq)}")
+        got.append(str(tuple(mask.shape)))
+        if batch and mask.shape == (*batch, seq):
+            fixes.append("pass a padding mask as mask[..., None, :]")
+    if required:
+        advice = f": {'; then '.join(fixes)}" if fixes else ""
+        raise ValueError(
+            f"mask must {' and '.join(required)}, got {' and '.join(got)}{advice}"
+        )
 
 
-def _how_to_convert(mask: Tensor, batch: list[int], seq: int) -> list[str]:
-    """Return a sentence for each kind of mask that a wrong mask may be."""
-    advice = []
+def _how_to_convert(mask: Tensor) -> str:
     if mask.is_floating_point():
-        advice.append("An additive mask, of 0 and -inf, becomes bool by mask == 0")
-    if mask.dtype != torch.bool:
-        advice.append("A mask of 1 and 0 becomes bool by mask.bool()")
-    if batch and mask.shape == (*batch, seq):
-        advice.append("A padding mask, of shape (batch, seq), needs mask[..., None, :]")
-    return advice
+        return (
+            "convert it by mask == 0 if it is additive (0 and -inf), "
+            "or by mask.bool() if it has 1 and 0"
+        )
+    return "convert it by mask.bool() if it has 1 and 0"
 
 
-def _is_mask(mask: Any, batch: list[int], seq: int) -> bool:
-    """Return whether `mask` is bool and broadcasts to (*batch, seq, seq)."""
-    if not isinstance(mask, Tensor) or mask.layout != torch.strided:
-        return False
-    if mask.dtype != torch.bool:
-        return False
+def _is_shape_of_mask(shape: torch.Size, batch: list[int], seq: int) -> bool:
+    """Return whether a shape, which ends with seq, broadcasts to (*batch, seq, seq)."""
     for_each_query = (seq, seq)
     for_all_queries = (1, seq)
-    if mask.shape[-2:] not in (for_each_query, for_all_queries):
+    if shape[-2:] not in (for_each_query, for_all_queries):
         return False
-    leading = mask.shape[:-2]
+    leading = shape[:-2]
     if len(leading) > len(batch):
         return False
     last_sizes = batch[len(batch) - len(leading) :]
@@ -297,11 +306,6 @@ def _is_mask(mask: Any, batch: list[int], seq: int) -> bool:
 
 
 def _describe(mask: Any) -> str:
-    if isinstance(mask, Tensor):
-        shown = f"{mask.dtype} of shape {tuple(mask.shape)}"
-        if mask.layout != torch.strided:
-            shown = f"a sparse tensor of {shown}: pass mask.to_dense()"
-        return shown
     kind = type(mask)
     # Compared by name, because numpy need not be installed.
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":

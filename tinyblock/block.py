@@ -22,7 +22,7 @@ __all__ = ["Block"]
 
 
 class Block(nn.Module):
-    """Add causal self-attention and a feed-forward layer, each after a norm.
+    """Compute y = x + attn(ln1(x)) by causal self-attention, then y + ffn(ln2(y)).
 
     - `norm(d_model, eps=..., device=..., dtype=...)` builds a norm, such as
       `nn.LayerNorm`.
@@ -34,7 +34,7 @@ class Block(nn.Module):
     - There is no positional encoding unless you pass `rope`. All blocks share one
       instance. Its head size, `d_k`, is `d_head` here.
 
-    The other arguments, `token_positions` and `mask` are those of
+    The other arguments of the constructor and of `forward` are those of
     CausalMultiHeadSelfAttention. Returns the dtype of the input.
 
     Raises:
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Reset the parameters of `module` or, if it has no such method, its children."""
+    """Call `reset_parameters` of `module` or, if it has none, of its children."""
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()

@@ -10,8 +10,9 @@ lock      The file `tinyblock.lock` beside the copies, with the version and text
 
 A command that writes first plans a step for each file. An error in the plan leaves all
 files as they are. Then the command replaces the files one by one, each in a single
-operation, and the lock after each file. If it is interrupted, no file is half-written,
-and repeating it completes it. Two commands that write in the same folder take turns.
+operation, and the lock after each file. An interrupted command leaves no file
+half-written; repeat the command to complete it. Two commands that write in the same
+folder take turns.
 
 This file has three parts: releases and copies, the commands, and texts and files.
 """
@@ -47,7 +48,6 @@ except ImportError:  # on Windows, where commands do not take turns
 
 LOCK = "tinyblock.lock"
 LICENSE = "LICENSE.tinyblock"  # the copy of LICENSE
-SKIP = "tinyblock.skip"  # listed properties to skip, in earlier versions
 WITHOUT_CONTRACT = ("parallelize", "typecheck")  # can be copied, but are no layers
 TEST_SETUP = ("contract/__init__.py", "contract/conftest.py")  # no test imports these
 CONFLICT_MARKS = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
@@ -157,10 +157,10 @@ class Release:
             return f"{layer}.py"
         layer_of_name = self._names_in_lower_case()
         similar = difflib.get_close_matches(layer.casefold(), layer_of_name, n=1)
-        fix = f"choose from {', '.join(self.names)}"
-        if similar:
-            fix = f"did you mean {layer_of_name[similar[0]]}?"
-        raise CommandError(f"there is no layer {layer!r}: {fix}")
+        fix = f": did you mean {layer_of_name[similar[0]]}?" if similar else ""
+        raise CommandError(
+            f"LAYER must be one of {', '.join(self.names)}, got {layer!r}{fix}"
+        )
 
     def _names_in_lower_case(self) -> dict[str, str]:
         """Return the layer of each layer's name, and of each public class and function."""
@@ -336,8 +336,8 @@ class Folder:
             if layer not in copies_of:
                 known = [name for name in self.release.names if name in copies_of]
                 raise CommandError(
-                    f"there is no copy of {layer!r} in {self.path}; "
-                    f"it has {', '.join(known)}"
+                    f"LAYER must be one of the copies in {self.path} "
+                    f"({', '.join(known)}), got {layer!r}"
                 )
         selected = []
         for layer, copies in copies_of.items():
@@ -589,17 +589,16 @@ def verify(arguments: argparse.Namespace, release: Release) -> int:
     contract = release.root.joinpath("contract")
     if not isinstance(contract, Path):
         raise CommandError(f"verify cannot read {contract}: install tinyblock with pip")
-    skip = Path(target, SKIP)
-    if skip.exists():
-        fix = f'tinyblock verify {target} -k "not ..."'
-        print(f"{skip} is no longer read, instead use: {fix}", flush=True)
     settings = str(contract / "contract.ini")  # instead of the user's
     options = ["-c", settings, f"--rootdir={contract}", "-p", "no:cacheprovider"]
     # With a space instead of "=", pytest would load the conftest.py of the target.
     tests = [str(contract), f"--layers={target}"]
     code = run_pytest([*options, *tests, *arguments.pytest])
     if code == NO_TESTS:
-        raise CommandError("no property was tested: there is no test of that name")
+        raise CommandError(
+            "the arguments for pytest must select at least one test, got none: "
+            "`tinyblock verify TARGET --collect-only -q` lists the tests"
+        )
     return code if code in (0, 1) else 2
 
 

@@ -53,7 +53,7 @@ def swiglu(
 ) -> Float[Tensor, "*batch d_model"]:
     """Return W2 (SiLU(W1 x) * W3 x): equation 6 of arXiv 2002.05202.
 
-    Its W, W2 and V are w1, w2 and w3 here.
+    The paper's W, W2 and V are w1, w2 and w3 here.
     """
     gate = silu(einsum(x, w1, "... d_model, d_ff d_model -> ... d_ff"))
     value = einsum(x, w3, "... d_model, d_ff d_model -> ... d_ff")
@@ -74,9 +74,9 @@ def feed_forward(
 class SwiGLU(nn.Module):
     """Apply the SwiGLU feed-forward layer, w2(silu(w1(x)) * w3(x)), to the last axis.
 
-    d_ff defaults to the multiple of 64 nearest to 8/3 d_model, at least 64: about as
-    many parameters as an ungated layer with d_ff = 4 d_model. Returns the dtype of the
-    input.
+    d_ff defaults to the multiple of 64 nearest to 8/3 d_model, but at least 64. The
+    layer then has about as many parameters as an ungated layer with d_ff = 4 d_model.
+    Returns the dtype of the input.
 
     Raises:
         ValueError: d_model or d_ff is below 1.

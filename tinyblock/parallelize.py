@@ -1,6 +1,6 @@
-"""Distribute a Transformer or a Block over processes, by DTensor and FSDP2.
+"""Distribute a Transformer or a Block over processes, with DTensor and FSDP2.
 
-This is tensor, sequence and data parallelism.
+The methods are tensor, sequence and data parallelism.
 
 Sources: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053) for weights split by columns,
 then by rows; Korthikanti et al., "Reducing Activation Recomputation" (arXiv 2205.05198)
@@ -82,8 +82,8 @@ def parallelize(
     Torch 2.9 raises an error for `compile` with "tp", and for a length that "tp" does
     not divide; 2.13 supports both.
 
-    These mistakes cannot be detected. Each causes the relative gradient error in
-    parentheses:
+    These mistakes cannot be detected. The relative error of the gradients is in
+    parentheses where it was measured:
 
     - ranks along "tp" pass different `x` (1.4), or each computes the loss over some of
       the tokens (1.0)
@@ -148,12 +148,13 @@ def _require_options(fsdp: dict[str, Any], axes: tuple[str, ...]) -> None:
     for name, value in fsdp.items():
         if "dp" not in axes:
             raise ValueError(
-                f"{name} is an option of fully_shard, which needs the axis 'dp', "
+                f"mesh must have the axis 'dp' for {name}, an option of fully_shard, "
                 f"got the axes {axes}: leave {name} out"
             )
         if name not in options:
             raise ValueError(
-                f"fully_shard has no option {name}; it has {', '.join(options)}"
+                f"an option must be one of {', '.join(options)}, the options of "
+                f"fully_shard, got {name}"
             )
         if name == "ignored_params" and "tp" in axes:
             raise ValueError(

@@ -8,10 +8,10 @@ Source: Su et al., "RoFormer" (arXiv 2104.09864), equations 13 to 15; CS336 sect
 Convention: pairs are consecutive, (x0, x1), (x2, x3), ..., as in the paper and in
 Meta's Llama. Hugging Face pairs x[k] with x[k + d_k/2]: the same rotation for permuted
 rows of the query and key weights.
-Numerics: the table of cosines and sines is float32 in a model of any dtype, and
-computed in float64: at position 131071, angles computed in float32 are off by up to
-3e-3 radians. For float64 inputs, each call computes the cosines and sines of its
-positions in float64; on CUDA, such a call synchronizes, so CUDA graphs cannot hold it.
+Numerics: the table of cosines and sines is computed in float64 and stored in float32,
+in a model of any dtype. Angles computed in float32 are off by up to 3e-3 radians at
+position 131071. For float64 inputs, each call computes its cosines and sines in
+float64; on CUDA, such a call synchronizes, so a CUDA graph cannot capture it.
 """
 
 import math
@@ -29,7 +29,7 @@ __all__ = ["RotaryPositionalEmbedding", "apply_rope"]
 def apply_rope(
     x: Float[Tensor, "*batch seq d_k"], angles: Float[Tensor, "*#batch seq d_k//2"]
 ) -> Float[Tensor, "*batch seq d_k"]:
-    """Rotate each consecutive pair of `x` by its angle: the 2x2 matrices of equation 8.
+    """Rotate each consecutive pair of `x` by its angle (CS336 3.4.3, equation 8).
 
     `angles` are in radians and broadcast to the leading axes of `x`. Pass float64,
     because float32 cannot hold the angles of far positions. Computes in float32 or
@@ -141,8 +141,8 @@ class RotaryPositionalEmbedding(nn.Module):
         if token_positions is None:
             if seq > self.max_seq_len:
                 raise ValueError(
-                    f"a sequence of {seq} tokens is longer than "
-                    f"max_seq_len={self.max_seq_len}"
+                    f"x must have at most max_seq_len={self.max_seq_len} tokens, "
+                    f"got {seq}: build RoPE with a larger max_seq_len"
                 )
             return table[:seq]
         _require_integers(token_positions)

@@ -99,8 +99,8 @@ class Transformer(nn.Module):
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
         if token_positions is None and x.shape[-2] > self.max_seq_len:
             raise ValueError(
-                f"a sequence of {x.shape[-2]} tokens is longer than "
-                f"max_seq_len={self.max_seq_len}"
+                f"x must have at most max_seq_len={self.max_seq_len} tokens, got "
+                f"{x.shape[-2]}: build the Transformer with a larger max_seq_len"
             )
         for layer in self.layers:
             x = layer(x, token_positions, mask)
@@ -134,9 +134,11 @@ def _rotated_head_size(d_model: int, num_heads: int, d_head: int | None) -> int:
             f"d_model={d_model} must be a multiple of num_heads={num_heads}: "
             "change one of them, or pass d_head"
         )
-    if (d_model // num_heads) % 2:
+    head_size = d_model // num_heads
+    if head_size % 2:
         raise ValueError(
-            f"d_model={d_model} / num_heads={num_heads} is {d_model // num_heads}, but "
-            "RoPE requires an even head size: change one of them, or pass d_head"
+            "d_model / num_heads, the head size, must be even for RoPE, "
+            f"got {d_model} / {num_heads} = {head_size}: "
+            "change one of them, or pass d_head or theta=None"
         )
-    return d_model // num_heads
+    return head_size

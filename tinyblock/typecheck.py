@@ -5,8 +5,8 @@
 `jaxtyping.TypeCheckError`, a `TypeError`, which names the function, the argument, its
 shape and the expected shape.
 
-jaxtyping and beartype take tens of microseconds or more to check a call. So they check
-only calls whose signature is new. The signature of a call consists of
+jaxtyping and beartype take tens of microseconds or more to check a call. So the
+wrapper calls them only if the signature of a call is new. The signature consists of
 
 - the type, dtype and shape of each tensor that is an argument,
 - the type and value of each number, string, dtype or device that is an argument,
@@ -24,14 +24,15 @@ In addition:
 - Compiled code runs unchecked: torch.compile cannot trace jaxtyping
   (patrick-kidger/jaxtyping issues 196 and 384). The wrapper then calls the plain
   function, without a graph break or a guard.
-- Where torch raises a RuntimeError because an argument of `forward` and the weights
-  differ in dtype, the wrapper raises a RuntimeError from it that names the layer and
+- If torch raises a RuntimeError because an argument of `forward` and the weights
+  differ in dtype, the wrapper raises another RuntimeError, which names the layer and
   both dtypes.
 - The environment variable JAXTYPING_DISABLE=1 leaves all functions unwrapped and
   beartype unimported.
 - `python -O` leaves all functions unwrapped, too, because beartype checks nothing
   there. This causes a warning.
-- Functions that jaxtyping's import hook or pytest hook has wrapped are checked by both.
+- A function that jaxtyping's import hook or pytest hook has wrapped is checked twice,
+  by the hook and by `typecheck`.
 """
 
 import functools
@@ -55,7 +56,7 @@ __all__ = ["typecheck"]
 def typecheck(module: ModuleType, max_signatures: int = 1024) -> None:
     """Check every call of a module's public functions and classes.
 
-    Of a class, `__init__` and `forward` are checked. Public names are those in
+    It checks `__init__` and `forward` of each class. Public names are those in
     `__all__` or, without `__all__`, those that do not begin with an underscore.
     Imported names stay unchanged, as do nested classes, lambdas, coroutines and
     decorated generators, such as context managers. A second call changes nothing. Pass
@@ -71,7 +72,11 @@ def typecheck(module: ModuleType, max_signatures: int = 1024) -> None:
     causes a warning, and so does `python -O`. Each function remembers at most
     max_signatures signatures, because a sequence that grows token by token adds one per
     token.
+
+    Raises:
+        TypeError: `module` is not a module.
     """
+    _require_module(module)
     warn_if_unchecked()
     if config.jaxtyping_disable or not __debug__:
         return
@@ -90,13 +95,23 @@ def typecheck(module: ModuleType, max_signatures: int = 1024) -> None:
         )
 
 
+def _require_module(module: Any) -> None:
+    if not isinstance(module, ModuleType):
+        got = getattr(module, "__name__", type(module).__name__)
+        raise TypeError(
+            "module must be a Python module, such as my_project.layers.rope, "
+            f"got {got}: pass the module that defines the layers"
+        )
+
+
 @functools.cache  # one warning per process
 def warn_if_unchecked() -> None:
     """Warn under `python -O`, and name the line that called or imported the caller."""
     if not __debug__ and not config.jaxtyping_disable:
         warnings.warn(
             "python -O turns all shape checks off, because beartype checks nothing "
-            "there: run python without -O, or set JAXTYPING_DISABLE=1",
+            "there: run python without -O, or set JAXTYPING_DISABLE=1 to silence "
+            "this warning",
             stacklevel=3,
         )
 

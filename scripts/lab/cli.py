@@ -94,6 +94,19 @@ def positive_int(text: str) -> int:
     raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
 
 
+def seed(text: str) -> int:
+    """Return the seed that an option gives; raise an error of argparse unless it fits into 64 bits, with a sign."""
+    try:
+        found = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
+    if not -(2**63) <= found < 2**63:
+        raise argparse.ArgumentTypeError(
+            f"must fit into 64 bits (-2**63 to 2**63 - 1), got {found}"
+        )
+    return found
+
+
 def device_of(name: str | None) -> torch.device:
     """Return the device of an option --device, with an index if it is a GPU, and make that the current one."""
     if name is None:
@@ -168,11 +181,13 @@ def _check_plot(path: Path) -> None:
 def run(parser: Parser, main: Callable[[], int]) -> int:
     """Run `main`, in each process that torchrun has started, and return the exit code of the program.
 
-    That is 0 if the reader closes the pipe, 130 after Ctrl-C, and 1 if memory runs out, which one line says.
+    That is 0 if the reader closes the pipe, 130 after Ctrl-C, and 1 if memory runs out. One line reports the last two.
+    With several processes, an error is raised: torchrun then ends the other processes.
     """
     try:
         return main() if launched() == 1 else run_together(main)
-    except BrokenPipeError:  # the reader has seen enough; the files are written
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough. Without this, Python's last flush would fail, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

@@ -17,6 +17,8 @@ Sizes are in elements, and `element_size` is the number of bytes of one element.
 
 from dataclasses import dataclass
 
+from .records import require_at_least
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -26,6 +28,9 @@ class Cost:
     dense_matmul_flops: int = 0
     elementwise_flops: int = 0
     bytes: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(0, **vars(self))
 
     @property
     def flops(self) -> int:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,12 +44,14 @@ def read_json(path: Path, schema: str, option: str) -> dict[str, Any]:
         document = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{option}: cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{option}: {path} is not JSON: {error}") from None
     found = document.get("schema") if isinstance(document, dict) else None
     if found != schema:
+        # reprlib cuts what is long or nested deeply.
+        shown = reprlib.repr(found).strip("'")
         raise ValueError(
-            f'{option}: {path} must have the "schema" {schema}, got {found}: write it with --json'
+            f'{option}: {path} must have the "schema" {schema}, got {shown}: write it with --json'
         )
     return document
 

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 LOST_AT_MOST = 1000  # kernels that a profile may lose at its start
 LAUNCH_BOUND = 0.8  # below this busy share, the GPU often waits for the host
 CYCLES_PER_SECOND = 2e9  # of a GPU, at most
+LEAST_SLEEP = 1e-2  # seconds; longer than most pauses of a host
+MISSES = 3  # failed samples until a call counts as too long to queue
 
 _COUNTED = "counted"
 
@@ -126,42 +128,63 @@ def busy_time(events: Iterable[Any]) -> float:
 
 def gpu_seconds(
     run: Callable[[], object], seconds: float, calls: int = 3, samples: int = 5
-) -> list[float]:
+) -> list[float] | None:
     """Return samples of the time that the GPU takes for a call of `run`, without waiting for the host.
 
     A sample queues several calls behind a kernel that sleeps until the host has launched them. A stream takes about
-    1,000 launches before it blocks the host, so calls that do not fit are queued one at a time. A single call with
-    more launches than that, such as a deep stack in training, may include time in which the GPU waits for the host.
+    1,000 launches before it blocks the host, so calls that do not fit together are queued one at a time.
 
     Args:
         run: what to time.
-        seconds: its time with the host. Launching takes at most that long, and seldom more than 50 ms.
+        seconds: the time of a call, with the host's. For each call, the GPU sleeps twice as long, but at most 50 ms,
+            while the host launches it.
         calls: number of calls in a sample, which is their mean.
         samples: the number of samples.
+
+    Returns:
+        None if a single call does not fit, such as the training of a deep stack: its time would include waits.
     """
     run()
-    _, fits = _queued(run, seconds, calls)
-    if not fits:
-        calls = 1
-    return [_queued(run, seconds, calls)[0] for _ in range(samples)]
+    found = _queued_samples(run, seconds, calls, samples)
+    if found is None:
+        found = _queued_samples(run, seconds, 1, samples)
+    return found
 
 
-def _queued(
-    run: Callable[[], object], seconds: float, calls: int
-) -> tuple[float, bool]:
-    """Return the GPU's seconds for each of these calls, and whether all were launched before it began the first."""
+def _queued_samples(
+    run: Callable[[], object], seconds: float, calls: int, samples: int
+) -> list[float] | None:
+    """Return the GPU's seconds for a call in each sample; None if it often begins before all calls are launched."""
+    found: list[float] = []
+    misses = 0
+    while len(found) < samples:
+        per_call = _queued(run, seconds, calls)
+        if per_call is not None:
+            found.append(per_call)
+        else:
+            misses += 1
+            # One miss may be a pause of the host.
+            if misses == MISSES:
+                return None
+    return found
+
+
+def _queued(run: Callable[[], object], seconds: float, calls: int) -> float | None:
+    """Return the GPU's seconds for each of these calls; None if it began before all of them were launched."""
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    sleep = calls * min(2 * seconds, 0.05)
+    sleep = max(LEAST_SLEEP, calls * min(2 * seconds, 0.05))
     torch.cuda._sleep(int(CYCLES_PER_SECOND * sleep))
     start.record()
     for _ in range(calls):
         run()
     end.record()
-    fits = not start.query()
+    all_launched = not start.query()
     end.synchronize()
-    return start.elapsed_time(end) * 1e-3 / calls, fits
+    if not all_launched:
+        return None
+    return start.elapsed_time(end) * 1e-3 / calls
 
 
 class _Names(TorchDispatchMode):

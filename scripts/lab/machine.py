@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .records import require_at_least
 from .timing import Clock, Spread, clock, interleave
 
 
@@ -26,6 +27,11 @@ class Rates:
         computing = flops / self.flops_per_second
         moving = bytes_moved / self.bytes_per_second
         return max(computing, moving)
+
+    @property
+    def ridge(self) -> float:
+        """Return the arithmetic intensity, in FLOP/byte, above which work is compute-bound."""
+        return self.flops_per_second / self.bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -83,18 +89,17 @@ class Ceilings:
     product_size: int
     copy_bytes: int
 
+    def __post_init__(self) -> None:
+        require_at_least(
+            1,
+            flops_per_second=self.flops_per_second.p20,
+            bytes_per_second=self.bytes_per_second.p20,
+        )
+
     @property
     def rates(self) -> Rates:
+        """Return the medians."""
         return Rates(self.flops_per_second.median, self.bytes_per_second.median)
-
-    @property
-    def ridge(self) -> float:
-        """Return the arithmetic intensity, in FLOP/byte, above which work is compute-bound."""
-        return self.rates.flops_per_second / self.rates.bytes_per_second
-
-    def seconds(self, flops: float, bytes_moved: float) -> float:
-        """Return the least time for this work at the median rates."""
-        return self.rates.seconds(flops, bytes_moved)
 
 
 def measure_ceilings(
@@ -107,7 +112,10 @@ def measure_ceilings(
     rounds: int = 7,
     clock: Clock = clock,
 ) -> Ceilings:
-    """Measure the fastest square matrix product of those that take at most `product_seconds`, and a large copy."""
+    """Measure the fastest square matrix product of those that take at most `product_seconds`, and a large copy.
+
+    The product is measured in short samples and, for the rate that the machine sustains, once for half a second.
+    """
     if copy_bytes is None:
         # More than most caches hold.
         copy_bytes = 2**27 if device.type == "cpu" else 2**29

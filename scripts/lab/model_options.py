@@ -103,6 +103,8 @@ def _sweep(text: str) -> Sweep:
             f"must name one of {', '.join(SWEEPS)}, as in seq-len=128,256, got {text!r}"
         )
     values = tuple(positive_int(number) for number in numbers.split(","))
+    if len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"must name each value once, got {text!r}")
     return Sweep(axis, values)
 
 

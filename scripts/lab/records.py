@@ -1,11 +1,14 @@
-"""Records (frozen dataclasses) as the plain values of JSON, and back, with all types checked.
+"""Records (dataclasses) as the plain values of JSON, and back, with all types checked.
+
+A record rejects values that cannot be right, such as a negative count, in its own `__post_init__`.
 
 A field may be a text, an integer, a float, a bool, a Literal, a device or a dtype of torch, another record, `X | None`,
 a union of records that differ in a field `kind`, a tuple[X, ...] or a dict[str, X].
 """
 
 import dataclasses
-import math
+import reprlib
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -14,6 +17,8 @@ from typing import Any, Literal, TypeVar
 import torch
 
 Record = TypeVar("Record")
+# Python's integers are unlimited, and those of a damaged file may be too large for a float.
+_LARGEST_INTEGER = 2**64
 _NAMES = {str: "a text", int: "an integer", bool: "true or false"}
 
 
@@ -42,7 +47,7 @@ def from_plain(kind: type[Record], value: Any, where: str = "") -> Record:
         where: the path to the value, for messages.
 
     Raises:
-        ValueError: A key is missing, or a value has another type.
+        ValueError: A key is missing, a value has another type, or a record rejects its values.
     """
     if not isinstance(value, Mapping):
         raise _wrong(where, "an object", value)
@@ -53,7 +58,18 @@ def from_plain(kind: type[Record], value: Any, where: str = "") -> Record:
         if each.name not in value:
             raise ValueError(f"{path} is missing")
         values[each.name] = _read(annotations[each.name], value[each.name], path)
-    return kind(**values)
+    try:
+        return kind(**values)
+    except ValueError as error:
+        message = f"{where}: {error}" if where else str(error)
+        raise ValueError(message) from None
+
+
+def require_at_least(least: float, **values: float | None) -> None:
+    """Raise a ValueError for a value below `least`. None, which is not measured, is right."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def _read(annotation: Any, value: Any, where: str) -> Any:
@@ -67,8 +83,10 @@ def _read(annotation: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         return _read_literal(arguments, value, where)
     if origin is tuple:
+        # tuple[X, ...]
         return _read_tuple(arguments[0], value, where)
     if origin is dict:
+        # dict[str, X]
         return _read_dict(arguments[1], value, where)
     return _read_plain(annotation, value, where)
 
@@ -105,7 +123,8 @@ def _read_one_of(annotations: tuple[Any, ...], value: Any, where: str) -> Any:
         return _read(choices[0], value, where)
     kinds = {choice.kind: choice for choice in choices}
     found = value.get("kind") if isinstance(value, Mapping) else None
-    if found not in kinds:
+    # Not `found in kinds`: a list has no hash.
+    if found not in list(kinds):
         raise _wrong(f"{where}.kind", f"one of {', '.join(kinds)}", found)
     return _read(kinds[found], value, where)
 
@@ -122,6 +141,8 @@ def _read_plain(annotation: Any, value: Any, where: str) -> Any:
     is_other_bool = isinstance(value, bool) and annotation is not bool
     if is_other_bool or not isinstance(value, annotation):
         raise _wrong(where, _NAMES[annotation], value)
+    if annotation is int and abs(value) >= _LARGEST_INTEGER:
+        raise _wrong(where, "an integer below 2**64", value)
     return value
 
 
@@ -141,10 +162,12 @@ def _read_dtype(name: str, where: str) -> torch.dtype:
 
 def _read_float(value: Any, where: str) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
+    # math.isfinite raises an OverflowError for an integer that is too large for a float.
+    if not is_number or not abs(value) <= sys.float_info.max:
         raise _wrong(where, "a finite number", value)
     return float(value)
 
 
 def _wrong(where: str, expected: str, value: Any) -> ValueError:
-    return ValueError(f"{where or 'it'} must be {expected}, got {value!r:.60}")
+    # reprlib cuts what is long or nested deeply.
+    return ValueError(f"{where or 'it'} must be {expected}, got {reprlib.repr(value)}")

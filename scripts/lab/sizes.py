@@ -21,6 +21,7 @@ from .costs import (
     rope_cost,
     swiglu_cost,
 )
+from .records import require_at_least
 
 # The passes of each mode in which a model runs.
 PASSES = {
@@ -52,6 +53,19 @@ class Size:
     eps: float = 1e-5
     num_layers: int | None = None
     vocab: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            1,
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            d_model=self.d_model,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            d_head=self.d_head,
+            d_ff=self.d_ff,
+            num_layers=self.num_layers,
+        )
 
     @property
     def tokens(self) -> int:
@@ -102,11 +116,10 @@ class Size:
     def build(
         self, device: torch.device | str, dtype: torch.dtype, package: Any = tinyblock
     ) -> Block | Transformer:
-        """Build the block or the stack, of this or another tinyblock; raise a ValueError if a layer rejects it."""
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
-        if self.seq_len < 1:
-            raise ValueError(f"seq_len must be at least 1, got {self.seq_len}")
+        """Build the block or the stack, of this or another tinyblock; raise a ValueError if a layer rejects it.
+
+        A block is the only layer of a stack, which gives it its RoPE.
+        """
         stack = package.Transformer(
             self.layers,
             self.d_model,
@@ -121,10 +134,10 @@ class Size:
             device=device,
             dtype=dtype,
         )
-        model: Block | Transformer = stack
         if self.num_layers is None:
-            model = stack.layers[0]
-        return model
+            block: Block = stack.layers[0]
+            return block
+        return stack
 
     def part_costs(self, element_size: int) -> dict[str, PartCost]:
         """Return the cost of each part of one block, and of what the model has once, by the name of the part."""

@@ -28,7 +28,7 @@ def show(sections: Iterable[Section]) -> None:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of aligned columns: the first to the left, the others to the right."""
+    """Return a table of at least one column. The first is aligned to the left, the others to the right."""
     lines = [_escaped(line) for line in (columns, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
     rule = ["-" * (width - 1) + ":" for width in widths]
@@ -53,15 +53,30 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 def number(value: float | None, digits: int = 3) -> str:
     """Write a number without an exponent; None is n/a.
 
-    Numbers from 1 on have this many digits: 1.23, 12.3. Smaller ones have one significant digit less: 0.00040.
+    Numbers from 1 on have this many digits, at least 2: 1.23, 12.3. Smaller ones have one significant digit less:
+    0.00040.
     """
     if value is None:
         return "n/a"
-    decimals = digits - len(str(int(abs(value))))
-    if value != 0:
-        leading_zeros = -math.floor(math.log10(abs(value)))
-        decimals = max(decimals, digits - 2 + leading_zeros)
-    return f"{value:.{max(0, decimals)}f}"
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        # -0.0 has no sign either.
+        return f"{0:.{digits - 1}f}"
+    # Rounding may carry: 99.96 has two digits before the point, and 100 has three.
+    exponent = _rounded_exponent(value, digits)
+    if exponent < 0:
+        # So may rounding to one digit less: 0.996 becomes 1.0, which is written as 1.00.
+        exponent = _rounded_exponent(value, digits - 1)
+    significant = digits if exponent >= 0 else digits - 1
+    decimals = max(0, significant - 1 - exponent)
+    return f"{value:.{decimals}f}"
+
+
+def _rounded_exponent(value: float, significant: int) -> int:
+    """Return the power of ten of the first digit, once the value is rounded to this many digits."""
+    _, _, exponent = f"{value:.{significant - 1}e}".partition("e")
+    return int(exponent)
 
 
 def si(value: float | None, unit: str = "") -> str:

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from .records import require_at_least
+
 Key = TypeVar("Key")
 Clock = Callable[[], float]
 
@@ -23,19 +25,38 @@ def clock() -> float:
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with the 20th and 80th percentile of its samples, in the unit of the samples."""
+    """A median with the 20th and 80th percentile of its samples, in the unit of the samples.
+
+    Raises:
+        ValueError: There are no samples, or the percentiles are in another order.
+    """
 
     median: float
     p20: float
     p80: float
     samples: int
 
+    def __post_init__(self) -> None:
+        require_at_least(1, samples=self.samples)
+        if self.p20 > self.median or self.median > self.p80:
+            raise ValueError(
+                f"p20, median and p80 must be in this order, got {self.p20}, {self.median} and {self.p80}"
+            )
+
     @classmethod
     def of(cls, samples: list[float]) -> "Spread":
         if len(samples) < 2:
-            return cls(samples[0], samples[0], samples[0], len(samples))
+            [only] = samples
+            return cls(median=only, p20=only, p80=only, samples=1)
         p20, _, _, p80 = statistics.quantiles(samples, n=5, method="inclusive")
-        return cls(statistics.median(samples), p20, p80, len(samples))
+        median = statistics.median(samples)
+        # Of equal samples, interpolation may round one percentile up and the other one down.
+        return cls(
+            median=median,
+            p20=min(p20, median),
+            p80=max(p80, median),
+            samples=len(samples),
+        )
 
 
 def interleave(
@@ -55,12 +76,12 @@ def interleave(
     Args:
         runs: what to time.
         rounds: the number of samples of each run.
-        sample_seconds: a sample repeats the call for at least this long. Then two more calls come first that are not
-            timed, because the run before has filled the caches.
+        sample_seconds: a sample repeats the call for at least this long. If that takes several calls, two untimed
+            ones come first, because the run before has filled the caches.
         warmup_calls: the calls of each run before anything is timed.
         on_sample: called after each sample.
-        agree: returns the number of calls once all processes that time together have passed theirs. So they start each
-            sample at the same time.
+        agree: gets the number of calls of this process, waits for all processes that time together, and returns one
+            number for all of them.
         clock: returns the time in seconds.
     """
     timers = {}
@@ -78,7 +99,7 @@ def interleave(
         for key in order:
             if calls[key] > 1:
                 timers[key].timeit(2)
-            agree(calls[key])
+            agree(calls[key])  # all processes start the sample at the same time
             samples[key].append(timers[key].timeit(calls[key]) / calls[key])
             on_sample()
     return samples

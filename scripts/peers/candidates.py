@@ -80,8 +80,8 @@ class Candidate:
 class Peer:
     """The source of a candidate.
 
-    `package` is the project that it comes from, None for a part of tinyblock. `agrees` is False if its outputs differ
-    by design, so that they are not compared.
+    `package` is the project that it comes from, None for a part of tinyblock. `must_agree` is False if its outputs
+    differ by design, so that they are not compared.
     """
 
     builder: Callable[[Block, Size], Candidate]
@@ -89,7 +89,7 @@ class Peer:
     package: str | None = None
     cuda_only: bool = False
     eager_only: bool = False
-    agrees: bool = True
+    must_agree: bool = True
 
     def version(self) -> str | None:
         if self.package is None:
@@ -266,9 +266,9 @@ def _build_block_of(package: ModuleType, block: Block, size: Size) -> Candidate:
 
 
 OWN = {
-    "limit": Peer(build_limit, "limit: the matrix products and SDPA", agrees=False),
+    "limit": Peer(build_limit, "limit: the matrix products and SDPA", must_agree=False),
     "copy": Peer(
-        build_copy, "copy: reads and writes half of the weights", agrees=False
+        build_copy, "copy: reads and writes half of the weights", must_agree=False
     ),
     # Inductor generates no code for its complex product.
     "operations": Peer(

@@ -89,7 +89,7 @@ class Comparison:
                 warnings.simplefilter("ignore")
                 theirs = prepare(peer)
                 errors = None
-                if peer.agrees:
+                if peer.must_agree:
                     errors = relative_errors(ours, theirs)
                     row.reason = disagreement(errors, case.dtype)
                 if row.reason:

@@ -49,7 +49,7 @@ def in_halves(weights: Mapping[str, Tensor], d_head: int) -> dict[str, Tensor]:
 def _load(module: Any, weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Any:
     """Move a module to the device and dtype of the weights, load them, and return the module.
 
-    `names` maps each parameter of the module to the weights that it consists of, one below the other.
+    `names` maps each parameter of the module to the weights that it consists of, one below the other: "q k v".
     """
     module = module.to(device=weights["q"].device, dtype=weights["q"].dtype)
     state = {}
@@ -160,14 +160,16 @@ def _build_litgpt(block: Block, size: Size) -> Candidate:
     if size.qk_norm:
         names["attn.norm_q.weight"] = "q_norm"
         names["attn.norm_k.weight"] = "k_norm"
+    # litgpt rotates the first half of a head with the second, not consecutive pairs.
     weights = in_halves(weights_of(block), size.d_head)
     layer = _load(litgpt.Block(config, block_idx=0), weights, names)
-    like_q = weights["q"]
+    device = weights["q"].device
+    dtype = weights["q"].dtype
     cos, sin = litgpt.build_rope_cache(
-        size.seq_len, size.d_head, device=like_q.device, base=size.theta
+        size.seq_len, size.d_head, device=device, base=size.theta
     )
-    cos = cos[None].to(like_q.dtype)
-    sin = sin[None].to(like_q.dtype)
+    cos = cos[None].to(dtype)
+    sin = sin[None].to(dtype)
     return Candidate.of(layer, layer.norm_1, layer.mlp, layer.attn, cos=cos, sin=sin)
 
 
@@ -205,7 +207,8 @@ def _build_x_transformers(block: Block, size: Size) -> Candidate:
         ff_no_bias=True,
         verbose=False,
     )
-    decoder.layers[1][1].ff[0].proj.bias = None
+    # Layer 0 is attention and layer 1 the feed-forward layer; each has its norms (0) and its function (1).
+    decoder.layers[1][1].ff[0].proj.bias = None  # ff_no_bias leaves it
     names = {
         "layers.0.1.to_q.weight": "q",
         "layers.0.1.to_k.weight": "k",
@@ -258,9 +261,14 @@ def _build_torchtune(block: Block, size: Size) -> Candidate:
     }
     layer = _load(model.layers[0], weights_of(block), names)
     with torch.device(next(block.parameters()).device):
-        # Computes its table again in float32, as in torchtune's models.
+        # _load has cast its table: compute it again in float32, as in torchtune's models.
         layer.attn.pos_embeddings.rope_init()
-    return Candidate.of(layer, layer.sa_norm, layer.mlp, lambda x: layer.attn(x, x))
+
+    def self_attention(x: Tensor) -> Tensor:
+        # The first argument gives the queries, the second the keys and values.
+        return layer.attn(x, x)
+
+    return Candidate.of(layer, layer.sa_norm, layer.mlp, self_attention)
 
 
 def build_torch(block: Block, size: Size) -> Candidate:

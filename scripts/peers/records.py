@@ -50,9 +50,11 @@ class Measurement:
                 "block_seconds and peer_seconds must have one time for each round, "
                 f"got {rounds} and {len(self.peer_seconds)}"
             )
-        shortest = min(self.block_seconds + self.peer_seconds)
-        if shortest <= 0:
-            raise ValueError(f"times must be positive, got {shortest}")
+        for seconds in self.block_seconds + self.peer_seconds:
+            if not 1e-9 <= seconds <= 1e9:
+                raise ValueError(f"times must be from 1e-9 to 1e9 s, got {seconds}")
+        if self.errors is not None and "outputs" not in self.errors:
+            raise ValueError('errors must have the key "outputs", or be null')
 
 
 @dataclass(kw_only=True)

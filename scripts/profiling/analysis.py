@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lab.costs import Cost
-from lab.machine import Ceilings
+from lab.machine import Rates
 from lab.tables import si
 from lab.timing import Spread
 
-from .records import Part, Pass, Peaks, Point, Profile
+from .records import Part, Pass, Point, Profile
 
 Cause = Literal["overhead", "products", "weights", "elementwise"]
 # Seconds by the name of a part and of one of its passes.
@@ -82,21 +82,20 @@ def analyze(point: Point, profile: Profile) -> Analysis:
     """Return what follows from a point of a profile."""
     mode = profile.settings.mode
     whole = point.whole.passes[mode]
-    measured: Peaks | None = None
+    rates: Rates | None = None
     least: PassSeconds | None = None
     losses: tuple[Loss, ...] = ()
     if not ceiling_too_low(profile):
         rates = profile.ceilings.rates
-        measured = Peaks(rates.flops_per_second, rates.bytes_per_second)
-        least = roofline_seconds(point, profile.ceilings)
-        losses = _losses(point, mode, least, profile.ceilings)
+        least = roofline_seconds(point, rates)
+        losses = _losses(point, mode, least, rates)
     accounted = sum(part_seconds(part) for part in point.addends)
     seconds = whole.seconds.median
     return Analysis(
         tokens_per_second=point.size.tokens / seconds,
         overhead_share=point.overhead[mode].median / seconds,
         whole_minus_parts=seconds - accounted,
-        mfu_measured=_utilization(whole, measured),
+        mfu_measured=_utilization(whole, rates),
         mfu_datasheet=_utilization(whole, profile.datasheet),
         roofline_seconds=least,
         losses=losses,
@@ -108,28 +107,29 @@ def part_seconds(part: Part) -> float:
     return part.count * sum(each.seconds.median for each in part.passes.values())
 
 
-def _utilization(whole: Pass, peaks: Peaks | None) -> Utilization | None:
-    if peaks is None or peaks.flops_per_second is None:
+def _utilization(whole: Pass, rates: Rates | None) -> Utilization | None:
+    if rates is None:
         return None
-    possible = whole.seconds.median * peaks.flops_per_second
+    possible = whole.seconds.median * rates.flops_per_second
     causal = whole.cost.matmul_flops / possible
     dense = whole.cost.dense_matmul_flops / possible
     return Utilization(causal, dense)
 
 
-def bound(cost: Cost, ceilings: Ceilings) -> str:
+def bound(cost: Cost, rates: Rates) -> str:
     """Return the side of the ridge: "compute" or "memory"."""
-    return "compute" if cost.intensity >= ceilings.ridge else "memory"
+    return "compute" if cost.intensity >= rates.ridge else "memory"
 
 
-def roofline_seconds(point: Point, ceilings: Ceilings) -> PassSeconds:
+def roofline_seconds(point: Point, rates: Rates) -> PassSeconds:
     """Return the least time of each part and pass, and of the whole."""
     found: PassSeconds = {}
+    # Parts have forward and backward, and AdamW has optimizer. The whole also has their sums.
     of_whole = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
     for part in point.addends:
         found[part.name] = {}
-        for name, each in part.passes.items():
-            least = ceilings.seconds(each.cost.flops, each.cost.bytes)
+        for name, timed in part.passes.items():
+            least = rates.seconds(timed.cost.flops, timed.cost.bytes)
             found[part.name][name] = least
             of_whole[name] += part.count * least
     of_whole["train"] = of_whole["forward"] + of_whole["backward"]
@@ -171,8 +171,9 @@ def _excess(where: str, rate: float, ceiling: float, unit: str) -> str:
 
 def beats_ceilings(profile: Profile) -> bool:
     """Return whether a part is faster than its roofline, for whatever reason."""
+    rates = profile.ceilings.rates
     for _, _, _, each in _timed_passes(profile):
-        least = profile.ceilings.seconds(each.cost.flops, each.cost.bytes)
+        least = rates.seconds(each.cost.flops, each.cost.bytes)
         if _slow_seconds(each) < least:
             return True
     return False
@@ -199,7 +200,7 @@ def _slow_seconds(each: Pass) -> float:
 
 
 def _losses(
-    point: Point, mode: str, least: PassSeconds, ceilings: Ceilings
+    point: Point, mode: str, least: PassSeconds, rates: Rates
 ) -> tuple[Loss, ...]:
     """Return the three parts that lose most against the roofline."""
     overheads = _overheads(point, mode)
@@ -215,7 +216,7 @@ def _losses(
                 seconds=seconds,
                 share=seconds / whole,
                 roofline_fraction=possible / taken,
-                cause=_cause(part, least[part.name], overheads[part.name], ceilings),
+                cause=_cause(part, least[part.name], overheads[part.name], rates),
             )
             losses.append(loss)
     losses.sort(key=lambda loss: loss.seconds, reverse=True)
@@ -223,7 +224,7 @@ def _losses(
 
 
 def _cause(
-    part: Part, least: Mapping[str, float], overhead: float, ceilings: Ceilings
+    part: Part, least: Mapping[str, float], overhead: float, rates: Rates
 ) -> Cause:
     """Return what probably makes a part slower than its roofline."""
     taken = sum(each.own_seconds for each in part.passes.values())
@@ -236,7 +237,7 @@ def _cause(
     costliest = part.passes[max(part.passes, key=lost)]
     if not costliest.cost.matmul_flops:
         return "elementwise"
-    if bound(costliest.cost, ceilings) == "compute":
+    if bound(costliest.cost, rates) == "compute":
         return "products"
     return "weights"
 
@@ -247,10 +248,11 @@ def _overheads(point: Point, mode: str) -> dict[str, float]:
     Each part has an equal share of the same calls on a tiny input, and AdamW has what these take longer with it. On a
     GPU, a part's own time contains no such calls.
     """
-    if point.whole.passes["forward"].gpu_seconds is not None:
-        return {part.name: 0.0 for part in point.addends}
     of_parts = point.overhead["forward" if mode == "forward" else "train"].median
     count = sum(part.count for part in point.parts)
     overheads = {part.name: of_parts / count for part in point.parts}
     overheads["AdamW"] = point.overhead[mode].median - of_parts
+    for part in point.addends:
+        if part.has_gpu_seconds:
+            overheads[part.name] = 0.0
     return overheads

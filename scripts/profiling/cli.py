@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from lab.cli import Parser, check_outputs, device_of, positive_int, run
+from lab.cli import Parser, check_outputs, device_of, positive_int, run, seed
 from lab.machine import memory_bytes
 from lab.model_options import (
     DTYPES,
@@ -20,8 +20,9 @@ from lab.sizes import Size
 from lab.timing import Clock, clock
 
 from .collectives import Mesh
+from .outputs import Outputs
 from .records import Settings
-from .session import Outputs, profile
+from .session import profile
 
 _EXAMPLES = """examples:
   profile_block.py                                            a small block, forward and backward
@@ -50,7 +51,8 @@ _REMOVED = {
 def main(argv: Sequence[str] | None = None, clock: Clock = clock) -> int:
     """Profile as `argv` says, and return the exit code.
 
-    0: done. 1: nothing could be measured. 2: rejected before measuring. 130: interrupted; the finished sizes are shown.
+    0: done. 1: nothing could be measured, or a file could not be written. 2: rejected before measuring. 130:
+    interrupted; the finished sizes are shown.
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -64,7 +66,18 @@ def main(argv: Sequence[str] | None = None, clock: Clock = clock) -> int:
         trace=arguments.trace,
         memory_snapshot=arguments.memory_snapshot,
     )
-    return run(parser, lambda: profile(sizes, settings, outputs, clock))
+
+    def work() -> int:
+        code = profile(sizes, settings, outputs, clock)
+        # What could not be written, so that the measurements were shown first.
+        for path, error in outputs.errors.items():
+            reason = error.strerror or error
+            line = f"{parser.prog}: error: cannot write {path}: {reason}"
+            print(line, file=sys.stderr)
+            code = code or 1
+        return code
+
+    return run(parser, work)
 
 
 def _parser() -> Parser:
@@ -98,7 +111,7 @@ def _add_measurement(parser: Parser) -> None:
     )
     group.add_argument(
         "--seed",
-        type=int,
+        type=seed,
         default=0,
         metavar="N",
         help="seed of weights and inputs (default: 0)",
@@ -179,8 +192,6 @@ def _check(
     arguments: argparse.Namespace, settings: Settings, sizes: list[Size]
 ) -> None:
     """Raise a ValueError for options that contradict each other, or that this machine cannot run."""
-    if not -(2**63) <= settings.seed < 2**64:
-        raise ValueError(f"--seed must fit into 64 bits, got {settings.seed}")
     if settings.mode == "step" and settings.dtype == torch.float16:
         raise ValueError(
             "--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train"

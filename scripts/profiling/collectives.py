@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+from lab.records import require_at_least
 from lab.sizes import Size
 
 # The outermost first.
@@ -26,6 +27,9 @@ class Mesh:
     dp_replicate: int = 1
     dp: int = 1
     tp: int = 1
+
+    def __post_init__(self) -> None:
+        require_at_least(1, **vars(self))
 
     @property
     def axes(self) -> dict[str, int]:
@@ -71,10 +75,6 @@ class Mesh:
 
     def require(self, size: Size) -> None:
         """Raise a ValueError where the size does not split over the mesh."""
-        if min(self.dp_replicate, self.dp, self.tp) < 1:
-            raise ValueError(
-                f"a mesh must have at least 1 process along each axis, got {asdict(self)}"
-            )
         if self.dp_replicate > 1 and self.dp == 1:
             raise ValueError(
                 f"dp_replicate={self.dp_replicate} needs dp of at least 2: use dp instead"

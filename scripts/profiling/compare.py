@@ -4,11 +4,13 @@ from lab.sizes import Size
 from lab.tables import Section, Table, number, number_range
 from lab.timing import Spread
 
-from .records import Point, Profile, times_of
-from .report import describe, doubts, model_name
+from .records import LEAST_SECONDS, Point, Profile, times_of
+from .report import describe, doubts, interruption, model_name
+from .trust import LEAST_SAMPLES
 
 # An interval that contains 1 and goes beyond these limits does not even show that nothing changed much.
-_CLEAR_LOW, _CLEAR_HIGH = 0.8, 1.25
+_SAME_FROM = 0.8
+_SAME_TO = 1.25
 
 # What else can make a difference, beside the code.
 _SETTINGS = ("dtype", "mode", "compile", "mesh")
@@ -25,7 +27,7 @@ _ENVIRONMENT = (
 _ADVICE = (
     "Runs of the same code differ, too. To compare two versions, run them in turns: compare_peers.py --against.\n"
     "Intervals go from new p20 / old p80 to new p80 / old p20. Same: it contains 1. Unclear: it contains 1 and "
-    f"reaches beyond {_CLEAR_LOW} to {_CLEAR_HIGH}."
+    f"reaches beyond {_SAME_FROM} to {_SAME_TO}, or a time has fewer than {LEAST_SAMPLES} samples."
 )
 
 
@@ -39,10 +41,10 @@ def compare(old: Profile, new: Profile) -> list[Section]:
     margin = _margin(old, new)
     sections: list[Section] = [_differences(old, new)]
     for name, profile in (("Old", old), ("New", new)):
-        for doubt in doubts(profile):
-            sections.append(f"{name} profile: {doubt}")
+        for warning in (*doubts(profile), *interruption(profile)):
+            sections.append(f"{name} profile: {warning}")
     for point in new.points:
-        before = {}
+        before = {}  # then there is nothing to compare with
         if point.size in old_points:
             before = times_of(old_points[point.size])
         sections.append(_ratios(point.size, before, times_of(point), margin))
@@ -53,9 +55,9 @@ def compare(old: Profile, new: Profile) -> list[Section]:
     return [*sections, f"{wider}\n{_ADVICE}"]
 
 
-def common_sizes(old: Profile, new: Profile) -> set[Size]:
-    """Return the sizes that both profiles have."""
-    return {point.size for point in old.points} & {point.size for point in new.points}
+def measured_sizes(profile: Profile) -> list[Size]:
+    """Return the sizes that have times: not those for which the memory did not suffice."""
+    return [point.size for point in profile.points if times_of(point)]
 
 
 def _differences(old: Profile, new: Profile) -> str:
@@ -114,14 +116,17 @@ def _ratios(
 
 
 def _ratio(old: Spread, new: Spread, margin: float) -> list[str]:
+    """Return the cells of one time: old, new, their ratio, its interval, and the verdict."""
     times = [number(old.median * 1e6), number(new.median * 1e6)]
-    if min(old.p20, new.p20) <= 0:
-        # A backward pass that is lost in the noise.
+    if min(old.p20, new.p20) < LEAST_SECONDS:
+        # Backward is a difference of two times, and noise may make it tiny or negative.
         return [*times, "n/a", "n/a", "unclear"]
     low = new.p20 / old.p80 / margin
     high = new.p80 / old.p20 * margin
     ratio = number(new.median / old.median)
-    return [*times, ratio, number_range(low, high), verdict(low, high)]
+    has_samples = min(old.samples, new.samples) >= LEAST_SAMPLES
+    shown = verdict(low, high) if has_samples else "unclear"
+    return [*times, ratio, number_range(low, high), shown]
 
 
 def verdict(low: float, high: float) -> str:
@@ -130,6 +135,6 @@ def verdict(low: float, high: float) -> str:
         return "may be slower"
     if high < 1:
         return "may be faster"
-    if low < _CLEAR_LOW or high > _CLEAR_HIGH:
+    if low < _SAME_FROM or high > _SAME_TO:
         return "unclear"
     return "same"

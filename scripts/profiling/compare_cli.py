@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lab.cli import Parser, run
+from lab.sizes import Size
 from lab.tables import show
 
-from .compare import common_sizes, compare
+from .compare import compare, measured_sizes
+from .records import Profile
 from .report import describe
 from .storage import read_profile
 
@@ -16,7 +18,7 @@ _EXAMPLES = """examples:
   profile_block.py --json new.json
   compare_profiles.py old.json new.json
 
-exit codes: 0 if the profiles were compared, 2 if a file is not a profile or if no size is in both
+exit codes: 0 if the profiles were compared, 2 if a file is not a profile or if no size was measured in both
 """
 
 
@@ -30,11 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with parser.reporting():
         old = read_profile(arguments.old, "OLD.json")
         new = read_profile(arguments.new, "NEW.json")
-        if not common_sizes(old, new):
-            sizes = describe(*(point.size for point in old.points))
+        old_sizes = _measured_sizes(old, f"OLD.json: {arguments.old}")
+        new_sizes = _measured_sizes(new, f"NEW.json: {arguments.new}")
+        if not set(old_sizes) & set(new_sizes):
             raise ValueError(
-                f"NEW.json: {arguments.new} must have a size of OLD.json ({sizes}), got "
-                f"{describe(*(point.size for point in new.points))}: profile the same size"
+                f"NEW.json: {arguments.new} must have a size of OLD.json ({describe(*old_sizes)}), "
+                f"got {describe(*new_sizes)}: profile the same size"
             )
 
     def work() -> int:
@@ -42,3 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     return run(parser, work)
+
+
+def _measured_sizes(profile: Profile, where: str) -> list[Size]:
+    """Return the sizes with times; raise a ValueError if there are none."""
+    sizes = measured_sizes(profile)
+    if not sizes:
+        raise ValueError(
+            f"{where} must have a size that was measured, got none, because memory ran out: profile a smaller size"
+        )
+    return sizes

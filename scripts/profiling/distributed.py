@@ -1,7 +1,7 @@
 """Measure a size that is distributed over processes, and one process with all of it, in interleaved rounds."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -74,9 +74,9 @@ def measure_distributed(
 ) -> DistributedPoint:
     """Measure a size on all processes and on the first one alone.
 
-    The collectives follow from the sizes. Each is timed alone, by all groups of its axis at once, so without the time
-    in which it waits for the others where it is called. torch.profiler measures on CUDA how much of them overlaps with
-    computation; gloo computes on the same cores.
+    The collectives follow from the sizes. Each is timed apart from the model, in all groups of its axis at once: a
+    wait for a late process is not part of its time. torch.profiler measures on CUDA how much of them overlaps with
+    computation. On CPUs there is no such overlap, because gloo uses the cores that compute.
     """
     progress.start("building")
     axes = settings.mesh.axes
@@ -86,13 +86,9 @@ def measure_distributed(
     built = build_distributed(size, settings, devices)
     calls = _calls(size, settings)
     links = _links(settings)
-    runs: dict[Key, Run] = {}
-    for key, of_pass in built.runs.items():
-        runs[key] = of_pass
-    for call in [*links.values(), *chain(*calls.values())]:
-        group = devices[call.axis].get_group()
-        runs[call] = alone(call, group, settings.device, settings.dtype)
-    times = _time(runs, settings, progress, clock)
+    collectives = [*links.values(), *chain(*calls.values())]
+    to_time = _everything_to_time(built, collectives, settings, devices)
+    times = _time(to_time, settings, progress, clock)
     whole_run = built.runs["all", settings.mode]
     overlap = summarize_overlap(events_of(whole_run, settings.device))
     held = held_memory(built.complete, built.optimizer, whole_run, settings.device)
@@ -189,6 +185,22 @@ def _links(settings: Settings) -> dict[str, Collective]:
     return {
         axis: Collective("all-gather", axis, elements) for axis in settings.mesh.axes
     }
+
+
+def _everything_to_time(
+    built: Distributed,
+    collectives: Iterable[Collective],
+    settings: Settings,
+    devices: DeviceMesh,
+) -> dict[Key, Run]:
+    """Return all passes, and each collective by itself, in the same order in every process."""
+    runs: dict[Key, Run] = {}
+    for key, run in built.runs.items():
+        runs[key] = run
+    for collective in collectives:
+        group = devices[collective.axis].get_group()
+        runs[collective] = alone(collective, group, settings.device, settings.dtype)
+    return runs
 
 
 def _time(

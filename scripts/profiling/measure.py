@@ -4,7 +4,6 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from lab.kernels import attention_kernel, gpu_seconds, kernel_report
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from tinyblock import Block, Transformer
 
 from . import tracing
+from .outputs import Outputs
 from .parts import (
     Step,
     TimedPart,
@@ -49,14 +49,6 @@ from .samples import (
 from .trust import BusyShares, busy_shares, system_clocks, trust
 
 Run = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Recordings:
-    """Files that are recorded in runs of their own, after the timings."""
-
-    trace: Path | None = None
-    memory_snapshot: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -96,16 +88,16 @@ class Subject:
 def measure(
     size: Size,
     settings: Settings,
-    recordings: Recordings | None = None,
+    outputs: Outputs | None = None,
     progress: Progress | None = None,
     clock: Clock = clock,
 ) -> Point | OutOfMemory:
     """Measure one size in this process."""
-    recordings = recordings or Recordings()
+    outputs = outputs or Outputs()
     progress = progress or Progress()
     try:
         with torch.set_grad_enabled(settings.train):
-            return _measure(size, settings, recordings, progress, clock)
+            return _measure(size, settings, outputs, progress, clock)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -120,7 +112,7 @@ def measure(
 def _measure(
     size: Size,
     settings: Settings,
-    recordings: Recordings,
+    outputs: Outputs,
     progress: Progress,
     clock: Clock,
 ) -> Point:
@@ -130,10 +122,10 @@ def _measure(
     if settings.compile:
         progress.start("compiling")
         subject, compilation = _compile(subject, settings)
-    passes, optimizer = passes_of(subject.whole, settings.mode)
-    run = passes[settings.mode]
-    runs = _runs(subject, passes, optimizer, settings)
-    samples, shares = _time(runs, settings, progress, clock)
+    passes_of_whole, optimizer = passes_of(subject.whole, settings.mode)
+    run_whole = passes_of_whole[settings.mode]
+    to_time = _everything_to_time(subject, passes_of_whole, optimizer, settings)
+    samples, busy = _time(to_time, settings, progress, clock)
     element_size = settings.dtype.itemsize
     parts = part_records(samples, size, element_size)
     whole = whole_record(samples, size, element_size)
@@ -147,11 +139,12 @@ def _measure(
         overhead=overhead_of(samples),
         compilation=compilation,
         attention_kernel=attention_kernel(lambda: run_steps(subject.steps, subject.x)),
-        memory=_memory(subject, optimizer, run, settings, progress),
-        kernels=kernel_report(run, settings.device, seconds),
-        trust=trust(samples.seconds["whole", settings.mode], shares),
+        memory=_memory(subject, optimizer, run_whole, settings, progress),
+        kernels=kernel_report(run_whole, settings.device, seconds),
+        trust=trust(samples.seconds["whole", settings.mode], busy),
     )
-    _record(subject, optimizer, run, recordings, progress)
+    _write_trace(subject, optimizer, outputs, progress)
+    _write_memory_snapshot(run_whole, outputs)
     return point
 
 
@@ -211,18 +204,18 @@ def passes_of(
     return runs, optimizer
 
 
-def _runs(
+def _everything_to_time(
     subject: Subject,
-    passes: dict[str, Run],
+    passes_of_whole: dict[str, Run],
     optimizer: Optimizer | None,
     settings: Settings,
 ) -> dict[Key, Run]:
-    """Return everything that is timed.
+    """Return what is timed, by part and pass.
 
-    Backward alone is not: it is what "train" takes longer than "forward".
+    Backward is not timed alone: it is what "train" takes longer than "forward".
     """
     runs: dict[Key, Run] = {}
-    for name, run in passes.items():
+    for name, run in passes_of_whole.items():
         runs["whole", name] = run
     of_smallest, _ = passes_of(subject.smallest, settings.mode)
     for name, run in of_smallest.items():
@@ -247,7 +240,9 @@ def _time(
     on_gpu: dict[Key, list[float]] = {}
     if settings.device.type == "cuda":
         for key, run in runs.items():
-            on_gpu[key] = gpu_seconds(run, min(seconds[key]))
+            samples = gpu_seconds(run, min(seconds[key]))
+            if samples is not None:
+                on_gpu[key] = samples
     return Samples(with_backward(seconds), with_backward(on_gpu)), shares
 
 
@@ -337,17 +332,24 @@ def _kept_by_part(subject: Subject, known: list[Tensor]) -> Counter[str]:
     return kept
 
 
-def _record(
+def _write_trace(
     subject: Subject,
     optimizer: Optimizer | None,
-    run: Run,
-    recordings: Recordings,
+    outputs: Outputs,
     progress: Progress,
 ) -> None:
-    """Write the files that were asked for."""
-    if recordings.trace is not None:
-        progress.start("tracing")
-        labeled = [subject.whole, *subject.parts]
-        tracing.write_trace(labeled, optimizer, recordings.trace)
-    if recordings.memory_snapshot is not None:
-        tracing.write_memory_snapshot(run, recordings.memory_snapshot)
+    """Trace the whole and each part in runs of their own, if an option names a file for it."""
+    if outputs.trace is None:
+        return
+    progress.start("tracing")
+    labeled = [subject.whole, *subject.parts]
+    with outputs.writing(outputs.trace):
+        tracing.write_trace(labeled, optimizer, outputs.trace)
+
+
+def _write_memory_snapshot(run_whole: Run, outputs: Outputs) -> None:
+    """Record the allocations of a run of its own, if an option names a file for it."""
+    if outputs.memory_snapshot is None:
+        return
+    with outputs.writing(outputs.memory_snapshot):
+        tracing.write_memory_snapshot(run_whole, outputs.memory_snapshot)

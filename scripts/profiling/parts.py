@@ -117,30 +117,63 @@ def _attention_steps(block: Block) -> list[Step]:
     def project(h: Tensor) -> tuple[Tensor, ...]:
         projected = attn.q_proj(h), attn.k_proj(h), attn.v_proj(h)
         split = "... seq (heads d_head) -> ... heads seq d_head"
-        return tuple(rearrange(heads, split, d_head=attn.d_head) for heads in projected)
+        return tuple(rearrange(each, split, d_head=attn.d_head) for each in projected)
 
     def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
         return rope(q, None), rope(k, None)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        heads = attn.attend(q, k, v, None)
+        attended = attn.attend(q, k, v, None)
         merge = "... heads seq d_head -> ... seq (heads d_head)"
-        return (rearrange(heads, merge),)
+        return (rearrange(attended, merge),)
 
-    def project_back(heads: Tensor) -> tuple[Tensor, ...]:
-        return (attn.output_proj(heads),)
+    def project_back(merged: Tensor) -> tuple[Tensor, ...]:
+        return (attn.output_proj(merged),)
 
     projections = _weights(attn.q_proj, attn.k_proj, attn.v_proj)
     output = _weights(attn.output_proj)
     return [
-        Step("ln1", ("x",), ("h",), norm, _weights(block.ln1)),
-        Step("q/k/v projections", ("h",), ("q", "k", "v"), project, projections),
+        Step(
+            part="ln1",
+            takes=("x",),
+            gives=("h",),
+            run=norm,
+            weights=_weights(block.ln1),
+        ),
+        Step(
+            part="q/k/v projections",
+            takes=("h",),
+            gives=("q", "k", "v"),
+            run=project,
+            weights=projections,
+        ),
         *_head_norm_steps(attn),
-        Step("rope", ("q", "k"), ("q", "k"), rotate),
-        Step("attention", ("q", "k", "v"), ("heads",), attend),
-        Step("output projection", ("heads",), ("attended",), project_back, output),
-        # Gives x, too: see _add.
-        Step("residual adds", ("x", "attended"), ("x", "y"), _add),
+        Step(
+            part="rope",
+            takes=("q", "k"),
+            gives=("q", "k"),
+            run=rotate,
+        ),
+        Step(
+            part="attention",
+            takes=("q", "k", "v"),
+            gives=("merged",),
+            run=attend,
+        ),
+        Step(
+            part="output projection",
+            takes=("merged",),
+            gives=("branch",),
+            run=project_back,
+            weights=output,
+        ),
+        # Gives x, too, so that the sum of x's two gradients is part of this step.
+        Step(
+            part="residual adds",
+            takes=("x", "branch"),
+            gives=("x", "y"),
+            run=_add,
+        ),
     ]
 
 
@@ -154,7 +187,15 @@ def _head_norm_steps(attn: CausalMultiHeadSelfAttention) -> list[Step]:
         return q_norm(q), k_norm(k)
 
     gains = _weights(q_norm, k_norm)
-    return [Step("q/k norm", ("q", "k"), ("q", "k"), norm, gains)]
+    return [
+        Step(
+            part="q/k norm",
+            takes=("q", "k"),
+            gives=("q", "k"),
+            run=norm,
+            weights=gains,
+        )
+    ]
 
 
 def _feed_forward_steps(block: Block) -> list[Step]:
@@ -167,10 +208,27 @@ def _feed_forward_steps(block: Block) -> list[Step]:
         return (block.ffn(h),)
 
     return [
-        Step("ln2", ("y",), ("h",), norm, _weights(block.ln2)),
-        Step("ffn", ("h",), ("fed",), feed, _weights(block.ffn)),
-        # Gives y, too: see _add.
-        Step("residual adds", ("y", "fed"), ("y", "z"), _add),
+        Step(
+            part="ln2",
+            takes=("y",),
+            gives=("h",),
+            run=norm,
+            weights=_weights(block.ln2),
+        ),
+        Step(
+            part="ffn",
+            takes=("h",),
+            gives=("branch",),
+            run=feed,
+            weights=_weights(block.ffn),
+        ),
+        # Gives y, too, so that the sum of y's two gradients is part of this step.
+        Step(
+            part="residual adds",
+            takes=("y", "branch"),
+            gives=("y", "z"),
+            run=_add,
+        ),
     ]
 
 
@@ -178,7 +236,13 @@ def _final_norm(model: Transformer) -> Step:
     def norm(z: Tensor) -> tuple[Tensor, ...]:
         return (model.ln_final(z),)
 
-    return Step("final norm", ("z",), ("out",), norm, _weights(model.ln_final))
+    return Step(
+        part="final norm",
+        takes=("z",),
+        gives=("out",),
+        run=norm,
+        weights=_weights(model.ln_final),
+    )
 
 
 def _add(x: Tensor, branch: Tensor) -> tuple[Tensor, ...]:
@@ -219,20 +283,11 @@ def timed_parts(
         gradient: that of its output; None leaves the backward pass out.
     """
     train = gradient is not None
-    inputs_of: list[list[Tensor]] = []
-    outputs_of: list[tuple[Tensor, ...]] = []
-
-    def record(step: Step, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        outputs = step.run(*inputs)
-        inputs_of.append(inputs)
-        outputs_of.append(outputs)
-        return outputs
-
     with torch.set_grad_enabled(train):
-        out = run_steps_with(record, steps, x)
+        inputs_of, outputs_of = _inputs_and_outputs(steps, x)
     gradients_of: list[tuple[Tensor, ...]] = [() for _ in steps]
     if train:
-        gradients_of = _gradients_of(outputs_of, out, gradient)
+        gradients_of = _gradients_of(outputs_of, gradient)
     parts: dict[str, TimedPart] = {}
     for step, inputs, gradients in zip(steps, inputs_of, gradients_of, strict=True):
         # A part with several steps grows by each of them.
@@ -247,15 +302,32 @@ def timed_parts(
     return list(parts.values())
 
 
+def _inputs_and_outputs(
+    steps: Sequence[Step], x: Tensor
+) -> tuple[list[list[Tensor]], list[tuple[Tensor, ...]]]:
+    """Run the steps one after another from x, and return the inputs and the outputs of each."""
+    inputs_of = []
+    outputs_of = []
+
+    def record(step: Step, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        outputs = step.run(*inputs)
+        inputs_of.append(inputs)
+        outputs_of.append(outputs)
+        return outputs
+
+    run_steps_with(record, steps, x)
+    return inputs_of, outputs_of
+
+
 def _gradients_of(
-    outputs_of: list[tuple[Tensor, ...]], out: Tensor, gradient: Tensor | None
+    outputs_of: list[tuple[Tensor, ...]], gradient: Tensor | None
 ) -> list[tuple[Tensor, ...]]:
     """Return the gradients of each step's outputs, from that of the last output.
 
     They are laid out in memory as autograd does it, which decides how fast the kernels are that read them.
     """
     outputs = [tensor for of_step in outputs_of for tensor in of_step]
-    gradients = iter(torch.autograd.grad(out, outputs, gradient))
+    gradients = iter(torch.autograd.grad(outputs[-1], outputs, gradient))
     gradients_of = []
     for of_step in outputs_of:
         gradients_of.append(tuple(islice(gradients, len(of_step))))

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab.machine import Ceilings
+from lab.machine import Rates
 from lab.plots import BELOW, COLORS, MARKERS, new_figure, save
 from lab.tables import number, share, time_unit
 from matplotlib.axes import Axes
@@ -12,8 +12,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from .analysis import Analysis, analyze, part_seconds
-from .records import Part, Peaks, Point, Profile
-from .report import describe, doubts_of, model_name, origin, rates, value_on
+from .records import Part, Point, Profile
+from .report import (
+    describe,
+    describe_rates,
+    doubts_of,
+    interruption,
+    model_name,
+    origin,
+    value_on,
+)
 
 _WARNING = "#B00000"
 
@@ -23,6 +31,7 @@ def plot(profile: Profile, path: Path) -> None:
     points = [point for point in profile.points if isinstance(point, Point)]
     title = describe(*(point.size for point in points))
     warnings = [" ".join(doubt.reason.split()) for doubt in doubts_of(profile)]
+    warnings.extend(interruption(profile))
     for warning in warnings:
         title = "\n".join([title, *textwrap.wrap(warning, 120)])
     figure = new_figure(title, origin(profile))
@@ -49,13 +58,13 @@ def _marker(index: int) -> str:
 
 def _roofline(axes: Axes, point: Point, analysis: Analysis, profile: Profile) -> None:
     """Place each pass of each part, by its marker beside the names on the right, and the whole."""
-    intensities = [profile.ceilings.ridge]
+    intensities = [profile.ceilings.rates.ridge]
     for index, part in enumerate(point.addends):
         intensities += _place(axes, part, _color(index), _marker(index), size=7)
     intensities += _place(axes, point.whole, "black", "*", size=11)
     low, high = min(intensities) / 2, max(intensities) * 2
     if analysis.roofline_seconds is not None:
-        _roof(axes, "measured", "-", _peaks(profile.ceilings), low, high)
+        _roof(axes, "measured", "-", profile.ceilings.rates, low, high)
     if profile.datasheet is not None:
         _roof(axes, "datasheet", ":", profile.datasheet, low, high)
     filled = "forward" if point.optimizer is None else "forward and AdamW"
@@ -94,20 +103,13 @@ def _explain(axes: Axes, label: str, fill: str) -> None:
     axes.plot([], [], "o", color="grey", fillstyle=fill, label=label)
 
 
-def _peaks(ceilings: Ceilings) -> Peaks:
-    return Peaks(ceilings.flops_per_second.median, ceilings.bytes_per_second.median)
-
-
 def _roof(
-    axes: Axes, name: str, line: str, peaks: Peaks, low: float, high: float
+    axes: Axes, name: str, line: str, rates: Rates, low: float, high: float
 ) -> None:
     """Draw a roofline between two intensities."""
-    if peaks.flops_per_second is None:
-        return
-    ridge = peaks.flops_per_second / peaks.bytes_per_second
-    corners = [low, min(max(ridge, low), high), high]
-    roof = [min(peaks.flops_per_second, x * peaks.bytes_per_second) for x in corners]
-    label = f"{name}: {rates(peaks.flops_per_second, peaks.bytes_per_second)}"
+    corners = [low, min(max(rates.ridge, low), high), high]
+    roof = [min(rates.flops_per_second, x * rates.bytes_per_second) for x in corners]
+    label = f"{name}: {describe_rates(rates)}"
     axes.plot(corners, roof, color="black", linewidth=1.2, linestyle=line, label=label)
 
 
@@ -120,7 +122,7 @@ def _times(axes: Axes, point: Point, analysis: Analysis, mode: str) -> None:
         copies = f" (x {part.count})" if part.count > 1 else ""
         labels.append(part.name + copies)
         _bars(axes, row, part, factor)
-        _least(axes, row, part, analysis, factor)
+        _mark_least(axes, row, part, analysis, factor)
         _write_time(axes, row, part_seconds(part), total)
         _mark_row(axes, row)
     rest = factor * max(0.0, analysis.whole_minus_parts)
@@ -131,14 +133,16 @@ def _times(axes: Axes, point: Point, analysis: Analysis, mode: str) -> None:
     axes.tick_params(axis="y", length=0, pad=20)
     axes.invert_yaxis()
     longest = factor * max(part_seconds(part) for part in point.addends)
-    axes.set_xlim(0, 1.6 * max(longest, rest))
+    axes.set_xlim(0, 1.6 * max(longest, rest))  # leaves room for the text
     roofline = "" if analysis.roofline_seconds is None else "; black line: roofline"
     axes.set_xlabel(f"{unit}; dark: forward, light: backward{roofline}")
     axes.set_title(f"Where do {number(factor * total)} {unit} go?", fontsize=11)
     axes.grid(axis="x", alpha=0.3)
 
 
-def _least(axes: Axes, row: int, part: Part, analysis: Analysis, factor: float) -> None:
+def _mark_least(
+    axes: Axes, row: int, part: Part, analysis: Analysis, factor: float
+) -> None:
     """Mark the least time of a part, unless it is unknown.
 
     A mark beyond the axis is not drawn: it must not make the bars shorter.

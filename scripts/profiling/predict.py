@@ -8,7 +8,7 @@ of `layers` equal steps of both, the longer one counts, and nothing hides the tr
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import prod
 
 from lab.costs import Cost, PartCost, adamw_cost
 from lab.machine import Rates
@@ -32,6 +32,11 @@ _RECOMPUTED = {
 _STATES = {"forward": 1, "train": 2, "step": 4}
 
 
+def is_rate(number: float) -> bool:
+    """Return whether a device could have this rate, in FLOP/s or bytes/s."""
+    return 1 <= number <= 1e30
+
+
 @dataclass(frozen=True)
 class Links:
     """Bytes per second that each device receives, while it sends as many: from its own machine, and from others.
@@ -50,7 +55,7 @@ class Links:
             rates = [float(part) for part in text.split(",")]
         except ValueError:
             rates = []
-        if len(rates) not in (1, 2) or not all(0 < rate < inf for rate in rates):
+        if len(rates) not in (1, 2) or not all(map(is_rate, rates)):
             raise ValueError(
                 f"--link must be bytes/s within and between machines, as in 450e9,50e9, got {text!r}"
             )

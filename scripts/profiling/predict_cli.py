@@ -5,7 +5,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
 
 from lab.cli import Parser, check_outputs, positive_int, run
@@ -23,7 +22,7 @@ from lab.sizes import Size
 from lab.tables import show
 
 from .collectives import Mesh
-from .predict import Links, Prediction, Work, predict_all
+from .predict import Links, Prediction, Work, is_rate, predict_all
 from .report import describe
 from .report_prediction import Basis, prediction_report
 
@@ -47,17 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--plot draws a sweep: add --sweep batch-size=64,128")
         sizes = _sizes(arguments)
         meshes = [Mesh.parse(text) for text in arguments.meshes]
-        # Of a sweep, smaller sizes need not split over each mesh.
+        # A mesh splits the batch and the width. Smaller sizes of a sweep need not split over each mesh.
         largest = max(sizes, key=lambda size: (size.batch_size, size.d_model))
         for mesh in meshes:
             mesh.require(largest)
+        left_out = _left_out(sizes, meshes)
         basis = _basis(arguments)
 
     def work() -> int:
         predictions = predict_all(sizes, meshes, basis.work, basis.rates, basis.links)
         if arguments.json is not None:
             _write(arguments.json, basis, predictions)
-        show(prediction_report(basis, predictions))
+        sections = prediction_report(basis, predictions)
+        if left_out:
+            sections.append("\n".join(left_out))
+        show(sections)
         if arguments.plot is not None:
             # It imports matplotlib.
             from .plot_prediction import plot_predictions
@@ -135,6 +138,18 @@ def _sizes(arguments: argparse.Namespace) -> list[Size]:
     return sizes_of(arguments)
 
 
+def _left_out(sizes: Sequence[Size], meshes: Sequence[Mesh]) -> list[str]:
+    """Return a line for each size of a sweep that does not split over a mesh."""
+    lines = []
+    for size in sizes:
+        for mesh in meshes:
+            try:
+                mesh.require(size)
+            except ValueError as error:
+                lines.append(f"left out: {describe(size)}; {mesh}: {error}")
+    return lines
+
+
 def _basis(arguments: argparse.Namespace) -> Basis:
     dtype = DTYPES[arguments.dtype]
     if arguments.ceilings in DATASHEETS:
@@ -158,7 +173,7 @@ def _rates(text: str) -> Rates:
         flops_per_second, bytes_per_second = map(float, text.split(","))
     except ValueError:
         flops_per_second = bytes_per_second = 0.0
-    if not (0 < flops_per_second < inf and 0 < bytes_per_second < inf):
+    if not (is_rate(flops_per_second) and is_rate(bytes_per_second)):
         raise ValueError(
             f"--ceilings must be a GPU of --help, or FLOP/s and bytes/s, as in 989e12,3350e9, got {text!r}"
         )

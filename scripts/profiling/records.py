@@ -15,7 +15,8 @@ import torch
 from lab.costs import Cost
 from lab.environment import Environment
 from lab.kernels import Kernels
-from lab.machine import Ceilings
+from lab.machine import Ceilings, Rates
+from lab.records import require_at_least
 from lab.sizes import Size
 from lab.timing import Spread
 
@@ -23,6 +24,9 @@ from .collectives import Mesh
 
 SCHEMA = "tinyblock.profile/2"
 Mode = Literal["forward", "train", "step"]
+Axis = Literal["seq-len", "batch-size", "d-model"]
+# A time below this one is noise.
+LEAST_SECONDS = 1e-12
 
 
 @dataclass(frozen=True)
@@ -48,23 +52,14 @@ class Settings:
     seed: int = 0
     mesh: Mesh = field(default_factory=Mesh)
     preset: str | None = None
-    sweep: str | None = None
+    sweep: Axis | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least(1, rounds=self.rounds)
 
     @property
     def train(self) -> bool:
         return self.mode != "forward"
-
-
-@dataclass(frozen=True)
-class Peaks:
-    """What the datasheet of a GPU gives for the measured dtype.
-
-    flops_per_second: the peak of matrix products without sparsity; null if the datasheet has none for this dtype.
-    bytes_per_second: the peak of the memory.
-    """
-
-    flops_per_second: float | None
-    bytes_per_second: float
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ class Pass:
     seconds: over the rounds. On CUDA, the longer of host and GPU. Backward is the time of forward and backward minus
         that of forward in the same round, so noise can make it negative.
     gpu_seconds: on CUDA, the time of the GPU alone: its work is queued before it starts, so it does not wait for the
-        host. Null on a CPU.
+        host. Null on a CPU, and for a pass with more launches than a stream takes.
     cost: the FLOPs and the fewest bytes of this pass.
     """
 
@@ -82,10 +77,17 @@ class Pass:
     gpu_seconds: Spread | None
     cost: Cost
 
+    def require_time(self, name: str) -> None:
+        """Raise a ValueError unless the times are above 0; `name` is that of the pass."""
+        times = {f"the time of {name}": self.seconds.p20}
+        if self.gpu_seconds is not None:
+            times[f"the GPU's time of {name}"] = self.gpu_seconds.p20
+        require_at_least(LEAST_SECONDS, **times)
+
     @property
     def is_noise(self) -> bool:
         """Return whether noise left no time to a fifth of the samples, as it can to a difference."""
-        return self.seconds.p20 <= 0
+        return self.seconds.p20 < LEAST_SECONDS
 
     @property
     def flops_per_second(self) -> float | None:
@@ -120,6 +122,18 @@ class Part:
     count: int
     passes: dict[str, Pass]
 
+    def __post_init__(self) -> None:
+        require_at_least(1, count=self.count)
+        for name, each in self.passes.items():
+            # Backward is a difference of two times, and noise may make it negative.
+            if name != "backward":
+                each.require_time(name)
+
+    @property
+    def has_gpu_seconds(self) -> bool:
+        """Return whether the time of the GPU alone is known for each pass."""
+        return all(each.gpu_seconds is not None for each in self.passes.values())
+
 
 @dataclass(frozen=True)
 class SumOfParts:
@@ -150,6 +164,9 @@ class Compilation:
     graph_breaks: int
     break_reasons: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        require_at_least(0, graphs=self.graphs, graph_breaks=self.graph_breaks)
+
 
 @dataclass(frozen=True)
 class HeldMemory:
@@ -167,6 +184,9 @@ class HeldMemory:
     optimizer_state_bytes: int | None
     peak_added_bytes: int
 
+    def __post_init__(self) -> None:
+        require_at_least(0, **vars(self))
+
 
 @dataclass(frozen=True)
 class PartMemory:
@@ -181,6 +201,11 @@ class PartMemory:
     name: str
     kept_bytes: int | None
     peak_added_bytes: int
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            0, kept_bytes=self.kept_bytes, peak_added_bytes=self.peak_added_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -199,6 +224,9 @@ class Memory:
     kept_bytes: int | None
     parts: tuple[PartMemory, ...]
 
+    def __post_init__(self) -> None:
+        require_at_least(0, peak_bytes=self.peak_bytes, kept_bytes=self.kept_bytes)
+
 
 @dataclass(frozen=True)
 class Trust:
@@ -215,6 +243,9 @@ class Trust:
     others_share: float | None
     spread: float
     median_above_fastest: float
+
+    def __post_init__(self) -> None:
+        require_at_least(0, **vars(self))
 
 
 @dataclass(frozen=True)
@@ -288,6 +319,11 @@ class DistributedPass:
     one_process: Spread
     speed_up: Spread
 
+    def __post_init__(self) -> None:
+        require_at_least(
+            LEAST_SECONDS, seconds=self.seconds.p20, one_process=self.one_process.p20
+        )
+
 
 @dataclass(frozen=True)
 class CollectiveTime:
@@ -354,7 +390,7 @@ class Profile:
     environment: where and when it was measured.
     settings: how it was measured.
     ceilings: the fastest matrix product and copy of this device in this dtype.
-    datasheet: null if the exact device is unknown.
+    datasheet: what the manufacturer gives; null if the exact device is unknown, or has no peak for this dtype.
     points: one for each size, in the order of the sweep.
     finished: false while sizes of a sweep are missing, as after Ctrl-C.
     schema: the version of this format. New keys may be added under the same version.
@@ -363,7 +399,7 @@ class Profile:
     environment: Environment
     settings: Settings
     ceilings: Ceilings
-    datasheet: Peaks | None
+    datasheet: Rates | None
     points: tuple[Point | DistributedPoint | OutOfMemory, ...] = ()
     finished: bool = False
     schema: str = SCHEMA

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from lab.machine import Rates
 from lab.presets import PRESETS
 from lab.sizes import Size
 from lab.tables import (
@@ -29,6 +30,7 @@ from .records import (
     Part,
     Point,
     Profile,
+    times_of,
 )
 from .trust import reasons_to_doubt
 
@@ -50,6 +52,7 @@ _CAUSES = {
 def report(profile: Profile) -> list[Section]:
     """Return the sections of a profile: a single size in full, a sweep with one line for each size."""
     sections: list[Section] = [header(profile), *doubts(profile)]
+    sections.extend(interruption(profile))
     if profile.settings.sweep is not None:
         sections.extend(_sweep(profile, profile.settings.sweep))
     else:
@@ -58,9 +61,15 @@ def report(profile: Profile) -> list[Section]:
                 sections.append(f"{describe(point.size)}\n{point.kind}: {point.error}")
             elif isinstance(point, Point):
                 sections.extend(_point(point, profile))
-    if not profile.finished:
-        sections.append(f"Interrupted after {plural(len(profile.points), 'size')}.")
     return sections
+
+
+def interruption(profile: Profile) -> list[str]:
+    """Return that sizes are missing, if so."""
+    if profile.finished:
+        return []
+    count = plural(len(profile.points), "size")
+    return [f"Interrupted after {count}: the others were not measured."]
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,8 @@ def doubts_of(profile: Profile) -> list[Doubt]:
 
 def _reasons(point: Point | DistributedPoint, profile: Profile) -> list[str]:
     """Return why the figures of one size cannot be trusted in one line; no line if they can."""
-    reasons = "; ".join(reasons_to_doubt(point.trust, profile.ceilings))
+    samples = min(seconds.samples for seconds in times_of(point).values())
+    reasons = "; ".join(reasons_to_doubt(point.trust, profile.ceilings, samples))
     if not reasons:
         return []
     axis = profile.settings.sweep
@@ -139,6 +149,10 @@ def describe(*sizes: Size) -> str:
         facts.insert(4, f"{values('num_kv_heads')} shared key heads")
     if first.qk_norm:
         facts.append("q/k norm")
+    for name in ("theta", "eps"):
+        default = getattr(Size, name)
+        if getattr(first, name) != default:
+            facts.append(f"{name} {values(name)}")
     if first.vocab:
         facts.append(f"vocabulary {first.vocab}")
     return f"{title}: {', '.join(facts)}"
@@ -179,7 +193,7 @@ def _ceilings(profile: Profile) -> str:
     memory = si(ceilings.bytes_per_second.median, "B/s")
     known = "n/a"
     if sheet is not None:
-        known = rates(sheet.flops_per_second, sheet.bytes_per_second)
+        known = describe_rates(sheet)
     return (
         f"Measured ceilings: {flops} ({side} x {side} matrix product, in bursts; {sustained} sustained for 0.5 s), "
         f"{memory} ({si(ceilings.copy_bytes, 'B')} copy)\n"
@@ -187,8 +201,10 @@ def _ceilings(profile: Profile) -> str:
     )
 
 
-def rates(flops_per_second: float | None, bytes_per_second: float) -> str:
-    return f"{si(flops_per_second, 'FLOP/s')}, {si(bytes_per_second, 'B/s')}"
+def describe_rates(rates: Rates) -> str:
+    return (
+        f"{si(rates.flops_per_second, 'FLOP/s')}, {si(rates.bytes_per_second, 'B/s')}"
+    )
 
 
 def held(memory: HeldMemory) -> str:
@@ -220,7 +236,7 @@ def _point(point: Point, profile: Profile) -> list[Section]:
             _losses(analysis.losses, has_doubts=bool(_reasons(point, profile)))
         )
     sections.append(_times(point, analysis, profile.settings.mode, passes))
-    if point.whole.passes["forward"].gpu_seconds is not None:
+    if any(part.has_gpu_seconds for part in point.parts):
         sections.append(_gpu_times(point, passes))
     for name in passes:
         sections.append(_work(point, analysis, profile, name))
@@ -348,17 +364,29 @@ def _difference_cells(point: Point, passes: Sequence[str], factor: float) -> lis
 
 
 def _gpu_times(point: Point, passes: Sequence[str]) -> Table:
-    """Return the times of the GPU alone."""
+    """Return the times of the GPU alone, with their ranges."""
     unit, factor = time_unit(point.whole.passes["forward"].own_seconds)
-    columns = [f"{each} {unit}" for each in passes]
-    table = Table(
-        "Time of the GPU alone, without waiting for the host", ["part", *columns]
-    )
+    columns = ["part"]
+    for each in passes:
+        columns.extend([f"{each} {unit}", "p20 to p80"])
+    table = Table("Time of the GPU alone, without waiting for the host", columns)
     for part in (*point.parts, point.whole):
         name = model_name(point.size) if part is point.whole else part.name
-        cells = [number(factor * part.passes[each].own_seconds) for each in passes]
-        table.rows.append([name, *cells])
+        table.rows.append([name, *_gpu_cells(part, passes, factor)])
+    if not point.whole.has_gpu_seconds:
+        table.title += "\nn/a: the GPU began before all was launched, as a stream takes only about 1,000 launches"
     return table
+
+
+def _gpu_cells(part: Part, passes: Sequence[str], factor: float) -> list[str]:
+    cells = []
+    for name in passes:
+        seconds = part.passes[name].gpu_seconds
+        if seconds is None:
+            cells.extend([number(None), ""])
+        else:
+            cells.extend(spread_cells(seconds, factor))
+    return cells
 
 
 def _times_title(point: Point, mode: str) -> str:
@@ -366,7 +394,8 @@ def _times_title(point: Point, mode: str) -> str:
     layers = point.size.layers
     if layers > 1:
         title += (
-            f"\nTimes of one block's parts; sums and shares count them {layers} times"
+            "\nEach time is that of one run of a part. "
+            f"Sums and shares count the parts of a block {layers} times"
         )
     return f"{title}\nShares of the total: {_MODES[mode].lower().replace('adamw', 'AdamW')}"
 
@@ -389,7 +418,7 @@ def _work(point: Point, analysis: Analysis, profile: Profile, name: str) -> Tabl
             si(each.cost.flops),
             si(each.cost.bytes, "B"),
             number(each.cost.intensity),
-            bound(each.cost, profile.ceilings),
+            bound(each.cost, profile.ceilings.rates),
             si(each.flops_per_second),
         ]
         if analysis.roofline_seconds is not None:
@@ -432,13 +461,20 @@ def _sweep(profile: Profile, axis: str) -> list[Section]:
 
 def _sweep_table(profile: Profile, measured: list[Point], axis: str) -> Table:
     mode = profile.settings.mode
-    # The parts have no step: AdamW updates all weights at once.
-    summed_passes = "forward" if mode == "forward" else "train"
     name = model_name(profile.points[0].size)
     medians = [point.whole.passes[mode].seconds.median for point in measured]
     unit, factor = time_unit(min(medians, default=1.0))
-    columns = [axis, f"{mode} {unit}", "p20 to p80", f"overhead {unit}", "tokens/s"]
-    columns += ["MFU causal", f"parts/{name}", "kept for backward", "peak"]
+    columns = [
+        axis,
+        f"{mode} {unit}",
+        "p20 to p80",
+        f"overhead {unit}",
+        "tokens/s",
+        "MFU causal",
+        f"parts/{name}",
+        "kept for backward",
+        "peak",
+    ]
     title = (
         f"{_MODES[mode]}. Overhead: the same calls on a tiny input. "
         f"MFU: of the measured ceiling. parts/{name}: forward and backward of the parts, summed, over the {name}'s"
@@ -446,22 +482,31 @@ def _sweep_table(profile: Profile, measured: list[Point], axis: str) -> Table:
     table = Table(title, columns)
     for point in profile.points:
         value = value_on(axis, point.size)
-        if not isinstance(point, Point):
-            table.rows.append([value, point.kind, *[""] * (len(columns) - 2)])
-            continue
-        analysis = analyze(point, profile)
-        mfu = analysis.mfu_measured
-        cells = [
-            *spread_cells(point.whole.passes[mode].seconds, factor),
-            number(factor * point.overhead[mode].median),
-            si(analysis.tokens_per_second),
-            share(None if mfu is None else mfu.causal),
-            number(point.sum_of_parts[summed_passes].of_whole.median),
-            si(point.memory.kept_bytes, "B"),
-            si(point.memory.peak_bytes, "B"),
-        ]
+        if isinstance(point, Point):
+            cells = _sweep_cells(point, profile, factor)
+        else:
+            empty = [""] * (len(columns) - 2)
+            cells = [point.kind, *empty]
         table.rows.append([value, *cells])
     return table
+
+
+def _sweep_cells(point: Point, profile: Profile, factor: float) -> list[str]:
+    """Return the cells of one size; `factor` turns seconds into the unit of the table."""
+    mode = profile.settings.mode
+    # The parts have no step: AdamW updates all weights at once.
+    summed_passes = "forward" if mode == "forward" else "train"
+    analysis = analyze(point, profile)
+    mfu = analysis.mfu_measured
+    return [
+        *spread_cells(point.whole.passes[mode].seconds, factor),
+        number(factor * point.overhead[mode].median),
+        si(analysis.tokens_per_second),
+        share(None if mfu is None else mfu.causal),
+        number(point.sum_of_parts[summed_passes].of_whole.median),
+        si(point.memory.kept_bytes, "B"),
+        si(point.memory.peak_bytes, "B"),
+    ]
 
 
 def _sweep_losses(profile: Profile, measured: list[Point], axis: str) -> Table:
@@ -481,9 +526,7 @@ def _sweep_parts(profile: Profile, measured: list[Point], axis: str) -> Table:
     mode = profile.settings.mode
     shortest = min(point.whole.passes[mode].seconds.median for point in measured)
     unit, factor = time_unit(shortest)
-    title = (
-        f"{' and '.join(passes).capitalize()} of one block's parts, {unit}, by {axis}"
-    )
+    title = f"One run of each part: {' and '.join(passes)}, {unit}, by {axis}"
     values = [value_on(axis, point.size) for point in measured]
     table = Table(title, ["part", *values])
     parts_of_points = [point.parts for point in measured]

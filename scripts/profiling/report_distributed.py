@@ -10,7 +10,13 @@ from lab.tables import (
     time_unit,
 )
 
-from .records import DistributedPoint, HeldMemory, OutOfMemory, Profile
+from .records import (
+    DistributedPass,
+    DistributedPoint,
+    HeldMemory,
+    OutOfMemory,
+    Profile,
+)
 from .report import describe, doubts, header, held
 
 _LEGEND = (
@@ -69,29 +75,47 @@ def _memory_line(memory: HeldMemory) -> str:
 
 def _times(point: DistributedPoint) -> Table:
     unit, factor = time_unit(point.whole["forward"].seconds.median)
-    columns = ["pass", f"slowest {unit}", "p20 to p80", "processes differ by"]
-    columns += [f"one process {unit}", "p20 to p80"]
-    columns += ["speed-up", "p20 to p80", "efficiency"]
+    columns = [
+        "pass",
+        f"slowest {unit}",
+        "p20 to p80",
+        "processes differ by",
+        f"one process {unit}",
+        "p20 to p80",
+        "speed-up",
+        "p20 to p80",
+        "efficiency",
+    ]
     table = Table(describe(point.size), columns)
-    for name, record in point.whole.items():
-        processes = len(record.of_ranks)
-        cells = [
-            name,
-            *spread_cells(record.seconds, factor),
-            share(max(record.of_ranks) / min(record.of_ranks) - 1),
-            *spread_cells(record.one_process, factor),
-            *spread_cells(record.speed_up, 1),
-            share(record.speed_up.median / processes),
-        ]
-        table.rows.append(cells)
+    for name, each in point.whole.items():
+        table.rows.append([name, *_time_cells(each, factor)])
     return table
+
+
+def _time_cells(each: DistributedPass, factor: float) -> list[str]:
+    """Return the cells of a pass: all processes, a single process, and the first compared with the second."""
+    difference = max(each.of_ranks) / min(each.of_ranks) - 1
+    efficiency = each.speed_up.median / len(each.of_ranks)
+    return [
+        *spread_cells(each.seconds, factor),
+        share(difference),
+        *spread_cells(each.one_process, factor),
+        *spread_cells(each.speed_up, 1),
+        share(efficiency),
+    ]
 
 
 def _collectives(point: DistributedPoint, mode: str) -> Table:
     whole = point.whole[mode].seconds.median
     unit, factor = time_unit(point.whole["forward"].seconds.median)
-    columns = ["pass, axis, kind", "number", "bytes", "B/s received"]
-    columns += [f"alone {unit}", "share of the time"]
+    columns = [
+        "pass, axis, kind",
+        "number",
+        "bytes",
+        "B/s received",
+        f"alone {unit}",
+        "share of the time",
+    ]
     table = Table("Collectives", columns)
     total = 0.0
     for record in point.collectives:

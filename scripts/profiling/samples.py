@@ -22,7 +22,7 @@ class Samples:
     """Seconds per call of each part and pass.
 
     seconds: one sample for each round.
-    gpu_seconds: of the GPU alone; empty on a CPU.
+    gpu_seconds: of the GPU alone; empty on a CPU, and without the passes of too many launches.
     """
 
     seconds: Mapping[Key, list[float]]
@@ -42,7 +42,7 @@ def with_backward(
     """Add the backward passes: what forward and backward take longer than forward, round by round."""
     found = dict(samples)
     for (part, name), seconds in samples.items():
-        if name == "train":
+        if name == "train" and (part, "forward") in samples:
             rounds = zip(seconds, samples[part, "forward"], strict=True)
             found[part, "backward"] = [both - forward for both, forward in rounds]
     return found

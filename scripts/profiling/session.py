@@ -1,12 +1,11 @@
 """The order of events of a profile: measure ceilings and sizes, write them after each size, and show them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from lab.environment import device_name, environment
-from lab.machine import DATASHEETS, Ceilings, measure_ceilings
+from lab.machine import DATASHEETS, Ceilings, Rates, measure_ceilings
 from lab.processes import from_first, is_first
 from lab.progress import Progress
 from lab.sizes import Size
@@ -14,11 +13,11 @@ from lab.tables import show
 from lab.timing import Clock, clock
 
 from .analysis import beats_ceilings
-from .measure import Recordings, measure
+from .measure import measure
+from .outputs import Outputs
 from .records import (
     DistributedPoint,
     OutOfMemory,
-    Peaks,
     Point,
     Profile,
     Settings,
@@ -28,29 +27,18 @@ from .report_distributed import distributed_report
 from .storage import write_profile
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """The files that a profile writes; None: not written."""
-
-    json: Path | None = None
-    plot: Path | None = None
-    trace: Path | None = None
-    memory_snapshot: Path | None = None
-
-    @property
-    def recordings(self) -> Recordings:
-        return Recordings(self.trace, self.memory_snapshot)
-
-
 def profile(
     sizes: Sequence[Size], settings: Settings, outputs: Outputs, clock: Clock = clock
 ) -> int:
-    """Measure the sizes, write and show the result, and return the exit code of the program."""
+    """Measure the sizes, write and show the result, and return the exit code of the program.
+
+    `outputs.errors` then has the files that could not be written.
+    """
     with Progress() as progress:
         found = _measure_all(sizes, settings, outputs, progress, clock)
     measured = [each for each in found.points if not isinstance(each, OutOfMemory)]
     if is_first():
-        _show(found, outputs.plot if measured else None)
+        _show(found, outputs, has_picture=bool(measured))
     if not found.finished:
         return 130
     return 0 if measured else 1
@@ -94,7 +82,8 @@ def _measure_all(
 def _write(profile: Profile, outputs: Outputs) -> None:
     """Write what is measured so far: if the process is killed, the file has the sizes that are finished."""
     if outputs.json is not None and is_first():
-        write_profile(outputs.json, profile)
+        with outputs.writing(outputs.json):
+            write_profile(outputs.json, profile)
 
 
 def _with_ceilings_again(profile: Profile, progress: Progress, clock: Clock) -> Profile:
@@ -118,25 +107,27 @@ def _measure(
     clock: Clock,
 ) -> Point | DistributedPoint | OutOfMemory:
     if settings.mesh.processes == 1:
-        return measure(size, settings, outputs.recordings, progress, clock)
+        return measure(size, settings, outputs, progress, clock)
     # torch.distributed takes seconds to import.
     from .distributed import measure_distributed
 
+    # _check has rejected a trace and a memory snapshot of several processes.
     with torch.set_grad_enabled(settings.train):
         return measure_distributed(size, settings, progress, clock)
 
 
-def _show(profile: Profile, path: Path | None) -> None:
+def _show(profile: Profile, outputs: Outputs, has_picture: bool) -> None:
     """Show the report, and then draw the picture: if one of them fails, the other one is not lost."""
     several = profile.settings.mesh.processes > 1
     try:
         show(distributed_report(profile) if several else report(profile))
     finally:
-        if path is not None:
+        if outputs.plot is not None and has_picture:
             # It imports matplotlib.
             from .plot import plot
 
-            plot(profile, path)
+            with outputs.writing(outputs.plot):
+                plot(profile, outputs.plot)
 
 
 def _ceilings(settings: Settings, clock: Clock) -> Ceilings:
@@ -146,9 +137,9 @@ def _ceilings(settings: Settings, clock: Clock) -> Ceilings:
     return from_first(measure)
 
 
-def _datasheet(device: torch.device, dtype: torch.dtype) -> Peaks | None:
-    """Return the peaks of this very device; None if it has no datasheet here."""
+def _datasheet(device: torch.device, dtype: torch.dtype) -> Rates | None:
+    """Return the peaks of this very device; None if they are unknown."""
     sheet = DATASHEETS.get(device_name(device))
-    if sheet is None:
+    if sheet is None or sheet.flops_per_second(dtype) is None:
         return None
-    return Peaks(sheet.flops_per_second(dtype), sheet.bytes_per_second)
+    return sheet.rates(dtype)

@@ -6,7 +6,7 @@ from lab.files import read_json, write_json
 from lab.records import from_plain, to_plain
 
 from .analysis import analyze
-from .records import SCHEMA, Point, Profile, times_of
+from .records import SCHEMA, OutOfMemory, Point, Profile, times_of
 
 
 def write_profile(path: Path, profile: Profile) -> None:
@@ -31,33 +31,32 @@ def read_profile(path: Path, name: str) -> Profile:
     document = read_json(path, SCHEMA, name)
     try:
         profile = from_plain(Profile, document)
-        _require_points(profile)
-        _require_positive_times(profile)
+        _require_times(profile)
+        _require_printable(profile)
     except ValueError as error:
         advice = "write it again with profile_block.py --json"
         raise ValueError(f"{name}: {path}: {error}: {advice}") from None
     return profile
 
 
-def _require_points(profile: Profile) -> None:
+def _require_times(profile: Profile) -> None:
     if not profile.points:
         raise ValueError("points must have at least one size, got none")
-
-
-def _require_positive_times(profile: Profile) -> None:
-    """Raise a ValueError for a rate or a time that is not above 0.
-
-    Backward is a difference of two times, and noise may make it negative.
-    """
-    spreads = {
-        "ceilings.flops_per_second": profile.ceilings.flops_per_second,
-        "ceilings.bytes_per_second": profile.ceilings.bytes_per_second,
-    }
     for index, point in enumerate(profile.points):
-        for (part, name), seconds in times_of(point).items():
-            if name != "backward":
-                spreads[f"points[{index}]: the time of {part}, {name}"] = seconds
-    for where, spread in spreads.items():
-        least = min(spread.median, spread.p20, spread.p80)
-        if least <= 0:
-            raise ValueError(f"{where} must be above 0, got {least}")
+        if not isinstance(point, OutOfMemory) and not times_of(point):
+            raise ValueError(f"points[{index}] must have a time, got none")
+
+
+def _require_printable(profile: Profile) -> None:
+    """Raise a ValueError for a text with control characters, which could change the terminal that shows it."""
+    texts: dict[str, object] = {}
+    for name, value in vars(profile.environment).items():
+        texts[f"environment.{name}"] = value
+    for index, point in enumerate(profile.points):
+        names = [" ".join(key) for key in times_of(point)]
+        texts[f"a name in points[{index}]"] = " ".join(names)
+        if isinstance(point, Point):
+            texts[f"points[{index}].attention_kernel"] = point.attention_kernel
+    for where, text in texts.items():
+        if not str(text).isprintable():
+            raise ValueError(f"{where} must be printable, got {text!a:.60}")

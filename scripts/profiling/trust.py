@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.machine import Ceilings
+from lab.tables import plural
 from lab.timing import Spread
 
 from .records import Trust
 
+# With fewer samples, p20 and p80 are little more than the fastest and the slowest one.
+LEAST_SAMPLES = 5
 # On an idle machine, none of these figures reaches half of its limit.
 _LARGEST_SPREAD = 0.2
 _LARGEST_ABOVE_FASTEST = 0.25
@@ -40,20 +43,27 @@ class BusyShares:
 def system_clocks(proc: Path = Path("/proc")) -> Clocks | None:
     """Read the clocks; None except on Linux."""
     try:
-        ticks = [int(word) for word in (proc / "stat").read_text().split()[1:9]]
-        schedules = [
-            path.read_text().split() for path in proc.glob("self/task/*/schedstat")
-        ]
+        busy = _busy_seconds(proc / "stat")
+        waited = 0
+        for path in proc.glob("self/task/*/schedstat"):
+            # Nanoseconds on a core, nanoseconds of waiting for one, and the number of turns.
+            waited += int(path.read_text().split()[1])
     except OSError:
         return None
-    idle, iowait = ticks[3], ticks[4]
-    busy = (sum(ticks) - idle - iowait) / os.sysconf("SC_CLK_TCK")
-    waited_nanoseconds = sum(int(schedule[1]) for schedule in schedules)
     return Clocks(
         wall=time.perf_counter(),
-        waited=waited_nanoseconds / 1e9,
+        waited=waited / 1e9,
         others=busy - time.process_time(),
     )
+
+
+def _busy_seconds(stat: Path) -> float:
+    """Return the time in which cores were busy, added over all cores."""
+    # The first line is "cpu" and the ticks of user, nice, system, idle, iowait, irq, softirq and steal.
+    words = stat.read_text().split()
+    ticks = [int(word) for word in words[1:9]]
+    idle, iowait = ticks[3], ticks[4]
+    return (sum(ticks) - idle - iowait) / os.sysconf("SC_CLK_TCK")
 
 
 def busy_shares(start: Clocks | None, end: Clocks | None) -> BusyShares:
@@ -79,13 +89,16 @@ def trust(seconds: list[float], shares: BusyShares) -> Trust:
     )
 
 
-def reasons_to_doubt(trust: Trust, ceilings: Ceilings) -> list[str]:
-    """Return a sentence for each figure that is too large."""
+def reasons_to_doubt(trust: Trust, ceilings: Ceilings, samples: int) -> list[str]:
+    """Return a sentence for each figure that is too large, and for too small a number of samples."""
     waited = trust.waited_share or 0.0
     others = trust.others_share or 0.0
     flops, memory = ceilings.flops_per_second, ceilings.bytes_per_second
     unsteady = max(_width(flops), _width(memory))
     reasons = []
+    if samples < LEAST_SAMPLES:
+        counted = plural(samples, "sample")
+        reasons.append(f"each time has {counted}, fewer than {LEAST_SAMPLES}")
     if waited > _LARGEST_WAITED_SHARE:
         reasons.append(
             "added over all threads, time spent waiting for a core was "

@@ -18,7 +18,6 @@ import torch
 from lab.files import atomic
 from lab.records import from_plain, to_plain
 from torch import Tensor
-from torch.optim.optimizer import StateDict
 
 from .text import CHECKPOINT
 from .trainer import Settings, StepRecord, Trainer
@@ -34,6 +33,7 @@ UNREADABLE = (
     UnpicklingError,
     RuntimeError,
     ValueError,
+    OverflowError,
     LookupError,
     TypeError,
     AttributeError,
@@ -50,7 +50,7 @@ class Checkpoint:
     text_sha256: hash of the text that it reads.
     history: the steps that were taken.
     weights: by their keys in CS336's reference.
-    optimizer: the state of AdamW.
+    optimizer: the state of AdamW for each weight, without hyperparameters.
     """
 
     path: Path
@@ -58,7 +58,7 @@ class Checkpoint:
     text_sha256: str
     history: list[StepRecord]
     weights: dict[str, Tensor]
-    optimizer: StateDict
+    optimizer: dict[int, dict[str, Tensor]]
 
 
 class DamagedCheckpoint(ValueError):
@@ -76,6 +76,11 @@ def saved_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if CHECKPOINT.fullmatch(path.name))
 
 
+def path_of(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint after a step."""
+    return folder / f"step-{step:08d}.pt"
+
+
 def save(folder: Path, trainer: Trainer, text_sha256: str) -> Path:
     """Write a checkpoint, remove all but the last two, and return its path."""
     weights = trainer.model.state_dict()
@@ -90,7 +95,7 @@ def save(folder: Path, trainer: Trainer, text_sha256: str) -> Path:
     # Written to a full disk, torch.save raises a RuntimeError; a file raises an OSError.
     content = io.BytesIO()
     torch.save(state, content)
-    path = folder / f"step-{trainer.step:08d}.pt"
+    path = path_of(folder, trainer.step)
     with atomic(path) as temporary, temporary.open("wb") as file:
         file.write(content.getbuffer())
         file.flush()
@@ -121,20 +126,28 @@ def _checkpoint(path: Path, saved: Any) -> Checkpoint:
     """Return what `save` has written, with the types of settings and history checked."""
     if not isinstance(saved, dict) or saved.get("schema") != SCHEMA:
         raise ValueError(f"it has no schema {SCHEMA}")
-    history = []
-    for index, step in enumerate(saved["history"]):
-        record = from_plain(StepRecord, step, f"history[{index}]")
-        if record.step != index + 1:
-            raise ValueError(f"step {index + 1} is missing")
-        history.append(record)
+    history = _history(saved["history"])
+    if path != path_of(path.parent, len(history)):
+        raise ValueError(f"its name has another step than its history, {len(history)}")
     return Checkpoint(
         path=path,
         settings=from_plain(Settings, saved["settings"], "settings"),
         text_sha256=str(saved["text_sha256"]),
         history=history,
         weights=saved["model"],
-        optimizer=saved["optimizer"],
+        optimizer=saved["optimizer"]["state"],
     )
+
+
+def _history(steps: Any) -> list[StepRecord]:
+    """Return the records of the steps, whose numbers must be 1, 2, 3 and so on."""
+    history = []
+    for index, step in enumerate(steps):
+        record = from_plain(StepRecord, step, f"history[{index}]")
+        if record.step != index + 1:
+            raise ValueError(f"step {index + 1} is missing")
+        history.append(record)
+    return history
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
@@ -143,21 +156,33 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     Raises:
         DamagedCheckpoint: they do not fit the model.
     """
+    trainer.history = list(checkpoint.history)
     try:
         keys = trainer.model.state_dict().keys()
         weights = {key: checkpoint.weights[key.removeprefix(PREFIX)] for key in keys}
         trainer.model.load_state_dict(weights)
-        trainer.optimizer.load_state_dict(checkpoint.optimizer)
-        _require_moments(trainer)
+        # The hyperparameters are those of the new trainer.
+        optimizer = trainer.optimizer.state_dict()
+        optimizer["state"] = checkpoint.optimizer
+        trainer.optimizer.load_state_dict(optimizer)
+        _require_state(trainer)
     except UNREADABLE as error:
         raise DamagedCheckpoint(checkpoint.path, str(error)) from None
-    trainer.history = list(checkpoint.history)
 
 
-def _require_moments(trainer: Trainer) -> None:
-    """Raise a ValueError unless AdamW has both moments of each weight, which torch does not check."""
+def _require_state(trainer: Trainer) -> None:
+    """Raise a ValueError unless AdamW has the step and both moments of each weight, which torch does not check."""
+    if trainer.step == 0:
+        # AdamW has no state before its first step.
+        return
     for name, weight in trainer.model.named_parameters():
         state = trainer.optimizer.state[weight]
+        step = state["step"]
+        if step.shape != () or step.item() != trainer.step:
+            raise ValueError(f"the step of {name} must be {trainer.step}, got {step}")
         for moment in ("exp_avg", "exp_avg_sq"):
-            if state[moment].shape != weight.shape:
-                raise ValueError(f"{moment} of {name} has another shape")
+            found = state[moment].shape
+            if found != weight.shape:
+                raise ValueError(
+                    f"{moment} of {name} must have the shape {list(weight.shape)}, got {list(found)}"
+                )

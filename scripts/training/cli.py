@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 from lab.cli import Parser, check_outputs, device_of, run
 from lab.processes import launched
+from lab.tables import plural
 
 from tinyblock import Transformer
 
 from .checkpoints import Checkpoint, DamagedCheckpoint
 from .compare import compare, show_comparison
 from .comparison import VARIANTS, Comparison, read_comparison
-from .text import Text, files_in, read_text, standard_library
+from .text import Found, Text, files_in, read_text, standard_library
 from .trainer import Diverged, Settings
 
 SIZES = {
@@ -59,12 +60,18 @@ REMOVED = {
 }
 EPILOG = """\
 examples:
-  train_lm.py                                           about two minutes on two cores
-  train_lm.py --data my_project notes.txt --plot loss.png --json loss.json
-  train_lm.py --checkpoint run --every 100              ... Ctrl-C, SIGTERM, or a crash ...
-  train_lm.py --checkpoint run --every 100 --resume     continues with the same losses
-  train_lm.py --compare norm --lr 1e-3 3e-3 1e-2 --plot norm.png --json norm.json
-  train_lm.py --report norm.json --plot norm.png        draws the comparison again
+  train for about two minutes on two cores:
+    python scripts/train_lm.py
+  train on your text, and write and draw the losses:
+    python scripts/train_lm.py --data my_project notes.txt --plot loss.png --json loss.json
+  save a checkpoint every 100 steps:
+    python scripts/train_lm.py --checkpoint run --every 100
+  after Ctrl-C, SIGTERM or a crash, continue with the same losses:
+    python scripts/train_lm.py --checkpoint run --every 100 --resume
+  compare norms at three learning rates:
+    python scripts/train_lm.py --compare norm --lr 1e-3 3e-3 1e-2 --plot norm.png --json norm.json
+  draw that comparison again:
+    python scripts/train_lm.py --report norm.json --plot norm.png
 """
 
 
@@ -132,7 +139,7 @@ def _add_data_and_size(parser: Parser) -> None:
         type=Path,
         nargs="+",
         metavar="PATH",
-        help="files or folders (default: the source of Python's standard library)",
+        help="files or folders; binary files in folders are skipped (default: the source of Python's standard library)",
     )
     for name, default in SIZES.items():
         defaults = f"default: {default}"
@@ -174,7 +181,10 @@ def _add_training(parser: Parser) -> None:
         help=f"warm-up steps (default: {WARMUP}, at most --steps / 4; a resumed run keeps its own)",
     )
     group.add_argument(
-        "--compile", action="store_true", default=None, help="torch.compile the model"
+        "--compile",
+        action="store_true",
+        default=None,
+        help="compile the model with torch.compile",
     )
     parser.add_device(group)
 
@@ -185,7 +195,7 @@ def _add_output(parser: Parser) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="a line of JSON for each step; with --compare, one document",
+        help="write a line of JSON for each step or, with --compare, one document",
     )
     group.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the losses: .png, .svg or .pdf"
@@ -203,7 +213,7 @@ def _add_output(parser: Parser) -> None:
         "--resume",
         action="store_true",
         default=None,
-        help="continue from the last checkpoint",
+        help="continue from the last checkpoint in DIR; another --steps changes the learning rates that follow",
     )
 
 
@@ -211,7 +221,7 @@ def _prepare(args: argparse.Namespace, words: Sequence[str]) -> Callable[[], int
     """Check everything that can be checked before memory is allocated, and return what is to be done."""
     _reject_without_effect(args)
     if args.compare == "activations" and args.plot is None:
-        raise ValueError("--compare activations needs --plot FILE")
+        raise ValueError("--compare activations requires --plot FILE: add it")
     check_outputs(args, "json", "plot")
     if args.report is not None:
         return partial(show_comparison, read_comparison(args.report), args.plot)
@@ -248,25 +258,33 @@ def _prepare_training(
         if args.warmup is None:
             settings = replace(settings, warmup=checkpoint.settings.warmup)
         session.require_same_run(checkpoint, settings, text)
-    source = "Python's standard library"
-    if args.data is not None:
-        source = ", ".join(path.name for path in args.data)
-    words_to_resume = list(words)
-    if not args.resume:
-        words_to_resume.append("--resume")
     planned = session.Run(
         settings=settings,
         text=text,
-        source=source,
+        source=_source(args),
         device=device,
         compile=bool(args.compile),
         folder=args.checkpoint,
         every=args.every,
         losses=args.json,
         picture=args.plot,
-        command=shlex.join(["python", sys.argv[0], *words_to_resume]),
+        command=_command_to_resume(args, words),
     )
     return partial(session.train, planned, checkpoint)
+
+
+def _source(args: argparse.Namespace) -> str:
+    """Return where the text comes from."""
+    if args.data is None:
+        return "Python's standard library"
+    return ", ".join(path.name for path in args.data)
+
+
+def _command_to_resume(args: argparse.Namespace, words: Sequence[str]) -> str:
+    command = ["python", sys.argv[0], *words]
+    if not args.resume:
+        command.append("--resume")
+    return shlex.join(command)
 
 
 def _reject_without_effect(args: argparse.Namespace) -> None:
@@ -283,7 +301,7 @@ def _reject_without_effect(args: argparse.Namespace) -> None:
     if unused:
         raise ValueError(f"{_option(min(unused))} has no effect {where}: remove it")
     if args.checkpoint is None and (args.every is not None or args.resume):
-        raise ValueError("--every and --resume need --checkpoint DIR")
+        raise ValueError("--every and --resume require --checkpoint DIR: add it")
 
 
 def _rates(args: argparse.Namespace) -> list[float]:
@@ -292,39 +310,44 @@ def _rates(args: argparse.Namespace) -> list[float]:
 
 def _settings(args: argparse.Namespace) -> Settings:
     """Return the settings, after the layers have accepted them without allocating anything."""
+    _require_counts(args)
     sizes = dict(SIZES if args.compare is None else COMPARED_SIZES)
     for name in sizes:
-        if getattr(args, name) is not None:
-            sizes[name] = getattr(args, name)
-    for name, value in {**sizes, "seeds": args.seeds, "every": args.every}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{_option(name)} must be at least 1, got {value}")
+        given = getattr(args, name)
+        if given is not None:
+            sizes[name] = given
     steps = sizes["steps"]
     if steps >= 10**8:
         raise ValueError(f"--steps must be below 10**8, got {steps}")
-    settings = Settings(
-        **sizes,
-        seed=args.seed or 0,
-        lr=_rates(args)[0],
-        warmup=min(WARMUP, steps // 4) if args.warmup is None else args.warmup,
-    )
+    seed = args.seed or 0
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {seed}")
+    warmup = min(WARMUP, steps // 4) if args.warmup is None else args.warmup
+    if not 0 <= warmup <= steps:
+        raise ValueError(f"--warmup must be from 0 to --steps {steps}, got {warmup}")
     _require_rates(args)
-    if not 0 <= settings.warmup <= steps:
-        raise ValueError(
-            f"--warmup must be from 0 to --steps {steps}, got {settings.warmup}"
-        )
-    if not 0 <= settings.seed < 2**63:
-        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {settings.seed}")
+    settings = Settings(**sizes, seed=seed, lr=_rates(args)[0], warmup=warmup)
     _require_heads(settings)
     return settings
+
+
+def _require_counts(args: argparse.Namespace) -> None:
+    for name in (*SIZES, "seeds", "every"):
+        given = getattr(args, name)
+        if given is not None and given < 1:
+            raise ValueError(f"{_option(name)} must be at least 1, got {given}")
 
 
 def _require_rates(args: argparse.Namespace) -> None:
     rates = _rates(args)
     if not all(0 < lr < math.inf for lr in rates):
         raise ValueError(f"--lr must be positive and finite, got {rates}")
+    if len(set(rates)) < len(rates):
+        raise ValueError(f"--lr must have each rate once, got {rates}: remove one")
     if len(rates) > 1 and args.compare != "norm":
-        raise ValueError(f"--lr must be one rate without --compare norm, got {rates}")
+        raise ValueError(
+            f"--lr must be one rate without --compare norm, got {rates}: remove all but one"
+        )
 
 
 def _require_heads(settings: Settings) -> None:
@@ -342,20 +365,28 @@ def _require_heads(settings: Settings) -> None:
         Transformer(
             1, d_model, num_heads, max_seq_len=settings.max_seq_len, device="meta"
         )
-    except (RuntimeError, OverflowError) as error:
-        raise ValueError(f"impossible size: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, OverflowError):
+        raise ValueError(
+            f"--d-model and --seq-len must be sizes that torch can represent, got {d_model} "
+            f"and {settings.seq_len}: lower them"
+        ) from None
 
 
 def _text(args: argparse.Namespace, settings: Settings) -> Text:
     """Read the text, and raise a ValueError if it is too short."""
-    outputs = [path for path in (args.json, args.plot) if path is not None]
     try:
-        files = files_in(args.data, outputs) if args.data else standard_library()
-        text = read_text(files)
+        found = _found(args)
+        text = read_text(found.files)
     except OSError as error:
         raise ValueError(
             f"--data: cannot read {error.filename}: {error.strerror}"
         ) from None
+    if found.binary:
+        skipped = plural(found.binary, "binary file")
+        print(
+            f"--data: skipped {skipped} in folders; name a file to read its bytes",
+            file=sys.stderr,
+        )
     longest = settings.seq_len if args.compare is None else settings.max_seq_len
     training = settings.batch_size * settings.seq_len + 1
     validation = longest + 1
@@ -365,6 +396,14 @@ def _text(args: argparse.Namespace, settings: Settings) -> Text:
             f"got {len(text.training)} and {len(text.validation)}: add text, or lower --seq-len"
         )
     return text
+
+
+def _found(args: argparse.Namespace) -> Found:
+    """Find the files of --data, or those of the standard library."""
+    if args.data is None:
+        return Found(standard_library(), binary=0)
+    outputs = [path for path in (args.json, args.plot) if path is not None]
+    return files_in(args.data, outputs)
 
 
 def _draw_activations(path: Path) -> int:

@@ -13,11 +13,11 @@ from lab.tables import Section, Table, show
 from .comparison import (
     BINS,
     LONG_WINDOWS,
-    POINTS,
     VARIANTS,
     Comparison,
     Kind,
     VariantRun,
+    steps_per_point,
     validation_windows,
     write_comparison,
 )
@@ -97,7 +97,7 @@ def _losses_by_position(trainer: Trainer, text: Text) -> tuple[float, ...]:
 def _curve(trainer: Trainer) -> tuple[float, ...]:
     """Return the training loss as means over equal numbers of steps."""
     losses = [record.loss for record in trainer.history]
-    each = max(1, trainer.settings.steps // POINTS)
+    each = steps_per_point(trainer.settings)
     starts = range(0, len(losses), each)
     return tuple(round(mean(losses[at : at + each]), 4) for at in starts)
 
@@ -144,8 +144,8 @@ def _sections(
     columns += ["validation, nats/byte", "range", f"minus {runs[0].variant}", "range"]
     table = Table(f"{comparison.kind}: mean and range over the seeds", columns)
     for variant, lr in dict.fromkeys((run.variant, run.lr) for run in runs):
-        own = [run for run in runs if (run.variant, run.lr) == (variant, lr)]
-        paired = [run for run in differences if (run.variant, run.lr) == (variant, lr)]
+        own = _runs_of(variant, lr, runs)
+        paired = _runs_of(variant, lr, differences)
         table.rows.append(_row(own, paired))
     settings = comparison.settings
     return [
@@ -153,6 +153,10 @@ def _sections(
         f"{settings.steps} steps of {settings.batch_size} x {settings.seq_len} bytes, "
         f"{settings.warmup} of them warm-up; trigram model: {comparison.trigram_validation:.4f} nats/byte",
     ]
+
+
+def _runs_of(variant: str, lr: float, runs: Sequence[VariantRun]) -> list[VariantRun]:
+    return [run for run in runs if run.variant == variant and run.lr == lr]
 
 
 def _row(own: Sequence[VariantRun], paired: Sequence[VariantRun]) -> list[str]:

@@ -17,7 +17,7 @@ from tinyblock import FeedForward, SwiGLU, gelu, silu
 
 from .model import LanguageModel, with_post_norm
 from .text import Text, even_windows, trigram_loss
-from .trainer import Settings
+from .trainer import Settings, require_at_least_one
 
 SCHEMA = "tinyblock.training/2"
 VALIDATION_BATCHES = 64
@@ -85,6 +85,9 @@ class VariantRun:
     curve: tuple[float, ...]
     by_position: tuple[float, ...] | None
 
+    def __post_init__(self) -> None:
+        require_at_least_one(self, "parameters", "d_ff")
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -111,6 +114,21 @@ class Comparison:
     trigram_validation: float
     runs: tuple[VariantRun, ...] = ()
 
+    def __post_init__(self) -> None:
+        require_at_least_one(self, "seeds", "files", "bytes")
+        if self.rates[:1] != (self.settings.lr,):
+            raise ValueError(
+                f"rates must begin with settings.lr {self.settings.lr}, got {list(self.rates)}"
+            )
+        if min(self.rates) <= 0:
+            raise ValueError(f"rates must be positive, got {list(self.rates)}")
+        if len(set(self.rates)) < len(self.rates):
+            raise ValueError(f"rates must differ, got {list(self.rates)}")
+        if self.trigram_validation <= 0:
+            raise ValueError(
+                f"trigram_validation must be positive, got {self.trigram_validation}"
+            )
+
     @classmethod
     def of(
         cls,
@@ -122,6 +140,7 @@ class Comparison:
         text: Text,
     ) -> "Comparison":
         """Return a comparison without runs."""
+        windows = validation_windows(text, settings)
         return cls(
             kind=kind,
             device=device_name(device),
@@ -131,9 +150,7 @@ class Comparison:
             files=text.files,
             bytes=len(text.training) + len(text.validation),
             sha256=text.sha256,
-            trigram_validation=trigram_loss(
-                text.training, validation_windows(text, settings)
-            ),
+            trigram_validation=trigram_loss(text.training, windows),
         )
 
     def planned(self) -> list[tuple[str, Settings]]:
@@ -148,6 +165,11 @@ class Comparison:
 def validation_windows(text: Text, settings: Settings) -> Tensor:
     count = VALIDATION_BATCHES * settings.batch_size
     return even_windows(text.validation, count, settings.seq_len + 1)
+
+
+def steps_per_point(settings: Settings) -> int:
+    """Return the number of steps whose mean loss is a point of a curve; the last point may have fewer."""
+    return max(1, settings.steps // POINTS)
 
 
 def write_comparison(
@@ -179,19 +201,63 @@ def read_comparison(path: Path) -> Comparison:
 
 def _require_consistent(comparison: Comparison) -> None:
     """Raise a ValueError unless all planned runs are there, with losses that can be compared."""
-    planned = [(name, each.seed, each.lr) for name, each in comparison.planned()]
-    found = [(run.variant, run.seed, run.lr) for run in comparison.runs]
-    if sorted(found) != sorted(planned):
+    variants = len(VARIANTS[comparison.kind])
+    number = variants * len(comparison.rates) * comparison.seeds
+    # Compared before the runs are planned: a damaged file may have more seeds than memory can hold.
+    if len(comparison.runs) != number:
         raise ValueError(
-            f"it must have the {len(planned)} runs of its variants, rates and seeds, got {len(found)} runs; "
-            "was it interrupted?"
+            f"it must have the {number} runs of its variants, rates and seeds, "
+            f"got {len(comparison.runs)} runs; was it interrupted?"
         )
-    points = {len(run.curve) for run in comparison.runs if run.diverged is None}
-    if len(points) > 1:
-        raise ValueError(f"all curves must have as many points, got {sorted(points)}")
-    for index, run in enumerate(comparison.runs):
-        if (run.diverged is None) != (run.validation is not None):
-            raise ValueError(f"runs[{index}] must have a validation loss or diverge")
-        has_positions = comparison.kind == "positions" and run.diverged is None
-        if has_positions and len(run.by_position or ()) != BINS:
-            raise ValueError(f"runs[{index}] must have {BINS} positions")
+    for index, planned in enumerate(comparison.planned()):
+        where = f"runs[{index}]"
+        run = comparison.runs[index]
+        _require_planned(run, *planned, where)
+        _require_curve(run, comparison.settings, where)
+        _require_validation(run, comparison.kind, where)
+
+
+def _require_planned(
+    run: VariantRun, variant: str, settings: Settings, where: str
+) -> None:
+    expected = f"{variant} with seed {settings.seed} and lr {settings.lr}"
+    got = f"{run.variant} with seed {run.seed} and lr {run.lr}"
+    if got != expected:
+        raise ValueError(f"{where} must be {expected}, got {got}")
+
+
+def _require_curve(run: VariantRun, settings: Settings, where: str) -> None:
+    """Raise a ValueError unless a run has the training losses of the steps that it took."""
+    taken = settings.steps
+    if run.diverged is not None:
+        taken = run.diverged - 1
+    if not 0 <= taken <= settings.steps:
+        raise ValueError(
+            f"{where}.diverged must be from 1 to settings.steps {settings.steps}, got {run.diverged}"
+        )
+    each = steps_per_point(settings)
+    points = (taken + each - 1) // each
+    if len(run.curve) != points:
+        raise ValueError(
+            f"{where}.curve must have {points} points for {taken} steps, got {len(run.curve)}"
+        )
+    _require_no_negative(run.curve, f"{where}.curve")
+
+
+def _require_validation(run: VariantRun, kind: Kind, where: str) -> None:
+    """Raise a ValueError unless a run has the losses of its validation, and none if it diverged."""
+    if (run.diverged is None) != (run.validation is not None):
+        raise ValueError(f"{where} must have a validation loss or diverge")
+    by_position = run.by_position or ()
+    has_positions = kind == "positions" and run.diverged is None
+    if has_positions and len(by_position) != BINS:
+        raise ValueError(f"{where} must have {BINS} positions, got {len(by_position)}")
+    _require_no_negative(by_position, f"{where}.by_position")
+    if run.validation is not None:
+        _require_no_negative([run.validation], f"{where}.validation")
+
+
+def _require_no_negative(losses: Sequence[float], where: str) -> None:
+    for loss in losses:
+        if loss < 0:
+            raise ValueError(f"{where} must have no negative loss, got {loss}")

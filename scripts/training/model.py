@@ -21,6 +21,7 @@ class LanguageModel(nn.Module):
         self.transformer = Transformer(num_layers, d_model, num_heads, **options)
         self.lm_head = nn.Linear(d_model, SYMBOLS, bias=False)
         nn.init.trunc_normal_(self.token_embeddings.weight, std=1, a=-3, b=3)
+        # As in tinyblock's layers: variance 2 / (d_in + d_out), cut at three sigma.
         std = (2 / (d_model + SYMBOLS)) ** 0.5
         nn.init.trunc_normal_(self.lm_head.weight, std=std, a=-3 * std, b=3 * std)
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from lab.plots import COLORS, LINES, new_figure, save
+from lab.tables import plural
 from matplotlib.axes import Axes
+from matplotlib.figure import SubFigure
 
 from tinyblock import gelu, silu
 
@@ -25,11 +27,15 @@ ACTIVATIONS = {"SiLU": silu, "GELU": gelu, "ReLU": torch.relu}
 HIGHEST = 3.5  # nats per byte that a picture of variants shows; the losses start at 5.5
 
 
-def sizes_of(settings: Settings) -> str:
-    """Return the size of a model and of its training, for the foot of a picture."""
+def sizes_of(settings: Settings, taken: int) -> str:
+    """Return the size of a model and of its training, and how many steps it took, for the foot of a picture."""
+    layers = plural(settings.num_layers, "layer")
+    steps = plural(settings.steps, "step")
+    if taken < settings.steps:
+        steps = f"{taken} of {steps}"
     return (
-        f"{settings.num_layers} layers, d_model {settings.d_model}; "
-        f"{settings.steps} steps of {settings.batch_size} x {settings.seq_len} bytes"
+        f"{layers}, d_model {settings.d_model}; "
+        f"{steps} of {settings.batch_size} x {settings.seq_len} bytes"
     )
 
 
@@ -94,9 +100,10 @@ def plot_activations(path: Path) -> None:
         look = Look(COLORS[index], LINES[index])
         _draw_line(left, x.tolist(), y.tolist(), look, name)
         _draw_line(right, x.tolist(), slope.tolist(), look, name)
-    left.set(title="activation", xlabel="x", ylim=(-0.6, 3), xlim=(-5, 3))
-    right.set(title="derivative", xlabel="x")
+    left.set(title="activation")
+    right.set(title="derivative")
     for axes in (left, right):
+        axes.set(xlabel="x", xlim=(-5, 5))
         axes.grid(alpha=0.3)
     left.legend(frameon=False)
     save(figure, path, dpi=110)
@@ -116,12 +123,15 @@ def plot_comparison(path: Path, comparison: Comparison) -> None:
     A variant has a line at the learning rates with which no seed diverged, and crosses at the others.
     """
     settings = comparison.settings
+    seeds = plural(comparison.seeds, "seed")
     origin = (
-        f"{sizes_of(settings)}, {settings.warmup} of them warm-up; "
-        f"mean and range over {comparison.seeds} seeds; {comparison.device}"
+        f"{sizes_of(settings, settings.steps)}, {settings.warmup} of them warm-up; "
+        f"mean and range over {seeds}; {comparison.device}"
     )
-    figure = new_figure(TITLES[comparison.kind], origin, 9, 4.2)
-    left, right = figure.subplots(1, 2)
+    figure = new_figure(_title(comparison), origin, 9, 4.2)
+    # A part of the figure: a legend of the whole figure would cover its foot.
+    [panels] = figure.subfigures(1, 1, squeeze=False).flat
+    left, right = panels.subplots(1, 2)
     _label_axes(left, right, comparison)
     variants = dict.fromkeys(run.variant for run in comparison.runs)
     for index, name in enumerate(variants):
@@ -129,7 +139,31 @@ def plot_comparison(path: Path, comparison: Comparison) -> None:
         _draw_variant(left, right, comparison, runs, Look(COLORS[index], LINES[index]))
     for axes in (left, right):
         _fit(axes)
+    _add_legend(panels)
     save(figure, path, dpi=110)
+
+
+def _add_legend(panels: SubFigure) -> None:
+    """Add a legend below the axes, where it covers no cross."""
+    entries = 0
+    for axes in panels.axes:
+        _, labels = axes.get_legend_handles_labels()
+        entries += len(labels)
+    # The names of crosses are long.
+    columns = 4 if entries <= 4 else 3
+    panels.legend(loc="outside lower center", ncols=columns, frameon=False)
+
+
+def _title(comparison: Comparison) -> str:
+    """Return the title of a picture, with what tells comparisons of norms apart."""
+    title = TITLES[comparison.kind]
+    if comparison.kind != "norm":
+        return title
+    layers = plural(comparison.settings.num_layers, "layer")
+    warmup = comparison.settings.warmup
+    if warmup == 0:
+        return f"{title}: {layers}, no warm-up"
+    return f"{title}: {layers}, {plural(warmup, 'step')} of warm-up"
 
 
 def _label_axes(left: Axes, right: Axes, comparison: Comparison) -> None:
@@ -155,24 +189,24 @@ def _draw_variant(
     name = runs[0].variant
     diverged = {run.lr for run in runs if run.diverged is not None}
     trained = _by_rate([run for run in runs if run.lr not in diverged])
+    some_diverged = f"{name}: at least one seed diverged"
     if comparison.kind == "norm":
-        _draw_crosses(right, sorted(diverged), look, name)
+        _draw_crosses(right, sorted(diverged), look, some_diverged)
+    elif not trained:
+        left.plot([], color=look.color, linestyle=look.line, label=some_diverged)
     if not trained:
-        left.plot([], color=look.color, linestyle=look.line, label=f"{name}: diverged")
         return
     best = min(trained.values(), key=lambda own: mean(_validation(own)))
     curves = [run.curve for run in best]
     settings = comparison.settings
-    _draw_band(left, _middles(settings.steps, len(curves[0])), curves, look, name)
+    steps = _middles(settings.steps, len(curves[0]))
+    _draw_band(left, steps, curves, look, name)
     if comparison.kind == "ffn":
-        losses = _validation(best)
-        right.plot([name] * len(losses), losses, "o", color=look.color, alpha=0.7)
+        _draw_by_seed(right, best, look, name)
     elif comparison.kind == "norm":
-        _draw_by_rate(right, trained, look, name)
+        _draw_by_rate(right, trained, look)
     else:
-        parts = [run.by_position for run in best if run.by_position is not None]
-        places = _middles(settings.max_seq_len, len(parts[0]))
-        _draw_band(right, places, parts, look, None)
+        _draw_by_position(right, best, settings.max_seq_len, look)
 
 
 def _by_rate(runs: Sequence[VariantRun]) -> dict[float, list[VariantRun]]:
@@ -182,7 +216,7 @@ def _by_rate(runs: Sequence[VariantRun]) -> dict[float, list[VariantRun]]:
     return groups
 
 
-def _draw_crosses(axes: Axes, rates: Sequence[float], look: Look, name: str) -> None:
+def _draw_crosses(axes: Axes, rates: Sequence[float], look: Look, label: str) -> None:
     """Mark the learning rates with which a seed diverged, at the upper edge."""
     if rates:
         axes.plot(
@@ -192,18 +226,36 @@ def _draw_crosses(axes: Axes, rates: Sequence[float], look: Look, name: str) -> 
             color=look.color,
             marker="x",
             linestyle="",
-            label=f"{name}: diverged",
+            label=label,
         )
 
 
+def _draw_by_seed(
+    axes: Axes, runs: Sequence[VariantRun], look: Look, name: str
+) -> None:
+    """Draw the validation loss of each seed as a point above the name of the variant."""
+    losses = _validation(runs)
+    names = [name] * len(losses)
+    axes.plot(names, losses, "o", color=look.color, alpha=0.7)
+
+
+def _draw_by_position(
+    axes: Axes, runs: Sequence[VariantRun], length: int, look: Look
+) -> None:
+    """Draw the validation loss by position in sequences of this length."""
+    curves = [run.by_position for run in runs if run.by_position is not None]
+    positions = _middles(length, len(curves[0]))
+    _draw_band(axes, positions, curves, look, None)
+
+
 def _draw_by_rate(
-    axes: Axes, trained: dict[float, list[VariantRun]], look: Look, name: str
+    axes: Axes, trained: dict[float, list[VariantRun]], look: Look
 ) -> None:
     """Draw the validation loss by learning rate."""
     by_rate = [_validation(own) for own in trained.values()]
     by_seed = list(zip(*by_rate, strict=True))
     rates = list(trained)
-    _draw_band(axes, rates, by_seed, look, name)
+    _draw_band(axes, rates, by_seed, look, None)
     means = [mean(losses) for losses in by_rate]
     axes.plot(rates, means, "o", color=look.color)
 
@@ -236,7 +288,8 @@ def _draw_band(
 ) -> None:
     """Draw the mean of curves as a line, and their range as a band."""
     columns = list(zip(*curves, strict=True))
-    _draw_line(axes, x, [mean(column) for column in columns], look, label)
+    means = [mean(column) for column in columns]
+    _draw_line(axes, x, means, look, label)
     low = [min(column) for column in columns]
     high = [max(column) for column in columns]
     axes.fill_between(x, low, high, color=look.color, alpha=0.2, linewidth=0)
@@ -245,10 +298,8 @@ def _draw_band(
 def _fit(axes: Axes) -> None:
     """Show the data with a margin, but not the high losses at the start of training."""
     low, high = axes.dataLim.intervaly
-    top = min(high, HIGHEST)
+    # After a few steps, all losses may be higher.
+    top = HIGHEST if low < HIGHEST < high else high
     margin = top - low
     axes.set_ylim(low - 0.05 * margin, top + 0.1 * margin)
     axes.grid(alpha=0.3)
-    handles, _ = axes.get_legend_handles_labels()
-    if handles:
-        axes.legend(frameon=False)

@@ -40,7 +40,7 @@ class Run:
     device: where it trains.
     compile: whether torch.compile compiles the model.
     folder: of the checkpoints; None for none.
-    every: a checkpoint follows every so many steps; None for the end only.
+    every: number of steps between checkpoints; None for one at the end only.
     losses: the file that gets a line of JSON for each step, or None.
     picture: the file of the picture, or None.
     command: the command line that resumes the run.
@@ -63,6 +63,11 @@ class Run:
             return True
         return self.every is not None and step % self.every == 0
 
+    def reports_after(self, step: int) -> bool:
+        """Return whether a validation and a line on the progress follow this step."""
+        steps = self.settings.steps
+        return step == steps or step % max(1, steps // REPORTS) == 0
+
 
 def open_folder(folder: Path, resume: bool) -> Checkpoint | None:
     """Make a folder for checkpoints, and return the last one that it has.
@@ -71,7 +76,9 @@ def open_folder(folder: Path, resume: bool) -> Checkpoint | None:
         ValueError: there is one without `resume`, or no folder with it, or the folder or the checkpoint is unusable.
     """
     if resume and not folder.is_dir():
-        raise ValueError(f"--resume: there is no folder {folder}")
+        raise ValueError(
+            f"--checkpoint must be a folder with --resume, but there is no folder {folder}: remove --resume to begin"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         require_writable(folder / "any")
@@ -90,19 +97,26 @@ def open_folder(folder: Path, resume: bool) -> Checkpoint | None:
 def require_same_run(checkpoint: Checkpoint, settings: Settings, text: Text) -> None:
     """Raise a ValueError unless a run with these settings and this text continues that of the checkpoint."""
     theirs = checkpoint.settings
-    # A resumed run may be longer.
+    # A resumed run may have another number of steps.
     ours = replace(settings, steps=theirs.steps)
     for field in fields(Settings):
         expected, got = getattr(theirs, field.name), getattr(ours, field.name)
         if expected != got:
             option = "--" + field.name.replace("_", "-")
             raise ValueError(
-                f"{checkpoint.path} is from another run: its {option} is {expected}, but here it is {got}"
+                f"{checkpoint.path} is from another run: its {option} is {expected}, but here it is {got}: "
+                "use its value, or another folder"
             )
     if checkpoint.text_sha256 != text.sha256:
         raise ValueError(
             f"{checkpoint.path} is from another run: its text is another one "
             "(was an output written to a folder of --data?)"
+        )
+    taken = len(checkpoint.history)
+    if settings.steps < taken:
+        raise ValueError(
+            f"--steps must be at least {taken}, the steps of {checkpoint.path}, got {settings.steps}: "
+            "raise it, or train in another folder"
         )
 
 
@@ -113,32 +127,56 @@ def train(run: Run, checkpoint: Checkpoint | None) -> int:
         DamagedCheckpoint: the weights or the optimizer's state do not fit the model.
         Diverged: the loss or the gradient is not finite.
     """
-    settings, text = run.settings, run.text
-    windows = even_windows(
-        text.validation, VALIDATION_BATCHES * settings.batch_size, settings.seq_len + 1
-    )
-    trigram = trigram_loss(text.training, windows)
-    print(
-        f"text: {text.files} files, {len(text.training):,} bytes for training "
-        f"and {len(text.validation):,} for validation, SHA-256 {text.sha256}"
-    )
-    print(f"trigram model: validation {_in_both_units(trigram)}")
+    windows = _validation_windows(run)
+    trigram = trigram_loss(run.text.training, windows)
+    _print_text(run.text, trigram)
     trainer = _build(run)
     parameters = sum(map(torch.numel, trainer.model.parameters()))
     print(f"model: {parameters:,} parameters on {run.device}", flush=True)
     if checkpoint is not None:
         checkpoints.restore(trainer, checkpoint)
-        print(f"{trainer.step} of {settings.steps} steps are done")
+        _print_resumed(checkpoint, run.settings.steps)
+    saved = None
     try:
         stopped_by = _take_steps(run, trainer, windows)
+        if stopped_by and run.folder is not None:
+            saved = checkpoints.path_of(run.folder, trainer.step)
+            # If --every fell on the last step, it is there already.
+            if not saved.exists():
+                checkpoints.save(run.folder, trainer, run.text.sha256)
     finally:
         if run.picture is not None and trainer.history:
             _draw(run, trainer, parameters, trigram)
     if stopped_by:
-        print(_about_stop(run, trainer.step, stopped_by))
+        print(_about_stop(run, trainer.step, stopped_by, saved))
         return 128 + stopped_by
-    _print_sample(trainer, text)
+    _print_sample(trainer, run.text)
     return 0
+
+
+def _validation_windows(run: Run) -> Tensor:
+    settings = run.settings
+    count = VALIDATION_BATCHES * settings.batch_size
+    return even_windows(run.text.validation, count, settings.seq_len + 1)
+
+
+def _print_text(text: Text, trigram: float) -> None:
+    """Print what the model reads, and the loss of a trigram model on it."""
+    print(
+        f"text: {text.files} files, {len(text.training):,} bytes for training "
+        f"and {len(text.validation):,} for validation, SHA-256 {text.sha256}"
+    )
+    print(f"trigram model: validation {_in_both_units(trigram)}")
+
+
+def _print_resumed(checkpoint: Checkpoint, steps: int) -> None:
+    """Print how many steps are done, and whether the schedule of the learning rate changes."""
+    print(f"{len(checkpoint.history)} of {steps} steps are done")
+    planned = checkpoint.settings.steps
+    if steps != planned:
+        print(
+            f"the schedule of the learning rate now ends at step {steps} instead of {planned}"
+        )
 
 
 def _build(run: Run) -> Trainer:
@@ -167,13 +205,12 @@ def _take_steps(run: Run, trainer: Trainer, windows: Tensor) -> int:
             with speed:
                 record = trainer.advance()
             record.bytes_per_second = speed.bytes_per_second()
-            if trainer.step == steps or trainer.step % max(1, steps // REPORTS) == 0:
+            if run.reports_after(trainer.step):
                 record.validation = float(trainer.validate(windows).mean())
                 progress.print(_report(record, steps))
             progress.advance(_report(record, steps))
             _write_line(lines, record)
-            saves = run.saves_after(trainer.step) or signals.received
-            if saves and run.folder is not None:
+            if run.folder is not None and run.saves_after(trainer.step):
                 checkpoints.save(run.folder, trainer, run.text.sha256)
     return signals.received
 
@@ -244,13 +281,16 @@ def _in_both_units(nats: float) -> str:
     return f"{nats:.3f} nats/byte ({nats / math.log(2):.3f} bits/byte)"
 
 
-def _about_stop(run: Run, step: int, number: int) -> str:
-    """Return which signal stopped the run, and how to resume it."""
+def _about_stop(run: Run, step: int, number: int, saved: Path | None) -> str:
+    """Return which signal stopped the run, what was written, and how to resume it."""
     stop = f"stopped by {signal.Signals(number).name} after step {step}"
-    if run.folder is None:
-        return f"{stop}; without --checkpoint DIR, nothing was saved"
-    path = run.folder / f"step-{step:08d}.pt"
-    return f"{stop}; saved {path}. To resume:\n  {run.command}"
+    if saved is not None:
+        return f"{stop}; saved {saved}. To resume:\n  {run.command}"
+    if step > 0:
+        outputs = [str(path) for path in (run.losses, run.picture) if path is not None]
+        if outputs:
+            stop += f"; wrote {' and '.join(outputs)}"
+    return f"{stop}; without --checkpoint DIR, no checkpoint was saved"
 
 
 def _draw(run: Run, trainer: Trainer, parameters: int, trigram: float) -> None:
@@ -258,7 +298,8 @@ def _draw(run: Run, trainer: Trainer, parameters: int, trigram: float) -> None:
 
     assert run.picture is not None
     title = f"Byte-level language model trained on {run.source}"
-    origin = f"{parameters:,} parameters, {sizes_of(run.settings)}"
+    sizes = sizes_of(run.settings, trainer.step)
+    origin = f"{parameters:,} parameters, {sizes}"
     plot_losses(run.picture, trainer.history, trigram, title, origin)
 
 

@@ -18,6 +18,14 @@ CHUNK = 2**24  # bytes that are counted at a time
 
 
 @dataclass(frozen=True)
+class Found:
+    """The files that are read, and the number of binary files in folders, which are skipped."""
+
+    files: list[Path]
+    binary: int
+
+
+@dataclass(frozen=True)
 class Text:
     """The bytes of files, one after another; the last 5% are held out for validation."""
 
@@ -51,34 +59,66 @@ def standard_library() -> list[Path]:
     return sorted(files)
 
 
-def files_in(paths: Sequence[Path], outputs: Sequence[Path] = ()) -> list[Path]:
-    """Return these files and those in these folders, sorted, without outputs, checkpoints and hidden files.
+def files_in(paths: Sequence[Path], outputs: Sequence[Path] = ()) -> Found:
+    """Find these files and those in these folders, sorted, without outputs, checkpoints and hidden files.
+
+    A binary file is skipped in a folder. One of `paths` is read: the model takes any bytes.
 
     Raises:
-        ValueError: a path does not exist, or has no such file.
+        ValueError: a path does not exist, or has no such file, or a file is found twice.
     """
-    found = []
+    found: list[Path] = []
+    binary = 0
     for path in paths:
         if not path.exists():
             raise ValueError(f"--data: cannot read {path}: No such file or directory")
         inside = sorted(path.rglob("*")) if path.is_dir() else [path]
-        texts = [file for file in inside if _is_text(file, path, outputs)]
+        kept = [file for file in inside if _is_kept(file, path, outputs)]
+        texts = kept
+        if path.is_dir():
+            texts = [file for file in kept if not _is_binary(file)]
         if not texts:
             raise ValueError(
-                f"--data {path} has no text: outputs, checkpoints, hidden and special files are left out"
+                f"--data {path} has no text: outputs, checkpoints, hidden, special and binary files are left out"
             )
         found += texts
-    return found
+        binary += len(kept) - len(texts)
+    _require_once(found)
+    return Found(found, binary)
 
 
-def _is_text(file: Path, root: Path, outputs: Sequence[Path]) -> bool:
-    """Return whether a file below `root` is read: regular, not hidden, and not written by this program."""
+def _require_once(files: Sequence[Path]) -> None:
+    """Raise a ValueError for a file that is there twice: the model could read the validation text in training."""
+    seen = set[Path]()
+    for file in files:
+        absolute = file.absolute()
+        if absolute in seen:
+            raise ValueError(
+                f"--data must name each file once, got {file} twice: remove a path"
+            )
+        seen.add(absolute)
+
+
+def _is_kept(file: Path, root: Path, outputs: Sequence[Path]) -> bool:
+    """Return whether a file below `root` is regular, not hidden, and not written by this program."""
     for name in file.relative_to(root).parts:
         if LEFT_OUT.fullmatch(name):
             return False
     if not file.is_file():
         return False
     return not any(output.exists() and file.samefile(output) for output in outputs)
+
+
+def _is_binary(file: Path) -> bool:
+    """Return whether a file has NUL bytes, or is not UTF-8."""
+    content = file.read_bytes()
+    if b"\0" in content:
+        return True
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return True
+    return False
 
 
 def batch(text: Tensor, seed: int, step: int, batch_size: int, seq_len: int) -> Tensor:

@@ -11,6 +11,14 @@ from .model import LanguageModel
 from .text import batch
 
 
+def require_at_least_one(record: object, *names: str) -> None:
+    """Raise a ValueError for a field of a record that is below 1."""
+    for name in names:
+        value = getattr(record, name)
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
 @dataclass(frozen=True)
 class Settings:
     """What determines a run, apart from the text.
@@ -33,6 +41,18 @@ class Settings:
     seed: int
     lr: float
     warmup: int
+
+    def __post_init__(self) -> None:
+        require_at_least_one(self, "steps", "batch_size", "seq_len")
+        require_at_least_one(self, "d_model", "num_layers", "num_heads")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be positive and finite, got {self.lr}")
+        if not 0 <= self.warmup <= self.steps:
+            raise ValueError(
+                f"warmup must be from 0 to steps {self.steps}, got {self.warmup}"
+            )
 
     @property
     def max_seq_len(self) -> int:
@@ -100,7 +120,9 @@ class Trainer:
         settings = self.settings
         if self.step < settings.warmup:
             return settings.lr * (self.step + 1) / settings.warmup
-        done = (self.step - settings.warmup) / max(1, settings.steps - settings.warmup)
+        decay_steps = max(1, settings.steps - settings.warmup)
+        done = (self.step - settings.warmup) / decay_steps
+        # The factor falls from 1 to 0.1.
         return settings.lr * (0.55 + 0.45 * math.cos(math.pi * done))
 
     def _losses(self, windows: Tensor) -> Tensor:

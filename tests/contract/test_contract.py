@@ -392,8 +392,15 @@ def test_a_missing_target_is_reported_in_one_line(target, verify):
     assert code == pytest.ExitCode.USAGE_ERROR
     assert len(lines) == 1
     assert re.match(
-        r"ERROR: \S* (was not found: give a folder|has no layer, none of)", lines[0]
+        r"ERROR: (\S* was not found: give a folder|TARGET must be or contain one of .*"
+        rf", got {target!r}: give the folder)",
+        lines[0],
     )
+
+
+def test_the_report_of_no_tests_has_no_count(verify):
+    code, lines = verify("tinyblock", "-k", "nothing_like_this")
+    assert (code, lines) == (pytest.ExitCode.NO_TESTS_COLLECTED, [])
 
 
 def test_a_file_that_another_module_hides_is_reported(verify, tmp_path, monkeypatch):

@@ -78,9 +78,9 @@ def test_add_prints_what_new_copies_need(project):
 
 def test_add_rejects_an_unknown_layer_with_the_nearest_name(project):
     for layer, expected in {
-        "rop": "there is no layer 'rop': did you mean rope?",
-        "Mlp": "did you mean mlp?",
-        "": "choose from norm, mlp, rope, block, parallelize, typecheck",
+        "rop": "parallelize, typecheck, got 'rop': did you mean rope?",
+        "Mlp": "got 'Mlp': did you mean mlp?",
+        "": "LAYER must be one of norm, mlp, rope, block, parallelize, typecheck, got ''\n",
     }.items():
         project.assert_rejected(re.escape(expected), "add", layer, "--to", "x")
 
@@ -261,7 +261,9 @@ def test_update_of_one_layer_includes_its_test_and_what_these_import(project, ol
     assert project.run(*update, "norm").rows.keys() == {"contract/checks.py"}
     assert project.run(*update, "rope").rows.keys() == {"rope.py"}
     assert project.run(*update, "block").rows.keys() == {"mlp.py"}
-    expected = r"no copy of 'nothing' in .*; it has norm, mlp, rope, block\n"
+    expected = (
+        r"LAYER must be .* copies in .* \(norm, mlp, rope, block\), got 'nothing'\n"
+    )
     project.assert_rejected(expected, *update, "nothing")
 
 

@@ -107,15 +107,13 @@ def test_attention_rejects_an_additive_mask(build):
     model = Transformer(1, 64, 4, max_seq_len=40, attention=build)
     additive = torch.zeros(2, 7, 7).masked_fill(torch.rand(2, 7, 7) < 0.5, -1e9)
     with pytest.raises(
-        ValueError, match=r"mask must be a bool tensor .* got torch\.float32"
+        ValueError, match=r"mask must be (a )?bool.*, got torch\.float32"
     ):
         model(torch.randn(2, 7, 64), mask=additive)
-    with pytest.raises(ValueError, match=r"mask must be a bool tensor .* got .*list"):
+    with pytest.raises(ValueError, match=r"mask must be a bool tensor.*, got .*list"):
         model(torch.randn(2, 7, 64), mask=[True] * 7)
     whole_numbers = torch.ones(2, 7, 7, dtype=torch.long)
-    with pytest.raises(
-        ValueError, match=r"mask must be a bool tensor .* got torch\.int64"
-    ):
+    with pytest.raises(ValueError, match=r"mask must be (a )?bool.*, got torch\.int64"):
         model(torch.randn(2, 7, 64), mask=whole_numbers)
 
 
@@ -123,9 +121,7 @@ def test_attention_rejects_an_additive_mask(build):
 @pytest.mark.parametrize("build", ALLOWED)
 def test_attention_rejects_a_padding_mask_without_an_axis_for_queries(build):
     model = Transformer(1, 64, 4, max_seq_len=40, attention=build)
-    with pytest.raises(
-        ValueError, match=r"mask must be a bool tensor .* got .* of shape \(2, 7\)"
-    ):
+    with pytest.raises(ValueError, match=r"mask must .* shape \(.*, got .*\(2, 7\)"):
         model(torch.randn(2, 7, 64), mask=torch.ones(2, 7) > 0)
 
 

@@ -32,7 +32,11 @@ def test_read_json_rejects_a_missing_file(tmp_path):
     ("text", "message"),
     [
         pytest.param("{", "is not JSON", id="damaged"),
+        pytest.param("[" * 100_000, "is not JSON", id="nested deeply"),
         pytest.param("[]", 'must have the "schema" a/1, got None', id="a list"),
+        pytest.param(
+            '{"schema": "\\u001b[31m"}', r"got \\x1b\[31m: ", id="a control character"
+        ),
         pytest.param(
             '{"schema": "b/1"}', 'must have the "schema" a/1, got b/1', id="another"
         ),

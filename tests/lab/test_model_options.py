@@ -100,7 +100,9 @@ def test_size_that_cannot_be_built_is_rejected(option, message):
         sizes(option)
 
 
-@pytest.mark.parametrize("text", ["d-ff=16", "seq-len", "seq-len=8,x", "seq-len=0"])
+@pytest.mark.parametrize(
+    "text", ["d-ff=16", "seq-len", "seq-len=8,x", "seq-len=0", "seq-len=8,8"]
+)
 def test_sweep_that_cannot_be_read_is_rejected(text, capsys):
     with pytest.raises(SystemExit):
         sizes(f"--sweep={text}")

@@ -34,6 +34,17 @@ def test_number_keeps_significant_digits_of_small_numbers():
     assert [share(value) for value in (0.0004, 0.00004)] == ["0.04%", "0.004%"]
 
 
+def test_number_that_rounds_up_keeps_its_digits():
+    values = [99.96, 9.996, 999.6, 0.09996, 0.9996, -0.0]
+    expected = ["100", "10.0", "1000", "0.10", "1.00", "0.00"]
+    assert [number(value) for value in values] == expected
+
+
+def test_number_that_is_not_finite_is_named():
+    values = [float("inf"), float("-inf"), float("nan")]
+    assert [number(value) for value in values] == ["inf", "-inf", "nan"]
+
+
 def test_si_takes_the_prefix_that_leaves_three_digits():
     values = [0, 999, 1000, 999_999, 3_110_000, 2e15]
     assert [si(value, "B") for value in values] == [

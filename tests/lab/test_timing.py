@@ -26,6 +26,14 @@ def test_spread_is_the_median_and_the_quintiles():
     assert Spread.of([1.0, 100.0, 2.0]).median == 2.0  # one slow sample moves it little
 
 
+@pytest.mark.parametrize("seconds", [0.4049341374504143, 0.9666063677707588])
+def test_spread_of_equal_samples_is_in_order(seconds):
+    # Interpolation rounds both percentiles up, or down.
+    for count in range(2, 16):
+        spread = Spread.of([seconds] * count)
+        assert spread.p20 <= spread.median <= spread.p80
+
+
 def test_interleave_takes_one_sample_a_round_in_turn():
     clock, order = Clock(), []
     durations = itertools.count(1)

@@ -54,68 +54,72 @@ def test_attend_names_the_way_to_attend_to_more_keys():
     k = torch.randn(1, 4, 9, 6)
     with pytest.raises(
         ValueError,
-        match="as many keys as queries, 1, got 9: for a cache of keys, override",
+        match="attend requires as many keys as queries, 1, got 9: for a cache of keys, override",
     ):
         module.attend(q, k, k, None)
 
 
-ADDITIVE = "An additive mask"
-ONES = "A mask of 1 and 0"
-PADDING = "A padding mask"
+BOOL_TENSOR = "mask must be a bool tensor"
+BOOL = "mask must be bool"
+SHAPE = r"mask must have the shape \(2, 5, 5\) or \(2, 1, 5\)"
+BOTH = r"mask must be bool and have the shape \(2, 5, 5\) or \(2, 1, 5\)"
+ADDITIVE = "mask == 0"
+ONES = "mask.bool()"
+PADDING = "mask[..., None, :]"
 WRONG_MASKS = {
-    "a bool": (True, "got True", ()),
-    "text": ("causal", "got 'causal'", ()),
-    "a list": ([[True]], "got list", ()),
-    "of numpy": (numpy.ones((5, 5), bool), "got numpy.ndarray: pass torch.from", ()),
+    "a bool": (True, f"{BOOL_TENSOR}, got True$", ()),
+    "text": ("causal", f"{BOOL_TENSOR}, got 'causal'$", ()),
+    "a list": ([[True]], f"{BOOL_TENSOR}, got list$", ()),
+    "of numpy": (
+        numpy.ones((5, 5), bool),
+        f"{BOOL_TENSOR}, got numpy.ndarray: pass torch.from_numpy",
+        (),
+    ),
     "sparse": (
         torch.ones(5, 5, dtype=torch.bool).to_sparse(),
-        r"got a sparse tensor of torch.bool of shape \(5, 5\): pass mask.to_dense",
+        r"mask must be dense, got torch.sparse_coo: pass mask.to_dense\(\)$",
         (),
     ),
     "another batch": (
         torch.ones(3, 5, 5, dtype=torch.bool),
-        r"got torch.bool of shape \(3, 5, 5\)",
+        rf"{SHAPE}, got \(3, 5, 5\)$",
         (),
     ),
     "an axis for heads": (
         torch.ones(2, 1, 5, 5, dtype=torch.bool),
-        r"got torch.bool of shape \(2, 1, 5, 5\)",
+        rf"{SHAPE}, got \(2, 1, 5, 5\)$",
         (),
     ),
-    "a float": (
-        torch.zeros(5, 5),
-        r"got torch.float32 of shape \(5, 5\)",
+    "a float": (torch.zeros(5, 5), f"{BOOL}, got torch.float32: ", (ADDITIVE, ONES)),
+    "integers": (torch.ones(5, 5).long(), f"{BOOL}, got torch.int64: ", (ONES,)),
+    "floats of another batch": (
+        torch.zeros(3, 5, 5),
+        rf"{BOTH}, got torch.float32 and \(3, 5, 5\): ",
         (ADDITIVE, ONES),
-    ),
-    "integers": (
-        torch.ones(5, 5).long(),
-        r"got torch.int64 of shape \(5, 5\)",
-        (ONES,),
     ),
     "padding": (
         torch.ones(2, 5, dtype=torch.bool),
-        r"got torch.bool of shape \(2, 5\)",
+        rf"{SHAPE}, got \(2, 5\): ",
         (PADDING,),
     ),
     "padding of integers": (
         torch.ones(2, 5).long(),
-        r"got torch.int64 of shape \(2, 5\)",
+        rf"{BOTH}, got torch.int64 and \(2, 5\): .*; then pass",
         (ONES, PADDING),
     ),
     "padding of floats": (
         torch.zeros(2, 5),
-        r"got torch.float32 of shape \(2, 5\)",
+        rf"{BOTH}, got torch.float32 and \(2, 5\): .*; then pass",
         (ADDITIVE, ONES, PADDING),
     ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_MASKS)
-def test_self_attention_says_what_mask_it_got_and_what_to_pass(name):
-    mask, got, hints = WRONG_MASKS[name]
+def test_self_attention_says_what_is_wrong_with_a_mask_and_what_to_pass(name):
+    mask, expected, hints = WRONG_MASKS[name]
     module = CausalMultiHeadSelfAttention(24, 4)
-    expected = rf"mask must be a bool tensor of shape \(2, 5, 5\) or \(2, 1, 5\), {got}"
-    with pytest.raises(ValueError, match=expected) as caught:
+    with pytest.raises(ValueError, match=f"^{expected}") as caught:
         module(torch.zeros(2, 5, 24), mask=mask)
     for hint in (ADDITIVE, ONES, PADDING):
         assert (hint in str(caught.value)) == (hint in hints)
@@ -128,7 +132,7 @@ def test_self_attention_rejects_a_rope_that_changes_the_shape():
         return x[:1]
 
     module = CausalMultiHeadSelfAttention(24, 4, rope=first_sequence)
-    message = r"rope must return .* \(2, 4, 5, 6\), as its input, got \(1, 4, 5, 6\)"
+    message = r"rope must .* \(2, 4, 5, 6\), the shape of its input, got \(1, 4, 5, 6\)"
     with pytest.raises(ValueError, match=message):
         module(torch.randn(2, 5, 24))
 
@@ -138,7 +142,7 @@ def test_self_attention_rejects_a_rope_that_changes_the_shape_of_keys_only():
         return x[:1] if x.shape[-3] == 2 else x
 
     module = CausalMultiHeadSelfAttention(24, 4, num_kv_heads=2, rope=shorten_keys)
-    message = r"rope must return .* \(2, 2, 5, 6\), as its input, got \(1, 2, 5, 6\)"
+    message = r"rope must .* \(2, 2, 5, 6\), the shape of its input, got \(1, 2, 5, 6\)"
     with pytest.raises(ValueError, match=message):
         module(torch.randn(2, 5, 24))
 
@@ -162,7 +166,9 @@ def test_self_attention_rejects_an_attend_that_returns_heads_after_tokens():
         def attend(self, q, k, v, mask):
             return super().attend(q, k, v, mask).transpose(1, 2)
 
-    message = r"attend must return .* \(2, 4, 5, 6\), as its input, got \(2, 5, 4, 6\)"
+    message = (
+        r"attend must return a tensor of shape \(2, 4, 5, 6\), .* got \(2, 5, 4, 6\)"
+    )
     with pytest.raises(ValueError, match=message):
         Transposed(24, 4)(torch.randn(2, 5, 24))
 

@@ -22,6 +22,9 @@ def test_transformer_takes_a_rope_in_place_of_theta():
 def test_transformer_with_positions_takes_a_sequence_longer_than_its_limit():
     model = Transformer(1, 24, 4, max_seq_len=9)
     assert model(torch.zeros(10, 24), torch.arange(10) % 9).shape == (10, 24)
+    message = "x must have at most max_seq_len=9 tokens, got 10: build the Transformer"
+    with pytest.raises(ValueError, match=message):
+        model(torch.zeros(10, 24))
 
 
 @pytest.mark.parametrize("part", ["norm", "attention", "ffn"])
@@ -47,7 +50,10 @@ def test_block_names_the_part_that_returns_something_else(part, broken, got):
 
 
 ODD_HEADS: dict[str, Any] = {
-    "of d_model": ({"d_model": 60}, "d_model=60 / num_heads=4 is 15"),
+    "of d_model": (
+        {"d_model": 60},
+        "must be even for RoPE, got 60 / 4 = 15: .* or pass d_head or theta=None",
+    ),
     "of d_head": (
         {"d_model": 64, "d_head": 15},
         "d_head, the head size, must be positive and even for RoPE, got 15",

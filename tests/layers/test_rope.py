@@ -125,6 +125,15 @@ def test_rope_on_meta_keeps_no_table_of_fake_tensors():
     assert torch.equal(rope(x), expected)
 
 
+def test_rope_says_how_many_tokens_its_table_has():
+    rope = RotaryPositionalEmbedding(10.0, 6, 8)
+    message = (
+        "x must have at most max_seq_len=8 tokens, got 9: build RoPE with a larger"
+    )
+    with pytest.raises(ValueError, match=message):
+        rope(torch.randn(9, 6))
+
+
 def test_rope_rejects_complex_positions():
     rope = RotaryPositionalEmbedding(10.0, 6, 8)
     with pytest.raises(ValueError, match=r"must be integers, got torch\.complex64"):

@@ -259,13 +259,13 @@ class Convolution(nn.Conv1d):
             TP,
             {},
             {"mp_policy": None},
-            "mp_policy is an option of fully_shard, which needs the axis 'dp', got the axes \\('tp',\\)",
+            "mesh must have the axis 'dp' for mp_policy, an option of fully_shard, got the axes \\('tp',\\)",
         ),
         (
             DP_TP,
             {},
             {"mp_polcy": None},
-            "fully_shard has no option mp_polcy; it has reshard_after_forward, .*mp_policy",
+            "an option must be one of reshard_after_forward, .*mp_policy, .* fully_shard, got mp_polcy",
         ),
         (
             DP_TP,

@@ -21,7 +21,7 @@ def test_tables_have_each_candidate_over_reading_the_weights(capsys):
         "reading the weights once",
     ]
     assert "1 thread; torch" in printed
-    assert "float32, 1 layers, 3 tokens, relative error between logits" in printed
+    assert "float32, 1 layer, 3 tokens, relative error between logits" in printed
     ratios = [float(line.split("|")[5]) for line in rows[2:]]
     assert ratios[-1] == 1
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import operator
+import statistics
 from unittest.mock import Mock
 
 import compare_peers
@@ -9,7 +11,7 @@ import pytest
 import torch
 from lab.environment import environment
 from markdown_tables import table_rows
-from peers import candidates, projects, records
+from peers import candidates, measuring, projects, records
 
 QUICK = ["--quick", "--rounds", "2", "--threads", "1"]
 ONE_TOKEN = [*QUICK, "--case", "one-token-f32", "--peers", "control"]
@@ -36,7 +38,8 @@ def names_of(plan):
 
 
 def test_quick_run_measures_and_reports_every_case(tmp_path, capsys):
-    path, page = tmp_path / "run.json", tmp_path / "report.md"
+    path = tmp_path / "run.json"
+    page = tmp_path / "report.md"
     names = ["train-bf16-768", "train-bf16-2048", "one-token-f32"]
     options = [*QUICK, "--case", ",".join(names), "--peers", "limit,control"]
     outputs = ["--json", str(path), "--write", str(page)]
@@ -45,20 +48,24 @@ def test_quick_run_measures_and_reports_every_case(tmp_path, capsys):
     assert [case.name for case in run.cases] == names
     assert (run.rounds, run.quick, run.shape_checks) == (2, True, True)
     assert not run.interrupted
-    printed, written = capsys.readouterr().out, page.read_text()
+    printed = capsys.readouterr().out
+    written = page.read_text()
     for case in run.cases:
         assert [row.peer for row in case.rows] == ["limit", "control"]
         for row in case.rows:
             assert row.status == "measured"
-            ours, theirs = row.measurement.block_seconds, row.measurement.peer_seconds
-            median = (ours[0] / theirs[0] + ours[1] / theirs[1]) / 2
+            ours = row.measurement.block_seconds
+            theirs = row.measurement.peer_seconds
+            median = statistics.median(map(operator.truediv, ours, theirs))
             assert f" {median:.3f} " in printed
             assert f" {median:.3f} " in written
     facts = table_rows(written)
     assert ["threads", "1"] in facts
     assert ["torch", torch.__version__] in facts
     command = f"`{run.environment.command}`"
-    assert [command, "2", "0", run.environment.date] in facts
+    rounds = "2"
+    seed = "0"
+    assert [command, rounds, seed, run.environment.date] in facts
     assert "the times mean nothing" in written
 
 
@@ -99,6 +106,15 @@ def test_report_pools_the_runs_of_one_machine_and_commit(measured, capsys):
     assert " 2: " not in second
 
 
+def test_report_rejects_a_run_that_is_named_twice(measured, capsys):
+    path, _ = measured
+    copy = path.with_name("copy.json")
+    copy.write_bytes(path.read_bytes())
+    for again in (path, copy):
+        message = f"--report must name each run once: leave out {again}"
+        assert message in error_of(["--report", str(path), str(again)], capsys)
+
+
 def test_report_has_the_chosen_cases_only(measured, capsys):
     path, _ = measured
     options = ["--report", str(path), "--case", "one-token-tiny"]
@@ -135,6 +151,15 @@ def test_peer_whose_result_is_nan_is_reported_and_the_run_goes_on(
         assert control.reason.startswith("outputs differ by nan")
         assert limit.status == "measured"
     assert len(run.cases) == 2
+
+
+def test_failure_of_the_block_is_the_exit_code_and_in_the_report(monkeypatch, capsys):
+    def fail(size, dtype, device, seed):
+        raise RuntimeError("no weights")
+
+    monkeypatch.setattr(measuring, "make_block", fail)
+    assert compare_peers.main(ONE_TOKEN) == 1
+    assert "failed: RuntimeError: no weights" in capsys.readouterr().out
 
 
 def test_quick_run_of_a_preset_with_few_key_heads_succeeds(capsys):
@@ -216,6 +241,9 @@ def error_of(options, capsys):
         (["--presets", "gpt-7"], "unknown preset 'gpt-7'"),
         (["--rounds", "0"], "--rounds: must be an integer of at least 1, got '0'"),
         (["--threads", "0"], "--threads: must be an integer of at least 1, got '0'"),
+        (["--seconds", "nan"], "--seconds: must be a number of seconds above 0, got"),
+        (["--seed", "x"], "--seed: must be an integer, got 'x'"),
+        (["--seed", f"{2**63}"], "--seed: must fit into 64 bits"),
         (["--json", "a", "--write", "a"], "two outputs have the same path: a"),
     ],
 )

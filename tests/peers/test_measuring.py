@@ -84,12 +84,12 @@ def perturbed(name):
 def test_unchecked_peer_is_the_block_without_its_checks():
     block, _ = block_and_x()
     unchecked = projects.PEERS["unchecked"].build(block, TRAIN.size).call
-    assert [
-        hasattr(type(each).forward, "__typechecked__") for each in (block, unchecked)
-    ] == [True, False]
-    assert [p.data_ptr() for p in unchecked.parameters()] == [
-        p.data_ptr() for p in block.parameters()
-    ]
+    assert hasattr(type(block).forward, "__typechecked__")
+    assert not hasattr(type(unchecked).forward, "__typechecked__")
+    pairs = zip(unchecked.parameters(), block.parameters(), strict=True)
+    for weight, of_block in pairs:
+        assert weight.data_ptr() == of_block.data_ptr()
+    # The checks were off only while the peer was built.
     assert not jaxtyping.config.jaxtyping_disable
 
 
@@ -360,16 +360,14 @@ def test_error_before_kernels_are_counted_is_noted(monkeypatch):
     assert result.needs.kernels_error == "MemoryError"
 
 
-def test_rows_have_the_targets_of_the_case_and_no_peer_that_inductor_has_no_code_for():
+def test_rows_have_the_targets_of_the_case_and_leave_out_operations_if_compiled():
     targets = {"others": 1.5, "control": 2.0}
     case = dataclasses.replace(TRAIN, how="compiled", targets=targets)
     peers = ("copy", "operations", "control", "transformers")
     rows = rows_of(*peers, case=case, deadline=0)
-    assert [(row.peer, row.target) for row in rows] == [
-        ("copy", None),
-        ("control", 2.0),
-        ("transformers", 1.5),
-    ]
+    targets_of_rows = {row.peer: row.target for row in rows}
+    # Compiled, the bare operations are what the Block is. A copy is a bound, which has no target.
+    assert targets_of_rows == {"copy": None, "control": 2.0, "transformers": 1.5}
 
 
 def test_cuda_graphs_begin_a_step_with_every_call_and_copy_no_weights(monkeypatch):

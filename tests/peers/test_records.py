@@ -103,6 +103,14 @@ def negative_time(document):
     document["cases"][0]["rows"][0]["measurement"]["peer_seconds"][1] = -2.0
 
 
+def time_of_no_machine(document):
+    document["cases"][0]["rows"][0]["measurement"]["peer_seconds"][1] = 1e-300
+
+
+def no_errors(document):
+    document["cases"][0]["rows"][0]["measurement"]["errors"] = {}
+
+
 def nan_time(document):
     document["cases"][0]["rows"][0]["measurement"]["peer_seconds"][1] = float("nan")
 
@@ -141,7 +149,9 @@ def without_a_device(document):
             "cases[0].needs.saved_bytes must be an integer, got 'many'",
         ),
         (text_for_a_list, "cases must be a list, got 'all'"),
-        (negative_time, "times must be positive, got -2.0"),
+        (negative_time, "times must be from 1e-9 to 1e9 s, got -2.0"),
+        (time_of_no_machine, "times must be from 1e-9 to 1e9 s, got 1e-300"),
+        (no_errors, 'errors must have the key "outputs", or be null'),
         (nan_time, "peer_seconds[1] must be a finite number, got nan"),
         (missing_time, "must have one time for each round, got 1 and 2"),
         (unknown_status, "rows[1].status must be one of measured, "),

@@ -98,9 +98,11 @@ def test_ratios_of_several_runs_are_pooled():
     ]
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_peer_that_one_run_has_not_measured_is_not_judged(order):
-    runs = [run_of(row("liger", 9.0, 1.0)), run_of(skipped("liger"))][::order]
+@pytest.mark.parametrize("reverse", [False, True])
+def test_peer_that_one_run_has_not_measured_is_not_judged(reverse):
+    runs = [run_of(row("liger", 9.0, 1.0)), run_of(skipped("liger"))]
+    if reverse:
+        runs.reverse()
     (case,) = pool(runs)
     assert (case.rows[0].timing, case.rows[0].meets_target) == (None, None)
     assert "- liger skipped: needs CUDA" in report.verdicts([case])

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 from lab.costs import adamw_cost
+from lab.machine import Rates
 from lab.sizes import Size
 from lab.timing import Spread
 from profiles import machine, point_of, profile_of, samples_of
 from profiling.analysis import analyze, beats_ceilings, ceiling_too_low
-from profiling.records import Peaks
 
 MACHINE = machine(flops_per_second=1e9, bytes_per_second=1e8)
 SIZE = Size(
@@ -60,7 +60,7 @@ def test_mfu_is_of_both_attentions_and_of_both_peaks():
             causal += cost.matmul_flops
             dense += cost.dense_matmul_flops
     assert causal < dense
-    profile = replace(made("train"), datasheet=Peaks(4e9, 1.0))
+    profile = replace(made("train"), datasheet=Rates(4e9, 1.0))
     analysis = analysis_of(profile)
     # Forward and backward take 30 s.
     assert analysis.mfu_measured.causal == pytest.approx(causal / 30.0 / 1e9)
@@ -82,7 +82,7 @@ def losses(size=SIZE, smallest=0.0, ceilings=MACHINE, **lost):
     """Return the losses of a forward pass of 10 s in which these parts take so much longer than their least time."""
     seconds = {}
     for name, costs in size.part_costs(4).items():
-        least = ceilings.seconds(costs["forward"].flops, costs["forward"].bytes)
+        least = ceilings.rates.seconds(costs["forward"].flops, costs["forward"].bytes)
         seconds[name] = least + lost.get(name, 0.0)
     profile = made("forward", size, ceilings, seconds, smallest)
     return analysis_of(profile).losses
@@ -94,7 +94,7 @@ def test_losses_are_the_three_parts_that_lose_most_against_the_roofline():
     assert [loss.seconds for loss in found] == pytest.approx([4.0, 3.0, 2.0])
     assert [loss.share for loss in found] == pytest.approx([0.4, 0.3, 0.2])
     cost = SIZE.part_costs(4)["rope"]["forward"]
-    least = MACHINE.seconds(cost.flops, cost.bytes)
+    least = MACHINE.rates.seconds(cost.flops, cost.bytes)
     assert found[0].roofline_fraction == pytest.approx(least / (least + 4.0))
     assert losses() == ()
 
@@ -208,7 +208,7 @@ def test_part_whose_data_fit_into_a_cache_may_beat_the_memory():
 
 def test_backward_that_noise_makes_short_shows_nothing_about_ceilings():
     samples = samples_of(SIZE, "train", seconds=1.0, whole=10.0, smallest=0.5)
-    samples["ffn", "train"] = [1.0 + 1e-9] * 3
+    samples["ffn", "train"] = [1.0 + 1e-9] * 5
     profile = profile_of(point_of(SIZE, samples), mode="train", ceilings=MACHINE)
     assert ceiling_too_low(profile) is None
     assert not beats_ceilings(profile)

@@ -29,13 +29,18 @@ def test_sizes_that_cannot_be_built_are_rejected(rejection):
     assert "d_model=17" in rejection("--sweep=d-model=16,17")
 
 
+def test_sweep_with_a_value_twice_is_rejected(rejection):
+    message = rejection("--sweep=seq-len=8,16,8")
+    assert "--sweep: must name each value once, got 'seq-len=8,16,8'" in message
+
+
 def test_counts_must_be_at_least_1(rejection):
     for option in ("--seq-len", "--rounds", "--tp"):
         assert f"argument {option}: must be an integer" in rejection(f"{option}=0")
 
 
 def test_seed_must_fit_into_64_bits(rejection):
-    assert "--seed must fit into 64 bits" in rejection(f"--seed={2**64}")
+    assert "--seed: must fit into 64 bits" in rejection(f"--seed={2**64}")
 
 
 def test_step_in_float16_is_rejected(rejection):

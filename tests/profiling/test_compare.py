@@ -10,7 +10,8 @@ from lab.timing import Spread
 from profiles import machine, point_of, profile_of, samples_of
 from profiling.compare import compare, verdict
 from profiling.compare_cli import main
-from profiling.records import Trust
+from profiling.records import OutOfMemory, Trust
+from profiling.report import describe
 from profiling.storage import write_profile
 
 SIZE = Size(
@@ -24,11 +25,12 @@ SIZE = Size(
 )
 
 
-def profile_in(microseconds, flops=1e12, size=SIZE):
-    """Return a profile whose whole takes this long in each round, except for 5% more and less in two of them."""
-    samples = samples_of(size, "forward", seconds=1e-3, whole=1.0, smallest=1e-7)
+def profile_in(microseconds, flops=1e12, size=SIZE, rounds=5):
+    """Return a profile whose whole takes this long, except for 4.5% less in its first and more in its last rounds."""
+    samples = samples_of(size, "forward", 1e-3, whole=1.0, smallest=1e-7, rounds=rounds)
     seconds = 1e-6 * microseconds
-    samples["whole", "forward"] = [0.925 * seconds, seconds, 1.075 * seconds]
+    factors = [0.955, 0.955, 1.0, 1.045, 1.045]
+    samples["whole", "forward"] = [seconds * factor for factor in factors[:rounds]]
     ceilings = machine(flops, 1e12)
     return profile_of(point_of(size, samples), ceilings=ceilings)
 
@@ -42,7 +44,7 @@ def row_of_whole(old, new):
 
 def test_compare_shows_ratios_with_the_interval_in_which_they_may_lie():
     old, new = profile_in(2), profile_in(6)
-    # p20 and p80 of three samples are 4.5% below and above the median here.
+    # p20 and p80 are 4.5% below and above the median.
     old_seconds = old.points[0].whole.passes["forward"].seconds
     assert old_seconds.p20 == pytest.approx(2e-6 * 0.955)
     low, high = 3 * 0.955 / 1.045, 3 * 1.045 / 0.955
@@ -74,6 +76,15 @@ def test_interval_is_wider_by_what_the_ceilings_differ_by():
 )
 def test_interval_that_contains_1_and_is_wide_is_unclear(low, high, expected):
     assert verdict(low, high) == expected
+
+
+def test_ratio_of_fewer_than_5_samples_is_unclear():
+    old, new = profile_in(2), profile_in(6)
+    for rounds in (1, 4):
+        few = profile_in(6, rounds=rounds)
+        assert row_of_whole(old, few)[-1] == "unclear"
+        assert row_of_whole(few, old)[-1] == "unclear"
+    assert row_of_whole(old, new)[-1] == "may be slower"
 
 
 def test_time_that_is_lost_in_the_noise_has_no_ratio():
@@ -109,6 +120,15 @@ def test_compare_repeats_the_doubts_of_both_profiles():
     assert str(compare(steady, doubtful)[1]).startswith(f"New {expected}")
 
 
+def test_compare_names_the_profile_that_was_interrupted():
+    whole = profile_in(2)
+    part = replace(whole, finished=False)
+    expected = "profile: Interrupted after 1 size: the others were not measured."
+    assert compare(part, whole)[1] == f"Old {expected}"
+    assert compare(whole, part)[1] == f"New {expected}"
+    assert "Interrupted" not in " ".join(map(str, compare(whole, whole)))
+
+
 def written(folder, name, profile):
     path = folder / name
     write_profile(path, profile)
@@ -140,9 +160,18 @@ def test_program_rejects_what_it_cannot_compare(tmp_path, capsys):
     message = rejection(capsys, old, other)
     assert "must have a size of OLD.json" in message
     assert "profile the same size" in message
+    rotated = profile_in(2, size=replace(SIZE, theta=500000.0, eps=1e-6))
+    other = written(tmp_path, "other.json", rotated)
+    expected = f"got {describe(SIZE)}, theta 500000.0, eps 1e-06: "
+    assert expected in rejection(capsys, old, other)
     assert "NEW.json: cannot read missing.json" in rejection(
         capsys, old, "missing.json"
     )
+    too_large = profile_of(OutOfMemory(SIZE, "no memory"))
+    empty = written(tmp_path, "empty.json", too_large)
+    message = "must have a size that was measured, got none, because memory ran out"
+    assert f"NEW.json: {empty} {message}" in rejection(capsys, old, empty)
+    assert f"OLD.json: {empty} {message}" in rejection(capsys, empty, old)
     broken = tmp_path / "broken.json"
     document = json.loads((tmp_path / "old.json").read_text())
     del document["settings"]["rounds"]

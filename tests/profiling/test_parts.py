@@ -32,27 +32,30 @@ def test_parts_compute_the_block_bit_for_bit(qk_norm, dtype):
 
 def test_parts_have_the_gradients_of_the_whole():
     stack, x, gradient, parts = parts_of(num_layers=1)
-    expected = dict(
-        zip((x, *stack.parameters()), whole(stack, x, gradient).train(), strict=True)
-    )
+    gradients = whole(stack, x, gradient).train()
+    expected = dict(zip((x, *stack.parameters()), gradients, strict=True))
     weights = [weight for part in parts.values() for weight in part.weights]
-    assert len(weights) == len(set(weights)) == len(expected) - 1  # each is one part's
+    # Each weight belongs to one part.
+    assert len(weights) == len(set(weights)) == len(expected) - 1
     for part in parts.values():
-        for weight, grad in zip(
-            part.weights, part.train()[len(part.inputs) :], strict=True
-        ):
-            torch.testing.assert_close(grad, expected[weight])
+        of_weights = part.train()[len(part.inputs) :]
+        for weight, found in zip(part.weights, of_weights, strict=True):
+            torch.testing.assert_close(found, expected[weight])
+
+
+def test_residual_adds_add_the_gradients_of_both_ways_of_x():
+    stack, x, gradient, parts = parts_of(num_layers=1)
+    of_input, *_ = whole(stack, x, gradient).train()
     adds = parts["residual adds"]
-    assert torch.equal(adds.gradients[0], expected[x])
-    # Where a branch left, its gradient and that of what passed it by add up.
-    of_x, of_attended, of_y, of_fed = adds.gradients
-    sums = (
-        of_x + of_attended,
-        of_attended,
-        of_y + of_fed,
-        parts["final norm"].train()[0],
-    )
-    assert all(torch.equal(*pair) for pair in zip(adds.train(), sums, strict=True))
+    # The first sum takes x and a branch, and gives x and y. The second one takes y and a branch, and gives y and z.
+    of_given_x, of_y, of_given_y, of_z = adds.gradients
+    assert torch.equal(of_given_x, of_input)
+    of_x_taken, of_branch, of_y_taken, of_second_branch = adds.train()
+    assert torch.equal(of_x_taken, of_given_x + of_y)
+    assert torch.equal(of_branch, of_y)
+    assert torch.equal(of_y_taken, of_given_y + of_z)
+    assert torch.equal(of_second_branch, of_z)
+    assert torch.equal(of_z, parts["final norm"].train()[0])
 
 
 def test_parts_have_the_strides_of_the_block(monkeypatch):

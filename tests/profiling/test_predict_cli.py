@@ -58,6 +58,9 @@ def test_sweep_is_written_shown_and_drawn(tmp_path, capsys):
     # A batch of 4 sequences of 6 tokens leaves 6 tokens to each of four devices.
     out = capsys.readouterr().out
     assert re.search(r"^\| dp=2,tp=2 \| +4 \| +6 ", out, re.MULTILINE)
+    reason = "the batch size must be a multiple of 8 for dp=8, got 4"
+    (left_out,) = [line for line in out.splitlines() if line.startswith("left out: ")]
+    assert left_out.endswith(f"; dp=8: {reason}")
     texts = re.findall("<!-- (.*) -->", picture.read_text())
     assert {"dp=8", "dp=2,tp=2", "sequences per batch"} <= set(texts)
 
@@ -93,6 +96,12 @@ def rejection(capsys, *options):
         ),
         pytest.param(["dp=1", "--plot=x.png"], "add --sweep", id="plot of one size"),
         pytest.param(["dp=1", "--link=1e9,0"], "--link must be bytes/s", id="no rate"),
+        pytest.param(
+            ["dp=1", "--link=1e-300"], "--link must be bytes/s", id="tiny rate"
+        ),
+        pytest.param(
+            ["dp=1", "--ceilings=1e-300,1e9"], "--ceilings must be", id="tiny ceiling"
+        ),
         pytest.param(
             ["dp=1", "--ceilings=RTX"], "--ceilings must be a GPU", id="unknown GPU"
         ),

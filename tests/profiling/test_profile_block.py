@@ -7,11 +7,13 @@ import weakref
 
 import pytest
 import torch
+from lab.machine import Rates
 from lab.sizes import Size
 from profiles import TINY, machine, profile, ticking
 from profiling import session
 from profiling.cli import main
 from profiling.measure import measure
+from profiling.outputs import Outputs
 from profiling.records import OutOfMemory, Point, Settings
 
 PARTS = [
@@ -137,7 +139,7 @@ def test_step_of_a_stack_counts_each_layer(step):
     (point,) = step.profile.points
     counts = {part.name: part.count for part in point.parts}
     assert counts == dict.fromkeys([*PARTS, "q/k norm"], 2) | {"final norm": 1}
-    assert "sums and shares count them 2 times" in step.out
+    assert "Sums and shares count the parts of a block 2 times" in step.out
 
 
 def test_trace_labels_every_pass(step):
@@ -226,7 +228,7 @@ def test_interruption_keeps_the_finished_points(tmp_path, capsys):
     assert main(options, interrupted) == 130
     document = json.loads(path.read_text())
     assert (document["finished"], len(document["points"])) == (False, 1)
-    assert "Interrupted after 1 size." in capsys.readouterr().out
+    assert "Interrupted after 1 size: " in capsys.readouterr().out
     assert main(TINY, interrupted) == 130
     assert capsys.readouterr() == ("", "profile_block.py: interrupted\n")
 
@@ -248,6 +250,22 @@ def test_ceilings_that_a_part_beats_are_measured_once_more(tmp_path, monkeypatch
         assert found == max(rates)
         assert ("The measured ceiling is too low" in run.out) == too_low
     assert len(measured) == 4
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"), [("highest", Rates(67e12, 4.8e12)), ("high", None)]
+)
+def test_datasheet_is_left_out_where_it_has_no_peak(
+    precision, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(session, "device_name", lambda device: "NVIDIA H200")
+    torch.set_float32_matmul_precision(precision)
+    try:
+        run = profile(tmp_path, "--mode=forward")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert run.profile.datasheet == expected
+    assert ("Datasheet: n/a" in run.out) == (expected is None)
 
 
 @pytest.fixture
@@ -292,6 +310,38 @@ def test_error_that_is_not_a_lack_of_memory_is_raised():
     settings = Settings(torch.device("cpu"), torch.float32, "forward")
     with pytest.raises(RuntimeError, match="something else"):
         measure(SIZE, settings, clock=broken)
+
+
+def test_files_that_cannot_be_written_do_not_lose_the_report(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    tick, folder = ticking(), tmp_path / "folder"
+    folder.mkdir()
+
+    def clock():  # from the first measurement on, the folder is gone
+        if folder.exists():
+            folder.rmdir()
+        return tick()
+
+    trace, json_path, picture = folder / "trace", folder / "json", folder / "plot.png"
+    options = [f"--trace={trace}", f"--json={json_path}", f"--plot={picture}"]
+    assert main([*TINY, "--mode=forward", *options], clock) == 1
+    captured = capsys.readouterr()
+    assert "sum of the parts" in captured.out
+    lines = captured.err.splitlines()
+    assert len(lines) == 3
+    for path, line in zip((trace, json_path, picture), lines, strict=True):
+        beginning = f"profile_block.py: error: cannot write {path}: "
+        assert line == f"{beginning}No such file or directory"
+
+
+def test_error_of_a_file_is_forgotten_once_it_is_written(tmp_path):
+    path, outputs = tmp_path / "profile.json", Outputs()
+    with outputs.writing(path):
+        raise OSError("the disk is full")
+    assert [*outputs.errors] == [path]
+    with outputs.writing(path):
+        path.touch()
+    assert outputs.errors == {}
 
 
 def test_plot_that_fails_does_not_lose_the_report(tmp_path, monkeypatch, capsys):

@@ -84,7 +84,7 @@ def remove_points(document):
 
 
 def negate_time(document):
-    spread_of_whole(document)["median"] = -999.0
+    spread_of_whole(document)["p20"] = -999.0
 
 
 def forget_time(document):
@@ -120,7 +120,84 @@ def flatten_points(document):
 
 
 def stop_machine(document):
-    document["ceilings"]["bytes_per_second"]["median"] = 0
+    document["ceilings"]["bytes_per_second"]["p20"] = 0
+
+
+def first_part(document):
+    return document["points"][0]["parts"][0]
+
+
+def swap_percentiles(document):
+    spread = spread_of_whole(document)
+    spread["p20"], spread["p80"] = 3.0, 2.0
+
+
+def forget_samples(document):
+    spread_of_whole(document)["samples"] = 0
+
+
+def negate_count(document):
+    first_part(document)["count"] = -3
+
+
+def negate_work(document):
+    first_part(document)["passes"]["forward"]["cost"]["bytes"] = -1
+
+
+def negate_memory(document):
+    document["points"][0]["memory"]["held"]["gradients_bytes"] = -1
+
+
+def negate_size(document):
+    document["points"][0]["size"]["batch_size"] = -2
+
+
+def stop_gpu(document):
+    spread = {"median": 0.0, "p20": 0.0, "p80": 0.0, "samples": 5}
+    first_part(document)["passes"]["forward"]["gpu_seconds"] = spread
+
+
+def remove_processes(document):
+    document["settings"]["mesh"]["dp"] = 0
+
+
+def change_sweep(document):
+    document["settings"]["sweep"] = "vocab"
+
+
+def write_huge_integer(document):
+    first_part(document)["count"] = 10**400
+
+
+def write_huge_time(document):
+    spread_of_whole(document)["p80"] = 10**400
+
+
+def write_kind_as_list(document):
+    document["points"][0]["kind"] = []
+
+
+def nest_environment(document):
+    nested = []
+    for _ in range(400):
+        nested = [nested]
+    document["environment"] = nested
+
+
+def color_date(document):
+    document["environment"]["date"] = "\x1b[31m2026"
+
+
+def color_part(document):
+    first_part(document)["name"] = "\x1b[31mln1"
+
+
+def forget_passes(document):
+    document["points"] = [document["points"][0]]
+    point = document["points"][0]
+    point["optimizer"] = None
+    for part in (*point["parts"], point["whole"]):
+        part["passes"] = {}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +205,7 @@ def stop_machine(document):
     [
         (remove_ridge, "ceilings.product_size is missing"),
         (remove_points, "points must have at least one size"),
-        (negate_time, "the time of whole, forward must be above 0, got -999.0"),
+        (negate_time, "whole: the time of forward must be at least 1e-12, got -999.0"),
         (forget_time, "forward.seconds.p80 must be a finite number, got nan"),
         (write_time_as_text, "seconds.median must be a finite number, got 'fast'"),
         (write_count_as_bool, "parts[0].count must be an integer, got True"),
@@ -137,7 +214,23 @@ def stop_machine(document):
         (change_device, "settings.device must be a device of torch, got 'abacus'"),
         (change_mode, "settings.mode must be one of forward, train, step, got"),
         (flatten_points, "points must be a list, got {'one': 1}"),
-        (stop_machine, "ceilings.bytes_per_second must be above 0, got 0.0"),
+        (stop_machine, "ceilings: bytes_per_second must be at least 1, got 0.0"),
+        (swap_percentiles, "seconds: p20, median and p80 must be in this order, got"),
+        (forget_samples, "forward.seconds: samples must be at least 1, got 0"),
+        (negate_count, "points[0].parts[0]: count must be at least 1, got -3"),
+        (negate_work, "passes.forward.cost: bytes must be at least 0, got -1"),
+        (negate_memory, "memory.held: gradients_bytes must be at least 0, got -1"),
+        (negate_size, "points[0].size: batch_size must be at least 1, got -2"),
+        (stop_gpu, "the GPU's time of forward must be at least 1e-12, got 0.0"),
+        (remove_processes, "settings.mesh: dp must be at least 1, got 0"),
+        (change_sweep, "settings.sweep must be one of seq-len, batch-size, d-model,"),
+        (write_huge_integer, "count must be an integer below 2**64, got 1000"),
+        (write_huge_time, "seconds.p80 must be a finite number, got 1000"),
+        (write_kind_as_list, "points[0].kind must be one of one process, "),
+        (nest_environment, "environment must be an object, got [[[[[[["),
+        (color_date, "environment.date must be printable, got '\\x1b[31m2026'"),
+        (color_part, "a name in points[0] must be printable, got '\\x1b[31mln1"),
+        (forget_passes, "points[0] must have a time, got none"),
     ],
 )
 def test_damaged_profile_is_rejected_in_one_line(damage, expected, profile, tmp_path):

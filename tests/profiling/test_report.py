@@ -20,9 +20,9 @@ DOUBTS = Trust(
 )
 
 
-def made(mode="train", ceilings=None, trust=None, **settings):
+def made(mode="train", ceilings=None, trust=None, rounds=5, **settings):
     """Return a profile in which the whole takes 30 s, and the parts take 24 s of them."""
-    samples = samples_of(SIZE, mode, seconds=1.0, whole=10.0, smallest=0.5)
+    samples = samples_of(SIZE, mode, 1.0, whole=10.0, smallest=0.5, rounds=rounds)
     point = point_of(SIZE, samples)
     if trust is not None:
         point = replace(point, trust=trust)
@@ -84,11 +84,11 @@ def test_summary_has_a_range_that_can_be_read():
     profile = made("forward")
     (point,) = profile.points
     forward = replace(
-        point.whole.passes["forward"], seconds=Spread(1e-3, -22.8e-3, 76.5e-3, 7)
+        point.whole.passes["forward"], seconds=Spread(1e-3, 0.228e-3, 76.5e-3, 7)
     )
     whole = replace(point.whole, passes={"forward": forward})
     profile = replace(profile, points=(replace(point, whole=whole),))
-    assert "Forward: 1.00 ms (p20 to p80: -22.8 to 76.5), " in text_of(profile)
+    assert "Forward: 1.00 ms (p20 to p80: 0.23 to 76.5), " in text_of(profile)
 
 
 def test_overhead_is_a_share_of_the_total_on_a_cpu():
@@ -124,6 +124,13 @@ def test_losses_have_causes_unless_the_figures_cannot_be_trusted():
     assert "Do not trust these figures:\n  added over all threads, time spent" in text
     assert "Most time lost against the roofline:\n  " in text
     assert "% of the total; " not in text
+
+
+def test_report_doubts_a_profile_of_few_samples():
+    text = text_of(made(rounds=1))
+    expected = "Do not trust these figures:\n  each time has 1 sample, fewer than 5\n"
+    assert expected in text
+    assert "Do not trust" not in text_of(made())
 
 
 def test_ceiling_that_is_too_low_leaves_no_percentages_of_it():
@@ -195,21 +202,28 @@ def test_bars_of_the_picture_add_up_to_the_total(drawn):
     assert bars.get_yticklabels()[-1].get_text() == "Block minus parts"
 
 
-def test_wrong_ceiling_does_not_stretch_the_picture(drawn):
-    right = drawn(made())
-    # A hundredth of the bandwidth, as if another program had copied all the time, and no part of a cache.
-    wrong = drawn(made(ceilings=replace(machine(1e9, 10.0), copy_bytes=2**40)))
-    assert wrong[1].get_xlim() == right[1].get_xlim()
-    too_low = drawn(made(ceilings=machine(1e3, 1e8)))
-    labels = [text.get_text() for text in too_low[0].get_legend().get_texts()]
+def test_wrong_bandwidth_does_not_stretch_the_picture(drawn):
+    _, right, *_ = drawn(made())
+    # A copy that is larger than any cache, so that no cache explains a part that is faster.
+    ceilings = replace(machine(bytes_per_second=10.0), copy_bytes=2**40)
+    _, wrong, *_ = drawn(made(ceilings=ceilings))
+    assert wrong.get_xlim() == right.get_xlim()
+
+
+def test_ceiling_that_is_too_low_is_not_drawn(drawn):
+    _, right, *_ = drawn(made())
+    roofline, times, *_ = drawn(made(ceilings=machine(flops_per_second=1e3)))
+    labels = [text.get_text() for text in roofline.get_legend().get_texts()]
     assert not any(label.startswith("measured") for label in labels)
-    assert too_low[1].get_xlim() == right[1].get_xlim()
+    assert times.get_xlim() == right.get_xlim()
 
 
 def test_doubts_stand_in_the_picture(drawn):
     *_, title = drawn(made(trust=DOUBTS, ceilings=machine(1e3, 1e8)))
     assert "Do not trust these figures: added over all threads" in title
     assert "The measured ceiling is too low: " in title.replace("\n", " ")
+    *_, title = drawn(replace(made(), finished=False))
+    assert "Interrupted after 1 size: " in title
     *_, title = drawn(made())
     assert title == describe(SIZE)
 
@@ -221,5 +235,15 @@ def test_gpu_has_a_table_of_its_own_times():
     gpu["whole", "forward"] = [2.5]
     text = text_of(profile_of(point_of(SIZE, samples, gpu)))
     table = text.partition("Time of the GPU alone")[2]
-    assert cells(table, "ffn") == ["ffn", "250"]
-    assert cells(table, "Block") == ["Block", "2500"]
+    assert cells(table, "ffn") == ["ffn", "250", "250 to 250"]
+    assert cells(table, "Block") == ["Block", "2500", "2500 to 2500"]
+    assert "n/a" not in table.partition("\n\nForward")[0]
+
+
+def test_gpu_time_of_too_many_launches_is_not_available():
+    samples = samples_of(SIZE, "train", seconds=1.0, whole=10.0, smallest=0.5)
+    gpu = {key: [0.25] for key in samples if key[0] != "whole"}
+    text = text_of(profile_of(point_of(SIZE, samples, gpu), mode="train"))
+    table = text.partition("Time of the GPU alone")[2]
+    assert "n/a: the GPU began before all was launched" in table
+    assert cells(table, "Block") == ["Block", "n/a", "", "n/a", ""]

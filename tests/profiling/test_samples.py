@@ -15,7 +15,7 @@ STACK = replace(SIZE, num_layers=3)
 
 
 def test_backward_is_the_difference_of_each_round():
-    samples = samples_of(SIZE, "train", seconds=1.0, whole=10.0, smallest=0.5)
+    samples = samples_of(SIZE, "train", 1.0, whole=10.0, smallest=0.5, rounds=3)
     samples["ffn", "forward"] = [1.0, 5.0, 2.0]
     samples["ffn", "train"] = [4.0, 6.0, 9.0]
     samples["rope", "train"] = [0.9, 1.1, 1.1]
@@ -32,14 +32,18 @@ def test_backward_is_the_difference_of_each_round():
 def test_parts_of_a_stack_add_up_once_a_layer():
     samples = samples_of(STACK, "train", seconds=2.0, whole=20.0, smallest=0.5)
     point = point_of(STACK, samples)
+    # Three layers of 8 parts, and the final norm.
     assert [part.count for part in point.parts] == [3] * 8 + [1]
+    number_of_parts = 3 * 8 + 1
     for name, seconds in (("forward", 2.0), ("backward", 4.0), ("train", 6.0)):
-        assert point.sum_of_parts[name].seconds.median == 25 * seconds
-        assert point.sum_of_parts[name].of_whole == Spread(2.5, 2.5, 2.5, 3)
+        total = point.sum_of_parts[name]
+        assert total.seconds.median == number_of_parts * seconds
+        # In the forward pass, 25 parts of 2 s beside a whole of 20 s.
+        assert total.of_whole == Spread(median=2.5, p20=2.5, p80=2.5, samples=5)
 
 
 def test_sums_of_parts_are_those_of_each_round():
-    samples = samples_of(SIZE, "forward", seconds=1.0, whole=1.0, smallest=0.5)
+    samples = samples_of(SIZE, "forward", 1.0, whole=1.0, smallest=0.5, rounds=3)
     samples["ln1", "forward"] = [1.0, 2.0, 3.0]
     samples["ffn", "forward"] = [3.0, 2.0, 1.0]
     samples["whole", "forward"] = [10.0, 5.0, 2.5]
@@ -66,5 +70,6 @@ def test_gpu_has_times_of_its_own():
     ffn = point_of(SIZE, samples, gpu).parts[-1]
     assert ffn.passes["forward"].gpu_seconds.median == pytest.approx(0.375)
     assert ffn.passes["forward"].own_seconds == pytest.approx(0.375)
-    assert ffn.passes["backward"].own_seconds == pytest.approx(0.625)
+    # Train minus forward.
+    assert ffn.passes["backward"].own_seconds == pytest.approx(1.0 - 0.375)
     assert point_of(SIZE, samples).parts[-1].passes["forward"].own_seconds == 1.0

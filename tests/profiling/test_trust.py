@@ -26,7 +26,8 @@ def ceilings(flops=RATE, memory=RATE):
 
 
 def reasons(seconds=STEADY, shares=IDLE, limits=None):
-    return reasons_to_doubt(trust(seconds, shares), limits or ceilings())
+    figures = trust(seconds, shares)
+    return reasons_to_doubt(figures, limits or ceilings(), samples=len(seconds))
 
 
 def test_trust_has_the_variation_of_the_samples():
@@ -51,6 +52,12 @@ def test_steady_samples_above_a_fast_one_give_a_reason_to_doubt():
     # One sample of its own, and then always another program's turn.
     seconds = [0.5, *[1.0] * 9]
     assert reasons(seconds) == ["the median is 100% above the fastest sample"]
+
+
+def test_fewer_than_5_samples_give_a_reason_to_doubt():
+    assert reasons([1.0]) == ["each time has 1 sample, fewer than 5"]
+    assert reasons([1.0] * 4) == ["each time has 4 samples, fewer than 5"]
+    assert reasons([1.0] * 5) == []
 
 
 def test_waiting_for_a_core_gives_a_reason_to_doubt():

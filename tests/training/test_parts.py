@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -41,8 +42,8 @@ SETTINGS = Settings(
 
 TEXTS = {}
 for number in range(39):
-    TEXTS[f"step-{number:02}"] = bytes((number * k * k) % 7 for k in range(number))
-TEXTS[os.fsdecode(b"\xff")] = bytes(k % 5 for k in range(39))
+    TEXTS[f"step-{number:02}"] = bytes(1 + (number * k * k) % 7 for k in range(number))
+TEXTS[os.fsdecode(b"\xff")] = bytes(1 + k % 5 for k in range(39))
 
 
 LEFT_OUT = (".hidden", "step-00000008.pt", "loss.json")
@@ -57,7 +58,7 @@ def text(tmp_path):
         (tmp_path / name).write_bytes(b"left out")
     os.mkfifo(tmp_path / "pipe")
     outputs = [tmp_path / "loss.json", tmp_path / "missing"]
-    return read_text(files_in([tmp_path], outputs))
+    return read_text(files_in([tmp_path], outputs).files)
 
 
 def test_text_is_the_files_in_their_order_and_validation_the_last_twentieth_of_the_bytes(
@@ -214,39 +215,182 @@ def test_comparison_that_diverged_has_no_picture(short_text, tmp_path, capsys):
     assert "0 of 1 | " in capsys.readouterr().out
 
 
-def test_activations_are_drawn(tmp_path):
-    picture = tmp_path / "activations.png"
+def texts_in(picture):
+    """Return the texts of a picture in SVG, each with its distances from the left and from the top."""
+    found = re.findall(
+        r'<!-- (.*) -->\s+<g (?:style="[^"]*" )?transform="translate\(([\d.]+) ([\d.]+)\)',
+        picture.read_text(),
+    )
+    return [(text, float(left), float(top)) for text, left, top in found]
+
+
+NORM_TITLES = {
+    "norm": "Pre-norm, post-norm, and no norm: 6 layers, 50 steps of warm-up",
+    "norm-no-warmup": "Pre-norm, post-norm, and no norm: 6 layers, no warm-up",
+    "norm-two-layers": "Pre-norm, post-norm, and no norm: 2 layers, 50 steps of warm-up",
+}
+
+
+@pytest.mark.parametrize("name", NORM_TITLES)
+def test_picture_of_norms_has_its_settings_in_the_title_and_its_legend_below(
+    name, tmp_path
+):
+    picture = tmp_path / "norm.svg"
+    report = ROOT / "docs" / "ablations" / f"{name}.json"
+    assert cli.main(["--report", str(report), "--plot", str(picture)]) == 0
+    texts = texts_in(picture)
+    of_crosses = [text for text, _, _ in texts if "diverged" in text]
+    assert of_crosses == ["no norm: at least one seed diverged"]
+    tops = {text: top for text, _, top in texts}
+    assert NORM_TITLES[name] in tops
+    for entry in ("pre-norm", "post-norm", *of_crosses):
+        assert tops[entry] > tops["peak learning rate"]
+    # The lines of models that never trained have no entry.
+    assert ("no norm" in tops) == (name == "norm-two-layers")
+
+
+def test_legend_of_variants_that_all_diverged_fits_into_the_picture(
+    short_text, tmp_path
+):
+    picture = tmp_path / "norm.svg"
+    options = ["--compare=norm", "--lr", "0.01", "1e30", "--seeds=1"]
+    options += [f"--data={short_text}", f"--plot={picture}"]
+    assert cli.main([*TINY, *options]) == 0
+    lefts = {text: left for text, left, _ in texts_in(picture)}
+    width = 9 * 72  # inches and points
+    for name in comparison.VARIANTS["norm"]:
+        assert lefts[name] > 0
+        assert lefts[f"{name}: at least one seed diverged"] < width * 2 / 3
+
+
+def test_picture_of_high_losses_has_the_highest_at_the_top(short_text, tmp_path):
+    picture = tmp_path / "positions.svg"
+    options = ["--compare=positions", f"--data={short_text}", f"--plot={picture}"]
+    assert cli.main([*TINY, *options]) == 0
+    losses = []
+    for text, left, top in texts_in(picture):
+        # The numbers at the edge of the left panel.
+        if re.fullmatch(r"[\d.]+", text) and left < 36:
+            losses.append((float(text), top))
+    assert min(losses)[0] > 3.5
+    assert min(losses)[1] > max(losses)[1]
+
+
+def test_activations_and_derivatives_are_drawn_over_the_same_numbers(tmp_path):
+    picture = tmp_path / "activations.svg"
     assert cli.main(["--compare=activations", f"--plot={picture}"]) == 0
-    assert is_png(picture)
+    texts = texts_in(picture)
+    [axis, _] = [top for text, _, top in texts if text == "x"]
+    panels: dict[bool, list[str]] = {False: [], True: []}
+    for text, left, top in texts:
+        # The numbers just above the name of the axis.
+        if 0 < axis - top < 18:
+            panels[left > 4 * 72].append(text)
+    assert len(panels[False]) > 2
+    assert panels[False] == panels[True]
 
 
 DAMAGE = {
     "a curve of another length": (
         ["runs", 3, "curve"],
         [1.0],
-        "all curves must have as many points",
+        "runs[3].curve must have 50 points for 400 steps, got 1",
     ),
     "a missing loss": (["runs", 0, "validation"], None, "must have a validation loss"),
-    "an unknown variant": (["runs", 0, "variant"], "x", "must have the 20 runs"),
+    "an unknown variant": (
+        ["runs", 0, "variant"],
+        "x",
+        "runs[0] must be SwiGLU with seed 0 and lr 0.005, got x with seed 0 and lr 0.005",
+    ),
     "a text for a number": (["settings", "steps"], "1", "settings.steps must be"),
     "another schema": (["schema"], "tinyblock.training/1", 'the "schema"'),
+    "an empty curve": (["runs", 0, "curve"], [], "runs[0].curve must have 50 points"),
+    "a negative validation loss": (
+        ["runs", 1, "validation"],
+        -1.0,
+        "runs[1].validation must have no negative loss, got -1.0",
+    ),
+    "a negative point": (
+        ["runs", 2, "curve"],
+        [1.0] * 49 + [-2.0],
+        "runs[2].curve must have no negative loss, got -2.0",
+    ),
+    "a step of divergence after the last": (
+        ["runs", 0, "diverged"],
+        402,
+        "runs[0].diverged must be from 1 to settings.steps 400, got 402",
+    ),
+    "no parameters": (
+        ["runs", 0, "parameters"],
+        0,
+        "parameters must be at least 1, got 0",
+    ),
+    "many seeds": (["seeds"], 10**9, "it must have the 4000000000 runs"),
+    "no seeds": (["seeds"], 0, "seeds must be at least 1, got 0"),
+    "no rates": (["rates"], [], "rates must begin with settings.lr 0.005, got []"),
+    "a rate twice": (
+        ["rates"],
+        [0.005, 0.005],
+        "rates must differ, got [0.005, 0.005]",
+    ),
+    "a negative rate": (
+        ["rates"],
+        [0.005, -1.0],
+        "rates must be positive, got [0.005, -1.0]",
+    ),
+    "no steps": (["settings", "steps"], 0, "steps must be at least 1, got 0"),
+    "a rate of 0": (["settings", "lr"], 0, "lr must be positive and finite, got 0.0"),
+    "a negative seed": (["settings", "seed"], -1, "seed must be from 0 to 2**63 - 1"),
+    "a long warm-up": (
+        ["settings", "warmup"],
+        401,
+        "warmup must be from 0 to steps 400, got 401",
+    ),
+    "a trigram model without loss": (
+        ["trigram_validation"],
+        0,
+        "trigram_validation must be positive, got 0.0",
+    ),
     "no runs": (["runs"], [], "got 0 runs; was it interrupted?"),
 }
+
+
+DAMAGED_POSITIONS = {
+    "no positions": (None, "runs[0] must have 32 positions, got 0"),
+    "a missing position": ([1.0] * 31, "runs[0] must have 32 positions, got 31"),
+    "a negative loss": (
+        [1.0] * 31 + [-1.0],
+        "runs[0].by_position must have no negative loss, got -1.0",
+    ),
+}
+
+
+def rejected_report(kind, keys, value, folder, capsys):
+    """Change a value in a comparison of the documents, and return the one line that rejects it."""
+    document = json.loads((ROOT / "docs" / "ablations" / f"{kind}.json").read_text())
+    place = document
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    path = folder / "damaged.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--report", str(path)])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"train_lm.py: error: --report: {path}")
+    assert error.count("\n") == 1
+    return error
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_comparison_is_one_line(damage, tmp_path, capsys):
     keys, value, message = DAMAGE[damage]
-    document = json.loads((ROOT / "docs" / "ablations" / "ffn.json").read_text())
-    place = document
-    for key in keys[:-1]:
-        place = place[key]
-    place[keys[-1]] = value
-    path = tmp_path / "ffn.json"
-    path.write_text(json.dumps(document))
-    with pytest.raises(SystemExit):
-        cli.main(["--report", str(path)])
-    error = capsys.readouterr().err
-    assert error.startswith(f"train_lm.py: error: --report: {path}")
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in rejected_report("ffn", keys, value, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("damage", DAMAGED_POSITIONS)
+def test_damaged_comparison_of_positions_is_one_line(damage, tmp_path, capsys):
+    value, message = DAMAGED_POSITIONS[damage]
+    keys = ["runs", 0, "by_position"]
+    assert message in rejected_report("positions", keys, value, tmp_path, capsys)

@@ -1,10 +1,12 @@
 """train_lm.py as its users run it: losses, checkpoints, signals, and what it rejects."""
 
 import contextlib
+import hashlib
 import io
 import json
 import math
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -212,14 +214,71 @@ def test_signal_leaves_a_checkpoint_and_the_command_that_resumes_it(
     assert losses_in(losses) == whole[0]
 
 
-def test_signal_without_checkpoints_says_that_nothing_was_saved(
-    text, monkeypatch, capsys
+def test_signal_before_the_first_step_leaves_a_checkpoint(
+    whole, text, tmp_path, monkeypatch, capsys
+):
+    folder = ["--checkpoint", tmp_path / "saved"]
+    with monkeypatch.context() as patch:
+        # The run starts to show its progress before the first step.
+        patch.setattr(
+            session.Progress, "start", lambda *_: signal.raise_signal(signal.SIGINT)
+        )
+        assert train(text, *folder) == 130
+    path = tmp_path / "saved" / "step-00000000.pt"
+    stop = f"stopped by SIGINT after step 0; saved {path}. To resume:"
+    assert stop in capsys.readouterr().out
+    assert path.exists()
+    losses = tmp_path / "loss.json"
+    assert train(text, *folder, "--resume", "--json", losses) == 0
+    assert losses_in(losses) == whole[0]
+
+
+def test_signal_without_checkpoints_says_what_was_written(
+    text, tmp_path, monkeypatch, capsys
 ):
     at_step(2, lambda: signal.raise_signal(signal.SIGINT), monkeypatch)
-    assert train(text) == 130
-    last = capsys.readouterr().out.splitlines()[-1]
+    losses, picture = tmp_path / "loss.json", tmp_path / "loss.svg"
     stop = "stopped by SIGINT after step 2"
-    assert last == f"{stop}; without --checkpoint DIR, nothing was saved"
+    without = "without --checkpoint DIR, no checkpoint was saved"
+    assert train(text) == 130
+    assert capsys.readouterr().out.splitlines()[-1] == f"{stop}; {without}"
+    assert train(text, "--json", losses, "--plot", picture) == 130
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"{stop}; wrote {losses} and {picture}; {without}"
+    assert len(losses_in(losses)) == 2
+    assert "; 2 of 8 steps of 4 x 12 bytes" in footer_of(picture)
+
+
+def test_picture_of_a_whole_run_has_its_steps(text, tmp_path):
+    picture = tmp_path / "loss.svg"
+    assert train(text, "--plot", picture) == 0
+    assert footer_of(picture).endswith("2 layers, d_model 16; 8 steps of 4 x 12 bytes")
+
+
+def footer_of(picture):
+    """Return the line of a picture in SVG that says how many parameters the model has."""
+    texts = re.findall("<!-- (.*) -->", picture.read_text())
+    [footer] = [text for text in texts if " parameters, " in text]
+    return footer
+
+
+@pytest.mark.parametrize("when", ["in the step", "while it is saved"])
+def test_signal_in_a_step_that_is_saved_anyway_saves_it_once(
+    when, text, tmp_path, monkeypatch
+):
+    save, steps = checkpoints.save, []
+
+    def save_and_signal(folder, trainer, text_sha256):
+        steps.append(trainer.step)
+        if when == "while it is saved" and trainer.step == 4:
+            signal.raise_signal(signal.SIGINT)
+        return save(folder, trainer, text_sha256)
+
+    monkeypatch.setattr(checkpoints, "save", save_and_signal)
+    if when == "in the step":
+        at_step(4, lambda: signal.raise_signal(signal.SIGINT), monkeypatch)
+    assert train(text, "--checkpoint", tmp_path, "--every=2") == 130
+    assert steps == [2, 4]
 
 
 def test_ignored_ctrl_c_stays_ignored(text, monkeypatch):
@@ -237,12 +296,30 @@ def test_second_ctrl_c_ends_the_writing_of_a_checkpoint(text, tmp_path):
     assert os.listdir(saved) == ["step-00000002.pt"]
 
 
+def test_run_that_has_more_steps_is_rejected(saved, text, tmp_path, capsys):
+    losses = tmp_path / "loss.json"
+    losses.write_text("losses")
+    options = ["--checkpoint", saved, "--resume", "--json", losses]
+    error = rejected(capsys, "--data", text, *options, "--steps=7")
+    expected = f"--steps must be at least 8, the steps of {saved / LAST}, got 7"
+    assert error.startswith(f"train_lm.py: error: {expected}: raise it, or ")
+    assert losses.read_text() == "losses"
+
+
+def test_run_with_all_its_steps_resumes_to_its_sample(saved, text, whole, capsys):
+    assert train(text, "--checkpoint", saved, "--resume") == 0
+    printed = capsys.readouterr().out
+    assert "8 of 8 steps are done" in printed
+    assert "schedule" not in printed
+    assert printed.split("prompt (")[1] == whole[1].split("prompt (")[1]
+
+
 def test_longer_run_resumes_with_its_own_learning_rate(saved, text, tmp_path, capsys):
     losses = tmp_path / "loss.json"
     options = ["--checkpoint", saved, "--resume", "--json", losses]
-    assert train(text, *options, "--steps=6") == 0
-    assert "8 of 6 steps are done" in capsys.readouterr().out
     assert train(text, *options, "--steps=12") == 0
+    schedule = "the schedule of the learning rate now ends at step 12 instead of 8"
+    assert schedule in capsys.readouterr().out.splitlines()
     ninth = records_in(losses)[8]
     share = 0.55 + 0.45 * math.cos(math.pi * 4 / 8)
     assert ninth["lr"] == pytest.approx(5e-3 * share)
@@ -284,6 +361,47 @@ def test_output_among_the_text_is_rejected_and_in_a_folder_left_out(
     )
 
 
+BINARY = {
+    "picture.png": b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 8,
+    "zeros": b"text\0text",
+    "latin-1.txt": "äöü".encode("latin-1"),
+}
+
+
+def test_binary_files_in_a_folder_are_skipped_and_counted(text, tmp_path, capsys):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shutil.copy(text, folder)
+    (folder / "utf-8.txt").write_text("äöü", encoding="utf-8")
+    for name, content in BINARY.items():
+        (folder / name).write_bytes(content)
+    assert train(folder) == 0
+    printed = capsys.readouterr()
+    data = text.read_bytes() + "äöü".encode()
+    assert f"text: 2 files, {len(data) - len(data) // 20:,} bytes" in printed.out
+    assert hashlib.sha256(data).hexdigest() in printed.out
+    expected = (
+        "--data: skipped 3 binary files in folders; name a file to read its bytes"
+    )
+    assert printed.err.splitlines() == [expected]
+
+
+def test_folder_of_binary_files_is_rejected(tmp_path, capsys):
+    (tmp_path / "zeros").write_bytes(bytes(9999))
+    assert "has no text: outputs," in rejected(capsys, "--data", tmp_path)
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_binary_file_that_is_named_is_read(name, tmp_path, capsys):
+    path = tmp_path / name
+    content = BINARY[name] * 999
+    path.write_bytes(content)
+    assert train(path) == 0
+    printed = capsys.readouterr()
+    assert hashlib.sha256(content).hexdigest() in printed.out
+    assert printed.err == ""
+
+
 def test_sample_reaches_an_ascii_terminal(tmp_path, monkeypatch):
     (tmp_path / "text").write_text("äöü" * 3000)
     printed = io.BytesIO()
@@ -311,17 +429,18 @@ REJECTED = {
     "--warmup 9": "--warmup must be from 0 to --steps 8, got 9",
     "--lr nan": "--lr must be positive and finite, got [nan]",
     "--lr 1e-3 1e-2": "--lr must be one rate without --compare norm, got [0.001, 0.01]",
+    "--compare norm --lr 1e-3 3e-3 0.001": "--lr must have each rate once, got [0.001, 0.003, 0.001]",
     "--tp 2": "--tp was removed: examples/parallel.py",
     "--dp 2": "--dp was removed: examples/parallel.py",
     "--keep 3": "--keep was removed: the last two checkpoints are kept",
-    "--every 5": "--every and --resume need --checkpoint",
+    "--every 5": "--every and --resume require --checkpoint DIR: add it",
     "--seeds 2": "--seeds has no effect without --compare",
     "--report x.json": "--batch-size has no effect with --report",
     "--plot loss.gif": "--plot must end in",
     "--json missing/loss.json": "No such file",
-    "--d-model 1000000000000": "impossible size",
-    "--resume": "--every and --resume need --checkpoint",
-    "--resume --checkpoint missing": "there is no folder missing",
+    "--d-model 1000000000000": "sizes that torch can represent, got 1000000000000 and 12",
+    "--resume": "--every and --resume require --checkpoint DIR: add it",
+    "--resume --checkpoint missing": "there is no folder missing: remove --resume to begin",
     "--compare activations": "--batch-size has no effect with --compare activations",
     "--compare ffn --compile": "--compile has no effect with --compare",
     "--compare ffn --resume": "--resume has no effect with --compare",
@@ -338,6 +457,12 @@ def test_rejection_is_one_line_before_anything_is_allocated(
     data = [] if "--data" in arguments else ["--data", text]
     assert REJECTED[arguments] in rejected(capsys, *data, *arguments.split())
     assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_text_that_is_named_twice_is_rejected(text, capsys):
+    expected = f"--data must name each file once, got {text} twice: remove a path"
+    assert expected in rejected(capsys, "--data", text, text)
+    assert expected in rejected(capsys, "--data", text.parent, text)
 
 
 def test_checkpoint_of_another_run_is_rejected(saved, text, tmp_path, capsys):
@@ -386,6 +511,30 @@ def half_of_a_moment(optimizer):
     return {**optimizer, "state": state}
 
 
+def last_step_missing(history):
+    return history[:-1]
+
+
+def loss_of_400_digits(history):
+    return [{**step, "loss": 10**400} for step in history]
+
+
+def no_history(history):
+    return []
+
+
+def shape_of_a_step(optimizer):
+    state = dict(optimizer["state"])
+    state[0] = {**state[0], "step": torch.full((1,), 8.0)}
+    return {**optimizer, "state": state}
+
+
+def another_step(optimizer):
+    state = dict(optimizer["state"])
+    state[0] = {**state[0], "step": torch.tensor(7.0)}
+    return {**optimizer, "state": state}
+
+
 DAMAGE = {
     "half of the file": lambda path: os.truncate(path, path.stat().st_size // 2),
     "a flipped bit": flip_a_bit,
@@ -398,6 +547,11 @@ DAMAGE = {
     "a weight's shape": lambda path: change(path, "model", half_of_a_weight),
     "a missing weight": lambda path: change(path, "model", no_head),
     "a moment's shape": lambda path: change(path, "optimizer", half_of_a_moment),
+    "a missing last step": lambda path: change(path, "history", last_step_missing),
+    "a loss of 400 digits": lambda path: change(path, "history", loss_of_400_digits),
+    "no history": lambda path: change(path, "history", no_history),
+    "a step's shape": lambda path: change(path, "optimizer", shape_of_a_step),
+    "another step": lambda path: change(path, "optimizer", another_step),
     "no moments": lambda path: change(path, "optimizer", lambda optimizer: {}),
 }
 
@@ -409,6 +563,26 @@ def test_damaged_checkpoint_is_one_line(damage, saved, text, capsys):
     error = rejected(capsys, *resume)
     assert f"{saved / LAST}: the checkpoint is damaged (" in error
     assert error.endswith("): remove it to resume from the one before\n")
+
+
+def test_optimizer_takes_its_hyperparameters_from_the_run(
+    text, whole, tmp_path, monkeypatch
+):
+    folder, losses = tmp_path / "saved", tmp_path / "loss.json"
+    with monkeypatch.context() as patch:
+        at_step(3, lambda: signal.raise_signal(signal.SIGINT), patch)
+        assert train(text, "--checkpoint", folder) == 130
+
+    def with_other_hyperparameters(optimizer):
+        for group in optimizer["param_groups"]:
+            group["betas"] = "x"
+            del group["eps"]
+            del group["weight_decay"]
+        return optimizer
+
+    change(folder / "step-00000003.pt", "optimizer", with_other_hyperparameters)
+    assert train(text, "--checkpoint", folder, "--resume", "--json", losses) == 0
+    assert losses_in(losses) == whole[0]
 
 
 def test_full_disk_is_one_line_and_leaves_the_older_checkpoints(

@@ -196,6 +196,18 @@ def test_typecheck_warns_about_a_module_without_anything_to_check(module):
         typecheck(package)
 
 
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [(tinyblock.SwiGLU(8), "SwiGLU"), (tinyblock.Block, "Block"), (3, "int")],
+)
+def test_typecheck_requires_a_module(value, got):
+    expected = (
+        f"^module must be a Python module, .* got {got}: pass the module that .*$"
+    )
+    with pytest.raises(TypeError, match=expected):
+        typecheck(value)
+
+
 def test_typecheck_checks_a_signature_once_and_calls_the_function_each_time(module):
     x = torch.ones(2, 3)
     for _ in range(2):

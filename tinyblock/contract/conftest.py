@@ -53,7 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
     sources = sources_of_path(path) if path.exists() else sources_of_name(target)
     if not sources:
         files = ", ".join(f"{layer}.py" for layer in LAYERS)
-        raise pytest.UsageError(f"{target} has no layer, none of {files}")
+        raise pytest.UsageError(
+            f"TARGET must be or contain one of {files}, got {target!r}: "
+            "give the folder of the copies"
+        )
     config.stash[SOURCES] = sources
 
 

@@ -162,6 +162,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.ensure_newline()
     for line in [*failures(properties), *skips(properties)]:
         terminalreporter.write_line(line)
+    if not properties:  # such as with --collect-only
+        return
     outcomes = [found.outcome() for found in properties]
     hold = outcomes.count("hold")
     fail = outcomes.count("fail")
