@@ -89,14 +89,16 @@ def files_in(paths: Sequence[Path], outputs: Sequence[Path] = ()) -> Found:
 
 def _require_once(files: Sequence[Path]) -> None:
     """Raise a ValueError for a file that is there twice: the model could read the validation text in training."""
-    seen = set[Path]()
+    names: dict[Path, Path] = {}
     for file in files:
-        absolute = file.absolute()
-        if absolute in seen:
+        # Two paths, such as a symbolic link and its target, may lead to one file.
+        resolved = file.resolve()
+        if resolved in names:
             raise ValueError(
-                f"--data must name each file once, got {file} twice: remove a path"
+                f"--data must name each file once, got {names[resolved]} and {file}, which are the same file: "
+                "remove a path"
             )
-        seen.add(absolute)
+        names[resolved] = file
 
 
 def _is_kept(file: Path, root: Path, outputs: Sequence[Path]) -> bool:

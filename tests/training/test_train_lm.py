@@ -460,9 +460,18 @@ def test_rejection_is_one_line_before_anything_is_allocated(
 
 
 def test_text_that_is_named_twice_is_rejected(text, capsys):
-    expected = f"--data must name each file once, got {text} twice: remove a path"
+    expected = f"--data must name each file once, got {text} and {text}, which are the same file: remove a path"
     assert expected in rejected(capsys, "--data", text, text)
     assert expected in rejected(capsys, "--data", text.parent, text)
+
+
+def test_text_that_has_two_paths_is_rejected(text, tmp_path, capsys):
+    detour = text.parent / ".." / text.parent.name / text.name
+    link = tmp_path / "link"
+    link.symlink_to(text)
+    for other in (detour, link):
+        expected = f"got {text} and {other}, which are the same file"
+        assert expected in rejected(capsys, "--data", text, other)
 
 
 def test_checkpoint_of_another_run_is_rejected(saved, text, tmp_path, capsys):
