@@ -255,6 +255,8 @@ def _prepare_training(
     if args.checkpoint is not None:
         checkpoint = session.open_folder(args.checkpoint, bool(args.resume))
     if checkpoint is not None:
+        # Settings with fewer steps than the warm-up of the checkpoint would raise an error about --warmup.
+        session.require_steps(checkpoint, settings.steps)
         if args.warmup is None:
             settings = replace(settings, warmup=checkpoint.settings.warmup)
         session.require_same_run(checkpoint, settings, text)

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import deque
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import mean
 from types import FrameType
@@ -94,13 +94,28 @@ def open_folder(folder: Path, resume: bool) -> Checkpoint | None:
         raise ValueError(f"--checkpoint {error.filename}: {error.strerror}") from None
 
 
+def require_steps(checkpoint: Checkpoint, steps: int) -> None:
+    """Raise a ValueError if a checkpoint is of a run with more steps, or with a longer warm-up, than this number."""
+    least = {
+        "steps": len(checkpoint.history),
+        "warm-up steps": checkpoint.settings.warmup,
+    }
+    for name, number in least.items():
+        if steps < number:
+            raise ValueError(
+                f"--steps must be at least {number}, the {name} of {checkpoint.path}, got {steps}: "
+                "raise it, or train in another folder"
+            )
+
+
 def require_same_run(checkpoint: Checkpoint, settings: Settings, text: Text) -> None:
     """Raise a ValueError unless a run with these settings and this text continues that of the checkpoint."""
-    theirs = checkpoint.settings
-    # A resumed run may have another number of steps.
-    ours = replace(settings, steps=theirs.steps)
     for field in fields(Settings):
-        expected, got = getattr(theirs, field.name), getattr(ours, field.name)
+        if field.name == "steps":
+            # A resumed run may have another number of steps: see require_steps.
+            continue
+        expected = getattr(checkpoint.settings, field.name)
+        got = getattr(settings, field.name)
         if expected != got:
             option = "--" + field.name.replace("_", "-")
             raise ValueError(
@@ -111,12 +126,6 @@ def require_same_run(checkpoint: Checkpoint, settings: Settings, text: Text) -> 
         raise ValueError(
             f"{checkpoint.path} is from another run: its text is another one "
             "(was an output written to a folder of --data?)"
-        )
-    taken = len(checkpoint.history)
-    if settings.steps < taken:
-        raise ValueError(
-            f"--steps must be at least {taken}, the steps of {checkpoint.path}, got {settings.steps}: "
-            "raise it, or train in another folder"
         )
 
 

@@ -306,6 +306,34 @@ def test_run_that_has_more_steps_is_rejected(saved, text, tmp_path, capsys):
     assert losses.read_text() == "losses"
 
 
+@pytest.mark.parametrize(
+    ("stopped_after", "least"),
+    [(7, "7, the steps of"), (3, "6, the warm-up steps of")],
+)
+def test_fewer_steps_than_the_warm_up_of_the_checkpoint_are_rejected(
+    stopped_after, least, text, tmp_path, capsys, monkeypatch
+):
+    sizes = [option for option in TINY if not option.startswith("--warm")]
+    folder = ["--data", str(text), "--checkpoint", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        at_step(stopped_after, lambda: signal.raise_signal(signal.SIGINT), patch)
+        assert cli.main([*sizes, *folder, "--warmup=6"]) == 130
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        cli.main([*sizes, *folder, "--steps=5", "--resume"])
+    path = tmp_path / f"step-{stopped_after:08d}.pt"
+    error = capsys.readouterr().err
+    assert f"--steps must be at least {least} {path}, got 5: raise it" in error
+
+
+def test_warm_up_that_is_longer_than_the_run_of_the_checkpoint_is_rejected(
+    saved, text, capsys
+):
+    options = ["--data", text, "--checkpoint", saved, "--resume"]
+    error = rejected(capsys, *options, "--steps=40", "--warmup=20")
+    assert "its --warmup is 4, but here it is 20" in error
+
+
 def test_run_with_all_its_steps_resumes_to_its_sample(saved, text, whole, capsys):
     assert train(text, "--checkpoint", saved, "--resume") == 0
     printed = capsys.readouterr().out
