@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from lab.cli import Parser, check_outputs, device_of, run
+from lab.cli import Parser, check_outputs, device_of, run, seed
 from lab.processes import launched
 from lab.tables import plural
 
@@ -157,7 +157,7 @@ def _add_training(parser: Parser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument(
         "--seed",
-        type=int,
+        type=seed,
         metavar="N",
         help="seed of weights and batches (default: 0)",
     )
@@ -321,14 +321,11 @@ def _settings(args: argparse.Namespace) -> Settings:
     steps = sizes["steps"]
     if steps >= 10**8:
         raise ValueError(f"--steps must be below 10**8, got {steps}")
-    seed = args.seed or 0
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {seed}")
     warmup = min(WARMUP, steps // 4) if args.warmup is None else args.warmup
     if not 0 <= warmup <= steps:
         raise ValueError(f"--warmup must be from 0 to --steps {steps}, got {warmup}")
     _require_rates(args)
-    settings = Settings(**sizes, seed=seed, lr=_rates(args)[0], warmup=warmup)
+    settings = Settings(**sizes, seed=args.seed or 0, lr=_rates(args)[0], warmup=warmup)
     _require_heads(settings)
     return settings
 

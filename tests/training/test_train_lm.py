@@ -458,6 +458,8 @@ REJECTED = {
     "--lr nan": "--lr must be positive and finite, got [nan]",
     "--lr 1e-3 1e-2": "--lr must be one rate without --compare norm, got [0.001, 0.01]",
     "--compare norm --lr 1e-3 3e-3 0.001": "--lr must have each rate once, got [0.001, 0.003, 0.001]",
+    "--seed x": "--seed: must be an integer, got 'x'",
+    "--seed 9223372036854775808": "--seed: must fit into 64 bits",
     "--tp 2": "--tp was removed: examples/parallel.py",
     "--dp 2": "--dp was removed: examples/parallel.py",
     "--keep 3": "--keep was removed: the last two checkpoints are kept",
