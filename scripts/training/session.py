@@ -147,18 +147,19 @@ def train(run: Run, checkpoint: Checkpoint | None) -> int:
         _print_resumed(checkpoint, run.settings.steps)
     saved = None
     try:
-        stopped_by = _take_steps(run, trainer, windows)
-        if stopped_by and run.folder is not None:
+        signal_number = _take_steps(run, trainer, windows)
+        # A run that no signal stops has its checkpoint: _take_steps saves one after the last step.
+        if signal_number and run.folder is not None:
             saved = checkpoints.path_of(run.folder, trainer.step)
-            # If --every fell on the last step, it is there already.
+            # If --every fell on the last step that was taken, it is there already.
             if not saved.exists():
                 checkpoints.save(run.folder, trainer, run.text.sha256)
     finally:
         if run.picture is not None and trainer.history:
             _draw(run, trainer, parameters, trigram)
-    if stopped_by:
-        print(_about_stop(run, trainer.step, stopped_by, saved))
-        return 128 + stopped_by
+    if signal_number:
+        print(_about_stop(run, trainer.step, signal_number, saved))
+        return 128 + signal_number
     _print_sample(trainer, run.text)
     return 0
 
@@ -290,9 +291,9 @@ def _in_both_units(nats: float) -> str:
     return f"{nats:.3f} nats/byte ({nats / math.log(2):.3f} bits/byte)"
 
 
-def _about_stop(run: Run, step: int, number: int, saved: Path | None) -> str:
+def _about_stop(run: Run, step: int, signal_number: int, saved: Path | None) -> str:
     """Return which signal stopped the run, what was written, and how to resume it."""
-    stop = f"stopped by {signal.Signals(number).name} after step {step}"
+    stop = f"stopped by {signal.Signals(signal_number).name} after step {step}"
     if saved is not None:
         return f"{stop}; saved {saved}. To resume:\n  {run.command}"
     if step > 0:
