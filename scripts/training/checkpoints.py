@@ -123,7 +123,12 @@ def read(path: Path) -> Checkpoint:
 
 
 def _checkpoint(path: Path, saved: Any) -> Checkpoint:
-    """Return what `save` has written, with the types of settings and history checked."""
+    """Return what `save` has written, with the types of settings and history checked.
+
+    Raises:
+        KeyError: something is missing.
+        ValueError: the settings or the history are not those of a run, or the name of the file has another step.
+    """
     if not isinstance(saved, dict) or saved.get("schema") != SCHEMA:
         raise ValueError(f"it has no schema {SCHEMA}")
     history = _history(saved["history"])
@@ -135,6 +140,7 @@ def _checkpoint(path: Path, saved: Any) -> Checkpoint:
         text_sha256=str(saved["text_sha256"]),
         history=history,
         weights=saved["model"],
+        # The other entry, "param_groups", has hyperparameters: the settings and the trainer give them.
         optimizer=saved["optimizer"]["state"],
     )
 

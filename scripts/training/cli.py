@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from lab.cli import Parser, check_outputs, device_of, run
+from lab.cli import Parser, check_outputs, device_of, run, seed
 from lab.processes import launched
 from lab.tables import plural
 
@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal that stopped the run, such as 130 after Ctrl-C.
     """
     parser = _parser()
+    # A run that stops prints the command that resumes it, with the words that the user typed.
     words = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(words)
     with parser.reporting():
@@ -113,6 +114,7 @@ def _run_reporting(
 
 
 def _parser() -> Parser:
+    """Return the parser. An option that is not given is None, so that _reject_without_effect knows which are."""
     about = "Train a byte-level language model made of tinyblock's layers, or compare variants of it."
     parser = Parser("train_lm.py", about, EPILOG, REMOVED)
     parser.add_argument(
@@ -157,7 +159,7 @@ def _add_training(parser: Parser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument(
         "--seed",
-        type=int,
+        type=seed,
         metavar="N",
         help="seed of weights and batches (default: 0)",
     )
@@ -183,7 +185,7 @@ def _add_training(parser: Parser) -> None:
     group.add_argument(
         "--compile",
         action="store_true",
-        default=None,
+        default=None,  # not False: see _parser
         help="compile the model with torch.compile",
     )
     parser.add_device(group)
@@ -212,7 +214,7 @@ def _add_output(parser: Parser) -> None:
     group.add_argument(
         "--resume",
         action="store_true",
-        default=None,
+        default=None,  # not False: see _parser
         help="continue from the last checkpoint in DIR; another --steps changes the learning rates that follow",
     )
 
@@ -255,6 +257,8 @@ def _prepare_training(
     if args.checkpoint is not None:
         checkpoint = session.open_folder(args.checkpoint, bool(args.resume))
     if checkpoint is not None:
+        # Settings with fewer steps than the warm-up of the checkpoint would raise an error about --warmup.
+        session.require_steps(checkpoint, settings.steps)
         if args.warmup is None:
             settings = replace(settings, warmup=checkpoint.settings.warmup)
         session.require_same_run(checkpoint, settings, text)
@@ -291,13 +295,17 @@ def _reject_without_effect(args: argparse.Namespace) -> None:
     """Raise a ValueError for an option that would change nothing."""
     given = {name for name, value in vars(args).items() if value is not None}
     if args.report is not None:
-        unused, where = given - ONLY["report"], "with --report"
+        unused = given - ONLY["report"]
+        where = "with --report"
     elif args.compare == "activations":
-        unused, where = given - ONLY["activations"], "with --compare activations"
+        unused = given - ONLY["activations"]
+        where = "with --compare activations"
     elif args.compare is not None:
-        unused, where = given.intersection(NOT_COMPARED), "with --compare"
+        unused = given.intersection(NOT_COMPARED)
+        where = "with --compare"
     else:
-        unused, where = given.intersection({"seeds"}), "without --compare"
+        unused = given.intersection({"seeds"})
+        where = "without --compare"
     if unused:
         raise ValueError(f"{_option(min(unused))} has no effect {where}: remove it")
     if args.checkpoint is None and (args.every is not None or args.resume):
@@ -319,14 +327,11 @@ def _settings(args: argparse.Namespace) -> Settings:
     steps = sizes["steps"]
     if steps >= 10**8:
         raise ValueError(f"--steps must be below 10**8, got {steps}")
-    seed = args.seed or 0
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {seed}")
     warmup = min(WARMUP, steps // 4) if args.warmup is None else args.warmup
     if not 0 <= warmup <= steps:
         raise ValueError(f"--warmup must be from 0 to --steps {steps}, got {warmup}")
     _require_rates(args)
-    settings = Settings(**sizes, seed=seed, lr=_rates(args)[0], warmup=warmup)
+    settings = Settings(**sizes, seed=args.seed or 0, lr=_rates(args)[0], warmup=warmup)
     _require_heads(settings)
     return settings
 
@@ -352,7 +357,8 @@ def _require_rates(args: argparse.Namespace) -> None:
 
 def _require_heads(settings: Settings) -> None:
     """Raise a ValueError for sizes that no model can have."""
-    d_model, num_heads = settings.d_model, settings.num_heads
+    d_model = settings.d_model
+    num_heads = settings.num_heads
     if d_model % num_heads:
         raise ValueError(
             f"--d-model must be a multiple of --num-heads {num_heads}, got {d_model}"

@@ -34,17 +34,18 @@ def compare(
     plot: Path | None,
 ) -> int:
     """Train every variant with every learning rate and seed, show and write the results, and return the exit code."""
-    begun_in = environment(device, comparison.settings.seed)
+    environment_at_start = environment(device, comparison.settings.seed)
+    trained = comparison
     with Progress() as progress:
         for variant, settings in comparison.planned():
             progress.start(
                 f"{variant}, lr {settings.lr:g}, seed {settings.seed}", settings.steps
             )
             run = _train(comparison.kind, variant, settings, text, device, progress)
-            comparison = replace(comparison, runs=(*comparison.runs, run))
+            trained = replace(trained, runs=(*trained.runs, run))
             if json is not None:
-                write_comparison(json, comparison, begun_in)
-    return show_comparison(comparison, plot)
+                write_comparison(json, trained, environment_at_start)
+    return show_comparison(trained, plot)
 
 
 def _train(

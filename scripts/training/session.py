@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import deque
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import mean
 from types import FrameType
@@ -94,13 +94,28 @@ def open_folder(folder: Path, resume: bool) -> Checkpoint | None:
         raise ValueError(f"--checkpoint {error.filename}: {error.strerror}") from None
 
 
+def require_steps(checkpoint: Checkpoint, steps: int) -> None:
+    """Raise a ValueError if a checkpoint is of a run with more steps, or with a longer warm-up, than this number."""
+    least = {
+        "steps": len(checkpoint.history),
+        "warm-up steps": checkpoint.settings.warmup,
+    }
+    for name, number in least.items():
+        if steps < number:
+            raise ValueError(
+                f"--steps must be at least {number}, the {name} of {checkpoint.path}, got {steps}: "
+                "raise it, or train in another folder"
+            )
+
+
 def require_same_run(checkpoint: Checkpoint, settings: Settings, text: Text) -> None:
     """Raise a ValueError unless a run with these settings and this text continues that of the checkpoint."""
-    theirs = checkpoint.settings
-    # A resumed run may have another number of steps.
-    ours = replace(settings, steps=theirs.steps)
     for field in fields(Settings):
-        expected, got = getattr(theirs, field.name), getattr(ours, field.name)
+        if field.name == "steps":
+            # A resumed run may have another number of steps: see require_steps.
+            continue
+        expected = getattr(checkpoint.settings, field.name)
+        got = getattr(settings, field.name)
         if expected != got:
             option = "--" + field.name.replace("_", "-")
             raise ValueError(
@@ -111,12 +126,6 @@ def require_same_run(checkpoint: Checkpoint, settings: Settings, text: Text) -> 
         raise ValueError(
             f"{checkpoint.path} is from another run: its text is another one "
             "(was an output written to a folder of --data?)"
-        )
-    taken = len(checkpoint.history)
-    if settings.steps < taken:
-        raise ValueError(
-            f"--steps must be at least {taken}, the steps of {checkpoint.path}, got {settings.steps}: "
-            "raise it, or train in another folder"
         )
 
 
@@ -138,18 +147,19 @@ def train(run: Run, checkpoint: Checkpoint | None) -> int:
         _print_resumed(checkpoint, run.settings.steps)
     saved = None
     try:
-        stopped_by = _take_steps(run, trainer, windows)
-        if stopped_by and run.folder is not None:
+        signal_number = _take_steps(run, trainer, windows)
+        # A run that no signal stops has its checkpoint: _take_steps saves one after the last step.
+        if signal_number and run.folder is not None:
             saved = checkpoints.path_of(run.folder, trainer.step)
-            # If --every fell on the last step, it is there already.
+            # If --every fell on the last step that was taken, it is there already.
             if not saved.exists():
                 checkpoints.save(run.folder, trainer, run.text.sha256)
     finally:
         if run.picture is not None and trainer.history:
             _draw(run, trainer, parameters, trigram)
-    if stopped_by:
-        print(_about_stop(run, trainer.step, stopped_by, saved))
-        return 128 + stopped_by
+    if signal_number:
+        print(_about_stop(run, trainer.step, signal_number, saved))
+        return 128 + signal_number
     _print_sample(trainer, run.text)
     return 0
 
@@ -281,9 +291,9 @@ def _in_both_units(nats: float) -> str:
     return f"{nats:.3f} nats/byte ({nats / math.log(2):.3f} bits/byte)"
 
 
-def _about_stop(run: Run, step: int, number: int, saved: Path | None) -> str:
+def _about_stop(run: Run, step: int, signal_number: int, saved: Path | None) -> str:
     """Return which signal stopped the run, what was written, and how to resume it."""
-    stop = f"stopped by {signal.Signals(number).name} after step {step}"
+    stop = f"stopped by {signal.Signals(signal_number).name} after step {step}"
     if saved is not None:
         return f"{stop}; saved {saved}. To resume:\n  {run.command}"
     if step > 0:

@@ -89,14 +89,16 @@ def files_in(paths: Sequence[Path], outputs: Sequence[Path] = ()) -> Found:
 
 def _require_once(files: Sequence[Path]) -> None:
     """Raise a ValueError for a file that is there twice: the model could read the validation text in training."""
-    seen = set[Path]()
+    names: dict[Path, Path] = {}
     for file in files:
-        absolute = file.absolute()
-        if absolute in seen:
+        # Two paths, such as a symbolic link and its target, may lead to one file.
+        resolved = file.resolve()
+        if resolved in names:
             raise ValueError(
-                f"--data must name each file once, got {file} twice: remove a path"
+                f"--data must name each file once, got {names[resolved]} and {file}, which are the same file: "
+                "remove a path"
             )
-        seen.add(absolute)
+        names[resolved] = file
 
 
 def _is_kept(file: Path, root: Path, outputs: Sequence[Path]) -> bool:
@@ -157,7 +159,9 @@ def trigram_loss(text: Tensor, windows: Tensor, strength: float = 4.0) -> float:
     before_pairs = pairs.sum(1, keepdim=True)
     p_single = (singles + 1) / (singles.sum() + SYMBOLS)
     p_pair = (pairs + strength * p_single) / (before_pairs + strength)
-    a, b, c = windows[:, :-2], windows[:, 1:-1], windows[:, 2:]
+    a = windows[:, :-2]
+    b = windows[:, 1:-1]
+    c = windows[:, 2:]
     smoothed = triples[a, b, c] + strength * p_pair[b, c]
     p_triple = smoothed / (before_triples[a, b] + strength)
     return -p_triple.log().mean().item()
@@ -169,7 +173,9 @@ def _count_triples(text: Tensor) -> Tensor:
     for start in range(0, len(text) - 2, CHUNK):
         # CHUNK triples need two bytes more.
         chunk = text[start : start + CHUNK + 2].int()
-        first, second, third = chunk[:-2], chunk[1:-1], chunk[2:]
+        first = chunk[:-2]
+        second = chunk[1:-1]
+        third = chunk[2:]
         triples = (first * SYMBOLS + second) * SYMBOLS + third
         counts += torch.bincount(triples, minlength=len(counts))
     return counts.view(SYMBOLS, SYMBOLS, SYMBOLS)

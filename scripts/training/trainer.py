@@ -45,8 +45,6 @@ class Settings:
     def __post_init__(self) -> None:
         require_at_least_one(self, "steps", "batch_size", "seq_len")
         require_at_least_one(self, "d_model", "num_layers", "num_heads")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be positive and finite, got {self.lr}")
         if not 0 <= self.warmup <= self.steps:

@@ -207,6 +207,15 @@ def test_comparison_has_runs_of_every_seed_a_table_and_a_picture(
     assert again.read_bytes() == picture.read_bytes()
 
 
+def test_comparison_takes_the_lowest_and_the_highest_seed(short_text, tmp_path):
+    results = tmp_path / "ffn.json"
+    options = ["--compare=ffn", f"--data={short_text}", f"--json={results}"]
+    for first in (-(2**63), 2**63 - 1):
+        assert cli.main([*TINY, *options, f"--seed={first}"]) == 0
+        runs = json.loads(results.read_text())["runs"]
+        assert {run["seed"] for run in runs} == {first, first + 1}
+
+
 def test_comparison_that_diverged_has_no_picture(short_text, tmp_path, capsys):
     picture = tmp_path / "ffn.png"
     options = ["--compare=ffn", "--seeds=1", f"--plot={picture}", "--lr=1e30"]
@@ -340,7 +349,11 @@ DAMAGE = {
     ),
     "no steps": (["settings", "steps"], 0, "steps must be at least 1, got 0"),
     "a rate of 0": (["settings", "lr"], 0, "lr must be positive and finite, got 0.0"),
-    "a negative seed": (["settings", "seed"], -1, "seed must be from 0 to 2**63 - 1"),
+    "another seed": (
+        ["settings", "seed"],
+        -1,
+        "runs[0] must be SwiGLU with seed -1 and lr 0.005, got SwiGLU with seed 0",
+    ),
     "a long warm-up": (
         ["settings", "warmup"],
         401,

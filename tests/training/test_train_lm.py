@@ -306,6 +306,34 @@ def test_run_that_has_more_steps_is_rejected(saved, text, tmp_path, capsys):
     assert losses.read_text() == "losses"
 
 
+@pytest.mark.parametrize(
+    ("stopped_after", "least"),
+    [(7, "7, the steps of"), (3, "6, the warm-up steps of")],
+)
+def test_fewer_steps_than_the_warm_up_of_the_checkpoint_are_rejected(
+    stopped_after, least, text, tmp_path, capsys, monkeypatch
+):
+    sizes = [option for option in TINY if not option.startswith("--warm")]
+    folder = ["--data", str(text), "--checkpoint", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        at_step(stopped_after, lambda: signal.raise_signal(signal.SIGINT), patch)
+        assert cli.main([*sizes, *folder, "--warmup=6"]) == 130
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        cli.main([*sizes, *folder, "--steps=5", "--resume"])
+    path = tmp_path / f"step-{stopped_after:08d}.pt"
+    error = capsys.readouterr().err
+    assert f"--steps must be at least {least} {path}, got 5: raise it" in error
+
+
+def test_warm_up_that_is_longer_than_the_run_of_the_checkpoint_is_rejected(
+    saved, text, capsys
+):
+    options = ["--data", text, "--checkpoint", saved, "--resume"]
+    error = rejected(capsys, *options, "--steps=40", "--warmup=20")
+    assert "its --warmup is 4, but here it is 20" in error
+
+
 def test_run_with_all_its_steps_resumes_to_its_sample(saved, text, whole, capsys):
     assert train(text, "--checkpoint", saved, "--resume") == 0
     printed = capsys.readouterr().out
@@ -430,6 +458,8 @@ REJECTED = {
     "--lr nan": "--lr must be positive and finite, got [nan]",
     "--lr 1e-3 1e-2": "--lr must be one rate without --compare norm, got [0.001, 0.01]",
     "--compare norm --lr 1e-3 3e-3 0.001": "--lr must have each rate once, got [0.001, 0.003, 0.001]",
+    "--seed x": "--seed: must be an integer, got 'x'",
+    "--seed 9223372036854775808": "--seed: must fit into 64 bits",
     "--tp 2": "--tp was removed: examples/parallel.py",
     "--dp 2": "--dp was removed: examples/parallel.py",
     "--keep 3": "--keep was removed: the last two checkpoints are kept",
@@ -460,9 +490,18 @@ def test_rejection_is_one_line_before_anything_is_allocated(
 
 
 def test_text_that_is_named_twice_is_rejected(text, capsys):
-    expected = f"--data must name each file once, got {text} twice: remove a path"
+    expected = f"--data must name each file once, got {text} and {text}, which are the same file: remove a path"
     assert expected in rejected(capsys, "--data", text, text)
     assert expected in rejected(capsys, "--data", text.parent, text)
+
+
+def test_text_that_has_two_paths_is_rejected(text, tmp_path, capsys):
+    detour = text.parent / ".." / text.parent.name / text.name
+    link = tmp_path / "link"
+    link.symlink_to(text)
+    for other in (detour, link):
+        expected = f"got {text} and {other}, which are the same file"
+        assert expected in rejected(capsys, "--data", text, other)
 
 
 def test_checkpoint_of_another_run_is_rejected(saved, text, tmp_path, capsys):
