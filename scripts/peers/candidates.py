@@ -99,7 +99,7 @@ class Peer:
     def build(self, block: Block, size: Size) -> Candidate:
         """Return a candidate with the weights of `block`; raise Unavailable if it cannot run here."""
         if self.cuda_only and not next(block.parameters()).is_cuda:
-            raise Unavailable(f"{self.package} needs CUDA")
+            raise Unavailable(f"{self.package} requires CUDA")
         if self.package is not None and self.version() is None:
             raise Unavailable(f"not installed: pip install {self.package}")
         return self.builder(block, size)
@@ -267,11 +267,11 @@ def _build_block_of(package: ModuleType, block: Block, size: Size) -> Candidate:
 
 OWN = {
     "limit": Peer(build_limit, "limit: the matrix products and SDPA", agrees=False),
-    "copy": Peer(build_copy, "copy: as many bytes as the weights have", agrees=False),
+    "copy": Peer(build_copy, "copy: a copy as large as all weights", agrees=False),
     # Inductor generates no code for its complex product.
     "operations": Peer(
         build_operations,
-        "operations: the Block's, without modules or checks",
+        "operations: the Block without modules or checks",
         eager_only=True,
     ),
     "control": Peer(
