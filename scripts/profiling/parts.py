@@ -169,7 +169,7 @@ def _attention_steps(block: Block) -> list[Step]:
         ),
         # Gives x, too: see _add.
         Step(
-            part="residual adds",
+            part="residual sums",
             takes=("x", "attended"),
             gives=("x", "y"),
             run=_add,
@@ -224,7 +224,7 @@ def _feed_forward_steps(block: Block) -> list[Step]:
         ),
         # Gives y, too: see _add.
         Step(
-            part="residual adds",
+            part="residual sums",
             takes=("y", "fed"),
             gives=("y", "z"),
             run=_add,

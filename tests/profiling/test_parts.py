@@ -27,7 +27,7 @@ def parts_of(num_layers=None, qk_norm=True, dtype=torch.float32):
 def test_parts_compute_the_block_bit_for_bit(qk_norm, dtype):
     block, x, _, parts = parts_of(qk_norm=qk_norm, dtype=dtype)
     assert torch.equal(run_steps(block_steps(block), x), block(x))
-    assert torch.equal(parts["residual adds"].forward()[-1], block(x))
+    assert torch.equal(parts["residual sums"].forward()[-1], block(x))
 
 
 def test_parts_have_the_gradients_of_the_whole():
@@ -42,7 +42,7 @@ def test_parts_have_the_gradients_of_the_whole():
             part.weights, part.train()[len(part.inputs) :], strict=True
         ):
             torch.testing.assert_close(grad, expected[weight])
-    adds = parts["residual adds"]
+    adds = parts["residual sums"]
     assert torch.equal(adds.gradients[0], expected[x])
     # Where a branch left, its gradient and that of what passed it by add up.
     of_x, of_attended, of_y, of_fed = adds.gradients
