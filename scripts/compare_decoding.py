@@ -45,6 +45,10 @@ READING = "reading the weights once"
 Decode = Callable[[], Tensor]  # returns the logits of the last step, (1, vocabulary)
 
 
+class Disagreement(Exception):
+    """Candidates compute different logits."""
+
+
 def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     """Return the parser and the options."""
     parser = Parser("compare_decoding.py", (__doc__ or "").strip(), EPILOG)
@@ -160,14 +164,14 @@ def candidates(
 
 
 def check_agreement(found: dict[str, Decode], dtype: torch.dtype) -> str:
-    """Raise a ValueError unless all candidates compute the same logits; return how far they differ."""
+    """Raise Disagreement unless all candidates compute the same logits; return how far they differ."""
     reference, *others = [run_once().double() for run_once in found.values()]
     errors = [(other - reference).norm() / reference.norm() for other in others]
     largest = torch.stack(errors).max().item()  # NaN if one is NaN
     tolerance = 100 * torch.finfo(dtype).eps  # dozens of layers round
     if not largest < tolerance:
         names = ", ".join(found)
-        raise ValueError(
+        raise Disagreement(
             f"logits must agree to {tolerance:.1g}, got a relative error of {largest:.2g}: {names}"
         )
     return f"{largest:.1g}"
@@ -243,12 +247,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [arguments.dtype] if arguments.dtype else list(DTYPES)
 
     def work() -> int:
-        # A model that does not fit --tokens, or that disagrees, raises a ValueError.
-        with parser.reporting():
-            show([describe()])
+        show([describe()])
+        try:
             for name in chosen:
                 print()
                 show([measure(arguments, DTYPES[name])])
+        except Disagreement as error:
+            print(f"{parser.prog}: error: {error}", file=sys.stderr)
+            return 1
         return 0
 
     return run(parser, work)

@@ -9,15 +9,16 @@ docs/cuda.md explains the results.
 options:
   --quick          tiny sizes, which show that everything starts; no figure is judged
   -k EXPRESSION    a part of the tests, selected as by pytest: model, attention, contract, profiler, or peers
-  --device cpu     run the same code without a GPU; needs --quick
+  --device cpu     run the same code without a GPU; requires --quick
   -h, --help       show this help
 
 environment:
-  LIMIT=SECONDS    end after this time (default: 520). Tests that have not started 20 s before are skipped.
+  LIMIT=SECONDS    end after this time (default: 520). Tests that have not started
+                   20 s before this limit are skipped.
   PYTHON=PATH      the Python to use (default: python3). Nothing is installed.
 
-A run of everything takes all of its time; with --quick, it ends after some minutes. The exit code is 0 if no test
-fails, 1 if one fails, 2 for a wrong option, and 124 or 137 if a test was still running at the end of the time.
+A full run uses all of LIMIT; a run with --quick ends after a few minutes. The exit code is 0 if no test fails, 1 if
+one fails, 2 for a wrong option, and 124 or 137 if a test was still running at the limit.
 
 examples:
   bash scripts/cuda_acceptance.sh OUT --quick
@@ -41,7 +42,7 @@ while (($#)); do
         ;;
     --quick) quick=--quick ;;
     --device | -k)
-        (($# > 1)) || fail "$1 needs a value; --help shows examples"
+        (($# > 1)) || fail "$1 requires a value; --help shows examples"
         if [[ $1 == -k ]]; then expression=$2; else device=$2; fi
         shift
         ;;
@@ -58,7 +59,7 @@ limit=${LIMIT:-520}
 python=${PYTHON:-python3}
 [[ -n $out ]] || fail "the folder for the results is missing, as in: bash scripts/cuda_acceptance.sh OUT"
 [[ $device == cuda || $device == cpu ]] || fail "--device must be cuda or cpu, got $device"
-[[ $device == cuda || -n $quick ]] || fail "--device cpu needs --quick: the full sizes take hours on a CPU"
+[[ $device == cuda || -n $quick ]] || fail "--device cpu requires --quick: the full sizes take hours on a CPU"
 [[ $limit =~ ^[0-9]+$ ]] && ((limit > 20)) || fail "LIMIT must be a whole number above 20, got $limit"
 command -v "$python" >/dev/null || fail "there is no $python; set PYTHON= to a Python that has torch"
 [[ $python != */* ]] || python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python")

@@ -21,7 +21,7 @@ from peers.pages import replaced
 
 EPILOG = """\
 examples:
-  rewrite the tables and the picture of the page, which needs all projects: pip install -e ".[exactness]"
+  rewrite the tables and the picture of docs/exactness.md (requires all projects: pip install -e ".[exactness]"):
     python scripts/exactness.py --write docs/exactness.md --plot docs/exactness.png
   measure the installed projects on a GPU, and rewrite the tables of the GPU:
     python scripts/exactness.py --device cuda --write docs/exactness.md

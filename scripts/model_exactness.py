@@ -27,7 +27,7 @@ examples:
   check that everything works, with a single text:
     python scripts/model_exactness.py --quick
 
-It requires the packages of the examples: pip install -e ".[examples]"
+The script requires the packages of the examples: pip install -e ".[examples]"
 """
 COMMAND = "scripts/model_exactness.py"  # in the marks around its tables
 

@@ -1,4 +1,4 @@
-"""Predict the least time of a Transformer on many devices, from its size, their links and a datasheet.
+"""Predict a lower bound on the time of a training step on many devices, from sizes, links and a datasheet.
 
 python scripts/predict_scaling.py dp=512 --preset llama-3.1-8b --vocab 128256 --batch-size 512 --seq-len 8192 \
   --dtype bfloat16 --mode step --ceilings "NVIDIA H100 80GB HBM3" --link 450e9,50e9

@@ -128,7 +128,7 @@ def device_of(name: str | None) -> torch.device:
         needed = int(os.environ["LOCAL_WORLD_SIZE"])
     if needed > torch.cuda.device_count():
         raise ValueError(
-            f"--device {name} needs {plural(needed, 'GPU')}, and torch {_found_gpus()}"
+            f"--device {name} requires {plural(needed, 'GPU')}, but torch {_found_gpus()}"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -174,15 +174,16 @@ def _check_plot(path: Path) -> None:
         raise ValueError(f"--plot must end in {', '.join(_PLOTS)}, got {str(path)!r}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
-            "--plot needs matplotlib: pip install matplotlib, or leave --plot out"
+            "--plot requires matplotlib: pip install matplotlib, or leave --plot out"
         )
 
 
 def run(parser: Parser, main: Callable[[], int]) -> int:
     """Run `main`, in each process that torchrun has started, and return the exit code of the program.
 
-    That is 0 if the reader closes the pipe, 130 after Ctrl-C, and 1 if memory runs out. One line reports the last two.
-    With several processes, an error is raised: torchrun then ends the other processes.
+    That is 0 if the reader closes the pipe, 130 after Ctrl-C, and 1 if memory runs out or a file cannot be read or
+    written. It reports each of these in one line.
+    With several processes, running out of memory is raised: torchrun then ends the other processes.
     """
     try:
         return main() if launched() == 1 else run_together(main)
@@ -196,6 +197,10 @@ def run(parser: Parser, main: Callable[[], int]) -> int:
         if launched() > 1 or not is_out_of_memory(error):
             raise
         code, message = 1, f"error: out of memory: {' '.join(str(error).split())}"
+    except OSError as error:
+        if launched() > 1:
+            raise
+        code, message = 1, f"error: {error}"
     if is_first():
         print(f"{parser.prog}: {message}", file=sys.stderr)
     return code

@@ -125,7 +125,7 @@ def attention_cost(
     )
 
 
-def residual_adds_cost(*, elements: int, element_size: int) -> PartCost:
+def residual_sums_cost(*, elements: int, element_size: int) -> PartCost:
     """Return the cost of both residual sums of a block.
 
     Backward adds the two gradients of a value that went into a branch, too.

@@ -38,8 +38,11 @@ def write_json(path: Path, document: Any) -> None:
     write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
-def read_json(path: Path, schema: str, option: str) -> dict[str, Any]:
-    """Read the JSON document that an option names; raise a ValueError if it is none, or has another schema."""
+def read_json(path: Path, schema: str, option: str, writer: str) -> dict[str, Any]:
+    """Read the JSON document that an option names; raise a ValueError if it is none, or has another schema.
+
+    `writer` is the command that writes such a document. The message advises it.
+    """
     try:
         document = json.loads(path.read_text())
     except OSError as error:
@@ -51,7 +54,7 @@ def read_json(path: Path, schema: str, option: str) -> dict[str, Any]:
         # reprlib cuts what is long or nested deeply.
         shown = reprlib.repr(found).strip("'")
         raise ValueError(
-            f'{option}: {path} must have the "schema" {schema}, got {shown}: write it with --json'
+            f'{option}: {path} must have the "schema" {schema}, got {shown}: write it with {writer}'
         )
     return document
 

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,10 +60,23 @@ def peak_added_bytes(run: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
+    return peak_of_trace(_events(profiler))
+
+
+def _events(profiler: profile) -> Sequence[Mapping[str, Any]]:
+    """Return the events of the profiler's Chrome trace, which only a file has; raise an OSError if it has no space."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
-        return peak_of_trace(json.loads(trace.read_bytes())["traceEvents"])
+        try:
+            document = json.loads(trace.read_bytes())
+        except ValueError:
+            # torch reports nothing if the disk is full.
+            raise OSError(
+                f"cannot write the temporary file {trace}: free some space, or set TMPDIR"
+            ) from None
+    events: Sequence[Mapping[str, Any]] = document["traceEvents"]
+    return events
 
 
 def peak_of_trace(events: Iterable[Mapping[str, Any]]) -> int:

@@ -1,7 +1,9 @@
 """The options that choose a model and what runs of it: sizes, passes and dtype."""
 
 import argparse
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -35,6 +37,18 @@ _DEFAULTS = {
     "vocab": 0,
 }
 
+# The names of sizes in messages that are options here, too. theta and eps come from the preset.
+_OPTIONS = (
+    "batch_size",
+    "seq_len",
+    "d_model",
+    "num_heads",
+    "num_kv_heads",
+    "d_head",
+    "d_ff",
+    "num_layers",
+)
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -62,8 +76,8 @@ def add_size_options(parser: Parser, preset_help: str, layers_help: str) -> None
     add_count("--d-model", "width (default: 512, or the preset's)")
     add_count("--num-heads", "query heads (default: 8, or the preset's)")
     add_count("--num-kv-heads", "key and value heads (default: --num-heads)")
-    add_count("--d-head", "head size (default: d_model / num_heads)")
-    add_count("--d-ff", "inner width of SwiGLU (default: 8/3 d_model)")
+    add_count("--d-head", "head size (default: --d-model / --num-heads)")
+    add_count("--d-ff", "inner width of SwiGLU (default: 8/3 --d-model)")
     add_count("--num-layers", layers_help)
     group.add_argument(
         "--qk-norm",
@@ -116,6 +130,20 @@ def sizes_of(arguments: argparse.Namespace) -> list[Size]:
     return [_size(arguments, {name: value}) for value in arguments.sweep.values]
 
 
+@contextmanager
+def naming_options() -> Iterator[None]:
+    """In the message of a ValueError, replace the names of sizes by the options that the user typed."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        for name in _OPTIONS:
+            option = f"--{name.replace('_', '-')}"
+            message = re.sub(rf"\b{name}=", f"{option} ", message)
+            message = re.sub(rf"\b{name}\b", option, message)
+        raise ValueError(message) from None
+
+
 def _size(arguments: argparse.Namespace, swept: Mapping[str, int]) -> Size:
     """Return the size of the options, with the value of a sweep in place of the option's."""
     chosen = _chosen(arguments, swept)
@@ -124,8 +152,9 @@ def _size(arguments: argparse.Namespace, swept: Mapping[str, int]) -> Size:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} must be below 2**63, got {value}")
     try:
-        size = _completed(chosen)
-        _build_without_memory(size)
+        with naming_options():
+            size = _completed(chosen)
+            _build_without_memory(size)
     except (RuntimeError, OverflowError, TypeError) as error:
         first_sentence = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
         raise ValueError(f"impossible size: {first_sentence}") from None
@@ -168,6 +197,10 @@ def _completed(chosen: argparse.Namespace) -> Size:
     chosen.num_kv_heads = block.attn.num_kv_heads
     chosen.d_head = block.attn.d_head
     chosen.d_ff = block.ffn.d_ff
+    if chosen.d_head % 2:
+        raise ValueError(
+            f"d_head must be even for RoPE, got {chosen.d_head}: change d_head, or d_model and num_heads"
+        )
     return Size(**vars(chosen))
 
 

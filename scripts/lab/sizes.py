@@ -17,7 +17,7 @@ from .costs import (
     linear_cost,
     loss_cost,
     norm_cost,
-    residual_adds_cost,
+    residual_sums_cost,
     rope_cost,
     swiglu_cost,
 )
@@ -179,7 +179,7 @@ class Size:
             d_out=d_model,
             element_size=element_size,
         )
-        costs["residual adds"] = residual_adds_cost(
+        costs["residual sums"] = residual_sums_cost(
             elements=x, element_size=element_size
         )
         costs["ln2"] = norm

@@ -99,7 +99,7 @@ class Peer:
     def build(self, block: Block, size: Size) -> Candidate:
         """Return a candidate with the weights of `block`; raise Unavailable if it cannot run here."""
         if self.cuda_only and not next(block.parameters()).is_cuda:
-            raise Unavailable(f"{self.package} needs CUDA")
+            raise Unavailable(f"{self.package} requires CUDA")
         if self.package is not None and self.version() is None:
             raise Unavailable(f"not installed: pip install {self.package}")
         return self.builder(block, size)
@@ -273,7 +273,7 @@ OWN = {
     # Inductor generates no code for its complex product.
     "operations": Peer(
         build_operations,
-        "operations: the Block's, without modules or checks",
+        "operations: the Block without modules or checks",
         eager_only=True,
     ),
     "control": Peer(

@@ -125,7 +125,7 @@ def read(path: Path) -> Run:
     Raises:
         ValueError: the file cannot be read, has another schema, or is damaged.
     """
-    document = read_json(path, SCHEMA, "--report")
+    document = read_json(path, SCHEMA, "--report", "compare_peers.py --json")
     try:
         return from_plain(Run, document)
     except ValueError as error:

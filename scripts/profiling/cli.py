@@ -13,6 +13,7 @@ from lab.model_options import (
     add_dtype,
     add_mode,
     add_size_options,
+    naming_options,
     sizes_of,
 )
 from lab.processes import launched
@@ -25,14 +26,18 @@ from .records import Settings
 from .session import profile
 
 _EXAMPLES = """examples:
-  profile_block.py                                            a small block, forward and backward
-  profile_block.py --preset llama-3.2-1b --dtype bfloat16 --mode step
-  profile_block.py --preset small --seq-len 1 --mode forward  one token: what do the launches cost?
-  profile_block.py --sweep seq-len=128,256,512 --plot scaling.png
-  profile_block.py --json old.json                            ... change something ...
-  profile_block.py --json new.json
-  compare_profiles.py old.json new.json
-  torchrun --nproc-per-node 4 scripts/profile_block.py --tp 2 --dp 2 --batch-size 2 --num-layers 4 --mode step
+  measure a small block, forward and backward:
+    python scripts/profile_block.py
+  measure a training step of a block of a published model:
+    python scripts/profile_block.py --preset llama-3.2-1b --dtype bfloat16 --mode step
+  measure one token, to see what the launches cost:
+    python scripts/profile_block.py --preset small --seq-len 1 --mode forward
+  measure several sizes, and draw their times:
+    python scripts/profile_block.py --sweep seq-len=128,256,512 --plot scaling.png
+  keep all figures, to compare them with those of a later version by compare_profiles.py:
+    python scripts/profile_block.py --json old.json
+  measure four processes, which share each layer and the batch:
+    torchrun --nproc-per-node 4 scripts/profile_block.py --tp 2 --dp 2 --batch-size 2 --num-layers 4 --mode step
 """
 
 _PREDICTS = "scripts/predict_scaling.py predicts a lower bound on the time"
@@ -100,7 +105,9 @@ def _add_measurement(parser: Parser) -> None:
     parser.add_device(group)
     add_dtype(group)
     group.add_argument(
-        "--compile", action="store_true", help="compile the whole, and each part"
+        "--compile",
+        action="store_true",
+        help="compile the Block or Transformer, and each part by itself",
     )
     group.add_argument(
         "--rounds",
@@ -121,7 +128,7 @@ def _add_measurement(parser: Parser) -> None:
 def _add_processes(parser: Parser) -> None:
     group = parser.add_argument_group(
         "several processes",
-        "torchrun --nproc-per-node N scripts/profile_block.py ... starts N = tp * dp * dp_replicate processes",
+        "Start tp * dp * dp_replicate processes: torchrun --nproc-per-node COUNT scripts/profile_block.py ...",
     )
     group.add_argument(
         "--tp",
@@ -135,7 +142,7 @@ def _add_processes(parser: Parser) -> None:
         type=positive_int,
         default=1,
         metavar="N",
-        help="split batch, weights and optimizer state over N (default: 1)",
+        help="split batch, weights and optimizer state over N processes (default: 1)",
     )
     group.add_argument(
         "--dp-replicate",
@@ -194,14 +201,16 @@ def _check(
     """Raise a ValueError for options that contradict each other, or that this machine cannot run."""
     if settings.mode == "step" and settings.dtype == torch.float16:
         raise ValueError(
-            "--mode step in float16 gives NaN, as AdamW's eps is 0 there: use bfloat16, or --mode train"
+            "--dtype must be float32 or bfloat16 with --mode step, got float16, in which AdamW's eps rounds to 0: "
+            "use --dtype bfloat16 or --mode train"
         )
     _check_recordings(arguments, settings)
     if settings.mesh.processes > 1:
         _check_options_of_one_process(arguments)
     check_outputs(arguments, "json", "plot", "trace", "memory_snapshot")
     for size in sizes:
-        settings.mesh.require(size)
+        with naming_options():
+            settings.mesh.require(size)
     _check_processes(settings.mesh)
     _check_memory(settings, sizes)
 
@@ -209,7 +218,7 @@ def _check(
 def _check_recordings(arguments: argparse.Namespace, settings: Settings) -> None:
     if arguments.memory_snapshot and settings.device.type != "cuda":
         raise ValueError(
-            f"--memory-snapshot needs CUDA, and the device is {settings.device}"
+            f"--memory-snapshot requires CUDA, got --device {settings.device}: leave --memory-snapshot out"
         )
     for option in ("trace", "memory_snapshot"):
         if getattr(arguments, option) and arguments.sweep:
@@ -236,7 +245,7 @@ def _check_processes(mesh: Mesh) -> None:
     else:
         start = "python"
     raise ValueError(
-        f"{mesh} needs {mesh.processes} processes, but {launched()} is running: start with {start}"
+        f"{mesh} requires {mesh.processes} processes, but {launched()} is running: start with {start}"
     )
 
 

@@ -77,11 +77,11 @@ class Mesh:
         """Raise a ValueError where the size does not split over the mesh."""
         if self.dp_replicate > 1 and self.dp == 1:
             raise ValueError(
-                f"dp_replicate={self.dp_replicate} needs dp of at least 2: use dp instead"
+                f"dp_replicate={self.dp_replicate} requires dp of at least 2: use dp instead"
             )
         if size.batch_size % self.batches:
             raise ValueError(
-                f"the batch size must be a multiple of {self.batches} for {self}, got {size.batch_size}"
+                f"batch_size must be a multiple of {self.batches} for {self}, got {size.batch_size}"
             )
         for name in ("num_heads", "num_kv_heads", "d_ff", "vocab"):
             count = getattr(size, name)

@@ -26,8 +26,11 @@ _ENVIRONMENT = (
 )
 _ADVICE = (
     "Runs of the same code differ, too. To compare two versions, run them in turns: compare_peers.py --against.\n"
-    "Intervals go from new p20 / old p80 to new p80 / old p20. Same: it contains 1. Unclear: it contains 1 and "
-    f"reaches beyond {_SAME_FROM} to {_SAME_TO}, or a time has fewer than {LEAST_SAMPLES} samples."
+    "The interval goes from new p20 / old p80 to new p80 / old p20.\n"
+    '"May be slower" means that it lies above 1, and "may be faster" that it lies below 1.\n'
+    f'"Same" means that it contains 1 and lies within {_SAME_FROM} to {_SAME_TO}.\n'
+    '"Unclear" means that it contains 1 and is wider, or that a time '
+    f"has fewer than {LEAST_SAMPLES} samples."
 )
 
 

@@ -13,10 +13,10 @@ from .report import describe
 from .storage import read_profile
 
 _EXAMPLES = """examples:
-  profile_block.py --json old.json
-  ... change something ...
-  profile_block.py --json new.json
-  compare_profiles.py old.json new.json
+  profile before and after a change, and compare:
+    python scripts/profile_block.py --json old.json
+    python scripts/profile_block.py --json new.json
+    python scripts/compare_profiles.py old.json new.json
 
 exit codes: 0 if the profiles were compared, 2 if a file is not a profile or if no size was measured in both
 """
@@ -24,7 +24,10 @@ exit codes: 0 if the profiles were compared, 2 if a file is not a profile or if 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare two profiles, and return the exit code."""
-    about = "Show new / old for every time that two profiles of profile_block.py have in common."
+    about = (
+        "Divide each time of a new profile by the same time of an old one, and judge the ratio.\n"
+        "scripts/profile_block.py --json writes the profiles."
+    )
     parser = Parser("compare_profiles.py", about, _EXAMPLES)
     parser.add_argument("old", type=Path, metavar="OLD.json", help="the first profile")
     parser.add_argument("new", type=Path, metavar="NEW.json", help="the second profile")

@@ -207,7 +207,7 @@ def _time(
     runs: dict[Key, Run], settings: Settings, progress: Progress, clock: Clock
 ) -> Times:
     """Time the runs in all processes at once."""
-    progress.start("timing", len(runs) * settings.rounds)
+    progress.start("timing samples", len(runs) * settings.rounds)
     start = system_clocks()
     seconds = interleave(runs, settings.rounds, 0.01, 1, progress.advance, least, clock)
     shares = busy_shares(start, system_clocks())

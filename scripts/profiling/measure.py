@@ -233,7 +233,7 @@ def _time(
     runs: dict[Key, Run], settings: Settings, progress: Progress, clock: Clock
 ) -> tuple[Samples, BusyShares]:
     """Time all runs, and return their samples and how busy the machine was meanwhile."""
-    progress.start("timing", len(runs) * settings.rounds)
+    progress.start("timing samples", len(runs) * settings.rounds)
     start = system_clocks()
     seconds = interleave(runs, settings.rounds, 0.01, 1, progress.advance, clock=clock)
     shares = busy_shares(start, system_clocks())

@@ -169,7 +169,7 @@ def _attention_steps(block: Block) -> list[Step]:
         ),
         # Gives x, too, so that the sum of x's two gradients is part of this step.
         Step(
-            part="residual adds",
+            part="residual sums",
             takes=("x", "branch"),
             gives=("x", "y"),
             run=_add,
@@ -224,7 +224,7 @@ def _feed_forward_steps(block: Block) -> list[Step]:
         ),
         # Gives y, too, so that the sum of y's two gradients is part of this step.
         Step(
-            part="residual adds",
+            part="residual sums",
             takes=("y", "branch"),
             gives=("y", "z"),
             run=_add,

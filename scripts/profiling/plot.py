@@ -30,7 +30,9 @@ def plot(profile: Profile, path: Path) -> None:
     """Draw the points of a profile in the format that the suffix of `path` names."""
     points = [point for point in profile.points if isinstance(point, Point)]
     title = describe(*(point.size for point in points))
-    warnings = [" ".join(doubt.reason.split()) for doubt in doubts_of(profile)]
+    warnings = [
+        f"{doubt.claim}: {'; '.join(doubt.reasons)}" for doubt in doubts_of(profile)
+    ]
     warnings.extend(interruption(profile))
     for warning in warnings:
         title = "\n".join([title, *textwrap.wrap(warning, 120)])

@@ -17,12 +17,12 @@ from lab.sizes import PASSES, Size
 from .collectives import Collective, Mesh, collectives_of
 
 # Along tp, the tokens of these parts are split; the heads, d_ff or the vocabulary of the others.
-_SPLIT_BY_TOKENS = ("ln1", "residual adds", "ln2", "final norm", "embedding")
+_SPLIT_BY_TOKENS = ("ln1", "residual sums", "ln2", "final norm", "embedding")
 # The share of a part that torch computes twice if it recomputes each block: it stops before the last product of the
 # ffn, so the second residual sum is left out, too. Every other part of a block is repeated.
 _RECOMPUTED = {
     "ffn": 2 / 3,
-    "residual adds": 1 / 2,
+    "residual sums": 1 / 2,
     "final norm": 0.0,
     "embedding": 0.0,
     "head": 0.0,
@@ -126,7 +126,7 @@ class Prediction:
     hidden_seconds: what runs of these beside computation.
     state_bytes: weights, gradients and AdamW's moments that each device stores, as far as the mode has them.
     product_flops: FLOPs of matrix products on each device, with causal attention.
-    peak: FLOP/s of a device, of which MFU is a share.
+    peak: FLOP/s of a device. MFU is the share of it that matrix products reach.
     """
 
     size: Size

@@ -15,6 +15,7 @@ from lab.model_options import (
     add_dtype,
     add_mode,
     add_size_options,
+    naming_options,
     sizes_of,
 )
 from lab.presets import PRESETS
@@ -29,11 +30,15 @@ from .report_prediction import Basis, prediction_report
 SCHEMA = "tinyblock.prediction/1"
 
 _EXAMPLES = """examples:
-  predict_scaling.py dp=8 dp=4,tp=2 --preset llama-3.1-8b --vocab 128256 --batch-size 16 --seq-len 8192
-      --dtype bfloat16 --mode step --ceilings "NVIDIA H200" --link 450e9,50e9
-  predict_scaling.py tp=8,dp=64 dp=512 --preset llama-3.1-8b --seq-len 8192 --sweep batch-size=512,1024,2048
-      --dtype bfloat16 --mode step --ceilings "NVIDIA H200" --link 450e9,50e9 --plot scaling.png
-  predict_scaling.py dp=2 --num-layers 4 --batch-size 8 --ceilings 2e12,300e9 --link 10e9   a device without datasheet
+  compare two meshes of 8 devices:
+    python scripts/predict_scaling.py dp=8 dp=4,tp=2 --preset llama-3.1-8b --vocab 128256 --batch-size 16 \\
+      --seq-len 8192 --dtype bfloat16 --mode step --ceilings "NVIDIA H200" --link 450e9,50e9
+  draw the MFU of two meshes over the batch size:
+    python scripts/predict_scaling.py tp=8,dp=64 dp=512 --preset llama-3.1-8b --seq-len 8192 \\
+      --sweep batch-size=512,1024,2048 --dtype bfloat16 --mode step --ceilings "NVIDIA H200" --link 450e9,50e9 \\
+      --plot scaling.png
+  predict for a device without a datasheet:
+    python scripts/predict_scaling.py dp=2 --num-layers 4 --batch-size 8 --ceilings 2e12,300e9 --link 10e9
 """
 
 
@@ -49,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A mesh splits the batch and the width. Smaller sizes of a sweep need not split over each mesh.
         largest = max(sizes, key=lambda size: (size.batch_size, size.d_model))
         for mesh in meshes:
-            mesh.require(largest)
+            with naming_options():
+                mesh.require(largest)
         left_out = _left_out(sizes, meshes)
         basis = _basis(arguments)
 
@@ -73,9 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    about = (
-        "Predict the least time of a Transformer on many devices, without running it."
-    )
+    about = "Predict a lower bound on the time of a pass or a training step on many devices, without running it."
     parser = Parser("predict_scaling.py", about, _EXAMPLES)
     parser.add_argument(
         "meshes",
@@ -134,7 +138,9 @@ def _sizes(arguments: argparse.Namespace) -> list[Size]:
     if arguments.preset is not None and arguments.num_layers is None:
         arguments.num_layers = PRESETS[arguments.preset].num_layers
     if arguments.vocab is not None and arguments.num_layers is None:
-        raise ValueError("--vocab needs --num-layers: a single Block has no embedding")
+        raise ValueError(
+            "--vocab requires --num-layers: a single Block has no embedding"
+        )
     return sizes_of(arguments)
 
 
@@ -144,7 +150,8 @@ def _left_out(sizes: Sequence[Size], meshes: Sequence[Mesh]) -> list[str]:
     for size in sizes:
         for mesh in meshes:
             try:
-                mesh.require(size)
+                with naming_options():
+                    mesh.require(size)
             except ValueError as error:
                 lines.append(f"left out: {describe(size)}; {mesh}: {error}")
     return lines
@@ -174,8 +181,10 @@ def _rates(text: str) -> Rates:
     except ValueError:
         flops_per_second = bytes_per_second = 0.0
     if not (is_rate(flops_per_second) and is_rate(bytes_per_second)):
+        similar = [name for name in DATASHEETS if text.lower() in name.lower()]
+        advice = f": did you mean {' or '.join(similar)}?" if similar else ""
         raise ValueError(
-            f"--ceilings must be a GPU of --help, or FLOP/s and bytes/s, as in 989e12,3350e9, got {text!r}"
+            f"--ceilings must be a GPU of --help, or FLOP/s and bytes/s, as in 989e12,3350e9, got {text!r}{advice}"
         )
     return Rates(flops_per_second, bytes_per_second)
 

@@ -4,6 +4,8 @@
 the fields that are described here. In a sweep, the file is replaced after every size. Times are in seconds, memory is
 in bytes, and work is in floating-point operations (FLOP; a multiply-add counts as two). null means not measured.
 
+"The whole" is the Block, or the Transformer, run in one call; a "part" is one of its layers or operations.
+
 The records hold what was measured. What follows from it (tokens per second, MFU, distances from the roofline) stands in
 the file under the key "analysis" of each point, which is `Analysis` of analysis.py, and is not read back.
 """
@@ -111,7 +113,7 @@ class Part:
     Each part runs with the weights, inputs and gradients that it has inside the block, strides included, and several
     times in a row, so small tensors stay in the caches.
 
-    name: ln1, q/k/v projections, q/k norm, rope, attention, output projection, residual adds (both), ln2, ffn, final
+    name: ln1, q/k/v projections, q/k norm, rope, attention, output projection, residual sums (both), ln2, ffn, final
         norm; the whole; or AdamW.
     count: the number of times that the whole contains the part. All other figures are for one.
     passes: by their names: forward and backward; optimizer for AdamW; the whole also has train (forward and backward)

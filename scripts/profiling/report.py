@@ -40,6 +40,8 @@ _MODES = {
     "step": "Forward, backward and AdamW",
 }
 
+# The numerator of the MFU.
+MFU = "FLOP/s of the matrix products"
 # What the figures point to; {} is the share of the roofline.
 _CAUSES = {
     "overhead": "mostly the overhead of its calls (Python, dispatch, launches); more tokens or --compile help",
@@ -74,28 +76,34 @@ def interruption(profile: Profile) -> list[str]:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Why figures mislead, and what to do about it."""
+    """That figures mislead, why, and what to do about it."""
 
-    reason: str
+    claim: str
+    reasons: Sequence[str]
     advice: str
+
+    def __str__(self) -> str:
+        lines = [f"- {reason}" for reason in self.reasons]
+        return "\n".join([f"{self.claim}:", *lines, self.advice])
 
 
 def doubts(profile: Profile) -> list[Section]:
     """Return why the figures of a profile cannot be trusted, if so."""
-    return [f"{doubt.reason}\n{doubt.advice}" for doubt in doubts_of(profile)]
+    return [str(doubt) for doubt in doubts_of(profile)]
 
 
 def doubts_of(profile: Profile) -> list[Doubt]:
     """Return what must stand beside all figures of a profile."""
     found = []
-    lines = []
+    reasons = []
     for point in profile.points:
         if not isinstance(point, OutOfMemory):
-            lines.extend(_reasons(point, profile))
-    if lines:
+            reasons.extend(_reasons(point, profile))
+    if reasons:
         found.append(
             Doubt(
-                "\n  ".join(["Do not trust these figures:", *lines]),
+                "Do not trust these figures",
+                reasons,
                 "Close other programs, use fewer threads (OMP_NUM_THREADS) or raise --rounds.",
             )
         )
@@ -103,7 +111,8 @@ def doubts_of(profile: Profile) -> list[Doubt]:
     if too_low is not None:
         found.append(
             Doubt(
-                f"The measured ceiling is too low: {too_low}.",
+                "The measured ceiling is too low",
+                [too_low],
                 "So no percentages of it are shown. Close other programs and measure again.",
             )
         )
@@ -111,15 +120,13 @@ def doubts_of(profile: Profile) -> list[Doubt]:
 
 
 def _reasons(point: Point | DistributedPoint, profile: Profile) -> list[str]:
-    """Return why the figures of one size cannot be trusted in one line; no line if they can."""
+    """Return why the figures of one size cannot be trusted: in a sweep, all reasons in one line."""
     samples = min(seconds.samples for seconds in times_of(point).values())
-    reasons = "; ".join(reasons_to_doubt(point.trust, profile.ceilings, samples))
-    if not reasons:
-        return []
+    reasons = reasons_to_doubt(point.trust, profile.ceilings, samples)
     axis = profile.settings.sweep
-    if axis is not None:
-        reasons = f"{axis} {value_on(axis, point.size)}: {reasons}"
-    return [reasons]
+    if axis is None or not reasons:
+        return reasons
+    return [f"{axis} {value_on(axis, point.size)}: {'; '.join(reasons)}"]
 
 
 def model_name(size: Size) -> str:
@@ -233,7 +240,11 @@ def _point(point: Point, profile: Profile) -> list[Section]:
     sections: list[Section] = [_summary(point, analysis, profile)]
     if analysis.losses:
         sections.append(
-            _losses(analysis.losses, has_doubts=bool(_reasons(point, profile)))
+            _losses(
+                analysis.losses,
+                mode=profile.settings.mode,
+                has_doubts=bool(_reasons(point, profile)),
+            )
         )
     sections.append(_times(point, analysis, profile.settings.mode, passes))
     if any(part.has_gpu_seconds for part in point.parts):
@@ -256,13 +267,16 @@ def _summary(point: Point, analysis: Analysis, profile: Profile) -> str:
         update = point.optimizer.passes["optimizer"].seconds
         of_step = share(update.median / seconds.median)
         lines.append(f"AdamW: {_timed(update)}, {of_step} of the step")
-    for name, mfu in (
+    for peak, mfu in (
         ("measured ceiling", analysis.mfu_measured),
-        ("datasheet", analysis.mfu_datasheet),
+        ("the datasheet's peak", analysis.mfu_datasheet),
     ):
         if mfu is not None:
             causal, dense = share(mfu.causal), share(mfu.dense)
-            lines.append(f"MFU of the {name}: causal {causal}, dense {dense}")
+            lines.append(
+                f"MFU ({MFU} / {peak}): {causal} counting only the causal attention scores, "
+                f"{dense} counting all scores"
+            )
     lines.extend(_overhead(point, analysis, profile))
     if point.kernels is not None:
         busy = share(point.kernels.busy_fraction)
@@ -287,12 +301,13 @@ def _overhead(point: Point, analysis: Analysis, profile: Profile) -> list[str]:
     waits = point.kernels is None or point.kernels.launch_bound
     if not on_cpu and not waits:
         return []
-    unit, factor = time_unit(point.whole.passes[profile.settings.mode].seconds.median)
-    seconds = point.overhead[profile.settings.mode].median
+    mode = profile.settings.mode
+    unit, factor = time_unit(point.whole.passes[mode].seconds.median)
+    seconds = point.overhead[mode].median
     line = f"Fixed overhead (the same calls on a tiny input): {number(factor * seconds)} {unit}"
-    # On a GPU, host and kernels overlap, so the overhead is no part of the total.
+    # On a GPU, host and kernels overlap, so the overhead is no part of the time.
     if on_cpu and analysis.overhead_share <= 1:
-        line += f", {share(analysis.overhead_share)} of the total"
+        line += f", {share(analysis.overhead_share)} of the time of {_passes_of(mode)}"
     return [line]
 
 
@@ -305,13 +320,15 @@ def _compilation(compilation: Compilation, name: str) -> list[str]:
     return [line, *(f"  break: {reason}" for reason in reasons)]
 
 
-def _losses(losses: tuple[Loss, ...], has_doubts: bool) -> str:
+def _losses(losses: tuple[Loss, ...], mode: str, has_doubts: bool) -> str:
     """Return the parts that lose most, and why: but no reasons where the figures cannot be trusted."""
-    lines = ["Most time lost against the roofline:"]
+    lines = [
+        f"Most time lost against the roofline, as a share of the time of {_passes_of(mode)}:"
+    ]
     for loss in losses:
         unit, factor = time_unit(loss.seconds)
         lost = f"{number(factor * loss.seconds)} {unit}"
-        line = f"  {loss.name}: {lost}, {share(loss.share)} of the total"
+        line = f"  {loss.name}: {lost}, {share(loss.share)}"
         if not has_doubts:
             line += f"; {_CAUSES[loss.cause].format(share(loss.roofline_fraction))}"
         lines.append(line)
@@ -397,7 +414,12 @@ def _times_title(point: Point, mode: str) -> str:
             "\nEach time is that of one run of a part. "
             f"Sums and shares count the parts of a block {layers} times"
         )
-    return f"{title}\nShares of the total: {_MODES[mode].lower().replace('adamw', 'AdamW')}"
+    return f"{title}\nShare: percentage of the time of {_passes_of(mode)}"
+
+
+def _passes_of(mode: str) -> str:
+    """Return the passes of a mode as they stand within a sentence."""
+    return _MODES[mode].lower().replace("adamw", "AdamW")
 
 
 def _work(point: Point, analysis: Analysis, profile: Profile, name: str) -> Table:
@@ -441,7 +463,9 @@ def _memory(point: Point) -> Table:
 def _legend(name: str) -> str:
     """Explain the terms of the tables; `name` is Block or Transformer."""
     return (
-        "Times are medians. Backward is the time of forward and backward minus that of forward, in each round.\n"
+        "Times and ratios are medians over the rounds, so a ratio may differ from that of the medians above it.\n"
+        "ln1, ln2: the norms before attention and ffn. Residual sums: both additions of a sub-layer's output.\n"
+        "Backward is the time of forward and backward minus that of forward, in each round.\n"
         f"{name} minus parts: what no part accounts for. It is below 0 if parts take longer alone than in the {name}.\n"
         "Bytes are the fewest possible. Of roofline: the least possible time divided by the measured time. A value\n"
         "above 100% means that data came from a cache, or that the measured ceiling is too low."
@@ -470,14 +494,15 @@ def _sweep_table(profile: Profile, measured: list[Point], axis: str) -> Table:
         "p20 to p80",
         f"overhead {unit}",
         "tokens/s",
-        "MFU causal",
+        "MFU",
         f"parts/{name}",
         "kept for backward",
         "peak",
     ]
     title = (
-        f"{_MODES[mode]}. Overhead: the same calls on a tiny input. "
-        f"MFU: of the measured ceiling. parts/{name}: forward and backward of the parts, summed, over the {name}'s"
+        f"{_MODES[mode]}. Overhead: the same calls on a tiny input.\n"
+        f"MFU: {MFU} / measured ceiling, counting only the causal attention scores.\n"
+        f"parts/{name}: time of all parts / time of the {name}, both for {_passes_of(_mode_of_parts(mode))}"
     )
     table = Table(title, columns)
     for point in profile.points:
@@ -494,8 +519,6 @@ def _sweep_table(profile: Profile, measured: list[Point], axis: str) -> Table:
 def _sweep_cells(point: Point, profile: Profile, factor: float) -> list[str]:
     """Return the cells of one size; `factor` turns seconds into the unit of the table."""
     mode = profile.settings.mode
-    # The parts have no step: AdamW updates all weights at once.
-    summed_passes = "forward" if mode == "forward" else "train"
     analysis = analyze(point, profile)
     mfu = analysis.mfu_measured
     return [
@@ -503,14 +526,20 @@ def _sweep_cells(point: Point, profile: Profile, factor: float) -> list[str]:
         number(factor * point.overhead[mode].median),
         si(analysis.tokens_per_second),
         share(None if mfu is None else mfu.causal),
-        number(point.sum_of_parts[summed_passes].of_whole.median),
+        number(point.sum_of_parts[_mode_of_parts(mode)].of_whole.median),
         si(point.memory.kept_bytes, "B"),
         si(point.memory.peak_bytes, "B"),
     ]
 
 
+def _mode_of_parts(mode: str) -> str:
+    """Return the mode in which parts are summed: they have no step, because AdamW updates all weights at once."""
+    return "forward" if mode == "forward" else "train"
+
+
 def _sweep_losses(profile: Profile, measured: list[Point], axis: str) -> Table:
-    title = "Most time lost against the roofline"
+    passes = _passes_of(profile.settings.mode)
+    title = f"Most time lost against the roofline, as a share of the time of {passes}"
     table = Table(title, [axis, "first", "second", "third"])
     for point in measured:
         losses = analyze(point, profile).losses

@@ -17,11 +17,11 @@ from .records import (
     OutOfMemory,
     Profile,
 )
-from .report import describe, doubts, header, held
+from .report import MFU, describe, doubts, header, held
 
 _LEGEND = (
-    "Times are medians over the rounds, of the slowest process in each round. Speed-up is relative to a single\n"
-    "process on the whole batch, timed in alternation. Efficiency is the speed-up divided by the number of processes.\n"
+    "Times are medians over the rounds, of the slowest process in each round. Speedup is relative to a single\n"
+    "process on the whole batch, timed in alternation. Efficiency is the speedup divided by the number of processes.\n"
     "Each collective is timed alone at these sizes, so it does not wait for a slower process."
 )
 
@@ -50,7 +50,8 @@ def _summary(point: DistributedPoint, profile: Profile) -> str:
     for axis, rate in point.links.items():
         links.append(f"{axis} {si(rate.median, 'B/s')}")
     return (
-        f"{mode}: {number(factor * seconds)} {unit}, {tokens} tokens/s; MFU of the measured ceilings, causal: {mfu}\n"
+        f"{mode}: {number(factor * seconds)} {unit}, {tokens} tokens/s\n"
+        f"MFU ({MFU} / measured ceilings): {mfu}, counting only the causal attention scores\n"
         f"Communication overlapped with computation: {_overlap(point, profile)}\n"
         f"Measured link bandwidth (bytes/s per process in a large all-gather): {', '.join(links)}\n"
         f"{_memory_line(point.memory)}"
@@ -82,7 +83,7 @@ def _times(point: DistributedPoint) -> Table:
         "processes differ by",
         f"one process {unit}",
         "p20 to p80",
-        "speed-up",
+        "speedup",
         "p20 to p80",
         "efficiency",
     ]

@@ -8,6 +8,9 @@ from lab.records import from_plain, to_plain
 from .analysis import analyze
 from .records import SCHEMA, OutOfMemory, Point, Profile, times_of
 
+# The command that writes profiles.
+_WRITER = "profile_block.py --json"
+
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile, whole or not at all, and what follows from each of its points."""
@@ -28,13 +31,13 @@ def read_profile(path: Path, name: str) -> Profile:
     Raises:
         ValueError: The file cannot be read, has another schema, lacks a key, or has a value that cannot be right.
     """
-    document = read_json(path, SCHEMA, name)
+    document = read_json(path, SCHEMA, name, _WRITER)
     try:
         profile = from_plain(Profile, document)
         _require_times(profile)
         _require_printable(profile)
     except ValueError as error:
-        advice = "write it again with profile_block.py --json"
+        advice = f"write it again with {_WRITER}"
         raise ValueError(f"{name}: {path}: {error}: {advice}") from None
     return profile
 

@@ -101,8 +101,8 @@ def reasons_to_doubt(trust: Trust, ceilings: Ceilings, samples: int) -> list[str
         reasons.append(f"each time has {counted}, fewer than {LEAST_SAMPLES}")
     if waited > _LARGEST_WAITED_SHARE:
         reasons.append(
-            "added over all threads, time spent waiting for a core was "
-            f"{waited:.0%} of the run time"
+            f"threads waited for a core for {waited:.0%} of the run time "
+            "(sum over all threads)"
         )
     if others > _LARGEST_OTHERS_SHARE:
         reasons.append(f"other programs kept {others:.0%} of all cores busy")

@@ -190,7 +190,7 @@ def read_comparison(path: Path) -> Comparison:
     Raises:
         ValueError: the file cannot be read, or something is missing, has another type, or does not fit the rest.
     """
-    document = read_json(path, SCHEMA, "--report")
+    document = read_json(path, SCHEMA, "--report", "train_lm.py --compare ... --json")
     try:
         comparison = from_plain(Comparison, document)
         _require_consistent(comparison)

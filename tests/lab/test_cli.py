@@ -94,7 +94,7 @@ def test_device_of_another_kind_is_rejected():
 @pytest.mark.usefixtures("current")
 def test_device_of_a_missing_gpu_names_those_that_exist():
     with pytest.raises(
-        ValueError, match=r"needs 3 GPUs, and torch finds 2: cuda:0, cuda:1$"
+        ValueError, match=r"requires 3 GPUs, but torch finds 2: cuda:0, cuda:1$"
     ):
         device_of("cuda:2")
 
@@ -106,7 +106,7 @@ def test_device_of_a_machine_without_gpu_is_the_cpu(built, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
     assert device_of(None) == torch.device("cpu")
-    message = f"--device cuda needs 1 GPU, and torch {reason}: use --device cpu"
+    message = f"--device cuda requires 1 GPU, but torch {reason}: use --device cpu"
     with pytest.raises(ValueError, match=message):
         device_of("cuda")
 
@@ -131,7 +131,7 @@ def test_device_of_each_process_is_its_own(current):
 @pytest.mark.usefixtures("second_of_two", "current")
 def test_device_of_more_processes_than_gpus_names_the_number_to_start(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    message = "needs 3 GPUs, and torch finds 2: .*; lower --nproc-per-node to 2"
+    message = "requires 3 GPUs, but torch finds 2: .*; lower --nproc-per-node to 2"
     with pytest.raises(ValueError, match=message):
         device_of("cuda")
 
@@ -198,7 +198,9 @@ def test_check_outputs_rejects_what_cannot_be_written(wrong, tmp_path, monkeypat
 def test_check_outputs_requires_matplotlib_for_a_plot(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install matplotlib"):
+    with pytest.raises(
+        ValueError, match="--plot requires matplotlib: pip install matplotlib"
+    ):
         check(plot=tmp_path / "x.png")
 
 
@@ -225,6 +227,15 @@ def test_run_reports_a_lack_of_memory_in_one_line(parser, capsys):
     assert run(parser, failing(error)) == 1
     expected = "program.py: error: out of memory: CUDA out of memory.\n"
     assert capsys.readouterr().err == expected
+
+
+def test_run_reports_a_file_that_cannot_be_written_in_one_line(parser, capsys):
+    def main():
+        return Path("missing/x.json").write_text("")
+
+    assert run(parser, main) == 1
+    expected = "[Errno 2] No such file or directory: 'missing/x.json'"
+    assert capsys.readouterr().err == f"program.py: error: {expected}\n"
 
 
 def test_run_passes_other_errors_on(parser):

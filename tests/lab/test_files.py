@@ -25,7 +25,7 @@ def test_read_json_rejects_a_missing_file(tmp_path):
     path = tmp_path / "old.json"
     message = f"OLD.json: cannot read {path}: No such file"
     with pytest.raises(ValueError, match=message):
-        read_json(path, "a/1", "OLD.json")
+        read_json(path, "a/1", "OLD.json", "program.py --json")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,9 @@ def test_read_json_rejects_a_missing_file(tmp_path):
             '{"schema": "\\u001b[31m"}', r"got \\x1b\[31m: ", id="a control character"
         ),
         pytest.param(
-            '{"schema": "b/1"}', 'must have the "schema" a/1, got b/1', id="another"
+            '{"schema": "b/1"}',
+            'must have the "schema" a/1, got b/1: write it with program.py --json$',
+            id="another",
         ),
     ],
 )
@@ -46,4 +48,4 @@ def test_read_json_rejects_other_documents(text, message, tmp_path):
     path = tmp_path / "old.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        read_json(path, "a/1", "OLD.json")
+        read_json(path, "a/1", "OLD.json", "program.py --json")

@@ -1,5 +1,7 @@
 """Counting bytes, against tensors whose bytes are known."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from lab.memory import SavedBytes, is_out_of_memory, peak_added_bytes, peak_of_trace
@@ -47,6 +49,16 @@ def test_peak_added_bytes_sees_what_is_released_within():
     assert added == pytest.approx(
         2 * 4000, abs=100
     )  # torch adds a few bytes for each scalar
+
+
+def test_trace_that_is_cut_off_is_an_error_of_the_disk(monkeypatch):
+    def write_half(profiler, path):
+        Path(path).write_text('{"traceEvents": [')
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", write_half)
+    x = torch.randn(1000)
+    with pytest.raises(OSError, match=r"trace.json: free some space, or set TMPDIR$"):
+        peak_added_bytes(lambda: x + 1, torch.device("cpu"))
 
 
 def test_is_out_of_memory_knows_every_message_and_what_torch_raises():

@@ -87,12 +87,22 @@ def test_sweep_of_the_width_has_the_default_of_d_ff_for_each():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        pytest.param("--d-model=17", "d_model=17", id="not a multiple of the heads"),
+        pytest.param(
+            "--d-model=17",
+            "^--d-model 17 must be a multiple of --num-heads 8: "
+            "change one of them, or pass --d-head$",
+            id="not a multiple of the heads",
+        ),
         pytest.param(
             f"--d-model={2**63}", "--d-model must be below", id="above 64 bits"
         ),
         pytest.param(f"--seq-len={2**62}", "impossible size", id="too large for torch"),
-        pytest.param("--d-head=3", "d_head=3|head size", id="odd head size"),
+        pytest.param(
+            "--d-head=3",
+            "^--d-head must be even for RoPE, got 3: "
+            "change --d-head, or --d-model and --num-heads$",
+            id="odd head size",
+        ),
     ],
 )
 def test_size_that_cannot_be_built_is_rejected(option, message):

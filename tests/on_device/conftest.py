@@ -46,7 +46,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("device", None) == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError(
-            f"--device cuda needs a GPU, but torch {torch.__version__} finds none; use --device cpu --quick"
+            f"--device cuda requires a GPU, but torch {torch.__version__} finds none; use --device cpu --quick"
         )
 
 
@@ -81,7 +81,7 @@ def pytest_runtest_setup(item):
 def device(pytestconfig):
     name = pytestconfig.getoption("device", None) or "cuda"
     if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU; --device cpu runs the same code without one")
+        pytest.skip("requires a GPU; --device cpu runs the same code without one")
     return torch.device(name)
 
 

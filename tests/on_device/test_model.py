@@ -118,7 +118,7 @@ rope(x, torch.tensor([int(sys.argv[1])], device="cuda")).sum().item()
 def test_positions_out_of_range_raise(position, device):
     """In a process of its own: after a device-side assert, CUDA fails in the process that met it."""
     if device.type != "cuda":
-        pytest.skip("needs a GPU: on a CPU it is part of the contract")
+        pytest.skip("requires a GPU: on a CPU it is part of the contract")
     command = [sys.executable, "-c", OUT_OF_RANGE, position]
     root = Path(__file__).parents[2]  # where it finds tinyblock
     done = subprocess.run(

@@ -114,7 +114,7 @@ def test_parts_add_up_to_the_whole(report, quick):
         pytest.skip(
             "not judged: tiny sizes"
             if quick
-            else "not judged: the compiler fuses the whole across its parts"
+            else "not judged: the compiler fuses the Block across its parts"
         )
     if busy < 0.9:  # a part takes the longer of host and GPU; in the whole they overlap
         pytest.skip(

@@ -27,10 +27,10 @@ def test_help_names_the_options_and_shows_examples():
     [
         ([], {}, "the folder for the results is missing"),
         (["OUT", "--fast"], {}, "unknown option --fast"),
-        (["OUT", "-k"], {}, "-k needs a value"),
+        (["OUT", "-k"], {}, "-k requires a value"),
         (["OUT", "MORE"], {}, "only one folder can be given, got OUT and MORE"),
         (["OUT", "--device=tpu"], {}, "--device must be cuda or cpu, got tpu"),
-        (["OUT", "--device", "cpu"], {}, "--device cpu needs --quick"),
+        (["OUT", "--device", "cpu"], {}, "--device cpu requires --quick"),
         (["OUT"], {"LIMIT": "1h"}, "LIMIT must be a whole number above 20, got 1h"),
         (["OUT"], {"PYTHON": "missing"}, "there is no missing"),
     ],

@@ -29,13 +29,26 @@ def test_tables_have_each_candidate_over_reading_the_weights(capsys):
 def test_candidates_that_differ_are_not_timed():
     ones = torch.ones(1, 5)
     found = {"a": lambda: ones, "b": lambda: ones + 1e-7, "c": lambda: ones + 1e-3}
-    with pytest.raises(ValueError, match=r"got a relative error of 0.001: a, b, c$"):
+    wrong = compare_decoding.Disagreement
+    with pytest.raises(wrong, match=r"got a relative error of 0.001: a, b, c$"):
         compare_decoding.check_agreement(found, torch.float32)
     found["c"] = lambda: ones * torch.nan
-    with pytest.raises(ValueError, match="got a relative error of nan"):
+    with pytest.raises(wrong, match="got a relative error of nan"):
         compare_decoding.check_agreement(found, torch.float32)
     del found["c"]
     assert compare_decoding.check_agreement(found, torch.float32) == "1e-07"
+
+
+def test_candidates_that_differ_end_the_program_with_1(capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    ones = torch.ones(1, 5)
+    found = {"a": lambda: ones, "b": lambda: 2 * ones}
+    monkeypatch.setattr(compare_decoding, "candidates", lambda *arguments: found)
+    sizes = "--num-layers 1 --tokens 3 --rounds 2 --threads 1"
+    assert compare_decoding.main(f"--dtype float32 --eager {sizes}".split()) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("compare_decoding.py: error: logits must agree to ")
+    assert line.endswith(", got a relative error of 1: a, b")
 
 
 def test_sizes_below_one_are_rejected(capsys):

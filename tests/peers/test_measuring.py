@@ -188,7 +188,7 @@ def test_peer_whose_import_fails_is_skipped():
 
 def test_peer_that_needs_a_gpu_is_skipped_without_one():
     peer = projects.PEERS["liger"]
-    check_that_only_the_first_is_left_out(peer, "skipped", "liger-kernel needs CUDA")
+    check_that_only_the_first_is_left_out(peer, "skipped", "liger-kernel requires CUDA")
 
 
 def test_block_that_raises_is_the_failure_of_the_case():

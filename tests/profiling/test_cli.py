@@ -26,7 +26,9 @@ def rejection(capsys, tmp_path, monkeypatch):
 
 
 def test_sizes_that_cannot_be_built_are_rejected(rejection):
-    assert "d_model=17" in rejection("--sweep=d-model=16,17")
+    assert "--d-model 17 must be a multiple of --num-heads 4" in rejection(
+        "--sweep=d-model=16,17"
+    )
 
 
 def test_sweep_with_a_value_twice_is_rejected(rejection):
@@ -45,7 +47,10 @@ def test_seed_must_fit_into_64_bits(rejection):
 
 def test_step_in_float16_is_rejected(rejection):
     message = rejection("--dtype=float16", "--mode=step")
-    assert "use bfloat16, or --mode train" in message
+    assert (
+        "--dtype must be float32 or bfloat16 with --mode step, got float16" in message
+    )
+    assert "use --dtype bfloat16 or --mode train" in message
 
 
 def test_model_that_does_not_fit_is_rejected(rejection):
@@ -62,28 +67,32 @@ def test_trace_is_of_one_size(rejection):
     assert "--trace records one size: leave --sweep out" in message
 
 
-def test_memory_snapshot_needs_cuda(rejection):
-    message = "--memory-snapshot needs CUDA, and the device is cpu"
+def test_memory_snapshot_requires_cuda(rejection):
+    message = "--memory-snapshot requires CUDA, got --device cpu: leave"
     assert message in rejection("--memory-snapshot=x")
 
 
-def test_mesh_needs_as_many_processes(rejection):
+def test_mesh_requires_as_many_processes(rejection):
     start = "start with torchrun --nproc-per-node 2 "
-    assert f"tp=2 needs 2 processes, but 1 is running: {start}" in rejection("--tp=2")
+    assert f"tp=2 requires 2 processes, but 1 is running: {start}" in rejection(
+        "--tp=2"
+    )
 
 
 def test_batch_must_split_over_the_mesh(rejection):
-    message = "the batch size must be a multiple of 4 for dp=4, got 2"
+    message = "--batch-size must be a multiple of 4 for dp=4, got 2"
     assert message in rejection("--dp=4")
 
 
 def test_heads_must_split_over_the_mesh(rejection):
-    message = "num_kv_heads must be a multiple of tp=4, got 2: use a smaller tp"
+    message = "--num-kv-heads must be a multiple of tp=4, got 2: use a smaller tp"
     assert message in rejection("--tp=4")
 
 
-def test_replicas_need_what_they_replicate(rejection):
-    assert "use dp instead" in rejection("--dp-replicate=2")
+def test_replicas_require_what_they_replicate(rejection):
+    assert "dp_replicate=2 requires dp of at least 2: use dp instead" in rejection(
+        "--dp-replicate=2"
+    )
 
 
 @pytest.mark.parametrize("option", ["--plot=x.png", "--trace=x", "--sweep=seq-len=4"])

@@ -97,6 +97,17 @@ def test_time_that_is_lost_in_the_noise_has_no_ratio():
     assert row_of_whole(old, old)[-3:] == ["n/a", "n/a", "unclear"]
 
 
+def test_compare_explains_each_verdict():
+    legend = str(compare(profile_in(2), profile_in(2))[-1])
+    for text in (
+        '"May be slower" means that it lies above 1',
+        '"may be faster" that it lies below 1',
+        '"Same" means that it contains 1 and lies within 0.8 to 1.25',
+        '"Unclear" means that it contains 1 and is wider',
+    ):
+        assert text in legend
+
+
 def test_compare_lists_what_else_differs():
     old, new = profile_in(2), profile_in(2)
     environment = replace(new.environment, cudnn=91002)
@@ -115,7 +126,7 @@ def test_compare_repeats_the_doubts_of_both_profiles():
     (point,) = steady.points
     busy = replace(point, trust=Trust(0.0, 0.5, 0.0, 0.0))
     doubtful = replace(steady, points=(busy,))
-    expected = "profile: Do not trust these figures:\n  other programs kept 50%"
+    expected = "profile: Do not trust these figures:\n- other programs kept 50%"
     assert str(compare(doubtful, steady)[1]).startswith(f"Old {expected}")
     assert str(compare(steady, doubtful)[1]).startswith(f"New {expected}")
 
@@ -172,6 +183,10 @@ def test_program_rejects_what_it_cannot_compare(tmp_path, capsys):
     message = "must have a size that was measured, got none, because memory ran out"
     assert f"NEW.json: {empty} {message}" in rejection(capsys, old, empty)
     assert f"OLD.json: {empty} {message}" in rejection(capsys, empty, old)
+    foreign = tmp_path / "foreign.json"
+    foreign.write_text("{}")
+    message = rejection(capsys, str(foreign), old)
+    assert message.endswith(", got None: write it with profile_block.py --json\n")
     broken = tmp_path / "broken.json"
     document = json.loads((tmp_path / "old.json").read_text())
     del document["settings"]["rounds"]

@@ -83,9 +83,9 @@ def test_norm_reads_its_input_once():
     )
 
 
-def test_residual_adds_read_two_tensors_and_write_one_twice():
+def test_residual_sums_read_two_tensors_and_write_one_twice():
     x = 3 * 4
-    assert COSTS["residual adds"]["forward"] == Cost(
+    assert COSTS["residual sums"]["forward"] == Cost(
         elementwise_flops=2 * x, bytes=2 * 2 * (2 * x + x)
     )
 
@@ -164,7 +164,7 @@ def test_costs_move_the_inputs_weights_and_outputs_once(dtype):
         forward, backward = SIZE.part_costs(dtype.itemsize)[part.name].values()
         if part.name == "rope":
             assert forward.bytes == backward.bytes == into + out + table
-        elif part.name == "residual adds":
+        elif part.name == "residual sums":
             # Two of its outputs are inputs, passed on.
             assert forward.bytes == backward.bytes == into + out / 2
         else:

@@ -75,7 +75,7 @@ def step(tmp_path_factory):
 
 def test_only_the_first_process_prints(step):
     assert (step.first.code, step.second.code) == (0, 0)
-    assert step.first.out.count("| speed-up |") == 1
+    assert step.first.out.count("| speedup |") == 1
     assert step.first.out.count("\n| forward ") == 1
     assert step.second.out == ""
 

@@ -27,7 +27,7 @@ def parts_of(num_layers=None, qk_norm=True, dtype=torch.float32):
 def test_parts_compute_the_block_bit_for_bit(qk_norm, dtype):
     block, x, _, parts = parts_of(qk_norm=qk_norm, dtype=dtype)
     assert torch.equal(run_steps(block_steps(block), x), block(x))
-    assert torch.equal(parts["residual adds"].forward()[-1], block(x))
+    assert torch.equal(parts["residual sums"].forward()[-1], block(x))
 
 
 def test_parts_have_the_gradients_of_the_whole():
@@ -43,10 +43,10 @@ def test_parts_have_the_gradients_of_the_whole():
             torch.testing.assert_close(found, expected[weight])
 
 
-def test_residual_adds_add_the_gradients_of_both_ways_of_x():
+def test_residual_sums_add_the_gradients_of_both_ways_of_x():
     stack, x, gradient, parts = parts_of(num_layers=1)
     of_input, *_ = whole(stack, x, gradient).train()
-    adds = parts["residual adds"]
+    adds = parts["residual sums"]
     # The first sum takes x and a branch, and gives x and y. The second one takes y and a branch, and gives y and z.
     of_given_x, of_y, of_given_y, of_z = adds.gradients
     assert torch.equal(of_given_x, of_input)

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from lab.machine import Rates
+from lab.progress import Progress
 from lab.sizes import Size
 from profiles import TINY, machine, profile, ticking
 from profiling import session
@@ -22,7 +23,7 @@ PARTS = [
     "rope",
     "attention",
     "output projection",
-    "residual adds",
+    "residual sums",
     "ln2",
     "ffn",
 ]
@@ -80,7 +81,9 @@ def test_report_has_a_row_for_every_part(train):
 
 
 def test_shares_of_the_report_add_up_to_the_total(train):
-    table = train.out.partition("Shares of the total: forward and backward")[2]
+    table = train.out.partition(
+        "Share: percentage of the time of forward and backward"
+    )[2]
     shares = re.findall(r"^\| .*\| +(-?[\d.]+)% \|$", table, re.MULTILINE)
     *parts, rest, total = shares[: len(PARTS) + 2]
     assert float(total) == 100
@@ -90,11 +93,11 @@ def test_shares_of_the_report_add_up_to_the_total(train):
 def test_report_begins_with_doubts_and_gives_no_causes_then(train):
     # By this clock the samples vary by much more than 20%.
     _, doubts, summary, losses, *_ = train.out.split("\n\n")
-    assert doubts.startswith("Do not trust these figures:\n  ")
+    assert doubts.startswith("Do not trust these figures:\n- ")
     assert "the samples vary by " in doubts
     assert "--rounds" in doubts
     assert summary.startswith("Forward and backward: ")
-    line = r"^  (.+): [0-9]+ ms, [0-9.]+% of the total$"
+    line = r"^  (.+): [0-9]+ ms, [0-9.]+%$"
     assert len(re.findall(line, losses, re.MULTILINE)) == 3
 
 
@@ -108,7 +111,7 @@ def test_each_storage_that_is_kept_for_backward_belongs_to_one_part(train):
     assert kept["ln1"] == kept["ln2"] == 2 * x + 48
     # What follows it keeps its result.
     assert kept["q/k/v projections"] == x
-    assert (kept["rope"], kept["residual adds"]) == (0, 0)
+    assert (kept["rope"], kept["residual sums"]) == (0, 0)
 
 
 def test_memory_of_the_whole_is_that_of_its_weights(train):
@@ -161,6 +164,28 @@ def test_picture_has_every_part_the_rest_and_the_doubts(step):
     assert date in texts
 
 
+def test_profile_without_space_for_temporary_files_ends_in_one_line(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    assert main([*TINY, "--mode=forward"], ticking()) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("profile_block.py: error: [Errno 2] No such file")
+    assert error.count("\n") == 1
+
+
+def test_progress_counts_samples(tmp_path, monkeypatch):
+    started = {}
+
+    def start(progress, what, steps=None):
+        started[what] = steps
+
+    monkeypatch.setattr(Progress, "start", start)
+    profile(tmp_path, "--mode=forward")
+    # Two rounds of the parts, the Block, and the smallest one.
+    assert started["timing samples"] == 2 * (len(PARTS) + 2)
+
+
 def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch):
     compile_, compiled = torch.compile, []
 
@@ -175,7 +200,7 @@ def test_profile_compiles_the_whole_and_the_parts(tmp_path, monkeypatch):
     assert point.compilation.graphs == 1
     assert point.compilation.graph_breaks == 0
     assert point.compilation.seconds > 0
-    # The Block, the smallest one, and the parts. The residual adds are two functions.
+    # The Block, the smallest one, and the parts. The residual sums are two functions.
     assert len(compiled) == 2 + len(PARTS) + 1
     line = r"^Compilation of the Block: .* s; 1 graph, 0 breaks$"
     assert re.search(line, run.out, re.MULTILINE)
@@ -198,7 +223,7 @@ def test_sweep_goes_on_after_a_size_without_memory(tmp_path):
     assert "backward |" not in sweep.out.replace("kept for backward |", "")
     assert re.search(rf"^\| {TOO_LARGE} +\| +out of memory", sweep.out, re.MULTILINE)
     # The doubts name the size.
-    assert "\n  batch-size 1: " in sweep.out
+    assert "\n- batch-size 1: " in sweep.out
     assert set(PARTS) <= set(sweep.texts)
     assert set(PARTS) <= set(rows(sweep.out))
 

@@ -1,5 +1,6 @@
 """What the report and the picture say about profiles that are known."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -62,7 +63,7 @@ def test_header_says_what_the_ceilings_are():
 
 def test_shares_have_one_base_and_name_what_no_part_accounts_for():
     text = text_of(made())
-    assert "Shares of the total: forward and backward" in text
+    assert "\nShare: percentage of the time of forward and backward\n" in text
     assert cells(text, "ffn")[-1] == "10.0%"
     assert cells(text, "Block minus parts") == [
         "Block minus parts",
@@ -93,7 +94,8 @@ def test_summary_has_a_range_that_can_be_read():
 
 def test_overhead_is_a_share_of_the_total_on_a_cpu():
     line = (
-        "Fixed overhead (the same calls on a tiny input): 1500 ms, 5.0% of the total\n"
+        "Fixed overhead (the same calls on a tiny input): 1500 ms, "
+        "5.0% of the time of forward and backward\n"
     )
     assert line in text_of(made())
 
@@ -119,16 +121,37 @@ def test_overhead_on_a_gpu_is_shown_where_it_waits_for_the_host(kernels, is_show
 
 
 def test_losses_have_causes_unless_the_figures_cannot_be_trusted():
-    assert "% of the total; " in text_of(made())
+    loss = r"^  .*, [0-9.]+%; [a-z]"
+    assert re.search(loss, text_of(made()), re.MULTILINE)
     text = text_of(made(trust=DOUBTS))
-    assert "Do not trust these figures:\n  added over all threads, time spent" in text
-    assert "Most time lost against the roofline:\n  " in text
-    assert "% of the total; " not in text
+    assert "Do not trust these figures:\n- threads waited for a core" in text
+    lost = "Most time lost against the roofline, as a share of the time of "
+    assert f"{lost}forward and backward:\n  " in text
+    assert not re.search(loss, text, re.MULTILINE)
+
+
+def test_each_reason_to_doubt_has_a_line():
+    text = text_of(made(trust=replace(DOUBTS, others_share=0.72)))
+    _, doubts, *_ = text.split("\n\n")
+    assert doubts.splitlines()[:3] == [
+        "Do not trust these figures:",
+        "- threads waited for a core for 139% of the run time (sum over all threads)",
+        "- other programs kept 72% of all cores busy",
+    ]
+
+
+def test_summary_says_what_each_mfu_counts():
+    text = text_of(made(ceilings=machine(1e5, 1e8)))
+    (line,) = [line for line in text.splitlines() if line.startswith("MFU")]
+    causal, dense = re.findall(r"([\d.]+)% counting", line)
+    assert float(causal) < float(dense)
+    assert f"{causal}% counting only the causal attention scores" in line
+    assert f"{dense}% counting all scores" in line
 
 
 def test_report_doubts_a_profile_of_few_samples():
     text = text_of(made(rounds=1))
-    expected = "Do not trust these figures:\n  each time has 1 sample, fewer than 5\n"
+    expected = "Do not trust these figures:\n- each time has 1 sample, fewer than 5\n"
     assert expected in text
     assert "Do not trust" not in text_of(made())
 
@@ -136,11 +159,12 @@ def test_report_doubts_a_profile_of_few_samples():
 def test_ceiling_that_is_too_low_leaves_no_percentages_of_it():
     text = text_of(made(ceilings=machine(1e3, 1e8)))
     assert (
-        "The measured ceiling is too low: forward of ffn at 10 tokens reaches " in text
+        "The measured ceiling is too low:\n- forward of ffn at 10 tokens reaches "
+        in text
     )
     for absent in ("of roofline", "of the roofline", "MFU", "Most time lost"):
         assert absent not in text.replace(_legend(text), "")
-    assert "MFU of the measured ceiling" in text_of(made())
+    assert "MFU (FLOP/s of the matrix products / measured ceiling): " in text_of(made())
 
 
 def _legend(text):
@@ -153,7 +177,7 @@ def test_sweep_has_a_row_for_each_size_and_doubts_that_name_it():
     samples = samples_of(replace(SIZE, seq_len=9), "train", 1.0, 10.0, 0.5)
     long = point_of(replace(SIZE, seq_len=9), samples)
     text = text_of(profile_of(short, long, mode="train", sweep="seq-len"))
-    assert "\n  seq-len 5: added over all threads" in text
+    assert "\n- seq-len 5: threads waited for a core" in text
     assert cells(text, "9")[:6] == [
         "9",
         "30000",
@@ -220,7 +244,7 @@ def test_ceiling_that_is_too_low_is_not_drawn(drawn):
 
 def test_doubts_stand_in_the_picture(drawn):
     *_, title = drawn(made(trust=DOUBTS, ceilings=machine(1e3, 1e8)))
-    assert "Do not trust these figures: added over all threads" in title
+    assert "Do not trust these figures: threads waited for a core" in title
     assert "The measured ceiling is too low: " in title.replace("\n", " ")
     *_, title = drawn(replace(made(), finished=False))
     assert "Interrupted after 1 size: " in title

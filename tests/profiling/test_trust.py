@@ -63,7 +63,7 @@ def test_fewer_than_5_samples_give_a_reason_to_doubt():
 def test_waiting_for_a_core_gives_a_reason_to_doubt():
     (reason,) = reasons(shares=BusyShares(waited=1.39, others=0.0))
     assert reason == (
-        "added over all threads, time spent waiting for a core was 139% of the run time"
+        "threads waited for a core for 139% of the run time (sum over all threads)"
     )
 
 
