@@ -114,7 +114,7 @@ def _run_reporting(
 
 
 def _parser() -> Parser:
-    """Return the parser. An option that is not given is None, so that _reject_without_effect knows which are."""
+    """Return the parser. An option that is not given is None: _reject_without_effect reports one that is."""
     about = "Train a byte-level language model made of tinyblock's layers, or compare variants of it."
     parser = Parser("train_lm.py", about, EPILOG, REMOVED)
     parser.add_argument(

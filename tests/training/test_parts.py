@@ -6,7 +6,8 @@ import math
 import os
 import re
 from collections import Counter
-from itertools import product
+from functools import partial
+from itertools import combinations, product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -65,13 +66,14 @@ def test_text_is_the_files_in_their_order_and_validation_the_last_twentieth_of_t
     text,
 ):
     data = b"".join(TEXTS.values())
+    split = len(data) - len(data) // 20
     assert text.files == 40
     assert text.sha256 == hashlib.sha256(data).hexdigest()
-    assert bytes(text.training.tolist()) == data[:741]  # 780 bytes
-    assert bytes(text.validation.tolist()) == data[741:]
+    assert bytes(text.training.tolist()) == data[:split]
+    assert bytes(text.validation.tolist()) == data[split:]
     assert even_windows(text.training, 2, 20).tolist() == [
         list(data[:20]),
-        list(data[721:741]),
+        list(data[split - 20 : split]),
     ]
 
 
@@ -83,18 +85,21 @@ def test_standard_library_is_source_without_installed_packages():
 
 
 def test_batch_depends_only_on_seed_and_step(text):
-    first = batch(text.training, 0, 5, 4, 9)
+    draw = partial(batch, text.training, batch_size=4, seq_len=9)
+    first = draw(seed=0, step=5)
     assert first.shape == (4, 10)
-    assert torch.equal(batch(text.training, 0, 5, 4, 9), first)
-    assert not torch.equal(batch(text.training, 0, 6, 4, 9), first)
-    assert not torch.equal(batch(text.training, 1, 5, 4, 9), first)
+    assert torch.equal(draw(seed=0, step=5), first)
+    assert not torch.equal(draw(seed=0, step=6), first)
+    assert not torch.equal(draw(seed=1, step=5), first)
 
 
 def test_trigram_loss_is_that_of_smoothed_counts(text):
     data = text.training.tolist()
     triples = Counter(zip(data, data[1:], data[2:], strict=False))
-    pairs, singles = Counter(), Counter()
-    before_triples, before_pairs = Counter(), Counter()
+    pairs = Counter()
+    singles = Counter()
+    before_triples = Counter()
+    before_pairs = Counter()
     for (a, b, c), count in triples.items():
         pairs[b, c] += count
         singles[c] += count
@@ -113,7 +118,8 @@ def test_trigram_loss_is_that_of_smoothed_counts(text):
 
 
 def test_validate_is_the_mean_loss_at_each_position():
-    model, windows = SETTINGS.build(), torch.randint(256, (8, 9))
+    model = SETTINGS.build()
+    windows = torch.randint(256, (8, 9))
     picked = model(windows[:, :-1]).log_softmax(-1).gather(-1, windows[:, 1:, None])
     losses = Trainer(model, windows, SETTINGS).validate(windows)
     torch.testing.assert_close(losses, -picked.detach().mean((0, 2)))
@@ -121,18 +127,19 @@ def test_validate_is_the_mean_loss_at_each_position():
 
 @pytest.mark.parametrize("kind", comparison.VARIANTS)
 def test_variants_have_as_many_parameters_and_differ(kind):
-    tokens, counts, outputs = torch.randint(256, (2, 8)), [], []
+    tokens = torch.randint(256, (2, 8))
+    counts = []
+    outputs = []
     for build in comparison.VARIANTS[kind].values():
         torch.manual_seed(0)
         model = build(SETTINGS)
-        counts.append(sum(p.numel() for p in model.parameters() if p.ndim > 1))
+        # Without the gains of norms, which have one dimension: a variant has no norms.
+        matrices = [weight for weight in model.parameters() if weight.ndim > 1]
+        counts.append(sum(map(torch.numel, matrices)))
         outputs.append(model(tokens))
     assert len(set(counts)) == 1
-    assert all(
-        not torch.allclose(one, other)
-        for i, one in enumerate(outputs)
-        for other in outputs[:i]
-    )
+    for one, other in combinations(outputs, 2):
+        assert not torch.allclose(one, other)
 
 
 def test_post_norm_is_the_equation():
@@ -140,7 +147,8 @@ def test_post_norm_is_the_equation():
     before: Any = comparison.VARIANTS["norm"]["pre-norm"](SETTINGS)
     torch.manual_seed(0)
     after = comparison.VARIANTS["norm"]["post-norm"](SETTINGS)
-    norm, tokens = RMSNorm(32), torch.randint(256, (2, 8))
+    norm = RMSNorm(32)
+    tokens = torch.randint(256, (2, 8))
     x = before.token_embeddings(tokens)
     for block in before.transformer.layers:
         z = norm(x + block.attn(x))
@@ -171,38 +179,84 @@ def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("kind", "rates"), [("positions", [0.01]), ("norm", [0.01, 1e30])]
-)
-def test_comparison_has_runs_of_every_seed_a_table_and_a_picture(
-    kind, rates, short_text, tmp_path, capsys
+def compare(kind, rates, text, folder, *options):
+    """Compare variants with two seeds, and return the records of the runs."""
+    results = folder / "of.json"
+    inputs = ["--compare", kind, "--data", str(text), "--lr", *map(str, rates)]
+    assert cli.main([*TINY, *inputs, "--json", str(results), *options]) == 0
+    return json.loads(results.read_text())["runs"]
+
+
+# A run with a learning rate of 1e30 diverges.
+KINDS_AND_RATES = [("positions", [0.01]), ("norm", [0.01, 1e30])]
+
+
+@pytest.mark.parametrize(("kind", "rates"), KINDS_AND_RATES)
+def test_comparison_has_runs_of_every_seed_rate_and_variant(
+    kind, rates, short_text, tmp_path
 ):
-    picture, results = tmp_path / "of.png", tmp_path / "of.json"
-    options = ["--compare", kind, "--plot", str(picture), "--json", str(results)]
-    options += ["--data", str(short_text), "--lr", *map(str, rates)]
-    assert cli.main([*TINY, *options]) == 0
-    assert is_png(picture)
-    printed = capsys.readouterr().out
-    runs = json.loads(results.read_text())["runs"]
-    first, other = list(comparison.VARIANTS[kind])[:2]
+    runs = compare(kind, rates, short_text, tmp_path)
     expected = list(product((0, 1), rates, comparison.VARIANTS[kind]))
     assert [(run["seed"], run["lr"], run["variant"]) for run in runs] == expected
-    losses = {}
     for run in runs:
         assert (run["diverged"] is None) == (run["lr"] < 1)
-        assert len(run["by_position"] or []) == (32 if kind == "positions" else 0)
+
+
+@pytest.mark.parametrize(("kind", "rates"), KINDS_AND_RATES)
+def test_only_the_comparison_of_positions_has_losses_by_position(
+    kind, rates, short_text, tmp_path
+):
+    for run in compare(kind, rates, short_text, tmp_path):
+        if kind == "positions":
+            assert len(run["by_position"]) == 32
+        else:
+            assert run["by_position"] is None
+
+
+@pytest.mark.parametrize(("kind", "rates"), KINDS_AND_RATES)
+def test_comparison_prints_mean_and_range_of_the_differences_from_the_first_variant(
+    kind, rates, short_text, tmp_path, capsys
+):
+    runs = compare(kind, rates, short_text, tmp_path)
+    losses = {}
+    for run in runs:
         if run["lr"] < 1:
             losses[run["variant"], run["seed"]] = run["validation"]
+    first, other = list(comparison.VARIANTS[kind])[:2]
     differences = [losses[other, seed] - losses[first, seed] for seed in (0, 1)]
-    rows = [" ".join(row.split()) for row in printed.splitlines()]
-    [of_other] = [row for row in rows if row.startswith(f"| {other} | 0.01 |")]
-    low, high = min(differences), max(differences)
-    assert of_other.endswith(f"{mean(differences):.4f} | {low:.4f} to {high:.4f} |")
-    for row in rows:
-        assert "| 1e+30 |" not in row or "| 0 of 2 | diverged |" in row
-    # The file alone gives the same table and picture.
+    low = min(differences)
+    high = max(differences)
+    [row] = printed_rows(capsys, f"| {other} | 0.01 |")
+    assert row.endswith(f"{mean(differences):.4f} | {low:.4f} to {high:.4f} |")
+
+
+def test_comparison_prints_how_many_seeds_did_not_diverge(short_text, tmp_path, capsys):
+    compare("norm", [0.01, 1e30], short_text, tmp_path)
+    rows = printed_rows(capsys, "")
+    of_high_rate = [row for row in rows if "| 1e+30 |" in row]
+    assert len(of_high_rate) == len(comparison.VARIANTS["norm"])
+    for row in of_high_rate:
+        assert "| 0 of 2 | diverged |" in row
+
+
+def printed_rows(capsys, beginning):
+    """Return the printed lines that begin so, with one space between words."""
+    lines = capsys.readouterr().out.splitlines()
+    rows = [" ".join(line.split()) for line in lines]
+    return [row for row in rows if row.startswith(beginning)]
+
+
+@pytest.mark.parametrize(("kind", "rates"), KINDS_AND_RATES)
+def test_file_of_a_comparison_gives_the_same_table_and_picture(
+    kind, rates, short_text, tmp_path, capsys
+):
+    picture = tmp_path / "of.png"
+    compare(kind, rates, short_text, tmp_path, "--plot", str(picture))
+    printed = capsys.readouterr().out
+    assert is_png(picture)
     again = tmp_path / "again.png"
-    assert cli.main(["--report", str(results), "--plot", str(again)]) == 0
+    report = ["--report", str(tmp_path / "of.json"), "--plot", str(again)]
+    assert cli.main(report) == 0
     assert capsys.readouterr().out == printed
     assert again.read_bytes() == picture.read_bytes()
 

@@ -81,7 +81,8 @@ def losses_in(path):
 @pytest.fixture(scope="module")
 def whole(text, tmp_path_factory):
     """Return the losses of a run that nothing interrupts, what it printed, and its folder."""
-    folder, printed = tmp_path_factory.mktemp("whole"), io.StringIO()
+    folder = tmp_path_factory.mktemp("whole")
+    printed = io.StringIO()
     outputs = [
         "--json",
         folder / "loss.json",
@@ -158,30 +159,42 @@ def test_checkpoint_has_the_keys_of_cs336(saved):
     assert torch.load(saved / LAST)["model"].keys() == expected
 
 
-RUN = """
-import os, resource, signal, sys
+def run_with_signals(argv, folder, *, event, path_ends, signals):
+    """Train in a process of its own, which sends itself signals, and return how it has ended.
+
+    It sends them just before an audit event of Python, such as "open", for a path that ends with `path_ends`.
+    """
+    code = f"""
+import signal, sys
 from training import cli, session
-session.SAMPLE, session.VALIDATION_BATCHES = 5, 1
-{}
-sys.exit(cli.main({}))
-"""
-SEND = """
-def hook(event, args):
-    if event == "{}" and any(str(arg).endswith("{}") for arg in args):
-        for number in {}:
+session.SAMPLE = 5
+session.VALIDATION_BATCHES = 1
+
+def send(event, args):
+    if event == {event!r} and any(str(arg).endswith({path_ends!r}) for arg in args):
+        for number in {[int(number) for number in signals]}:
             signal.raise_signal(number)
-sys.addaudithook(hook)
+
+sys.addaudithook(send)
+sys.exit(cli.main({argv}))
 """
+    [ended] = run_as_torchrun(code, 1, folder)
+    return ended
 
 
 def test_killed_while_it_writes_a_checkpoint_resumes_to_the_same_losses(
     whole, text, tmp_path
 ):
-    saved, losses = tmp_path / "saved", tmp_path / "loss.json"
+    saved = tmp_path / "saved"
+    losses = tmp_path / "loss.json"
     options = ["--checkpoint", str(saved), "--json", str(losses), "--every=2"]
-    send = SEND.format("os.rename", "step-00000006.pt", [int(signal.SIGKILL)])
-    argv = [*TINY, "--data", str(text), *options]
-    [killed] = run_as_torchrun(RUN.format(send, argv), 1, tmp_path)
+    killed = run_with_signals(
+        [*TINY, "--data", str(text), *options],
+        tmp_path,
+        event="os.rename",
+        path_ends="step-00000006.pt",
+        signals=[signal.SIGKILL],
+    )
     assert killed.code == -signal.SIGKILL, killed
     assert len(losses_in(losses)) == 6
     names = sorted(name for name in os.listdir(saved) if not name.startswith("."))
@@ -197,7 +210,8 @@ def test_killed_while_it_writes_a_checkpoint_resumes_to_the_same_losses(
 def test_signal_leaves_a_checkpoint_and_the_command_that_resumes_it(
     number, whole, text, tmp_path, monkeypatch, capsys
 ):
-    saved, picture = tmp_path / "saved", tmp_path / "loss.png"
+    saved = tmp_path / "saved"
+    picture = tmp_path / "loss.png"
     options = ["--checkpoint", saved, "--plot", picture]
     with monkeypatch.context() as patch:
         at_step(3, lambda: signal.raise_signal(number), patch)
@@ -237,7 +251,8 @@ def test_signal_without_checkpoints_says_what_was_written(
     text, tmp_path, monkeypatch, capsys
 ):
     at_step(2, lambda: signal.raise_signal(signal.SIGINT), monkeypatch)
-    losses, picture = tmp_path / "loss.json", tmp_path / "loss.svg"
+    losses = tmp_path / "loss.json"
+    picture = tmp_path / "loss.svg"
     stop = "stopped by SIGINT after step 2"
     without = "without --checkpoint DIR, no checkpoint was saved"
     assert train(text) == 130
@@ -266,7 +281,8 @@ def footer_of(picture):
 def test_signal_in_a_step_that_is_saved_anyway_saves_it_once(
     when, text, tmp_path, monkeypatch
 ):
-    save, steps = checkpoints.save, []
+    save = checkpoints.save
+    steps = []
 
     def save_and_signal(folder, trainer, text_sha256):
         steps.append(trainer.step)
@@ -289,10 +305,15 @@ def test_ignored_ctrl_c_stays_ignored(text, monkeypatch):
 
 def test_second_ctrl_c_ends_the_writing_of_a_checkpoint(text, tmp_path):
     saved = tmp_path / "saved"
-    argv = [*TINY, "--data", str(text), "--checkpoint", str(saved), "--every=2"]
-    send = SEND.format("open", ".step-00000004.pt", [int(signal.SIGINT)] * 2)
-    [process] = run_as_torchrun(RUN.format(send, argv), 1, tmp_path)
-    assert (process.code, process.err) == (130, "train_lm.py: interrupted\n")
+    ended = run_with_signals(
+        [*TINY, "--data", str(text), "--checkpoint", str(saved), "--every=2"],
+        tmp_path,
+        event="open",
+        path_ends=".step-00000004.pt",
+        signals=[signal.SIGINT, signal.SIGINT],
+    )
+    assert ended.code == 130
+    assert ended.err == "train_lm.py: interrupted\n"
     assert os.listdir(saved) == ["step-00000002.pt"]
 
 
@@ -374,10 +395,8 @@ def test_longer_run_resumes_with_the_warm_up_with_which_it_began(
 def test_output_among_the_text_is_rejected_and_in_a_folder_left_out(
     saved, text, capsys
 ):
-    mine, outputs = (
-        saved / "mine.txt",
-        ["--json", saved / "loss.json", "--checkpoint", saved, "--resume"],
-    )
+    mine = saved / "mine.txt"
+    outputs = ["--json", saved / "loss.json", "--checkpoint", saved, "--resume"]
     shutil.copy(text, mine)
     assert "has no text: outputs" in rejected(capsys, "--data", mine, "--json", mine)
     assert mine.read_bytes() == text.read_bytes()
@@ -607,7 +626,8 @@ def test_damaged_checkpoint_is_one_line(damage, saved, text, capsys):
 def test_optimizer_takes_its_hyperparameters_from_the_run(
     text, whole, tmp_path, monkeypatch
 ):
-    folder, losses = tmp_path / "saved", tmp_path / "loss.json"
+    folder = tmp_path / "saved"
+    losses = tmp_path / "loss.json"
     with monkeypatch.context() as patch:
         at_step(3, lambda: signal.raise_signal(signal.SIGINT), patch)
         assert train(text, "--checkpoint", folder) == 130
