@@ -71,11 +71,11 @@ class Analysis:
     losses: tuple[Loss, ...]
 
     def roofline_fraction(self, part: Part, name: str) -> float | None:
-        """Return the least time of a pass divided by its time; None if either is unknown."""
+        """Return the least time of a pass divided by its time, on a GPU its own time; None if either is unknown."""
         each = part.passes[name]
         if self.roofline_seconds is None or each.is_noise:
             return None
-        return self.roofline_seconds[part.name][name] / each.seconds.median
+        return self.roofline_seconds[part.name][name] / each.own_seconds
 
 
 def analyze(point: Point, profile: Profile) -> Analysis:

@@ -89,14 +89,17 @@ class Pass:
     @property
     def is_noise(self) -> bool:
         """Return whether noise left no time to a fifth of the samples, as it can to a difference."""
-        return self.seconds.p20 < LEAST_SECONDS
+        shortest = self.seconds.p20
+        if self.gpu_seconds is not None:
+            shortest = min(shortest, self.gpu_seconds.p20)
+        return shortest < LEAST_SECONDS
 
     @property
     def flops_per_second(self) -> float | None:
-        """Return the rate; None if the time is lost in the noise."""
+        """Return the rate: on a GPU that of its own time. None if the time is lost in the noise."""
         if self.is_noise:
             return None
-        return self.cost.flops / self.seconds.median
+        return self.cost.flops / self.own_seconds
 
     @property
     def own_seconds(self) -> float:

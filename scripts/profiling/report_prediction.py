@@ -11,8 +11,8 @@ from .predict import Links, Prediction, Work
 from .report import describe
 
 _BOUND = (
-    "Lower bounds on time: no run is faster. Published runs of Llama 3.1 on H100 GPUs take 2.0 to 3.3 times as long\n"
-    "as their bound; docs/scaling.md compares them, and lists what the bound leaves out."
+    "Lower bounds on time: no run is faster. For comparison, published runs of Llama 3.1 on H100 GPUs take 2.0 to 3.3\n"
+    "times their bound; docs/scaling.md compares them, and lists what the bound leaves out."
 )
 _LEGEND = (
     "Compute: time of computation. tp, dp: time of the transfers along each axis. Not hidden: time for which the\n"
