@@ -39,6 +39,7 @@ examples:
     python scripts/compare_decoding.py --dtype float32 --eager --num-layers 4 --rounds 3
 """
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAX_TOKENS = 8192
 PRODUCTS = "only the matrix products"
 READING = "reading the weights once"
 
@@ -75,6 +76,10 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
             help=f"{text} (default: {default})",
         )
     arguments = parser.parse_args(argv)
+    if arguments.tokens > MAX_TOKENS:
+        parser.error(
+            f"--tokens must be at most {MAX_TOKENS}, the longest text of the model, got {arguments.tokens}"
+        )
     if importlib.util.find_spec("transformers") is None:
         parser.error('transformers must be installed: pip install -e ".[examples]"')
     return parser, arguments
@@ -93,7 +98,7 @@ def build_models(num_layers: int, dtype: torch.dtype) -> tuple[LanguageModel, An
         9,
         1536,
         tied=True,
-        max_seq_len=8192,
+        max_seq_len=MAX_TOKENS,
         theta=100000.0,
         num_kv_heads=3,
         dtype=dtype,

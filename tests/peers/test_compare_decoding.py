@@ -59,6 +59,14 @@ def test_sizes_below_one_are_rejected(capsys):
     assert expected in capsys.readouterr().err
 
 
+def test_more_tokens_than_the_model_takes_are_rejected(capsys):
+    with pytest.raises(SystemExit) as error:
+        compare_decoding.main(["--tokens", "8193"])
+    assert error.value.code == 2
+    expected = "--tokens must be at most 8192, the longest text of the model, got 8193"
+    assert expected in capsys.readouterr().err
+
+
 def test_missing_transformers_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as error:
