@@ -45,13 +45,16 @@ def _summary(point: DistributedPoint, profile: Profile) -> str:
     unit, factor = time_unit(seconds)
     tokens = si(point.size.tokens / seconds)
     peak = profile.settings.mesh.processes * profile.ceilings.flops_per_second.median
-    mfu = share(point.size.costs(mode).matmul_flops / seconds / peak)
+    mfu = point.size.costs(mode).matmul_flops / seconds / peak
+    utilization = f"{share(mfu)}, counting only the causal attention scores"
+    if mfu > 1:
+        utilization = "n/a: the measured ceilings are too low"
     links = []
     for axis, rate in point.links.items():
         links.append(f"{axis} {si(rate.median, 'B/s')}")
     return (
         f"{mode}: {number(factor * seconds)} {unit}, {tokens} tokens/s\n"
-        f"MFU ({MFU} / measured ceilings): {mfu}, counting only the causal attention scores\n"
+        f"MFU ({MFU} / measured ceilings): {utilization}\n"
         f"Communication overlapped with computation: {_overlap(point, profile)}\n"
         f"Measured link bandwidth (bytes/s per process in a large all-gather): {', '.join(links)}\n"
         f"{_memory_line(point.memory)}"

@@ -37,6 +37,12 @@ def test_candidates_that_differ_are_not_timed():
         compare_decoding.check_agreement(found, torch.float32)
     del found["c"]
     assert compare_decoding.check_agreement(found, torch.float32) == "1e-07"
+    # Rounding changes bfloat16 by about 0.01, and a missing layer by more.
+    found["c"] = lambda: 1.01 * ones
+    assert compare_decoding.check_agreement(found, torch.bfloat16) == "0.01"
+    found["c"] = lambda: 1.2 * ones
+    with pytest.raises(wrong, match=r"must agree to 0\.1, got a relative error of 0\.2"):
+        compare_decoding.check_agreement(found, torch.bfloat16)
 
 
 def test_candidates_that_differ_end_the_program_with_1(capsys, monkeypatch):

@@ -155,9 +155,14 @@ def test_gpu_is_judged_by_its_own_time_and_not_by_launches():
     # The host takes 100 s to launch the same calls without arithmetic.
     samples = samples_of(SIZE, "forward", seconds=1.0, whole=10.0, smallest=100.0)
     profile = profile_of(point_of(SIZE, samples, gpu), ceilings=MACHINE)
-    loss = analysis_of(profile).losses[0]
+    analysis = analysis_of(profile)
+    loss = analysis.losses[0]
     assert (loss.name, loss.cause) == ("ffn", "weights")
     assert loss.seconds == pytest.approx(1.5, abs=0.01)
+    [ffn] = [part for part in profile.points[0].parts if part.name == "ffn"]
+    forward = ffn.passes["forward"]
+    assert analysis.roofline_fraction(ffn, "forward") == loss.roofline_fraction
+    assert forward.flops_per_second == pytest.approx(forward.cost.flops / 1.5)
 
 
 def fast_ffn(flops_per_second):

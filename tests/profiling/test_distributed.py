@@ -1,15 +1,18 @@
 """The profiler on two processes."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from lab.sizes import Size
+from lab.tables import show
 from processes import Ended, run_as_torchrun
-from profiles import event
+from profiles import event, machine
 from profiling.collectives import Mesh, collectives_of
 from profiling.distributed import summarize_overlap
 from profiling.records import DistributedPoint, Profile
+from profiling.report_distributed import distributed_report
 from profiling.storage import read_profile
 
 # Each process counts the most weight matrices of full size that it has while something is timed.
@@ -92,6 +95,14 @@ def test_time_of_a_pass_is_that_of_the_slowest_process(step):
     for found in step.point.whole.values():
         assert len(found.of_ranks) == 2
         assert found.seconds.median >= max(found.of_ranks) > 0
+
+
+def test_no_share_of_a_ceiling_that_is_too_low_is_shown(step, capsys):
+    show(distributed_report(step.profile))
+    assert "%, counting only the causal attention scores" in capsys.readouterr().out
+    too_low = replace(step.profile, ceilings=machine(flops_per_second=1.0))
+    show(distributed_report(too_low))
+    assert "n/a: the measured ceilings are too low" in capsys.readouterr().out
 
 
 def test_only_the_first_process_keeps_a_model_of_full_size(step):
