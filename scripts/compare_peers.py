@@ -222,6 +222,8 @@ def choose(
         if not found:
             raise ValueError(f"unknown {what} {word!r}; use one of {', '.join(known)}")
         chosen += found
+    if not chosen:
+        raise ValueError(f"a {what} must be named, got {text!r}: see --help")
     return list(dict.fromkeys(chosen))
 
 
@@ -239,6 +241,8 @@ def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
         chosen = ["control", "against"]
     if options.peers is not None:
         chosen = choose("peer", options.peers, peers)
+    if options.against is not None and "against" not in chosen:
+        raise ValueError("--against has no effect: add against to --peers")
     return {name: peers[name] for name in chosen}
 
 

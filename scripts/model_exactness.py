@@ -95,6 +95,10 @@ def check_options(options: argparse.Namespace) -> None:
     check_outputs(options, "write")
     if not options.model.exists():
         raise ValueError(f"there is no model at {options.model}: run `make story`")
+    with options.model.open("rb") as file:
+        begins_as_gguf = file.read(4) == b"GGUF"
+    if not begins_as_gguf:
+        raise ValueError(f"--model must be a GGUF file, got {options.model}")
     if options.write is None:
         return
     if options.quick:

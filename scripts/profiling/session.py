@@ -75,6 +75,7 @@ def _measure_all(
         except KeyboardInterrupt:
             if not profile.points:
                 raise
+            profile = replace(profile, finished=False)
             break
     return profile
 

@@ -41,7 +41,9 @@ def test_candidates_that_differ_are_not_timed():
     found["c"] = lambda: 1.01 * ones
     assert compare_decoding.check_agreement(found, torch.bfloat16) == "0.01"
     found["c"] = lambda: 1.2 * ones
-    with pytest.raises(wrong, match=r"must agree to 0\.1, got a relative error of 0\.2"):
+    with pytest.raises(
+        wrong, match=r"must agree to 0\.1, got a relative error of 0\.2"
+    ):
         compare_decoding.check_agreement(found, torch.bfloat16)
 
 

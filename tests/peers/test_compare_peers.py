@@ -4,6 +4,7 @@ import dataclasses
 import json
 import operator
 import statistics
+from pathlib import Path
 from unittest.mock import Mock
 
 import compare_peers
@@ -239,6 +240,8 @@ def error_of(options, capsys):
         (["--peers", "no"], "unknown peer 'no'"),
         (["--peers", "against"], "unknown peer 'against'"),
         (["--presets", "gpt-7"], "unknown preset 'gpt-7'"),
+        (["--peers", ","], "a peer must be named, got ','"),
+        (["--case", ","], "a case must be named, got ','"),
         (["--rounds", "0"], "--rounds: must be an integer of at least 1, got '0'"),
         (["--threads", "0"], "--threads: must be an integer of at least 1, got '0'"),
         (["--seconds", "nan"], "--seconds: must be a number of seconds above 0, got"),
@@ -249,6 +252,12 @@ def error_of(options, capsys):
 )
 def test_impossible_choices_are_one_line_and_exit_code_2(options, message, capsys):
     assert message in error_of(options, capsys)
+
+
+def test_against_must_be_measured(capsys):
+    checkout = str(Path(compare_peers.__file__).parents[1])
+    options = ["--against", checkout, "--peers", "limit"]
+    assert "add against to --peers" in error_of(options, capsys)
 
 
 def test_against_must_be_a_checkout(capsys):

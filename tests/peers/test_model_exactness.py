@@ -85,3 +85,11 @@ def test_main_reports_a_missing_model(tmp_path, capsys):
         model_exactness.main(["--model", str(tmp_path / "none.gguf")])
     assert ended.value.code == 2
     assert "run `make story`" in capsys.readouterr().err
+
+
+def test_model_must_be_a_gguf_file(tmp_path, capsys):
+    other = tmp_path / "notes.txt"
+    other.write_text("no model")
+    with pytest.raises(SystemExit, match="2"):
+        model_exactness.main(["--model", str(other)])
+    assert f"--model must be a GGUF file, got {other}" in capsys.readouterr().err
