@@ -68,14 +68,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             sections.append("\n".join(left_out))
         show(sections)
         if arguments.plot is not None:
-            # It imports matplotlib.
-            from .plot_prediction import plot_predictions
-
-            axis, about = arguments.sweep.axis, describe(*sizes)
-            plot_predictions(basis, predictions, axis, about, arguments.plot)
+            _plot(arguments, sizes, basis, predictions)
         return 0
 
     return run(parser, work)
+
+
+def _plot(
+    arguments: argparse.Namespace,
+    sizes: Sequence[Size],
+    basis: Basis,
+    predictions: Sequence[Prediction],
+) -> None:
+    # It imports matplotlib.
+    from .plot_prediction import plot_predictions
+
+    axis = arguments.sweep.axis
+    about = describe(*sizes)
+    plot_predictions(basis, predictions, axis, about, arguments.plot)
 
 
 def _parser() -> Parser:

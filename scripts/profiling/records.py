@@ -27,8 +27,9 @@ from .collectives import Mesh
 SCHEMA = "tinyblock.profile/2"
 Mode = Literal["forward", "train", "step"]
 Axis = Literal["seq-len", "batch-size", "d-model"]
-# A time below this one is noise.
+# A time below the first one is noise, and no run takes the second one.
 LEAST_SECONDS = 1e-12
+LARGEST_SECONDS = 1e9
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,16 @@ class Pass:
     cost: Cost
 
     def require_time(self, name: str) -> None:
-        """Raise a ValueError unless the times are above 0; `name` is that of the pass."""
-        times = {f"the time of {name}": self.seconds.p20}
+        """Raise a ValueError unless the times can be right; `name` is that of the pass."""
+        times = {f"the time of {name}": self.seconds}
         if self.gpu_seconds is not None:
-            times[f"the GPU's time of {name}"] = self.gpu_seconds.p20
-        require_at_least(LEAST_SECONDS, **times)
+            times[f"the GPU's time of {name}"] = self.gpu_seconds
+        for what, spread in times.items():
+            require_at_least(LEAST_SECONDS, **{what: spread.p20})
+            if spread.p80 > LARGEST_SECONDS:
+                raise ValueError(
+                    f"{what} must be at most {LARGEST_SECONDS:g} s, got {spread.p80}"
+                )
 
     @property
     def is_noise(self) -> bool:

@@ -87,6 +87,10 @@ def negate_time(document):
     spread_of_whole(document)["p20"] = -999.0
 
 
+def stretch_time(document):
+    spread_of_whole(document)["p80"] = 1e308
+
+
 def forget_time(document):
     spread_of_whole(document)["p80"] = float("nan")
 
@@ -214,6 +218,7 @@ def forget_passes(document):
         (change_device, "settings.device must be a device of torch, got 'abacus'"),
         (change_mode, "settings.mode must be one of forward, train, step, got"),
         (flatten_points, "points must be a list, got {'one': 1}"),
+        (stretch_time, "the time of forward must be at most 1e+09 s, got 1e+308"),
         (stop_machine, "ceilings: bytes_per_second must be at least 1, got 0.0"),
         (swap_percentiles, "seconds: p20, median and p80 must be in this order, got"),
         (forget_samples, "forward.seconds: samples must be at least 1, got 0"),
