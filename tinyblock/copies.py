@@ -464,7 +464,9 @@ def parse_lock(path: Path) -> dict[str, Original]:
 def open_folder(path: Path, release: Release) -> Folder:
     """Return a folder that has a lock, or raise a CommandError."""
     if path.is_file():
-        raise CommandError(f"{path} is a file: give the folder of the copies")
+        raise CommandError(
+            f"{path} is a file: give the folder of the copies, {path.parent}"
+        )
     folder = Folder(path, release)
     if not folder.has_lock:
         below = [*path.glob(f"*/{LOCK}"), *path.glob(f"*/*/{LOCK}")]
