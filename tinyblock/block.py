@@ -31,8 +31,8 @@ class Block(nn.Module):
       With d_ff=None, `ffn` chooses the width.
     - `attention(d_model, num_heads, *, num_kv_heads, d_head, rope, qk_norm, eps,
       device, dtype)` builds a layer that is called as `attn(x, token_positions, mask)`.
-    - There is no positional encoding unless you pass `rope`. All blocks share one
-      instance. Its head size, `d_k`, is `d_head` here.
+    - There is no positional encoding unless you pass `rope`. Pass the same instance to
+      all blocks. Its head size, `d_k`, is `d_head` here.
 
     The other arguments of the constructor and of `forward` are those of
     CausalMultiHeadSelfAttention. Returns the dtype of the input.

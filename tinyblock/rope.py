@@ -52,7 +52,7 @@ def apply_rope(
 
 
 class RotaryPositionalEmbedding(nn.Module):
-    """Rotate queries or keys by their positions. All layers share one instance.
+    """Rotate queries or keys by their positions. One instance can serve all layers.
 
     - `theta` is the base of the frequencies theta^(-2k/d_k).
     - `d_k`, as in the papers, is the head size: `d_head` of attention and Block.
@@ -106,7 +106,7 @@ class RotaryPositionalEmbedding(nn.Module):
         return self.theta ** (-even / self.d_k)
 
     def reset_parameters(self) -> None:
-        """Compute the table. On the meta device, the first call computes it instead."""
+        """Compute the table. If it is on the meta device, the first call elsewhere does so."""
         if not self.cos_sin.is_meta:
             self.cos_sin.copy_(self._compute_table())
 

@@ -33,8 +33,9 @@ class Transformer(nn.Module):
     those of Block. Returns the dtype of the input.
 
     Raises:
-        ValueError: a size is below 1; the head size is odd; a layer rejects an
-            argument; without token_positions, a sequence is longer than max_seq_len.
+        ValueError: a size is below 1; the head size is odd and the RoPE is not passed;
+            a layer rejects an argument; without token_positions, a sequence is longer
+            than max_seq_len.
     """
 
     def __init__(

@@ -112,8 +112,8 @@ def variation(errors: Errors, dtype: str, direction: str) -> str:
     if not distances:
         return "One seed."
     return (
-        f"Seeds differ from these medians by {statistics.median(distances):.1%} in half of the cells, "
-        f"and by at most {max(distances):.0%}."
+        f"Seeds differ from these medians by at most {statistics.median(distances):.1%} in half of the cells, "
+        f"and by at most {max(distances):.0%} in all."
     )
 
 

@@ -101,7 +101,8 @@ def test_table_has_medians_and_largest_errors_and_marks_who_is_closer():
 
 def test_seeds_are_compared_with_the_medians_of_a_table():
     assert errors_report.variation(made_up(), "float32", FORWARD) == (
-        "Seeds differ from these medians by 10.0% in half of the cells, and by at most 20%."
+        "Seeds differ from these medians by at most 10.0% in half of the cells, "
+        "and by at most 20% in all."
     )
 
 
