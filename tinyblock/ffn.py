@@ -8,9 +8,9 @@ SwiGLU, without biases; Hendrycks and Gimpel, "Gaussian Error Linear Units" (arX
 1606.08415) for GELU and SiLU; Vaswani et al., "Attention Is All You Need" (arXiv
 1706.03762), equation 2, for the feed-forward layer; CS336 section 3.4.2 (2024: GELU,
 2025: SwiGLU).
-Convention: SwiGLU's d_ff is the multiple of 64 nearest to 8/3 d_model (Llama rounds up,
-to a multiple of 256). In SwiGLU, w1 is the gate, w3 is the value, and w2 returns to
-d_model, as in Llama and CS336. GELU is the exact one, with erf.
+Convention: SwiGLU's d_ff defaults to the multiple of 64 nearest to 8/3 d_model (Llama
+rounds up, to a multiple of 256). In SwiGLU, w1 is the gate, w3 is the value, and w2
+returns to d_model, as in Llama and CS336. GELU is the exact one, with erf.
 """
 
 from collections.abc import Callable

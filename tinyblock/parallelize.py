@@ -92,8 +92,8 @@ def parallelize(
     - over "tp", `attend` mixes heads (0.4), or an ffn mixes the outputs of w1, as
       softmax does (0.01)
     - over "tp", dropout between w1 and w2 drops the same units of each rank's part
-    - an optimizer lists gains before matrices, and a GradScaler makes only some ranks
-      skip a step
+    - with a GradScaler, an optimizer lists gains before matrices, so that only some
+      ranks skip a step
 
     Raises:
         ValueError: the axes of the mesh are not supported; "tp" does not divide heads,
