@@ -2,6 +2,7 @@
 
 import operator
 import re
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -25,6 +26,15 @@ TP = ("tp",)
 DP_TP = ("dp", "tp")
 GATHER = Collective("all-gather", "tp", 2 * 8 * 16)
 SCATTER = Collective("reduce-scatter", "tp", 2 * 8 * 16)
+SIZE = Size(
+    batch_size=2,
+    seq_len=8,
+    d_model=16,
+    num_heads=8,
+    num_kv_heads=4,
+    d_head=4,
+    d_ff=32,
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,17 +118,7 @@ def test_collectives_are_two_gathers_and_two_scatters_a_block_each_way(
     shape = cases.MESHES[axes]
     model = parallelize(seeded(partial(build, 16, 8, 32, **options)), mesh)
     _, data_ranks = cases.data_rank(mesh)
-    size = Size(
-        batch_size=2 * data_ranks,
-        seq_len=8,
-        d_model=16,
-        num_heads=8,
-        num_kv_heads=4,
-        d_head=4,
-        d_ff=32,
-        qk_norm=True,
-        num_layers=num_layers,
-    )
+    size = replace(SIZE, batch_size=2 * data_ranks, qk_norm=True, num_layers=num_layers)
     with Collectives(mesh) as forward:
         out = model(torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True))
     with Collectives(mesh) as backward:
@@ -138,16 +138,7 @@ def test_collectives_are_two_gathers_and_two_scatters_a_block_each_way(
 def test_recomputing_costs_the_collectives_of_the_forward_pass_but_for_the_last_of_a_block():
     mesh = mesh_of("tp")
     model = parallelize(cases.transformer(), mesh, recompute=True)
-    size = Size(
-        batch_size=2,
-        seq_len=8,
-        d_model=16,
-        num_heads=8,
-        num_kv_heads=4,
-        d_head=2,
-        d_ff=32,
-        num_layers=2,
-    )
+    size = replace(SIZE, d_head=2, num_layers=2)
     out = model(torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True))
     with Collectives(mesh) as backward:
         out.sum().backward()
@@ -160,15 +151,7 @@ def test_recomputing_costs_the_collectives_of_the_forward_pass_but_for_the_last_
 @pytest.mark.usefixtures("fake_processes")
 def test_each_pass_that_is_profiled_calls_what_a_step_calls():
     # A Block would keep its gathered weights for a second call.
-    size = Size(
-        batch_size=4,
-        seq_len=8,
-        d_model=16,
-        num_heads=8,
-        num_kv_heads=4,
-        d_head=4,
-        d_ff=32,
-    )
+    size = replace(SIZE, batch_size=4)
     mesh = Mesh(dp=2, tp=2)
     settings = Settings(torch.device("cpu"), torch.float32, "train", mesh=mesh)
     devices = mesh_of(*DP_TP)
