@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None, clock: Clock = clock) -> int:
 
     def work() -> int:
         code = profile(sizes, settings, outputs, clock)
-        # What could not be written, so that the measurements were shown first.
+        # `profile` has kept these errors, so that the measurements were shown first.
         for path, error in outputs.errors.items():
             reason = error.strerror or error
             line = f"{parser.prog}: error: cannot write {path}: {reason}"
