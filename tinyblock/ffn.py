@@ -76,7 +76,7 @@ class SwiGLU(nn.Module):
 
     d_ff defaults to the multiple of 64 nearest to 8/3 d_model, but at least 64. The
     layer then has about as many parameters as an ungated layer with d_ff = 4 d_model.
-    Returns the dtype of the input.
+    Returns the dtype of the input, or under autocast that of autocast.
 
     Raises:
         ValueError: d_model or d_ff is below 1.
@@ -101,8 +101,11 @@ class SwiGLU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights from a normal of variance 2 / (d_in + d_out), cut at 3 sigma."""
-        _reset_linears(self.w1, self.w2, self.w3)
+        """Draw weights from a normal of variance 2 / (d_in + d_out), cut at 3 sigma.
+
+        This includes the layers that a subclass adds.
+        """
+        _reset_children(self)
 
     def forward(
         self, x: Float[Tensor, "*batch {self.d_model}"]
@@ -115,7 +118,7 @@ class FeedForward(nn.Module):
 
     d_ff defaults to 4 d_model. `activation` maps a tensor to one of the same shape:
     `gelu` (CS336 2024), `silu` (the ablation of CS336 2025), `torch.relu`, or a module.
-    Returns the dtype of the input.
+    Returns the dtype of the input, or under autocast that of autocast.
 
     Raises:
         ValueError: d_model or d_ff is below 1.
@@ -125,7 +128,7 @@ class FeedForward(nn.Module):
         self,
         d_model: int,
         d_ff: int | None = None,
-        activation: Callable[[Tensor], Tensor] = gelu,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -140,7 +143,7 @@ class FeedForward(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw weights from a normal of variance 2 / (d_in + d_out), cut at 3 sigma."""
-        _reset_linears(self.w1, self.w2)
+        _reset_children(self)
 
     def forward(
         self, x: Float[Tensor, "*batch {self.d_model}"]
@@ -155,7 +158,15 @@ def _require_sizes(layer: SwiGLU | FeedForward) -> None:
         raise ValueError(f"sizes of {name} must be at least 1, got {sizes}")
 
 
-def _reset_linears(*linears: nn.Linear) -> None:
-    for linear in linears:
-        std = (2 / (linear.in_features + linear.out_features)) ** 0.5
-        nn.init.trunc_normal_(linear.weight, std=std, a=-3 * std, b=3 * std)
+# The same rule as in attention.py, so that each file works alone.
+def _reset_children(module: nn.Module) -> None:
+    for child in module.children():
+        if isinstance(child, nn.Linear):
+            std = (2 / (child.in_features + child.out_features)) ** 0.5
+            nn.init.trunc_normal_(child.weight, std=std, a=-3 * std, b=3 * std)
+            if child.bias is not None:  # tinyblock has none, but a subclass may
+                nn.init.zeros_(child.bias)
+        elif reset := getattr(child, "reset_parameters", None):
+            reset()
+        else:
+            _reset_children(child)

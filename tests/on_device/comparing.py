@@ -1,38 +1,47 @@
-"""How results on a device are compared with those of float64 on the CPU."""
+"""Results on a device beside those in float64 on the CPU, and the operations that ran."""
 
+import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-HALVES = (torch.bfloat16, torch.float16)
-# Of the norm of each result and gradient, or of 1: what cancels out is small, and what is rounded on the way is not.
-ALLOWED = {torch.float32: 1e-5} | {half: 4 * torch.finfo(half).eps for half in HALVES}
+# The allowed error in units of the dtype's precision, relative to the length of a result.
+UNITS = {torch.float32: 64, torch.bfloat16: 4, torch.float16: 4}
+
+only_on_cuda = pytest.mark.parametrize(
+    "device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True
+)
 
 
 def draw(*shape, seed=0):
-    """Draw numbers that every dtype holds exactly."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    """Return normal numbers in float64 that bfloat16 holds exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).bfloat16().double()
 
 
-def results(model, x, *inputs, run=None):
-    """Return the output of `run`, or of the model, and the gradients, in float64 on the CPU."""
-    x = x.detach().clone().requires_grad_()
-    model.zero_grad()
-    out = (model if run is None else run)(x, *inputs)
-    out.backward(draw(*out.shape, seed=1).to(out))
-    found = {"output": out, "gradient of x": x.grad}
-    for name, parameter in model.named_parameters():
-        found[f"gradient of {name}"] = parameter.grad
-    for name, tensor in found.items():
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        found[name] = tensor.detach().cpu().double()
-    return found
+def results(call, inputs, **parameters):
+    """Return the result of call(**inputs), and the gradients of inputs and parameters."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    result = call(**leaves)
+    leaves.update(parameters)
+    upstream = draw(*result.shape, seed=9).to(result)
+    gradients = torch.autograd.grad(result, list(leaves.values()), upstream)
+    return {"result": result, **dict(zip(leaves, gradients, strict=True))}
 
 
-def assert_close(actual, expected, dtype):
-    for name, tensor in expected.items():
-        error = (actual[name] - tensor).norm()
-        bound = ALLOWED[dtype] * max(1.0, tensor.norm().item())
-        assert error <= bound, (
-            f"{name}, of norm {tensor.norm():.1e}, is off by {error:.1e}, allowed {bound:.1e}"
-        )
+def assert_close(actual, exact, dtype):
+    for name, expected in exact.items():
+        error = (actual[name].cpu().double() - expected).norm()
+        allowed = UNITS[dtype] * torch.finfo(dtype).eps * expected.norm()
+        assert error <= allowed, f"{name} is off by {error:.1e}, allowed {allowed:.1e}"
+
+
+class Operations(TorchDispatchMode):
+    """Note the operations that torch runs, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))

@@ -1,1 +1,5 @@
-"""What each layer guarantees: one page of tests per layer, which `tinyblock verify` and pytest run."""
+"""What each layer guarantees, as tests: `tinyblock verify DIR`, or pytest on this folder.
+
+test_every_layer.py has what holds for every layer. A page such as test_rope.py has a
+layer's equation as a formula, its cases, and what this layer alone guarantees.
+"""

@@ -1,0 +1,197 @@
+"""What holds for every layer, in the cases of all pages.
+
+The tests that name one property come first, and those of all numbers after them.
+"""
+
+import copy
+import importlib
+import math
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from . import target
+from .checks import HALVES, UNITS, Layer
+
+PAGES = {
+    name: importlib.import_module(f".test_{name}", __package__) for name in target.found
+}
+CASES = {}
+LAYERS: dict[str, Layer] = {}
+for _name, _page in PAGES.items():
+    LAYERS |= _page.LAYERS
+    for _title, _case in _page.CASES.items():
+        CASES[f"{_name}, {_title}"] = _case
+REJECTED = [(name, *row) for name, layer in LAYERS.items() for row in layer.rejected]
+ROUND_ONCE = {name: case for name, case in CASES.items() if case.rounds_once}
+
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+every_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_layer_is_defined(page):
+    names = [
+        layer.case.layer.partition(".")[2] for layer in PAGES[page].LAYERS.values()
+    ]
+    assert any(hasattr(target.load(page), name) for name in names)
+
+
+@every_layer
+def test_state_dict_has_the_weights_only(layer):
+    module = layer.case.construct()
+    assert module.state_dict().keys() == dict(module.named_parameters()).keys()
+    assert sum(weight.numel() for weight in module.parameters()) == layer.size
+
+
+@every_layer
+def test_device_and_dtype(layer, device):
+    """A layer built on meta computes, after to_empty, what its weights say."""
+    options = {"dtype": torch.bfloat16} if layer.size else {}
+    module = layer.case.construct(device="meta", **options)
+    for name, weight in module.named_parameters():
+        assert (weight.device.type, weight.dtype) == ("meta", torch.bfloat16), name
+    expected = layer.case.build(device, torch.float32)
+    module = module.to_empty(device=device).float()
+    module.reset_parameters()
+    module.load_state_dict(expected.state_dict())
+    arguments = layer.case.arguments(device, torch.float32)
+    assert torch.equal(module(**arguments), expected(**arguments))
+
+
+@every_layer
+def test_initial_weights(layer):
+    """Gains are 1, and matrices are normal, of variance 2 / (d_in + d_out), up to 3 sigma.
+
+    This includes layers that a subclass adds. Biases are 0.
+    """
+    torch.manual_seed(0)
+    module = layer.case.construct()
+    check_initial_weights(module)
+    if list(module.children()):
+        added = nn.Sequential(nn.Linear(24, 96), nn.LayerNorm(96))
+        module.added = nn.ModuleList([added])
+    for weight in module.parameters():
+        weight.data.fill_(math.nan)
+    module.reset_parameters()
+    check_initial_weights(module)
+
+
+def check_initial_weights(module):
+    for name, weight in module.named_parameters():
+        if weight.ndim == 1:
+            value = 0 if name.endswith("bias") else 1
+            assert (weight == value).all(), name
+            continue
+        unit = weight / math.sqrt(2 / sum(weight.shape))
+        error = 5 / math.sqrt(weight.numel())  # five standard errors
+        assert abs(unit.mean()) <= error, name
+        assert abs(unit.std() - 0.987) <= 0.7 * error, name
+        assert unit.abs().max() <= 3.001, name
+
+
+@pytest.mark.parametrize(("name", "option", "value"), REJECTED)
+def test_rejects_option(name, option, value):
+    """The message has the value."""
+    shown = rf"(?<![\w.]){re.escape(str(value))}\b"
+    with pytest.raises(ValueError, match=shown):
+        LAYERS[name].case.construct(**{option: value})
+
+
+@every_layer
+def test_survives_copy_and_pickle(layer):
+    module = layer.case.build(dtype=torch.float32)
+    inputs = layer.case.first(7)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(**inputs), module(**inputs))
+
+
+@every_layer
+def test_later_tokens_change_nothing(layer):
+    module = layer.case.build(dtype=torch.float32)
+    result = module(**layer.case.first(7))
+    for count in range(1, 7):
+        alone = module(**layer.case.first(count))
+        torch.testing.assert_close(alone, result[..., :count, :])
+
+
+@every_case
+def test_calls_change_nothing(case):
+    """A call and its backward pass change neither the inputs nor the next call."""
+    module = case.build()
+    arguments = case.arguments()
+    before = copy.deepcopy(arguments)
+    first = module(**arguments)
+    first.sum().backward()
+    module.train()  # a layer with dropout fails here: -k "not calls_change_nothing"
+    assert torch.equal(module(**arguments), first)
+    for name, tensor in arguments.items():
+        assert torch.equal(tensor, before[name]), f"{name} was modified"
+
+
+@every_case
+def test_any_strides(case, device):
+    """The result is the same for an x that is not contiguous."""
+    module = case.build(device, torch.float32)
+    arguments = case.arguments(device, torch.float32)
+    x = arguments.pop("x").detach()
+    at_odd_offset = torch.cat((x[..., :1], x), dim=-1)[..., 1:]
+    every_other = torch.stack((x, x), dim=-1)[..., 0]
+    for view in (at_odd_offset, every_other):
+        torch.testing.assert_close(module(view, **arguments), module(x, **arguments))
+
+
+@every_case
+@pytest.mark.parametrize("dtype", UNITS, ids=str)
+def test_equation(case, dtype, device):
+    """The result and all gradients are those of the formula in float64."""
+    module = case.build(device, dtype)
+    arguments = case.arguments(device, dtype)
+    result = module(**arguments)
+    assert result.dtype == dtype
+    case.check(result, module, arguments["x"], dtype)
+
+
+@every_case
+@pytest.mark.filterwarnings("error")
+def test_equation_under_autocast(case, device):
+    """A layer in float32 is as exact as one in bfloat16, and does not warn."""
+    module = case.build(device, torch.float32)
+    arguments = case.arguments(device, torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        result = module(**arguments)
+    case.check(result, module, arguments["x"], torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", ROUND_ONCE.values(), ids=ROUND_ONCE)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_rounds_once(case, dtype, device):
+    """In a half precision, each component is the exact one, rounded."""
+    module = case.build(device, dtype)
+    arguments = case.arguments(device, dtype)
+    exact = case.exact(module, arguments["x"])["result"].detach()
+    rounding = (exact.to(dtype).double() - exact).abs()
+    largest = exact.abs().amax(dim=-1, keepdim=True)
+    in_float32 = 16 * torch.finfo(torch.float32).eps * largest
+    error = (module(**arguments).cpu().double() - exact).abs()
+    rounded_twice = int((error > rounding + in_float32).sum())
+    assert rounded_twice == 0
+
+
+@every_layer
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports
+def test_compiles_to_one_graph(layer):
+    """A graph for the first length, one for all others, and one for a single token."""
+    from torch._dynamo.testing import CompileCounter
+
+    module = layer.case.build(dtype=torch.float32)
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend=graphs)
+    for length in (5, 7, 1, 4):
+        inputs = layer.case.first(length)
+        torch.testing.assert_close(compiled(**inputs), module(**inputs))
+    assert graphs.frame_count <= 3
