@@ -1,1002 +1,348 @@
 """The command `tinyblock`: copy layers into a project, and keep the copies up to date.
 
-header    The first lines of a copy: name, version, license, repository, and comments that
-          keep linters and formatters from reporting or changing the copy.
-original  What a release of tinyblock writes as a copy: a header, then the file of the release.
-base      The original that a copy was taken from. A copy minus its base is the user's edits.
-          The original in a later release minus the base is the changes in tinyblock.
-lock      The file `tinyblock.lock` beside the copies, with the version and text of each base.
-          With it, git can merge edits and changes without a network.
+    layers/rope.py                  the copy: a header, the layer, and the user's edits
+    layers/.tinyblock/rope.py.base  the base: what tinyblock wrote as that copy
 
-A command that writes first plans a step for each file. An error in the plan leaves all
-files as they are. Then the command replaces the files one by one, each in a single
-operation, and the lock after each file. An interrupted command leaves no file
-half-written; repeat the command to complete it. Two commands that write in the same
-folder take turns.
-
-This file has three parts: releases and copies, the commands, and texts and files.
+The copy minus its base is the user's edits. What this release writes minus the base is
+what changed in tinyblock. `update` lets git merge the two. Users commit both files, and
+there is no other state.
 """
 
 import argparse
-import ast
 import difflib
-import importlib.metadata
 import importlib.util
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
-from importlib.resources import files
-from importlib.resources.abc import Traversable
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 from . import LAYERS, __version__
 
-try:
-    import fcntl
-except ImportError:  # on Windows, where commands do not take turns
-    fcntl = None  # type: ignore[assignment]
-
-LOCK = "tinyblock.lock"
-LICENSE = "LICENSE.tinyblock"  # the copy of LICENSE
-WITHOUT_CONTRACT = ("parallelize", "typecheck")  # can be copied, but are no layers
-TEST_SETUP = ("contract/__init__.py", "contract/conftest.py")  # no test imports these
-CONFLICT_MARKS = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
-
-# What linters report of every layer, and the text that they report. The header
-# disables a code only in a file with such a text, because ruff also reports
-# codes that are disabled without need.
-LINT_CODES = {
-    "E501": r"^.{89}",  # lines of docstrings are longer than 88
-    "F722": r'Tensor, "[^"]* ',  # names of axes are no Python expression
-    "N812": r"functional as F$",
-}
+ROOT = Path(__file__).parent
+NAMES = [layer.__name__.rpartition(".")[2] for layer in LAYERS]
+NAMES += ["parallelize", "typecheck"]
+LICENSE = "LICENSE.tinyblock"
+HEADER = f"""\
+# Copied from tinyblock {{version}}: {{name}}
+# Copyright (c) 2026 The tinyblock authors, MIT license: see {LICENSE}
+# flake8: noqa: E501, F722, F821, N812
+# fmt: off
+"""
+VERSION = re.compile(r"^(# Copied from tinyblock )(\S+)(?=: )", re.MULTILINE)
+MARKERS = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
+CONFLICT = "conflict markers: resolve them"
 
 
 class CommandError(Exception):
     """A command failed. The message is one line."""
 
 
-# Releases and copies
-
-
-class State(Enum):
-    """How a copy differs from its base and from this release, as `check` prints it."""
-
-    MISSING = "missing"
-    CONFLICT = "conflict markers"
-    PRISTINE = "pristine"
-    EDITED = "edited"
-    OUTDATED = "outdated"
-    EDITED_AND_OUTDATED = "edited, outdated"
-
-
-class Outcome(Enum):
-    """What a command did to a copy, as it prints it."""
-
-    COPIED = "copied"
-    RECORDED = "recorded"
-    RECORDED_WITH_EDITS = "recorded, with your edits"
-    UPDATED = "updated"
-    MERGED = "merged with your edits"
-    CONFLICT = "conflict markers: resolve them"
-    KEPT = "edited, kept"
-    UP_TO_DATE = "up to date"
-    GONE = f"no longer in tinyblock: delete it, and its entry in {LOCK}"
-
-
-@dataclass(frozen=True)
-class Original:
-    """What a release writes as a copy."""
-
-    name: str  # of the copy, relative to the folder of copies
-    version: str
-    text: str
-
-    @property
-    def label(self) -> str:
-        return f"tinyblock {self.version}: {self.name}"
-
-
-@dataclass(frozen=True)
-class Release:
-    """The tinyblock that copies are taken from. Its files may be in a zip archive."""
-
-    root: Traversable
-    version: str
-    layers: tuple[str, ...]
-    repository: str = ""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names that `add` accepts."""
-        return (*self.layers, *WITHOUT_CONTRACT)
-
-    def source(self, name: str) -> str | None:
-        """Return the file that is copied as `name`, or None if this release has none."""
-        path = self.root.joinpath("LICENSE" if name == LICENSE else name)
-        return decode(path.read_bytes()) if path.is_file() else None
-
-    def original(self, name: str) -> Original | None:
-        """Return the text to write as `name`, or None if this release has no such file."""
-        source = self.source(name)
-        if source is None:
-            return None
-        header = "" if name == LICENSE else self._header(name, source)
-        return Original(name, self.version, header + source)
-
-    def _header(self, name: str, source: str) -> str:
-        lines = [first_line(f"tinyblock {self.version}: {name}")]
-        license_ = self.source(LICENSE) or ""
-        lines += re.findall(r"^Copyright .*", license_, re.MULTILINE)[:1]
-        lines.append("SPDX-License-Identifier: MIT")
-        if self.repository:
-            lines.append(self.repository)
-        codes = [
-            code
-            for code, pattern in LINT_CODES.items()
-            if re.search(pattern, source, re.MULTILINE)
-        ]
-        if codes:
-            lines.append(f"flake8: noqa: {', '.join(codes)}")  # ruff reads it, too
-        lines.append("fmt: off")
-        return "".join(f"# {line}\n" for line in lines)
-
-    def file_of(self, layer: str) -> str:
-        """Return the file of a layer, or raise a CommandError that suggests a layer."""
-        if layer in self.names:
-            return f"{layer}.py"
-        layer_of_name = self._names_in_lower_case()
-        similar = difflib.get_close_matches(layer.casefold(), layer_of_name, n=1)
-        fix = f": did you mean {layer_of_name[similar[0]]}?" if similar else ""
-        raise CommandError(
-            f"LAYER must be one of {', '.join(self.names)}, got {layer!r}{fix}"
-        )
-
-    def _names_in_lower_case(self) -> dict[str, str]:
-        """Return the layer of each layer's name, and of each public class and function."""
-        layers = {name.casefold(): name for name in self.names}
-        for name in self.names:
-            source = self.source(f"{name}.py") or ""
-            for public in re.findall(r"^(?:class|def) (\w+)", source, re.MULTILINE):
-                layers.setdefault(public.casefold(), name)
-        return layers
-
-    def imports(self, name: str) -> set[str]:
-        """Return the files of this release that a file imports."""
-        candidates = relative_imports(name, self.source(name) or "")
-        return {file for file in candidates if self.source(file) is not None}
-
-
-def installed_release() -> Release:
-    """Return the tinyblock that is running."""
-    return Release(
-        root=files("tinyblock"),
-        version=__version__,
-        layers=tuple(layer.__name__.rpartition(".")[2] for layer in LAYERS),
-        repository=installed_repository(),
-    )
-
-
-def installed_repository() -> str:
-    """Return the repository in the metadata of the running tinyblock, or ""."""
-    try:
-        metadata = importlib.metadata.metadata("tinyblock")
-    except importlib.metadata.PackageNotFoundError:  # it runs without installation
-        return ""
-    for label_and_url in metadata.get_all("Project-URL") or []:
-        label, _, url = label_and_url.partition(", ")
-        if label.casefold() == "repository":
-            return str(url)
-    return ""
-
-
-@dataclass(frozen=True)
 class Copy:
-    """A file in a folder of copies, its base, and its original in this release."""
+    """A file in a folder of copies, its base, and what this release writes as both.
 
-    path: Path
-    content: bytes | None  # None: the file is missing
-    base: Original
-    original: Original | None  # None: this release has no such file
+    A text is "" where there is no file.
+    """
 
-    @property
-    def name(self) -> str:
-        return self.base.name
-
-    @property
-    def text(self) -> str | None:
-        return None if self.content is None else decode(self.content)
-
-    @property
-    def state(self) -> State:
-        if self.text is None:
-            return State.MISSING
-        if CONFLICT_MARKS.search(self.text):
-            return State.CONFLICT
-        is_edited = self.text != self.base.text
-        is_outdated = self.changes() != ""
-        if is_edited and is_outdated:
-            return State.EDITED_AND_OUTDATED
-        if is_edited:
-            return State.EDITED
-        if is_outdated:
-            return State.OUTDATED
-        return State.PRISTINE
-
-    def require_unchanged(self) -> None:
-        """Raise a CommandError if the file has changed since it was read."""
-        if content_of(self.path) != self.content:
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name = name  # such as rope.py or contract/test_rope.py
+        self.path = folder / name
+        self.base_path = folder / ".tinyblock" / f"{name}.base"
+        self.text = read(self.path)
+        self.base = read(self.base_path)
+        self.version = version_in(self.base)
+        self.is_newer = numbers(self.version) > numbers(__version__)
+        source = read(ROOT / name)
+        self.new = ""
+        if source and not self.is_newer:
+            self.new = HEADER.format(version=__version__, name=name) + source
+        if not self.base and self.text not in ("", source, self.new):
             raise CommandError(
-                f"{self.path} was changed by another program: run the command again"
+                f"{self.path} is not a copy with a base: move it away, or restore "
+                f"{self.base_path}"
             )
-
-    def edits(self) -> str:
-        """Return the user's edits as a unified diff."""
-        path = self.path.as_posix()
-        return unified_diff(self.base.text, self.text or "", self.base.label, path)
-
-    def changes(self) -> str:
-        """Return the changes in tinyblock since the base as a unified diff.
-
-        A difference of the headers alone is no change.
-        """
-        new = self.original or self.base
-        is_same = without_header(new.text) == without_header(self.base.text)
-        if is_same:
-            return ""
-        old_text = self._with_new_version(self.base.text)
-        return unified_diff(old_text, new.text, self.base.label, new.label)
-
-    def merged(self, new: Original) -> "Step":
-        """Return the step that merges the changes up to `new` with the user's edits."""
-        text, has_conflicts = merge(
-            mine=self._with_new_version(self.text or ""),
-            base=self._with_new_version(self.base.text),
-            theirs=new.text,
-            labels=(self.path.as_posix(), self.base.label, new.label),
+        version = version_in(self.text) or self.version  # users may delete headers
+        # An update was interrupted after it wrote the copy, and before it wrote the base.
+        self.is_half_updated = (
+            version == __version__ != self.version and not self.is_newer
         )
-        outcome = Outcome.CONFLICT if has_conflicts else Outcome.MERGED
-        return Step(self, outcome, text, new)
-
-    def _with_new_version(self, text: str) -> str:
-        """Replace the version in the header, so that it neither differs nor conflicts."""
-        new = self.original or self.base
-        return text.replace(self.base.label, new.label, 1)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a command does to one copy."""
-
-    copy: Copy
-    outcome: Outcome
-    text: str | None  # of the copy afterwards
-    base: Original  # of the copy afterwards
-
-    def imports(self) -> set[str]:
-        """Return the files that the copy may import, and that its original imports, too."""
-        name = self.copy.name
-        of_original = relative_imports(name, self.base.text)
-        if self.outcome is Outcome.CONFLICT:  # conflict markers are no Python
-            return of_original
-        return of_original & relative_imports(name, self.text or "")
-
-
-def step_to_release(copy: Copy) -> Step:
-    """Return the step that brings a copy to this release, and keeps the user's edits."""
-    new = copy.original
-    if new is None:
-        return Step(copy, Outcome.GONE, copy.text, copy.base)
-    if copy.text == new.text:
-        return Step(copy, Outcome.UP_TO_DATE, new.text, new)
-    match copy.state:
-        case State.MISSING:
-            return Step(copy, Outcome.COPIED, new.text, new)
-        case State.CONFLICT:
-            return Step(copy, Outcome.CONFLICT, copy.text, copy.base)
-        case State.OUTDATED:
-            return Step(copy, Outcome.UPDATED, new.text, new)
-        case State.EDITED:
-            return Step(copy, Outcome.KEPT, copy.text, copy.base)
-        case State.EDITED_AND_OUTDATED:
-            return copy.merged(new)
-        case State.PRISTINE:  # only the version differs
-            return Step(copy, Outcome.UP_TO_DATE, copy.text, copy.base)
-
-
-class Folder:
-    """A folder of copies, and its lock."""
-
-    def __init__(self, path: Path, release: Release) -> None:
-        self.path = path
-        self.release = release
-        lock = self.inside(LOCK)
-        self.has_lock = lock.exists()
-        self.bases = parse_lock(lock) if self.has_lock else {}
-        for base in self.bases.values():
-            require_not_newer(base.version, release.version)
-
-    def select(self, layers: Sequence[str] = ()) -> list[Copy]:
-        """Return the copies of these layers and their tests; without layers, all copies."""
-        copies_of: dict[str, list[Copy]] = {}
-        for name in self.bases:
-            layer = PurePosixPath(name).stem.removeprefix("test_")
-            copies_of.setdefault(layer, []).append(self.copy(name))
-        for layer in layers:
-            if layer not in copies_of:
-                known = [name for name in self.release.names if name in copies_of]
-                raise CommandError(
-                    f"LAYER must be one of the copies in {self.path} "
-                    f"({', '.join(known)}), got {layer!r}"
-                )
-        selected = []
-        for layer, copies in copies_of.items():
-            if not layers or layer in layers:
-                selected += copies
-        return sorted(selected, key=lambda copy: copy.name)
-
-    def copy(self, name: str) -> Copy:
-        """Return a copy. Raise a CommandError if the file was not copied from tinyblock."""
-        path = self.inside(name)
-        content = content_of(path)
-        text = decode(content or b"")
-        original = self.release.original(name)
-        if name in self.bases:
-            base = self.bases[name]
-            if original is not None and has_changes(text, base, original):
-                base = original
-            return Copy(path, content, base, original)
-        if original is None:
-            raise CommandError(f"tinyblock {self.release.version} has no {name}")
-        if content is not None and not is_copy_by_hand(text, original):
+        if version != self.version and not self.is_half_updated:
             raise CommandError(
-                f"{path} exists, but is not in {LOCK}: move it to another folder"
+                f"{self.path} is from tinyblock {version}, but its base is from "
+                f"{self.version}: restore it together with {self.base_path}"
             )
-        return Copy(path, content, original, original)
 
-    def plan(self, names: Iterable[str], with_tests: bool = False) -> list[Step]:
-        """Return the steps that bring files, and all that they import, to this release.
+    @property
+    def is_outdated(self) -> bool:
+        is_changed = renumber(self.base) != self.new
+        return self.new != "" and (is_changed or self.is_half_updated)
 
-        With tests, each layer comes with its test. Nothing is written.
-        """
-        steps: dict[str, Step] = {}
-        waiting = list(names)
-        while waiting:
-            name = waiting.pop()
-            if name not in steps:
-                steps[name] = self._step(name)
-                waiting += self._needed_by(steps[name], with_tests)
-        return [steps[name] for name in sorted(steps, key=layers_first)]
+    @property
+    def has_conflict(self) -> bool:
+        return MARKERS.search(self.text) is not None
 
-    def _needed_by(self, step: Step, with_tests: bool) -> list[str]:
-        """Return the files of this release that a copy needs, apart from itself."""
-        name = step.copy.name
-        needed = step.imports()
-        if name.startswith("contract/test_"):
-            needed.update(TEST_SETUP)
-        if with_tests:
-            needed.add(f"contract/test_{name}")
-        return [file for file in needed if self.release.source(file) is not None]
+    @property
+    def state(self) -> str:
+        """What distinguishes the copy from its base, and its base from this release."""
+        found = []
+        if not self.text:
+            found.append("missing")
+        elif self.has_conflict:
+            found.append(CONFLICT)
+        elif self.text != self.base:
+            found.append("edited")
+        if self.is_newer:
+            found.append(f"from the newer tinyblock {self.version}")
+        elif not self.new:
+            found.append(f"not in tinyblock {__version__}")
+        elif self.is_outdated:
+            found.append(f"outdated: {self.version} -> {__version__}")
+        return ", ".join(found)
 
-    def _step(self, name: str) -> Step:
-        copy = self.copy(name)
-        if name not in self.bases and copy.content is not None:
-            return self._step_to_record(copy)
-        return step_to_release(copy)
+    def plan(self) -> tuple[str, str]:
+        """Return what `update` does, and the text that it writes ("": none)."""
+        if self.new and not (self.base and self.text):
+            return "copied", self.new
+        if not self.is_outdated:
+            return self.state or "up to date", ""
+        if self.text in (self.base, self.new):
+            return "updated", self.new
+        if self.has_conflict and not self.is_half_updated:
+            return self.state, ""
+        text = self.text if self.is_half_updated else self.merge()
+        return CONFLICT if MARKERS.search(text) else "merged with your edits", text
 
-    def _step_to_record(self, copy: Copy) -> Step:
-        """Return the step for a copy by hand: write the header if nothing is lost by that."""
-        if copy.text in (self.release.source(copy.name), copy.base.text):
-            return Step(copy, Outcome.RECORDED, copy.base.text, copy.base)
-        return Step(copy, Outcome.RECORDED_WITH_EDITS, copy.text, copy.base)
-
-    def carry_out(self, steps: Iterable[Step]) -> None:
-        """Write the files, and the lock after each."""
-        for step in steps:
-            copy = step.copy
-            if step.text is not None and step.text != copy.text:
-                copy.require_unchanged()
-                content = encode(step.text, like=copy.content or b"")
-                replace_file(copy.path, content)
-            if step.base != self.bases.get(copy.name):
-                self.bases[copy.name] = step.base
-                self._write_lock()
-
-    def _write_lock(self) -> None:
-        entries = {
-            name: {"version": base.version, "text": base.text}
-            for name, base in sorted(self.bases.items())
+    def merge(self) -> str:
+        """Return the user's edits, merged by git with the changes in tinyblock."""
+        sides = {  # git marks conflicts with the names of the files
+            "yours": renumber(self.text),
+            f"tinyblock {self.version}, copied": renumber(self.base),
+            f"tinyblock {__version__}": self.new,
         }
-        content = json.dumps(entries, indent=1) + "\n"
-        replace_file(self.inside(LOCK), content.encode())
-
-    def inside(self, name: str) -> Path:
-        """Return the path of a file, or raise a CommandError if it is not in the folder."""
-        path = self.path / name
-        if self.path.resolve() not in path.resolve().parents:
-            raise CommandError(f"{path} must be in {self.path}, got {path.resolve()}")
-        return path
-
-
-def require_not_newer(version: str, installed: str) -> None:
-    """Raise a CommandError if copies are from a newer tinyblock than the installed one."""
-    if numbers_of(version) > numbers_of(installed):
-        raise CommandError(
-            f"the copies are from tinyblock {version}, newer than the installed "
-            f"{installed}: upgrade tinyblock"
-        )
+        command = ["git", "merge-file", "-p", "--diff3", *sides]
+        with TemporaryDirectory() as folder:
+            for name, text in sides.items():
+                Path(folder, name).write_text(text, encoding="utf-8", newline="\n")
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, encoding="utf-8", check=False
+            )
+        if done.returncode > 127:  # up to 127 it is the number of conflicts
+            raise CommandError(f"git cannot merge {self.path}: {done.stderr.strip()}")
+        return done.stdout
 
 
-def numbers_of(version: str) -> tuple[int, ...]:
-    """Return (1, 2, 3) for 1.2.3 and for 1.2.3.dev4."""
-    release = re.match(r"[0-9.]*", version)
-    assert release
-    return tuple(int(number) for number in release[0].split(".") if number)
+def version_in(text: str) -> str:
+    """Return the version in a header, or "" if there is none."""
+    found = VERSION.search(text)
+    return found[2] if found else ""
 
 
-def parse_lock(path: Path) -> dict[str, Original]:
-    """Return the bases that a lock contains, or raise a CommandError."""
-    text = decode(path.read_bytes())
-    bases = {}
-    try:
-        for name, entry in json.loads(text).items():
-            bases[name] = Original(name, str(entry["version"]), str(entry["text"]))
-    except (ValueError, TypeError, LookupError, AttributeError):
-        problem = "is damaged"
-        if CONFLICT_MARKS.search(text):
-            problem = "has conflict markers"
-        raise CommandError(
-            f"{path} {problem}: restore it from your repository"
-        ) from None
-    return bases
+def numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
-def open_folder(path: Path, release: Release) -> Folder:
-    """Return a folder that has a lock, or raise a CommandError."""
-    if path.is_file():
-        raise CommandError(
-            f"{path} is a file: give the folder of the copies, {path.parent}"
-        )
-    folder = Folder(path, release)
-    if not folder.has_lock:
-        below = [*path.glob(f"*/{LOCK}"), *path.glob(f"*/*/{LOCK}")]
-        fix = "`tinyblock add LAYER --to DIR` writes one"
-        if below:
-            fix = f"did you mean {below[0].parent}?"
-        raise CommandError(f"there is no {LOCK} in {path}: {fix}")
-    return folder
+def renumber(text: str) -> str:
+    """Write this version into a header: the number is neither an edit nor a change."""
+    return VERSION.sub(rf"\g<1>{__version__}", text, count=1)
+
+
+def imports_of(name: str, text: str) -> set[str]:
+    """Return the files that lines such as `from .ffn import SwiGLU` read."""
+    folder = PurePosixPath(name).parent
+    modules = re.findall(r"^from \.(\w+) import", text, re.MULTILINE)
+    return {(folder / f"{module}.py").as_posix() for module in modules}
+
+
+def with_imports(names: Iterable[str]) -> list[str]:
+    """Return files of this release, and those that they import."""
+    found: list[str] = []
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.append(name)
+            waiting += imports_of(name, read(ROOT / name))
+    return sorted(found)
+
+
+def copies_in(folder: Path, layers: Sequence[str]) -> list[Copy]:
+    """Return the copies that a folder has of these layers and their tests.
+
+    Without layers, return all copies.
+    """
+    bases = folder / ".tinyblock"
+    layer_of = {}
+    for base in sorted(bases.rglob("*.base")):
+        name = base.relative_to(bases).with_suffix("")
+        layer_of[name.as_posix()] = name.stem.removeprefix("test_")
+    absent = set(layers) - set(layer_of.values())
+    if absent or not layer_of:
+        what = ", ".join(sorted(absent)) or "a layer"
+        raise CommandError(f"{folder} has no copy of {what}: `tinyblock add` writes it")
+    selected = layers or layer_of.values()
+    return [Copy(folder, name) for name in layer_of if layer_of[name] in selected]
+
+
+def bring_up_to_date(folder: Path, copies: Iterable[Copy]) -> int:
+    """Write and update copies, all or none, and return the exit code."""
+    done = {}
+    texts = {folder / LICENSE: read(ROOT / "LICENSE")}
+    for copy in copies:
+        done[copy.name], text = copy.plan()
+        if text:
+            texts[copy.path] = text
+            texts[copy.base_path] = copy.new
+    replace_files(texts)
+    print_table(done)
+    return int(any(outcome.startswith(CONFLICT) for outcome in done.values()))
 
 
 # The commands. Each returns its exit code.
 
-EXAMPLES = """examples:
-  tinyblock list
-  tinyblock add rope --to my_project/layers
-  tinyblock check my_project/layers
-  tinyblock diff my_project/layers rope --upstream
-  tinyblock update my_project/layers
-  tinyblock verify my_project/layers -k "not causality"
 
-exit codes: 0 success; 1 findings (an outdated or missing copy, a conflict, a failed
-property); 2 error; 130 interruption
-"""
-
-
-def list_(arguments: argparse.Namespace, release: Release) -> int:
+def list_(arguments: argparse.Namespace) -> int:
     """List what can be copied."""
-    for name in release.names:
-        source = release.source(f"{name}.py") or ""
-        docstring = ast.get_docstring(ast.parse(source)) or ""
-        title = re.split("[:,.]", docstring)[0]
-        needs = ", ".join(needed_layers(name, release))
-        if needs:
-            title += f" (needs {needs})"
-        print(f"{name:11}  {title}")
+    titles = {}
+    for name in NAMES:
+        titles[name] = read(ROOT / f"{name}.py").partition("\n")[0].strip('"')
+    print_table(titles)
     return 0
 
 
-def needed_layers(name: str, release: Release) -> list[str]:
-    """Return the layers that a layer imports, but none that one of these imports, too."""
-    direct = release.imports(f"{name}.py")
-    indirect = set[str]()
-    for file in direct:
-        indirect |= release.imports(file)
-    return [file.removesuffix(".py") for file in sorted(direct - indirect)]
-
-
-def add(arguments: argparse.Namespace, release: Release) -> int:
+def add(arguments: argparse.Namespace) -> int:
     """Copy layers, and what they import, into a folder."""
-    path = arguments.folder
-    names = [release.file_of(layer) for layer in arguments.layers]
-    if path.is_file():
-        raise CommandError(f"{path} is a file: give the folder of the copies")
-    path.mkdir(parents=True, exist_ok=True)
-    with exclusive(path):
-        folder = Folder(path, release)
-        steps = folder.plan(names, arguments.with_tests)
-        steps += folder.plan([LICENSE])
-        folder.carry_out(steps)
-    print_steps(steps)
-    print_hints(folder, steps)
-    return exit_code(steps)
-
-
-def check(arguments: argparse.Namespace, release: Release) -> int:
-    """Report edited, outdated and missing copies."""
-    copies = open_folder(arguments.folder, release).select(arguments.layers)
-    rows = []
-    for copy in copies:
-        if copy.state is not State.PRISTINE:
-            rows.append((copy.name, describe_state(copy, release.version)))
-    print_rows(rows)
-    print_count(len(copies) - len(rows), "pristine")
-    accepted = {State.PRISTINE}
-    if not arguments.fail_on_edits:
-        accepted.add(State.EDITED)
-    return int(any(copy.state not in accepted for copy in copies))
-
-
-def describe_state(copy: Copy, version: str) -> str:
-    """Return the state of a copy; of an outdated copy, also its version and this one."""
-    state = copy.state
-    if state in (State.OUTDATED, State.EDITED_AND_OUTDATED):
-        return f"{state.value}: {copy.base.version} -> {version}"
-    return state.value
-
-
-def diff(arguments: argparse.Namespace, release: Release) -> int:
-    """Show your edits, and later changes in tinyblock."""
-    copies = open_folder(arguments.folder, release).select(arguments.layers)
-    diffs = []
-    shows_edits = not arguments.upstream
-    shows_changes = not arguments.mine
-    if shows_edits:
-        diffs += [copy.edits() for copy in copies]
-    if shows_changes:
-        diffs += [copy.changes() for copy in copies]
-    patch = encode("".join(diffs))
-    # As bytes: the encoding of the terminal must not change a patch.
-    sys.stdout.buffer.write(patch)
-    return 0
-
-
-def update(arguments: argparse.Namespace, release: Release) -> int:
-    """Merge later changes in tinyblock with your edits."""
-    open_folder(arguments.folder, release)  # raises an error if there is no lock
-    with exclusive(arguments.folder):
-        folder = open_folder(arguments.folder, release)
-        names = [copy.name for copy in folder.select(arguments.layers)]
-        steps = folder.plan(names)
-        folder.carry_out(steps)
-    print_steps(steps)
-    return exit_code(steps)
-
-
-def verify(arguments: argparse.Namespace, release: Release) -> int:
-    """Test copies, with your edits, against the contracts of tinyblock's layers."""
-    target = arguments.target
-    require_one_target(target, arguments.pytest)
-    if importlib.util.find_spec("pytest") is None:
-        raise CommandError("verify requires pytest: python -m pip install pytest")
-    contract = release.root.joinpath("contract")
-    if not isinstance(contract, Path):
-        raise CommandError(f"verify cannot read {contract}: install tinyblock with pip")
-    settings = str(contract / "contract.ini")  # instead of the user's
-    options = ["-c", settings, f"--rootdir={contract}", "-p", "no:cacheprovider"]
-    # With a space instead of "=", pytest would load the conftest.py of the target.
-    tests = [str(contract), f"--layers={target}"]
-    code = run_pytest([*options, *tests, *arguments.pytest])
-    if code == NO_TESTS:
-        raise CommandError(
-            "the arguments for pytest must select at least one test, got none: "
-            "`tinyblock verify TARGET --collect-only -q` lists the tests"
-        )
-    return code if code in (0, 1) else 2
-
-
-HELP = ("-h", "--help")
-PYTEST_FLAGS = re.compile("-[lqsvx]+")  # options of pytest that have no value
-NO_TESTS = 5  # exit codes of pytest
-WRONG_USAGE = 4
-
-
-def require_target_first(argv: Sequence[str]) -> None:
-    """Raise a CommandError for `verify -k x DIR`, which argparse would explain badly."""
-    option = argv[1] if len(argv) > 1 else ""
-    if argv[:1] == ["verify"] and option.startswith("-") and option not in HELP:
-        raise CommandError(
-            f"verify takes the target first: tinyblock verify TARGET {option} ..."
-        )
-
-
-def require_one_target(target: str, arguments: Sequence[str]) -> None:
-    """Raise a CommandError for a second target, which pytest would not test."""
-    for previous, argument in pairwise([target, *arguments]):
-        is_option = argument.startswith("-")
-        is_value = previous.startswith("-") and not PYTEST_FLAGS.fullmatch(previous)
-        if not is_option and not is_value and Path(argument).exists():
-            raise CommandError(
-                f"verify takes one target, got {target} and {argument}: "
-                "run it for each, or give the folder of both"
-            )
-
-
-RUN_PYTEST = """
-import pathlib, sys, pytest
-code = pytest.main(sys.argv[2:])
-pathlib.Path(sys.argv[1]).write_text(str(int(code)))
-"""
-
-
-def run_pytest(arguments: Sequence[str]) -> int:
-    """Run pytest in another process, and return its exit code.
-
-    The process writes this code to a file, because a copy that calls sys.exit(0) ends
-    the process with 0, too.
-    """
-    environment = os.environ.copy()
-    environment.pop("PYTEST_ADDOPTS", None)
-    with TemporaryDirectory() as folder:
-        report = Path(folder, "exit-code")
-        command = [sys.executable, "-c", RUN_PYTEST, str(report), *arguments]
-        done = subprocess.run(
-            command, env=environment, stderr=subprocess.PIPE, check=False
-        )
-        code = int(report.read_text()) if report.exists() else None
-    errors = decode(done.stderr)
-    if code == WRONG_USAGE:
-        raise CommandError(usage_error_in(errors))
-    print(errors, end="", file=sys.stderr)
-    if code is None:
-        advice = "see the error above"
-        if done.returncode == 0:
-            advice = "look for a call of sys.exit in the copies"
-        raise CommandError(
-            f"the tests ended early, with exit code {done.returncode}: {advice}"
-        )
+    names = with_imports(f"{layer}.py" for layer in arguments.layers)
+    if arguments.with_tests:
+        tests = sorted(ROOT.glob("contract/*.py"))
+        names += [f"contract/{path.name}" for path in tests]
+    copies = [Copy(arguments.folder, name) for name in names]
+    code = bring_up_to_date(arguments.folder, copies)
+    print("Copies check no shapes until you apply typecheck.py: see docs/vendoring.md")
     return code
 
 
-def usage_error_in(errors: str) -> str:
-    """Return the message in what pytest prints about wrong arguments, without its usage."""
-    messages = re.findall(r"(?:ERROR|error): (?!usage: )(.+)", errors)
-    return messages[0] if messages else errors
+def check(arguments: argparse.Namespace) -> int:
+    """Report the copies that are edited, outdated, missing, or in conflict."""
+    copies = copies_in(arguments.folder, arguments.layers)
+    states = {copy.name: copy.state for copy in copies if copy.state}
+    print_table(states)
+    print(f"{len(copies) - len(states)} of {len(copies)} copies are pristine")
+    return int(
+        any(not copy.text or copy.has_conflict or copy.is_outdated for copy in copies)
+    )
 
 
-def exit_code(steps: Sequence[Step]) -> int:
-    """Return 1 if a copy has conflicts, else 0."""
-    outcomes = [step.outcome for step in steps]
-    return int(Outcome.CONFLICT in outcomes)
+def diff(arguments: argparse.Namespace) -> int:
+    """Show your edits (--mine) and later changes in tinyblock (--upstream)."""
+    for copy in copies_in(arguments.folder, arguments.layers):
+        base = f"tinyblock {copy.version}: {copy.name}"
+        if copy.text and not arguments.upstream:
+            print_diff(copy.base, copy.text, base, copy.path.as_posix())
+        if copy.is_outdated and not arguments.mine:
+            new = f"tinyblock {__version__}: {copy.name}"
+            print_diff(renumber(copy.base), copy.new, base, new)
+    return 0
 
 
-def print_steps(steps: Sequence[Step]) -> None:
-    rows = [
-        (step.copy.name, step.outcome.value)
-        for step in steps
-        if step.outcome is not Outcome.UP_TO_DATE
-    ]
-    print_rows(rows)
-    print_count(len(steps) - len(rows), "up to date")
+def update(arguments: argparse.Namespace) -> int:
+    """Merge changes in tinyblock with your edits, and restore missing copies."""
+    copies = copies_in(arguments.folder, arguments.layers)
+    imported: set[str] = set()
+    for copy in copies:  # what only this release imports: users may drop an import
+        imported |= imports_of(copy.name, copy.new) - imports_of(copy.name, copy.base)
+    # These come first: after an interrupted update they would not be found again.
+    new = [Copy(arguments.folder, name) for name in with_imports(imported)]
+    return bring_up_to_date(arguments.folder, new + copies)
 
 
-def print_rows(rows: Sequence[tuple[str, str]]) -> None:
-    """Print names, and what there is to say about each, in columns."""
-    width = max((len(name) for name, _ in rows), default=0)
-    for name, shown in rows:
-        print(f"{name:{width}}  {shown}")
+def verify(arguments: argparse.Namespace) -> int:
+    """Test copies against the contract beside them, or else tinyblock's own."""
+    if importlib.util.find_spec("pytest") is None:
+        raise CommandError("verify requires pytest: install it")
+    path = arguments.path.resolve()
+    contract = (path if path.is_dir() else path.parent) / "contract"
+    if not (contract / "conftest.py").is_file():
+        contract = ROOT / "contract"
+    command = [sys.executable, "-m", "pytest", str(contract), f"--layers={path}"]
+    command += ["-c", str(ROOT / "contract" / "contract.ini"), f"--rootdir={contract}"]
+    code = subprocess.run([*command, *arguments.pytest], check=False).returncode
+    return code if code in (0, 1) else 2
 
 
-def print_count(count: int, outcome: str) -> None:
-    """Print how many copies have the usual outcome, unless none has it."""
-    if count:
-        print(f"{count} {outcome}")
+def print_table(rows: dict[str, str]) -> None:
+    width = max(map(len, rows), default=0)
+    for name, text in rows.items():
+        print(f"{name:{width}}  {text}")
 
 
-def print_hints(folder: Folder, steps: Sequence[Step]) -> None:
-    """Print what new copies need."""
-    new = [step for step in steps if step.outcome is Outcome.COPIED]
-    texts = {step.copy.name: step.text or "" for step in new}
-    texts.pop(LICENSE, None)
-    packages = imported_packages(texts.values())
-    if packages:
-        print(f"needs {', '.join(packages)}")
-    # Tests have an __init__.py of their own.
-    layers = [name for name in texts if "/" not in name]
-    relative = [name for name in layers if relative_imports(name, texts[name])]
-    if relative and not folder.inside("__init__.py").exists():
-        where = folder.path / "__init__.py"
-        print(f"{relative[0]} imports other copies: create {where}, which may be empty")
-    if "block.py" in texts and "rope.py" not in folder.bases:
-        command = f"tinyblock add rope --to {folder.path}"
-        print(f"Block has no positional encoding unless you pass rope=: {command}")
+def print_diff(old: str, new: str, old_name: str, new_name: str) -> None:
+    sides = (old.splitlines(), new.splitlines(), old_name, new_name)
+    for line in difflib.unified_diff(*sides, lineterm=""):
+        print(line)
 
 
-def main(argv: Sequence[str] | None = None, release: Release | None = None) -> int:
-    """Run a command with the files of a release (default: this one), and return the exit code."""
-    release = release or installed_release()
-    argv = sys.argv[1:] if argv is None else argv
+def read(path: Path) -> str:
+    """Return a text with "\\n" at the ends of lines, or "" if there is no file."""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def replace_files(texts: dict[Path, str]) -> None:
+    """Write files in this order, each in one step, after all texts are on the disk."""
+    written = {}
     try:
-        require_target_first(argv)
-        arguments = parser_of(release).parse_args(argv)
-        code: int = arguments.run(arguments, release)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # for example, of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13
-    except KeyboardInterrupt:
-        print("tinyblock: interrupted", file=sys.stderr)
-        return 130
-    except (CommandError, OSError) as error:
-        print(f"tinyblock: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            written[path] = path.with_name(f".{path.name}.new")
+            written[path].write_text(text, encoding="utf-8", newline="\n")
+        for path, temporary in written.items():
+            os.replace(temporary, path)
+    finally:
+        for temporary in written.values():
+            temporary.unlink(missing_ok=True)
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Report wrong arguments in one line, without the usage, and exit with 2."""
+class Parser(argparse.ArgumentParser):
+    """Report wrong arguments as other errors: in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+        raise CommandError(message)
 
 
-def parser_of(release: Release) -> OneLineParser:
-    parser = OneLineParser(
-        "tinyblock",
-        description="Copy layers into your project, and keep the copies up to date.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EXAMPLES,
-    )
-    version = f"tinyblock {release.version}"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    add_command(commands, list_)
-
-    adding = add_command(commands, add)
-    names = ", ".join(release.names)
-    folder = "new or existing folder"
-    tests = "also copy the tests of the layers"
-    adding.add_argument("layers", nargs="+", metavar="LAYER", help=names)
-    adding.add_argument(
-        "--to", dest="folder", required=True, type=_path, metavar="DIR", help=folder
-    )
-    adding.add_argument("--with-tests", action="store_true", help=tests)
-
-    checking = add_command(commands, check)
-    add_copies(checking)
-    edits = "also exit with 1 if a copy has edits"
-    checking.add_argument("--fail-on-edits", action="store_true", help=edits)
-
-    diffing = add_command(commands, diff)
-    add_copies(diffing)
-    sides = diffing.add_mutually_exclusive_group()
-    changes = "only changes in tinyblock"
-    sides.add_argument("--mine", action="store_true", help="only your edits")
-    sides.add_argument("--upstream", action="store_true", help=changes)
-
-    updating = add_command(commands, update)
-    add_copies(updating)
-
-    verifying = add_command(commands, verify)
-    target = "a folder, a .py file, or the name of an importable module"
-    more = 'arguments for pytest, such as -k "not causality" or -v'
-    verifying.add_argument("target", metavar="TARGET", help=target)
-    verifying.add_argument("pytest", nargs=argparse.REMAINDER, metavar="...", help=more)
-    return parser
+def parser() -> Parser:
+    main_parser = Parser("tinyblock", description=__doc__.partition("\n")[0])
+    commands = main_parser.add_subparsers(metavar="COMMAND", required=True)
+    for run in (list_, add, check, diff, update, verify):
+        command = commands.add_parser(run.__name__.strip("_"), help=run.__doc__)
+        command.set_defaults(run=run)
+        if run is add:
+            command.add_argument("layers", nargs="+", choices=NAMES, metavar="LAYER")
+            command.add_argument(
+                "--to", dest="folder", required=True, type=Path, metavar="DIR"
+            )
+            command.add_argument(
+                "--with-tests", action="store_true", help="copy the contract, too"
+            )
+        if run in (check, diff, update):
+            command.add_argument("folder", type=Path, metavar="DIR")
+            command.add_argument("layers", nargs="*", metavar="LAYER")
+        if run is diff:
+            side = command.add_mutually_exclusive_group()
+            side.add_argument("--mine", action="store_true")
+            side.add_argument("--upstream", action="store_true")
+        if run is verify:
+            command.add_argument("path", type=Path, metavar="DIR_OR_FILE")
+            command.add_argument("pytest", nargs=argparse.REMAINDER, metavar="...")
+    return main_parser
 
 
-def add_command(
-    commands: "argparse._SubParsersAction[OneLineParser]",
-    run: Callable[[argparse.Namespace, Release], int],
-) -> OneLineParser:
-    """Add a command with the name and the docstring of the function that runs it."""
-    name = run.__name__.strip("_")
-    example = re.search(rf"tinyblock {name}\b.*", EXAMPLES)
-    assert example, name
-    parser = commands.add_parser(
-        name,
-        help=run.__doc__,
-        description=run.__doc__,
-        epilog=f"example: {example[0]}",
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
-def add_copies(parser: OneLineParser) -> None:
-    """Add the arguments that select copies in a folder."""
-    some = "only these layers (default: all)"
-    parser.add_argument("folder", type=_path, metavar="DIR", help="folder of copies")
-    parser.add_argument("layers", nargs="*", metavar="LAYER", help=some)
-
-
-def _path(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError(
-            "must be a path, got an empty string; for the current folder, give ."
-        )
-    return Path(text)
-
-
-# Texts and files
-
-
-def first_line(label: str) -> str:
-    """Return the first line of the header of a copy, without the comment sign."""
-    return f"Copied from {label} (license: {LICENSE})"
-
-
-def has_changes(text: str, base: Original, new: Original) -> bool:
-    """Return whether a text already has the changes from `base` to `new`.
-
-    A merge also changes the version in the header. Then the lock is written. If that
-    is interrupted, the lock keeps the old base.
-    """
-    has_markers = f"\n>>>>>>> {new.label}\n" in text
-    has_new_header = first_line(new.label) in text
-    has_old_header = first_line(base.label) in text
-    return has_markers or (has_new_header and not has_old_header)
-
-
-def relative_imports(name: str, text: str) -> set[str]:
-    """Return the files that a file may import; none if the text is no Python.
-
-    A name that is imported from a package need not be a file.
-    """
-    found = set[str]()
-    if not name.endswith(".py"):
-        return found
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command, and return its exit code: 0, 1 for findings, 2 for an error."""
     try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
-        return found
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            found |= files_of_import(node, PurePosixPath(name))
-    return found
-
-
-def files_of_import(node: ast.ImportFrom, path: PurePosixPath) -> set[str]:
-    """Return the files that a relative import in a file may read; none above all copies."""
-    # One dot is the folder of the file, two dots are the folder above it.
-    folders = path.parents
-    if node.level > len(folders):
-        return set()
-    folder = folders[node.level - 1]
-    modules = [alias.name for alias in node.names]
-    if node.module:
-        modules = [node.module]
-    return {(folder / f"{module}.py").as_posix() for module in modules}
-
-
-def imported_packages(texts: Iterable[str]) -> list[str]:
-    """Return the packages to install that files import, in order of appearance."""
-    modules = list[str]()
-    for text in texts:
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Import):
-                modules += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                modules.append(node.module)
-    packages = list[str]()
-    for module in modules:
-        package = module.partition(".")[0]
-        if package not in packages and package not in sys.stdlib_module_names:
-            packages.append(package)
-    return packages
-
-
-def layers_first(name: str) -> tuple[bool, str]:
-    """Return what files are sorted by: those in folders, such as tests, are last."""
-    return "/" in name, name
-
-
-def without_header(text: str) -> str:
-    """Remove the comments at the start of a file, which include its header."""
-    return re.sub(r"\A(#.*\n)*", "", text)
-
-
-def is_copy_by_hand(text: str, original: Original) -> bool:
-    """Return whether a text equals the original, whatever its header."""
-    return without_header(text) == without_header(original.text)
-
-
-def decode(content: bytes) -> str:
-    """Return the text, with "\\n" for "\\r\\n" if most lines end in that."""
-    text = content.decode(errors="surrogateescape")
-    return text.replace("\r\n", "\n") if newline_of(content) == "\r\n" else text
-
-
-def encode(text: str, like: bytes = b"") -> bytes:
-    """Return the content of a file, with the line endings of `like`."""
-    return text.replace("\n", newline_of(like)).encode(errors="surrogateescape")
-
-
-def newline_of(content: bytes) -> str:
-    return "\r\n" if 2 * content.count(b"\r\n") > content.count(b"\n") else "\n"
-
-
-def unified_diff(old: str, new: str, old_name: str, new_name: str) -> str:
-    """Return the difference of two texts in the format of `git diff`."""
-    old_lines = re.findall(r".*\n|.+", old)
-    new_lines = re.findall(r".*\n|.+", new)
-    lines = list(difflib.unified_diff(old_lines, new_lines, old_name, new_name))
-    for number, line in enumerate(lines):
-        if not line.endswith("\n"):
-            lines[number] = f"{line}\n\\ No newline at end of file\n"
-    return "".join(lines)
-
-
-def merge(
-    mine: str, base: str, theirs: str, labels: tuple[str, str, str]
-) -> tuple[str, bool]:
-    """Merge two texts that come from `base`; return the text and whether it has conflicts."""
-    sides = {"mine": mine, "base": base, "theirs": theirs}
-    command = ["git", "merge-file", "-p", "--diff3"]
-    for label in labels:
-        command += ["-L", label]
-    with TemporaryDirectory() as folder:
-        for name, text in sides.items():
-            path = Path(folder, name)
-            path.write_bytes(encode(text))
-            command.append(str(path))
-        try:
-            done = subprocess.run(command, capture_output=True, check=False)
-        except FileNotFoundError:
-            raise CommandError(
-                f"{labels[0]} has edits to merge with changes in tinyblock: install git"
-            ) from None
-    if not 0 <= done.returncode < 128:  # else the number of conflicts
-        reason = decode(done.stderr) or f"exit code {done.returncode}"
-        raise CommandError(f"git could not merge {labels[0]}: {reason}")
-    return decode(done.stdout), done.returncode > 0
-
-
-def content_of(path: Path) -> bytes | None:
-    """Return the content of a file, or None if there is no file."""
-    return path.read_bytes() if path.exists() else None
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file in one step: other programs see the old content or the new one.
-
-    A process that is killed may leave the temporary file, which the next one replaces.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    temporary.write_bytes(content)
-    if path.exists():
-        shutil.copymode(path, temporary)  # now, because the mode may be read-only
-    os.replace(temporary, path)
-
-
-@contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """Wait until no other command writes in the folder.
-
-    The system keeps this lock with the process: it ends when the process is killed.
-    """
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another tinyblock in {folder}", file=sys.stderr)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        arguments = parser().parse_args(argv)
+        return int(arguments.run(arguments))
+    except (CommandError, OSError, UnicodeError) as error:
+        print(f"tinyblock: error: {error}", file=sys.stderr)
+        return 2
