@@ -2,127 +2,84 @@
 
     python examples/language_model.py
 
-This command trains a small model to count, prints its loss, and continues three
-sequences of numbers, of different lengths, in one batch. It then prints how long a text
-takes with the cache and without, and whether both texts are equal. Other examples
-import `LanguageModel` from this file.
+This command trains a small model to count, and continues three prompts of different
+lengths in one batch.
 
-`generate` runs the prompt in one call, and then each new token in one call. Every layer
-of attention computes keys and values of the new token only. It appends them to a
-`Cache`, and attends to all that the cache holds. A second prompt cannot be appended.
-
-The layers hold no state. Block and Transformer pass the argument `mask` on to `attend`
-without reading it, and this file passes the cache as that argument. An interrupted text
-therefore leaves nothing behind, and two texts can be generated in turns.
+`model(tokens)` returns the logits after each token. `model(tokens, cache)` appends the
+tokens to the cache, and returns the logits after the last one. The layers hold no
+state: the model passes the cache on as the mask of attention.
 """
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tinyblock import CausalMultiHeadSelfAttention, Transformer
 
-__all__ = ["Cache", "CachedAttention", "LanguageModel", "pad_left"]
-
 
 class Cache:
-    """Keys and values of the tokens so far.
+    """Keys and values of the tokens so far, for each layer of attention.
 
-    Each layer has two tensors of shape (batch, kv_heads, length, d_head). Row i of the
-    batch begins with padding[i] tokens of padding, which no token attends to. Each call
-    of the model is an `advance`, and then an `append` in each layer. After a call that
-    has failed, begin with a new cache.
+    `padding` has the number of tokens of padding at the beginning of each row of the
+    batch: no token attends to them. After a call that has failed, begin a new cache.
     """
 
-    def __init__(self, padding: Int[Tensor, " batch"] | None = None) -> None:
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+    def __init__(self, padding: Tensor | None = None) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.padding = padding
         self.length = 0
-        self.mask: Bool[Tensor, "batch 1 key"] | None = None
+        self.mask: Tensor | None = None
 
-    def advance(self, seq: int, device: torch.device) -> Int[Tensor, "*batch seq"]:
-        """Count the tokens of a prompt, or one more token, and return their positions.
-
-        Raises:
-            ValueError: several tokens follow a prompt.
-        """
-        if seq > 1 and self.length > 0:
-            raise ValueError(
-                "pass the prompt in one call, then one token per call, "
-                f"got {seq} tokens after {self.length}"
-            )
-        positions = torch.arange(self.length, self.length + seq, device=device)
-        self.length += seq
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Count new tokens, (..., seq), and return their positions, in this shape."""
+        start = self.length
+        self.length += tokens.shape[-1]
+        token = torch.arange(self.length, device=tokens.device)
         if self.padding is None:
-            return positions
-        padding = rearrange(self.padding, "batch -> batch 1")
-        is_token = torch.arange(self.length, device=device) >= padding
-        self.mask = rearrange(is_token, "batch key -> batch 1 key")
-        return (positions - padding).clamp(min=0)
+            return token[start:]
+        position = token - self.padding[:, None]  # negative for padding
+        self.mask = (position >= 0)[:, None, :]
+        return position[:, start:].clamp(min=0)
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append the keys and values of new tokens, and return those of all tokens."""
-        if layer in self.keys:
-            k = torch.cat((self.keys[layer], k), dim=-2)
-            v = torch.cat((self.values[layer], v), dim=-2)
-        self.keys[layer], self.values[layer] = k, v
+        if id(layer) in self.layers:
+            old_k, old_v = self.layers[id(layer)]
+            k = torch.cat((old_k, k), dim=-2)
+            v = torch.cat((old_v, v), dim=-2)
+        self.layers[id(layer)] = k, v
         return k, v
 
 
 class CachedAttention(CausalMultiHeadSelfAttention):
-    """Causal attention that accepts a Cache as its mask.
+    """Causal attention whose mask may be a Cache."""
 
-    The first call with a cache gets the prompt, and each later call gets one token.
-    """
-
-    index: int | None = None  # the number of this layer; LanguageModel sets it
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, token_positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.rope is None:  # the cache yields positions for layers without them, too
+            token_positions = None
+        return super().prepare(q, k, v, token_positions)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         if not isinstance(mask, Cache):
             return super().attend(q, k, v, mask)
         cache = mask
-        if self.index is None:
-            raise ValueError(
-                "CachedAttention.index must be the number of the layer, got None: "
-                "use LanguageModel, or set model.layers[i].attn.index = i"
-            )
-        keys, values = cache.append(self.index, k, v)
-        if q.shape[-2] > 1:
-            return super().attend(q, k, v, cache.mask)
-        # One query attends to all keys. The query heads that share a key head become
-        # its queries, so that no key head has to be repeated. Whether `enable_gqa` is
-        # faster depends on the CPU and the dtype.
-        queries = rearrange(
-            q,
-            "batch (kv_heads group) 1 d_head -> batch kv_heads group d_head",
-            kv_heads=self.num_kv_heads,
-        )
-        keep = None
-        if cache.mask is not None:
-            keep = rearrange(cache.mask, "batch 1 key -> batch 1 1 key")
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=keep)
-        return rearrange(
-            out, "batch kv_heads group d_head -> batch (kv_heads group) 1 d_head"
-        )
+        keys, values = cache.append(self, k, v)
+        return super().attend(q, keys, values, cache.mask)
 
 
 class LanguageModel(nn.Module):
     """Embed tokens, apply a Transformer, and return a logit for each next token.
 
-    If `tied`, head and embedding are the same parameter, and a state dict need not
-    contain the head. `options` are those of Transformer; max_seq_len is required. Load
-    weights into a model on the meta device with `load_state_dict(state, assign=True)`.
-
-    Raises:
-        ValueError: the Transformer rejects an argument.
+    If `tied`, head and embedding are one parameter: call `tie` after `to_empty`, after
+    `load_state_dict(assign=True)`, and after whatever else replaces parameters. The
+    `options` are those of Transformer.
     """
 
     def __init__(
@@ -134,84 +91,51 @@ class LanguageModel(nn.Module):
         d_ff: int | None = None,
         *,
         tied: bool = False,
-        attention: Callable[..., nn.Module] = CachedAttention,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self.tied = tied
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        options.setdefault("attention", CachedAttention)
+        self.token_embeddings = nn.Embedding(vocabulary, d_model, **factory)
         self.transformer = Transformer(
-            num_layers,
-            d_model,
-            num_heads,
-            d_ff,
-            attention=attention,
-            device=device,
-            dtype=dtype,
-            **options,
+            num_layers, d_model, num_heads, d_ff, **options, **factory
         )
-        layers: Any = self.transformer.layers
-        for index, block in enumerate(layers):
-            block.attn.index = index
-        self.token_embeddings = nn.Embedding(
-            vocabulary, d_model, device=device, dtype=dtype
-        )
-        self.lm_head = nn.Linear(
-            d_model, vocabulary, bias=False, device=device, dtype=dtype
-        )
-        self.stay_tied_after_loading()
-        self._reset_ends()
-
-    def stay_tied_after_loading(self) -> None:
-        """Keep head and embedding one parameter when a state dict is loaded."""
-        self.register_load_state_dict_pre_hook(_share_head)
-        self.register_load_state_dict_post_hook(_tie)
+        self.lm_head = nn.Linear(d_model, vocabulary, bias=False, **factory)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights."""
+        """Draw a head of variance 2 / (d_in + d_out), and embeddings of variance 1."""
         self.transformer.reset_parameters()
-        self._reset_ends()
+        std = math.sqrt(2 / sum(self.lm_head.weight.shape))
+        nn.init.trunc_normal_(self.lm_head.weight, std=std, a=-3 * std, b=3 * std)
+        nn.init.trunc_normal_(self.token_embeddings.weight, a=-3, b=3)
+        self.tie()
 
-    def _reset_ends(self) -> None:
-        """Draw a head of variance 2 / (d_in + d_out), and embeddings of variance 1.
-
-        Tied embeddings are the head.
-        """
-        head = self.lm_head.weight
-        std = math.sqrt(2 / sum(head.shape))
-        nn.init.trunc_normal_(head, std=std, a=-3 * std, b=3 * std)
+    def tie(self) -> None:
         if self.tied:
-            self.token_embeddings.weight = head
-        else:
-            nn.init.trunc_normal_(self.token_embeddings.weight, std=1, a=-3, b=3)
+            self.token_embeddings.weight = self.lm_head.weight
 
     def forward(
-        self,
-        tokens: Int[Tensor, "*batch seq"],
-        token_positions: Int[Tensor, "*#batch seq"] | None = None,
-        mask: Any = None,
-    ) -> Float[Tensor, "*batch seq vocabulary"]:
-        """Return the logits of the token after each token, without a cache."""
+        self, tokens: Int[Tensor, "*batch seq"], cache: Cache | None = None
+    ) -> Float[Tensor, "*batch last vocabulary"]:
+        """Return the logits after each token or, with a cache, after the last one."""
         x = self.token_embeddings(tokens)
-        return self.lm_head(self.transformer(x, token_positions, mask))
+        if cache is None:
+            return self.lm_head(self.transformer(x))
+        x = self.transformer(x, cache.advance(tokens), cache)
+        return self.lm_head(x[..., -1:, :])
 
     def generate(
-        self,
-        tokens: Int[Tensor, "batch seq"],
-        count: int,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        stop: int | None = None,
-        padding: Int[Tensor, " batch"] | None = None,
+        self, tokens: Int[Tensor, "batch seq"], count: int, **options: Any
     ) -> Int[Tensor, "batch total"]:
-        """Return the prompts with up to `count` new tokens.
+        """Return the prompts with up to `count` new tokens. `options` are `stream`'s."""
+        new = list(self.stream(tokens, count, **options))
+        return torch.cat((tokens, torch.stack(new, dim=-1)), dim=-1)
 
-        The arguments and errors are those of `stream`.
-        """
-        new = self.stream(tokens, count, temperature, top_k, stop, padding)
-        return torch.cat((tokens, torch.stack(list(new), dim=-1)), dim=-1)
-
+    @torch.no_grad()
     def stream(
         self,
         tokens: Int[Tensor, "batch seq"],
@@ -219,236 +143,65 @@ class LanguageModel(nn.Module):
         temperature: float = 0.0,
         top_k: int | None = None,
         stop: int | None = None,
-        padding: Int[Tensor, " batch"] | None = None,
-    ) -> Iterator[Int[Tensor, " batch"]]:
-        """Return an iterator over up to `count` new tokens of each prompt.
-
-        The iterator computes a token when it is asked for. temperature=0 takes the most
-        likely token. Otherwise the token is drawn from softmax(logits / temperature),
-        of the top_k most likely tokens or of all; torch's global generator draws, so
-        `torch.manual_seed` makes texts repeatable. After a row has drawn `stop`, all
-        its further tokens are `stop`, and generation ends when all rows have drawn it.
-        For prompts of different lengths, `tokens, padding = pad_left(prompts)`.
-
-        Raises:
-            ValueError: an argument is out of range, or prompt and new tokens exceed
-                max_seq_len.
-        """
-        self._check_prompt(tokens, count)
-        if padding is not None:
-            _check_padding(tokens, padding)
-        if not 0 <= temperature < math.inf:
-            raise ValueError(
-                "temperature must be 0 (greedy), or positive and finite, "
-                f"got {temperature}"
-            )
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k must be at least 1, or None, got {top_k}")
-        cache = self.new_cache(tokens, count, padding)
-        return self._stream(tokens, cache, count, temperature, top_k, stop)
-
-    def new_cache(
-        self, tokens: Tensor, count: int, padding: Tensor | None = None
-    ) -> Cache:
-        """Return an empty cache for these prompts and `count` new tokens."""
-        return Cache(padding)
-
-    def next_logits(
-        self, tokens: Int[Tensor, "batch seq"], cache: Cache
-    ) -> Float[Tensor, "batch vocabulary"]:
-        """Append a prompt or one token to the cache, and return the next logits."""
-        positions = cache.advance(tokens.shape[-1], tokens.device)
-        return self.step(tokens, positions, cache)
-
-    def step(
-        self, tokens: Tensor, positions: Tensor, cache: Cache
-    ) -> Float[Tensor, "batch vocabulary"]:
-        """Return the logits after the last token.
-
-        The positions are those that `cache.advance` has returned. The head, a large
-        matrix, gets only the last token.
-        """
-        has_rope = self.transformer.rope is not None
-        x = self.token_embeddings(tokens)
-        x = self.transformer(x, positions if has_rope else None, cache)
-        return self.lm_head(x[:, -1])
-
-    def _check_prompt(self, tokens: Tensor, count: int) -> None:
-        attention = self.transformer.layers[0].attn
-        if not isinstance(attention, CachedAttention):
-            raise ValueError(
-                "attention must be CachedAttention or a subclass to generate, "
-                f"got {type(attention).__name__}"
-            )
-        if tokens.dim() != 2 or tokens.numel() == 0:
-            raise ValueError(
-                "tokens must have shape (batch, seq), both at least 1, "
-                f"got {tuple(tokens.shape)}: pass tokens[None] for one prompt, and "
-                "pad_left(prompts) for prompts of different lengths"
-            )
-        if count < 1:
-            raise ValueError(f"count must be at least 1, got {count}")
-        seq, limit = tokens.shape[-1], self.transformer.max_seq_len
-        if seq + count > limit:
-            raise ValueError(
-                f"prompt and new tokens must fit into max_seq_len={limit}, "
-                f"got {seq} + {count}: shorten the prompt, or generate at most "
-                f"{max(limit - seq, 0)} tokens"
-            )
-        vocabulary = self.token_embeddings.num_embeddings
-        if tokens.min() < 0 or tokens.max() >= vocabulary:
-            raise ValueError(
-                f"tokens must be 0 ... {vocabulary - 1}, "
-                f"got {tokens.min()} ... {tokens.max()}: "
-                "use the tokenizer of this model"
-            )
-
-    @torch.no_grad()
-    def _stream(
-        self,
-        tokens: Tensor,
-        cache: Cache,
-        count: int,
-        temperature: float,
-        top_k: int | None,
-        stop: int | None,
+        cache: Cache | None = None,
     ) -> Iterator[Tensor]:
-        stopped = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        """Yield the next token of each prompt, (batch), up to `count` times.
+
+        With temperature=0, it is the most likely token; otherwise it is drawn from the
+        top_k most likely ones, or from all. After `stop`, a row yields only `stop`. For
+        prompts of different lengths, pass `tokens, padding = pad_left(prompts)` and
+        `cache=Cache(padding)`.
+        """
+        cache = Cache() if cache is None else cache
+        stopped = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
         for _ in range(count):
-            token = _choose(self.next_logits(tokens, cache), temperature, top_k)
+            token = choose(self(tokens, cache)[:, -1], temperature, top_k)
             if stop is not None:
                 token = token.masked_fill(stopped, stop)
                 stopped |= token == stop
             yield token
             if stop is not None and stopped.all():
                 return
-            tokens = rearrange(token, "batch -> batch 1")
+            tokens = token[:, None]
 
 
-def pad_left(prompts: Sequence[Sequence[int] | Tensor]) -> tuple[Tensor, Tensor]:
-    """Put prompts of different lengths into one tensor of shape (batch, seq).
-
-    Zeros fill the rows of shorter prompts from the left. Returns the tokens, and how
-    many tokens of each row are padding: the arguments `tokens` and `padding` of
-    `generate`.
-
-    Raises:
-        ValueError: there is no prompt, or one is empty.
-    """
-    rows = [torch.as_tensor(prompt, dtype=torch.long) for prompt in prompts]
-    lengths = [len(row) for row in rows]
-    if min(lengths, default=0) < 1:
-        raise ValueError(f"each prompt must have at least one token, got {lengths}")
-    padding = [max(lengths) - length for length in lengths]
-    padded = [F.pad(row, (pads, 0)) for row, pads in zip(rows, padding, strict=True)]
-    return torch.stack(padded), torch.tensor(padding, device=rows[0].device)
-
-
-def _check_padding(tokens: Tensor, padding: Tensor) -> None:
-    rows, seq = tokens.shape
-    if padding.shape != (rows,):
-        raise ValueError(
-            f"padding must have shape ({rows},), one number for each row, "
-            f"got {tuple(padding.shape)}"
-        )
-    if padding.min() < 0 or padding.max() >= seq:
-        raise ValueError(
-            f"padding must be 0 ... {seq - 1}, less than the {seq} tokens of a row, "
-            f"got {padding.tolist()}"
-        )
-
-
-def _choose(
-    logits: Float[Tensor, "batch vocabulary"], temperature: float, top_k: int | None
-) -> Int[Tensor, " batch"]:
-    """Take the most likely token if temperature is 0, or draw one."""
+def choose(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    """Return a token for each row of logits."""
     if temperature == 0:
         return logits.argmax(-1)
-    most_likely = min(top_k or logits.shape[-1], logits.shape[-1])
-    logits, candidates = logits.topk(most_likely)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # The largest becomes 0, and no divisor is rounded to 0: no temperature yields NaN.
-    logits = logits - logits[:, :1]
-    temperature = max(temperature, torch.finfo(logits.dtype).tiny)
-    drawn = torch.multinomial((logits / temperature).softmax(-1), 1)
-    return candidates.gather(-1, drawn).squeeze(-1)
+    logits = logits.double() / temperature  # float32 would overflow at 1e-38
+    if top_k is not None:
+        lowest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < lowest, -math.inf)
+    return torch.multinomial(logits.softmax(-1), 1).squeeze(-1)
 
 
-def _share_head(
-    model: LanguageModel, state: dict[str, Any], prefix: str, *_: Any
-) -> None:
-    """Before a tied model loads a state dict without a head, add the embedding."""
-    embedding = state.get(f"{prefix}token_embeddings.weight")
-    if not model.tied or embedding is None:
-        return
-    head = state.setdefault(f"{prefix}lm_head.weight", embedding)
-    if head is not embedding and not torch.equal(head, embedding):
-        raise ValueError(
-            "lm_head.weight must equal token_embeddings.weight in a tied model, "
-            "got another one: pass tied=False"
-        )
-
-
-def _tie(model: LanguageModel, _: object) -> None:
-    """After a tied model has loaded a state dict, share the parameter again.
-
-    assign=True leaves two parameters.
-    """
-    if model.tied:
-        model.lm_head.weight = model.token_embeddings.weight
-
-
-def counting_model(steps: int = 60) -> LanguageModel:
-    """Train a small model to count to 49 and to begin again at 0."""
-    model = LanguageModel(
-        vocabulary=50,
-        num_layers=2,
-        d_model=64,
-        num_heads=4,
-        max_seq_len=512,
-        num_kv_heads=2,
-        qk_norm=True,
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(steps):
-        starts = torch.randint(50, (16, 1))
-        tokens = (starts + torch.arange(17)) % 50
-        logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    print(f"loss after {steps} steps of training: {loss.item():.4f}")
-    return model
+def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return prompts as one batch, and how many tokens of each row are padding."""
+    longest = max(len(prompt) for prompt in prompts)
+    padding = [longest - len(prompt) for prompt in prompts]
+    rows = [[0] * pads + [*row] for pads, row in zip(padding, prompts, strict=True)]
+    return torch.tensor(rows), torch.tensor(padding)
 
 
 def main() -> None:
     torch.manual_seed(0)
-    model = counting_model()
+    model = LanguageModel(50, 2, 64, 4, max_seq_len=512)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        starts = torch.randint(50, (16, 1))
+        tokens = (starts + torch.arange(17)) % 50  # 0 follows 49
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"loss after 60 steps: {loss.item():.4f}")
 
-    prompts = [[7, 8, 9], [20], [45, 46]]
-    tokens, padding = pad_left(prompts)
-    texts = model.generate(tokens, 10, padding=padding)
+    tokens, padding = pad_left([[7, 8, 9], [20], [45, 46]])
+    texts = model.generate(tokens, 10, cache=Cache(padding))
     for text, pads in zip(texts.tolist(), padding.tolist(), strict=True):
         print("counted:", *text[pads:])
-
-    prompt = torch.randint(50, (1, 8))
-    start = time.perf_counter()
-    cached = model.generate(prompt, 200)
-    cached_seconds = time.perf_counter() - start
-
-    start = time.perf_counter()
-    tokens = prompt
-    with torch.no_grad():
-        for _ in range(200):
-            token = model(tokens)[:, -1:].argmax(-1)
-            tokens = torch.cat((tokens, token), dim=-1)
-    full_seconds = time.perf_counter() - start
-    print(
-        f"200 tokens with the cache: {cached_seconds:.2f} s, "
-        f"without: {full_seconds:.2f} s"
-    )
-    print("equal texts:", torch.equal(cached, tokens))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""RoPE for contexts longer than those of training: Llama 3.1 and YaRN.
+
+    python examples/scaled_rope.py
+
+This command prints how many frequencies each keeps and divides by 8;
+it interpolates between the others.
+
+A pair of components that turns many times within the original context keeps its
+frequency, because it distinguishes near tokens. A pair that turns less than once turns
+slower by `factor`, so that far positions stay within the angles seen in training.
+Sources: `apply_scaling` in Meta's llama-models; Peng et al., "YaRN" (arXiv 2309.00071).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinyblock import RotaryPositionalEmbedding
+
+
+class Llama31Rope(RotaryPositionalEmbedding):
+    """Interpolate the pairs that turn `low` to `high` times in `original` tokens."""
+
+    def __init__(
+        self,
+        *sizes: Any,
+        factor: float,
+        original: int,
+        low: float = 1.0,
+        high: float = 4.0,
+        **options: Any,
+    ) -> None:
+        # Before super().__init__, which calls frequencies().
+        self.factor = factor
+        self.original = original
+        self.low = low
+        self.high = high
+        super().__init__(*sizes, **options)
+
+    def frequencies(self) -> Tensor:
+        frequencies = super().frequencies()
+        kept = self.kept_share(frequencies)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+    def kept_share(self, frequencies: Tensor) -> Tensor:
+        """Return 1 for a pair that keeps its frequency, and 0 for one that is slower."""
+        turns = self.original * frequencies / (2 * math.pi)
+        return ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+
+
+class YarnRope(Llama31Rope):
+    """Interpolate between whole pairs, and sharpen attention.
+
+    Queries and keys are multiplied by `mscale` (default: that of the paper).
+    """
+
+    def __init__(
+        self,
+        *sizes: Any,
+        factor: float,
+        high: float = 32.0,
+        mscale: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*sizes, factor=factor, high=high, **options)
+        self.mscale = 0.1 * math.log(factor) + 1 if mscale is None else mscale
+
+    def kept_share(self, frequencies: Tensor) -> Tensor:
+        pair = torch.arange(len(frequencies), dtype=torch.float64)
+        first = max(math.floor(self.pair_that_turns(self.high)), 0)
+        last = min(math.ceil(self.pair_that_turns(self.low)), self.d_k - 1)
+        return 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
+
+    def pair_that_turns(self, times: float) -> float:
+        """Return the pair, not rounded, that turns so often in `original` tokens."""
+        tokens_per_radian = self.original / (2 * math.pi * times)
+        return self.d_k * math.log(tokens_per_radian) / (2 * math.log(self.theta))
+
+    def forward(self, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
+        return super().forward(x, token_positions) * self.mscale
+
+
+def main() -> None:
+    for kind in (Llama31Rope, YarnRope):
+        rope = kind(500000.0, 128, 65536, factor=8.0, original=8192)
+        kept = rope.kept_share(RotaryPositionalEmbedding.frequencies(rope))
+        whole = (kept == 1).sum()
+        none = (kept == 0).sum()
+        print(f"{kind.__name__}: {whole} kept, {none} divided, of {len(kept)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""Train a byte-level language model made of tinyblock's layers, in two minutes on a CPU.
+
+    python examples/train.py                                 Python's standard library
+    python examples/train.py notes.txt --steps 5000 --plot loss.png
+    python examples/train.py --checkpoint run.pt             saves every 100 steps
+    python examples/train.py --checkpoint run.pt --resume    continues
+
+A resumed run takes the files and settings of the checkpoint, except for those that are
+given again. Its losses are those of a run without a stop (on a CPU, to the last bit):
+the batch of a step depends on the seed and the step alone.
+
+Losses are in nats per byte. The baseline is zlib, which compresses the held-out text.
+"""
+
+import argparse
+import math
+import os
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from language_model import LanguageModel
+from torch import Tensor, nn
+from tqdm import tqdm
+
+EVERY = 100  # steps between validations, and between checkpoints
+
+
+@dataclass(frozen=True)
+class Config:
+    steps: int = 2000
+    batch: int = 8
+    seq: int = 128
+    d_model: int = 64
+    layers: int = 3
+    heads: int = 2
+    lr: float = 5e-3
+    warmup: int = 50
+    seed: int = 0
+
+
+def standard_library() -> list[str]:
+    """Return the source files of Python's standard library."""
+    root = Path(sysconfig.get_path("stdlib"))
+    installed = {root / "site-packages", root / "dist-packages"}
+    files = sorted(root.rglob("*.py"))
+    return [str(path) for path in files if installed.isdisjoint(path.parents)]
+
+
+def read_text(files: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Return the bytes of the files for training, and the last 5% for validation."""
+    data = bytearray()
+    for path in files:
+        data += Path(path).read_bytes()
+    split = len(data) - len(data) // 20
+    text = torch.frombuffer(data, dtype=torch.uint8)
+    return text[:split], text[split:]
+
+
+def zlib_loss(text: Tensor) -> float:
+    data = text.numpy().tobytes()
+    return math.log(2) * 8 * len(zlib.compress(data, level=9)) / len(data)
+
+
+def windows_at(text: Tensor, starts: Tensor, seq: int) -> Tensor:
+    """Return the seq + 1 bytes from each start on: the last one is only predicted."""
+    return text.unfold(0, seq + 1, 1)[starts].long()
+
+
+def random_windows(text: Tensor, config: Config, step: int) -> Tensor:
+    """Return the batch of a step."""
+    generator = torch.Generator().manual_seed(config.seed * 10**9 + step)
+    count = len(text) - config.seq
+    starts = torch.randint(count, (config.batch,), generator=generator)
+    return windows_at(text, starts, config.seq)
+
+
+def even_windows(text: Tensor, count: int, seq: int) -> Tensor:
+    """Return windows that are spread evenly over the text."""
+    starts = torch.linspace(0, len(text) - seq - 1, count).long()
+    return windows_at(text, starts, seq)
+
+
+def losses(model: nn.Module, windows: Tensor) -> Tensor:
+    """Return the loss of each byte but the first, (batch, seq)."""
+    windows = windows.to(next(model.parameters()).device)
+    with torch.autocast("cuda", torch.bfloat16, enabled=windows.is_cuda):
+        logits = model(windows[:, :-1])
+    by_symbol = logits.float().transpose(1, 2)
+    return F.cross_entropy(by_symbol, windows[:, 1:], reduction="none")
+
+
+@torch.no_grad()
+def validate(model: nn.Module, windows: Tensor) -> Tensor:
+    """Return the mean loss at each position, (seq,)."""
+    parts = [losses(model, part) for part in windows.split(8)]
+    return torch.cat(parts).mean(0).cpu()
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Return a linear warm-up, and then a cosine from the peak to a tenth of it."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    done = (step - config.warmup) / max(1, config.steps - config.warmup)
+    return config.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """Return AdamW that decays matrices, but not the gains of norms."""
+    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
+    gains = [weight for weight in model.parameters() if weight.ndim == 1]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": gains, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    text: Tensor,
+    config: Config,
+    first: int = 0,
+) -> Iterator[float]:
+    """Take the steps from `first` on, and yield the loss of each."""
+    for step in range(first, config.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        loss = losses(model, random_windows(text, config, step)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        yield loss.item()
+
+
+def plot(
+    path: str, history: list[float], validation: dict[int, float], baseline: float
+) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(history) + 1), history, linewidth=0.7, label="training")
+    axes.plot(list(validation), list(validation.values()), "o-", label="validation")
+    axes.axhline(baseline, color="black", linestyle="--", label="zlib, validation")
+    axes.set(xlabel="step", ylabel="nats per byte")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def add_settings(parser: argparse.ArgumentParser, defaults: Config) -> None:
+    for name, value in asdict(defaults).items():
+        option = "--" + name.replace("_", "-")
+        text = f"(default: {value})"
+        parser.add_argument(option, type=type(value), default=value, help=text)
+
+
+def config_of(options: argparse.Namespace) -> Config:
+    return Config(
+        **{field.name: getattr(options, field.name) for field in fields(Config)}
+    )
+
+
+def parse(
+    arguments: Sequence[str] | None,
+) -> tuple[argparse.Namespace, dict[str, Any] | None]:
+    """Return the options, and the checkpoint with --resume."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", metavar="FILE", help="text of any kind")
+    parser.add_argument("--checkpoint", metavar="FILE", help="save to this file")
+    parser.add_argument("--resume", action="store_true", help="continue from it")
+    parser.add_argument("--plot", metavar="FILE", help="draw the losses")
+    add_settings(parser, Config())
+    options = parser.parse_args(arguments)
+    if not options.resume:
+        return options, None
+    if options.checkpoint is None:
+        parser.error("--resume requires --checkpoint FILE")
+    saved = torch.load(options.checkpoint, weights_only=True)
+    parser.set_defaults(**saved["config"])
+    return parser.parse_args(arguments), saved
+
+
+def save(path: str, state: dict[str, Any]) -> None:
+    """Replace the old file by the new one when this is complete."""
+    torch.save(state, f"{path}.new")
+    os.replace(f"{path}.new", path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options, saved = parse(arguments)
+    config = config_of(options)
+    text, held_out = read_text(options.files or standard_library())
+    windows = even_windows(held_out, 64, config.seq)
+    baseline = zlib_loss(held_out)
+    print(f"{len(text):,} bytes; zlib: {baseline:.3f} nats per byte")
+
+    torch.manual_seed(config.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = config.layers, config.d_model, config.heads
+    model = LanguageModel(256, *sizes, max_seq_len=config.seq).to(device)
+    optimizer = adamw(model)
+    history: list[float] = []
+    validation: dict[int, float] = {}
+    if saved is not None:
+        history = saved["history"]
+        validation = saved["validation"]
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+
+    first = len(history)
+    steps = train(model, optimizer, text, config, first)
+    for loss in tqdm(steps, total=config.steps, initial=first, disable=None):
+        history.append(loss)
+        step = len(history)
+        if step % EVERY and step < config.steps:
+            continue
+        validation[step] = validate(model, windows).mean().item()
+        tqdm.write(f"step {step}: {loss:.3f}, validation {validation[step]:.3f}")
+        if options.checkpoint is not None:
+            state = {
+                "config": {"files": options.files, **asdict(config)},
+                "history": history,
+                "validation": validation,
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+            }
+            save(options.checkpoint, state)
+    if options.plot is not None:
+        plot(options.plot, history, validation, baseline)
+
+    prompt = held_out[: config.seq // 4].long().to(device)
+    torch.manual_seed(config.seed)
+    sample = model.generate(prompt[None], config.seq - len(prompt), temperature=0.8)
+    print(bytes(sample[0].tolist()).decode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,382 @@
+"""The newest blocks compute what their models in transformers compute.
+
+The models are tiny and have random weights. transformers computes norms and angles in
+float32, so all runs in float32.
+"""
+
+from functools import partial
+from typing import Any
+
+import newest_blocks as new
+import pytest
+import torch
+from einops import rearrange
+from language_model import Cache, LanguageModel
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+from tinyblock import CausalMultiHeadSelfAttention as Attention
+from tinyblock import FeedForward, RotaryPositionalEmbedding, Transformer
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "layer_norm_eps": 1e-6,
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+HALF_OF_A_HEAD = {**SIZES["rope_parameters"], "partial_rotary_factor": 0.5}
+NAMES = {
+    "input_layernorm": "ln1",
+    "post_attention_layernorm": "ln2",
+    "self_attn": "attn",
+    "o_proj": "output_proj",
+    "mlp.gate_proj": "ffn.w1",
+    "mlp.up_proj": "ffn.w3",
+    "mlp.down_proj": "ffn.w2",
+}
+SANDWICH = {
+    "post_attention_layernorm": "post_ln1",
+    "pre_feedforward_layernorm": "ln2",
+    "post_feedforward_layernorm": "post_ln2",
+}
+
+
+class Halves(nn.Module):
+    """Rotate x[k] with x[k + d_k/2], as most models in transformers do."""
+
+    def __init__(self, theta=10000.0, d_k=16):
+        super().__init__()
+        self.rope = RotaryPositionalEmbedding(theta, d_k, 128)
+        self.d_k = d_k
+
+    def forward(self, x, token_positions=None):
+        pairs = rearrange(x, "... (pair half) -> ... (half pair)", pair=2)
+        rotated = self.rope(pairs, token_positions)
+        return rearrange(rotated, "... (half pair) -> ... (pair half)", pair=2)
+
+
+class Backwards(Halves):
+    """Rotate in the other direction, as nanochat does."""
+
+    def forward(self, x, token_positions=None):
+        half = self.d_k // 2
+        return super().forward(x.roll(half, -1), token_positions).roll(half, -1)
+
+
+def their_model(kind, layers=2, **options):
+    config = transformers.AutoConfig.for_model(
+        kind, num_hidden_layers=layers, **SIZES | options
+    )
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def our_model(layers=2, **options):
+    options = {"num_kv_heads": 2, "rope": Halves(), "eps": 1e-6, **options}
+    return Transformer(layers, 64, 4, 96, max_seq_len=128, **options)
+
+
+def renamed(model, names, gain=0.0):
+    """Return a state dict of transformers with our names. Gemma's gains are 1 + w."""
+    ours = {}
+    for name, weight in model.state_dict().items():
+        if "norm" in name:
+            weight = weight + gain
+        for their_part, our_part in {**NAMES, **names}.items():
+            name = name.replace(their_part, our_part)
+        ours["ln_final.weight" if name == "norm.weight" else name] = weight
+    ours.pop("embed_tokens.weight", None)
+    return ours
+
+
+def require_close(out, expected):
+    error = (out - expected).norm() / expected.norm()
+    assert error < 1e-6, error
+
+
+@torch.no_grad()
+def require_same(ours, theirs, state, mask=None):
+    """Load the weights, and require equal outputs, here with explicit positions."""
+    ours.load_state_dict(state)
+    x = torch.randn(2, 24, 64)
+    expected = theirs(inputs_embeds=x, use_cache=False).last_hidden_state
+    positions = torch.arange(24).expand(2, 24)
+    require_close(ours(x, positions, mask), expected)
+
+
+def test_gemma_3():
+    theirs = their_model(
+        "gemma3_text",
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=8,
+        query_pre_attn_scalar=16,
+        rope_parameters=None,
+    )
+    ours = our_model(
+        block=new.SandwichBlock,
+        ffn=new.GeGLU,
+        attention=new.WindowAttention,
+        qk_norm=True,
+    )
+    for block in ours.layers:
+        block.attn.window = 8
+    new.widen(ours, Halves(theta=1e6), every=2)
+    state = renamed(theirs, SANDWICH, gain=1.0)
+    require_same(ours, theirs, state)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_gemma_2_with_a_cap_that_bounds_scores():
+    theirs = their_model(
+        "gemma2",
+        1,
+        layer_types=["sliding_attention"],
+        sliding_window=8,
+        query_pre_attn_scalar=16,
+    )
+    for name, weight in theirs.named_parameters():
+        if "q_proj" in name:
+            nn.init.normal_(weight, std=2.0)
+    ours = our_model(
+        1,
+        block=new.SandwichBlock,
+        ffn=new.GeGLU,
+        attention=new.SoftCappedAttention,
+    )
+    rule = new.visible(torch.zeros(2, 24), window=8)
+    mask = create_block_mask(rule, 2, None, 24, 24, "cpu")
+    state = renamed(theirs, SANDWICH, gain=1.0)
+    require_same(ours, theirs, state, mask)
+
+
+def test_olmo_2():
+    theirs = their_model("olmo2")
+    ours = our_model(block=new.ReorderedNormBlock, attention=new.JointNormAttention)
+    names = {
+        "post_attention_layernorm": "ln1",
+        "post_feedforward_layernorm": "ln2",
+        "q_proj": "q_proj.0",
+        "k_proj": "k_proj.0",
+        "q_norm": "q_proj.1",
+        "k_norm": "k_proj.1",
+    }
+    require_same(ours, theirs, renamed(theirs, names))
+
+
+def test_smollm_3():
+    theirs = their_model("smollm3", 8)
+    ours = our_model(8)
+    new.drop_positions(ours)
+    require_same(ours, theirs, renamed(theirs, {}))
+
+
+def test_command_r():
+    theirs = their_model("cohere")
+    ours = our_model(
+        rope=RotaryPositionalEmbedding(10000.0, 16, 128),
+        block=new.ParallelBlock,
+        norm=partial(nn.LayerNorm, bias=False),
+    )
+    require_same(ours, theirs, renamed(theirs, {}))
+
+
+def test_phi_3_with_fused_projections():
+    theirs = their_model("phi3", rope_parameters=HALF_OF_A_HEAD)
+    ours = our_model(rope=new.PartialRope(Halves(d_k=8)))
+    for block in ours.layers:
+        new.fuse(block)
+    require_same(ours, theirs, renamed(theirs, {"mlp.gate_up_proj": "ffn.w13"}))
+
+
+def test_nanochat():
+    theirs = their_model("nanochat")
+    ours = our_model(
+        rope=Backwards(),
+        norm=new.norm_without_gain,
+        ffn=partial(FeedForward, activation=new.relu_squared),
+        qk_norm=True,
+    )
+    for block in ours.layers:
+        block.attn.q_norm = block.attn.k_norm = new.norm_without_gain(16, 1e-6)
+    # nanochat also normalizes the embeddings.
+    norm = new.norm_without_gain(64, 1e-6)
+    ours.register_forward_pre_hook(lambda _, x: (norm(x[0]), *x[1:]))
+    require_same(
+        ours,
+        theirs,
+        renamed(theirs, {"mlp.fc1": "ffn.w1", "mlp.fc2": "ffn.w2"}),
+    )
+
+
+def test_qwen_3_next():
+    theirs = their_model(
+        "qwen3_next",
+        layer_types=["full_attention"] * 2,
+        num_experts=0,
+        rope_parameters=HALF_OF_A_HEAD,
+    )
+    ours = our_model(
+        rope=new.PartialRope(Halves(d_k=8)),
+        attention=new.GatedAttention,
+        qk_norm=True,
+    )
+    state = renamed(theirs, {}, gain=1.0)
+    for layer in range(2):
+        name = f"layers.{layer}.attn.q_proj.weight"
+        both = rearrange(
+            state[name], "(heads part d) x -> part (heads d) x", part=2, d=16
+        )
+        state[name], state[name.replace("q_proj", "gate")] = both
+    require_same(ours, theirs, state)
+
+
+def test_gpt_oss_attention_with_a_window():
+    theirs = their_model("gpt_oss")
+
+    class Attention(new.WindowAttention, new.SinkAttention):
+        window = 8
+
+    ours = Attention(64, 4, num_kv_heads=2, rope=Halves())
+    layer = theirs.layers[0].self_attn
+    ours.load_state_dict(renamed(layer, {}))
+    x = torch.randn(2, 24, 64)
+    near = torch.ones(24, 24).tril().triu(-7)
+    with torch.no_grad():
+        angles = theirs.rotary_emb(x, torch.arange(24)[None])
+        expected, _ = layer(x, angles, near.log())
+        require_close(ours(x), expected)
+
+
+def test_deepseek_v3():
+    theirs = their_model(
+        "deepseek_v3",
+        moe_intermediate_size=96,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=0,
+        q_lora_rank=40,
+        kv_lora_rank=24,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        num_key_value_heads=4,
+        head_dim=8,
+    )
+    for layer in theirs.layers:
+        nn.init.normal_(layer.mlp.gate.e_score_correction_bias, std=0.5)
+    ours = Transformer(
+        2,
+        64,
+        4,
+        96,
+        max_seq_len=128,
+        eps=1e-6,
+        rope=RotaryPositionalEmbedding(10000.0, 8, 128),
+        attention=partial(new.LatentAttention, d_head=16, q_rank=40, kv_rank=24),
+        ffn=partial(new.MixtureOfExperts, num_experts=8, top_k=3, scale=2.5),
+    )
+    names = {
+        "q_a_proj": "q_proj.0",
+        "q_a_layernorm": "q_proj.1",
+        "q_b_proj": "q_proj.2",
+        "kv_a_proj_with_mqa": "kv_down",
+        "kv_a_layernorm": "kv_up.0",
+        "kv_b_proj": "kv_up.1",
+        "mlp.gate.weight": "ffn.router.weight",
+        "mlp.gate.e_score_correction_bias": "ffn.router.bias",
+        "mlp.shared_experts.gate_proj": "ffn.shared.w1",
+        "mlp.shared_experts.up_proj": "ffn.shared.w3",
+        "mlp.shared_experts.down_proj": "ffn.shared.w2",
+    }
+    state = renamed(theirs, names)
+    for number, layer in enumerate(theirs.layers):
+        experts = layer.mlp.experts
+        for expert in range(8):
+            name = f"layers.{number}.ffn.experts.{expert}"
+            w1, w3 = experts.gate_up_proj[expert].chunk(2)
+            state[f"{name}.w1.weight"] = w1
+            state[f"{name}.w3.weight"] = w3
+            state[f"{name}.w2.weight"] = experts.down_proj[expert]
+    state = {name: weight for name, weight in state.items() if "mlp" not in name}
+    require_same(ours, theirs, state)
+
+
+def test_visible_is_a_window_within_a_document():
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 2]])
+    rule = new.visible(documents, window=3)
+    mask = create_mask(rule, 2, None, 7, 7, "cpu")[:, 0]
+    expected = torch.ones(7, 7, dtype=torch.bool).tril().triu(-2).repeat(2, 1, 1)
+    expected[0, 3:, :3] = False
+    expected[1, 6, :6] = False
+    assert torch.equal(mask, expected)
+
+
+def test_flex_attention_requires_a_block_mask():
+    with pytest.raises(ValueError, match="BlockMask"):
+        new.FlexAttention(64, 4)(torch.randn(2, 24, 64))
+
+
+def test_window_equals_a_mask_and_combines_with_padding():
+    window = new.WindowAttention(64, 4, dtype=torch.float64)
+    window.window = 5
+    plain = Attention(64, 4, dtype=torch.float64)
+    plain.load_state_dict(window.state_dict())
+    x = torch.randn(24, 24, 64, dtype=torch.float64)  # batch equals seq
+    near = torch.ones(1, 24, 24, dtype=torch.bool).triu(-4)
+    torch.testing.assert_close(window(x), plain(x, mask=near))
+    keep = (torch.arange(24) >= torch.arange(24)[:, None] // 2)[:, None]
+    torch.testing.assert_close(window(x, mask=keep), plain(x, mask=near & keep))
+
+
+def test_identity_at_first_and_gradients_that_change_it():
+    model = our_model()
+    new.start_as_identity(model)
+    x = torch.randn(2, 24, 64)
+    out = model(x)
+    assert torch.equal(out, model.ln_final(x))
+    out.square().mean().backward()
+    for block in model.layers:
+        assert block.attn.output_proj.weight.grad.any()
+        assert block.ffn.w2.weight.grad.any()
+
+
+def test_sinks_are_reset():
+    layer = new.SinkAttention(64, 4)
+    nn.init.ones_(layer.sinks)
+    layer.reset_parameters()
+    assert not layer.sinks.any()
+
+
+def test_fused_projections_keep_cache_and_biases():
+    model = LanguageModel(50, 2, 64, 4, max_seq_len=32, dtype=torch.float64)
+    for block in model.transformer.layers:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            bias = torch.randn(64, dtype=torch.float64)
+            block.attn.get_submodule(name).bias = nn.Parameter(bias)
+    tokens = torch.randint(50, (2, 9))
+    expected = model(tokens)
+    for block in model.transformer.layers:
+        new.fuse(block)
+    cache = Cache()
+    model(tokens[:, :8], cache)
+    last = model(tokens[:, 8:], cache)
+    torch.testing.assert_close(last[:, -1], expected[:, -1], rtol=1e-10, atol=1e-10)
+
+
+def test_main_names_each_model(capsys):
+    new.main()
+    assert capsys.readouterr().out.count("parameters") == 8
