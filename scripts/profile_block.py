@@ -1,28 +1,180 @@
-"""Show where the time and memory of a Transformer block go, and how close it comes to this machine's limits.
+"""Show where the time and memory of a Transformer block go, and how close it comes to
+this machine's limits.
 
 python scripts/profile_block.py
-python scripts/profile_block.py --preset llama-3.1-8b --dtype bfloat16 --compile --json profile.json
-python scripts/profile_block.py --help
+python scripts/profile_block.py --preset llama-3.1-8b --seq-len 4096 --compile
+python scripts/profile_block.py --block package.module:function --d-model 768
+torchrun --nproc-per-node 2 scripts/profile_block.py --tp 2
 
-It requires torch, einops and jaxtyping. With rich, it shows its progress; with matplotlib, it draws figures.
+It requires torch, einops and jaxtyping, and for --plot matplotlib.
 """
 
+import argparse
+import json
 import os
+import re
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
-# Set before torch and tinyblock are imported. The shape checks cost little, but they need beartype. Kineto, the engine
-# of torch.profiler, announces its start and stop on stderr.
+# Before tinyblock is imported: the shape checks cost little, but they need beartype.
 os.environ["JAXTYPING_DISABLE"] = "1"
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-# CUPTI, below Kineto, slows launches until it is torn down, which matters to a sweep: there, timings follow a profile.
-# Without a sweep it stays: a second profile soon after a teardown sees no kernels (kineto pull request 1554).
-if any(argument.startswith("--sweep") for argument in sys.argv):
-    os.environ.setdefault("TEARDOWN_CUPTI", "1")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler's engine is silent
 # This checkout's tinyblock, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from profiling.cli import main
+import torch
+from lab.sizes import PRESETS, Size
+from profiling.measure import Settings, measure
+from profiling.report import MODES, report
+from profiling.subject import own_subject, smallest, users_subject
+
+DTYPES = ["float32", "bfloat16", "float16"]
+DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+USERS_SIZES = ["batch_size", "seq_len", "d_model"]
+OWN_SIZES = ["num_heads", "num_kv_heads", "d_head", "d_ff", "num_layers"]
+
+
+def main() -> None:
+    parser = options()
+    arguments = parser.parse_args()
+    size = size_of(arguments)
+    try:
+        check(arguments, size)
+    except ValueError as error:
+        parser.error(str(error))
+    dtype = arguments.dtype or DEFAULT_DTYPES[arguments.device]
+    settings = Settings(
+        device=torch.device(arguments.device),
+        dtype=getattr(torch, dtype),
+        mode=arguments.mode,
+        compile=arguments.compile,
+        rounds=arguments.rounds,
+    )
+    try:
+        with torch.set_grad_enabled(settings.train):
+            if arguments.tp * arguments.dp > 1:
+                profile_together(size, settings, arguments)
+            else:
+                profile_alone(size, settings, arguments)
+    except RuntimeError as error:
+        if not re.search("out of memory|allocate memory", str(error)):
+            raise
+        reason = str(error).splitlines()[0]
+        parser.error(f"too little memory, use smaller sizes: {reason}")
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--help] [option ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    title = "size: an option replaces the preset's number"
+    add = parser.add_argument_group(title).add_argument
+    add("--preset", choices=PRESETS, metavar="NAME", help=", ".join(PRESETS))
+    add(
+        "--block",
+        metavar="MODULE:FUNCTION",
+        help="a function that returns your own block, which maps (batch, seq, d_model)",
+    )
+    for name in (*USERS_SIZES, *OWN_SIZES):
+        add(option(name), type=positive, metavar="N")
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    add = parser.add_argument_group("measurement").add_argument
+    add("--device", choices=devices, default=devices[0])
+    add("--dtype", choices=DTYPES, help="default: bfloat16 on cuda, float32 on cpu")
+    add("--mode", choices=MODES, default="train", help="default: train")
+    add("--compile", action="store_true", help="the whole, and each part by itself")
+    add("--rounds", type=positive, default=15, metavar="N", help="default: 15")
+    add("--tp", type=positive, default=1, metavar="N", help="processes for each layer")
+    add("--dp", type=positive, default=1, metavar="N", help="processes for the batch")
+    add = parser.add_argument_group("output").add_argument
+    add("--json", type=output, metavar="FILE", help="all figures")
+    add("--plot", type=output, metavar="FILE", help="roofline and parts")
+    add("--trace", type=output, metavar="FILE", help="for ui.perfetto.dev")
+    return parser
+
+
+def option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def output(text: str) -> Path:
+    """Return the path of a file to write, before minutes are spent on its content."""
+    path = Path(text)
+    target = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(target, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {text}")
+    return path
+
+
+def size_of(arguments: argparse.Namespace) -> Size:
+    """Return the preset's size with the numbers that were typed."""
+    values = {name: getattr(arguments, name) for name in (*USERS_SIZES, *OWN_SIZES)}
+    typed = {name: value for name, value in values.items() if value is not None}
+    size = PRESETS.get(arguments.preset, Size())
+    if "d_model" in typed or "num_heads" in typed:
+        # The preset's belong to another width.
+        size = replace(size, d_ff=None, d_head=None, num_kv_heads=None)
+    return replace(size, **typed)
+
+
+def check(arguments: argparse.Namespace, size: Size) -> None:
+    """Raise a ValueError if options do not fit together."""
+    processes = arguments.tp * arguments.dp
+    if processes != int(os.environ.get("WORLD_SIZE", "1")):
+        raise ValueError(f"--tp and --dp require torchrun --nproc-per-node {processes}")
+    if processes > 1 and (arguments.json or arguments.plot or arguments.trace):
+        raise ValueError("--json, --plot and --trace require one process")
+    if arguments.block:
+        others = [name for name in ("preset", *OWN_SIZES) if getattr(arguments, name)]
+        if others or processes > 1:
+            named = ", ".join(map(option, others or ("tp", "dp")))
+            raise ValueError(f"--block must be used without {named}")
+    elif size.batch_size % arguments.dp:
+        raise ValueError(
+            f"--batch-size must be a multiple of --dp, got {size.batch_size}"
+        )
+    else:
+        # Layers reject sizes that do not fit together; on meta, nothing is allocated.
+        size.build(torch.device("meta"), torch.float32)
+
+
+def profile_alone(
+    size: Size, settings: Settings, arguments: argparse.Namespace
+) -> None:
+    if arguments.plot:
+        from profiling.plot import plot  # matplotlib is optional
+    subjects = [own_subject(size), own_subject(smallest(size))]
+    if arguments.block:
+        subjects = [users_subject(arguments.block, size)]
+    profile = measure(*subjects, settings=settings, trace=arguments.trace)
+    print(report(profile))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(asdict(profile), indent=1, default=str))
+    if arguments.plot:
+        plot(profile, arguments.plot)
+
+
+def profile_together(
+    size: Size, settings: Settings, arguments: argparse.Namespace
+) -> None:
+    from profiling import distributed  # takes seconds to import
+
+    try:
+        run = distributed.prepare(size, settings, dp=arguments.dp, tp=arguments.tp)
+    except ValueError as error:
+        sys.exit(f"profile_block.py: error: {error}")  # from parallelize
+    distributed.profile(run, size, settings)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,9 +1,1 @@
-"""What the programs share: command line, sizes and costs, timing, machine, memory, kernels, tables, progress, plots."""
-
-import importlib.util
-
-import jaxtyping
-
-# Without beartype the layers run unchecked. tinyblock reads this setting when it is imported, which is later.
-if importlib.util.find_spec("beartype") is None:
-    jaxtyping.config.update("jaxtyping_disable", True)
+"""What several scripts share: sizes, timing in turns, the machine's name, and tables."""

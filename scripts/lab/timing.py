@@ -1,4 +1,4 @@
-"""Timings that can be compared: warmed up, synchronized, interleaved, and reported with their spread."""
+"""Times that can be compared: warmed up, synchronized, and taken in turns."""
 
 import math
 import statistics
@@ -6,105 +6,84 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from timeit import Timer
-from typing import TypeVar
 
 import torch
 
-from .records import require_at_least
+Run = Callable[[], object]
+# Runs something, and returns the seconds of one run.
+Sampler = Callable[[], float]
 
-Key = TypeVar("Key")
-Clock = Callable[[], float]
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of samples, and their 20th and 80th percentile."""
+
+    median: float
+    p20: float
+    p80: float
+
+    @classmethod
+    def of(cls, samples: list[float]) -> "Spread":
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0])
+        p20, _, _, p80 = statistics.quantiles(samples, n=5, method="inclusive")
+        return cls(statistics.median(samples), p20, p80)
+
+    @property
+    def width(self) -> float:
+        """Return the distance from p20 to p80 as a share of the median."""
+        return (self.p80 - self.p20) / abs(self.median)
+
+
+def paired_ratio(numerator: list[float], denominator: list[float]) -> Spread:
+    """Return the spread of the ratios, round by round.
+
+    The clock of a shared machine drifts by more than two layers differ. Two samples of
+    one round see the same drift, which their ratio cancels.
+    """
+    return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
 def clock() -> float:
-    """Return the time in seconds, once the GPU, if this process uses one, has finished its work."""
+    """Return the time in seconds, once the GPU has finished what was launched."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A median with the 20th and 80th percentile of its samples, in the unit of the samples.
+def wall_sampler(run: Run, least_seconds: float = 0.05) -> Sampler:
+    """Return a sampler of the time that a caller waits for `run`, and for the GPU.
 
-    Raises:
-        ValueError: There are no samples, or the percentiles are in another order.
+    A sample repeats the call for at least `least_seconds`.
     """
+    timer = Timer("run()", timer=clock, globals={"run": run})
+    timer.timeit(2)  # allocates, and compiles what is to be compiled
+    calls = math.ceil(least_seconds / min(timer.repeat(3, number=1)))
 
-    median: float
-    p20: float
-    p80: float
-    samples: int
+    def sample() -> float:
+        if calls > 1:
+            run()  # the run before has filled the caches
+        return timer.timeit(calls) / calls
 
-    def __post_init__(self) -> None:
-        require_at_least(1, samples=self.samples)
-        if self.p20 > self.median or self.median > self.p80:
-            raise ValueError(
-                f"p20, median and p80 must be in this order, got {self.p20}, {self.median} and {self.p80}"
-            )
-
-    @classmethod
-    def of(cls, samples: list[float]) -> "Spread":
-        if len(samples) < 2:
-            [only] = samples
-            return cls(median=only, p20=only, p80=only, samples=1)
-        p20, _, _, p80 = statistics.quantiles(samples, n=5, method="inclusive")
-        median = statistics.median(samples)
-        # Of equal samples, interpolation may round one percentile up and the other one down.
-        return cls(
-            median=median,
-            p20=min(p20, median),
-            p80=max(p80, median),
-            samples=len(samples),
-        )
+    return sample
 
 
 def interleave(
-    runs: Mapping[Key, Callable[[], object]],
-    rounds: int = 15,
-    sample_seconds: float = 0.05,
-    warmup_calls: int = 3,
-    on_sample: Callable[[], object] = lambda: None,
-    agree: Callable[[int], int] = lambda calls: calls,
-    clock: Clock = clock,
-) -> dict[Key, list[float]]:
-    """Time each run once a round and return its seconds per call, one sample a round.
+    samplers: Mapping[str, Sampler],
+    rounds: int,
+    on_round: Callable[[int], object] = lambda index: None,
+) -> dict[str, list[float]]:
+    """Take one sample of each in every round; every other round goes backward.
 
-    If the machine slows down, all runs slow down alike, so that the samples of one round can be compared. Every other
-    round goes in reverse order.
-
-    Args:
-        runs: what to time.
-        rounds: the number of samples of each run.
-        sample_seconds: a sample repeats the call for at least this long. If that takes several calls, two untimed
-            ones come first, because the run before has filled the caches.
-        warmup_calls: the calls of each run before anything is timed.
-        on_sample: called after each sample.
-        agree: gets the number of calls of this process, waits for all processes that time together, and returns one
-            number for all of them.
-        clock: returns the time in seconds.
+    If the machine slows down, all slow down alike. `on_round` is called with the index
+    of each round before it starts.
     """
-    timers = {}
-    calls = {}
-    for key, run in runs.items():
-        timers[key] = Timer("run()", timer=clock, globals={"run": run})
-        timers[key].timeit(warmup_calls)
-        seconds = timers[key].timeit(warmup_calls) / warmup_calls
-        calls[key] = agree(max(1, math.ceil(sample_seconds / seconds)))
-    samples: dict[Key, list[float]] = {key: [] for key in runs}
-    for round_ in range(rounds):
-        order = list(runs)
-        if round_ % 2 == 1:
-            order.reverse()
-        for key in order:
-            if calls[key] > 1:
-                timers[key].timeit(2)
-            agree(calls[key])  # all processes start the sample at the same time
-            samples[key].append(timers[key].timeit(calls[key]) / calls[key])
-            on_sample()
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    for index in range(rounds):
+        on_round(index)
+        names = list(samplers)
+        if index % 2 == 1:
+            names.reverse()
+        for name in names:
+            samples[name].append(samplers[name]())
     return samples
-
-
-def paired_ratio(numerator: list[float], denominator: list[float]) -> Spread:
-    """Return the spread of the ratios round by round: what drifts between rounds cancels."""
-    return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])

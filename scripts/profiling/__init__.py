@@ -1,1 +1,1 @@
-"""What the measuring scripts share: timing, costs, the machine, and the reports. Not part of the wheel."""
+"""What profile_block.py consists of."""

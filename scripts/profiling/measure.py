@@ -1,355 +1,305 @@
-"""Measure one size: the parts and the whole in interleaved rounds; memory, kernels and traces in runs of their own."""
+"""Measure a model: its parts and the whole in turns; then memory and kernels."""
 
-import gc
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
-from lab.kernels import attention_kernel, gpu_seconds, kernel_report
-from lab.memory import SavedBytes, bytes_of, is_out_of_memory, peak_added_bytes
-from lab.progress import Progress
-from lab.sizes import Size
-from lab.timing import Clock, clock, interleave
-from torch import Tensor
-from torch.optim import Optimizer
+from lab.machine import environment
+from lab.tables import seconds
+from lab.timing import Run, Sampler, Spread, clock, interleave, wall_sampler
+from torch.optim import AdamW
 
-from tinyblock import Block, Transformer
-
-from . import tracing
-from .outputs import Outputs
-from .parts import (
-    Step,
-    TimedPart,
-    block_steps,
-    run_steps,
-    run_steps_with,
-    timed_parts,
-    whole,
-)
-from .records import (
-    Compilation,
-    HeldMemory,
-    Memory,
-    OutOfMemory,
-    PartMemory,
-    Point,
-    Settings,
-)
-from .samples import (
-    Key,
+from .block import record_block
+from .kernels import Recording, gpu_sampler, record, write_trace
+from .modules import record_modules
+from .parts import Call, Part, cut
+from .roofline import Rates, ceiling_samplers, datasheet
+from .rows import (
+    Row,
     Samples,
-    optimizer_record,
-    overhead_of,
-    part_records,
-    sums_of_parts,
-    whole_record,
-    with_backward,
+    limit_of,
+    remainder,
+    seconds_of,
+    varies,
 )
-from .trust import BusyShares, busy_shares, system_clocks, trust
+from .subject import Subject
+from .work import Work, kept_bytes, nbytes, total_of, work_of_adamw, works_of
 
-Run = Callable[[], object]
+# Names of samples and rows; those of a user's modules have no spaces.
+WHOLE = "the whole"
+ON_GPU = "the whole on the GPU"
+MOST_QUEUED = 1000  # kernels: a stream takes about so many before it blocks the host
+
+short_sampler = partial(wall_sampler, least_seconds=0.01)
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A size, built and ready to run.
+class Settings:
+    """How to measure. `mode` is forward, train (and backward) or step (and AdamW)."""
 
-    steps: the steps of its first block, never compiled.
-    whole: the model in one call.
-    smallest: a model of the same depth with next to no arithmetic, in one call.
-    parts: what is timed of the block.
+    device: torch.device
+    dtype: torch.dtype
+    mode: str = "train"
+    compile: bool = False
+    rounds: int = 15
+
+    @property
+    def train(self) -> bool:
+        return self.mode != "forward"
+
+    def describe(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}, {self.mode}, {'compiled' if self.compile else 'eager'}"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model that is ready to run: the whole, its parts, and what is timed of the whole.
+
+    `optimizer` is that of a step, with its moments.
     """
 
-    model: Block | Transformer
-    steps: list[Step]
-    whole: TimedPart
-    smallest: TimedPart
-    parts: list[TimedPart]
+    whole: Part
+    parts: list[Part]
+    runs: dict[str, Run]
+    optimizer: AdamW | None
 
-    @property
-    def x(self) -> Tensor:
-        return self.whole.inputs[0]
+    def clear(self) -> None:
+        """Remove the gradients of a step."""
+        for leaf in self.whole.leaves:
+            leaf.grad = None
 
-    @property
-    def tensors_of_model(self) -> list[Tensor]:
-        """Return weights and tables, which are there before and after a run."""
-        return [*self.model.parameters(), *self.model.buffers()]
 
-    def compiled(self) -> "Subject":
-        return replace(
-            self,
-            whole=self.whole.compiled(),
-            smallest=self.smallest.compiled(),
-            parts=[part.compiled() for part in self.parts],
-        )
+@dataclass(frozen=True)
+class Profile:
+    """All that was measured, in seconds and bytes.
+
+    is_own: whether the model is this project's.
+    took: the time of the whole.
+    rows: the parts, what remains, and the whole. On CUDA, parts have the GPU's time.
+    memory: the bytes of tensors, and the peak of a run with what was there before it.
+    compilation: what compiling the whole took.
+    """
+
+    title: str
+    is_own: bool
+    tokens: int
+    environment: dict[str, str]
+    settings: Settings
+    ceilings: Rates
+    datasheet: Rates | None
+    took: Spread
+    rows: list[Row]
+    memory: dict[str, int]
+    recording: Recording
+    compilation: str | None
+
+
+def _cut_model(subject: Subject, settings: Settings) -> tuple[Part, list[Part]]:
+    """Build the model, run it once, and return it as one part and as its parts."""
+    model = subject.build(settings.device, settings.dtype)
+    x = torch.randn(subject.shape, device=settings.device, dtype=settings.dtype)
+    x.requires_grad_(settings.train)
+    run = record_block if subject.is_own else record_modules
+    calls, out = run(model, x)
+    gradient = torch.randn_like(out) if settings.train else None
+    parts = cut(calls, out, gradient)
+    call = Call(model, (x,), (out.detach(),), (model,))
+    return Part(WHOLE, (call,), () if gradient is None else (gradient,)), parts
+
+
+def _bench_of(whole: Part, parts: list[Part], mode: str) -> Bench:
+    runs: dict[str, Run] = {"forward": whole.forward}
+    if mode != "forward":
+        runs["train"] = whole.train
+    if mode != "step":
+        return Bench(whole, parts, runs, None)
+    # A learning rate of 0 leaves the weights as they are for the other runs.
+    optimizer = AdamW(whole.weights, lr=0.0)
+    bench = Bench(whole, parts, runs, optimizer)
+
+    def step() -> None:
+        bench.clear()
+        torch.autograd.backward(whole.forward(), whole.gradients)
+        optimizer.step()
+
+    step()  # which makes the moments
+    runs["step"] = step
+    return bench
 
 
 def measure(
-    size: Size,
+    subject: Subject,
+    smallest: Subject | None = None,
+    *,
     settings: Settings,
-    outputs: Outputs | None = None,
-    progress: Progress | None = None,
-    clock: Clock = clock,
-) -> Point | OutOfMemory:
-    """Measure one size in this process."""
-    outputs = outputs or Outputs()
-    progress = progress or Progress()
-    try:
-        with torch.set_grad_enabled(settings.train):
-            return _measure(size, settings, outputs, progress, clock)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        message = " ".join(str(error).split()) or "out of memory"
-    # Outside of the except clause, where the frames of the error would still hold tensors.
-    gc.collect()
-    if settings.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return OutOfMemory(size, message)
+    trace: Path | None = None,
+) -> Profile:
+    """Measure a model in this process, and its overhead on the smallest model.
 
-
-def _measure(
-    size: Size,
-    settings: Settings,
-    outputs: Outputs,
-    progress: Progress,
-    clock: Clock,
-) -> Point:
-    progress.start("building")
-    subject = _build(size, settings)
+    Gradients must be enabled in the modes that train. With a path, write a trace.
+    """
+    torch.manual_seed(0)
+    mode = settings.mode
+    whole, parts = _cut_model(subject, settings)
+    works = works_of(whole, parts, is_own=subject.is_own)
+    if mode == "step":
+        works["AdamW"] = work_of_adamw(whole)
+    works[WHOLE] = total_of(list(works.values()))
+    tiny = None if smallest is None else _cut_model(smallest, settings)
     compilation = None
     if settings.compile:
-        progress.start("compiling")
-        subject, compilation = _compile(subject, settings)
-    passes_of_whole, optimizer = passes_of(subject.whole, settings.mode)
-    run_whole = passes_of_whole[settings.mode]
-    to_time = _everything_to_time(subject, passes_of_whole, optimizer, settings)
-    samples, busy = _time(to_time, settings, progress, clock)
-    element_size = settings.dtype.itemsize
-    parts = part_records(samples, size, element_size)
-    whole = whole_record(samples, size, element_size)
-    seconds = whole.passes[settings.mode].seconds.median
-    point = Point(
-        size=size,
-        parts=parts,
-        whole=whole,
-        optimizer=optimizer_record(samples, size, element_size),
-        sum_of_parts=sums_of_parts(samples, parts),
-        overhead=overhead_of(samples),
+        # Many modules share the code of nn.Linear, which is compiled for each of them.
+        torch._dynamo.config.recompile_limit = 1000
+        whole, parts = whole.compiled(), [part.compiled() for part in parts]
+        compilation = _compile(whole.run)
+        tiny = tiny and (tiny[0].compiled(), [])
+    bench = _bench_of(whole, parts, mode)
+    samplers = _samplers(bench, settings)
+    if tiny is not None:
+        samplers.update(_overhead_samplers(_bench_of(*tiny, mode), mode))
+    samplers.update(ceiling_samplers(settings.device, settings.dtype))
+    samples = interleave(
+        samplers, settings.rounds, partial(_show_round, settings.rounds)
+    )
+    rates = Rates(
+        1 / statistics.median(samples["seconds per FLOP"]),
+        1 / statistics.median(samples["seconds per byte"]),
+    )
+    recording, memory = _record(bench, settings)
+    rows = _rows(bench, samples, works, rates, recording.launches)
+    if trace is not None:
+        write_trace(parts, bench.runs[mode], trace)
+    return Profile(
+        title=subject.title,
+        is_own=subject.is_own,
+        tokens=whole.inputs[0].shape[:-1].numel(),
+        environment=environment(settings.device),
+        settings=settings,
+        ceilings=rates,
+        datasheet=datasheet(settings.device, settings.dtype),
+        took=Spread.of(samples[f"{WHOLE} {mode}"]),
+        rows=rows,
+        memory=memory,
+        recording=recording,
         compilation=compilation,
-        attention_kernel=attention_kernel(lambda: run_steps(subject.steps, subject.x)),
-        memory=_memory(subject, optimizer, run_whole, settings, progress),
-        kernels=kernel_report(run_whole, settings.device, seconds),
-        trust=trust(samples.seconds["whole", settings.mode], busy),
     )
-    _write_trace(subject, optimizer, outputs, progress)
-    _write_memory_snapshot(run_whole, outputs)
-    return point
 
 
-def _build(size: Size, settings: Settings) -> Subject:
-    torch.manual_seed(settings.seed)
-    model, complete = build_whole(size, settings)
-    _, smallest = build_whole(size.smallest(), settings)
-    steps = block_steps(model)
-    parts = timed_parts(steps, complete.inputs[0], *complete.gradients)
-    return Subject(model, steps, complete, smallest, parts)
-
-
-def build_whole(
-    size: Size, settings: Settings
-) -> tuple[Block | Transformer, TimedPart]:
-    """Return a model of this size, and all of it as one part with an input and the gradient of the output."""
-    model = size.build(settings.device, settings.dtype)
-    shape = (size.batch_size, size.seq_len, size.d_model)
-    x = torch.randn(shape, device=settings.device).to(settings.dtype)
-    if not settings.train:
-        return model, whole(model, x)
-    x.requires_grad_()
-    return model, whole(model, x, torch.randn_like(x))
-
-
-def _compile(subject: Subject, settings: Settings) -> tuple[Subject, Compilation]:
-    """Compile the whole and each part, and run the whole once."""
-    # Otherwise, the second size of a sweep would be compiled for any size.
-    torch.compiler.reset()
-    subject = subject.compiled()
-    first_run = subject.whole.train if settings.train else subject.whole.forward
-    return subject, tracing.compile_report(first_run)
-
-
-def passes_of(
-    complete: TimedPart, mode: str
-) -> tuple[dict[str, Run], Optimizer | None]:
-    """Return what is timed of a whole, as far as the mode goes, and the AdamW of a step with its moments.
-
-    Its learning rate is 0: this leaves the weights as they are for all other runs, and takes no kernel away.
-    """
-    runs: dict[str, Run] = {"forward": complete.forward}
-    if mode == "forward":
-        return runs, None
-    runs["train"] = complete.train
-    if mode == "train":
-        return runs, None
-    optimizer = torch.optim.AdamW(complete.weights, lr=0.0)
-
-    def training_step() -> None:
-        complete.accumulate()
-        optimizer.step()
-
-    # The first step makes the moments.
-    training_step()
-    runs["step"] = training_step
-    return runs, optimizer
-
-
-def _everything_to_time(
-    subject: Subject,
-    passes_of_whole: dict[str, Run],
-    optimizer: Optimizer | None,
-    settings: Settings,
-) -> dict[Key, Run]:
-    """Return what is timed, by part and pass.
-
-    Backward is not timed alone: it is what "train" takes longer than "forward".
-    """
-    runs: dict[Key, Run] = {}
-    for name, run in passes_of_whole.items():
-        runs["whole", name] = run
-    of_smallest, _ = passes_of(subject.smallest, settings.mode)
-    for name, run in of_smallest.items():
-        runs["smallest", name] = run
-    for part in subject.parts:
-        runs[part.name, "forward"] = part.forward
+def _samplers(bench: Bench, settings: Settings) -> dict[str, Sampler]:
+    """Return samplers of each pass of each part, on CUDA of the GPU's time, and of the whole."""
+    on_gpu = settings.device.type == "cuda"
+    sampler: Callable[[Run], Sampler] = gpu_sampler if on_gpu else short_sampler
+    samplers = {}
+    for part in bench.parts:
+        samplers[f"{part.name} forward"] = sampler(part.forward)
         if settings.train:
-            runs[part.name, "train"] = part.train
-    if optimizer is not None:
-        runs["AdamW", "optimizer"] = optimizer.step
-    return runs
+            samplers[f"{part.name} train"] = sampler(part.train)
+    if bench.optimizer is not None:
+        samplers["AdamW step"] = sampler(bench.optimizer.step)
+    for name, run in bench.runs.items():
+        samplers[f"{WHOLE} {name}"] = short_sampler(run)
+        if on_gpu:
+            samplers[f"{ON_GPU} {name}"] = gpu_sampler(run)
+    return samplers
 
 
-def _time(
-    runs: dict[Key, Run], settings: Settings, progress: Progress, clock: Clock
-) -> tuple[Samples, BusyShares]:
-    """Time all runs, and return their samples and how busy the machine was meanwhile."""
-    progress.start("timing samples", len(runs) * settings.rounds)
-    start = system_clocks()
-    seconds = interleave(runs, settings.rounds, 0.01, 1, progress.advance, clock=clock)
-    shares = busy_shares(start, system_clocks())
-    on_gpu: dict[Key, list[float]] = {}
-    if settings.device.type == "cuda":
-        for key, run in runs.items():
-            samples = gpu_seconds(run, min(seconds[key]))
-            if samples is not None:
-                on_gpu[key] = samples
-    return Samples(with_backward(seconds), with_backward(on_gpu)), shares
+def _overhead_samplers(tiny: Bench, mode: str) -> dict[str, Sampler]:
+    """Return samplers of the same calls with next to no arithmetic."""
+    runs = {part.name: part.run for part in tiny.parts}
+    runs[WHOLE] = tiny.runs[mode]
+    if tiny.optimizer is not None:
+        runs["AdamW"] = tiny.optimizer.step
+    return {f"{name} overhead": short_sampler(run) for name, run in runs.items()}
 
 
-def _memory(
-    subject: Subject,
-    optimizer: Optimizer | None,
-    run: Run,
-    settings: Settings,
-    progress: Progress,
-) -> Memory:
-    """Return the memory of the mode's whole, and that of each part."""
-    progress.start("measuring memory")
-    device = settings.device
-    held = held_memory(subject.whole, optimizer, run, device)
-    known = subject.tensors_of_model
-    before_run = bytes_of([*known, subject.x]) + (held.optimizer_state_bytes or 0)
-    kept = None
+def _rows(
+    bench: Bench,
+    samples: Samples,
+    works: dict[str, Work],
+    rates: Rates,
+    launches: int,
+) -> list[Row]:
+    """Return the rows of the parts, of what remains, and of the whole."""
+    counts = {part.name: part.count for part in bench.parts}
+    if bench.optimizer is not None:
+        counts["AdamW"] = 1
+    times = {}
+    for name, count in counts.items():
+        times[name] = seconds_of(samples, name, count)
+    on_gpu = f"{ON_GPU} forward" in samples and launches <= MOST_QUEUED
+    busy = ON_GPU if on_gpu else WHOLE
+    times["rest"] = remainder(samples, busy, list(times.values()))
+    if on_gpu:
+        times["GPU idle"] = remainder(samples, WHOLE, list(times.values()))
+    times[WHOLE] = seconds_of(samples, WHOLE)
+    kept = kept_bytes(bench.parts) | kept_bytes([bench.whole])
+    kept["rest"] = 2 * kept[WHOLE] - sum(kept.values())
+    rows: list[Row] = []
+    for name, of_passes in times.items():
+        work = works.get(name, Work(0, 0))
+        overhead = statistics.median(samples.get(f"{name} overhead", [0.0]))
+        overhead *= counts.get(name, 1)
+        least = rates.seconds(work)
+        if name == WHOLE:  # nothing is fused from one part to the next
+            least = sum(row.least_seconds for row in rows)
+        rows.append(
+            Row(
+                name=name,
+                seconds=of_passes,
+                varies=varies(samples, name),
+                work=work,
+                overhead=overhead,
+                kept_bytes=kept.get(name, 0),
+                least_seconds=least,
+                limit=limit_of(work, overhead, rates),
+            )
+        )
+    return rows
+
+
+def _record(bench: Bench, settings: Settings) -> tuple[Recording, dict[str, int]]:
+    """Record a run of the mode, and measure its memory."""
+
+    def run() -> None:
+        bench.runs[settings.mode]()
+        bench.clear()
+
+    on_gpu = settings.device.type == "cuda"
+    bench.clear()
+    if on_gpu:
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    recording = record(run, with_memory=not on_gpu)
+    added = recording.peak_added_bytes
+    if on_gpu:
+        added = torch.cuda.max_memory_allocated() - held
+    weights = bench.whole.weights
+    memory = {"parameters": nbytes(weights), "gradients": 0, "AdamW": 0}
     if settings.train:
-        _, kept = SavedBytes(known).of(subject.whole.forward)
-    return Memory(
-        held=held,
-        peak_bytes=before_run + held.peak_added_bytes,
-        kept_bytes=kept,
-        parts=_memory_of_parts(subject, known, settings),
-    )
+        memory["gradients"] = nbytes(x for x in weights if x.requires_grad)
+    if bench.optimizer is not None:
+        memory["AdamW"] = 2 * memory["gradients"]  # two moments of each weight
+    before = memory["parameters"] + memory["AdamW"] + nbytes(bench.whole.inputs)
+    return recording, {"peak": before + added, **memory}
 
 
-def held_memory(
-    complete: TimedPart, optimizer: Optimizer | None, run: Run, device: torch.device
-) -> HeldMemory:
-    """Return the bytes of weights, gradients and AdamW's state, and the most that a run adds, gradients included."""
-    gradients = None
-    if complete.gradients:
-        complete.accumulate()
-        gradients = bytes_of(
-            weight.grad for weight in complete.weights if weight.grad is not None
-        )
-    moments = None
-    if optimizer is not None:
-        moments = bytes_of(_tensors_of(optimizer))
-    # Otherwise, the gradients of the last run would be there before the next one.
-    complete.clear()
-    return HeldMemory(
-        parameters_bytes=bytes_of(complete.weights),
-        gradients_bytes=gradients,
-        optimizer_state_bytes=moments,
-        peak_added_bytes=peak_added_bytes(run, device),
-    )
+def _compile(run: Run) -> str:
+    """Compile by a first call, and return what that took."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    start = clock()
+    run()
+    took = seconds(clock() - start)
+    breaks = ", ".join(counters["graph_break"]) or "none"
+    return f"{took}, graphs: {counters['stats']['unique_graphs']}, breaks: {breaks}"
 
 
-def _tensors_of(optimizer: Optimizer) -> Iterable[Tensor]:
-    """Yield the tensors of an optimizer's state."""
-    for state in optimizer.state.values():
-        for value in state.values():
-            if torch.is_tensor(value):
-                yield value
-
-
-def _memory_of_parts(
-    subject: Subject, known: list[Tensor], settings: Settings
-) -> tuple[PartMemory, ...]:
-    """Return the memory of each part; what its steps keep counts for the first part that keeps it."""
-    kept = _kept_by_part(subject, known)
-    records = []
-    for part in subject.parts:
-        run = part.train if settings.train else part.forward
-        record = PartMemory(
-            name=part.name,
-            kept_bytes=kept[part.name] if settings.train else None,
-            peak_added_bytes=peak_added_bytes(run, settings.device),
-        )
-        records.append(record)
-    return tuple(records)
-
-
-def _kept_by_part(subject: Subject, known: list[Tensor]) -> Counter[str]:
-    """Return the bytes that each part keeps for backward, in one run of all steps."""
-    saved = SavedBytes(known)
-    kept = Counter[str]()
-
-    def run(step: Step, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        outputs, count = saved.of(lambda: step.run(*inputs))
-        kept[step.part] += count
-        return outputs
-
-    run_steps_with(run, subject.steps, subject.x)
-    return kept
-
-
-def _write_trace(
-    subject: Subject,
-    optimizer: Optimizer | None,
-    outputs: Outputs,
-    progress: Progress,
-) -> None:
-    """Trace the whole and each part in runs of their own, if an option names a file for it."""
-    if outputs.trace is None:
-        return
-    progress.start("tracing")
-    labeled = [subject.whole, *subject.parts]
-    with outputs.writing(outputs.trace):
-        tracing.write_trace(labeled, optimizer, outputs.trace)
-
-
-def _write_memory_snapshot(run_whole: Run, outputs: Outputs) -> None:
-    """Record the allocations of a run of its own, if an option names a file for it."""
-    if outputs.memory_snapshot is None:
-        return
-    with outputs.writing(outputs.memory_snapshot):
-        tracing.write_memory_snapshot(run_whole, outputs.memory_snapshot)
+def _show_round(rounds: int, index: int) -> None:
+    """Show the round on a terminal, where the report replaces it."""
+    if sys.stderr.isatty():
+        print(f"round {index + 1} of {rounds}", end="\r", file=sys.stderr, flush=True)

@@ -1,0 +1,113 @@
+"""What the scripts share: sizes, timing, and text."""
+
+import pytest
+import torch
+from lab.machine import environment, in_one_line
+from lab.sizes import PRESETS, Size
+from lab.tables import markdown, number, seconds, share, si
+from lab.timing import Spread, interleave, paired_ratio, wall_sampler
+
+from tinyblock import Block, Transformer
+
+META = torch.device("meta")
+
+
+def test_spread_has_the_median_and_the_percentiles():
+    spread = Spread.of([5.0, 1.0, 2.0, 4.0, 3.0, 6.0])
+    assert (spread.median, spread.p20, spread.p80) == (3.5, 2.0, 5.0)
+    assert spread.width == pytest.approx(3 / 3.5)
+    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0)
+
+
+def test_paired_ratio_cancels_what_a_round_has_in_common():
+    drift = [1.0, 2.0, 10.0]
+    ratio = paired_ratio([3 * each for each in drift], [2 * each for each in drift])
+    assert ratio == Spread(1.5, 1.5, 1.5)
+
+
+def test_interleave_takes_turns_and_reverses_every_other_round():
+    calls = []
+
+    def sampler(name):
+        def sample():
+            calls.append(name)
+            return len(calls)
+
+        return sample
+
+    rounds = []
+    samples = interleave({"a": sampler("a"), "b": sampler("b")}, 3, rounds.append)
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert samples == {"a": [1, 4, 5], "b": [2, 3, 6]}
+    assert rounds == [0, 1, 2]
+
+
+def test_wall_sampler_repeats_short_calls_and_returns_the_time_of_one(monkeypatch):
+    now = 0.0
+
+    def run():
+        nonlocal now
+        now += 0.001
+
+    monkeypatch.setattr("lab.timing.clock", lambda: now)
+    sample = wall_sampler(run, least_seconds=0.01)
+    before = now
+    assert sample() == pytest.approx(0.001)
+    assert now - before >= 0.01
+
+
+def test_numbers_have_three_digits_and_no_exponent():
+    cases = {0.0: "0", 1e-5: "0.0000100", 0.01234: "0.0123", 1.0: "1.00"}
+    cases |= {99.96: "100", 12345.0: "12300", -2.5: "-2.50"}
+    assert {value: number(value) for value in cases} == cases
+
+
+def test_units_follow_the_size_of_the_number():
+    assert [si(3.11e6, "B"), si(999.6), si(0.0, "B")] == ["3.11 MB", "1.00 k", "0 B"]
+    assert [seconds(2e-6), seconds(0.0123), seconds(1.5)] == [
+        "2.00 us",
+        "12.3 ms",
+        "1.50 s",
+    ]
+    assert [share(0.042), share(1.5)] == ["4.2%", "150%"]
+
+
+def test_markdown_aligns_text_left_and_numbers_right():
+    assert markdown(["part", "ms"], [["a", "1.5"], ["attention", "22"]]) == (
+        "| part      |  ms |\n"
+        "| --------- | --: |\n"
+        "| a         | 1.5 |\n"
+        "| attention |  22 |"
+    )
+
+
+def test_presets_have_the_parameters_of_their_models():
+    # Weights of all blocks and the final norm: the model's, minus embedding and head.
+    published = {
+        "llama-3.2-1b": (16, 1_235_814_400 - 128_256 * 2048),
+        "llama-3.1-8b": (32, 8_030_261_248 - 2 * 128_256 * 4096),
+        "qwen3-8b": (36, 8_190_735_360 - 2 * 151_936 * 4096),
+        "llama-3.1-70b": (80, 70_553_706_496 - 2 * 128_256 * 8192),
+    }
+    for name, (num_layers, expected) in published.items():
+        block = PRESETS[name].build(META, torch.bfloat16)
+        count = sum(weight.numel() for weight in block.parameters())
+        assert num_layers * count + PRESETS[name].d_model == expected, name
+
+
+def test_size_builds_a_block_with_rope_or_a_stack():
+    block = Size(d_model=32, num_heads=2).build(META, torch.float32)
+    assert isinstance(block, Block)
+    assert block.attn.rope is not None
+    stack = Size(d_model=32, num_heads=2, num_layers=3).build(META, torch.float32)
+    assert isinstance(stack, Transformer)
+    assert len(stack.layers) == 3
+    with pytest.raises(ValueError, match="d_model=32"):
+        Size(d_model=32, num_heads=5).build(META, torch.float32)
+
+
+def test_environment_names_machine_versions_and_date():
+    line = in_one_line(environment(torch.device("cpu")))
+    assert f"torch {torch.__version__}" in line
+    assert f"{torch.get_num_threads()} of" in line
+    assert line.count(";") == 2
