@@ -1,377 +1,338 @@
-"""Compare the speed of a Block with other projects' layers and with the bare matrix products.
+"""Compare the speed of a Block with the layers of other projects.
 
-The peers get the weights, the inputs, the dtype and the threads of the Block, whose shape checks are on (the default).
-Outputs and input gradients must agree before anything is timed. Then Block and peer take turns in one process. The
-report shows the median and the spread of the ratios. A ratio is Block time / peer time; below 1, the Block is faster.
+    python scripts/compare_peers.py > my_machine.md
+    python scripts/compare_peers.py --cases 'train-bf16-*' --peers transformers,control
+    python scripts/compare_peers.py --against ../before     # before and after a change
+
+Block and peer have equal weights, each its own copy, and the same input, dtype and
+threads. Their outputs and, in training, the gradients of the input must agree before
+anything is timed. Then they take turns in one process. The output is Markdown. Peers
+that are not other projects:
+
+    control     a second copy of the Block: its ratio shows the noise
+    unchecked   the Block without shape checks
+    operations  the torch functions that an eager Block calls, without modules
+    products    only the matrix products and the attention kernel of the Block
+    fused       the Block with one product for q, k and v, and one for w1 and w3
+    against     the Block of another checkout
+
+A case is named work-dtype-size-mode, such as train-bf16-768-compiled. "train" is a
+forward and a backward pass. The sizes are 2,048 tokens at d_model 768 (on CUDA also
+2048), one token at d_model 768 ("token") and 64 ("tiny-token") and, on CUDA, the block
+of Llama 3.1 8B with 8,192 tokens ("llama-8b": 4 sequences, "llama-8b-long": one) and
+with one token. The modes are eager, compiled and, on CUDA, graphs (CUDA graphs).
 """
 
 import argparse
-import math
 import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from fnmatch import filter as matching
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # this checkout's tinyblock, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "examples"))
 
-import jaxtyping
 import torch
-from lab.cli import Parser, check_outputs, device_of, positive_int, run, seed
-from lab.environment import environment
-from lab.files import write_text
-from lab.presets import PRESETS
-from lab.progress import Progress
-from peers import records
-from peers.candidates import Peer, block_of
-from peers.cases import CUDA_PRESETS, SUFFIXES, Case, all_cases
-from peers.measuring import Comparison
-from peers.pooling import pool
-from peers.projects import PEERS
-from peers.report import page, text_of, verdicts
+from lab.machine import environment, in_one_line
+from lab.sizes import PRESETS, Size
+from lab.tables import markdown, number
+from lab.timing import Sampler, Spread, interleave, paired_ratio, wall_sampler
+from peers.own import (
+    OWN,
+    Layer,
+    Peer,
+    import_as,
+    make_block,
+    of_package,
+    ours,
+    relative_error,
+)
+from peers.projects import PROJECTS, installed, versions
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-EXAMPLES = """\
-examples:
-  compare one case with one peer and the bare products:
-    python scripts/compare_peers.py --case train-bf16-768 --peers transformers,limit
-  run every case in three processes, and write one report:
-    for i in 1 2 3; do python scripts/compare_peers.py --threads 1 --json $i.json; done
-    python scripts/compare_peers.py --report 1.json 2.json 3.json --write docs/benchmarks.md
-  compare a changed Block with the previous one, without and with token positions:
-    python scripts/compare_peers.py --threads 1 --case forward,train,one-token --against ../before
-    python scripts/compare_peers.py --threads 1 --case forward,train,one-token --against ../before --positions
-  measure on a GPU for about five minutes:
-    python scripts/compare_peers.py --device cuda --seconds 300 --json gpu.json
+MakePeer = Callable[[Any], Peer]
+Outputs = tuple[Tensor, ...]
 
-peers:
-"""
+SIZES = {
+    "768": Size(4, 512, d_model=768, num_heads=12, d_ff=2048),
+    "token": Size(1, 1, d_model=768, num_heads=12, d_ff=2048),
+    # So small that Python takes more time than the arithmetic.
+    "tiny-token": Size(1, 1, d_model=64, num_heads=4, d_ff=192),
+}
+LLAMA_8B = PRESETS["llama-3.1-8b"]
+GPU_SIZES = {
+    "2048": Size(4, 512, d_model=2048, num_heads=32, d_ff=5440),
+    "llama-8b": replace(LLAMA_8B, batch_size=4, seq_len=2048),
+    "llama-8b-long": replace(LLAMA_8B, batch_size=1, seq_len=8192),
+    "llama-8b-token": replace(LLAMA_8B, batch_size=1, seq_len=1),
+}
+SAMPLE_SECONDS = 0.2
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to measure."""
+class Case:
+    """One pass of a Block: forward without gradients, or forward and backward."""
 
-    cases: list[Case]
-    peers: Mapping[str, Peer]
-    device: torch.device
+    name: str
+    size: Size
+    dtype: torch.dtype
+    train: bool
+    mode: str
 
-
-# --- Options ---------------------------------------------------------------------------------------------------------
-
-
-def make_parser() -> Parser:
-    lines = [
-        f"  {name:16}{peer.title.removeprefix(f'{name}: ')}"
-        for name, peer in PEERS.items()
-    ]
-    parser = Parser(
-        "compare_peers.py", (__doc__ or "").strip(), EXAMPLES + "\n".join(lines)
-    )
-    add_choices(parser)
-    add_measurement(parser)
-    add_outputs(parser)
-    return parser
+    @property
+    def tolerance(self) -> float:
+        """Return the relative error that two roundings and the order of sums explain."""
+        return max(2 * torch.finfo(self.dtype).eps, 2e-5)
 
 
-def add_choices(parser: Parser) -> None:
-    group = parser.add_argument_group("what to compare")
-    group.add_argument(
-        "--case",
-        metavar="NAME,...",
-        help="names of cases, their beginnings, or patterns such as *bf16* (default: all); runs eager cases first",
-    )
-    group.add_argument(
-        "--peers",
-        metavar="NAME,...",
-        help="peers, listed below (default: all; with --against: control and against)",
-    )
-    group.add_argument(
-        "--against",
-        type=Path,
-        metavar="PATH",
-        help='a checkout of tinyblock, whose Block becomes the peer "against"',
-    )
-    group.add_argument(
-        "--positions",
-        action="store_true",
-        help="pass token positions to the Block; peers get precomputed tables",
-    )
-    group.add_argument(
-        "--presets",
-        metavar="NAME,...",
-        help=f"also measure these models (default: on CUDA {','.join(CUDA_PRESETS)}; otherwise none)",
-    )
-    group.add_argument(
-        "--no-qk-norm",
-        action="store_true",
-        help="leave out the q/k norm of presets, which some projects lack",
-    )
+def all_cases(device: torch.device) -> dict[str, Case]:
+    sizes = dict(SIZES)
+    modes = ["eager", "compiled"]
+    if device.type == "cuda":
+        sizes.update(GPU_SIZES)
+        modes.append("graphs")
+    cases = {}
+    for mode in modes:
+        for size_name, size in sizes.items():
+            for dtype_name, dtype in DTYPES.items():
+                for work in ("train", "forward"):
+                    train = work == "train"
+                    if train and size.tokens == 1:
+                        continue
+                    name = f"{work}-{dtype_name}-{size_name}-{mode}"
+                    cases[name] = Case(name, size, dtype, train, mode)
+    return cases
 
 
-def add_measurement(parser: Parser) -> None:
-    group = parser.add_argument_group("how to measure")
-    group.add_argument(
-        "--device",
-        default="cpu",
-        metavar="D",
-        help="cpu, cuda or cuda:N (default: cpu)",
-    )
-    group.add_argument(
-        "--threads",
-        type=positive_int,
-        default=torch.get_num_threads(),
-        metavar="N",
-        help="threads (default: torch's choice)",
-    )
-    group.add_argument(
-        "--rounds",
-        type=positive_int,
-        default=15,
-        metavar="N",
-        help="turns per peer (default: 15)",
-    )
-    group.add_argument(
-        "--seconds",
-        type=positive_seconds,
-        default=float("inf"),
-        metavar="S",
-        help="start no peer after S seconds (default: no limit)",
-    )
-    group.add_argument(
-        "--seed",
-        type=seed,
-        default=0,
-        metavar="N",
-        help="seed of weights and inputs (default: 0)",
-    )
-    group.add_argument(
-        "--quick",
-        action="store_true",
-        help="use tiny sizes, to test the script; the times mean nothing",
-    )
+# --- Preparing and timing -------------------------------------------------------------
 
 
-def add_outputs(parser: Parser) -> None:
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--write",
-        type=Path,
-        metavar="FILE",
-        help="write the report as Markdown, after each case",
-    )
-    group.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write every sample as JSON, after each case",
-    )
-    group.add_argument(
-        "--report",
-        type=Path,
-        nargs="+",
-        metavar="JSON",
-        help="combine these runs into one report, of all cases or those of --case; measure nothing",
-    )
+@dataclass(frozen=True)
+class Contestant:
+    """What to time, its first results, and the bytes that it keeps for backward."""
+
+    sampler: Sampler
+    results: dict[str, Tensor]
+    kept: int
 
 
-def check_options(parser: Parser, options: argparse.Namespace) -> None:
-    """Raise a ValueError for files that cannot be written, and for options without effect."""
-    check_outputs(options, "json", "write")
-    if options.report is None:
-        return
-    for name, value in vars(options).items():
-        is_set = value != parser.get_default(name)
-        if is_set and name not in ("report", "case", "write"):
-            option = name.replace("_", "-")
-            raise ValueError(f"--report measures nothing: leave out --{option}")
+def prepare(peer: Peer, x: Tensor, case: Case) -> Contestant:
+    x = x.clone().requires_grad_(case.train)
+    inputs = [x, *peer.parameters]
+    layer = in_mode(case.mode, peer.layers["Block"], inputs)
+
+    def forward() -> Outputs:
+        outputs = layer(x)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    forward()  # compiles, before anything is counted
+    outputs, kept = count_kept_bytes(forward, peer.parameters)
+    # A copy, because the next replay of a CUDA graph overwrites the outputs.
+    results = {"outputs": outputs[0].clone()}
+    if not case.train:
+        return Contestant(wall_sampler(forward, SAMPLE_SECONDS), results, kept)
+    torch.manual_seed(1)
+    gradients = [torch.randn_like(output) for output in outputs]
+
+    def train() -> Outputs:
+        return torch.autograd.grad(forward(), inputs, gradients)
+
+    results["gradients"] = train()[0].clone()
+    return Contestant(wall_sampler(train, SAMPLE_SECONDS), results, kept)
 
 
-def positive_seconds(text: str) -> float:
-    """Return the time that an option gives; raise an error of argparse if it is none."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not found > 0:
-        raise argparse.ArgumentTypeError(
-            f"must be a number of seconds above 0, got {text!r}"
+def in_mode(mode: str, layer: Layer, inputs: list[Tensor]) -> Layer:
+    """Return the layer itself, compiled, or compiled into CUDA graphs."""
+    if mode == "eager":
+        return layer
+    if mode == "compiled":
+        return torch.compile(layer, dynamic=False)
+    for tensor in inputs:  # otherwise each replay copies them
+        torch._dynamo.mark_static_address(tensor)
+    compiled = torch.compile(layer, dynamic=False, mode="reduce-overhead")
+
+    def replay(x: Tensor) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(x)
+
+    return replay
+
+
+def count_kept_bytes(
+    forward: Callable[[], Outputs], parameters: Iterable[Tensor]
+) -> tuple[Outputs, int]:
+    """Return the outputs, and the bytes that autograd keeps, apart from parameters."""
+    sizes = {tensor.untyped_storage().data_ptr(): 0 for tensor in parameters}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        sizes.setdefault(storage.data_ptr(), storage.nbytes())
+        return tensor.detach()  # an output as it is would keep its own graph alive
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = forward()
+    return outputs, sum(sizes.values())
+
+
+@dataclass(frozen=True)
+class Result:
+    block_seconds: list[float]
+    peer_seconds: list[float]
+    errors: dict[str, float]
+    block_kept: int
+    peer_kept: int
+
+    def ratio(self) -> str:
+        spread = paired_ratio(self.block_seconds, self.peer_seconds)
+        return f"{spread.median:.2f} ({spread.p20:.2f}-{spread.p80:.2f})"
+
+    def details(self) -> list[str]:
+        """Return the cells of DETAILS."""
+        cells = []
+        for samples in (self.block_seconds, self.peer_seconds):
+            cells.append(number(1e3 * Spread.of(samples).median))
+        cells.append(", ".join(f"{error:.0e}" for error in self.errors.values()))
+        for kept in (self.block_kept, self.peer_kept):
+            cells.append(f"{kept / 2**20:.1f}" if kept else "")
+        return cells
+
+
+DETAILS = ["Block ms", "peer ms", "differ by", "Block keeps MiB", "peer keeps MiB"]
+
+
+class Reference:
+    """The Block of a case, prepared once for all peers."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        torch.compiler.reset()  # otherwise later cases reach the limit of recompilations
+        self.case = case
+        self.block, self.x = make_block(case.size, case.dtype, device)
+        self.contestant = self.prepare(ours(self.block))
+
+    def prepare(self, peer: Peer) -> Contestant:
+        with torch.set_grad_enabled(self.case.train):
+            return prepare(peer, self.x, self.case)
+
+    def compare(self, make_peer: MakePeer, rounds: int) -> Result:
+        """Time the Block and a peer in turns.
+
+        Raises:
+            RuntimeError: their outputs or gradients differ by more than roundings.
+        """
+        mine = self.contestant
+        peer = make_peer(self.block)
+        theirs = self.prepare(peer)
+        errors = {}
+        if peer.comparable:
+            for what, expected in mine.results.items():
+                errors[what] = relative_error(theirs.results[what], expected)
+                if not errors[what] <= self.case.tolerance:  # NaN is not, either
+                    raise RuntimeError(
+                        f"{what} must agree to {self.case.tolerance:.0e} with those of "
+                        f"the Block, got a relative error of {errors[what]:.1e}"
+                    )
+        samplers = {"block": mine.sampler, "peer": theirs.sampler}
+        with torch.set_grad_enabled(self.case.train):
+            samples = interleave(samplers, rounds)
+        return Result(
+            block_seconds=samples["block"],
+            peer_seconds=samples["peer"],
+            errors=errors,
+            block_kept=mine.kept,
+            peer_kept=theirs.kept,
         )
-    return found
 
 
-def choose(
-    what: str, text: str, names: Iterable[str], patterns: bool = False
-) -> list[str]:
-    """Return the names in a list with commas, each once; with `patterns`, also those that begin so or match."""
-    known = list(names)
-    chosen: list[str] = []
-    for word in map(str.strip, text.split(",")):
-        if not word:
-            continue
-        found = [word] if word in known else []
-        if patterns:
-            found = [
-                name
-                for name in known
-                if name.startswith(word) or fnmatchcase(name, word)
-            ]
-        if not found:
-            raise ValueError(f"unknown {what} {word!r}; use one of {', '.join(known)}")
-        chosen += found
-    if not chosen:
-        raise ValueError(f"a {what} must be named, got {text!r}: see --help")
-    return list(dict.fromkeys(chosen))
+# --- The command ----------------------------------------------------------------------
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
-    """Return what the options choose."""
-    device = device_of(options.device)
-    return Plan(cases_of(options, device), peers_of(options), device)
+def parse() -> tuple[argparse.Namespace, list[Case], dict[str, MakePeer]]:
+    """Return the options, the cases, and the peers."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases",
+        default="*-eager",
+        help="patterns, such as '*-f32-*,*token*' (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--peers", default="*", help="patterns, such as 'litgpt,c*' (default: all)"
+    )
+    parser.add_argument("--against", type=Path, help="another checkout of tinyblock")
+    parser.add_argument("--device", type=torch.device, default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="(default: 1)")
+    parser.add_argument("--rounds", type=int, default=7, help="(default: 7)")
+    options = parser.parse_args()
+    peers = OWN | installed(PROJECTS, options.device)
+    cases = all_cases(options.device)
+    try:
+        chosen_cases = select(cases, options.cases)
+        chosen_peers = select(peers, options.peers)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.against:
+        source = options.against / "tinyblock" / "__init__.py"
+        if not source.is_file():
+            parser.error(f"--against must be a checkout of tinyblock, got {source}")
+        package = import_as("tinyblock_against", source)
+        chosen_peers["against"] = partial(of_package, package)
+    return options, list(chosen_cases.values()), chosen_peers
 
 
-def peers_of(options: argparse.Namespace) -> dict[str, Peer]:
-    peers = dict(PEERS)
-    chosen = list(peers)
-    if options.against is not None:
-        peers["against"] = block_of(options.against)
-        chosen = ["control", "against"]
-    if options.peers is not None:
-        chosen = choose("peer", options.peers, peers)
-    if options.against is not None and "against" not in chosen:
-        raise ValueError("--against has no effect: add against to --peers")
-    return {name: peers[name] for name in chosen}
+def select(items: dict[str, Any], patterns: str) -> dict[str, Any]:
+    """Return the items whose names match one of the patterns, in their order."""
+    found = set()
+    for pattern in patterns.split(","):
+        names = matching(items, pattern)
+        if not names:
+            raise ValueError(f"{pattern!r} matches none of: {', '.join(items)}")
+        found.update(names)
+    return {name: item for name, item in items.items() if name in found}
 
 
-def cases_of(options: argparse.Namespace, device: torch.device) -> list[Case]:
-    """Return the chosen cases, eager ones first: compiling takes the most time, and --seconds may end it."""
-    presets: Sequence[str] = CUDA_PRESETS if device.type == "cuda" else ()
-    if options.presets is not None:
-        presets = choose("preset", options.presets, PRESETS)
-    known = all_cases(device, presets, qk_norm=not options.no_qk_norm)
-    cases = {case.name: case for case in known}
-    if options.case is not None:
-        chosen = choose("case", options.case, cases, patterns=True)
-        cases = {name: cases[name] for name in chosen}
-    found = sorted(cases.values(), key=lambda case: list(SUFFIXES).index(case.how))
-    if options.positions:
-        found = [case.with_positions() for case in found]
-    if options.quick:
-        found = [case.shrunk() for case in found]
-    return found
-
-
-# --- Measure ---------------------------------------------------------------------------------------------------------
-
-
-class Output:
-    """The record of a run, and the files that it is written to after each case."""
-
-    def __init__(self, run: records.Run, options: argparse.Namespace) -> None:
-        self.run = run
-        self.json_path = options.json
-        self.page_path = options.write
-
-    def save(self) -> None:
-        if self.json_path is not None:
-            records.write(self.json_path, self.run)
-        if self.page_path is not None:
-            write_text(self.page_path, page([self.run]))
-
-
-def measure(plan: Plan, options: argparse.Namespace) -> int:
-    """Measure the cases, print and write the results after each, and return the exit code."""
+def main() -> int:
+    options, cases, peers = parse()
     torch.set_num_threads(options.threads)
-    measured = records.Run(
-        environment=environment(plan.device, options.seed),
-        rounds=options.rounds,
-        quick=options.quick,
-        shape_checks=not jaxtyping.config.jaxtyping_disable,
-    )
-    output = Output(measured, options)
-    progress = Progress()
-    comparison = Comparison(
-        peers=plan.peers,
-        device=plan.device,
-        rounds=options.rounds,
-        seed=options.seed,
-        quick=options.quick,
-        deadline=time.monotonic() + options.seconds,
-        begin=progress.start,
-    )
-    with progress:
-        for case in plan.cases:
-            progress.prefix = f"{case.name}: "
-            measured.cases = (*measured.cases, comparison.measure(case))
-            output.save()
-            print(text_of(pool([measured])[-1]), end="\n\n", flush=True)
-        if plan.device.type == "cuda":
-            count_kernels(plan, comparison, measured)
-    measured.interrupted = False
-    output.save()
-    print(verdicts(pool([measured])))
-    return exit_code(measured)
+    warnings.simplefilter("ignore")  # the peers warn, which this project cannot mend
+    print(f"# {in_one_line(environment(options.device))}\n")
+    print(f"{versions(PROJECTS)}; `{' '.join(sys.argv)}`\n")
+    print_row("Block's time / peer's", list(peers))
+    print_row("---", ["---:"] * len(peers))
+    rows = []
+    failures = []
+    for case in cases:
+        reference = Reference(case, options.device)
+        ratios = []
+        for name, make_peer in peers.items():
+            if name == "operations" and case.mode != "eager":
+                ratios.append("")  # inductor generates no code for complex products
+                continue
+            print(f"{case.name}: {name}", file=sys.stderr)
+            try:
+                result = reference.compare(make_peer, options.rounds)
+            except Exception as error:  # the other peers can still be measured
+                ratios.append("failed")
+                failures.append(f"{case.name}: {name} failed: {error}")
+            else:
+                ratios.append(result.ratio())
+                rows.append([f"{case.name}: {name}", *result.details()])
+        print_row(case.name, ratios)
+    print("\n" + markdown(["", *DETAILS], rows))
+    print("", *failures, sep="\n\n")
+    return 1 if failures else 0
 
 
-def count_kernels(plan: Plan, comparison: Comparison, measured: records.Run) -> None:
-    """Count the kernels of each case, after everything is timed, while time is left."""
-    for case, result in zip(plan.cases, measured.cases, strict=True):
-        if not comparison.late():
-            comparison.count_kernels(case, result)
-
-
-def exit_code(measured: records.Run) -> int:
-    """Return 1 if the Block failed, or if a peer disagrees with it."""
-    for case in measured.cases:
-        if case.failure is not None:
-            return 1
-        for row in case.rows:
-            if row.status == "disagrees":
-                return 1
-    return 0
-
-
-# --- Report ----------------------------------------------------------------------------------------------------------
-
-
-def runs_of(options: argparse.Namespace) -> list[records.Run]:
-    """Read the runs of --report, with the cases of --case."""
-    runs: list[records.Run] = []
-    for path in options.report:
-        found = records.read(path)
-        if found in runs:
-            raise ValueError(f"--report must name each run once: leave out {path}")
-        runs.append(found)
-    if options.case is not None:
-        names = dict.fromkeys(case.name for run in runs for case in run.cases)
-        chosen = choose("case", options.case, names, patterns=True)
-        for each in runs:
-            each.cases = tuple(case for case in each.cases if case.name in chosen)
-    return runs
-
-
-def report(runs: Sequence[records.Run], target: Path | None) -> int:
-    """Write and print the page of earlier runs."""
-    text = page(runs)
-    if target is not None:
-        write_text(target, text)
-    print(text)
-    return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser()
-    options = parser.parse_args(argv)
-    with parser.reporting():
-        check_options(parser, options)
-        if options.report is None:
-            work = partial(measure, plan_of(options), options)
-        else:
-            work = partial(report, runs_of(options), options.write)
-    return run(parser, work)
+def print_row(name: str, cells: list[str]) -> None:
+    """Print one row of a table, whose width is not known yet, at once."""
+    padded = [cell.rjust(len("0.00 (0.00-0.00)")) for cell in cells]
+    print(f"| {name:32} | {' | '.join(padded)} |", flush=True)
 
 
 if __name__ == "__main__":

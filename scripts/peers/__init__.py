@@ -1,1 +1,1 @@
-"""Compare tinyblock with other projects: their layers with the weights of a Block, their speed and their errors."""
+"""The layers of other projects, with the weights of a Block."""

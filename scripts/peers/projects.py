@@ -1,84 +1,42 @@
-"""The layers of other projects, with the weights of a Block. Each builder imports its own, and all are optional.
+"""One layer of each other project, with the weights of a Block.
 
-A builder configures a layer, names the weights of the Block that each parameter of the layer consists of, and makes the
-project's own tables of cosines and sines, in the dtype that its models use.
+Each function imports its project, configures a layer like the Block, and names the
+weights of the Block of which each parameter consists. It also makes the project's
+tables of cosines and sines, in the dtype that its models use. Models compute these
+tables once for all layers, so they are not timed.
 """
 
-from collections.abc import Mapping
-from functools import partial
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from einops import rearrange
-from lab.sizes import Size
-from torch import Tensor, nn
+from torch import Tensor
 
-from tinyblock import Block
-
-from .candidates import (
-    OWN,
-    Candidate,
-    Layer,
-    Peer,
-    Unavailable,
-    import_as,
-    weights_of,
-)
+from .own import Peer, import_as, weights_of
 
 LLAMA = "transformers.models.llama.modeling_llama"
-QWEN3 = "transformers.models.qwen3.modeling_qwen3"
 
 
-def in_halves(weights: Mapping[str, Tensor], d_head: int) -> dict[str, Tensor]:
-    """Return weights for a layer that rotates x[k] with x[k + d_head/2], as those of Hugging Face and litgpt do.
-
-    The Block rotates (x0, x1), (x2, x3), ... The rows of q and k, and the gains of their norms, are reordered in the
-    same way within each head. This changes no score, because a score is a sum over them.
-    """
-    order = "(heads half pair) ... -> (heads pair half) ..."
-    reordered = dict(weights)
-    for name in ("q", "k", "q_norm", "k_norm"):
-        if name in weights:
-            reordered[name] = rearrange(weights[name], order, half=d_head // 2, pair=2)
-    return reordered
-
-
-def _load(module: Any, weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Any:
-    """Move a module to the device and dtype of the weights, load them, and return the module.
-
-    `names` maps each parameter of the module to the weights that it consists of, one below the other: "q k v".
-    """
-    module = module.to(device=weights["q"].device, dtype=weights["q"].dtype)
-    state = {}
-    for parameter, parts in names.items():
-        state[parameter] = torch.cat([weights[part] for part in parts.split()])
-    module.load_state_dict(state)
-    return module
-
-
-def _reject_qk_norm(size: Size, layer: str) -> None:
-    if size.qk_norm:
-        raise Unavailable(f"{layer} has no such q/k norm")
-
-
-def _hugging_face_config(modeling: Any, family: str, size: Size) -> Any:
-    config_class = getattr(modeling, f"{family}Config")
-    return config_class(
-        hidden_size=size.d_model,
-        intermediate_size=size.d_ff,
-        num_attention_heads=size.num_heads,
-        num_key_value_heads=size.num_kv_heads,
-        head_dim=size.d_head,
-        rope_theta=size.theta,
-        rms_norm_eps=size.eps,
+def transformers(block: Any, modeling: ModuleType | None = None) -> Peer:
+    """Take Hugging Face's LlamaDecoderLayer, or that of a changed copy of its module."""
+    llama: Any = modeling or import_module(LLAMA)
+    config = llama.LlamaConfig(
+        hidden_size=block.d_model,
+        intermediate_size=block.ffn.d_ff,
+        num_attention_heads=block.attn.num_heads,
+        num_key_value_heads=block.attn.num_kv_heads,
+        head_dim=block.attn.d_head,
+        rope_theta=block.attn.rope.theta,
+        rms_norm_eps=block.ln1.eps,
         attn_implementation="sdpa",
     )
-
-
-def _hugging_face_names(size: Size) -> dict[str, str]:
     names = {
         "self_attn.q_proj.weight": "q",
         "self_attn.k_proj.weight": "k",
@@ -90,59 +48,44 @@ def _hugging_face_names(size: Size) -> dict[str, str]:
         "mlp.up_proj.weight": "w3",
         "mlp.down_proj.weight": "w2",
     }
-    if size.qk_norm:
-        names["self_attn.q_norm.weight"] = "q_norm"
-        names["self_attn.k_norm.weight"] = "k_norm"
-    return names
+    weights = in_halves(block)
+    layer = load(llama.LlamaDecoderLayer(config, layer_idx=0), weights, names)
+    x = weights["q"]
+    positions = torch.arange(block.attn.rope.max_seq_len, device=x.device)
+    tables = llama.LlamaRotaryEmbedding(config).to(x.device)(x, positions[None])
+    layers = {
+        "RMSNorm": layer.input_layernorm,
+        "SwiGLU": layer.mlp,
+        "attention": lambda x: layer.self_attn(x, tables, attention_mask=None),
+        "Block": lambda x: layer(x, position_embeddings=tables),
+    }
+    return Peer(list(layer.parameters()), layers)
 
 
-def hugging_face_layer(
-    block: Block, size: Size, patched: ModuleType | None = None
-) -> Candidate:
-    """Return the decoder layer of transformers' Llama, or of its Qwen3 for a q/k norm.
-
-    `patched` is a changed copy of the module of that family.
-    """
-    family, name = ("Qwen3", QWEN3) if size.qk_norm else ("Llama", LLAMA)
-    modeling: Any = patched or import_module(name)
-    config = _hugging_face_config(modeling, family, size)
-    weights = in_halves(weights_of(block), size.d_head)
-    layer = getattr(modeling, f"{family}DecoderLayer")(config, layer_idx=0)
-    layer = _load(layer, weights, _hugging_face_names(size))
-    device = weights["q"].device
-    rope = getattr(modeling, f"{family}RotaryEmbedding")(config).to(device)
-    tables = rope(weights["q"], torch.arange(size.seq_len, device=device)[None])
-    attention = partial(layer.self_attn, attention_mask=None)
-    return Candidate.of(
-        layer, layer.input_layernorm, layer.mlp, attention, position_embeddings=tables
-    )
-
-
-def _build_liger(block: Block, size: Size) -> Candidate:
-    """Patch a private copy of the Llama module: Liger's own patch would also change the plain peer."""
-    _reject_qk_norm(size, "the Llama layer that Liger-Kernel patches here")
-    # In the package of the original, because it imports from there.
+def liger(block: Any) -> Peer:
+    """Put Liger's kernels into a copy of Hugging Face's module: the original is a peer."""
     source = Path(str(import_module(LLAMA).__file__))
-    patched: Any = import_as(f"{LLAMA}_of_liger", source)
-    liger = "liger_kernel.transformers"
-    patched.LlamaRMSNorm = import_module(f"{liger}.rms_norm").LigerRMSNorm
-    patched.LlamaMLP = import_module(f"{liger}.swiglu").LigerSwiGLUMLP
-    patched.apply_rotary_pos_emb = import_module(f"{liger}.rope").liger_rotary_pos_emb
-    return hugging_face_layer(block, size, patched)
+    # In the package of the original, because it imports from there.
+    patched: Any = import_as(f"{LLAMA}_with_liger", source)
+    kernels = "liger_kernel.transformers"
+    patched.LlamaRMSNorm = import_module(f"{kernels}.rms_norm").LigerRMSNorm
+    patched.LlamaMLP = import_module(f"{kernels}.swiglu").LigerSwiGLUMLP
+    patched.apply_rotary_pos_emb = import_module(f"{kernels}.rope").liger_rotary_pos_emb
+    return transformers(block, patched)
 
 
-def _build_litgpt(block: Block, size: Size) -> Candidate:
-    litgpt = import_module("litgpt.model")
-    config = litgpt.Config(
-        n_head=size.num_heads,
-        n_query_groups=size.num_kv_heads,
-        head_size=size.d_head,
-        n_embd=size.d_model,
-        intermediate_size=size.d_ff,
-        block_size=size.seq_len,
+def litgpt(block: Any) -> Peer:
+    model: Any = import_module("litgpt.model")
+    rope = block.attn.rope
+    config = model.Config(
+        n_head=block.attn.num_heads,
+        n_query_groups=block.attn.num_kv_heads,
+        head_size=block.attn.d_head,
+        n_embd=block.d_model,
+        intermediate_size=block.ffn.d_ff,
+        block_size=rope.max_seq_len,
         norm_class_name="RMSNorm",
-        norm_eps=size.eps,
-        norm_qk=size.qk_norm,
+        norm_eps=block.ln1.eps,
         mlp_class_name="LLaMAMLP",
         bias=False,
         parallel_residual=False,
@@ -157,96 +100,32 @@ def _build_litgpt(block: Block, size: Size) -> Candidate:
         "mlp.fc_2.weight": "w3",
         "mlp.proj.weight": "w2",
     }
-    if size.qk_norm:
-        names["attn.norm_q.weight"] = "q_norm"
-        names["attn.norm_k.weight"] = "k_norm"
-    # litgpt rotates the first half of a head with the second, not consecutive pairs.
-    weights = in_halves(weights_of(block), size.d_head)
-    layer = _load(litgpt.Block(config, block_idx=0), weights, names)
-    device = weights["q"].device
-    dtype = weights["q"].dtype
-    cos, sin = litgpt.build_rope_cache(
-        size.seq_len, size.d_head, device=device, base=size.theta
-    )
-    cos = cos[None].to(dtype)
-    sin = sin[None].to(dtype)
-    return Candidate.of(layer, layer.norm_1, layer.mlp, layer.attn, cos=cos, sin=sin)
-
-
-def _in_groups(weights: Mapping[str, Tensor], size: Size) -> dict[str, Tensor]:
-    """Return weights whose query heads are reordered for x-transformers.
-
-    There, neighboring query heads have different key heads; in the Block they share one.
-    """
-    heads = {"kv_heads": size.num_kv_heads, "d_head": size.d_head}
-    rows = "(kv_heads group d_head) d_model -> (group kv_heads d_head) d_model"
-    columns = "d_model (kv_heads group d_head) -> d_model (group kv_heads d_head)"
-    reordered = dict(weights)
-    reordered["q"] = rearrange(weights["q"], rows, **heads)
-    reordered["o"] = rearrange(weights["o"], columns, **heads)
-    return reordered
-
-
-def _build_x_transformers(block: Block, size: Size) -> Candidate:
-    """Configure x-transformers' Decoder as one such layer; its RMSNorm has no eps, and its gate loses its bias."""
-    _reject_qk_norm(size, "x-transformers' Decoder")
-    decoder = import_module("x_transformers").Decoder(
-        dim=size.d_model,
-        depth=1,
-        heads=size.num_heads,
-        attn_kv_heads=size.num_kv_heads,
-        attn_dim_head=size.d_head,
-        attn_flash=True,
-        use_rmsnorm=True,
-        norm_add_unit_offset=False,
-        pre_norm_has_final_norm=False,
-        # x-transformers multiplies this by d_model, and rounds down.
-        ff_mult=(size.d_ff + 0.5) / size.d_model,
-        ff_glu=True,
-        ff_swish=True,
-        ff_no_bias=True,
-        verbose=False,
-    )
-    # Layer 0 is attention and layer 1 the feed-forward layer; each has its norms (0) and its function (1).
-    decoder.layers[1][1].ff[0].proj.bias = None  # ff_no_bias leaves it
-    names = {
-        "layers.0.1.to_q.weight": "q",
-        "layers.0.1.to_k.weight": "k",
-        "layers.0.1.to_v.weight": "v",
-        "layers.0.1.to_out.weight": "o",
-        "layers.0.0.0.g": "ln1",
-        "layers.1.0.0.g": "ln2",
-        "layers.1.1.ff.0.proj.weight": "w3 w1",
-        "layers.1.1.ff.2.weight": "w2",
+    weights = in_halves(block)
+    layer = load(model.Block(config, block_idx=0), weights, names)
+    tables = model.build_rope_cache(rope.max_seq_len, rope.d_k, base=rope.theta)
+    # Its models keep the table in their dtype.
+    cos, sin = (table[None].to(weights["q"]) for table in tables)
+    layers = {
+        "RMSNorm": layer.norm_1,
+        "SwiGLU": layer.mlp,
+        "attention": lambda x: layer.attn(x, cos, sin),
+        "Block": lambda x: layer(x, cos, sin),
     }
-    weights = _in_groups(weights_of(block), size)
-    decoder = _load(decoder, weights, names)
-    (norms, attention, _), (_, ffn, _) = decoder.layers
-    rotation = _x_transformers_angles(size, weights["q"].device)
-    return Candidate.of(decoder, norms[0], ffn, attention, rotary_pos_emb=rotation)
+    return Peer(list(layer.parameters()), layers)
 
 
-def _x_transformers_angles(size: Size, device: torch.device) -> Any:
-    """Return the angles in float32: those of a module in half precision would round the positions."""
-    module = import_module("x_transformers.x_transformers")
-    with torch.device(device):
-        embedding = module.RotaryEmbedding(size.d_head, base=size.theta)
-        return embedding.forward_from_seq_len(size.seq_len)
-
-
-def _build_torchtune(block: Block, size: Size) -> Candidate:
-    """Take the layer of torchtune's Llama 3, whose head size is d_model / num_heads, as in all cases."""
-    _reject_qk_norm(size, "torchtune's Llama 3")
+def torchtune(block: Any) -> Peer:
+    """Take the layer of torchtune's Llama 3, whose head size is d_model / num_heads."""
     model = import_module("torchtune.models.llama3").llama3(
         vocab_size=1,
         num_layers=1,
-        num_heads=size.num_heads,
-        num_kv_heads=size.num_kv_heads,
-        embed_dim=size.d_model,
-        max_seq_len=size.seq_len,
-        intermediate_dim=size.d_ff,
-        rope_base=size.theta,
-        norm_eps=size.eps,
+        num_heads=block.attn.num_heads,
+        num_kv_heads=block.attn.num_kv_heads,
+        embed_dim=block.d_model,
+        max_seq_len=block.attn.rope.max_seq_len,
+        intermediate_dim=block.ffn.d_ff,
+        rope_base=block.attn.rope.theta,
+        norm_eps=block.ln1.eps,
     )
     names = {
         "attn.q_proj.weight": "q",
@@ -259,48 +138,135 @@ def _build_torchtune(block: Block, size: Size) -> Candidate:
         "sa_norm.scale": "ln1",
         "mlp_norm.scale": "ln2",
     }
-    layer = _load(model.layers[0], weights_of(block), names)
-    with torch.device(next(block.parameters()).device):
-        # _load has cast its table: compute it again in float32, as in torchtune's models.
+    weights = weights_of(block)
+    layer = load(model.layers[0], weights, names)
+    with weights["q"].device:
+        # `load` has cast its table, which its models keep in float32.
         layer.attn.pos_embeddings.rope_init()
-
-    def self_attention(x: Tensor) -> Tensor:
+    layers = {
+        "RMSNorm": layer.sa_norm,
+        "SwiGLU": layer.mlp,
         # The first argument gives the queries, the second the keys and values.
-        return layer.attn(x, x)
+        "attention": lambda x: layer.attn(x, x),
+        "Block": layer,
+    }
+    return Peer(list(layer.parameters()), layers)
 
-    return Candidate.of(layer, layer.sa_norm, layer.mlp, self_attention)
 
-
-def build_torch(block: Block, size: Size) -> Candidate:
-    """Take torch's own norm and attention; it has no gated feed-forward layer and no RoPE."""
-    norm = nn.RMSNorm(size.d_model, size.eps)
-    attention = nn.MultiheadAttention(
-        size.d_model, size.num_heads, bias=False, batch_first=True
+def x_transformers(block: Any) -> Peer:
+    """Configure its Decoder as one such layer. Its norm has no eps."""
+    module = import_module("x_transformers.x_transformers")
+    rope = block.attn.rope
+    decoder = module.Decoder(
+        dim=block.d_model,
+        depth=1,
+        heads=block.attn.num_heads,
+        attn_kv_heads=block.attn.num_kv_heads,
+        attn_dim_head=rope.d_k,
+        attn_flash=True,
+        use_rmsnorm=True,
+        norm_add_unit_offset=False,
+        pre_norm_has_final_norm=False,
+        # x-transformers multiplies this by d_model, and rounds down.
+        ff_mult=(block.ffn.d_ff + 0.5) / block.d_model,
+        ff_glu=True,
+        ff_swish=True,
+        ff_no_bias=True,
+        verbose=False,
     )
-    names = {"0.weight": "ln1", "1.in_proj_weight": "q k v", "1.out_proj.weight": "o"}
-    layers = _load(nn.Sequential(norm, attention), weights_of(block), names)
-    mask = nn.Transformer.generate_square_subsequent_mask(size.seq_len).to(norm.weight)
+    # Layer 0 is attention and layer 1 feed-forward; each has norms (0) and a function (1).
+    decoder.layers[1][1].ff[0].proj.bias = None  # ff_no_bias leaves it
+    names = {
+        "layers.0.1.to_q.weight": "q",
+        "layers.0.1.to_k.weight": "k",
+        "layers.0.1.to_v.weight": "v",
+        "layers.0.1.to_out.weight": "o",
+        "layers.0.0.0.g": "ln1",
+        "layers.1.0.0.g": "ln2",
+        "layers.1.1.ff.0.proj.weight": "w3 w1",
+        "layers.1.1.ff.2.weight": "w2",
+    }
+    weights = weights_of(block)
+    # Neighboring query heads have different key heads; in the Block they share one.
+    heads = {"kv_heads": block.attn.num_kv_heads, "d_head": rope.d_k}
+    rows = "(kv_heads group d_head) d_model -> (group kv_heads d_head) d_model"
+    columns = "d_model (kv_heads group d_head) -> d_model (group kv_heads d_head)"
+    weights["q"] = rearrange(weights["q"], rows, **heads)
+    weights["o"] = rearrange(weights["o"], columns, **heads)
+    decoder = load(decoder, weights, names)
+    # Apart from the module, which would round its frequencies to half precision.
+    with weights["q"].device:
+        embedding = module.RotaryEmbedding(rope.d_k, base=rope.theta)
+        angles = embedding.forward_from_seq_len(rope.max_seq_len)
+    (norms, attention, _), (_, ffn, _) = decoder.layers
+    layers = {
+        "RMSNorm": norms[0],
+        "SwiGLU": ffn,
+        "attention": lambda x: attention(x, rotary_pos_emb=angles),
+        "Block": lambda x: decoder(x, rotary_pos_emb=angles),
+    }
+    return Peer(list(decoder.parameters()), layers)
 
-    def causal(x: Tensor) -> Any:
-        return attention(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)
 
-    parts: dict[str, Layer] = {"RMSNorm": norm, "attention without RoPE": causal}
-    return Candidate(norm, [*layers.parameters()], parts=parts)
+def load(module: Any, weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Any:
+    """Load weights into a module, in their dtype and on their device.
+
+    `names` maps each parameter of the module to the weights that it consists of, one
+    below the other: "q k v".
+    """
+    state = {}
+    for parameter, parts in names.items():
+        state[parameter] = torch.cat([weights[part] for part in parts.split()])
+    module = module.to(weights["q"])
+    module.load_state_dict(state)
+    return module
 
 
-PEERS: Mapping[str, Peer] = {
-    **OWN,
-    "transformers": Peer(
-        hugging_face_layer, "Hugging Face decoder layer", "transformers"
-    ),
-    "liger": Peer(
-        _build_liger, "Liger-Kernel's LlamaDecoderLayer", "liger-kernel", cuda_only=True
-    ),
-    "litgpt": Peer(_build_litgpt, "litgpt Block", "litgpt"),
-    "torchtune": Peer(
-        _build_torchtune, "torchtune TransformerSelfAttentionLayer", "torchtune"
-    ),
-    "x-transformers": Peer(
-        _build_x_transformers, "x-transformers Decoder of depth 1", "x-transformers"
-    ),
+def in_halves(block: Any) -> dict[str, Tensor]:
+    """Return weights for a layer that rotates x[k] with x[k + d_head/2].
+
+    The Block rotates (x0, x1), (x2, x3), ... The rows of q and k are reordered in the
+    same way within each head, which changes no score: a score is a sum over them.
+    """
+    order = "(heads half pair) d_model -> (heads pair half) d_model"
+    weights = weights_of(block)
+    for name in ("q", "k"):
+        half = block.attn.d_head // 2
+        weights[name] = rearrange(weights[name], order, half=half, pair=2)
+    return weights
+
+
+# By the names of their packages.
+PROJECTS: dict[str, Callable[[Any], Peer]] = {
+    "transformers": transformers,
+    "liger-kernel": liger,
+    "litgpt": litgpt,
+    "torchtune": torchtune,
+    "x-transformers": x_transformers,
 }
+
+
+def installed(makers: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return what can run here, and name the projects that are left out."""
+    found = {}
+    for project, make in makers.items():
+        if project == "liger-kernel" and device.type != "cuda":
+            print(f"{project} is left out: it requires CUDA", file=sys.stderr)
+        elif not is_installed(project):
+            print(f"{project} is left out: it is not installed", file=sys.stderr)
+        else:
+            found[project] = make
+    return found
+
+
+def versions(projects: Iterable[str]) -> str:
+    """Write the versions of the projects that are installed."""
+    listed = []
+    for project in projects:
+        if is_installed(project):
+            listed.append(f"{project} {version(project)}")
+    return ", ".join(listed)
+
+
+def is_installed(project: str) -> bool:
+    return find_spec(project.replace("-", "_")) is not None

@@ -1,148 +1,112 @@
-"""The errors that docs/exactness.md reports: those of known roundings, their units, and the tables."""
-
-import math
+"""Errors of layers and of RoPE are those that the formulas predict."""
 
 import exactness
 import pytest
 import torch
-from peers import errors, errors_report, pages
-from peers.errors import FORWARD, OURS, ROUNDED, WEIGHTS, Error, Key
+from peers import ropes
+from peers.projects import is_installed
 
-# The peers warn, which this project cannot mend.
-pytestmark = pytest.mark.filterwarnings("ignore")
-BFLOAT16 = torch.bfloat16
-EPS = torch.finfo(BFLOAT16).eps
-EXACT = torch.tensor([1.0, 2.0, -4.0], dtype=torch.float64)
+from tinyblock import apply_rope
 
+CPU = torch.device("cpu")
+ROPES = ropes.OWN_ROPES | ropes.PROJECT_ROPES
 
-def test_error_is_in_units_of_eps():
-    found = errors.error(EXACT * (1 + EPS), EXACT, BFLOAT16)
-    assert (found.rms, found.largest) == pytest.approx((1, 1))
+pytestmark = pytest.mark.filterwarnings("ignore")  # the projects warn
 
 
-def test_largest_error_is_relative_to_the_largest_value():
-    wrong = EXACT + EPS * torch.tensor([0.0, 0.0, 2.0])
-    assert errors.error(wrong, EXACT, BFLOAT16).largest == pytest.approx(0.5)
+def test_formula_of_rope_is_equation_8():
+    x = torch.randn(1, 2, 3, ropes.D_HEAD, dtype=torch.float64)
+    positions = torch.tensor([0, 7, 100])
+    exponents = torch.arange(0, ropes.D_HEAD, 2, dtype=torch.float64) / ropes.D_HEAD
+    angles = torch.outer(positions.double(), 10000**-exponents)
+    actual = ropes.formula(torch.float64)(x, positions)
+    torch.testing.assert_close(actual, apply_rope(x, angles))
 
 
-def test_error_of_nan_is_infinite():
-    wrong = EXACT * torch.tensor([1, 1, torch.nan])
-    assert errors.error(wrong, EXACT, BFLOAT16) == Error(math.inf, math.inf)
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_of_each_project_is_the_formula_at_near_positions(name, monkeypatch):
+    monkeypatch.setattr(ropes, "MAX_SEQ_LEN", 16)
+    if name in ropes.PROJECT_ROPES and not is_installed(name):
+        pytest.skip(f"{name} is not installed")
+    x = torch.randn(1, 2, 9, ropes.D_HEAD)
+    positions = torch.arange(9)
+    expected = ropes.formula(torch.float64)(x, positions)
+    torch.testing.assert_close(ROPES[name]()(x, positions), expected, rtol=0, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def measured():
-    return errors.measure(torch.device("cpu"), quick=True)
+def test_only_the_rope_of_tinyblock_is_exact_at_a_million(monkeypatch, tmp_path):
+    monkeypatch.setattr(exactness, "SEEDS", range(1))
+    monkeypatch.setattr(exactness, "STARTS", [0, exactness.STARTS[-1]])
+    monkeypatch.setattr(exactness, "PROJECT_ROPES", {})
+    errors = exactness.rope_errors(torch.float32, CPU)
+    for what in (exactness.OUTPUTS, exactness.GRADIENTS):
+        [ours] = errors["RoPE at 1,048,448", "tinyblock", what]
+        [meta] = errors["RoPE at 1,048,448", "Meta's formula", what]
+        assert ours < torch.finfo(torch.float32).eps
+        assert meta > 1e-3
+    exactness.plot(tmp_path / "rope.png", {"a": errors, "b": errors})
+    assert (tmp_path / "rope.png").stat().st_size > 10_000
 
 
-def rms(measured, *key):
-    return errors_report.rms(measured[Key(*key)])
+def test_error_is_relative_and_that_of_the_gradient_is_separate():
+    errors = exactness.defaultdict(list)
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 1.25 * x
+
+        @staticmethod
+        def backward(ctx, dy):
+            return 2 * dy
+
+    runs = {"exact": lambda x: 1 * x, "wrong": Wrong.apply}
+    exactness.record(errors, "layer", runs, x)
+    [output] = errors["layer", "wrong", exactness.OUTPUTS]
+    [gradient] = errors["layer", "wrong", exactness.GRADIENTS]
+    assert output == pytest.approx(0.25, rel=0.02)
+    assert gradient == pytest.approx(1)
+    assert errors["layer", "rounded", exactness.OUTPUTS] == [0.0]
 
 
-def test_all_layers_but_rope_are_exact_to_a_few_roundings(measured):
-    found = {
-        key: errors_report.rms(values)
-        for key, values in measured.items()
-        if not key.layer.startswith("RoPE")
-    }
-    assert {key.layer for key in found} >= {"RMSNorm", "SwiGLU", "Block", "8 Blocks"}
-    assert all(0 < error < 12 for error in found.values()), found
+def test_layer_that_rounds_once_has_the_smallest_error(monkeypatch):
+    monkeypatch.setattr(exactness, "SEEDS", range(1))
+    monkeypatch.setattr(exactness, "PROJECTS", {})
+    errors = exactness.layer_errors(torch.bfloat16, CPU)
+    [ours] = errors["RMSNorm", "tinyblock", exactness.OUTPUTS]
+    [rounded] = errors["RMSNorm", "rounded", exactness.OUTPUTS]
+    assert ours == pytest.approx(rounded, rel=0.01)
+    [block] = errors["Block", "tinyblock", exactness.OUTPUTS]
+    [stack] = errors["8 Blocks", "tinyblock", exactness.OUTPUTS]
+    assert rounded < block < stack < 0.02
+    text = exactness.table("bfloat16", errors, exactness.OUTPUTS)
+    assert f"{stack:.2e}" in text
 
 
-@pytest.mark.parametrize("direction", errors.DIRECTIONS)
-def test_norm_in_half_precision_rounds_once(measured, direction):
-    ours = rms(measured, "bfloat16", direction, "RMSNorm", OURS)
-    assert ours < 1.01 * rms(measured, "bfloat16", direction, "RMSNorm", ROUNDED)
-
-
-def test_norm_of_hugging_face_rounds_twice(measured):
-    norm = ("bfloat16", FORWARD, "RMSNorm")
-    if Key(*norm, "Hugging Face") not in measured:
-        pytest.skip("needs transformers")
-    ratio = rms(measured, *norm, "Hugging Face") / rms(measured, *norm, ROUNDED)
-    assert 1.2 < ratio < 1.6
-
-
-def test_rope_is_as_exact_as_its_dtype_and_float32_angles_are_not(measured):
-    rope = ("float32", FORWARD, "RoPE from position 8,192")
-    assert rms(measured, *rope, OURS) < 0.5
-    # The angles are off by up to half an eps of each position.
-    assert 200 < rms(measured, *rope, "Meta") < 2000
-
-
-def made_up():
-    """Return errors of three seeds of one layer in float32."""
-    of_projects = {
-        ROUNDED: [Error(0.5, 1.0)] * 3,
-        OURS: [Error(1.0, 2.0), Error(1.5, 1.0), Error(1.25, 3.0)],
-        "litgpt": [Error(0.8, 2.0), Error(1.0, 1.0), Error(1.0, 1.0)],
-        "torchtune": [Error(1.0, 2.0)] * 3,
-        "Hugging Face": [Error(math.inf, math.inf)] * 3,
-    }
-    return {
-        Key("float32", FORWARD, "RMSNorm", project): found
-        for project, found in of_projects.items()
-    }
-
-
-def test_table_has_medians_and_largest_errors_and_marks_who_is_closer():
-    table = errors_report.table(made_up(), "float32", FORWARD)
-    header, _, row = [line.split("|")[1:-1] for line in table.splitlines()]
-    cells = dict(zip(map(str.strip, header), map(str.strip, row), strict=True))
-    assert cells == {
-        "layer": "RMSNorm",
-        ROUNDED: "0.50, 1.00",
-        OURS: "1.25, 3.00",
-        "Hugging Face": "not finite",
-        "litgpt": "**1.00, 2.00**",
-        "torchtune": "1.00, 2.00",  # not closer with every seed
-    }
-
-
-def test_seeds_are_compared_with_the_medians_of_a_table():
-    assert errors_report.variation(made_up(), "float32", FORWARD) == (
-        "Seeds differ from these medians by at most 10.0% in half of the cells, "
-        "and by at most 20% in all."
+def test_logits_of_a_real_model_are_compared_with_those_of_transformers(tmp_path):
+    real_model = pytest.importorskip("peers.real_model")
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"?": 0, "the": 1, "a": 2, "of": 3, ".": 4, "is": 5}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.save_pretrained(tmp_path)
+    config = transformers.LlamaConfig(
+        vocab_size=6,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=10_000,
     )
-
-
-def test_ratios_are_those_of_all_dtypes_and_directions():
-    found = made_up()
-    for project, error in {OURS: Error(1.0, 1.0), "litgpt": Error(2000.0, 1.0)}.items():
-        found[Key("float16", WEIGHTS, "RMSNorm", project)] = [error]
-    assert errors_report.ratios(found, "RMSNorm", "litgpt") == "0.00050 to 1.25"
-    assert errors_report.ratios(found, "RMSNorm", "torch.nn") == ""
-
-
-def test_page_has_a_table_for_each_dtype_and_direction(measured):
-    text = errors_report.tables(measured)
-    headings = [line for line in text.splitlines() if line.startswith("### ")]
-    assert len(headings) == len(set(headings)) == 9
-    assert text.count("| layer ") == 9
-    # RoPE has no weights, so it is in the table of ratios and in six others.
-    assert text.count("\n| RoPE from position 8,192 ") == 7
-
-
-def test_write_requires_a_page_with_the_marks_of_the_device(tmp_path, capsys):
-    page = tmp_path / "page.md"
-    page.write_text(pages.begin("scripts/exactness.py --device cuda") + pages.END)
-    before = page.read_text()
-    with pytest.raises(SystemExit, match="2"):
-        exactness.main(["--write", str(page)])
-    expected = "must be a page with the lines <!-- scripts/exactness.py --device cpu"
-    assert expected in capsys.readouterr().err
-    assert page.read_text() == before
-
-
-def test_quick_run_cannot_be_written(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        exactness.main(["--quick", "--write", str(tmp_path / "page.md")])
-    assert "--quick measures one seed, too few for --write" in capsys.readouterr().err
-
-
-def test_quick_run_prints_all_tables(capsys, monkeypatch, measured):
-    monkeypatch.setattr(exactness, "measure", lambda device, quick, begin: measured)
-    assert exactness.main(["--quick"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("Measured on ")
-    assert "### float16, gradient of the weights" in printed
+    model = transformers.LlamaForCausalLM(config)
+    model.model.layers[0].self_attn.q_proj.weight.data *= 1000  # attention, not means
+    model.save_pretrained(tmp_path)
+    lines = real_model.measure(str(tmp_path), CPU).splitlines()
+    [far] = [line for line in lines if "float32, positions from 9,808" in line]
+    ours, theirs = (float(cell.split()[0]) for cell in far.split("|")[2:4])
+    assert ours < 1e-6
+    assert theirs > 2 * ours
+    assert len(lines) == 6
