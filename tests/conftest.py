@@ -3,6 +3,7 @@
 import os
 import sys
 
+import einops
 import pytest
 
 # Before torch starts. The tensors are small, and threads would wait for each other.
@@ -17,3 +18,6 @@ def _same_start():
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+        # Later tests compile faster (docs/performance.md). The contract, whose tests run
+        # before these, compiles without.
+        torch.compiler.allow_in_graph(einops.rearrange)

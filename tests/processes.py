@@ -1,25 +1,72 @@
-"""Start several processes by torchrun, as users do."""
+"""Start several processes as torchrun does, but with two imports of torch for all of them."""
 
 import os
+import runpy
+import socket
 import subprocess
 import sys
+import tempfile
 
 
-def torchrun(script, *arguments, processes=2, **environment):
-    """Run a script in several processes, and return how torchrun ended.
+def run(script, *arguments, processes=2):
+    """Run a script in several processes; return the exit code and what all printed.
 
+    A set of names has another order in every other process, as it may have for users.
     gloo of torch 2.13 aborts a process at its end now and then, also after a plain
     all_reduce. The processes are started again in this case, and in no other.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), str(script), *map(str, arguments)]
     for _ in range(4):
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        )
-        if "terminate called without an active exception" not in done.stderr:
+        code, printed = _run_once([str(script), *map(str, arguments)], processes)
+        if "terminate called without an active exception" not in printed:
             break
-    return done
+    return code, printed
+
+
+def _run_once(command, processes):
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(processes),
+    }
+    with tempfile.TemporaryFile("w+") as output:
+        halves = [
+            subprocess.Popen(
+                [sys.executable, __file__, *command],
+                env=environment | {"PYTHONHASHSEED": str(seed)},
+                stdout=output,
+                stderr=output,
+            )
+            for seed in (0, 1)
+        ]
+        code = max(half.wait() for half in halves)
+        output.seek(0)
+        return code, output.read()
+
+
+def _fork():
+    """Become every other process, each with its rank, and run the script."""
+    import torch._dynamo  # DTensor imports it, which takes as long as importing torch
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.fsdp  # noqa: F401
+
+    first = int(os.environ["PYTHONHASHSEED"])
+    children = []
+    for rank in range(first, int(os.environ["WORLD_SIZE"]), 2):
+        child = os.fork()
+        if child == 0:
+            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+            sys.argv = sys.argv[1:]
+            sys.path[0] = os.path.dirname(sys.argv[0])
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            sys.exit()
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.exit(any(codes))
+
+
+if __name__ == "__main__":
+    _fork()

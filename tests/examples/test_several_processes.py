@@ -1,6 +1,5 @@
 """Examples of several processes compute what one process computes."""
 
-import os
 import re
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from language_model import LanguageModel
-from processes import torchrun
+from processes import run
 
 from tinyblock import Transformer
 
@@ -18,11 +17,9 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def printed():
     """Return what four processes print that run all of these examples."""
-    paths = [str(HERE.parents[1] / "examples"), os.environ.get("PYTHONPATH", "")]
-    environment = {"PYTHONPATH": os.pathsep.join(paths)}
-    done = torchrun(HERE / "in_each_process.py", processes=4, **environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    code, text = run(HERE / "in_each_process.py", processes=4)
+    assert code == 0, text
+    return text
 
 
 def numbers(pattern, text):

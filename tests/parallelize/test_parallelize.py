@@ -8,7 +8,7 @@ import pytest
 import torch
 from parallelize import checks
 from parallelize.checks import mesh_of, seeded, transformer
-from processes import torchrun
+from processes import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -21,13 +21,12 @@ from tinyblock import Block, SwiGLU, Transformer, parallelize
 @pytest.fixture(scope="module")
 def four_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallelize")
-    return torchrun(checks.__file__, folder, processes=4)
+    return run(checks.__file__, folder, processes=4)[1]
 
 
 @pytest.mark.parametrize("name", checks.CHECKS)
 def test_four_processes_agree_that(name, four_processes):
-    passed = four_processes.stdout.splitlines()
-    assert f"passed {name}" in passed, four_processes.stderr
+    assert f"passed {name}" in four_processes.splitlines(), four_processes
 
 
 @pytest.fixture

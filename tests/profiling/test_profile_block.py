@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import torchrun
+from processes import run as run_in_processes
 from profiling.kernels import record
 from profiling.roofline import Rates
 from profiling.rows import limit_of, remainder, seconds_of
@@ -210,10 +210,10 @@ def test_recording_counts_the_peak_of_what_is_alive():
 
 
 def test_several_processes_report_time_and_collectives():
-    done = torchrun(SCRIPT, *TINY, "--tp", "2", "--num-heads", "2")
-    assert done.returncode == 0, done.stderr
-    assert "2 processes" in done.stdout
-    assert done.stdout.count("tokens/s") == 1
-    [calls] = [line for line in done.stdout.splitlines() if "Collectives" in line]
+    code, text = run_in_processes(SCRIPT, *TINY, "--tp", "2", "--num-heads", "2")
+    assert code == 0, text
+    assert "2 processes" in text
+    assert text.count("tokens/s") == 1
+    [calls] = [line for line in text.splitlines() if "Collectives" in line]
     for name in ("allgather", "reduce_scatter"):
         assert name in calls
