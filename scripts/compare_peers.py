@@ -259,8 +259,8 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, MakePeer]]:
     )
     parser.add_argument(
         "--cases",
-        default="*-eager",
-        help="patterns, such as '*-f32-*,*token*' (default: %(default)s)",
+        help="patterns, such as '*-f32-*,*token*' (default: '*-eager', but only in "
+        "float32 on a CPU with AVX2, where bfloat16 would take hours)",
     )
     parser.add_argument(
         "--peers", default="*", help="patterns, such as 'litgpt,c*' (default: all)"
@@ -273,7 +273,7 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, MakePeer]]:
     peers = OWN | installed(PROJECTS, options.device)
     cases = all_cases(options.device)
     try:
-        chosen_cases = select(cases, options.cases)
+        chosen_cases = select(cases, options.cases or usual_cases(options.device))
         chosen_peers = select(peers, options.peers)
     except ValueError as error:
         parser.error(str(error))
@@ -284,6 +284,12 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, MakePeer]]:
         package = import_as("tinyblock_against", source)
         chosen_peers["against"] = partial(of_package, package)
     return options, list(chosen_cases.values()), chosen_peers
+
+
+def usual_cases(device: torch.device) -> str:
+    """Return the eager cases, without bfloat16 where a CPU has no instructions for it."""
+    has_avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return "*-f32-*-eager" if device.type == "cpu" and has_avx2 else "*-eager"
 
 
 def select(items: dict[str, Any], patterns: str) -> dict[str, Any]:

@@ -103,6 +103,15 @@ def test_pattern_without_a_match_lists_the_names(option, monkeypatch, capsys):
     assert ("train-f32-768-eager" if option == "--cases" else "control") in error
 
 
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_bfloat16_is_left_out_where_it_takes_hours(capability, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    cases = compare_peers.all_cases(CPU)
+    usual = compare_peers.select(cases, compare_peers.usual_cases(CPU))
+    assert "train-f32-768-eager" in usual
+    assert ("train-bf16-768-eager" in usual) == (capability == "AVX512")
+
+
 def test_kept_bytes_count_each_storage_once_and_no_weight():
     weight = torch.ones(3, requires_grad=True)
     x = torch.ones(3, requires_grad=True)
