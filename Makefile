@@ -37,10 +37,10 @@ story: $(VENV)/installed-examples $(CACHE)/$(MODEL) ## let a small language mode
 		"Tell me a short story about a lighthouse keeper and her cat." --chat --tokens 120 $(ARGS)
 
 compare: $(VENV)-peers/installed-peers ## compare the speed of the Block with other projects' layers
-	$(VENV)-peers/bin/python scripts/compare_peers.py $(ARGS)
+	@$(VENV)-peers/bin/python scripts/compare_peers.py $(ARGS)
 
 exactness: $(VENV)-peers/installed-peers ## compare the errors of all layers with those of other projects
-	$(VENV)-peers/bin/python scripts/exactness.py $(ARGS)
+	@$(VENV)-peers/bin/python scripts/exactness.py $(ARGS)
 
 # An extra of pyproject.toml. .venv-peers is apart, because other projects require older releases.
 $(VENV)/installed-% $(VENV)-peers/installed-%: pyproject.toml

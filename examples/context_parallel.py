@@ -80,7 +80,7 @@ def main() -> None:
         # The target of a slice's last token is the first token of the next slice.
         tokens, targets = text[:, :-1], text[:, 1:]
         if attention is split:
-            parallelize(model.transformer, mesh)  # averages gradients over slices
+            parallelize(model.transformer, mesh)  # averages its gradients over slices
             tokens, targets = own_slice(tokens, mesh), own_slice(targets, mesh)
         logits = model(tokens).flatten(0, 1)
         losses.append(F.cross_entropy(logits, targets.flatten()))

@@ -199,7 +199,7 @@ def drop_positions(model: Any, every: int = 4) -> None:
 class WindowAttention(Attention):
     """Mistral 7B (arXiv 2310.06825): a token attends to the last `window` tokens.
 
-    The cost of a token does not grow with the length of the text.
+    Keys outside of the window need not be kept. This mask alone saves no time.
     """
 
     window: int | None = 512
@@ -231,7 +231,7 @@ class JointNormAttention(Attention):
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
-        eps = options["eps"]
+        eps = options.get("eps", 1e-5)
         q_norm = RMSNorm(self.q_proj.out_features, eps).to(self.q_proj.weight)
         k_norm = RMSNorm(self.k_proj.out_features, eps).to(self.k_proj.weight)
         self.q_proj = nn.Sequential(self.q_proj, q_norm)
@@ -418,6 +418,8 @@ def fuse(block: nn.Module) -> None:
     """
     attn: Any = block.attn
     ffn: Any = block.ffn
+    if type(ffn) is not SwiGLU:
+        raise TypeError(f"fuse requires SwiGLU, got {type(ffn).__name__}")
     attn.qkv_proj = joined(attn.q_proj, attn.k_proj, attn.v_proj)
     ffn.w13 = joined(ffn.w1, ffn.w3)
     del attn.q_proj, attn.k_proj, attn.v_proj, ffn.w1, ffn.w3

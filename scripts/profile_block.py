@@ -91,7 +91,7 @@ def options() -> argparse.ArgumentParser:
     add("--dp", type=positive, default=1, metavar="N", help="processes for the batch")
     add = parser.add_argument_group("output").add_argument
     add("--json", type=output, metavar="FILE", help="all figures")
-    add("--plot", type=output, metavar="FILE", help="roofline and parts")
+    add("--plot", type=picture, metavar="FILE", help="roofline and parts")
     add("--trace", type=output, metavar="FILE", help="for ui.perfetto.dev")
     return parser
 
@@ -114,6 +114,12 @@ def output(text: str) -> Path:
     if path.is_dir() or not os.access(target, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {text}")
     return path
+
+
+def picture(text: str) -> Path:
+    if not text.endswith((".png", ".svg", ".pdf")):
+        raise argparse.ArgumentTypeError(f"must end in .png, .svg or .pdf, got {text}")
+    return output(text)
 
 
 def size_of(arguments: argparse.Namespace) -> Size:
@@ -144,7 +150,7 @@ def check(arguments: argparse.Namespace, size: Size) -> None:
             f"--batch-size must be a multiple of --dp, got {size.batch_size}"
         )
     else:
-        # Layers reject sizes that do not fit together; on meta, nothing is allocated.
+        # Layers reject sizes that do not fit together; on meta, no weight is allocated.
         size.build(torch.device("meta"), torch.float32)
 
 

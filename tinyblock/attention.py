@@ -261,7 +261,7 @@ def _and_causal(
             f"mask must be a bool tensor of shape {shape} or {(*batch, 1, key)}, True "
             f"where a query may attend to a key, got {got}: pass a padding mask of shape "
             "(batch, seq) as mask[:, None], one of shape (seq, seq) where batch equals "
-            "seq as mask[None], and an additive mask as mask == 0"
+            "seq as mask[None], 1 and 0 as mask.bool(), and 0 and -inf as mask == 0"
         )
     return (mask & causal).expand(shape)
 

@@ -75,7 +75,10 @@ class Block(nn.Module):
         self.ffn = ffn(d_model, d_ff, **factory)
 
     def reset_parameters(self) -> None:
-        """Draw new weights for all layers, except a rope, which other blocks may share."""
+        """Draw new weights for all layers, except a rope, which other blocks may share.
+
+        A subclass resets an nn.Parameter of its own itself.
+        """
         for layer in self.children():
             reset_parameters(layer)
 

@@ -103,7 +103,7 @@ class SwiGLU(nn.Module):
     def reset_parameters(self) -> None:
         """Draw weights from a normal of variance 2 / (d_in + d_out), cut at 3 sigma.
 
-        This includes the layers that a subclass adds.
+        This includes the layers that a subclass adds, but not its own nn.Parameter.
         """
         _reset_children(self)
 

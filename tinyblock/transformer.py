@@ -35,8 +35,10 @@ class Transformer(nn.Module):
     ffn, num_kv_heads and qk_norm. Returns the dtype of the input.
 
     Raises:
-        ValueError: num_layers is below 1; the head size is odd and the RoPE is not
-            passed; a layer rejects an argument.
+        ValueError: num_layers, num_heads or max_seq_len is below 1; without d_head,
+            num_heads does not divide d_model; the head size is odd and the RoPE is not
+            passed; a layer rejects an argument. In a call without token_positions, x
+            has more than max_seq_len tokens.
     """
 
     def __init__(
@@ -67,6 +69,10 @@ class Transformer(nn.Module):
             raise ValueError(f"sizes of a Transformer must be at least 1, got {sizes}")
         self.d_model = d_model
         self.max_seq_len = max_seq_len
+        if d_head is None and d_model % num_heads:
+            raise ValueError(
+                f"num_heads={num_heads} must divide d_model={d_model}, or pass d_head"
+            )
         if rope is None and theta is not None:
             d_k = d_model // num_heads if d_head is None else d_head
             rope = RotaryPositionalEmbedding(theta, d_k, max_seq_len, device=device)
@@ -81,7 +87,10 @@ class Transformer(nn.Module):
         self.ln_final = norm(d_model, eps=eps, **factory)
 
     def reset_parameters(self) -> None:
-        """Draw new weights for all layers, and compute the shared RoPE once."""
+        """Draw new weights for all layers, and compute the shared RoPE once.
+
+        A subclass resets an nn.Parameter of its own itself.
+        """
         for layer in self.children():
             reset_parameters(layer)
 

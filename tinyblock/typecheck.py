@@ -137,7 +137,7 @@ def _checked(function: FunctionType) -> Callable[..., Any]:
         try:
             result = function(*args, **kwargs)
         except RuntimeError as error:
-            _note_dtypes(error, *args, **kwargs)
+            _note_dtypes(error, args, kwargs)
             raise
         if isinstance(result, Tensor):  # without a call, which would take time
             found: Any = (result.__class__, result.dtype, result.shape)
@@ -262,7 +262,7 @@ def _checker(
 
 
 def _note_dtypes(
-    error: RuntimeError, layer: Any = None, *args: Any, **kwargs: Any
+    error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Add the innermost layer and the dtypes to an error of torch's about dtypes."""
     if "dtype" not in str(error) or hasattr(error, "__notes__"):
@@ -271,6 +271,7 @@ def _note_dtypes(
         value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
     ]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    layer = args[0] if args else None
     weights = {weight.dtype for weight in getattr(layer, "parameters", list)()}
     if weights and dtypes - weights:
         error.add_note(

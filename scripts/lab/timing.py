@@ -68,19 +68,13 @@ def wall_sampler(run: Run, least_seconds: float = 0.05) -> Sampler:
     return sample
 
 
-def interleave(
-    samplers: Mapping[str, Sampler],
-    rounds: int,
-    on_round: Callable[[int], object] = lambda index: None,
-) -> dict[str, list[float]]:
+def interleave(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, list[float]]:
     """Take one sample of each in every round; every other round goes backward.
 
-    If the machine slows down, all slow down alike. `on_round` is called with the index
-    of each round before it starts.
+    If the machine slows down, all slow down alike.
     """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     for index in range(rounds):
-        on_round(index)
         names = list(samplers)
         if index % 2 == 1:
             names.reverse()

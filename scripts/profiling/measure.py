@@ -1,7 +1,6 @@
 """Measure a model: its parts and the whole in turns; then memory and kernels."""
 
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import torch
 from lab.machine import environment
-from lab.tables import seconds
 from lab.timing import Run, Sampler, Spread, clock, interleave, wall_sampler
 from torch.optim import AdamW
 
@@ -27,6 +25,7 @@ from .rows import (
     varies,
 )
 from .subject import Subject
+from .units import seconds
 from .work import Work, kept_bytes, nbytes, total_of, work_of_adamw, works_of
 
 # Names of samples and rows; those of a user's modules have no spaces.
@@ -163,9 +162,7 @@ def measure(
     if tiny is not None:
         samplers.update(_overhead_samplers(_bench_of(*tiny, mode), mode))
     samplers.update(ceiling_samplers(settings.device, settings.dtype))
-    samples = interleave(
-        samplers, settings.rounds, partial(_show_round, settings.rounds)
-    )
+    samples = interleave(samplers, settings.rounds)
     rates = Rates(
         1 / statistics.median(samples["seconds per FLOP"]),
         1 / statistics.median(samples["seconds per byte"]),
@@ -297,9 +294,3 @@ def _compile(run: Run) -> str:
     took = seconds(clock() - start)
     breaks = ", ".join(counters["graph_break"]) or "none"
     return f"{took}, graphs: {counters['stats']['unique_graphs']}, breaks: {breaks}"
-
-
-def _show_round(rounds: int, index: int) -> None:
-    """Show the round on a terminal, where the report replaces it."""
-    if sys.stderr.isatty():
-        print(f"round {index + 1} of {rounds}", end="\r", file=sys.stderr, flush=True)

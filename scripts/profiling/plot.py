@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from lab.machine import in_one_line
-from lab.tables import number, share
+from lab.tables import number
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .measure import Profile
 from .report import title
+from .units import share
 
 # Okabe and Ito's palette, which people with any kind of color blindness can tell apart.
 _COLORS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8A8A00"]

@@ -1,13 +1,14 @@
 """A profile as text: what to conclude from it, and the table behind that."""
 
 from lab.machine import in_one_line
-from lab.tables import markdown, number, seconds, share, si
+from lab.tables import markdown, number
 from lab.timing import Spread
 
 from .kernels import Recording
 from .measure import Profile
 from .roofline import Rates
 from .rows import Row
+from .units import seconds, share, si
 
 MODES = {
     "forward": "Forward",

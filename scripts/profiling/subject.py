@@ -43,6 +43,8 @@ def own_subject(size: Size) -> Subject:
     heads = f"{size.num_heads} heads"
     if size.num_kv_heads:
         heads += f" ({size.num_kv_heads} of keys)"
+    if size.d_ff:
+        heads += f", d_ff {size.d_ff}"
     return Subject(f"{model}, {heads}", _shape(size), size.build, is_own=True)
 
 

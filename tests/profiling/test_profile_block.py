@@ -11,6 +11,7 @@ from processes import run as run_in_processes
 from profiling.kernels import record
 from profiling.roofline import Rates
 from profiling.rows import limit_of, remainder, seconds_of
+from profiling.units import seconds, share, si
 from profiling.work import Work
 
 import tinyblock  # noqa: F401  before the script disables the shape checks
@@ -124,6 +125,7 @@ def test_compiled_parts_report_graphs(run, monkeypatch):
 BAD_INPUT = {
     "num_heads=5": ["--d-model", "32", "--num-heads", "5"],
     "--rounds: invalid positive value: '0'": ["--rounds", "0"],
+    "must end in .png, .svg or .pdf, got a.txt": ["--plot", "a.txt"],
     "cannot write": ["--json", "no/such/folder/profile.json"],
     "--nproc-per-node 2": ["--tp", "2"],
     "without --preset, --num-heads": [
@@ -162,13 +164,26 @@ def test_preset_yields_to_what_is_typed(run, monkeypatch):
 
     monkeypatch.setattr("profile_block.measure", measure)
     for typed, expected in {
-        (): "Block, 32 heads (8 of keys): 1 x 128 tokens, d_model 4096",
-        ("--seq-len", 7): "Block, 32 heads (8 of keys): 1 x 7 tokens, d_model 4096",
+        (): "Block, 32 heads (8 of keys), d_ff 14336: 1 x 128 tokens, d_model 4096",
+        (
+            "--seq-len",
+            7,
+        ): "Block, 32 heads (8 of keys), d_ff 14336: 1 x 7 tokens, d_model 4096",
         ("--d-model", 64): "Block, 32 heads: 1 x 128 tokens, d_model 64",
     }.items():
         with pytest.raises(KeyboardInterrupt):
             run("--preset", "llama-3.1-8b", *typed)
         assert seen["subject"].title == expected
+
+
+def test_units_follow_the_size_of_the_number():
+    assert [si(3.11e6, "B"), si(999.6), si(0.0, "B")] == ["3.11 MB", "1.00 k", "0 B"]
+    assert [seconds(2e-6), seconds(0.0123), seconds(1.5)] == [
+        "2.00 us",
+        "12.3 ms",
+        "1.50 s",
+    ]
+    assert [share(0.042), share(1.5)] == ["4.2%", "150%"]
 
 
 def test_rest_is_what_parts_leave_and_0_within_the_noise():
@@ -210,8 +225,8 @@ def test_recording_counts_the_peak_of_what_is_alive():
 
 
 def test_several_processes_report_time_and_collectives():
-    code, text = run_in_processes(SCRIPT, *TINY, "--tp", "2", "--num-heads", "2")
-    assert code == 0, text
+    failed, text = run_in_processes(SCRIPT, *TINY, "--tp", "2", "--num-heads", "2")
+    assert not failed, text
     assert "2 processes" in text
     assert text.count("tokens/s") == 1
     [calls] = [line for line in text.splitlines() if "Collectives" in line]

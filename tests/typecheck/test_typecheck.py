@@ -154,6 +154,11 @@ def test_compiled_calls_run_unchecked_in_one_graph_each(module):
     assert len(graphs) == 9
 
 
+def test_function_raises_its_own_error_with_any_keyword(module):
+    with pytest.raises(RuntimeError, match="of the function"):
+        module.fail(torch.ones(3), layer=1, error=2)
+
+
 def test_compiled_function_raises_its_own_error(module):
     # The call that raises runs again in eager mode, while dynamo still traces.
     with pytest.raises(ValueError, match="3 is too long"):

@@ -53,6 +53,10 @@ def decorated(x: Float[Tensor, " n"], *, bias: float = 0.0) -> Float[Tensor, " n
     return x + bias
 
 
+def fail(x: Float[Tensor, " n"], *, layer: int, error: int) -> None:
+    raise RuntimeError("of the function")
+
+
 @contextmanager
 def scope(x: Float[Tensor, " n"]) -> Iterator[None]:
     yield

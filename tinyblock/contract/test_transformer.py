@@ -56,7 +56,7 @@ CASES = {
     "no RoPE": case(2, 7, 24, theta=None, max_seq_len=7),
 }
 REJECTED = [("theta", 0.0), ("eps", -1.0), ("num_layers", 0)]
-REJECTED += [("d_head", 3), ("max_seq_len", 0)]
+REJECTED += [("d_head", 3), ("max_seq_len", 0), ("num_heads", 7)]
 ONE_LAYER = case(2, 7, 24, num_layers=1)
 LAYERS = {
     "transformer": Layer(ONE_LAYER, SIZE + 24, rejected=REJECTED),
