@@ -211,7 +211,6 @@ def test_edit_a_layer_shows_what_is_printed(tmp_path, monkeypatch, capfd):
             code = copies.main(shlex.split(command)[2:])
             assert code == int("FAILED" in shown)
             printed = iter(capfd.readouterr().out.splitlines())
-            for line in shown.splitlines():
+            for line in shown.replace("...\n", "").splitlines():
                 # On CI or a wide terminal, pytest adds the reason to a line.
-                found = any(text.startswith(line) for text in printed)
-                assert line == "..." or found, command
+                assert any(text.startswith(line) for text in printed), command
