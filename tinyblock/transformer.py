@@ -35,10 +35,10 @@ class Transformer(nn.Module):
     ffn, num_kv_heads and qk_norm. Returns the dtype of the input.
 
     Raises:
-        ValueError: num_layers, num_heads or max_seq_len is below 1; without d_head,
-            num_heads does not divide d_model; the head size is odd and the RoPE is not
-            passed; a layer rejects an argument. In a call without token_positions, x
-            has more than max_seq_len tokens.
+        ValueError: num_layers, num_heads or max_seq_len is below 1; the RoPE is not
+            passed, and the head size is odd or d_model / num_heads is no integer; a
+            layer rejects an argument. In a call without token_positions, x has more
+            than max_seq_len tokens.
     """
 
     def __init__(
@@ -69,11 +69,12 @@ class Transformer(nn.Module):
             raise ValueError(f"sizes of a Transformer must be at least 1, got {sizes}")
         self.d_model = d_model
         self.max_seq_len = max_seq_len
-        if d_head is None and d_model % num_heads:
-            raise ValueError(
-                f"num_heads={num_heads} must divide d_model={d_model}, or pass d_head"
-            )
         if rope is None and theta is not None:
+            if d_head is None and d_model % num_heads:
+                raise ValueError(
+                    f"num_heads={num_heads} must divide d_model={d_model}, or pass "
+                    "d_head or rope"
+                )
             d_k = d_model // num_heads if d_head is None else d_head
             rope = RotaryPositionalEmbedding(theta, d_k, max_seq_len, device=device)
         self.rope = rope

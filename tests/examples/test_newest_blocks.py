@@ -273,7 +273,8 @@ def test_deepseek_v3():
         qk_nope_head_dim=16,
         qk_rope_head_dim=8,
         v_head_dim=16,
-        num_key_value_heads=4,
+        num_attention_heads=5,  # need not divide d_model, as d_head is another
+        num_key_value_heads=5,
         head_dim=8,
     )
     for layer in theirs.layers:
@@ -281,7 +282,7 @@ def test_deepseek_v3():
     ours = Transformer(
         2,
         64,
-        4,
+        5,
         96,
         max_seq_len=128,
         eps=1e-6,
