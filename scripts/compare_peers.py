@@ -267,7 +267,6 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, MakePeer]]:
     )
     parser.add_argument("--against", type=Path, help="another checkout of tinyblock")
     parser.add_argument("--device", type=torch.device, default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="(default: 1)")
     parser.add_argument("--rounds", type=int, default=7, help="(default: 7)")
     options = parser.parse_args()
     peers = OWN | installed(PROJECTS, options.device)
@@ -305,7 +304,7 @@ def select(items: dict[str, Any], patterns: str) -> dict[str, Any]:
 
 def main() -> int:
     options, cases, peers = parse()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the peers warn, which this project cannot mend
     print(f"# {in_one_line(environment(options.device))}\n")
     print(f"{versions(PROJECTS)}; `{' '.join(sys.argv)}`\n")
