@@ -57,7 +57,7 @@ def parallelize(
     - `recompute` keeps only the input of each block for the backward pass.
     - `compile` compiles the blocks, once for each of at most 8 shapes (torch's
       recompile_limit). Over "tp", lengths must then be multiples of its number of
-      processes. Before torch 2.13, always.
+      processes; before torch 2.13, also without `compile`.
     - `fsdp` are options of torch's `fully_shard`, such as `mp_policy`.
 
     The weights of the first rank along "tp" become those of the model. Either use the

@@ -9,8 +9,8 @@ Convention: pairs are consecutive, (x0, x1), (x2, x3), ..., as in the paper and 
 Meta's Llama. Hugging Face pairs x[k] with x[k + d_k/2]: the same rotation for permuted
 rows of the query and key weights.
 Numerics: the table of cosines and sines is computed in float64 and stored in float32,
-in a model of any dtype. Angles computed in float32 are off by up to 3e-3 radians at
-position 131071. float64 inputs use `apply_rope` instead of the table.
+in a model of any dtype. Angles computed in float32 are off by thousandths of a radian
+at position 131071. float64 inputs use `apply_rope` instead of the table.
 """
 
 import math
