@@ -121,7 +121,7 @@ def _losses(profile: Profile) -> str:
     def lost(row: Row) -> float:
         return row.total - row.least_seconds
 
-    lines = ["Most time above the roofline:"]
+    lines = ["Most time lost against the roofline:"]
     for row in sorted(rows, key=lost, reverse=True)[:3]:
         advice = _ADVICE.get(row.name, _ADVICE[row.limit])
         of_whole = share(lost(row) / whole.total)
