@@ -59,12 +59,12 @@ class Cache:
 class CachedAttention(CausalMultiHeadSelfAttention):
     """Causal attention whose mask may be a Cache."""
 
-    def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, token_positions: Tensor | None
+    def project(
+        self, x: Tensor, token_positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.rope is None:  # the cache yields positions for layers without them, too
             token_positions = None
-        return super().prepare(q, k, v, token_positions)
+        return super().project(x, token_positions)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         if not isinstance(mask, Cache):

@@ -379,54 +379,6 @@ class LatentAttention(Attention):
         return q, k, v
 
 
-# --- Fused projections ---------------------------------------------------------------
-
-
-class FusedAttention(Attention):
-    qkv_proj: nn.Linear
-
-    def project(self, x: Tensor, token_positions: Tensor | None) -> Projected:
-        kv_width = self.num_kv_heads * self.d_head
-        widths = (self.num_heads * self.d_head, kv_width, kv_width)
-        q, k, v = self.qkv_proj(x).split(widths, dim=-1)
-        return self.prepare(q, k, v, token_positions)
-
-
-class FusedSwiGLU(SwiGLU):
-    w13: nn.Linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.w13(x).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * value)
-
-
-def joined(*linears: nn.Linear) -> nn.Linear:
-    """Return one product in place of several with the same input."""
-    out = deepcopy(linears[0])
-    for name in out.state_dict():
-        parts = [linear.get_parameter(name).detach() for linear in linears]
-        setattr(out, name, nn.Parameter(torch.cat(parts)))
-    out.out_features = len(out.weight)
-    return out
-
-
-def fuse(block: nn.Module) -> None:
-    """Phi-3 (arXiv 2404.14219), litgpt, vLLM: join the projections of one input.
-
-    Decoding starts two products fewer for attention, and one for SwiGLU. The block must
-    have the project of Attention and SwiGLU; a cache or a window in `attend` stays.
-    """
-    attn: Any = block.attn
-    ffn: Any = block.ffn
-    if type(ffn) is not SwiGLU:
-        raise TypeError(f"fuse requires SwiGLU, got {type(ffn).__name__}")
-    attn.qkv_proj = joined(attn.q_proj, attn.k_proj, attn.v_proj)
-    ffn.w13 = joined(ffn.w1, ffn.w3)
-    del attn.q_proj, attn.k_proj, attn.v_proj, ffn.w1, ffn.w3
-    attn.__class__ = type("FusedAttention", (FusedAttention, type(attn)), {})
-    ffn.__class__ = FusedSwiGLU
-
-
 def main() -> None:
     build = partial(Transformer, 2, d_model=64, num_heads=4, max_seq_len=128)
     half = RotaryPositionalEmbedding(10000.0, 8, 128)

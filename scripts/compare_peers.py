@@ -13,7 +13,6 @@ that are not other projects:
     unchecked   the Block without shape checks
     operations  the torch functions that an eager Block calls, without modules
     products    only the matrix products and the attention kernel of the Block
-    fused       the Block with one product for q, k and v, and one for w1 and w3
     against     the Block of another checkout
 
 A case is named work-dtype-size-mode, such as train-bf16-768-compiled. "train" is a
@@ -34,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import torch
 from lab.machine import environment, in_one_line

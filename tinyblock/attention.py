@@ -149,18 +149,11 @@ class CausalMultiHeadSelfAttention(nn.Module):
     def project(
         self, x: Tensor, token_positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v for `attend`, (..., heads, seq, d_head)."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        return self.prepare(q, k, v, token_positions)
-
-    def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, token_positions: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split into heads, normalize (with qk_norm) and rotate (with rope)."""
+        """Return q, k and v, (..., heads, seq, d_head), normalized and rotated."""
         split = "... seq (heads d_head) -> ... heads seq d_head"
-        q = rearrange(q, split, d_head=self.d_head)
-        k = rearrange(k, split, d_head=self.d_head)
-        v = rearrange(v, split, d_head=self.d_head)
+        q = rearrange(self.q_proj(x), split, d_head=self.d_head)
+        k = rearrange(self.k_proj(x), split, d_head=self.d_head)
+        v = rearrange(self.v_proj(x), split, d_head=self.d_head)
         if self.q_norm is not None and self.k_norm is not None:
             q = _normalize(q, self.q_norm)
             k = _normalize(k, self.k_norm)

@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import jaxtyping
-import newest_blocks
 import torch
 import torch.nn.functional as F
 from lab.sizes import Size
@@ -92,13 +91,6 @@ def ours(block: Any) -> Peer:
 def control(block: Any) -> Peer:
     """Copy the Block: their times differ by noise alone."""
     return ours(copy.deepcopy(block))
-
-
-def fused(block: Any) -> Peer:
-    """Join the products of one input: q, k and v to one, and w1 and w3 to one."""
-    joined = copy.deepcopy(block)
-    newest_blocks.fuse(joined)
-    return Peer(list(joined.parameters()), {"Block": joined})
 
 
 def unchecked(block: Any) -> Peer:
@@ -193,7 +185,6 @@ def _attend(
 OWN: dict[str, Callable[[Any], Peer]] = {
     "control": control,
     "unchecked": unchecked,
-    "fused": fused,
     "operations": operations,
     "products": products,
 }

@@ -168,12 +168,10 @@ def test_methods_may_be_overridden():
     """Of an instance here, as of a subclass. `attend` may take any mask."""
     layer = case(2, 7, 24, qk_norm=True, **ROPE).build()
     layer.project = Mock(wraps=layer.project)
-    layer.prepare = Mock(wraps=layer.prepare)
     layer.attend = Mock(return_value=torch.ones(2, 4, 7, 6))
     x = randn(2, 7, 24).float()
     layer.float()(x, POSITIONS, "any mask")
     layer.project.assert_called_once_with(x, POSITIONS)
-    layer.prepare.assert_called_once()
     assert layer.attend.call_args.args[-1] == "any mask"
 
 
