@@ -5,18 +5,17 @@
 
 The copy minus its base is the user's edits. What this release writes minus the base is
 what changed in tinyblock. `update` lets git merge the two. Users commit both files, and
-there is no other state.
+there is no other state: repeat a command that was interrupted, and git merges again.
 """
 
 import argparse
 import difflib
 import importlib.util
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
@@ -50,7 +49,7 @@ class Copy:
     def __init__(self, folder: Path, name: str) -> None:
         self.name = name  # such as rope.py or contract/test_rope.py
         self.path = folder / name
-        self.base_path = folder / ".tinyblock" / f"{name}.base"
+        self.base_path = base_path(folder, name)
         self.text = read(self.path)
         self.base = read(self.base_path)
         self.version = version_in(self.base)
@@ -64,25 +63,33 @@ class Copy:
                 f"{self.path} is not a copy with a base: move it away, or restore "
                 f"{self.base_path}"
             )
-        version = version_in(self.text) or self.version  # users may delete headers
-        # An update was interrupted after it wrote the copy, and before it wrote the base.
-        self.is_half_updated = (
-            version == __version__ != self.version and not self.is_newer
-        )
-        if version != self.version and not self.is_half_updated:
+        version = version_in(self.text)  # users may delete headers
+        # An interrupted update leaves a copy from this release beside an older base.
+        if version not in ("", self.version, __version__):
             raise CommandError(
                 f"{self.path} is from tinyblock {version}, but its base is from "
                 f"{self.version}: restore it together with {self.base_path}"
             )
+        self.missing_imports = [  # a missing copy with a base is reported by itself
+            imported
+            for imported in sorted(imports_of(name, self.text))
+            if not (folder / imported).exists()
+            and not (folder / imported).with_suffix("").is_dir()
+            and not base_path(folder, imported).exists()
+        ]
 
     @property
     def is_outdated(self) -> bool:
-        is_changed = renumber(self.base) != self.new
-        return self.new != "" and (is_changed or self.is_half_updated)
+        return self.new not in ("", renumber(self.base))
 
     @property
     def has_conflict(self) -> bool:
         return MARKERS.search(self.text) is not None
+
+    @property
+    def requires_work(self) -> bool:
+        is_broken = not self.text or self.has_conflict or self.missing_imports
+        return bool(is_broken or self.is_outdated)
 
     @property
     def state(self) -> str:
@@ -94,25 +101,27 @@ class Copy:
             found.append(CONFLICT)
         elif self.text != self.base:
             found.append("edited")
+        if self.missing_imports:
+            found.append(f"imports what is missing: {', '.join(self.missing_imports)}")
         if self.is_newer:
             found.append(f"from the newer tinyblock {self.version}")
         elif not self.new:
             found.append(f"not in tinyblock {__version__}")
-        elif self.is_outdated:
+        elif self.is_outdated and self.version != __version__:
             found.append(f"outdated: {self.version} -> {__version__}")
+        elif self.is_outdated:
+            found.append(f"outdated: tinyblock {__version__} has changed since")
         return ", ".join(found)
 
     def plan(self) -> tuple[str, str]:
         """Return what `update` does, and the text that it writes ("": none)."""
         if self.new and not (self.base and self.text):
             return "copied", self.new
-        if not self.is_outdated:
+        if not self.is_outdated or self.has_conflict:
             return self.state or "up to date", ""
         if self.text in (self.base, self.new):
             return "updated", self.new
-        if self.has_conflict and not self.is_half_updated:
-            return self.state, ""
-        text = self.text if self.is_half_updated else self.merge()
+        text = self.merge()
         return CONFLICT if MARKERS.search(text) else "merged with your edits", text
 
     def merge(self) -> str:
@@ -132,6 +141,15 @@ class Copy:
         if done.returncode > 127:  # up to 127 it is the number of conflicts
             raise CommandError(f"git cannot merge {self.path}: {done.stderr.strip()}")
         return done.stdout
+
+
+def layer_name(path: str) -> str:
+    """Return the layer of a file: "rope" for rope, rope.py and layers/test_rope.py."""
+    return PurePath(path).name.removesuffix(".py").removeprefix("test_")
+
+
+def base_path(folder: Path, name: str) -> Path:
+    return folder / ".tinyblock" / f"{name}.base"
 
 
 def version_in(text: str) -> str:
@@ -156,47 +174,46 @@ def imports_of(name: str, text: str) -> set[str]:
     return {(folder / f"{module}.py").as_posix() for module in modules}
 
 
-def with_imports(names: Iterable[str]) -> list[str]:
-    """Return files of this release, and those that they import."""
-    found: list[str] = []
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.append(name)
-            waiting += imports_of(name, read(ROOT / name))
-    return sorted(found)
-
-
 def copies_in(folder: Path, layers: Sequence[str]) -> list[Copy]:
     """Return the copies that a folder has of these layers and their tests.
 
     Without layers, return all copies.
     """
     bases = folder / ".tinyblock"
-    layer_of = {}
-    for base in sorted(bases.rglob("*.base")):
-        name = base.relative_to(bases).with_suffix("")
-        layer_of[name.as_posix()] = name.stem.removeprefix("test_")
-    absent = set(layers) - set(layer_of.values())
-    if absent or not layer_of:
-        what = ", ".join(sorted(absent)) or "a layer"
-        raise CommandError(f"{folder} has no copy of {what}: `tinyblock add` writes it")
-    selected = layers or layer_of.values()
-    return [Copy(folder, name) for name in layer_of if layer_of[name] in selected]
+    names = [
+        base.relative_to(bases).with_suffix("").as_posix()
+        for base in sorted(bases.rglob("*.base"))
+    ]
+    absent = sorted(set(layers) - set(map(layer_name, names)))
+    if absent or not names:
+        what = " ".join(absent) or "LAYER"
+        raise CommandError(
+            f"{folder} has no copy of {what}: run `tinyblock add {what} --to {folder}`"
+        )
+    return [
+        Copy(folder, name) for name in names if not layers or layer_name(name) in layers
+    ]
 
 
 def bring_up_to_date(folder: Path, copies: Iterable[Copy]) -> int:
-    """Write and update copies, all or none, and return the exit code."""
+    """Write and update copies and what they import, and return the exit code."""
+    waiting = list(copies)
     done = {}
     texts = {folder / LICENSE: read(ROOT / "LICENSE")}
-    for copy in copies:
+    while waiting:
+        copy = waiting.pop()
         done[copy.name], text = copy.plan()
         if text:
-            texts[copy.path] = text
+            texts[copy.path] = text  # before its base, so that git merges again
             texts[copy.base_path] = copy.new
-    replace_files(texts)
-    print_table(done)
+        for name in imports_of(copy.name, text or copy.text):
+            is_yours = (folder / name).exists() and not base_path(folder, name).exists()
+            if name not in done and (ROOT / name).exists() and not is_yours:
+                waiting.append(Copy(folder, name))
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="\n")
+    print_table(dict(sorted(done.items())))
     return int(any(outcome.startswith(CONFLICT) for outcome in done.values()))
 
 
@@ -214,13 +231,13 @@ def list_(arguments: argparse.Namespace) -> int:
 
 def add(arguments: argparse.Namespace) -> int:
     """Copy layers, and what they import, into a folder."""
-    names = with_imports(f"{layer}.py" for layer in arguments.layers)
+    names = [f"{layer}.py" for layer in arguments.layers]
     if arguments.with_tests:
-        tests = sorted(ROOT.glob("contract/*.py"))
-        names += [f"contract/{path.name}" for path in tests]
+        names += [f"contract/{path.name}" for path in ROOT.glob("contract/*.py")]
     copies = [Copy(arguments.folder, name) for name in names]
     code = bring_up_to_date(arguments.folder, copies)
-    print("Copies check no shapes until you apply typecheck.py: see docs/vendoring.md")
+    if not (arguments.folder / "typecheck.py").exists():
+        print("Copies check no shapes without typecheck.py: see docs/shape_checks.md")
     return code
 
 
@@ -230,9 +247,7 @@ def check(arguments: argparse.Namespace) -> int:
     states = {copy.name: copy.state for copy in copies if copy.state}
     print_table(states)
     print(f"{len(copies) - len(states)} of {len(copies)} copies are pristine")
-    return int(
-        any(not copy.text or copy.has_conflict or copy.is_outdated for copy in copies)
-    )
+    return int(any(copy.requires_work for copy in copies))
 
 
 def diff(arguments: argparse.Namespace) -> int:
@@ -250,25 +265,26 @@ def diff(arguments: argparse.Namespace) -> int:
 def update(arguments: argparse.Namespace) -> int:
     """Merge changes in tinyblock with your edits, and restore missing copies."""
     copies = copies_in(arguments.folder, arguments.layers)
-    imported: set[str] = set()
-    for copy in copies:  # what only this release imports: users may drop an import
-        imported |= imports_of(copy.name, copy.new) - imports_of(copy.name, copy.base)
-    # These come first: after an interrupted update they would not be found again.
-    new = [Copy(arguments.folder, name) for name in with_imports(imported)]
-    return bring_up_to_date(arguments.folder, new + copies)
+    return bring_up_to_date(arguments.folder, copies)
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Test copies against the contract beside them, or else tinyblock's own."""
+    """Test layers against the contract beside them, or else tinyblock's own."""
     if importlib.util.find_spec("pytest") is None:
         raise CommandError("verify requires pytest: install it")
     path = arguments.path.resolve()
-    contract = (path if path.is_dir() else path.parent) / "contract"
+    folder = path if path.is_dir() else path.parent
+    options = list(arguments.rest)
+    files = []
+    while options and not options[0].startswith("-"):
+        files.append(folder / f"{layer_name(options.pop(0))}.py")
+    contract = folder / "contract"
     if not (contract / "conftest.py").is_file():
         contract = ROOT / "contract"
-    command = [sys.executable, "-m", "pytest", str(contract), f"--layers={path}"]
+    command = [sys.executable, "-m", "pytest", str(contract)]
+    command += [f"--layers={file}" for file in files or [path]]
     command += ["-c", str(ROOT / "contract" / "contract.ini"), f"--rootdir={contract}"]
-    code = subprocess.run([*command, *arguments.pytest], check=False).returncode
+    code = subprocess.run([*command, *options], check=False).returncode
     return code if code in (0, 1) else 2
 
 
@@ -289,21 +305,6 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-def replace_files(texts: dict[Path, str]) -> None:
-    """Write files in this order, each in one step, after all texts are on the disk."""
-    written = {}
-    try:
-        for path, text in texts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            written[path] = path.with_name(f".{path.name}.new")
-            written[path].write_text(text, encoding="utf-8", newline="\n")
-        for path, temporary in written.items():
-            os.replace(temporary, path)
-    finally:
-        for temporary in written.values():
-            temporary.unlink(missing_ok=True)
-
-
 class Parser(argparse.ArgumentParser):
     """Report wrong arguments as other errors: in one line, without the usage."""
 
@@ -315,26 +316,69 @@ def parser() -> Parser:
     main_parser = Parser("tinyblock", description=__doc__.partition("\n")[0])
     commands = main_parser.add_subparsers(metavar="COMMAND", required=True)
     for run in (list_, add, check, diff, update, verify):
-        command = commands.add_parser(run.__name__.strip("_"), help=run.__doc__)
+        name = run.__name__.strip("_")
+        command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         command.set_defaults(run=run)
         if run is add:
-            command.add_argument("layers", nargs="+", choices=NAMES, metavar="LAYER")
             command.add_argument(
-                "--to", dest="folder", required=True, type=Path, metavar="DIR"
+                "layers",
+                nargs="+",
+                type=layer_name,
+                choices=NAMES,
+                metavar="LAYER",
+                help="copy this layer; `tinyblock list` prints the names",
             )
             command.add_argument(
-                "--with-tests", action="store_true", help="copy the contract, too"
+                "--to",
+                dest="folder",
+                required=True,
+                type=Path,
+                metavar="DIR",
+                help="write into this folder (required)",
+            )
+            command.add_argument(
+                "--with-tests",
+                action="store_true",
+                help="copy the contract, too (default: copy no tests)",
             )
         if run in (check, diff, update):
-            command.add_argument("folder", type=Path, metavar="DIR")
-            command.add_argument("layers", nargs="*", metavar="LAYER")
+            command.add_argument(
+                "folder",
+                type=Path,
+                metavar="DIR",
+                help="read the copies in this folder",
+            )
+            command.add_argument(
+                "layers",
+                nargs="*",
+                type=layer_name,
+                metavar="LAYER",
+                help="select a layer and its test (default: select all copies)",
+            )
         if run is diff:
             side = command.add_mutually_exclusive_group()
-            side.add_argument("--mine", action="store_true")
-            side.add_argument("--upstream", action="store_true")
+            side.add_argument(
+                "--mine", action="store_true", help="show your edits (default: both)"
+            )
+            side.add_argument(
+                "--upstream",
+                action="store_true",
+                help="show changes in tinyblock (default: both)",
+            )
         if run is verify:
-            command.add_argument("path", type=Path, metavar="DIR_OR_FILE")
-            command.add_argument("pytest", nargs=argparse.REMAINDER, metavar="...")
+            command.add_argument(
+                "path",
+                type=Path,
+                metavar="DIR_OR_FILE",
+                help="test the layers in this folder, or the one in this file",
+            )
+            command.add_argument(
+                "rest",
+                nargs=argparse.REMAINDER,
+                metavar="...",
+                help="select layers by name (default: test all), then pass options to "
+                "pytest, such as -x or -k float64",
+            )
     return main_parser
 
 

@@ -1,6 +1,5 @@
 """Copies of a release, updated to a later one, and the page on editing them."""
 
-import os
 import re
 import shlex
 import shutil
@@ -11,6 +10,7 @@ import pytest
 from tinyblock import copies
 
 PAGE = Path(__file__).parents[2] / "docs" / "edit_a_layer.md"
+CONFLICT = "<{7} yours\n# mine\n[|]{7} .*\n={7}\n# new\n>{7} .*\n"
 MARKED = {"rope": "conflict markers: resolve them"}
 
 
@@ -24,9 +24,9 @@ class Project:
         self.capsys = capsys
         self.release("0.1.0")
 
-    def release(self, version, **lines):
+    def release(self, version, root="", **lines):
         """Install a release. These lines follow the titles of its files."""
-        root = shutil.copytree(copies.ROOT, self.root / version)
+        root = shutil.copytree(copies.ROOT, self.root / (root or version))
         self.monkeypatch.setattr(copies, "ROOT", root)
         self.monkeypatch.setattr(copies, "__version__", version)
         for name, line in lines.items():
@@ -49,6 +49,11 @@ class Project:
 
     def path(self, name):
         return self.folder / f"{name}.py"
+
+    def remove(self, name):
+        """Remove a copy for good."""
+        self.path(name).unlink()
+        (self.folder / ".tinyblock" / f"{name}.py.base").unlink()
 
     def files(self):
         paths = self.folder.rglob("*.*")
@@ -75,39 +80,35 @@ def test_add_copies_layers_with_header_license_and_what_they_import(project):
     assert text.startswith("# Copied from tinyblock 0.1.0: rope.py\n# Copyright (c)")
     assert text.endswith((copies.ROOT / "rope.py").read_text())
     assert (project.folder / "LICENSE.tinyblock").read_text().startswith("MIT")
-    assert project.rows("check") == (0, {})
+    assert "5 of 5" in project.run("check", project.folder)[1]
 
 
 def test_another_file_is_never_replaced_and_nothing_is_written(project):
-    project.release("0.2.0", ffn="from .typecheck import typecheck", rope="# new")
     path = project.path("typecheck")
     path.write_text("# mine")
     files = project.files()
-    assert project.run("update", project.folder)[0] == 2
-    assert project.files() == files
+    code, error = project.run("add", "ffn", "typecheck", "--to", project.folder)
+    assert (code, str(path) in error) == (2, True)
+    project.release("0.2.0", ffn="from .typecheck import typecheck")
+    assert project.rows("update", "ffn") == (0, {"ffn": "updated"})  # mine is imported
+    assert path.read_text() == files[path]
+    assert project.rows("check", "ffn") == (0, {})
     shutil.copy(copies.ROOT / path.name, path)  # by hand
-    assert project.run("update", project.folder)[0] == 0
+    assert project.run("add", "typecheck", "--to", project.folder)[0] == 0
     assert path.read_text().startswith("# Copied from")
-
-
-def test_nothing_is_written_if_a_file_cannot_be(project):
-    (project.folder / "contract").touch()  # so there can be no such folder
-    project.path("ffn").unlink()
-    files = project.files()
-    assert project.run("add", "ffn", "--with-tests", "--to", project.folder)[0] == 2
-    assert project.files() == files
 
 
 def test_update_merges_edits_with_changes(project):
     edit(project.path("rope"), "import math\n", "import math  # mine\n")
     header = project.path("ffn").read_text().partition('"""')[0]
     edit(project.path("ffn"), header, "")
-    project.path("rmsnorm").unlink()  # for good
-    (project.folder / ".tinyblock" / "rmsnorm.py.base").unlink()
+    project.remove("rmsnorm")
+    edit(project.path("block"), "from .rmsnorm", "from .mine")
+    (project.folder / "mine").mkdir()
     new = "from .typecheck import typecheck"
     project.release("0.2.0", rope=new, ffn="# new", block="# new")
     expected = {
-        "block": "outdated: 0.1.0 -> 0.2.0",
+        "block": "edited, outdated: 0.1.0 -> 0.2.0",
         "ffn": "edited, outdated: 0.1.0 -> 0.2.0",
         "rope": "edited, outdated: 0.1.0 -> 0.2.0",
     }
@@ -118,13 +119,14 @@ def test_update_merges_edits_with_changes(project):
     assert project.diff() == [*mine, f"+{new}"]
     expected = {
         "attention": "up to date",
-        "block": "updated",
+        "block": "merged with your edits",
         "ffn": "merged with your edits",
         "rope": "merged with your edits",
         "typecheck": "copied",
     }
     assert project.rows("update") == (0, expected)
-    assert project.rows("check") == (0, {"ffn": "edited", "rope": "edited"})
+    edited = {"block": "edited", "ffn": "edited", "rope": "edited"}
+    assert project.rows("check") == (0, edited)
     assert project.diff() == mine
 
 
@@ -135,9 +137,8 @@ def test_update_marks_conflicts_and_restores_missing_copies(project):
     project.release("0.2.0", rope="# new")
     code, done = project.rows("update")
     assert (code, done["ffn"]) == (1, "copied")
-    conflict = "<{7} yours\n# mine\n[|]{7} .*\n={7}\n# new\n>{7} .*\n"
     path = project.path("rope")
-    text, count = re.subn(conflict, "# mine and new\n", path.read_text())
+    text, count = re.subn(CONFLICT, "# mine and new\n", path.read_text())
     assert count == 1
     assert project.rows("check") == (1, MARKED)
     assert project.rows("update", "rope") == (1, MARKED)
@@ -145,26 +146,46 @@ def test_update_marks_conflicts_and_restores_missing_copies(project):
     assert project.rows("check") == (0, {"rope": "edited"})
 
 
-@pytest.mark.parametrize("stopped", ["rope.py", "rope.py.base"])
-def test_repeated_update_completes_one_that_was_interrupted(
-    stopped, project, monkeypatch
-):
-    edit(project.path("rope"), "\n\n", "\n\n# mine\n")
-    project.release("0.2.0", rope="# new", block="# new", rmsnorm="# new")
-    replace = os.replace
+def interrupt_update(project, name):
+    """Stop `update` after it has written this file."""
+    write = Path.write_text
 
-    def stop(source, target):
-        if target.name == stopped:
+    def write_and_stop(path, *arguments, **options):
+        write(path, *arguments, **options)
+        if path.name == name:
             raise KeyboardInterrupt
-        replace(source, target)
 
-    monkeypatch.setattr(os, "replace", stop)
-    with pytest.raises(KeyboardInterrupt):
-        project.run("update", project.folder)
-    monkeypatch.setattr(os, "replace", replace)
-    assert project.run("update", project.folder)[0] == 1
-    assert project.rows("check") == (1, MARKED)
-    assert project.path("rope").read_text().count("# new\n") == 1
+    with project.monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            project.run("update", project.folder)
+
+
+@pytest.mark.parametrize("stopped", ["block.py.base", "rope.py", "rope.py.base"])
+def test_repeated_update_completes_one_that_was_interrupted(stopped, project):
+    edit(project.path("rope"), "import math\n", "import math  # mine\n")
+    project.release("0.2.0", rope="# new", block="from .typecheck import typecheck")
+    interrupt_update(project, stopped)
+    assert project.run("check", project.folder)[0] == 1
+    assert project.run("update", project.folder)[0] == 0
+    assert project.rows("check") == (0, {"rope": "edited"})
+    text = project.path("rope").read_text()
+    assert (text.count("# mine\n"), text.count("# new\n")) == (1, 1)
+    assert project.path("typecheck").exists()
+
+
+def test_a_conflict_that_was_interrupted_is_shown_again(project):
+    edit(project.path("rope"), "\n\n", "\n\n# mine\n")
+    project.release("0.2.0", rope="# new")
+    interrupt_update(project, "rope.py")
+    path = project.path("rope")
+    marked = path.read_text()
+    assert project.rows("update", "rope")[0] == 1
+    assert path.read_text() == marked
+    path.write_text(re.sub(CONFLICT, "# mine and new\n", marked))
+    assert project.rows("update", "rope") == (1, MARKED)
+    path.write_text(re.sub("<{7} [^>]*>{7} .*\n", "# both\n", path.read_text()))
+    assert project.rows("check") == (0, {"rope": "edited"})
 
 
 def test_a_copy_restored_without_its_base_is_an_error(project):
@@ -184,11 +205,83 @@ def test_copies_of_a_newer_tinyblock_are_listed_and_skipped(project):
     assert project.files() == files
 
 
-@pytest.mark.parametrize("arguments", [["check", "nowhere"], ["add", "x", "--to", "y"]])
-def test_errors_are_one_line(arguments, project):
+def test_check_reports_an_import_that_is_missing_and_update_restores_it(project):
+    project.release("0.2.0", rmsnorm="from .typecheck import typecheck")
+    for name in ("attention", "rmsnorm"):
+        project.remove(name)
+    missing = {"block": "imports what is missing: attention.py, rmsnorm.py"}
+    assert project.rows("check", "block") == (1, missing)
+    assert project.rows("update", "block")[0] == 0
+    assert project.path("typecheck").exists()  # imported by an import
+
+
+def test_a_change_without_a_new_version_is_reported_and_merged(project):
+    project.release("0.1.0", rope="# new", root="again")
+    expected = {"rope": "outdated: tinyblock 0.1.0 has changed since"}
+    assert project.rows("check") == (1, expected)
+    assert project.rows("update", "rope") == (0, {"rope": "updated"})
+    assert project.rows("check") == (0, {})
+
+
+def test_versions_are_compared_as_numbers(project):
+    project.release("0.10.0", rope="# new")
+    assert project.rows("update")[1]["rope"] == "updated"
+    project.release("0.9.0")
+    assert project.rows("check")[1]["rope"] == "from the newer tinyblock 0.10.0"
+
+
+@pytest.mark.parametrize("name", ["rope", "rope.py", "contract/test_rope.py"])
+def test_a_copy_is_named_in_any_way(name, project):
+    project.path("rope").unlink()
+    assert project.rows("check", name) == (1, {"rope": "missing"})
+    assert project.rows("update", name) == (0, {"rope": "copied"})
+    assert project.run("diff", project.folder, name) == (0, "")
+    assert project.run("add", name, "--to", project.root / "new")[0] == 0
+    assert [path.name for path in (project.root / "new").glob("*.py")] == ["rope.py"]
+
+
+def test_add_merges_and_reports_a_conflict(project):
+    edit(project.path("attention"), "\n\n", "\n\n# mine\n")
+    project.release("0.2.0", attention="# new")
+    code, printed = project.run("add", "block", "--to", project.folder)
+    assert (code, "conflict markers" in printed) == (1, True)
+    assert "check no shapes" in printed
+    printed = project.run("add", "typecheck", "--to", project.folder)[1]
+    assert "check no shapes" not in printed
+
+
+def test_verify_selects_layers_and_passes_options_to_pytest(capfd):
+    options = ["--collect-only", "-k", "float64 and cpu"]
+    folder = str(copies.ROOT)
+    assert copies.main(["verify", folder, "ffn", "rope.py", *options]) == 0
+    collected = capfd.readouterr().out
+    for name in ("ffn, SwiGLU]", "rope, function]"):
+        assert name in collected
+    for name in ("attention", "float32", "cuda"):
+        assert name not in collected
+    assert copies.main(["verify", folder, "rope", "-k", "nowhere"]) == 2
+
+
+def test_list_shows_names_and_titles(capsys):
+    assert copies.main(["list"]) == 0
+    rows = dict(re.findall(r"^(\w+) +(\w+.*)", capsys.readouterr().out, re.MULTILINE))
+    assert list(rows) == [*copies.NAMES]
+    assert rows["rope"].startswith("Rotary position embedding")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["check", "nowhere"], "nowhere"),
+        (["add", "x", "--to", "y"], "'x'"),
+        (["check", "{folder}", "typecheck.py"], "add typecheck --to"),
+    ],
+)
+def test_errors_are_one_line_and_name_what_was_typed(arguments, named, project):
+    arguments = [text.format(folder=project.folder) for text in arguments]
     code, error = project.run(*arguments)
     assert code == 2
-    assert re.fullmatch(r"tinyblock: error: .*\n", error)
+    assert re.fullmatch(rf"tinyblock: error: .*{named}.*\n", error)
 
 
 def apply(patch):

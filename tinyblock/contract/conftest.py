@@ -9,13 +9,16 @@ from . import target
 
 
 def pytest_addoption(parser):
-    parser.addoption("--layers", help="(default: the folder above the tests)")
+    parser.addoption(
+        "--layers", action="append", help="(default: the folder above the tests)"
+    )
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a GPU")
-    path = config.getoption("layers", default=None) or Path(__file__).parents[1]
-    target.select(config.invocation_params.dir / path)
+    paths = config.getoption("layers", default=None) or [Path(__file__).parents[1]]
+    for path in paths:
+        target.select(config.invocation_params.dir / path)
 
 
 def pytest_ignore_collect(collection_path):

@@ -15,7 +15,7 @@ found: dict[str, str] = {}  # the full name of each layer's module
 
 
 def select(path: Path) -> None:
-    """Find the layers in a folder, or the one in a file."""
+    """Find the layers in a folder, or the one in a file. Files share one folder."""
     path = path.resolve()
     folder = path if path.is_dir() else path.parent
     outside = folder
@@ -25,11 +25,13 @@ def select(path: Path) -> None:
     root.__path__ = [str(outside)]
     sys.modules[ROOT] = root
     package = ".".join((ROOT, *folder.relative_to(outside).parts))
+    selected = {}
     for layer in ALL:
         file = folder / f"{layer}.py"
         if path in (folder, file) and file.is_file():
-            found[layer] = f"{package}.{layer}"
-    if not found:
+            selected[layer] = f"{package}.{layer}"
+    found.update(selected)
+    if not selected:
         raise pytest.UsageError(f"{path} must be or contain one of {', '.join(ALL)}")
 
 
