@@ -11,7 +11,7 @@ from parallelize.checks import mesh_of, seeded, transformer
 from processes import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -66,6 +66,31 @@ def test_a_block_needs_two_gathers_and_two_scatters_in_each_direction():
         # One more is for the output, or for the gradient of the input.
         assert counted.calls["all_gather_into_tensor"] == 2 * 2 + 1
         assert counted.calls["reduce_scatter_tensor"] == 2 * 2
+
+
+@pytest.mark.usefixtures("fake_processes")
+@pytest.mark.parametrize(("recompute", "runs"), [(False, 1), (True, 2)])
+def test_recompute_runs_each_block_again_in_the_backward_pass(recompute, runs):
+    model = parallelize(transformer(), mesh_of("tp"), recompute=recompute)
+    calls = Counter()
+    for number, block in enumerate(model.layers):
+        block.ln1.register_forward_pre_hook(
+            lambda *_, number=number: calls.update([number])
+        )
+    model(torch.randn(2, 8, 16, dtype=torch.float64)).sum().backward()
+    assert calls == {0: runs, 1: runs}
+
+
+@pytest.mark.usefixtures("fake_processes")
+def test_gradients_of_gains_are_summed_over_tp_by_one_hook():
+    """AdamW and clipping of torch 2.10 to 2.12 take the parts of a sum for the sum."""
+    model = parallelize(transformer(), mesh_of("tp"))
+    for _ in range(3):
+        model(torch.randn(2, 8, 16, dtype=torch.float64)).sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert parameter.grad.placements == (Replicate(),), name
+            assert len(parameter._backward_hooks) == 1, name
 
 
 @pytest.mark.usefixtures("fake_processes")
