@@ -1,4 +1,4 @@
-"""RoPE for contexts longer than those of training: Llama 3.1 and YaRN.
+"""RoPE for contexts longer than in training: Llama 3.1 and YaRN.
 
     python examples/scaled_rope.py
 
@@ -53,7 +53,7 @@ class Llama31Rope(RotaryPositionalEmbedding):
 class YarnRope(Llama31Rope):
     """Interpolate between whole pairs, and sharpen attention.
 
-    Queries and keys are multiplied by `mscale` (default: that of the paper).
+    Queries and keys are multiplied by `mscale` (default: the paper's).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class YarnRope(Llama31Rope):
         self.mscale = 0.1 * math.log(factor) + 1 if mscale is None else mscale
 
     def kept_share(self, frequencies: Tensor) -> Tensor:
-        pair = torch.arange(len(frequencies), dtype=torch.float64)
+        pair = torch.arange(len(frequencies), device="cpu", dtype=torch.float64)
         first = max(math.floor(self.pair_that_turns(self.high)), 0)
         last = min(math.ceil(self.pair_that_turns(self.low)), self.d_k - 1)
         return 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)

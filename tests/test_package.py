@@ -39,6 +39,29 @@ def test_leaf_files_work_alone(tmp_path):
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
 
+def test_a_copied_block_takes_an_attention_of_ones_own(tmp_path):
+    folder = tmp_path / "my_layers"
+    folder.mkdir()
+    for name in ("block", "rmsnorm", "ffn", "rope"):
+        shutil.copy(PACKAGE / f"{name}.py", folder)
+    (folder / "attention.py").write_text(
+        """
+from torch import nn
+class CausalMultiHeadSelfAttention(nn.Module):
+    def __init__(self, d_model, num_heads, *, rope, eps, device, dtype):
+        super().__init__()
+        self.rope = rope
+    def forward(self, x, token_positions=None, mask=None):
+        return self.rope(x, token_positions)
+"""
+    )
+    code = REFUSE + "from my_layers import block, rope\n"
+    code += "rotate = rope.RotaryPositionalEmbedding(1e4, 8, 9)\n"
+    code += "layer = block.Block(8, 2, rope=rotate)\n"
+    code += "layer.reset_parameters()\nassert layer(x).shape == x.shape\n"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
 def test_package_exports_what_its_modules_do():
     exported = set()
     for name in ("typecheck", *USES, "block", "transformer"):

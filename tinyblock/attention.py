@@ -5,7 +5,8 @@
 Sources: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762), equation 1 and
 3.2.2; Ainslie et al., "GQA" (arXiv 2305.13245) for shared key and value heads; Henry et
 al., "Query-Key Normalization for Transformers" (arXiv 2010.04245), here as in Qwen3: an
-RMSNorm over the components of each head, before the rotation; CS336 section 3.4.4.
+RMSNorm over the components of each head, before the rotation; CS336 2026, sections
+3.4.4 and 3.4.5, equations 11 to 14.
 Convention: a mask is True where a query may attend to a key, and is combined with the
 causal mask by AND. A query without any key yields zeros. The rows of each projection
 weight are ordered (heads d_head); query head h reads key head h // group.
@@ -17,11 +18,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange
+from einops import einsum, rearrange, repeat
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 
-__all__ = ["CausalMultiHeadSelfAttention", "scaled_dot_product_attention"]
+__all__ = [
+    "CausalMultiHeadSelfAttention",
+    "causal_multi_head_self_attention",
+    "scaled_dot_product_attention",
+]
 
 # rope(x, token_positions) rotates x of shape (..., seq, d_head)
 Rope = Callable[[Tensor, Tensor | None], Tensor]
@@ -51,6 +56,40 @@ def scaled_dot_product_attention(
     return out.to(q.dtype)
 
 
+def causal_multi_head_self_attention(
+    x: Float[Tensor, "*batch seq d_model"],
+    wq: Float[Tensor, "q_width d_model"],
+    wk: Float[Tensor, "kv_width d_model"],
+    wv: Float[Tensor, "kv_width d_model"],
+    wo: Float[Tensor, "d_model q_width"],
+    num_heads: int,
+    rope: Rope | None = None,
+) -> Float[Tensor, "*batch seq d_model"]:
+    """Project to heads, attend causally in each, and project back (3.2.2).
+
+    The rows of `wq`, `wk` and `wv`, and the columns of `wo`, are ordered (heads
+    d_head). If `wk` has fewer heads than `wq`, consecutive query heads share a key head.
+    """
+    d_head = len(wq) // num_heads
+    group = len(wq) // len(wk)
+    project = "... seq d_model, width d_model -> ... seq width"
+    split = "... seq (heads d_head) -> ... heads seq d_head"
+    q = rearrange(einsum(x, wq, project), split, d_head=d_head)
+    k = rearrange(einsum(x, wk, project), split, d_head=d_head)
+    v = rearrange(einsum(x, wv, project), split, d_head=d_head)
+    if rope is not None:
+        q = rope(q, None)
+        k = rope(k, None)
+    share = "... kv_heads seq d_head -> ... (kv_heads group) seq d_head"
+    k = repeat(k, share, group=group)
+    v = repeat(v, share, group=group)
+    seq = x.shape[-2]
+    causal = torch.ones(seq, seq, dtype=torch.bool, device=x.device).tril()
+    out = scaled_dot_product_attention(q, k, v, causal)
+    merged = rearrange(out, "... heads seq d_head -> ... seq (heads d_head)")
+    return einsum(merged, wo, project)
+
+
 class CausalMultiHeadSelfAttention(nn.Module):
     """Attend from every token to itself and to earlier tokens, in num_heads heads.
 
@@ -65,12 +104,13 @@ class CausalMultiHeadSelfAttention(nn.Module):
     - `mask` is bool, of shape (..., seq, seq) or (..., 1, seq). For a padding mask
       `keep` of shape (batch, seq), True at real tokens, pass `keep[:, None]`.
 
-    Returns the dtype of `x`, or under autocast that of autocast.
+    Returns the dtype of `x` or, under autocast, the dtype of autocast.
 
     Raises:
         ValueError: an argument is out of range or inconsistent; token_positions are
             passed without a rope; a mask is not bool or has another shape; the result
-            of `rope` has another shape than its input.
+            of `rope` has a shape different from its input.
+        EinopsError: token_positions have another number of tokens than `x`.
     """
 
     def __init__(
@@ -133,7 +173,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         """
         for layer in self.children():
             if layer is not self.rope:
-                reset_parameters(layer)
+                _reset(layer)
 
     def forward(
         self,
@@ -149,7 +189,10 @@ class CausalMultiHeadSelfAttention(nn.Module):
     def project(
         self, x: Tensor, token_positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, (..., heads, seq, d_head), normalized and rotated."""
+        """Return q, (..., heads, seq, d_head), and k and v, (..., kv_heads, seq, d_head).
+
+        q and k are normalized (with qk_norm) and rotated (with rope).
+        """
         split = "... seq (heads d_head) -> ... heads seq d_head"
         q = rearrange(self.q_proj(x), split, d_head=self.d_head)
         k = rearrange(self.k_proj(x), split, d_head=self.d_head)
@@ -159,10 +202,12 @@ class CausalMultiHeadSelfAttention(nn.Module):
             k = _normalize(k, self.k_norm)
         rope = self.rope  # read once: looking up a child takes as long as a shape check
         if rope is not None:
-            if token_positions is not None:  # those of a token hold for all its heads
-                token_positions = rearrange(token_positions, "... seq -> ... 1 seq")
-            q = require_shape_of(q, rope(q, token_positions), "rope")
-            k = require_shape_of(k, rope(k, token_positions), "rope")
+            if token_positions is not None:  # the heads of a token share its position
+                token_positions = rearrange(
+                    token_positions, "... seq -> ... 1 seq", seq=x.shape[-2]
+                )
+            q = _require_shape_of(q, rope(q, token_positions))
+            k = _require_shape_of(k, rope(k, token_positions))
         elif token_positions is not None:
             raise ValueError("token_positions require a rope: pass rope= to the layer")
         return q, k, v
@@ -171,7 +216,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         """Return causal attention, (..., heads, query, d_head), before the heads merge.
 
         q is (..., heads, query, d_head), and k and v are (..., kv_heads, key, d_head).
-        The queries are those of the last tokens among the keys, so that an override may
+        The queries belong to the last tokens among the keys, so that an override may
         put earlier keys and values before k and v. `mask` is (..., query, key) or
         (..., 1, key).
         """
@@ -204,18 +249,15 @@ class CausalMultiHeadSelfAttention(nn.Module):
         return f"{self.d_model}, {heads}, d_head={self.d_head}"
 
 
-def require_shape_of(x: Tensor, out: Any, part: str) -> Tensor:
-    """Return `out`, the result of a replaceable part; it must have the shape of `x`."""
-    if not isinstance(out, Tensor) or out.shape != x.shape:  # torch might broadcast it
-        got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+def _require_shape_of(x: Tensor, rotated: Tensor) -> Tensor:
+    if rotated.shape != x.shape:  # torch might broadcast it
         raise ValueError(
-            f"{part} must return a tensor of shape {tuple(x.shape)}, the shape of its "
-            f"input, got {got}"
+            f"rope must return the shape {tuple(x.shape)}, got {tuple(rotated.shape)}"
         )
-    return out
+    return rotated
 
 
-def reset_parameters(module: nn.Module) -> None:
+def _reset(module: nn.Module) -> None:
     """Reset a linear layer as here, and another by its own method or its children."""
     if isinstance(module, nn.Linear):
         std = math.sqrt(2 / (module.in_features + module.out_features))
@@ -226,7 +268,7 @@ def reset_parameters(module: nn.Module) -> None:
         reset()
     else:
         for child in module.children():
-            reset_parameters(child)
+            _reset(child)
 
 
 def _normalize(x: Tensor, norm: nn.RMSNorm) -> Tensor:
@@ -240,7 +282,7 @@ def _and_causal(
     mask: Any, shape: tuple[int, ...], device: torch.device
 ) -> Bool[Tensor, "*batch query key"]:
     """Return `mask` AND the causal mask of the last queries, expanded to `shape`."""
-    *batch, query, key = shape
+    query, key = shape[-2:]
     if query > key:
         raise ValueError(
             f"k must have at least as many tokens as q, {query}, got {key}"
@@ -249,26 +291,38 @@ def _and_causal(
     if mask is None:
         return causal.expand(shape)
     if not _is_mask(mask, shape):
-        got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else mask
         raise ValueError(
-            f"mask must be a bool tensor of shape {shape} or {(*batch, 1, key)}, True "
-            f"where a query may attend to a key, got {got}: pass a padding mask of shape "
-            "(batch, seq) as mask[:, None], one of shape (seq, seq) where batch equals "
-            "seq as mask[None], 1 and 0 as mask.bool(), and 0 and -inf as mask == 0"
+            "mask must be bool, True where a query may attend to a key, and broadcast "
+            f"to {shape} in one way only, got {_wrong_mask(mask, shape)}"
         )
     return (mask & causal).expand(shape)
 
 
-def _is_mask(mask: Any, shape: tuple[int, ...]) -> bool:
+def _is_mask(mask: Tensor, shape: tuple[int, ...]) -> bool:
     """Return whether `mask` is bool and broadcasts to `shape` in one way only."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        return False
-    if not 2 <= mask.ndim <= len(shape) or mask.shape[-1] != shape[-1]:
+    if mask.dtype != torch.bool or not 2 <= mask.ndim <= len(shape):
         return False
     pairs = zip(reversed(mask.shape), reversed(shape), strict=False)
     broadcasts = all(size in (1, whole) for size, whole in pairs)
+    has_keys = mask.shape[-1] == shape[-1]
     may_be_padding = mask.shape == (*shape[:-2], shape[-1]) and mask.shape[-2] > 1
-    return broadcasts and not may_be_padding
+    return has_keys and broadcasts and not may_be_padding
+
+
+def _wrong_mask(mask: Tensor, shape: tuple[int, ...]) -> str:
+    """Describe a wrong mask, and how to pass what it probably means."""
+    got = f"{mask.dtype} {tuple(mask.shape)}"
+    if mask.is_floating_point():
+        return f"{got}: if 0 means that a query may attend, pass mask == 0"
+    if mask.dtype != torch.bool:
+        return f"{got}: pass mask.bool()"
+    if mask.ndim > len(shape):
+        return f"{got}: remove the axis of the heads, as by mask[:, 0]"
+    if mask.shape != (*shape[:-2], shape[-1]):
+        return got
+    if shape[0] == shape[-2]:
+        return f"{got}: pass mask[:, None] for padding, mask[None] for all sequences"
+    return f"{got}: pass a padding mask as mask[:, None]"
 
 
 def _has_kernel_for_shared_heads(q: Tensor, mask: Tensor | None) -> bool:

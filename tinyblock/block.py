@@ -2,7 +2,7 @@
 
 Sources: Xiong et al., "On Layer Normalization in the Transformer Architecture" (arXiv
 2002.04745) for the norm before each sub-layer; Touvron et al., "LLaMA" (arXiv
-2302.13971) for RMSNorm, SwiGLU and RoPE; CS336 section 3.5.
+2302.13971) for RMSNorm, SwiGLU and RoPE; CS336 2026, section 3.4, equation 15.
 Convention: each norm is before its sub-layer, and the residual stream is not
 normalized; a stack ends with a norm.
 """
@@ -14,12 +14,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from .attention import (
-    CausalMultiHeadSelfAttention,
-    Rope,
-    require_shape_of,
-    reset_parameters,
-)
+from .attention import CausalMultiHeadSelfAttention
 from .ffn import SwiGLU
 from .rmsnorm import RMSNorm
 
@@ -38,15 +33,16 @@ class Block(nn.Module):
       **attention_options)` builds a layer that is called as
       `attn(x, token_positions, mask)`. The default takes the options num_kv_heads,
       d_head and qk_norm.
-    - There is no positional encoding unless you pass `rope`. Pass the same instance to
-      all blocks. Its head size, `d_k`, is `d_head` here.
+    - `rope=RotaryPositionalEmbedding(theta, d_k, max_seq_len)`, with the head size as
+      `d_k`, adds positions. Pass the same instance to all blocks. With None, there is
+      no positional encoding. The block itself takes no `theta` and no `max_seq_len`.
 
-    The arguments of `forward` are those of CausalMultiHeadSelfAttention. Returns the
-    dtype of the input.
+    `forward` takes the arguments of CausalMultiHeadSelfAttention. It returns the dtype
+    of the input.
 
     Raises:
         ValueError: a layer rejects an argument; the result of `attention` or `ffn` has
-            another shape than its input.
+            a shape different from its input.
     """
 
     def __init__(
@@ -55,7 +51,7 @@ class Block(nn.Module):
         num_heads: int,
         d_ff: int | None = None,
         *,
-        rope: Rope | None = None,
+        rope: Callable[..., Tensor] | None = None,
         ffn: Callable[..., nn.Module] = SwiGLU,
         norm: Callable[..., nn.Module] = RMSNorm,
         attention: Callable[..., nn.Module] = CausalMultiHeadSelfAttention,
@@ -79,8 +75,7 @@ class Block(nn.Module):
 
         A subclass resets an nn.Parameter of its own itself.
         """
-        for layer in self.children():
-            reset_parameters(layer)
+        _reset_children(self)
 
     def forward(
         self,
@@ -90,5 +85,27 @@ class Block(nn.Module):
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
         """Apply the block. `mask` is bool, (..., seq, seq) or (..., 1, seq)."""
         attended = self.attn(self.ln1(x), token_positions, mask)
-        x = x + require_shape_of(x, attended, "attention")
-        return x + require_shape_of(x, self.ffn(self.ln2(x)), "ffn")
+        x = x + _require_shape_of(x, attended, "attention")
+        return x + _require_shape_of(x, self.ffn(self.ln2(x)), "ffn")
+
+
+def _require_shape_of(x: Tensor, out: Tensor, part: str) -> Tensor:
+    if out.shape != x.shape:  # torch might broadcast it
+        raise ValueError(
+            f"{part} must return the shape {tuple(x.shape)}, got {tuple(out.shape)}"
+        )
+    return out
+
+
+# The same rule as in ffn.py, so that each file works alone.
+def _reset_children(module: nn.Module) -> None:
+    for child in module.children():
+        if isinstance(child, nn.Linear):
+            std = (2 / (child.in_features + child.out_features)) ** 0.5
+            nn.init.trunc_normal_(child.weight, std=std, a=-3 * std, b=3 * std)
+            if child.bias is not None:  # tinyblock has none, but a subclass may
+                nn.init.zeros_(child.bias)
+        elif reset := getattr(child, "reset_parameters", None):
+            reset()
+        else:
+            _reset_children(child)

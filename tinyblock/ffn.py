@@ -6,8 +6,8 @@
 Sources: Shazeer, "GLU Variants Improve Transformer" (arXiv 2002.05202) for GLU and
 SwiGLU, without biases; Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv
 1606.08415) for GELU and SiLU; Vaswani et al., "Attention Is All You Need" (arXiv
-1706.03762), equation 2, for the feed-forward layer; CS336 section 3.4.2 (2024: GELU,
-2025: SwiGLU).
+1706.03762), equation 2, for the feed-forward layer; CS336 2026, section 3.4.2 (the
+edition of 2024 has GELU).
 Convention: SwiGLU's d_ff defaults to the multiple of 64 nearest to 8/3 d_model (Llama
 rounds up, to a multiple of 256). In SwiGLU, w1 is the gate, w3 is the value, and w2
 returns to d_model, as in Llama and CS336. GELU is the exact one, with erf.
@@ -76,7 +76,7 @@ class SwiGLU(nn.Module):
 
     d_ff defaults to the multiple of 64 nearest to 8/3 d_model, but at least 64. The
     layer then has about as many parameters as an ungated layer with d_ff = 4 d_model.
-    Returns the dtype of the input, or under autocast that of autocast.
+    Returns the dtype of the input or, under autocast, the dtype of autocast.
 
     Raises:
         ValueError: d_model or d_ff is below 1.
@@ -118,7 +118,7 @@ class FeedForward(nn.Module):
 
     d_ff defaults to 4 d_model. `activation` maps a tensor to one of the same shape:
     `gelu` (CS336 2024), `silu` (the ablation of CS336 2025), `torch.relu`, or a module.
-    Returns the dtype of the input, or under autocast that of autocast.
+    Returns the dtype of the input or, under autocast, the dtype of autocast.
 
     Raises:
         ValueError: d_model or d_ff is below 1.
@@ -158,7 +158,7 @@ def _require_sizes(layer: SwiGLU | FeedForward) -> None:
         raise ValueError(f"sizes of {name} must be at least 1, got {sizes}")
 
 
-# The same rule as in attention.py, so that each file works alone.
+# Repeated in attention.py, block.py and transformer.py, so that each file works alone.
 def _reset_children(module: nn.Module) -> None:
     for child in module.children():
         if isinstance(child, nn.Linear):

@@ -3,8 +3,8 @@
     angle(i, k) = i * theta^(-2k / d_k),  k = 0 ... d_k/2 - 1
     (x[2k], x[2k+1])  ->  (x[2k] cos - x[2k+1] sin,  x[2k] sin + x[2k+1] cos)
 
-Source: Su et al., "RoFormer" (arXiv 2104.09864), equations 13 to 15; CS336 section
-3.4.3, equation 8.
+Source: Su et al., "RoFormer" (arXiv 2104.09864), equations 13 to 15; CS336 2026,
+section 3.4.3, equation 8.
 Convention: pairs are consecutive, (x0, x1), (x2, x3), ..., as in the paper and in
 Meta's Llama. Hugging Face pairs x[k] with x[k + d_k/2]: the same rotation for permuted
 rows of the query and key weights.
@@ -28,7 +28,7 @@ __all__ = ["RotaryPositionalEmbedding", "apply_rope"]
 def apply_rope(
     x: Float[Tensor, "*batch seq d_k"], angles: Float[Tensor, "*#batch seq d_k//2"]
 ) -> Float[Tensor, "*batch seq d_k"]:
-    """Rotate each consecutive pair of `x` by its angle (CS336 3.4.3, equation 8).
+    """Rotate each consecutive pair of `x` by its angle (CS336 2026, equation 8).
 
     `angles` are in radians and broadcast to the leading axes of `x`. Pass float64,
     because float32 cannot hold the angles of far positions. Computes in float32 or
@@ -55,10 +55,15 @@ class RotaryPositionalEmbedding(nn.Module):
     - `d_k`, as in the papers, is the head size: `d_head` of attention and Block.
     - `max_seq_len` is the number of positions in the table.
     - `token_positions` are 0-based, counted in tokens, and broadcast to the leading
-      axes of `x`. None means 0 ... seq-1.
+      axes of `x` from the right. For `x` of shape (batch, heads, seq, d_k), pass
+      positions of shape (batch, seq) as `positions[:, None]`: without this axis, they
+      are taken for positions of heads, without an error where batch equals heads.
+      None means 0 ... seq-1.
 
-    Computes in float32 or wider, and returns the dtype of `x`. The table always holds
-    its values: it is on the CPU as long as the model is on meta.
+    Computes in float32 or wider, and returns the dtype of `x`. The table keeps its
+    values when torch casts, moves, copies or empties the module, and is on the CPU as
+    long as the model is on meta. `from_pretrained` of transformers overwrites it: call
+    `reset_parameters` in the model's `_init_weights`.
 
     Raises:
         ValueError: d_k is odd, a size is below 1, or theta is not positive and finite;
@@ -146,8 +151,8 @@ class RotaryPositionalEmbedding(nn.Module):
             rows = F.embedding(token_positions, table.flatten(1))
         except IndexError as error:  # compiled code and CUDA raise another error
             raise ValueError(
-                f"token_positions must be 0 ... {self.max_seq_len - 1} "
-                f"(max_seq_len - 1), got {token_positions}"
+                f"token_positions must be 0 ... {self.max_seq_len - 1}, got "
+                f"{token_positions.min()} ... {token_positions.max()}"
             ) from error
         return rows.unflatten(-1, table.shape[1:])
 

@@ -2,8 +2,8 @@
 
 This is a language model without its embedding and head.
 
-Source: CS336 section 3.5. The course's reference model has the same keys in its state
-dict, plus those of its embedding and head.
+Source: CS336 2026, section 3.5. The course's reference model has the same keys in its
+state dict, plus the keys of its embedding and head.
 Convention: the blocks share one table of rotations, which is not part of the state
 dict.
 """
@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from .attention import Rope, reset_parameters
 from .block import Block
 from .rmsnorm import RMSNorm
 from .rope import RotaryPositionalEmbedding
@@ -27,8 +26,9 @@ class Transformer(nn.Module):
     """Apply num_layers blocks one after another, then a norm.
 
     All blocks share one RoPE with max_seq_len positions and base theta, or the `rope`
-    that is passed instead. With theta=None and no rope, there is no positional encoding:
-    the model of CS336 2024 adds positions to its embeddings.
+    that is passed instead. Pass theta=None for no positional encoding, as in CS336 2024,
+    whose model adds positions to its embeddings; rope=None alone keeps RoPE, unlike in
+    Block.
 
     `block(d_model, num_heads, d_ff, rope=..., norm=..., eps=..., device=..., dtype=...,
     **block_options)` builds a block. The default takes the options of Block, such as
@@ -50,7 +50,7 @@ class Transformer(nn.Module):
         *,
         max_seq_len: int,
         theta: float | None = 10000.0,
-        rope: Rope | None = None,
+        rope: Callable[..., Tensor] | None = None,
         block: Callable[..., nn.Module] = Block,
         norm: Callable[..., nn.Module] = RMSNorm,
         d_head: int | None = None,
@@ -72,8 +72,7 @@ class Transformer(nn.Module):
         if rope is None and theta is not None:
             if d_head is None and d_model % num_heads:
                 raise ValueError(
-                    f"num_heads={num_heads} must divide d_model={d_model}, or pass "
-                    "d_head or rope"
+                    f"num_heads={num_heads} must divide d_model={d_model}: pass d_head"
                 )
             d_k = d_model // num_heads if d_head is None else d_head
             rope = RotaryPositionalEmbedding(theta, d_k, max_seq_len, device=device)
@@ -92,8 +91,7 @@ class Transformer(nn.Module):
 
         A subclass resets an nn.Parameter of its own itself.
         """
-        for layer in self.children():
-            reset_parameters(layer)
+        _reset_children(self)
 
     def forward(
         self,
@@ -109,3 +107,17 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = layer(x, token_positions, mask)
         return self.ln_final(x)
+
+
+# The same rule as in ffn.py, so that each file works alone.
+def _reset_children(module: nn.Module) -> None:
+    for child in module.children():
+        if isinstance(child, nn.Linear):
+            std = (2 / (child.in_features + child.out_features)) ** 0.5
+            nn.init.trunc_normal_(child.weight, std=std, a=-3 * std, b=3 * std)
+            if child.bias is not None:  # tinyblock has none, but a subclass may
+                nn.init.zeros_(child.bias)
+        elif reset := getattr(child, "reset_parameters", None):
+            reset()
+        else:
+            _reset_children(child)
