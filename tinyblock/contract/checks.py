@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from .target import load
+from .target import foreign, found, load
 
 EPS = 1e-5
+THETA = 100.0
+TABLE = 200  # positions
 HALVES = (torch.bfloat16, torch.float16)
 # The allowed error, in units of the dtype's precision times the length of the result.
 # In float64 the formula rounds, too, as RoPE does with positions of up to 200.
+VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 UNITS = {torch.float64: 4096, torch.float32: 16, torch.bfloat16: 4, torch.float16: 4}
 
 
@@ -39,6 +42,14 @@ class Function(nn.Module):
         return self.function(x, *self.parameters(), **inputs, **self.options)
 
 
+class Weights(dict[str, Tensor]):
+    def __missing__(self, name):
+        names = ", ".join(self) or "none"
+        pytest.fail(
+            f"the layer must have the weight {name}, got {names}", pytrace=False
+        )
+
+
 @dataclass
 class Case:
     """`formula(x, weights, **inputs)` is the equation, in the dtype of x.
@@ -54,24 +65,39 @@ class Case:
     weights: list[tuple[int, ...]] = field(default_factory=list)  # of a function
     scale: float = 1.0  # of x
     rounds_once: bool = False
+    is_common: bool = True  # every right layer takes this input
 
     def construct(self, **changed):
-        """Construct the layer; skip the test if a copy has dropped it, or an option."""
+        """Construct the layer; skip the test if it lacks an option or an input."""
         file, _, name = self.layer.partition(".")
         layer = getattr(load(file), name, None)
         if layer is None:
-            pytest.skip(f"{self.layer} is not in this copy")
+            pytest.skip(f"there is no {self.layer}")
         options = {**self.options, **changed}
-        known = inspect.signature(layer).parameters
-        passes_on = any(each.kind is each.VAR_KEYWORD for each in known.values())
-        for option in options:
-            if option not in known and not passes_on:
-                pytest.skip(f"{self.layer} has no {option} in this copy")
         if not isinstance(layer, type):
+            self.require(layer, {**options, **self.inputs}, given=1 + len(self.weights))
             return Function(layer, self.weights, options)
-        if "eps" in known:  # whose default a copy may have changed
+        if file in foreign and options.get("rope"):
+            options = with_rope_of(layer, options)
+        self.require(layer, options)
+        self.require(layer.forward, self.inputs, given=2)  # self and x
+        if (
+            "eps" in inspect.signature(layer).parameters
+        ):  # a copy may change the default
             options.setdefault("eps", EPS)
         return layer(**options)
+
+    def require(self, function, arguments, given=0):
+        """Skip the test unless a function takes these, and requires no others."""
+        takes = inspect.signature(function).parameters
+        open_ended = {each.kind for each in takes.values()} & VARIADIC
+        for name in arguments:
+            if name not in takes and not open_ended:
+                pytest.skip(f"{self.layer} has no {name}")
+        for name, each in list(takes.items())[given:]:
+            is_required = each.default is each.empty and each.kind not in VARIADIC
+            if is_required and name not in arguments:
+                pytest.skip(f"{self.layer} requires {name}")
 
     def build(self, device="cpu", dtype=torch.float64):
         """Construct the layer with seeded gains around 1 and matrices that keep lengths."""
@@ -79,7 +105,9 @@ class Case:
         for seed, weight in enumerate(module.parameters()):
             values = randn(*weight.shape, seed=seed + 1) / math.sqrt(weight.shape[-1])
             weight.data = values + 1 if weight.ndim == 1 else values
-        return module.to(device, dtype)
+            if dtype == torch.float32:  # without a cast, which destroys a complex table
+                weight.data = weight.data.float()
+        return module.to(device, None if dtype == torch.float32 else dtype)
 
     def arguments(self, device="cpu", dtype=torch.float64):
         """Return x and the other inputs."""
@@ -101,9 +129,10 @@ class Case:
     def exact(self, module, x):
         """Return the result and gradients of the formula in float64."""
         x = x.detach().cpu().double().requires_grad_()
-        weights = {}
+        weights = Weights()
         for name, weight in module.named_parameters():
-            weights[name] = weight.detach().cpu().double().requires_grad_()
+            exact = weight.detach().cpu().double()
+            weights[name] = exact.requires_grad_(weight.requires_grad)
         return with_gradients(self.formula(x, weights, **self.inputs), x, weights)
 
     def check(self, result, module, x, dtype):
@@ -115,7 +144,7 @@ class Case:
         for name, tensor in actual.items():
             size = expected["result"].norm() if name == "result" else largest
             allowed = UNITS[dtype] * torch.finfo(dtype).eps * size
-            check_close(name, tensor, expected[name], allowed)
+            check_close(f"{name} in {dtype}", tensor, expected[name], allowed)
 
 
 @dataclass
@@ -126,12 +155,41 @@ class Layer:
     size: int  # the number of components of all weights
     rejected: list[tuple[str, Any]] = field(default_factory=list)  # options
 
+    @property
+    def layer(self):
+        return self.case.layer
+
+
+def call(module, arguments):
+    """Call a layer, whatever the name of its first argument."""
+    inputs = dict(arguments)
+    return module(inputs.pop("x"), **inputs)
+
+
+def with_rope_of(layer, options):
+    """Give a layer that is no copy the RoPE beside it, or the options of one."""
+    table = {"theta": THETA, "max_seq_len": TABLE}
+    if "rope" not in inspect.signature(layer).parameters:
+        others = {name: value for name, value in options.items() if name != "rope"}
+        return {**others, **table}
+    if "rope" not in found:
+        return options
+    d_k = options.get("d_head") or options["d_model"] // options["num_heads"]
+    rope = load("rope").RotaryPositionalEmbedding(d_k=d_k, **table)
+    return {**options, "rope": rope}
+
 
 def with_gradients(result, x, weights):
-    """Return a result, and the gradients of x and the weights, by name."""
+    """Return a result, and the gradients of x and the weights, by name.
+
+    A function of frozen weights may have no gradient, as an adapter has none.
+    """
     # The gradient of the result is the same number in each dtype.
     of_result = randn(*result.shape, seed=9).bfloat16().to(result)
-    leaves = {"x": x, **weights}
+    trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    if weights and not trained and not result.requires_grad:
+        return {"result": result}
+    leaves = {"x": x, **trained}
     gradients = torch.autograd.grad(
         result, list(leaves.values()), of_result, materialize_grads=True
     )
@@ -145,7 +203,9 @@ def check_close(name, actual, expected, allowed):
     """Require the length of the error to be at most `allowed`."""
     got = actual.detach().cpu().double()
     wanted = expected.detach()
-    assert got.shape == wanted.shape, f"{name} has shape {tuple(got.shape)}"
+    if got.shape != wanted.shape:
+        shapes = f"got {tuple(got.shape)}, expected {tuple(wanted.shape)}"
+        pytest.fail(f"shape of {name}: {shapes}", pytrace=False)
     error = got - wanted
     if not error.norm() <= allowed:  # also if it is NaN
         worst = error.abs().argmax()
@@ -153,4 +213,5 @@ def check_close(name, actual, expected, allowed):
         values = (
             f"got {got.flatten()[worst]:.9g}, expected {wanted.flatten()[worst]:.9g}"
         )
-        pytest.fail(f"{name} at {at}: {values}", pytrace=False)
+        length = f"the error's length is {error.norm():.2g}, allowed {allowed:.2g}"
+        pytest.fail(f"{name} at {at}: {values}; {length}", pytrace=False)

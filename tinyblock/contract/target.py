@@ -11,11 +11,13 @@ import pytest
 ALL = ("rmsnorm", "ffn", "rope", "attention", "block", "transformer")
 # The layers are imported from below this name. So no installed package hides them.
 ROOT = re.sub(r"\W", "_", f"layers_of_{__package__}")
+ABOVE = Path(__file__).resolve().parents[1]
 found: dict[str, str] = {}  # the full name of each layer's module
+foreign: set[str] = set()  # layers that are no copies of tinyblock's, or import one
 
 
 def select(path: Path) -> None:
-    """Find the layers in a folder, or the one in a file. Files share one folder."""
+    """Find the layers in a folder, or the one in a file."""
     path = path.resolve()
     folder = path if path.is_dir() else path.parent
     outside = folder
@@ -25,14 +27,31 @@ def select(path: Path) -> None:
     root.__path__ = [str(outside)]
     sys.modules[ROOT] = root
     package = ".".join((ROOT, *folder.relative_to(outside).parts))
-    selected = {}
-    for layer in ALL:
-        file = folder / f"{layer}.py"
-        if path in (folder, file) and file.is_file():
-            selected[layer] = f"{package}.{layer}"
-    found.update(selected)
+    selected = [
+        layer
+        for layer in ALL
+        if path in (folder, folder / f"{layer}.py")
+        and (folder / f"{layer}.py").is_file()
+    ]
     if not selected:
         raise pytest.UsageError(f"{path} must be or contain one of {', '.join(ALL)}")
+    for layer in selected:
+        found[layer] = f"{package}.{layer}"
+        if not _is_own(folder, layer):
+            foreign.add(layer)
+
+
+def _is_own(folder: Path, module: str) -> bool:
+    """Return whether a file, and each file that it imports, is tinyblock's or a copy."""
+    path = folder / f"{module}.py"
+    bases = folder / ".tinyblock"
+    is_original = folder == ABOVE and not bases.exists()
+    if not is_original and not (bases / f"{path.name}.base").is_file():
+        return False
+    imported = re.findall(
+        r"^from \.(\w+) import", path.read_text("utf-8"), re.MULTILINE
+    )
+    return all(_is_own(folder, name) for name in imported)
 
 
 def load(layer: str) -> ModuleType:

@@ -10,12 +10,21 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from einops import EinopsError
 
-from .checks import EPS, HALVES, Case, Layer, check_close, randn
+from .checks import EPS, Case, Layer, check_close, randn
 from .test_rmsnorm import rms_norm
-from .test_rope import POSITIONS, rope_of_positions
+from .test_rope import OF_FOUR, POSITIONS, rope_of_positions
 
 NAME = "attention.CausalMultiHeadSelfAttention"
+
+
+NAMES_OF_WEIGHTS = [
+    "q_proj.weight",
+    "k_proj.weight",
+    "v_proj.weight",
+    "output_proj.weight",
+]
 
 
 def attend(q, k, v, mask):
@@ -77,42 +86,81 @@ def mask_of(*shape):
     return mask
 
 
-def case(*shape, num_heads=4, inputs=None, **options):
+def case(*shape, num_heads=4, inputs=None, is_common=True, **options):
     def formula(x, weights, token_positions=None, mask=None):
         heads = {"num_heads": num_heads, **options}
         return self_attention(x, weights, token_positions, mask, **heads)
 
     all_options = {"d_model": shape[-1], "num_heads": num_heads, **options}
-    return Case(NAME, formula, shape, all_options, inputs or {})
+    return Case(NAME, formula, shape, all_options, inputs or {}, is_common=is_common)
 
 
-OF_FUNCTION = Case(
-    "attention.scaled_dot_product_attention",
-    lambda q, weights, mask: attend(q, weights["0"], weights["1"], mask),
-    shape=(2, 3, 5, 8),
-    inputs={"mask": mask_of(5, 7)},
-    weights=[(2, 3, 7, 8), (2, 3, 7, 4)],
-    rounds_once=True,
-)
+def of_function(mask, scale=1.0, is_common=True):
+    def formula(q, weights, mask=None):
+        mask = torch.ones(5, 7) > 0 if mask is None else mask
+        return attend(q, weights["0"], weights["1"], mask)
+
+    return Case(
+        "attention.scaled_dot_product_attention",
+        formula,
+        shape=(2, 3, 5, 8),
+        inputs={} if mask is None else {"mask": mask},
+        weights=[(2, 3, 7, 8), (2, 3, 7, 4)],
+        scale=scale,
+        rounds_once=True,
+        is_common=is_common,
+    )
+
+
+def of_whole_layer(kv_width, **options):
+    """The function has the weights of the layer, in its order."""
+
+    def formula(x, weights):
+        named = dict(zip(NAMES_OF_WEIGHTS, weights.values(), strict=True))
+        return self_attention(x, named, num_kv_heads=kv_width // 6, **options)
+
+    return Case(
+        "attention.causal_multi_head_self_attention",
+        formula,
+        shape=(2, 7, 24),
+        options=options,
+        weights=[(24, 24), (kv_width, 24), (kv_width, 24), (24, 24)],
+    )
+
+
 ROPE = {"rope": rope_of_positions}
+SOME_KEYS = torch.ones(5, 7).triu(-1) > 0
 OPTIONS = {"num_kv_heads": 2, "d_head": 20, "qk_norm": True, **ROPE}
 BOTH = {"token_positions": POSITIONS, "mask": mask_of(2, 7, 7)}
 OF_ONE_SEQUENCE = {"token_positions": POSITIONS[0], "mask": mask_of(7, 7)}
 ALL = case(2, 7, 24, inputs=BOTH, **OPTIONS)
 CASES = {
     "plain": case(2, 7, 24),
+    "two heads, one token": case(2, 1, 24, num_heads=2),
     "one key head, RoPE": case(2, 7, 24, num_kv_heads=1, **ROPE),
     "normalized, another eps": case(2, 7, 24, qk_norm=True, eps=1e-3),
     "mask, as many sequences": case(7, 7, 24, inputs={"mask": mask_of(1, 7, 7)}),
     "padding mask, as many sequences": case(
         7, 7, 24, inputs={"mask": mask_of(7, 1, 7)}
     ),
-    "no batch axis": case(7, 24, inputs=OF_ONE_SEQUENCE, **ROPE),
-    "two batch axes": case(2, 3, 7, 24, inputs=OF_ONE_SEQUENCE, **ROPE),
+    "RoPE": case(2, 7, 24, **ROPE),
+    "positions": case(2, 7, 24, inputs={"token_positions": POSITIONS}, **ROPE),
+    "positions, as many sequences as heads": case(
+        4, 7, 24, inputs={"token_positions": OF_FOUR}, **ROPE
+    ),
+    "no batch axis": case(7, 24, inputs=OF_ONE_SEQUENCE, is_common=False, **ROPE),
+    "two batch axes": case(
+        2, 3, 7, 24, inputs=OF_ONE_SEQUENCE, is_common=False, **ROPE
+    ),
+    "one sequence": case(1, 5, 24, **ROPE),
     "all options": ALL,
-    "empty batch": case(0, 5, 24, num_kv_heads=2),
-    "80 tokens": case(80, 64, num_heads=1),  # longer than a window or than a fixed mask
-    "function": OF_FUNCTION,
+    "empty batch": case(0, 5, 24, num_kv_heads=2, is_common=False),
+    "80 tokens": case(1, 80, 64, num_heads=1),  # longer than a window or a fixed mask
+    "function": of_function(SOME_KEYS),
+    "function, no mask": of_function(None),
+    "function, a query without keys": of_function(mask_of(5, 7), is_common=False),
+    "equation": of_whole_layer(24, num_heads=4),
+    "equation, one key head, RoPE": of_whole_layer(6, num_heads=4, **ROPE),
 }
 REJECTED = [("eps", 0.0), ("d_model", 0), ("d_head", 0)]
 REJECTED += [("num_heads", 5), ("num_kv_heads", 3)]
@@ -120,26 +168,20 @@ SIZE = 4 * 24 * 24
 SIZE_OF_ALL = 2 * 24 * (4 + 2) * 20 + 2 * 20
 LAYERS = {
     "attention": Layer(case(2, 7, 24), SIZE, rejected=REJECTED),
-    "attention with all options": Layer(ALL, SIZE_OF_ALL),
+    "attention with all options": Layer(ALL, SIZE_OF_ALL, [("d_model", 0)]),
 }
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_scores_in_float32_or_wider(dtype, device):
-    """A layer in a half precision must not round its scores to that precision.
-
-    All scores here are about 1024, and they differ by multiples of 1/4. A half cannot
-    hold such differences at that size: the layer would weight the values wrongly.
-    """
-    layer = case(9, 64, num_heads=1).build(device, dtype)
-    q = randn(2, 1, 9, 64, seed=3).sign()
-    q[..., [0, 32]] = 64  # these make the scores large, and the others make them differ
-    k = q.roll(32, dims=-1)
-    v = randn(2, 1, 9, 64, seed=4).sign()
-    rounded = [tensor.to(device, dtype) for tensor in (q, k, v)]
-    expected = attend_causally(q, k, v)
-    allowed = torch.finfo(dtype).eps * expected.norm()
-    check_close("result", layer.attend(*rounded, None), expected, allowed)
+@pytest.mark.numbers
+def test_large_scores_do_not_overflow():
+    """The softmax subtracts the greatest score before the exponential."""
+    for mask in (SOME_KEYS, None):
+        large = of_function(mask, scale=400.0)
+        function = large.build(dtype=torch.float32)
+        x = large.arguments(dtype=torch.float32)["x"]
+        exact = large.exact(function, x)["result"]
+        result = function(x, **large.inputs)
+        check_close("result", result, exact, 1e-4 * exact.norm())
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
@@ -175,43 +217,33 @@ def test_methods_may_be_overridden():
     assert layer.attend.call_args.args[-1] == "any mask"
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_shared_heads_store_no_scores(dtype, masked, device):
-    """Torch's fallback would store the scores of all heads for the backward pass."""
-    layer = case(64, 24, num_kv_heads=2, d_head=8).build(device, dtype)
-    x = randn(1, 64, 24).to(device, dtype)
-    mask = mask_of(64, 64).to(device) if masked else None
-    stored = []
-
-    def pack(tensor):
-        stored.append(tensor.untyped_storage().nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x, mask=mask)
-    assert max(stored) < 4 * 64 * 64 * dtype.itemsize
-
-
 WRONG_MASKS = {
-    "additive": torch.zeros(2, 7, 7),
-    "a padding mask without an axis for queries": torch.ones(2, 7) > 0,
-    "the same for as many sequences as tokens": torch.ones(7, 7) > 0,
-    "one axis": torch.ones(7) > 0,
-    "another batch": torch.ones(3, 7, 7) > 0,
-    "an axis for heads": torch.ones(2, 1, 7, 7) > 0,
-    "other keys": torch.ones(7, 1) > 0,
+    "additive": (torch.zeros(2, 7, 7), "mask == 0"),
+    "0 and 1": (torch.ones(2, 1, 7).long(), r"mask\.bool\(\)"),
+    "padding without an axis for queries": (torch.ones(2, 7) > 0, r"mask\[:, None\]$"),
+    "as many sequences as tokens": (torch.ones(7, 7) > 0, r"None\].* mask\[None\]"),
+    "one axis": (torch.ones(7) > 0, r"\(7,\)$"),
+    "another batch": (torch.ones(3, 7, 7) > 0, r"\(3, 7, 7\)$"),
+    "an axis for heads": (torch.ones(2, 1, 7, 7) > 0, r"mask\[:, 0\]"),
+    "other keys": (torch.ones(7, 1) > 0, r"\(7, 1\)$"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_MASKS)
-def test_rejects_a_wrong_mask(name):
-    """Above all those that torch would accept, and read in another way."""
+def test_rejects_a_wrong_mask_and_says_how_to_pass_it(name):
+    """Above all masks that torch would accept, and read in another way."""
     batch = 7 if "as many" in name else 2
-    with pytest.raises(
-        ValueError, match=r"mask must be a bool tensor of shape .* got "
-    ):
-        case(7, 24).build()(randn(batch, 7, 24), mask=WRONG_MASKS[name])
+    mask, repair = WRONG_MASKS[name]
+    message = rf"mask must be bool.* \({batch}, 7, 7\) .*got .*{repair}"
+    with pytest.raises(ValueError, match=message):
+        case(7, 24).build()(randn(batch, 7, 24), mask=mask)
+
+
+def test_rejects_one_position_for_all_tokens():
+    """Also where nothing checks shapes. All tokens would have this position."""
+    layer = case(2, 7, 24, **ROPE).build()
+    with pytest.raises((EinopsError, TypeError)):
+        layer.project(randn(2, 7, 24), torch.ones(2, 1).long())
 
 
 def test_rejects_positions_without_a_rope():

@@ -9,7 +9,7 @@ from .test_attention import BOTH, OPTIONS, ROPE, self_attention
 from .test_attention import SIZE as OF_ATTENTION
 from .test_ffn import swiglu_of_weights
 from .test_rmsnorm import rms_norm
-from .test_rope import POSITIONS
+from .test_rope import OF_FOUR, POSITIONS
 
 
 def weights_of(part, weights):
@@ -36,20 +36,25 @@ def pre_norm_block(
     )
 
 
-def case(*shape, inputs=None, **options):
+def case(*shape, inputs=None, is_common=True, **options):
     heads = {"num_heads": 4, **options}
 
     def formula(x, weights, token_positions=None, mask=None):
         return pre_norm_block(x, weights, token_positions, mask, **heads)
 
     options = {"d_model": shape[-1], "d_ff": 96, **heads}
-    return Case("block.Block", formula, shape, options, inputs or {})
+    return Case(
+        "block.Block", formula, shape, options, inputs or {}, is_common=is_common
+    )
 
 
 CASES = {
     "RoPE": case(2, 7, 24, **ROPE),
     "all options": case(2, 7, 24, inputs=BOTH, eps=1e-3, **OPTIONS),
-    "no batch axis": case(5, 24, **ROPE),
+    "positions, as many sequences as heads": case(
+        4, 7, 24, inputs={"token_positions": OF_FOUR}, **ROPE
+    ),
+    "no batch axis": case(5, 24, is_common=False, **ROPE),
 }
 SIZE = OF_ATTENTION + 3 * 24 * 96 + 2 * 24
 LAYERS = {"block": Layer(case(2, 7, 24, **ROPE), SIZE)}

@@ -56,7 +56,7 @@ def case(name, formula, *shape, **options):
 
 def of_function(function, *weights, **options):
     def formula(x, named):
-        return function(x, *named.values())
+        return function(x, *named.values(), **options)
 
     name = f"ffn.{function.__name__}"
     return Case(name, formula, (2, 3, 5), options, weights=list(weights))
@@ -75,6 +75,7 @@ CASES = {
     "glu": of_function(glu, (7, 5), (7, 5)),
     "swiglu": of_function(swiglu, (7, 5), (5, 7), (7, 5)),
     "feed_forward": of_function(feed_forward, (7, 5), (5, 7)),
+    "feed_forward, SiLU": of_function(feed_forward, (7, 5), (5, 7), activation=silu),
 }
 REJECTED = [("d_model", 0), ("d_ff", 0)]
 WIDE_SWIGLU = case(*SWIGLU, 2, 7, 24, d_ff=96)

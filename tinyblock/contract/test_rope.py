@@ -11,12 +11,11 @@ import math
 import pytest
 import torch
 
-from .checks import Case, Layer, check_close, randn
+from .checks import TABLE, THETA, Case, Layer, check_close, randn
 from .target import load
 
-THETA = 100.0
-TABLE = 200  # positions
 POSITIONS = torch.tensor([[3, 9, 2, TABLE - 1, 0, 5, 5], [0, 1, 2, 3, 4, 5, 6]])
+OF_FOUR = torch.cat((POSITIONS, POSITIONS + 1)).clamp(max=TABLE - 1)
 FAR = torch.tensor([0, 1, 5, 100, 131071])
 
 
@@ -40,14 +39,18 @@ def rope_of_positions(x, token_positions=None, theta=THETA):
     return rotate(x, angles_of(token_positions, x.shape[-1], theta))
 
 
-def case(*shape, positions=None, table=TABLE):
+def case(*shape, positions=None, theta=THETA, table=TABLE, is_common=True):
+    def formula(x, weights, token_positions=None):
+        return rope_of_positions(x, token_positions, theta)
+
     return Case(
         "rope.RotaryPositionalEmbedding",
-        lambda x, weights, token_positions=None: rope_of_positions(x, token_positions),
+        formula,
         shape,
-        options={"theta": THETA, "d_k": shape[-1], "max_seq_len": table},
+        options={"theta": theta, "d_k": shape[-1], "max_seq_len": table},
         inputs={} if positions is None else {"token_positions": positions},
         rounds_once=True,
+        is_common=is_common,
     )
 
 
@@ -60,10 +63,16 @@ OF_FUNCTION = Case(
 )
 CASES = {
     "positions 0, 1, 2, ...": case(2, 3, 11, 8),
+    "another theta": case(2, 7, 8, positions=POSITIONS, theta=1e4),
+    "one token": case(2, 1, 6, positions=POSITIONS[:, :1]),
     "one pair, a table of one position": case(1, 2, table=1),
-    "empty batch": case(0, 7, 6, positions=POSITIONS[0]),
+    "empty batch": case(0, 7, 6, positions=POSITIONS[0], is_common=False),
     "positions for all sequences": case(2, 7, 6, positions=POSITIONS[0]),
-    "positions for all heads": case(2, 4, 7, 6, positions=POSITIONS[:, None]),
+    "two batch axes": case(3, 2, 5, 4, positions=POSITIONS[:, :5]),
+    "positions for each sequence": case(2, 7, 8, positions=POSITIONS),
+    "positions for all heads, as many as sequences": case(
+        4, 4, 7, 6, positions=OF_FOUR[:, None]
+    ),
     "no batch axis, positions of int32": case(7, 6, positions=POSITIONS[1].int()),
     "function": OF_FUNCTION,
 }
@@ -75,10 +84,8 @@ LAYERS = {"RoPE": Layer(GIVEN, size=0, rejected=REJECTED)}
 
 WAYS = {
     "constructed": lambda build: build(),
-    "cast": lambda build: build().to(torch.bfloat16),
     "cast and cast back": lambda build: copy.deepcopy(build().half()).double(),
     "to meta and back": lambda build: build().to("meta").to_empty(device="cpu"),
-    "built on meta": lambda build: build(device="meta"),
     "built on meta, emptied": lambda build: (
         build(device="meta").bfloat16().to_empty(device="cpu")
     ),
@@ -111,6 +118,15 @@ def test_frequencies_may_be_overridden():
     for dtype in (torch.float64, torch.float32):
         actual = rope(x.to(dtype), POSITIONS[0]).double()
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+
+
+def test_reset_parameters_follows_a_change_of_theta():
+    rope = case(7, 6).construct()
+    rope.theta = 50.0
+    rope.reset_parameters()
+    x = randn(7, 6)
+    expected = rope_of_positions(x, theta=50.0)
+    check_close("result", rope(x.float()), expected, 1e-6 * expected.norm())
 
 
 def test_rejects_a_sequence_longer_than_the_table():

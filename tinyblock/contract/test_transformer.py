@@ -2,16 +2,15 @@
 
 import copy
 import functools
-from unittest.mock import Mock
 
 import pytest
 import torch
 
-from .checks import EPS, Case, Layer, randn
+from .checks import EPS, TABLE, Case, Layer, randn
 from .test_attention import BOTH, OPTIONS, ROPE
 from .test_block import SIZE, Part, pre_norm_block, weights_of
 from .test_rmsnorm import rms_norm
-from .test_rope import TABLE, rope_of_positions
+from .test_rope import rope_of_positions
 
 
 def blocks_and_norm(
@@ -50,6 +49,7 @@ def case(*shape, inputs=None, max_seq_len=TABLE, **options):
 LOW = {"token_positions": torch.arange(7) % 5}
 CASES = {
     "default theta": case(2, 7, 24),
+    "another head size": case(2, 7, 24, d_head=20),
     "all options": case(2, 7, 24, inputs=BOTH, eps=1e-3, **OPTIONS),
     "another theta, a table of 7 positions": case(7, 24, theta=100.0, max_seq_len=7),
     "more tokens than positions": case(7, 24, inputs=LOW, max_seq_len=5),
@@ -68,13 +68,6 @@ def test_one_table_for_all_blocks():
     stack = case(2, 7, 24).construct().to(torch.bfloat16)
     stack = copy.deepcopy(stack.to("meta").to_empty(device="cpu"))
     assert len({table.data_ptr() for table in stack.buffers()}) == 1
-
-
-def test_reset_computes_the_shared_table_once():
-    stack = case(2, 7, 24).construct()
-    stack.rope.reset_parameters = Mock()
-    stack.reset_parameters()
-    stack.rope.reset_parameters.assert_called_once()
 
 
 def test_builds_any_block_and_norm():
