@@ -1,9 +1,9 @@
-"""Shape checks at run time: turn a module's jaxtyping annotations into errors.
+"""Shape checks at run time: turn jaxtyping annotations into errors.
 
-`typecheck(module)` wraps the module's public functions, and the `__init__` and
-`forward` of its classes. A call that violates an annotation raises
-`jaxtyping.TypeCheckError`, a `TypeError`, which names the function, the argument, its
-shape and the expected shape.
+`@typecheck` checks a function or a class, and `typecheck(module)` checks the public
+functions of a module, and the `__init__` and `forward` of its classes. A call that
+violates an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which names the
+function, the argument, its shape and the expected shape.
 
 jaxtyping and beartype take 12 to 30 microseconds to check a call. So the wrapper
 calls them only if the signature of a call is new. The signature consists of
@@ -31,7 +31,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from jaxtyping import TypeCheckError, config, jaxtyped
@@ -40,6 +40,7 @@ from torch.compiler import is_dynamo_compiling
 
 __all__ = ["typecheck"]
 
+_Target = TypeVar("_Target")
 # A sequence that grows token by token adds one signature per token.
 _MAX_SIGNATURES = 1024
 _TYPES_BY_VALUE = {
@@ -54,48 +55,69 @@ _TYPES_BY_VALUE = {
 }
 
 
-def typecheck(module: ModuleType) -> None:
-    """Check every call of a module's public functions and classes.
+def typecheck(target: _Target) -> _Target:
+    """Check every call of a function, of a class's methods, or of a module's members.
 
-    It checks `__init__` and `forward` of each class. Public names are those in
-    `__all__` or, without `__all__`, those that do not begin with an underscore.
-    Imported names, generators and coroutines stay unchanged. Pass each module that
-    defines layers, after its import:
+    Returns the checked function, or the class or module itself, changed in place:
 
-        from my_project.layers import attention, rope
-        from tinyblock import typecheck
+        @typecheck
+        def scores(q: Float[Tensor, "query d"], k: Float[Tensor, "key d"]): ...
 
-        for module in (attention, rope):
-            typecheck(module)
+        from my_package.layers import attention  # after the import
+        typecheck(attention)
+
+    - In a class, it checks `__init__` and the public methods that are annotated there.
+    - In a module, it checks the public functions that are defined there, and `__init__`
+      and `forward` of the classes, so that no time is spent between layers. Public
+      names are listed in `__all__` or, without it, do not begin with an underscore.
+    - It checks no values, local variables or nested functions, no static or class
+      methods, properties, generators or coroutines, and nothing under `lru_cache`.
+
+    Annotations are resolved at the first call, so that a class may name itself.
+
+    Raises:
+        TypeError: the target is none of these, or a function without annotations.
     """
     if config.jaxtyping_disable:
-        return
+        return target
     if not __debug__:
         warnings.warn("python -O turns all shape checks off", stacklevel=2)
-        return
-    functions = list(_annotated_functions(module))
+        return target
+    if not isinstance(target, (ModuleType, type)):
+        if not _is_checkable(target):
+            raise TypeError(
+                f"pass a module, a class or an annotated function, got {target!r}"
+            )
+        return _checked_once(target)
+    functions = list(_annotated_functions(target))
     if not functions:
         warnings.warn(
-            f"typecheck found nothing to check in {module.__name__}: "
-            "pass the modules that define the layers",
+            f"typecheck found nothing to check in {target.__name__}: pass its modules",
             stacklevel=2,
         )
     for owner, name, function in functions:
-        if not hasattr(function, "__typechecked__"):  # by an earlier call
-            setattr(owner, name, _checked(function))
+        setattr(owner, name, _checked_once(function))
+    return target
+
+
+def _checked_once(function: Any) -> Any:
+    return function if hasattr(function, "__typechecked__") else _checked(function)
 
 
 def _annotated_functions(
-    module: ModuleType,
+    owner: ModuleType | type,
 ) -> Iterator[tuple[ModuleType | type, str, FunctionType]]:
-    """Yield (owner, name, function) for each public function that the module defines."""
-    without_underscore = [name for name in vars(module) if not name.startswith("_")]
-    for name in getattr(module, "__all__", without_underscore):
-        member = getattr(module, name)
-        if getattr(member, "__module__", None) != module.__name__:
+    """Yield (owner, name, function) for each public function that is defined there."""
+    names = [
+        name for name in vars(owner) if name == "__init__" or not name.startswith("_")
+    ]
+    home = vars(owner).get("__module__", owner.__name__)  # of a class, or the module
+    for name in getattr(owner, "__all__", names):
+        member: Any = vars(owner).get(name)
+        if getattr(member, "__module__", None) != home:
             continue
         if _is_checkable(member):
-            yield module, name, member
+            yield owner, name, member
         elif isinstance(member, type):
             for method in ("__init__", "forward"):
                 function: Any = vars(member).get(method)
@@ -113,13 +135,22 @@ def _is_checkable(member: Any) -> bool:
     )
 
 
-def _checked(function: FunctionType) -> Callable[..., Any]:
+def _checked(function: Any) -> Any:
     """Return a wrapper of `function` that checks each call whose signature is new."""
-    hints = get_type_hints(function, include_extras=True)
-    axes = " ".join(map(_axes, hints.values()))
-    in_braces = sorted(set(re.findall(r"\{([^{}]+)\}", axes)))
-    signature_of = _signature_reader(function, hints, in_braces)
-    check_arguments, check_result = _checkers(function, hints, in_braces)
+    signature_of: Any
+    check_arguments: Any
+    check_result: Any
+
+    def resolve_annotations(*args: Any, **kwargs: Any) -> Any:
+        nonlocal signature_of, check_arguments, check_result
+        hints = get_type_hints(function, include_extras=True)
+        axes = " ".join(map(_axes, hints.values()))
+        in_braces = sorted(set(re.findall(r"\{([^{}]+)\}", axes)))
+        check_arguments, check_result = _checkers(function, hints, in_braces)
+        signature_of = _signature_reader(function, hints, in_braces)
+        return signature_of(*args, **kwargs)
+
+    signature_of = resolve_annotations  # until the first call
     known: dict[Any, Any] = {}  # signature of a call -> description of its last result
 
     @functools.wraps(function)
@@ -146,9 +177,7 @@ def _checked(function: FunctionType) -> Callable[..., Any]:
         if found is None or found != last:
             check_result(result, *args, **kwargs)
             if None not in signature:
-                if len(known) >= _MAX_SIGNATURES:
-                    known.clear()
-                known[signature] = found
+                _remember(known, signature, found)
         return result
 
     # dynamo counts recompilations per code object. With a shared one, the ninth function
@@ -157,6 +186,12 @@ def _checked(function: FunctionType) -> Callable[..., Any]:
     wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)
     wrapper.__typechecked__ = True
     return wrapper
+
+
+def _remember(known: dict[Any, Any], signature: Any, found: Any) -> None:
+    if len(known) >= _MAX_SIGNATURES:
+        known.clear()
+    known[signature] = found
 
 
 def _axes(annotation: Any) -> str:
@@ -197,8 +232,6 @@ def _signature_reader(
 def _describe(value: Any) -> tuple[Any, ...] | None:
     """Return what annotations read of a value, or None if that may change."""
     kind = value.__class__
-    if isinstance(value, Tensor):
-        return kind, value.dtype, value.shape
     if kind in _TYPES_BY_VALUE:
         return kind, value
     if kind in (FunctionType, BuiltinFunctionType):

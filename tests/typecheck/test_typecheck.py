@@ -13,7 +13,8 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
-from jaxtyping import TypeCheckError
+from jaxtyping import Float, TypeCheckError
+from torch import Tensor
 
 import tinyblock
 from tinyblock.typecheck import typecheck
@@ -40,6 +41,7 @@ def test_typecheck_raises_on_every_mismatch_also_after_valid_calls(module):
     layer = module.Layer(3)
     right = [
         lambda: module.scale(x, w, factor=2),  # an int is a float
+        lambda: module.scale(x, w),
         lambda: module.scale(x[0], w),
         lambda: module.first([w, w]),
         lambda: module.nonzero(torch.tensor([1.0, 0.0, 2.0])),
@@ -48,6 +50,8 @@ def test_typecheck_raises_on_every_mismatch_also_after_valid_calls(module):
         lambda: module.count(-w, w, option=1),
         lambda: module.named(w),
         lambda: module.named(w, "{n}"),
+        lambda: module.halved(w, torch.float32),
+        lambda: module.trained(torch.nn.Parameter(w)),
         lambda: module.decorated(w, bias=1),
         lambda: module.Layer(3, 1, tinyblock.RMSNorm),
         lambda: layer(x, 1),
@@ -57,6 +61,9 @@ def test_typecheck_raises_on_every_mismatch_also_after_valid_calls(module):
         lambda: module.scale(x, torch.ones(4)),
         lambda: module.scale(x.long(), w),
         lambda: module.scale(x, w, factor="2"),
+        lambda: module.scale(x, w, factor=None),
+        lambda: module.halved(w, torch.bfloat16),
+        lambda: module.trained(w),
         lambda: module.scale(x.numpy(), w),
         lambda: module.first([w.int()]),
         lambda: module.first((w,)),
@@ -106,8 +113,53 @@ def test_typecheck_wraps_once_and_warns_where_it_finds_nothing(module):
     assert module.scale is before
     package = types.ModuleType("users_package")
     vars(package)["Layer"] = module.Layer
-    with pytest.warns(UserWarning, match="nothing to check in users_package: pass"):
+    with pytest.warns(UserWarning, match="nothing to check in users_package: pass its"):
         typecheck(package)
+
+
+class Node:
+    """A class that names itself, checked as a whole."""
+
+    size = 2
+
+    def __init__(self, weight: Float[Tensor, " {self.size}"]) -> None:
+        self.weight = weight
+
+    def join(self, other: "Node") -> Float[Tensor, " both"]:
+        return torch.cat((self.weight, other.weight))
+
+    def _private(self, x: int) -> Any:
+        return x
+
+
+def test_typecheck_decorates_functions_and_classes():
+    @typecheck
+    def scores(
+        q: Float[Tensor, "*b query d"], k: Float[Tensor, "*b key d"]
+    ) -> Float[Tensor, "*b query key"]:
+        return q @ k.mT
+
+    q = torch.ones(2, 3, 8)
+    assert scores(q, q).shape == (2, 3, 3)
+    assert typecheck(scores) is scores
+    for _ in range(2):
+        with pytest.raises(TypeCheckError, match="'k'"):
+            scores(q, q[..., :7])
+    assert typecheck(Node) is Node
+    node = Node(torch.ones(2))
+    assert node.join(node).shape == (4,)
+    text: Any = "not checked"
+    assert node._private(text) == text
+    wrong_calls: Any = (lambda: Node(torch.ones(3)), lambda: node.join(text))
+    for wrong in wrong_calls:
+        with pytest.raises(TypeCheckError):
+            wrong()
+
+
+@pytest.mark.parametrize("mistake", ["layers", len, staticmethod(len), lambda x: x])
+def test_typecheck_says_what_to_pass(mistake):
+    with pytest.raises(TypeError, match=r"pass a module, a class or an .*, got <?"):
+        typecheck(mistake)
 
 
 def test_typecheck_leaves_private_functions_generators_and_coroutines(module):
@@ -115,6 +167,15 @@ def test_typecheck_leaves_private_functions_generators_and_coroutines(module):
     module.later(1).close()
     with module.scope(1):
         pass
+
+
+def test_typecheck_checks_the_names_in_all_and_no_others():
+    module: Any = types.ModuleType("users_module")
+    exec(SOURCE + '__all__ = ["_private"]', vars(module))
+    typecheck(module)
+    module.named(torch.ones(1), 3)
+    with pytest.raises(TypeCheckError):
+        module._private(1)
 
 
 def test_typecheck_remembers_a_bounded_number_of_signatures(module):
@@ -155,8 +216,9 @@ def test_compiled_calls_run_unchecked_in_one_graph_each(module):
 
 
 def test_function_raises_its_own_error_with_any_keyword(module):
-    with pytest.raises(RuntimeError, match="of the function"):
+    with pytest.raises(RuntimeError, match="of the function") as caught:
         module.fail(torch.ones(3), layer=1, error=2)
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_compiled_function_raises_its_own_error(module):
@@ -235,11 +297,48 @@ def errors_of(code, *options, **environment):
     ).stderr
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "shape_checks.md"
+
+
+def test_lines_of_the_page_check_and_compile_with_the_copied_file_alone(tmp_path):
+    """A function, a class and a module, in a project with nothing but typecheck.py."""
+    shutil.copy(Path(tinyblock.__path__[0]) / "typecheck.py", tmp_path)
+    [lines] = re.findall(r"```py\n(from typecheck.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "lines.py").write_text(lines)
+    module = "from jaxtyping import Float\nfrom torch import Tensor\n"
+    module += (
+        'def double(x: Float[Tensor, " n"]) -> Float[Tensor, " n"]: return 2 * x\n'
+    )
+    (tmp_path / "my_module.py").write_text(module)
+    code = """
+import torch, lines, my_module
+from jaxtyping import TypeCheckError
+x = torch.ones(2, 3, 8)
+scale = lines.Scale(8)
+right = [lambda: lines.scores(x, x), lambda: scale(x), lambda: my_module.double(x[0, 0])]
+wrong = [lambda: lines.scores(x, x[..., :7]), lambda: scale(x[..., :7]), lambda: my_module.double(x)]
+for call in right:
+    expected = call()
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(), expected)
+for call in wrong:
+    try:
+        call()
+    except TypeCheckError:
+        continue
+    raise SystemExit("not checked")
+"""
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_python_o_causes_one_warning():
     errors = errors_of("import tinyblock", "-O")
     assert errors.count("UserWarning: python -O turns all shape checks off") == 1
 
 
 def test_jaxtyping_disable_needs_no_beartype():
-    code = "import sys; sys.modules['beartype'] = None; import tinyblock"
+    code = "import sys; sys.modules['beartype'] = None; import tinyblock, torch; "
+    code += "tinyblock.silu(torch.ones(2)); assert tinyblock.typecheck(len) is len"
     assert errors_of(code, "-Werror", JAXTYPING_DISABLE="1") == ""

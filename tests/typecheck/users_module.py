@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from beartype.vale import Is
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
 looked_at = []  # the lengths that beartype looked at
@@ -36,6 +36,14 @@ def nonzero(x: Float[Tensor, " n"], width: int = 2) -> Float[Tensor, " {width}"]
 
 def count(*xs: Float[Tensor, " n"], **options: int) -> int:
     return "many" if xs[0].sum() > 0 else len(options)  # type: ignore[return-value]
+
+
+def halved(x: Float32[Tensor, " n"], dtype: Any) -> Float32[Tensor, " n"]:
+    return x.to(dtype)
+
+
+def trained(x: Float[nn.Parameter, " n"]) -> None:
+    pass
 
 
 def named(x: Float[Tensor, " n"], name: Literal["{n}", "x"] = "x") -> dict[str, Tensor]:
