@@ -327,7 +327,8 @@ def _wrong_mask(mask: Tensor, shape: tuple[int, ...]) -> str:
 
 def _has_kernel_for_shared_heads(q: Tensor, mask: Tensor | None) -> bool:
     """Return whether a fast kernel lets a group of query heads share its key head."""
-    # On CUDA, flash attention and cuDNN do so within these limits (pytorch issue
-    # 154363). Beyond them, torch would store all scores. The CPU has no such limits.
-    is_half_precision = q.dtype.itemsize == 2
-    return not q.is_cuda or (mask is None and is_half_precision and q.shape[-1] <= 256)
+    # On CUDA, flash attention and cuDNN do so in half precision, without a mask, for
+    # heads of up to 256 (pytorch issue 154363). Otherwise, torch would store all
+    # scores. The CPU has no such limits.
+    is_supported = mask is None and q.dtype.itemsize == 2 and q.shape[-1] <= 256
+    return not q.is_cuda or is_supported
