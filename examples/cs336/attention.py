@@ -5,17 +5,21 @@ from typing import Any
 from tests.adapters import (
     run_multihead_self_attention,
     run_multihead_self_attention_with_rope,
-)
-from tests.adapters import (
-    run_scaled_dot_product_attention as scaled_dot_product_attention,  # noqa: F401
+    run_scaled_dot_product_attention,
 )
 from torch import Tensor, nn
 
 from .ffn import frozen_linear
 
 
+def scaled_dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any = None
+) -> Tensor:
+    return run_scaled_dot_product_attention(Q=q, K=k, V=v, mask=mask)
+
+
 class CausalMultiHeadSelfAttention(nn.Module):
-    def __init__(self, d_model: int, num_heads: int, *, rope: Any = None) -> None:
+    def __init__(self, d_model: int, num_heads: int, rope: Any = None) -> None:
         super().__init__()
         self.sizes = {"d_model": d_model, "num_heads": num_heads}
         self.rope = rope
@@ -25,14 +29,14 @@ class CausalMultiHeadSelfAttention(nn.Module):
         self.output_proj = frozen_linear(d_model, d_model)
 
     def forward(self, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
-        inputs = dict(
+        inputs = {
             **self.sizes,
-            q_proj_weight=self.q_proj.weight,
-            k_proj_weight=self.k_proj.weight,
-            v_proj_weight=self.v_proj.weight,
-            o_proj_weight=self.output_proj.weight,
-            in_features=x,
-        )
+            "q_proj_weight": self.q_proj.weight,
+            "k_proj_weight": self.k_proj.weight,
+            "v_proj_weight": self.v_proj.weight,
+            "o_proj_weight": self.output_proj.weight,
+            "in_features": x,
+        }
         if self.rope is None:
             return run_multihead_self_attention(**inputs)
         return run_multihead_self_attention_with_rope(

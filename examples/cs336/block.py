@@ -11,10 +11,14 @@ from .rmsnorm import RMSNorm
 
 
 class Block(nn.Module):
-    def __init__(self, d_model: int, num_heads: int, d_ff: int, *, rope: Any) -> None:
+    def __init__(self, d_model: int, num_heads: int, d_ff: int, rope: Any) -> None:
         super().__init__()
-        sizes = {"d_model": d_model, "num_heads": num_heads, "d_ff": d_ff}
-        self.sizes = {**sizes, **rope.table}
+        self.sizes = {
+            "d_model": d_model,
+            "num_heads": num_heads,
+            "d_ff": d_ff,
+            **rope.table,
+        }
         self.ln1 = RMSNorm(d_model)
         self.attn = CausalMultiHeadSelfAttention(d_model, num_heads)
         self.ln2 = RMSNorm(d_model)

@@ -6,7 +6,6 @@
 same names of functions and arguments.
 """
 
-import torch
 from tests.adapters import run_rmsnorm
 from torch import Tensor, nn
 
@@ -16,7 +15,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.sizes = {"d_model": d_model, "eps": eps}
         # An adapter copies weights, so they get no gradient.
-        self.weight = nn.Parameter(torch.ones(d_model), requires_grad=False)
+        self.weight = nn.RMSNorm(d_model).weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         return run_rmsnorm(**self.sizes, weights=self.weight, in_features=x)
