@@ -15,6 +15,7 @@ return, each token reads all keys: choose `size` as small as your texts allow.
 import time
 from typing import Any
 
+import einops
 import torch
 from language_model import Cache, LanguageModel
 from torch import Tensor, nn
@@ -59,6 +60,8 @@ class StaticCache(Cache):
 
 def compile_step(model: LanguageModel) -> None:
     """Compile the call with one more token. Prompts have many lengths, and stay eager."""
+    # Otherwise torch traces and guards einops' parser in every layer.
+    torch.compiler.allow_in_graph(einops.rearrange)
     transformer: Any = model.transformer
     eager = transformer.forward
     compiled = torch.compile(eager, fullgraph=True)
