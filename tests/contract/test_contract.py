@@ -58,7 +58,7 @@ def test_report_for_copies(tmp_path):
     [failed] = re.findall(r"\nFAILED (.*)", done.stdout)
     case = re.escape("ffn: test_equation, 2 of 3, first [cpu-ffn, SwiGLU, float64]: ")
     numbers = (
-        r"result in torch.float64 at \[\d, \d, \d\]: got .*, expected .*, allowed "
+        r"result in torch.float64 at \[.*\]: got .*, expected .*, allowed "
     )
     assert re.match(case + numbers, failed), failed
 

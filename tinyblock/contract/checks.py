@@ -52,7 +52,7 @@ class Weights(dict[str, Tensor]):
 
 @dataclass
 class Case:
-    """`formula(x, weights, **inputs)` is the equation, in the dtype of x.
+    """`formula(x, weights, **inputs, **options)` is the equation, in the dtype of x.
 
     `weights` has the layer's parameters by their names in the state dict.
     """
@@ -133,7 +133,8 @@ class Case:
         for name, weight in module.named_parameters():
             exact = weight.detach().cpu().double()
             weights[name] = exact.requires_grad_(weight.requires_grad)
-        return with_gradients(self.formula(x, weights, **self.inputs), x, weights)
+        result = self.formula(x, weights, **self.inputs, **self.options)
+        return with_gradients(result, x, weights)
 
     def check(self, result, module, x, dtype):
         """Compare a result and its gradients with those of the formula."""
@@ -147,17 +148,10 @@ class Case:
             check_close(f"{name} in {dtype}", tensor, expected[name], allowed)
 
 
-@dataclass
-class Layer:
-    """What holds for a layer in all of its cases."""
-
-    case: Case  # in which properties other than the equation are tested
-    size: int  # the number of components of all weights
-    rejected: list[tuple[str, Any]] = field(default_factory=list)  # options
-
-    @property
-    def layer(self):
-        return self.case.layer
+def case_of(layer, formula, *shape, inputs=None, is_common=True, **options):
+    """Return a case of a layer whose first option is the last size of x."""
+    options = {"d_model": shape[-1], **options}
+    return Case(layer, formula, shape, options, inputs or {}, is_common=is_common)
 
 
 def call(module, arguments):

@@ -16,9 +16,8 @@ import torch
 from . import target
 
 EQUATION = "test_equation"
-reports: defaultdict[tuple[str, str], list[Any]] = defaultdict(
-    list
-)  # of each layer and test
+# The reports of each layer and test.
+reports: defaultdict[tuple[str, str], list[Any]] = defaultdict(list)
 
 
 def pytest_addoption(parser):
@@ -90,41 +89,30 @@ def pytest_sessionfinish(session):
     result = yield
     config = session.config
     show = config.get_terminal_writer().line
-    skipped = defaultdict(Counter)
+    skipped = Counter()
     for (layer, test), outcomes in reports.items():
         ran = [outcome for outcome in outcomes if not outcome.skipped]
         failed = [outcome for outcome in ran if outcome.failed]
         if failed and config.option.tbstyle == "no":  # as in contract.ini
             first = failed[0].nodeid.partition("[")[2].removesuffix("]")
             count = f"{len(failed)} of {len(ran)}"
-            reason = reason_of(failed[0])
+            crash = getattr(failed[0].longrepr, "reprcrash", None)
+            message = crash.message if crash else str(failed[0].longrepr)
+            reason = textwrap.shorten(message.removeprefix("Failed: "), 250)
             show(f"FAILED {layer}: {test}, {count}, first [{first}]: {reason}")
         if layer in target.foreign and test == EQUATION and not ran:
             show(f"ERROR {layer}: no case of the equation could run")
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
-        reasons = [reason_of(outcome) for outcome in outcomes if outcome.skipped]
-        skipped[layer].update(reasons)
+        skipped.update(report.longrepr[2] for report in outcomes if report.skipped)
     if target.foreign and not config.option.markexpr:
-        for layer, counts in skipped.items():
-            reasons = [f"{reason} ({count})" for reason, count in counts.items()]
-            show(f"skipped in {layer}: {', '.join(reasons)}")
+        reasons = [f"{reason} ({count})" for reason, count in skipped.items()]
+        show(", ".join(reasons))
         names = ", ".join(sorted(target.foreign))
         show(
             f"Only the tests of numbers ran for {names}, which are no copies of "
             'tinyblock\'s layers: pass -m "not numbers" to run the other tests'
         )
     return result
-
-
-def reason_of(report):
-    """Return why a test failed or was skipped, in one line."""
-    if isinstance(report.longrepr, tuple):  # path, line, and reason of a skip
-        reason = report.longrepr[2]
-    else:
-        crash = getattr(report.longrepr, "reprcrash", None)
-        reason = crash.message if crash else str(report.longrepr)
-    reason = reason.removeprefix("Failed: ").removeprefix("Skipped: ")
-    return textwrap.shorten(reason, 250)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

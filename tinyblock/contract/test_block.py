@@ -1,12 +1,13 @@
 """The pre-norm block: y = x + attention(norm(x)), and the result is y + ffn(norm(y))."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
-from .checks import EPS, Case, Layer, randn
+from .checks import EPS, case_of, randn
 from .test_attention import BOTH, OPTIONS, ROPE, self_attention
-from .test_attention import SIZE as OF_ATTENTION
 from .test_ffn import swiglu_of_weights
 from .test_rmsnorm import rms_norm
 from .test_rope import OF_FOUR, POSITIONS
@@ -36,18 +37,7 @@ def pre_norm_block(
     )
 
 
-def case(*shape, inputs=None, is_common=True, **options):
-    heads = {"num_heads": 4, **options}
-
-    def formula(x, weights, token_positions=None, mask=None):
-        return pre_norm_block(x, weights, token_positions, mask, **heads)
-
-    options = {"d_model": shape[-1], "d_ff": 96, **heads}
-    return Case(
-        "block.Block", formula, shape, options, inputs or {}, is_common=is_common
-    )
-
-
+case = functools.partial(case_of, "block.Block", pre_norm_block, num_heads=4, d_ff=96)
 CASES = {
     "RoPE": case(2, 7, 24, **ROPE),
     "all options": case(2, 7, 24, inputs=BOTH, eps=1e-3, **OPTIONS),
@@ -56,8 +46,7 @@ CASES = {
     ),
     "no batch axis": case(5, 24, is_common=False, **ROPE),
 }
-SIZE = OF_ATTENTION + 3 * 24 * 96 + 2 * 24
-LAYERS = {"block": Layer(case(2, 7, 24, **ROPE), SIZE)}
+LAYERS = {"block": case(2, 7, 24, **ROPE)}
 
 
 class Part(nn.Module):

@@ -5,12 +5,13 @@ FeedForward(x) = W2 activation(W1 x),  GELU(x) = x/2 (1 + erf(x / sqrt(2)))
 GLU(x) = sigmoid(W1 x) * W2 x
 """
 
+import functools
 import math
 
 import pytest
 from torch import nn
 
-from .checks import Case, Layer
+from .checks import Case, case_of
 
 
 def sigmoid(x):
@@ -37,39 +38,31 @@ def feed_forward(x, w1, w2, activation=gelu):
     return activation(x @ w1.T) @ w2.T
 
 
-def swiglu_of_weights(x, weights):
+def swiglu_of_weights(x, weights, **sizes):
     return swiglu(x, weights["w1.weight"], weights["w2.weight"], weights["w3.weight"])
 
 
-def feed_forward_of_weights(x, weights, activation=gelu):
+def feed_forward_of_weights(x, weights, activation=gelu, **sizes):
     return feed_forward(x, weights["w1.weight"], weights["w2.weight"], activation)
 
 
-def silu_of_weights(x, weights):
-    return feed_forward_of_weights(x, weights, silu)
-
-
-def case(name, formula, *shape, **options):
-    options = {"d_model": shape[-1], "d_ff": 7, **options}
-    return Case(f"ffn.{name}", formula, shape, options)
-
-
 def of_function(function, *weights, **options):
-    def formula(x, named):
+    def formula(x, named, **options):
         return function(x, *named.values(), **options)
 
     name = f"ffn.{function.__name__}"
     return Case(name, formula, (2, 3, 5), options, weights=list(weights))
 
 
-SWIGLU = ("SwiGLU", swiglu_of_weights)
-GELU = ("FeedForward", feed_forward_of_weights)
-SILU = ("FeedForward", silu_of_weights)
+swiglu_case = functools.partial(case_of, "ffn.SwiGLU", swiglu_of_weights)
+ffn_case = functools.partial(case_of, "ffn.FeedForward", feed_forward_of_weights)
+SWIGLU = swiglu_case(2, 7, 24, d_ff=96)
+GELU = ffn_case(2, 7, 24, d_ff=96)
 CASES = {
-    "SwiGLU": case(*SWIGLU, 2, 3, 5),
-    "SwiGLU, no batch axis": case(*SWIGLU, 5),
-    "GELU": case(*GELU, 2, 3, 5),
-    "SiLU": case(*SILU, 2, 3, 5, activation=nn.SiLU()),
+    "SwiGLU": SWIGLU,
+    "SwiGLU, no batch axis": swiglu_case(5, d_ff=7),
+    "GELU": GELU,
+    "SiLU": ffn_case(2, 3, 5, d_ff=7, activation=nn.SiLU()),
     "silu": of_function(silu),
     "gelu": of_function(gelu),
     "glu": of_function(glu, (7, 5), (7, 5)),
@@ -77,13 +70,8 @@ CASES = {
     "feed_forward": of_function(feed_forward, (7, 5), (5, 7)),
     "feed_forward, SiLU": of_function(feed_forward, (7, 5), (5, 7), activation=silu),
 }
-REJECTED = [("d_model", 0), ("d_ff", 0)]
-WIDE_SWIGLU = case(*SWIGLU, 2, 7, 24, d_ff=96)
-WIDE_GELU = case(*GELU, 2, 7, 24, d_ff=96)
-LAYERS = {
-    "SwiGLU": Layer(WIDE_SWIGLU, size=3 * 24 * 96, rejected=REJECTED),
-    "FeedForward": Layer(WIDE_GELU, size=2 * 24 * 96, rejected=REJECTED),
-}
+LAYERS = {"SwiGLU": SWIGLU, "FeedForward": GELU}
+REJECTED = {name: {"d_model": (0,), "d_ff": (0,)} for name in LAYERS}
 
 
 @pytest.mark.parametrize(
@@ -91,10 +79,10 @@ LAYERS = {
     [(512, 1344), (1, 64), (59, 128), (61, 192)],
 )
 def test_default_d_ff_is_the_multiple_of_64_nearest_to_8_thirds(d_model, d_ff):
-    layer = case(*SWIGLU, d_model, d_ff=None).construct(device="meta")
+    layer = swiglu_case(d_model).construct(device="meta")
     assert layer.w1.weight.shape == (d_ff, d_model)
 
 
 def test_default_d_ff_without_a_gate_is_4_d_model():
-    layer = case(*GELU, 12, d_ff=None).construct()
+    layer = ffn_case(12).construct()
     assert layer.w1.weight.shape == (48, 12)

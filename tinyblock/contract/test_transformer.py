@@ -6,9 +6,9 @@ import functools
 import pytest
 import torch
 
-from .checks import EPS, TABLE, Case, Layer, randn
+from .checks import EPS, TABLE, case_of, randn
 from .test_attention import BOTH, OPTIONS, ROPE
-from .test_block import SIZE, Part, pre_norm_block, weights_of
+from .test_block import Part, pre_norm_block, weights_of
 from .test_rmsnorm import rms_norm
 from .test_rope import rope_of_positions
 
@@ -34,16 +34,8 @@ def blocks_and_norm(
     return rms_norm(x, weights["ln_final.weight"], eps)
 
 
-def case(*shape, inputs=None, max_seq_len=TABLE, **options):
-    options = {"num_layers": 2, "num_heads": 4, **options}
-
-    def formula(x, weights, token_positions=None, mask=None):
-        return blocks_and_norm(x, weights, token_positions, mask, **options)
-
-    sizes = {"d_model": shape[-1], "d_ff": 96, "max_seq_len": max_seq_len}
-    return Case(
-        "transformer.Transformer", formula, shape, sizes | options, inputs or {}
-    )
+SIZES = {"num_layers": 2, "num_heads": 4, "d_ff": 96, "max_seq_len": TABLE}
+case = functools.partial(case_of, "transformer.Transformer", blocks_and_norm, **SIZES)
 
 
 LOW = {"token_positions": torch.arange(7) % 5}
@@ -55,12 +47,9 @@ CASES = {
     "more tokens than positions": case(7, 24, inputs=LOW, max_seq_len=5),
     "no RoPE": case(2, 7, 24, theta=None, max_seq_len=7),
 }
-REJECTED = [("theta", 0.0), ("eps", -1.0), ("num_layers", 0)]
-REJECTED += [("d_head", 3), ("max_seq_len", 0), ("num_heads", 7)]
-ONE_LAYER = case(2, 7, 24, num_layers=1)
-LAYERS = {
-    "transformer": Layer(ONE_LAYER, SIZE + 24, rejected=REJECTED),
-}
+LAYERS = {"transformer": case(2, 7, 24, num_layers=1)}
+WRONG = {"theta": (0.0,), "eps": (-1.0,), "d_head": (3,), "num_heads": (7,)}
+REJECTED = {"transformer": {**WRONG, "num_layers": (0,), "max_seq_len": (0,)}}
 
 
 def test_one_table_for_all_blocks():
