@@ -9,20 +9,21 @@ import importlib
 import math
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from . import target
-from .checks import HALVES, UNITS, call
+from .checks import HALVES, UNITS, Case, call
 
 PAGES = {
     name: importlib.import_module(f".test_{name}", __package__) for name in target.found
 }
 CASES = {}
-LAYERS = {}
-REJECTED = []
+LAYERS: dict[str, Case] = {}
+REJECTED: list[Any] = []
 for _name, _page in PAGES.items():
     LAYERS |= _page.LAYERS
     for _layer, _options in getattr(_page, "REJECTED", {}).items():
