@@ -58,9 +58,10 @@ REJECTED = {"RMSNorm": {"eps": (0.0, math.nan, math.inf), "d_model": (0,)}}
     ],
     ids=str,
 )
-def test_gains_of_another_dtype(dtype, of_gains, device):
+@pytest.mark.parametrize("name", ["where eps counts", "squares beyond float16"])
+def test_gains_of_another_dtype(name, dtype, of_gains, device):
     """The dtype of the result is the dtype of x, and there is one rounding."""
-    case = CASES["squares beyond float16"]
+    case = CASES[name]
     norm = case.build(device, of_gains)
     x = case.arguments(device, dtype)["x"]
     result = norm(x)
