@@ -5,13 +5,10 @@
 This command builds a small model of each kind, and prints its number of parameters.
 The tests compare each part with the code of its model. Copy the part that you need.
 
-Some models pass more than x, token_positions and mask from layer to layer: the values of
-the first layer (ResFormer, arXiv 2410.17897), keys that layers share (arXiv 2405.12981),
-or an encoder's output. They need an edit of three calls: `layer(x, ...)` in
-Transformer.forward, `self.attn(...)` in Block.forward, and `self.project(...)` in
-CausalMultiHeadSelfAttention.forward.
+docs/models.md says what each model of today changes, and which part does it.
 """
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -19,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import einsum, rearrange, repeat
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -81,6 +78,97 @@ class ParallelBlock(Block):
         return x + attended + self.ffn(normalized)
 
 
+class StreamWeights(nn.Module):
+    """Weights for each token, from all of its residual streams.
+
+    Returns a tensor in float32 for each of `counts`, (..., seq, count).
+    """
+
+    def __init__(
+        self, d_model: int, counts: tuple[int, ...], streams: int, device: Any = None
+    ) -> None:
+        super().__init__()
+        width = streams * d_model
+        self.counts = counts
+        self.norm = nn.RMSNorm(width, 1e-6, elementwise_affine=False)
+        self.proj = nn.Linear(width, sum(counts), device=device)
+        self.scales = nn.Parameter(torch.empty(len(counts), device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.proj.weight, std=0.02)
+        nn.init.zeros_(self.proj.bias)
+        nn.init.ones_(self.scales)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        flat = rearrange(x.float(), "stream ... d_model -> ... (stream d_model)")
+        raw = F.linear(self.norm(flat), self.proj.weight.float()).split(self.counts, -1)
+        biases = self.proj.bias.split(self.counts)
+        scaled = zip(self.scales, raw, biases, strict=True)
+        return tuple(scale * weight + bias for scale, weight, bias in scaled)
+
+
+def read_streams(x: Tensor, weights: Tensor) -> Tensor:
+    """Return one input from all streams. The weights are before the sigmoid."""
+    weights = (weights.sigmoid() + 1e-6).to(x.dtype)
+    return einsum(weights, x, "... stream, stream ... d_model -> ... d_model")
+
+
+def doubly_stochastic(weights: Tensor, steps: int = 20) -> Tensor:
+    """Return positive matrices whose rows and columns sum to 1 (Sinkhorn, Knopp)."""
+    weights = weights.softmax(-1) + 1e-6
+    for step in range(2 * steps - 1):
+        axis = -1 if step % 2 else -2
+        weights = weights / (weights.sum(axis, keepdim=True) + 1e-6)
+    return weights
+
+
+class HyperBlock(Block):
+    """DeepSeek-V4 (mHC, arXiv 2512.24880): several residual streams in place of one.
+
+    Each branch reads a mix of the streams, and adds to all of them. A matrix that is
+    doubly stochastic mixes the streams, so that a deep stack keeps their size. Streams
+    are the first axis of x, so that any Transformer can pass them: after construction,
+    call `open_and_close`. The weights of streams stay in float32.
+    """
+
+    def __init__(
+        self, d_model: int, *sizes: Any, streams: int = 4, **options: Any
+    ) -> None:
+        super().__init__(d_model, *sizes, **options)
+        self.streams = streams
+        self.opens = False
+        self.close: StreamWeights | None = None
+        counts = (streams, streams, streams**2)
+        build = partial(StreamWeights, d_model, counts, streams, options.get("device"))
+        self.attn_streams, self.ffn_streams = build(), build()
+
+    def forward(self, x: Tensor, token_positions: Any = None, mask: Any = None) -> Any:
+        if self.opens:
+            x = repeat(x, "... -> stream ...", stream=self.streams)
+        read, write, mix = self.attn_streams(x)
+        normalized = self.ln1(read_streams(x, read))
+        x = self.combine(x, self.attn(normalized, token_positions, mask), write, mix)
+        read, write, mix = self.ffn_streams(x)
+        x = self.combine(x, self.ffn(self.ln2(read_streams(x, read))), write, mix)
+        return x if self.close is None else read_streams(x, *self.close(x))
+
+    def combine(self, x: Tensor, branch: Tensor, write: Tensor, mix: Tensor) -> Tensor:
+        matrix = rearrange(mix, "... (old new) -> ... old new", old=self.streams)
+        matrix = doubly_stochastic(matrix).to(x.dtype)
+        kept = einsum(matrix, x, "... old new, old ... d_model -> new ... d_model")
+        write = 2 * write.sigmoid().to(x.dtype)
+        return kept + einsum(write, branch, "... new, ... d_model -> new ... d_model")
+
+
+def open_and_close(model: Any) -> None:
+    """Let the first HyperBlock open the streams, and the last one close them."""
+    first, last = model.layers[0], model.layers[-1]
+    first.opens = True
+    device = last.attn_streams.scales.device
+    last.close = StreamWeights(last.d_model, (last.streams,), last.streams, device)
+
+
 def start_as_identity(model: Any) -> None:
     """Fixup (arXiv 1901.09321), nanochat: branches start at zero.
 
@@ -124,6 +212,7 @@ class MixtureOfExperts(nn.Module):
     More parameters at equal computation. The bias of the router only selects: instead
     of an extra loss, training lowers it for experts with too many tokens, and raises it
     for others. Without DeepSeek's groups of experts. The loop is readable, not fast.
+    Qwen3's and Mixtral's experts have softmax=True and shared=False.
     """
 
     def __init__(
@@ -134,25 +223,29 @@ class MixtureOfExperts(nn.Module):
         num_experts: int = 8,
         top_k: int = 2,
         scale: float = 1.0,
+        softmax: bool = False,
+        shared: bool = True,
         **factory: Any,
     ) -> None:
         super().__init__()
         self.top_k = top_k
         self.scale = scale
+        self.softmax = softmax
         self.router = nn.Linear(d_model, num_experts, **factory)
         nn.init.zeros_(self.router.bias.requires_grad_(False))
         experts = [SwiGLU(d_model, d_ff, **factory) for _ in range(num_experts)]
         self.experts = nn.ModuleList(experts)
-        self.shared = SwiGLU(d_model, d_ff, **factory)
+        self.shared = SwiGLU(d_model, d_ff, **factory) if shared else None
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         wide = torch.promote_types(x.dtype, torch.float32)
-        scores = F.linear(tokens.to(wide), self.router.weight.to(wide)).sigmoid()
+        logits = F.linear(tokens.to(wide), self.router.weight.to(wide))
+        scores = logits.softmax(-1) if self.softmax else logits.sigmoid()
         chosen = (scores + self.router.bias).topk(self.top_k).indices
         weights = scores.gather(-1, chosen)
         weights = self.scale * weights / weights.sum(-1, keepdim=True)
-        out = self.shared(tokens)
+        out = torch.zeros_like(tokens) if self.shared is None else self.shared(tokens)
         for number, expert in enumerate(self.experts):
             token, choice = (chosen == number).nonzero(as_tuple=True)
             weighted = weights[token, choice, None] * expert(tokens[token])
@@ -241,18 +334,24 @@ class JointNormAttention(Attention):
 class GatedAttention(Attention):
     """Qwen3-Next (arXiv 2505.06708): a sigmoid gate for each component of the heads.
 
-    A head can add nothing, and need not attend to the first token for that.
+    A head can add nothing, and need not attend to the first token for that. LFM3 and
+    Step 3.7 have one gate per head.
     """
 
-    def __init__(self, *sizes: Any, **options: Any) -> None:
+    def __init__(
+        self, *sizes: Any, gate_per_head: bool = False, **options: Any
+    ) -> None:
         super().__init__(*sizes, **options)
-        width = self.output_proj.in_features
+        width = self.num_heads if gate_per_head else self.output_proj.in_features
         self.gate = nn.Linear(self.d_model, width, bias=False).to(self.q_proj.weight)
 
     def forward(self, x: Tensor, token_positions: Any = None, mask: Any = None) -> Any:
         out = self.attend(*self.project(x, token_positions), mask)
+        gate = self.gate(x).sigmoid()
+        split = "... seq (heads each) -> ... heads seq each"
+        out = out * rearrange(gate, split, heads=self.num_heads)
         merged = rearrange(out, "... heads seq d_head -> ... seq (heads d_head)")
-        return self.output_proj(merged * self.gate(x).sigmoid())
+        return self.output_proj(merged)
 
 
 class SinkAttention(Attention):
@@ -379,25 +478,206 @@ class LatentAttention(Attention):
         return q, k, v
 
 
+class SparseAttention(LatentAttention):
+    """DeepSeek-V3.2 (DSA, arXiv 2512.02556), GLM-5: attend to the `top_k` best keys.
+
+    A small scorer, the indexer, chooses the keys of each query. It gets no gradient from
+    here, because its own loss trains it towards the weights of attention. This is the
+    equation: a fast kernel reads only the chosen keys.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        top_k: int = 2048,
+        index_heads: int = 64,
+        index_d_head: int = 128,
+        q_rank: int = 1536,
+        **options: Any,
+    ) -> None:
+        super().__init__(d_model, num_heads, q_rank=q_rank, **options)
+        self.top_k = top_k
+        self.index_heads = index_heads
+        linear: Any = partial(nn.Linear, bias=False)
+        of_weights = self.output_proj.weight
+        self.index_q = linear(q_rank, index_heads * index_d_head).to(of_weights)
+        self.index_k = linear(d_model, index_d_head).to(of_weights)
+        self.index_norm = nn.LayerNorm(index_d_head, eps=1e-6).to(of_weights)
+        self.index_weights = linear(d_model, index_heads).to(of_weights)
+        self.index_rope = PartialRope(self.rope)
+
+    def forward(self, x: Tensor, token_positions: Any = None, mask: Any = None) -> Any:
+        seq = x.shape[-2]
+        causal = torch.ones(seq, seq, dtype=torch.bool, device=x.device).tril()
+        shown = causal.expand(*x.shape[:-2], -1, -1)
+        if mask is not None:
+            shown = shown & mask
+        scores = self.score(x, token_positions).masked_fill(~shown, -torch.inf)
+        best = scores.topk(min(self.top_k, seq), dim=-1).indices
+        chosen = torch.zeros_like(shown).scatter(-1, best, value=True)
+        return super().forward(x, token_positions, shown & chosen)
+
+    @torch.no_grad()
+    def score(self, x: Tensor, token_positions: Tensor | None) -> Tensor:
+        """Return how well each key fits each query, (..., seq, seq), in float32."""
+        q = self.index_q(self.q_proj[:2](x))
+        q = rearrange(q, "... seq (heads d) -> ... heads seq d", heads=self.index_heads)
+        k = self.index_norm(self.index_k(x)).unsqueeze(-3)
+        if token_positions is not None:
+            token_positions = token_positions.unsqueeze(-2)
+        q = self.index_rope(q, token_positions).float()
+        k = self.index_rope(k, token_positions).float()
+        products = F.relu(q @ k.mT) / q.shape[-1] ** 0.5
+        weights = self.index_weights(x).float() / self.index_heads**0.5
+        return einsum(weights, products, "... q heads, ... heads q k -> ... q k")
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+    """Gated DeltaNet (arXiv 2412.06464): read q from a memory of the tokens so far.
+
+    For each token: memory = decay * memory, then memory += rate * k (v - memory^T k),
+    which moves what the memory holds at k towards v. The result is memory^T q. All are
+    (..., seq, d); decay and rate may have d = 1. One step per token is readable, not
+    fast: `chunk_kda` and `chunk_gated_delta_rule` of flash-linear-attention are.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    memory = torch.zeros(*k.shape[:-2], k.shape[-1], v.shape[-1], dtype=wide).to(
+        q.device
+    )
+    out = []
+    tokens = (tensor.to(wide).unbind(-2) for tensor in (q, k, v, decay, rate))
+    for q_t, k_t, v_t, decay_t, rate_t in zip(*tokens, strict=True):
+        memory = memory * decay_t.unsqueeze(-1)
+        error = v_t - einsum(k_t, memory, "... k, ... k v -> ... v")
+        memory = memory + einsum(rate_t * k_t, error, "... k, ... v -> ... k v")
+        out.append(einsum(q_t, memory, "... k, ... k v -> ... v"))
+    return torch.stack(out, dim=-2).to(q.dtype)
+
+
+class DeltaAttention(nn.Module):
+    """Kimi Linear (arXiv 2510.26692): a memory of fixed size in place of all keys.
+
+    Each component of a key decays at its own speed. Kimi Linear has this in 3 of 4
+    layers: `for block in model.layers[3::4]` replace `block.attn` by attention. The
+    layer knows the order of tokens without a rope. It takes no mask. Sequences have at
+    most one batch axis.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        *,
+        d_head: int = 128,
+        width: int = 4,
+        eps: float = 1e-5,
+        rope: Any = None,
+        **factory: Any,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        inner = num_heads * d_head
+        linear: Any = partial(nn.Linear, bias=False, **factory)
+        self.qkv_proj = linear(d_model, 3 * inner)
+        self.conv = nn.Conv1d(
+            3 * inner,
+            3 * inner,
+            width,
+            padding=width - 1,
+            groups=3 * inner,
+            bias=False,
+            **factory,
+        )
+        speed = nn.Linear(d_head, inner, **factory)
+        self.speed_proj = nn.Sequential(linear(d_model, d_head), speed)
+        self.log_decay = nn.Parameter(torch.empty(num_heads, 1, 1, **factory))
+        self.rate_proj = linear(d_model, num_heads)
+        self.gate_proj = nn.Sequential(linear(d_model, d_head), linear(d_head, inner))
+        self.norm = RMSNorm(d_head, eps, **factory)
+        self.output_proj = linear(inner, d_model)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights, so that a step forgets 0.1 to 80% of a component at first."""
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear | nn.Conv1d | RMSNorm):
+                layer.reset_parameters()
+        bias = self.speed_proj[1].bias
+        with torch.no_grad():
+            speed = torch.empty_like(bias).uniform_(math.log(1e-3), math.log(0.1)).exp()
+            bias.copy_(speed.expm1().log())  # softplus(bias) is speed
+            self.log_decay.uniform_(1, 16).log_()
+
+    def forward(self, x: Tensor, token_positions: Any = None, mask: Any = None) -> Any:
+        if mask is not None:
+            raise ValueError("mask must be None, because DeltaAttention takes none")
+        heads = {"heads": self.num_heads}
+        split = partial(
+            rearrange, pattern="... seq (heads d) -> ... heads seq d", **heads
+        )
+        mixed = self.conv(self.qkv_proj(x).mT)[..., : x.shape[-2]].mT
+        q, k, v = map(split, F.silu(mixed).chunk(3, dim=-1))
+        speed = F.softplus(split(self.speed_proj(x)).float())
+        decay = torch.exp(-self.log_decay.float().exp() * speed)
+        rate = split(self.rate_proj(x).sigmoid())
+        q = unit(q) / q.shape[-1] ** 0.5
+        out = self.norm(delta_rule(q, unit(k), v, decay, rate))
+        out = out * split(self.gate_proj(x)).sigmoid()
+        return self.output_proj(rearrange(out, "... heads seq d -> ... seq (heads d)"))
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return vectors of length 1."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
 def main() -> None:
-    build = partial(Transformer, 2, d_model=64, num_heads=4, max_seq_len=128)
+    build: Any = partial(Transformer, 4, d_model=64, num_heads=4, max_seq_len=128)
     half = RotaryPositionalEmbedding(10000.0, 8, 128)
     squared = partial(FeedForward, activation=relu_squared)
+    experts = partial(MixtureOfExperts, softmax=True, shared=False)
+    per_head = partial(GatedAttention, gate_per_head=True)
     latent = partial(LatentAttention, d_head=16, q_rank=32, kv_rank=24)
+    sparse = partial(SparseAttention, d_head=16, q_rank=32, kv_rank=24, top_k=8)
+    gemma = build(
+        num_kv_heads=2,
+        qk_norm=True,
+        block=SandwichBlock,
+        ffn=GeGLU,
+        attention=WindowAttention,
+    )
+    widen(gemma, RotaryPositionalEmbedding(1e6, 16, 128), every=2)
+    smollm = build(num_kv_heads=2)
+    drop_positions(smollm)
+    hyper = build(block=HyperBlock)
+    open_and_close(hyper)
+    norm_without_bias = partial(nn.LayerNorm, bias=False)
+    olmo = {"block": ReorderedNormBlock, "attention": JointNormAttention}
     models = {
-        "Gemma 3": build(block=SandwichBlock, ffn=GeGLU, attention=WindowAttention),
-        "OLMo 2": build(block=ReorderedNormBlock, attention=JointNormAttention),
-        "Command R": build(block=ParallelBlock),
-        "nanochat": build(norm=norm_without_gain, ffn=squared),
-        "Phi-4-mini": build(rope=PartialRope(half)),
-        "Qwen3-Next": build(rope=PartialRope(half), attention=GatedAttention),
-        "gpt-oss": build(attention=SinkAttention),
-        "DeepSeek-V3": build(rope=half, attention=latent, ffn=MixtureOfExperts),
+        "Llama 3": build(num_kv_heads=2, theta=500000.0),
+        "Qwen3": build(num_kv_heads=2, qk_norm=True, theta=1e6),
+        "Qwen3 with experts": build(num_kv_heads=2, qk_norm=True, ffn=experts),
+        "Gemma 3": gemma,
+        "OLMo 2": build(**olmo),
+        "SmolLM3": smollm,
+        "Command R": build(block=ParallelBlock, norm=norm_without_bias),
+        "Phi-4-mini": build(num_kv_heads=2, rope=PartialRope(half)),
+        "nanochat's norm and squared ReLU": build(norm=norm_without_gain, ffn=squared),
+        "gpt-oss's sinks": build(attention=SinkAttention),
+        "Qwen3-Next's gate": build(attention=GatedAttention),
+        "LFM3's gate per head": build(attention=per_head),
+        "DeepSeek-V3's latent attention": build(rope=half, attention=latent),
+        "DeepSeek-V3's experts": build(ffn=MixtureOfExperts),
+        "DeepSeek-V3.2's sparse attention": build(rope=half, attention=sparse),
+        "Kimi Linear's delta rule": build(attention=DeltaAttention, d_head=16),
+        "DeepSeek-V4's hyper-connections": hyper,
     }
     for name, model in models.items():
         model(torch.randn(2, 24, 64))
         count = sum(weight.numel() for weight in model.parameters())
-        print(f"{name:12}{count:>10,} parameters")
+        print(f"{name:33}{count:>10,} parameters")
 
 
 if __name__ == "__main__":

@@ -57,9 +57,7 @@ def test_report_for_copies(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     [failed] = re.findall(r"\nFAILED (.*)", done.stdout)
     case = re.escape("ffn: test_equation, 2 of 3, first [cpu-ffn, SwiGLU, float64]: ")
-    numbers = (
-        r"result in torch.float64 at \[.*\]: got .*, expected .*, allowed "
-    )
+    numbers = r"result in torch.float64 at \[.*\]: got .*, expected .*, allowed "
     assert re.match(case + numbers, failed), failed
 
 

@@ -4,13 +4,14 @@ The models are tiny and have random weights. transformers computes norms and ang
 float32, so all runs in float32.
 """
 
+import importlib
 from functools import partial
 from typing import Any
 
 import newest_blocks as new
 import pytest
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
@@ -100,19 +101,30 @@ def renamed(model, names, gain=0.0):
     return ours
 
 
-def require_close(out, expected):
-    error = (out - expected).norm() / expected.norm()
-    assert error < 1e-6, error
+def compare(ours, theirs, has_gradient=True):
+    """Require equal results and gradients of x."""
+    x = torch.randn(2, 24, 64, requires_grad=has_gradient)
+    of_result = torch.randn(2, 24, 64)
+    found = []
+    for model in (ours, theirs):
+        with torch.set_grad_enabled(has_gradient):
+            result = model(x)
+        gradient = torch.autograd.grad(result, x, of_result) if has_gradient else ()
+        found.append((result, *gradient))
+    for actual, expected in zip(*found, strict=True):
+        error = (actual - expected).norm() / expected.norm()
+        assert error < 2e-6, error
 
 
-@torch.no_grad()
 def require_same(ours, theirs, state, mask=None):
-    """Load the weights, and require equal outputs, here with explicit positions."""
+    """Load the weights, and compare the models, here with explicit positions."""
     ours.load_state_dict(state)
-    x = torch.randn(2, 24, 64)
-    expected = theirs(inputs_embeds=x, use_cache=False).last_hidden_state
     positions = torch.arange(24).expand(2, 24)
-    require_close(ours(x, positions, mask), expected)
+    compare(
+        lambda x: ours(x, positions, mask),
+        lambda x: theirs(inputs_embeds=x, use_cache=False).last_hidden_state,
+        has_gradient=mask is None,  # FlexAttention has none on a CPU
+    )
 
 
 def test_gemma_3():
@@ -257,17 +269,18 @@ def test_gpt_oss_attention_with_a_window():
     ours = Attention(64, 4, num_kv_heads=2, rope=Halves())
     layer = theirs.layers[0].self_attn
     ours.load_state_dict(renamed(layer, {}))
-    x = torch.randn(2, 24, 64)
     near = torch.ones(24, 24).tril().triu(-7)
-    with torch.no_grad():
-        angles = theirs.rotary_emb(x, torch.arange(24)[None])
-        expected, _ = layer(x, angles, near.log())
-        require_close(ours(x), expected)
+    angles = theirs.rotary_emb(torch.zeros(1), torch.arange(24)[None])
+    compare(ours, lambda x: layer(x, angles, near.log())[0])
 
 
-def test_deepseek_v3():
+INDEXER = {"index_n_heads": 6, "index_head_dim": 16, "index_topk": 5}
+
+
+@pytest.mark.parametrize("indexer", [{}, INDEXER], ids=["V3", "V3.2"])
+def test_deepseek(indexer):
     theirs = their_model(
-        "deepseek_v3",
+        "deepseek_v32" if indexer else "deepseek_v3",
         moe_intermediate_size=96,
         n_routed_experts=8,
         num_experts_per_tok=3,
@@ -282,9 +295,14 @@ def test_deepseek_v3():
         num_attention_heads=5,  # need not divide d_model, as d_head is another
         num_key_value_heads=5,
         head_dim=8,
+        **indexer,
     )
     for layer in theirs.layers:
         nn.init.normal_(layer.mlp.gate.e_score_correction_bias, std=0.5)
+    attention = partial(new.LatentAttention, d_head=16, q_rank=40, kv_rank=24)
+    if indexer:
+        sparse = partial(new.SparseAttention, top_k=5, index_heads=6, index_d_head=16)
+        attention = partial(sparse, **attention.keywords)
     ours = Transformer(
         2,
         64,
@@ -293,9 +311,11 @@ def test_deepseek_v3():
         max_seq_len=128,
         eps=1e-6,
         rope=RotaryPositionalEmbedding(10000.0, 8, 128),
-        attention=partial(new.LatentAttention, d_head=16, q_rank=40, kv_rank=24),
+        attention=attention,
         ffn=partial(new.MixtureOfExperts, num_experts=8, top_k=3, scale=2.5),
     )
+    for block in ours.layers if indexer else ():
+        block.attn.index_rope = new.PartialRope(Halves(d_k=8))
     names = {
         "q_a_proj": "q_proj.0",
         "q_a_layernorm": "q_proj.1",
@@ -303,13 +323,21 @@ def test_deepseek_v3():
         "kv_a_proj_with_mqa": "kv_down",
         "kv_a_layernorm": "kv_up.0",
         "kv_b_proj": "kv_up.1",
+        "indexer.wq_b": "index_q",
+        "indexer.wk": "index_k",
+        "indexer.k_norm": "index_norm",
+        "indexer.weights_proj": "index_weights",
         "mlp.gate.weight": "ffn.router.weight",
         "mlp.gate.e_score_correction_bias": "ffn.router.bias",
         "mlp.shared_experts.gate_proj": "ffn.shared.w1",
         "mlp.shared_experts.up_proj": "ffn.shared.w3",
         "mlp.shared_experts.down_proj": "ffn.shared.w2",
     }
-    state = renamed(theirs, names)
+    require_same(ours, theirs, with_experts(renamed(theirs, names), theirs))
+
+
+def with_experts(state, theirs):
+    """Split the joined weights of experts."""
     for number, layer in enumerate(theirs.layers):
         experts = layer.mlp.experts
         for expert in range(8):
@@ -318,8 +346,159 @@ def test_deepseek_v3():
             state[f"{name}.w1.weight"] = w1
             state[f"{name}.w3.weight"] = w3
             state[f"{name}.w2.weight"] = experts.down_proj[expert]
-    state = {name: weight for name, weight in state.items() if "mlp" not in name}
-    require_same(ours, theirs, state)
+    return {name: weight for name, weight in state.items() if "mlp" not in name}
+
+
+def test_qwen_3_with_experts():
+    theirs = their_model(
+        "qwen3_moe",
+        moe_intermediate_size=96,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+    )
+    experts = partial(new.MixtureOfExperts, top_k=3, softmax=True, shared=False)
+    ours = our_model(qk_norm=True, ffn=experts)
+    state = renamed(theirs, {"mlp.gate.weight": "ffn.router.weight"})
+    for number in range(2):
+        state[f"layers.{number}.ffn.router.bias"] = torch.zeros(8)
+    require_same(ours, theirs, with_experts(state, theirs))
+
+
+def test_lfm_3_gate_per_head():
+    theirs = their_model(
+        "lfm3",
+        1,
+        layer_types=["full_attention"],
+        norm_eps=1e-6,
+        use_attention_gate=True,
+        rope_parameters={"full_attention": SIZES["rope_parameters"]},
+    )
+    layer = theirs.layers[0].self_attn
+    ours = new.GatedAttention(
+        64,
+        4,
+        gate_per_head=True,
+        num_kv_heads=2,
+        rope=Halves(),
+        qk_norm=True,
+        eps=1e-6,
+    )
+    ours.load_state_dict(renamed(layer, {"g_proj": "gate"}))
+    positions = torch.arange(24)[None]
+    angles = theirs.rotary_emb(torch.zeros(1), positions, "full_attention")
+    causal = torch.ones(24, 24).tril().log()
+    compare(ours, lambda x: layer(x, angles, causal)[0])
+
+
+def test_kimi_linear_delta_attention():
+    theirs = their_model(
+        "kimi_linear",
+        1,
+        layer_types=["linear_attention"],
+        mlp_layer_types=["dense"],
+        linear_head_dim=16,
+        linear_num_heads=4,
+        rms_norm_eps=1e-5,
+    )
+    layer = theirs.layers[0].self_attn
+    ours = new.DeltaAttention(64, 4, d_head=16)
+    names = {
+        "conv1d": "conv",
+        "forget_gate.f_a_proj": "speed_proj.0",
+        "forget_gate.f_b_proj": "speed_proj.1",
+        "forget_gate.dt_bias": "speed_proj.1.bias",
+        "forget_gate.A_log": "log_decay",
+        "b_proj": "rate_proj",
+        "g_a_proj": "gate_proj.0",
+        "g_rate_proj": "gate_proj.1",
+        "o_norm": "norm",
+    }
+    state = renamed(layer, names)
+    qkv = [state.pop(f"{name}_proj.weight") for name in "qkv"]
+    state["qkv_proj.weight"] = torch.cat(qkv)
+    state["norm.weight"] = state.pop("ln_final.weight")
+    state["log_decay"] = state["log_decay"].view(4, 1, 1)
+    ours.load_state_dict(state)
+    compare(ours, layer)
+
+
+def test_delta_rule_of_qwen_3_5():
+    qwen = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    q, k, v = torch.randn(3, 2, 7, 4, 16)
+    decay, rate = torch.rand(2, 2, 7, 4)
+    expected, _ = qwen.torch_recurrent_gated_delta_rule(
+        q, k, v, g=decay.log(), beta=rate, initial_state=None, output_final_state=False
+    )
+    tensors = (q / 4, k, v, decay[..., None], rate[..., None])
+    actual = new.delta_rule(*(tensor.transpose(1, 2) for tensor in tensors))
+    torch.testing.assert_close(actual.transpose(1, 2), expected)
+
+
+def test_deepseek_v4_hyper_connections():
+    """Their layers call our attention and feed-forward, as only streams are compared."""
+    deepseek = importlib.import_module(
+        "transformers.models.deepseek_v4.modeling_deepseek_v4"
+    )
+    config = transformers.DeepseekV4Config(hidden_size=64, rms_norm_eps=1e-6)
+    ours = our_model(3, block=new.HyperBlock)
+    new.open_and_close(ours)
+    layers = []
+    for block in ours.layers:
+        with torch.device("meta"):
+            layer = deepseek.DeepseekV4DecoderLayer(config, 0)
+        layer.self_attn = nn.Identity()
+        layer.mlp = nn.Identity()
+        layer.self_attn.forward = lambda x, attn=block.attn: (attn(x), None)
+        layer.mlp.forward = lambda x, input_ids, ffn=block.ffn: ffn(x)
+        layer.to_empty(device="cpu").float()
+        layers.append(layer)
+    head = deepseek.DeepseekV4HyperHead(config)
+    for weight in (*ours.parameters(), *nn.ModuleList([*layers, head]).parameters()):
+        nn.init.normal_(weight, std=0.2)
+    for block, layer in zip(ours.layers, layers, strict=True):
+        block.ln1.weight = layer.input_layernorm.weight
+        block.ln2.weight = layer.post_attention_layernorm.weight
+        for weights, connection in (
+            (block.attn_streams, layer.attn_hc),
+            (block.ffn_streams, layer.ffn_hc),
+        ):
+            weights.proj.weight, weights.proj.bias = connection.fn, connection.base
+            weights.scales = connection.scale
+    close = ours.layers[-1].close
+    close.proj.weight, close.proj.bias = head.hc_fn, head.hc_base
+    close.scales = head.hc_scale
+
+    def theirs(x):
+        streams = repeat(x, "batch seq d_model -> batch seq stream d_model", stream=4)
+        streams = streams.contiguous()
+        for layer in layers:
+            streams = layer(streams)
+        return ours.ln_final(head(streams))
+
+    compare(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block": new.HyperBlock},
+        {"attention": partial(new.DeltaAttention, d_head=16)},
+        {"attention": partial(new.GatedAttention, gate_per_head=True)},
+        {
+            "attention": partial(new.SparseAttention, d_head=8, q_rank=8, top_k=3),
+            "rope": RotaryPositionalEmbedding(10000.0, 8, 128),
+        },
+    ],
+    ids=["streams", "delta rule", "gate per head", "sparse"],
+)
+def test_newest_parts_compile_to_one_graph(options):
+    ours = Transformer(2, 64, 4, max_seq_len=128, **options)
+    if "block" in options:
+        new.open_and_close(ours)
+    x = torch.randn(2, 5, 64)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), ours(x))
 
 
 def test_visible_is_a_window_within_a_document():
@@ -370,4 +549,4 @@ def test_sinks_are_reset():
 
 def test_main_names_each_model(capsys):
     new.main()
-    assert capsys.readouterr().out.count("parameters") == 8
+    assert capsys.readouterr().out.count("parameters") == 17
