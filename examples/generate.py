@@ -2,9 +2,11 @@
 
     python examples/generate.py MODEL.gguf "The capital of France is"
     python examples/generate.py Qwen/Qwen3-0.6B "Why is the sky blue?" --chat
+    python examples/generate.py run.pt "import " --tokens 60
 
-The model is a GGUF file, or a checkpoint in the format of Hugging Face: a folder, or a
-name, which is downloaded. `make story` downloads a small model and calls this file.
+The model is a GGUF file, a checkpoint of train.py (run.pt), or a checkpoint in the
+format of Hugging Face: a folder, or a name, which is downloaded. `make story` downloads
+a small model and calls this file.
 """
 
 import argparse
@@ -18,6 +20,16 @@ from language_model import LanguageModel
 from transformers import AutoTokenizer, GenerationConfig
 
 
+class Bytes:
+    """The tokenizer of train.py."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
 def load(source: str) -> tuple[LanguageModel, Any, set[int]]:
     """Return the model, its tokenizer, and the tokens that end a text."""
     if source.endswith(".gguf"):
@@ -26,6 +38,11 @@ def load(source: str) -> tuple[LanguageModel, Any, set[int]]:
         path = Path(source)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         return from_gguf.load(path), tokenizer, {tokenizer.eos_token_id}
+
+    if source.endswith(".pt"):
+        import train
+
+        return train.load(source), Bytes(), set()
 
     import hugging_face
 
@@ -52,19 +69,34 @@ def pieces(tokenizer: Any, prompt: list[int], tokens: Iterable[int]) -> Iterator
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Continue a text.")
-    parser.add_argument("model", help="GGUF file, or folder or name of a checkpoint")
+    parser.add_argument(
+        "model",
+        help="GGUF file, .pt file of train.py, or folder or name of a checkpoint",
+    )
     parser.add_argument("prompt", help="text to continue, or question")
     parser.add_argument(
-        "--tokens", type=int, default=100, help="how many at most (default: 100)"
+        "--tokens",
+        type=int,
+        default=100,
+        help="generate at most this many (default: 100)",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="draw tokens (default: 0)"
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="divide logits by this, and draw; 0 takes the best token (default: 0)",
     )
     parser.add_argument(
-        "--top-k", type=int, help="draw from the K most likely tokens (default: all)"
+        "--top-k", type=int, help="draw from the K best tokens (default: all)"
     )
     parser.add_argument("--chat", action="store_true", help="use the chat template")
     options = parser.parse_args(arguments)
+    if not options.prompt:
+        parser.error("prompt must not be empty")
+    if options.temperature < 0:
+        parser.error(f"--temperature must be at least 0, got {options.temperature}")
+    if options.top_k is not None and options.top_k < 1:
+        parser.error(f"--top-k must be at least 1, got {options.top_k}")
 
     try:
         model, tokenizer, stop = load(options.model)
@@ -77,6 +109,10 @@ def main(arguments: list[str] | None = None) -> None:
         prompt = tokenizer.apply_chat_template(
             [message], add_generation_prompt=True, return_dict=True
         )["input_ids"]
+    longest = model.transformer.max_seq_len
+    if len(prompt) + options.tokens > longest:
+        total = f"{len(prompt)} tokens and --tokens {options.tokens}"
+        parser.error(f"the model has {longest} positions, got a prompt of {total}")
     tokens = model.to(device).stream(
         torch.tensor([prompt], device=device),
         options.tokens,

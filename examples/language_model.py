@@ -25,6 +25,8 @@ from tinyblock import CausalMultiHeadSelfAttention, Transformer
 class Cache:
     """Keys and values of the tokens so far, for each layer of attention.
 
+    A model may call each of its layers once per token only.
+
     `padding` has the number of tokens of padding at the beginning of each row of the
     batch: no token attends to them. After a call that has failed, begin a new cache.
     """

@@ -169,17 +169,6 @@ def open_and_close(model: Any) -> None:
     last.close = StreamWeights(last.d_model, (last.streams,), last.streams, device)
 
 
-def start_as_identity(model: Any) -> None:
-    """Fixup (arXiv 1901.09321), nanochat: branches start at zero.
-
-    The gradient reaches all layers unchanged at first, so that deep stacks train. Call
-    this after weights are drawn.
-    """
-    for block in model.layers:
-        nn.init.zeros_(block.attn.output_proj.weight)
-        nn.init.zeros_(block.ffn.w2.weight)
-
-
 # --- Norms and feed-forward layers: Transformer(..., norm=..., ffn=GeGLU) ----------
 
 
@@ -501,11 +490,13 @@ class SparseAttention(LatentAttention):
         self.top_k = top_k
         self.index_heads = index_heads
         linear: Any = partial(nn.Linear, bias=False)
-        of_weights = self.output_proj.weight
-        self.index_q = linear(q_rank, index_heads * index_d_head).to(of_weights)
-        self.index_k = linear(d_model, index_d_head).to(of_weights)
-        self.index_norm = nn.LayerNorm(index_d_head, eps=1e-6).to(of_weights)
-        self.index_weights = linear(d_model, index_heads).to(of_weights)
+        index = {
+            "q": linear(q_rank, index_heads * index_d_head),
+            "k": linear(d_model, index_d_head),
+            "norm": nn.LayerNorm(index_d_head, eps=1e-6),
+            "weights": linear(d_model, index_heads),
+        }
+        self.index = nn.ModuleDict(index).to(self.output_proj.weight)
         self.index_rope = PartialRope(self.rope)
 
     def forward(self, x: Tensor, token_positions: Any = None, mask: Any = None) -> Any:
@@ -522,15 +513,15 @@ class SparseAttention(LatentAttention):
     @torch.no_grad()
     def score(self, x: Tensor, token_positions: Tensor | None) -> Tensor:
         """Return how well each key fits each query, (..., seq, seq), in float32."""
-        q = self.index_q(self.q_proj[:2](x))
+        q = self.index["q"](self.q_proj[:2](x))
         q = rearrange(q, "... seq (heads d) -> ... heads seq d", heads=self.index_heads)
-        k = self.index_norm(self.index_k(x)).unsqueeze(-3)
+        k = self.index["norm"](self.index["k"](x)).unsqueeze(-3)
         if token_positions is not None:
             token_positions = token_positions.unsqueeze(-2)
         q = self.index_rope(q, token_positions).float()
         k = self.index_rope(k, token_positions).float()
         products = F.relu(q @ k.mT) / q.shape[-1] ** 0.5
-        weights = self.index_weights(x).float() / self.index_heads**0.5
+        weights = self.index["weights"](x).float() / self.index_heads**0.5
         return einsum(weights, products, "... q heads, ... heads q k -> ... q k")
 
 
@@ -604,7 +595,7 @@ class DeltaAttention(nn.Module):
         for layer in self.modules():
             if isinstance(layer, nn.Linear | nn.Conv1d | RMSNorm):
                 layer.reset_parameters()
-        bias = self.speed_proj[1].bias
+        bias: Any = self.speed_proj[1].bias
         with torch.no_grad():
             speed = torch.empty_like(bias).uniform_(math.log(1e-3), math.log(0.1)).exp()
             bias.copy_(speed.expm1().log())  # softplus(bias) is speed
@@ -633,7 +624,8 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def main() -> None:
+def build_models() -> dict[str, Transformer]:
+    """Return small models: each is the block of its model, or has the part named."""
     build: Any = partial(Transformer, 4, d_model=64, num_heads=4, max_seq_len=128)
     half = RotaryPositionalEmbedding(10000.0, 8, 128)
     squared = partial(FeedForward, activation=relu_squared)
@@ -654,13 +646,12 @@ def main() -> None:
     hyper = build(block=HyperBlock)
     open_and_close(hyper)
     norm_without_bias = partial(nn.LayerNorm, bias=False)
-    olmo = {"block": ReorderedNormBlock, "attention": JointNormAttention}
-    models = {
+    return {
         "Llama 3": build(num_kv_heads=2, theta=500000.0),
         "Qwen3": build(num_kv_heads=2, qk_norm=True, theta=1e6),
         "Qwen3 with experts": build(num_kv_heads=2, qk_norm=True, ffn=experts),
         "Gemma 3": gemma,
-        "OLMo 2": build(**olmo),
+        "OLMo 2": build(block=ReorderedNormBlock, attention=JointNormAttention),
         "SmolLM3": smollm,
         "Command R": build(block=ParallelBlock, norm=norm_without_bias),
         "Phi-4-mini": build(num_kv_heads=2, rope=PartialRope(half)),
@@ -674,7 +665,10 @@ def main() -> None:
         "Kimi Linear's delta rule": build(attention=DeltaAttention, d_head=16),
         "DeepSeek-V4's hyper-connections": hyper,
     }
-    for name, model in models.items():
+
+
+def main() -> None:
+    for name, model in build_models().items():
         model(torch.randn(2, 24, 64))
         count = sum(weight.numel() for weight in model.parameters())
         print(f"{name:33}{count:>10,} parameters")

@@ -180,14 +180,31 @@ def parse(
     parser.add_argument("--resume", action="store_true", help="continue from it")
     parser.add_argument("--plot", metavar="FILE", help="draw the losses")
     add_settings(parser, Config())
-    options = parser.parse_args(arguments)
-    if not options.resume:
-        return options, None
-    if options.checkpoint is None:
-        parser.error("--resume requires --checkpoint FILE")
-    saved = torch.load(options.checkpoint, weights_only=True)
-    parser.set_defaults(**saved["config"])
-    return parser.parse_args(arguments), saved
+    options, saved = parser.parse_args(arguments), None
+    if options.resume:
+        if options.checkpoint is None:
+            parser.error("--resume requires --checkpoint FILE")
+        saved = torch.load(options.checkpoint, weights_only=True)
+        parser.set_defaults(**saved["config"])
+        options = parser.parse_args(arguments)
+    d_head, rest = divmod(options.d_model, options.heads)
+    if rest or d_head % 2:
+        parser.error("--d-model must be an even multiple of --heads")
+    return options, saved
+
+
+def build(config: Config) -> LanguageModel:
+    sizes = config.layers, config.d_model, config.heads
+    return LanguageModel(256, *sizes, max_seq_len=config.seq)
+
+
+def load(path: str) -> LanguageModel:
+    """Return the model of a checkpoint. Its tokens are bytes."""
+    saved = torch.load(path, weights_only=True)
+    saved["config"].pop("files")
+    model = build(Config(**saved["config"]))
+    model.load_state_dict(saved["model"])
+    return model
 
 
 def save(path: str, state: dict[str, Any]) -> None:
@@ -206,8 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     torch.manual_seed(config.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = config.layers, config.d_model, config.heads
-    model = LanguageModel(256, *sizes, max_seq_len=config.seq).to(device)
+    model = build(config).to(device)
     optimizer = adamw(model)
     history: list[float] = []
     validation: dict[int, float] = {}

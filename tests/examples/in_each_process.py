@@ -5,7 +5,6 @@ from functools import partial
 
 import context_parallel
 import parallel
-import pipeline
 import torch
 import torch.distributed as dist
 from context_parallel import ContextParallelAttention, own_slice
@@ -45,5 +44,4 @@ print("outputs and gradients are equal")
 
 context_parallel.main()
 parallel.main()
-pipeline.main()
 dist.destroy_process_group()

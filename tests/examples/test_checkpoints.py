@@ -139,13 +139,6 @@ def test_generate_prints_the_text_of_transformers_until_it_stops(tmp_path, capsy
     assert capsys.readouterr().out == text.rstrip("\ufffd") + "\n"
 
 
-def test_no_text_has_a_part_of_a_character(tmp_path):
-    tokenizer = save_tokenizer(tmp_path)
-    tokens = tokenizer.encode("naïve 🙂")
-    pieces = list(generate.pieces(tokenizer, [], tokens))
-    assert pieces == ["n", "a", "ï", "v", "e", " ", "🙂"]
-
-
 def test_generate_reports_a_model_that_it_does_not_find(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         generate.main([str(tmp_path / "missing.gguf"), "text"])

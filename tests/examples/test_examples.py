@@ -9,7 +9,6 @@ import torch
 # torch's compiler and torchao's imports warn of themselves.
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 PRINTS = {
-    "checked_shapes": r"pooled: \(2, 64\)\n.*d_model=64",
     "checkpointing": r"included: \d{7} bytes\nwith checkpointing: \d{6} bytes",
     "compile_and_export": r"(\d+ tokens, \w+: (0e\+00|\de-0[678])\n){6}",
     "int8": r"output: 0\.0[01]\d\d\n",

@@ -3,32 +3,21 @@
 import copy
 from functools import partial
 
+import newest_blocks
 import pytest
 import torch
 from language_model import Cache, CachedAttention, LanguageModel, choose, pad_left
 from static_cache import StaticCache, compile_step
 
-from tinyblock import CausalMultiHeadSelfAttention
 
-
-class WindowAttention(CausalMultiHeadSelfAttention):
-    """Attend to the last four tokens."""
-
-    def attend(self, q, k, v, mask):
-        query, key = q.shape[-2], k.shape[-2]
-        near = torch.ones(query, key, dtype=torch.bool).triu(key - query - 3)
-        return super().attend(q, k, v, near if mask is None else near & mask)
-
-
-class CachedWindow(CachedAttention, WindowAttention):
-    pass
+class CachedWindow(CachedAttention, newest_blocks.WindowAttention):
+    window = 4
 
 
 MODELS = {
     "plain": {},
     "shared key heads and q/k norm": {"num_kv_heads": 2, "qk_norm": True},
     "no positions": {"theta": None},
-    "tied": {"tied": True},
     "a window": {"attention": CachedWindow, "num_kv_heads": 2},
 }
 CACHES = {"growing": Cache, "static": lambda padding=None: StaticCache(25, padding)}
@@ -87,19 +76,6 @@ def test_a_cache_takes_its_dtype_from_the_keys(make, is_autocast):
     error = (logits - expected).norm() / expected.norm()
     assert error < 8 * torch.finfo(torch.bfloat16).eps
     assert {k.dtype for k, _ in cache.layers.values()} == {torch.bfloat16}
-
-
-def test_texts_in_turns_and_interrupted_texts_leave_nothing_in_the_model():
-    model = build()
-    tokens = torch.randint(37, (2, 5))
-    other = (tokens + 1) % 37
-    expected = model.generate(tokens, 6)
-    expected_other = model.generate(other, 6)
-    next(model.stream(tokens, 6))
-    in_turns = zip(model.stream(tokens, 6), model.stream(other, 6), strict=True)
-    for step, (token, other_token) in enumerate(in_turns):
-        assert torch.equal(token, expected[:, 5 + step])
-        assert torch.equal(other_token, expected_other[:, 5 + step])
 
 
 class Counting(LanguageModel):

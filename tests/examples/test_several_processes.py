@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from language_model import LanguageModel
 from processes import run
 
-from tinyblock import Transformer
-
 HERE = Path(__file__).parent
 
 
@@ -45,23 +43,6 @@ def test_pairs_of_processes_train_like_one(printed):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_stages_of_a_pipeline_train_like_one_process(printed):
-    torch.manual_seed(0)
-    model = Transformer(4, d_model=64, num_heads=4, max_seq_len=128)
-    optimizer = torch.optim.AdamW(model.parameters())
-    torch.manual_seed(1)
-    expected = []
-    for _ in range(3):
-        x = torch.randn(8, 16, 64)
-        loss = F.mse_loss(model(x), x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
-    found = numbers(r"last stage, step \d: loss (\d\.\d+)", printed)
-    assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_slices_of_a_sequence_have_the_outputs_and_gradients_of_the_whole(printed):

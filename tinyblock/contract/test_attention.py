@@ -155,11 +155,14 @@ CASES = {
     "function, no mask": of_function(None),
     "function, a query without keys": of_function(mask_of(5, 7), is_common=False),
     "equation": of_whole_layer(24, num_heads=4),
-    "equation, one key head, RoPE": of_whole_layer(6, num_heads=4, **ROPE),
+    "equation, two key heads, RoPE": of_whole_layer(12, num_heads=4, **ROPE),
 }
 LAYERS = {"attention": case(2, 7, 24), "attention with all options": ALL}
 SIZES = {"d_model": (0,), "d_head": (0,), "num_heads": (5,), "num_kv_heads": (3,)}
-REJECTED = {"attention": {"eps": (0.0,), **SIZES}}
+REJECTED = {
+    "attention": {"eps": (0.0,), **SIZES},
+    "attention with all options": {"d_model": (0,)},
+}
 
 
 @pytest.mark.numbers
@@ -201,7 +204,9 @@ WRONG_MASKS = {
     "0 and 1": (torch.ones(2, 1, 7).long(), r"mask\.bool\(\)"),
     "padding without an axis for queries": (torch.ones(2, 7) > 0, r"mask\[:, None\]$"),
     "as many sequences as tokens": (torch.ones(7, 7) > 0, r"None\].* mask\[None\]"),
+    "one axis": (torch.ones(7) > 0, r"\(7,\)$"),
     "another batch": (torch.ones(3, 7, 7) > 0, r"\(3, 7, 7\)$"),
+    "other keys": (torch.ones(7, 1) > 0, r"\(7, 1\)$"),
     "an axis for heads": (torch.ones(2, 1, 7, 7) > 0, r"mask\[:, 0\]"),
 }
 
