@@ -145,8 +145,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=30, help="(default: 30)")
-    parser.add_argument("--rounds", type=int, default=7, help="(default: 7)")
+    parser.add_argument(
+        "--layers", type=int, default=30, help="build so many (default: 30)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="take as many samples (default: 7)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"# {in_one_line(environment(torch.device('cpu')))}\n")

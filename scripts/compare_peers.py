@@ -6,13 +6,14 @@
 
 Block and peer have equal weights, each its own copy, and the same input, dtype and
 threads. Their outputs and, in training, the gradients of the input must agree before
-anything is timed. Then they take turns in one process. The output is Markdown. Peers
-that are not other projects:
+anything is timed. Then they take turns in one process. A cell is the median ratio and,
+in parentheses, the range of all rounds. One token varies more between processes than
+within one: its cell has the median and the range of five processes. The output is
+Markdown. Peers that are not other projects:
 
     control     a second copy of the Block: its ratio shows the noise
     unchecked   the Block without shape checks
     operations  the torch functions that an eager Block calls, without modules
-    products    only the matrix products and the attention kernel of the Block
     against     the Block of another checkout
 
 A case is named work-dtype-size-mode, such as train-bf16-768-compiled. "train" is a
@@ -23,13 +24,16 @@ with one token. The modes are eager, compiled and, on CUDA, graphs (CUDA graphs)
 """
 
 import argparse
+import json
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import filter as matching
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,7 +42,7 @@ import torch
 from lab.machine import environment, in_one_line
 from lab.sizes import PRESETS, Size
 from lab.tables import markdown, number
-from lab.timing import Sampler, Spread, interleave, paired_ratio, wall_sampler
+from lab.timing import Sampler, Spread, interleave, wall_sampler
 from peers.own import (
     OWN,
     Layer,
@@ -70,6 +74,7 @@ GPU_SIZES = {
     "llama-8b-token": replace(LLAMA_8B, batch_size=1, seq_len=1),
 }
 SAMPLE_SECONDS = 0.2
+PROCESSES = 5  # for one token
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -180,6 +185,8 @@ def count_kept_bytes(
 
 @dataclass(frozen=True)
 class Result:
+    """The samples of one process, or the medians of several processes."""
+
     block_seconds: list[float]
     peer_seconds: list[float]
     errors: dict[str, float]
@@ -187,8 +194,9 @@ class Result:
     peer_kept: int
 
     def ratio(self) -> str:
-        spread = paired_ratio(self.block_seconds, self.peer_seconds)
-        return f"{spread.median:.2f} ({spread.p20:.2f}-{spread.p80:.2f})"
+        pairs = zip(self.block_seconds, self.peer_seconds, strict=True)
+        ratios = [block / peer for block, peer in pairs]
+        return f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
     def details(self) -> list[str]:
         """Return the cells of DETAILS."""
@@ -227,14 +235,13 @@ class Reference:
         peer = make_peer(self.block)
         theirs = self.prepare(peer)
         errors = {}
-        if peer.comparable:
-            for what, expected in mine.results.items():
-                errors[what] = relative_error(theirs.results[what], expected)
-                if not errors[what] <= self.case.tolerance:  # NaN is not, either
-                    raise RuntimeError(
-                        f"{what} must agree to {self.case.tolerance:.0e} with those of "
-                        f"the Block, got a relative error of {errors[what]:.1e}"
-                    )
+        for what, expected in mine.results.items():
+            errors[what] = relative_error(theirs.results[what], expected)
+            if not errors[what] <= self.case.tolerance:  # NaN is not, either
+                raise RuntimeError(
+                    f"{what} must agree to {self.case.tolerance:.0e} with those of "
+                    f"the Block, got a relative error of {errors[what]:.1e}"
+                )
         samplers = {"block": mine.sampler, "peer": theirs.sampler}
         with torch.set_grad_enabled(self.case.train):
             samples = interleave(samplers, rounds)
@@ -247,6 +254,42 @@ class Reference:
         )
 
 
+def compare_all(
+    case: Case, peers: dict[str, MakePeer], options: argparse.Namespace
+) -> dict[str, Result | str]:
+    """Return the result of each peer, or its error."""
+    reference = Reference(case, options.device)
+    found: dict[str, Result | str] = {}
+    for name, make_peer in peers.items():
+        if name == "operations" and case.mode != "eager":
+            continue  # inductor generates no code for complex products
+        print(f"{case.name}: {name}", file=sys.stderr)
+        try:
+            found[name] = reference.compare(make_peer, options.rounds)
+        except Exception as error:  # the other peers can still be measured
+            found[name] = str(error)
+    return found
+
+
+def compare_in_processes(case: Case) -> dict[str, Result | str]:
+    """Run this command several times, and return the medians of each process."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--cases", case.name, "--json"]
+    runs = []
+    for _ in range(PROCESSES):
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        runs.append(json.loads(done.stdout))
+    found: dict[str, Result | str] = {}
+    for name, first in runs[0].items():
+        failed = [run[name] for run in runs if isinstance(run[name], str)]
+        if failed:
+            found[name] = failed[0]
+            continue
+        for key in ("block_seconds", "peer_seconds"):
+            first[key] = [median(run[name][key]) for run in runs]
+        found[name] = Result(**first)
+    return found
+
+
 # --- The command ----------------------------------------------------------------------
 
 
@@ -257,20 +300,30 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, MakePeer]]:
     )
     parser.add_argument(
         "--cases",
-        help="patterns, such as '*-f32-*,*token*' (default: '*-eager', but only in "
-        "float32 on a CPU with AVX2, where bfloat16 would take hours)",
+        default="*-eager",
+        help="select by patterns, such as '*-f32-*,*token*' (default: '*-eager'; a CPU "
+        "with AVX2 only needs hours for bfloat16)",
     )
     parser.add_argument(
-        "--peers", default="*", help="patterns, such as 'litgpt,c*' (default: all)"
+        "--peers",
+        default="*",
+        help="select by patterns, such as 'litgpt,c*' (default: all)",
     )
-    parser.add_argument("--against", type=Path, help="another checkout of tinyblock")
-    parser.add_argument("--device", type=torch.device, default="cpu")
-    parser.add_argument("--rounds", type=int, default=7, help="(default: 7)")
+    parser.add_argument(
+        "--against", type=Path, help="compare with another checkout of tinyblock"
+    )
+    parser.add_argument(
+        "--device", type=torch.device, default="cpu", help="run on it (default: cpu)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="take as many samples (default: 7)"
+    )
+    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     peers = OWN | installed(PROJECTS, options.device)
     cases = all_cases(options.device)
     try:
-        chosen_cases = select(cases, options.cases or usual_cases(options.device))
+        chosen_cases = select(cases, options.cases)
         chosen_peers = select(peers, options.peers)
     except ValueError as error:
         parser.error(str(error))
@@ -281,12 +334,6 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, MakePeer]]:
         package = import_as("tinyblock_against", source)
         chosen_peers["against"] = partial(of_package, package)
     return options, list(chosen_cases.values()), chosen_peers
-
-
-def usual_cases(device: torch.device) -> str:
-    """Return the eager cases, without bfloat16 where a CPU has no instructions for it."""
-    has_avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
-    return "*-f32-*-eager" if device.type == "cpu" and has_avx2 else "*-eager"
 
 
 def select(items: dict[str, Any], patterns: str) -> dict[str, Any]:
@@ -304,6 +351,10 @@ def main() -> int:
     options, cases, peers = parse()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the peers warn, which this project cannot mend
+    if options.json:
+        [case] = cases
+        print(json.dumps(compare_all(case, peers, options), default=asdict))
+        return 0
     print(f"# {in_one_line(environment(options.device))}\n")
     print(f"{versions(PROJECTS)}; `{' '.join(sys.argv)}`\n")
     print_row("Block's time / peer's", list(peers))
@@ -311,22 +362,19 @@ def main() -> int:
     rows = []
     failures = []
     for case in cases:
-        reference = Reference(case, options.device)
-        ratios = []
-        for name, make_peer in peers.items():
-            if name == "operations" and case.mode != "eager":
-                ratios.append("")  # inductor generates no code for complex products
-                continue
-            print(f"{case.name}: {name}", file=sys.stderr)
-            try:
-                result = reference.compare(make_peer, options.rounds)
-            except Exception as error:  # the other peers can still be measured
-                ratios.append("failed")
-                failures.append(f"{case.name}: {name} failed: {error}")
+        if case.size.tokens == 1 and PROCESSES > 1:
+            found = compare_in_processes(case)
+        else:
+            found = compare_all(case, peers, options)
+        ratios = dict.fromkeys(peers, "")
+        for name, result in found.items():
+            if isinstance(result, str):
+                ratios[name] = "failed"
+                failures.append(f"{case.name}: {name} failed: {result}")
             else:
-                ratios.append(result.ratio())
+                ratios[name] = result.ratio()
                 rows.append([f"{case.name}: {name}", *result.details()])
-        print_row(case.name, ratios)
+        print_row(case.name, list(ratios.values()))
     print("\n" + markdown(["", *DETAILS], rows))
     print("", *failures, sep="\n\n")
     return 1 if failures else 0

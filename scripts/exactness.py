@@ -168,9 +168,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="a folder, a GGUF file, or a name on the hub")
-    parser.add_argument("--device", type=torch.device, default="cpu")
-    parser.add_argument("--plot", type=Path, help="write a picture of RoPE's errors")
+    parser.add_argument(
+        "--model", help="measure a folder, a GGUF file, or a name on the hub"
+    )
+    parser.add_argument(
+        "--device", type=torch.device, default="cpu", help="run on it (default: cpu)"
+    )
+    parser.add_argument("--plot", type=Path, help="draw RoPE's errors into this file")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # the peers warn, which this project cannot mend
     torch.set_num_threads(1)

@@ -26,14 +26,10 @@ Layer = Callable[[Tensor], Any]  # returns a tensor, or a tuple that begins with
 
 @dataclass(frozen=True)
 class Peer:
-    """The layers of a project, as functions of x only. "Block" calls all others.
-
-    `comparable` is False if "Block" computes something else than a Block.
-    """
+    """The layers of a project, as functions of x only. "Block" calls all others."""
 
     parameters: list[Tensor]
     layers: dict[str, Layer]
-    comparable: bool = True
 
 
 def make_block(
@@ -135,12 +131,26 @@ def operations(block: Any) -> Peer:
     def normalize(x: Tensor, gain: str) -> Tensor:
         return F.rms_norm(x, (block.d_model,), weights[gain], block.ln1.eps)
 
+    def heads(x: Tensor, name: str) -> Tensor:
+        projected = F.linear(x, weights[name]).unflatten(-1, (-1, block.attn.d_head))
+        return projected.transpose(1, 2)
+
     def rotate(x: Tensor) -> Tensor:
         pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * rotation).flatten(-2).to(x)
 
+    def attend(x: Tensor) -> Tensor:
+        attended = F.scaled_dot_product_attention(
+            rotate(heads(x, "q")),
+            rotate(heads(x, "k")),
+            heads(x, "v"),
+            is_causal=x.shape[1] > 1,
+            enable_gqa=block.attn.num_kv_heads < block.attn.num_heads,
+        )
+        return F.linear(attended.transpose(1, 2).flatten(-2), weights["o"])
+
     def run(x: Tensor) -> Tensor:
-        x = x + _attend(normalize(x, "ln1"), weights, block.attn.d_head, rotate)
+        x = x + attend(normalize(x, "ln1"))
         h = normalize(x, "ln2")
         hidden = F.silu(F.linear(h, weights["w1"])) * F.linear(h, weights["w3"])
         return x + F.linear(hidden, weights["w2"])
@@ -148,43 +158,8 @@ def operations(block: Any) -> Peer:
     return Peer(list(weights.values()), {"Block": run})
 
 
-def products(block: Any) -> Peer:
-    """Call only the matrix products and the attention kernel, which every block needs."""
-    weights = weights_of(block)
-
-    def run(x: Tensor) -> tuple[Tensor, Tensor]:
-        attended = _attend(x, weights, block.attn.d_head, lambda heads: heads)
-        hidden = F.linear(attended, weights["w1"])
-        gate = F.linear(attended, weights["w3"])
-        return F.linear(hidden, weights["w2"]), gate
-
-    matrices = [weight for weight in weights.values() if weight.ndim == 2]
-    return Peer(matrices, {"Block": run}, comparable=False)
-
-
-def _attend(
-    x: Tensor,
-    weights: dict[str, Tensor],
-    d_head: int,
-    rotate: Callable[[Tensor], Tensor],
-) -> Tensor:
-    def heads(name: str) -> Tensor:
-        projected = F.linear(x, weights[name]).unflatten(-1, (-1, d_head))
-        return projected.transpose(1, 2)
-
-    attended = F.scaled_dot_product_attention(
-        rotate(heads("q")),
-        rotate(heads("k")),
-        heads("v"),
-        is_causal=x.shape[1] > 1,
-        enable_gqa=weights["k"].shape != weights["q"].shape,
-    )
-    return F.linear(attended.transpose(1, 2).flatten(-2), weights["o"])
-
-
 OWN: dict[str, Callable[[Any], Peer]] = {
     "control": control,
     "unchecked": unchecked,
     "operations": operations,
-    "products": products,
 }

@@ -114,45 +114,6 @@ def litgpt(block: Any) -> Peer:
     return Peer(list(layer.parameters()), layers)
 
 
-def torchtune(block: Any) -> Peer:
-    """Take the layer of torchtune's Llama 3, whose head size is d_model / num_heads."""
-    model = import_module("torchtune.models.llama3").llama3(
-        vocab_size=1,
-        num_layers=1,
-        num_heads=block.attn.num_heads,
-        num_kv_heads=block.attn.num_kv_heads,
-        embed_dim=block.d_model,
-        max_seq_len=block.attn.rope.max_seq_len,
-        intermediate_dim=block.ffn.d_ff,
-        rope_base=block.attn.rope.theta,
-        norm_eps=block.ln1.eps,
-    )
-    names = {
-        "attn.q_proj.weight": "q",
-        "attn.k_proj.weight": "k",
-        "attn.v_proj.weight": "v",
-        "attn.output_proj.weight": "o",
-        "mlp.w1.weight": "w1",
-        "mlp.w2.weight": "w2",
-        "mlp.w3.weight": "w3",
-        "sa_norm.scale": "ln1",
-        "mlp_norm.scale": "ln2",
-    }
-    weights = weights_of(block)
-    layer = load(model.layers[0], weights, names)
-    with weights["q"].device:
-        # `load` has cast its table, which its models keep in float32.
-        layer.attn.pos_embeddings.rope_init()
-    layers = {
-        "RMSNorm": layer.sa_norm,
-        "SwiGLU": layer.mlp,
-        # The first argument gives the queries, the second the keys and values.
-        "attention": lambda x: layer.attn(x, x),
-        "Block": layer,
-    }
-    return Peer(list(layer.parameters()), layers)
-
-
 def x_transformers(block: Any) -> Peer:
     """Configure its Decoder as one such layer. Its norm has no eps."""
     module = import_module("x_transformers.x_transformers")
@@ -241,7 +202,6 @@ PROJECTS: dict[str, Callable[[Any], Peer]] = {
     "transformers": transformers,
     "liger-kernel": liger,
     "litgpt": litgpt,
-    "torchtune": torchtune,
     "x-transformers": x_transformers,
 }
 

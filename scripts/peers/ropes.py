@@ -68,17 +68,6 @@ def litgpt() -> Rotation:
     return _in_pairs(rotate)
 
 
-def torchtune() -> Rotation:
-    modules: Any = import_module("torchtune.modules")
-    rope = modules.RotaryPositionalEmbeddings(D_HEAD, MAX_SEQ_LEN, THETA)
-
-    def rotate(x: Tensor, positions: Tensor) -> Tensor:
-        rotated = rope(x.transpose(1, 2), input_pos=positions[None])
-        return rotated.transpose(1, 2)
-
-    return rotate
-
-
 def x_transformers() -> Rotation:
     module = import_module("x_transformers.x_transformers")
     embedding = module.RotaryEmbedding(D_HEAD, base=THETA)
@@ -86,17 +75,6 @@ def x_transformers() -> Rotation:
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
         angles, scale = embedding(positions)
         return module.apply_rotary_pos_emb(x, angles, scale)
-
-    return rotate
-
-
-def rotary_embedding_torch() -> Rotation:
-    """Rotate consecutive positions: the project takes only the first of them."""
-    module = import_module("rotary_embedding_torch")
-    rope = module.RotaryEmbedding(D_HEAD, theta=THETA)
-
-    def rotate(x: Tensor, positions: Tensor) -> Tensor:
-        return rope.rotate_queries_or_keys(x, offset=int(positions[0]))
 
     return rotate
 
@@ -117,9 +95,7 @@ def _in_pairs(rotation: Rotation) -> Rotation:
 PROJECT_ROPES: dict[str, Callable[[], Rotation]] = {
     "transformers": transformers,
     "litgpt": litgpt,
-    "torchtune": torchtune,
     "x-transformers": x_transformers,
-    "rotary-embedding-torch": rotary_embedding_torch,
 }
 OWN_ROPES: dict[str, Callable[[], Rotation]] = {
     "exact": partial(formula, torch.float64),

@@ -84,6 +84,17 @@ def test_layer_that_rounds_once_has_the_smallest_error(monkeypatch):
     assert f"{stack:.2e}" in text
 
 
+def test_exact_layers_are_in_float64(monkeypatch):
+    """Otherwise, results in float32 would not differ from those that are rounded."""
+    monkeypatch.setattr(exactness, "PROJECTS", {})
+    errors = exactness.layer_errors(torch.float32, CPU)
+    for layer in ("RMSNorm", "SwiGLU", "attention", "Block", "8 Blocks"):
+        for what in (exactness.OUTPUTS, exactness.GRADIENTS):
+            rounded = errors[layer, "rounded", what]
+            assert len(rounded) == 3
+            assert 1e-8 < min(rounded) < max(rounded) < 4e-8
+
+
 def test_logits_of_a_real_model_are_compared_with_those_of_transformers(tmp_path):
     real_model = pytest.importorskip("peers.real_model")
     transformers = pytest.importorskip("transformers")
