@@ -28,6 +28,29 @@ class Size:
     def tokens(self) -> int:
         return self.batch_size * self.seq_len
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.batch_size, self.seq_len, self.d_model
+
+    @property
+    def title(self) -> str:
+        model = f"Transformer of {self.num_layers}" if self.num_layers else "Block"
+        heads = f"{self.num_heads} heads"
+        if self.num_kv_heads:
+            heads += f" ({self.num_kv_heads} KV heads)"
+        if self.d_ff:
+            heads += f", d_ff {self.d_ff}"
+        batch, seq, d_model = self.shape
+        return f"{model}, {heads}: {batch} x {seq} tokens, d_model {d_model}"
+
+    def smallest(self) -> "Size":
+        """Return the same model with next to no arithmetic.
+
+        Fused attention kernels need widths of at least 8.
+        """
+        d_head = self.d_head or self.d_model // self.num_heads
+        return replace(self, batch_size=1, seq_len=1, d_model=8, d_head=d_head, d_ff=8)
+
     def build(self, device: torch.device, dtype: torch.dtype) -> Block | Transformer:
         """Build the model; raise a ValueError if a layer rejects the size."""
         stack = Transformer(

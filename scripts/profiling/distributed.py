@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tinyblock import parallelize
 
-from .kernels import record
+from .kernels import record_run
 from .measure import Settings
 from .report import kernel_table, time_line
-from .subject import own_subject
 
 
 def prepare(size: Size, settings: Settings, *, dp: int, tp: int) -> Run:
@@ -57,11 +56,11 @@ def profile(run: Run, size: Size, settings: Settings) -> None:
         run()  # allocates, and compiles what is to be compiled
     samples = interleave({"run": partial(_sample, run)}, settings.rounds)
     took = Spread.of(samples["run"])
-    recording = record(run)
+    recording = record_run(run)
     if dist.get_rank() == 0:
         processes = f"{dist.get_world_size()} processes"
         print(in_one_line(environment(settings.device)))
-        print(f"{own_subject(size).title}; {settings.describe()}; {processes}\n")
+        print(f"{size.title}; {settings.describe()}; {processes}\n")
         print(time_line(settings.mode, took, size.tokens))
         calls = [f"{count} {name}" for name, count in recording.collectives.items()]
         print(f"Collectives of this process: {', '.join(calls)}")

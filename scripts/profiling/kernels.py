@@ -13,7 +13,7 @@ import torch
 from lab.timing import Run, Sampler, clock
 from torch.profiler import profile, record_function, schedule
 
-from .parts import Part
+from .record import Stretch
 
 _SCHEDULE = schedule(wait=0, warmup=1, active=1)
 
@@ -81,7 +81,7 @@ class Recording:
         return sum(kernel.seconds for kernel in self.kernels)
 
 
-def record(run: Run, *, with_memory: bool = False) -> Recording:
+def record_run(run: Run, *, with_memory: bool = False) -> Recording:
     """Profile one run after a warm-up, on a CPU with its memory.
 
     Call this after all timings: launches stay slower once a profiler has run. A session
@@ -122,24 +122,48 @@ def _peak(session: Any) -> int:
     return max(accumulate((size for _, size in changes), initial=0))
 
 
-def write_trace(parts: list[Part], run_whole: Run, path: Path) -> None:
+def exceeding(whole: Run, parts: Run) -> dict[str, float]:
+    """Return the operations that take more time in the whole than in its parts."""
+    taken, covered = _operations(whole), _operations(parts)
+    more = {name: taken[name] - covered.get(name, 0.0) for name in taken}
+    longest = sorted(more, key=lambda name: more[name], reverse=True)[:3]
+    return {name: more[name] for name in longest if more[name] > 0}
+
+
+def _operations(run: Run) -> dict[str, float]:
+    """Return the seconds of each of torch's operations, without what it calls."""
+    run()
+    with profile() as session:
+        run()
+        clock()
+    seconds = {}
+    for event in session.key_averages():
+        taken = event.self_device_time_total or event.self_cpu_time_total
+        if event.key.startswith("aten::"):
+            seconds[event.key] = taken * 1e-6
+    return seconds
+
+
+def write_trace(
+    stretches: list[Stretch], labels: list[str], run_whole: Run, path: Path
+) -> None:
     """Write a Chrome trace in which each part runs once, and then the whole."""
     # On CUDA, backward would run on another thread, without the labels.
     one_thread = torch.autograd.set_multithreading_enabled(False)
     with one_thread, profile(record_shapes=True, schedule=_SCHEDULE) as session:
-        _run_labeled(parts, run_whole)
+        _run_labeled(stretches, labels, run_whole)
         session.step()
-        _run_labeled(parts, run_whole)
+        _run_labeled(stretches, labels, run_whole)
     session.export_chrome_trace(str(path))
 
 
-def _run_labeled(parts: list[Part], run_whole: Run) -> None:
-    for part in parts:
-        with record_function(f"{part.name} forward"):
-            outputs = part.forward()
-        if part.gradients:
-            with record_function(f"{part.name} backward"):
-                part.backward(outputs)
+def _run_labeled(stretches: list[Stretch], labels: list[str], run_whole: Run) -> None:
+    for stretch, label in zip(stretches, labels, strict=True):
+        with record_function(f"{label} forward"):
+            results = stretch.forward()
+        if stretch.gradients:
+            with record_function(f"{label} backward"):
+                stretch.backward(results)
     with record_function("the whole"):
         run_whole()
     clock()  # waits for the GPU

@@ -1,38 +1,34 @@
-"""Measure a model: its parts and the whole in turns; then memory and kernels."""
+"""Measure a model in turns: its parts in the order of the model, the whole, the machine."""
 
+import re
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
+import einops
 import torch
 from lab.machine import environment
 from lab.timing import Run, Sampler, Spread, clock, interleave, wall_sampler
+from torch import Tensor, nn
 from torch.optim import AdamW
 
-from .block import record_block
-from .kernels import Recording, gpu_sampler, record, write_trace
-from .modules import record_modules
-from .parts import Call, Part, cut
-from .roofline import Rates, ceiling_samplers, datasheet
-from .rows import (
-    Row,
-    Samples,
-    limit_of,
-    remainder,
-    seconds_of,
-    varies,
-)
-from .subject import Subject
-from .units import seconds
-from .work import Work, kept_bytes, nbytes, total_of, work_of_adamw, works_of
+from .kernels import Recording, exceeding, gpu_sampler, record_run, write_trace
+from .passes import InOrder
+from .record import Stretch, first_tensor, record, storages, whole_stretch
+from .roofline import Rates, datasheet, rate_samplers
+from .work import bytes_of, flops_of
 
-# Names of samples and rows; those of a user's modules have no spaces.
+Samples = dict[str, list[float]]
+MODES = ("forward", "train", "step")
 WHOLE = "the whole"
 ON_GPU = "the whole on the GPU"
 MOST_QUEUED = 1000  # kernels: a stream takes about so many before it blocks the host
 
+Build = Callable[[torch.device, torch.dtype], nn.Module]
 short_sampler = partial(wall_sampler, least_seconds=0.01)
 
 
@@ -55,242 +51,412 @@ class Settings:
         return f"{dtype}, {self.mode}, {'compiled' if self.compile else 'eager'}"
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A model that is ready to run: the whole, its parts, and what is timed of the whole.
+@dataclass
+class Row:
+    """A part in all copies of a layer, AdamW, the rest, GPU idle, or the whole.
 
-    `optimizer` is that of a step, with its moments.
+    varies: the range from p20 to p80 of the total, divided by the median; None if unknown.
+    overhead: seconds of the same calls on a tiny input; None if unknown.
+    kept: bytes that autograd keeps for backward, unless an earlier part keeps them.
+    least: seconds of the work at the machine's rates.
+    limit: what explains at least half of the time: compute, memory, overhead; or "kernel".
     """
 
-    whole: Part
-    parts: list[Part]
-    runs: dict[str, Run]
-    optimizer: AdamW | None
+    name: str
+    count: int = 1
+    forward: float = 0.0
+    backward: float = 0.0
+    total: float = 0.0
+    varies: float | None = None
+    flops: float = 0.0
+    bytes: int = 0
+    kept: int = 0
+    overhead: float | None = None
+    least: float = 0.0
+    limit: str = ""
 
-    def clear(self) -> None:
-        """Remove the gradients of a step."""
-        for leaf in self.whole.leaves:
-            leaf.grad = None
+    def compare(self, rates: Rates) -> None:
+        """Set the least time and the limit."""
+        causes = {
+            "compute": self.flops / rates.flops,
+            "memory": self.bytes / rates.bytes,
+            "overhead": self.overhead or 0.0,
+        }
+        self.least = max(causes["compute"], causes["memory"])
+        longest = max(causes, key=lambda cause: causes[cause])
+        self.limit = longest if causes[longest] >= self.total / 2 else "kernel"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Profile:
     """All that was measured, in seconds and bytes.
 
-    is_own: whether the model is this project's.
     took: the time of the whole.
-    rows: the parts, what remains, and the whole. On CUDA, parts have the GPU's time.
-    memory: the bytes of tensors, and the peak of a run with what was there before it.
-    compilation: what compiling the whole took.
+    memory: bytes of tensors, and the peak of a run with what was there before it.
+    unknown: operations whose FLOPs are not counted.
+    noisy: what varies by more than 20%.
+    exceeding: operations that take more time in the whole than in its parts.
+    uncut: why the model could not be cut; empty if it was.
     """
 
     title: str
-    is_own: bool
     tokens: int
     environment: dict[str, str]
     settings: Settings
-    ceilings: Rates
+    rates: Rates
     datasheet: Rates | None
     took: Spread
     rows: list[Row]
+    whole: Row
     memory: dict[str, int]
     recording: Recording
-    compilation: str | None
+    unknown: list[str]
+    noisy: dict[str, float]
+    exceeding: dict[str, float]
+    compilation: str = ""
+    uncut: str = ""
 
 
-def _cut_model(subject: Subject, settings: Settings) -> tuple[Part, list[Part]]:
-    """Build the model, run it once, and return it as one part and as its parts."""
-    model = subject.build(settings.device, settings.dtype)
-    x = torch.randn(subject.shape, device=settings.device, dtype=settings.dtype)
-    x.requires_grad_(settings.train)
-    run = record_block if subject.is_own else record_modules
-    calls, out = run(model, x)
-    gradient = torch.randn_like(out) if settings.train else None
-    parts = cut(calls, out, gradient)
-    call = Call(model, (x,), (out.detach(),), (model,))
-    return Part(WHOLE, (call,), () if gradient is None else (gradient,)), parts
+@dataclass
+class Subject:
+    """A model with its input, and its stretches by the names of their rows."""
+
+    model: nn.Module
+    x: Tensor
+    stretches: list[Stretch]
+    labels: list[str]
+    uncut: str = ""
+
+    @property
+    def rows(self) -> dict[str, Row]:
+        """Return empty rows in the order of their last calls, with their counts."""
+        last = {label: index for index, label in enumerate(self.labels)}
+        rows = {}
+        for label in sorted(last, key=lambda name: last[name]):
+            pairs = zip(self.stretches, self.labels, strict=True)
+            copies = {stretch.name for stretch, name in pairs if name == label}
+            rows[label] = Row(label, len(copies))
+        return rows
 
 
-def _bench_of(whole: Part, parts: list[Part], mode: str) -> Bench:
-    runs: dict[str, Run] = {"forward": whole.forward}
-    if mode != "forward":
-        runs["train"] = whole.train
-    if mode != "step":
-        return Bench(whole, parts, runs, None)
-    # A learning rate of 0 leaves the weights as they are for the other runs.
-    optimizer = AdamW(whole.weights, lr=0.0)
-    bench = Bench(whole, parts, runs, optimizer)
+def cut(model: nn.Module, x: Tensor, settings: Settings) -> Subject:
+    """Cut a model; one that cannot be cut is one part."""
+    # Compiled code may call other functions, so these are recorded.
+    compiling = mock.patch.object(torch.compiler, "is_compiling", _yes)
+    uncut = ""
+    try:
+        with compiling if settings.compile else nullcontext():
+            stretches = record(model, x)
+        for stretch in stretches:
+            results = stretch.forward()
+            if stretch.gradients:
+                stretch.backward(results)
+    except Exception as error:  # from any model, in any of its operations
+        first_line = str(error).strip().split("\n")[0]
+        uncut = f"{type(error).__name__}: {first_line}"
+        stretches = [whole_stretch(model, x)]
+    labels = label_all([stretch.name for stretch in stretches], model)
+    return Subject(model, x, stretches, ["model"] if uncut else labels, uncut)
 
-    def step() -> None:
-        bench.clear()
-        torch.autograd.backward(whole.forward(), whole.gradients)
-        optimizer.step()
 
-    step()  # which makes the moments
-    runs["step"] = step
-    return bench
+def _yes() -> bool:
+    return True
+
+
+def label_all(names: list[str], model: nn.Module) -> list[str]:
+    """Return the names of rows: copies of a layer have one."""
+    alike = [name for name, module in model.named_modules() if _are_copies(module)]
+    labels = []
+    for name in names:
+        for container in sorted(alike, key=len, reverse=True):
+            prefix = f"{container}." if container else ""
+            name = re.sub(rf"^{re.escape(prefix)}\d+(?=\.|$)", f"{prefix}*", name)
+        # The first star is the layer of a stack.
+        labels.append(re.sub(r"^[^*]*\*\.?", "", name) or "sums")
+    return labels
+
+
+def _are_copies(module: nn.Module) -> bool:
+    """Return whether the children are numbered, and equal but for their values."""
+    children = dict(module.named_children())
+    kinds = set()
+    for child in children.values():
+        shapes = [(name, each.shape) for name, each in child.named_parameters()]
+        kinds.add((type(child), tuple(shapes)))
+    return len(kinds) == 1 and all(name.isdigit() for name in children)
 
 
 def measure(
-    subject: Subject,
-    smallest: Subject | None = None,
-    *,
+    build: Build,
+    shape: tuple[int, int, int],
+    title: str,
     settings: Settings,
+    tiny: tuple[Build, tuple[int, int, int]] | None = None,
     trace: Path | None = None,
 ) -> Profile:
-    """Measure a model in this process, and its overhead on the smallest model.
+    """Measure a model, and its overhead on a tiny one with the same calls.
 
     Gradients must be enabled in the modes that train. With a path, write a trace.
     """
     torch.manual_seed(0)
-    mode = settings.mode
-    whole, parts = _cut_model(subject, settings)
-    works = works_of(whole, parts, is_own=subject.is_own)
-    if mode == "step":
-        works["AdamW"] = work_of_adamw(whole)
-    works[WHOLE] = total_of(list(works.values()))
-    tiny = None if smallest is None else _cut_model(smallest, settings)
-    compilation = None
+    subject = cut(*_prepare(build, shape, settings), settings)
+    rows = subject.rows
+    unknown = add_work(subject, rows)
+    small = None if tiny is None else cut(*_prepare(*tiny, settings), settings)
+    compilation = ""
     if settings.compile:
-        # Many modules share the code of nn.Linear, which is compiled for each of them.
-        torch._dynamo.config.recompile_limit = 1000
-        whole, parts = whole.compiled(), [part.compiled() for part in parts]
-        compilation = _compile(whole.run)
-        tiny = tiny and (tiny[0].compiled(), [])
-    bench = _bench_of(whole, parts, mode)
-    samplers = _samplers(bench, settings)
-    if tiny is not None:
-        samplers.update(_overhead_samplers(_bench_of(*tiny, mode), mode))
-    samplers.update(ceiling_samplers(settings.device, settings.dtype))
+        compilation = compile_subject(subject)
+        if small is not None:
+            compile_subject(small)
+    mode, device = settings.mode, settings.device
+    whole = Whole(subject.model, subject.x, mode)
+    parts = InOrder(subject.stretches, whole.step_only, device)
+    samplers: dict[str, Sampler] = {"parts": parts, **_whole_samplers(whole, device)}
+    if small is not None:
+        tiny_whole = Whole(small.model, small.x, mode)
+        # The host's time: the launches are the overhead.
+        overheads = InOrder(small.stretches, tiny_whole.step_only, torch.device("cpu"))
+        samplers["overheads"] = overheads
+        samplers["overhead"] = short_sampler(tiny_whole.runs[mode])
+    samplers |= rate_samplers(device, settings.dtype)
     samples = interleave(samplers, settings.rounds)
-    rates = Rates(
-        1 / statistics.median(samples["seconds per FLOP"]),
-        1 / statistics.median(samples["seconds per byte"]),
-    )
-    recording, memory = _record(bench, settings)
-    rows = _rows(bench, samples, works, rates, recording.launches)
+
+    rates = Rates.of(samples)
+    add_times(rows, subject.labels, parts)
+    if small is not None:
+        add_overheads(rows, small.labels, overheads)
+    if mode == "step":
+        # It reads four values for each weight, and writes three.
+        rows["AdamW"].bytes = 7 * whole.trained_bytes
+    recording, memory = _record(whole, settings)
+    total = whole_row(rows, samples, mode, rates)
+    noisy = _noisy(rows, total, samples)
+    add_rest(rows, total, samples, recording.launches)
+    run = whole.runs[mode]
+    more = exceeding(run, parts.one_pass)
     if trace is not None:
-        write_trace(parts, bench.runs[mode], trace)
+        write_trace(subject.stretches, subject.labels, run, trace)
     return Profile(
-        title=subject.title,
-        is_own=subject.is_own,
-        tokens=whole.inputs[0].shape[:-1].numel(),
-        environment=environment(settings.device),
+        title=title,
+        tokens=subject.x.shape[:-1].numel(),
+        environment=environment(device),
         settings=settings,
-        ceilings=rates,
-        datasheet=datasheet(settings.device, settings.dtype),
+        rates=rates,
+        datasheet=datasheet(device, settings.dtype),
         took=Spread.of(samples[f"{WHOLE} {mode}"]),
-        rows=rows,
+        rows=list(rows.values()),
+        whole=total,
         memory=memory,
         recording=recording,
+        unknown=sorted(unknown),
+        noisy=noisy,
+        exceeding=more,
         compilation=compilation,
+        uncut=subject.uncut,
     )
 
 
-def _samplers(bench: Bench, settings: Settings) -> dict[str, Sampler]:
-    """Return samplers of each pass of each part, on CUDA of the GPU's time, and of the whole."""
-    on_gpu = settings.device.type == "cuda"
-    sampler: Callable[[Run], Sampler] = gpu_sampler if on_gpu else short_sampler
+def _whole_samplers(whole: "Whole", device: torch.device) -> dict[str, Sampler]:
     samplers = {}
-    for part in bench.parts:
-        samplers[f"{part.name} forward"] = sampler(part.forward)
-        if settings.train:
-            samplers[f"{part.name} train"] = sampler(part.train)
-    if bench.optimizer is not None:
-        samplers["AdamW step"] = sampler(bench.optimizer.step)
-    for name, run in bench.runs.items():
+    for name, run in whole.runs.items():
         samplers[f"{WHOLE} {name}"] = short_sampler(run)
-        if on_gpu:
+        if device.type == "cuda":
             samplers[f"{ON_GPU} {name}"] = gpu_sampler(run)
     return samplers
 
 
-def _overhead_samplers(tiny: Bench, mode: str) -> dict[str, Sampler]:
-    """Return samplers of the same calls with next to no arithmetic."""
-    runs = {part.name: part.run for part in tiny.parts}
-    runs[WHOLE] = tiny.runs[mode]
-    if tiny.optimizer is not None:
-        runs["AdamW"] = tiny.optimizer.step
-    return {f"{name} overhead": short_sampler(run) for name, run in runs.items()}
+def _noisy(rows: dict[str, Row], whole: Row, samples: Samples) -> dict[str, float]:
+    """Return what varies by more than 20%: the rates, the whole, and rows above 5% of it."""
+    widths = {name: Spread.of(samples[name]).width for name in Rates.NAMES}
+    for row in (*rows.values(), whole):
+        if row.varies is not None and row.total > 0.05 * whole.total:
+            widths[row.name] = row.varies
+    return {name: width for name, width in widths.items() if width > 0.2}
 
 
-def _rows(
-    bench: Bench,
-    samples: Samples,
-    works: dict[str, Work],
-    rates: Rates,
-    launches: int,
-) -> list[Row]:
-    """Return the rows of the parts, of what remains, and of the whole."""
-    counts = {part.name: part.count for part in bench.parts}
-    if bench.optimizer is not None:
-        counts["AdamW"] = 1
-    times = {}
-    for name, count in counts.items():
-        times[name] = seconds_of(samples, name, count)
+def _prepare(
+    build: Build, shape: tuple[int, int, int], settings: Settings
+) -> tuple[nn.Module, Tensor]:
+    model = build(settings.device, settings.dtype)
+    x = torch.randn(shape, device=settings.device, dtype=settings.dtype)
+    return model, x.requires_grad_(settings.train)
+
+
+def add_work(subject: Subject, rows: dict[str, Row]) -> set[str]:
+    """Add FLOPs, bytes and what is kept; return operations whose FLOPs are not counted."""
+    unknown: set[str] = set()
+    model = subject.model
+    seen = storages([*model.parameters(), *model.buffers()])
+    for stretch, label in zip(subject.stretches, subject.labels, strict=True):
+        row = rows[label]
+        flops, names = flops_of(stretch)
+        unknown |= names
+        row.flops += flops
+        row.bytes += bytes_of(stretch)
+        for address, storage in stretch.saved.items():
+            if address not in seen:
+                row.kept += storage.nbytes()
+                seen[address] = storage
+    return unknown
+
+
+def compile_parts(stretches: list[Stretch]) -> None:
+    """Compile the stretches; those of the copies of a layer share their code."""
+    compiled: dict[str, Callable[..., list[Tensor]]] = {}
+    for stretch in stretches:
+        if stretch.code not in compiled:
+            compiled[stretch.code] = torch.compile(stretch.run, dynamic=False)
+        stretch.run = compiled[stretch.code]
+
+
+def compile_subject(subject: Subject) -> str:
+    """Compile a model by its first call, and its parts; say what the model took."""
+    torch._dynamo.config.recompile_limit = (
+        1000  # many modules share the code of nn.Linear
+    )
+    torch.compiler.allow_in_graph(einops.rearrange)  # or tracing takes most of the time
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    subject.model = torch.compile(subject.model, dynamic=False)
+    start = clock()
+    subject.model(subject.x)
+    took = clock() - start
+    breaks = ", ".join(counters["graph_break"]) or "none"
+    graphs = counters["stats"]["unique_graphs"]
+    compile_parts(subject.stretches)
+    return f"{took:.1f} s, graphs: {graphs}, breaks: {breaks}"
+
+
+class Whole:
+    """The runs of a model: forward, train (and backward), step (and AdamW)."""
+
+    def __init__(self, model: nn.Module, x: Tensor, mode: str) -> None:
+        self.model = model
+        self.x = x
+        self.weights = [each for each in model.parameters() if each.requires_grad]
+        self.trained_bytes = sum(each.nbytes for each in self.weights)
+        self.runs: dict[str, Run] = {"forward": self.forward}
+        self.step_only: Run | None = None
+        if mode != "forward":
+            self.gradient = torch.randn_like(self.forward())
+            self.runs["train"] = self.train
+        if mode == "step":
+            # A learning rate of 0 leaves the weights as they are for the other runs.
+            self.optimizer = AdamW(self.weights, lr=0.0)
+            self.step()  # which makes the moments
+            self.runs["step"] = self.step
+            self.step_only = self.optimizer.step
+
+    def forward(self) -> Tensor:
+        return first_tensor(self.model(self.x))
+
+    def train(self) -> object:
+        leaves = [self.x, *self.weights]
+        out = self.forward()
+        return torch.autograd.grad(out, leaves, self.gradient, allow_unused=True)
+
+    def step(self) -> None:
+        self.clear()
+        torch.autograd.backward(self.forward(), self.gradient)
+        self.optimizer.step()
+
+    def clear(self) -> None:
+        """Remove the gradients of a step."""
+        for leaf in (self.x, *self.weights):
+            leaf.grad = None
+
+
+def add_times(rows: dict[str, Row], labels: list[str], parts: InOrder) -> None:
+    """Set the medians of each row, whose stretches add up in each pass."""
+    forward: dict[str, list[float]] = {}
+    total: dict[str, list[float]] = {}
+    for one in parts.taken:
+        for times, into in ((one.forward, forward), (one.total, total)):
+            sums = dict.fromkeys(labels, 0.0)
+            for label, seconds in zip(labels, times, strict=True):
+                sums[label] += seconds
+            for label, seconds in sums.items():
+                into.setdefault(label, []).append(seconds)
+        if parts.step is not None:
+            total.setdefault("AdamW", []).append(one.step)
+    for label, taken in total.items():
+        row = rows.setdefault(label, Row(label))
+        row.total = statistics.median(taken)
+        row.varies = Spread.of(taken).width if row.total else 0.0
+        row.forward = statistics.median(forward.get(label, [0.0]))
+        row.backward = row.total - row.forward if label in forward else 0.0
+
+
+def add_overheads(rows: dict[str, Row], labels: list[str], parts: InOrder) -> None:
+    small: dict[str, Row] = {}
+    add_times(small, labels, parts)
+    for name, row in small.items():
+        if name in rows:
+            rows[name].overhead = row.total
+
+
+def whole_row(rows: dict[str, Row], samples: Samples, mode: str, rates: Rates) -> Row:
+    """Return the row of the whole, and compare all rows with the machine."""
+    whole = Row(WHOLE)
+    whole.forward = statistics.median(samples[f"{WHOLE} forward"])
+    whole.total = statistics.median(samples[f"{WHOLE} {mode}"])
+    if mode != "forward":
+        whole.backward = statistics.median(samples[f"{WHOLE} train"]) - whole.forward
+    whole.varies = Spread.of(samples[f"{WHOLE} {mode}"]).width
+    if "overhead" in samples:
+        whole.overhead = statistics.median(samples["overhead"])
+    for row in rows.values():
+        row.compare(rates)
+        whole.flops += row.flops
+        whole.bytes += row.bytes
+        whole.kept += row.kept
+    whole.compare(rates)
+    # Nothing is fused from one part to the next.
+    whole.least = sum(row.least for row in rows.values())
+    return whole
+
+
+def add_rest(rows: dict[str, Row], whole: Row, samples: Samples, launches: int) -> None:
+    """Add what the parts leave of the whole, and on CUDA the time without a kernel."""
     on_gpu = f"{ON_GPU} forward" in samples and launches <= MOST_QUEUED
-    busy = ON_GPU if on_gpu else WHOLE
-    times["rest"] = remainder(samples, busy, list(times.values()))
+    name = ON_GPU if on_gpu else WHOLE
+    modes = [mode for mode in MODES if f"{name} {mode}" in samples]
+    busy = statistics.median(samples[f"{name} {modes[-1]}"])
+    forward = statistics.median(samples[f"{name} forward"])
+    parts = list(rows.values())
+    rest = Row("rest", total=busy, forward=forward)
+    if "train" in modes:
+        rest.backward = statistics.median(samples[f"{name} train"]) - forward
+    for row in parts:
+        rest.total -= row.total
+        rest.forward -= row.forward
+        rest.backward -= row.backward
+    rows["rest"] = rest
     if on_gpu:
-        times["GPU idle"] = remainder(samples, WHOLE, list(times.values()))
-    times[WHOLE] = seconds_of(samples, WHOLE)
-    kept = kept_bytes(bench.parts) | kept_bytes([bench.whole])
-    kept["rest"] = 2 * kept[WHOLE] - sum(kept.values())
-    rows: list[Row] = []
-    for name, of_passes in times.items():
-        work = works.get(name, Work(0, 0))
-        overhead = statistics.median(samples.get(f"{name} overhead", [0.0]))
-        overhead *= counts.get(name, 1)
-        least = rates.seconds(work)
-        if name == WHOLE:  # nothing is fused from one part to the next
-            least = sum(row.least_seconds for row in rows)
-        rows.append(
-            Row(
-                name=name,
-                seconds=of_passes,
-                varies=varies(samples, name),
-                work=work,
-                overhead=overhead,
-                kept_bytes=kept.get(name, 0),
-                least_seconds=least,
-                limit=limit_of(work, overhead, rates),
-            )
-        )
-    return rows
+        rows["GPU idle"] = Row("GPU idle", total=whole.total - busy)
 
 
-def _record(bench: Bench, settings: Settings) -> tuple[Recording, dict[str, int]]:
+def _record(whole: Whole, settings: Settings) -> tuple[Recording, dict[str, int]]:
     """Record a run of the mode, and measure its memory."""
 
     def run() -> None:
-        bench.runs[settings.mode]()
-        bench.clear()
+        whole.runs[settings.mode]()
+        whole.clear()
 
     on_gpu = settings.device.type == "cuda"
-    bench.clear()
+    whole.clear()
     if on_gpu:
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-    recording = record(run, with_memory=not on_gpu)
+    recording = record_run(run, with_memory=not on_gpu)
     added = recording.peak_added_bytes
     if on_gpu:
         added = torch.cuda.max_memory_allocated() - held
-    weights = bench.whole.weights
-    memory = {"parameters": nbytes(weights), "gradients": 0, "AdamW": 0}
-    if settings.train:
-        memory["gradients"] = nbytes(x for x in weights if x.requires_grad)
-    if bench.optimizer is not None:
-        memory["AdamW"] = 2 * memory["gradients"]  # two moments of each weight
-    before = memory["parameters"] + memory["AdamW"] + nbytes(bench.whole.inputs)
+    memory = {
+        "parameters": sum(each.nbytes for each in whole.model.parameters()),
+        "buffers": sum(each.nbytes for each in whole.model.buffers()),
+        "gradients": whole.trained_bytes if settings.train else 0,
+        "AdamW": 2 * whole.trained_bytes if settings.mode == "step" else 0,
+    }
+    before = sum(memory.values()) - memory["gradients"] + whole.x.nbytes
     return recording, {"peak": before + added, **memory}
-
-
-def _compile(run: Run) -> str:
-    """Compile by a first call, and return what that took."""
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    start = clock()
-    run()
-    took = seconds(clock() - start)
-    breaks = ", ".join(counters["graph_break"]) or "none"
-    return f"{took}, graphs: {counters['stats']['unique_graphs']}, breaks: {breaks}"

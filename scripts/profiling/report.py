@@ -5,9 +5,8 @@ from lab.tables import markdown, number
 from lab.timing import Spread
 
 from .kernels import Recording
-from .measure import Profile
+from .measure import Profile, Row
 from .roofline import Rates
-from .rows import Row
 from .units import seconds, share, si
 
 MODES = {
@@ -16,27 +15,22 @@ MODES = {
     "step": "Forward, backward and AdamW",
 }
 _ADVICE = {
-    "compute": "matrix products: larger ones, fewer bits or another machine help",
-    "memory": "it waits for memory: fusion (--compile) or more tokens per weight help",
-    "overhead": "its calls take longer than its work: more tokens or --compile help",
-    "AdamW": "AdamW(fused=True), or more tokens per step help",
-    "GPU idle": "launching takes too long: more tokens, --compile or CUDA graphs help",
-    "rest": "no row measures it: --trace shows what it is",
+    "compute": "it computes at the matmul rate: smaller sizes or fewer bits help",
+    "memory": "it waits for memory: fusion{compile} or more tokens per weight help",
+    "overhead": "its calls take longer than its work: more tokens{compile} help",
+    "kernel": "neither computing nor memory explains it: its kernels are slow",
+    "AdamW": "AdamW(fused=True) or more tokens per step help",
+    "GPU idle": "launching takes too long: more tokens{compile} or CUDA graphs help",
 }
 _LEGEND = """\
-Total: forward and backward of all copies. Varies: p20 to p80 of the total, divided by it.
-Rest: what no part takes (0 within the noise, below 0 if parts run faster together).
-Of roofline: the least possible time, which is max(FLOP / FLOP/s, bytes / B/s) of this machine,
-divided by the measured time; above 100%, data came from a cache. Bytes are the fewest possible."""
-_OWN = """\
-Limit: the longest of computing, moving bytes, and the same calls on a tiny input (overhead).
-MFU (model FLOP utilization): FLOP/s of forward and backward, divided by the peak."""
-_USERS = """\
-Limit: the longer of computing and of moving bytes.
-MFU (model FLOP utilization): FLOP/s of matrix products, divided by the peak. FLOPs are those
-of torch's FlopCounterMode: all attention scores, causal or not, and no elementwise work. A row
-is a module with weights and without children; attention, sums and all else are the rest, whose
-bytes are unknown."""
+A part is what one module does itself, without its children: `attn` is the attention kernel and
+its reshapes, `ffn` is the gate, and `sums` are the residual sums. Copies of a layer add up.
+Varies: p20 to p80 of the total, divided by the median. Rest: what no part takes; below 0, the
+parts take longer by themselves. Of roofline: the least time, which is max(FLOP / matmul rate,
+bytes / memory copy rate), divided by the measured time; above 100%, data came from a cache.
+Limit: what explains at least half of the time, which is computing, moving bytes, or overhead
+(the same calls on a tiny input); otherwise the kernels are slow. FLOPs are those of matmuls and
+attention, bytes the fewest possible. MFU (model FLOP utilization) divides FLOP/s by a peak."""
 
 
 def title(profile: Profile) -> str:
@@ -47,23 +41,22 @@ def title(profile: Profile) -> str:
 
 def report(profile: Profile) -> str:
     heading = [in_one_line(profile.environment), title(profile), _rates(profile)]
-    sections = ["\n".join(heading), _summary(profile)]
-    sections += [_losses(profile), _table(profile)]
+    sections = ["\n".join(heading), _summary(profile), _losses(profile)]
+    sections.append(_table(profile))
     if profile.recording.kernels:
         sections.append(kernel_table(profile.recording))
-    legend = _OWN if profile.is_own else _USERS
-    return "\n\n".join([*sections, f"{_LEGEND}\n{legend}"])
+    return "\n\n".join([*sections, _LEGEND])
 
 
 def _rates(profile: Profile) -> str:
-    line = f"Measured in the same rounds: {_pair(profile.ceilings)} (product, copy)"
+    line = f"Measured in the same rounds: {_pair(profile.rates)}"
     if profile.datasheet is not None:
         line += f"; datasheet: {_pair(profile.datasheet)}"
     return line
 
 
 def _pair(rates: Rates) -> str:
-    return f"{si(rates.flops, 'FLOP/s')}, {si(rates.bytes, 'B/s')}"
+    return f"matmul {si(rates.flops, 'FLOP/s')}, memory copy {si(rates.bytes, 'B/s')}"
 
 
 def time_line(mode: str, took: Spread, tokens: int) -> str:
@@ -74,16 +67,16 @@ def time_line(mode: str, took: Spread, tokens: int) -> str:
 
 
 def _summary(profile: Profile) -> str:
-    took, whole = profile.took, profile.rows[-1]
+    took, whole = profile.took, profile.whole
     time = time_line(profile.settings.mode, took, profile.tokens)
-    lines = [
-        f"{time}, {share(whole.least_seconds / whole.total)} of the roofline",
-        _mfu(profile),
-    ]
-    if whole.overhead:
-        lines.append(
-            f"Overhead, the same calls on a tiny input: {seconds(whole.overhead)}"
-        )
+    lines = [f"{time}, {share(whole.least / whole.total)} of the roofline"]
+    lines.append(_mfu(profile))
+    if profile.unknown:
+        lines.append(f"FLOPs without {', '.join(profile.unknown)}: no formula")
+    overhead = "unknown for a block of your own"
+    if whole.overhead is not None:
+        overhead = seconds(whole.overhead)
+    lines.append(f"Overhead, the same calls on a tiny input: {overhead}")
     recording = profile.recording
     if recording.kernels:
         busy = recording.busy_seconds / took.median
@@ -92,65 +85,73 @@ def _summary(profile: Profile) -> str:
             f"GPU: {recording.launches} kernels, copies and fills, "
             f"busy {share(busy)} of the time: {verdict}"
         )
-    if profile.compilation is not None:
+    if profile.compilation:
         lines.append(f"Compilation: {profile.compilation}")
-    memory = {**profile.memory, "kept for backward": whole.kept_bytes}
+        lines.append(
+            "Parts are compiled one by one, and do not add up to the fused whole."
+        )
+    memory = {**profile.memory, "kept for backward": whole.kept}
     sizes = [f"{name} {si(size, 'B')}" for name, size in memory.items()]
     lines.append(f"Memory: {', '.join(sizes)}")
-    if took.width > 0.2:
-        lines.append(
-            f"NOISY: samples vary by {share(took.width)}; close other programs"
-        )
+    if profile.uncut:
+        lines.append(f"The model is one part, because a replay fails: {profile.uncut}")
+    if profile.noisy:
+        noisy = [f"{name} {share(width)}" for name, width in profile.noisy.items()]
+        lines.append(f"NOISY: {', '.join(noisy)} vary; close other programs")
     return "\n".join(lines)
 
 
 def _mfu(profile: Profile) -> str:
-    *rows, whole = profile.rows
-    flops = sum(row.work.flops for row in rows if row.name != "AdamW")
-    rate = flops / whole.total
-    text = f"MFU: {share(rate / profile.ceilings.flops)} of the measured product"
+    rate = profile.whole.flops / profile.whole.total
+    text = f"MFU: {share(rate / profile.rates.flops)} of the matmul rate"
     if profile.datasheet is not None:
         text += f", {share(rate / profile.datasheet.flops)} of the datasheet"
     return text
 
 
 def _losses(profile: Profile) -> str:
-    """Return the three rows that lose most time, and what would help."""
-    *rows, whole = profile.rows
+    """Return the three rows that lose the most time, with what would help."""
+    whole = profile.whole.total
+    rows = {row.name: row for row in profile.rows}
+    rest = rows.pop("rest")
 
     def lost(row: Row) -> float:
-        return row.total - row.least_seconds
+        return row.total - row.least
 
     lines = ["Most time lost against the roofline:"]
-    for row in sorted(rows, key=lost, reverse=True)[:3]:
-        advice = _ADVICE.get(row.name, _ADVICE[row.limit])
-        of_whole = share(lost(row) / whole.total)
-        lines.append(f"  {row.name}: {seconds(lost(row))}, {of_whole}; {advice}")
+    for row in sorted(rows.values(), key=lost, reverse=True)[:3]:
+        advice = _ADVICE.get(row.name, _ADVICE.get(row.limit, ""))
+        hint = "" if profile.settings.compile else ", --compile"
+        advice = advice.format(compile=hint)
+        lines.append(
+            f"  {row.name}: {seconds(lost(row))}, {share(lost(row) / whole)}; {advice}"
+        )
+    if rest.total > 0.05 * whole and profile.exceeding:
+        more = [f"{name} {seconds(taken)}" for name, taken in profile.exceeding.items()]
+        lines.append(f"  rest: the whole exceeds its parts in {', '.join(more)}")
     return "\n".join(lines)
 
 
 def _table(profile: Profile) -> str:
     passes = ["forward", "backward"] if profile.settings.train else []
-    columns = ["part"]
-    for name in (*passes, "total"):
-        columns.append(f"{name} ms")
-    columns += ["varies", "share", "FLOP/s", "of roofline", "limit", "kept"]
-    whole = profile.rows[-1].total
-    rows = []
-    for row in profile.rows:
-        cells = [row.name]
-        for name in (*passes, "total"):
-            known = name in row.seconds
-            cells.append(number(1e3 * row.seconds[name]) if known else "")
-        cells.append(share(row.varies) if row.varies else "")
-        cells.append(share(row.total / whole))
-        if row.least_seconds and row.total > 0:
-            of_roofline = share(row.least_seconds / row.total)
-            cells += [si(row.work.flops / row.total), of_roofline, row.limit]
+    columns = ["part", "count"]
+    columns += [f"{name} ms" for name in (*passes, "total")]
+    columns += ["varies", "share", "FLOP/s", "of roofline", "limit", "overhead", "kept"]
+    lines = []
+    for row in (*profile.rows, profile.whole):
+        times = [row.forward, row.backward] if passes else []
+        cells = [row.name, str(row.count)]
+        cells += [number(1e3 * taken) for taken in (*times, row.total)]
+        cells.append("" if row.varies is None else share(row.varies))
+        cells.append(share(row.total / profile.whole.total))
+        if row.least and row.total > 0:
+            rate = si(row.flops / row.total) if row.flops else ""
+            cells += [rate, share(row.least / row.total), row.limit]
         else:
             cells += ["", "", ""]
-        rows.append([*cells, si(row.kept_bytes, "B")])
-    return markdown(columns, rows)
+        cells.append("" if row.overhead is None else seconds(row.overhead))
+        lines.append([*cells, si(row.kept, "B")])
+    return markdown(columns, lines)
 
 
 def kernel_table(recording: Recording) -> str:

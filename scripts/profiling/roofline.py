@@ -1,13 +1,13 @@
 """How fast a machine is: the roofline (Williams et al., 2009), measured or from a datasheet."""
 
+import statistics
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from lab.machine import device_name
 from lab.timing import Run, Sampler, wall_sampler
-
-from .work import Work
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,12 @@ class Rates:
     flops: float
     bytes: float
 
-    def seconds(self, work: Work) -> float:
-        """Return the least time for this work."""
-        return max(work.flops / self.flops, work.bytes / self.bytes)
+    NAMES: ClassVar = ("matmul", "memory copy")
+
+    @classmethod
+    def of(cls, samples: dict[str, list[float]]) -> "Rates":
+        """Return the rates of samples of seconds per FLOP and per byte."""
+        return cls(*(1 / statistics.median(samples[name]) for name in cls.NAMES))
 
 
 # FLOP/s of the tensor cores without sparsity and bytes/s, from NVIDIA's datasheets, by
@@ -42,30 +45,30 @@ def datasheet(device: torch.device, dtype: torch.dtype) -> Rates | None:
     return _DATASHEETS.get(device_name(device))
 
 
-def ceiling_samplers(device: torch.device, dtype: torch.dtype) -> dict[str, Sampler]:
-    """Return samplers of a large matrix product and a large copy."""
+def rate_samplers(device: torch.device, dtype: torch.dtype) -> dict[str, Sampler]:
+    """Return samplers of a large matmul and a large copy."""
     return {
-        "seconds per FLOP": _product_sampler(device, dtype),
-        "seconds per byte": _copy_sampler(device),
+        "matmul": _matmul_sampler(device, dtype),
+        "memory copy": _copy_sampler(device),
     }
 
 
-def _product_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
-    """Return a sampler of the square matrix product that reaches the most FLOP/s.
+def _matmul_sampler(device: torch.device, dtype: torch.dtype) -> Sampler:
+    """Return a sampler of the square matmul that reaches the most FLOP/s.
 
-    Sides double from 256 to 8192, as long as a product takes at most about 0.1 s.
+    Sides double from 256 to 8192, as long as a matmul takes at most about 0.1 s.
     """
     samplers = {}
     side, expected = 256, 0.0
     while side <= 8192 and expected <= 0.1:
         a = torch.randn(side, side, device=device, dtype=dtype)
         b = torch.randn(side, side, device=device, dtype=dtype)
-        product = partial(torch.mm, a, b, out=torch.empty_like(a))
+        matmul = partial(torch.mm, a, b, out=torch.empty_like(a))
         flops = 2 * side**3
-        sampler = _per_unit(product, flops)
+        sampler = _per_unit(matmul, flops)
         seconds_per_flop = sampler()
         samplers[seconds_per_flop] = sampler
-        expected = 8 * flops * seconds_per_flop  # of the next product
+        expected = 8 * flops * seconds_per_flop  # of the next matmul
         side *= 2
     return samplers[min(samplers)]
 

@@ -1,137 +1,107 @@
-"""What must be done at least: FLOPs, bytes, and what autograd keeps for backward."""
+"""What a stretch must do at least: FLOPs, and bytes that it reads and writes."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
-from .block import known_flops
-from .parts import Part
+from .record import Storages, Stretch, storages
 
-Storages = dict[int, UntypedStorage]  # by address
-
-
-@dataclass(frozen=True)
-class Work:
-    """FLOPs, and the fewest bytes that must be read and written, in all passes."""
-
-    flops: float
-    bytes: int
+_ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention(_for_cpu)?(_backward)?")
+_PRODUCTS = re.compile(r"mm|linear(?!ize)|matmul|conv|attention|encoder|lstm|gru|rnn")
 
 
-def works_of(whole: Part, parts: list[Part], *, is_own: bool) -> dict[str, Work]:
-    """Return the work of all copies of each part, and of the rest.
+def attention_flops(*shapes: Any, position: int, backward: bool, **_: Any) -> int:
+    """Return the FLOPs of a fused attention: two products for each score that it needs.
 
-    Backward of a product is two products, and counts as such in all parts. In a block of
-    the user's own, the rest has the FLOPs that no part has. How many bytes it moves is
-    unknown.
+    Causal attention needs the scores of keys that are not later. Backward has twice as many
+    products, and what a kernel computes again is not counted.
     """
-    passes = 3 if whole.gradients else 1
-    works = {}
-    for part in parts:
-        flops = known_flops(part) if is_own else None
-        if flops is None:
-            flops = count_flops(part)
-        moved = part.count * _bytes_moved(part)
-        works[part.name] = Work(part.count * passes * flops, moved)
-    if not is_own:
-        counted = total_of(list(works.values())).flops
-        works["rest"] = Work(passes * count_flops(whole) - counted, 0)
-    return works
+    q, k, v = shapes[1:4] if backward else shapes[:3]
+    queries, keys = q[-2], k[-2]
+    pairs = queries * keys
+    if len(shapes) > position and shapes[position]:
+        pairs = sum(min(query + 1, keys) for query in range(queries))
+    heads = int(torch.Size(q[:-2]).numel())
+    return (2 if backward else 1) * 2 * heads * pairs * (q[-1] + v[-1])
 
 
-def total_of(works: list[Work]) -> Work:
-    return Work(sum(work.flops for work in works), sum(work.bytes for work in works))
+def _attention_formulas() -> dict[Any, Callable[..., int]]:
+    formulas: dict[Any, Callable[..., int]] = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        name = name.removeprefix("aten::")
+        if _ATTENTION.fullmatch(name):
+            operation = getattr(torch.ops.aten, name)
+            arguments = [each.name for each in operation.default._schema.arguments]
+            formula = partial(
+                attention_flops,
+                position=arguments.index("is_causal"),
+                backward=name.endswith("backward"),
+            )
+            formulas[operation] = shape_wrapper(formula)
+    return formulas
 
 
-def work_of_adamw(whole: Part) -> Work:
-    """Return the work of a step: it reads four values for each weight, and writes three."""
-    trained = [weight for weight in whole.weights if weight.requires_grad]
-    return Work(14 * sum(map(Tensor.numel, trained)), 7 * nbytes(trained))
+class _Counter(TorchDispatchMode):
+    """Adds up FLOPs, and notes operations that multiply matrices and have no formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formulas = flop_registry | _attention_formulas()
+        self.flops = 0
+        self.unknown: set[str] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        operation = function._overloadpacket
+        foreign = function.namespace not in ("aten", "prim", "prims")
+        if operation in self.formulas:
+            self.flops += self.formulas[operation](*args, **kwargs, out_val=result)
+        elif foreign or _PRODUCTS.search(operation.__name__):
+            self.unknown.add(str(operation))
+        return result
 
 
-def count_flops(part: Part) -> int:
-    """Return the FLOPs of forward's matrix products, with all scores of attention."""
-
-    def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-        return sdpa_flop_count(q, k, v)
-
-    # FlopCounterMode has no formula for a CPU's attention.
-    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with FlopCounterMode(display=False, custom_mapping={on_cpu: attention}) as counter:
-        part.forward()
-    return counter.get_total_flops()
+def flops_of(stretch: Stretch) -> tuple[int, set[str]]:
+    """Return the FLOPs of the matrix products that run, and operations without a formula."""
+    with _Counter() as counter:
+        results = stretch.forward()
+        if stretch.gradients:
+            stretch.backward(results)
+    return counter.flops, counter.unknown
 
 
-def _bytes_moved(part: Part) -> int:
+def bytes_of(stretch: Stretch) -> int:
     """Return the fewest bytes of all passes.
 
-    Forward reads inputs, weights and tables, and writes outputs. Backward reads the
-    gradients of the outputs and what autograd has saved of all these, and writes the
-    gradients of inputs and weights.
+    Forward reads its inputs and writes its results. Backward reads what was saved and the
+    gradients of the results, and writes the gradients of the inputs. Views move nothing.
     """
-    read = [*part.inputs, *part.weights, *part.tables]
-    moved = list(read)
-    for call in part.calls:
-        moved += _without(call.outputs, _storages(call.inputs))
-    if part.gradients:
-        saved = saved_by(part)
-        moved += part.gradients
-        moved += [x for x in (*read, *part.outputs) if _address(x) in saved]
-        moved += _without(part.train(), _storages(part.gradients))
-    return nbytes(moved)
+    results = list(stretch.results.values())
+    written = _new(results, storages(stretch.inputs))
+    moved = sum(map(_nbytes, [*stretch.inputs, *written])) if written else 0
+    if stretch.gradients:
+        computed = stretch.backward(stretch.forward())
+        found = [each for each in computed if each is not None]
+        written = _new(found, storages(stretch.gradients))
+        if written:
+            moved += sum(map(_nbytes, [*stretch.gradients, *written]))
+            moved += sum(each.nbytes() for each in stretch.saved.values())
+    return moved
 
 
-def saved_by(part: Part) -> Storages:
-    """Return what autograd keeps for backward.
-
-    Outputs count as those of the model's run, which are the inputs of the next part.
-    """
-    saved: Storages = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.update(_storages([tensor]))
-        return tensor.detach()  # an output as it is would keep the graph alive
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = part.forward()
-    for output, original in zip(outputs, part.outputs, strict=True):
-        if saved.pop(_address(output), None) is not None:
-            saved.update(_storages([original]))
-    return saved
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.nbytes
 
 
-def kept_bytes(parts: list[Part]) -> dict[str, int]:
-    """Return the bytes that all copies of each part keep, and no part before it."""
-    # Holds the storages: a free address may be given out again.
-    seen: Storages = {}
-    for part in parts:
-        seen.update(_storages([*part.weights, *part.tables]))
-    kept = {}
-    for part in parts:
-        saved = saved_by(part)
-        new = [storage for address, storage in saved.items() if address not in seen]
-        kept[part.name] = part.count * sum(storage.nbytes() for storage in new)
-        seen.update(saved)
-    return kept
-
-
-def nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _storages(tensors: Iterable[Tensor]) -> Storages:
-    return {_address(tensor): tensor.untyped_storage() for tensor in tensors}
-
-
-def _without(tensors: Iterable[Tensor], storages: Storages) -> list[Tensor]:
-    """Return the tensors that have none of these storages."""
-    return [tensor for tensor in tensors if _address(tensor) not in storages]
+def _new(tensors: list[Tensor], old: Storages) -> list[Tensor]:
+    """Return the tensors that have a memory of their own."""
+    return [x for x in tensors if x.untyped_storage().data_ptr() not in old]
