@@ -136,11 +136,11 @@ def _operations(run: Run) -> dict[str, float]:
     with profile() as session:
         run()
         clock()
-    seconds = {}
-    for event in session.key_averages():
-        taken = event.self_device_time_total or event.self_cpu_time_total
-        if event.key.startswith("aten::"):
-            seconds[event.key] = taken * 1e-6
+    seconds: dict[str, float] = {}
+    for event in session.events() or []:
+        if event.name.startswith("aten::"):
+            taken = event.self_device_time_total or event.self_cpu_time_total
+            seconds[event.name] = seconds.get(event.name, 0.0) + taken * 1e-6
     return seconds
 
 

@@ -171,8 +171,7 @@ def label_all(names: list[str], model: nn.Module) -> list[str]:
         for container in sorted(alike, key=len, reverse=True):
             prefix = f"{container}." if container else ""
             name = re.sub(rf"^{re.escape(prefix)}\d+(?=\.|$)", f"{prefix}*", name)
-        # The first star is the layer of a stack.
-        labels.append(re.sub(r"^[^*]*\*\.?", "", name) or "sums")
+        labels.append(name or "sums")
     return labels
 
 

@@ -7,6 +7,7 @@ from lab.machine import in_one_line
 from lab.tables import number
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from .measure import Profile
 from .report import title
@@ -52,10 +53,15 @@ def _roofline(axes: Axes, profile: Profile) -> None:
     ):
         if rates is not None:
             ridge = rates.flops / rates.bytes
-            ends = [min(intensities) / 2, ridge, 2 * max(*intensities, ridge)]
+            ends = [
+                min(intensities) / 2,
+                ridge,
+                2 * max(*intensities, ridge, 10 * min(intensities)),
+            ]
             roof = [min(rates.flops, end * rates.bytes) for end in ends]
             axes.plot(ends, roof, line, color="black", label=f"{name} limit")
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="FLOP/s")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     # At least one decade, or the axis has no labeled tick.
     axes.set_ylim(min(rates_seen) / 4, max(4 * max(rates_seen), 2.5 * min(rates_seen)))
     axes.set_title("How far from the roofline?")

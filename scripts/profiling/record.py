@@ -47,7 +47,7 @@ class Stretch:
         self.inputs: list[Tensor] = []
         self.results: dict[int, Tensor] = {}  # by id
         self.saved: Storages = {}
-        self.gradients: list[Tensor] = []
+        self.gradients: dict[int, Tensor] = {}  # by the id of the result
         self._graph = fx.Graph()
         self._nodes: dict[int, fx.Node] = {}  # by the id of the tensor
 
@@ -74,7 +74,7 @@ class Stretch:
         """Cut inputs and results from the model's autograd graph."""
         for key, result in self.results.items():
             if key in gradients and result.requires_grad and self.grad_enabled:
-                self.gradients.append(gradients[key])
+                self.gradients[key] = gradients[key]
             self.results[key] = result.detach()
         for index, each in enumerate(self.inputs):
             if not each.is_leaf:
@@ -85,9 +85,16 @@ class Stretch:
             return self.run(*self.inputs)
 
     def backward(self, results: list[Tensor]) -> tuple[Tensor | None, ...]:
-        results = [each for each in results if each.requires_grad]
+        outs, gradients = [], []
+        for key, result in zip(self.results, results, strict=True):
+            # A result that a later call changes may need no gradient yet.
+            if key in self.gradients and result.requires_grad:
+                outs.append(result)
+                gradients.append(self.gradients[key])
+        if not outs:
+            return ()
         leaves = [each for each in self.inputs if each.requires_grad]
-        return torch.autograd.grad(results, leaves, self.gradients, allow_unused=True)
+        return torch.autograd.grad(outs, leaves, gradients, allow_unused=True)
 
     @property
     def code(self) -> str:
@@ -228,6 +235,6 @@ def whole_stretch(model: nn.Module, x: Tensor) -> Stretch:
     stretch.inputs = [x, *model.parameters()]
     stretch.results = {id(out): out.detach()}
     if out.requires_grad:
-        stretch.gradients = [torch.randn_like(out)]
+        stretch.gradients = {id(out): torch.randn_like(out)}
     stretch.run = lambda *_: [first_tensor(model(x))]
     return stretch

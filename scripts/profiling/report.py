@@ -140,7 +140,7 @@ def _table(profile: Profile) -> str:
     lines = []
     for row in (*profile.rows, profile.whole):
         times = [row.forward, row.backward] if passes else []
-        cells = [row.name, str(row.count)]
+        cells = [row.name, str(row.count) if row.count > 1 else ""]
         cells += [number(1e3 * taken) for taken in (*times, row.total)]
         cells.append("" if row.varies is None else share(row.varies))
         cells.append(share(row.total / profile.whole.total))

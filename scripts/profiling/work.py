@@ -88,12 +88,13 @@ def bytes_of(stretch: Stretch) -> int:
     results = list(stretch.results.values())
     written = _new(results, storages(stretch.inputs))
     moved = sum(map(_nbytes, [*stretch.inputs, *written])) if written else 0
-    if stretch.gradients:
+    gradients = list(stretch.gradients.values())
+    if gradients:
         computed = stretch.backward(stretch.forward())
         found = [each for each in computed if each is not None]
-        written = _new(found, storages(stretch.gradients))
+        written = _new(found, storages(gradients))
         if written:
-            moved += sum(map(_nbytes, [*stretch.gradients, *written]))
+            moved += sum(map(_nbytes, [*gradients, *written]))
             moved += sum(each.nbytes() for each in stretch.saved.values())
     return moved
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run as run_in_processes
-from profiling.kernels import record
-from profiling.roofline import Rates
-from profiling.rows import limit_of, remainder, seconds_of
+from profiling.kernels import record_run
+from profiling.record import record
 from profiling.units import seconds, share, si
-from profiling.work import Work
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-import tinyblock  # noqa: F401  before the script disables the shape checks
+import tinyblock
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "profile_block.py"
 TINY = ["--seq-len", "16", "--d-model", "32", "--rounds", "2", "--device", "cpu"]
@@ -52,66 +52,99 @@ def table(text):
 
 def test_report_adds_up_and_writes_its_files(run, tmp_path):
     files = {name: tmp_path / f"profile.{name}" for name in ("json", "png", "trace")}
-    arguments = [
-        "--json",
-        files["json"],
-        "--plot",
-        files["png"],
-        "--trace",
-        files["trace"],
-    ]
-    text = run(*TINY, "--num-heads", 2, "--mode", "step", *arguments)
+    options = ["--json", files["json"], "--plot", files["png"]]
+    text = run(
+        *TINY, "--num-heads", 2, "--mode", "step", *options, "--trace", files["trace"]
+    )
     rows = table(text)
-    whole = rows["the whole"]
-    assert all(whole.values())
-    assert whole["share"] == "100%"
     assert list(rows)[-3:] == ["AdamW", "rest", "the whole"]
     profile = json.loads(files["json"].read_text())
-    *parts, total = profile["rows"]
-    taken = sum(row["seconds"]["total"] for row in parts)
-    noise = total["seconds"]["total"] * total["varies"] / 2
-    rest_is_noise = parts[-1]["seconds"]["total"] == 0
-    expected = pytest.approx(total["seconds"]["total"], 1e-9, noise * rest_is_noise)
-    assert taken == expected
-    assert sum(row["kept_bytes"] for row in parts) == total["kept_bytes"] > 0
-    assert sum(row["work"]["flops"] for row in parts) == total["work"]["flops"]
-    memory = profile["memory"]
-    assert memory["AdamW"] == 2 * memory["parameters"] == 2 * memory["gradients"]
-    least = memory["parameters"] + memory["AdamW"] + total["kept_bytes"]
-    assert memory["peak"] > least + memory["gradients"] // 2
+    taken = sum(row["total"] for row in profile["rows"])
+    assert taken == pytest.approx(profile["whole"]["total"])
     assert "flash attention" in text
-    events = {
-        event.get("name")
-        for event in json.loads(files["trace"].read_text())["traceEvents"]
-    }
-    assert {"ffn up forward", "rope backward", "the whole", "aten::mm"} <= events
+    events = json.loads(files["trace"].read_text())["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert {"ffn.w1 forward", "attn.rope backward", "the whole", "aten::mm"} <= names
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
-def test_forward_of_a_stack_keeps_nothing(run):
-    text = run(*TINY, "--num-heads", 2, "--num-layers", 2, "--mode", "forward")
-    rows = table(text)
-    assert "backward ms" not in rows["rope"]
-    assert {row["kept"] for row in rows.values()} == {"0 B"}
-    assert "gradients 0 B" in text
-    assert "final norm" in rows
+def test_parts_of_a_block_add_up_to_the_whole(run, tmp_path):
+    """The only test of real times."""
+    path = tmp_path / "profile.json"
+    for _ in range(3):
+        run("--device", "cpu", "--d-model", 256, "--seq-len", 256, "--json", path)
+        profile = json.loads(path.read_text())
+        rest = next(row for row in profile["rows"] if row["name"] == "rest")
+        if abs(rest["total"]) < 0.2 * profile["whole"]["total"]:
+            return
+    pytest.fail(f"rest is {rest['total'] / profile['whole']['total']:.0%}")
+
+
+class Odd(nn.Module):
+    """Experts without tokens, a convolution, a tuple, changes in place, keywords."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1, groups=8)
+        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        h = self.conv(self.norm(input=x).mT).mT
+        out = torch.zeros_like(h)
+        chosen = torch.arange(x.shape[1]) % 2
+        for index, expert in enumerate(self.experts):
+            if (chosen == index).any():
+                out[:, chosen == index] = expert(h[:, chosen == index])
+        out = self.norm(self.frozen(out))
+        with torch.no_grad():
+            scale = self.experts[0].weight.mean()
+        out += scale
+        more = checkpoint(self.experts[1], out, use_reentrant=False)
+        return x + more, chosen
+
+
+MODELS = {
+    "odd": Odd,
+    "encoder": lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
+    "stack": lambda: tinyblock.Transformer(2, 8, 2, max_seq_len=6, qk_norm=True),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stretches_compute_what_the_model_computes(name):
+    model = MODELS[name]()
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    stretches = record(model, x)
+    found = {}
+    for stretch in stretches:
+        results = stretch.forward()
+        for result, expected in zip(results, stretch.results.values(), strict=True):
+            if name != "odd":  # its tensors change after they are recorded
+                torch.testing.assert_close(result, expected)
+        leaves = [each for each in stretch.inputs if each.requires_grad]
+        for leaf, gradient in zip(leaves, stretch.backward(results), strict=False):
+            if gradient is not None:
+                found[id(leaf)] = gradient
+    weights = [each for each in model.parameters() if each.requires_grad]
+    used = [each for each in weights if id(each) in found]
+    assert len(weights) - len(used) == (4 if name == "odd" else 0)  # idle and unused
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_block_of_the_users_own(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("my_block.py").write_text(
+    monkeypatch.syspath_prepend(tmp_path)
+    Path(tmp_path, "my_block.py").write_text(
         "from torch import nn\n"
         "def build():\n"
         "    return nn.TransformerEncoderLayer(32, 2, 48, batch_first=True)\n"
+        "built = build()\n"
     )
-    text = run(
-        *TINY, "--block", "my_block:build", "--mode", "step", "--dtype", "bfloat16"
-    )
-    rows = table(text)
-    modules = ["norm1", "norm2", "linear1", "linear2"]
-    assert sorted(rows) == sorted([*modules, "AdamW", "rest", "the whole"])
-    assert "my_block:build: 1 x 16 tokens, d_model 32; bfloat16, step" in text
-    assert all(rows["the whole"].values())
+    text = run(*TINY, "--block", "my_block:build", "--dtype", "bfloat16")
+    assert list(table(text))[0] == "self_attn"
+    assert "my_block:build: 1 x 16 tokens, d_model 32; bfloat16, train" in text
 
 
 def test_compiled_parts_report_graphs(run, monkeypatch):
@@ -131,6 +164,10 @@ BAD_INPUT = {
     "without --preset, --num-heads": [
         *("--block", "a:b", "--preset", "small", "--num-heads", "2")
     ],
+    "must be MODULE:FUNCTION, got torch": ["--block", "torch"],
+    "add the folder of no_module to PYTHONPATH": ["--block", "no_module:f"],
+    "torch has no function nothing": ["--block", "torch:nothing"],
+    "got a class": ["--block", "torch.nn:Linear"],
     "invalid choice: 'tpu'": ["--device", "tpu"],
 }
 
@@ -158,22 +195,21 @@ def test_too_little_memory_ends_with_one_line(run, capsys, monkeypatch):
 def test_preset_yields_to_what_is_typed(run, monkeypatch):
     seen = {}
 
-    def measure(subject, *rest, **settings):
-        seen["subject"] = subject
+    def measure(build, shape, title, *rest):
+        seen["title"] = title
         raise KeyboardInterrupt
 
     monkeypatch.setattr("profile_block.measure", measure)
+    preset = "Block, 32 heads (8 KV heads), d_ff 14336"
     for typed, expected in {
-        (): "Block, 32 heads (8 of keys), d_ff 14336: 1 x 128 tokens, d_model 4096",
-        (
-            "--seq-len",
-            7,
-        ): "Block, 32 heads (8 of keys), d_ff 14336: 1 x 7 tokens, d_model 4096",
+        (): f"{preset}: 1 x 128 tokens, d_model 4096",
+        ("--seq-len", 7): f"{preset}: 1 x 7 tokens, d_model 4096",
+        ("--num-heads", 32): f"{preset}: 1 x 128 tokens, d_model 4096",
         ("--d-model", 64): "Block, 32 heads: 1 x 128 tokens, d_model 64",
     }.items():
         with pytest.raises(KeyboardInterrupt):
             run("--preset", "llama-3.1-8b", *typed)
-        assert seen["subject"].title == expected
+        assert seen["title"] == expected
 
 
 def test_units_follow_the_size_of_the_number():
@@ -186,30 +222,6 @@ def test_units_follow_the_size_of_the_number():
     assert [share(0.042), share(1.5)] == ["4.2%", "150%"]
 
 
-def test_rest_is_what_parts_leave_and_0_within_the_noise():
-    samples = {"a forward": [3.0] * 5, "a train": [8.0, 9.0, 10.0, 11.0, 12.0]}
-    parts = [{"forward": 1.0, "backward": 2.0, "total": 3.0}, {"total": 6.0}]
-    rest = {"forward": 2.0, "backward": 5.0, "total": 1.0}
-    # From p20 to p80, the total varies by 8.8 to 11.2.
-    assert remainder(samples, "a", parts) == dict.fromkeys(rest, 0.0)
-    parts[1]["total"] = 5.5
-    assert remainder(samples, "a", parts) == rest | {"total": 1.5}
-
-
-def test_seconds_are_medians_of_all_copies():
-    samples = {"a forward": [1.0, 2.0, 9.0], "a train": [6.0, 5.0, 7.0]}
-    assert seconds_of(samples, "a", 2) == {"forward": 4, "backward": 8, "total": 12}
-    assert seconds_of({"a step": [3.0]}, "a") == {"total": 3.0}
-
-
-def test_limit_is_what_takes_the_longest():
-    rates = Rates(flops=100.0, bytes=10.0)
-    assert limit_of(Work(500, 20), 3.0, rates) == "compute"
-    assert limit_of(Work(100, 40), 3.0, rates) == "memory"
-    assert limit_of(Work(100, 20), 3.0, rates) == "overhead"
-    assert rates.seconds(Work(500, 20)) == 5.0
-
-
 def test_recording_counts_the_peak_of_what_is_alive():
     def run():
         for _ in range(3):
@@ -217,7 +229,7 @@ def test_recording_counts_the_peak_of_what_is_alive():
         kept = torch.ones(500)
         return torch.ones(1000) + kept[0]
 
-    recording = record(run, with_memory=True)
+    recording = record_run(run, with_memory=True)
     # Two tensors of 1,000 and one of 500; the small ones are scalars.
     assert 10_000 <= recording.peak_added_bytes <= 10_300
     assert recording.attention is None

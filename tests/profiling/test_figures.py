@@ -1,0 +1,266 @@
+"""Every figure of the report, calculated by hand from a clock that operations advance."""
+
+import dataclasses
+import json
+
+import profiling.measure
+import pytest
+import torch
+from lab.sizes import Size
+from profiling.measure import Settings, measure
+from profiling.plot import plot
+from profiling.report import report
+from profiling.roofline import Rates
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CPU = torch.device("cpu")
+
+
+class Clock(TorchDispatchMode):
+    """A matmul takes 1 s, an update of AdamW 1.75 s, and everything else no time."""
+
+    now = 0.0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._overloadpacket.__name__
+        if name in ("mm", "addmm"):
+            self.now += 1.0
+        if name == "addcdiv_":
+            self.now += 1.75
+        return function(*args, **(kwargs or {}))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 8, bias=False)
+        self.down = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.register_buffer("table", torch.zeros(100))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return {"x": x}
+
+
+def cells(text):
+    """Return the rows of the report's first table, by name and column."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    columns, _, *rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in lines
+    ]
+    return {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
+
+
+@pytest.fixture
+def profile(monkeypatch):
+    """Return a function that measures a model by the clock of its operations."""
+
+    def run(build=Stack, mode="train", noise=(), tiny=None, **settings):
+        clock = Clock()
+        rates = {"matmul": iter([1e-3, *noise] * 3), "memory copy": iter([1e-2] * 9)}
+        samplers = {name: values.__next__ for name, values in rates.items()}
+        monkeypatch.setattr(profiling.measure, "rate_samplers", lambda *_: samplers)
+        for module in ("passes", "kernels", "measure"):
+            monkeypatch.setattr(f"profiling.{module}.clock", lambda: clock.now)
+        monkeypatch.setattr("lab.timing.clock", lambda: clock.now)
+        monkeypatch.setattr(
+            profiling.measure, "short_sampler", lambda run: lambda: timed(clock, run)
+        )
+        chosen = Settings(CPU, torch.float32, mode, rounds=3, **settings)
+        with torch.set_grad_enabled(chosen.train), clock:
+            return measure(
+                lambda *_: build(),
+                (2, 5, 4),
+                "stack",
+                chosen,
+                tiny and (tiny, (1, 1, 4)),
+            )
+
+    return run
+
+
+def timed(clock, run):
+    start = clock.now
+    run()
+    return clock.now - start
+
+
+def test_times_are_sums_of_all_copies_and_add_up(profile):
+    rows = cells(report(profile()))
+    up = {"forward ms": "2000", "backward ms": "4000", "total ms": "6000"}
+    assert list(rows) == [
+        *("layers.*.up", "layers.*.down", "layers.*", "rest", "the whole")
+    ]
+    assert rows["layers.*.up"].items() >= {**up, "share": "50.0%", "count": "2"}.items()
+    whole = {"forward ms": "4000", "backward ms": "8000", "total ms": "12000"}
+    assert rows["the whole"].items() >= {**whole, "share": "100%"}.items()
+    assert rows["rest"]["total ms"] == rows["layers.*"]["total ms"] == "0"
+    assert rows["layers.*.up"]["varies"] == "0.0%"
+
+
+def test_rest_is_what_the_parts_leave(profile):
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Layer()
+
+        def forward(self, x):
+            with torch._C.DisableTorchFunction():  # so that the recorder sees nothing
+                lost = x.detach() @ self.layer.down.weight.detach().T[:4]
+            assert lost.shape
+            return self.layer(x)
+
+    rows = cells(report(profile(Hidden)))
+    assert rows["rest"]["forward ms"] == "1000"
+    assert rows["rest"]["backward ms"] == "0"
+    assert rows["rest"]["total ms"] == "1000"
+    assert rows["rest"]["share"] == "14.3%"
+
+
+def test_rates_roofline_and_mfu(profile):
+    text = report(profile())
+    row = cells(text)["layers.*.up"]
+    # Two layers, three matmuls of 10 tokens: 2 * 3 * 2 * 10 * 4 * 8 FLOPs in 6 s.
+    assert row["FLOP/s"] == "640"
+    # 3.84 s at 1000 FLOP/s. Bytes: 2 * (160 + 128 + 320) forward; backward reads gradients
+    # (320) and saved x and weight (288), and writes their gradients (288): 30.08 s.
+    assert row["of roofline"] == "501%"
+    assert row["limit"] == "memory"
+    assert "matmul 1.00 kFLOP/s, memory copy 100 B/s" in text
+    assert "MFU: 64.0% of the matmul rate" in text
+    assert "backward: 12.0 s (p20 to p80: 12.0 s to 12.0 s), 0.833 tokens/s, " in text
+
+
+def test_frozen_weights_have_no_pass(profile):
+    def build():
+        model = Stack()
+        for layer in model.layers:
+            layer.up.requires_grad_(False)
+        return model
+
+    measured = profile(build)
+    row = next(row for row in measured.rows if row.name == "layers.*.up")
+    assert row.flops == 2 * 2 * 640
+    assert measured.whole.flops == 2 * (2 + 3) * 640
+    assert measured.memory["gradients"] == 2 * 128
+    assert "MFU: 64.0% of the matmul rate" in report(measured)  # 6,400 FLOPs in 10 s
+
+
+def test_memory_counts_buffers_weights_and_what_is_kept(profile):
+    measured = profile(mode="step")
+    assert measured.memory["parameters"] == 2 * 2 * 128
+    assert measured.memory["buffers"] == 400
+    assert measured.memory["gradients"] == 512
+    assert measured.memory["AdamW"] == 1024
+    held = 512 + 400 + 1024 + 160
+    assert held + 512 < measured.memory["peak"] < held + 512 + 3000
+    text = report(measured)
+    assert "parameters 512 B, buffers 400 B, gradients 512 B, AdamW 1.02 kB" in text
+    rows = cells(text)
+    # up keeps x, relu its result, which down keeps too.
+    assert [rows[f"layers.*{name}"]["kept"] for name in (".up", "", ".down")] == [
+        *("320 B", "640 B", "0 B")
+    ]
+    assert rows["the whole"]["kept"] == "960 B"
+
+
+def test_adamw_is_a_row_and_no_part_of_mfu_flops(profile):
+    measured = profile(mode="step")
+    rows = cells(report(measured))
+    assert rows["AdamW"]["total ms"] == "7000"
+    assert rows["the whole"]["total ms"] == "19000"
+    assert rows["rest"]["total ms"] == "0"
+    adamw = next(row for row in measured.rows if row.name == "AdamW")
+    assert adamw.bytes == 7 * 512
+    assert adamw.flops == 0
+    assert "MFU: 40.4%" in report(measured)  # 7,680 FLOPs in 19 s
+
+
+def test_forward_alone_has_no_backward(profile):
+    text = report(profile(mode="forward"))
+    rows = cells(text)
+    assert "backward ms" not in rows["rest"]
+    assert rows["the whole"]["total ms"] == "4000"
+    assert rows["layers.*.up"]["FLOP/s"] == "640"
+    assert {row["kept"] for row in rows.values()} == {"0 B"}
+    assert "gradients 0 B" in text
+
+
+def test_overhead_is_known_for_a_tiny_model_alone(profile):
+    measured = profile(tiny=lambda *_: Stack())
+    rows = cells(report(measured))
+    assert rows["layers.*.up"]["overhead"] == "6.00 s"
+    assert rows["the whole"]["overhead"] == "12.0 s"
+    assert "tiny input: 12.0 s" in report(measured)
+    text = report(profile())
+    assert "unknown for a block of your own" in text
+    assert cells(text)["the whole"]["overhead"] == ""
+
+
+def test_noise_of_a_rate_is_named(profile):
+    assert "NOISY" not in report(profile())
+    text = report(profile(noise=(2e-3, 3e-3)))
+    assert "NOISY: matmul 60.0% vary" in text
+
+
+def test_advice_follows_the_measured_cause(profile):
+    measured = profile()
+    assert "waits for memory: fusion, --compile" in report(measured)
+    for row in measured.rows:
+        row.bytes = 0
+        row.compare(Rates(1e9, 1e9))
+    slow = report(measured)
+    assert cells(slow)["layers.*.up"]["limit"] == "kernel"
+    assert "its kernels are slow" in slow
+    measured.rows[0].flops, measured.rows[0].overhead = 10, 5.0
+    measured.rows[0].compare(Rates(1e9, 1e9))
+    assert measured.rows[0].limit == "overhead"
+    compiled = dataclasses.replace(measured.settings, compile=True)
+    text = report(dataclasses.replace(measured, settings=compiled))
+    assert "calls take longer than its work" in text
+    assert "--compile" not in text
+
+
+def test_causal_attention_needs_the_scores_of_earlier_keys(profile):
+    size = Size(2, 5, 32, 4, 2, d_head=16, d_ff=24)
+    chosen = Settings(CPU, torch.float32, rounds=1)
+    with torch.set_grad_enabled(True):
+        measured = measure(size.build, size.shape, "block", chosen)
+    flops = {row.name: row.flops / 3 for row in measured.rows}
+    # For each head, query, and key that is not later: two matmuls of d_head.
+    assert flops["attn"] == 4 * 2 * 4 * (5 * 6 // 2) * 16
+    assert flops["attn.k_proj"] == 2 * 10 * 32 * 32
+    names = [
+        *("ln1", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.rope", "attn"),
+        *(
+            "attn.output_proj",
+            "ln2",
+            "ffn.w1",
+            "ffn.w3",
+            "ffn",
+            "ffn.w2",
+            "sums",
+            "rest",
+        ),
+    ]
+    assert list(flops) == names
+
+
+def test_picture_and_json_have_the_figures(profile, tmp_path):
+    measured = profile()
+    plot(measured, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    read = json.loads(json.dumps(dataclasses.asdict(measured), default=str))
+    assert read["whole"]["total"] == 12.0
+    assert read["rows"][0]["limit"] == "memory"
