@@ -143,7 +143,7 @@ def test_block_of_the_users_own(run, tmp_path, monkeypatch):
         "built = build()\n"
     )
     text = run(*TINY, "--block", "my_block:build", "--dtype", "bfloat16")
-    assert list(table(text))[0] == "self_attn"
+    assert next(iter(table(text))) == "self_attn"
     assert "my_block:build: 1 x 16 tokens, d_model 32; bfloat16, train" in text
 
 
