@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import einops
@@ -316,7 +317,8 @@ def compile_subject(subject: Subject) -> str:
     torch.compiler.allow_in_graph(einops.rearrange)  # or tracing takes most of the time
     counters = torch._dynamo.utils.counters
     counters.clear()
-    subject.model = torch.compile(subject.model, dynamic=False)
+    compiled: Any = torch.compile(subject.model, dynamic=False)
+    subject.model = compiled
     start = clock()
     subject.model(subject.x)
     took = clock() - start

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -92,7 +93,7 @@ class Odd(nn.Module):
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x):
-        h = self.conv(self.norm(input=x).mT).mT
+        h = self.conv(self.norm(input=x).transpose(1, 2)).mT
         out = torch.zeros_like(h)
         chosen = torch.arange(x.shape[1]) % 2
         for index, expert in enumerate(self.experts):
@@ -106,7 +107,7 @@ class Odd(nn.Module):
         return x + more, chosen
 
 
-MODELS = {
+MODELS: dict[str, Callable[[], nn.Module]] = {
     "odd": Odd,
     "encoder": lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
     "stack": lambda: tinyblock.Transformer(2, 8, 2, max_seq_len=6, qk_norm=True),
