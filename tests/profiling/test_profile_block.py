@@ -101,7 +101,7 @@ class Odd(nn.Module):
                 out[:, chosen == index] = expert(h[:, chosen == index])
         out = self.norm(self.frozen(out))
         with torch.no_grad():
-            scale = self.experts[0].weight.mean()
+            scale = self.frozen.weight.mean()
         out += scale
         more = checkpoint(self.experts[1], out, use_reentrant=False)
         return x + more, chosen
