@@ -114,7 +114,9 @@ def options() -> argparse.ArgumentParser:
         default="train",
         help="run forward, with backward (train), and with AdamW (step; default: train)",
     )
-    add("--compile", action="store_true", help="compile the model, and each part")
+    add(
+        "--compile", action="store_true", help="compile the model; the parts stay eager"
+    )
     add(
         "--rounds",
         type=positive,

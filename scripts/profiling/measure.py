@@ -3,12 +3,10 @@
 import re
 import statistics
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import einops
 import torch
@@ -140,14 +138,11 @@ class Subject:
         return rows
 
 
-def cut(model: nn.Module, x: Tensor, settings: Settings) -> Subject:
+def cut(model: nn.Module, x: Tensor) -> Subject:
     """Cut a model; one that cannot be cut is one part."""
-    # Compiled code may call other functions, so these are recorded.
-    compiling = mock.patch.object(torch.compiler, "is_compiling", _yes)
     uncut = ""
     try:
-        with compiling if settings.compile else nullcontext():
-            stretches = record(model, x)
+        stretches = record(model, x)
         for stretch in stretches:
             results = stretch.forward()
             if stretch.gradients:
@@ -160,30 +155,21 @@ def cut(model: nn.Module, x: Tensor, settings: Settings) -> Subject:
     return Subject(model, x, stretches, ["model"] if uncut else labels, uncut)
 
 
-def _yes() -> bool:
-    return True
-
-
 def label_all(names: list[str], model: nn.Module) -> list[str]:
-    """Return the names of rows: copies of a layer have one."""
-    alike = [name for name, module in model.named_modules() if _are_copies(module)]
+    """Return the names of rows: the layers of a list have one, if they have one type."""
+    lists = []
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        if len({*map(type, children.values())}) == 1 and all(
+            map(str.isdigit, children)
+        ):
+            lists.append(re.escape(f"{name}." if name else ""))
     labels = []
     for name in names:
-        for container in sorted(alike, key=len, reverse=True):
-            prefix = f"{container}." if container else ""
-            name = re.sub(rf"^{re.escape(prefix)}\d+(?=\.|$)", f"{prefix}*", name)
+        for prefix in sorted(lists, key=len, reverse=True):
+            name = re.sub(rf"^({prefix})\d+(?=\.|$)", r"\1*", name)
         labels.append(name or "sums")
     return labels
-
-
-def _are_copies(module: nn.Module) -> bool:
-    """Return whether the children are numbered, and equal but for their values."""
-    children = dict(module.named_children())
-    kinds = set()
-    for child in children.values():
-        shapes = [(name, each.shape) for name, each in child.named_parameters()]
-        kinds.add((type(child), tuple(shapes)))
-    return len(kinds) == 1 and all(name.isdigit() for name in children)
 
 
 def measure(
@@ -199,15 +185,13 @@ def measure(
     Gradients must be enabled in the modes that train. With a path, write a trace.
     """
     torch.manual_seed(0)
-    subject = cut(*_prepare(build, shape, settings), settings)
+    subject = cut(*_prepare(build, shape, settings))
     rows = subject.rows
     unknown = add_work(subject, rows)
-    small = None if tiny is None else cut(*_prepare(*tiny, settings), settings)
+    small = None if tiny is None else cut(*_prepare(*tiny, settings))
     compilation = ""
     if settings.compile:
         compilation = compile_subject(subject)
-        if small is not None:
-            compile_subject(small)
     mode, device = settings.mode, settings.device
     whole = Whole(subject.model, subject.x, mode)
     parts = InOrder(subject.stretches, whole.step_only, device)
@@ -300,20 +284,8 @@ def add_work(subject: Subject, rows: dict[str, Row]) -> set[str]:
     return unknown
 
 
-def compile_parts(stretches: list[Stretch]) -> None:
-    """Compile the stretches; those of the copies of a layer share their code."""
-    compiled: dict[str, Callable[..., list[Tensor]]] = {}
-    for stretch in stretches:
-        if stretch.code not in compiled:
-            compiled[stretch.code] = torch.compile(stretch.run, dynamic=False)
-        stretch.run = compiled[stretch.code]
-
-
 def compile_subject(subject: Subject) -> str:
-    """Compile a model by its first call, and its parts; say what the model took."""
-    torch._dynamo.config.recompile_limit = (
-        1000  # many modules share the code of nn.Linear
-    )
+    """Compile a model by its first call, and say what that took."""
     torch.compiler.allow_in_graph(einops.rearrange)  # or tracing takes most of the time
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -324,7 +296,6 @@ def compile_subject(subject: Subject) -> str:
     took = clock() - start
     breaks = ", ".join(counters["graph_break"]) or "none"
     graphs = counters["stats"]["unique_graphs"]
-    compile_parts(subject.stretches)
     return f"{took:.1f} s, graphs: {graphs}, breaks: {breaks}"
 
 

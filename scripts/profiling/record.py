@@ -98,11 +98,6 @@ class Stretch:
         leaves = [each for each in self.inputs if each.requires_grad]
         return torch.autograd.grad(outs, leaves, gradients, allow_unused=True)
 
-    @property
-    def code(self) -> str:
-        """Return the graph as Python, which is equal in all copies of a layer."""
-        return str(self._graph.python_code("self").src)
-
     def _node_of(self, value: Any) -> Any:
         """Return the node that makes a tensor, or a new input; other values stay."""
         if not isinstance(value, Tensor):
@@ -133,19 +128,13 @@ class Recorder(TorchFunctionMode):
         self.modules: list[str] = []  # that are running, the innermost last
         self.alive: list[Any] = []  # so that no id is used twice
         self.hooks = []
-        names: dict[nn.Module, list[str]] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            names.setdefault(module, []).append(name)
-        for module, known in names.items():
-            enter = partial(self._enter, known)
+        for name, module in model.named_modules():
+            enter = partial(self._enter, name)
             self.hooks.append(module.register_forward_pre_hook(enter, prepend=True))
             self.hooks.append(module.register_forward_hook(self._leave))
 
-    def _enter(self, names: list[str], *_: Any) -> None:
-        """Begin a module; one that several modules share has the name in its caller."""
-        caller = f"{self.modules[-1]}." if self.modules else ""
-        inside = [name for name in names if name.startswith(caller)]
-        self.modules.append((inside or names)[-1])
+    def _enter(self, name: str, *_: Any) -> None:
+        self.modules.append(name)
         self._begin()
 
     def _leave(self, *_: Any) -> None:

@@ -88,7 +88,7 @@ def _summary(profile: Profile) -> str:
     if profile.compilation:
         lines.append(f"Compilation: {profile.compilation}")
         lines.append(
-            "Parts are compiled one by one, and do not add up to the fused whole."
+            "The parts run in eager mode: below 0, rest is what compiling saves."
         )
     memory = {**profile.memory, "kept for backward": whole.kept}
     sizes = [f"{name} {si(size, 'B')}" for name, size in memory.items()]
