@@ -118,7 +118,8 @@ def test_one_token_is_the_median_of_processes(monkeypatch, capsys):
         {"block_seconds": [block, 9.0, 0.0], "peer_seconds": [2e-3, 2e-3, 1.0]}
         for block in (4e-3, 1e-3, 3e-3, 5e-3, 2e-3)
     ]
-    others = {"errors": {"outputs": 0.0}, "block_kept": 0, "peer_kept": 0}
+    kept = {"block_kept": 3 * 2**20, "peer_kept": 2**19}
+    others = {"errors": {"outputs": 0.0}, **kept}
     printed = iter([json.dumps({"control": {**each, **others}}) for each in results])
 
     def process(command, **_):
@@ -131,7 +132,8 @@ def test_one_token_is_the_median_of_processes(monkeypatch, capsys):
     assert compare_peers.main() == 0
     output = capsys.readouterr().out
     assert cells(output, options[1]) == ["1.50 (0.50-2.50)"]
-    assert cells(output, f"{options[1]}: control")[:2] == ["3.00", "2.00"]
+    details = ["3.00", "2.00", "0e+00", "3.0", "0.5"]
+    assert cells(output, f"{options[1]}: control") == details
 
 
 def test_a_process_prints_its_samples(runs, monkeypatch, capsys):
