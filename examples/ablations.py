@@ -1,5 +1,6 @@
 """Test claims of papers on small models: the tables and pictures of docs/ablations.md.
 
+    pip install tqdm numpy matplotlib
     python examples/ablations.py ffn --steps 200 --plot ffn.png
     python examples/ablations.py norm --layers 6 --steps 200 --seq 64 --lrs 1e-3 1e-2
     python examples/ablations.py positions --steps 200
@@ -87,7 +88,7 @@ VARIANTS: dict[str, dict[str, Callable[[Config], LanguageModel]]] = {
 def run(
     model: nn.Module, config: Config, text: Tensor, windows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Train, and return the losses by step, and those of validation by position.
+    """Train, and return the losses by step, and the validation losses by position.
 
     The losses are NaN from the step on at which the training diverges.
     """

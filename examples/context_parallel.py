@@ -46,8 +46,8 @@ class ContextParallelAttention(CausalMultiHeadSelfAttention):
         return super().project(x, token_positions)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        # The base class takes the queries for the last of the keys. So drop the keys
-        # after those of this process.
+        # The base class expects the queries of the last keys, so drop the keys of later
+        # processes.
         end = (self.mesh.get_local_rank() + 1) * q.shape[-2]
         keys = self.gather(k)[..., :end, :]
         values = self.gather(v)[..., :end, :]

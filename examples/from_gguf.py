@@ -1,5 +1,6 @@
 """Load a GGUF file of Llama's architecture.
 
+    pip install gguf safetensors
     python examples/from_gguf.py MODEL.gguf
 
 This command prints the layers of the model. GGUF stores the rows of the query and key

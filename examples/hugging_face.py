@@ -1,8 +1,9 @@
 """Load a Llama, Qwen2 or Qwen3 checkpoint of Hugging Face: a folder, or a name.
 
+    pip install transformers safetensors
     python examples/hugging_face.py Qwen/Qwen3-0.6B
 
-This command prints how far the logits are from those of transformers.
+This command prints how far the logits are from the logits of transformers.
 
 A config can describe what this model does not have, such as windows or other
 activations. So `load` raises an error for every field that is not listed below. Hugging
@@ -112,13 +113,13 @@ def build(config: Config, tied: bool) -> LanguageModel:
     Raises:
         ValueError: the config has fields that this model does not understand.
     """
-    strange = {
+    unknown = {
         name: value
         for name, value in config.items()
         if not is_understood(name, value, config)
     }
-    if strange:
-        raise ValueError(f"config must describe a plain Llama or Qwen, got {strange}")
+    if unknown:
+        raise ValueError(f"config must describe a plain Llama or Qwen, got {unknown}")
     heads = config["num_attention_heads"]
     d_head = config.get("head_dim") or config["hidden_size"] // heads
     return LanguageModel(
@@ -152,7 +153,7 @@ def build_rope(config: Config, d_head: int) -> RotaryPositionalEmbedding:
 
 
 def rename(state: dict[str, Tensor], d_head: int) -> dict[str, Tensor]:
-    """Return the weights under our names, those of queries and keys in our order."""
+    """Return the weights under our names, with the rows of q and k in our order."""
     renamed = {}
     for name, weight in state.items():
         if re.search("[qk]_(proj|norm)", name):

@@ -1,10 +1,11 @@
 """Weights in int8 with torchao, which take a quarter of float32's bytes.
 
+    pip install torchao
     python examples/int8.py
 
 This command prints the relative change of the output, about 0.01. All projections are
-`nn.Linear`, so torchao can quantize them. It saves memory. It saves
-time only with a kernel that reads int8.
+`nn.Linear`, so torchao can quantize them. Weights in int8 save memory. They save time
+only with a kernel that reads int8.
 """
 
 import copy

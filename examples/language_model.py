@@ -49,7 +49,7 @@ class Cache:
         return position[:, start:].clamp(min=0)
 
     def append(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens, and return those of all tokens."""
+        """Append the keys and values of new tokens, and return all of them."""
         if id(layer) in self.layers:
             old_k, old_v = self.layers[id(layer)]
             k = torch.cat((old_k, k), dim=-2)
@@ -81,7 +81,7 @@ class LanguageModel(nn.Module):
 
     If `tied`, head and embedding are one parameter: call `tie` after `to_empty`, after
     `load_state_dict(assign=True)`, and after whatever else replaces parameters. The
-    `options` are those of Transformer.
+    `options` go to Transformer.
     """
 
     def __init__(

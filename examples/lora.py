@@ -1,5 +1,6 @@
 """LoRA with peft: train small adapters beside frozen weights, then merge them.
 
+    pip install peft
     python examples/lora.py
 
 This command prints the share of the parameters that is trained, and how far the merged

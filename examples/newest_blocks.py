@@ -1,4 +1,4 @@
-"""The blocks of today's models, built from tinyblock's parts: each in a few lines.
+"""The blocks of today's models, built from tinyblock's parts in 3 to 70 lines each.
 
     python examples/newest_blocks.py
 
@@ -417,7 +417,7 @@ class SoftCappedAttention(FlexAttention):
 class LatentAttention(Attention):
     """DeepSeek-V2 (arXiv 2405.04434), Kimi K2: keys and values from one small vector.
 
-    A cache can hold this vector and one rotated key, instead of those of all heads
+    A cache can hold this vector and one rotated key, instead of the keys of all heads
     (a cache in `attend` holds all heads). `rope` has the d_k of the rotated part.
     """
 
@@ -552,7 +552,7 @@ class DeltaAttention(nn.Module):
 
     Each component of a key decays at its own speed. Kimi Linear has this in 3 of 4
     layers: `for block in model.layers[3::4]` replace `block.attn` by attention. The
-    layer knows the order of tokens without a rope. It takes no mask. Sequences have at
+    layer depends on the order of tokens without a rope. It takes no mask. x has at
     most one batch axis.
     """
 

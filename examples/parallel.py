@@ -4,7 +4,7 @@
 
 Four processes train as two pairs. Each pair has batches of its own, and each process of
 a pair holds half of every layer. All build the same weights, from the same seed. This
-command prints losses of each process: those of a pair are equal.
+command prints the losses of each process. The losses of a pair are equal.
 """
 
 import os

@@ -2,8 +2,8 @@
 
     python examples/scaled_rope.py
 
-This command prints how many frequencies each keeps and divides by 8;
-it interpolates between the others.
+This command prints how many frequencies each method keeps, and how many it divides by
+8. Both methods interpolate between these.
 
 A pair of components that turns many times within the original context keeps its
 frequency, because it distinguishes near tokens. A pair that turns less than once turns

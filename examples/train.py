@@ -1,13 +1,14 @@
 """Train a byte-level language model made of tinyblock's layers, in two minutes on a CPU.
 
+    pip install tqdm numpy matplotlib
     python examples/train.py                                 Python's standard library
     python examples/train.py notes.txt --steps 5000 --plot loss.png
     python examples/train.py --checkpoint run.pt             saves every 100 steps
     python examples/train.py --checkpoint run.pt --resume    continues
 
 A resumed run takes the files and settings of the checkpoint, except for those that are
-given again. Its losses are those of a run without a stop (on a CPU, to the last bit):
-the batch of a step depends on the seed and the step alone.
+given again. Its losses equal the losses of a run without a stop (on a CPU, to the last
+bit), because the batch of a step depends on the seed and the step alone.
 
 Losses are in nats per byte. The baseline is zlib, which compresses the held-out text.
 """

@@ -65,23 +65,17 @@ def build_models(layers: int, dtype: torch.dtype) -> tuple[LanguageModel, Any]:
 
 @torch.no_grad()
 def decode(
-    model: LanguageModel, new_cache: Callable[[], Cache], text: Tensor
+    step: Callable[[Tensor, Any], Tensor], new_cache: Callable[[], Any], text: Tensor
 ) -> Tensor:
     """Run the tokens one by one, and return the last logits."""
     cache = new_cache()
     for token in text.split(1, dim=-1):
-        logits = model(token, cache)
+        logits = step(token, cache)
     return logits[:, -1]
 
 
-@torch.no_grad()
-def decode_with_transformers(
-    forward: Callable[..., Any], new_cache: Callable[[], Any], text: Tensor
-) -> Tensor:
-    cache = new_cache()
-    for token in text.split(1, dim=-1):
-        logits = forward(token, past_key_values=cache, use_cache=True).logits
-    return logits[:, -1]
+def their_step(forward: Callable[..., Any]) -> Callable[[Tensor, Any], Tensor]:
+    return lambda token, cache: forward(token, past_key_values=cache).logits
 
 
 def candidates(model: LanguageModel, peer: Any, text: Tensor) -> dict[str, Run]:
@@ -98,9 +92,9 @@ def candidates(model: LanguageModel, peer: Any, text: Tensor) -> dict[str, Run]:
     return {
         "growing cache": partial(decode, model, Cache, text),
         "static cache, compiled": partial(decode, compiled, static, text),
-        PEER: partial(decode_with_transformers, peer, dynamic, text),
+        PEER: partial(decode, their_step(peer), dynamic, text),
         "transformers, StaticCache, compiled": partial(
-            decode_with_transformers, their_compiled, their_static, text
+            decode, their_step(their_compiled), their_static, text
         ),
     }
 

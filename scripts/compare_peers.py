@@ -17,10 +17,10 @@ Markdown. Peers that are not other projects:
     against     the Block of another checkout
 
 A case is named work-dtype-size-mode, such as train-bf16-768-compiled. "train" is a
-forward and a backward pass. The sizes are 2,048 tokens at d_model 768 (on CUDA also
-2048), one token at d_model 768 ("token") and 64 ("tiny-token") and, on CUDA, the block
-of Llama 3.1 8B with 8,192 tokens ("llama-8b": 4 sequences, "llama-8b-long": one) and
-with one token. The modes are eager, compiled and, on CUDA, graphs (CUDA graphs).
+forward and a backward pass. The sizes are 2,048 tokens at d_model 768, one token at
+d_model 768 ("token") and 64 ("tiny-token") and, on CUDA, the block of Llama 3.1 8B with
+8,192 tokens ("llama-8b": 4 sequences, "llama-8b-long": one) and with one token. The
+modes are eager, compiled and, on CUDA, graphs (CUDA graphs).
 """
 
 import argparse
@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from fnmatch import filter as matching
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -68,7 +69,6 @@ SIZES = {
 }
 LLAMA_8B = PRESETS["llama-3.1-8b"]
 GPU_SIZES = {
-    "2048": Size(4, 512, d_model=2048, num_heads=32, d_ff=5440),
     "llama-8b": replace(LLAMA_8B, batch_size=4, seq_len=2048),
     "llama-8b-long": replace(LLAMA_8B, batch_size=1, seq_len=8192),
     "llama-8b-token": replace(LLAMA_8B, batch_size=1, seq_len=1),
@@ -101,15 +101,12 @@ def all_cases(device: torch.device) -> dict[str, Case]:
         sizes.update(GPU_SIZES)
         modes.append("graphs")
     cases = {}
-    for mode in modes:
-        for size_name, size in sizes.items():
-            for dtype_name, dtype in DTYPES.items():
-                for work in ("train", "forward"):
-                    train = work == "train"
-                    if train and size.tokens == 1:
-                        continue
-                    name = f"{work}-{dtype_name}-{size_name}-{mode}"
-                    cases[name] = Case(name, size, dtype, train, mode)
+    axes = product(modes, sizes.items(), DTYPES.items(), ("train", "forward"))
+    for mode, (size_name, size), (dtype_name, dtype), work in axes:
+        train = work == "train"
+        if not train or size.tokens > 1:
+            name = f"{work}-{dtype_name}-{size_name}-{mode}"
+            cases[name] = Case(name, size, dtype, train, mode)
     return cases
 
 
@@ -279,14 +276,13 @@ def compare_in_processes(case: Case) -> dict[str, Result | str]:
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         runs.append(json.loads(done.stdout))
     found: dict[str, Result | str] = {}
-    for name, first in runs[0].items():
-        failed = [run[name] for run in runs if isinstance(run[name], str)]
-        if failed:
-            found[name] = failed[0]
-            continue
-        for key in ("block_seconds", "peer_seconds"):
-            first[key] = [median(run[name][key]) for run in runs]
-        found[name] = Result(**first)
+    for name in runs[0]:
+        results = [run[name] for run in runs]
+        found[name] = next((each for each in results if isinstance(each, str)), "")
+        if not found[name]:
+            for key in ("block_seconds", "peer_seconds"):
+                results[0][key] = [median(result[key]) for result in results]
+            found[name] = Result(**results[0])
     return found
 
 
@@ -357,33 +353,26 @@ def main() -> int:
         return 0
     print(f"# {in_one_line(environment(options.device))}\n")
     print(f"{versions(PROJECTS)}; `{' '.join(sys.argv)}`\n")
-    print_row("Block's time / peer's", list(peers))
-    print_row("---", ["---:"] * len(peers))
-    rows = []
+    table = []
+    details = []
     failures = []
     for case in cases:
         if case.size.tokens == 1 and PROCESSES > 1:
             found = compare_in_processes(case)
         else:
             found = compare_all(case, peers, options)
-        ratios = dict.fromkeys(peers, "")
+        cells = dict.fromkeys(peers, "")
         for name, result in found.items():
             if isinstance(result, str):
-                ratios[name] = "failed"
+                cells[name] = "failed"
                 failures.append(f"{case.name}: {name} failed: {result}")
             else:
-                ratios[name] = result.ratio()
-                rows.append([f"{case.name}: {name}", *result.details()])
-        print_row(case.name, list(ratios.values()))
-    print("\n" + markdown(["", *DETAILS], rows))
-    print("", *failures, sep="\n\n")
+                cells[name] = result.ratio()
+                details.append([f"{case.name}: {name}", *result.details()])
+        table.append([case.name, *cells.values()])
+    print(markdown(["Block's time / peer's", *peers], table), end="\n\n")
+    print(markdown(["", *DETAILS], details), *failures, sep="\n\n")
     return 1 if failures else 0
-
-
-def print_row(name: str, cells: list[str]) -> None:
-    """Print one row of a table, whose width is not known yet, at once."""
-    padded = [cell.rjust(len("0.00 (0.00-0.00)")) for cell in cells]
-    print(f"| {name:32} | {' | '.join(padded)} |", flush=True)
 
 
 if __name__ == "__main__":

