@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,7 +26,7 @@ import hugging_face
 import torch
 from lab.machine import environment, in_one_line
 from lab.tables import markdown, number
-from lab.timing import Run, Spread, interleave, paired_ratio, wall_sampler
+from lab.timing import Run, interleave, paired_ratio, wall_sampler
 from language_model import Cache, LanguageModel
 from peers.own import relative_error
 from peers.projects import versions
@@ -126,7 +127,7 @@ def measure(layers: int, dtype: torch.dtype, rounds: int) -> str:
         samples[name] = [seconds / TOKENS for seconds in samples[name]]
     rows = []
     for name, seconds in samples.items():
-        cells = [number(1 / Spread.of(seconds).median)]
+        cells = [number(1 / median(seconds))]
         for other in (PEER, READING):
             ratio = paired_ratio(seconds, samples[other])
             cells.append(f"{ratio.median:.2f} ({ratio.p20:.2f}-{ratio.p80:.2f})")

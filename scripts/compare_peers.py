@@ -43,7 +43,7 @@ import torch
 from lab.machine import environment, in_one_line
 from lab.sizes import PRESETS, Size
 from lab.tables import markdown, number
-from lab.timing import Sampler, Spread, interleave, wall_sampler
+from lab.timing import Sampler, interleave, wall_sampler
 from peers.own import (
     OWN,
     Layer,
@@ -199,13 +199,14 @@ class Result:
         """Return the cells of DETAILS."""
         cells = []
         for samples in (self.block_seconds, self.peer_seconds):
-            cells.append(number(1e3 * Spread.of(samples).median))
+            cells.append(number(1e3 * median(samples)))
         cells.append(", ".join(f"{error:.0e}" for error in self.errors.values()))
         for kept in (self.block_kept, self.peer_kept):
             cells.append(f"{kept / 2**20:.1f}" if kept else "")
         return cells
 
 
+Found = dict[str, Result | str]  # by the name of the peer
 DETAILS = ["Block ms", "peer ms", "differ by", "Block keeps MiB", "peer keeps MiB"]
 
 
@@ -253,10 +254,10 @@ class Reference:
 
 def compare_all(
     case: Case, peers: dict[str, MakePeer], options: argparse.Namespace
-) -> dict[str, Result | str]:
+) -> Found:
     """Return the result of each peer, or its error."""
     reference = Reference(case, options.device)
-    found: dict[str, Result | str] = {}
+    found: Found = {}
     for name, make_peer in peers.items():
         if name == "operations" and case.mode != "eager":
             continue  # inductor generates no code for complex products
@@ -264,25 +265,26 @@ def compare_all(
         try:
             found[name] = reference.compare(make_peer, options.rounds)
         except Exception as error:  # the other peers can still be measured
-            found[name] = str(error)
+            found[name] = repr(error)
     return found
 
 
-def compare_in_processes(case: Case) -> dict[str, Result | str]:
+def compare_in_processes(case: Case) -> Found:
     """Run this command several times, and return the medians of each process."""
     command = [sys.executable, __file__, *sys.argv[1:], "--cases", case.name, "--json"]
     runs = []
     for _ in range(PROCESSES):
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-        runs.append(json.loads(done.stdout))
-    found: dict[str, Result | str] = {}
+        runs.append(json.loads(subprocess.check_output(command)))
+    found: Found = {}
     for name in runs[0]:
         results = [run[name] for run in runs]
-        found[name] = next((each for each in results if isinstance(each, str)), "")
-        if not found[name]:
-            for key in ("block_seconds", "peer_seconds"):
-                results[0][key] = [median(result[key]) for result in results]
-            found[name] = Result(**results[0])
+        errors = [each for each in results if isinstance(each, str)]
+        if errors:
+            found[name] = errors[0]
+            continue
+        for key in ("block_seconds", "peer_seconds"):
+            results[0][key] = [median(result[key]) for result in results]
+        found[name] = Result(**results[0])
     return found
 
 

@@ -108,13 +108,11 @@ def record(errors: Errors, layer: str, runs: dict[str, Layer], x: Tensor) -> Non
 def results(layer: Layer, x: Tensor, dy: Tensor) -> list[Tensor]:
     """Return the output of a layer, and the gradient of its input."""
     x = x.detach().requires_grad_()
-    output = first(layer(x))
+    output = layer(x)
+    if isinstance(output, tuple):
+        output = output[0]
     [dx] = torch.autograd.grad(output, x, dy)
     return [output.detach(), dx]
-
-
-def first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
 
 
 def table(title: str, errors: Errors, what: str) -> str:
