@@ -24,7 +24,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import hugging_face
 import torch
-from lab.machine import environment, in_one_line
+from lab.machine import environment
 from lab.tables import markdown, number
 from lab.timing import Run, interleave, paired_ratio, wall_sampler
 from language_model import Cache, LanguageModel
@@ -148,7 +148,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"# {in_one_line(environment(torch.device('cpu')))}\n")
+    print(f"# {environment(torch.device('cpu'))}\n")
     print(f"{versions(['transformers'])}; `{' '.join(sys.argv)}`\n")
     for dtype in TOLERANCES:
         print(measure(options.layers, dtype, options.rounds), end="\n\n", flush=True)

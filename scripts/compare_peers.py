@@ -40,7 +40,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from lab.machine import environment, in_one_line
+from lab.machine import environment
 from lab.sizes import PRESETS, Size
 from lab.tables import markdown, number
 from lab.timing import Sampler, interleave, wall_sampler
@@ -353,7 +353,7 @@ def main() -> int:
         [case] = cases
         print(json.dumps(compare_all(case, peers, options), default=asdict))
         return 0
-    print(f"# {in_one_line(environment(options.device))}\n")
+    print(f"# {environment(options.device)}\n")
     print(f"{versions(PROJECTS)}; `{' '.join(sys.argv)}`\n")
     table = []
     details = []

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import torch
-from lab.machine import environment, in_one_line
+from lab.machine import environment
 from lab.sizes import Size
 from lab.tables import markdown
 from peers.own import Layer, make_block, ours, relative_error
@@ -162,7 +162,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # the peers warn, which this project cannot mend
     torch.set_num_threads(1)
-    print(f"# {in_one_line(environment(options.device))}\n")
+    print(f"# {environment(options.device)}\n")
     print(f"{versions([*PROJECT_ROPES])}; `{' '.join(sys.argv)}`\n")
     if options.model:
         from peers import real_model  # here, because layers alone require less

@@ -10,22 +10,12 @@ from pathlib import Path
 import torch
 
 
-def environment(device: torch.device) -> dict[str, str]:
-    """Return what a reader must know in order to repeat a measurement."""
-    return {
-        "device": device_name(device),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": _commit(),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def in_one_line(facts: dict[str, str]) -> str:
-    """Write an environment as text: the device, the versions, and the date."""
+def environment(device: torch.device) -> str:
+    """Return in one line what a reader must know in order to repeat a measurement."""
     return (
-        f"{facts['device']}; torch {facts['torch']}, python {facts['python']}, "
-        f"commit {facts['commit']}; {facts['date']}"
+        f"{device_name(device)}; torch {torch.__version__}, "
+        f"python {platform.python_version()}, commit {_commit()}; "
+        f"{datetime.date.today().isoformat()}"
     )
 
 

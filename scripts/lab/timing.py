@@ -32,7 +32,7 @@ class Spread:
     @property
     def width(self) -> float:
         """Return the distance from p20 to p80 as a share of the median."""
-        return (self.p80 - self.p20) / abs(self.median)
+        return (self.p80 - self.p20) / abs(self.median) if self.median else 0.0
 
 
 def paired_ratio(numerator: list[float], denominator: list[float]) -> Spread:

@@ -4,13 +4,12 @@ torchrun --nproc-per-node 2 scripts/profile_block.py --tp 2
 """
 
 import os
-from functools import partial
 
 import torch
 import torch.distributed as dist
-from lab.machine import environment, in_one_line
+from lab.machine import environment
 from lab.sizes import Size
-from lab.timing import Run, Spread, clock, interleave
+from lab.timing import Spread, clock, interleave
 from torch.distributed.device_mesh import init_device_mesh
 
 from tinyblock import parallelize
@@ -20,8 +19,16 @@ from .measure import Settings
 from .report import kernel_table, time_line
 
 
-def prepare(size: Size, settings: Settings, *, dp: int, tp: int) -> Run:
-    """Return a run on all processes; raise a ValueError if the model cannot be split."""
+def profile(size: Size, settings: Settings, *, dp: int, tp: int) -> None:
+    """Measure on all processes, and print the report on the first one.
+
+    Raises:
+        ValueError: the model cannot be split so.
+    """
+    if size.batch_size % dp:
+        raise ValueError(
+            f"--batch-size must be a multiple of --dp, got {size.batch_size} and {dp}"
+        )
     device, dtype = settings.device, settings.dtype
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -30,48 +37,37 @@ def prepare(size: Size, settings: Settings, *, dp: int, tp: int) -> Run:
     shape = tuple(sizes[name] for name in axes)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
     torch.manual_seed(0)
-    model = size.build(device, dtype)
-    model = parallelize(model, mesh, compile=settings.compile)
+    model = parallelize(size.build(device, dtype), mesh, compile=settings.compile)
     x = torch.randn(size.batch_size // dp, size.seq_len, size.d_model)
     x = x.to(device, dtype).requires_grad_(settings.train)
-    gradient = torch.randn_like(x)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
 
     def run() -> None:
         out = model(x)
         # FSDP reduces the gradients of .backward(), and not those of autograd.grad.
         if settings.train:
-            out.backward(gradient)
+            out.backward(torch.ones_like(out))
         if settings.mode == "step":
             optimizer.step()
         optimizer.zero_grad()
         x.grad = None
 
-    return run
+    def sample() -> float:
+        dist.barrier()  # all processes start together
+        start = clock()
+        run()
+        return clock() - start
 
-
-def profile(run: Run, size: Size, settings: Settings) -> None:
-    """Measure on all processes, and print the report on the first one."""
     for _ in range(3):
         run()  # allocates, and compiles what is to be compiled
-    samples = interleave({"run": partial(_sample, run)}, settings.rounds)
-    took = Spread.of(samples["run"])
+    took = Spread.of(interleave({"run": sample}, settings.rounds)["run"])
     recording = record_run(run)
     if dist.get_rank() == 0:
+        print(environment(device))
         processes = f"{dist.get_world_size()} processes"
-        print(in_one_line(environment(settings.device)))
         print(f"{size.title}; {settings.describe()}; {processes}\n")
         print(time_line(settings.mode, took, size.tokens))
         calls = [f"{count} {name}" for name, count in recording.collectives.items()]
         print(f"Collectives of this process: {', '.join(calls)}")
-        if recording.kernels:
-            print(kernel_table(recording))
+        print(kernel_table(recording))
     dist.destroy_process_group()
-
-
-def _sample(run: Run) -> float:
-    """Time one run, which all processes start together."""
-    dist.barrier()
-    start = clock()
-    run()
-    return clock() - start

@@ -1,33 +1,30 @@
 """Measure a model in turns: its parts in the order of the model, the whole, the machine."""
 
 import re
-import statistics
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import einops
 import torch
 from lab.machine import environment
-from lab.timing import Run, Sampler, Spread, clock, interleave, wall_sampler
+from lab.tables import seconds, share
+from lab.timing import Run, Spread, clock, interleave, wall_sampler
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from .kernels import Recording, exceeding, gpu_sampler, record_run, write_trace
+from .kernels import Recording, record_run, run_labeled
 from .passes import InOrder
-from .record import Stretch, first_tensor, record, storages, whole_stretch
-from .roofline import Rates, datasheet, rate_samplers
-from .work import bytes_of, flops_of
-
-Samples = dict[str, list[float]]
-MODES = ("forward", "train", "step")
-WHOLE = "the whole"
-ON_GPU = "the whole on the GPU"
-MOST_QUEUED = 1000  # kernels: a stream takes about so many before it blocks the host
+from .record import Stretch, first_tensor, record, record_whole, storages
+from .roofline import RATES, Rates, datasheet, rate_samplers
+from .work import FlopCounter, bytes_of
 
 Build = Callable[[torch.device, torch.dtype], nn.Module]
+Sized = tuple[Build, tuple[int, int, int]]  # a model, and the shape of its input
 short_sampler = partial(wall_sampler, least_seconds=0.01)
 
 
@@ -54,9 +51,9 @@ class Settings:
 class Row:
     """A part in all copies of a layer, AdamW, the rest, GPU idle, or the whole.
 
-    varies: the range from p20 to p80 of the total, divided by the median; None if unknown.
+    varies: the range from p20 to p80 of the total, divided by the median.
     overhead: seconds of the same calls on a tiny input; None if unknown.
-    kept: bytes that autograd keeps for backward, unless an earlier part keeps them.
+    kept: bytes that autograd keeps for backward, unless an earlier row keeps them.
     least: seconds of the work at the machine's rates.
     limit: what explains at least half of the time: compute, memory, overhead; or "kernel".
     """
@@ -64,9 +61,8 @@ class Row:
     name: str
     count: int = 1
     forward: float = 0.0
-    backward: float = 0.0
     total: float = 0.0
-    varies: float | None = None
+    varies: float = 0.0
     flops: float = 0.0
     bytes: int = 0
     kept: int = 0
@@ -75,7 +71,7 @@ class Row:
     limit: str = ""
 
     def compare(self, rates: Rates) -> None:
-        """Set the least time and the limit."""
+        """Set the least time and the limit, by the rates of a machine."""
         causes = {
             "compute": self.flops / rates.flops,
             "memory": self.bytes / rates.bytes,
@@ -91,17 +87,13 @@ class Profile:
     """All that was measured, in seconds and bytes.
 
     took: the time of the whole.
-    memory: bytes of tensors, and the peak of a run with what was there before it.
-    unknown: operations whose FLOPs are not counted.
-    noisy: what varies by more than 20%.
-    exceeding: operations that take more time in the whole than in its parts.
-    uncut: why the model could not be cut; empty if it was.
+    memory: bytes of tensors, and the peak of a run.
     """
 
     title: str
-    tokens: int
-    environment: dict[str, str]
+    machine: str
     settings: Settings
+    tokens: int
     rates: Rates
     datasheet: Rates | None
     took: Spread
@@ -109,75 +101,98 @@ class Profile:
     whole: Row
     memory: dict[str, int]
     recording: Recording
-    unknown: list[str]
-    noisy: dict[str, float]
-    exceeding: dict[str, float]
-    compilation: str = ""
-    uncut: str = ""
+    notes: list[str]
 
 
-@dataclass
 class Subject:
-    """A model with its input, and its stretches by the names of their rows."""
+    """A model with an input, its stretches, and its runs."""
 
-    model: nn.Module
-    x: Tensor
-    stretches: list[Stretch]
-    labels: list[str]
-    uncut: str = ""
+    def __init__(self, sized: Sized, settings: Settings, notes: list[str]) -> None:
+        build, shape = sized
+        self.settings = settings
+        self.model: Any = build(settings.device, settings.dtype)
+        self.x = torch.randn(shape, device=settings.device, dtype=settings.dtype)
+        self.x.requires_grad_(settings.train)
+        try:
+            self.stretches = record(self.model, self.x)
+            for stretch in self.stretches:
+                stretch.backward(stretch.forward())
+        except Exception as error:  # from any model, in any of its operations
+            notes.append(f"The model is one part, because a replay fails: {error!r}")
+            self.stretches = record_whole(self.model, self.x)
+        self.parts = parts_of(self.stretches, self.model)
+        self.weights = [each for each in self.model.parameters() if each.requires_grad]
+        self.step: Run = lambda: None
+        if settings.mode == "step":
+            # A learning rate of 0 leaves the weights as they are for the other runs.
+            self.step = AdamW(self.weights, lr=0.0).step
 
-    @property
-    def rows(self) -> dict[str, Row]:
-        """Return empty rows in the order of their last calls, with their counts."""
-        last = {label: index for index, label in enumerate(self.labels)}
-        rows = {}
-        for label in sorted(last, key=lambda name: last[name]):
-            pairs = zip(self.stretches, self.labels, strict=True)
-            copies = {stretch.name for stretch, name in pairs if name == label}
-            rows[label] = Row(label, len(copies))
-        return rows
+    def run(self, train: bool) -> None:
+        """Run forward alone, or all passes. Gradients stay until the next run."""
+        if not train:
+            self.model(self.x)
+            return
+        self.clear()
+        out = first_tensor(self.model(self.x))
+        if out.requires_grad:
+            out.backward(torch.ones_like(out))
+        self.step()
+
+    def clear(self) -> None:
+        for leaf in (self.x, *self.weights):
+            leaf.grad = None
+
+    def times(self, samples: list[Tensor]) -> dict[str, Tensor]:
+        """Return the seconds of each part in each sample, forward and backward."""
+        taken = torch.stack(samples)
+        times = {
+            name: taken[:, :, places].sum(-1) for name, places in self.parts.items()
+        }
+        if self.settings.mode == "step":
+            times["AdamW"] = taken[:, :, -1]
+        return times
+
+    def compile(self) -> str:
+        """Compile the model by its first call, and say what that took."""
+        # Otherwise tracing takes most of the time.
+        torch.compiler.allow_in_graph(einops.rearrange)
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        self.model = torch.compile(self.model, dynamic=False)
+        start = clock()
+        self.model(self.x)
+        took = clock() - start
+        breaks = ", ".join(counters["graph_break"]) or "none"
+        graphs = counters["stats"]["unique_graphs"]
+        return (
+            f"Compilation: {took:.1f} s, graphs: {graphs}, breaks: {breaks}\n"
+            "The parts run in eager mode: below 0, rest is what compiling saves."
+        )
 
 
-def cut(model: nn.Module, x: Tensor) -> Subject:
-    """Cut a model; one that cannot be cut is one part."""
-    uncut = ""
-    try:
-        stretches = record(model, x)
-        for stretch in stretches:
-            results = stretch.forward()
-            if stretch.gradients:
-                stretch.backward(results)
-    except Exception as error:  # from any model, in any of its operations
-        first_line = str(error).strip().split("\n")[0]
-        uncut = f"{type(error).__name__}: {first_line}"
-        stretches = [whole_stretch(model, x)]
-    labels = label_all([stretch.name for stretch in stretches], model)
-    return Subject(model, x, stretches, ["model"] if uncut else labels, uncut)
+def parts_of(stretches: list[Stretch], model: nn.Module) -> dict[str, list[int]]:
+    """Return the places of each part's stretches; the last call decides the order.
 
-
-def label_all(names: list[str], model: nn.Module) -> list[str]:
-    """Return the names of rows: the layers of a list have one, if they have one type."""
-    lists = []
+    The layers of a list are one part.
+    """
+    lists: list[str] = []
     for name, module in model.named_modules():
-        children = dict(module.named_children())
-        if len({*map(type, children.values())}) == 1 and all(
-            map(str.isdigit, children)
-        ):
-            lists.append(re.escape(f"{name}." if name else ""))
-    labels = []
-    for name in names:
-        for prefix in sorted(lists, key=len, reverse=True):
-            name = re.sub(rf"^({prefix})\d+(?=\.|$)", r"\1*", name)
-        labels.append(name or "sums")
-    return labels
+        if isinstance(module, nn.ModuleList):
+            lists.insert(0, re.escape(name))  # the inner ones first
+    parts: dict[str, list[int]] = {}
+    for place, stretch in enumerate(stretches):
+        label = stretch.name or "sums"
+        for name in lists:
+            label = re.sub(rf"^({name})\.\d+", r"\1.*", label)
+        parts[label] = [*parts.pop(label, []), place]
+    return parts
 
 
 def measure(
-    build: Build,
-    shape: tuple[int, int, int],
+    sized: Sized,
     title: str,
     settings: Settings,
-    tiny: tuple[Build, tuple[int, int, int]] | None = None,
+    tiny: Sized | None = None,
     trace: Path | None = None,
 ) -> Profile:
     """Measure a model, and its overhead on a tiny one with the same calls.
@@ -185,250 +200,144 @@ def measure(
     Gradients must be enabled in the modes that train. With a path, write a trace.
     """
     torch.manual_seed(0)
-    subject = cut(*_prepare(build, shape, settings))
-    rows = subject.rows
-    unknown = add_work(subject, rows)
-    small = None if tiny is None else cut(*_prepare(*tiny, settings))
-    compilation = ""
+    device = settings.device
+    notes: list[str] = []
+    subject = Subject(sized, settings, notes)
+    rows = add_work(subject, notes)
     if settings.compile:
-        compilation = compile_subject(subject)
-    mode, device = settings.mode, settings.device
-    whole = Whole(subject.model, subject.x, mode)
-    parts = InOrder(subject.stretches, whole.step_only, device)
-    samplers: dict[str, Sampler] = {"parts": parts, **_whole_samplers(whole, device)}
-    if small is not None:
-        tiny_whole = Whole(small.model, small.x, mode)
+        notes.append(subject.compile())
+    samplers: dict[str, Any] = {
+        "parts": InOrder(subject.stretches, subject.step, device.type == "cuda"),
+        "forward": short_sampler(partial(subject.run, False)),
+        "whole": short_sampler(partial(subject.run, settings.train)),
+        **rate_samplers(device, settings.dtype),
+    }
+    if tiny is not None:
+        small = Subject(tiny, settings, [])
         # The host's time: the launches are the overhead.
-        overheads = InOrder(small.stretches, tiny_whole.step_only, torch.device("cpu"))
-        samplers["overheads"] = overheads
-        samplers["overhead"] = short_sampler(tiny_whole.runs[mode])
-    samplers |= rate_samplers(device, settings.dtype)
-    samples = interleave(samplers, settings.rounds)
+        samplers["overheads"] = InOrder(small.stretches, small.step, on_gpu=False)
+        samplers["overhead"] = short_sampler(partial(small.run, settings.train))
+    samples: dict[str, Any] = interleave(samplers, settings.rounds)
 
+    took = Spread.of(samples["whole"])
+    whole = Row("the whole", total=took.median, varies=took.width)
+    whole.forward = median(samples["forward"])
+    for name, times in subject.times(samples["parts"]).items():
+        row = rows[name]
+        total = Spread.of(times.sum(-1).tolist())
+        row.forward = median(times[:, 0].tolist())
+        row.total, row.varies = total.median, total.width
+    if tiny is not None:
+        whole.overhead = median(samples["overhead"])
+        for name, times in small.times(samples["overheads"]).items():
+            rows[name].overhead = median(times.sum(-1).tolist())
+    varies = {name: Spread.of(samples[name]).width for name in RATES}
+    for row in (*rows.values(), whole):
+        if row.total > 0.05 * whole.total:
+            varies[row.name] = row.varies
+    noisy = [f"{name} {share(wide)}" for name, wide in varies.items() if wide > 0.2]
+    if noisy:
+        notes.append(f"NOISY: {', '.join(noisy)} vary; close other programs")
+
+    recording, memory = record_memory(subject)
     rates = Rates.of(samples)
-    add_times(rows, subject.labels, parts)
-    if small is not None:
-        add_overheads(rows, small.labels, overheads)
-    if mode == "step":
-        # It reads four values for each weight, and writes three.
-        rows["AdamW"].bytes = 7 * whole.trained_bytes
-    recording, memory = _record(whole, settings)
-    total = whole_row(rows, samples, mode, rates)
-    noisy = _noisy(rows, total, samples)
-    add_rest(rows, total, samples, recording.launches)
-    run = whole.runs[mode]
-    more = exceeding(run, parts.one_pass)
-    if trace is not None:
-        write_trace(subject.stretches, subject.labels, run, trace)
+    add_up(rows, whole, rates, recording)
+    covered = record_run(partial(run_labeled, subject.stretches, subject.parts), trace)
+    if rows["rest"].total > 0.05 * whole.total:
+        more = Counter(recording.operations) - Counter(covered.operations)
+        named = [f"{name} {seconds(1e-9 * ns)}" for name, ns in more.most_common(3)]
+        notes.append(f"rest: the whole exceeds its parts in {', '.join(named)}")
     return Profile(
-        title=title,
-        tokens=subject.x.shape[:-1].numel(),
-        environment=environment(device),
+        title=f"{title}; {settings.describe()}; {recording.attention} attention",
+        machine=environment(device),
         settings=settings,
+        tokens=subject.x.shape[:-1].numel(),
         rates=rates,
         datasheet=datasheet(device, settings.dtype),
-        took=Spread.of(samples[f"{WHOLE} {mode}"]),
+        took=took,
         rows=list(rows.values()),
-        whole=total,
+        whole=whole,
         memory=memory,
         recording=recording,
-        unknown=sorted(unknown),
-        noisy=noisy,
-        exceeding=more,
-        compilation=compilation,
-        uncut=subject.uncut,
+        notes=notes,
     )
 
 
-def _whole_samplers(whole: "Whole", device: torch.device) -> dict[str, Sampler]:
-    samplers = {}
-    for name, run in whole.runs.items():
-        samplers[f"{WHOLE} {name}"] = short_sampler(run)
-        if device.type == "cuda":
-            samplers[f"{ON_GPU} {name}"] = gpu_sampler(run)
-    return samplers
+def add_work(subject: Subject, notes: list[str]) -> dict[str, Row]:
+    """Return rows with their FLOPs, bytes, and what autograd keeps."""
+    rows = {}
+    seen = storages([*subject.model.parameters(), *subject.model.buffers()])
+    with FlopCounter() as counter:
+        for name, places in subject.parts.items():
+            stretches = [subject.stretches[place] for place in places]
+            rows[name] = row = Row(name, len({each.name for each in stretches}))
+            counter.flops = 0
+            for stretch in stretches:
+                row.bytes += bytes_of(stretch)
+                for address in stretch.saved.keys() - seen:
+                    row.kept += stretch.saved[address].nbytes()
+                seen.update(stretch.saved)
+            row.flops = counter.flops
+    if counter.unknown:
+        names = ", ".join(sorted(counter.unknown))
+        notes.append(f"FLOPs without {names}: no formula")
+    if subject.settings.mode == "step":
+        # It reads four values for each weight, and writes three.
+        rows["AdamW"] = Row("AdamW", bytes=7 * nbytes(subject.weights))
+    return rows
 
 
-def _noisy(rows: dict[str, Row], whole: Row, samples: Samples) -> dict[str, float]:
-    """Return what varies by more than 20%: the rates, the whole, and rows above 5% of it."""
-    widths = {name: Spread.of(samples[name]).width for name in Rates.NAMES}
-    for row in (*rows.values(), whole):
-        if row.varies is not None and row.total > 0.05 * whole.total:
-            widths[row.name] = row.varies
-    return {name: width for name, width in widths.items() if width > 0.2}
-
-
-def _prepare(
-    build: Build, shape: tuple[int, int, int], settings: Settings
-) -> tuple[nn.Module, Tensor]:
-    model = build(settings.device, settings.dtype)
-    x = torch.randn(shape, device=settings.device, dtype=settings.dtype)
-    return model, x.requires_grad_(settings.train)
-
-
-def add_work(subject: Subject, rows: dict[str, Row]) -> set[str]:
-    """Add FLOPs, bytes and what is kept; return operations whose FLOPs are not counted."""
-    unknown: set[str] = set()
-    model = subject.model
-    seen = storages([*model.parameters(), *model.buffers()])
-    for stretch, label in zip(subject.stretches, subject.labels, strict=True):
-        row = rows[label]
-        flops, names = flops_of(stretch)
-        unknown |= names
-        row.flops += flops
-        row.bytes += bytes_of(stretch)
-        for address, storage in stretch.saved.items():
-            if address not in seen:
-                row.kept += storage.nbytes()
-                seen[address] = storage
-    return unknown
-
-
-def compile_subject(subject: Subject) -> str:
-    """Compile a model by its first call, and say what that took."""
-    torch.compiler.allow_in_graph(einops.rearrange)  # or tracing takes most of the time
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    compiled: Any = torch.compile(subject.model, dynamic=False)
-    subject.model = compiled
-    start = clock()
-    subject.model(subject.x)
-    took = clock() - start
-    breaks = ", ".join(counters["graph_break"]) or "none"
-    graphs = counters["stats"]["unique_graphs"]
-    return f"{took:.1f} s, graphs: {graphs}, breaks: {breaks}"
-
-
-class Whole:
-    """The runs of a model: forward, train (and backward), step (and AdamW)."""
-
-    def __init__(self, model: nn.Module, x: Tensor, mode: str) -> None:
-        self.model = model
-        self.x = x
-        self.weights = [each for each in model.parameters() if each.requires_grad]
-        self.trained_bytes = sum(each.nbytes for each in self.weights)
-        self.runs: dict[str, Run] = {"forward": self.forward}
-        self.step_only: Run | None = None
-        if mode != "forward":
-            self.gradient = torch.randn_like(self.forward())
-            self.runs["train"] = self.train
-        if mode == "step":
-            # A learning rate of 0 leaves the weights as they are for the other runs.
-            self.optimizer = AdamW(self.weights, lr=0.0)
-            self.step()  # which makes the moments
-            self.runs["step"] = self.step
-            self.step_only = self.optimizer.step
-
-    def forward(self) -> Tensor:
-        return first_tensor(self.model(self.x))
-
-    def train(self) -> object:
-        leaves = [self.x, *self.weights]
-        out = self.forward()
-        return torch.autograd.grad(out, leaves, self.gradient, allow_unused=True)
-
-    def step(self) -> None:
-        self.clear()
-        torch.autograd.backward(self.forward(), self.gradient)
-        self.optimizer.step()
-
-    def clear(self) -> None:
-        """Remove the gradients of a step."""
-        for leaf in (self.x, *self.weights):
-            leaf.grad = None
-
-
-def add_times(rows: dict[str, Row], labels: list[str], parts: InOrder) -> None:
-    """Set the medians of each row, whose stretches add up in each pass."""
-    forward: dict[str, list[float]] = {}
-    total: dict[str, list[float]] = {}
-    for one in parts.taken:
-        for times, into in ((one.forward, forward), (one.total, total)):
-            sums = dict.fromkeys(labels, 0.0)
-            for label, seconds in zip(labels, times, strict=True):
-                sums[label] += seconds
-            for label, seconds in sums.items():
-                into.setdefault(label, []).append(seconds)
-        if parts.step is not None:
-            total.setdefault("AdamW", []).append(one.step)
-    for label, taken in total.items():
-        row = rows.setdefault(label, Row(label))
-        row.total = statistics.median(taken)
-        row.varies = Spread.of(taken).width if row.total else 0.0
-        row.forward = statistics.median(forward.get(label, [0.0]))
-        row.backward = row.total - row.forward if label in forward else 0.0
-
-
-def add_overheads(rows: dict[str, Row], labels: list[str], parts: InOrder) -> None:
-    small: dict[str, Row] = {}
-    add_times(small, labels, parts)
-    for name, row in small.items():
-        if name in rows:
-            rows[name].overhead = row.total
-
-
-def whole_row(rows: dict[str, Row], samples: Samples, mode: str, rates: Rates) -> Row:
-    """Return the row of the whole, and compare all rows with the machine."""
-    whole = Row(WHOLE)
-    whole.forward = statistics.median(samples[f"{WHOLE} forward"])
-    whole.total = statistics.median(samples[f"{WHOLE} {mode}"])
-    if mode != "forward":
-        whole.backward = statistics.median(samples[f"{WHOLE} train"]) - whole.forward
-    whole.varies = Spread.of(samples[f"{WHOLE} {mode}"]).width
-    if "overhead" in samples:
-        whole.overhead = statistics.median(samples["overhead"])
+def add_up(
+    rows: dict[str, Row], whole: Row, rates: Rates, recording: Recording
+) -> None:
+    """Add the work of all rows, and a row with what they leave of the whole's time."""
+    rest = Row("rest", forward=whole.forward, total=whole.total)
+    least = 0.0  # nothing is fused from one part to the next
     for row in rows.values():
         row.compare(rates)
+        least += row.least
         whole.flops += row.flops
         whole.bytes += row.bytes
         whole.kept += row.kept
-    whole.compare(rates)
-    # Nothing is fused from one part to the next.
-    whole.least = sum(row.least for row in rows.values())
-    return whole
-
-
-def add_rest(rows: dict[str, Row], whole: Row, samples: Samples, launches: int) -> None:
-    """Add what the parts leave of the whole, and on CUDA the time without a kernel."""
-    on_gpu = f"{ON_GPU} forward" in samples and launches <= MOST_QUEUED
-    name = ON_GPU if on_gpu else WHOLE
-    modes = [mode for mode in MODES if f"{name} {mode}" in samples]
-    busy = statistics.median(samples[f"{name} {modes[-1]}"])
-    forward = statistics.median(samples[f"{name} forward"])
-    parts = list(rows.values())
-    rest = Row("rest", total=busy, forward=forward)
-    if "train" in modes:
-        rest.backward = statistics.median(samples[f"{name} train"]) - forward
-    for row in parts:
-        rest.total -= row.total
         rest.forward -= row.forward
-        rest.backward -= row.backward
+        rest.total -= row.total
+    whole.compare(rates)
+    whole.least = least
     rows["rest"] = rest
-    if on_gpu:
-        rows["GPU idle"] = Row("GPU idle", total=whole.total - busy)
+    if recording.kernels:
+        idle = Row("GPU idle", total=whole.total - recording.busy_seconds)
+        rows["GPU idle"] = idle
+        rest.forward = 0.0  # unknown, because the host's time is in the whole alone
+        rest.total -= idle.total
 
 
-def _record(whole: Whole, settings: Settings) -> tuple[Recording, dict[str, int]]:
+def record_memory(subject: Subject) -> tuple[Recording, dict[str, int]]:
     """Record a run of the mode, and measure its memory."""
+    settings = subject.settings
+    trained = nbytes(subject.weights)
+    memory = {
+        "parameters": nbytes(subject.model.parameters()),
+        "buffers": nbytes(subject.model.buffers()),
+        "gradients": trained if settings.train else 0,
+        "AdamW": 2 * trained if settings.mode == "step" else 0,
+    }
+    held = sum(memory.values()) - memory["gradients"] + subject.x.nbytes
 
     def run() -> None:
-        whole.runs[settings.mode]()
-        whole.clear()
+        subject.run(settings.train)
+        subject.clear()
 
+    subject.clear()
     on_gpu = settings.device.type == "cuda"
-    whole.clear()
     if on_gpu:
-        held = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-    recording = record_run(run, with_memory=not on_gpu)
+    recording = record_run(run)
     added = recording.peak_added_bytes
     if on_gpu:
-        added = torch.cuda.max_memory_allocated() - held
-    memory = {
-        "parameters": sum(each.nbytes for each in whole.model.parameters()),
-        "buffers": sum(each.nbytes for each in whole.model.buffers()),
-        "gradients": whole.trained_bytes if settings.train else 0,
-        "AdamW": 2 * whole.trained_bytes if settings.mode == "step" else 0,
-    }
-    before = sum(memory.values()) - memory["gradients"] + whole.x.nbytes
-    return recording, {"peak": before + added, **memory}
+        added = torch.cuda.max_memory_allocated() - before
+    return recording, {"peak": held + added, **memory}
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

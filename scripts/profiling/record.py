@@ -6,14 +6,12 @@ sums of a block. Each becomes a graph with the tensors and gradients that it had
 """
 
 import operator
-from collections.abc import Callable
-from functools import partial
-from types import MethodWrapperType
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as global_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -37,23 +35,24 @@ def storages(tensors: list[Tensor]) -> Storages:
 class Stretch:
     """Calls in a row by one module, as a graph with its tensors.
 
+    results: by their id, those that are used outside of the stretch.
     saved: what autograd saves for its backward.
-    gradients: of the results that have one.
+    gradients: of the results that have one, by their id.
     """
 
-    def __init__(self, name: str, grad_enabled: bool) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.grad_enabled = grad_enabled
+        self.grad_enabled = torch.is_grad_enabled()
         self.inputs: list[Tensor] = []
-        self.results: dict[int, Tensor] = {}  # by id
+        self.results: dict[int, Tensor] = {}
         self.saved: Storages = {}
-        self.gradients: dict[int, Tensor] = {}  # by the id of the result
+        self.gradients: dict[int, Tensor] = {}
         self._graph = fx.Graph()
         self._nodes: dict[int, fx.Node] = {}  # by the id of the tensor
 
     def append(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if isinstance(function, MethodWrapperType):  # a property, such as x.mT
-            function, args = getattr, (args[0], getattr(function, "__self__").__name__)  # noqa: B009
+        if function.__name__ == "__get__":  # a property, such as x.mT
+            function, args = getattr, (args[0], function.__self__.__name__)
         args, kwargs = tree_map(self._node_of, (args, kwargs))
         self._name(result, self._graph.call_function(function, args, kwargs))
 
@@ -64,16 +63,19 @@ class Stretch:
             self._nodes[id(tensor)] = self._graph.call_function(torch.clone, (node,))
         self.results[id(tensor)] = tensor
 
-    def finish(self, used: set[int]) -> None:
-        """Return from the graph what is used outside of it."""
-        self.results = {key: each for key, each in self.results.items() if key in used}
-        self._graph.output([self._nodes[key] for key in self.results])
-        self.run: Callable[..., list[Tensor]] = fx.GraphModule({}, self._graph).forward
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Note what autograd saves."""
+        self.saved.update(storages([tensor]))
+        return tensor.detach()  # an output as it is would keep the graph alive
 
-    def detach(self, gradients: dict[int, Tensor]) -> None:
-        """Cut inputs and results from the model's autograd graph."""
+    def finish(self, gradients: dict[int, Tensor]) -> None:
+        """Cut inputs and results from the graphs of autograd and of other stretches."""
+        self._graph.output([self._nodes[key] for key in self.results])
+        self._run = fx.GraphModule({}, self._graph).forward
+        if self.grad_enabled != torch.is_grad_enabled():
+            self._run = torch.set_grad_enabled(self.grad_enabled)(self._run)
         for key, result in self.results.items():
-            if key in gradients and result.requires_grad and self.grad_enabled:
+            if key in gradients:
                 self.gradients[key] = gradients[key]
             self.results[key] = result.detach()
         for index, each in enumerate(self.inputs):
@@ -81,22 +83,20 @@ class Stretch:
                 self.inputs[index] = each.detach().requires_grad_(each.requires_grad)
 
     def forward(self) -> list[Tensor]:
-        if self.grad_enabled == torch.is_grad_enabled():  # a context takes time
-            return self.run(*self.inputs)
-        with torch.set_grad_enabled(self.grad_enabled):
-            return self.run(*self.inputs)
+        return self._run(*self.inputs)
 
     def backward(self, results: list[Tensor]) -> tuple[Tensor | None, ...]:
-        outs, gradients = [], []
-        for key, result in zip(self.results, results, strict=True):
-            # A result that a later call changes may need no gradient yet.
-            if key in self.gradients and result.requires_grad:
-                outs.append(result)
-                gradients.append(self.gradients[key])
-        if not outs:
+        outs = dict(zip(self.results, results, strict=True))
+        # A result that a later call changes may need no gradient yet.
+        keys = [key for key in self.gradients if outs[key].requires_grad]
+        if not keys:
             return ()
-        leaves = [each for each in self.inputs if each.requires_grad]
-        return torch.autograd.grad(outs, leaves, gradients, allow_unused=True)
+        return torch.autograd.grad(
+            [outs[key] for key in keys],
+            [each for each in self.inputs if each.requires_grad],
+            [self.gradients[key] for key in keys],
+            allow_unused=True,
+        )
 
     def _node_of(self, value: Any) -> Any:
         """Return the node that makes a tensor, or a new input; other values stay."""
@@ -120,112 +120,104 @@ class Stretch:
 
 
 class Recorder(TorchFunctionMode):
-    """Notes the calls of torch's functions, and what autograd saves, by stretch."""
+    """Notes the calls of torch's functions, by stretch."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.stretches: list[Stretch] = []
+        self.names = {module: name for name, module in model.named_modules()}
         self.modules: list[str] = []  # that are running, the innermost last
         self.alive: list[Any] = []  # so that no id is used twice
-        self.hooks = []
-        for name, module in model.named_modules():
-            enter = partial(self._enter, name)
-            self.hooks.append(module.register_forward_pre_hook(enter, prepend=True))
-            self.hooks.append(module.register_forward_hook(self._leave))
 
-    def _enter(self, name: str, *_: Any) -> None:
-        self.modules.append(name)
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        self.modules.append(self.names[module])
         self._begin()
 
-    def _leave(self, *_: Any) -> None:
+    def leave(self, *_: Any) -> None:
         self.modules.pop()
         if self.modules:
             self._begin()
 
     def _begin(self) -> None:
-        stretch = Stretch(self.modules[-1], torch.is_grad_enabled())
-        self.stretches.append(stretch)
+        self.stretches.append(Stretch(self.modules[-1]))
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
-        versions = [_version(each) for each in given]
+        versions = [each._version for each in given]
         # Before the call, in which autograd saves tensors.
         if self.stretches[-1].grad_enabled != torch.is_grad_enabled():
             self._begin()
+        stretch = self.stretches[-1]
         result = function(*args, **kwargs)
-        now = map(_version, given)
-        changed = [
-            each
-            for each, old, new in zip(given, versions, now, strict=True)
-            if old != new
-        ]
+        changed = []
+        for each, version in zip(given, versions, strict=True):
+            if each._version != version:
+                changed.append(each)
+                stretch.change(each)
         if changed or tensors_in(result):
             self.alive.append((args, kwargs, result))
-            for each in changed:
-                self.stretches[-1].change(each)
-            self.stretches[-1].append(function, args, kwargs, result)
+            stretch.append(function, args, kwargs, result)
         return result
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        self.stretches[-1].saved.update(storages([tensor]))
-        return tensor.detach()  # an output as it is would keep the graph alive
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def record(model: nn.Module, x: Tensor) -> list[Stretch]:
     """Run the model, and return its stretches in their order."""
     recorder = Recorder(model)
+    stretches = recorder.stretches
+    # Hooks of single modules would keep torch from its fast paths.
+    hooks = [
+        global_hooks.register_module_forward_pre_hook(recorder.enter),
+        global_hooks.register_module_forward_hook(recorder.leave),
+    ]
+    keep = saved_tensors_hooks(lambda x: stretches[-1].pack(x), lambda x: x)
     try:
-        with saved_tensors_hooks(recorder.pack, lambda tensor: tensor), recorder:
+        with keep, recorder:
             output = model(x)
     finally:
-        for hook in recorder.hooks:
+        for hook in hooks:
             hook.remove()
-    out = first_tensor(output)
+    return finish(stretches, output)
+
+
+def record_whole(model: nn.Module, x: Tensor) -> list[Stretch]:
+    """Return a model that cannot be cut as one stretch."""
+
+    def run(x: Tensor, *_: Tensor) -> Tensor:
+        return first_tensor(model(x))
+
+    stretch = Stretch("model")
+    with saved_tensors_hooks(stretch.pack, lambda x: x):
+        out = run(x)
+    stretch.append(run, (x, *model.parameters()), {}, out)
+    return finish([stretch], out)
+
+
+def finish(stretches: list[Stretch], output: Any) -> list[Stretch]:
+    """Return the stretches that compute something, with the gradients of the run."""
     used = set(map(id, tensors_in(output)))
-    for stretch in recorder.stretches:
+    for stretch in stretches:
         used |= set(map(id, stretch.inputs))
-    for stretch in recorder.stretches:
-        stretch.finish(used)
-    stretches = [each for each in recorder.stretches if each.results]
-    gradients: dict[int, Tensor] = {}
+    results = {}
+    for stretch in stretches:
+        for key in stretch.results.keys() - used:
+            del stretch.results[key]
+        results.update(stretch.results)
+    out = first_tensor(output)
+    gradients = {}
     if out.requires_grad:
-        results = {}
-        for stretch in stretches:
-            results.update(stretch.results)
-        results = {key: each for key, each in results.items() if each.requires_grad}
+        keys = [key for key in results if results[key].requires_grad]
         found = torch.autograd.grad(
             out,
-            list(results.values()),
+            [results[key] for key in keys],
             torch.randn_like(out),
             allow_unused=True,
             materialize_grads=True,
         )
-        gradients = dict(zip(results, found, strict=True))
-    for stretch in stretches:
-        stretch.detach(gradients)
-    return stretches
-
-
-def whole_stretch(model: nn.Module, x: Tensor) -> Stretch:
-    """Return the model as one stretch, for a model that cannot be cut."""
-    stretch = Stretch("", torch.is_grad_enabled())
-
-    def pack(tensor: Tensor) -> Tensor:
-        stretch.saved.update(storages([tensor]))
-        return tensor.detach()
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = first_tensor(model(x))
-    stretch.inputs = [x, *model.parameters()]
-    stretch.results = {id(out): out.detach()}
-    if out.requires_grad:
-        stretch.gradients = {id(out): torch.randn_like(out)}
-    stretch.run = lambda *_: [first_tensor(model(x))]
-    return stretch
+        gradients = dict(zip(keys, found, strict=True))
+    found_results = [each for each in stretches if each.results]
+    for stretch in found_results:
+        stretch.finish(gradients)
+    return found_results

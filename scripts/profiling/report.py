@@ -1,13 +1,11 @@
 """A profile as text: what to conclude from it, and the table behind that."""
 
-from lab.machine import in_one_line
-from lab.tables import markdown, number
+from lab.tables import markdown, number, seconds, share, si
 from lab.timing import Spread
 
 from .kernels import Recording
-from .measure import Profile, Row
+from .measure import Profile
 from .roofline import Rates
-from .units import seconds, share, si
 
 MODES = {
     "forward": "Forward",
@@ -33,26 +31,19 @@ Limit: what explains at least half of the time, which is computing, moving bytes
 attention, bytes the fewest possible. MFU (model FLOP utilization) divides FLOP/s by a peak."""
 
 
-def title(profile: Profile) -> str:
-    """Return the model and the settings in one line."""
-    attention = profile.recording.attention or "no fused"
-    return f"{profile.title}; {profile.settings.describe()}; {attention} attention"
-
-
 def report(profile: Profile) -> str:
-    heading = [in_one_line(profile.environment), title(profile), _rates(profile)]
-    sections = ["\n".join(heading), _summary(profile), _losses(profile)]
-    sections.append(_table(profile))
-    if profile.recording.kernels:
-        sections.append(kernel_table(profile.recording))
-    return "\n\n".join([*sections, _LEGEND])
-
-
-def _rates(profile: Profile) -> str:
-    line = f"Measured in the same rounds: {_pair(profile.rates)}"
+    rates = f"Measured in the same rounds: {_pair(profile.rates)}"
     if profile.datasheet is not None:
-        line += f"; datasheet: {_pair(profile.datasheet)}"
-    return line
+        rates += f"; datasheet: {_pair(profile.datasheet)}"
+    sections = [
+        f"{profile.machine}\n{profile.title}\n{rates}",
+        _summary(profile),
+        _losses(profile),
+        _table(profile),
+        kernel_table(profile.recording),
+        _LEGEND,
+    ]
+    return "\n\n".join(filter(None, sections))
 
 
 def _pair(rates: Rates) -> str:
@@ -67,17 +58,23 @@ def time_line(mode: str, took: Spread, tokens: int) -> str:
 
 
 def _summary(profile: Profile) -> str:
-    took, whole = profile.took, profile.whole
+    took, whole, recording = profile.took, profile.whole, profile.recording
     time = time_line(profile.settings.mode, took, profile.tokens)
-    lines = [f"{time}, {share(whole.least / whole.total)} of the roofline"]
-    lines.append(_mfu(profile))
-    if profile.unknown:
-        lines.append(f"FLOPs without {', '.join(profile.unknown)}: no formula")
+    rate = whole.flops / whole.total
+    mfu = f"MFU: {share(rate / profile.rates.flops)} of the matmul rate"
+    if profile.datasheet is not None:
+        mfu += f", {share(rate / profile.datasheet.flops)} of the datasheet"
     overhead = "unknown for a block of your own"
     if whole.overhead is not None:
         overhead = seconds(whole.overhead)
-    lines.append(f"Overhead, the same calls on a tiny input: {overhead}")
-    recording = profile.recording
+    memory = {**profile.memory, "kept for backward": whole.kept}
+    sizes = [f"{name} {si(size, 'B')}" for name, size in memory.items()]
+    lines = [
+        f"{time}, {share(whole.least / whole.total)} of the roofline",
+        mfu,
+        f"Overhead, the same calls on a tiny input: {overhead}",
+        f"Memory: {', '.join(sizes)}",
+    ]
     if recording.kernels:
         busy = recording.busy_seconds / took.median
         verdict = "launch-bound (below 80%)" if busy < 0.8 else "not launch-bound"
@@ -85,65 +82,36 @@ def _summary(profile: Profile) -> str:
             f"GPU: {recording.launches} kernels, copies and fills, "
             f"busy {share(busy)} of the time: {verdict}"
         )
-    if profile.compilation:
-        lines.append(f"Compilation: {profile.compilation}")
-        lines.append(
-            "The parts run in eager mode: below 0, rest is what compiling saves."
-        )
-    memory = {**profile.memory, "kept for backward": whole.kept}
-    sizes = [f"{name} {si(size, 'B')}" for name, size in memory.items()]
-    lines.append(f"Memory: {', '.join(sizes)}")
-    if profile.uncut:
-        lines.append(f"The model is one part, because a replay fails: {profile.uncut}")
-    if profile.noisy:
-        noisy = [f"{name} {share(width)}" for name, width in profile.noisy.items()]
-        lines.append(f"NOISY: {', '.join(noisy)} vary; close other programs")
-    return "\n".join(lines)
-
-
-def _mfu(profile: Profile) -> str:
-    rate = profile.whole.flops / profile.whole.total
-    text = f"MFU: {share(rate / profile.rates.flops)} of the matmul rate"
-    if profile.datasheet is not None:
-        text += f", {share(rate / profile.datasheet.flops)} of the datasheet"
-    return text
+    return "\n".join([*lines, *profile.notes])
 
 
 def _losses(profile: Profile) -> str:
     """Return the three rows that lose the most time, with what would help."""
-    whole = profile.whole.total
-    rows = {row.name: row for row in profile.rows}
-    rest = rows.pop("rest")
-
-    def lost(row: Row) -> float:
-        return row.total - row.least
-
+    compile = "" if profile.settings.compile else ", --compile"
+    rows = [row for row in profile.rows if row.name != "rest"]
+    rows.sort(key=lambda row: row.least - row.total)
     lines = ["Most time lost against the roofline:"]
-    for row in sorted(rows.values(), key=lost, reverse=True)[:3]:
-        advice = _ADVICE.get(row.name, _ADVICE.get(row.limit, ""))
-        hint = "" if profile.settings.compile else ", --compile"
-        advice = advice.format(compile=hint)
+    for row in rows[:3]:
+        lost = row.total - row.least
+        advice = _ADVICE.get(row.name) or _ADVICE[row.limit]
         lines.append(
-            f"  {row.name}: {seconds(lost(row))}, {share(lost(row) / whole)}; {advice}"
+            f"  {row.name}: {seconds(lost)}, {share(lost / profile.whole.total)}; "
+            + advice.format(compile=compile)
         )
-    if rest.total > 0.05 * whole and profile.exceeding:
-        more = [f"{name} {seconds(taken)}" for name, taken in profile.exceeding.items()]
-        lines.append(f"  rest: the whole exceeds its parts in {', '.join(more)}")
     return "\n".join(lines)
 
 
 def _table(profile: Profile) -> str:
-    passes = ["forward", "backward"] if profile.settings.train else []
-    columns = ["part", "count"]
-    columns += [f"{name} ms" for name in (*passes, "total")]
-    columns += ["varies", "share", "FLOP/s", "of roofline", "limit", "overhead", "kept"]
     lines = []
     for row in (*profile.rows, profile.whole):
-        times = [row.forward, row.backward] if passes else []
-        cells = [row.name, str(row.count) if row.count > 1 else ""]
-        cells += [number(1e3 * taken) for taken in (*times, row.total)]
-        cells.append("" if row.varies is None else share(row.varies))
-        cells.append(share(row.total / profile.whole.total))
+        cells = [
+            row.name,
+            str(row.count) if row.count > 1 else "",
+            number(1e3 * row.forward),
+            number(1e3 * row.total),
+            share(row.varies) if row.varies else "",
+            share(row.total / profile.whole.total),
+        ]
         if row.least and row.total > 0:
             rate = si(row.flops / row.total) if row.flops else ""
             cells += [rate, share(row.least / row.total), row.limit]
@@ -151,15 +119,14 @@ def _table(profile: Profile) -> str:
             cells += ["", "", ""]
         cells.append("" if row.overhead is None else seconds(row.overhead))
         lines.append([*cells, si(row.kept, "B")])
-    return markdown(columns, lines)
+    columns = ["part", "count", "forward ms", "total ms", "varies", "share", "FLOP/s"]
+    return markdown([*columns, "of roofline", "limit", "overhead", "kept"], lines)
 
 
 def kernel_table(recording: Recording) -> str:
-    """Return the kernels that take the longest."""
+    """Return the kernels that take the longest; nothing for a CPU."""
     rows = []
-    for kernel in recording.kernels[:10]:
-        of_busy = share(kernel.seconds / recording.busy_seconds)
-        rows.append(
-            [kernel.name[:70], str(kernel.count), number(1e3 * kernel.seconds), of_busy]
-        )
-    return markdown(["kernel", "calls", "ms", "share of GPU"], rows)
+    for name, (count, taken) in list(recording.kernels.items())[:10]:
+        of_busy = share(taken / recording.busy_seconds)
+        rows.append([name[:70], str(count), number(1e3 * taken), of_busy])
+    return markdown(["kernel", "calls", "ms", "share of GPU"], rows) if rows else ""

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from lab.machine import environment, in_one_line
+from lab.machine import environment
 from lab.sizes import PRESETS, Size
-from lab.tables import markdown, number
+from lab.tables import markdown, number, seconds, share, si
 from lab.timing import Spread, interleave, paired_ratio, wall_sampler
-
-from tinyblock import Block, Transformer
 
 META = torch.device("meta")
 
@@ -60,6 +58,16 @@ def test_numbers_have_three_digits_and_no_exponent():
     assert {value: number(value) for value in cases} == cases
 
 
+def test_units_follow_the_size_of_the_number():
+    assert [si(3.11e6, "B"), si(999.6), si(0.0, "B")] == ["3.11 MB", "1.00 k", "0 B"]
+    assert [seconds(2e-6), seconds(0.0123), seconds(1.5)] == [
+        "2.00 us",
+        "12.3 ms",
+        "1.50 s",
+    ]
+    assert [share(0.042), share(1.5)] == ["4.2%", "150%"]
+
+
 def test_markdown_aligns_text_left_and_numbers_right():
     assert markdown(["part", "ms"], [["a", "1.5"], ["attention", "22"]]) == (
         "| part      |  ms |\n"
@@ -83,19 +91,14 @@ def test_presets_have_the_parameters_of_their_models():
         assert num_layers * count + PRESETS[name].d_model == expected, name
 
 
-def test_size_builds_a_block_with_rope_or_a_stack():
-    block = Size(d_model=32, num_heads=2).build(META, torch.float32)
-    assert isinstance(block, Block)
-    assert block.attn.rope is not None
+def test_size_builds_a_stack():
     stack = Size(d_model=32, num_heads=2, num_layers=3).build(META, torch.float32)
-    assert isinstance(stack, Transformer)
     assert len(stack.layers) == 3
-    with pytest.raises(ValueError, match="d_model=32"):
-        Size(d_model=32, num_heads=5).build(META, torch.float32)
+    assert Size(2, 3).tokens == 6
 
 
 def test_environment_names_machine_versions_and_date():
-    line = in_one_line(environment(torch.device("cpu")))
+    line = environment(torch.device("cpu"))
     assert f"torch {torch.__version__}" in line
     assert f"{torch.get_num_threads()} of" in line
     assert line.count(";") == 2

@@ -17,8 +17,10 @@ def eager(monkeypatch):
 def test_table_has_tokens_per_second_of_each_candidate(monkeypatch):
     """The calls take 6, 9, 3, 3 and 0.5 seconds, for 4 tokens, or for all weights."""
     seconds = iter([6.0, 9.0, 3.0, 3.0, 0.5])
+    runs = []
 
     def sampler(run, least_seconds):
+        runs.append(run)
         taken = next(seconds)
         return lambda: taken
 
@@ -32,6 +34,8 @@ def test_table_has_tokens_per_second_of_each_candidate(monkeypatch):
         [1.33, 1.0, 1.5],
         [2.0, 0.67, 1.0],
     ]
+    weights = 49152 * 576 + 2 * 576 * (576 + 192) + 3 * 576 * 1536 + 3 * 576
+    assert runs[-1].__self__.shape == (weights,)
 
 
 def test_candidate_with_other_weights_is_not_timed(monkeypatch):

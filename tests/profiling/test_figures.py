@@ -1,14 +1,15 @@
 """Every figure of the report, calculated by hand from a clock that operations advance."""
 
 import dataclasses
-import json
+from itertools import cycle
 
 import profiling.measure
 import pytest
 import torch
 from lab.sizes import Size
+from profiling import roofline
+from profiling.kernels import Recording
 from profiling.measure import Settings, measure
-from profiling.plot import plot
 from profiling.report import report
 from profiling.roofline import Rates
 from torch import nn
@@ -18,14 +19,17 @@ CPU = torch.device("cpu")
 
 
 class Clock(TorchDispatchMode):
-    """A matmul takes 1 s, an update of AdamW 1.75 s, and everything else no time."""
+    """A matmul takes a tick, an update of AdamW 1.75 s, and everything else no time."""
 
-    now = 0.0
+    def __init__(self, tick, growth):
+        super().__init__()
+        self.now, self.tick, self.growth = 0.0, tick, growth
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._overloadpacket.__name__
         if name in ("mm", "addmm"):
-            self.now += 1.0
+            self.now += self.tick
+            self.tick *= self.growth
         if name == "addcdiv_":
             self.now += 1.75
         return function(*args, **(kwargs or {}))
@@ -66,50 +70,33 @@ def cells(text):
 def profile(monkeypatch):
     """Return a function that measures a model by the clock of its operations."""
 
-    def run(build=Stack, mode="train", noise=(), tiny=None, **settings):
-        clock = Clock()
-        rates = {"matmul": iter([1e-3, *noise] * 3), "memory copy": iter([1e-2] * 9)}
-        samplers = {name: values.__next__ for name, values in rates.items()}
+    def run(build=Stack, mode="train", matmul=(1e-3,), tiny=None, tick=1.0, growth=1.0):
+        clock = Clock(tick, growth)
+        samplers = {"matmul": cycle(matmul).__next__, "memory copy": lambda: 1e-2}
         monkeypatch.setattr(profiling.measure, "rate_samplers", lambda *_: samplers)
-        for module in ("passes", "kernels", "measure"):
-            monkeypatch.setattr(f"profiling.{module}.clock", lambda: clock.now)
-        monkeypatch.setattr("lab.timing.clock", lambda: clock.now)
-        monkeypatch.setattr(
-            profiling.measure, "short_sampler", lambda run: lambda: timed(clock, run)
-        )
-        chosen = Settings(CPU, torch.float32, mode, rounds=3, **settings)
-        with torch.set_grad_enabled(chosen.train), clock:
-            return measure(
-                lambda *_: build(),
-                (2, 5, 4),
-                "stack",
-                chosen,
-                tiny and (tiny, (1, 1, 4)),
-            )
+        for module in ("lab.timing", "profiling.passes"):
+            monkeypatch.setattr(f"{module}.clock", lambda: clock.now)
+        settings = Settings(CPU, torch.float32, mode, rounds=3)
+        with torch.set_grad_enabled(settings.train), clock:
+            return measure((lambda *_: build(), (2, 5, 4)), "stack", settings, tiny)
 
     return run
 
 
-def timed(clock, run):
-    start = clock.now
-    run()
-    return clock.now - start
-
-
 def test_times_are_sums_of_all_copies_and_add_up(profile):
-    rows = cells(report(profile()))
-    up = {"forward ms": "2000", "backward ms": "4000", "total ms": "6000"}
+    rows = cells(report(profile(tick=1e-4)))
+    up = {"forward ms": "0.200", "total ms": "0.600"}
     assert list(rows) == [
         *("layers.*.up", "layers.*.down", "layers.*", "rest", "the whole")
     ]
     assert rows["layers.*.up"].items() >= {**up, "share": "50.0%", "count": "2"}.items()
-    whole = {"forward ms": "4000", "backward ms": "8000", "total ms": "12000"}
+    whole = {"forward ms": "0.400", "total ms": "1.20"}
     assert rows["the whole"].items() >= {**whole, "share": "100%"}.items()
-    assert rows["rest"]["total ms"] == rows["layers.*"]["total ms"] == "0"
-    assert rows["layers.*.up"]["varies"] == "0.0%"
+    assert rows["layers.*"].items() >= {"total ms": "0", "count": "2"}.items()
+    assert abs(float(rows["rest"]["total ms"])) < 1e-6
 
 
-def test_rest_is_what_the_parts_leave(profile):
+def test_rest_is_what_the_parts_leave(profile, monkeypatch):
     class Hidden(nn.Module):
         def __init__(self):
             super().__init__()
@@ -121,15 +108,20 @@ def test_rest_is_what_the_parts_leave(profile):
             assert lost.shape
             return self.layer(x)
 
-    rows = cells(report(profile(Hidden)))
-    assert rows["rest"]["forward ms"] == "1000"
-    assert rows["rest"]["backward ms"] == "0"
-    assert rows["rest"]["total ms"] == "1000"
-    assert rows["rest"]["share"] == "14.3%"
+    recorded = [
+        Recording("flash", {}, operations, {}, 0)
+        for operations in ({"mm": 3 * 10**9, "add": 10**9}, {"mm": 10**9})
+    ]
+    monkeypatch.setattr(profiling.measure, "record_run", lambda *_: recorded.pop(0))
+    text = report(profile(Hidden))
+    rest = {"forward ms": "1000", "total ms": "1000", "share": "14.3%"}
+    assert cells(text)["rest"].items() >= rest.items()
+    assert "rest: the whole exceeds its parts in mm 2.00 s, add 1.00 s" in text
 
 
 def test_rates_roofline_and_mfu(profile):
-    text = report(profile())
+    measured = profile()
+    text = report(measured)
     row = cells(text)["layers.*.up"]
     # Two layers, three matmuls of 10 tokens: 2 * 3 * 2 * 10 * 4 * 8 FLOPs in 6 s.
     assert row["FLOP/s"] == "640"
@@ -139,7 +131,20 @@ def test_rates_roofline_and_mfu(profile):
     assert row["limit"] == "memory"
     assert "matmul 1.00 kFLOP/s, memory copy 100 B/s" in text
     assert "MFU: 64.0% of the matmul rate" in text
-    assert "backward: 12.0 s (p20 to p80: 12.0 s to 12.0 s), 0.833 tokens/s, " in text
+    line = "backward: 12.0 s (p20 to p80: 12.0 s to 12.0 s), 0.833 tokens/s"
+    least = sum(row.least for row in measured.rows)
+    assert f"{line}, {least / 12:.0%} of the roofline" in text
+
+
+def test_views_move_nothing_and_unknown_operations_are_named(profile):
+    class Vector(Layer):
+        def forward(self, x):
+            return super().forward(x) + (x @ self.up.weight[0])[..., None]
+
+    stack = [nn.Unflatten(-1, (2, 2)), nn.Flatten(-2), Vector()]
+    measured = profile(lambda: nn.Sequential(*stack))
+    assert [row.bytes for row in measured.rows[:2]] == [0, 0]
+    assert "FLOPs without aten.mv: no formula" in report(measured)
 
 
 def test_frozen_weights_have_no_pass(profile):
@@ -153,6 +158,7 @@ def test_frozen_weights_have_no_pass(profile):
     row = next(row for row in measured.rows if row.name == "layers.*.up")
     assert row.flops == 2 * 2 * 640
     assert measured.whole.flops == 2 * (2 + 3) * 640
+    assert measured.memory["parameters"] == 512
     assert measured.memory["gradients"] == 2 * 128
     assert "MFU: 64.0% of the matmul rate" in report(measured)  # 6,400 FLOPs in 10 s
 
@@ -168,11 +174,11 @@ def test_memory_counts_buffers_weights_and_what_is_kept(profile):
     text = report(measured)
     assert "parameters 512 B, buffers 400 B, gradients 512 B, AdamW 1.02 kB" in text
     rows = cells(text)
-    # up keeps x, relu its result, which down keeps too.
-    assert [rows[f"layers.*{name}"]["kept"] for name in (".up", "", ".down")] == [
-        *("320 B", "640 B", "0 B")
-    ]
+    # up keeps x, and down keeps the result of relu, which relu keeps, too.
+    kept = {name.removeprefix("layers.*"): row["kept"] for name, row in rows.items()}
+    assert (kept[".up"], kept[".down"], kept[""]) == ("320 B", "640 B", "0 B")
     assert rows["the whole"]["kept"] == "960 B"
+    assert "kept for backward 960 B" in text
 
 
 def test_adamw_is_a_row_and_no_part_of_mfu_flops(profile):
@@ -187,10 +193,22 @@ def test_adamw_is_a_row_and_no_part_of_mfu_flops(profile):
     assert "MFU: 40.4%" in report(measured)  # 7,680 FLOPs in 19 s
 
 
+def test_gpu_idle_is_the_time_without_a_kernel(profile, monkeypatch):
+    recording = Recording("flash", {"k": (3, 8.0), "l": (1, 2.0)}, {}, {}, 0)
+    monkeypatch.setattr(profiling.measure, "record_run", lambda *_: recording)
+    text = report(profile())
+    assert "GPU: 4 kernels, copies and fills, busy 83.3% of the time: not" in text
+    parts, kernels = text.split("| kernel ")
+    rows = cells(parts)
+    assert rows["GPU idle"]["total ms"] == "2000"
+    assert rows["rest"]["total ms"] == "-2000"
+    taken = {"calls": "3", "ms": "8000", "share of GPU": "80.0%"}
+    assert cells(f"| kernel {kernels}")["k"].items() >= taken.items()
+
+
 def test_forward_alone_has_no_backward(profile):
     text = report(profile(mode="forward"))
     rows = cells(text)
-    assert "backward ms" not in rows["rest"]
     assert rows["the whole"]["total ms"] == "4000"
     assert rows["layers.*.up"]["FLOP/s"] == "640"
     assert {row["kept"] for row in rows.values()} == {"0 B"}
@@ -198,20 +216,37 @@ def test_forward_alone_has_no_backward(profile):
 
 
 def test_overhead_is_known_for_a_tiny_model_alone(profile):
-    measured = profile(tiny=lambda *_: Stack())
+    measured = profile(tiny=(lambda *_: Stack(), (1, 1, 4)))
     rows = cells(report(measured))
-    assert rows["layers.*.up"]["overhead"] == "6.00 s"
     assert rows["the whole"]["overhead"] == "12.0 s"
+    assert measured.rows[0].overhead == 6.0
+    measured.rows[0].overhead = 2.0
+    assert cells(report(measured))["layers.*.up"]["overhead"] == "2.00 s"
     assert "tiny input: 12.0 s" in report(measured)
     text = report(profile())
     assert "unknown for a block of your own" in text
     assert cells(text)["the whole"]["overhead"] == ""
 
 
-def test_noise_of_a_rate_is_named(profile):
-    assert "NOISY" not in report(profile())
-    text = report(profile(noise=(2e-3, 3e-3)))
+def test_noise_of_rates_and_rows_is_named(profile):
+    measured = profile()
+    assert "NOISY" not in report(measured)
+    measured.rows[0].varies = 0.25
+    assert cells(report(measured))["layers.*.up"]["varies"] == "25.0%"
+    text = report(profile(matmul=(1e-3, 2e-3, 3e-3)))
     assert "NOISY: matmul 60.0% vary" in text
+    assert "matmul 500 FLOP/s" in text
+    [line] = [line for line in profile(growth=1.01).notes if "NOISY" in line]
+    assert "layers.*.up" in line
+    assert "the whole" in line
+    assert "layers.* " not in line
+
+
+def test_rates_count_two_flops_per_product_and_two_bytes_per_copy(monkeypatch):
+    monkeypatch.setattr(roofline, "wall_sampler", lambda run, **_: lambda: 1.0)
+    samplers = roofline.rate_samplers(CPU, torch.float32)
+    rates = Rates.of({name: [sample()] for name, sample in samplers.items()})
+    assert rates == Rates(2 * 1024**3, 2 * 2**27)
 
 
 def test_advice_follows_the_measured_cause(profile):
@@ -219,6 +254,12 @@ def test_advice_follows_the_measured_cause(profile):
     assert "waits for memory: fusion, --compile" in report(measured)
     for row in measured.rows:
         row.bytes = 0
+        row.compare(Rates(1e3, 1e9))
+    # 3,840 FLOPs take 3.84 of 6 s.
+    lost = "layers.*.up: 2.16 s, 18.0%; it computes at the matmul rate"
+    text = report(measured)
+    assert text.index(lost) < text.index("  layers.*: ")
+    for row in measured.rows:
         row.compare(Rates(1e9, 1e9))
     slow = report(measured)
     assert cells(slow)["layers.*.up"]["limit"] == "kernel"
@@ -226,6 +267,7 @@ def test_advice_follows_the_measured_cause(profile):
     measured.rows[0].flops, measured.rows[0].overhead = 10, 5.0
     measured.rows[0].compare(Rates(1e9, 1e9))
     assert measured.rows[0].limit == "overhead"
+    assert measured.rows[0].least == 10 / 1e9
     compiled = dataclasses.replace(measured.settings, compile=True)
     text = report(dataclasses.replace(measured, settings=compiled))
     assert "calls take longer than its work" in text
@@ -236,31 +278,10 @@ def test_causal_attention_needs_the_scores_of_earlier_keys(profile):
     size = Size(2, 5, 32, 4, 2, d_head=16, d_ff=24)
     chosen = Settings(CPU, torch.float32, rounds=1)
     with torch.set_grad_enabled(True):
-        measured = measure(size.build, size.shape, "block", chosen)
+        measured = measure((size.build, size.shape), "block", chosen)
     flops = {row.name: row.flops / 3 for row in measured.rows}
     # For each head, query, and key that is not later: two matmuls of d_head.
     assert flops["attn"] == 4 * 2 * 4 * (5 * 6 // 2) * 16
     assert flops["attn.k_proj"] == 2 * 10 * 32 * 32
-    names = [
-        *("ln1", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.rope", "attn"),
-        *(
-            "attn.output_proj",
-            "ln2",
-            "ffn.w1",
-            "ffn.w3",
-            "ffn",
-            "ffn.w2",
-            "sums",
-            "rest",
-        ),
-    ]
-    assert list(flops) == names
-
-
-def test_picture_and_json_have_the_figures(profile, tmp_path):
-    measured = profile()
-    plot(measured, tmp_path / "p.png")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    read = json.loads(json.dumps(dataclasses.asdict(measured), default=str))
-    assert read["whole"]["total"] == 12.0
-    assert read["rows"][0]["limit"] == "memory"
+    first = "ln1 attn.q_proj attn.k_proj attn.v_proj attn.rope attn attn.output_proj"
+    assert list(flops) == f"{first} ln2 ffn.w1 ffn.w3 ffn ffn.w2 sums rest".split()
