@@ -7,6 +7,8 @@ from lab.sizes import PRESETS, Size
 from lab.tables import markdown, number, seconds, share, si
 from lab.timing import Spread, interleave, paired_ratio, wall_sampler
 
+from tinyblock import Transformer
+
 META = torch.device("meta")
 
 
@@ -92,7 +94,9 @@ def test_presets_have_the_parameters_of_their_models():
 
 
 def test_size_builds_a_stack():
-    stack = Size(d_model=32, num_heads=2, num_layers=3).build(META, torch.float32)
+    size = Size(d_model=32, num_heads=2, num_layers=3)
+    stack = size.build(META, torch.float32)
+    assert isinstance(stack, Transformer)
     assert len(stack.layers) == 3
     assert Size(2, 3).tokens == 6
 

@@ -135,12 +135,12 @@ def test_what_is_timed_are_outputs_or_gradients(train, runs):
     case = dataclasses.replace(TRAINING, train=train)
     Reference(case, CPU).compare(own.control, rounds=1)
     block, x = own.make_block(SIZE, torch.float32, CPU)
-    expected = [block(x.requires_grad_())]
+    out = block(x.requires_grad_())
+    expected: tuple[torch.Tensor, ...] = (out,)
     if train:
         torch.manual_seed(1)
         leaves = [x, *block.parameters()]
-        gradient = torch.randn_like(expected[0])
-        expected = torch.autograd.grad(expected[0], leaves, gradient)
+        expected = torch.autograd.grad(out, leaves, torch.randn_like(out))
     for timed in runs:
         for result, value in zip(timed(), expected, strict=True):
             torch.testing.assert_close(result, value)
