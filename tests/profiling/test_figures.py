@@ -170,7 +170,8 @@ def test_memory_counts_buffers_weights_and_what_is_kept(profile):
     assert measured.memory["gradients"] == 512
     assert measured.memory["AdamW"] == 1024
     held = 512 + 400 + 1024 + 160
-    assert held + 512 < measured.memory["peak"] < held + 512 + 3000
+    # Gradients of weights, what is kept, and at most two of the gradients on the way.
+    assert 0 <= measured.memory["peak"] - held - 512 - 960 <= 2 * 320
     text = report(measured)
     assert "parameters 512 B, buffers 400 B, gradients 512 B, AdamW 1.02 kB" in text
     rows = cells(text)
