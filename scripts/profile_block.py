@@ -82,7 +82,7 @@ def options() -> argparse.ArgumentParser:
     add("--device", choices=devices, default=devices[0], help=text)
     text = "set the dtype (default: bfloat16 on cuda, float32 on cpu)"
     add("--dtype", choices=DTYPES, help=text)
-    text = "run forward, with backward (train), and with AdamW (step; default: train)"
+    text = "run forward, forward and backward (train), or both and AdamW (step; default: train)"
     add("--mode", choices=MODES, default="train", help=text)
     text = "compile the model; the parts stay eager"
     add("--compile", action="store_true", help=text)
@@ -192,7 +192,7 @@ def users_build(name: str, shape: tuple[int, int, int]) -> Build:
     except (RuntimeError, ValueError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(
-            f"--block fails for x of shape {shape}, set --d-model: {reason}"
+            f"--block must accept x of shape {shape}, got {reason}: set --d-model"
         ) from error
     return lambda device, dtype: build().to(device, dtype)
 

@@ -68,7 +68,7 @@ def causal_multi_head_self_attention(
     """Project to heads, attend causally in each, and project back (3.2.2).
 
     The rows of `wq`, `wk` and `wv`, and the columns of `wo`, are ordered (heads
-    d_head). If `wk` has fewer heads than `wq`, consecutive query heads share a key head.
+    d_head). If `wk` has fewer heads than `wq`, consecutive query heads share a KV head.
     """
     d_head = len(wq) // num_heads
     group = len(wq) // len(wk)
@@ -108,9 +108,9 @@ class CausalMultiHeadSelfAttention(nn.Module):
 
     Raises:
         ValueError: an argument is out of range or inconsistent; token_positions are
-            passed without a rope; a mask is not bool or has another shape; the result
-            of `rope` has a shape different from its input.
-        EinopsError: token_positions have another number of tokens than `x`.
+            passed without a rope; a mask is not bool, or does not broadcast in exactly
+            one way; the result of `rope` has a shape different from its input.
+        EinopsError: the number of token_positions is different from the tokens of `x`.
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class CausalMultiHeadSelfAttention(nn.Module):
             num_kv_heads = num_heads
         if min(d_model, num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
             raise ValueError(
-                f"num_heads={num_heads} must be a positive multiple of "
-                f"num_kv_heads={num_kv_heads}, and d_model={d_model} must be positive"
+                f"num_heads must be a positive multiple of num_kv_heads={num_kv_heads}, "
+                f"and d_model positive, got num_heads={num_heads}, d_model={d_model}"
             )
         if d_head is None:
             if d_model % num_heads:
                 raise ValueError(
-                    f"d_model={d_model} must be a multiple of num_heads={num_heads}: "
-                    "change one of them, or pass d_head"
+                    f"d_model must be a multiple of num_heads={num_heads}, got "
+                    f"d_model={d_model}: change one of them, or pass d_head"
                 )
             d_head = d_model // num_heads
         if d_head < 1:

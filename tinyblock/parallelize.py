@@ -64,7 +64,7 @@ def parallelize(
     same seed on every rank, or build the model on "meta", call `to_empty(device=...)`
     afterwards, and load the weights by `set_model_state_dict` with the options
     `full_state_dict=True` and `broadcast_from_rank0=True`. Create the optimizer after
-    this call. Add LoRA before it, and use only "dp". Do not call `reset_parameters` after
+    this call. If you use LoRA, add it before, and use only "dp". Do not call `reset_parameters` after
     it: on a CPU, ranks along "tp" would draw the same numbers for their parts.
 
     Raises:
@@ -233,7 +233,9 @@ def _require_rules(model: nn.Module, rules: set[str]) -> None:
     for name, _ in model.named_parameters():
         owner, _, kind = _in_block(name).rpartition(".")
         if owner not in rules or kind not in ("weight", "bias"):
-            raise ValueError(f"no rule splits {name} over 'tp': use only 'dp'")
+            raise ValueError(
+                f"parameters must have a rule for 'tp', got {name}: use only 'dp'"
+            )
 
 
 def _require_equal_shares(block: Any, processes: int) -> None:

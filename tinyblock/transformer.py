@@ -72,7 +72,8 @@ class Transformer(nn.Module):
         if rope is None and theta is not None:
             if d_head is None and d_model % num_heads:
                 raise ValueError(
-                    f"num_heads={num_heads} must divide d_model={d_model}: pass d_head"
+                    f"d_model must be a multiple of num_heads={num_heads}, got "
+                    f"d_model={d_model}: change one of them, or pass d_head"
                 )
             d_k = d_model // num_heads if d_head is None else d_head
             rope = RotaryPositionalEmbedding(theta, d_k, max_seq_len, device=device)

@@ -86,7 +86,7 @@ def typecheck(target: _Target) -> _Target:
     if not isinstance(target, (ModuleType, type)):
         if not _is_checkable(target):
             raise TypeError(
-                f"pass a module, a class or an annotated function, got {target!r}"
+                f"target must be a module, a class, or an annotated function, got {target!r}"
             )
         return _checked_once(target)
     functions = list(_annotated_functions(target))

@@ -23,7 +23,7 @@ def profile(size: Size, settings: Settings, *, dp: int, tp: int) -> None:
     """Measure on all processes, and print the report on the first one.
 
     Raises:
-        ValueError: the model cannot be split so.
+        ValueError: the model cannot be split in this way.
     """
     if size.batch_size % dp:
         raise ValueError(

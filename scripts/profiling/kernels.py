@@ -46,8 +46,8 @@ def record_run(run: Run, trace: Path | None = None) -> Recording:
     """Profile one run after a warm-up, and write its Chrome trace.
 
     Call this after all timings: launches stay slower once a profiler has run. A session
-    of torch.profiler may lose its first kernels (pytorch issue 192021); they are those of
-    the warm-up.
+    of torch.profiler may lose its first kernels (pytorch issue 192021), so a warm-up runs
+    first.
     """
     with profile(schedule=_SCHEDULE, profile_memory=True) as session:
         for _ in range(2):

@@ -121,6 +121,7 @@ class Subject:
             notes.append(f"The model is one part, because a replay fails: {error!r}")
             self.stretches = record_whole(self.model, self.x)
         self.parts = parts_of(self.stretches, self.model)
+        self.gradient = torch.randn_like(first_tensor(self.model(self.x)))
         self.weights = [each for each in self.model.parameters() if each.requires_grad]
         self.step: Run = lambda: None
         if settings.mode == "step":
@@ -135,7 +136,7 @@ class Subject:
         self.clear()
         out = first_tensor(self.model(self.x))
         if out.requires_grad:
-            out.backward(torch.ones_like(out))
+            out.backward(self.gradient)
         self.step()
 
     def clear(self) -> None:
@@ -246,6 +247,7 @@ def measure(
     if rows["rest"].total > 0.05 * whole.total:
         more = Counter(recording.operations) - Counter(covered.operations)
         named = [f"{name} {seconds(1e-9 * ns)}" for name, ns in more.most_common(3)]
+        named = named or ["no operation"]
         notes.append(f"rest: the whole exceeds its parts in {', '.join(named)}")
     return Profile(
         title=f"{title}; {settings.describe()}; {recording.attention} attention",

@@ -13,12 +13,12 @@ MODES = {
     "step": "Forward, backward and AdamW",
 }
 _ADVICE = {
-    "compute": "it computes at the matmul rate: smaller sizes or fewer bits help",
-    "memory": "it waits for memory: fusion{compile} or more tokens per weight help",
-    "overhead": "its calls take longer than its work: more tokens{compile} help",
-    "kernel": "neither computing nor memory explains it: its kernels are slow",
+    "compute": "it computes at the matmul rate, so smaller sizes or fewer bits help",
+    "memory": "it waits for memory, so fusion{compile} or more tokens per weight help",
+    "overhead": "its calls take longer than its work, so more tokens{compile} help",
+    "kernel": "its kernels are slow or, in a block of your own, its calls take long",
     "AdamW": "AdamW(fused=True) or more tokens per step help",
-    "GPU idle": "launching takes too long: more tokens{compile} or CUDA graphs help",
+    "GPU idle": "launching takes too long, so more tokens{compile} or CUDA graphs help",
 }
 _LEGEND = """\
 A part is what one module does itself, without its children: `attn` is the attention kernel and
@@ -27,8 +27,9 @@ Varies: p20 to p80 of the total, divided by the median. Rest: what no part takes
 parts take longer by themselves. Of roofline: the least time, which is max(FLOP / matmul rate,
 bytes / memory copy rate), divided by the measured time; above 100%, data came from a cache.
 Limit: what explains at least half of the time, which is computing, moving bytes, or overhead
-(the same calls on a tiny input); otherwise the kernels are slow. FLOPs are those of matmuls and
-attention, bytes the fewest possible. MFU (model FLOP utilization) divides FLOP/s by a peak."""
+(the same calls on a tiny input); otherwise the kernels are slow. FLOPs count matmuls and
+attention only. Bytes are the fewest that a part can move. MFU (model FLOP utilization) divides
+FLOP/s by a peak."""
 
 
 def report(profile: Profile) -> str:

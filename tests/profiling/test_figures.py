@@ -252,7 +252,7 @@ def test_rates_count_two_flops_per_product_and_two_bytes_per_copy(monkeypatch):
 
 def test_advice_follows_the_measured_cause(profile):
     measured = profile()
-    assert "waits for memory: fusion, --compile" in report(measured)
+    assert "waits for memory, so fusion, --compile" in report(measured)
     for row in measured.rows:
         row.bytes = 0
         row.compare(Rates(1e3, 1e9))

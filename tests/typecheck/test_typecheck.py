@@ -161,7 +161,7 @@ def test_typecheck_decorates_functions_and_classes():
 
 @pytest.mark.parametrize("mistake", ["layers", len, staticmethod(len), lambda x: x])
 def test_typecheck_says_what_to_pass(mistake):
-    with pytest.raises(TypeError, match=r"pass a module, a class or an .*, got <?"):
+    with pytest.raises(TypeError, match=r"target must be a .*, got <?"):
         typecheck(mistake)
 
 
