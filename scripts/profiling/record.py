@@ -86,7 +86,7 @@ class Stretch:
         return self._run(*self.inputs)
 
     def backward(self, results: list[Tensor]) -> tuple[Tensor | None, ...]:
-        outs = dict(zip(self.results, results, strict=True))
+        outs = dict(zip(self.results, results, strict=False))
         # A result that a later call changes may need no gradient yet.
         keys = [key for key in self.gradients if outs[key].requires_grad]
         if not keys:
