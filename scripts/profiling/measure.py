@@ -129,7 +129,7 @@ class Subject:
             self.step = AdamW(self.weights, lr=0.0).step
 
     def run(self, train: bool) -> None:
-        """Run forward alone, or all passes. Gradients stay until the next run."""
+        """Run forward alone, or all passes. AdamW's gradients stay until the next run."""
         if not train:
             self.model(self.x)
             return
@@ -138,6 +138,8 @@ class Subject:
         if out.requires_grad:
             out.backward(self.gradient)
         self.step()
+        if self.settings.mode == "train":
+            self.clear()
 
     def clear(self) -> None:
         for leaf in (self.x, *self.weights):
