@@ -10,6 +10,8 @@ import pytest
 import torch
 from compare_peers import Case, Reference, Size
 from peers import own, projects
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import checkpoint
 
 SIZE = Size(2, 5, d_model=32, num_heads=4, d_ff=48, num_kv_heads=2)
 TRAINING = Case("tiny", SIZE, torch.float32, train=True, mode="eager")
@@ -109,16 +111,18 @@ def test_one_token_is_the_median_of_processes(run, monkeypatch):
         for block in (4e-3, 1e-3, 3e-3, 5e-3, 2e-3)
     ]
     others = {"errors": {"outputs": 0.0}, "block_kept": 3 * 2**20, "peer_kept": 2**19}
-    printed = iter([json.dumps({"control": {**each, **others}}) for each in results])
 
     def process(command):
         assert command[-3:] == ["--cases", TOKEN, "--json"]
-        return next(printed)
+        failed = "ValueError()" if len(results) == 3 else {**results[0], **others}
+        return json.dumps(
+            {"control": {**results.pop(0), **others}, "unchecked": failed}
+        )
 
     monkeypatch.setattr(compare_peers.subprocess, "check_output", process)
     monkeypatch.setattr(compare_peers, "PROCESSES", 5)
-    _, output = run("--cases", TOKEN, "--peers", "control")
-    assert cells(output, TOKEN) == ["1.50 (0.50-2.50)"]
+    _, output = run("--cases", TOKEN, "--peers", "control,unchecked")
+    assert cells(output, TOKEN) == ["1.50 (0.50-2.50)", "failed"]
     details = ["3.00", "2.00", "0e+00", "3.0", "0.5"]
     assert cells(output, f"{TOKEN}: control") == details
 
@@ -141,8 +145,12 @@ def test_what_is_timed_are_outputs_or_gradients(train, runs):
         torch.manual_seed(1)
         leaves = [x, *block.parameters()]
         expected = torch.autograd.grad(out, leaves, torch.randn_like(out))
+    called = []
     for timed in runs:
-        for result, value in zip(timed(), expected, strict=True):
+        with register_module_forward_hook(lambda *args: called.append(type(args[0]))):
+            results = timed()
+        assert called.pop() is type(block)
+        for result, value in zip(results, expected, strict=True):
             torch.testing.assert_close(result, value)
 
 
@@ -161,6 +169,19 @@ def test_pattern_without_a_match_lists_the_names(option, run, capsys):
         run(option, "*,typo")
     listed = "train-f32-768-eager" if option == "--cases" else "control"
     assert f"'typo' matches none of: {listed}" in capsys.readouterr().err
+
+
+def test_kept_bytes_are_those_of_each():
+    def frugal(block):
+        peer = own.control(block)
+        layer = peer.layers["Block"]
+        return own.Peer(
+            peer.parameters,
+            {"Block": lambda x: checkpoint(layer, x, use_reentrant=False)},
+        )
+
+    result = Reference(TRAINING, CPU).compare(frugal, rounds=1)
+    assert result.peer_kept < result.block_kept
 
 
 def test_kept_bytes_count_each_storage_once_and_no_weight():
