@@ -126,8 +126,10 @@ def output(text: str) -> Path:
 def size_of(arguments: argparse.Namespace) -> Size:
     """Return the preset's size with the numbers that were typed."""
     size = PRESETS.get(arguments.preset, Size())
-    values = {name: getattr(arguments, name) for name in (*USERS_SIZES, *OWN_SIZES)}
-    typed = {name: value for name, value in values.items() if value is not None}
+    names = (*USERS_SIZES, *OWN_SIZES)
+    typed = {
+        name: getattr(arguments, name) for name in names if getattr(arguments, name)
+    }
     changed = replace(size, **typed)
     if (changed.d_model, changed.num_heads) != (size.d_model, size.num_heads):
         # The preset's others belong to another width.
@@ -145,6 +147,10 @@ def profile(arguments: argparse.Namespace, size: Size, settings: Settings) -> No
     if processes > 1:
         if files or arguments.block:
             raise ValueError("--block, --json, --plot and --trace require one process")
+        if size.batch_size % arguments.dp:
+            raise ValueError(
+                f"--batch-size must be a multiple of --dp, got {size.batch_size}"
+            )
         from profiling import distributed  # takes seconds to import
 
         distributed.profile(size, settings, dp=arguments.dp, tp=arguments.tp)
@@ -155,7 +161,7 @@ def profile(arguments: argparse.Namespace, size: Size, settings: Settings) -> No
     if arguments.plot:
         from profiling.plot import plot  # matplotlib is optional
     if arguments.block:
-        build = users_build(arguments.block, size.shape)
+        build = users_build(arguments.block, size.shape, settings)
         batch, seq, d_model = size.shape
         title = f"{arguments.block}: {batch} x {seq} tokens, d_model {d_model}"
         tiny = None
@@ -170,7 +176,7 @@ def profile(arguments: argparse.Namespace, size: Size, settings: Settings) -> No
         plot(measured, arguments.plot)
 
 
-def users_build(name: str, shape: tuple[int, int, int]) -> Build:
+def users_build(name: str, shape: tuple[int, int, int], settings: Settings) -> Build:
     """Return how to build a user's model; raise a ValueError if it cannot be called."""
     module, _, function = name.partition(":")
     try:
@@ -185,10 +191,9 @@ def users_build(name: str, shape: tuple[int, int, int]) -> Build:
         raise ValueError(
             f"--block must name a function that returns a model, got {kind} {name}"
         )
-    model = build()
-    weights = [*model.parameters(), torch.empty(0)]
+    device, dtype = settings.device, settings.dtype
     try:
-        model(torch.randn(shape, device=weights[0].device).to(weights[0].dtype))
+        build().to(device, dtype)(torch.randn(shape, device=device, dtype=dtype))
     except (RuntimeError, ValueError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(

@@ -1,7 +1,7 @@
 """What torch.profiler sees of a run: kernels, attention, collectives, memory."""
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import methodcaller
@@ -56,28 +56,27 @@ def record_run(run: Run, trace: Path | None = None) -> Recording:
             session.step()
     if trace is not None:
         session.export_chrome_trace(str(trace))
-    kernels = defaultdict(list)
-    operations: Counter[str] = Counter()
     names: Counter[str] = Counter()
+    kernels: Counter[str] = Counter()  # in ns, because a Counter has integers
+    operations: Counter[str] = Counter()
+    own_time = "self_cpu_time_total"
+    if torch.cuda.is_initialized():
+        own_time = "self_device_time_total"
     for event in session.events() or []:
-        names[event.name] += 1
         if event.device_type.name == "CUDA" and not event.is_user_annotation:
-            kernels[event.name].append(event.time_range.elapsed_us() * 1e-6)
+            kernels[event.name] += round(1e3 * event.time_range.elapsed_us())
         elif event.name.startswith("aten::"):
-            taken = event.self_device_time_total or event.self_cpu_time_total
-            operations[event.name] += round(taken * 1e3)
+            operations[event.name] += round(1e3 * getattr(event, own_time))
+        names[event.name] += 1
     attention = re.search(r"scaled_dot_product_(\w+?)_attention", " ".join(names))
-    longest = sorted(kernels, key=lambda name: -sum(kernels[name]))
     # The peak is that of the running sum of allocations and releases.
     memory = session.profiler.kineto_results.events()
     changes = [event for event in memory if event.name() == "[memory]"]
-    changes.sort(
-        key=methodcaller("start_ns")
-    )  # those of the same time keep their order
+    changes.sort(key=methodcaller("start_ns"))  # equal times keep their order
     sizes = map(methodcaller("nbytes"), changes)
     return Recording(
         attention=attention[1] if attention else "no fused",
-        kernels={name: (len(kernels[name]), sum(kernels[name])) for name in longest},
+        kernels={name: (names[name], 1e-9 * ns) for name, ns in kernels.most_common()},
         operations=dict(operations),
         collectives={name: names[name] for name in names if name.startswith("c10d::")},
         peak_added_bytes=max(accumulate(sizes, initial=0)),

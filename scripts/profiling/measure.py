@@ -12,7 +12,7 @@ from typing import Any
 import einops
 import torch
 from lab.machine import environment
-from lab.tables import seconds, share
+from lab.tables import seconds, share, si
 from lab.timing import Run, Spread, clock, interleave, wall_sampler
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -119,6 +119,8 @@ class Subject:
                 stretch.backward(stretch.forward())
         except Exception as error:  # from any model, in any of its operations
             notes.append(f"The model is one part, because a replay fails: {error!r}")
+            self.stretches = []  # which frees the memory of the attempt
+        if not self.stretches:
             self.stretches = record_whole(self.model, self.x)
         self.parts = parts_of(self.stretches, self.model)
         self.gradient = torch.randn_like(first_tensor(self.model(self.x)))
@@ -163,12 +165,13 @@ class Subject:
         counters.clear()
         self.model = torch.compile(self.model, dynamic=False)
         start = clock()
-        self.model(self.x)
+        self.run(self.settings.train)
         took = clock() - start
-        breaks = ", ".join(counters["graph_break"]) or "none"
+        breaks = [each.splitlines()[0] for each in counters["graph_break"]]
         graphs = counters["stats"]["unique_graphs"]
         return (
-            f"Compilation: {took:.1f} s, graphs: {graphs}, breaks: {breaks}\n"
+            f"Compilation: {took:.1f} s, graphs: {graphs}, "
+            f"breaks: {', '.join(breaks) or 'none'}\n"
             "The parts run in eager mode: below 0, rest is what compiling saves."
         )
 
@@ -204,21 +207,25 @@ def measure(
     """
     torch.manual_seed(0)
     device = settings.device
+    on_gpu = device.type == "cuda"
     notes: list[str] = []
     subject = Subject(sized, settings, notes)
     rows = add_work(subject, notes)
     if settings.compile:
         notes.append(subject.compile())
     samplers: dict[str, Any] = {
-        "parts": InOrder(subject.stretches, subject.step, device.type == "cuda"),
+        "parts": InOrder(subject.stretches, subject.step, on_gpu),
         "forward": short_sampler(partial(subject.run, False)),
         "whole": short_sampler(partial(subject.run, settings.train)),
         **rate_samplers(device, settings.dtype),
     }
     if tiny is not None:
         small = Subject(tiny, settings, [])
-        # The host's time: the launches are the overhead.
-        samplers["overheads"] = InOrder(small.stretches, small.step, on_gpu=False)
+        # On a GPU, launches overlap with kernels, so only those of the whole count.
+        if not on_gpu:
+            samplers["overheads"] = InOrder(small.stretches, small.step, on_gpu)
+        if settings.compile:
+            small.compile()
         samplers["overhead"] = short_sampler(partial(small.run, settings.train))
     samples: dict[str, Any] = interleave(samplers, settings.rounds)
 
@@ -232,25 +239,21 @@ def measure(
         row.total, row.varies = total.median, total.width
     if tiny is not None:
         whole.overhead = median(samples["overhead"])
+    if "overheads" in samples:
         for name, times in small.times(samples["overheads"]).items():
             rows[name].overhead = median(times.sum(-1).tolist())
-    varies = {name: Spread.of(samples[name]).width for name in RATES}
-    for row in (*rows.values(), whole):
-        if row.total > 0.05 * whole.total:
-            varies[row.name] = row.varies
-    noisy = [f"{name} {share(wide)}" for name, wide in varies.items() if wide > 0.2]
-    if noisy:
-        notes.append(f"NOISY: {', '.join(noisy)} vary; close other programs")
-
+    notes += noise([*rows.values(), whole], samples)
     recording, memory = record_memory(subject)
-    rates = Rates.of(samples)
+    rates = Rates(*(1 / median(samples[name]) for name in RATES))
     add_up(rows, whole, rates, recording)
-    covered = record_run(partial(run_labeled, subject.stretches, subject.parts), trace)
-    if rows["rest"].total > 0.05 * whole.total:
-        more = Counter(recording.operations) - Counter(covered.operations)
-        named = [f"{name} {seconds(1e-9 * ns)}" for name, ns in more.most_common(3)]
-        named = named or ["no operation"]
-        notes.append(f"rest: the whole exceeds its parts in {', '.join(named)}")
+
+    def run_parts() -> None:
+        run_labeled(subject.stretches, subject.parts)
+        subject.step()
+
+    subject.run(settings.train)  # AdamW needs gradients
+    covered = record_run(run_parts, trace)
+    notes += exceeding(rows["rest"].total / whole.total, recording, covered)
     return Profile(
         title=f"{title}; {settings.describe()}; {recording.attention} attention",
         machine=environment(device),
@@ -265,6 +268,29 @@ def measure(
         recording=recording,
         notes=notes,
     )
+
+
+def noise(rows: list[Row], samples: dict[str, Any]) -> list[str]:
+    """Name what varies by more than 20%: rates, the whole, and rows above 5% of it."""
+    varies = {name: Spread.of(samples[name]).width for name in RATES}
+    for row in rows:
+        if row.total > 0.05 * rows[-1].total:
+            varies[row.name] = row.varies
+    noisy = [f"{name} {share(wide)}" for name, wide in varies.items() if wide > 0.2]
+    return [f"NOISY: {', '.join(noisy)} vary; close other programs"] if noisy else []
+
+
+def exceeding(rest: float, whole: Recording, parts: Recording) -> list[str]:
+    """Name the operations that take longer in the whole than in its parts.
+
+    `rest` is a share of the whole, and is explained above 5%.
+    """
+    if rest <= 0.05:
+        return []
+    more = Counter(whole.operations) - Counter(parts.operations)
+    named = [f"{name} {seconds(1e-9 * ns)}" for name, ns in more.most_common(3)]
+    named = named or ["no operation"]
+    return [f"rest: the whole exceeds its parts in {', '.join(named)}"]
 
 
 def add_work(subject: Subject, notes: list[str]) -> dict[str, Row]:
@@ -282,9 +308,14 @@ def add_work(subject: Subject, notes: list[str]) -> dict[str, Row]:
                     row.kept += stretch.saved[address].nbytes()
                 seen.update(stretch.saved)
             row.flops = counter.flops
-    if counter.unknown:
         names = ", ".join(sorted(counter.unknown))
+        counter.flops = 0
+        subject.run(subject.settings.train)
+    if names:
         notes.append(f"FLOPs without {names}: no formula")
+    missing = counter.flops - sum(row.flops for row in rows.values())
+    if missing > 0:  # for instance the backward pass of a custom autograd.Function
+        notes.append(f"FLOPs outside of the parts, not in MFU: {si(missing)}")
     if subject.settings.mode == "step":
         # It reads four values for each weight, and writes three.
         rows["AdamW"] = Row("AdamW", bytes=7 * nbytes(subject.weights))

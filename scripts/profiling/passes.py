@@ -1,5 +1,6 @@
 """Run the stretches of a model in its order, so that weights are as cold as in the model."""
 
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class InOrder:
         self.step = step
         self.on_gpu = on_gpu
         for _ in range(2):
+            self.longest = 0.0  # seconds of a call on the host
             self.one_pass()  # allocates
         self.calls = 1 if on_gpu else 1 + int(0.01 / self.one_pass().sum())
 
@@ -32,17 +34,21 @@ class InOrder:
         marks: list[Any] = []
 
         def timed(run: Any, *args: Any) -> Any:
-            if self.on_gpu:  # the GPU waits for 1 ms at 2 GHz, until all is launched
-                torch.cuda._sleep(2_000_000)
+            if self.on_gpu:  # at 2 GHz, it sleeps until all is launched, or 1 ms
+                torch.cuda._sleep(int(4e9 * max(self.longest, 5e-4)))
+            start = perf_counter()
             marks.append(self._now())
             result = run(*args)
             marks.append(self._now())
+            self.longest = max(self.longest, perf_counter() - start)
             return result
 
         outputs = []
         for stretch in self.stretches:
             results = timed(stretch.forward)
-            outputs.append(results if stretch.gradients else [])  # freed as in the model
+            outputs.append(
+                results if stretch.gradients else []
+            )  # freed as in the model
         # The gradients live as long as in the model.
         gradients = [
             timed(each.backward, outputs.pop()) for each in self.stretches[::-1]

@@ -45,6 +45,7 @@ class Stretch:
         self.grad_enabled = torch.is_grad_enabled()
         self.inputs: list[Tensor] = []
         self.results: dict[int, Tensor] = {}
+        self.changed = 0  # bytes of inputs that calls change in place
         self.saved: Storages = {}
         self.gradients: dict[int, Tensor] = {}
         self._graph = fx.Graph()
@@ -58,9 +59,10 @@ class Stretch:
 
     def change(self, tensor: Tensor) -> None:
         """Note that a call changes a tensor in place: a replay changes a copy."""
-        if id(tensor) not in self._nodes:
-            node = self._node_of(tensor)
+        node = self._node_of(tensor)
+        if node.op == "placeholder":
             self._nodes[id(tensor)] = self._graph.call_function(torch.clone, (node,))
+            self.changed += tensor.nbytes
         self.results[id(tensor)] = tensor
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -197,27 +199,21 @@ def record_whole(model: nn.Module, x: Tensor) -> list[Stretch]:
 
 def finish(stretches: list[Stretch], output: Any) -> list[Stretch]:
     """Return the stretches that compute something, with the gradients of the run."""
-    used = set(map(id, tensors_in(output)))
-    for stretch in stretches:
-        used |= set(map(id, stretch.inputs))
-    results = {}
+    used = {id(each) for each in tensors_in(output)}
+    used |= {id(each) for stretch in stretches for each in stretch.inputs}
+    needed: dict[int, Tensor] = {}
     for stretch in stretches:
         for key in stretch.results.keys() - used:
             del stretch.results[key]
-        results.update(stretch.results)
+        needed |= {key: x for key, x in stretch.results.items() if x.requires_grad}
     out = first_tensor(output)
     gradients = {}
     if out.requires_grad:
-        keys = [key for key in results if results[key].requires_grad]
         found = torch.autograd.grad(
-            out,
-            [results[key] for key in keys],
-            torch.randn_like(out),
-            allow_unused=True,
-            materialize_grads=True,
+            out, list(needed.values()), torch.randn_like(out), materialize_grads=True
         )
-        gradients = dict(zip(keys, found, strict=True))
-    found_results = [each for each in stretches if each.results]
-    for stretch in found_results:
+        gradients = dict(zip(needed, found, strict=True))
+    stretches = [each for each in stretches if each.results]
+    for stretch in stretches:
         stretch.finish(gradients)
-    return found_results
+    return stretches

@@ -14,11 +14,11 @@ MODES = {
 }
 _ADVICE = {
     "compute": "it computes at the matmul rate, so smaller sizes or fewer bits help",
-    "memory": "it waits for memory, so fusion{compile} or more tokens per weight help",
-    "overhead": "its calls take longer than its work, so more tokens{compile} help",
+    "memory": "it waits for memory, so fusion, --compile or more tokens per weight help",
+    "overhead": "its calls take longer than its work, so more tokens, --compile help",
     "kernel": "its kernels are slow or, in a block of your own, its calls take long",
     "AdamW": "AdamW(fused=True) or more tokens per step help",
-    "GPU idle": "launching takes too long, so more tokens{compile} or CUDA graphs help",
+    "GPU idle": "launching takes too long, so more tokens, --compile or CUDA graphs help",
 }
 _LEGEND = """\
 A part is what one module does itself, without its children: `attn` is the attention kernel and
@@ -88,16 +88,16 @@ def _summary(profile: Profile) -> str:
 
 def _losses(profile: Profile) -> str:
     """Return the three rows that lose the most time, with what would help."""
-    compile = "" if profile.settings.compile else ", --compile"
-    rows = [row for row in profile.rows if row.name != "rest"]
+    if profile.settings.compile:  # the parts are not
+        return ""
+    rows = [row for row in profile.rows if row.name != "rest" and row.total > row.least]
     rows.sort(key=lambda row: row.least - row.total)
     lines = ["Most time lost against the roofline:"]
     for row in rows[:3]:
         lost = row.total - row.least
         advice = _ADVICE.get(row.name) or _ADVICE[row.limit]
         lines.append(
-            f"  {row.name}: {seconds(lost)}, {share(lost / profile.whole.total)}; "
-            + advice.format(compile=compile)
+            f"  {row.name}: {seconds(lost)}, {share(lost / profile.whole.total)}; {advice}"
         )
     return "\n".join(lines)
 

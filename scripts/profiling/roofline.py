@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 
 import torch
 from lab.machine import device_name
@@ -17,11 +16,6 @@ class Rates:
 
     flops: float
     bytes: float
-
-    @classmethod
-    def of(cls, samples: dict[str, list[float]]) -> "Rates":
-        """Return the rates of samples of seconds per FLOP and per byte."""
-        return cls(*(1 / median(samples[name]) for name in RATES))
 
 
 # FLOP/s of the tensor cores without sparsity and bytes/s, from NVIDIA's datasheets, by
@@ -45,7 +39,7 @@ def datasheet(device: torch.device, dtype: torch.dtype) -> Rates | None:
 
 
 def rate_samplers(device: torch.device, dtype: torch.dtype) -> dict[str, Sampler]:
-    """Return samplers of a large matmul and a large copy."""
+    """Return samplers of a large matmul and a large copy, per FLOP and per byte."""
     on_gpu = device.type == "cuda"
     side = 8192 if on_gpu else 1024
     a = torch.randn(side, side, device=device).to(dtype)
@@ -53,8 +47,10 @@ def rate_samplers(device: torch.device, dtype: torch.dtype) -> dict[str, Sampler
     size = 2**29 if on_gpu else 2**27  # more than caches hold
     source = torch.ones(size, device=device, dtype=torch.uint8)
     copy = partial(torch.empty_like(source).copy_, source)
-    samplers = (_per_unit(matmul, 2 * side**3), _per_unit(copy, 2 * size))
-    return dict(zip(RATES, samplers, strict=True))
+    return {
+        "matmul": _per_unit(matmul, 2 * side**3),
+        "memory copy": _per_unit(copy, 2 * size),
+    }
 
 
 def _per_unit(run: Run, units: int) -> Sampler:
