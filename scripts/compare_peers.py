@@ -237,8 +237,8 @@ class Reference:
             errors[what] = relative_error(theirs.results[what], expected)
             if not errors[what] <= self.case.tolerance:  # NaN is not, either
                 raise RuntimeError(
-                    f"{what} must agree to {self.case.tolerance:.0e} with those of "
-                    f"the Block, got a relative error of {errors[what]:.1e}"
+                    f"{what} must agree to {self.case.tolerance:.0e} with the Block's "
+                    f"{what}, got a relative error of {errors[what]:.1e}"
                 )
         samplers = {"block": mine.sampler, "peer": theirs.sampler}
         with torch.set_grad_enabled(self.case.train):

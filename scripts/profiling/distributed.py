@@ -35,7 +35,7 @@ def profile(size: Size, settings: Settings, *, dp: int, tp: int) -> None:
 
     def run() -> None:
         out = model(x)
-        # FSDP reduces the gradients of .backward(), and not those of autograd.grad.
+        # FSDP reduces the gradients of .backward(), and not of autograd.grad.
         if settings.train:
             out.backward(torch.ones_like(out))
         if settings.mode == "step":

@@ -69,7 +69,7 @@ def record_run(run: Run, trace: Path | None = None) -> Recording:
             operations[event.name] += round(1e3 * getattr(event, own_time))
         names[event.name] += 1
     attention = re.search(r"scaled_dot_product_(\w+?)_attention", " ".join(names))
-    # The peak is that of the running sum of allocations and releases.
+    # The peak of the running sum of allocations and releases.
     memory = session.profiler.kineto_results.events()
     changes = [event for event in memory if event.name() == "[memory]"]
     changes.sort(key=methodcaller("start_ns"))  # equal times keep their order

@@ -221,7 +221,7 @@ def measure(
     }
     if tiny is not None:
         small = Subject(tiny, settings, [])
-        # On a GPU, launches overlap with kernels, so only those of the whole count.
+        # On a GPU, launches overlap with kernels, so a part has no overhead.
         if not on_gpu:
             samplers["overheads"] = InOrder(small.stretches, small.step, on_gpu)
         if settings.compile:
