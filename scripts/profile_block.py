@@ -67,7 +67,10 @@ def options() -> argparse.ArgumentParser:
         epilog="\n".join(["presets:", *sizes]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    title = "size: an option replaces the preset's number"
+    title = (
+        "size: an option replaces the preset's number; another d_model or num_heads also "
+        "drops its d_ff, d_head and num_kv_heads"
+    )
     add = parser.add_argument_group(title).add_argument
     add("--preset", choices=PRESETS, metavar="NAME", help="choose a size listed below")
     text = "measure the model that FUNCTION() returns"
