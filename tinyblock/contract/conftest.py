@@ -37,7 +37,7 @@ def pytest_configure(config):
             target.load(layer)
         except ImportError as error:
             raise pytest.UsageError(
-                f"{layer}.py cannot be imported: {error}"
+                f"{layer}.py cannot be imported, check PYTHONPATH: {error}"
             ) from error
     if target.foreign and config.option.maxfail > 1:
         config.option.maxfail = 0  # one defect may fail in many cases

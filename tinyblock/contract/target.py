@@ -34,7 +34,8 @@ def select(path: Path) -> None:
         and (folder / f"{layer}.py").is_file()
     ]
     if not selected:
-        raise pytest.UsageError(f"{path} must be or contain one of {', '.join(ALL)}")
+        names = ", ".join(ALL)
+        raise pytest.UsageError(f"{path} must exist, and be or contain one of {names}")
     for layer in selected:
         found[layer] = f"{package}.{layer}"
         if not _is_own(folder, layer):
