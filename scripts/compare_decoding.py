@@ -26,7 +26,7 @@ import hugging_face
 import torch
 from lab.machine import environment
 from lab.tables import markdown, number
-from lab.timing import Run, interleave, paired_ratio, wall_sampler
+from lab.timing import Run, Spread, interleave, wall_sampler
 from language_model import Cache, LanguageModel
 from peers.own import relative_error
 from peers.projects import versions
@@ -129,7 +129,9 @@ def measure(layers: int, dtype: torch.dtype, rounds: int) -> str:
     for name, seconds in samples.items():
         cells = [number(1 / median(seconds))]
         for other in (PEER, READING):
-            ratio = paired_ratio(seconds, samples[other])
+            # The clock of a shared machine drifts, which the ratio in a round cancels.
+            pairs = zip(seconds, samples[other], strict=True)
+            ratio = Spread.of([own / others for own, others in pairs])
             cells.append(f"{ratio.median:.2f} ({ratio.p20:.2f}-{ratio.p80:.2f})")
         rows.append([name, *cells])
     header = [f"{dtype}, {layers} layers".removeprefix("torch."), "tokens/s"]

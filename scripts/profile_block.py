@@ -18,7 +18,7 @@ import importlib
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 # Before tinyblock is imported: the shape checks cost little, but they need beartype.
@@ -31,11 +31,10 @@ import torch
 from lab.sizes import PRESETS, Size
 from profiling.measure import Build, Settings, measure
 from profiling.report import MODES, report
-from torch import nn
 
 DTYPES = ["float32", "bfloat16", "float16"]
-USERS_SIZES = ["batch_size", "seq_len", "d_model"]
-OWN_SIZES = ["num_heads", "num_kv_heads", "d_head", "d_ff", "num_layers"]
+SIZES = [field.name for field in fields(Size) if field.name != "qk_norm"]
+OWN_SIZES = SIZES[SIZES.index("num_heads") :]  # of tinyblock's Block
 
 
 def main() -> None:
@@ -57,25 +56,21 @@ def main() -> None:
 
 
 def options() -> argparse.ArgumentParser:
-    sizes = [
+    presets = [
         f"  {name}: d_model {size.d_model}, {size.num_heads} heads"
         for name, size in PRESETS.items()
     ]
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--help] [option ...]",
         description=__doc__,
-        epilog="\n".join(["presets:", *sizes]),
+        epilog="\n".join(["presets:", *presets]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    title = (
-        "size: an option replaces the preset's number; another d_model or num_heads also "
-        "drops its d_ff, d_head and num_kv_heads"
-    )
-    add = parser.add_argument_group(title).add_argument
+    add = parser.add_argument_group("size (replaces the preset's)").add_argument
     add("--preset", choices=PRESETS, metavar="NAME", help="choose a size listed below")
     text = "measure the model that FUNCTION() returns"
     add("--block", metavar="MODULE:FUNCTION", help=text)
-    for name in (*USERS_SIZES, *OWN_SIZES):
+    for name in SIZES:
         default = getattr(Size(), name)
         text = f"set {name}" + (f" (default: {default})" if default else "")
         add(option(name), type=positive, metavar="N", help=text)
@@ -92,7 +87,7 @@ def options() -> argparse.ArgumentParser:
     for name, default, text in (
         ("rounds", 15, "take N samples of each time"),
         ("tp", 1, "split each layer over N processes"),
-        ("dp", 1, "split the batch over N processes"),
+        ("dp", 1, "give each of N processes a batch of its own"),
     ):
         text += " (default: %(default)s)"
         add(f"--{name}", type=positive, default=default, metavar="N", help=text)
@@ -102,7 +97,7 @@ def options() -> argparse.ArgumentParser:
         ("plot", "draw the roofline and the parts"),
         ("trace", "write a trace of the parts, which ui.perfetto.dev shows"),
     ):
-        add(f"--{name}", type=output, metavar="FILE", help=text)
+        add(f"--{name}", type=Path, metavar="FILE", help=text)
     return parser
 
 
@@ -117,53 +112,28 @@ def positive(text: str) -> int:
     return value
 
 
-def output(text: str) -> Path:
-    """Return the path of a file to write, before minutes are spent on its content."""
-    try:
-        Path(text).touch()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write {text}") from error
-    return Path(text)
-
-
 def size_of(arguments: argparse.Namespace) -> Size:
     """Return the preset's size with the numbers that were typed."""
     size = PRESETS.get(arguments.preset, Size())
-    names = (*USERS_SIZES, *OWN_SIZES)
-    typed = {
-        name: getattr(arguments, name) for name in names if getattr(arguments, name)
-    }
-    changed = replace(size, **typed)
-    if (changed.d_model, changed.num_heads) != (size.d_model, size.num_heads):
-        # The preset's others belong to another width.
-        size = replace(size, d_ff=None, d_head=None, num_kv_heads=None)
-    return replace(size, **typed)
+    typed = {name: getattr(arguments, name) for name in SIZES}
+    return replace(size, **{name: value for name, value in typed.items() if value})
 
 
 def profile(arguments: argparse.Namespace, size: Size, settings: Settings) -> None:
     """Measure and report; raise a ValueError if options do not fit together."""
     processes = arguments.tp * arguments.dp
-    files = [name for name in ("json", "plot", "trace") if getattr(arguments, name)]
-    own = [name for name in ("preset", *OWN_SIZES) if getattr(arguments, name)]
     if processes != int(os.environ.get("WORLD_SIZE", "1")):
         raise ValueError(f"--tp and --dp require torchrun --nproc-per-node {processes}")
     if processes > 1:
-        if files or arguments.block:
-            raise ValueError("--block, --json, --plot and --trace require one process")
-        if size.batch_size % arguments.dp:
-            raise ValueError(
-                f"--batch-size must be a multiple of --dp, got {size.batch_size}"
-            )
+        reject(arguments, "--tp and --dp", ["block", "json", "plot", "trace"])
         from profiling import distributed  # takes seconds to import
 
         distributed.profile(size, settings, dp=arguments.dp, tp=arguments.tp)
         return
-    if arguments.block and own:
-        named = ", ".join(map(option, own))
-        raise ValueError(f"--block must be used without {named}")
     if arguments.plot:
         from profiling.plot import plot  # matplotlib is optional
     if arguments.block:
+        reject(arguments, "--block", ["preset", *OWN_SIZES])
         build = users_build(arguments.block, size.shape, settings)
         batch, seq, d_model = size.shape
         title = f"{arguments.block}: {batch} x {seq} tokens, d_model {d_model}"
@@ -179,6 +149,12 @@ def profile(arguments: argparse.Namespace, size: Size, settings: Settings) -> No
         plot(measured, arguments.plot)
 
 
+def reject(arguments: argparse.Namespace, option_given: str, names: list[str]) -> None:
+    given = [option(name) for name in names if getattr(arguments, name)]
+    if given:
+        raise ValueError(f"{option_given} must be used without {', '.join(given)}")
+
+
 def users_build(name: str, shape: tuple[int, int, int], settings: Settings) -> Build:
     """Return how to build a user's model; raise a ValueError if it cannot be called."""
     module, _, function = name.partition(":")
@@ -189,18 +165,14 @@ def users_build(name: str, shape: tuple[int, int, int], settings: Settings) -> B
             "--block must be MODULE:FUNCTION, with the folder of MODULE on PYTHONPATH, "
             f"got {name}: {error}"
         ) from error
-    if isinstance(build, type | nn.Module) or not callable(build):
-        kind = type(build).__name__
-        raise ValueError(
-            f"--block must name a function that returns a model, got {kind} {name}"
-        )
     device, dtype = settings.device, settings.dtype
     try:
         build().to(device, dtype)(torch.randn(shape, device=device, dtype=dtype))
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(
-            f"--block must accept x of shape {shape}, got {reason}: set --d-model"
+            f"--block must name a function without arguments, whose model accepts x of "
+            f"shape {shape} (see --d-model), got {name}: {reason}"
         ) from error
     return lambda device, dtype: build().to(device, dtype)
 

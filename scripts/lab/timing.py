@@ -1,7 +1,6 @@
 """Times that can be compared: warmed up, synchronized, and taken in turns."""
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,24 +23,13 @@ class Spread:
 
     @classmethod
     def of(cls, samples: list[float]) -> "Spread":
-        if len(samples) == 1:
-            return cls(samples[0], samples[0], samples[0])
-        p20, _, _, p80 = statistics.quantiles(samples, n=5, method="inclusive")
-        return cls(statistics.median(samples), p20, p80)
+        levels = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+        return cls(*torch.tensor(samples).double().quantile(levels).tolist())
 
     @property
     def width(self) -> float:
         """Return the distance from p20 to p80 as a share of the median."""
         return (self.p80 - self.p20) / abs(self.median) if self.median else 0.0
-
-
-def paired_ratio(numerator: list[float], denominator: list[float]) -> Spread:
-    """Return the spread of the ratios, round by round.
-
-    The clock of a shared machine drifts by more than two layers differ. Two samples of
-    one round see the same drift, which their ratio cancels.
-    """
-    return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
 def clock() -> float:
@@ -58,7 +46,7 @@ def wall_sampler(run: Run, least_seconds: float = 0.05) -> Sampler:
     """
     timer = Timer("run()", timer=clock, globals={"run": run})
     timer.timeit(2)  # allocates, and compiles what is to be compiled
-    calls = math.ceil(least_seconds / min(timer.repeat(3, number=1)))
+    calls = math.ceil(least_seconds / min(timer.repeat(3, number=1))) or 1
 
     def sample() -> float:
         if calls > 1:
@@ -74,10 +62,9 @@ def interleave(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, list[f
     If the machine slows down, all slow down alike.
     """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
-    for index in range(rounds):
-        names = list(samplers)
-        if index % 2 == 1:
-            names.reverse()
+    names = list(samplers)
+    for _ in range(rounds):
         for name in names:
             samples[name].append(samplers[name]())
+        names.reverse()
     return samples

@@ -7,11 +7,8 @@ from itertools import accumulate
 from operator import methodcaller
 from pathlib import Path
 
-import torch
 from lab.timing import Run, clock
-from torch.profiler import profile, record_function, schedule
-
-from .record import Stretch
+from torch.profiler import profile, schedule
 
 _SCHEDULE = schedule(wait=0, warmup=1, active=1, repeat=1)
 
@@ -22,14 +19,12 @@ class Recording:
 
     attention: torch's kernel for attention, such as flash, or "no fused".
     kernels: the calls and seconds of each kernel of the GPU, the longest first.
-    operations: the nanoseconds of torch's operations, without what they call.
     collectives: the calls of torch.distributed.
     peak_added_bytes: the most that the run allocated at a time, on a CPU.
     """
 
     attention: str
     kernels: dict[str, tuple[int, float]]
-    operations: dict[str, int]
     collectives: dict[str, int]
     peak_added_bytes: int
 
@@ -49,7 +44,10 @@ def record_run(run: Run, trace: Path | None = None) -> Recording:
     of torch.profiler may lose its first kernels (pytorch issue 192021), so a warm-up runs
     first.
     """
-    with profile(schedule=_SCHEDULE, profile_memory=True) as session:
+    with_stack = trace is not None  # the trace then names modules
+    with profile(
+        schedule=_SCHEDULE, profile_memory=True, with_stack=with_stack
+    ) as session:
         for _ in range(2):
             run()
             clock()  # waits for the GPU
@@ -58,15 +56,9 @@ def record_run(run: Run, trace: Path | None = None) -> Recording:
         session.export_chrome_trace(str(trace))
     names: Counter[str] = Counter()
     kernels: Counter[str] = Counter()  # in ns, because a Counter has integers
-    operations: Counter[str] = Counter()
-    own_time = "self_cpu_time_total"
-    if torch.cuda.is_initialized():
-        own_time = "self_device_time_total"
     for event in session.events() or []:
         if event.device_type.name == "CUDA" and not event.is_user_annotation:
             kernels[event.name] += round(1e3 * event.time_range.elapsed_us())
-        elif event.name.startswith("aten::"):
-            operations[event.name] += round(1e3 * getattr(event, own_time))
         names[event.name] += 1
     attention = re.search(r"scaled_dot_product_(\w+?)_attention", " ".join(names))
     # The peak of the running sum of allocations and releases.
@@ -77,19 +69,6 @@ def record_run(run: Run, trace: Path | None = None) -> Recording:
     return Recording(
         attention=attention[1] if attention else "no fused",
         kernels={name: (names[name], 1e-9 * ns) for name, ns in kernels.most_common()},
-        operations=dict(operations),
         collectives={name: names[name] for name in names if name.startswith("c10d::")},
         peak_added_bytes=max(accumulate(sizes, initial=0)),
     )
-
-
-def run_labeled(stretches: list[Stretch], parts: dict[str, list[int]]) -> None:
-    """Run each part once, with its name in the trace."""
-    # On CUDA, backward would run on another thread, without the names.
-    with torch.autograd.set_multithreading_enabled(False):
-        for label, places in parts.items():
-            for place in places:
-                with record_function(f"{label} forward"):
-                    results = stretches[place].forward()
-                with record_function(f"{label} backward"):
-                    stretches[place].backward(results)

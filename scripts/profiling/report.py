@@ -1,11 +1,11 @@
 """A profile as text: what to conclude from it, and the table behind that."""
 
-from lab.tables import markdown, number, seconds, share, si
+from lab.tables import markdown, number, share, si
 from lab.timing import Spread
 
 from .kernels import Recording
 from .measure import Profile
-from .roofline import Rates
+from .roofline import Row
 
 MODES = {
     "forward": "Forward",
@@ -23,21 +23,21 @@ _ADVICE = {
 _LEGEND = """\
 A part is what one module does itself, without its children: `attn` is the attention kernel and
 its reshapes, `ffn` is the gate, and `sums` are the residual sums. Copies of a layer add up.
-Varies: p20 to p80 of the total, divided by the median. Rest: what no part takes; below 0, the
-parts take longer by themselves. Of roofline: the least time, which is max(FLOP / matmul rate,
-bytes / memory copy rate), divided by the measured time; above 100%, data came from a cache.
-Limit: what explains at least half of the time, which is computing, moving bytes, or overhead
-(the same calls on a tiny input); otherwise the kernels are slow. FLOPs count matmuls and
-attention only. Bytes are the fewest that a part can move. MFU (model FLOP utilization) divides
-FLOP/s by a peak."""
+Varies: p20 to p80 of the total, divided by the median. Rest: what runs outside of all modules;
+below 0, the clock costs more, which runs between the parts. Of roofline: the least time, which
+is max(FLOP / matmul rate, bytes / memory copy rate), divided by the measured time; above 100%,
+data came from a cache. Limit: what explains at least half of the time, which is computing,
+moving bytes, or overhead (the same calls on a tiny input); otherwise the kernels are slow.
+FLOPs count matmuls and attention only. Bytes are the fewest that a part can move. MFU (model
+FLOP utilization) divides FLOP/s by a peak."""
 
 
 def report(profile: Profile) -> str:
-    rates = f"Measured in the same rounds: {_pair(profile.rates)}"
-    if profile.datasheet is not None:
-        rates += f"; datasheet: {_pair(profile.datasheet)}"
+    matmul = si(profile.rates.flops, "FLOP/s")
+    copy = si(profile.rates.bytes, "B/s")
     sections = [
-        f"{profile.machine}\n{profile.title}\n{rates}",
+        f"{profile.machine}\n{profile.title}\n"
+        f"Measured in the same rounds: matmul {matmul}, memory copy {copy}",
         _summary(profile),
         _losses(profile),
         _table(profile),
@@ -47,32 +47,25 @@ def report(profile: Profile) -> str:
     return "\n\n".join(filter(None, sections))
 
 
-def _pair(rates: Rates) -> str:
-    return f"matmul {si(rates.flops, 'FLOP/s')}, memory copy {si(rates.bytes, 'B/s')}"
-
-
 def time_line(mode: str, took: Spread, tokens: int) -> str:
     return (
-        f"{MODES[mode]}: {seconds(took.median)} (p20 to p80: {seconds(took.p20)} to "
-        f"{seconds(took.p80)}), {si(tokens / took.median)} tokens/s"
+        f"{MODES[mode]}: {si(took.median, 's')} (p20 to p80: {si(took.p20, 's')} to "
+        f"{si(took.p80, 's')}), {si(tokens / took.median)} tokens/s"
     )
 
 
 def _summary(profile: Profile) -> str:
     took, whole, recording = profile.took, profile.whole, profile.recording
     time = time_line(profile.settings.mode, took, profile.tokens)
-    rate = whole.flops / whole.total
-    mfu = f"MFU: {share(rate / profile.rates.flops)} of the matmul rate"
-    if profile.datasheet is not None:
-        mfu += f", {share(rate / profile.datasheet.flops)} of the datasheet"
+    mfu = share(whole.flops / whole.total / profile.rates.flops)
     overhead = "unknown for a block of your own"
     if whole.overhead is not None:
-        overhead = seconds(whole.overhead)
+        overhead = si(whole.overhead, "s")
     memory = {**profile.memory, "kept for backward": whole.kept}
     sizes = [f"{name} {si(size, 'B')}" for name, size in memory.items()]
     lines = [
         f"{time}, {share(whole.least / whole.total)} of the roofline",
-        mfu,
+        f"MFU: {mfu} of the matmul rate",
         f"Overhead, the same calls on a tiny input: {overhead}",
         f"Memory: {', '.join(sizes)}",
     ]
@@ -97,31 +90,33 @@ def _losses(profile: Profile) -> str:
         lost = row.total - row.least
         advice = _ADVICE.get(row.name) or _ADVICE[row.limit]
         lines.append(
-            f"  {row.name}: {seconds(lost)}, {share(lost / profile.whole.total)}; {advice}"
+            f"  {row.name}: {si(lost, 's')}, {share(lost / profile.whole.total)}; {advice}"
         )
     return "\n".join(lines)
 
 
 def _table(profile: Profile) -> str:
-    lines = []
-    for row in (*profile.rows, profile.whole):
-        cells = [
-            row.name,
-            str(row.count) if row.count > 1 else "",
-            number(1e3 * row.forward),
-            number(1e3 * row.total),
-            share(row.varies) if row.varies else "",
-            share(row.total / profile.whole.total),
-        ]
-        if row.least and row.total > 0:
-            rate = si(row.flops / row.total) if row.flops else ""
-            cells += [rate, share(row.least / row.total), row.limit]
-        else:
-            cells += ["", "", ""]
-        cells.append("" if row.overhead is None else seconds(row.overhead))
-        lines.append([*cells, si(row.kept, "B")])
     columns = ["part", "count", "forward ms", "total ms", "varies", "share", "FLOP/s"]
-    return markdown([*columns, "of roofline", "limit", "overhead", "kept"], lines)
+    columns += ["of roofline", "limit", "overhead", "kept"]
+    rows = [_cells(row, profile.whole) for row in (*profile.rows, profile.whole)]
+    return markdown(columns, rows)
+
+
+def _cells(row: Row, whole: Row) -> list[str]:
+    has_limit = row.least and row.total > 0
+    return [
+        row.name,
+        str(row.count) if row.count > 1 else "",
+        number(1e3 * row.forward),
+        number(1e3 * row.total),
+        share(row.varies) if row.varies else "",
+        share(row.total / whole.total),
+        si(row.flops / row.total) if row.flops else "",
+        share(row.least / row.total) if has_limit else "",
+        row.limit if has_limit else "",
+        si(row.overhead, "s") if row.overhead is not None else "",
+        si(row.kept, "B"),
+    ]
 
 
 def kernel_table(recording: Recording) -> str:

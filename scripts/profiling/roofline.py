@@ -1,10 +1,9 @@
-"""How fast a machine is: the roofline (Williams et al., 2009), measured or from a datasheet."""
+"""What a machine allows: the roofline (Williams et al., 2009), by measured rates."""
 
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from lab.machine import device_name
 from lab.timing import Run, Sampler, wall_sampler
 
 RATES = ("matmul", "memory copy")
@@ -18,24 +17,39 @@ class Rates:
     bytes: float
 
 
-# FLOP/s of the tensor cores without sparsity and bytes/s, from NVIDIA's datasheets, by
-# the exact name that the driver gives.
-_DATASHEETS = {
-    "NVIDIA A100-SXM4-80GB": Rates(312e12, 2039e9),
-    "NVIDIA A100 80GB PCIe": Rates(312e12, 1935e9),
-    "NVIDIA L4": Rates(121e12, 300e9),
-    "NVIDIA L40S": Rates(362e12, 864e9),
-    "NVIDIA H100 80GB HBM3": Rates(989e12, 3350e9),
-    "NVIDIA H100 PCIe": Rates(756e12, 2000e9),
-    "NVIDIA H200": Rates(989e12, 4800e9),
-}
+@dataclass
+class Row:
+    """A part in all copies of a layer, AdamW, the rest, GPU idle, or the whole.
 
+    varies: the range from p20 to p80 of the total, divided by the median.
+    overhead: seconds of the same calls on a tiny input; None if unknown.
+    kept: bytes that autograd keeps for backward, unless an earlier row keeps them.
+    least: seconds of the work at the machine's rates.
+    limit: what explains at least half of the time: compute, memory, overhead; or "kernel".
+    """
 
-def datasheet(device: torch.device, dtype: torch.dtype) -> Rates | None:
-    """Return the manufacturer's peaks in half precision; None if they are unknown."""
-    if dtype == torch.float32:
-        return None
-    return _DATASHEETS.get(device_name(device))
+    name: str
+    count: int = 1
+    forward: float = 0.0
+    total: float = 0.0
+    varies: float = 0.0
+    flops: float = 0.0
+    bytes: int = 0
+    kept: int = 0
+    overhead: float | None = None
+    least: float = 0.0
+    limit: str = ""
+
+    def compare(self, rates: Rates) -> None:
+        """Set the least time and the limit, by the rates of a machine."""
+        causes = {
+            "compute": self.flops / rates.flops,
+            "memory": self.bytes / rates.bytes,
+            "overhead": self.overhead or 0.0,
+        }
+        self.least = max(causes["compute"], causes["memory"])
+        longest = max(causes, key=lambda cause: causes[cause])
+        self.limit = longest if causes[longest] >= self.total / 2 else "kernel"
 
 
 def rate_samplers(device: torch.device, dtype: torch.dtype) -> dict[str, Sampler]:
