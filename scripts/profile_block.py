@@ -68,36 +68,53 @@ def options() -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("size (replaces the preset's)").add_argument
     add("--preset", choices=PRESETS, metavar="NAME", help="choose a size listed below")
-    text = "measure the model that FUNCTION() returns"
-    add("--block", metavar="MODULE:FUNCTION", help=text)
+    add(
+        "--block",
+        metavar="MODULE:FUNCTION",
+        help="measure the model that FUNCTION() returns",
+    )
     for name in SIZES:
         default = getattr(Size(), name)
         text = f"set {name}" + (f" (default: {default})" if default else "")
         add(option(name), type=positive, metavar="N", help=text)
     add = parser.add_argument_group("measurement").add_argument
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-    text = "run on this device (default: %(default)s)"
-    add("--device", choices=devices, default=devices[0], help=text)
-    text = "set the dtype (default: bfloat16 on cuda, float32 on cpu)"
-    add("--dtype", choices=DTYPES, help=text)
-    text = "run forward, forward and backward (train), or both and AdamW (step; default: train)"
-    add("--mode", choices=MODES, default="train", help=text)
-    text = "compile the model; the parts stay eager"
-    add("--compile", action="store_true", help=text)
+    add(
+        "--device",
+        choices=devices,
+        default=devices[0],
+        help="run on this device (default: %(default)s)",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="set the dtype (default: bfloat16 on cuda, float32 on cpu)",
+    )
+    add(
+        "--mode",
+        choices=MODES,
+        default="train",
+        help="run forward, forward and backward (train), or both and AdamW (step) "
+        "(default: %(default)s)",
+    )
+    add(
+        "--compile", action="store_true", help="compile the model; the parts stay eager"
+    )
     for name, default, text in (
-        ("rounds", 15, "take N samples of each time"),
-        ("tp", 1, "split each layer over N processes"),
-        ("dp", 1, "give each of N processes a batch of its own"),
+        ("rounds", 15, "take N samples of each time (default: 15)"),
+        ("tp", 1, "split each layer over N processes (default: 1)"),
+        ("dp", 1, "give each of N processes a batch of its own (default: 1)"),
     ):
-        text += " (default: %(default)s)"
         add(f"--{name}", type=positive, default=default, metavar="N", help=text)
     add = parser.add_argument_group("output").add_argument
-    for name, text in (
-        ("json", "write all figures"),
-        ("plot", "draw the roofline and the parts"),
-        ("trace", "write a trace of the parts, which ui.perfetto.dev shows"),
-    ):
-        add(f"--{name}", type=Path, metavar="FILE", help=text)
+    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--plot", type=Path, metavar="FILE", help="draw the roofline and the parts")
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a trace of one run, which ui.perfetto.dev shows",
+    )
     return parser
 
 
@@ -168,7 +185,7 @@ def users_build(name: str, shape: tuple[int, int, int], settings: Settings) -> B
     device, dtype = settings.device, settings.dtype
     try:
         build().to(device, dtype)(torch.randn(shape, device=device, dtype=dtype))
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(
             f"--block must name a function without arguments, whose model accepts x of "

@@ -4,6 +4,7 @@ import datetime
 import os
 import platform
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -34,10 +35,7 @@ def device_name(device: torch.device) -> str:
 
 def _commit() -> str:
     """Return the commit of this checkout; "unknown" without git or a repository."""
-    command = ["git", "describe", "--always", "--dirty"]
-    folder = Path(__file__).parent
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+    folder = shlex.quote(str(Path(__file__).parent))
+    command = f"git -C {folder} describe --always --dirty"
+    failed, printed = subprocess.getstatusoutput(command)
+    return "unknown" if failed else printed

@@ -25,7 +25,7 @@ def number(value: float) -> str:
 def si(value: float, unit: str = "") -> str:
     """Write a number with a decimal prefix, such as 3.11 MB or 12.3 ms."""
     if not value:
-        return f"0 {unit}"
+        return f"0 {unit}".strip()
     value *= 1e6
     for prefix in ("u", "m", "", "k", "M", "G", "T"):
         if abs(value) < 999.5:

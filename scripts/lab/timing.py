@@ -39,7 +39,7 @@ def clock() -> float:
     return time.perf_counter()
 
 
-def wall_sampler(run: Run, least_seconds: float = 0.05) -> Sampler:
+def wall_sampler(run: Run, least_seconds: float = 0.01) -> Sampler:
     """Return a sampler of the time that a caller waits for `run`, and for the GPU.
 
     A sample repeats the call for at least `least_seconds`.

@@ -1,6 +1,5 @@
-"""What torch.profiler sees of a run: kernels, attention, collectives, memory."""
+"""What torch.profiler sees of a run: kernels, collectives, and memory."""
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,20 +16,14 @@ _SCHEDULE = schedule(wait=0, warmup=1, active=1, repeat=1)
 class Recording:
     """One run.
 
-    attention: torch's kernel for attention, such as flash, or "no fused".
-    kernels: the calls and seconds of each kernel of the GPU, the longest first.
+    kernels: the calls and seconds of each kernel of the GPU.
     collectives: the calls of torch.distributed.
     peak_added_bytes: the most that the run allocated at a time, on a CPU.
     """
 
-    attention: str
     kernels: dict[str, tuple[int, float]]
     collectives: dict[str, int]
     peak_added_bytes: int
-
-    @property
-    def launches(self) -> int:
-        return sum(count for count, _ in self.kernels.values())
 
     @property
     def busy_seconds(self) -> float:
@@ -54,21 +47,22 @@ def record_run(run: Run, trace: Path | None = None) -> Recording:
             session.step()
     if trace is not None:
         session.export_chrome_trace(str(trace))
-    names: Counter[str] = Counter()
-    kernels: Counter[str] = Counter()  # in ns, because a Counter has integers
+    kernels: dict[str, tuple[int, float]] = {}
+    collectives: Counter[str] = Counter()
     for event in session.events() or []:
         if event.device_type.name == "CUDA" and not event.is_user_annotation:
-            kernels[event.name] += round(1e3 * event.time_range.elapsed_us())
-        names[event.name] += 1
-    attention = re.search(r"scaled_dot_product_(\w+?)_attention", " ".join(names))
+            count, seconds = kernels.get(event.name, (0, 0.0))
+            seconds += 1e-6 * event.time_range.elapsed_us()
+            kernels[event.name] = (count + 1, seconds)
+        elif event.name.startswith("c10d::"):
+            collectives[event.name] += 1
     # The peak of the running sum of allocations and releases.
     memory = session.profiler.kineto_results.events()
     changes = [event for event in memory if event.name() == "[memory]"]
     changes.sort(key=methodcaller("start_ns"))  # equal times keep their order
     sizes = map(methodcaller("nbytes"), changes)
     return Recording(
-        attention=attention[1] if attention else "no fused",
-        kernels={name: (names[name], 1e-9 * ns) for name, ns in kernels.most_common()},
-        collectives={name: names[name] for name in names if name.startswith("c10d::")},
+        kernels=kernels,
+        collectives=collectives,
         peak_added_bytes=max(accumulate(sizes, initial=0)),
     )

@@ -22,7 +22,6 @@ from .work import Ledger
 
 Build = Callable[[torch.device, torch.dtype], nn.Module]
 Sized = tuple[Build, tuple[int, int, int]]  # a model, and the shape of its input
-short_sampler = partial(wall_sampler, least_seconds=0.01)
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,7 @@ class Subject:
         self.run_parts = partial(self.run, self.model)
         self.run_parts()  # allocates AdamW's state
         self.run_whole = self.run_parts
+        self.notes = [self._compile()] if settings.compile else []
 
     def run(self, model: Any) -> None:
         """Run all passes of the mode. The first tensor of the result counts."""
@@ -92,7 +92,7 @@ class Subject:
         if self.optimizer is not None:
             self.optimizer.step()
 
-    def compile(self) -> str:
+    def _compile(self) -> str:
         """Compile the model by its first run, and say what that took."""
         # Otherwise tracing takes most of the time.
         torch.compiler.allow_in_graph(einops.rearrange)
@@ -132,24 +132,20 @@ def measure(
     torch.manual_seed(0)
     device = settings.device
     on_gpu = device.type == "cuda"
-    notes: list[str] = []
     subject = Subject(sized, settings)
+    notes = subject.notes
     ledger = Ledger(subject.model, subject.run_parts)
     if ledger.unknown:
         names = ", ".join(sorted(ledger.unknown))
         notes.append(f"FLOPs without {names}: no formula")
-    if settings.compile:
-        notes.append(subject.compile())
     samplers: dict[str, Any] = {
         "parts": Stopwatch(subject.model, subject.run_parts, on_gpu),
-        "whole": short_sampler(subject.run_whole),
+        "whole": wall_sampler(subject.run_whole),
         **rate_samplers(device, settings.dtype),
     }
     if tiny is not None:
         small = Subject(tiny, settings)
-        if settings.compile:
-            small.compile()
-        samplers["overhead"] = short_sampler(small.run_whole)
+        samplers["overhead"] = wall_sampler(small.run_whole)
         # On a GPU, launches overlap with kernels, so a part has no overhead.
         if not on_gpu:
             samplers["overheads"] = Stopwatch(small.model, small.run_parts, on_gpu)
@@ -167,7 +163,7 @@ def measure(
     recording, memory = record_memory(subject, settings, trace)
     rows += add_up(rows, whole, rates, recording)
     return Profile(
-        title=f"{title}; {settings.describe()}; {recording.attention} attention",
+        title=f"{title}; {settings.describe()}",
         machine=environment(device),
         settings=settings,
         tokens=subject.x.shape[:-1].numel(),

@@ -37,20 +37,21 @@ def parts_of(module: nn.Module, name: str = "") -> dict[nn.Module, str]:
 
 
 class Watch:
-    """Calls `end` when a part stops working, and `begin` when the next one starts."""
+    """Calls `end` when a part stops, and `begin` when the next one starts."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.parts = parts_of(model)
+        self.runs = 0
         self._callers: list[str] = []
         # In the order of forward: the number of autograd's next node, and the part that makes it.
         self._makers: list[tuple[int, str]] = []
 
     def begin(self) -> None:
-        raise NotImplementedError
+        """Do what a subclass does when `self.part` starts."""
 
     def end(self) -> None:
-        raise NotImplementedError
+        """Do what a subclass does when `self.part` stops."""
 
     def watch(self, run: Run) -> None:
         """Run the model once: forward and, if the run has them, backward and AdamW."""
@@ -67,6 +68,7 @@ class Watch:
         self.begin()
         run()
         self.end()
+        self.runs += 1
         for hook in hooks:
             hook.remove()
 
@@ -119,9 +121,8 @@ class Stopwatch(Watch):
     def __init__(self, model: nn.Module, run: Run, on_gpu: bool) -> None:
         super().__init__(model)
         self.on_gpu = on_gpu
-        self.runs = 0
         self.marks: list[Any] = []
-        self.sample = wall_sampler(partial(self.watch, run), least_seconds=0.01)
+        self.sample = wall_sampler(partial(self.watch, run))
 
     def __call__(self) -> dict[str, float]:
         self.runs = 0
@@ -133,10 +134,6 @@ class Stopwatch(Watch):
             for name in names:
                 times[name] += seconds / self.runs
         return times
-
-    def watch(self, run: Run) -> None:
-        self.runs += 1
-        super().watch(run)
 
     def begin(self) -> None:
         if self.on_gpu:

@@ -55,7 +55,7 @@ def time_line(mode: str, took: Spread, tokens: int) -> str:
 
 
 def _summary(profile: Profile) -> str:
-    took, whole, recording = profile.took, profile.whole, profile.recording
+    took, whole = profile.took, profile.whole
     time = time_line(profile.settings.mode, took, profile.tokens)
     mfu = share(whole.flops / whole.total / profile.rates.flops)
     overhead = "unknown for a block of your own"
@@ -69,13 +69,6 @@ def _summary(profile: Profile) -> str:
         f"Overhead, the same calls on a tiny input: {overhead}",
         f"Memory: {', '.join(sizes)}",
     ]
-    if recording.kernels:
-        busy = recording.busy_seconds / took.median
-        verdict = "launch-bound (below 80%)" if busy < 0.8 else "not launch-bound"
-        lines.append(
-            f"GPU: {recording.launches} kernels, copies and fills, "
-            f"busy {share(busy)} of the time: {verdict}"
-        )
     return "\n".join([*lines, *profile.notes])
 
 
@@ -120,9 +113,13 @@ def _cells(row: Row, whole: Row) -> list[str]:
 
 
 def kernel_table(recording: Recording) -> str:
-    """Return the kernels that take the longest; nothing for a CPU."""
+    """Return the kernels that take the longest, and their sum; nothing for a CPU."""
+    kernels = sorted(recording.kernels.items(), key=lambda item: -item[1][1])
+    if not kernels:
+        return ""
+    launches = sum(count for _, (count, _) in kernels)
+    busy = recording.busy_seconds
     rows = []
-    for name, (count, taken) in list(recording.kernels.items())[:10]:
-        of_busy = share(taken / recording.busy_seconds)
-        rows.append([name[:70], str(count), number(1e3 * taken), of_busy])
-    return markdown(["kernel", "calls", "ms", "share of GPU"], rows) if rows else ""
+    for name, (count, taken) in [*kernels[:10], ("all", (launches, busy))]:
+        rows.append([name[:70], str(count), number(1e3 * taken), share(taken / busy)])
+    return markdown(["kernel", "calls", "ms", "share of GPU"], rows)

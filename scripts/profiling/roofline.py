@@ -68,5 +68,5 @@ def rate_samplers(device: torch.device, dtype: torch.dtype) -> dict[str, Sampler
 
 
 def _per_unit(run: Run, units: int) -> Sampler:
-    sample = wall_sampler(run, least_seconds=0.01)
+    sample = wall_sampler(run)
     return lambda: sample() / units

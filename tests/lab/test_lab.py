@@ -7,8 +7,6 @@ from lab.sizes import PRESETS, Size
 from lab.tables import markdown, number, share, si
 from lab.timing import Spread, interleave, wall_sampler
 
-from tinyblock import Transformer
-
 META = torch.device("meta")
 
 
@@ -48,18 +46,23 @@ def test_wall_sampler_repeats_short_calls_and_returns_the_time_of_one(monkeypatc
     assert now - before >= 0.01
 
 
-def test_numbers_have_three_digits_and_no_exponent():
-    cases = {0.0: "0", 1e-5: "0.0000100", 0.01234: "0.0123", 1.0: "1.00"}
-    cases |= {99.96: "100", 12345.0: "12300", -2.5: "-2.50"}
-    assert {value: number(value) for value in cases} == cases
+TEXTS = {
+    number: {0.0: "0", 1e-5: "0.0000100", 99.96: "100", 12345.0: "12300"},
+    si: {
+        3.11e6: "3.11 M",
+        999.6: "1.00 k",
+        0.0: "0",
+        -2e-6: "-2.00 u",
+        0.0123: "12.3 m",
+    },
+    share: {0.042: "4.2%", 1.5: "150%"},
+}
 
 
-def test_units_follow_the_size_of_the_number():
-    assert [si(3.11e6, "B"), si(999.6), si(0.0, "B")] == ["3.11 MB", "1.00 k", "0 B"]
-    assert [si(2e-6, "s"), si(0.0123, "s"), si(-1.5, "s")] == [
-        *("2.00 us", "12.3 ms", "-1.50 s")
-    ]
-    assert [share(0.042), share(1.5)] == ["4.2%", "150%"]
+def test_numbers_have_three_digits_and_units_follow_their_size():
+    for write, texts in TEXTS.items():
+        assert {value: write(value) for value in texts} == texts
+    assert si(3e-3, "s") == "3.00 ms"
 
 
 def test_markdown_aligns_text_left_and_numbers_right():
@@ -85,12 +88,11 @@ def test_presets_have_the_parameters_of_their_models():
         assert num_layers * count + PRESETS[name].d_model == expected, name
 
 
-def test_size_builds_a_stack():
-    size = Size(d_model=32, num_heads=2, num_layers=3)
-    stack = size.build(META, torch.float32)
-    assert isinstance(stack, Transformer)
-    assert len(stack.layers) == 3
-    assert Size(2, 3).tokens == 6
+def test_size_of_several_layers_is_a_stack():
+    size = Size(2, 3, d_model=32, num_heads=2, num_layers=3)
+    assert len(size.build(META, torch.float32).layers) == 3
+    assert size.title == "Transformer of 3, 2 heads: 2 x 3 tokens, d_model 32"
+    assert size.tokens == 6
 
 
 def test_environment_names_machine_versions_and_date():
