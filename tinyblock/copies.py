@@ -237,7 +237,10 @@ def add(arguments: argparse.Namespace) -> int:
     copies = [Copy(arguments.folder, name) for name in names]
     code = bring_up_to_date(arguments.folder, copies)
     if not (arguments.folder / "typecheck.py").exists():
-        print("Copies check no shapes without typecheck.py: see docs/shape_checks.md")
+        print(
+            "Copies check no shapes by themselves: `tinyblock add typecheck` copies a "
+            "file that does"
+        )
     return code
 
 
