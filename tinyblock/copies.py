@@ -1,4 +1,4 @@
-"""The command `tinyblock`: copy layers into a project, and keep the copies up to date.
+"""Copy layers into a project, and keep the copies up to date: the command `tinyblock`.
 
     layers/rope.py                  the copy: a header, the layer, and the user's edits
     layers/.tinyblock/rope.py.base  the base: what tinyblock wrote as that copy
@@ -43,7 +43,7 @@ class CommandError(Exception):
 class Copy:
     """A file in a folder of copies, its base, and what this release writes as both.
 
-    A text is "" where there is no file.
+    The text of a missing file is "".
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -93,7 +93,7 @@ class Copy:
 
     @property
     def state(self) -> str:
-        """What distinguishes the copy from its base, and its base from this release."""
+        """How the copy differs from its base, and the base from this release."""
         found = []
         if not self.text:
             found.append("missing")
@@ -221,7 +221,7 @@ def bring_up_to_date(folder: Path, copies: Iterable[Copy]) -> int:
 
 
 def list_(arguments: argparse.Namespace) -> int:
-    """List what can be copied."""
+    """List the files that can be copied."""
     titles = {}
     for name in NAMES:
         titles[name] = read(ROOT / f"{name}.py").partition("\n")[0].strip('"')
@@ -272,7 +272,7 @@ def update(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Test layers against the contract beside them, or else tinyblock's own."""
+    """Test layers with the tests beside them or, if there are none, tinyblock's own."""
     if importlib.util.find_spec("pytest") is None:
         raise CommandError("verify requires pytest: install it")
     path = arguments.path.resolve()
@@ -309,7 +309,7 @@ def read(path: Path) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Report wrong arguments as other errors: in one line, without the usage."""
+    """Report wrong arguments like other errors, in one line without the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise CommandError(message)
@@ -342,7 +342,7 @@ def parser() -> Parser:
             command.add_argument(
                 "--with-tests",
                 action="store_true",
-                help="copy the contract, too (default: copy no tests)",
+                help="also copy the tests of all layers (default: copy no tests)",
             )
         if run in (check, diff, update):
             command.add_argument(
@@ -366,7 +366,7 @@ def parser() -> Parser:
             side.add_argument(
                 "--upstream",
                 action="store_true",
-                help="show changes in tinyblock (default: both)",
+                help="show later changes in tinyblock (default: both)",
             )
         if run is verify:
             command.add_argument(

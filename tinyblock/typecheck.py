@@ -70,8 +70,8 @@ def typecheck(target: _Target) -> _Target:
     - In a module, it checks the public functions that are defined there, and `__init__`
       and `forward` of the classes, so that no time is spent between layers. Public
       names are listed in `__all__` or, without it, do not begin with an underscore.
-    - It checks no values, local variables or nested functions, no static or class
-      methods, properties, generators or coroutines, and nothing under `lru_cache`.
+    - It does not check values, local variables, nested functions, static or class
+      methods, properties, generators, coroutines, or functions under `lru_cache`.
 
     Annotations are resolved at the first call, so that a class may name itself.
 
@@ -180,8 +180,8 @@ def _checked(function: Any) -> Any:
                 _remember(known, signature, found)
         return result
 
-    # dynamo counts recompilations per code object. With a shared one, the ninth function
-    # would reach its limit.
+    # dynamo counts recompilations per code object. If all functions shared one, the
+    # ninth would exceed the limit.
     wrapper: Any = checked
     wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)
     wrapper.__typechecked__ = True
@@ -206,7 +206,7 @@ def _signature_reader(
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function that takes the arguments of a call and returns its signature.
 
-    It runs at every call, and is compiled from text, because a loop takes twice as long.
+    It runs at every call. It is compiled from text, because a loop takes twice as long.
     """
     items = [f'f"{{{expression}}}"' for expression in in_braces]
     parameters = []
@@ -236,13 +236,13 @@ def _describe(value: Any) -> tuple[Any, ...] | None:
         return kind, value
     if kind in (FunctionType, BuiltinFunctionType):
         return (kind,)
-    return None  # a list, of which beartype checks one random item, an array, ...
+    return None  # an array, or a list, of which beartype checks one random item
 
 
 def _checkers(
     function: FunctionType, hints: dict[str, Any], in_braces: list[str]
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return a function that checks arguments, and one that checks a result and them."""
+    """Return a function that checks arguments, and one that also checks a result."""
     parameters = []
     for name, parameter in inspect.signature(function).parameters.items():
         annotation = hints.get(name, parameter.empty)
@@ -276,7 +276,7 @@ def _checker(
         __tracebackhide__ = True
         run = checked_first
         if "torch._dynamo" in sys.modules:
-            # Where an error has ended a compiled frame, dynamo would trace the check.
+            # After an error in a compiled frame, dynamo would trace the check.
             run = torch.compiler.disable(run)
         try:
             run(*args, **kwargs)
@@ -297,7 +297,7 @@ def _checker(
 def _note_dtypes(
     error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Add the innermost layer and the dtypes to an error of torch's about dtypes."""
+    """Add the innermost layer and its dtypes to torch's error about dtypes."""
     if "dtype" not in str(error) or hasattr(error, "__notes__"):
         return
     tensors = [
@@ -309,5 +309,5 @@ def _note_dtypes(
     if weights and dtypes - weights:
         error.add_note(
             f"the input of {type(layer).__name__} must have the dtype of its weights, "
-            f"{weights}, got {dtypes}: convert one of them by .to"
+            f"{weights}, got {dtypes}: convert one of them with .to"
         )
