@@ -91,7 +91,7 @@ def _in_pairs(rotation: Rotation) -> Rotation:
     return rotate
 
 
-# By the names of their packages.
+# Keyed by package.
 PROJECT_ROPES: dict[str, Callable[[], Rotation]] = {
     "transformers": transformers,
     "litgpt": litgpt,
