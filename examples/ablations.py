@@ -56,7 +56,7 @@ def build(config: Config, **options: Any) -> LanguageModel:
 
 
 def ungated(config: Config, activation: Callable[[Tensor], Tensor]) -> LanguageModel:
-    """Build two feed-forward matrices with as many weights as SwiGLU's three."""
+    """Build feed-forward layers whose two matrices have as many weights as SwiGLU."""
     d_ff = SwiGLU(config.d_model, device="meta").d_ff * 3 // 2
     return build(config, d_ff=d_ff, ffn=partial(FeedForward, activation=activation))
 
@@ -92,7 +92,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Train, and return the losses by step, and the validation losses by position.
 
-    The losses are NaN from the step on at which the training diverges.
+    After the step at which training diverges, losses are NaN.
     """
     curve = torch.full((config.steps,), torch.nan)
     for step, loss in enumerate(train(model, adamw(model), text, config)):

@@ -1,4 +1,4 @@
-"""Context parallelism: one sequence is split over processes, a slice for each.
+"""Split one sequence over processes, a slice for each: context parallelism.
 
     torchrun --nproc-per-node 2 examples/context_parallel.py
 

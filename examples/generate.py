@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
         "(default: 0)",
     )
     parser.add_argument(
-        "--top-k", type=int, help="draw from this many tokens (default: all tokens)"
+        "--top-k", type=int, help="draw from this many likely tokens (default: all)"
     )
     parser.add_argument(
         "--chat",

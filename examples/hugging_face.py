@@ -178,7 +178,8 @@ def assign(model: LanguageModel, state: dict[str, Tensor]) -> LanguageModel:
 
 
 def load(source: str | Path) -> LanguageModel:
-    """Return the model of a checkpoint: a folder, or a name, which is downloaded.
+    """Return the model of a checkpoint in a folder, or download it by its name.
+
 
     Head and embedding are tied if the files have no head, whatever the config says.
 
@@ -197,7 +198,7 @@ def load(source: str | Path) -> LanguageModel:
 
 
 def find_folder(source: str | Path) -> Path:
-    """Return the folder of a checkpoint, after downloading it if it is a name."""
+    """Return the folder of a checkpoint. Download it first if `source` is a name."""
     if Path(source).is_dir():
         return Path(source)
     if Path(source).exists():

@@ -1,4 +1,4 @@
-"""Sequences of different lengths in one batch: padded on the left, or packed.
+"""Put sequences of different lengths into one batch: pad them, or pack them.
 
     python examples/packing.py
 

@@ -1,4 +1,4 @@
-"""Train a language model over processes: "dp" splits batches, and "tp" splits layers.
+"""Train a model on several processes: "dp" splits batches, and "tp" splits layers.
 
     torchrun --nproc-per-node 4 examples/parallel.py
 

@@ -1,4 +1,4 @@
-"""RoPE for contexts longer than in training: Llama 3.1 and YaRN.
+"""Scale RoPE for contexts longer than in training: Llama 3.1 and YaRN.
 
     python examples/scaled_rope.py
 

@@ -92,7 +92,7 @@ def even_windows(text: Tensor, count: int, seq: int) -> Tensor:
 
 
 def losses(model: nn.Module, windows: Tensor) -> Tensor:
-    """Return the loss of each byte but the first, (batch, seq)."""
+    """Return the loss of each byte except the first, (batch, seq)."""
     windows = windows.to(next(model.parameters()).device)
     with torch.autocast("cuda", torch.bfloat16, enabled=windows.is_cuda):
         logits = model(windows[:, :-1])
@@ -108,7 +108,7 @@ def validate(model: nn.Module, windows: Tensor) -> Tensor:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Return a linear warm-up, and then a cosine from the peak to a tenth of it."""
+    """Return the rate of a linear warm-up, then of a cosine to a tenth of the peak."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     done = (step - config.warmup) / max(1, config.steps - config.warmup)

@@ -225,7 +225,7 @@ class Reference:
             return prepare(peer, self.x, self.case)
 
     def compare(self, make_peer: MakePeer, rounds: int) -> Result:
-        """Time the Block and a peer in turns.
+        """Time the Block and a peer, which take turns.
 
         Raises:
             RuntimeError: their outputs or gradients differ by more than roundings.
@@ -271,7 +271,7 @@ def compare_all(
 
 
 def compare_in_processes(case: Case) -> Found:
-    """Run this command several times, and return the medians of each process."""
+    """Run this command in several processes, and return the median of each process."""
     command = [sys.executable, __file__, *sys.argv[1:], "--cases", case.name, "--json"]
     runs = []
     for _ in range(PROCESSES):

@@ -102,7 +102,7 @@ class Copy:
         elif self.text != self.base:
             found.append("edited")
         if self.missing_imports:
-            found.append(f"imports what is missing: {', '.join(self.missing_imports)}")
+            found.append(f"imports missing files: {', '.join(self.missing_imports)}")
         if self.is_newer:
             found.append(f"from the newer tinyblock {self.version}")
         elif not self.new:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-# torch.distributed.tensor and .fsdp are imported where they are used: they take a
-# second, and not every torch has them.
+# torch.distributed.tensor and .fsdp are imported where they are used, because their
+# import takes a second, and not every torch has them.
 
 __all__ = ["parallelize"]
 
@@ -89,7 +89,7 @@ def parallelize(
             # A method, because a copied block must use the weights of the copy.
             block.forward = MethodType(compiled, block)
         if recompute:
-            # Around the compiled forward: torch 2.13 compiles nothing around a checkpoint.
+            # Around the compiled forward, because torch 2.13 does not compile a checkpoint.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if shard is not None:
         for module in dict.fromkeys((*blocks, model)):  # a Block is both
@@ -201,7 +201,7 @@ def _gather_output(_model: nn.Module, _args: Any, out: Any) -> Tensor:
 
 def _sum_gradients_of_gains(model: nn.Module, _args: Any) -> None:
     """Sum them in the backward pass, because torch 2.11's AdamW would use the parts."""
-    # Before each call, because copies and `to_empty` lose the hooks of parameters.
+    # Added before each call, because copies and `to_empty` lose parameters' hooks.
     for parameter in model.parameters():
         gains: Any = parameter
         is_hooked = _sum_over_ranks in (gains._backward_hooks or {}).values()
@@ -222,7 +222,7 @@ def _in_block(name: str) -> str:
 
 
 def _require_own_parameters(model: nn.Module, part: str = "") -> None:
-    """Raise a ValueError if two modules, one with `part` in its name, share a parameter."""
+    """Raise a ValueError if modules share a parameter, one with `part` in its name."""
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = names.setdefault(parameter, name)

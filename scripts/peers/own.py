@@ -26,7 +26,7 @@ Layer = Callable[[Tensor], Any]  # returns a tensor, or a tuple that begins with
 
 @dataclass(frozen=True)
 class Peer:
-    """The layers of a project, as functions of x only. "Block" calls all others."""
+    """The layers of a project, as functions of x only. "Block" calls the other layers."""
 
     parameters: list[Tensor]
     layers: dict[str, Layer]

@@ -1,4 +1,4 @@
-"""RoPE as each project computes it: a function of x and its positions in tokens.
+"""Compute RoPE as each project does: from x, and its positions in tokens.
 
 x has the shape (batch, heads, seq, d_head). All rotate the pairs (x0, x1), (x2, x3), ...
 """
