@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     windows = even_windows(held_out, 256, length)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    # By rate, seed and variant: the losses of all steps, and those by position.
+    # The losses of all steps, and of all positions, by rate, seed and variant.
     shape = len(lrs), options.seeds, len(variants)
     curves = torch.zeros(*shape, options.steps)
     losses = torch.zeros(*shape, length)

@@ -5,8 +5,8 @@
 
 This command prints the relative change of the output, about 0.01. All projections are
 `nn.Linear`, so torchao can quantize them. Weights in int8 save memory. They save time
-only with a kernel that reads int8. Ignore lines that say "Failed to load": they are
-about torchao's GPU kernels.
+only with a kernel that reads int8. Ignore lines that say "Failed to load", which
+are about torchao's GPU kernels.
 """
 
 import copy

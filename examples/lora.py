@@ -1,4 +1,5 @@
-"""LoRA with peft: train small adapters beside frozen weights, then merge them.
+"""Train small adapters beside frozen weights with peft, then merge them: LoRA.
+
 
     pip install peft
     python examples/lora.py

@@ -174,7 +174,7 @@ def count_kept_bytes(
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         sizes.setdefault(storage.data_ptr(), storage.nbytes())
-        return tensor.detach()  # an output as it is would keep its own graph alive
+        return tensor.detach()  # otherwise an output would keep its own graph alive
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = forward()

@@ -258,7 +258,7 @@ def _require_shape_of(x: Tensor, rotated: Tensor) -> Tensor:
 
 
 def _reset(module: nn.Module) -> None:
-    """Reset a linear layer, or call the method of another layer or of its children."""
+    """Draw a linear layer's weights. Other layers or their children reset themselves."""
     if isinstance(module, nn.Linear):
         std = math.sqrt(2 / (module.in_features + module.out_features))
         nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)

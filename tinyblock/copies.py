@@ -64,7 +64,7 @@ class Copy:
                 f"{self.base_path}"
             )
         version = version_in(self.text)  # users may delete headers
-        # An interrupted update leaves a copy from this release beside an older base.
+        # An interrupted update leaves a copy from this release with an older base.
         if version not in ("", self.version, __version__):
             raise CommandError(
                 f"{self.path} is from tinyblock {version}, but its base is from "
@@ -163,7 +163,7 @@ def numbers(version: str) -> list[int]:
 
 
 def renumber(text: str) -> str:
-    """Write this version into a header: the number is neither an edit nor a change."""
+    """Write this version into a header. A new number is neither an edit nor a change."""
     return VERSION.sub(rf"\g<1>{__version__}", text, count=1)
 
 

@@ -6,7 +6,7 @@
 Source: Su et al., "RoFormer" (arXiv 2104.09864), equations 13 to 15; CS336 2026,
 section 3.4.3, equation 8.
 Convention: pairs are consecutive, (x0, x1), (x2, x3), ..., as in the paper and in
-Meta's Llama. Hugging Face pairs x[k] with x[k + d_k/2]: the same rotation for permuted
+Meta's Llama. Hugging Face pairs x[k] with x[k + d_k/2], the same rotation for permuted
 rows of the query and key weights.
 Numerics: the table of cosines and sines is computed in float64 and stored in float32,
 in a model of any dtype. Angles computed in float32 are off by thousandths of a radian

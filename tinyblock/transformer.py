@@ -27,7 +27,7 @@ class Transformer(nn.Module):
 
     All blocks share one RoPE with max_seq_len positions and base theta, or the `rope`
     that is passed instead. Pass theta=None for no positional encoding, as in CS336 2024,
-    whose model adds positions to its embeddings; rope=None alone keeps RoPE, unlike in
+    whose model adds positions to its embeddings. rope=None keeps RoPE here, unlike in
     Block.
 
     `block(d_model, num_heads, d_ff, rope=..., norm=..., eps=..., device=..., dtype=...,
