@@ -32,17 +32,17 @@ lint: $(VENV)/installed-dev ## check style and types with ruff and mypy
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-story: $(VENV)/installed-examples $(CACHE)/$(MODEL) ## let a small language model write a story (downloads 94 MB)
+story: $(VENV)/installed-examples $(CACHE)/$(MODEL) ## download a small language model (94 MB), which writes a story
 	$(VENV)/bin/python examples/generate.py $(CACHE)/$(MODEL) \
 		"Tell me a short story about a lighthouse keeper and her cat." --chat --tokens 120 $(ARGS)
 
 compare: $(VENV)-peers/installed-peers ## compare the speed of the Block with other projects' layers
 	@$(VENV)-peers/bin/python scripts/compare_peers.py $(ARGS)
 
-exactness: $(VENV)-peers/installed-peers ## compare the errors of all layers with those of other projects
+exactness: $(VENV)-peers/installed-peers ## compare the errors of the layers with the errors of other projects' layers
 	@$(VENV)-peers/bin/python scripts/exactness.py $(ARGS)
 
-# An extra of pyproject.toml. .venv-peers is apart, because other projects require older releases.
+# An extra of pyproject.toml. .venv-peers is separate, because other projects require older releases.
 $(VENV)/installed-% $(VENV)-peers/installed-%: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet $(TORCH) -e ".[$*]"

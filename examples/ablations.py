@@ -5,9 +5,11 @@
     python examples/ablations.py norm --layers 6 --steps 200 --seq 64 --lrs 1e-3 1e-2
     python examples/ablations.py positions --steps 200
 
-Variants differ in one choice. Within a row of the table they also have the seed, the
-batches and the learning rate in common. They have equally many parameters, except for
-the gains of norms. Losses are in nats per byte, on held-out text.
+Variants differ in one choice. In a row of the table, they share the seed, the batches
+and the learning rate. All have the same number of parameters, except for the gains of
+norms. Losses are in nats per byte, on held-out text. Train for at least 200 steps,
+because with fewer, the variants may rank in the opposite order. `train.py --help`
+explains the settings.
 """
 
 import argparse
@@ -36,7 +38,7 @@ from train import (
 
 from tinyblock import Block, FeedForward, SwiGLU, gelu, silu
 
-LONG = 4  # positions are compared on sequences this many times as long as in training
+LONG = 4  # validation of positions uses sequences this many times as long as training
 DIVERGED = 20.0  # nats per byte; a guess has 5.5
 
 
@@ -54,7 +56,7 @@ def build(config: Config, **options: Any) -> LanguageModel:
 
 
 def ungated(config: Config, activation: Callable[[Tensor], Tensor]) -> LanguageModel:
-    """Build two feed-forward matrices with as many weights as SwiGLU's three."""
+    """Build feed-forward layers whose two matrices have as many weights as SwiGLU."""
     d_ff = SwiGLU(config.d_model, device="meta").d_ff * 3 // 2
     return build(config, d_ff=d_ff, ffn=partial(FeedForward, activation=activation))
 
@@ -90,7 +92,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Train, and return the losses by step, and the validation losses by position.
 
-    The losses are NaN from the step on at which the training diverges.
+    After the step at which training diverges, losses are NaN.
     """
     curve = torch.full((config.steps,), torch.nan)
     for step, loss in enumerate(train(model, adamw(model), text, config)):
@@ -109,7 +111,7 @@ def table(names: Sequence[str], rows: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def parts(losses: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ends and the means of `count` equal parts of the last axis."""
+    """Split the last axis into `count` equal parts, and return their ends and means."""
     ends = torch.arange(1, count + 1) * losses.shape[-1] // count
     return ends, F.adaptive_avg_pool1d(losses, count)
 
@@ -149,12 +151,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=VARIANTS, help="what differs")
-    parser.add_argument("--lrs", type=float, nargs="+", help="instead of --lr")
+    parser.add_argument("what", choices=VARIANTS, help="vary this choice")
     parser.add_argument(
-        "--seeds", type=int, default=3, help="from --seed on (default: 3)"
+        "--lrs",
+        type=float,
+        nargs="+",
+        help="train at each of these peak rates (default: --lr)",
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw the losses")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        help="train with this many seeds, from --seed on (default: 3)",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the losses into this file")
     add_settings(parser, Config(steps=400, d_model=48, heads=3))
     return parser.parse_args(arguments)
 
@@ -168,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     windows = even_windows(held_out, 256, length)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    # By rate, seed and variant: the losses of all steps, and those by position.
+    # The losses of all steps, and of all positions, by rate, seed and variant.
     shape = len(lrs), options.seeds, len(variants)
     curves = torch.zeros(*shape, options.steps)
     losses = torch.zeros(*shape, length)

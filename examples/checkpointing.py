@@ -3,7 +3,7 @@
     python examples/checkpointing.py
 
 This command prints how many bytes a forward pass keeps for backward, without and with
-it. On several devices, use `parallelize(model, mesh, recompute=True)`.
+checkpointing. On several devices, use `parallelize(model, mesh, recompute=True)`.
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv 1604.06174).
 """
 

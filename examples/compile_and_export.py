@@ -2,8 +2,8 @@
 
     python examples/compile_and_export.py
 
-This command prints how far the outputs are from the model's own outputs. Shape checks do
-not run in the graphs. `torch.export.save` writes an exported graph.
+This command prints how far the outputs of the graphs are from the eager model's. The
+graphs contain no shape checks. `torch.export.save` writes an exported graph.
 """
 
 from copy import deepcopy
@@ -23,13 +23,13 @@ def main() -> None:
     seq = torch.export.Dim("seq", min=1, max=128)
     exported = torch.export.export(model, (x,), dynamic_shapes={"x": {1: seq}}).module()
 
-    # For training: one graph serves all blocks, so that a deep model compiles fast.
+    # For training, one graph serves all blocks, so that a deep model compiles fast.
     by_blocks = deepcopy(model)
     for block in by_blocks.layers:
         block.compile(fullgraph=True, dynamic=True)
 
-    # For decoding: one call of one graph per token. Without this line, torch traces and
-    # guards einops' parser in every layer.
+    # For decoding, each token calls one graph. Without this line, torch traces einops'
+    # parser, and guards it, in every layer.
     torch.compiler.allow_in_graph(einops.rearrange)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
 

@@ -1,4 +1,4 @@
-"""Context parallelism: one sequence is split over processes, a slice for each.
+"""Split one sequence over processes, a slice for each: context parallelism.
 
     torchrun --nproc-per-node 2 examples/context_parallel.py
 
@@ -6,8 +6,8 @@ This command prints the loss of each slice, their mean, and the loss on one proc
 
 Every layer except attention treats each token separately. Attention gathers the keys
 and values of all processes, as in Llama 3 (arXiv 2407.21783, section 3.3.2), and counts
-positions from the beginning of the whole sequence. Later slices have more earlier
-tokens, and thus more work: Llama 3 gives each process two slices to balance it.
+positions from the start of the complete sequence. Later slices attend to more tokens,
+so they have more work. Llama 3 gives each process two slices to balance the work.
 """
 
 import os

@@ -5,7 +5,7 @@
 
 This command prints the layers of the model. GGUF stores the rows of the query and key
 weights in consecutive pairs, as tinyblock does, so they load without a permutation. The
-package gguf turns quantized weights into float32.
+package gguf converts quantized weights to float32.
 """
 
 import sys
@@ -36,7 +36,7 @@ IGNORED = {
     "llama.attention.value_length",
 }
 
-# Parts of their names of weights, and ours.
+# Parts of GGUF's names of weights, and ours.
 NAMES = {
     "token_embd": "token_embeddings",
     "output_norm": "transformer.ln_final",
@@ -70,7 +70,7 @@ def load(path: str | Path) -> LanguageModel:
     for tensor in reader.tensors:
         name = ".".join(NAMES.get(part, part) for part in tensor.name.split("."))
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        state[name] = torch.tensor(values)  # a copy: they may be part of the file
+        state[name] = torch.tensor(values)  # copies a possible view of the file
     config["vocab_size"] = len(state["token_embeddings.weight"])
     return assign(build(config, tied="lm_head.weight" not in state), state)
 

@@ -57,7 +57,7 @@ def load(source: str) -> tuple[LanguageModel, Any, set[int]]:
 
 
 def pieces(tokenizer: Any, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text that each token adds; a token may be a part of a character."""
+    """Yield the text that tokens add. A character may consist of several tokens."""
     seen = list(prompt)
     text = tokenizer.decode(seen, skip_special_tokens=True)
     for token in tokens:
@@ -69,28 +69,35 @@ def pieces(tokenizer: Any, prompt: list[int], tokens: Iterable[int]) -> Iterator
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Continue a text.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "model",
-        help="GGUF file, .pt file of train.py, or folder or name of a checkpoint",
+        help="load a GGUF file, a .pt file of train.py, or a checkpoint's folder or name",
     )
-    parser.add_argument("prompt", help="text to continue, or question")
+    parser.add_argument("prompt", help="continue this text, or answer this question")
     parser.add_argument(
         "--tokens",
         type=int,
         default=100,
-        help="generate at most this many (default: 100)",
+        help="generate at most this many tokens (default: 100)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.0,
-        help="divide logits by this, and draw; 0 takes the best token (default: 0)",
+        help="divide the logits by this, and draw a token; 0 takes the likeliest token "
+        "(default: 0)",
     )
     parser.add_argument(
-        "--top-k", type=int, help="draw from the K best tokens (default: all)"
+        "--top-k", type=int, help="draw from this many likely tokens (default: all)"
     )
-    parser.add_argument("--chat", action="store_true", help="use the chat template")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="use the tokenizer's chat template (default: do not)",
+    )
     options = parser.parse_args(arguments)
     if not options.prompt:
         parser.error("prompt must not be empty")
@@ -101,8 +108,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     try:
         model, tokenizer, stop = load(options.model)
-    except (OSError, ValueError) as error:  # no model, or another one
-        parser.error(str(error))
+    except (OSError, ValueError) as error:  # no model, or a rejected one
+        parser.error(f"cannot load {options.model}: {error}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     prompt = tokenizer.encode(options.prompt)
     if options.chat:

@@ -1,11 +1,12 @@
-"""Load a Llama, Qwen2 or Qwen3 checkpoint of Hugging Face: a folder, or a name.
+"""Load a Llama, Qwen2 or Qwen3 checkpoint from a folder or the Hugging Face hub.
+
 
     pip install transformers safetensors
     python examples/hugging_face.py Qwen/Qwen3-0.6B
 
 This command prints how far the logits are from the logits of transformers.
 
-A config can describe what this model does not have, such as windows or other
+A config can describe what this model does not have, such as windows or different
 activations. So `load` raises an error for every field that is not listed below. Hugging
 Face's RoPE pairs x[k] with x[k + d_head/2]; `load` permutes the rows of the query and
 key weights, so that they become the consecutive pairs of tinyblock.
@@ -63,7 +64,7 @@ ROPES: dict[str, Any] = {
     "yarn": (YarnRope, YARN),
 }
 
-# Their names of weights, and ours.
+# Hugging Face's names of weights, and ours.
 NAMES = {
     "model.embed_tokens": "token_embeddings",
     "model.layers": "transformer.layers",
@@ -119,7 +120,9 @@ def build(config: Config, tied: bool) -> LanguageModel:
         if not is_understood(name, value, config)
     }
     if unknown:
-        raise ValueError(f"config must describe a plain Llama or Qwen, got {unknown}")
+        raise ValueError(
+            f"config must describe a plain Llama or Qwen, but has {unknown}"
+        )
     heads = config["num_attention_heads"]
     d_head = config.get("head_dim") or config["hidden_size"] // heads
     return LanguageModel(
@@ -146,7 +149,7 @@ def build_rope(config: Config, d_head: int) -> RotaryPositionalEmbedding:
     kind = fields.pop("rope_type", fields.pop("type", "default"))
     rope, names = ROPES.get(kind, (None, {}))
     if rope is None or fields.keys() - names.keys():
-        raise ValueError(f"rope must be {' or '.join(ROPES)}, plain, got {given}")
+        raise ValueError(f"RoPE must be a plain {' or '.join(ROPES)}, got {given}")
     options: Config = {names[field]: value for field, value in fields.items()}
     length = config["max_position_embeddings"]
     return rope(float(theta), d_head, length, device="cpu", **options)
@@ -175,7 +178,8 @@ def assign(model: LanguageModel, state: dict[str, Tensor]) -> LanguageModel:
 
 
 def load(source: str | Path) -> LanguageModel:
-    """Return the model of a checkpoint: a folder, or a name, which is downloaded.
+    """Return the model of a checkpoint in a folder, or download it by its name.
+
 
     Head and embedding are tied if the files have no head, whatever the config says.
 
@@ -186,7 +190,7 @@ def load(source: str | Path) -> LanguageModel:
     config = json.loads((folder / "config.json").read_text())
     state: dict[str, Tensor] = {}
     for path in folder.glob("model*.safetensors"):
-        # Views of the file are aligned to 16 bytes, which slows matmuls down on a CPU.
+        # Cloned, because views of the file are aligned to 16 bytes, and slow on a CPU.
         state |= {name: weight.clone() for name, weight in load_file(path).items()}
     model = build(config, tied="lm_head.weight" not in state)
     layer: Any = model.transformer.layers[0]
@@ -194,11 +198,11 @@ def load(source: str | Path) -> LanguageModel:
 
 
 def find_folder(source: str | Path) -> Path:
-    """Return the folder of a checkpoint, after downloading it if it is a name."""
+    """Return the folder of a checkpoint. Download it first if `source` is a name."""
     if Path(source).is_dir():
         return Path(source)
     if Path(source).exists():
-        raise ValueError(f"the model must not be a single file, got {source}")
+        raise ValueError(f"the model must be a folder or a name, got the file {source}")
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "model*.safetensors", "*.txt", "*.model", "*.jinja"]

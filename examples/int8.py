@@ -1,11 +1,12 @@
-"""Weights in int8 with torchao, which take a quarter of float32's bytes.
+"""Quantize weights to int8 with torchao: a quarter of the bytes of float32.
 
     pip install torchao
     python examples/int8.py
 
 This command prints the relative change of the output, about 0.01. All projections are
 `nn.Linear`, so torchao can quantize them. Weights in int8 save memory. They save time
-only with a kernel that reads int8.
+only with a kernel that reads int8. Ignore lines that say "Failed to load", which
+are about torchao's GPU kernels.
 """
 
 import copy

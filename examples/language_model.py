@@ -7,7 +7,7 @@ lengths in one batch.
 
 `model(tokens)` returns the logits after each token. `model(tokens, cache)` appends the
 tokens to the cache, and returns the logits after the last one. The layers hold no
-state: the model passes the cache on as the mask of attention.
+state, because the model passes the cache to attention in place of the mask.
 """
 
 import math
@@ -25,10 +25,10 @@ from tinyblock import CausalMultiHeadSelfAttention, Transformer
 class Cache:
     """Keys and values of the tokens so far, for each layer of attention.
 
-    A model may call each of its layers once per token only.
+    A model may call each of its layers only once per token.
 
-    `padding` has the number of tokens of padding at the beginning of each row of the
-    batch: no token attends to them. After a call that has failed, begin a new cache.
+    `padding` is the number of padding tokens at the start of each row of the batch. No
+    token attends to them. After a call that has failed, begin a new cache.
     """
 
     def __init__(self, padding: Tensor | None = None) -> None:
@@ -64,7 +64,9 @@ class CachedAttention(CausalMultiHeadSelfAttention):
     def project(
         self, x: Tensor, token_positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.rope is None:  # the cache yields positions for layers without them, too
+        if (
+            self.rope is None
+        ):  # the cache passes positions even to layers without a rope
             token_positions = None
         return super().project(x, token_positions)
 
@@ -79,8 +81,8 @@ class CachedAttention(CausalMultiHeadSelfAttention):
 class LanguageModel(nn.Module):
     """Embed tokens, apply a Transformer, and return a logit for each next token.
 
-    If `tied`, head and embedding are one parameter: call `tie` after `to_empty`, after
-    `load_state_dict(assign=True)`, and after whatever else replaces parameters. The
+    If `tied`, head and embedding are one parameter. Call `tie` after everything that
+    replaces parameters, such as `to_empty` and `load_state_dict(assign=True)`. The
     `options` go to Transformer.
     """
 
@@ -109,7 +111,7 @@ class LanguageModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw a head of variance 2 / (d_in + d_out), and embeddings of variance 1."""
+        """Draw a head with variance 2 / (d_in + d_out), and embeddings with variance 1."""
         self.transformer.reset_parameters()
         std = math.sqrt(2 / sum(self.lm_head.weight.shape))
         nn.init.trunc_normal_(self.lm_head.weight, std=std, a=-3 * std, b=3 * std)
@@ -151,7 +153,7 @@ class LanguageModel(nn.Module):
 
         With temperature=0, it is the most likely token; otherwise it is drawn from the
         top_k most likely ones, or from all. After `stop`, a row yields only `stop`. For
-        prompts of different lengths, pass `tokens, padding = pad_left(prompts)` and
+        prompts with different lengths, pass `tokens, padding = pad_left(prompts)` and
         `cache=Cache(padding)`.
         """
         cache = Cache() if cache is None else cache

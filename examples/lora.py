@@ -1,10 +1,11 @@
-"""LoRA with peft: train small adapters beside frozen weights, then merge them.
+"""Train small adapters beside frozen weights with peft, then merge them: LoRA.
+
 
     pip install peft
     python examples/lora.py
 
-This command prints the share of the parameters that is trained, and how far the merged
-model is from the adapted one. All projections are `nn.Linear`, so peft can adapt them.
+This command prints which share of the parameters is trained, and how far the merged
+model is from the adapted model. All projections are `nn.Linear`, so peft can adapt them.
 Over several processes, add the adapters before `parallelize`, and use only "dp".
 Source: Hu et al., "LoRA" (arXiv 2106.09685).
 """

@@ -1,11 +1,12 @@
-"""The blocks of today's models, built from tinyblock's parts in 3 to 70 lines each.
+"""Build the blocks of today's models from tinyblock's parts, in 3 to 70 lines each.
+
 
     python examples/newest_blocks.py
 
 This command builds a small model of each kind, and prints its number of parameters.
 The tests compare each part with the code of its model. Copy the part that you need.
 
-docs/models.md says what each model of today changes, and which part does it.
+docs/models.md lists what today's models change in the block, and the part for it.
 """
 
 import math
@@ -65,7 +66,7 @@ class ReorderedNormBlock(Block):
 class ParallelBlock(Block):
     """PaLM (arXiv 2204.02311), Command R: attention and feed-forward side by side.
 
-    Both read one norm, so that their products can run at the same time.
+    Both read one norm, so that their matmuls can run at the same time.
     """
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
@@ -126,10 +127,10 @@ def doubly_stochastic(weights: Tensor, steps: int = 20) -> Tensor:
 class HyperBlock(Block):
     """DeepSeek-V4 (mHC, arXiv 2512.24880): several residual streams in place of one.
 
-    Each branch reads a mix of the streams, and adds to all of them. A matrix that is
-    doubly stochastic mixes the streams, so that a deep stack keeps their size. Streams
-    are the first axis of x, so that any Transformer can pass them: after construction,
-    call `open_and_close`. The weights of streams stay in float32.
+    Each branch reads a mix of the streams, and adds to all of them. A doubly stochastic
+    matrix mixes the streams, so that a deep stack keeps their scale. Streams are the
+    first axis of x, so that any Transformer can pass them. After construction, call
+    `open_and_close`. The weights of streams stay in float32.
     """
 
     def __init__(
@@ -198,10 +199,10 @@ class GeGLU(SwiGLU):
 class MixtureOfExperts(nn.Module):
     """DeepSeek-V3 (arXiv 2412.19437): top_k of num_experts, and one for all tokens.
 
-    More parameters at equal computation. The bias of the router only selects: instead
-    of an extra loss, training lowers it for experts with too many tokens, and raises it
-    for others. Without DeepSeek's groups of experts. The loop is readable, not fast.
-    Qwen3's and Mixtral's experts have softmax=True and shared=False.
+    The layer has more parameters at equal computation. The router's bias only selects
+    experts. Instead of an extra loss, training lowers it for experts with too many
+    tokens, and raises it for others. DeepSeek's groups of experts are left out. The loop
+    is readable, not fast. Qwen3 and Mixtral use softmax=True and shared=False.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class MixtureOfExperts(nn.Module):
 class PartialRope(nn.Module):
     """Phi-4-mini (arXiv 2503.01743), GLM-4: rotate the first d_k components of a head.
 
-    The others compare contents at any distance.
+    The other components compare contents at any distance.
     """
 
     def __init__(self, rope: Any) -> None:
@@ -269,7 +270,7 @@ class NoRope(nn.Module):
 def drop_positions(model: Any, every: int = 4) -> None:
     """SmolLM3 (after arXiv 2501.18795): every 4th layer has no positions.
 
-    These layers find contents in long texts; the others know the order.
+    These layers find contents in long texts, and the other layers know the order.
     """
     for block in model.layers[every - 1 :: every]:
         block.attn.rope = NoRope()
@@ -298,7 +299,7 @@ class WindowAttention(Attention):
 def widen(model: Any, rope: nn.Module, every: int = 6) -> None:
     """Gemma 3 (arXiv 2503.19786): every 6th layer of WindowAttention sees all tokens.
 
-    Its rope has theta 1,000,000 for far tokens. The others, 10,000, need few keys.
+    Its rope has theta 1,000,000 for far tokens. The others keep 10,000, for near ones.
     """
     for block in model.layers[every - 1 :: every]:
         block.attn.window = None
@@ -323,7 +324,7 @@ class JointNormAttention(Attention):
 class GatedAttention(Attention):
     """Qwen3-Next (arXiv 2505.06708): a sigmoid gate for each component of the heads.
 
-    A head can add nothing, and need not attend to the first token for that. LFM3 and
+    The gate lets a head add nothing, without attending to the first token. LFM3 and
     Step 3.7 have one gate per head.
     """
 
@@ -346,8 +347,8 @@ class GatedAttention(Attention):
 class SinkAttention(Attention):
     """gpt-oss (arXiv 2508.10925): a learned score per head that attends to nothing.
 
-    A head can add little, as with a gate. With a window, also gpt-oss's: a subclass of
-    (WindowAttention, SinkAttention), in this order, so that the window keeps the sink.
+    The sink lets a head add little, as a gate does. gpt-oss also has windows. For both,
+    derive from (WindowAttention, SinkAttention), in this order, to keep the sink.
     """
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
@@ -378,8 +379,8 @@ class FlexAttention(Attention):
     """FlexAttention (arXiv 2412.05496): any mask from one function, such as `visible`.
 
     Build mask=create_block_mask(visible(...), batch, None, seq, seq, device) once for
-    all layers. In a compiled model on a GPU, the kernel skips hidden blocks. On a CPU
-    there is no gradient.
+    all layers. In a compiled model on a GPU, the kernel skips hidden blocks. It has no
+    gradient on a CPU.
     """
 
     score_mod: Callable[..., Tensor] | None = None
@@ -472,7 +473,7 @@ class SparseAttention(LatentAttention):
 
     A small scorer, the indexer, chooses the keys of each query. It gets no gradient from
     here, because its own loss trains it towards the weights of attention. This is the
-    equation: a fast kernel reads only the chosen keys.
+    equation. A fast kernel would read only the chosen keys.
     """
 
     def __init__(
@@ -551,9 +552,9 @@ class DeltaAttention(nn.Module):
     """Kimi Linear (arXiv 2510.26692): a memory of fixed size in place of all keys.
 
     Each component of a key decays at its own speed. Kimi Linear has this in 3 of 4
-    layers: `for block in model.layers[3::4]` replace `block.attn` by attention. The
-    layer depends on the order of tokens without a rope. It takes no mask. x has at
-    most one batch axis.
+    layers. In `model.layers[3::4]`, replace `block.attn` with attention. The layer knows
+    the order of tokens without a rope. It takes no mask, and x has at most one batch
+    axis.
     """
 
     def __init__(
@@ -625,7 +626,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def build_models() -> dict[str, Transformer]:
-    """Return small models: each is the block of its model, or has the part named."""
+    """Return small models. Each has the block of its namesake, or the named part."""
     build: Any = partial(Transformer, 4, d_model=64, num_heads=4, max_seq_len=128)
     half = RotaryPositionalEmbedding(10000.0, 8, 128)
     squared = partial(FeedForward, activation=relu_squared)

@@ -1,11 +1,11 @@
-"""Sequences of different lengths in one batch: padded on the left, or packed.
+"""Put sequences of different lengths into one batch: pad them, or pack them.
 
     python examples/packing.py
 
 This command prints the largest difference from running each sequence alone. Both
-functions return the `token_positions` and the `mask` to call a model with. Padding on
-the right needs neither, because causal attention never looks ahead. Outputs of padding
-have no meaning: leave them out of the loss, for example with target -100.
+functions return `token_positions` and `mask`, with which you call a model. Padding on
+the right needs neither, because causal attention never looks ahead. Outputs at padding
+have no meaning, so leave them out of the loss, for example with the target -100.
 """
 
 import torch

@@ -1,10 +1,11 @@
-"""Train a language model over processes: "dp" splits batches, and "tp" splits layers.
+"""Train a model on several processes: "dp" splits batches, and "tp" splits layers.
 
     torchrun --nproc-per-node 4 examples/parallel.py
 
-Four processes train as two pairs. Each pair has batches of its own, and each process of
-a pair holds half of every layer. All build the same weights, from the same seed. This
-command prints the losses of each process. The losses of a pair are equal.
+Four processes train as two pairs. Each pair has its own batches, and each process of a
+pair holds half of every layer. All processes build the same weights from the same seed.
+This command prints the losses of each process, which are equal within a pair. Ignore
+torch's warning that two sequential all_reduce operations are suboptimal.
 """
 
 import os
@@ -29,7 +30,7 @@ from tinyblock import parallelize
 def distribute(model: LanguageModel, mesh: DeviceMesh) -> None:
     """Distribute the Transformer, embedding and head over the mesh, in place.
 
-    The vocabulary is split over "tp": then all weights are on one mesh, which
+    The vocabulary is split over "tp", so that all weights are on one mesh, which
     `clip_grad_norm_` and a fused AdamW require.
     """
     axes = mesh.mesh_dim_names or ()

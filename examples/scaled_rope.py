@@ -1,13 +1,13 @@
-"""RoPE for contexts longer than in training: Llama 3.1 and YaRN.
+"""Scale RoPE for contexts longer than in training: Llama 3.1 and YaRN.
 
     python examples/scaled_rope.py
 
 This command prints how many frequencies each method keeps, and how many it divides by
-8. Both methods interpolate between these.
+8. Both methods interpolate the frequencies in between.
 
 A pair of components that turns many times within the original context keeps its
-frequency, because it distinguishes near tokens. A pair that turns less than once turns
-slower by `factor`, so that far positions stay within the angles seen in training.
+frequency, because it distinguishes near tokens. Pairs that turn less than once
+turn slower by `factor`, so that far positions stay within the angles of training.
 Sources: `apply_scaling` in Meta's llama-models; Peng et al., "YaRN" (arXiv 2309.00071).
 """
 
@@ -45,7 +45,7 @@ class Llama31Rope(RotaryPositionalEmbedding):
         return frequencies * (kept + (1 - kept) / self.factor)
 
     def kept_share(self, frequencies: Tensor) -> Tensor:
-        """Return 1 for a pair that keeps its frequency, and 0 for one that is slower."""
+        """Return 1 for each pair that keeps its frequency, and 0 for each slower pair."""
         turns = self.original * frequencies / (2 * math.pi)
         return ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
 
@@ -53,7 +53,7 @@ class Llama31Rope(RotaryPositionalEmbedding):
 class YarnRope(Llama31Rope):
     """Interpolate between whole pairs, and sharpen attention.
 
-    Queries and keys are multiplied by `mscale` (default: the paper's).
+    Queries and keys are multiplied by `mscale` (default: the paper's formula).
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class YarnRope(Llama31Rope):
         return 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
 
     def pair_that_turns(self, times: float) -> float:
-        """Return the pair, not rounded, that turns so often in `original` tokens."""
+        """Return which pair, as a fraction, turns this often in `original` tokens."""
         tokens_per_radian = self.original / (2 * math.pi * times)
         return self.d_k * math.log(tokens_per_radian) / (2 * math.log(self.theta))
 

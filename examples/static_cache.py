@@ -2,14 +2,14 @@
 
     python examples/static_cache.py
 
-This command prints tokens per second with the growing cache, with the static one, and
-with the static one and a compiled step, and whether the texts are equal.
+This command prints the tokens per second of the growing cache, of the static cache, and
+of the static cache with a compiled step, and whether their texts are equal.
 
-A growing cache has another shape for each token. A `StaticCache` always has `size`
-keys: the newest come last, and a mask hides the empty ones before the first. So the
-step of one token compiles once, and a window counts back from the last key, as always.
-The keys are a view that moves along a buffer of 2 * size, so no key has to be moved. In
-return, each token reads all keys: choose `size` as small as your texts allow.
+A growing cache changes its shape with each token. A `StaticCache` always has `size`
+keys. The newest are last, and a mask hides the empty keys before the first. So the step
+of one token compiles once, and a window still counts back from the last key. The keys
+are a view that moves along a buffer of 2 * size, so no key has to be moved. The price
+is that each token reads all keys, so choose `size` as small as your texts allow.
 """
 
 import time
@@ -59,8 +59,8 @@ class StaticCache(Cache):
 
 
 def compile_step(model: LanguageModel) -> None:
-    """Compile the call with one more token. Prompts have many lengths, and stay eager."""
-    # Otherwise torch traces and guards einops' parser in every layer.
+    """Compile calls with one token. Prompts stay eager, because their lengths vary."""
+    # Otherwise torch traces einops' parser, and guards it, in every layer.
     torch.compiler.allow_in_graph(einops.rearrange)
     transformer: Any = model.transformer
     eager = transformer.forward

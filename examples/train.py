@@ -6,9 +6,13 @@
     python examples/train.py --checkpoint run.pt             saves every 100 steps
     python examples/train.py --checkpoint run.pt --resume    continues
 
-A resumed run takes the files and settings of the checkpoint, except for those that are
-given again. Its losses equal the losses of a run without a stop (on a CPU, to the last
-bit), because the batch of a step depends on the seed and the step alone.
+A resumed run takes files and settings from the checkpoint, unless you pass new ones. On
+a CPU, its losses equal the losses of an uninterrupted run to the last bit, because the
+batch of a step depends only on the seed and the step.
+
+The model has `layers` blocks of width `d_model` with `heads` heads. Each of the `steps`
+trains on `batch` sequences of `seq` bytes. The learning rate rises to `lr` in `warmup`
+steps, then falls to a tenth of it. `seed` selects the weights and the batches.
 
 Losses are in nats per byte. The baseline is zlib, which compresses the held-out text.
 """
@@ -69,7 +73,7 @@ def zlib_loss(text: Tensor) -> float:
 
 
 def windows_at(text: Tensor, starts: Tensor, seq: int) -> Tensor:
-    """Return the seq + 1 bytes from each start on: the last one is only predicted."""
+    """Return seq + 1 bytes from each start. The last byte is only predicted."""
     return text.unfold(0, seq + 1, 1)[starts].long()
 
 
@@ -88,7 +92,7 @@ def even_windows(text: Tensor, count: int, seq: int) -> Tensor:
 
 
 def losses(model: nn.Module, windows: Tensor) -> Tensor:
-    """Return the loss of each byte but the first, (batch, seq)."""
+    """Return the loss of each byte except the first, (batch, seq)."""
     windows = windows.to(next(model.parameters()).device)
     with torch.autocast("cuda", torch.bfloat16, enabled=windows.is_cuda):
         logits = model(windows[:, :-1])
@@ -104,7 +108,7 @@ def validate(model: nn.Module, windows: Tensor) -> Tensor:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Return a linear warm-up, and then a cosine from the peak to a tenth of it."""
+    """Return the rate of a linear warm-up, then of a cosine to a tenth of the peak."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     done = (step - config.warmup) / max(1, config.steps - config.warmup)
@@ -129,7 +133,7 @@ def train(
     config: Config,
     first: int = 0,
 ) -> Iterator[float]:
-    """Take the steps from `first` on, and yield the loss of each."""
+    """Train from step `first` on, and yield the loss of each step."""
     for step in range(first, config.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
@@ -159,7 +163,7 @@ def plot(
 def add_settings(parser: argparse.ArgumentParser, defaults: Config) -> None:
     for name, value in asdict(defaults).items():
         option = "--" + name.replace("_", "-")
-        text = f"(default: {value})"
+        text = f"set `{name}`, see above (default: {value})"
         parser.add_argument(option, type=type(value), default=value, help=text)
 
 
@@ -176,10 +180,19 @@ def parse(
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="*", metavar="FILE", help="text of any kind")
-    parser.add_argument("--checkpoint", metavar="FILE", help="save to this file")
-    parser.add_argument("--resume", action="store_true", help="continue from it")
-    parser.add_argument("--plot", metavar="FILE", help="draw the losses")
+    parser.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="train on this text (default: Python's standard library)",
+    )
+    parser.add_argument(
+        "--checkpoint", metavar="FILE", help="save to this file (default: do not)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the checkpoint"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the losses into this file")
     add_settings(parser, Config())
     options, saved = parser.parse_args(arguments), None
     if options.resume:
@@ -209,7 +222,7 @@ def load(path: str) -> LanguageModel:
 
 
 def save(path: str, state: dict[str, Any]) -> None:
-    """Replace the old file by the new one when this is complete."""
+    """Write a new file, and replace the old file when the new file is complete."""
     torch.save(state, f"{path}.new")
     os.replace(f"{path}.new", path)
 

@@ -3,10 +3,10 @@
     python scripts/compare_decoding.py
     python scripts/compare_decoding.py --layers 4 --rounds 3     # a quick look
 
-The model has the sizes of SmolLM2-135M and random weights, of which each candidate has
-its own copy. The logits must agree before anything is timed. Then the candidates take
-turns in one process. A token reads every weight once, so the time of reading them, by
-a sum of all weights, is a lower bound for a model that does not fit into the caches.
+The model has the sizes of SmolLM2-135M and random weights. Each candidate has its own
+copy of them. The logits must agree before anything is timed. Then the candidates take
+turns in one process. A token reads every weight once. So the time in which torch sums
+all weights is a lower bound for a model that does not fit into the CPU's caches.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from torch import Tensor
 
 TOKENS = 32
 SAMPLE_SECONDS = 0.2
-# Of the logits, after dozens of layers that round.
+# Relative errors of logits, after dozens of layers that round.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 READING = "reading the weights"
 PEER = "transformers, DynamicCache"
@@ -107,7 +107,7 @@ def require_equal_logits(runs: dict[str, Run], tolerance: float) -> None:
         error = relative_error(logits, results[PEER])
         if not error < tolerance:
             raise RuntimeError(
-                f"logits must agree to {tolerance}, got {error:.1e} for {name}"
+                f"logits must be within {tolerance}, got {error:.1e} for {name}"
             )
 
 
@@ -119,7 +119,7 @@ def measure(layers: int, dtype: torch.dtype, rounds: int) -> str:
     runs = candidates(model, peer, text)
     require_equal_logits(runs, TOLERANCES[dtype])
     weights = torch.cat([weight.detach().flatten() for weight in model.parameters()])
-    # As float32 in every dtype: torch sums it as fast as the memory delivers it.
+    # Every dtype is read as float32, which torch sums as fast as memory delivers it.
     runs[READING] = weights.view(torch.float32).sum
     samplers = {name: wall_sampler(run, SAMPLE_SECONDS) for name, run in runs.items()}
     samples = interleave(samplers, rounds)
@@ -143,10 +143,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--layers", type=int, default=30, help="build so many (default: 30)"
+        "--layers", type=int, default=30, help="build this many layers (default: 30)"
     )
     parser.add_argument(
-        "--rounds", type=int, default=7, help="take as many samples (default: 7)"
+        "--rounds",
+        type=int,
+        default=7,
+        help="take this many samples of each (default: 7)",
     )
     options = parser.parse_args()
     torch.set_num_threads(1)

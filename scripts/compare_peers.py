@@ -4,23 +4,24 @@
     python scripts/compare_peers.py --cases 'train-bf16-*' --peers transformers,control
     python scripts/compare_peers.py --against ../before     # before and after a change
 
-Block and peer have equal weights, each its own copy, and the same input, dtype and
+Block and peer have their own copies of equal weights, and the same input, dtype and
 threads. Their outputs and, in training, the gradients of the input must agree before
-anything is timed. Then they take turns in one process. A cell is the median ratio and,
-in parentheses, the range of all rounds. One token varies more between processes than
-within one: its cell has the median and the range of five processes. The output is
-Markdown. Peers that are not other projects:
+anything is timed. Then they take turns in one process. A cell shows the median ratio
+and, in parentheses, the range of all rounds. One token varies more between processes
+than within one, so its cell shows the median and the range of five processes. The
+output is Markdown. These peers are not other projects:
 
     control     a second copy of the Block: its ratio shows the noise
     unchecked   the Block without shape checks
     operations  the torch functions that an eager Block calls, without modules
     against     the Block of another checkout
 
-A case is named work-dtype-size-mode, such as train-bf16-768-compiled. "train" is a
-forward and a backward pass. The sizes are 2,048 tokens at d_model 768, one token at
-d_model 768 ("token") and 64 ("tiny-token") and, on CUDA, the block of Llama 3.1 8B with
-8,192 tokens ("llama-8b": 4 sequences, "llama-8b-long": one) and with one token. The
-modes are eager, compiled and, on CUDA, graphs (CUDA graphs).
+A case is named work-dtype-size-mode, such as train-bf16-768-compiled. "forward" is a
+pass without gradients, and "train" is a forward and a backward pass. The sizes are
+2,048 tokens at d_model 768, one token at d_model 768 ("token") and 64 ("tiny-token")
+and, on CUDA, the block of Llama 3.1 8B with 8,192 tokens ("llama-8b": 4 sequences,
+"llama-8b-long": one) and with one token. The modes are eager, compiled and, on CUDA,
+graphs (CUDA graphs).
 """
 
 import argparse
@@ -64,7 +65,7 @@ Outputs = tuple[Tensor, ...]
 SIZES = {
     "768": Size(4, 512, d_model=768, num_heads=12, d_ff=2048),
     "token": Size(1, 1, d_model=768, num_heads=12, d_ff=2048),
-    # So small that Python takes more time than the arithmetic.
+    # So small that Python dominates.
     "tiny-token": Size(1, 1, d_model=64, num_heads=4, d_ff=192),
 }
 LLAMA_8B = PRESETS["llama-3.1-8b"]
@@ -133,7 +134,7 @@ def prepare(peer: Peer, x: Tensor, case: Case) -> Contestant:
 
     forward()  # compiles, before anything is counted
     outputs, kept = count_kept_bytes(forward, peer.parameters)
-    # A copy, because the next replay of a CUDA graph overwrites the outputs.
+    # Cloned, because the next replay of a CUDA graph overwrites the outputs.
     results = {"outputs": outputs[0].clone()}
     if not case.train:
         return Contestant(wall_sampler(forward, SAMPLE_SECONDS), results, kept)
@@ -173,7 +174,7 @@ def count_kept_bytes(
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         sizes.setdefault(storage.data_ptr(), storage.nbytes())
-        return tensor.detach()  # an output as it is would keep its own graph alive
+        return tensor.detach()  # otherwise an output would keep its own graph alive
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = forward()
@@ -224,7 +225,7 @@ class Reference:
             return prepare(peer, self.x, self.case)
 
     def compare(self, make_peer: MakePeer, rounds: int) -> Result:
-        """Time the Block and a peer in turns.
+        """Time the Block and a peer, which take turns.
 
         Raises:
             RuntimeError: their outputs or gradients differ by more than roundings.
@@ -235,10 +236,10 @@ class Reference:
         errors = {}
         for what, expected in mine.results.items():
             errors[what] = relative_error(theirs.results[what], expected)
-            if not errors[what] <= self.case.tolerance:  # NaN is not, either
+            if not errors[what] <= self.case.tolerance:  # or is NaN
                 raise RuntimeError(
-                    f"{what} must agree to {self.case.tolerance:.0e} with the Block's "
-                    f"{what}, got a relative error of {errors[what]:.1e}"
+                    f"{what} must be within {self.case.tolerance:.0e} of the Block's {what}, "
+                    f"got a relative error of {errors[what]:.1e}"
                 )
         samplers = {"block": mine.sampler, "peer": theirs.sampler}
         with torch.set_grad_enabled(self.case.train):
@@ -270,7 +271,7 @@ def compare_all(
 
 
 def compare_in_processes(case: Case) -> Found:
-    """Run this command several times, and return the medians of each process."""
+    """Run this command in several processes, and return the median of each process."""
     command = [sys.executable, __file__, *sys.argv[1:], "--cases", case.name, "--json"]
     runs = []
     for _ in range(PROCESSES):
@@ -299,22 +300,28 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, MakePeer]]:
     parser.add_argument(
         "--cases",
         default="*-eager",
-        help="select by patterns, such as '*-f32-*,*token*' (default: '*-eager'; a CPU "
-        "with AVX2 only needs hours for bfloat16)",
+        help="measure the cases that match, such as '*-f32-*,*token*' (default: '*-eager'; "
+        "a CPU that has only AVX2 takes hours for bfloat16)",
     )
     parser.add_argument(
         "--peers",
         default="*",
-        help="select by patterns, such as 'litgpt,c*' (default: all)",
+        help="measure the peers that match, such as 'litgpt,c*' (default: all)",
     )
     parser.add_argument(
-        "--against", type=Path, help="compare with another checkout of tinyblock"
+        "--against", type=Path, help="also compare with this checkout of tinyblock"
     )
     parser.add_argument(
-        "--device", type=torch.device, default="cpu", help="run on it (default: cpu)"
+        "--device",
+        type=torch.device,
+        default="cpu",
+        help="run on this device (default: cpu)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=7, help="take as many samples (default: 7)"
+        "--rounds",
+        type=int,
+        default=7,
+        help="take this many samples of each (default: 7)",
     )
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -328,7 +335,9 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, MakePeer]]:
     if options.against:
         source = options.against / "tinyblock" / "__init__.py"
         if not source.is_file():
-            parser.error(f"--against must be a checkout of tinyblock, got {source}")
+            parser.error(
+                f"--against must be a checkout of tinyblock, but has no {source}"
+            )
         package = import_as("tinyblock_against", source)
         chosen_peers["against"] = partial(of_package, package)
     return options, list(chosen_cases.values()), chosen_peers
@@ -348,7 +357,7 @@ def select(items: dict[str, Any], patterns: str) -> dict[str, Any]:
 def main() -> int:
     options, cases, peers = parse()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # the peers warn, which this project cannot mend
+    warnings.simplefilter("ignore")  # this project cannot mend what the peers warn of
     if options.json:
         [case] = cases
         print(json.dumps(compare_all(case, peers, options), default=asdict))

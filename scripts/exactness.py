@@ -1,4 +1,4 @@
-"""Measure how far layers of tinyblock and of other projects are from exact results.
+"""Measure the errors of the layers of tinyblock and of other projects.
 
     python scripts/exactness.py --plot rope.png > my_machine.md
     python scripts/exactness.py --model HuggingFaceTB/SmolLM2-135M-Instruct
@@ -7,9 +7,9 @@
 All projects get equal weights and inputs, already rounded to the dtype. The Block in
 float64, or RoPE's formula in float64, computes the exact result. An error is relative:
 the root mean square error, divided by the root mean square of the exact result. A cell
-is the median of three seeds. "Rounded" is the exact result, rounded to the dtype: no
+is the median of three seeds. "Rounded" is the exact result, rounded to the dtype. No
 error can be smaller. The output is Markdown. "RoPE at 8,192" rotates the 128 positions
-from 8,192 on. With --model, only the logits of that model are measured.
+from 8,192 on. --model measures only the logits of that model.
 """
 
 import argparse
@@ -44,7 +44,7 @@ STARTS_OF_TABLE = [0, 2**13, 2**17, MAX_SEQ_LEN - SIZE.seq_len]
 OUTPUTS = "outputs"
 GRADIENTS = "gradients of the input"
 
-# By layer, project, and OUTPUTS or GRADIENTS: the error of each seed.
+# The error of each seed, by layer, project, and OUTPUTS or GRADIENTS.
 Errors = dict[tuple[str, str, str], list[float]]
 
 
@@ -91,7 +91,7 @@ def rope_at(start: int) -> str:
 
 
 def record(errors: Errors, layer: str, runs: dict[str, Layer], x: Tensor) -> None:
-    """Append the errors of each project beside the layer that is named exact."""
+    """Append the errors of each project, measured against the run named exact."""
     dy = torch.randn_like(x)
     expected = results(runs["exact"], x.double(), dy.double())
     found = {"rounded": [result.to(x.dtype) for result in expected]}
@@ -153,19 +153,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", help="measure a folder, a GGUF file, or a name on the hub"
+        "--model",
+        help="measure the logits of a folder, a GGUF file, or a name on the hub "
+        "(default: measure layers)",
     )
     parser.add_argument(
-        "--device", type=torch.device, default="cpu", help="run on it (default: cpu)"
+        "--device",
+        type=torch.device,
+        default="cpu",
+        help="run on this device (default: cpu)",
     )
     parser.add_argument("--plot", type=Path, help="draw RoPE's errors into this file")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")  # the peers warn, which this project cannot mend
+    warnings.simplefilter("ignore")  # this project cannot mend what the peers warn of
     torch.set_num_threads(1)
     print(f"# {environment(options.device)}\n")
     print(f"{versions([*PROJECT_ROPES])}; `{' '.join(sys.argv)}`\n")
     if options.model:
-        from peers import real_model  # here, because layers alone require less
+        from peers import real_model  # here, because it requires more packages
 
         print(real_model.measure(options.model, options.device))
         return

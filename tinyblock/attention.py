@@ -93,13 +93,13 @@ def causal_multi_head_self_attention(
 class CausalMultiHeadSelfAttention(nn.Module):
     """Attend from every token to itself and to earlier tokens, in num_heads heads.
 
-    - `num_kv_heads` is the number of key and value heads (default: num_heads). Each is
-      shared by a group of query heads: grouped-query attention.
+    - `num_kv_heads` is the number of KV heads (default: num_heads). A group of query
+      heads shares each of them, as in grouped-query attention.
     - `d_head` is the head size (default: d_model / num_heads): d_k in the equation and
       in RoPE.
     - `rope(x, token_positions)` is any callable that rotates queries and keys of shape
-      (..., heads, seq, d_head) by positions of shape (..., 1, seq). With None, there is
-      no positional encoding.
+      (..., heads, seq, d_head) by positions of shape (..., 1, seq). With rope=None,
+      there is no positional encoding.
     - `qk_norm` normalizes queries and keys over the components of each head.
     - `mask` is bool, of shape (..., seq, seq) or (..., 1, seq). For a padding mask
       `keep` of shape (batch, seq), True at real tokens, pass `keep[:, None]`.
@@ -110,7 +110,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         ValueError: an argument is out of range or inconsistent; token_positions are
             passed without a rope; a mask is not bool, or does not broadcast in exactly
             one way; the result of `rope` has a shape different from its input.
-        EinopsError: the number of token_positions is different from the tokens of `x`.
+        EinopsError: the number of token_positions differs from the number of tokens.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
             q = _require_shape_of(q, rope(q, token_positions))
             k = _require_shape_of(k, rope(k, token_positions))
         elif token_positions is not None:
-            raise ValueError("token_positions require a rope: pass rope= to the layer")
+            raise ValueError("token_positions require a layer that is built with rope=")
         return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -258,7 +258,7 @@ def _require_shape_of(x: Tensor, rotated: Tensor) -> Tensor:
 
 
 def _reset(module: nn.Module) -> None:
-    """Reset a linear layer as here, and another by its own method or its children."""
+    """Draw a linear layer's weights. Other layers or their children reset themselves."""
     if isinstance(module, nn.Linear):
         std = math.sqrt(2 / (module.in_features + module.out_features))
         nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
@@ -317,11 +317,11 @@ def _wrong_mask(mask: Tensor, shape: tuple[int, ...]) -> str:
     if mask.dtype != torch.bool:
         return f"{got}: pass mask.bool()"
     if mask.ndim > len(shape):
-        return f"{got}: remove the axis of the heads, as by mask[:, 0]"
+        return f"{got}: remove the axis of the heads, such as with mask[:, 0]"
     if mask.shape != (*shape[:-2], shape[-1]):
         return got
     if shape[0] == shape[-2]:
-        return f"{got}: pass mask[:, None] for padding, mask[None] for all sequences"
+        return f"{got}: pass mask[:, None] for padding, or mask[None] for all sequences"
     return f"{got}: pass a padding mask as mask[:, None]"
 
 

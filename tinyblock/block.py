@@ -22,7 +22,7 @@ __all__ = ["Block"]
 
 
 class Block(nn.Module):
-    """Compute y = x + attn(ln1(x)) by causal self-attention, then y + ffn(ln2(y)).
+    """Compute y = x + attn(ln1(x)), then y + ffn(ln2(y)). Self-attention is causal.
 
     - `norm(d_model, eps=..., device=..., dtype=...)` builds a norm, such as
       `nn.LayerNorm`.
@@ -34,8 +34,8 @@ class Block(nn.Module):
       `attn(x, token_positions, mask)`. The default takes the options num_kv_heads,
       d_head and qk_norm.
     - `rope=RotaryPositionalEmbedding(theta, d_k, max_seq_len)`, with the head size as
-      `d_k`, adds positions. Pass the same instance to all blocks. With None, there is
-      no positional encoding. The block itself takes no `theta` and no `max_seq_len`.
+      `d_k`, rotates by positions. Pass the same instance to all blocks. With None,
+      there is no positional encoding. Block takes no `theta` and no `max_seq_len`.
 
     `forward` takes the arguments of CausalMultiHeadSelfAttention. It returns the dtype
     of the input.
@@ -73,7 +73,7 @@ class Block(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new weights for all layers, except a rope, which other blocks may share.
 
-        A subclass resets an nn.Parameter of its own itself.
+        A subclass must reset an nn.Parameter of its own.
         """
         _reset_children(self)
 

@@ -1,4 +1,4 @@
-"""The command `tinyblock`: copy layers into a project, and keep the copies up to date.
+"""Copy layers into a project, and keep the copies up to date: the command `tinyblock`.
 
     layers/rope.py                  the copy: a header, the layer, and the user's edits
     layers/.tinyblock/rope.py.base  the base: what tinyblock wrote as that copy
@@ -43,7 +43,7 @@ class CommandError(Exception):
 class Copy:
     """A file in a folder of copies, its base, and what this release writes as both.
 
-    A text is "" where there is no file.
+    The text of a missing file is "".
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -64,7 +64,7 @@ class Copy:
                 f"{self.base_path}"
             )
         version = version_in(self.text)  # users may delete headers
-        # An interrupted update leaves a copy from this release beside an older base.
+        # An interrupted update leaves a copy from this release with an older base.
         if version not in ("", self.version, __version__):
             raise CommandError(
                 f"{self.path} is from tinyblock {version}, but its base is from "
@@ -93,7 +93,7 @@ class Copy:
 
     @property
     def state(self) -> str:
-        """What distinguishes the copy from its base, and its base from this release."""
+        """How the copy differs from its base, and the base from this release."""
         found = []
         if not self.text:
             found.append("missing")
@@ -102,7 +102,7 @@ class Copy:
         elif self.text != self.base:
             found.append("edited")
         if self.missing_imports:
-            found.append(f"imports what is missing: {', '.join(self.missing_imports)}")
+            found.append(f"imports missing files: {', '.join(self.missing_imports)}")
         if self.is_newer:
             found.append(f"from the newer tinyblock {self.version}")
         elif not self.new:
@@ -163,7 +163,7 @@ def numbers(version: str) -> list[int]:
 
 
 def renumber(text: str) -> str:
-    """Write this version into a header: the number is neither an edit nor a change."""
+    """Write this version into a header. A new number is neither an edit nor a change."""
     return VERSION.sub(rf"\g<1>{__version__}", text, count=1)
 
 
@@ -221,7 +221,7 @@ def bring_up_to_date(folder: Path, copies: Iterable[Copy]) -> int:
 
 
 def list_(arguments: argparse.Namespace) -> int:
-    """List what can be copied."""
+    """List the files that can be copied."""
     titles = {}
     for name in NAMES:
         titles[name] = read(ROOT / f"{name}.py").partition("\n")[0].strip('"')
@@ -237,7 +237,10 @@ def add(arguments: argparse.Namespace) -> int:
     copies = [Copy(arguments.folder, name) for name in names]
     code = bring_up_to_date(arguments.folder, copies)
     if not (arguments.folder / "typecheck.py").exists():
-        print("Copies check no shapes without typecheck.py: see docs/shape_checks.md")
+        print(
+            "Copies check no shapes by themselves: `tinyblock add typecheck` copies a "
+            "file that does"
+        )
     return code
 
 
@@ -269,7 +272,7 @@ def update(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Test layers against the contract beside them, or else tinyblock's own."""
+    """Test layers with the tests beside them or, if there are none, tinyblock's own."""
     if importlib.util.find_spec("pytest") is None:
         raise CommandError("verify requires pytest: install it")
     path = arguments.path.resolve()
@@ -306,7 +309,7 @@ def read(path: Path) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Report wrong arguments as other errors: in one line, without the usage."""
+    """Report wrong arguments like other errors, in one line without the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise CommandError(message)
@@ -339,7 +342,7 @@ def parser() -> Parser:
             command.add_argument(
                 "--with-tests",
                 action="store_true",
-                help="copy the contract, too (default: copy no tests)",
+                help="also copy the tests of all layers (default: copy no tests)",
             )
         if run in (check, diff, update):
             command.add_argument(
@@ -363,7 +366,7 @@ def parser() -> Parser:
             side.add_argument(
                 "--upstream",
                 action="store_true",
-                help="show changes in tinyblock (default: both)",
+                help="show later changes in tinyblock (default: both)",
             )
         if run is verify:
             command.add_argument(

@@ -10,7 +10,7 @@ SwiGLU, without biases; Hendrycks and Gimpel, "Gaussian Error Linear Units" (arX
 edition of 2024 has GELU).
 Convention: SwiGLU's d_ff defaults to the multiple of 64 nearest to 8/3 d_model (Llama
 rounds up, to a multiple of 256). In SwiGLU, w1 is the gate, w3 is the value, and w2
-returns to d_model, as in Llama and CS336. GELU is the exact one, with erf.
+returns to d_model, as in Llama and CS336. GELU is exact, with erf.
 """
 
 from collections.abc import Callable
@@ -103,7 +103,7 @@ class SwiGLU(nn.Module):
     def reset_parameters(self) -> None:
         """Draw weights from a normal of variance 2 / (d_in + d_out), cut at 3 sigma.
 
-        This includes the layers that a subclass adds, but not its own nn.Parameter.
+        This includes layers that a subclass adds, but no nn.Parameter of its own.
         """
         _reset_children(self)
 

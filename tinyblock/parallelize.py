@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-# torch.distributed.tensor and .fsdp are imported where they are used: they take a
-# second, and not every torch has them.
+# torch.distributed.tensor and .fsdp are imported where they are used, because their
+# import takes a second, and not every torch has them.
 
 __all__ = ["parallelize"]
 
@@ -50,8 +50,8 @@ def parallelize(
 
     The mesh has the axes ("dp_replicate", "dp", "tp") in this order, or some of them;
     "dp_replicate" requires "dp". Each process calls the model with plain tensors and
-    gets a plain tensor. Ranks along "tp" share one batch: they pass the same `x`,
-    positions and mask. Ranks along "dp" and "dp_replicate" pass different batches, and
+    gets a plain tensor. Ranks along "tp" share one batch, so they pass the same
+    `x`, positions and mask. Ranks along "dp" and "dp_replicate" pass different batches, and
     gradients are averaged over them.
 
     - `recompute` keeps only the input of each block for the backward pass.
@@ -64,8 +64,9 @@ def parallelize(
     same seed on every rank, or build the model on "meta", call `to_empty(device=...)`
     afterwards, and load the weights by `set_model_state_dict` with the options
     `full_state_dict=True` and `broadcast_from_rank0=True`. Create the optimizer after
-    this call. If you use LoRA, add it before, and use only "dp". Do not call `reset_parameters` after
-    it: on a CPU, ranks along "tp" would draw the same numbers for their parts.
+    this call. If you use LoRA, add it before, and use a mesh without "tp". Do not call
+    `reset_parameters` afterwards, because on a CPU, ranks along "tp" would draw the same
+    numbers for their parts.
 
     Raises:
         ValueError: the axes of the mesh are not supported; modules share a parameter;
@@ -88,7 +89,7 @@ def parallelize(
             # A method, because a copied block must use the weights of the copy.
             block.forward = MethodType(compiled, block)
         if recompute:
-            # Around the compiled forward: torch 2.13 compiles nothing around a checkpoint.
+            # Around the compiled forward, because torch 2.13 does not compile a checkpoint.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if shard is not None:
         for module in dict.fromkeys((*blocks, model)):  # a Block is both
@@ -181,7 +182,9 @@ def _split(
     def split_tokens(_model: nn.Module, args: Any, kwargs: Any) -> Any:
         x, *others = args or (kwargs.pop("x"),)
         if x.ndim < 2 or x.numel() == 0:  # torch 2.13 would hang on an empty x
-            raise ValueError(f"x must be (..., seq, d_model), not empty, got {x.shape}")
+            raise ValueError(
+                f"x must be (..., seq, d_model) and not empty, got {tuple(x.shape)}"
+            )
         if even and x.shape[-2] % tp.size():
             raise ValueError(
                 f"x must have a multiple of {tp.size()} tokens, got {tuple(x.shape)}"
@@ -197,8 +200,8 @@ def _gather_output(_model: nn.Module, _args: Any, out: Any) -> Tensor:
 
 
 def _sum_gradients_of_gains(model: nn.Module, _args: Any) -> None:
-    """Sum them in the backward pass: torch 2.11's AdamW takes parts for the sum."""
-    # Before each call, because copies and `to_empty` lose the hooks of parameters.
+    """Sum them in the backward pass, because torch 2.11's AdamW would use the parts."""
+    # Added before each call, because copies and `to_empty` lose parameters' hooks.
     for parameter in model.parameters():
         gains: Any = parameter
         is_hooked = _sum_over_ranks in (gains._backward_hooks or {}).values()
@@ -219,7 +222,7 @@ def _in_block(name: str) -> str:
 
 
 def _require_own_parameters(model: nn.Module, part: str = "") -> None:
-    """Raise a ValueError if two modules, one with `part` in its name, share a parameter."""
+    """Raise a ValueError if modules share a parameter, one with `part` in its name."""
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = names.setdefault(parameter, name)
@@ -234,12 +237,12 @@ def _require_rules(model: nn.Module, rules: set[str]) -> None:
         owner, _, kind = _in_block(name).rpartition(".")
         if owner not in rules or kind not in ("weight", "bias"):
             raise ValueError(
-                f"parameters must have a rule for 'tp', got {name}: use only 'dp'"
+                f"each parameter must have a rule for 'tp', got {name}: use a mesh without 'tp'"
             )
 
 
 def _require_equal_shares(block: Any, processes: int) -> None:
-    """Raise a ValueError unless each process gets as many heads, and as much of d_ff."""
+    """Raise a ValueError unless processes get equal shares of the heads and of d_ff."""
     d_ff = block.ffn.w2.in_features
     for name in ("w1", "w3"):
         linear = getattr(block.ffn, name, None)

@@ -6,7 +6,7 @@
 Source: Su et al., "RoFormer" (arXiv 2104.09864), equations 13 to 15; CS336 2026,
 section 3.4.3, equation 8.
 Convention: pairs are consecutive, (x0, x1), (x2, x3), ..., as in the paper and in
-Meta's Llama. Hugging Face pairs x[k] with x[k + d_k/2]: the same rotation for permuted
+Meta's Llama. Hugging Face pairs x[k] with x[k + d_k/2], the same rotation for permuted
 rows of the query and key weights.
 Numerics: the table of cosines and sines is computed in float64 and stored in float32,
 in a model of any dtype. Angles computed in float32 are off by thousandths of a radian
@@ -56,14 +56,14 @@ class RotaryPositionalEmbedding(nn.Module):
     - `max_seq_len` is the number of positions in the table.
     - `token_positions` are 0-based, counted in tokens, and broadcast to the leading
       axes of `x` from the right. For `x` of shape (batch, heads, seq, d_k), pass
-      positions of shape (batch, seq) as `positions[:, None]`: without this axis, they
-      are taken for positions of heads, without an error where batch equals heads.
+      positions of shape (batch, seq) as `positions[:, None]`. Without this axis, they
+      are read as positions of heads, without an error if batch equals heads.
       None means 0 ... seq-1.
 
     Computes in float32 or wider, and returns the dtype of `x`. The table keeps its
-    values when torch casts, moves, copies or empties the module, and is on the CPU as
-    long as the model is on meta. `from_pretrained` of transformers overwrites it: call
-    `reset_parameters` in the model's `_init_weights`.
+    values when torch casts, moves, copies or empties the module, and stays on the CPU
+    while the model is on meta. But transformers' `from_pretrained` overwrites it, so
+    call `reset_parameters` in the model's `_init_weights`.
 
     Raises:
         ValueError: d_k is odd, a size is below 1, or theta is not positive and finite;
@@ -92,7 +92,7 @@ class RotaryPositionalEmbedding(nn.Module):
         self.theta = theta
         self.d_k = d_k
         self.max_seq_len = max_seq_len
-        # One row per position: the cosine and the sine of the angle of each pair.
+        # Each position has a row: the cosine and the sine of the angle of each pair.
         self.register_buffer("cos_sin", self._compute_table(), persistent=False)
         # None is torch's default device. A table for meta stays on the CPU.
         self._place(self.cos_sin, torch.empty(0, device=device).device)
@@ -117,7 +117,7 @@ class RotaryPositionalEmbedding(nn.Module):
         cos_sin = self._rows(x, token_positions)
         if x.dtype != torch.float64:
             return _rotate(x, cos_sin)
-        # The table is too coarse for float64.
+        # The table, in float32, is too coarse for float64.
         if token_positions is None:
             token_positions = torch.arange(x.shape[-2], device=x.device)
         frequencies = self.frequencies().to(x.device)
@@ -128,7 +128,7 @@ class RotaryPositionalEmbedding(nn.Module):
 
     def _compute_table(self) -> Float[Tensor, "max_seq_len half pair"]:
         positions = torch.arange(self.max_seq_len, device="cpu", dtype=torch.float64)
-        # The view raises an error if an override returns another number of frequencies.
+        # The view raises an error if an override returns a wrong number of frequencies.
         angles = torch.outer(positions, self.frequencies().view(self.d_k // 2))
         return torch.stack((angles.cos(), angles.sin()), dim=-1).float()
 

@@ -27,7 +27,7 @@ class Transformer(nn.Module):
 
     All blocks share one RoPE with max_seq_len positions and base theta, or the `rope`
     that is passed instead. Pass theta=None for no positional encoding, as in CS336 2024,
-    whose model adds positions to its embeddings; rope=None alone keeps RoPE, unlike in
+    whose model adds positions to its embeddings. rope=None keeps RoPE here, unlike in
     Block.
 
     `block(d_model, num_heads, d_ff, rope=..., norm=..., eps=..., device=..., dtype=...,
@@ -35,10 +35,10 @@ class Transformer(nn.Module):
     ffn, num_kv_heads and qk_norm. Returns the dtype of the input.
 
     Raises:
-        ValueError: num_layers, num_heads or max_seq_len is below 1; the RoPE is not
-            passed, and the head size is odd or d_model / num_heads is no integer; a
-            layer rejects an argument. In a call without token_positions, x has more
-            than max_seq_len tokens.
+        ValueError: num_layers, num_heads or max_seq_len is below 1; no rope is passed,
+            and the head size is odd or d_model / num_heads is not an integer; a layer
+            rejects an argument; in a call without token_positions, x has more than
+            max_seq_len tokens.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Transformer(nn.Module):
             d_k = d_model // num_heads if d_head is None else d_head
             rope = RotaryPositionalEmbedding(theta, d_k, max_seq_len, device=device)
         self.rope = rope
-        if d_head is not None:  # a block of another kind need not have this option
+        if d_head is not None:  # a custom block may not have this option
             block_options["d_head"] = d_head
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         options = {"rope": rope, "norm": norm, "eps": eps, **factory, **block_options}
@@ -90,7 +90,7 @@ class Transformer(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new weights for all layers, and compute the shared RoPE once.
 
-        A subclass resets an nn.Parameter of its own itself.
+        A subclass must reset an nn.Parameter of its own.
         """
         _reset_children(self)
 

@@ -5,8 +5,9 @@ functions of a module, and the `__init__` and `forward` of its classes. A call t
 violates an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which names the
 function, the argument, its shape and the expected shape.
 
-jaxtyping and beartype take 12 to 30 microseconds to check a call. So the wrapper
-calls them only if the signature of a call is new. The signature consists of
+jaxtyping and beartype take 12 to 30 microseconds to check a call with one or two
+tensors. So the wrapper calls them only if the signature of a call is new. The
+signature consists of
 
 - the type, dtype and shape of each tensor,
 - the type and value of each number, string, dtype, device or class,
@@ -70,8 +71,8 @@ def typecheck(target: _Target) -> _Target:
     - In a module, it checks the public functions that are defined there, and `__init__`
       and `forward` of the classes, so that no time is spent between layers. Public
       names are listed in `__all__` or, without it, do not begin with an underscore.
-    - It checks no values, local variables or nested functions, no static or class
-      methods, properties, generators or coroutines, and nothing under `lru_cache`.
+    - It does not check values, local variables, nested functions, static or class
+      methods, properties, generators, coroutines, or functions under `lru_cache`.
 
     Annotations are resolved at the first call, so that a class may name itself.
 
@@ -180,8 +181,8 @@ def _checked(function: Any) -> Any:
                 _remember(known, signature, found)
         return result
 
-    # dynamo counts recompilations per code object. With a shared one, the ninth function
-    # would reach its limit.
+    # dynamo counts recompilations per code object. If all functions shared one, the
+    # ninth would exceed the limit.
     wrapper: Any = checked
     wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)
     wrapper.__typechecked__ = True
@@ -206,7 +207,7 @@ def _signature_reader(
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function that takes the arguments of a call and returns its signature.
 
-    It runs at every call, and is compiled from text, because a loop takes twice as long.
+    It runs at every call. It is compiled from text, because a loop takes twice as long.
     """
     items = [f'f"{{{expression}}}"' for expression in in_braces]
     parameters = []
@@ -236,13 +237,13 @@ def _describe(value: Any) -> tuple[Any, ...] | None:
         return kind, value
     if kind in (FunctionType, BuiltinFunctionType):
         return (kind,)
-    return None  # a list, of which beartype checks one random item, an array, ...
+    return None  # an array, or a list, of which beartype checks one random item
 
 
 def _checkers(
     function: FunctionType, hints: dict[str, Any], in_braces: list[str]
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return a function that checks arguments, and one that checks a result and them."""
+    """Return a function that checks arguments, and one that also checks a result."""
     parameters = []
     for name, parameter in inspect.signature(function).parameters.items():
         annotation = hints.get(name, parameter.empty)
@@ -276,7 +277,7 @@ def _checker(
         __tracebackhide__ = True
         run = checked_first
         if "torch._dynamo" in sys.modules:
-            # Where an error has ended a compiled frame, dynamo would trace the check.
+            # After an error in a compiled frame, dynamo would trace the check.
             run = torch.compiler.disable(run)
         try:
             run(*args, **kwargs)
@@ -297,7 +298,7 @@ def _checker(
 def _note_dtypes(
     error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Add the innermost layer and the dtypes to an error of torch's about dtypes."""
+    """Add the innermost layer and its dtypes to torch's error about dtypes."""
     if "dtype" not in str(error) or hasattr(error, "__notes__"):
         return
     tensors = [
@@ -309,5 +310,5 @@ def _note_dtypes(
     if weights and dtypes - weights:
         error.add_note(
             f"the input of {type(layer).__name__} must have the dtype of its weights, "
-            f"{weights}, got {dtypes}: convert one of them by .to"
+            f"{weights}, got {dtypes}: convert one of them with .to"
         )

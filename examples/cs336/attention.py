@@ -1,4 +1,4 @@
-"""Attention by the functions of a CS336 solution: see rmsnorm.py."""
+"""Attention that calls the functions of a CS336 solution: see rmsnorm.py."""
 
 from typing import Any
 

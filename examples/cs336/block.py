@@ -1,4 +1,4 @@
-"""The block by the functions of a CS336 solution: see rmsnorm.py."""
+"""A block that calls the functions of a CS336 solution: see rmsnorm.py."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The feed-forward layer by the functions of a CS336 solution: see rmsnorm.py."""
+"""A feed-forward layer that calls a function of a CS336 solution: see rmsnorm.py."""
 
 from tests.adapters import run_swiglu
 from torch import Tensor, nn

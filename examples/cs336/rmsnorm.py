@@ -1,9 +1,9 @@
-"""RMSNorm by the functions of a CS336 solution, for `tinyblock verify` (docs/verify.md).
+"""RMSNorm that calls a CS336 solution, for `tinyblock verify` (docs/verify.md).
 
     PYTHONPATH=path/to/solution tinyblock verify examples/cs336
 
-`tests.adapters` is the solution's own. Editions 2025 and 2026 of assignment 1 have the
-same names of functions and arguments.
+`tests.adapters` is a file of the solution. Its functions and arguments have the same
+names in the editions of 2025 and 2026 of assignment 1.
 """
 
 from tests.adapters import run_rmsnorm
@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
     def __init__(self, d_model: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.sizes = {"d_model": d_model, "eps": eps}
-        # An adapter copies weights, so they get no gradient.
+        # The adapter copies the weights into the solution, so they get no gradient.
         self.weight = nn.RMSNorm(d_model).weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""RoPE by the functions of a CS336 solution: see rmsnorm.py."""
+"""RoPE that calls a function of a CS336 solution: see rmsnorm.py."""
 
 from tests.adapters import run_rope
 from torch import Tensor, nn

@@ -12,7 +12,7 @@ import torch
 
 
 def environment(device: torch.device) -> str:
-    """Return in one line what a reader must know in order to repeat a measurement."""
+    """Return, in one line, what a reader must know to repeat a measurement."""
     return (
         f"{device_name(device)}; torch {torch.__version__}, "
         f"python {platform.python_version()}, commit {_commit()}; "

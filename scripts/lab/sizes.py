@@ -45,7 +45,7 @@ class Size:
         return f"{model}, {heads}: {batch} x {seq} tokens, d_model {d_model}"
 
     def smallest(self) -> "Size":
-        """Return the same model with next to no arithmetic.
+        """Return the same model with almost no arithmetic.
 
         Fused attention kernels need widths of at least 8.
         """

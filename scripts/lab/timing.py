@@ -45,12 +45,12 @@ def wall_sampler(run: Run, least_seconds: float = 0.01) -> Sampler:
     A sample repeats the call for at least `least_seconds`.
     """
     timer = Timer("run()", timer=clock, globals={"run": run})
-    timer.timeit(2)  # allocates, and compiles what is to be compiled
+    timer.timeit(2)  # allocates, and compiles
     calls = math.ceil(least_seconds / min(timer.repeat(3, number=1))) or 1
 
     def sample() -> float:
         if calls > 1:
-            run()  # the run before has filled the caches
+            run()  # the candidate before has filled the caches
         return timer.timeit(calls) / calls
 
     return sample
@@ -59,7 +59,7 @@ def wall_sampler(run: Run, least_seconds: float = 0.01) -> Sampler:
 def interleave(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, list[float]]:
     """Take one sample of each in every round; every other round goes backward.
 
-    If the machine slows down, all slow down alike.
+    So if the machine slows down, it slows all of them.
     """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     names = list(samplers)

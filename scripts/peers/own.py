@@ -1,7 +1,7 @@
 """The Block, copies of it, and its operations without modules.
 
-Each function takes a Block, and returns a Peer with weights of its own. Layers that
-share their weights cannot be compared: the second finds them in the cache.
+Each function takes a Block, and returns a Peer with its own weights. Timing layers that
+share weights would be unfair, because the second finds them in the cache.
 """
 
 import copy
@@ -26,7 +26,7 @@ Layer = Callable[[Tensor], Any]  # returns a tensor, or a tuple that begins with
 
 @dataclass(frozen=True)
 class Peer:
-    """The layers of a project, as functions of x only. "Block" calls all others."""
+    """The layers of a project, as functions of x only. "Block" calls the other layers."""
 
     parameters: list[Tensor]
     layers: dict[str, Layer]
@@ -85,7 +85,7 @@ def ours(block: Any) -> Peer:
 
 
 def control(block: Any) -> Peer:
-    """Copy the Block: their times differ by noise alone."""
+    """Copy the Block. The times of the two differ only by noise."""
     return ours(copy.deepcopy(block))
 
 

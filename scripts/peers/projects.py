@@ -1,7 +1,7 @@
 """One layer of each other project, with the weights of a Block.
 
-Each function imports its project, configures a layer like the Block, and names the
-weights of the Block of which each parameter consists. It also makes the project's
+Each function imports its project, configures a layer like the Block, and maps each
+parameter to the weights of the Block that it consists of. It also makes the project's
 tables of cosines and sines, in the dtype that its models use. Models compute these
 tables once for all layers, so they are not timed.
 """
@@ -63,7 +63,7 @@ def transformers(block: Any, modeling: ModuleType | None = None) -> Peer:
 
 
 def liger(block: Any) -> Peer:
-    """Put Liger's kernels into a copy of Hugging Face's module: the original is a peer."""
+    """Put Liger's kernels into a copy of Hugging Face's module, which is itself a peer."""
     source = Path(str(import_module(LLAMA).__file__))
     # In the package of the original, because it imports from there.
     patched: Any = import_as(f"{LLAMA}_with_liger", source)
@@ -115,7 +115,7 @@ def litgpt(block: Any) -> Peer:
 
 
 def x_transformers(block: Any) -> Peer:
-    """Configure its Decoder as one such layer. Its norm has no eps."""
+    """Configure the project's Decoder as one layer. Its norm has no eps."""
     module = import_module("x_transformers.x_transformers")
     rope = block.attn.rope
     decoder = module.Decoder(
@@ -155,7 +155,7 @@ def x_transformers(block: Any) -> Peer:
     weights["q"] = rearrange(weights["q"], rows, **heads)
     weights["o"] = rearrange(weights["o"], columns, **heads)
     decoder = load(decoder, weights, names)
-    # Apart from the module, which would round its frequencies to half precision.
+    # Outside of the module, which would round its frequencies to half precision.
     with weights["q"].device:
         embedding = module.RotaryEmbedding(rope.d_k, base=rope.theta)
         angles = embedding.forward_from_seq_len(rope.max_seq_len)
@@ -172,8 +172,8 @@ def x_transformers(block: Any) -> Peer:
 def load(module: Any, weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Any:
     """Load weights into a module, in their dtype and on their device.
 
-    `names` maps each parameter of the module to the weights that it consists of, one
-    below the other: "q k v".
+    `names` maps each parameter of the module to the weights that it stacks by rows, such
+    as "q k v".
     """
     state = {}
     for parameter, parts in names.items():
@@ -187,7 +187,7 @@ def in_halves(block: Any) -> dict[str, Tensor]:
     """Return weights for a layer that rotates x[k] with x[k + d_head/2].
 
     The Block rotates (x0, x1), (x2, x3), ... The rows of q and k are reordered in the
-    same way within each head, which changes no score: a score is a sum over them.
+    same way within each head. Scores do not change, because they are sums over rows.
     """
     order = "(heads half pair) d_model -> (heads pair half) d_model"
     weights = weights_of(block)
@@ -197,7 +197,7 @@ def in_halves(block: Any) -> dict[str, Tensor]:
     return weights
 
 
-# By the names of their packages.
+# Keyed by package.
 PROJECTS: dict[str, Callable[[Any], Peer]] = {
     "transformers": transformers,
     "liger-kernel": liger,

@@ -1,4 +1,4 @@
-"""The errors of a real model's logits, beside the errors of transformers."""
+"""Compare the errors of a real model's logits with the errors of transformers."""
 
 import copy
 import importlib
@@ -79,7 +79,7 @@ def measure(name: str, device: torch.device) -> str:
 def load(name: str) -> LanguageModel:
     if not name.endswith(".gguf"):
         return hugging_face.load(name)
-    import from_gguf  # not above, because it needs the package gguf
+    import from_gguf  # here, because it requires the package gguf
 
     return from_gguf.load(name)
 

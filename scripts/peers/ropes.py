@@ -1,4 +1,4 @@
-"""RoPE as each project computes it: a function of x and its positions in tokens.
+"""Compute RoPE as each project does: from x, and its positions in tokens.
 
 x has the shape (batch, heads, seq, d_head). All rotate the pairs (x0, x1), (x2, x3), ...
 """
@@ -91,7 +91,7 @@ def _in_pairs(rotation: Rotation) -> Rotation:
     return rotate
 
 
-# By the names of their packages.
+# Keyed by package.
 PROJECT_ROPES: dict[str, Callable[[], Rotation]] = {
     "transformers": transformers,
     "litgpt": litgpt,

@@ -176,7 +176,7 @@ def test_check_reports_an_import_that_is_missing_and_update_restores_it(project)
     project.release("0.2.0", rmsnorm="from .typecheck import typecheck")
     for name in ("attention", "rmsnorm"):
         project.remove(name)
-    missing = {"block": "imports what is missing: attention.py, rmsnorm.py"}
+    missing = {"block": "imports missing files: attention.py, rmsnorm.py"}
     assert project.rows("check", "block") == (1, missing)
     assert project.rows("update", "block")[0] == 0
     assert project.path("typecheck").exists()  # imported by an import
