@@ -69,10 +69,18 @@ class Subject:
 
     def __init__(self, sized: Sized, settings: Settings) -> None:
         build, shape = sized
-        self.model: Any = build(settings.device, settings.dtype)
         self.x = torch.randn(shape, device=settings.device, dtype=settings.dtype)
         self.x.requires_grad_(settings.train)
-        self.gradient = torch.randn_like(tensors_in(self.model(self.x))[0])
+        try:
+            self.model: Any = build(settings.device, settings.dtype)
+            out = self.model(self.x)
+        except (AssertionError, RuntimeError, TypeError) as error:
+            reason = str(error).split("\n")[0]
+            raise ValueError(
+                f"the model must accept x of shape {shape}, got: {reason}; with --block, "
+                "set --d-model"
+            ) from error
+        self.gradient = torch.randn_like(tensors_in(out)[0])
         self.weights = [each for each in self.model.parameters() if each.requires_grad]
         self.optimizer: Any = None
         if settings.mode == "step":

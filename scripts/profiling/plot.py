@@ -1,5 +1,6 @@
 """A profile as a picture: the roofline on the left, and the parts on the right."""
 
+from itertools import cycle
 from pathlib import Path
 
 from lab.tables import number, share
@@ -7,8 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .measure import Profile
-
-_MARKERS = "osD^vPXphd*"  # for people who cannot tell the colors apart
 
 
 def plot(profile: Profile, path: Path) -> None:
@@ -24,24 +23,24 @@ def plot(profile: Profile, path: Path) -> None:
 
 
 def _roofline(axes: Axes, profile: Profile) -> None:
-    """Place each part by its FLOPs per byte and its rate, below the roofline."""
+    """Place each part by its FLOPs per byte and its rate, below both limits."""
     rates = profile.rates
-    ridge = rates.flops / rates.bytes
     rows = [row for row in profile.rows if row.flops and row.total > 0]
-    for index, row in enumerate(rows):
-        marker = _MARKERS[index % len(_MARKERS)]
-        x, y = row.flops / row.bytes, row.flops / row.total
-        axes.loglog(x, y, marker, label=row.name)
+    for row, marker in zip(rows, cycle("osD^vPXphd*"), strict=False):
+        axes.loglog(
+            row.flops / row.bytes, row.flops / row.total, marker, label=row.name
+        )
+    axes.axhline(rates.flops, color="black", label="matmul")
+    copied = [(byte, byte * rates.bytes) for byte in (1, 10)]
+    axes.axline(*copied, color="black", linestyle="dashed", label="memory copy")
     # At least one decade, or an axis has no labeled tick.
     left, right = axes.get_xlim()
     low, high = axes.get_ylim()
-    ends = [min(left, ridge) / 3, ridge, 3 * max(right, ridge)]
-    roof = [min(rates.flops, end * rates.bytes) for end in ends]
-    axes.loglog(ends, roof, color="black", label="measured limit")
+    axes.set_xlim(left / 4, 4 * right)
+    axes.set_ylim(low / 4, 4 * max(high, rates.flops))
     axes.set(
         xlabel="FLOP per byte", ylabel="FLOP/s", title="How far from the roofline?"
     )
-    axes.set_ylim(low / 4, 4 * max(high, rates.flops))
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run as run_in_processes
-from profiling.kernels import record_run
 from profiling.measure import Settings, measure
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -120,7 +119,7 @@ def test_block_of_the_users_own(run, tmp_path, monkeypatch, capsys):
     assert "FLOPs without aten._transformer_encoder_layer_fwd: no formula" in text
     with pytest.raises(SystemExit):
         run("--block", "my_block:build", "--d-model", "33")
-    assert "accepts x of shape (1, 128, 33)" in capsys.readouterr().err
+    assert "accept x of shape (1, 128, 33), got: " in capsys.readouterr().err
 
 
 def test_wrapper_of_the_page_is_cut(run, tmp_path, monkeypatch):
@@ -151,7 +150,7 @@ BAD_INPUT = {
     "got torch:": ["--block", "torch"],
     "got no_module:f: No module": ["--block", "no_module:f"],
     "has no attribute 'nothing'": ["--block", "torch:nothing"],
-    "a function without arguments": ["--block", "torch.nn:Linear"],
+    "got: Linear.__init__() missing": ["--block", "torch.nn:Linear"],
     "invalid choice: 'tpu'": ["--device", "tpu"],
 }
 
@@ -179,19 +178,6 @@ def test_preset_yields_to_what_is_typed(run, monkeypatch):
         with pytest.raises(SystemExit) as ended:
             run("--preset", "llama-3.1-8b", *typed)
         assert str(ended.value.__context__) == expected
-
-
-def test_recording_counts_the_peak_of_what_is_alive():
-    def run():
-        for _ in range(3):
-            torch.ones(1000)
-        kept = torch.ones(500)
-        return torch.ones(1000) + kept[0]
-
-    recording = record_run(run)
-    # Two tensors of 1,000 and one of 500; the small ones are scalars.
-    assert 10_000 <= recording.peak_added_bytes <= 10_300
-    assert recording.kernels == {}
 
 
 def test_several_processes_report_time_and_collectives():
