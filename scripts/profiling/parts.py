@@ -60,7 +60,6 @@ class Watch:
             # Activation checkpointing may end a module early, by an exception.
             modules.register_module_forward_hook(self._leave, always_call=True),
             optimizers.register_optimizer_step_pre_hook(partial(self._next, "AdamW")),
-            optimizers.register_optimizer_step_post_hook(partial(self._next, OUTSIDE)),
         ]
         self.part = OUTSIDE
         self.backward = False
