@@ -35,5 +35,5 @@ def si(value: float, unit: str = "") -> str:
 
 
 def share(value: float) -> str:
-    """Write a fraction in percent, such as 4.2%."""
-    return f"{value:.1%}" if abs(value) < 0.9995 else f"{value:.0%}"
+    """Write a fraction in percent, such as 4.20%."""
+    return f"{number(100 * value)}%"

@@ -46,20 +46,20 @@ def _roofline(axes: Axes, profile: Profile) -> None:
 
 
 def _times(axes: Axes, profile: Profile) -> None:
-    """Draw a bar for each row, with a line at the least time that the roofline allows."""
-    longest = max(max(row.total, row.least) for row in profile.rows)
-    for index, row in enumerate(profile.rows):
-        axes.barh(index, 1e3 * row.total, color="C0", alpha=0.5)
-        axes.barh(index, 1e3 * row.forward, color="C0")
-        if row.least:
-            least = 1e3 * row.least
-            axes.vlines(least, index - 0.4, index + 0.4, color="black", linewidth=2)
-        # Beyond the bar, and the line of the limit.
-        place = 1e3 * (max(0.0, row.total, row.least) + 0.015 * longest)
-        took = f"{number(1e3 * row.total)} ms, {share(row.total / profile.whole.total)}"
-        axes.text(place, index, took, va="center", fontsize=9)
-    axes.set_yticks(range(len(profile.rows)), [row.name for row in profile.rows])
+    """Draw a bar for each row, and the least time that the roofline allows."""
+    rows, whole = profile.rows, profile.whole
+    names = [row.name for row in rows]
+    axes.barh(names, [1e3 * row.total for row in rows], color="C0", alpha=0.5)
+    axes.barh(names, [1e3 * row.forward for row in rows], color="C0")
+    axes.barh(names, [1e3 * row.least for row in rows], fill=False, linewidth=1.5)
+    # Beside the bar and the outline.
+    ends = [1e3 * max(0.0, row.total, row.least) for row in rows]
+    texts = [
+        f"{number(1e3 * row.total)} ms, {share(row.total / whole.total)}"
+        for row in rows
+    ]
+    axes.bar_label(axes.barh(names, ends, alpha=0), texts, padding=4, fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(right=1.5e3 * longest)
-    axes.set_xlabel("ms; dark: forward, light: backward; black line: time at the limit")
-    axes.set_title(f"Where do {number(1e3 * profile.whole.total)} ms go?")
+    axes.margins(x=0.3)
+    axes.set_xlabel("ms; dark: forward, light: backward; outline: time at the limit")
+    axes.set_title(f"Where do {number(1e3 * whole.total)} ms go?")
