@@ -13,7 +13,6 @@ from profiling.measure import Settings, measure
 from profiling.report import report
 from profiling.roofline import Rates
 from torch import nn
-from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
@@ -88,6 +87,7 @@ def test_figures_of_all_passes(profile):
     measured = profile(mode="step")
     text = report(measured)
     rows = cells(text)
+    assert measured.notes == []
     names = ["layers.*.up", "layers.*.down", "layers.*", "AdamW", "rest", "the whole"]
     assert list(rows) == names
     assert rows["layers.*.up"] == {
@@ -125,6 +125,10 @@ def test_figures_of_all_passes(profile):
     least = sum(row.least for row in measured.rows)
     line = "AdamW: 19.0 s (p20 to p80: 19.0 s to 19.0 s), 526 m tokens/s"
     assert f"{line}, {100 * least / 19:.3g}% of the roofline" in text
+    assert (
+        f"threads, {torch.backends.cpu.get_cpu_capability()}; torch {torch.__version__}"
+        in text
+    )
     assert "matmul 1.00 kFLOP/s, memory copy 100 B/s" in text
     assert "MFU: 40.4% of the matmul rate" in text  # 7,680 FLOPs in 19 s
     sizes = "parameters 512 B, buffers 400 B, gradients 512 B, AdamW 1.02 kB"
@@ -151,26 +155,9 @@ def test_frozen_weights_have_no_pass(profile):
             layer.up.requires_grad_(False)
         return model
 
-    measured = profile(build)
-    assert measured.rows[0].flops == 2 * 2 * 640
-    assert measured.whole.flops == 2 * (2 + 3) * 640
-    assert measured.memory["parameters"] == 512
-    assert measured.memory["gradients"] == 2 * 128
-    assert "MFU: 64.0% of the matmul rate" in report(measured)  # 6,400 FLOPs in 10 s
-
-
-def test_rest_is_what_the_parts_leave(profile):
-    class Faster(Stack):
-        """It computes less where a clock watches its modules."""
-
-        def forward(self, x):
-            if not modules._global_forward_hooks:
-                x = x + (x @ self.layers[0].up.weight[:4]).detach()
-            return super().forward(x)
-
-    rows = cells(report(profile(Faster)))
-    assert rows["the whole"]["total ms"] == "13000"
-    assert rows["rest"].items() >= {"total ms": "1000", "share": "7.69%"}.items()
+    text = report(profile(build))
+    assert "parameters 512 B, buffers 400 B, gradients 256 B" in text
+    assert "MFU: 64.0% of the matmul rate" in text  # 6,400 FLOPs in 10 s
 
 
 def test_backward_belongs_to_the_part_that_computed_forward(profile):
@@ -185,17 +172,23 @@ def test_backward_belongs_to_the_part_that_computed_forward(profile):
     assert taken["sums"] == taken["down"] == "3000"
 
 
+@torch.library.custom_op("tests::copied", mutates_args=())
+def copied(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
 def test_views_move_nothing_and_unknown_operations_are_named(profile):
     class Vector(Layer):
         def forward(self, x):
-            return super().forward(x) + (x @ self.up.weight[0])[..., None]
+            dots = copied(x.detach()) @ self.up.weight[0]
+            return super().forward(x) + dots[..., None]
 
     stack = [nn.Unflatten(-1, (2, 2)), nn.Flatten(-2), Vector(), nn.ReLU(inplace=True)]
     measured = profile(lambda: nn.Sequential(*stack))
     bytes = {row.name: row.bytes for row in measured.rows}
     # A change in place reads and writes; backward reads two tensors, and writes one.
     assert (bytes["0"], bytes["1"], bytes["3"]) == (0, 0, 5 * 160)
-    assert "FLOPs without aten.mv: no formula" in report(measured)
+    assert measured.notes == ["FLOPs without aten.mv, tests.copied: no formula"]
 
 
 def test_gpu_idle_is_the_time_without_a_kernel(profile, monkeypatch):
@@ -213,14 +206,11 @@ def test_gpu_idle_is_the_time_without_a_kernel(profile, monkeypatch):
     ]
 
 
-def test_overhead_is_known_for_a_tiny_model_alone(profile):
+def test_overhead_is_the_time_of_a_tiny_model(profile):
     text = report(profile(tiny=(lambda *_: Stack(), (1, 1, 4))))
     assert cells(text)["the whole"]["overhead"] == "12.0 s"
     assert cells(text)["layers.*.up"]["overhead"] == "6.00 s"
     assert "tiny input: 12.0 s" in text
-    text = report(profile())
-    assert "unknown for a block of your own" in text
-    assert cells(text)["the whole"]["overhead"] == ""
 
 
 def test_noise_of_rates_and_rows_is_named(profile):
@@ -276,6 +266,5 @@ def test_causal_attention_needs_the_scores_of_earlier_keys(profile):
     flops = {row.name: row.flops / 3 for row in measured.rows}
     # For each head, query, and key that is not later: two matmuls of d_head.
     assert flops["attn"] == 4 * 2 * 4 * (5 * 6 // 2) * 16
-    assert flops["attn.k_proj"] == 2 * 10 * 32 * 32
     first = "ln1 attn.q_proj attn.k_proj attn.v_proj attn.rope attn attn.output_proj"
     assert list(flops) == f"{first} ln2 ffn.w1 ffn.w3 ffn ffn.w2 sums rest".split()
