@@ -13,37 +13,28 @@ looked_at = []  # the lengths that beartype looked at
 
 
 def scale(
-    x: Float[Tensor, "*a d"], weight: Float[Tensor, " d"], *, factor: float = 1.0
+    x: Float[Tensor, "*a d"], weight: Float[Tensor, " d"], factor: float = 1.0
 ) -> Float[Tensor, "*a d"]:
-    """Scale."""
-    return x * weight * (factor or 1.0)
-
-
-def first(tensors: list[Float[Tensor, " d"]]) -> Float[Tensor, " d"]:
-    return tensors[0]
+    return x * weight * factor
 
 
 def watched(
     x: Annotated[Tensor, Is[lambda x: not looked_at.append(len(x))]],
     by: Callable[..., Tensor] = scale,
+    value: object = None,
+    ignored: Any = None,
 ) -> None:
     pass
 
 
-def nonzero(x: Float[Tensor, " n"], width: int = 2) -> Float[Tensor, " {width}"]:
-    return x[x != 0]
+def nonzero(
+    x: Float32[Tensor, " n"], width: int = 2, dtype: Any = None
+) -> Float32[Tensor, " {width}"]:
+    return x[x != 0].to(dtype)
 
 
 def count(*xs: Float[Tensor, " n"], **options: int) -> int:
-    return "many" if xs[0].sum() > 0 else len(options)  # type: ignore[return-value]
-
-
-def halved(x: Float32[Tensor, " n"], dtype: Any) -> Float32[Tensor, " n"]:
-    return x.to(dtype)
-
-
-def trained(x: Float[nn.Parameter, " n"]) -> None:
-    pass
+    return len(options)
 
 
 def named(x: Float[Tensor, " n"], name: Literal["{n}", "x"] = "x") -> dict[str, Tensor]:
@@ -52,25 +43,23 @@ def named(x: Float[Tensor, " n"], name: Literal["{n}", "x"] = "x") -> dict[str, 
 
 def limited(x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     if len(x) > 2:
-        raise ValueError(f"{len(x)} is too long")
+        raise RuntimeError(f"{len(x)} is too long for this dtype")
     return x
 
 
 @torch.no_grad()
-def decorated(x: Float[Tensor, " n"], *, bias: float = 0.0) -> Float[Tensor, " n"]:
+def decorated(
+    x: Float[nn.Parameter, " n"], *, bias: float = 0.0
+) -> Float[Tensor, " n"]:
     return x + bias
 
 
-def fail(x: Float[Tensor, " n"], *, layer: int, error: int) -> None:
-    raise RuntimeError("of the function")
-
-
 @contextmanager
-def scope(x: Float[Tensor, " n"]) -> Iterator[None]:
+def generator(x: Float[Tensor, " n"]) -> Iterator[None]:
     yield
 
 
-async def later(x: Float[Tensor, " n"]) -> None:
+async def coroutine(x: Float[Tensor, " n"]) -> None:
     pass
 
 
@@ -79,13 +68,14 @@ def _private(x: Float[Tensor, " n"]) -> None:
 
 
 class Layer(nn.Module):
-    def __init__(
-        self, width: int, rate: float = 1.0, kind: type[nn.Module] = nn.Module
-    ) -> None:
+    def __init__(self, width: int, kind: type[nn.Module] = nn.Module) -> None:
         super().__init__()
         self.width = width
 
     def forward(
-        self, x: Float[Tensor, "*batch {self.width}"], times: int = 1
-    ) -> Float[Tensor, "*batch {self.width}"]:
-        return x * (times or 1)
+        self, x: Float[Tensor, "*batch {self.width}"] | None, times: int = 1
+    ) -> Float[Tensor, "*batch {self.width}"] | None:
+        return None if x is None else x.repeat_interleave(times, 0)
+
+    def unchecked(self) -> int:
+        return "text"  # type: ignore[return-value]
