@@ -4,18 +4,16 @@ The models are tiny and have random weights. transformers computes norms and ang
 float32, so all runs in float32.
 """
 
-import importlib
 from functools import partial
 from typing import Any
 
 import newest_blocks as new
 import pytest
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.attention.flex_attention import create_block_mask
 
-from tinyblock import CausalMultiHeadSelfAttention as Attention
 from tinyblock import FeedForward, RotaryPositionalEmbedding, Transformer
 
 transformers = pytest.importorskip("transformers")
@@ -51,26 +49,28 @@ SANDWICH = {
 }
 
 
-class Halves(nn.Module):
+class Halves(RotaryPositionalEmbedding):
     """Rotate x[k] with x[k + d_k/2], as most models in transformers do."""
-
-    def __init__(self, theta=10000.0, d_k=16):
-        super().__init__()
-        self.rope = RotaryPositionalEmbedding(theta, d_k, 128)
-        self.d_k = d_k
 
     def forward(self, x, token_positions=None):
         pairs = rearrange(x, "... (pair half) -> ... (half pair)", pair=2)
-        rotated = self.rope(pairs, token_positions)
+        rotated = super().forward(pairs, token_positions)
         return rearrange(rotated, "... (half pair) -> ... (pair half)", pair=2)
 
 
 class Backwards(Halves):
     """Rotate in the other direction, as nanochat does."""
 
-    def forward(self, x, token_positions=None):
-        half = self.d_k // 2
-        return super().forward(x.roll(half, -1), token_positions).roll(half, -1)
+    def frequencies(self):
+        return -super().frequencies()
+
+
+ROPE = Halves(10000.0, 16, 128)
+PARTIAL_ROPE = new.PartialRope(Halves(10000.0, 8, 128))
+
+
+class NearAttention(new.WindowAttention):
+    window = 8
 
 
 def their_model(kind, layers=2, **options):
@@ -84,7 +84,7 @@ def their_model(kind, layers=2, **options):
 
 
 def our_model(layers=2, **options):
-    options = {"num_kv_heads": 2, "rope": Halves(), "eps": 1e-6, **options}
+    options = {"num_kv_heads": 2, "rope": ROPE, "eps": 1e-6, **options}
     return Transformer(layers, 64, 4, 96, max_seq_len=128, **options)
 
 
@@ -94,26 +94,27 @@ def renamed(model, names, gain=0.0):
     for name, weight in model.state_dict().items():
         if "norm" in name:
             weight = weight + gain
+        if name == "norm.weight":
+            name = "ln_final.weight"
         for their_part, our_part in {**NAMES, **names}.items():
             name = name.replace(their_part, our_part)
-        ours["ln_final.weight" if name == "norm.weight" else name] = weight
+        ours[name] = weight
     ours.pop("embed_tokens.weight", None)
     return ours
 
 
-def compare(ours, theirs, has_gradient=True):
-    """Require equal results and gradients of x."""
-    x = torch.randn(2, 24, 64, requires_grad=has_gradient)
-    of_result = torch.randn(2, 24, 64)
-    found = []
-    for model in (ours, theirs):
-        with torch.set_grad_enabled(has_gradient):
-            result = model(x)
-        gradient = torch.autograd.grad(result, x, of_result) if has_gradient else ()
-        found.append((result, *gradient))
-    for actual, expected in zip(*found, strict=True):
+def compare(ours, theirs):
+    """Require equal results and, if torch computes them, gradients of x."""
+    x = torch.randn(2, 24, 64, requires_grad=True)
+    results = [ours(x), theirs(x)]
+    pairs = {"result": results}
+    if torch.is_grad_enabled():
+        of_result = torch.randn(2, 24, 64)
+        grad = torch.autograd.grad
+        pairs["gradient"] = [grad(result, x, of_result)[0] for result in results]
+    for what, (actual, expected) in pairs.items():
         error = (actual - expected).norm() / expected.norm()
-        assert error < 2e-6, error
+        assert error < 2e-6, f"relative error of the {what}: {error:.1e}"
 
 
 def require_same(ours, theirs, state, mask=None):
@@ -123,8 +124,16 @@ def require_same(ours, theirs, state, mask=None):
     compare(
         lambda x: ours(x, positions, mask),
         lambda x: theirs(inputs_embeds=x, use_cache=False).last_hidden_state,
-        has_gradient=mask is None,  # FlexAttention has none on a CPU
     )
+
+
+def require_same_attention(ours, theirs, names, window=24, **options):
+    """Compare the attention of their first layer."""
+    layer = theirs.layers[0].self_attn
+    ours.load_state_dict(renamed(layer, names))
+    angles = theirs.rotary_emb(torch.zeros(1), torch.arange(24)[None], **options)
+    mask = torch.ones(24, 24).tril().triu(1 - window).log()
+    compare(ours, lambda x: layer(x, angles, mask)[0])
 
 
 def test_gemma_3():
@@ -138,17 +147,16 @@ def test_gemma_3():
     ours = our_model(
         block=new.SandwichBlock,
         ffn=new.GeGLU,
-        attention=new.WindowAttention,
+        attention=NearAttention,
         qk_norm=True,
     )
-    for block in ours.layers:
-        block.attn.window = 8
-    new.widen(ours, Halves(theta=1e6), every=2)
+    new.widen(ours, Halves(1e6, 16, 128), every=2)
     state = renamed(theirs, SANDWICH, gain=1.0)
     require_same(ours, theirs, state)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@torch.no_grad()  # FlexAttention has no gradient on a CPU
 def test_gemma_2_with_a_cap_that_bounds_scores():
     theirs = their_model(
         "gemma2",
@@ -157,9 +165,7 @@ def test_gemma_2_with_a_cap_that_bounds_scores():
         sliding_window=8,
         query_pre_attn_scalar=16,
     )
-    for name, weight in theirs.named_parameters():
-        if "q_proj" in name:
-            nn.init.normal_(weight, std=2.0)
+    theirs.layers[0].self_attn.q_proj.weight *= 20
     ours = our_model(
         1,
         block=new.SandwichBlock,
@@ -205,7 +211,7 @@ def test_command_r():
 
 def test_phi_3_splits_its_fused_projections():
     theirs = their_model("phi3", rope_parameters=HALF_OF_A_HEAD)
-    ours = our_model(rope=new.PartialRope(Halves(d_k=8)))
+    ours = our_model(rope=PARTIAL_ROPE)
     state = renamed(theirs, {})
     for number in range(2):
         attn, ffn = f"layers.{number}.attn", f"layers.{number}.ffn"
@@ -221,7 +227,7 @@ def test_phi_3_splits_its_fused_projections():
 def test_nanochat():
     theirs = their_model("nanochat")
     ours = our_model(
-        rope=Backwards(),
+        rope=Backwards(10000.0, 16, 128),
         norm=new.norm_without_gain,
         ffn=partial(FeedForward, activation=new.relu_squared),
         qk_norm=True,
@@ -246,7 +252,7 @@ def test_qwen_3_next():
         rope_parameters=HALF_OF_A_HEAD,
     )
     ours = our_model(
-        rope=new.PartialRope(Halves(d_k=8)),
+        rope=PARTIAL_ROPE,
         attention=new.GatedAttention,
         qk_norm=True,
     )
@@ -261,17 +267,11 @@ def test_qwen_3_next():
 
 
 def test_gpt_oss_attention_with_a_window():
-    theirs = their_model("gpt_oss")
+    class Attention(NearAttention, new.SinkAttention):
+        pass
 
-    class Attention(new.WindowAttention, new.SinkAttention):
-        window = 8
-
-    ours = Attention(64, 4, num_kv_heads=2, rope=Halves())
-    layer = theirs.layers[0].self_attn
-    ours.load_state_dict(renamed(layer, {}))
-    near = torch.ones(24, 24).tril().triu(-7)
-    angles = theirs.rotary_emb(torch.zeros(1), torch.arange(24)[None])
-    compare(ours, lambda x: layer(x, angles, near.log())[0])
+    ours = Attention(64, 4, num_kv_heads=2, rope=ROPE)
+    require_same_attention(ours, their_model("gpt_oss"), {}, window=8)
 
 
 INDEXER = {"index_n_heads": 6, "index_head_dim": 16, "index_topk": 5}
@@ -316,7 +316,7 @@ def test_deepseek(indexer):
         ffn=partial(new.MixtureOfExperts, num_experts=8, top_k=3, scale=2.5),
     )
     for block in ours.layers if indexer else ():
-        block.attn.index_rope = new.PartialRope(Halves(d_k=8))
+        block.attn.index_rope = PARTIAL_ROPE
     names = {
         "q_a_proj": "q_proj.0",
         "q_a_layernorm": "q_proj.1",
@@ -375,21 +375,17 @@ def test_lfm_3_gate_per_head():
         use_attention_gate=True,
         rope_parameters={"full_attention": SIZES["rope_parameters"]},
     )
-    layer = theirs.layers[0].self_attn
     ours = new.GatedAttention(
         64,
         4,
         gate_per_head=True,
         num_kv_heads=2,
-        rope=Halves(),
+        rope=ROPE,
         qk_norm=True,
         eps=1e-6,
     )
-    ours.load_state_dict(renamed(layer, {"g_proj": "gate"}))
-    positions = torch.arange(24)[None]
-    angles = theirs.rotary_emb(torch.zeros(1), positions, "full_attention")
-    causal = torch.ones(24, 24).tril().log()
-    compare(ours, lambda x: layer(x, angles, causal)[0])
+    names = {"g_proj": "gate"}
+    require_same_attention(ours, theirs, names, layer_type="full_attention")
 
 
 def test_kimi_linear_delta_attention():
@@ -418,14 +414,13 @@ def test_kimi_linear_delta_attention():
     state = renamed(layer, names)
     qkv = [state.pop(f"{name}_proj.weight") for name in "qkv"]
     state["qkv_proj.weight"] = torch.cat(qkv)
-    state["norm.weight"] = state.pop("ln_final.weight")
     state["log_decay"] = state["log_decay"].view(4, 1, 1)
     ours.load_state_dict(state)
     compare(ours, layer)
 
 
 def test_delta_rule_of_qwen_3_5():
-    qwen = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    qwen = transformers.models.qwen3_5.modeling_qwen3_5
     q, k, v = torch.randn(3, 2, 7, 4, 16)
     decay, rate = torch.rand(2, 2, 7, 4)
     expected, _ = qwen.torch_recurrent_gated_delta_rule(
@@ -438,44 +433,31 @@ def test_delta_rule_of_qwen_3_5():
 
 def test_deepseek_v4_hyper_connections():
     """Their layers call our attention and feed-forward: only the streams are compared."""
-    deepseek = importlib.import_module(
-        "transformers.models.deepseek_v4.modeling_deepseek_v4"
-    )
-    config = transformers.DeepseekV4Config(hidden_size=64, rms_norm_eps=1e-6)
-
-    class Layer(nn.Module):
-        forward = deepseek.DeepseekV4DecoderLayer.forward
-        gradient_checkpointing = False
-
-        def __init__(self, block):
-            super().__init__()
-            self.self_attn = lambda x: (block.attn(x), None)
-            self.mlp = lambda x, input_ids: block.ffn(x)
-            self.input_layernorm = block.ln1
-            self.post_attention_layernorm = block.ln2
-            self.attn_hc = deepseek.DeepseekV4HyperConnection(config)
-            self.ffn_hc = deepseek.DeepseekV4HyperConnection(config)
-            connect(block.attn_streams, *self.attn_hc.parameters())
-            connect(block.ffn_streams, *self.ffn_hc.parameters())
-
-    def connect(streams, matrix, bias, scales):
-        for weight in (matrix, bias, scales):
-            nn.init.normal_(weight, std=0.2)
-        streams.proj.weight, streams.proj.bias, streams.scales = matrix, bias, scales
-
+    theirs = their_model("deepseek_v4", 3)
     ours = our_model(3, block=new.HyperBlock)
     new.open_and_close(ours)
-    layers = [Layer(block) for block in ours.layers]
-    head = deepseek.DeepseekV4HyperHead(config)
-    connect(ours.layers[-1].close, *head.parameters())
+    for layer, block in zip(theirs.layers, ours.layers, strict=True):
+        layer.self_attn.forward = partial(attend, block.attn)
+        layer.mlp.forward = partial(feed_forward, block.ffn)
+    names = {
+        "attn_hc": "attn_streams",
+        "ffn_hc": "ffn_streams",
+        "hc_head.hc_": "layers.2.close.",
+        ".fn": ".proj.weight",
+        ".base": ".proj.bias",
+        ".scale": ".scales",
+    }
+    state = renamed(theirs, names)
+    own = ours.state_dict()
+    require_same(ours, theirs, {name: state.get(name, own[name]) for name in own})
 
-    def theirs(x):
-        x = repeat(x, "batch seq d_model -> batch seq stream d_model", stream=4)
-        for layer in layers:
-            x = layer(x.contiguous())
-        return ours.ln_final(head(x))
 
-    compare(ours, theirs)
+def attend(attention, x, **_):
+    return attention(x), None
+
+
+def feed_forward(ffn, x, **_):
+    return ffn(x)
 
 
 PARTS = ("delta rule", "gate per head", "sparse attention", "hyper-connections")
@@ -491,9 +473,9 @@ def test_newest_parts_compile_to_one_graph(part):
 
 
 def test_visible_is_a_window_within_a_document():
-    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1]])
-    rule = new.visible(documents, window=3)
-    mask = create_mask(rule, 1, None, 10, 10, "cpu")[0, 0]
+    rule = new.visible(torch.tensor([[0] * 4 + [1] * 6]), window=3)
+    token = torch.arange(10)
+    mask = rule(torch.tensor(0), torch.tensor(0), token[:, None], token)
     within = torch.block_diag(torch.ones(4, 4), torch.ones(6, 6))
     assert torch.equal(mask, within.tril().triu(-2) > 0)
 
@@ -504,14 +486,13 @@ def test_flex_attention_requires_a_block_mask():
 
 
 def test_window_combines_with_a_mask():
-    window = new.WindowAttention(64, 4)
-    window.window = 5
-    plain = Attention(64, 4)
-    plain.load_state_dict(window.state_dict())
+    layer = NearAttention(64, 4)
     x = torch.randn(24, 24, 64)  # batch equals seq
-    near = torch.ones(1, 24, 24, dtype=torch.bool).triu(-4)
-    keep = (torch.arange(24) >= torch.arange(24)[:, None] // 2)[:, None]
-    torch.testing.assert_close(window(x, mask=keep), plain(x, mask=near & keep))
+    near = torch.ones(24, 24, dtype=torch.bool).triu(-7)
+    keep = torch.rand(24, 1, 24) < 0.7
+    actual = layer(x, mask=keep)
+    layer.window = None
+    torch.testing.assert_close(actual, layer(x, mask=near & keep))
 
 
 def test_sinks_are_reset():
