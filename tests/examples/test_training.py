@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ablations
@@ -29,8 +30,7 @@ def test_interrupted_run_resumes_with_the_same_losses(tmp_path, monkeypatch, cap
     def save(state, path):
         if len(state["history"]) < 20:
             return original(state, path)
-        with open(path, "wb") as file:
-            file.write(b"half of a checkpoint")
+        Path(path).write_bytes(b"half of a checkpoint")
         raise KeyboardInterrupt
 
     original = torch.save
