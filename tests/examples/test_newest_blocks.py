@@ -277,15 +277,21 @@ def test_gpt_oss_attention_with_a_window():
 
     ours = Attention(64, 4, num_kv_heads=2, rope=ROPE)
     require_same_attention(ours, their_model("gpt_oss"), {}, window=8)
+    assert ours.sinks.any()
+    ours.reset_parameters()
+    assert not ours.sinks.any()
 
 
-INDEXER = {"index_n_heads": 6, "index_head_dim": 16, "index_topk": 5}
+SPARSE = partial(new.SparseAttention, top_k=5, index_heads=6, index_d_head=16)
 
 
-@pytest.mark.parametrize("indexer", [{}, INDEXER], ids=["V3", "V3.2"])
-def test_deepseek(indexer):
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [("deepseek_v3", new.LatentAttention), ("deepseek_v32", SPARSE)],
+)
+def test_deepseek(kind, attention):
     theirs = their_model(
-        "deepseek_v32" if indexer else "deepseek_v3",
+        kind,
         moe_intermediate_size=96,
         n_routed_experts=8,
         num_experts_per_tok=3,
@@ -300,14 +306,11 @@ def test_deepseek(indexer):
         num_attention_heads=5,  # need not divide d_model, as d_head is another
         num_key_value_heads=5,
         head_dim=8,
-        **indexer,
+        index_n_heads=6,
+        index_head_dim=16,
+        index_topk=5,
     )
     nn.init.normal_(theirs.layers[0].mlp.gate.e_score_correction_bias, std=0.5)
-    attention: Any = new.LatentAttention
-    if indexer:
-        attention = partial(
-            new.SparseAttention, top_k=5, index_heads=6, index_d_head=16
-        )
     ours = Transformer(
         1,
         64,
@@ -486,13 +489,6 @@ def test_visible_is_a_window_within_a_document():
 def test_flex_attention_requires_a_block_mask():
     with pytest.raises(ValueError, match="BlockMask"):
         new.FlexAttention(64, 4)(torch.randn(2, 24, 64))
-
-
-def test_sinks_are_reset():
-    layer = new.SinkAttention(64, 4)
-    nn.init.ones_(layer.sinks)
-    layer.reset_parameters()
-    assert not layer.sinks.any()
 
 
 def test_main_names_each_model(capsys):
