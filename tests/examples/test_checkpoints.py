@@ -15,19 +15,17 @@ hugging_face = pytest.importorskip("hugging_face")
 # `make story` downloads the file. .ci/run does so first, and fails if a test is skipped.
 MODEL = Path.home() / ".cache/tinyblock/SmolLM2-135M-Instruct.Q4_1.gguf"
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 5e5,
     "factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+LLAMA3 = {
+    **YARN,
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
 }
 ACCEPTED = {
     "qwen2": ("qwen2", {}),

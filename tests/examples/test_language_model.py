@@ -14,7 +14,6 @@ class CachedWindow(CachedAttention, newest_blocks.WindowAttention):
 
 
 MODELS = {
-    "plain": {},
     "shared key heads and q/k norm": {"num_kv_heads": 2, "qk_norm": True},
     "no positions": {"theta": None},
     "a window": {"attention": CachedWindow, "num_kv_heads": 2},

@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "query_pre_attn_scalar": 16,
     "max_position_embeddings": 128,
     "attention_bias": False,
     "rms_norm_eps": 1e-6,
@@ -80,6 +81,7 @@ def their_model(kind, layers=1, **options):
     model = transformers.AutoModel.from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
+    del model.embed_tokens
     return model.eval()
 
 
@@ -99,7 +101,6 @@ def renamed(model, names, gain=0.0):
         for their_part, our_part in {**NAMES, **names}.items():
             name = name.replace(their_part, our_part)
         ours[name] = weight
-    ours.pop("embed_tokens.weight", None)
     return ours
 
 
@@ -110,8 +111,9 @@ def compare(ours, theirs):
     pairs = {"result": results}
     if torch.is_grad_enabled():
         of_result = torch.randn(2, 24, 64)
-        grad = torch.autograd.grad
-        pairs["gradient"] = [grad(result, x, of_result)[0] for result in results]
+        pairs["gradient"] = [
+            torch.autograd.grad(result, x, of_result)[0] for result in results
+        ]
     for what, (actual, expected) in pairs.items():
         error = (actual - expected).norm() / expected.norm()
         assert error < 2e-6, f"relative error of the {what}: {error:.1e}"
@@ -152,7 +154,6 @@ def test_gemma_3():
         2,
         layer_types=["sliding_attention", "full_attention"],
         sliding_window=8,
-        query_pre_attn_scalar=16,
         rope_parameters=None,
     )
     ours = our_model(
@@ -174,7 +175,6 @@ def test_gemma_2_with_a_cap_that_bounds_scores():
         "gemma2",
         layer_types=["sliding_attention"],
         sliding_window=8,
-        query_pre_attn_scalar=16,
     )
     theirs.layers[0].self_attn.q_proj.weight *= 20
     ours = our_model(
@@ -277,7 +277,6 @@ def test_gpt_oss_attention_with_a_window():
 
     ours = Attention(64, 4, num_kv_heads=2, rope=ROPE)
     require_same_attention(ours, their_model("gpt_oss"), {}, window=8)
-    assert ours.sinks.any()
     ours.reset_parameters()
     assert not ours.sinks.any()
 

@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from language_model import LanguageModel
 from processes import run
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="module")
 def printed():
     """Return what four processes print that run all of these examples."""
-    failed, text = run(HERE / "in_each_process.py", processes=4)
+    failed, text = run(Path(__file__).with_name("in_each_process.py"), processes=4)
     assert not failed, text
     return text
 
