@@ -148,7 +148,7 @@ def test_unchecked_block_checks_nothing():
 
 def test_pattern_without_a_match_lists_the_names(run, capsys):
     with pytest.raises(SystemExit):
-        run("--peers", "control,typo")
+        run("--peers", "control,typo", "--json")
     assert "'typo' matches none of: control, unchecked" in capsys.readouterr().err
 
 
