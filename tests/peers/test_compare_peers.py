@@ -28,8 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def run(monkeypatch, capsys):
     """Return a function that runs the command, and returns its exit code and output."""
 
-    def run(*options):
-        monkeypatch.setattr(sys, "argv", ["compare_peers.py", *options])
+    def run(options):
+        monkeypatch.setattr(sys, "argv", ["compare_peers.py", *options.split()])
         return compare_peers.main(), capsys.readouterr().out
 
     return run
@@ -64,11 +64,15 @@ def test_against_is_another_checkout_and_may_fail(run, tmp_path):
     source = tmp_path / "tinyblock" / "__init__.py"
     source.parent.mkdir()
     source.write_text("from tinyblock import *\nBlock = None\n")
-    options = ["--cases", TOKEN, "--peers", "control", "--rounds", "1", "--json"]
-    _, output = run(*options, "--against", str(tmp_path))
-    found = json.loads(output)
-    assert found["against"].startswith("TypeError(")
-    assert found["control"]["peer_kept"] == 0
+    options = f"--cases {TOKEN} --peers control --rounds 1"
+    _, output = run(f"{options} --against {tmp_path} --json")
+    assert json.loads(output)["against"].startswith("TypeError(")
+
+
+def test_each_case_has_a_row(run, monkeypatch):
+    monkeypatch.setattr(compare_peers, "SIZES", {"tiny": SIZE})
+    _, output = run("--peers control --rounds 1")
+    assert output.count("-tiny-eager: control ") == 4
 
 
 def test_one_token_is_the_median_of_processes(run, monkeypatch):
@@ -89,9 +93,10 @@ def test_one_token_is_the_median_of_processes(run, monkeypatch):
         return json.dumps(found, default=dataclasses.asdict)
 
     monkeypatch.setattr(compare_peers.subprocess, "check_output", process)
-    code, output = run("--cases", TOKEN, "--peers", "control,unchecked")
+    code, output = run(f"--cases {TOKEN} --peers control,unchecked")
     assert code == 1
     text = " ".join(output.split())
+    assert "| Block's time / peer's | control | unchecked |" in text
     assert f"| {TOKEN} | 1.50 (1.00-9.00) | failed |" in text
     assert f"| {TOKEN}: control | 6.00 | 3.00 | 0e+00 | 3.0 | |" in text
     assert f"{TOKEN}: unchecked failed: ValueError()" in text
@@ -148,7 +153,7 @@ def test_unchecked_block_checks_nothing():
 
 def test_pattern_without_a_match_lists_the_names(run, capsys):
     with pytest.raises(SystemExit):
-        run("--peers", "control,typo", "--json")
+        run("--peers control,typo --json")
     assert "'typo' matches none of: control, unchecked" in capsys.readouterr().err
 
 
