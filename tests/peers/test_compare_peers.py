@@ -69,6 +69,11 @@ def test_against_is_another_checkout_and_may_fail(run, tmp_path):
     assert json.loads(output)["against"].startswith("TypeError(")
 
 
+def test_an_installed_project_is_a_peer():
+    pytest.importorskip("transformers")
+    assert "transformers" in PEERS
+
+
 def test_each_case_has_a_row(run, monkeypatch):
     monkeypatch.setattr(compare_peers, "SIZES", {"tiny": SIZE})
     _, output = run("--peers control --rounds 1")
