@@ -170,4 +170,4 @@ def test_kept_bytes_count_each_storage_once_and_no_weight():
         return (scaled * scaled,)  # keeps one product, twice
 
     assert compare_peers.count_kept_bytes(forward, [weight])[1] == 12
-    assert compare_peers.count_kept_bytes(forward, [])[1] == 24 + 12
+    assert compare_peers.count_kept_bytes(forward, [])[1] == 36  # with x and weight
