@@ -30,11 +30,11 @@ def test_layers_and_near_ropes_have_the_errors_of_their_dtype(
         assert "| RoPE at 0 " in section
         for line in section.splitlines()[4:9]:
             cells = line.split("|")[2:-1]
-            rounded, *found = [float(cell) for cell in cells if cell.strip()]
+            rounded, *errors = [float(cell) for cell in cells if cell.strip()]
             assert 0.2 * eps < rounded < 0.6 * eps, line
-            assert found[0] < 20 * eps, line
-            assert rounded < 1.01 * min(found), section
-            assert max(found) < 200 * eps, section
+            assert errors[0] < 20 * eps, line
+            assert rounded < 1.01 * min(errors), section
+            assert max(errors) < 200 * eps, section
     found = {("Block", "tinyblock", GRADIENTS): [3e-3, 1e-3, 2e-3]}
     assert "2.00e-03" in exactness.table("bfloat16", found, GRADIENTS)
 
