@@ -2,11 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from contract import solutions
+
+from tinyblock import copies
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cs336"
 ADAPTERS = """
@@ -64,44 +66,38 @@ DEFECTS = {
 }
 
 
-def verify(folder, defects):
-    """Write a solution with these defects, and return the exit code and the output."""
-    for name in ("tests", "solution"):
-        (folder / name).mkdir()
-        (folder / name / "__init__.py").touch()
-    (folder / "tests" / "adapters.py").write_text(ADAPTERS)
-    files = dict(solutions.RIGHT["real tables"])
-    for name, (right, wrong) in defects.items():
-        assert right in files[name]
-        files[name] = files[name].replace(right, wrong)
-    solutions.write(files, folder / "solution")
-    paths = [str(folder), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-m", "tinyblock", "verify", EXAMPLE],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        cwd=EXAMPLE.parents[1],
-        capture_output=True,
-        text=True,
-    )
-    return done.returncode, done.stdout
+@pytest.fixture
+def verify(tmp_path, monkeypatch, capfd):
+    """Return a function that judges a solution with these defects: exit code, output."""
+
+    def verify(defects):
+        for name in ("tests", "solution"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "__init__.py").touch()
+        (tmp_path / "tests" / "adapters.py").write_text(ADAPTERS)
+        files = dict(solutions.RIGHT["real tables"])
+        for name, (right, wrong) in defects.items():
+            assert right in files[name]
+            files[name] = files[name].replace(right, wrong)
+        solutions.write(files, tmp_path / "solution")
+        paths = [str(tmp_path), *sys.path]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        return copies.main(["verify", str(EXAMPLE)]), capfd.readouterr().out
+
+    return verify
 
 
-def test_a_right_solution_has_no_failures(tmp_path):
-    code, report = verify(tmp_path, {})
+def test_a_right_solution_has_no_failures(verify):
+    code, report = verify({})
     assert code == 0, report
     assert "no case" not in report
 
 
-def test_three_defects_are_found_on_one_screen(tmp_path):
-    code, report = verify(tmp_path, DEFECTS)
-    lines = report.splitlines()
-    assert (code, len(lines) <= 24) == (1, True), report
-    failed = {line.partition(":")[0] for line in lines if line.startswith("FAILED")}
-    assert failed == {
-        f"FAILED {name}" for name in ("attention", "block", "ffn", "rmsnorm")
-    }
-    for name in failed:
-        pattern = rf"{name}: test_\w+, [1-9]\d* of \d+, first \[.*\]: ."
-        assert any(re.match(pattern, line) for line in lines), name
-    [positions] = [line for line in lines if "FAILED attention: test_equation" in line]
-    assert "positions" in positions
+def test_three_defects_are_found_on_one_screen(verify):
+    code, report = verify(DEFECTS)
+    assert code == 1
+    assert len(report.splitlines()) <= 24, report
+    pattern = r"^FAILED (\w+): test_\w+, [1-9]\d* of \d+, first \[.*\]: ."
+    failed = re.findall(pattern, report, re.MULTILINE)
+    assert set(failed) == {"attention", "block", "ffn", "rmsnorm"}, report
+    assert re.search("FAILED attention: test_equation.*positions", report), report

@@ -1,6 +1,5 @@
 """Copied layers inside other people's models: the hosts that docs/vendoring.md names."""
 
-import copy
 import importlib
 import re
 import sys
@@ -15,6 +14,7 @@ from tinyblock import copies
 
 PAGE = Path(__file__).parents[2] / "docs" / "vendoring.md"
 TOKENS = torch.arange(18).view(2, 9)
+X = torch.linspace(-1, 1, 2 * 9 * 64).view(2, 9, 64)
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def layers(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def build(layers):
-    torch.manual_seed(0)
+@pytest.fixture
+def model(layers):
     return layers.Transformer(2, 64, 4, num_kv_heads=2, max_seq_len=32)
 
 
@@ -42,80 +42,69 @@ def of_transformers(layers):
     )
     names: dict[str, Any] = {"__name__": "my_model"}
     exec(code, names)
-    torch.manual_seed(0)
-    return names["MyModel"], names["MyModel"](names["MyConfig"]())
+    return names["MyModel"](names["MyConfig"]())
 
 
 @pytest.mark.parametrize("device_map", [None, "cpu", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_transformers_loads_what_it_saved(dtype, device_map, of_transformers, tmp_path):
-    kind, model = of_transformers
-    model.to(dtype).save_pretrained(tmp_path)
-    loaded = kind.from_pretrained(tmp_path, dtype=dtype, device_map=device_map)
-    assert torch.equal(loaded(TOKENS), model(TOKENS))
+    expected = of_transformers.to(dtype)(TOKENS)
+    of_transformers.save_pretrained(tmp_path)
+    load = type(of_transformers).from_pretrained
+    loaded = load(tmp_path, dtype=dtype, device_map=device_map)
+    assert torch.equal(loaded(TOKENS), expected)
 
 
-def test_transformers_keeps_the_initial_weights(of_transformers, layers):
-    expected = layers.Transformer(1, 64, 4, max_seq_len=8).layers[0].ffn.w1.weight
-    found = of_transformers[1].transformer.layers[0].ffn.w1.weight
-    torch.testing.assert_close(found.std(), expected.std(), rtol=0.05, atol=0)
+def test_transformers_keeps_the_initial_weights(of_transformers, model):
+    found = of_transformers.transformer.layers[0].ffn.w1.weight.std()
+    expected = model.layers[0].ffn.w1.weight.std()
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
 
 
-def test_peft_merges_adapters(layers):
+def test_peft_merges_adapters(model):
     peft = pytest.importorskip("peft")
-    model = build(layers)
-    x = torch.randn(2, 9, 64)
-    expected = model(x)
+    expected = model(X)
     config = peft.LoraConfig(target_modules=["q_proj", "w1"], init_lora_weights=False)
     adapted = peft.get_peft_model(model, config)
-    found = adapted(x)
+    found = adapted(X)
     assert not torch.allclose(found, expected)
     merged = adapted.merge_and_unload()
-    torch.testing.assert_close(merged(x), found, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(merged(X), found, rtol=1e-4, atol=1e-4)
 
 
-def test_torchao_quantizes_weights(layers):
+def test_torchao_quantizes_weights(model):
     quantization = pytest.importorskip("torchao.quantization")
-    model = build(layers)
-    x = torch.randn(2, 9, 64)
-    expected = model(x)
+    expected = model(X)
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    error = (model(x) - expected).norm() / expected.norm()
+    error = (model(X) - expected).norm() / expected.norm()
     assert 0 < error < 0.05
 
 
-def test_safetensors_saves_and_loads_the_model(layers, tmp_path):
+def test_safetensors_saves_and_loads_the_model(model, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
-    model = build(layers)
-    safetensors.save_model(model, str(tmp_path / "model.safetensors"))
-    loaded = layers.Transformer(2, 64, 4, num_kv_heads=2, max_seq_len=32)
-    safetensors.load_model(loaded, str(tmp_path / "model.safetensors"))
-    x = torch.randn(2, 9, 64)
-    assert torch.equal(loaded(x), model(x))
+    path = str(tmp_path / "model.safetensors")
+    safetensors.save_model(model, path)
+    expected = model(X)
+    model.reset_parameters()
+    safetensors.load_model(model, path)
+    assert torch.equal(model(X), expected)
 
 
-def test_averaged_model_averages_weights_and_keeps_the_table(layers):
-    model = build(layers)
+def test_averaged_model_averages_weights_and_keeps_the_table(model):
+    """The mean of w and 3 w is 2 w."""
     averaged = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
-    before = copy.deepcopy(model)
-    for _ in range(2):
+    for factor in (1, 3):
+        for weight in model.parameters():
+            weight.data *= factor
         averaged.update_parameters(model)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight += 1
-    with torch.no_grad():
-        for weight in before.parameters():
-            weight += 0.5
-    x = torch.randn(2, 9, 64)
-    torch.testing.assert_close(averaged(x), before(x), rtol=1e-4, atol=1e-4)
+    for weight in averaged.parameters():
+        weight.data *= 3 / 2
+    torch.testing.assert_close(averaged(X), model(X), rtol=1e-4, atol=1e-4)
 
 
-def test_torch_compiles_and_exports_copies(layers):
-    model = nn.Sequential(build(layers))
-    x = torch.randn(2, 9, 64)
-    expected = model(x)
-    torch._dynamo.reset()
+def test_torch_compiles_and_exports_copies(model):
+    expected = model(X)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), expected)
-    exported = torch.export.export(model, (x,)).module()
-    torch.testing.assert_close(exported(x), expected)
+    torch.testing.assert_close(compiled(X), expected)
+    exported = torch.export.export(nn.Sequential(model), (X,)).module()
+    torch.testing.assert_close(exported(X), expected)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ablations
@@ -13,24 +14,18 @@ CONFIG = train.Config(steps=30, batch=4, seq=32, d_model=32, layers=2, warmup=5)
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
 
 
-def text():
-    return torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
-
-
 def test_interrupted_run_resumes_with_the_same_losses(tmp_path, monkeypatch, capsys):
-    (tmp_path / "text.txt").write_bytes(TEXT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "EVERY", 10)
     sizes = ["--d-model", "16", "--seq", "16", "--layers", "1", "--batch", "2"]
-    options = ["text.txt", *sizes, "--steps", "25"]
+    options = [__file__, *sizes, "--steps", "25"]
     train.main([*options, "--checkpoint", "whole.pt"])
     sample = capsys.readouterr().out.splitlines()[-1]
 
     def save(state, path):
         if len(state["history"]) < 20:
             return original(state, path)
-        with open(path, "wb") as file:
-            file.write(b"half of a checkpoint")
+        Path(path).write_bytes(b"half of a checkpoint")
         raise KeyboardInterrupt
 
     original = torch.save
@@ -52,7 +47,8 @@ def test_interrupted_run_resumes_with_the_same_losses(tmp_path, monkeypatch, cap
 
 def test_loss_falls_from_that_of_a_guess():
     model = ablations.build(CONFIG)
-    losses = list(train.train(model, train.adamw(model), text(), CONFIG))
+    text = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
+    losses = list(train.train(model, train.adamw(model), text, CONFIG))
     assert losses[0] == pytest.approx(math.log(256), abs=0.7)
     assert losses[-1] < 0.6 * losses[0]
 
@@ -82,9 +78,7 @@ def test_post_norm_normalizes_each_sum():
 
 
 def test_ablation_prints_a_row_per_rate_and_seed(tmp_path, monkeypatch, capsys):
-    (tmp_path / "text.txt").write_bytes(TEXT)
-    files = [str(tmp_path / "text.txt")]
-    monkeypatch.setattr(ablations, "standard_library", lambda: files)
+    monkeypatch.setattr(ablations, "standard_library", lambda: [__file__])
     options = ["--steps", "6", "--seq", "8", "--d-model", "12", "--seeds", "2"]
     picture = str(tmp_path / "norm.png")
     ablations.main(

@@ -8,8 +8,6 @@ from on_device.comparing import Operations, assert_close, draw, results
 
 from tinyblock import CausalMultiHeadSelfAttention
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
 
 def attend(kv_heads, d_head, mask):
     """Return the attention of two heads as a function of q, k and v."""
@@ -20,8 +18,7 @@ def attend(kv_heads, d_head, mask):
 def heads(query, key, kv_heads, d_head):
     """Return queries, keys and values in float64."""
     q = draw(1, 2, query, d_head)
-    k = draw(1, kv_heads, key, d_head, seed=1)
-    v = draw(1, kv_heads, key, d_head, seed=2)
+    k, v = draw(2, 1, kv_heads, key, d_head, seed=1)
     return {"q": q, "k": k, "v": v}
 
 
@@ -39,7 +36,9 @@ def cudnn(request):
 
 @pytest.mark.parametrize("d_head", [64, 128, 256])
 @pytest.mark.parametrize("kv_heads", [2, 1])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 @pytest.mark.parametrize("is_masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("is_one_token", [False, True], ids=["", "one token"])
 @pytest.mark.parametrize("cudnn", [True, False], ids=["", "no cuDNN"], indirect=True)
