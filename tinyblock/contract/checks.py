@@ -28,17 +28,16 @@ def randn(*shape, seed=0):
 
 
 class Function(nn.Module):
-    """A function as a layer. Its tensors after x are the weights "0", "1", ..."""
+    """A function as a layer, which has its tensors after x as weights."""
 
     def __init__(self, function, shapes, options):
         super().__init__()
         self.function = function
         self.options = options
-        for number, shape in enumerate(shapes):
-            self.register_parameter(str(number), nn.Parameter(torch.empty(shape)))
+        self.weights = nn.ParameterList(map(torch.empty, shapes))
 
     def forward(self, x, **inputs):
-        return self.function(x, *self.parameters(), **inputs, **self.options)
+        return self.function(x, *self.weights, **inputs, **self.options)
 
 
 class Weights(dict[str, Tensor]):
@@ -53,7 +52,8 @@ class Weights(dict[str, Tensor]):
 class Case:
     """`formula(x, weights, **inputs, **options)` is the equation, in the dtype of x.
 
-    `weights` has the layer's parameters by their names in the state dict.
+    `weights` has the layer's parameters by their names in the state dict. The formula of
+    a function takes them one by one, as the function does.
     """
 
     layer: str  # such as "rope.apply_rope"
@@ -61,7 +61,7 @@ class Case:
     shape: tuple[int, ...]  # of x
     options: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)  # token_positions, mask
-    weights: list[tuple[int, ...]] = field(default_factory=list)  # of a function
+    weights: list[tuple[int, ...]] | None = None  # of a function
     scale: float = 1.0  # of x
     rounds_once: bool = False
     is_common: bool = True  # every right layer takes this input
@@ -73,7 +73,7 @@ class Case:
         if layer is None:
             pytest.skip(f"there is no {self.layer}")
         options = {**self.options, **changed}
-        if not isinstance(layer, type):
+        if self.weights is not None:
             self.require(layer, "x", *self.weights, **options, **self.inputs)
             return Function(layer, self.weights, options)
         if file in foreign and options.get("rope"):
@@ -122,7 +122,8 @@ class Case:
         for name, weight in module.named_parameters():
             exact = weight.detach().cpu().double()
             weights[name] = exact.requires_grad_(weight.requires_grad)
-        result = self.formula(x, weights, **self.inputs, **self.options)
+        named = [weights] if self.weights is None else weights.values()
+        result = self.formula(x, *named, **self.inputs, **self.options)
         return result.detach(), gradients_of(result, x, weights)
 
     def check(self, result, module, x, dtype):

@@ -9,7 +9,6 @@ import importlib
 import math
 import pickle
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ PAGES = {
 }
 CASES: dict[str, Case] = {}
 LAYERS: dict[str, Case] = {}
-REJECTED: list[Any] = []
+REJECTED: list[tuple[str, str, float]] = []
 for _page, _tests in PAGES.items():
     for _title, _case in _tests.CASES.items():
         CASES[f"{_page}, {_title}"] = _case
@@ -31,15 +30,13 @@ for _page, _tests in PAGES.items():
         _name = f"{_page}, {_title}"
         LAYERS[_name] = CASES[_name]
         for _option, _values in _options.items():
-            for _value in _values:
-                _id = f"{_name}-{_option}-{_value}"
-                REJECTED.append(pytest.param(LAYERS[_name], _option, _value, id=_id))
+            REJECTED.extend((_name, _option, _value) for _value in _values)
 ROUND_ONCE = {name: case for name, case in CASES.items() if case.rounds_once}
 numbers = pytest.mark.numbers
 
 
-def parameters(cases, dtypes):
-    """Return cases with dtypes. Every right layer computes the common ones."""
+def for_each(cases, dtypes):
+    """Parametrize a test. Every right layer computes the common cases."""
     found = []
     for dtype in dtypes:
         for name, case in cases.items():
@@ -49,13 +46,10 @@ def parameters(cases, dtypes):
             marks = [numbers] if is_common else []
             short = str(dtype).removeprefix("torch.")
             found.append(pytest.param(case, dtype, id=f"{name}, {short}", marks=marks))
-    return found
+    return pytest.mark.parametrize(("case", "dtype"), found)
 
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-every_case_and_dtype = pytest.mark.parametrize(
-    ("case", "dtype"), parameters(CASES, UNITS)
-)
 every_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 
 
@@ -127,12 +121,12 @@ def check_initial_weights(module):
         assert is_normal, f"{found} have the root mean square 0.987, got {size}"
 
 
-@pytest.mark.parametrize(("layer", "option", "value"), REJECTED)
-def test_rejects_option(layer, option, value):
+@pytest.mark.parametrize(("name", "option", "value"), REJECTED)
+def test_rejects_option(name, option, value):
     """The message has the value."""
     shown = rf"(?<![\w.]){re.escape(str(value))}\b"
     with pytest.raises(ValueError, match=shown):
-        layer.construct(**{option: value})
+        LAYERS[name].construct(**{option: value})
 
 
 @numbers
@@ -147,7 +141,7 @@ def test_later_tokens_change_nothing(layer):
         torch.testing.assert_close(alone, result[..., :count, :])
 
 
-@pytest.mark.parametrize(("case", "dtype"), parameters(CASES, [torch.float32]))
+@for_each(CASES, [torch.float32])
 def test_calls_change_nothing(case, dtype):
     """A call and its backward pass change neither the inputs nor the next call."""
     module = case.build(dtype=dtype)
@@ -172,7 +166,7 @@ def test_any_strides(case, device):
     torch.testing.assert_close(result, module(x, **inputs))
 
 
-@every_case_and_dtype
+@for_each(CASES, UNITS)
 def test_equation(case, dtype, device):
     """The result and all gradients are those of the formula in float64."""
     module = case.build(device, dtype)
@@ -193,7 +187,7 @@ def test_equation_under_autocast(case, device):
     case.check(result, module, x, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("case", "dtype"), parameters(ROUND_ONCE, HALVES))
+@for_each(ROUND_ONCE, HALVES)
 def test_rounds_once(case, dtype, device):
     """In a half precision, each component is the exact one, rounded."""
     module = case.build(device, dtype)

@@ -46,11 +46,8 @@ def feed_forward_of_weights(x, weights, activation=gelu, **sizes):
     return feed_forward(x, weights["w1.weight"], weights["w2.weight"], activation)
 
 
-def of_function(function, *weights, **options):
-    def formula(x, named, **options):
-        return function(x, *named.values(), **options)
-
-    name = f"ffn.{function.__name__}"
+def of_function(formula, *weights, **options):
+    name = f"ffn.{formula.__name__}"
     return Case(name, formula, (2, 3, 5), options, weights=list(weights))
 
 

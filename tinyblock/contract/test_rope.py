@@ -20,9 +20,8 @@ FAR = torch.tensor([0, 1, 5, 100, 131071])
 
 def angles_of(positions, d_k, theta=THETA):
     """Return the angle of each pair in radians, in float64."""
-    frequencies = [theta ** (-2 * k / d_k) for k in range(d_k // 2)]
-    row = torch.tensor(frequencies, dtype=torch.float64, device=positions.device)
-    return positions[..., None] * row
+    pairs = torch.arange(d_k // 2, dtype=torch.float64, device=positions.device)
+    return positions[..., None] * theta ** (-2 * pairs / d_k)
 
 
 def rotate(x, angles):
@@ -68,9 +67,10 @@ CASES = {
     "no batch axis, positions of int32": case(7, 6, positions=POSITIONS[1].int()),
     "function": Case(
         "rope.apply_rope",
-        lambda x, weights, angles: rotate(x, angles),
+        rotate,
         shape=(2, 3, 5, 8),
         inputs={"angles": angles_of(FAR, 8)},
+        weights=[],
         rounds_once=True,
     ),
 }

@@ -35,10 +35,15 @@ def blocks_and_norm(
     return rms_norm(x, weights["ln_final.weight"], eps)
 
 
-SIZES = {"num_layers": 2, "num_heads": 4, "d_ff": 96, "max_seq_len": TABLE}
-case = functools.partial(case_of, "transformer.Transformer", blocks_and_norm, **SIZES)
-
-
+case = functools.partial(
+    case_of,
+    "transformer.Transformer",
+    blocks_and_norm,
+    num_layers=2,
+    num_heads=4,
+    d_ff=96,
+    max_seq_len=TABLE,
+)
 LOW = {"token_positions": torch.arange(7) % 5}
 CASES = {
     "default theta": case(2, 7, 24, num_layers=1),
