@@ -20,8 +20,9 @@ FAR = torch.tensor([0, 1, 5, 100, 131071])
 
 def angles_of(positions, d_k, theta=THETA):
     """Return the angle of each pair in radians, in float64."""
-    pairs = torch.arange(d_k // 2, dtype=torch.float64, device=positions.device)
-    return positions[..., None] * theta ** (-2 * pairs / d_k)
+    frequencies = [theta ** (-2 * k / d_k) for k in range(d_k // 2)]
+    row = torch.tensor(frequencies, dtype=torch.float64, device=positions.device)
+    return positions[..., None] * row
 
 
 def rotate(x, angles):
