@@ -90,7 +90,7 @@ class Case:
         try:
             inspect.signature(function).bind(*arguments, **named)
         except TypeError as error:
-            pytest.skip(f"{self.layer}: {error}")
+            pytest.skip(f"{self.layer} takes other arguments: {error}")
 
     def build(self, device="cpu", dtype=torch.float64):
         """Construct the layer with seeded gains around 1 and matrices that keep lengths."""

@@ -21,8 +21,8 @@ PAGES = {
     name: importlib.import_module(f".test_{name}", __package__) for name in target.found
 }
 CASES: dict[str, Case] = {}
-LAYERS: dict[str, Case] = {}
-REJECTED: list[tuple[str, str, float]] = []
+LAYERS: dict[str, Case] = {}  # a case for each class
+REJECTED: list[tuple[str, str, float]] = []  # a case, an option, and a wrong value
 for _page, _tests in PAGES.items():
     for _title, _case in _tests.CASES.items():
         CASES[f"{_page}, {_title}"] = _case
