@@ -47,7 +47,7 @@ CASES = {
     ),
     "no batch axis": case(5, 24, is_common=False, **ROPE),
 }
-LAYERS = {"RoPE": {}}
+LAYERS = {"RoPE": {"eps": (0.0,)}}
 
 
 class Double(nn.Module):
