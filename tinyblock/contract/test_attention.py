@@ -91,8 +91,6 @@ def mask_of(*shape):
 case = functools.partial(
     case_of, "attention.CausalMultiHeadSelfAttention", self_attention, num_heads=4
 )
-
-
 of_function = functools.partial(
     Case,
     "attention.scaled_dot_product_attention",
@@ -129,7 +127,7 @@ CASES = {
     "two heads, one token": case(2, 1, 24, num_heads=2),
     "one key head, RoPE": case(2, 7, 24, num_kv_heads=1, **ROPE),
     "normalized, another eps": case(2, 7, 24, qk_norm=True, eps=1e-3),
-    "mask of one row": case(1, 7, 24, inputs={"mask": mask_of(1, 7)}),
+    "mask of one row": case(1, 7, 24, inputs={"mask": mask_of(1, 7)}, is_common=False),
     "padding mask, as many sequences": case(
         7, 7, 24, inputs={"mask": mask_of(7, 1, 7)}
     ),
