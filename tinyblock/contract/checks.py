@@ -113,7 +113,7 @@ class Case:
         for name, tensor in inputs.items():
             queries = tensor[..., :count, :] if name == "mask" else tensor
             inputs[name] = queries[..., :count].contiguous()
-        return x.detach()[..., :count, :].contiguous(), inputs
+        return x.data[..., :count, :].contiguous(), inputs
 
     def exact(self, module, x):
         """Return the result and gradients of the formula in float64."""
