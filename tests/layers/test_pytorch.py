@@ -1,19 +1,12 @@
-"""What torch's tools do with the layers: compilers, FSDP2, transforms, and models on meta."""
+"""What torch's tools do with the layers: compilers, FSDP2, and transforms."""
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tinyblock import (
-    Block,
-    CausalMultiHeadSelfAttention,
-    RotaryPositionalEmbedding,
-    SwiGLU,
-    Transformer,
-)
+from tinyblock import Block, RotaryPositionalEmbedding, Transformer
 
 
 def build(**options):
@@ -92,32 +85,3 @@ def test_vmap_and_functional_call_give_gradients_per_sample():
     for name, parameter in model.named_parameters():
         mean = found[name].mean(0)
         torch.testing.assert_close(mean, parameter.grad, rtol=1e-4, atol=1e-6)
-
-
-class Gated(CausalMultiHeadSelfAttention):
-    """Attention with parts of its own, in containers and with biases."""
-
-    def __init__(self, d_model, num_heads, *, device=None, dtype=None, **options):
-        super().__init__(d_model, num_heads, device=device, dtype=dtype, **options)
-        self.q_proj = nn.Linear(d_model, d_model, device=device, dtype=dtype)
-        gate = nn.Linear(d_model, d_model, device=device, dtype=dtype)
-        norm = nn.LayerNorm(d_model, device=device, dtype=dtype)
-        self.gates = nn.ModuleDict({"each": nn.Sequential(norm, gate)})
-
-
-class Fused(SwiGLU):
-    def __init__(self, d_model, d_ff=None, **factory):
-        super().__init__(d_model, d_ff, **factory)
-        self.fused = nn.Linear(d_model, 2 * self.d_ff, **factory)
-
-
-def test_reset_parameters_of_a_model_from_meta_leaves_no_nan():
-    model = build(device="meta", attention=Gated, ffn=Fused, norm=nn.LayerNorm)
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, torch.nan)
-    model.reset_parameters()
-    for name, parameter in model.named_parameters():
-        assert parameter.isfinite().all(), name
-    expected = build().rope
-    assert torch.equal(model.rope.cos_sin, expected.cos_sin)

@@ -5,10 +5,10 @@ of tinyblock's layers pass all tests. For other layers, only the tests marked `n
 run: what every right layer does, whoever wrote it.
 """
 
+import re
 import textwrap
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ import torch
 from . import target
 
 EQUATION = "test_equation"
-# The reports of each layer and test.
-reports: defaultdict[tuple[str, str], list[Any]] = defaultdict(list)
+# The reports of each test that ran, by titles such as "rope: test_equation".
+reports: defaultdict[str, list[pytest.TestReport]] = defaultdict(list)
+skipped: Counter[str] = Counter()  # the number of tests, by the reason
 
 
 def pytest_addoption(parser):
@@ -55,8 +56,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.parent != Path(__file__).parent:
             continue
-        layer = layer_of(item)
-        item.user_properties.append(("layer", layer))
+        # The names of a page, and of a case of test_every_layer.py, start with a layer.
+        named = re.search("|".join(target.ALL), item.path.stem + item.name)
+        if named is None:  # no layer has such a case
+            continue
+        layer = named[0]
+        item.user_properties.append(("title", f"{layer}: {item.originalname}"))
         is_beyond = layer in target.foreign and not item.get_closest_marker("numbers")
         if is_beyond and not config.option.markexpr:
             left_out.append(item)
@@ -66,21 +71,15 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: item.originalname != EQUATION)
 
 
-def layer_of(item):
-    """Return the layer that a test is about, from its page or its parameters."""
-    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    for value in (item.path.stem.removeprefix("test_"), *parameters):
-        layer = str(getattr(value, "layer", value)).partition(".")[0]
-        if layer in target.ALL:
-            return layer
-    return None
-
-
 def pytest_runtest_logreport(report):
-    layer = dict(report.user_properties).get("layer")
-    if layer and (report.when == "call" or not report.passed):
-        test = report.nodeid.rpartition("::")[2].partition("[")[0]
-        reports[layer, test].append(report)
+    title = dict(report.user_properties).get("title")
+    if title is None:
+        return
+    ran = reports[title]  # also if each of its cases is skipped
+    if report.skipped:
+        skipped[report.longrepr[2]] += 1
+    elif report.failed or report.when == "call":
+        ran.append(report)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # after the summary of pytest
@@ -89,21 +88,18 @@ def pytest_sessionfinish(session):
     result = yield
     config = session.config
     show = config.get_terminal_writer().line
-    skipped = Counter()
-    for (layer, test), outcomes in reports.items():
-        ran = [outcome for outcome in outcomes if not outcome.skipped]
-        failed = [outcome for outcome in ran if outcome.failed]
+    for title, ran in reports.items():
+        failed = [report for report in ran if report.failed]
         if failed and config.option.tbstyle == "no":  # as in contract.ini
             first = failed[0].nodeid.partition("[")[2].removesuffix("]")
             count = f"{len(failed)} of {len(ran)}"
-            crash = getattr(failed[0].longrepr, "reprcrash", None)
-            message = crash.message if crash else str(failed[0].longrepr)
+            message = failed[0].longrepr.reprcrash.message
             reason = textwrap.shorten(message.removeprefix("Failed: "), 250)
-            show(f"FAILED {layer}: {test}, {count}, first [{first}]: {reason}")
+            show(f"FAILED {title}, {count}, first [{first}]: {reason}")
+        layer, _, test = title.partition(": ")
         if layer in target.foreign and test == EQUATION and not ran:
             show(f"ERROR {layer}: no case of the equation could run")
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
-        skipped.update(report.longrepr[2] for report in outcomes if report.skipped)
     if target.foreign and not config.option.markexpr:
         reasons = [f"{reason} ({count})" for reason, count in skipped.items()]
         show(", ".join(reasons))

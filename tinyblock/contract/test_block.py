@@ -1,12 +1,13 @@
 """The pre-norm block: y = x + attention(norm(x)), and the result is y + ffn(norm(y))."""
 
 import functools
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 from torch import nn
 
-from .checks import EPS, case_of, randn
+from .checks import EPS, Weights, case_of, randn
 from .test_attention import BOTH, OPTIONS, ROPE, self_attention
 from .test_ffn import swiglu_of_weights
 from .test_rmsnorm import rms_norm
@@ -17,7 +18,7 @@ def weights_of(part, weights):
     """Return the weights of a part of a layer, by their names in that part."""
     prefix = f"{part}."
     names = [name for name in weights if name.startswith(prefix)]
-    return {name.removeprefix(prefix): weights[name] for name in names}
+    return Weights({name.removeprefix(prefix): weights[name] for name in names})
 
 
 def pre_norm_block(
@@ -46,33 +47,26 @@ CASES = {
     ),
     "no batch axis": case(5, 24, is_common=False, **ROPE),
 }
-LAYERS = {"block": case(2, 7, 24, **ROPE)}
+LAYERS = {"RoPE": {"eps": (0.0,)}}
 
 
-class Part(nn.Module):
-    """Double x, and record what the part was built with and called with."""
-
-    def __init__(self, *sizes, **options):
-        super().__init__()
-        self.built = (sizes, options)
-
+class Double(nn.Module):
     def forward(self, x, *inputs):
-        self.called = inputs
+        self.inputs = inputs
         return 2 * x
 
 
 def test_builds_and_calls_any_norm_ffn_and_attention():
-    parts = {"norm": Part, "ffn": Part, "attention": Part}
     shared = {"device": "cpu", "dtype": torch.float32}
-    block = case(2, 7, 24).construct(**parts, **ROPE, **shared, eps=1e-3, window=3)
-    assert block.ln1.built == ((24,), {"eps": 1e-3, **shared})
-    assert block.ln2.built == block.ln1.built
-    assert block.ffn.built == ((24, 96), shared)
-    options = {**ROPE, "eps": 1e-3, "window": 3, **shared}
-    assert block.attn.built == ((24, 4), options)
+    options = {**ROPE, **shared, "eps": 1e-3, "window": 3}
+    parts = {name: Mock(return_value=Double()) for name in ("norm", "ffn", "attention")}
+    block = case(2, 7, 24).construct(**parts, **options)
+    assert parts["norm"].call_args_list == [call(24, eps=1e-3, **shared)] * 2
+    parts["ffn"].assert_called_once_with(24, 96, **shared)
+    parts["attention"].assert_called_once_with(24, 4, **options)
     x = randn(2, 7, 24)
     torch.testing.assert_close(block(x, POSITIONS, "any mask"), 25 * x)
-    assert block.attn.called == (POSITIONS, "any mask")
+    assert block.attn.inputs == (POSITIONS, "any mask")
 
 
 @pytest.mark.parametrize(("name", "part"), [("attn", "attention"), ("ffn", "ffn")])

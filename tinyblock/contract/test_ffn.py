@@ -46,22 +46,17 @@ def feed_forward_of_weights(x, weights, activation=gelu, **sizes):
     return feed_forward(x, weights["w1.weight"], weights["w2.weight"], activation)
 
 
-def of_function(function, *weights, **options):
-    def formula(x, named, **options):
-        return function(x, *named.values(), **options)
-
-    name = f"ffn.{function.__name__}"
+def of_function(formula, *weights, **options):
+    name = f"ffn.{formula.__name__}"
     return Case(name, formula, (2, 3, 5), options, weights=list(weights))
 
 
 swiglu_case = functools.partial(case_of, "ffn.SwiGLU", swiglu_of_weights)
 ffn_case = functools.partial(case_of, "ffn.FeedForward", feed_forward_of_weights)
-SWIGLU = swiglu_case(2, 7, 24, d_ff=96)
-GELU = ffn_case(2, 7, 24, d_ff=96)
 CASES = {
-    "SwiGLU": SWIGLU,
+    "SwiGLU": swiglu_case(2, 7, 24, d_ff=96),
     "SwiGLU, no batch axis": swiglu_case(5, d_ff=7),
-    "GELU": GELU,
+    "GELU": ffn_case(2, 7, 24, d_ff=96),
     "SiLU": ffn_case(2, 3, 5, d_ff=7, activation=nn.SiLU()),
     "silu": of_function(silu),
     "gelu": of_function(gelu),
@@ -70,16 +65,13 @@ CASES = {
     "feed_forward": of_function(feed_forward, (7, 5), (5, 7)),
     "feed_forward, SiLU": of_function(feed_forward, (7, 5), (5, 7), activation=silu),
 }
-LAYERS = {"SwiGLU": SWIGLU, "FeedForward": GELU}
-REJECTED = {name: {"d_model": (0,), "d_ff": (0,)} for name in LAYERS}
+SIZES = {"d_model": (0,), "d_ff": (0,)}
+LAYERS = {"SwiGLU": SIZES, "GELU": SIZES}
 
 
-@pytest.mark.parametrize(
-    ("d_model", "d_ff"),
-    [(512, 1344), (1, 64), (59, 128), (61, 192)],
-)
+@pytest.mark.parametrize(("d_model", "d_ff"), [(1, 64), (59, 128), (61, 192)])
 def test_default_d_ff_is_the_multiple_of_64_nearest_to_8_thirds(d_model, d_ff):
-    layer = swiglu_case(d_model).construct(device="meta")
+    layer = swiglu_case(d_model).construct()
     assert layer.w1.weight.shape == (d_ff, d_model)
 
 

@@ -5,7 +5,6 @@ dtype of the model.
 """
 
 import copy
-import functools
 import math
 
 import pytest
@@ -54,13 +53,6 @@ def case(*shape, positions=None, theta=THETA, table=TABLE, is_common=True):
     )
 
 
-OF_FUNCTION = Case(
-    "rope.apply_rope",
-    lambda x, weights, angles: rotate(x, angles),
-    shape=(2, 3, 5, 8),
-    inputs={"angles": angles_of(FAR, 8)},
-    rounds_once=True,
-)
 CASES = {
     "positions 0, 1, 2, ...": case(2, 3, 11, 8),
     "another theta": case(2, 7, 8, positions=POSITIONS, theta=1e4),
@@ -74,28 +66,30 @@ CASES = {
         4, 4, 7, 6, positions=OF_FOUR[:, None]
     ),
     "no batch axis, positions of int32": case(7, 6, positions=POSITIONS[1].int()),
-    "function": OF_FUNCTION,
-}
-LAYERS = {"RoPE": case(2, 7, 8, positions=POSITIONS)}
-THETAS = (0.0, math.nan, math.inf)
-REJECTED = {"RoPE": {"theta": THETAS, "d_k": (0, 5), "max_seq_len": (0,)}}
-
-
-WAYS = {
-    "constructed": lambda build: build(),
-    "cast and cast back": lambda build: copy.deepcopy(build().half()).double(),
-    "built on meta, emptied": lambda build: (
-        build(device="meta").bfloat16().to_empty(device="cpu")
+    "function": Case(
+        "rope.apply_rope",
+        rotate,
+        shape=(2, 3, 5, 8),
+        inputs={"angles": angles_of(FAR, 8)},
+        weights=[],
+        rounds_once=True,
     ),
 }
+THETAS = (0.0, math.nan, math.inf)
+LAYERS = {
+    "positions for each sequence": {
+        "theta": THETAS,
+        "d_k": (0, 5),
+        "max_seq_len": (0,),
+    }
+}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_table_is_exact_at_far_positions(way, device):
+def test_table_is_exact_at_far_positions(device):
     """After all that torch does to modules, the table is that of float64, in float32."""
-    sizes = {"theta": 5e5, "d_k": 16, "max_seq_len": 131072}
-    build = functools.partial(case(1, 16).construct, **sizes)
-    rope = WAYS[way](build).to(device)
+    far = case(1, 16, theta=5e5, table=131072)
+    rope = far.construct(device="meta").bfloat16().to_empty(device="cpu")
+    rope = copy.deepcopy(rope.half()).double().to(device)
     assert [table.dtype for table in rope.buffers()] == [torch.float32]
     positions = torch.cat((torch.arange(0, 131072, 61), torch.arange(130972, 131072)))
     x = randn(len(positions), 16)

@@ -2,13 +2,14 @@
 
 import copy
 import functools
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 
 from .checks import EPS, TABLE, case_of, randn
 from .test_attention import BOTH, OPTIONS, ROPE
-from .test_block import Part, pre_norm_block, weights_of
+from .test_block import Double, pre_norm_block, weights_of
 from .test_rmsnorm import rms_norm
 from .test_rope import rope_of_positions
 
@@ -34,22 +35,33 @@ def blocks_and_norm(
     return rms_norm(x, weights["ln_final.weight"], eps)
 
 
-SIZES = {"num_layers": 2, "num_heads": 4, "d_ff": 96, "max_seq_len": TABLE}
-case = functools.partial(case_of, "transformer.Transformer", blocks_and_norm, **SIZES)
-
-
+case = functools.partial(
+    case_of,
+    "transformer.Transformer",
+    blocks_and_norm,
+    num_layers=2,
+    num_heads=4,
+    d_ff=96,
+    max_seq_len=TABLE,
+)
 LOW = {"token_positions": torch.arange(7) % 5}
 CASES = {
-    "default theta": case(2, 7, 24),
+    "default theta": case(2, 7, 24, num_layers=1),
     "another head size": case(2, 7, 24, d_head=20),
     "all options": case(2, 7, 24, inputs=BOTH, eps=1e-3, **OPTIONS),
     "another theta, a table of 7 positions": case(7, 24, theta=100.0, max_seq_len=7),
     "more tokens than positions": case(7, 24, inputs=LOW, max_seq_len=5),
     "no RoPE": case(2, 7, 24, theta=None, max_seq_len=7),
 }
-LAYERS = {"transformer": case(2, 7, 24, num_layers=1)}
-WRONG = {"theta": (0.0,), "eps": (-1.0,), "d_head": (3,), "num_heads": (7,)}
-REJECTED = {"transformer": {**WRONG, "num_layers": (0,), "max_seq_len": (0,)}}
+LAYERS = {
+    "default theta": {
+        "theta": (0.0,),
+        "d_head": (3,),
+        "num_heads": (7,),
+        "num_layers": (0,),
+        "max_seq_len": (0,),
+    }
+}
 
 
 def test_one_table_for_all_blocks():
@@ -60,13 +72,13 @@ def test_one_table_for_all_blocks():
 
 
 def test_builds_any_block_and_norm():
-    parts = {"block": Part, "norm": Part}
-    shared = {"device": "cpu", "dtype": torch.float32}
-    options = {"eps": 1e-3, **shared, **ROPE, "d_head": 20, "window": 3}
-    stack = case(2, 7, 24).construct(**parts, **options)
-    for layer in stack.layers:
-        assert layer.built == ((24, 4, 96), {**options, "norm": Part})
-    assert stack.ln_final.built == ((24,), {"eps": 1e-3, **shared})
+    norm = Mock(return_value=Double())
+    block = Mock(return_value=Double())
+    shared = {"eps": 1e-3, "device": "cpu", "dtype": torch.float32}
+    options = {**shared, **ROPE, "norm": norm, "d_head": 20, "window": 3}
+    stack = case(2, 7, 24).construct(block=block, **options)
+    assert block.call_args_list == [call(24, 4, 96, **options)] * 2
+    norm.assert_called_once_with(24, **shared)
     x = randn(2, 7, 24)
     assert torch.equal(stack(x), 8 * x)
 
