@@ -77,10 +77,11 @@ def test_presets_have_the_parameters_of_their_models():
         block = PRESETS[name].build(META, torch.bfloat16)
         count = sum(weight.numel() for weight in block.parameters())
         assert num_layers * count + PRESETS[name].d_model == expected, name
+    assert PRESETS["2.7b"].d_ff == 10240
 
 
 def test_size_of_several_layers_is_a_stack():
     size = Size(2, 3, d_model=32, num_heads=2, num_layers=3)
     assert len(size.build(META, torch.float32).layers) == 3
     assert size.title == "Transformer of 3, 2 heads: 2 x 3 tokens, d_model 32"
-    assert size.tokens == 6
+    assert (size.tokens, size.smallest().tokens) == (6, 1)

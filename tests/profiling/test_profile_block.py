@@ -1,6 +1,7 @@
 """The profiler as users run it, on tiny sizes."""
 
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -177,10 +178,12 @@ def test_preset_yields_to_what_is_typed(run, monkeypatch):
 
 
 def test_several_processes_report_time_and_collectives():
-    failed, text = run_in_processes(SCRIPT, *TINY, "--tp", "2", "--num-heads", "2")
+    failed, text = run_in_processes(SCRIPT, *TINY, "--dp", "2", "--num-heads", "2")
     assert not failed, text
     assert "2 processes" in text
-    assert text.count("tokens/s") == 1
+    [found] = re.findall(r": ([\d.]+) ms .*, ([\d.]+ k?) ?tokens/s", text)
+    taken, rate = (float(each.replace(" k", "e3")) for each in found)
+    assert taken * rate == pytest.approx(2e3 * 16, rel=0.02)
     [calls] = [line for line in text.splitlines() if "Collectives" in line]
     for name in ("allgather", "reduce_scatter"):
         assert name in calls
