@@ -8,7 +8,7 @@ torchrun --nproc-per-node 2 scripts/profile_block.py --tp 2
 
 It requires torch, einops and jaxtyping, and for --plot matplotlib.
 
---block takes your own model, in any Python that has these. The folder of MODULE must be on
+--block takes your own model, in any Python environment with these packages. The folder of MODULE must be on
 PYTHONPATH. FUNCTION is called without arguments, and returns an nn.Module, which is called as
 block(x) with one tensor of shape (batch, seq, d_model). See docs/profile.md.
 """
@@ -20,6 +20,7 @@ import os
 import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 # Before tinyblock is imported: the shape checks cost little, but they need beartype.
 os.environ["JAXTYPING_DISABLE"] = "1"
@@ -94,8 +95,8 @@ def options() -> argparse.ArgumentParser:
         "--mode",
         choices=MODES,
         default="train",
-        help="run forward, forward and backward (train), or both and AdamW (step) "
-        "(default: %(default)s)",
+        help="run forward, forward and backward (train), or forward, backward and AdamW "
+        "(step; default: train)",
     )
     add(
         "--compile", action="store_true", help="compile the model; the parts stay eager"
@@ -180,7 +181,13 @@ def users_build(name: str) -> Build:
             "--block must be MODULE:FUNCTION, with the folder of MODULE on PYTHONPATH, "
             f"got {name}: {error}"
         ) from error
-    return lambda device, dtype: build().to(device, dtype)
+
+    def build_there(device: torch.device, dtype: torch.dtype) -> Any:
+        model = build().to(device)
+        # A cast would make complex buffers real.
+        return model if dtype == torch.float32 else model.to(dtype)
+
+    return build_there
 
 
 if __name__ == "__main__":

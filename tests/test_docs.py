@@ -38,12 +38,3 @@ def test_links_lead_to_files_and_headings(page):
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
-
-
-def test_readme_lists_every_page():
-    readme = (ROOT / "README.md").read_text()
-    for page in PAGES:
-        name = page.relative_to(ROOT).as_posix()
-        # Raw output of measurements lies in a folder of the page that links it.
-        if name != "README.md" and len(page.relative_to(ROOT).parts) <= 2:
-            assert f"({name})" in readme, name

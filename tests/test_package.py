@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import tinyblock
 
 PACKAGE = Path(tinyblock.__file__).parent
@@ -70,12 +68,3 @@ def test_package_exports_what_its_modules_do():
         for member in module.__all__:
             assert getattr(tinyblock, member) is getattr(module, member)
     assert exported == set(tinyblock.__all__)
-
-
-@pytest.mark.parametrize(
-    "name", sorted({*tinyblock.__all__} - {"parallelize", "typecheck"})
-)
-def test_everything_public_is_documented_and_checked(name):
-    member = getattr(tinyblock, name)
-    assert member.__doc__
-    assert hasattr(getattr(member, "forward", member), "__typechecked__")

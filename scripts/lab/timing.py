@@ -29,7 +29,7 @@ class Spread:
     @property
     def width(self) -> float:
         """Return the distance from p20 to p80 as a share of the median."""
-        return (self.p80 - self.p20) / abs(self.median) if self.median else 0.0
+        return (self.p80 - self.p20) / self.median if self.median else 0.0
 
 
 def clock() -> float:

@@ -31,7 +31,6 @@ def profile(size: Size, settings: Settings, *, dp: int, tp: int) -> None:
     def build(*place: Any) -> Any:
         return parallelize(size.build(*place), mesh, compile=settings.compile)
 
-    torch.manual_seed(0)
     subject = Subject((build, size.shape), settings)
     # One run in each sample, so that all processes have equally many.
     sample = wall_sampler(subject.run_parts, least_seconds=0.0)
@@ -41,7 +40,7 @@ def profile(size: Size, settings: Settings, *, dp: int, tp: int) -> None:
         print(environment(settings.device))
         processes = f"{dist.get_world_size()} processes"
         print(f"{size.title}; {settings.describe()}; {processes}\n")
-        print(time_line(settings.mode, took, dp * size.tokens))
+        print(time_line(took, dp * size.tokens))
         calls = [f"{count} {name}" for name, count in recording.collectives.items()]
         print(f"Collectives of this process: {', '.join(calls)}")
         print(kernel_table(recording))

@@ -9,8 +9,6 @@ from pathlib import Path
 from lab.timing import Run, clock
 from torch.profiler import profile, schedule
 
-_SCHEDULE = schedule(wait=0, warmup=1, active=1, repeat=1)
-
 
 @dataclass(frozen=True)
 class Recording:
@@ -37,9 +35,10 @@ def record_run(run: Run, trace: Path | None = None) -> Recording:
     of torch.profiler may lose its first kernels (pytorch issue 192021), so a warm-up runs
     first.
     """
-    with_stack = trace is not None  # the trace then names modules
     with profile(
-        schedule=_SCHEDULE, profile_memory=True, with_stack=with_stack
+        schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+        profile_memory=True,
+        with_stack=trace is not None,  # the trace then names modules
     ) as session:
         for _ in range(2):
             run()

@@ -77,15 +77,14 @@ class Subject:
         except (AssertionError, RuntimeError, TypeError) as error:
             reason = str(error).split("\n")[0]
             raise ValueError(
-                f"the model must accept x of shape {shape}, got: {reason}; with --block, "
-                "set --d-model"
+                f"the model must accept x of shape (batch, seq, d_model) = {shape}, "
+                f"got: {reason}"
             ) from error
         self.gradient = torch.randn_like(tensors_in(out)[0])
         self.weights = [each for each in self.model.parameters() if each.requires_grad]
-        self.optimizer: Any = None
-        if settings.mode == "step":
-            # A learning rate of 0 leaves the weights as they are for the other runs.
-            self.optimizer = AdamW(self.weights, lr=0.0)
+        self.steps = settings.mode == "step"
+        # A learning rate of 0 leaves the weights as they are for the other runs.
+        self.optimizer = AdamW([{"params": self.weights}], lr=0.0)
         self.run_parts = partial(self.run, self.model)
         self.run_parts()  # allocates AdamW's state
         self.run_whole = self.run_parts
@@ -97,7 +96,7 @@ class Subject:
         out = tensors_in(model(self.x))[0]
         if out.requires_grad:
             out.backward(self.gradient)
-        if self.optimizer is not None:
+        if self.steps:
             self.optimizer.step()
 
     def _compile(self) -> str:
@@ -215,7 +214,6 @@ def add_up(
         whole.bytes += row.bytes
         whole.kept += row.kept
         rest.total -= row.total
-    whole.compare(rates)
     whole.least = sum(row.least for row in rows)  # nothing is fused over parts
     if not recording.kernels:
         return [rest]
@@ -228,12 +226,12 @@ def record_memory(
     subject: Subject, settings: Settings, trace: Path | None
 ) -> tuple[Recording, dict[str, int]]:
     """Record a run of the whole, and measure its memory."""
-    trained = nbytes(subject.weights)
+    subject.run_whole()
     memory = {
         "parameters": nbytes(subject.model.parameters()),
         "buffers": nbytes(subject.model.buffers()),
-        "gradients": trained if settings.train else 0,
-        "AdamW": 2 * trained if settings.mode == "step" else 0,
+        "gradients": nbytes(tensors_in([each.grad for each in subject.weights])),
+        "AdamW": nbytes(tensors_in(list(subject.optimizer.state.values()))),
     }
     held = sum(memory.values()) - memory["gradients"] + subject.x.nbytes
     subject.clear()

@@ -94,7 +94,7 @@ class Watch:
         Autograd runs the nodes from the newest to the oldest.
         """
         nodes: set[Node] = set()
-        waiting = [tensor.grad_fn for tensor in tensors_in(output)]
+        waiting = [tensor.grad_fn for tensor in tensors_in(output)[:1]]
         while waiting:
             node = waiting.pop()
             # Nodes that add to the .grad of a weight are no part's: they run at once.

@@ -33,11 +33,6 @@ def _roofline(axes: Axes, profile: Profile) -> None:
     axes.axhline(rates.flops, color="black", label="matmul")
     copied = [(byte, byte * rates.bytes) for byte in (1, 10)]
     axes.axline(*copied, color="black", linestyle="dashed", label="memory copy")
-    # At least one decade, or an axis has no labeled tick.
-    left, right = axes.get_xlim()
-    low, high = axes.get_ylim()
-    axes.set_xlim(left / 4, 4 * right)
-    axes.set_ylim(low / 4, 4 * max(high, rates.flops))
     axes.set(
         xlabel="FLOP per byte", ylabel="FLOP/s", title="How far from the roofline?"
     )
@@ -47,19 +42,14 @@ def _roofline(axes: Axes, profile: Profile) -> None:
 
 def _times(axes: Axes, profile: Profile) -> None:
     """Draw a bar for each row, and the least time that the roofline allows."""
-    rows, whole = profile.rows, profile.whole
-    names = [row.name for row in rows]
+    rows, whole = profile.rows, profile.whole.total
+    names = [
+        f"{row.name}: {number(1e3 * row.total)} ms, {share(row.total / whole)}"
+        for row in rows
+    ]
     axes.barh(names, [1e3 * row.total for row in rows], color="C0", alpha=0.5)
     axes.barh(names, [1e3 * row.forward for row in rows], color="C0")
     axes.barh(names, [1e3 * row.least for row in rows], fill=False, linewidth=1.5)
-    # Beside the bar and the outline.
-    ends = [1e3 * max(0.0, row.total, row.least) for row in rows]
-    texts = [
-        f"{number(1e3 * row.total)} ms, {share(row.total / whole.total)}"
-        for row in rows
-    ]
-    axes.bar_label(axes.barh(names, ends, alpha=0), texts, padding=4, fontsize=9)
     axes.invert_yaxis()
-    axes.margins(x=0.3)
-    axes.set_xlabel("ms; dark: forward, light: backward; outline: time at the limit")
-    axes.set_title(f"Where do {number(1e3 * whole.total)} ms go?")
+    axes.set_xlabel("ms; dark: forward; outline: time at the limit")
+    axes.set_title(f"Where do {number(1e3 * whole)} ms go?")

@@ -7,29 +7,25 @@ from .kernels import Recording
 from .measure import Profile
 from .roofline import Row
 
-MODES = {
-    "forward": "Forward",
-    "train": "Forward and backward",
-    "step": "Forward, backward and AdamW",
-}
+MODES = ("forward", "train", "step")
 _ADVICE = {
-    "compute": "it computes at the matmul rate, so smaller sizes or fewer bits help",
-    "memory": "it waits for memory, so fusion, --compile or more tokens per weight help",
-    "overhead": "its calls take longer than its work, so more tokens, --compile help",
-    "kernel": "its kernels are slow or, in a block of your own, its calls take long",
-    "AdamW": "AdamW(fused=True) or more tokens per step help",
-    "GPU idle": "launching takes too long, so more tokens, --compile or CUDA graphs help",
+    "compute": "computing takes most of it: a smaller model or a lower-precision dtype helps",
+    "memory": "moving bytes takes most of it: fusion, --compile or more tokens per weight help",
+    "overhead": "calling its operations takes most of it: more tokens or --compile help",
+    "kernel": "its kernels are slow or, in a model of --block, calling them may be",
+    "GPU idle": "launching takes too long: more tokens, --compile or CUDA graphs help",
 }
 _LEGEND = """\
 A part is what one module does itself, without its children: `attn` is the attention kernel and
-its reshapes, `ffn` is the gate, and `sums` are the residual sums. Copies of a layer add up.
-Varies: p20 to p80 of the total, divided by the median. Rest: what runs outside of all modules;
-below 0, the clock costs more, which runs between the parts. Of roofline: the least time, which
-is max(FLOP / matmul rate, bytes / memory copy rate), divided by the measured time; above 100%,
-data came from a cache. Limit: what explains at least half of the time, which is computing,
-moving bytes, or overhead (the same calls on a tiny input); otherwise the kernels are slow.
-FLOPs count matmuls and attention only. Bytes are the fewest that a part can move. MFU (model
-FLOP utilization) divides FLOP/s by a peak."""
+its reshapes, `ffn` is the gate, and `sums` is what the model itself does, such as residual sums.
+Layers in an nn.ModuleList add up in one row. Varies: p20 to p80 of the total, divided by the
+median. Rest: what the parts do not explain, such as the start of backward; below 0, reading the
+clock between the parts took more time. Of roofline: the least time, which is max(FLOP / matmul
+rate, bytes / memory copy rate), divided by the measured time; above 100%, data came from a cache.
+Limit: computing, moving bytes, or overhead (the same calls on a tiny input), if it takes at least
+half of the time; otherwise `kernel`. FLOPs count matmuls, convolutions and attention. Bytes are
+what a part must read and write at least. MFU (model FLOP utilization) divides FLOP/s by the
+measured matmul rate. docs/profile.md has more."""
 
 
 def report(profile: Profile) -> str:
@@ -47,16 +43,16 @@ def report(profile: Profile) -> str:
     return "\n\n".join(filter(None, sections))
 
 
-def time_line(mode: str, took: Spread, tokens: int) -> str:
+def time_line(took: Spread, tokens: int) -> str:
     return (
-        f"{MODES[mode]}: {si(took.median, 's')} (p20 to p80: {si(took.p20, 's')} to "
+        f"Time: {si(took.median, 's')} (p20 to p80: {si(took.p20, 's')} to "
         f"{si(took.p80, 's')}), {si(tokens / took.median)} tokens/s"
     )
 
 
 def _summary(profile: Profile) -> str:
     took, whole = profile.took, profile.whole
-    time = time_line(profile.settings.mode, took, profile.tokens)
+    time = time_line(took, profile.tokens)
     mfu = share(whole.flops / whole.total / profile.rates.flops)
     overhead = "unknown for a block of your own"
     if whole.overhead is not None:
@@ -81,7 +77,7 @@ def _losses(profile: Profile) -> str:
     lines = ["Most time lost against the roofline:"]
     for row in rows[:3]:
         lost = row.total - row.least
-        advice = _ADVICE.get(row.name) or _ADVICE[row.limit]
+        advice = _ADVICE[row.limit or row.name]
         lines.append(
             f"  {row.name}: {si(lost, 's')}, {share(lost / profile.whole.total)}; {advice}"
         )
@@ -96,7 +92,6 @@ def _table(profile: Profile) -> str:
 
 
 def _cells(row: Row, whole: Row) -> list[str]:
-    has_limit = row.least and row.total > 0
     return [
         row.name,
         str(row.count) if row.count > 1 else "",
@@ -105,8 +100,8 @@ def _cells(row: Row, whole: Row) -> list[str]:
         share(row.varies) if row.varies else "",
         share(row.total / whole.total),
         si(row.flops / row.total) if row.flops else "",
-        share(row.least / row.total) if has_limit else "",
-        row.limit if has_limit else "",
+        share(row.least / row.total) if row.least and row.total else "",
+        row.limit,
         si(row.overhead, "s") if row.overhead is not None else "",
         si(row.kept, "B"),
     ]

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import flop_registry
 from .parts import OUTSIDE, Watch, tensors_in
 from .roofline import Row
 
-_TORCHS = ("aten", "prim", "prims", "profiler")  # namespaces
+_TORCHS = ("aten", "prims", "profiler")  # namespaces
 _PRODUCTS = re.compile(
-    r"m[mv]|dot|linear(?!ize)|matmul|conv|attention|encoder|lstm|gru|rnn"
+    r"(^|_|b|add)m[mv]|dot|linear(?!ize)|matmul|conv|attention|encoder|lstm|gru|rnn"
 )
 
 

@@ -209,12 +209,11 @@ def test_verify_selects_layers_and_passes_options_to_pytest(capfd):
 
 def test_verify_of_a_file_runs_the_tests_beside_it_or_those_of_tinyblock(project):
     project.run("add", "rope", "--with-tests")
-    tests = FOLDER / "contract"
-    edit(tests / "test_rope.py", "def test_freq", "def test_my_freq")
-    copy = str(FOLDER / "rope.py")
-    assert copies.main(["verify", copy, "-k", "my_freq"]) == 0
-    shutil.rmtree(tests)
-    assert copies.main(["verify", copy, "-k", "test_freq"]) == 0
+    edit(FOLDER / "contract" / "test_rope.py", "def test_freq", "def test_my_freq")
+    verify = ["verify", str(ROPE), "-k"]
+    assert copies.main([*verify, "my_freq"]) == 0
+    shutil.rmtree(FOLDER / "contract")
+    assert copies.main([*verify, "test_freq"]) == 0
 
 
 def test_list_shows_names_and_titles(capsys):

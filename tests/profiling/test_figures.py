@@ -123,7 +123,7 @@ def test_figures_of_all_passes(profile):
     }
     assert rows["the whole"].items() >= whole.items()
     least = sum(row.least for row in measured.rows)
-    line = "AdamW: 19.0 s (p20 to p80: 19.0 s to 19.0 s), 526 m tokens/s"
+    line = "Time: 19.0 s (p20 to p80: 19.0 s to 19.0 s), 526 m tokens/s"
     assert f"{line}, {100 * least / 19:.3g}% of the roofline" in text
     assert (
         f"threads, {torch.backends.cpu.get_cpu_capability()}; torch {torch.__version__}"
@@ -131,9 +131,9 @@ def test_figures_of_all_passes(profile):
     )
     assert "matmul 100 FLOP/s, memory copy 100 B/s" in text
     assert "MFU: 404% of the matmul rate" in text  # 7,680 FLOPs in 19 s
-    sizes = "parameters 512 B, buffers 400 B, gradients 512 B, AdamW 1.02 kB"
+    sizes = "parameters 512 B, buffers 400 B, gradients 512 B, AdamW 1.04 kB"
     assert f"{sizes}, kept for backward 960 B" in text
-    held = 512 + 400 + 1024 + 160
+    held = 512 + 400 + 1024 + counters + 160
     # Gradients of weights, what is kept, and at most two of the gradients on the way.
     assert 0 <= measured.memory["peak"] - held - 512 - 960 <= 2 * 320
 
@@ -148,28 +148,17 @@ def test_forward_alone_has_no_backward(profile):
     assert "gradients 0 B" in text
 
 
-def test_frozen_weights_have_no_pass(profile):
-    def build():
-        model = Stack()
-        for layer in model.layers:
-            layer.up.requires_grad_(False)
-        return model
-
-    text = report(profile(build))
-    assert "parameters 512 B, buffers 400 B, gradients 256 B" in text
-    assert "MFU: 64.0% of the matmul rate" in text  # 6,400 FLOPs in 10 s
-
-
 def test_backward_belongs_to_the_part_that_computed_forward(profile):
     class Gate(Layer):
         def forward(self, x):
             gate = self.up(x) @ self.down.weight.T  # before the call of another part
-            return gate * self.down(self.up(x))
+            out = (gate * self.down(self.up(x))) @ self.down.weight
+            return out, x.sum()  # backward starts at the first
 
     rows = cells(report(profile(Gate)))
     taken = {name: row["total ms"] for name, row in rows.items()}
-    assert taken["up"] == "6000"  # two calls
-    assert taken["sums"] == taken["down"] == "3000"
+    assert taken["up"] == taken["sums"] == "6000"  # two matmuls each
+    assert taken["down"] == "3000"
 
 
 @torch.library.custom_op("tests::copied", mutates_args=())
@@ -238,9 +227,9 @@ def test_rates_count_two_flops_per_product_and_two_bytes_per_copy(monkeypatch):
     ("rates", "overhead", "lost"),
     [
         # 3,328 bytes take 3.33 of 6 s, and 3,840 FLOPs take 3.84 of 6 s.
-        (Rates(1e9, 1e3), None, "2.67 s, 22.3%; it waits for memory"),
-        (Rates(1e3, 1e9), None, "2.16 s, 18.0%; it computes at the matmul rate"),
-        (Rates(1e9, 1e9), 3.1, "6.00 s, 50.0%; its calls take longer than its work"),
+        (Rates(1e9, 1e3), None, "2.67 s, 22.3%; moving bytes takes"),
+        (Rates(1e3, 1e9), None, "2.16 s, 18.0%; computing takes"),
+        (Rates(1e9, 1e9), 3.1, "6.00 s, 50.0%; calling its operations"),
         (Rates(1e9, 1e9), 2.9, "6.00 s, 50.0%; its kernels are slow"),
     ],
 )
