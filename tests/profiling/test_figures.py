@@ -145,7 +145,6 @@ def test_forward_alone_has_no_backward(profile):
     assert rows["layers.*.up"]["total ms"] == "2.00"
     assert rows["layers.*.up"]["FLOP/s"] == "640 k"
     assert {row["kept"] for row in rows.values()} == {"0 B"}
-    assert "gradients 0 B" in text
 
 
 def test_backward_belongs_to_the_part_that_computed_forward(profile):

@@ -151,7 +151,6 @@ BAD_INPUT = {
     ],
     "got torch:": ["--block", "torch"],
     "got no_module:f: No module": ["--block", "no_module:f"],
-    "has no attribute 'nothing'": ["--block", "torch:nothing"],
     "got: Linear.__init__() missing": ["--block", "torch.nn:Linear"],
 }
 
