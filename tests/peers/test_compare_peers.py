@@ -66,7 +66,7 @@ def test_against_is_another_checkout_and_may_fail(run, tmp_path):
     source.write_text("from tinyblock import *\nBlock = None\n")
     options = f"--cases {TOKEN} --peers control --rounds 1"
     _, output = run(f"{options} --against {tmp_path} --json")
-    assert json.loads(output)["against"].startswith("TypeError(")
+    assert "TypeError(" in json.loads(output)["against"]
 
 
 def test_an_installed_project_is_a_peer():
