@@ -200,8 +200,8 @@ class MixtureOfExperts(nn.Module):
     """DeepSeek-V3 (arXiv 2412.19437): top_k of num_experts, and one for all tokens.
 
     The layer has more parameters at equal computation. The router's bias only selects
-    experts. Instead of an extra loss, training lowers it for experts with too many
-    tokens, and raises it for others. DeepSeek's groups of experts are left out. The loop
+    experts. Instead of an extra loss, lower it yourself for experts with too many
+    tokens, and raise it for others. DeepSeek's groups of experts are left out. The loop
     is readable, not fast. Qwen3 and Mixtral use softmax=True and shared=False.
     """
 
@@ -388,7 +388,7 @@ class FlexAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         if not isinstance(mask, BlockMask):
             raise ValueError(
-                f"mask must be a BlockMask, got {mask}: build it by create_block_mask"
+                f"mask must be a BlockMask, got {mask}: build it with create_block_mask"
             )
         return flex_attention(q, k, v, self.score_mod, mask, enable_gqa=True)
 

@@ -203,7 +203,10 @@ def parse(
         options = parser.parse_args(arguments)
     d_head, rest = divmod(options.d_model, options.heads)
     if rest or d_head % 2:
-        parser.error("--d-model must be an even multiple of --heads")
+        parser.error(
+            "--d-model must be an even multiple of --heads, "
+            f"got {options.d_model} and {options.heads}"
+        )
     return options, saved
 
 

@@ -357,7 +357,7 @@ def select(items: dict[str, Any], patterns: str) -> dict[str, Any]:
 def main() -> int:
     options, cases, peers = parse()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # this project cannot mend what the peers warn of
+    warnings.simplefilter("ignore")  # this project cannot fix what the peers warn of
     if options.json:
         [case] = cases
         print(json.dumps(compare_all(case, peers, options), default=asdict))

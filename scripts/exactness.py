@@ -165,7 +165,7 @@ def main() -> None:
     )
     parser.add_argument("--plot", type=Path, help="draw RoPE's errors into this file")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")  # this project cannot mend what the peers warn of
+    warnings.simplefilter("ignore")  # this project cannot fix what the peers warn of
     torch.set_num_threads(1)
     print(f"# {environment(options.device)}\n")
     print(f"{versions([*PROJECT_ROPES])}; `{' '.join(sys.argv)}`\n")

@@ -110,7 +110,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
         ValueError: an argument is out of range or inconsistent; token_positions are
             passed without a rope; a mask is not bool, or does not broadcast in exactly
             one way; the result of `rope` has a shape different from its input.
-        EinopsError: the number of token_positions differs from the number of tokens.
+        EinopsError, or TypeError where shapes are checked: x and token_positions have
+                different numbers of tokens.
     """
 
     def __init__(

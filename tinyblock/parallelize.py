@@ -62,7 +62,7 @@ def parallelize(
 
     The weights of the first rank along "tp" become the weights of the model. Either use the
     same seed on every rank, or build the model on "meta", call `to_empty(device=...)`
-    afterwards, and load the weights by `set_model_state_dict` with the options
+    afterwards, and load the weights with `set_model_state_dict` and the options
     `full_state_dict=True` and `broadcast_from_rank0=True`. Create the optimizer after
     this call. If you use LoRA, add it before, and use a mesh without "tp". Do not call
     `reset_parameters` afterwards, because on a CPU, ranks along "tp" would draw the same

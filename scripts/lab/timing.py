@@ -50,7 +50,7 @@ def wall_sampler(run: Run, least_seconds: float = 0.01) -> Sampler:
 
     def sample() -> float:
         if calls > 1:
-            run()  # the candidate before has filled the caches
+            run()  # the previous candidate has filled the caches
         return timer.timeit(calls) / calls
 
     return sample

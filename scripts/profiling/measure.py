@@ -1,4 +1,4 @@
-"""Measure a model in turns: its parts, the whole, and the machine."""
+"""Measure a model in turns: its parts, the total, and the machine."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Settings:
 class Profile:
     """All that was measured, in seconds and bytes.
 
-    took: the time of the whole.
+    took: the total time.
     memory: bytes of tensors, and the peak of a run.
     """
 
@@ -160,7 +160,7 @@ def measure(
 
     rates = Rates(*(1 / median(samples[name]) for name in RATES))
     took = Spread.of(samples["whole"])
-    whole = Row("the whole", total=took.median, varies=took.width)
+    whole = Row("total", total=took.median, varies=took.width)
     if tiny is not None:
         whole.overhead = median(samples["overhead"])
     rows = list(ledger.rows.values())
@@ -193,7 +193,7 @@ def set_times(row: Row, samples: dict[str, Any]) -> None:
 
 
 def noise(rows: list[Row], samples: dict[str, Any]) -> list[str]:
-    """Name what varies by more than 20%: rates, the whole, and rows above 5% of it."""
+    """Name what varies by more than 20%: rates, the total, and rows above 5% of it."""
     varies = {name: Spread.of(samples[name]).width for name in RATES}
     for row in rows:
         if row.total > 0.05 * rows[-1].total:
@@ -205,7 +205,7 @@ def noise(rows: list[Row], samples: dict[str, Any]) -> list[str]:
 def add_up(
     rows: list[Row], whole: Row, rates: Rates, recording: Recording
 ) -> list[Row]:
-    """Add the work of all rows; return rows of what they leave of the whole's time."""
+    """Add the work of all rows; return rows of what they leave of the total time."""
     rest = Row("rest", total=whole.total)
     for row in rows:
         row.compare(rates)
@@ -225,7 +225,7 @@ def add_up(
 def record_memory(
     subject: Subject, settings: Settings, trace: Path | None
 ) -> tuple[Recording, dict[str, int]]:
-    """Record a run of the whole, and measure its memory."""
+    """Record a run of the whole model, and measure its memory."""
     subject.run_whole()
     memory = {
         "parameters": nbytes(subject.model.parameters()),

@@ -97,7 +97,7 @@ class Watch:
         waiting = [tensor.grad_fn for tensor in tensors_in(output)[:1]]
         while waiting:
             node = waiting.pop()
-            # Nodes that add to the .grad of a weight are no part's: they run at once.
+            # Nodes that add to the .grad of a weight run at once, and belong to no part.
             if node is not None and node not in nodes and node.next_functions:
                 nodes.add(node)
                 waiting += [earlier for earlier, _ in node.next_functions]

@@ -19,7 +19,7 @@ class Rates:
 
 @dataclass
 class Row:
-    """A part in all copies of a layer, AdamW, the rest, GPU idle, or the whole.
+    """A part in all copies of a layer, AdamW, the rest, GPU idle, or the total.
 
     varies: the range from p20 to p80 of the total, divided by the median.
     overhead: seconds of the same calls on a tiny input; None if unknown.

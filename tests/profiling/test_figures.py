@@ -88,7 +88,7 @@ def test_figures_of_all_passes(profile):
     text = report(measured)
     rows = cells(text)
     assert measured.notes == []
-    names = ["layers.*.up", "layers.*.down", "layers.*", "AdamW", "rest", "the whole"]
+    names = ["layers.*.up", "layers.*.down", "layers.*", "AdamW", "rest", "total"]
     assert list(rows) == names
     assert rows["layers.*.up"] == {
         "part": "layers.*.up",
@@ -121,7 +121,7 @@ def test_figures_of_all_passes(profile):
         "share": "100%",
         "kept": "960 B",
     }
-    assert rows["the whole"].items() >= whole.items()
+    assert rows["total"].items() >= whole.items()
     least = sum(row.least for row in measured.rows)
     line = "Time: 19.0 s (p20 to p80: 19.0 s to 19.0 s), 526 m tokens/s"
     assert f"{line}, {100 * least / 19:.3g}% of the roofline" in text
@@ -141,7 +141,7 @@ def test_figures_of_all_passes(profile):
 def test_forward_alone_has_no_backward(profile):
     text = report(profile(mode="forward", tick=1e-3))  # several runs in each sample
     rows = cells(text)
-    assert rows["the whole"]["total ms"] == "4.00"
+    assert rows["total"]["total ms"] == "4.00"
     assert rows["layers.*.up"]["total ms"] == "2.00"
     assert rows["layers.*.up"]["FLOP/s"] == "640 k"
     assert {row["kept"] for row in rows.values()} == {"0 B"}
@@ -196,7 +196,7 @@ def test_gpu_idle_is_the_time_without_a_kernel(profile, monkeypatch):
 
 def test_overhead_is_the_time_of_a_tiny_model(profile):
     text = report(profile(tiny=(lambda *_: Stack(1), (1, 1, 4))))
-    assert cells(text)["the whole"]["overhead"] == "6.00 s"
+    assert cells(text)["total"]["overhead"] == "6.00 s"
     assert cells(text)["layers.*.up"]["overhead"] == "3.00 s"
     assert "tiny input: 6.00 s" in text
 
@@ -210,7 +210,7 @@ def test_noise_of_rates_and_rows_is_named(profile):
     assert measured.whole.total == measured.took.median
     small = nn.Sequential(*[Layer() for _ in range(20)])
     [line] = profile(lambda: small, growth=1.002).notes
-    assert line.startswith("NOISY: the whole ")
+    assert line.startswith("NOISY: total ")
     measured.rows[0].varies = 0.25
     assert cells(report(measured))["layers.*.up"]["varies"] == "25.0%"
 

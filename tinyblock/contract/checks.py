@@ -64,7 +64,7 @@ class Case:
     weights: list[tuple[int, ...]] | None = None  # of a function
     scale: float = 1.0  # of x
     rounds_once: bool = False
-    is_common: bool = True  # every right layer takes this input
+    is_common: bool = True  # every correct layer takes this input
 
     def construct(self, **changed):
         """Construct the layer; skip the test if it lacks an option or an input."""
@@ -146,7 +146,7 @@ def case_of(layer, formula, *shape, inputs=None, is_common=True, **options):
 
 
 def use_rope_of(layer, options):
-    """Give a layer that is no copy the RoPE beside it, or the options of one."""
+    """Give a layer that is not a copy the RoPE beside it, or the options of one."""
     table = {"theta": THETA, "max_seq_len": TABLE}
     if "rope" not in inspect.signature(layer).parameters:
         del options["rope"]
@@ -174,7 +174,7 @@ def gradients_of(result, x, weights):
 
 
 def check_close(name, actual, expected, allowed):
-    """Require the length of the error to be at most `allowed`."""
+    """Require the norm of the error to be at most `allowed`."""
     got = actual.detach().cpu().double()
     if got.shape != expected.shape:
         shapes = f"got {tuple(got.shape)}, expected {tuple(expected.shape)}"
@@ -185,5 +185,5 @@ def check_close(name, actual, expected, allowed):
         at = [int(i) for i in torch.unravel_index(worst, error.shape)]
         wanted = f"expected {expected.flatten()[worst]:.9g}"
         values = f"got {got.flatten()[worst]:.9g}, {wanted}"
-        length = f"the error's length is {error.norm():.2g}, allowed {allowed:.2g}"
-        pytest.fail(f"{name} at {at}: {values}; {length}", pytrace=False)
+        norm = f"the error's norm is {error.norm():.2g}, allowed {allowed:.2g}"
+        pytest.fail(f"{name} at {at}: {values}; {norm}", pytrace=False)

@@ -2,7 +2,7 @@
 
 The layers are those in the folder above, or in the folder or files of `--layers`. Copies
 of tinyblock's layers pass all tests. For other layers, only the tests marked `numbers`
-run: what every right layer does, whoever wrote it.
+run: what every correct layer does, whoever wrote it.
 """
 
 import re
@@ -23,13 +23,15 @@ skipped: Counter[str] = Counter()  # the number of tests, by the reason
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--layers", action="append", help="(default: the folder above the tests)"
+        "--layers",
+        action="append",
+        help="test the layers here (default: the folder above)",
     )
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a GPU")
-    config.addinivalue_line("markers", "numbers: holds for every right layer")
+    config.addinivalue_line("markers", "numbers: holds for every correct layer")
     paths = config.getoption("layers", default=None) or [target.ABOVE]
     for path in paths:
         target.select(config.invocation_params.dir / path)
@@ -38,14 +40,14 @@ def pytest_configure(config):
             target.load(layer)
         except ImportError as error:
             raise pytest.UsageError(
-                f"{layer}.py cannot be imported, check PYTHONPATH: {error}"
+                f"{layer}.py cannot be imported: {error}; check PYTHONPATH and packages"
             ) from error
     if target.foreign and config.option.maxfail > 1:
         config.option.maxfail = 0  # one defect may fail in many cases
 
 
 def pytest_ignore_collect(collection_path):
-    """Leave out the pages of layers that are not there."""
+    """Leave out the files of layers that are not there."""
     layer = collection_path.stem.removeprefix("test_")
     return True if layer in target.ALL and layer not in target.found else None
 
@@ -56,7 +58,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.parent != Path(__file__).parent:
             continue
-        # The names of a page, and of a case of test_every_layer.py, start with a layer.
+        # The names of a file, and of a case of test_every_layer.py, start with a layer.
         named = re.search("|".join(target.ALL), item.path.stem + item.name)
         if named is None:  # no layer has such a case
             continue
@@ -105,8 +107,8 @@ def pytest_sessionfinish(session):
         show(", ".join(reasons))
         names = ", ".join(sorted(target.foreign))
         show(
-            f"Only the tests of numbers ran for {names}, which are no copies of "
-            'tinyblock\'s layers: pass -m "not numbers" to run the other tests'
+            f"Only the tests of numbers ran for {names}: these files, or what they import, are "
+            'not copies of tinyblock\'s. Pass -m "not numbers" to run the other tests'
         )
     return result
 

@@ -13,7 +13,7 @@ ALL = ("rmsnorm", "ffn", "rope", "attention", "block", "transformer")
 ROOT = re.sub(r"\W", "_", f"layers_of_{__package__}")
 ABOVE = Path(__file__).resolve().parents[1]
 found: dict[str, str] = {}  # the full name of each layer's module
-foreign: set[str] = set()  # layers that are no copies of tinyblock's, or import one
+foreign: set[str] = set()  # layers that are not copies of tinyblock's, or import one
 
 
 def select(path: Path) -> None:

@@ -210,7 +210,7 @@ WRONG_MASKS = {
 
 @pytest.mark.parametrize("name", WRONG_MASKS)
 def test_rejects_a_wrong_mask_and_says_how_to_pass_it(name):
-    """Above all masks that torch would accept, and read in another way."""
+    """Mainly masks that torch would accept, but read differently."""
     batch = 7 if "as many" in name else 2
     mask, repair = WRONG_MASKS[name]
     message = rf"mask must be bool.* \({batch}, 7, 7\) .*got .*{repair}"

@@ -1,7 +1,7 @@
-"""What holds for every layer, in the cases of all pages.
+"""What holds for every layer, in the cases of all files.
 
 The tests that name one property come first, and the tests of all numbers after them.
-The mark `numbers` is on what every right layer does, whoever wrote it.
+The mark `numbers` is on what every correct layer does, whoever wrote it.
 """
 
 import copy
@@ -36,7 +36,7 @@ numbers = pytest.mark.numbers
 
 
 def for_each(cases, dtypes):
-    """Parametrize a test. Every right layer computes the common cases."""
+    """Parametrize a test. Every correct layer computes the common cases."""
     found = []
     for dtype in dtypes:
         for name, case in cases.items():

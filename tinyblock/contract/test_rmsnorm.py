@@ -32,7 +32,7 @@ CASES = {
     "two batch axes": case(2, 7, 6),
     "no batch axis": case(6),
     "empty batch": case(0, 6, is_common=False),
-    "where eps counts": case(5, 33, eps=3e-6, scale=1e-3),
+    "where eps matters": case(5, 33, eps=3e-6, scale=1e-3),
     "squares beyond float16": case(64, 257, scale=12000.0),
     "function": Case(
         "rmsnorm.rms_norm",
@@ -56,7 +56,7 @@ LAYERS = {"two batch axes": {"eps": (0.0, math.nan, math.inf), "d_model": (0,)}}
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["where eps counts", "squares beyond float16"])
+@pytest.mark.parametrize("name", ["where eps matters", "squares beyond float16"])
 def test_gains_of_another_dtype(name, dtype, of_gains, device):
     """The dtype of the result is the dtype of x, and there is one rounding."""
     case = CASES[name]
