@@ -110,8 +110,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         ValueError: an argument is out of range or inconsistent; token_positions are
             passed without a rope; a mask is not bool, or does not broadcast in exactly
             one way; the result of `rope` has a shape different from its input.
-        EinopsError, or TypeError where shapes are checked: x and token_positions have
-                different numbers of tokens.
+        EinopsError, or TypeError from shape checks: token_positions are not one per token.
     """
 
     def __init__(
