@@ -93,7 +93,7 @@ def test_initial_weights(layer):
     module = layer.construct()
     check_initial_weights(module)
     if list(module.children()):
-        added = nn.Sequential(nn.Linear(24, 96), nn.LayerNorm(96))
+        added = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96))
         module.added = nn.ModuleList([added])
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data.fill_(math.nan)
