@@ -81,7 +81,7 @@ class Subject:
                 f"got: {reason}"
             ) from error
         self.gradient = torch.randn_like(tensors_in(out)[0])
-        self.weights = [each for each in self.model.parameters() if each.requires_grad]
+        self.weights = list(self.model.parameters())
         self.steps = settings.mode == "step"
         # A learning rate of 0 leaves the weights as they are for the other runs.
         self.optimizer = AdamW([{"params": self.weights}], lr=0.0)

@@ -91,14 +91,14 @@ class Watch:
     def _follow(self, output: Any) -> None:
         """Start a part of backward at the first node that this part made.
 
-        Autograd runs the nodes from the newest to the oldest.
+        Autograd runs the nodes from the newest to the oldest. Nodes that add to the .grad
+        of a weight have the greatest number, and belong to no part.
         """
         nodes: set[Node] = set()
         waiting = [tensor.grad_fn for tensor in tensors_in(output)[:1]]
         while waiting:
             node = waiting.pop()
-            # Nodes that add to the .grad of a weight run at once, and belong to no part.
-            if node is not None and node not in nodes and node.next_functions:
+            if node is not None and node not in nodes:
                 nodes.add(node)
                 waiting += [earlier for earlier, _ in node.next_functions]
         last = OUTSIDE

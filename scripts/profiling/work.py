@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from .parts import OUTSIDE, Watch, tensors_in
+from .parts import Watch, tensors_in
 from .roofline import Row
 
 _TORCHS = ("aten", "prims", "profiler")  # namespaces
@@ -54,7 +54,6 @@ class Ledger(TorchDispatchMode, Watch):
         self._kept = {address(x) for x in (*model.parameters(), *model.buffers())}
         with saved_tensors_hooks(self._keep, lambda tensor: tensor), self:
             self.watch(run)
-        self.rows.pop(OUTSIDE, None)
 
     def begin(self) -> None:
         self._read: dict[int, int] = {}  # bytes, by address
