@@ -179,6 +179,8 @@ def copies_in(folder: Path, layers: Sequence[str]) -> list[Copy]:
 
     Without layers, return all copies.
     """
+    if folder.is_file():
+        raise CommandError(f"DIR must be a folder, got the file {folder}")
     bases = folder / ".tinyblock"
     names = [
         base.relative_to(bases).with_suffix("").as_posix()

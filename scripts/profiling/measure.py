@@ -82,6 +82,7 @@ class Subject:
             ) from error
         self.gradient = torch.randn_like(tensors_in(out)[0])
         self.weights = list(self.model.parameters())
+        self.train = settings.train
         self.steps = settings.mode == "step"
         # A learning rate of 0 leaves the weights as they are for the other runs.
         self.optimizer = AdamW([{"params": self.weights}], lr=0.0)
@@ -94,7 +95,7 @@ class Subject:
         """Run all passes of the mode. The first tensor of the result counts."""
         self.clear()
         out = tensors_in(model(self.x))[0]
-        if out.requires_grad:
+        if self.train:
             out.backward(self.gradient)
         if self.steps:
             self.optimizer.step()

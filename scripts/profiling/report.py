@@ -9,9 +9,11 @@ from .roofline import Row
 
 MODES = ("forward", "train", "step")
 _ADVICE = {
-    "compute": "computing takes most of its time: a smaller model or a lower-precision dtype helps",
-    "memory": "moving bytes takes most of its time: fusion, --compile or more tokens per weight help",
-    "overhead": "calling operations takes most of its time: more tokens or --compile help",
+    "compute": "computing takes at least half of its time: "
+    "a smaller model or a lower-precision dtype helps",
+    "memory": "moving bytes takes at least half of its time: "
+    "fusion, --compile or more tokens per weight help",
+    "overhead": "calling operations takes at least half of its time: more tokens or --compile help",
     "kernel": "its kernels or, with --block, its calls are slow",
     "GPU idle": "launching takes too long: more tokens, --compile or CUDA graphs help",
 }
@@ -20,12 +22,12 @@ A part is what one module does itself, without its children: `attn` is the atten
 its reshapes, `ffn` is the gate, and `sums` is what the model itself does, such as residual sums.
 Layers in an nn.ModuleList add up in one row. Varies: p20 to p80 of the total, divided by the
 median. Rest: what the parts do not explain, such as the start of backward; below 0, reading the
-clock between the parts took longer than that. Of roofline: the least time, which is max(FLOP / matmul
-rate, bytes / memory copy rate), divided by the measured time; above 100%, data came from a cache.
-Limit: computing, moving bytes, or overhead (the same calls on a tiny input), if it takes at least
-half of the time; otherwise `kernel`. FLOPs count matmuls, convolutions and attention. Bytes are
-what a part must read and write at least. MFU (model FLOP utilization) divides FLOP/s by the
-measured matmul rate. docs/profile.md has more."""
+clock between the parts took longer than that. Of roofline: the least time, which is
+max(FLOP / matmul rate, bytes / memory copy rate), divided by the measured time; above 100%, data
+came from a cache, or a rate is NOISY. Limit: computing, moving bytes, or overhead (the same calls
+on a tiny input), if it takes at least half of the time; otherwise `kernel`. FLOPs count matmuls,
+convolutions and attention. Bytes are what a part must read and write at least. MFU (model FLOP
+utilization) divides FLOP/s by the measured matmul rate. docs/profile.md has more."""
 
 
 def report(profile: Profile) -> str:

@@ -225,6 +225,7 @@ def test_list_shows_names_and_titles(capsys):
     ("command", "named"),
     [
         ("check nowhere", "nowhere has no copy of LAYER"),
+        (f"check {__file__}", f"must be a folder, got the file {__file__}"),
         ("update nowhere rope.py", "`tinyblock add rope --to nowhere`"),
         ("add x --to y", "'x'"),
         ("diff nowhere --mine --upstream", "--upstream"),

@@ -38,7 +38,7 @@ def pytest_configure(config):
     for layer in target.foreign:
         try:
             target.load(layer)
-        except ImportError as error:
+        except (ImportError, SyntaxError) as error:
             raise pytest.UsageError(
                 f"{layer}.py cannot be imported: {error}; check PYTHONPATH and packages"
             ) from error
@@ -108,7 +108,8 @@ def pytest_sessionfinish(session):
         names = ", ".join(sorted(target.foreign))
         show(
             f"Only the tests of numbers ran for {names}: these files, or what they import, are "
-            'not copies of tinyblock\'s. Pass -m "not numbers" to run the other tests'
+            'not copies of tinyblock\'s. Pass -m "not numbers" to run the other tests, of '
+            "which some require tinyblock's own methods"
         )
     return result
 
