@@ -146,9 +146,7 @@ BAD_INPUT = {
     "--rounds: invalid positive value: '0'": ["--rounds", "0"],
     "num_heads=5": ["--d-model", "32", "--num-heads", "5"],
     "--nproc-per-node 2": ["--tp", "2"],
-    "without --preset, --num-heads": [
-        *("--block", "a:b", "--preset", "small", "--num-heads", "2")
-    ],
+    "without --preset, --num-heads": "--block a:b --preset small --num-heads 2".split(),
     "got torch:": ["--block", "torch"],
     "got no_module:f: No module": ["--block", "no_module:f"],
     "got: Linear.__init__() missing": ["--block", "torch.nn:Linear"],
