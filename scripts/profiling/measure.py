@@ -78,7 +78,7 @@ class Subject:
             reason = str(error).split("\n")[0]
             raise ValueError(
                 f"the model must accept x of shape (batch, seq, d_model) = {shape}, "
-                f"got: {reason}"
+                f"got {type(error).__name__}: {reason}"
             ) from error
         self.gradient = torch.randn_like(tensors_in(out)[0])
         self.weights = list(self.model.parameters())
