@@ -77,7 +77,8 @@ def test_built_on_meta(layer, device):
     assert module(x, **inputs).is_meta
     module = module.to_empty(device=device).float()
     module.reset_parameters()
-    module = pickle.loads(pickle.dumps(module))  # by the protocol of copy.deepcopy
+    # By the protocol of copy.deepcopy.
+    module = pickle.loads(pickle.dumps(module.cpu())).to(device)
     module.load_state_dict(state)
     x, inputs = layer.arguments(device, torch.float32)
     assert torch.equal(module(x, **inputs), expected(x, **inputs))
