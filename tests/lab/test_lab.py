@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 import torch
 from lab.sizes import PRESETS, Size
-from lab.tables import markdown, number, share, si
+from lab.tables import number, share, si
 from lab.timing import Spread, interleave, wall_sampler
 
 META = torch.device("meta")
@@ -15,7 +15,6 @@ def test_spread_has_the_median_and_the_percentiles():
     spread = Spread.of([5.0, 1.0, 2.0, 4.0, 3.0, 6.0])
     assert (spread.median, spread.p20, spread.p80) == (3.5, 2.0, 5.0)
     assert spread.width == pytest.approx(3 / 3.5)
-    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0)
 
 
 def test_interleave_takes_turns_and_reverses_every_other_round():
@@ -55,15 +54,6 @@ def test_numbers_have_three_digits_and_units_follow_their_size():
     for write, texts in TEXTS.items():
         assert {value: write(value) for value in texts} == texts
     assert si(3e-3, "s") == "3.00 ms"
-
-
-def test_markdown_aligns_text_left_and_numbers_right():
-    assert markdown(["part", "ms"], [["a", "1.5"], ["attention", "22"]]) == (
-        "| part      |  ms |\n"
-        "| --------- | --: |\n"
-        "| a         | 1.5 |\n"
-        "| attention |  22 |"
-    )
 
 
 def test_presets_have_the_parameters_of_their_models():

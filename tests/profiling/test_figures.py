@@ -188,12 +188,13 @@ def test_gpu_idle_is_the_time_without_a_kernel(profile, monkeypatch):
     rows = cells(parts)
     assert rows["GPU idle"]["total ms"] == "2000"
     assert rows["rest"]["total ms"] == "-2000"
-    lines = [list(row.values()) for row in cells(f"| kernel {kernels}").values()]
-    assert lines == [
-        ["l", "1", "8000", "80.0%"],
-        ["k", "3", "2000", "20.0%"],
-        ["all", "4", "10000", "100%"],
-    ]
+    assert kernels.startswith(
+        "| calls |    ms | share of GPU |\n"
+        "| ------ | ----: | ----: | -----------: |\n"
+        "| l      |     1 |  8000 |        80.0% |\n"
+        "| k      |     3 |  2000 |        20.0% |\n"
+        "| all    |     4 | 10000 |         100% |\n"
+    )
 
 
 def test_overhead_is_the_time_of_a_tiny_model(profile):

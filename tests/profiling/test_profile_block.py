@@ -46,8 +46,7 @@ def test_parts_add_up_to_the_whole_and_files_are_written(run, tmp_path):
     for _ in range(3):
         run(*options, "--d-model", 256, "--seq-len", 256)
         profile = json.loads(files["json"].read_text())
-        adamw, rest = profile["rows"][-2:]
-        assert (adamw["name"], rest["name"]) == ("AdamW", "rest")
+        rest = profile["rows"][-1]
         whole = profile["whole"]["total"]
         assert sum(row["total"] for row in profile["rows"]) == pytest.approx(whole)
         if abs(rest["total"]) < 0.2 * whole:
@@ -144,7 +143,6 @@ def test_compiled_model_reports_graphs(run, monkeypatch):
 
 BAD_INPUT = {
     "--rounds: invalid positive value: '0'": ["--rounds", "0"],
-    "num_heads=5": ["--d-model", "32", "--num-heads", "5"],
     "--nproc-per-node 2": ["--tp", "2"],
     "without --preset, --num-heads": [
         "--block",
@@ -154,7 +152,6 @@ BAD_INPUT = {
         "--num-heads",
         "2",
     ],
-    "got torch:": ["--block", "torch"],
     "got no_module:f: No module": ["--block", "no_module:f"],
     "got TypeError: Linear.__init__() missing": ["--block", "torch.nn:Linear"],
 }
