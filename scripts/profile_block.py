@@ -8,9 +8,10 @@ torchrun --nproc-per-node 2 scripts/profile_block.py --tp 2
 
 It requires torch, einops and jaxtyping, and for --plot matplotlib.
 
---block takes your own model, in any Python environment with these packages. The folder of MODULE must be on
-PYTHONPATH. FUNCTION is called without arguments, and returns an nn.Module, which is called as
-block(x) with one tensor of shape (batch, seq, d_model). See docs/profile.md.
+--block takes your own model, in any Python environment with these packages. The folder of
+MODULE must be on PYTHONPATH. FUNCTION is called without arguments, and returns an nn.Module,
+which is called as block(x) with one tensor of shape (batch, seq, d_model). See
+docs/profile.md.
 """
 
 import argparse
@@ -31,9 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from lab.sizes import PRESETS, Size
 from profiling.measure import Build, Settings, measure
-from profiling.report import MODES, report
+from profiling.report import report
 
 DTYPES = ["float32", "bfloat16", "float16"]
+MODES = ["forward", "train", "step"]
 SIZES = [field.name for field in fields(Size) if field.name != "qk_norm"]
 OWN_SIZES = SIZES[3:]  # --block has the others: batch_size, seq_len and d_model
 

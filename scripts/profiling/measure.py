@@ -89,7 +89,6 @@ class Subject:
         self.run_parts = partial(self.run, self.model)
         self.run_parts()  # allocates AdamW's state
         self.run_whole = self.run_parts
-        self.notes = [self._compile()] if settings.compile else []
 
     def run(self, model: Any) -> None:
         """Run all passes of the mode. The first tensor of the result counts."""
@@ -100,7 +99,7 @@ class Subject:
         if self.steps:
             self.optimizer.step()
 
-    def _compile(self) -> str:
+    def compile(self) -> str:
         """Compile the model by its first run, and say what that took."""
         # Otherwise tracing takes most of the time.
         torch.compiler.allow_in_graph(einops.rearrange)
@@ -141,7 +140,7 @@ def measure(
     device = settings.device
     on_gpu = device.type == "cuda"
     subject = Subject(sized, settings)
-    notes = subject.notes
+    notes = [subject.compile()] if settings.compile else []
     ledger = Ledger(subject.model, subject.run_parts)
     if ledger.unknown:
         names = ", ".join(sorted(ledger.unknown))
@@ -153,6 +152,8 @@ def measure(
     }
     if tiny is not None:
         small = Subject(tiny, settings)
+        if settings.compile:
+            small.compile()
         samplers["overhead"] = wall_sampler(small.run_whole)
         # On a GPU, launches overlap with kernels, so a part has no overhead.
         if not on_gpu:

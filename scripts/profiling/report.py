@@ -7,7 +7,6 @@ from .kernels import Recording
 from .measure import Profile
 from .roofline import Row
 
-MODES = ("forward", "train", "step")
 _ADVICE = {
     "compute": "computing takes at least half of its time: "
     "a smaller model or a lower-precision dtype helps",
