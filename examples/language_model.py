@@ -64,9 +64,7 @@ class CachedAttention(CausalMultiHeadSelfAttention):
     def project(
         self, x: Tensor, token_positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if (
-            self.rope is None
-        ):  # the cache passes positions even to layers without a rope
+        if self.rope is None:  # the cache passes positions to every layer
             token_positions = None
         return super().project(x, token_positions)
 
