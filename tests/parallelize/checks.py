@@ -82,7 +82,7 @@ def split(mesh):
 
 
 def assert_like_one_process(model, mesh, reference, shape=SHAPE):
-    """Compare weights, all gradients and outputs with those of the whole batch."""
+    """Compare weights, all gradients and outputs with one process on the whole batch."""
     _, rank, count = split(mesh)
     torch.manual_seed(1)
     whole_x = torch.randn(count, *shape, dtype=torch.float64, requires_grad=True)

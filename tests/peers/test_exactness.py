@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the projects warn
 def test_layers_and_near_ropes_have_the_errors_of_their_dtype(
     monkeypatch, tmp_path, capsys
 ):
-    """Also those of transformers and others, if they are installed."""
+    """The RoPEs of transformers and other projects are included, if they are installed."""
     path = tmp_path / "rope.png"
     monkeypatch.setattr(sys, "argv", ["exactness.py", "--plot", str(path)])
     monkeypatch.setattr(exactness, "STARTS", [0])
