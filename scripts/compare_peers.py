@@ -16,6 +16,10 @@ output is Markdown. These peers are not other projects:
     operations  the torch functions that an eager Block calls, without modules
     against     the Block of another checkout
 
+For one token, the last column compares with "reading", a sum of all weights. A layer
+reads every weight for a token, and the sum does little else, so it shows how fast a layer
+can be.
+
 A case is named work-dtype-size-mode, such as train-bf16-768-compiled. "forward" is a
 pass without gradients, and "train" is a forward and a backward pass. The sizes are
 2,048 tokens at d_model 768, one token at d_model 768 ("token") and 64 ("tiny-token")
@@ -77,6 +81,7 @@ GPU_SIZES = {
 SAMPLE_SECONDS = 0.2
 PROCESSES = 5  # for one token
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+READING = "reading"  # of weights: a bound for one token, and no peer
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,10 @@ class Case:
     dtype: torch.dtype
     train: bool
     mode: str
+
+    @property
+    def is_token(self) -> bool:
+        return self.size.tokens == 1
 
     @property
     def tolerance(self) -> float:
@@ -241,15 +250,28 @@ class Reference:
                     f"{what} must be within {self.case.tolerance:.0e} of the Block's {what}, "
                     f"got a relative error of {errors[what]:.1e}"
                 )
-        samplers = {"block": mine.sampler, "peer": theirs.sampler}
+        return self.time(theirs.sampler, rounds, errors, theirs.kept)
+
+    def compare_with_reading(self, rounds: int) -> Result:
+        """Time the Block and a sum of all weights, which take turns."""
+        weights = [weight.detach().flatten() for weight in self.block.parameters()]
+        # Every dtype is read as float32, which torch sums as fast as memory delivers it.
+        run = torch.cat(weights).view(torch.float32).sum
+        sampler = wall_sampler(run, SAMPLE_SECONDS)
+        return self.time(sampler, rounds, errors={}, peer_kept=0)
+
+    def time(
+        self, peer: Sampler, rounds: int, errors: dict[str, float], peer_kept: int
+    ) -> Result:
+        samplers = {"block": self.contestant.sampler, "peer": peer}
         with torch.set_grad_enabled(self.case.train):
             samples = interleave(samplers, rounds)
         return Result(
             block_seconds=samples["block"],
             peer_seconds=samples["peer"],
             errors=errors,
-            block_kept=mine.kept,
-            peer_kept=theirs.kept,
+            block_kept=self.contestant.kept,
+            peer_kept=peer_kept,
         )
 
 
@@ -267,6 +289,8 @@ def compare_all(
             found[name] = reference.compare(make_peer, options.rounds)
         except Exception as error:  # the other peers can still be measured
             found[name] = repr(error)
+    if case.is_token:
+        found[READING] = reference.compare_with_reading(options.rounds)
     return found
 
 
@@ -364,15 +388,17 @@ def main() -> int:
         return 0
     print(f"# {environment(options.device)}\n")
     print(f"{versions(PROJECTS)}; `{' '.join(sys.argv)}`\n")
+    columns = [*peers, READING] if any(case.is_token for case in cases) else [*peers]
     table = []
     details = []
     failures = []
     for case in cases:
-        if case.size.tokens == 1 and PROCESSES > 1:
-            found = compare_in_processes(case)
-        else:
-            found = compare_all(case, peers, options)
-        cells = dict.fromkeys(peers, "")
+        found = (
+            compare_in_processes(case)
+            if case.is_token and PROCESSES > 1
+            else compare_all(case, peers, options)
+        )
+        cells = dict.fromkeys(columns, "")
         for name, result in found.items():
             if isinstance(result, str):
                 cells[name] = "failed"
@@ -381,7 +407,7 @@ def main() -> int:
                 cells[name] = result.ratio()
                 details.append([f"{case.name}: {name}", *result.details()])
         table.append([case.name, *cells.values()])
-    print(markdown(["Block's time / peer's", *peers], table), end="\n\n")
+    print(markdown(["Block's time / peer's", *columns], table), end="\n\n")
     print(markdown(["", *DETAILS], details), *failures, sep="\n\n")
     return 1 if failures else 0
 

@@ -1,7 +1,9 @@
 """Each peer computes what the Block computes, with weights of its own, or is not timed."""
 
+import argparse
 import dataclasses
 import json
+import re
 import sys
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 SIZE = Size(2, 5, d_model=32, num_heads=4, d_ff=48, num_kv_heads=2)
+ONE = dataclasses.replace(SIZE, batch_size=1, seq_len=1)
 TRAINING = Case("tiny", SIZE, torch.float32, train=True, mode="eager")
 TOKEN = "forward-bf16-tiny-token-eager"
 CPU = torch.device("cpu")
@@ -105,6 +108,40 @@ def test_one_token_is_the_median_of_processes(run, monkeypatch):
     assert f"| {TOKEN} | 1.50 (1.00-9.00) | failed |" in text
     assert f"| {TOKEN}: control | 6.00 | 3.00 | 0e+00 | 3.0 | |" in text
     assert f"{TOKEN}: unchecked failed: ValueError()" in text
+
+
+def test_reading_sums_all_weights_of_a_block_for_one_token_only(monkeypatch):
+    """A bfloat16 pair is read as one float32, so half as many numbers are summed."""
+    runs = []
+
+    def sampler(run, least_seconds):
+        runs.append(run)
+        return iter([len(runs)] * 9).__next__
+
+    monkeypatch.setattr(compare_peers, "wall_sampler", sampler)
+    case = compare_peers.all_cases(CPU)[TOKEN]
+    options = argparse.Namespace(device=CPU, rounds=1)
+    found = compare_peers.compare_all(case, {}, options)
+    assert (found["reading"].block_seconds, found["reading"].peer_seconds) == ([1], [2])
+    weights = 4 * 64 * 64 + 3 * 64 * 192 + 2 * 64
+    assert runs[1].__self__.shape == (weights // 2,)
+    assert runs[1]().dtype == torch.float32
+
+    assert compare_peers.compare_all(TRAINING, {}, options) == {}
+
+
+def test_only_cases_of_one_token_have_a_column_for_reading(run, monkeypatch):
+    monkeypatch.setattr(compare_peers, "PROCESSES", 1)
+    monkeypatch.setattr(compare_peers, "SAMPLE_SECONDS", 0)
+    monkeypatch.setattr(compare_peers, "SIZES", {"tiny": SIZE, "token": ONE})
+    _, output = run("--cases forward-f32-*-eager --peers control --rounds 1")
+    header, _, several, one = output.splitlines()[4:8]
+    assert header.split()[-2] == "reading"
+    assert several.split()[-2:] == ["|", "|"]
+    assert re.fullmatch(r"\(.+-.+\)", one.split()[-2])
+
+    _, output = run("--cases forward-f32-tiny-eager --peers control --rounds 1")
+    assert "reading" not in output
 
 
 def test_a_name_says_what_a_case_is():
