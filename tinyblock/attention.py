@@ -90,6 +90,32 @@ def causal_multi_head_self_attention(
     return einsum(merged, wo, project)
 
 
+class Linear(nn.Linear):
+    """A projection whose initial weights are normal, of variance 2 / (d_in + d_out).
+
+    They are cut at 3 sigma. A bias starts at 0.
+    """
+
+    def reset_parameters(self) -> None:
+        """Draw new weights."""
+        # With nn.init, because transformers then keeps the weights that it has loaded.
+        std = math.sqrt(2 / (self.in_features + self.out_features))
+        nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class HeadNorm(nn.RMSNorm):
+    """An RMSNorm of each head that returns the dtype of `x`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Under autocast, gains stay in float32. Given two dtypes, F.rms_norm warns.
+        wide = torch.promote_types(x.dtype, self.weight.dtype)
+        gains = self.weight.to(wide)
+        out = F.rms_norm(x.to(wide), self.normalized_shape, gains, self.eps)
+        return out.to(x.dtype)
+
+
 class CausalMultiHeadSelfAttention(nn.Module):
     """Attend from every token to itself and to earlier tokens, in num_heads heads.
 
@@ -157,19 +183,21 @@ class CausalMultiHeadSelfAttention(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         q_width = num_heads * d_head
         kv_width = num_kv_heads * d_head
-        self.q_proj = nn.Linear(d_model, q_width, bias=False, **factory)
-        self.k_proj = nn.Linear(d_model, kv_width, bias=False, **factory)
-        self.v_proj = nn.Linear(d_model, kv_width, bias=False, **factory)
-        self.output_proj = nn.Linear(q_width, d_model, bias=False, **factory)
-        self.q_norm = nn.RMSNorm(d_head, eps, **factory) if qk_norm else None
-        self.k_norm = nn.RMSNorm(d_head, eps, **factory) if qk_norm else None
-        self.reset_parameters()
+        self.q_proj = Linear(d_model, q_width, bias=False, **factory)
+        self.k_proj = Linear(d_model, kv_width, bias=False, **factory)
+        self.v_proj = Linear(d_model, kv_width, bias=False, **factory)
+        self.output_proj = Linear(q_width, d_model, bias=False, **factory)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if qk_norm:
+            self.q_norm = HeadNorm(d_head, eps, **factory)
+            self.k_norm = HeadNorm(d_head, eps, **factory)
 
     def reset_parameters(self) -> None:
-        """Draw weights from a normal of variance 2 / (d_in + d_out), cut at 3 sigma.
+        """Let each layer below initialize itself, also what a subclass adds.
 
-        Gains are set to 1. This includes the layers that a subclass adds, but not its
-        own nn.Parameter, nor the rope, which other layers may share.
+        The rope is left out, because other layers may share it. A subclass must reset
+        an nn.Parameter of its own.
         """
         for layer in self.children():
             if layer is not self.rope:
@@ -198,8 +226,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
         k = rearrange(self.k_proj(x), split, d_head=self.d_head)
         v = rearrange(self.v_proj(x), split, d_head=self.d_head)
         if self.q_norm is not None and self.k_norm is not None:
-            q = _normalize(q, self.q_norm)
-            k = _normalize(k, self.k_norm)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         rope = self.rope  # read once: looking up a child takes as long as a shape check
         if rope is not None:
             if token_positions is not None:  # the heads of a token share its position
@@ -257,25 +285,15 @@ def _require_shape_of(x: Tensor, rotated: Tensor) -> Tensor:
     return rotated
 
 
-def _reset(module: nn.Module) -> None:
-    """Draw a linear layer's weights. Other layers or their children reset themselves."""
-    if isinstance(module, nn.Linear):
-        std = math.sqrt(2 / (module.in_features + module.out_features))
-        nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
-        if module.bias is not None:  # tinyblock has none, but a subclass may
-            nn.init.zeros_(module.bias)
-    elif reset := getattr(module, "reset_parameters", None):
+# The same function as in ffn.py, so that each file works alone.
+def _reset(layer: nn.Module) -> None:
+    """Let a layer initialize itself. If it has no method for this, go into it."""
+    reset = getattr(layer, "reset_parameters", None)
+    if reset is not None:
         reset()
-    else:
-        for child in module.children():
-            _reset(child)
-
-
-def _normalize(x: Tensor, norm: nn.RMSNorm) -> Tensor:
-    if norm.weight is None:  # in a subclass
-        return norm(x)
-    # Under autocast, gains stay in float32, and torch warns if x has another dtype.
-    return norm(x.to(norm.weight.dtype)).to(x.dtype)
+    else:  # such as nn.Sequential
+        for inner in layer.children():
+            _reset(inner)
 
 
 def _and_causal(

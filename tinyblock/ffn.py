@@ -13,6 +13,7 @@ rounds up, to a multiple of 256). In SwiGLU, w1 is the gate, w3 is the value, an
 returns to d_model, as in Llama and CS336. GELU is exact, with erf.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -71,6 +72,21 @@ def feed_forward(
     return einsum(hidden, w2, "... d_ff, d_model d_ff -> ... d_model")
 
 
+class Linear(nn.Linear):
+    """A projection whose initial weights are normal, of variance 2 / (d_in + d_out).
+
+    They are cut at 3 sigma. A bias starts at 0.
+    """
+
+    def reset_parameters(self) -> None:
+        """Draw new weights."""
+        # With nn.init, because transformers then keeps the weights that it has loaded.
+        std = math.sqrt(2 / (self.in_features + self.out_features))
+        nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
 class SwiGLU(nn.Module):
     """Apply the SwiGLU feed-forward layer, w2(silu(w1(x)) * w3(x)), to the last axis.
 
@@ -95,17 +111,17 @@ class SwiGLU(nn.Module):
             d_ff = 64 * max(1, (d_model + 12) // 24)
         self.d_ff = d_ff
         _require_sizes(self)
-        self.w1 = nn.Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
-        self.w2 = nn.Linear(self.d_ff, d_model, bias=False, device=device, dtype=dtype)
-        self.w3 = nn.Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
-        self.reset_parameters()
+        self.w1 = Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
+        self.w2 = Linear(self.d_ff, d_model, bias=False, device=device, dtype=dtype)
+        self.w3 = Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draw weights from a normal of variance 2 / (d_in + d_out), cut at 3 sigma.
+        """Let each layer below initialize itself, also what a subclass adds.
 
-        This includes layers that a subclass adds, but no nn.Parameter of its own.
+        A subclass must reset an nn.Parameter of its own.
         """
-        _reset_children(self)
+        for layer in self.children():
+            _reset(layer)
 
     def forward(
         self, x: Float[Tensor, "*batch {self.d_model}"]
@@ -137,13 +153,13 @@ class FeedForward(nn.Module):
         self.d_ff = 4 * d_model if d_ff is None else d_ff
         _require_sizes(self)
         self.activation = activation
-        self.w1 = nn.Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
-        self.w2 = nn.Linear(self.d_ff, d_model, bias=False, device=device, dtype=dtype)
-        self.reset_parameters()
+        self.w1 = Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
+        self.w2 = Linear(self.d_ff, d_model, bias=False, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Draw weights from a normal of variance 2 / (d_in + d_out), cut at 3 sigma."""
-        _reset_children(self)
+        """Let each layer below initialize itself, also what a subclass adds."""
+        for layer in self.children():
+            _reset(layer)
 
     def forward(
         self, x: Float[Tensor, "*batch {self.d_model}"]
@@ -159,14 +175,11 @@ def _require_sizes(layer: SwiGLU | FeedForward) -> None:
 
 
 # Repeated in attention.py, block.py and transformer.py, so that each file works alone.
-def _reset_children(module: nn.Module) -> None:
-    for child in module.children():
-        if isinstance(child, nn.Linear):
-            std = (2 / (child.in_features + child.out_features)) ** 0.5
-            nn.init.trunc_normal_(child.weight, std=std, a=-3 * std, b=3 * std)
-            if child.bias is not None:  # tinyblock has none, but a subclass may
-                nn.init.zeros_(child.bias)
-        elif reset := getattr(child, "reset_parameters", None):
-            reset()
-        else:
-            _reset_children(child)
+def _reset(layer: nn.Module) -> None:
+    """Let a layer initialize itself. If it has no method for this, go into it."""
+    reset = getattr(layer, "reset_parameters", None)
+    if reset is not None:
+        reset()
+    else:  # such as nn.Sequential
+        for inner in layer.children():
+            _reset(inner)

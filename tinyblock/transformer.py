@@ -92,7 +92,8 @@ class Transformer(nn.Module):
 
         A subclass must reset an nn.Parameter of its own.
         """
-        _reset_children(self)
+        for layer in self.children():
+            _reset(layer)
 
     def forward(
         self,
@@ -110,15 +111,12 @@ class Transformer(nn.Module):
         return self.ln_final(x)
 
 
-# The same rule as in ffn.py, so that each file works alone.
-def _reset_children(module: nn.Module) -> None:
-    for child in module.children():
-        if isinstance(child, nn.Linear):
-            std = (2 / (child.in_features + child.out_features)) ** 0.5
-            nn.init.trunc_normal_(child.weight, std=std, a=-3 * std, b=3 * std)
-            if child.bias is not None:  # tinyblock has none, but a subclass may
-                nn.init.zeros_(child.bias)
-        elif reset := getattr(child, "reset_parameters", None):
-            reset()
-        else:
-            _reset_children(child)
+# The same function as in ffn.py, so that each file works alone.
+def _reset(layer: nn.Module) -> None:
+    """Let a layer initialize itself. If it has no method for this, go into it."""
+    reset = getattr(layer, "reset_parameters", None)
+    if reset is not None:
+        reset()
+    else:  # such as nn.Sequential
+        for inner in layer.children():
+            _reset(inner)

@@ -61,6 +61,53 @@ def test_transformers_keeps_the_initial_weights(of_transformers, model):
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
 
 
+def fill_freed_memory(model):
+    """Fill the memory that the next tensors get, of all sizes in the model, with 1e30."""
+    sizes = {weight.numel() for weight in model.parameters()}
+    hoard = [torch.full((size,), 1e30) for size in sizes for _ in range(300)]
+    del hoard
+
+
+def test_transformers_initializes_what_a_checkpoint_lacks(of_transformers, tmp_path):
+    """The checkpoint has the first of two layers, and no head."""
+    model = of_transformers
+    lacking = ("transformer.layers.1.", "head.")
+    saved = {
+        name: weight + 1
+        for name, weight in model.state_dict().items()
+        if not name.startswith(lacking)
+    }
+    model.save_pretrained(tmp_path, state_dict=dict(saved))  # which it empties
+    fill_freed_memory(model)
+    loaded = type(model).from_pretrained(tmp_path)
+    for name, weight in loaded.state_dict().items():
+        if name in saved:
+            assert torch.equal(weight, saved[name]), name
+        elif weight.ndim == 1:
+            assert (weight == 1).all(), name
+        else:  # of the new layer as documented, of the head as torch's
+            variance = 1 / 3 / 64 if name == "head.weight" else 2 / sum(weight.shape)
+            size = float(weight.square().mean())
+            assert abs(size / variance - 1) < 0.1, name
+
+
+def test_transformers_keeps_a_loaded_weight_whose_bias_is_missing(
+    of_transformers, tmp_path
+):
+    class WithBias(type(of_transformers)):  # type: ignore[misc]
+        def __init__(self, config):
+            super().__init__(config)
+            w1 = self.transformer.layers[0].ffn.w1
+            w1.bias = nn.Parameter(torch.empty(w1.out_features))
+
+    of_transformers.save_pretrained(tmp_path)
+    fill_freed_memory(of_transformers)
+    loaded = WithBias.from_pretrained(tmp_path).transformer.layers[0].ffn.w1
+    expected = of_transformers.transformer.layers[0].ffn.w1
+    assert torch.equal(loaded.weight, expected.weight)
+    assert (loaded.bias == 0).all()
+
+
 def test_peft_merges_adapters(model):
     peft = pytest.importorskip("peft")
     expected = model(X)

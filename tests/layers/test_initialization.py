@@ -1,0 +1,144 @@
+"""Initial weights, by each way in which hosts ask for them.
+
+They are normal of variance 2 / (d_in + d_out), cut at 3 sigma; gains are 1, biases 0.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tinyblock import (
+    Block,
+    CausalMultiHeadSelfAttention,
+    FeedForward,
+    RotaryPositionalEmbedding,
+    SwiGLU,
+    Transformer,
+    attention,
+    ffn,
+)
+
+SIZES: Any = {"num_heads": 4, "num_kv_heads": 2, "qk_norm": True}
+LAYERS: dict[str, Any] = {
+    "SwiGLU": lambda: SwiGLU(64),
+    "FeedForward": lambda: FeedForward(64),
+    "attention": lambda: CausalMultiHeadSelfAttention(64, **SIZES),
+    "Block": lambda: Block(64, **SIZES),
+    "Transformer": lambda: Transformer(2, 64, max_seq_len=9, **SIZES),
+}
+every_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+def reset_by_method(model):
+    model.reset_parameters()
+
+
+def reset_by_walk(model):
+    """As FSDP2's documentation does."""
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def require_initial_weights(model):
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:
+            assert (weight == 1).all(), name
+            continue
+        units = weight.detach() / math.sqrt(2 / sum(weight.shape))
+        assert units.abs().max() <= 3.001, name
+        # Of a normal that is cut at 3 sigma, within 6 standard errors.
+        size = units.square().mean().sqrt()
+        assert abs(size - 0.987) < 6 / math.sqrt(2 * weight.numel()), name
+
+
+@every_layer
+@pytest.mark.parametrize("reset", [reset_by_method, reset_by_walk])
+def test_a_layer_built_on_meta_gets_its_initial_weights(reset, name):
+    with torch.device("meta"):
+        layer = LAYERS[name]()
+    layer.to_empty(device="cpu")
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        tensor.data.fill_(math.nan)
+    reset(layer)
+    require_initial_weights(layer)
+    for buffer_name, buffer in layer.named_buffers():
+        assert buffer.isfinite().all(), buffer_name
+
+
+@every_layer
+@pytest.mark.parametrize("act", ["construct", "reset"])
+def test_each_weight_is_drawn_once(act, name, monkeypatch):
+    """To draw 135 million weights takes 18 seconds."""
+    layer = LAYERS[name]() if act == "reset" else None
+    drawn = []
+    monkeypatch.setattr(nn.init, "trunc_normal_", lambda w, **cut: drawn.append(w))
+    if layer is None:
+        layer = LAYERS[name]()
+    else:
+        layer.reset_parameters()
+    matrices = [weight for weight in layer.parameters() if weight.ndim == 2]
+    assert len(drawn) == len(matrices)
+    assert {id(weight) for weight in drawn} == {id(weight) for weight in matrices}
+
+
+class OwnRule(nn.Module):
+    """A layer of a user's, which initializes the layer in it in another way."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(3))
+        self.inner = ffn.Linear(3, 3)
+
+    def reset_parameters(self):
+        nn.init.constant_(self.scale, 7)
+        nn.init.constant_(self.inner.weight, 8)
+
+
+@every_layer
+def test_layers_that_a_subclass_adds_initialize_themselves(name):
+    layer = LAYERS[name]()
+    own = OwnRule()
+    plain = nn.Linear(64, 64)
+    layer.added = nn.ModuleDict({"one": nn.Sequential(nn.ModuleList([own]), plain)})
+    for weight in layer.parameters():
+        weight.data.fill_(math.nan)
+    layer.reset_parameters()
+    assert (own.scale == 7).all()
+    assert (own.inner.weight == 8).all()
+    # torch draws from a uniform distribution of this width.
+    assert 0.9 / 8 < plain.weight.abs().max() <= 1 / 8
+    assert plain.bias.isfinite().all()
+
+
+@pytest.mark.parametrize("file", [ffn, attention])
+def test_a_projection_with_a_bias_starts_without_an_offset(file):
+    projection = file.Linear(64, 32)
+    projection.bias.data.fill_(math.nan)
+    projection.reset_parameters()
+    assert (projection.bias == 0).all()
+
+
+def test_a_shared_table_is_computed_once(monkeypatch):
+    model = Transformer(3, 64, 4, max_seq_len=9)
+    computed = []
+    table = model.rope._compute_table()
+
+    def compute():
+        computed.append(1)
+        return table
+
+    monkeypatch.setattr(model.rope, "_compute_table", compute)
+    model.reset_parameters()
+    assert len(computed) == 1
+
+
+def test_a_block_leaves_a_rope_alone_that_others_may_share():
+    rope = RotaryPositionalEmbedding(100.0, 16, 9)
+    block = Block(64, 4, rope=rope)
+    rope.cos_sin.fill_(2)
+    block.reset_parameters()
+    assert (rope.cos_sin == 2).all()
