@@ -57,7 +57,7 @@ def test_fused_kernel(
     assert_close(actual, results(call, inputs), dtype)
 
 
-BUG = pytest.mark.xfail(reason="pytorch issue 196678: see docs/cuda.md", strict=False)
+BUG = pytest.mark.xfail(reason="pytorch issue 196678: see docs/masks.md", strict=False)
 KERNELS = [pytest.param(True, marks=BUG, id=""), pytest.param(False, id="no cuDNN")]
 
 
