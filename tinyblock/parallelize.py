@@ -49,7 +49,7 @@ def parallelize(
     """Distribute a Transformer or a Block over a mesh, in place, and return it.
 
     The mesh has the axes ("dp_replicate", "dp", "tp") in this order, or some of them;
-    "dp_replicate" requires "dp". Each process calls the model with plain tensors and
+    "dp_replicate" requires "dp", and "tp" requires torch 2.13. Each process calls the model with plain tensors and
     gets a plain tensor. Ranks along "tp" share one batch, so they pass the same
     `x`, positions and mask. Ranks along "dp" and "dp_replicate" pass different batches, and
     gradients are averaged over them.
@@ -57,7 +57,7 @@ def parallelize(
     - `recompute` keeps only the input of each block for the backward pass.
     - `compile` compiles the blocks, once for each of at most 8 shapes (torch's
       recompile_limit). Over "tp", lengths must then be multiples of its number of
-      processes; before torch 2.13, also without `compile`.
+      processes.
     - `fsdp` are options of torch's `fully_shard`, such as `mp_policy`.
 
     The weights of the first rank along "tp" become the weights of the model. Either use the
@@ -70,13 +70,20 @@ def parallelize(
 
     Raises:
         ValueError: the axes of the mesh are not supported; modules share a parameter;
-            over "tp", the number of processes does not divide heads or d_ff, or no rule
-            splits a parameter. The model is then unchanged.
+            over "tp", torch is older than 2.13, the number of processes does not divide
+            heads or d_ff, or no rule splits a parameter. The model is then unchanged.
     """
     axes = mesh.mesh_dim_names
     if axes not in _MESHES:
         supported = " or ".join(map(str, _MESHES))
         raise ValueError(f"mesh must have the axes {supported}, got {axes}")
+    # Clipping and AdamW of older releases take a process' part of a gain's gradient for the
+    # sum. NVIDIA's builds of torch 2.13 are alphas.
+    if "tp" in axes and torch.__version__ < "2.13.0a0":
+        raise ValueError(
+            f"torch must be 2.13 or newer for the axis 'tp', got {torch.__version__}: "
+            "install a newer torch, or use only 'dp'"
+        )
     blocks: Any = list(getattr(model, "layers", [model]))
     shard = _shard_function(mesh, fsdp)
     if "tp" in axes:
@@ -94,8 +101,6 @@ def parallelize(
     if shard is not None:
         for module in dict.fromkeys((*blocks, model)):  # a Block is both
             shard(module)
-    elif "tp" in axes:
-        model.register_forward_pre_hook(_sum_gradients_of_gains)  # else, FSDP does so
     if "tp" in axes:  # after FSDP's hooks, which would warn of a view
         model.register_forward_hook(_gather_output)
     return model
@@ -197,23 +202,6 @@ def _split(
 
 def _gather_output(_model: nn.Module, _args: Any, out: Any) -> Tensor:
     return out.full_tensor()
-
-
-def _sum_gradients_of_gains(model: nn.Module, _args: Any) -> None:
-    """Sum them in the backward pass, because torch 2.11's AdamW would use the parts."""
-    # Added before each call, because copies and `to_empty` lose parameters' hooks.
-    for parameter in model.parameters():
-        gains: Any = parameter
-        is_hooked = _sum_over_ranks in (gains._backward_hooks or {}).values()
-        is_replicated = gains.placements[0].is_replicate()
-        if is_replicated and gains.requires_grad and not is_hooked:
-            gains.register_hook(_sum_over_ranks)
-
-
-def _sum_over_ranks(grad: Any) -> Any:
-    from torch.distributed.tensor import Replicate
-
-    return grad.redistribute(placements=[Replicate()])
 
 
 def _in_block(name: str) -> str:
