@@ -6,33 +6,50 @@
 The copy minus its base is the user's edits. What this release writes minus the base is
 what changed in tinyblock. `update` lets git merge the two. Users commit both files, and
 there is no other state: repeat a command that was interrupted, and git merges again.
+
+This file runs on Python 3.10, and only `verify` requires packages. So it reads the files
+of tinyblock as text, and imports none of them.
 """
 
 import argparse
 import difflib
 import importlib.util
+import io
 import re
+import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
-from . import LAYERS, __version__
-
 ROOT = Path(__file__).parent
-NAMES = [layer.__name__.rpartition(".")[2] for layer in LAYERS]
-NAMES += ["parallelize", "typecheck"]
+# The first line of each layer's docstring, by the name that `add` takes.
+TITLES = {
+    path.stem: path.read_text("utf-8").partition("\n")[0].strip('"')
+    for path in sorted(ROOT.glob("*.py"))
+    if path.stem not in ("__init__", "__main__", "copies")
+}
+INIT = (ROOT / "__init__.py").read_text("utf-8")
+VERSION = re.findall(r'^__version__ = "(.+)"', INIT, re.MULTILINE)[0]
 LICENSE = "LICENSE.tinyblock"
+# flake8 and ruff skip a file with the third line, and formatters with the fourth. ruff
+# reports a list of rules in its place as unused, and deletes it. The empty line keeps a
+# deleted line of the header apart from the layer's changes, so that git merges both.
 HEADER = f"""\
 # Copied from tinyblock {{version}}: {{name}}
 # Copyright (c) 2026 The tinyblock authors, MIT license: see {LICENSE}
-# flake8: noqa: E501, F722, F821, N812
+# flake8: noqa
 # fmt: off
+
 """
-VERSION = re.compile(r"^(# Copied from tinyblock )(\S+)(?=: )", re.MULTILINE)
-MARKERS = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
+COPIED_FROM = re.compile(r"^(\ufeff?# Copied from tinyblock )(\S+)(?=: )", re.MULTILINE)
+IMPORT = re.compile(r"^from \.(\w*) import (\([^)]*\)|.*)", re.MULTILINE)
+# What `git diff --check` calls a leftover conflict marker.
+MARKER = re.compile(r"^(<{7}|\|{7}|={7}|>{7})(\s|$)", re.MULTILINE)
 CONFLICT = "conflict markers: resolve them"
 
 
@@ -40,43 +57,25 @@ class CommandError(Exception):
     """A command failed. The message is one line."""
 
 
+@dataclass(frozen=True)
 class Copy:
     """A file in a folder of copies, its base, and what this release writes as both.
 
-    The text of a missing file is "".
+    The lines of the texts end with "\\n". The text of a missing file is "".
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.name = name  # such as rope.py or contract/test_rope.py
-        self.path = folder / name
-        self.base_path = base_path(folder, name)
-        self.text = read(self.path)
-        self.base = read(self.base_path)
-        self.version = version_in(self.base)
-        self.is_newer = numbers(self.version) > numbers(__version__)
-        source = read(ROOT / name)
-        self.new = ""
-        if source and not self.is_newer:
-            self.new = HEADER.format(version=__version__, name=name) + source
-        if not self.base and self.text not in ("", source, self.new):
-            raise CommandError(
-                f"{self.path} is not a copy with a base: move it away, or restore "
-                f"{self.base_path}"
-            )
-        version = version_in(self.text)  # users may delete headers
-        # An interrupted update leaves a copy from this release with an older base.
-        if version not in ("", self.version, __version__):
-            raise CommandError(
-                f"{self.path} is from tinyblock {version}, but its base is from "
-                f"{self.version}: restore it together with {self.base_path}"
-            )
-        self.missing_imports = [  # a missing copy with a base is reported by itself
-            imported
-            for imported in sorted(imports_of(name, self.text))
-            if not (folder / imported).exists()
-            and not (folder / imported).with_suffix("").is_dir()
-            and not base_path(folder, imported).exists()
-        ]
+    name: str  # such as rope.py or contract/test_rope.py
+    path: Path
+    base_path: Path
+    text: str
+    base: str
+    is_newer: bool  # than this release
+    new: str  # "" if this release has no such file, or an older one
+    missing_imports: list[str]
+
+    @property
+    def version(self) -> str:
+        return version_in(self.base)
 
     @property
     def is_outdated(self) -> bool:
@@ -84,7 +83,7 @@ class Copy:
 
     @property
     def has_conflict(self) -> bool:
-        return MARKERS.search(self.text) is not None
+        return MARKER.search(self.text) is not None
 
     @property
     def requires_work(self) -> bool:
@@ -106,41 +105,101 @@ class Copy:
         if self.is_newer:
             found.append(f"from the newer tinyblock {self.version}")
         elif not self.new:
-            found.append(f"not in tinyblock {__version__}")
-        elif self.is_outdated and self.version != __version__:
-            found.append(f"outdated: {self.version} -> {__version__}")
+            found.append(f"not in tinyblock {VERSION}")
+        elif self.is_outdated and self.version != VERSION:
+            found.append(f"outdated: {self.version} -> {VERSION}")
         elif self.is_outdated:
-            found.append(f"outdated: tinyblock {__version__} has changed since")
+            found.append(f"outdated: tinyblock {VERSION} has changed since")
         return ", ".join(found)
 
     def plan(self) -> tuple[str, str]:
-        """Return what `update` does, and the text that it writes ("": none)."""
-        if self.new and not (self.base and self.text):
-            return "copied", self.new
+        """Return what `update` does, and the exact text that it writes ("": none)."""
+        if self.new and not self.text:
+            return "copied", with_line_ends_of(self.base_path, self.new)
+        if self.new and not self.base:
+            return "copied", with_line_ends_of(self.path, self.new)
         if not self.is_outdated or self.has_conflict:
             return self.state or "up to date", ""
         if self.text in (self.base, self.new):
-            return "updated", self.new
+            return "updated", with_line_ends_of(self.path, self.new)
         text = self.merge()
-        return CONFLICT if MARKERS.search(text) else "merged with your edits", text
+        return CONFLICT if MARKER.search(text) else "merged with your edits", text
 
     def merge(self) -> str:
         """Return the user's edits, merged by git with the changes in tinyblock."""
-        sides = {  # git marks conflicts with the names of the files
-            "yours": renumber(self.text),
-            f"tinyblock {self.version}, copied": renumber(self.base),
-            f"tinyblock {__version__}": self.new,
+        sides = {
+            "yours": renumber(read_exactly(self.path)),
+            "base": with_line_ends_of(self.path, renumber(self.base)),
+            "new": with_line_ends_of(self.path, self.new),
         }
-        command = ["git", "merge-file", "-p", "--diff3", *sides]
+        command = ["git", "merge-file", "--stdout", "--diff3"]
+        command += ["-L", "yours", "-L", f"tinyblock {self.version}, copied"]
+        command += ["-L", f"tinyblock {VERSION}", *sides]
         with TemporaryDirectory() as folder:
             for name, text in sides.items():
-                Path(folder, name).write_text(text, encoding="utf-8", newline="\n")
-            done = subprocess.run(
-                command, cwd=folder, capture_output=True, encoding="utf-8", check=False
-            )
+                Path(folder, name).write_bytes(text.encode())
+            done = subprocess.run(command, cwd=folder, capture_output=True, check=False)
         if done.returncode > 127:  # up to 127 it is the number of conflicts
-            raise CommandError(f"git cannot merge {self.path}: {done.stderr.strip()}")
-        return done.stdout
+            reason = done.stderr.decode(errors="replace").strip()
+            raise CommandError(f"git cannot merge {self.path}: {reason}")
+        return done.stdout.decode()
+
+
+def read_copy(folder: Path, name: str) -> Copy:
+    """Read a copy, which may be missing, and its base."""
+    path = folder / name
+    base_path = base_of(folder, name)
+    if is_own(folder, name):
+        raise CommandError(
+            f"{path} is not a copy with a base: move it away, or restore {base_path}"
+        )
+    text = read(path)
+    base = read(base_path)
+    version = version_in(text)  # users may delete headers
+    # An interrupted update leaves a copy from this release with an older base.
+    if base and version not in ("", version_in(base), VERSION):
+        raise CommandError(
+            f"{path} is from tinyblock {version}, but its base is from "
+            f"{version_in(base)}: restore it together with {base_path}"
+        )
+    missing_imports = [  # a missing copy with a base is reported by itself
+        imported
+        for imported in sorted(imports_of(name, text))
+        if not is_module(folder / imported) and not base_of(folder, imported).exists()
+    ]
+    is_newer = numbers(version_in(base)) > numbers(VERSION)
+    return Copy(
+        name=name,
+        path=path,
+        base_path=base_path,
+        text=text,
+        base=base,
+        is_newer=is_newer,
+        new="" if is_newer else written_as(name),
+        missing_imports=missing_imports,
+    )
+
+
+def is_own(folder: Path, name: str) -> bool:
+    """Return whether the user has a file of this name that is not a copy.
+
+    A file as tinyblock writes it is a copy: by hand, or by a command that was
+    interrupted before it wrote the base.
+    """
+    if not (folder / name).exists() or read(base_of(folder, name)):
+        return False
+    return read(folder / name) not in (read(ROOT / name), written_as(name))
+
+
+def is_module(path: Path) -> bool:
+    """Return whether Python can import a file such as ffn.py, or a folder ffn."""
+    return path.exists() or path.with_suffix("").is_dir()
+
+
+def written_as(name: str) -> str:
+    """Return what this release writes as a copy, or "" if it has no such file."""
+    source = read(ROOT / name)
+    return HEADER.format(version=VERSION, name=name) + source if source else ""
 
 
 def layer_name(path: str) -> str:
@@ -148,13 +207,13 @@ def layer_name(path: str) -> str:
     return PurePath(path).name.removesuffix(".py").removeprefix("test_")
 
 
-def base_path(folder: Path, name: str) -> Path:
+def base_of(folder: Path, name: str) -> Path:
     return folder / ".tinyblock" / f"{name}.base"
 
 
 def version_in(text: str) -> str:
     """Return the version in a header, or "" if there is none."""
-    found = VERSION.search(text)
+    found = COPIED_FROM.search(text)
     return found[2] if found else ""
 
 
@@ -164,14 +223,28 @@ def numbers(version: str) -> list[int]:
 
 def renumber(text: str) -> str:
     """Write this version into a header. A new number is neither an edit nor a change."""
-    return VERSION.sub(rf"\g<1>{__version__}", text, count=1)
+    return COPIED_FROM.sub(rf"\g<1>{VERSION}", text, count=1)
 
 
-def imports_of(name: str, text: str) -> set[str]:
-    """Return the files that lines such as `from .ffn import SwiGLU` read."""
+def imports_of(name: str, text: str) -> dict[str, list[str]]:
+    """Return the files that a file imports, and the names that it imports from each.
+
+    `from .ffn import SwiGLU` in block.py becomes {"ffn.py": ["SwiGLU"]}, and
+    `from . import target` in contract/conftest.py {"contract/target.py": []}.
+    """
     folder = PurePosixPath(name).parent
-    modules = re.findall(r"^from \.(\w+) import", text, re.MULTILINE)
-    return {(folder / f"{module}.py").as_posix() for module in modules}
+    found: dict[str, list[str]] = {}
+    for module, clause in IMPORT.findall(text):
+        without_comments = re.sub(r"#.*", "", clause)
+        names = re.findall(r"([\w*]+)(?:\s+as\s+\w+)?", without_comments)
+        if module:
+            found.setdefault((folder / f"{module}.py").as_posix(), []).extend(names)
+            continue
+        for module in names:
+            imported = (folder / f"{module}.py").as_posix()
+            if (ROOT / imported).exists():  # others may stand in __init__.py
+                found.setdefault(imported, [])
+    return found
 
 
 def copies_in(folder: Path, layers: Sequence[str]) -> list[Copy]:
@@ -189,34 +262,46 @@ def copies_in(folder: Path, layers: Sequence[str]) -> list[Copy]:
     absent = sorted(set(layers) - set(map(layer_name, names)))
     if absent or not names:
         what = " ".join(absent) or "LAYER"
-        raise CommandError(
-            f"{folder} has no copy of {what}: run `tinyblock add {what} --to {folder}`"
-        )
+        hint = f"{started_as()} add {what} --to {shlex.quote(str(folder))}"
+        raise CommandError(f"{folder} has no copy of {what}: run `{hint}`")
     return [
-        Copy(folder, name) for name in names if not layers or layer_name(name) in layers
+        read_copy(folder, name)
+        for name in names
+        if not layers or layer_name(name) in layers
     ]
 
 
 def bring_up_to_date(folder: Path, copies: Iterable[Copy]) -> int:
     """Write and update copies and what they import, and return the exit code."""
     waiting = list(copies)
-    done = {}
-    texts = {folder / LICENSE: read(ROOT / "LICENSE")}
+    rows: dict[str, str] = {}
+    importers = defaultdict(list)  # of the files that are not copies
+    license_text = with_line_ends_of(folder / LICENSE, read(ROOT / "LICENSE"))
+    texts = {folder / LICENSE: license_text}
     while waiting:
         copy = waiting.pop()
-        done[copy.name], text = copy.plan()
+        if copy.name in rows:
+            continue
+        rows[copy.name], text = copy.plan()
         if text:
             texts[copy.path] = text  # before its base, so that git merges again
-            texts[copy.base_path] = copy.new
-        for name in imports_of(copy.name, text or copy.text):
-            is_yours = (folder / name).exists() and not base_path(folder, name).exists()
-            if name not in done and (ROOT / name).exists() and not is_yours:
-                waiting.append(Copy(folder, name))
+            texts[copy.base_path] = with_line_ends_of(copy.base_path, copy.new)
+        for imported, names in imports_of(copy.name, text or copy.text).items():
+            if not (ROOT / imported).exists():
+                continue
+            path = folder / imported
+            if is_own(folder, imported) or (is_module(path) and not path.exists()):
+                what = ", ".join(names) or "it"
+                importers[imported].append(f"{copy.name} imports {what}")
+            else:
+                waiting.append(read_copy(folder, imported))
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", newline="\n")
-    print_table(dict(sorted(done.items())))
-    return int(any(outcome.startswith(CONFLICT) for outcome in done.values()))
+        path.write_bytes(text.encode())
+    for name, imports in importers.items():
+        rows[name] = f"kept, because it is not a copy: {'; '.join(sorted(imports))}"
+    print_table(dict(sorted(rows.items())))
+    return int(any(row.startswith(CONFLICT) for row in rows.values()))
 
 
 # The commands. Each returns its exit code.
@@ -224,10 +309,7 @@ def bring_up_to_date(folder: Path, copies: Iterable[Copy]) -> int:
 
 def list_(arguments: argparse.Namespace) -> int:
     """List the files that can be copied."""
-    titles = {}
-    for name in NAMES:
-        titles[name] = read(ROOT / f"{name}.py").partition("\n")[0].strip('"')
-    print_table(titles)
+    print_table(TITLES)
     return 0
 
 
@@ -236,12 +318,13 @@ def add(arguments: argparse.Namespace) -> int:
     names = [f"{layer}.py" for layer in arguments.layers]
     if arguments.with_tests:
         names += [f"contract/{path.name}" for path in ROOT.glob("contract/*.py")]
-    copies = [Copy(arguments.folder, name) for name in names]
+    copies = [read_copy(arguments.folder, name) for name in names]
     code = bring_up_to_date(arguments.folder, copies)
     if not (arguments.folder / "typecheck.py").exists():
+        folder = shlex.quote(str(arguments.folder))
         print(
-            "Copies check no shapes by themselves: `tinyblock add typecheck` copies a "
-            "file that does"
+            "Copies check no shapes by themselves. "
+            f"`{started_as()} add typecheck --to {folder}` copies a file that does"
         )
     return code
 
@@ -262,7 +345,7 @@ def diff(arguments: argparse.Namespace) -> int:
         if copy.text and not arguments.upstream:
             print_diff(copy.base, copy.text, base, copy.path.as_posix())
         if copy.is_outdated and not arguments.mine:
-            new = f"tinyblock {__version__}: {copy.name}"
+            new = f"tinyblock {VERSION}: {copy.name}"
             print_diff(renumber(copy.base), copy.new, base, new)
     return 0
 
@@ -275,8 +358,13 @@ def update(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Test layers with the tests beside them or, if there are none, tinyblock's own."""
-    if importlib.util.find_spec("pytest") is None:
-        raise CommandError("verify requires pytest: install it")
+    required = ("torch", "pytest")
+    missing = [name for name in required if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CommandError(
+            f"verify requires {' and '.join(missing)}: install them for "
+            f"{sys.executable}, or start the command with another Python"
+        )
     path = arguments.path.resolve()
     folder = path if path.is_dir() else path.parent
     options = list(arguments.rest)
@@ -300,14 +388,47 @@ def print_table(rows: dict[str, str]) -> None:
 
 
 def print_diff(old: str, new: str, old_name: str, new_name: str) -> None:
-    sides = (old.splitlines(), new.splitlines(), old_name, new_name)
-    for line in difflib.unified_diff(*sides, lineterm=""):
-        print(line)
+    # Not splitlines(), which also splits at a form feed within a line.
+    sides = (io.StringIO(old).readlines(), io.StringIO(new).readlines())
+    for line in difflib.unified_diff(*sides, old_name, new_name):
+        print(line.removesuffix("\n"))
+        if not line.endswith("\n"):
+            print("\\ No newline at end of file")
+
+
+def read_exactly(path: Path) -> str:
+    """Return the text of a file with its own line ends, or "" if there is no file."""
+    if not path.exists():
+        return ""
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise CommandError(
+            f"{path} must be text in UTF-8, got the byte "
+            f"{error.object[error.start]:#x} at {error.start}: save it as UTF-8"
+        ) from error
 
 
 def read(path: Path) -> str:
-    """Return a text with "\\n" at the ends of lines, or "" if there is no file."""
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    """Return the text of a file with "\\n" as line ends, or "" if there is no file."""
+    return read_exactly(path).replace("\r\n", "\n")
+
+
+def with_line_ends_of(path: Path, text: str) -> str:
+    """Return a text, whose lines end with "\\n", with the line ends of a file."""
+    there = read_exactly(path)
+    has_crlf = there.count("\r\n") > there.count("\n") / 2
+    return text.replace("\n", "\r\n") if has_crlf else text
+
+
+def started_as() -> str:
+    """Return how the user typed the command, for hints."""
+    python = PurePath(sys.executable).name
+    if not __package__:
+        return f"{python} {shlex.quote(sys.argv[0])}"
+    if Path(sys.argv[0]) == Path(__file__).with_name("__main__.py"):
+        return f"{python} -m tinyblock"
+    return "tinyblock"
 
 
 class Parser(argparse.ArgumentParser):
@@ -317,81 +438,105 @@ class Parser(argparse.ArgumentParser):
         raise CommandError(message)
 
 
+def add_folder_and_layers(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of the commands that work on copies."""
+    command.add_argument(
+        "folder", type=Path, metavar="DIR", help="read the copies in this folder"
+    )
+    command.add_argument(
+        "layers",
+        nargs="*",
+        type=layer_name,
+        metavar="LAYER",
+        help="select a layer and its test (default: select all copies)",
+    )
+
+
 def parser() -> Parser:
-    main_parser = Parser("tinyblock", description=__doc__.partition("\n")[0])
+    main_parser = Parser(started_as(), description=__doc__.partition("\n")[0])
     commands = main_parser.add_subparsers(metavar="COMMAND", required=True)
-    for run in (list_, add, check, diff, update, verify):
-        name = run.__name__.strip("_")
-        command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
-        command.set_defaults(run=run)
-        if run is add:
-            command.add_argument(
-                "layers",
-                nargs="+",
-                type=layer_name,
-                choices=NAMES,
-                metavar="LAYER",
-                help="copy this layer; `tinyblock list` prints the names",
-            )
-            command.add_argument(
-                "--to",
-                dest="folder",
-                required=True,
-                type=Path,
-                metavar="DIR",
-                help="write into this folder (required)",
-            )
-            command.add_argument(
-                "--with-tests",
-                action="store_true",
-                help="also copy the tests of all layers (default: copy no tests)",
-            )
-        if run in (check, diff, update):
-            command.add_argument(
-                "folder",
-                type=Path,
-                metavar="DIR",
-                help="read the copies in this folder",
-            )
-            command.add_argument(
-                "layers",
-                nargs="*",
-                type=layer_name,
-                metavar="LAYER",
-                help="select a layer and its test (default: select all copies)",
-            )
-        if run is diff:
-            side = command.add_mutually_exclusive_group()
-            side.add_argument(
-                "--mine", action="store_true", help="show your edits (default: both)"
-            )
-            side.add_argument(
-                "--upstream",
-                action="store_true",
-                help="show later changes in tinyblock (default: both)",
-            )
-        if run is verify:
-            command.add_argument(
-                "path",
-                type=Path,
-                metavar="DIR_OR_FILE",
-                help="test the layers in this folder, or the one in this file",
-            )
-            command.add_argument(
-                "rest",
-                nargs=argparse.REMAINDER,
-                metavar="...",
-                help="select layers by name (default: test all), then pass options to "
-                "pytest, such as -x or -k float64",
-            )
+
+    command = commands.add_parser("list", help=list_.__doc__, description=list_.__doc__)
+    command.set_defaults(run=list_)
+
+    command = commands.add_parser("add", help=add.__doc__, description=add.__doc__)
+    command.set_defaults(run=add)
+    command.add_argument(
+        "layers",
+        nargs="+",
+        type=layer_name,
+        choices=TITLES,
+        metavar="LAYER",
+        help=f"copy this layer; `{started_as()} list` prints the names",
+    )
+    command.add_argument(
+        "--to",
+        dest="folder",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="write into this folder (required)",
+    )
+    command.add_argument(
+        "--with-tests",
+        action="store_true",
+        help="also copy the tests of all layers (default: copy no tests)",
+    )
+
+    command = commands.add_parser(
+        "check", help=check.__doc__, description=check.__doc__
+    )
+    command.set_defaults(run=check)
+    add_folder_and_layers(command)
+
+    command = commands.add_parser("diff", help=diff.__doc__, description=diff.__doc__)
+    command.set_defaults(run=diff)
+    add_folder_and_layers(command)
+    side = command.add_mutually_exclusive_group()
+    side.add_argument(
+        "--mine", action="store_true", help="show your edits (default: both)"
+    )
+    side.add_argument(
+        "--upstream",
+        action="store_true",
+        help="show later changes in tinyblock (default: both)",
+    )
+
+    command = commands.add_parser(
+        "update", help=update.__doc__, description=update.__doc__
+    )
+    command.set_defaults(run=update)
+    add_folder_and_layers(command)
+
+    command = commands.add_parser(
+        "verify", help=verify.__doc__, description=verify.__doc__
+    )
+    command.set_defaults(run=verify)
+    command.add_argument(
+        "path",
+        type=Path,
+        metavar="DIR_OR_FILE",
+        help="test the layers in this folder, or the one in this file",
+    )
+    command.add_argument(
+        "rest",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="select layers by name (default: test all), then pass options to "
+        "pytest, such as -x or -k float64",
+    )
     return main_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code: 0, 1 for findings, 2 for an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A console may lack a letter of the user's code, or of a folder's name.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    typed = sys.argv[1:] if argv is None else argv
     try:
-        arguments = parser().parse_args(argv)
+        arguments = parser().parse_args(typed or ["--help"])
         return int(arguments.run(arguments))
-    except (CommandError, OSError, UnicodeError) as error:
+    except (CommandError, OSError) as error:
         print(f"tinyblock: error: {error}", file=sys.stderr)
         return 2
