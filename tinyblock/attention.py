@@ -209,8 +209,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
         token_positions: Integer[Tensor, "*#batch seq"] | None = None,
         mask: Any = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
-        q, k, v = self.project(x, token_positions)
-        out = self.attend(q, k, v, mask)
+        # Names for q, k and v would keep them in memory during the last projection.
+        out = self.attend(*self.project(x, token_positions), mask)
         merged = rearrange(out, "... heads seq d_head -> ... seq (heads d_head)")
         return self.output_proj(merged)
 

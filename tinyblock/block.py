@@ -85,8 +85,10 @@ class Block(nn.Module):
         mask: Any = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
         """Apply the block. `mask` is bool, (..., seq, seq) or (..., 1, seq)."""
-        attended = self.attn(self.ln1(x), token_positions, mask)
-        x = x + _require_shape_of(x, attended, "attention")
+        # A name for a result would keep it in memory while the next layer runs.
+        x = x + _require_shape_of(
+            x, self.attn(self.ln1(x), token_positions, mask), "attention"
+        )
         return x + _require_shape_of(x, self.ffn(self.ln2(x)), "ffn")
 
 
