@@ -37,15 +37,14 @@ INIT = (ROOT / "__init__.py").read_text("utf-8")
 VERSION = re.findall(r'^__version__ = "(.+)"', INIT, re.MULTILINE)[0]
 LICENSE = "LICENSE.tinyblock"
 # flake8 and ruff skip a file with the third line, and formatters with the fourth. ruff
-# reports a list of rules in its place as unused, and deletes it. The empty line keeps a
-# deleted line of the header apart from the layer's changes, so that git merges both.
+# reports a list of rules in its place as unused, and deletes it.
 HEADER = f"""\
 # Copied from tinyblock {{version}}: {{name}}
 # Copyright (c) 2026 The tinyblock authors, MIT license: see {LICENSE}
 # flake8: noqa
 # fmt: off
-
 """
+COMMENTS = re.compile(r"\A\ufeff?(#.*\n|\r?\n)*")
 COPIED_FROM = re.compile(r"^(\ufeff?# Copied from tinyblock )(\S+)(?=: )", re.MULTILINE)
 IMPORT = re.compile(r"^from \.(\w*) import (\([^)]*\)|.*)", re.MULTILINE)
 # What `git diff --check` calls a leftover conflict marker.
@@ -126,23 +125,30 @@ class Copy:
         return CONFLICT if MARKER.search(text) else "merged with your edits", text
 
     def merge(self) -> str:
-        """Return the user's edits, merged by git with the changes in tinyblock."""
-        sides = {
-            "yours": renumber(read_exactly(self.path)),
-            "base": with_line_ends_of(self.path, renumber(self.base)),
-            "new": with_line_ends_of(self.path, self.new),
-        }
+        """Return the user's edits, merged by git with the changes in tinyblock.
+
+        git does not see the headers. An edited one stays as it is, because a line that
+        a tool deletes would conflict with any change beside it.
+        """
+        header, yours = split_header(renumber(read_exactly(self.path)))
+        base_header, base = split_header(
+            with_line_ends_of(self.path, renumber(self.base))
+        )
+        new_header, new = split_header(with_line_ends_of(self.path, self.new))
+        if header == base_header:
+            header = new_header
         command = ["git", "merge-file", "--stdout", "--diff3"]
         command += ["-L", "yours", "-L", f"tinyblock {self.version}, copied"]
-        command += ["-L", f"tinyblock {VERSION}", *sides]
+        command += ["-L", f"tinyblock {VERSION}", "yours", "base", "new"]
         with TemporaryDirectory() as folder:
-            for name, text in sides.items():
-                Path(folder, name).write_bytes(text.encode())
+            Path(folder, "yours").write_bytes(yours.encode())
+            Path(folder, "base").write_bytes(base.encode())
+            Path(folder, "new").write_bytes(new.encode())
             done = subprocess.run(command, cwd=folder, capture_output=True, check=False)
         if done.returncode > 127:  # up to 127 it is the number of conflicts
             reason = done.stderr.decode(errors="replace").strip()
             raise CommandError(f"git cannot merge {self.path}: {reason}")
-        return done.stdout.decode()
+        return header + done.stdout.decode()
 
 
 def read_copy(folder: Path, name: str) -> Copy:
@@ -219,6 +225,12 @@ def version_in(text: str) -> str:
 
 def numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
+def split_header(text: str) -> tuple[str, str]:
+    """Return the comments that a file begins with, and the layer below."""
+    layer = COMMENTS.sub("", text, count=1)
+    return text.removesuffix(layer), layer
 
 
 def renumber(text: str) -> str:

@@ -15,7 +15,6 @@ def test_a_copy_is_a_header_and_the_layer(project):
         "# Copyright (c) 2026 The tinyblock authors, MIT license: see LICENSE.tinyblock\n"
         "# flake8: noqa\n"
         "# fmt: off\n"
-        "\n"
     )
     layer = (copies.ROOT / "rope.py").read_text()
     assert project.rope.read_text() == header + layer

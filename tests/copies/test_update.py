@@ -76,8 +76,19 @@ def test_lines_that_are_deleted_from_the_header_stay_deleted(deleted, project):
     layer = '"""A new title.\n' + path.read_text().partition("\n")[2]
     path.write_text(layer)
     assert project.run("update", "rope") == {"rope.py": MERGED}
-    header = "".join(kept[: 5 - len(deleted)]).replace("0.1.0", "0.2.0")
+    header = "".join(kept[: 4 - len(deleted)]).replace("0.1.0", "0.2.0")
     assert project.rope.read_text() == header + layer
+
+
+def test_a_line_that_ruff_deleted_from_another_header_is_no_conflict(empty):
+    with empty.monkeypatch.context() as patch:
+        other = copies.HEADER.replace("noqa", "noqa: E501, F722, F821")
+        patch.setattr(copies, "HEADER", other)
+        empty.run("add", "rope")
+    empty.edit("rope.py", "# flake8: noqa: E501, F722, F821\n", "")
+    empty.release("0.2.0", rope="# new")
+    assert empty.run("update") == {"rope.py": MERGED}
+    assert empty.rope.read_text().endswith("# new\n")
 
 
 def test_a_missing_copy_is_restored(project):
