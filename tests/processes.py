@@ -35,31 +35,30 @@ def _run_once(command, processes):
     with tempfile.TemporaryFile("w+") as output:
         halves = [
             subprocess.Popen(
-                [sys.executable, __file__, *command],
-                env=environment | {"PYTHONHASHSEED": str(seed)},
+                [sys.executable, __file__, str(parity), *command],
+                env=environment | {"PYTHONHASHSEED": str(parity)},
                 stdout=output,
                 stderr=output,
             )
-            for seed in (0, 1)
+            for parity in (0, 1)
         ]
         codes = [half.wait() for half in halves]
         output.seek(0)
         return any(codes), output.read()
 
 
-def _fork():
-    """Become every other process, each with its rank, and run the script."""
+def _fork(parity, command):
+    """Become the processes of even or of odd rank, and run the script in each."""
     import torch._dynamo  # DTensor imports it, which takes as long as importing torch
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp  # noqa: F401
 
-    first = int(os.environ["PYTHONHASHSEED"])
     children = []
-    for rank in range(first, int(os.environ["WORLD_SIZE"]), 2):
+    for rank in range(parity, int(os.environ["WORLD_SIZE"]), 2):
         child = os.fork()
         if child == 0:
             os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-            sys.argv = sys.argv[1:]
+            sys.argv = command
             sys.path[0] = os.path.dirname(sys.argv[0])
             runpy.run_path(sys.argv[0], run_name="__main__")
             sys.exit()
@@ -69,4 +68,4 @@ def _fork():
 
 
 if __name__ == "__main__":
-    _fork()
+    _fork(int(sys.argv[1]), sys.argv[2:])
