@@ -6,6 +6,7 @@ import warnings
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,9 +23,8 @@ from tinyblock import (
     parallelize,
 )
 
-SHAPES = {1: (4,), 2: (2, 2), 3: (2, 1, 2)}  # of a mesh, by its number of axes
+SIZES_OF_MESHES = {1: (4,), 2: (2, 2), 3: (2, 1, 2)}  # by their number of axes
 ODD = 7  # a number of tokens that the number of processes does not divide
-SHAPE = (2, ODD, 16)
 SIZES: Any = {
     "d_model": 16,
     "num_heads": 8,
@@ -43,9 +43,8 @@ one_block = partial(
 )
 
 
-def mesh_of(axes):
-    names = tuple(axes.split())
-    return init_device_mesh("cpu", SHAPES[len(names)], mesh_dim_names=names)
+def mesh_of(*axes):
+    return init_device_mesh("cpu", SIZES_OF_MESHES[len(axes)], mesh_dim_names=axes)
 
 
 def seeded(build, seed=0):
@@ -56,6 +55,16 @@ def seeded(build, seed=0):
         if parameter.ndim == 1:
             nn.init.uniform_(parameter, 0.5, 1.5)
     return model
+
+
+def tp_size(mesh):
+    return mesh["tp"].size() if "tp" in mesh.mesh_dim_names else 1
+
+
+def own_part(batches, mesh):
+    """Return what this process takes of the batches; ranks along tp take the same."""
+    parts = batches.chunk(dist.get_world_size() // tp_size(mesh))
+    return parts[dist.get_rank() // tp_size(mesh)]
 
 
 def whole(tensor):
@@ -74,18 +83,11 @@ def assert_equal_parameters(model, reference):
         assert_close(whole(found.grad), exact.grad, msg=f"gradient of {name}")
 
 
-def split(mesh):
-    """Return the ranks of this process along tp and the data, and the data's size."""
-    tp = mesh["tp"].size() if "tp" in mesh.mesh_dim_names else 1
-    return dist.get_rank() % tp, dist.get_rank() // tp, 4 // tp
-
-
-def assert_like_one_process(model, mesh, reference, shape=SHAPE):
+def assert_like_one_process(model, mesh, reference, shape=(2, ODD, 16)):
     """Compare weights, all gradients and outputs with one process on the whole batch."""
-    _, rank, count = split(mesh)
     torch.manual_seed(1)
-    whole_x = torch.randn(count, *shape, dtype=torch.float64, requires_grad=True)
-    x = whole_x.detach()[rank].clone().requires_grad_()
+    whole_x = torch.randn(4, *shape, dtype=torch.float64, requires_grad=True)
+    x = own_part(whole_x.detach(), mesh).clone().requires_grad_()
     seq = shape[-2]
     positions = torch.randperm(16)[:seq]
     mask = torch.rand(seq, seq) < 0.7
@@ -95,20 +97,47 @@ def assert_like_one_process(model, mesh, reference, shape=SHAPE):
     out.square().mean().backward()
     assert_equal_parameters(model, reference)
     assert type(out) is torch.Tensor
-    assert_close(out, expected[rank])
-    assert_close(x.grad / count, whole_x.grad[rank])
+    assert_close(out, own_part(expected, mesh))
+    number_of_parts = len(whole_x) // len(x)
+    assert_close(x.grad / number_of_parts, own_part(whole_x.grad, mesh))
 
 
-def numbers(build, axes, shape=SHAPE):
-    """Compare a model that has the weights of the first rank along tp."""
-    mesh = mesh_of(axes)
-    model = parallelize(seeded(build, seed=split(mesh)[0]), mesh, recompute=True)
-    assert_like_one_process(model, mesh, seeded(build), shape)
+def assert_distributed_like_one_process(build, *axes, **options):
+    """Compare a model that each process builds from a seed of its own."""
+    mesh = mesh_of(*axes)
+    model = parallelize(seeded(build, seed=dist.get_rank()), mesh, recompute=True)
+    assert_like_one_process(model, mesh, seeded(build), **options)
 
 
-def weights_come_by_way_of_meta():
+def a_model_over_tp():
+    assert_distributed_like_one_process(transformer, "tp")
+
+
+def a_block_over_tp_with_one_token():
+    assert_distributed_like_one_process(one_block, "tp", shape=(2, 3, 1, 16))
+
+
+def a_block_over_dp():
+    assert_distributed_like_one_process(one_block, "dp")
+
+
+def a_model_over_both_axes_of_data():
+    assert_distributed_like_one_process(transformer, "dp_replicate", "dp")
+
+
+def a_model_over_all_axes():
+    assert_distributed_like_one_process(transformer, "dp_replicate", "dp", "tp")
+
+
+def an_activation_that_reads_all_of_d_ff():
+    softmax = partial(torch.softmax, dim=-1)
+    ffn = partial(FeedForward, activation=softmax)
+    assert_distributed_like_one_process(partial(one_block, ffn=ffn), "tp")
+
+
+def weights_by_way_of_meta():
     expected = seeded(transformer)
-    mesh = mesh_of("dp tp")
+    mesh = mesh_of("dp", "tp")
     model = parallelize(transformer(device="meta"), mesh)
     model.to_empty(device="cpu")
     options = distributed_state.StateDictOptions(
@@ -119,12 +148,59 @@ def weights_come_by_way_of_meta():
     assert_like_one_process(model, mesh, expected)
 
 
-def train(model, optimizer, steps, rank=0, count=1):
+def a_loss_over_a_part_of_the_tokens_in_each_process():
+    mesh = mesh_of("dp", "tp")
+    x = torch.randn(4, 8, 16, dtype=torch.float64)
+    reference = seeded(transformer)
+    reference(x).square().mean().backward()
+    model = parallelize(seeded(transformer), mesh)
+    out = model(own_part(x, mesh))
+    own_tokens = out.chunk(tp_size(mesh), dim=-2)[mesh["tp"].get_local_rank()]
+    own_tokens.square().mean().backward()
+    assert_equal_parameters(model, reference)
+
+
+def different_tensors_along_tp_raise():
+    mesh = mesh_of("dp", "tp")
+    rank = mesh["tp"].get_local_rank()
+    x = torch.randn(2, 8, 16, dtype=torch.float64, generator=torch.manual_seed(0))
+    positions = torch.arange(8)
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    other_x = x.clone()
+    other_x[1, 7, 15] += rank
+    other_mask = mask.clone()
+    other_mask[7, 6] = rank == 0
+    model = parallelize(transformer(), mesh)
+    with pytest.raises(
+        ValueError, match=r"differences .* \(2, 8, 16\).* rank along 'dp'"
+    ):
+        model(other_x, positions, mask)
+    with pytest.raises(ValueError, match=r"differences of up to 1 .* \(8,\)"):
+        model(x, token_positions=positions + rank, mask=mask)
+    with pytest.raises(ValueError, match=r"differences of up to 1 .* \(8, 8\)"):
+        model(x, positions, other_mask)
+    with pytest.raises(ValueError, match=r"shapes .*\(2, 8, 16\).*\(2, 7, 16\)"):
+        model(x[:, rank:])
+    with pytest.raises(ValueError, match="shapes"):
+        model(x, mask=mask if rank == 0 else None)
+
+
+def x_that_processes_along_tp_round_differently_passes():
+    mesh = mesh_of("dp", "tp")
+    x = torch.randn(2, 8, 16, dtype=torch.float64, generator=torch.manual_seed(0))
+    one_unit_in_bfloat16 = 2.0**-8
+    rounded = x * (1 + mesh["tp"].get_local_rank() * one_unit_in_bfloat16)
+    parallelize(transformer(), mesh)(rounded)
+
+
+def train(model, optimizer, steps, mesh=None):
     """Train on batches drawn by their step alone, and return the norms of gradients."""
     norms = []
     for step in steps:
         torch.manual_seed(step)
-        x = torch.randn(4, ODD, 16, dtype=torch.float64).chunk(count)[rank]
+        x = torch.randn(4, ODD, 16, dtype=torch.float64)
+        if mesh is not None:
+            x = own_part(x, mesh)
         model(x=x).square().mean().backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
@@ -137,57 +213,63 @@ def with_optimizer(model):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+def clipping_and_adamw_over_tp():
+    """Of the gradient of a gain, each process has a part, and torch adds them up."""
+    reference, optimizer = with_optimizer(seeded(transformer))
+    expected = train(reference, optimizer, range(3))
+    mesh = mesh_of("tp")
+    model, optimizer = with_optimizer(parallelize(seeded(transformer), mesh))
+    assert_close(train(model, optimizer, range(3), mesh), expected)
+    assert_equal_parameters(model, reference)
+
+
 def state_of(model, optimizer):
     weights, state = distributed_state.get_state_dict(model, optimizer)
     return {"model_state_dict": weights, "optim_state_dict": state}
 
 
-def clipping_and_adamw():
-    """Of the gradient of a gain, each process has a part, and torch adds them up."""
+def training_resumes_on_another_mesh():
     reference, optimizer = with_optimizer(seeded(transformer))
     expected = train(reference, optimizer, range(3))
-    model, optimizer = with_optimizer(parallelize(seeded(transformer), mesh_of("tp")))
-    assert_close(train(model, optimizer, range(3)), expected)
-    assert_equal_parameters(model, reference)
-
-
-def training_with_clipping_resumes_on_another_mesh():
-    reference, optimizer = with_optimizer(seeded(transformer))
-    expected = train(reference, optimizer, range(3))
-    mesh = mesh_of("dp tp")
+    mesh = mesh_of("dp", "tp")
     model, optimizer = with_optimizer(parallelize(seeded(transformer), mesh))
-    norms = train(model, optimizer, range(2), *split(mesh)[1:])
+    norms = train(model, optimizer, range(2), mesh)
     checkpoint.save(state_of(model, optimizer), checkpoint_id="checkpoint")
-    model, optimizer = with_optimizer(parallelize(transformer(), mesh_of("tp")))
+    mesh = mesh_of("tp")
+    model, optimizer = with_optimizer(parallelize(transformer(), mesh))
     state = state_of(model, optimizer)
     checkpoint.load(state, checkpoint_id="checkpoint")
     distributed_state.set_state_dict(model, optimizer, **state)
-    norms += train(model, optimizer, range(2, 3))
+    norms += train(model, optimizer, range(2, 3), mesh)
     assert_close(norms, expected)
     assert_equal_parameters(model, reference)
 
 
-CHECKS: Any = {
-    "a model over tp": partial(numbers, transformer, "tp"),
-    "a block over tp": partial(numbers, one_block, "tp", shape=(2, 3, 1, 16)),
-    "a block over dp": partial(numbers, one_block, "dp"),
-    "a model over axes of data": partial(numbers, transformer, "dp_replicate dp"),
-    "a model over all axes": partial(numbers, transformer, "dp_replicate dp tp"),
-    "weights by way of meta": weights_come_by_way_of_meta,
-    "clipping and AdamW over tp": clipping_and_adamw,
-    "training on one mesh after another": training_with_clipping_resumes_on_another_mesh,
-}
+CHECKS = [
+    a_model_over_tp,
+    a_block_over_tp_with_one_token,
+    a_block_over_dp,
+    a_model_over_both_axes_of_data,
+    a_model_over_all_axes,
+    an_activation_that_reads_all_of_d_ff,
+    weights_by_way_of_meta,
+    a_loss_over_a_part_of_the_tokens_in_each_process,
+    different_tensors_along_tp_raise,
+    x_that_processes_along_tp_round_differently_passes,
+    clipping_and_adamw_over_tp,
+    training_resumes_on_another_mesh,
+]
 
 
 def main():
     warnings.simplefilter("error")
     os.chdir(sys.argv[1])
     dist.init_process_group("gloo")
-    for name, run in CHECKS.items():
-        run()
+    for check in CHECKS:
+        check()
         dist.barrier()
         if dist.get_rank() == 0:
-            print("passed", name, flush=True)
+            print("passed", check.__name__, flush=True)
     dist.destroy_process_group()
 
 

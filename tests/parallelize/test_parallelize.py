@@ -2,10 +2,11 @@
 
 import copy
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from parallelize import checks
 from parallelize.checks import mesh_of, one_block, seeded, transformer
 from processes import run
@@ -23,7 +24,7 @@ def four_processes(tmp_path_factory):
     return run(checks.__file__, folder, processes=4)[1]
 
 
-@pytest.mark.parametrize("name", checks.CHECKS)
+@pytest.mark.parametrize("name", [check.__name__ for check in checks.CHECKS])
 def test_four_processes_compute_what_one_computes(name, four_processes):
     assert f"passed {name}" in four_processes.splitlines(), four_processes
 
@@ -31,57 +32,111 @@ def test_four_processes_compute_what_one_computes(name, four_processes):
 @pytest.fixture(autouse=True)
 def _fake_processes():
     """Be the first of four processes, of which the others do nothing."""
-    torch.distributed.init_process_group(
-        "fake", store=FakeStore(), rank=0, world_size=4
-    )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
-    torch.distributed.destroy_process_group()
+    dist.destroy_process_group()
 
 
-fused = one_block(ffn=SwiGLU)
-fused.ffn.w1 = nn.Linear(16, 64)
-low_rank = one_block(ffn=SwiGLU)
-low_rank.ffn.w1.lora_a = nn.Parameter(torch.ones(1, 16))
-tied = one_block(ffn=SwiGLU)
-tied.ffn.w3 = tied.ffn.w1
-REJECTED: Any = [
-    ("data", one_block(), {}, r"axes .*'tp'.* got \('data',\)"),
-    ("tp dp", one_block(), {}, r"axes .* got \('tp', 'dp'\)"),
-    ("tp", one_block(num_heads=2, num_kv_heads=1, d_head=2), {}, "num_heads .* 4 .* 2"),
-    ("tp", one_block(num_kv_heads=2), {}, "num_kv_heads .* got 2"),
-    ("tp", one_block(d_ff=6), {}, "d_ff .* got 6"),
-    ("tp", fused, {}, r"ffn\.w1 .* 32, got 64"),
-    ("tp", low_rank, {}, r"layers\.1\.ffn\.w1\.lora_a"),
-    ("tp", tied, {}, r"layers\.1\.ffn\.w1\.weight and layers\.1\.ffn\.w3"),
-    ("dp", tied, {}, r"layers\.1\.ffn\.w1\.weight and layers\.1\.ffn\.w3"),
-    ("tp", one_block(), {"mp_policy": None}, "'dp' for mp_policy"),
-    ("dp tp", one_block(), {"mp_polcy": None}, "mp_polcy"),
-]
+def assert_rejects(model, mesh, message, **options):
+    """Assert that parallelize raises, and leaves the model as it was."""
+    parameters = dict(model.named_parameters())
+    values = copy.deepcopy(model.state_dict())
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    with pytest.raises((ValueError, TypeError), match=message):
+        parallelize(model, mesh, **options)
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name], name
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[name]), name
+    for module, forward in zip(model.modules(), forwards, strict=True):
+        assert not module._forward_pre_hooks
+        assert vars(module).get("forward") is forward
 
 
-@pytest.mark.parametrize(("axes", "block", "options", "message"), REJECTED)
-def test_parallelize_rejects_before_it_changes_anything(axes, block, options, message):
+def with_second_block(block):
     model = transformer()
     model.layers[1] = block
-    before = dict(model.named_parameters())
-    with pytest.raises((ValueError, TypeError), match=message):
-        parallelize(model, mesh_of(axes), recompute=True, compile=True, **options)
-    for name, parameter in model.named_parameters():
-        assert parameter is before[name], name
-    for module in model.modules():
-        assert not module._forward_pre_hooks
-        assert "forward" not in vars(module)
+    return model
+
+
+def block_of(**parts):
+    """Return a block with SwiGLU that has other layers in its feed-forward layer."""
+    block = one_block(ffn=SwiGLU)
+    for name, layer in parts.items():
+        setattr(block.ffn, name, layer)
+    return block
+
+
+@pytest.mark.parametrize("axes", [("data",), ("tp", "dp"), ("dp_replicate", "tp")])
+def test_other_axes_are_rejected(axes):
+    message = r"axes .*'tp'.* got \(" + ", ".join(f"'{axis}'" for axis in axes)
+    assert_rejects(one_block(), mesh_of(*axes), message)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_heads": 2, "num_kv_heads": 1, "d_head": 2}, "num_heads .* 4 .* got 2"),
+        ({"num_kv_heads": 2}, "num_kv_heads .* 4 .* got 2"),
+        ({"d_ff": 6}, "d_ff .* 4 .* got 6"),
+    ],
+)
+def test_tp_rejects_sizes_that_it_does_not_divide(sizes, message):
+    model = with_second_block(one_block(**sizes))
+    assert_rejects(model, mesh_of("tp"), message)
+
+
+def test_tp_rejects_a_gate_in_the_weight_of_the_value():
+    model = with_second_block(block_of(w1=nn.Linear(16, 64)))
+    assert_rejects(model, mesh_of("tp"), r"ffn\.w1 .* 32, got 64")
+
+
+def test_tp_rejects_a_parameter_without_a_rule():
+    block = block_of()
+    block.ffn.w1.lora_a = nn.Parameter(torch.ones(1, 16))
+    model = with_second_block(block)
+    assert_rejects(model, mesh_of("tp"), r"layers\.1\.ffn\.w1\.lora_a")
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp"])
+def test_modules_of_blocks_that_share_a_parameter_are_rejected(axis):
+    linear = nn.Linear(16, 32)
+    model = with_second_block(block_of(w1=linear, w3=linear))
+    message = r"layers\.1\.ffn\.w1\.weight and layers\.1\.ffn\.w3\.weight"
+    assert_rejects(model, mesh_of(axis), message)
+
+
+def test_tp_rejects_dropout():
+    model = with_second_block(block_of(dropout=nn.Dropout(0.1)))
+    assert_rejects(model, mesh_of("tp"), r"layers\.1\.ffn\.dropout .* got 0\.1")
+
+
+def test_tp_accepts_dropout_that_drops_nothing():
+    model = with_second_block(block_of(dropout=nn.Dropout(0.0)))
+    parallelize(model, mesh_of("tp"))
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp"])
+def test_compile_rejects_a_forward_that_is_set_on_a_block(axis):
+    model = transformer()
+    model.layers[1].forward = lambda x, token_positions, mask: x
+    message = "compile.* forward .* subclass"
+    assert_rejects(model, mesh_of(axis), message, compile=True)
+
+
+def test_wrong_options_of_fully_shard_are_rejected():
+    assert_rejects(transformer(), mesh_of("dp", "tp"), "mp_polcy", mp_polcy=None)
+
+
+def test_options_of_fully_shard_require_dp():
+    message = "'dp' for mp_policy"
+    assert_rejects(transformer(), mesh_of("tp"), message, mp_policy=None)
 
 
 def test_tp_requires_torch_2_13(monkeypatch):
-    model = one_block()
-    before = dict(model.named_parameters())
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
-    with pytest.raises(ValueError, match=r"2\.13 .* 'tp', got 2\.12\.1: .* only 'dp'"):
-        parallelize(model, mesh_of("tp"))
-    assert all(
-        parameter is before[name] for name, parameter in model.named_parameters()
-    )
+    message = r"2\.13 .* 'tp', got 2\.12\.1: .* only 'dp'"
+    assert_rejects(one_block(), mesh_of("tp"), message)
 
 
 def test_tp_accepts_an_alpha_of_torch_2_13(monkeypatch):
@@ -114,12 +169,11 @@ def test_compiled_parallel_model_rejects_an_x_of(shape, message):
 def test_options_reach_fully_shard():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = transformer(dtype=torch.float32)
-    parallelize(model, mesh_of("dp tp"), mp_policy=policy)
+    parallelize(model, mesh_of("dp", "tp"), mp_policy=policy)
     assert model(torch.randn(2, 8, 16)).dtype == torch.bfloat16
 
 
 def test_copies_over_tp_have_their_own_weights(monkeypatch):
-
     def uncompiled(function, **options):
         return lambda *args: function(*args)  # as torch returns a function
 
@@ -140,14 +194,28 @@ def collectives(recorded):
     return gathers, counts.get("_c10d_functional::reduce_scatter_tensor")
 
 
+def test_the_program_of_the_page_counts_its_collectives(tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "parallel.md"
+    _, _, rest = page.read_text().partition("`measure.py`:\n\n```py\n")
+    script = tmp_path / "measure.py"
+    script.write_text(rest.partition("```")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    failed, printed = run(script)
+    assert not failed, printed
+    assert "17 times c10d::allgather" in printed
+    assert "17 times c10d::reduce_scatter" in printed
+    assert Path("trace-1.json").exists()
+
+
 # To recompute stops where the backward pass has all that it needs: before w2's scatter.
 @pytest.mark.parametrize(
-    ("recompute", "in_backward"), [(False, (5, 4)), (True, (9, 6))]
+    ("recompute", "in_backward"), [(False, (5, 5)), (True, (9, 7))]
 )
 def test_a_block_needs_two_gathers_and_two_scatters_in_each_direction(
     recompute, in_backward
 ):
-    """Two blocks, and one gather for the output or for the gradient of the input."""
+    """Two blocks, and one more for the output, for its gradient, and for the gradient of x."""
     model = parallelize(transformer(), mesh_of("tp"), recompute=recompute)
     x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
     with torch.profiler.profile() as forward:
@@ -168,7 +236,7 @@ def test_compiled_blocks_share_one_graph_and_compute_what_eager_ones_do(monkeypa
     x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
     for compile in (False, True):
         model = seeded(transformer)
-        parallelize(model, mesh_of("dp tp"), recompute=True, compile=compile)
+        parallelize(model, mesh_of("dp", "tp"), recompute=True, compile=compile)
         out = model(x)
         out.square().mean().backward()
         gradients = [parameter.grad.to_local() for parameter in model.parameters()]
