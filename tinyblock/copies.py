@@ -329,7 +329,9 @@ def add(arguments: argparse.Namespace) -> int:
     """Copy layers, and what they import, into a folder."""
     names = [f"{layer}.py" for layer in arguments.layers]
     if arguments.with_tests:
-        names += [f"contract/{path.name}" for path in ROOT.glob("contract/*.py")]
+        names += ["contract/__init__.py", "contract/conftest.py"]
+        pages = [f"contract/test_{layer}.py" for layer in arguments.layers]
+        names += [page for page in pages if (ROOT / page).exists()]
     copies = [read_copy(arguments.folder, name) for name in names]
     code = bring_up_to_date(arguments.folder, copies)
     if not (arguments.folder / "typecheck.py").exists():
@@ -492,7 +494,7 @@ def parser() -> Parser:
     command.add_argument(
         "--with-tests",
         action="store_true",
-        help="also copy the tests of all layers (default: copy no tests)",
+        help="also copy the tests of these layers (default: copy no tests)",
     )
 
     command = commands.add_parser(

@@ -1,4 +1,4 @@
-"""A case is a layer with its options, its formula, and an input."""
+"""A case of a layer: its options, an input, and the formula that gives the result."""
 
 import inspect
 import math
@@ -41,42 +41,56 @@ class Function(nn.Module):
 
 
 class Weights(dict[str, Tensor]):
+    """The weights of a layer, by their names in its state dict."""
+
     def __missing__(self, name):
         names = ", ".join(self) or "none"
-        pytest.fail(
-            f"the layer must have the weight {name}, got {names}", pytrace=False
+        fail(f"the layer must have the weight {name}, got {names}")
+
+    def of(self, part):
+        """Return the weights of a part of the layer, by their names in that part."""
+        prefix = f"{part}."
+        return Weights(
+            (name.removeprefix(prefix), weight)
+            for name, weight in self.items()
+            if name.startswith(prefix)
         )
 
 
 @dataclass
 class Case:
-    """`formula(x, weights, **inputs, **options)` is the equation, in the dtype of x.
+    """A class or function of a layer's file, with options and an input.
 
-    `weights` has the layer's parameters by their names in the state dict. The formula of
-    a function takes them one by one, as the function does.
+    `formula(x, weights, **inputs, **options)` is the equation, in the dtype of x.
+    `weights` are the layer's Weights. The formula of a function takes them one by one,
+    as the function does.
     """
 
-    layer: str  # such as "rope.apply_rope"
+    layer: str  # the name of the file, such as "rope"
+    name: str  # of the class or function, such as "apply_rope"
     formula: Callable[..., Tensor]
     shape: tuple[int, ...]  # of x
     options: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)  # token_positions, mask
-    weights: list[tuple[int, ...]] | None = None  # of a function
+    weights: list[tuple[int, ...]] | None = None  # the shapes of a function's
     scale: float = 1.0  # of x
-    rounds_once: bool = False
-    is_common: bool = True  # every correct layer takes this input
+    rounds_once: bool = False  # in half precision
+    is_common: bool = True  # every correct layer, whoever wrote it, takes this input
+
+    def find(self):
+        """Return the class or function, or None if the file does not have it."""
+        return getattr(load(self.layer), self.name, None)
 
     def construct(self, **changed):
         """Construct the layer; skip the test if it lacks an option or an input."""
-        file, _, name = self.layer.partition(".")
-        layer = getattr(load(file), name, None)
+        layer = self.find()
         if layer is None:
-            pytest.skip(f"there is no {self.layer}")
+            pytest.skip(f"there is no {self.name} in {self.layer}.py")
         options = {**self.options, **changed}
         if self.weights is not None:
             self.require(layer, "x", *self.weights, **options, **self.inputs)
             return Function(layer, self.weights, options)
-        if file in foreign and options.get("rope"):
+        if self.layer in foreign and isinstance(options.get("rope"), Rope):
             use_rope_of(layer, options)
         # A copy may change the default.
         if "eps" in inspect.signature(layer).parameters:
@@ -90,7 +104,7 @@ class Case:
         try:
             inspect.signature(function).bind(*arguments, **named)
         except TypeError as error:
-            pytest.skip(f"{self.layer} takes other arguments: {error}")
+            pytest.skip(f"{self.name} takes other arguments: {error}")
 
     def build(self, device="cpu", dtype=torch.float64):
         """Construct the layer with seeded gains around 1 and matrices that keep lengths."""
@@ -103,9 +117,10 @@ class Case:
         return module.to(device)
 
     def arguments(self, device="cpu", dtype=torch.float64):
-        """Return x and the other inputs."""
+        """Return x and copies of the other inputs, which a wrong layer may overwrite."""
         x = (self.scale * randn(*self.shape)).to(device, dtype).requires_grad_()
-        return x, {name: tensor.to(device) for name, tensor in self.inputs.items()}
+        inputs = self.inputs.items()
+        return x, {name: tensor.to(device, copy=True) for name, tensor in inputs}
 
     def first(self, count):
         """Return x and the other inputs for the first tokens, in float32."""
@@ -130,24 +145,38 @@ class Case:
         """Compare a result and its gradients with those of the formula."""
         exact, gradients = self.exact(module, x)
         unit = UNITS[dtype] * torch.finfo(dtype).eps
-        check_close(f"result in {dtype}", result, exact, unit * exact.norm())
+        check_close(f"result in {name_of(dtype)}", result, exact, unit * exact.norm())
         # Terms of a gradient that are as large as another gradient may cancel out.
         largest = max(gradient.norm() for gradient in gradients.values())
         actual = gradients_of(result, x, dict(module.named_parameters()))
         for name, gradient in actual.items():
-            title = f"gradient of {name} in {dtype}"
+            title = f"gradient of {name} in {name_of(dtype)}"
             check_close(title, gradient, gradients[name], unit * largest)
 
 
-def case_of(layer, formula, *shape, inputs=None, is_common=True, **options):
-    """Return a case of a layer whose first option is the last size of x."""
+def case_of(layer, name, formula, *shape, inputs=None, is_common=True, **options):
+    """Return a case of a class whose first option is the last size of x."""
     options = {"d_model": shape[-1], **options}
-    return Case(layer, formula, shape, options, inputs or {}, is_common=is_common)
+    return Case(layer, name, formula, shape, options, inputs or {}, is_common=is_common)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """RoPE as an option of other layers, which is called as `rope(x, token_positions)`.
+
+    A layer that is not a copy of tinyblock's has RoPE of this theta in its own way.
+    """
+
+    formula: Callable[..., Tensor]
+    theta: float = THETA
+
+    def __call__(self, x, token_positions=None):
+        return self.formula(x, token_positions, theta=self.theta)
 
 
 def use_rope_of(layer, options):
     """Give a layer that is not a copy the RoPE beside it, or the options of one."""
-    table = {"theta": THETA, "max_seq_len": TABLE}
+    table = {"theta": options["rope"].theta, "max_seq_len": TABLE}
     if "rope" not in inspect.signature(layer).parameters:
         del options["rope"]
         options.update(table)
@@ -178,7 +207,7 @@ def check_close(name, actual, expected, allowed):
     got = actual.detach().cpu().double()
     if got.shape != expected.shape:
         shapes = f"got {tuple(got.shape)}, expected {tuple(expected.shape)}"
-        pytest.fail(f"shape of {name}: {shapes}", pytrace=False)
+        fail(f"shape of {name}: {shapes}")
     error = got - expected
     if not error.norm() <= allowed:  # also if it is NaN
         worst = error.abs().argmax()
@@ -186,4 +215,14 @@ def check_close(name, actual, expected, allowed):
         wanted = f"expected {expected.flatten()[worst]:.9g}"
         values = f"got {got.flatten()[worst]:.9g}, {wanted}"
         norm = f"the error's norm is {error.norm():.2g}, allowed {allowed:.2g}"
-        pytest.fail(f"{name} at {at}: {values}; {norm}", pytrace=False)
+        fail(f"{name} at {at}: {values}; {norm}")
+
+
+def name_of(dtype):
+    """Return "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def fail(message):
+    """Fail with a message alone, because the traceback would show the contract's code."""
+    pytest.fail(message, pytrace=False)

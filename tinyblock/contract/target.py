@@ -9,8 +9,6 @@ from types import ModuleType
 import pytest
 
 ALL = ("rmsnorm", "ffn", "rope", "attention", "block", "transformer")
-# The layers are imported from below this name. So no installed package hides them.
-ROOT = re.sub(r"\W", "_", f"layers_of_{__package__}")
 ABOVE = Path(__file__).resolve().parents[1]
 found: dict[str, str] = {}  # the full name of each layer's module
 foreign: set[str] = set()  # layers that are not copies of tinyblock's, or import one
@@ -20,13 +18,6 @@ def select(path: Path) -> None:
     """Find the layers in a folder, or the one in a file."""
     path = path.resolve()
     folder = path if path.is_dir() else path.parent
-    outside = folder
-    while (outside / "__init__.py").is_file():
-        outside = outside.parent
-    root = ModuleType(ROOT)
-    root.__path__ = [str(outside)]
-    sys.modules[ROOT] = root
-    package = ".".join((ROOT, *folder.relative_to(outside).parts))
     selected = [
         layer
         for layer in ALL
@@ -34,12 +25,34 @@ def select(path: Path) -> None:
         and (folder / f"{layer}.py").is_file()
     ]
     if not selected:
-        names = ", ".join(ALL)
-        raise pytest.UsageError(f"{path} must exist, and be or contain one of {names}")
+        raise pytest.UsageError(
+            f"{path} must exist, and be or contain one of {', '.join(ALL)}"
+        )
+    package = _package_of(folder)
     for layer in selected:
         found[layer] = f"{package}.{layer}"
         if not _is_own(folder, layer):
             foreign.add(layer)
+
+
+def load(layer: str) -> ModuleType:
+    return importlib.import_module(found[layer])
+
+
+def _package_of(folder: Path) -> str:
+    """Return the name below which Python imports the layers of a folder."""
+    # Beside its layers, the contract tests the modules that their project imports.
+    above = (__package__ or "").rpartition(".")[0]
+    if str(folder) in map(str, getattr(sys.modules.get(above), "__path__", ())):
+        return above
+    # Elsewhere, no installed package of the same name may hide them.
+    outside = folder
+    while (outside / "__init__.py").is_file():
+        outside = outside.parent
+    root = ModuleType(re.sub(r"\W", "_", f"layers_of_{__package__}"))
+    root.__path__ = [str(outside)]
+    sys.modules[root.__name__] = root
+    return ".".join((root.__name__, *folder.relative_to(outside).parts))
 
 
 def _is_own(folder: Path, module: str) -> bool:
@@ -53,7 +66,3 @@ def _is_own(folder: Path, module: str) -> bool:
         r"^from \.(\w+) import", path.read_text("utf-8"), re.MULTILINE
     )
     return all(_is_own(folder, name) for name in imported)
-
-
-def load(layer: str) -> ModuleType:
-    return importlib.import_module(found[layer])

@@ -13,7 +13,22 @@ import pytest
 import torch
 from einops import EinopsError
 
-from .checks import EPS, Case, case_of, check_close, randn
+from .checks import EPS, Case, Rope, case_of, check_close, randn
+from .every_layer import (  # noqa: F401  with the tables of this page
+    test_any_strides,
+    test_built_on_meta,
+    test_calls_change_nothing,
+    test_compiles_to_one_graph,
+    test_equation,
+    test_equation_under_autocast,
+    test_initial_weights,
+    test_later_tokens_change_nothing,
+    test_layer_is_defined,
+    test_rejects_option,
+    test_reset_parameters,
+    test_rounds_once,
+)
+from .target import foreign
 from .test_rmsnorm import rms_norm
 from .test_rope import OF_FOUR, POSITIONS, rope_of_positions
 
@@ -89,11 +104,12 @@ def mask_of(*shape):
 
 
 case = functools.partial(
-    case_of, "attention.CausalMultiHeadSelfAttention", self_attention, num_heads=4
+    case_of, "attention", "CausalMultiHeadSelfAttention", self_attention, num_heads=4
 )
 of_function = functools.partial(
     Case,
-    "attention.scaled_dot_product_attention",
+    "attention",
+    "scaled_dot_product_attention",
     attend,
     shape=(2, 3, 5, 8),
     weights=[(2, 3, 7, 8), (2, 3, 7, 4)],
@@ -109,7 +125,8 @@ def of_whole_layer(kv_width, **options):
         return self_attention(x, named, num_kv_heads=kv_width // 6, **options)
 
     return Case(
-        "attention.causal_multi_head_self_attention",
+        "attention",
+        "causal_multi_head_self_attention",
         formula,
         shape=(2, 7, 24),
         options=options,
@@ -117,50 +134,68 @@ def of_whole_layer(kv_width, **options):
     )
 
 
-ROPE = {"rope": rope_of_positions}
+ROPE = {"rope": Rope(rope_of_positions)}
+OTHER_THETA = {"rope": Rope(rope_of_positions, theta=1e4)}
 SOME_KEYS = {"mask": torch.ones(5, 7).triu(-1) > 0}
 OPTIONS = {"num_kv_heads": 2, "d_head": 20, "qk_norm": True, **ROPE}
+EACH = {"token_positions": POSITIONS}
 BOTH = {"token_positions": POSITIONS, "mask": mask_of(2, 7, 7)}
 OF_ONE_SEQUENCE = {"token_positions": POSITIONS[0], "mask": mask_of(7, 7)}
+# From plain to special. The first one that fails leads to the cause (docs/verify.md).
 CASES = {
+    "function, no mask": of_function(),
+    "function": of_function(inputs=SOME_KEYS),
+    "function, a query without keys": of_function(
+        inputs={"mask": mask_of(5, 7)}, is_common=False
+    ),
+    "one token": case(2, 1, 24, num_heads=2),
+    "one head": case(2, 7, 24, num_heads=1),
     "plain": case(2, 7, 24),
-    "two heads, one token": case(2, 1, 24, num_heads=2),
+    "80 tokens": case(1, 80, 64, num_heads=1),  # longer than a window or a fixed mask
+    "positions": case(2, 7, 24, inputs=EACH, **ROPE),
+    "another theta": case(2, 7, 24, inputs=EACH, **OTHER_THETA),
+    "positions, as many sequences as heads": case(
+        4, 7, 24, inputs={"token_positions": OF_FOUR}, **ROPE
+    ),
+    "RoPE": case(2, 7, 24, is_common=False, **ROPE),
     "one key head, RoPE": case(2, 7, 24, num_kv_heads=1, **ROPE),
     "normalized, another eps": case(2, 7, 24, qk_norm=True, eps=1e-3),
+    "all options": case(2, 7, 24, inputs=BOTH, **OPTIONS),
     "mask of one row": case(1, 7, 24, inputs={"mask": mask_of(1, 7)}, is_common=False),
     "padding mask, as many sequences": case(
         7, 7, 24, inputs={"mask": mask_of(7, 1, 7)}
-    ),
-    "RoPE": case(2, 7, 24, **ROPE),
-    "positions": case(2, 7, 24, inputs={"token_positions": POSITIONS}, **ROPE),
-    "positions, as many sequences as heads": case(
-        4, 7, 24, inputs={"token_positions": OF_FOUR}, **ROPE
     ),
     "no batch axis": case(7, 24, inputs=OF_ONE_SEQUENCE, is_common=False, **ROPE),
     "two batch axes": case(
         2, 3, 7, 24, inputs=OF_ONE_SEQUENCE, is_common=False, **ROPE
     ),
-    "one sequence": case(1, 5, 24, **ROPE),
-    "all options": case(2, 7, 24, inputs=BOTH, **OPTIONS),
     "empty batch": case(0, 5, 24, num_kv_heads=2, is_common=False),
-    "80 tokens": case(1, 80, 64, num_heads=1),  # longer than a window or a fixed mask
-    "function": of_function(inputs=SOME_KEYS),
-    "function, no mask": of_function(),
-    "function, a query without keys": of_function(
-        inputs={"mask": mask_of(5, 7)}, is_common=False
-    ),
     "equation": of_whole_layer(24, num_heads=4),
     "equation, two key heads, RoPE": of_whole_layer(12, num_heads=4, **ROPE),
 }
-LAYERS = {
-    "plain": {
-        "eps": (0.0,),
-        "d_head": (0,),
-        "num_heads": (5,),
-        "num_kv_heads": (3,),
-    },
-    "all options": {"d_model": (0,)},
+TYPICAL = ["plain", "all options"]
+REJECTED = {
+    "d_model": (0,),
+    "num_heads": (5,),
+    "num_kv_heads": (3,),
+    "d_head": (0,),
+    "eps": (0.0,),
 }
+
+
+@pytest.mark.numbers
+def test_positions_are_0_1_2_if_none_are_passed():
+    """A layer whose RoPE requires positions may raise an error, but not ignore RoPE."""
+    case = CASES["RoPE"]
+    layer = case.build(dtype=torch.float32)
+    x, _ = case.arguments(dtype=torch.float32)
+    try:
+        result = layer(x)
+    except Exception as error:
+        if "attention" not in foreign:
+            raise
+        pytest.skip(f"the layer requires token_positions: {error}")
+    case.check(result, layer, x, torch.float32)
 
 
 @pytest.mark.numbers

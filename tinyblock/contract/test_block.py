@@ -7,18 +7,24 @@ import pytest
 import torch
 from torch import nn
 
-from .checks import EPS, Weights, case_of, randn
-from .test_attention import BOTH, OPTIONS, ROPE, self_attention
+from .checks import EPS, case_of, randn
+from .every_layer import (  # noqa: F401  with the tables of this page
+    test_any_strides,
+    test_built_on_meta,
+    test_calls_change_nothing,
+    test_compiles_to_one_graph,
+    test_equation,
+    test_equation_under_autocast,
+    test_initial_weights,
+    test_later_tokens_change_nothing,
+    test_layer_is_defined,
+    test_rejects_option,
+    test_reset_parameters,
+)
+from .test_attention import BOTH, OPTIONS, OTHER_THETA, ROPE, self_attention
 from .test_ffn import swiglu_of_weights
 from .test_rmsnorm import rms_norm
 from .test_rope import OF_FOUR, POSITIONS
-
-
-def weights_of(part, weights):
-    """Return the weights of a part of a layer, by their names in that part."""
-    prefix = f"{part}."
-    names = [name for name in weights if name.startswith(prefix)]
-    return Weights({name.removeprefix(prefix): weights[name] for name in names})
 
 
 def pre_norm_block(
@@ -31,23 +37,27 @@ def pre_norm_block(
     **heads,
 ):
     normed = rms_norm(x, weights["ln1.weight"], eps)
-    attn = weights_of("attn", weights)
+    attn = weights.of("attn")
     y = x + self_attention(normed, attn, token_positions, mask, eps=eps, **heads)
     return y + swiglu_of_weights(
-        rms_norm(y, weights["ln2.weight"], eps), weights_of("ffn", weights)
+        rms_norm(y, weights["ln2.weight"], eps), weights.of("ffn")
     )
 
 
-case = functools.partial(case_of, "block.Block", pre_norm_block, num_heads=4, d_ff=96)
+case = functools.partial(
+    case_of, "block", "Block", pre_norm_block, num_heads=4, d_ff=96
+)
 CASES = {
     "RoPE": case(2, 7, 24, **ROPE),
+    "another theta": case(2, 7, 24, **OTHER_THETA),
     "all options": case(2, 7, 24, inputs=BOTH, eps=1e-3, **OPTIONS),
     "positions, as many sequences as heads": case(
         4, 7, 24, inputs={"token_positions": OF_FOUR}, **ROPE
     ),
     "no batch axis": case(5, 24, is_common=False, **ROPE),
 }
-LAYERS = {"RoPE": {"eps": (0.0,)}}
+TYPICAL = ["RoPE"]
+REJECTED = {"eps": (0.0,)}
 
 
 class Double(nn.Module):

@@ -12,6 +12,19 @@ import pytest
 from torch import nn
 
 from .checks import Case, case_of
+from .every_layer import (  # noqa: F401  with the tables of this page
+    test_any_strides,
+    test_built_on_meta,
+    test_calls_change_nothing,
+    test_compiles_to_one_graph,
+    test_equation,
+    test_equation_under_autocast,
+    test_initial_weights,
+    test_later_tokens_change_nothing,
+    test_layer_is_defined,
+    test_rejects_option,
+    test_reset_parameters,
+)
 
 
 def sigmoid(x):
@@ -47,15 +60,15 @@ def feed_forward_of_weights(x, weights, activation=gelu, **sizes):
 
 
 def of_function(formula, *weights, **options):
-    name = f"ffn.{formula.__name__}"
-    return Case(name, formula, (2, 3, 5), options, weights=list(weights))
+    name = formula.__name__
+    return Case("ffn", name, formula, (2, 3, 5), options, weights=list(weights))
 
 
-swiglu_case = functools.partial(case_of, "ffn.SwiGLU", swiglu_of_weights)
-ffn_case = functools.partial(case_of, "ffn.FeedForward", feed_forward_of_weights)
+swiglu_case = functools.partial(case_of, "ffn", "SwiGLU", swiglu_of_weights)
+ffn_case = functools.partial(case_of, "ffn", "FeedForward", feed_forward_of_weights)
 CASES = {
     "SwiGLU": swiglu_case(2, 7, 24, d_ff=96),
-    "SwiGLU, no batch axis": swiglu_case(5, d_ff=7),
+    "SwiGLU, no batch axis": swiglu_case(5, d_ff=7, is_common=False),
     "GELU": ffn_case(2, 7, 24, d_ff=96),
     "SiLU": ffn_case(2, 3, 5, d_ff=7, activation=nn.SiLU()),
     "silu": of_function(silu),
@@ -65,8 +78,8 @@ CASES = {
     "feed_forward": of_function(feed_forward, (7, 5), (5, 7)),
     "feed_forward, SiLU": of_function(feed_forward, (7, 5), (5, 7), activation=silu),
 }
-SIZES = {"d_model": (0,), "d_ff": (0,)}
-LAYERS = {"SwiGLU": SIZES, "GELU": SIZES}
+TYPICAL = ["SwiGLU", "GELU"]
+REJECTED = {"d_model": (0,), "d_ff": (0,)}
 
 
 @pytest.mark.parametrize(("d_model", "d_ff"), [(1, 64), (59, 128), (61, 192)])

@@ -11,6 +11,19 @@ import pytest
 import torch
 
 from .checks import TABLE, THETA, Case, check_close, randn
+from .every_layer import (  # noqa: F401  with the tables of this page
+    test_any_strides,
+    test_built_on_meta,
+    test_calls_change_nothing,
+    test_compiles_to_one_graph,
+    test_equation,
+    test_equation_under_autocast,
+    test_later_tokens_change_nothing,
+    test_layer_is_defined,
+    test_rejects_option,
+    test_reset_parameters,
+    test_rounds_once,
+)
 from .target import load
 
 POSITIONS = torch.tensor([[3, 9, 2, TABLE - 1, 0, 5, 5], [0, 1, 2, 3, 4, 5, 6]])
@@ -43,7 +56,8 @@ def case(*shape, positions=None, theta=THETA, table=TABLE, is_common=True):
         return rope_of_positions(x, token_positions, theta)
 
     return Case(
-        "rope.RotaryPositionalEmbedding",
+        "rope",
+        "RotaryPositionalEmbedding",
         formula,
         shape,
         options={"theta": theta, "d_k": shape[-1], "max_seq_len": table},
@@ -54,20 +68,28 @@ def case(*shape, positions=None, theta=THETA, table=TABLE, is_common=True):
 
 
 CASES = {
-    "positions 0, 1, 2, ...": case(2, 3, 11, 8),
+    "positions 0, 1, 2, ...": case(2, 7, 8, positions=torch.arange(7)),
+    "positions for each sequence": case(2, 7, 8, positions=POSITIONS),
     "another theta": case(2, 7, 8, positions=POSITIONS, theta=1e4),
     "one token": case(2, 1, 6, positions=POSITIONS[:, :1]),
-    "one pair, a table of one position": case(1, 2, table=1),
+    "one pair, a table of one position": case(
+        1, 2, positions=POSITIONS[1, :1], table=1
+    ),
     "empty batch": case(0, 7, 6, positions=POSITIONS[0], is_common=False),
     "positions for all sequences": case(2, 7, 6, positions=POSITIONS[0]),
-    "two batch axes": case(3, 2, 5, 4, positions=POSITIONS[:, :5]),
-    "positions for each sequence": case(2, 7, 8, positions=POSITIONS),
+    "two batch axes": case(4, 4, 7, 6, positions=OF_FOUR[:, None].expand(4, 4, 7)),
+    "no batch axis": case(7, 6, positions=POSITIONS[0]),
+    "no positions": case(2, 3, 11, 8, is_common=False),
     "positions for all heads, as many as sequences": case(
-        4, 4, 7, 6, positions=OF_FOUR[:, None]
+        4, 4, 7, 6, positions=OF_FOUR[:, None], is_common=False
     ),
-    "no batch axis, positions of int32": case(7, 6, positions=POSITIONS[1].int()),
+    "positions of the last batch axis": case(
+        3, 2, 5, 4, positions=POSITIONS[:, :5], is_common=False
+    ),
+    "positions of int32": case(7, 6, positions=POSITIONS[1].int(), is_common=False),
     "function": Case(
-        "rope.apply_rope",
+        "rope",
+        "apply_rope",
         rotate,
         shape=(2, 3, 5, 8),
         inputs={"angles": angles_of(FAR, 8)},
@@ -75,14 +97,30 @@ CASES = {
         rounds_once=True,
     ),
 }
-THETAS = (0.0, math.nan, math.inf)
-LAYERS = {
-    "positions for each sequence": {
-        "theta": THETAS,
-        "d_k": (0, 5),
-        "max_seq_len": (0,),
-    }
+TYPICAL = ["positions for each sequence"]
+REJECTED = {
+    "theta": (0.0, math.nan, math.inf),
+    "d_k": (0, 5),
+    "max_seq_len": (0,),
 }
+
+
+OTHER_INSTANCES = {
+    "theta": CASES["another theta"],
+    "d_k": case(2, 7, 6, positions=POSITIONS),
+    "max_seq_len": case(2, 7, 8, positions=torch.arange(7), table=7),
+}
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize("changed", OTHER_INSTANCES)
+def test_each_instance_has_its_own_table(changed):
+    """Also if two instances differ in one option only."""
+    cases = [OTHER_INSTANCES[changed], CASES["positions for each sequence"]]
+    ropes = [case.build(dtype=torch.float32) for case in cases]
+    for case, rope in zip(cases, ropes, strict=True):
+        x, positions = case.arguments(dtype=torch.float32)
+        case.check(rope(x, **positions), rope, x, torch.float32)
 
 
 def test_table_is_exact_at_far_positions(device):

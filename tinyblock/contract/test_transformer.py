@@ -8,8 +8,21 @@ import pytest
 import torch
 
 from .checks import EPS, TABLE, case_of, randn
+from .every_layer import (  # noqa: F401  with the tables of this page
+    test_any_strides,
+    test_built_on_meta,
+    test_calls_change_nothing,
+    test_compiles_to_one_graph,
+    test_equation,
+    test_equation_under_autocast,
+    test_initial_weights,
+    test_later_tokens_change_nothing,
+    test_layer_is_defined,
+    test_rejects_option,
+    test_reset_parameters,
+)
 from .test_attention import BOTH, OPTIONS, ROPE
-from .test_block import Double, pre_norm_block, weights_of
+from .test_block import Double, pre_norm_block
 from .test_rmsnorm import rms_norm
 from .test_rope import rope_of_positions
 
@@ -29,7 +42,7 @@ def blocks_and_norm(
     if rope is None and theta is not None:
         rope = functools.partial(rope_of_positions, theta=theta)
     for number in range(num_layers):
-        of_layer = weights_of(f"layers.{number}", weights)
+        of_layer = weights.of(f"layers.{number}")
         options = {"rope": rope, "eps": eps, **heads}
         x = pre_norm_block(x, of_layer, token_positions, mask, **options)
     return rms_norm(x, weights["ln_final.weight"], eps)
@@ -37,7 +50,8 @@ def blocks_and_norm(
 
 case = functools.partial(
     case_of,
-    "transformer.Transformer",
+    "transformer",
+    "Transformer",
     blocks_and_norm,
     num_layers=2,
     num_heads=4,
@@ -53,14 +67,13 @@ CASES = {
     "more tokens than positions": case(7, 24, inputs=LOW, max_seq_len=5),
     "no RoPE": case(2, 7, 24, theta=None, max_seq_len=7),
 }
-LAYERS = {
-    "default theta": {
-        "theta": (0.0,),
-        "d_head": (3,),
-        "num_heads": (7,),
-        "num_layers": (0,),
-        "max_seq_len": (0,),
-    }
+TYPICAL = ["default theta"]
+REJECTED = {
+    "theta": (0.0,),
+    "d_head": (3,),
+    "num_heads": (7,),
+    "num_layers": (0,),
+    "max_seq_len": (0,),
 }
 
 

@@ -1,0 +1,93 @@
+"""The contract's pages for tinyblock's layers, and in projects that copied them."""
+
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import tinyblock
+from tinyblock import copies
+from tinyblock.contract import conftest, every_layer, target
+
+PACKAGE = Path(tinyblock.__file__).parent
+LAYERS = [layer.__name__.rpartition(".")[2] for layer in tinyblock.LAYERS]
+SHARED = {name for name in vars(every_layer) if name.startswith("test_")}
+# A table has no initial weights. Not every layer rounds its result only once.
+NOT_SHARED = {
+    "rope": {"test_initial_weights"},
+    "ffn": {"test_rounds_once"},
+    "block": {"test_rounds_once"},
+    "transformer": {"test_rounds_once"},
+}
+WITHOUT_TINYBLOCK = "import sys, pytest; sys.modules['tinyblock'] = None; pytest.main()"
+
+
+def page_of(layer):
+    return importlib.import_module(f"tinyblock.contract.test_{layer}")
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_page_imports_what_holds_for_every_layer(layer):
+    imported = {name for name in SHARED if hasattr(page_of(layer), name)}
+    assert imported == SHARED - NOT_SHARED.get(layer, set())
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_case_of_a_layer_is_skipped(layer):
+    """A skipped case means here that an option or a function was renamed."""
+    target.select(PACKAGE)
+    for title, case in page_of(layer).CASES.items():
+        try:
+            case.construct()
+        except pytest.skip.Exception as reason:
+            pytest.fail(f"{title}: {reason}")
+
+
+def test_a_page_may_not_hide_a_shared_test():
+    def test_equation():
+        pass
+
+    page = SimpleNamespace(module=None, function=test_equation, fixturenames=[])
+    with pytest.raises(pytest.fail.Exception, match="test_equation hides the test"):
+        conftest.pytest_generate_tests(page)
+
+
+def test_one_page_in_a_strict_project(tmp_path):
+    """The project's pytest collects the page, and knows nothing of tinyblock."""
+    layers = tmp_path / "strict" / "layers"
+    layers.mkdir(parents=True)
+    (tmp_path / "strict" / "__init__.py").touch()
+    assert copies.main(["add", "rope", "--with-tests", "--to", str(layers)]) == 0
+    options = ["--strict-markers", "--strict-config", "-W", "error", "-k", "float64"]
+    command = [sys.executable, "-c", WITHOUT_TINYBLOCK, *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert re.search(r"\n=+ \d+ passed.* deselected", done.stdout), done.stdout
+
+
+def replace(path, old, new):
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def test_report_for_copies(tmp_path):
+    """One layer has another eps by default, one is broken, and there is no block."""
+    folder = tmp_path / "my layers"
+    shutil.copytree(PACKAGE, folder)
+    for name in ("__init__", "block", "transformer"):
+        (folder / f"{name}.py").unlink()
+    replace(folder / "attention.py", "eps: float = 1e-5", "eps: float = 1e-4")
+    replace(folder / "ffn.py", "F.silu(self.w1(x)) * self.w3(x)", "self.w1(x)")
+    command = [sys.executable, "-c", WITHOUT_TINYBLOCK, "contract", "--layers=."]
+    command += ["-c", "contract/contract.ini"]
+    command += ["-k", "equation and float64 and (SwiGLU or all)"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    [failed] = re.findall(r"\nFAILED (.*)", done.stdout)
+    case = re.escape("ffn: test_equation, 2 of 3, first [SwiGLU, float64]: ")
+    numbers = r"result in float64 at \[.*\]: got .*, expected .*, allowed "
+    assert re.match(case + numbers, failed), failed
