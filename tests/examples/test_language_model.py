@@ -2,21 +2,21 @@
 
 from functools import partial
 
-import newest_blocks
 import pytest
 import torch
 from language_model import Cache, CachedAttention, LanguageModel, choose, pad_left
 from static_cache import StaticCache, compile_step
+from windows import WindowAttention
 
 
-class CachedWindow(CachedAttention, newest_blocks.WindowAttention):
-    window = 4
+class CachedWindow(CachedAttention, WindowAttention):
+    pass
 
 
 MODELS = {
     "shared key heads and q/k norm": {"num_kv_heads": 2, "qk_norm": True},
     "no positions": {"theta": None},
-    "a window": {"attention": CachedWindow, "num_kv_heads": 2},
+    "a window": {"attention": CachedWindow, "window": 4, "num_kv_heads": 2},
 }
 CACHES = {"growing": Cache, "static": lambda padding=None: StaticCache(25, padding)}
 every_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
@@ -89,7 +89,7 @@ def test_tokens_are_drawn_in_proportion(temperature):
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
 def test_the_step_of_one_token_compiles_once(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    model = build(attention=CachedWindow, num_kv_heads=2)
+    model = build(attention=CachedWindow, window=4, num_kv_heads=2)
     tokens = torch.randint(37, (2, 9))
     expected = model.generate(tokens, 9)
     compile_step(model)

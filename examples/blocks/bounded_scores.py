@@ -1,0 +1,77 @@
+"""Bounded scores, also called soft-capped: no score exceeds `cap`.
+
+    score = cap * tanh(q k / sqrt(d_head) / cap)
+
+    python examples/blocks/bounded_scores.py
+
+This command prints scores before and after.
+
+Bounded scores make training more stable.
+Source: Gemma Team, "Gemma 2" (arXiv 2408.00118), section 2.
+To copy this file, import CausalMultiHeadSelfAttention from your copy of attention.py. It
+stores all scores. On a GPU, torch's `flex_attention` with a `score_mod` need not.
+"""
+
+import math
+from typing import Any
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+
+from tinyblock import CausalMultiHeadSelfAttention
+
+
+class BoundedAttention(CausalMultiHeadSelfAttention):
+    """Attention with scores between -cap and cap.
+
+    Raises:
+        ValueError: the mask does not have the axes of x.
+    """
+
+    def __init__(
+        self, d_model: int, num_heads: int, *, cap: float = 50.0, **options: Any
+    ) -> None:
+        super().__init__(d_model, num_heads, **options)
+        self.cap = cap
+
+    def attend(
+        self,
+        q: Float[Tensor, "*batch heads query d_head"],
+        k: Float[Tensor, "*batch kv_heads key d_head"],
+        v: Float[Tensor, "*batch kv_heads key d_value"],
+        mask: Any,
+    ) -> Float[Tensor, "*batch heads query d_value"]:
+        group = self.num_heads // self.num_kv_heads
+        k = k.repeat_interleave(group, dim=-3)
+        v = v.repeat_interleave(group, dim=-3)
+        dots = einsum(q, k, "... query d_head, ... key d_head -> ... query key")
+        scores = bound(dots / math.sqrt(q.shape[-1]), self.cap)
+        query, key = scores.shape[-2:]
+        shown = torch.ones(query, key, dtype=torch.bool, device=q.device)
+        shown = shown.tril(key - query)
+        if mask is not None:
+            if mask.ndim != q.ndim - 1:  # torch might broadcast another one
+                raise ValueError(
+                    "mask must be (..., query, key) or (..., 1, key) with the leading "
+                    f"axes of x, got {tuple(mask.shape)}"
+                )
+            shown = shown & mask.unsqueeze(-3)
+        # Not -inf, which gives NaN for a query without keys. Its weights become 0.
+        lowest = torch.finfo(scores.dtype).min
+        weights = scores.masked_fill(~shown, lowest).softmax(-1).masked_fill(~shown, 0)
+        return einsum(weights, v, "... query key, ... key d_value -> ... query d_value")
+
+
+def bound(scores: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
+    return cap * torch.tanh(scores / cap)
+
+
+def main() -> None:
+    for score in (1.0, 10.0, 50.0, 500.0):
+        print(f"score {score:5}: {bound(torch.tensor(score), cap=50.0):.2f}")
+
+
+if __name__ == "__main__":
+    main()

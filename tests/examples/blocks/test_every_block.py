@@ -1,0 +1,168 @@
+"""What holds for each block and layer: weights, gradients, dtypes, causality, one graph."""
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from bounded_scores import BoundedAttention
+from depth_scaled_residual import DepthScaledTransformer
+from experts import MixtureOfExperts
+from gated_delta_net import GatedDeltaNet
+from gelu_gate import GeGLU
+from hyper_connections import HyperTransformer
+from indexer import SparseAttention
+from joint_qk_norm import JointNormAttention
+from kimi_delta_attention import KimiDeltaAttention
+from latent_attention import LatentAttention
+from output_gate import GatedAttention
+from parallel_branches import ParallelBlock
+from partial_rope import PartialRope
+from reordered_norm import ReorderedNormBlock
+from residual_gate import GatedResidualBlock
+from sandwich_norm import SandwichBlock
+from scaled_residual import ScaledBlock
+from short_convolution import ShortConvolution
+from sinks import SinkAttention
+from windows import WindowAttention
+
+from tinyblock import RotaryPositionalEmbedding, Transformer
+
+build = partial(Transformer, 1, 8, 2, 12, max_seq_len=16)
+half = RotaryPositionalEmbedding(1e4, 2, 16)
+MODELS: dict[str, Any] = {
+    "bounded_scores": partial(build, attention=BoundedAttention, cap=2.0),
+    "depth_scaled": partial(DepthScaledTransformer, 2, 8, 2, max_seq_len=16),
+    "experts": partial(build, ffn=partial(MixtureOfExperts, num_experts=4)),
+    "gated_delta_net": partial(
+        build, attention=GatedDeltaNet, d_head=4, num_key_heads=1
+    ),
+    "gelu_gate": partial(build, ffn=GeGLU),
+    "hyper_connections": partial(HyperTransformer, 1, 8, 2, 12, max_seq_len=16),
+    "indexer": partial(
+        build,
+        attention=partial(SparseAttention, d_head=4, q_rank=6, kv_rank=5),
+        rope=half,
+        top_k=2,
+        index_heads=2,
+        index_d_head=4,
+    ),
+    "joint_qk_norm": partial(build, attention=JointNormAttention, num_kv_heads=1),
+    "kimi_delta": partial(build, attention=KimiDeltaAttention, d_head=4),
+    "latent_attention": partial(
+        build,
+        attention=partial(LatentAttention, d_head=4, q_rank=6, kv_rank=5),
+        rope=half,
+    ),
+    "output_gate": partial(build, attention=GatedAttention, qk_norm=True),
+    "parallel_branches": partial(build, block=ParallelBlock),
+    "partial_rope": partial(build, rope=PartialRope(half)),
+    "reordered_norm": partial(build, block=ReorderedNormBlock),
+    "residual_gate": partial(build, block=GatedResidualBlock),
+    "sandwich_norm": partial(build, block=SandwichBlock),
+    "scaled_residual": partial(build, block=ScaledBlock, residual_scale=0.5),
+    "short_convolution": partial(build, attention=ShortConvolution),
+    "sinks": partial(build, attention=SinkAttention, num_kv_heads=1),
+    "windows": partial(build, attention=WindowAttention, window=3),
+}
+each_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+TAKES_NO_MASK = (GatedDeltaNet, KimiDeltaAttention, ShortConvolution)
+
+
+@each_model
+def test_every_weight_is_drawn_on_meta_and_by_reset_parameters(model):
+    model = model(device="meta").to_empty(device="cpu")
+    for tensor in model.parameters():
+        tensor.data.fill_(math.nan)
+    model.reset_parameters()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert tensor.isfinite().all(), name
+
+
+@each_model
+def test_a_walk_over_all_modules_draws_every_weight(model):
+    """As FSDP2's documentation initializes a model that was built on meta."""
+    model = model()
+    for tensor in model.parameters():
+        tensor.data.fill_(math.nan)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for name, tensor in model.named_parameters():
+        assert tensor.isfinite().all(), name
+
+
+@each_model
+def test_gradients_are_right_in_float64(model):
+    """They agree with differences, which float32 anywhere inside would make noisy."""
+    model = model(dtype=torch.float64).double()
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(model, x, fast_mode=True)
+
+
+@each_model
+def test_the_result_has_the_dtype_of_x(model):
+    model = model(dtype=torch.bfloat16)
+    assert model(torch.randn(2, 5, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+@each_model
+def test_a_token_does_not_see_later_tokens(model):
+    model = model()
+    x = torch.randn(2, 6, 8)
+    torch.testing.assert_close(model(x)[:, :4], model(x[:, :4]))
+
+
+@each_model
+def test_a_hidden_token_changes_no_other_token(model):
+    model = model()
+    if isinstance(model.layers[0].attn, TAKES_NO_MASK):
+        with pytest.raises(ValueError, match="mask must be None"):
+            model(torch.randn(2, 6, 8), mask=torch.ones(2, 1, 6, dtype=torch.bool))
+        return
+    x = torch.randn(2, 6, 8)
+    changed = x.clone()
+    changed[:, 2] += 1
+    mask = torch.ones(2, 1, 6, dtype=torch.bool)
+    mask[:, :, 2] = False
+    seen = torch.arange(6) != 2
+    result = model(x, mask=mask)
+    assert result.isfinite().all()
+    torch.testing.assert_close(model(changed, mask=mask)[:, seen], result[:, seen])
+
+
+@each_model
+def test_a_padding_mask_without_the_axis_of_queries_raises(model):
+    """It could be read as a mask of queries where the batch has as many rows."""
+    with pytest.raises(ValueError, match="mask must be"):
+        model()(torch.randn(6, 6, 8), mask=torch.ones(6, 6, dtype=torch.bool))
+
+
+@each_model
+def test_autocast_keeps_the_result_close(model):
+    model = model()
+    x = torch.randn(2, 6, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = model(x)
+    assert (result - model(x)).norm() < 0.1 * result.norm()
+
+
+COMPILED = (
+    "bounded_scores",
+    "gated_delta_net",
+    "hyper_connections",
+    "indexer",
+    "kimi_delta",
+    "output_gate",
+    "sinks",
+    "windows",
+)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_model_compiles_to_one_graph(name):
+    model = MODELS[name]()
+    x = torch.randn(2, 3, 8)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x))

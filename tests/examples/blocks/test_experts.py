@@ -1,0 +1,116 @@
+"""Mixtures of experts."""
+
+from functools import partial
+
+import pytest
+import torch
+from experts import MixtureOfExperts, Router
+from joint_qk_norm import JointNormAttention
+from partial_rope import PartialRope
+from their_models import (
+    EXPERTS,
+    HALF_ROTATES,
+    Halves,
+    our_model,
+    require_same_model,
+    split_experts,
+    their_model,
+)
+
+SOFTMAX = partial(MixtureOfExperts, top_k=3, is_softmax=True, has_shared_expert=False)
+
+
+def test_qwen3_moe():
+    theirs = their_model("qwen3_moe", **EXPERTS)
+    ours = our_model(qk_norm=True, ffn=SOFTMAX)
+    require_same_model(ours, theirs, convert=split_experts)
+
+
+def test_mixtral():
+    theirs = their_model("mixtral", sliding_window=None, **EXPERTS)
+    require_same_model(our_model(ffn=SOFTMAX), theirs, convert=split_experts)
+
+
+def test_minimax_m2():
+    theirs = their_model("minimax_m2", rope_parameters=HALF_ROTATES, **EXPERTS)
+    ours = our_model(
+        attention=JointNormAttention,
+        rope=PartialRope(Halves(1e4, 8, 128)),
+        ffn=partial(MixtureOfExperts, top_k=3, has_shared_expert=False),
+    )
+    names = {
+        "q_proj": "q_proj.0",
+        "k_proj": "k_proj.0",
+        "q_norm": "q_proj.1",
+        "k_norm": "k_proj.1",
+    }
+    require_same_model(ours, theirs, names, split_experts)
+
+
+def test_hy_v3():
+    theirs = their_model(
+        "hy_v3",
+        mlp_layer_types=["sparse"],
+        num_shared_experts=1,
+        router_scaling_factor=2.5,
+        **EXPERTS,
+    )
+    ours = our_model(qk_norm=True, ffn=partial(MixtureOfExperts, top_k=3, scale=2.5))
+    require_same_model(ours, theirs, convert=split_experts)
+
+
+def test_glm4_moe():
+    theirs = their_model(
+        "glm4_moe",
+        use_qk_norm=True,
+        rope_parameters=HALF_ROTATES,
+        first_k_dense_replace=0,
+        n_shared_experts=1,
+        routed_scaling_factor=2.5,
+        **EXPERTS,
+    )
+    ours = our_model(
+        qk_norm=True,
+        rope=PartialRope(Halves(1e4, 8, 128)),
+        ffn=partial(MixtureOfExperts, top_k=3, scale=2.5),
+    )
+    require_same_model(ours, theirs, convert=split_experts)
+
+
+@pytest.mark.parametrize("is_softmax", [False, True])
+@pytest.mark.parametrize("shift", [0.0, -95.0, -300.0, 95.0])
+def test_weights_are_exact_where_scores_underflow(shift, is_softmax):
+    router = Router(1, num_experts=4, top_k=3, is_softmax=is_softmax)
+    logits = torch.tensor([0.5, -2.0, 1.0, 0.0]) + shift
+    router.weight.data = logits[:, None]
+    weights, chosen = router(torch.ones(1, 1))
+    exact = logits.double()
+    scores = exact.softmax(0) if is_softmax else exact.sigmoid()
+    best = scores.topk(3).indices
+    assert chosen[0].tolist() == best.tolist()
+    expected = scores[best] / scores[best].sum()
+    torch.testing.assert_close(weights[0].double(), expected, rtol=1e-5, atol=0)
+
+
+def test_gradients_are_finite_where_scores_underflow():
+    layer = MixtureOfExperts(8, 16, num_experts=4)
+    layer.router.weight.data = layer.router.weight.abs() * -1e4
+    x = torch.rand(5, 8, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.isfinite().all()
+    assert layer.router.weight.grad.isfinite().all()
+
+
+def test_the_bias_selects_experts_but_does_not_change_weights():
+    router = Router(1, num_experts=3, top_k=2)
+    router.weight.data = torch.tensor([[1.0], [0.5], [0.0]])
+    router.bias[2] = 1
+    weights, chosen = router(torch.ones(1, 1))
+    scores = torch.tensor([0.0, 1.0]).sigmoid()
+    assert chosen.tolist() == [[2, 0]]
+    torch.testing.assert_close(weights[0], scores / scores.sum())
+
+
+def test_a_token_cannot_have_more_experts_than_there_are():
+    with pytest.raises(ValueError, match=r"top_k must be 1 ... 4, got 5"):
+        Router(8, num_experts=4, top_k=5)

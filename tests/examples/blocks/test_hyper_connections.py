@@ -1,0 +1,43 @@
+"""Several residual streams."""
+
+import torch
+from hyper_connections import HyperTransformer, doubly_stochastic
+from their_models import (
+    TOLERANCE,
+    CallableAsTheirs,
+    our_model,
+    require_same_model,
+    their_model,
+)
+from torch import nn
+
+
+def test_deepseek_v4():
+    """Their layers call our attention and feed-forward: only the streams are compared."""
+    theirs = their_model("deepseek_v4", 3)
+    for name, weight in theirs.named_parameters():
+        if "hc" in name:  # large, so that streams differ
+            nn.init.normal_(weight)
+    ours = our_model(3, HyperTransformer)
+    for layer, block in zip(theirs.layers, ours.layers, strict=True):
+        layer.self_attn = CallableAsTheirs(block.attn)
+        layer.mlp = CallableAsTheirs(block.ffn)
+    names = {
+        "attn_hc": "attn_streams",
+        "ffn_hc": "ffn_streams",
+        "hc_head.hc_": "final_streams.",
+        "fn": "weight",
+        "base": "bias",
+        "mlp.layer": "ffn",
+        "self_attn.layer": "attn",
+    }
+    # The steps of doubly_stochastic cancel most of what a scale of `mix` changes.
+    require_same_model(ours, theirs, names, tolerance=2**4 * TOLERANCE)
+
+
+def test_streams_are_neither_amplified_nor_lost():
+    matrix = doubly_stochastic(torch.randn(5, 4, 4))
+    assert (matrix > 0).all()
+    ones = torch.ones(5, 4)
+    torch.testing.assert_close(matrix.sum(-2), ones, atol=1e-5, rtol=0)
+    torch.testing.assert_close(matrix.sum(-1), ones, atol=1e-3, rtol=0)

@@ -1,0 +1,87 @@
+"""Latent attention, with and without an indexer."""
+
+from functools import partial
+
+from experts import MixtureOfExperts
+from indexer import SparseAttention
+from latent_attention import LatentAttention
+from partial_rope import PartialRope
+from their_models import EXPERTS, Halves, require_same_model, split_experts, their_model
+
+from tinyblock import RotaryPositionalEmbedding, Transformer
+
+SIZES = {
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "first_k_dense_replace": 0,
+    "mlp_layer_types": ["sparse"],
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "index_n_heads": 6,
+    "index_head_dim": 16,
+    "index_topk": 5,
+    **EXPERTS,
+}
+NAMES = {
+    "q_a_proj": "q_down.0",
+    "q_a_layernorm": "q_down.1",
+    "q_b_proj": "q_up",
+    "kv_a_proj_with_mqa": "kv_down",
+    "kv_a_layernorm": "kv_norm",
+    "kv_b_proj": "kv_up",
+    "indexer.wq_b": "indexer.q_proj",
+    "indexer.wk": "indexer.k_proj",
+}
+LATENT = partial(LatentAttention, d_head=16, q_rank=40, kv_rank=24)
+SPARSE = partial(
+    SparseAttention,
+    d_head=16,
+    q_rank=40,
+    kv_rank=24,
+    top_k=5,
+    index_heads=6,
+    index_d_head=16,
+)
+
+
+def our_model(attention, **experts):
+    return Transformer(
+        1,
+        64,
+        4,
+        96,
+        max_seq_len=128,
+        eps=1e-6,
+        rope=RotaryPositionalEmbedding(1e4, 8, 128),
+        attention=attention,
+        ffn=partial(MixtureOfExperts, top_k=3, scale=2.5, **experts),
+    )
+
+
+def test_deepseek_v2():
+    theirs = their_model("deepseek_v2", topk_method="greedy", **SIZES)
+    ours = our_model(LATENT, is_softmax=True, is_normalized=False)
+    require_same_model(ours, theirs, NAMES, split_experts)
+
+
+def test_deepseek_v3():
+    theirs = their_model("deepseek_v3", **SIZES)
+    require_same_model(our_model(LATENT), theirs, NAMES, split_experts)
+
+
+def test_deepseek_v32():
+    theirs = their_model("deepseek_v32", **SIZES)
+    ours = our_model(SPARSE)
+    # Its indexer pairs other components than its attention does.
+    ours.layers[0].attn.indexer.rope = PartialRope(Halves(1e4, 8, 128))
+    require_same_model(ours, theirs, NAMES, split_experts)
+
+
+def test_glm_moe_dsa():
+    theirs = their_model("glm_moe_dsa", **SIZES)
+    require_same_model(our_model(SPARSE), theirs, NAMES, split_experts)

@@ -1,0 +1,73 @@
+"""docs/models.md: a test compares each row, and each file has the lines that it says."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from models_without_row import decoder_layers, rows
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "models.md").read_text()
+FILES = sorted((ROOT / "examples" / "blocks").glob("*.py"))
+
+
+def lines_of_code(source):
+    """Count the lines that have code, without docstrings and without `main`."""
+    tree = ast.parse(source)
+    kept = [
+        statement
+        for statement in tree.body
+        if not isinstance(statement, ast.If)
+        and getattr(statement, "name", None) != "main"
+    ]
+    tree.body = kept
+    lines = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and not is_docstring(node):
+            lines.update(lines_of(node))
+    for node in ast.walk(tree):
+        if is_docstring(node):
+            lines.difference_update(lines_of(node))
+    text = source.splitlines()
+    return sum(
+        bool(text[line - 1].strip()) and not text[line - 1].strip().startswith("#")
+        for line in lines
+    )
+
+
+def lines_of(node):
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def is_docstring(node):
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_page_says_how_many_lines_of_code_a_file_has(path):
+    numbers = set(re.findall(rf"`{path.stem}` \((\d+)\)", PAGE))
+    assert numbers == {str(lines_of_code(path.read_text()))}
+
+
+def test_a_test_compares_each_row():
+    """The tests of rows are named by transformers' names of models."""
+    tests = set()
+    others = set(Path(__file__).parent.glob("test_*.py")) - {Path(__file__)}
+    for path in others:
+        source = path.read_text()
+        for function in re.split(r"^def ", source, flags=re.MULTILINE):
+            if "require_same_model(" in function or "require_same_layer(" in function:
+                tests.add(function.partition("(")[0].removeprefix("test_"))
+    assert rows(PAGE) == tests
+
+
+def test_the_list_names_the_decoder_layers_of_each_model(tmp_path):
+    for model in ("old", "new"):
+        (tmp_path / model).mkdir()
+        source = "class A:\n    pass\nclass ADecoderLayer(Module):\n    pass\n"
+        (tmp_path / model / f"modeling_{model}.py").write_text(source)
+    assert decoder_layers(tmp_path) == {
+        "old": ["ADecoderLayer"],
+        "new": ["ADecoderLayer"],
+    }

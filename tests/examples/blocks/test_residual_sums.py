@@ -1,0 +1,97 @@
+"""Residual sums with weights: constant, by depth, or learned."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from depth_scaled_residual import DepthScaledTransformer
+from norm_without_gain import norm_without_gain
+from output_gate import GatedAttention
+from residual_gate import GatedResidualBlock, ResidualGate
+from scaled_residual import ScaledBlock
+from their_models import CallableAsTheirs, our_model, require_same_model, their_model
+from torch import nn
+from windows import WindowAttention
+
+SANDWICH = {
+    "post_attention_layernorm": "post_ln1",
+    "pre_feedforward_layernorm": "ln2",
+    "post_feedforward_layernorm": "post_ln2",
+}
+
+
+class GatedWindow(WindowAttention, GatedAttention):
+    pass
+
+
+def test_granite():
+    theirs = their_model(
+        "granite", 2, residual_multiplier=0.22, attention_multiplier=0.25
+    )
+    ours = our_model(2, block=ScaledBlock, residual_scale=0.22)
+    require_same_model(ours, theirs)
+
+
+def test_beam():
+    theirs = their_model(
+        "beam",
+        2,
+        sliding_window=8,
+        layer_types=["sliding_attention"] * 2,
+        mlp_layer_types=["dense"] * 2,
+        rope_parameters=None,
+    )
+    for layer in theirs.layers:  # a bias that GatedAttention does not have
+        nn.init.zeros_(layer.self_attn.gate_bias)
+    ours = our_model(
+        2, DepthScaledTransformer, attention=GatedWindow, window=8, qk_norm=True
+    )
+    require_same_model(ours, theirs, SANDWICH, drop_gate_bias)
+
+
+def drop_gate_bias(state):
+    for name in list(state):
+        if name.endswith("gate_bias"):
+            del state[name]
+
+
+class InputScaledNorm(nn.Module):
+    """Muse Spark's norm after the feed-forward layer: its gains come before the norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return F.rms_norm(x * self.weight, (64,), eps=1e-6)
+
+
+def test_muse_spark():
+    """Their layers call our attention and feed-forward: only the rest is compared."""
+    theirs = their_model(
+        "muse_spark_text",
+        2,
+        layer_types=["full_attention"] * 2,
+        mlp_layer_types=["dense"] * 2,
+        residual_gate_temperature=0.3,
+        post_norm_eps=1e-6,
+    )
+    ours = our_model(2, block=GatedResidualBlock, temperature=0.3)
+    for layer, block in zip(theirs.layers, ours.layers, strict=True):
+        block.post_ln1 = norm_without_gain(64, 1e-6)
+        block.post_ln2 = InputScaledNorm()
+        layer.self_attn = CallableAsTheirs(block.attn)
+        layer.mlp = copy.deepcopy(block.ffn)
+    names = {
+        "self_attn.layer": "attn",
+        "mlp": "ffn",
+        "post_attention_residual_gate.gate": "attn_gate.weight",
+        "post_feedforward_residual_gate.gate": "ffn_gate.weight",
+        **SANDWICH,
+    }
+    require_same_model(ours, theirs, names, centered="layernorm")
+
+
+def test_a_gate_keeps_the_scale_of_a_sum():
+    keep, take = ResidualGate(9).weights()
+    torch.testing.assert_close(keep.square() + take.square(), torch.ones(9))

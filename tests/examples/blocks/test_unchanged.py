@@ -1,0 +1,18 @@
+"""Models whose blocks need no file of blocks/."""
+
+from hugging_face import AttentionWithBiases
+from their_models import our_model, require_same_model, their_model
+
+
+def test_llama():
+    require_same_model(our_model(), their_model("llama"))
+
+
+def test_qwen2():
+    theirs = their_model("qwen2")
+    require_same_model(our_model(attention=AttentionWithBiases), theirs)
+
+
+def test_qwen3():
+    theirs = their_model("qwen3")
+    require_same_model(our_model(qk_norm=True), theirs)

@@ -1,0 +1,240 @@
+"""Compare blocks with the models of transformers: the result, and all gradients.
+
+The models are tiny and have random weights. transformers computes norms and angles in
+float32, so all runs in float32.
+"""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from einops import rearrange
+from torch import nn
+
+from tinyblock import RotaryPositionalEmbedding, Transformer
+
+transformers = pytest.importorskip("transformers")
+
+SEQ = 24
+TOLERANCE = 2**8 * torch.finfo(torch.float32).eps  # sums may lose 8 of 24 bits
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+# For models that rotate only the first half of each head.
+HALF_ROTATES = {**SIZES["rope_parameters"], "partial_rotary_factor": 0.5}
+# For models whose layers with windows and without have different positions.
+TWO_ROPES = {
+    "sliding_attention": SIZES["rope_parameters"],
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+}
+WINDOW_THEN_FULL = ["sliding_attention", "full_attention"]
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 96,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# Most of transformers' names of layers, and ours.
+NAMES = {
+    "input_layernorm": "ln1",
+    "post_attention_layernorm": "ln2",
+    "self_attn": "attn",
+    "o_proj": "output_proj",
+    "mlp.gate_proj": "ffn.w1",
+    "mlp.up_proj": "ffn.w3",
+    "mlp.down_proj": "ffn.w2",
+}
+
+
+class Halves(RotaryPositionalEmbedding):
+    """Rotate x[k] with x[k + d_k/2], as most models in transformers do."""
+
+    def forward(self, x, token_positions=None):
+        pairs = rearrange(x, "... (pair half) -> ... (half pair)", pair=2)
+        rotated = super().forward(pairs, token_positions)
+        return rearrange(rotated, "... (half pair) -> ... (pair half)", pair=2)
+
+
+class CallableAsTheirs(nn.Module):
+    """A copy of our attention or feed-forward layer, to put into their model."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = copy.deepcopy(layer)
+
+    def forward(self, hidden_states, position_ids=None, attention_mask=None, **_):
+        if attention_mask is None:
+            return self.layer(hidden_states)
+        mask = attention_mask[:, 0] == 0
+        return self.layer(hidden_states, position_ids, mask), None
+
+
+def their_model(kind, layers=1, **options):
+    """Build a model of transformers: of a model_type, or of a class without one."""
+    options = {"num_hidden_layers": layers, **SIZES, **options}
+    if isinstance(kind, str):
+        config = transformers.AutoConfig.for_model(kind, **options)
+        model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    else:
+        config = kind.config_class(**options, attn_implementation="eager")
+        model = kind(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    del model.embed_tokens
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            nn.init.normal_(buffer, std=0.5)
+    return model.eval()
+
+
+def our_model(layers=1, transformer=Transformer, **options):
+    options = {"num_kv_heads": 2, "rope": Halves(1e4, 16, 128), "eps": 1e-6, **options}
+    return transformer(layers, 64, 4, 96, max_seq_len=128, **options)
+
+
+def require_same_model(
+    ours,
+    theirs,
+    names=None,
+    convert=None,
+    *,
+    centered=None,
+    is_padded=True,
+    tolerance=TOLERANCE,
+):
+    """Compare whole models, with gaps between positions, and some padding.
+
+    `names` says how to rename weights, and `convert` splits or joins some. The gains
+    whose names match `centered` are stored as their distance from 1.
+    """
+    positions = 2 * torch.arange(SEQ).expand(2, SEQ)
+    keep = torch.ones(2, SEQ, dtype=torch.long)
+    mask = None
+    if is_padded:
+        keep = (torch.arange(2 * SEQ).view(2, SEQ) % 5 != 3).long()
+        mask = keep.bool()[:, None]
+
+    def run_theirs(x):
+        return theirs(
+            inputs_embeds=x,
+            position_ids=positions,
+            attention_mask=keep,
+            use_cache=False,
+        ).last_hidden_state
+
+    def run_ours(x):
+        return ours(x, positions, mask)
+
+    names = {**NAMES, **(names or {})}
+    load(ours, theirs, names, convert, centered)
+    compare(run_ours, run_theirs, ours, theirs, names, convert, tolerance)
+
+
+def require_same_layer(ours, theirs, names=None, convert=None, run_theirs=None):
+    """Compare single layers that are called with x."""
+    names = {**NAMES, **(names or {})}
+    load(ours, theirs, names, convert)
+    compare(ours, run_theirs or theirs, ours, theirs, names, convert)
+
+
+def split_experts(state):
+    """Split the joined weights of experts, and name the router as we do."""
+    for name in list(state):
+        block, _, rest = name.partition(".mlp.")
+        ours = {
+            "gate.weight": "router.weight",
+            "router.gate.weight": "router.weight",
+            "gate.e_score_correction_bias": "router.bias",
+            "e_score_correction_bias": "router.bias",
+            "expert_bias": "router.bias",
+        }.get(rest)
+        if ours is not None:
+            state[f"{block}.ffn.{ours}"] = state.pop(name)
+        elif rest == "experts.gate_up_proj":
+            for number, rows in enumerate(state.pop(name)):
+                expert = f"{block}.ffn.experts.{number}"
+                state[f"{expert}.w1.weight"], state[f"{expert}.w3.weight"] = rows.chunk(
+                    2
+                )
+        elif rest == "experts.down_proj":
+            for number, rows in enumerate(state.pop(name)):
+                state[f"{block}.ffn.experts.{number}.w2.weight"] = rows
+        elif rest.startswith("shared_expert"):
+            part = rest.split(".")[1]
+            ours = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[part]
+            state[f"{block}.ffn.shared.{ours}.weight"] = state.pop(name)
+    for name in list(state):
+        if name.endswith("router.weight"):  # some routers have no bias
+            bias = name.replace("weight", "bias")
+            state.setdefault(bias, state[name].new_zeros(len(state[name])))
+
+
+def renamed(tensors, names, convert):
+    """Return the tensors of transformers with our names."""
+    longest_first = sorted(names, key=len, reverse=True)
+    any_part = "|".join(re.escape(part) for part in longest_first)
+    ours = {}
+    for name, tensor in tensors.items():
+        name = re.sub(any_part, lambda match: names[match.group()], name)
+        ours["ln_final.weight" if name == "norm.weight" else name] = tensor
+    if convert is not None:
+        convert(ours)
+    return ours
+
+
+def load(ours, theirs, names, convert, centered=None):
+    """Give our model their weights."""
+    state = {}
+    for name, tensor in theirs.state_dict().items():
+        is_centered = centered is not None and re.search(centered, name)
+        state[name] = 1 + tensor if is_centered else tensor
+    ours.load_state_dict(renamed(state, names, convert))
+
+
+def compare(run_ours, run_theirs, ours, theirs, names, convert, tolerance=TOLERANCE):
+    """Require equal results, and equal gradients of x and of each parameter."""
+    x = torch.randn(2, SEQ, 64)
+    of_result = torch.randn(2, SEQ, 64)
+    our_x = x.clone().requires_grad_()
+    their_x = x.clone().requires_grad_()
+    our_result = run_ours(our_x)
+    their_result = run_theirs(their_x)
+    require_close("result", our_result, their_result, tolerance)
+    our_result.backward(of_result)
+    their_result.backward(of_result)
+    require_close("gradient of x", our_x.grad, their_x.grad, tolerance)
+    expected = renamed(gradients(theirs), names, convert)
+    for name, gradient in gradients(ours).items():
+        require_close(f"gradient of {name}", gradient, expected[name], tolerance)
+
+
+def gradients(model):
+    """Return the gradient of each parameter, which may be unused."""
+    return {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for name, weight in model.named_parameters()
+    }
+
+
+def require_close(what, actual, expected, tolerance):
+    error = (actual - expected).norm()
+    size = expected.norm()
+    assert error <= tolerance * size, f"{what} is off by {error / size:.1e}"
