@@ -128,7 +128,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
       there is no positional encoding.
     - `qk_norm` normalizes queries and keys over the components of each head.
     - `mask` is bool, of shape (..., seq, seq) or (..., 1, seq). For a padding mask
-      `keep` of shape (batch, seq), True at real tokens, pass `keep[:, None]`.
+      `keep` of shape (..., seq), True at real tokens, pass `keep[..., None, :]`.
 
     Returns the dtype of `x` or, under autocast, the dtype of autocast.
 
@@ -229,15 +229,16 @@ class CausalMultiHeadSelfAttention(nn.Module):
             q = self.q_norm(q)
             k = self.k_norm(k)
         rope = self.rope  # read once: looking up a child takes as long as a shape check
-        if rope is not None:
-            if token_positions is not None:  # the heads of a token share its position
-                token_positions = rearrange(
-                    token_positions, "... seq -> ... 1 seq", seq=x.shape[-2]
-                )
-            q = _require_shape_of(q, rope(q, token_positions))
-            k = _require_shape_of(k, rope(k, token_positions))
-        elif token_positions is not None:
-            raise ValueError("token_positions require a layer that is built with rope=")
+        if rope is None:
+            if token_positions is not None:
+                raise ValueError("token_positions require a layer built with rope=")
+            return q, k, v
+        if token_positions is not None:  # the heads of a token share its position
+            token_positions = rearrange(
+                token_positions, "... seq -> ... 1 seq", seq=x.shape[-2]
+            )
+        q = _require_shape_of(q, rope(q, token_positions))
+        k = _require_shape_of(k, rope(k, token_positions))
         return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -257,6 +258,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
             v = rearrange(v, one_batch_axis)
         is_causal = False
         if mask is None and query == key:
+            # Not `is_causal = query == key`: in compiled code, this is no Python bool.
             is_causal = True
         elif mask is not None or query > 1:  # one query without a mask sees every key
             mask = _and_causal(mask, (*batch, query, key), q.device)
@@ -308,39 +310,51 @@ def _and_causal(
     causal = torch.ones(query, key, dtype=torch.bool, device=device).tril(key - query)
     if mask is None:
         return causal.expand(shape)
-    if not _is_mask(mask, shape):
+    repairs = _repairs(mask, shape)
+    if repairs != ["mask"]:
+        repair = f": pass {', or '.join(repairs)}" if repairs else ""
         raise ValueError(
             "mask must be bool, True where a query may attend to a key, and broadcast "
-            f"to {shape} in one way only, got {_wrong_mask(mask, shape)}"
+            f"to {shape} in one way only, got {mask.dtype} {tuple(mask.shape)}{repair}"
         )
     return (mask & causal).expand(shape)
 
 
-def _is_mask(mask: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether `mask` is bool and broadcasts to `shape` in one way only."""
-    if mask.dtype != torch.bool or not 2 <= mask.ndim <= len(shape):
+def _repairs(mask: Tensor, shape: tuple[int, ...]) -> list[str]:
+    """Return what to pass for each meaning that a mask may have, or only "mask"."""
+    if mask.dtype == torch.bool:
+        values = {"mask": ""}
+    elif mask.is_floating_point():
+        values = {"(mask == 0)": " if 0 means attend", "mask.bool()": " if 1 does"}
+    else:
+        values = {"mask.bool()": ""}
+    *batch, _, key = shape
+    axes = tuple(mask.shape)
+    padding = "[..., None, :] for padding"
+    if axes == (*batch, key) and _fits(axes, shape) and axes[-2] > 1:
+        # As many sequences as queries, so it may also have a row for each query.
+        indices = [padding, "[None] for all sequences"]
+    elif _fits(axes, shape):
+        indices = [""]
+    elif _fits((*axes[:-1], 1, *axes[-1:]), shape):
+        indices = [padding]
+    elif axes[-3:-2] == (1,) and _fits((*axes[:-3], *axes[-2:]), shape):
+        indices = ["[..., 0, :, :] without the axis of the heads"]
+    else:
+        indices = []
+    return [
+        value + index + condition
+        for value, condition in values.items()
+        for index in indices
+    ]
+
+
+def _fits(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a mask with these axes has all keys, and broadcasts to `shape`."""
+    if not 2 <= len(axes) <= len(shape) or axes[-1] != shape[-1]:
         return False
-    pairs = zip(reversed(mask.shape), reversed(shape), strict=False)
-    broadcasts = all(size in (1, whole) for size, whole in pairs)
-    has_keys = mask.shape[-1] == shape[-1]
-    may_be_padding = mask.shape == (*shape[:-2], shape[-1]) and mask.shape[-2] > 1
-    return has_keys and broadcasts and not may_be_padding
-
-
-def _wrong_mask(mask: Tensor, shape: tuple[int, ...]) -> str:
-    """Describe a wrong mask, and how to pass what it probably means."""
-    got = f"{mask.dtype} {tuple(mask.shape)}"
-    if mask.is_floating_point():
-        return f"{got}: if 0 means that a query may attend, pass mask == 0"
-    if mask.dtype != torch.bool:
-        return f"{got}: pass mask.bool()"
-    if mask.ndim > len(shape):
-        return f"{got}: remove the axis of the heads, such as with mask[:, 0]"
-    if mask.shape != (*shape[:-2], shape[-1]):
-        return got
-    if shape[0] == shape[-2]:
-        return f"{got}: pass mask[:, None] for padding, or mask[None] for all sequences"
-    return f"{got}: pass a padding mask as mask[:, None]"
+    pairs = zip(reversed(axes), reversed(shape), strict=False)
+    return all(size in (1, whole) for size, whole in pairs)
 
 
 def _has_kernel_for_shared_heads(q: Tensor, mask: Tensor | None) -> bool:

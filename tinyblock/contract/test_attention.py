@@ -232,14 +232,21 @@ def test_attend_rejects_more_queries_than_keys():
 
 
 WRONG_MASKS = {
-    "additive": (torch.zeros(2, 7, 7), "mask == 0"),
-    "0 and 1": (torch.ones(2, 1, 7).long(), r"mask\.bool\(\)"),
-    "padding without an axis for queries": (torch.ones(2, 7) > 0, r"mask\[:, None\]$"),
-    "as many sequences as tokens": (torch.ones(7, 7) > 0, r"None\].* mask\[None\]"),
-    "one axis": (torch.ones(7) > 0, r"\(7,\)$"),
+    "additive": (torch.zeros(2, 7, 7), r"\(mask == 0\) if 0 .* mask\.bool\(\) if 1"),
+    "0 and 1": (torch.ones(2, 1, 7).long(), r"mask\.bool\(\)$"),
+    "padding without an axis for queries": (
+        torch.ones(2, 7) > 0,
+        r"mask\[\.\.\., None, :\] for padding$",
+    ),
+    "as many sequences as tokens": (
+        torch.ones(7, 7) > 0,
+        r"mask\[\.\.\., None, :\] .* mask\[None\]",
+    ),
+    "no axis but the keys": (torch.ones(7) > 0, r"mask\[\.\.\., None, :\]"),
     "another batch": (torch.ones(3, 7, 7) > 0, r"\(3, 7, 7\)$"),
     "other keys": (torch.ones(7, 1) > 0, r"\(7, 1\)$"),
-    "an axis for heads": (torch.ones(2, 1, 7, 7) > 0, r"mask\[:, 0\]"),
+    "an axis for heads": (torch.ones(2, 1, 7, 7) > 0, r"mask\[\.\.\., 0, :, :\]"),
+    "a row for each head": (torch.ones(2, 4, 7, 7) > 0, r"\(2, 4, 7, 7\)$"),
 }
 
 
