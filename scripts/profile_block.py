@@ -1,10 +1,9 @@
-"""Show where the time and memory of a Transformer block go, and how close it comes to
-this machine's limits.
+"""Show where the time and memory of a Transformer block go, how close it comes to this
+machine's limits, and why its slowest parts are slow.
 
 python scripts/profile_block.py
 python scripts/profile_block.py --preset llama-3.1-8b --seq-len 4096 --compile
 PYTHONPATH=FOLDER python scripts/profile_block.py --block module:function --d-model 768
-torchrun --nproc-per-node 2 scripts/profile_block.py --tp 2
 
 It requires torch, einops and jaxtyping, and for --plot matplotlib.
 
@@ -19,9 +18,9 @@ import importlib
 import json
 import os
 import sys
+import warnings
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
 
 # Before tinyblock is imported: the shape checks cost little, but they need beartype.
 os.environ["JAXTYPING_DISABLE"] = "1"
@@ -33,16 +32,21 @@ import torch
 from lab.sizes import PRESETS, Size
 from profiling.measure import Build, Settings, measure
 from profiling.report import report
+from torch import nn
 
 DTYPES = ["float32", "bfloat16", "float16"]
 MODES = ["forward", "train", "step"]
-SIZES = [field.name for field in fields(Size) if field.name != "qk_norm"]
-OWN_SIZES = SIZES[3:]  # --block has the others: batch_size, seq_len and d_model
+# What --block does not have, because it is a matter of the user's own model.
+OWN_SIZES = ["num_heads", "num_kv_heads", "d_head", "d_ff", "num_layers"]
 
 
 def main() -> None:
     parser = options()
     arguments = parser.parse_args()
+    try:
+        size, build = size_of(arguments), build_of(arguments)
+    except ValueError as error:
+        parser.error(str(error))
     dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
     settings = Settings(
         device=torch.device(arguments.device),
@@ -51,11 +55,26 @@ def main() -> None:
         compile=arguments.compile,
         rounds=arguments.rounds,
     )
-    try:
-        with torch.set_grad_enabled(settings.train):
-            profile(arguments, size_of(arguments), settings)
-    except ValueError as error:
-        parser.error(str(error))
+    # Of compiled models: the profiler needs global hooks, and a copy of the input.
+    warnings.filterwarnings(
+        "ignore", "Using `torch.compile.module.` when there are global"
+    )
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor that is not a leaf"
+    )
+    title = size.title
+    if arguments.block:
+        batch, seq, d_model = size.shape
+        title = f"{arguments.block}: {batch} x {seq} tokens, d_model {d_model}"
+    if arguments.plot:
+        from profiling.plot import plot  # before measuring: matplotlib is optional
+    with torch.set_grad_enabled(settings.train):
+        profile = measure(build, size.shape, title, settings, arguments.trace)
+    print(report(profile))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(asdict(profile), indent=1, default=str))
+    if arguments.plot:
+        plot(profile, arguments.plot)
 
 
 def options() -> argparse.ArgumentParser:
@@ -76,10 +95,14 @@ def options() -> argparse.ArgumentParser:
         metavar="MODULE:FUNCTION",
         help="measure the model that FUNCTION() returns",
     )
-    for name in SIZES:
-        default = getattr(Size(), name)
-        text = f"set {name}" + (f" (default: {default})" if default else "")
-        add(option(name), type=positive, metavar="N", help=text)
+    add("--batch-size", type=positive, metavar="N", help="set the batch (default: 1)")
+    add("--seq-len", type=positive, metavar="N", help="set the tokens (default: 128)")
+    add("--d-model", type=positive, metavar="N", help="set the width (default: 512)")
+    add("--num-heads", type=positive, metavar="N", help="set the heads (default: 8)")
+    add("--num-kv-heads", type=positive, metavar="N", help="set the heads of keys")
+    add("--d-head", type=positive, metavar="N", help="set the width of a head")
+    add("--d-ff", type=positive, metavar="N", help="set the width of the FFN")
+    add("--num-layers", type=positive, metavar="N", help="measure a stack of N blocks")
     add = parser.add_argument_group("measurement").add_argument
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     add(
@@ -97,30 +120,29 @@ def options() -> argparse.ArgumentParser:
         "--mode",
         choices=MODES,
         default="train",
-        help="run forward, forward and backward (train), or forward, backward and AdamW "
-        "(step; default: train)",
+        help="run forward in eval mode (forward), forward and backward of the model as it "
+        "was built (train), or also AdamW (step; default: train)",
     )
     add(
         "--compile", action="store_true", help="compile the model; the parts stay eager"
     )
-    for name, default, text in (
-        ("rounds", 15, "take N samples of each time (default: 15)"),
-        ("tp", 1, "split each layer over N processes (default: 1)"),
-        ("dp", 1, "give each of N processes a batch of its own (default: 1)"),
-    ):
-        add(f"--{name}", type=positive, default=default, metavar="N", help=text)
+    add(
+        "--rounds",
+        type=positive,
+        default=15,
+        metavar="N",
+        help="take N samples of each time (default: 15)",
+    )
     add = parser.add_argument_group("output").add_argument
-    for name, text in {
-        "json": "write all figures",
-        "plot": "draw the roofline and the parts",
-        "trace": "write a trace of one run, which ui.perfetto.dev shows",
-    }.items():
-        add(f"--{name}", type=Path, metavar="FILE", help=text)
+    add("--json", type=new_file, metavar="FILE", help="write all figures")
+    add("--plot", type=picture, metavar="FILE", help="draw the roofline and the parts")
+    add(
+        "--trace",
+        type=new_file,
+        metavar="FILE",
+        help="write a trace of one run, which ui.perfetto.dev shows",
+    )
     return parser
-
-
-def option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def positive(text: str) -> int:
@@ -130,66 +152,88 @@ def positive(text: str) -> int:
     return value
 
 
+def new_file(text: str) -> Path:
+    """Return a path that can be written once everything is measured."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"FILE must be in a folder that exists and can be written, got {text}"
+        )
+    return path
+
+
+def picture(text: str) -> Path:
+    from matplotlib.figure import Figure
+
+    path = new_file(text)
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise argparse.ArgumentTypeError(
+            f"FILE must end with .{', .'.join(known)}, got {text}"
+        )
+    return path
+
+
 def size_of(arguments: argparse.Namespace) -> Size:
     """Return the preset's size with the numbers that were typed."""
     size = PRESETS.get(arguments.preset, Size())
-    typed = {name: getattr(arguments, name) for name in SIZES}
+    names = [field.name for field in fields(Size) if field.name != "qk_norm"]
+    typed = {name: getattr(arguments, name) for name in names}
     return replace(size, **{name: value for name, value in typed.items() if value})
 
 
-def profile(arguments: argparse.Namespace, size: Size, settings: Settings) -> None:
-    """Measure and report; raise a ValueError if options do not fit together."""
-    processes = arguments.tp * arguments.dp
-    if processes != int(os.environ.get("WORLD_SIZE", "1")):
-        raise ValueError(f"--tp and --dp require torchrun --nproc-per-node {processes}")
-    if processes > 1:
-        reject(arguments, "--tp and --dp", ["block", "json", "plot", "trace"])
-        from profiling import distributed  # takes seconds to import
+def build_of(arguments: argparse.Namespace) -> Build:
+    """Return how to build the model.
 
-        distributed.profile(size, settings, dp=arguments.dp, tp=arguments.tp)
-        return
-    if arguments.plot:
-        from profiling.plot import plot  # matplotlib is optional
-    if arguments.block:
-        reject(arguments, "--block", ["preset", *OWN_SIZES])
-        build = users_build(arguments.block)
-        batch, seq, d_model = size.shape
-        title = f"{arguments.block}: {batch} x {seq} tokens, d_model {d_model}"
-        tiny = None
-    else:
-        build, title = size.build, size.title
-        tiny = (size.smallest().build, size.smallest().shape)
-    measured = measure((build, size.shape), title, settings, tiny, arguments.trace)
-    print(report(measured))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(asdict(measured), indent=1, default=str))
-    if arguments.plot:
-        plot(measured, arguments.plot)
-
-
-def reject(arguments: argparse.Namespace, option_given: str, names: list[str]) -> None:
-    given = [option(name) for name in names if getattr(arguments, name)]
+    Raises:
+        ValueError: options do not fit together, or name nothing.
+    """
+    if not arguments.block:
+        size = size_of(arguments)
+        size.build(torch.device("meta"), torch.float32)  # a layer may reject the size
+        return size.build
+    given = [name for name in ("preset", *OWN_SIZES) if getattr(arguments, name)]
     if given:
-        raise ValueError(f"{option_given} must be used without {', '.join(given)}")
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"--block must be used without {names}")
+    return users_build(arguments.block)
 
 
 def users_build(name: str) -> Build:
-    """Return how to build a user's model; raise a ValueError if it is not there."""
-    module, _, function = name.partition(":")
-    try:
-        build = getattr(importlib.import_module(module), function)
-    except (AttributeError, ModuleNotFoundError, ValueError) as error:
-        raise ValueError(
-            "--block must be MODULE:FUNCTION, with the folder of MODULE on PYTHONPATH, "
-            f"got {name}: {error}"
-        ) from error
+    """Return how to build a user's model. Errors in it appear as Python shows them.
 
-    def build_there(device: torch.device, dtype: torch.dtype) -> Any:
-        model = build().to(device)
+    Raises:
+        ValueError: there is no such module or function.
+    """
+    module_name, _, function_name = name.partition(":")
+    wrong = f"--block must be MODULE:FUNCTION, got {name}"
+    if not (module_name and function_name):
+        raise ValueError(wrong)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = f"{error.name}."
+        if not f"{module_name}.".startswith(missing):
+            raise  # the module is there, and imports what is not
+        raise ValueError(
+            f"{wrong}, but no module {error.name} is on PYTHONPATH"
+        ) from error
+    if not hasattr(module, function_name):
+        raise ValueError(f"{wrong}, but {module.__file__} has no {function_name}")
+    function = getattr(module, function_name)
+
+    def build(device: torch.device, dtype: torch.dtype) -> nn.Module:
+        model = function()
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"{name} must return an nn.Module, got {type(model).__name__}; "
+                "put the call into the forward of a module"
+            )
+        model.to(device)
         # A cast would make complex buffers real.
         return model if dtype == torch.float32 else model.to(dtype)
 
-    return build_there
+    return build
 
 
 if __name__ == "__main__":

@@ -27,9 +27,14 @@ class Spread:
         return cls(*torch.tensor(samples).double().quantile(levels).tolist())
 
     @property
+    def range(self) -> float:
+        """Return the distance from p20 to p80."""
+        return self.p80 - self.p20
+
+    @property
     def width(self) -> float:
         """Return the distance from p20 to p80 as a share of the median."""
-        return (self.p80 - self.p20) / self.median if self.median else 0.0
+        return self.range / self.median if self.median else 0.0
 
 
 def clock() -> float:

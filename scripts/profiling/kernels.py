@@ -1,6 +1,5 @@
-"""What torch.profiler sees of a run: kernels, collectives, and memory."""
+"""What torch.profiler sees of a run: the kernels of a GPU, and memory."""
 
-from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import methodcaller
@@ -10,22 +9,29 @@ from lab.timing import Run, clock
 from torch.profiler import profile, schedule
 
 
+@dataclass
+class Kernel:
+    """All launches of one kernel of the GPU in a run."""
+
+    name: str
+    launches: int = 0
+    total_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class Recording:
     """One run.
 
-    kernels: the calls and seconds of each kernel of the GPU.
-    collectives: the calls of torch.distributed.
+    kernels: by their time; none on a CPU.
     peak_added_bytes: the most that the run allocated at a time, on a CPU.
     """
 
-    kernels: dict[str, tuple[int, float]]
-    collectives: dict[str, int]
+    kernels: list[Kernel]
     peak_added_bytes: int
 
     @property
-    def busy_seconds(self) -> float:
-        return sum(seconds for _, seconds in self.kernels.values())
+    def busy_s(self) -> float:
+        return sum(kernel.total_s for kernel in self.kernels)
 
 
 def record_run(run: Run, trace: Path | None = None) -> Recording:
@@ -46,22 +52,18 @@ def record_run(run: Run, trace: Path | None = None) -> Recording:
             session.step()
     if trace is not None:
         session.export_chrome_trace(str(trace))
-    kernels: dict[str, tuple[int, float]] = {}
-    collectives: Counter[str] = Counter()
+    kernels: dict[str, Kernel] = {}
     for event in session.events() or []:
         if event.device_type.name == "CUDA" and not event.is_user_annotation:
-            count, seconds = kernels.get(event.name, (0, 0.0))
-            seconds += 1e-6 * event.time_range.elapsed_us()
-            kernels[event.name] = (count + 1, seconds)
-        elif event.name.startswith("c10d::"):
-            collectives[event.name] += 1
+            kernel = kernels.setdefault(event.name, Kernel(event.name))
+            kernel.launches += 1
+            kernel.total_s += 1e-6 * event.time_range.elapsed_us()
     # The peak of the running sum of allocations and releases.
     memory = session.profiler.kineto_results.events()
     changes = [event for event in memory if event.name() == "[memory]"]
     changes.sort(key=methodcaller("start_ns"))  # equal times keep their order
     sizes = map(methodcaller("nbytes"), changes)
     return Recording(
-        kernels=kernels,
-        collectives=collectives,
+        kernels=sorted(kernels.values(), key=lambda kernel: -kernel.total_s),
         peak_added_bytes=max(accumulate(sizes, initial=0)),
     )

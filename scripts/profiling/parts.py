@@ -6,34 +6,65 @@ the reshapes of an attention layer, the gate of a feed-forward layer, the sums o
 
 from bisect import bisect_right
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter, methodcaller
 from typing import Any
 
 import torch
-from lab.timing import Run, clock, wall_sampler
-from torch import Tensor, nn
+from lab.timing import Run, Sampler, clock, wall_sampler
+from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import Node
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
-from torch.utils._pytree import tree_leaves
+from torch.profiler import record_function
 
-OUTSIDE = ""  # of all modules
+from .tensors import result_in
 
-
-def tensors_in(value: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+ADAMW = "AdamW"
+OUTSIDE = "outside of the model"
 
 
 def parts_of(module: nn.Module, name: str = "") -> dict[nn.Module, str]:
-    """Name the part of each module; the layers of a list are one part."""
+    """Name the part of each module.
+
+    Layers of a list that are alike are one part: `layers.*`. In a list of unlike layers,
+    `layers.2*` is the third layer and the later ones that are like it.
+    """
     parts = {module: name or "sums"}
-    for key, child in module.named_children():
-        if isinstance(module, nn.ModuleList):
-            key = "*"
-        parts |= parts_of(child, f"{name}.{key}".removeprefix("."))
+    children = dict(module.named_children())
+    keys = {key: key for key in children}
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        keys = _shared_keys(children)
+    for key, child in children.items():
+        parts |= parts_of(child, f"{name}.{keys[key]}".removeprefix("."))
     return parts
+
+
+def _shared_keys(children: dict[str, nn.Module]) -> dict[str, str]:
+    """Return the key that each layer of a list shares with those that are like it."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for key, child in children.items():
+        groups[_structure(child)].append(key)
+    shared = {}
+    for keys in groups.values():
+        name = f"{keys[0]}*" if len(keys) > 1 else keys[0]
+        for key in keys:
+            shared[key] = "*" if len(groups) == 1 else name
+    return shared
+
+
+def _structure(module: nn.Module) -> str:
+    """Return what layers must have in common to be one part."""
+    modules = []
+    for name, each in module.named_modules():
+        kind = f"{type(each).__module__}.{type(each).__qualname__}"
+        modules.append(f"{name}: {kind}({each.extra_repr()}), {each.training}")
+    for name, weight in module.named_parameters():
+        shape = list(weight.shape)
+        modules.append(f"{name}: {shape}, {weight.dtype}, {weight.requires_grad}")
+    return "\n".join(modules)
 
 
 class Watch:
@@ -42,6 +73,8 @@ class Watch:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.parts = parts_of(model)
+        self.part = OUTSIDE
+        self.backward = False
         self.runs = 0
         self._callers: list[str] = []
         # In the order of forward: the number of autograd's next node, and the part that makes it.
@@ -53,23 +86,33 @@ class Watch:
     def end(self) -> None:
         """Do what a subclass does when `self.part` stops."""
 
+    def called(self) -> None:
+        """Do what a subclass does when a module is called, after `begin`."""
+
     def watch(self, run: Run) -> None:
-        """Run the model once: forward and, if the run has them, backward and AdamW."""
+        """Run the model once: forward and, if the run has them, backward and AdamW.
+
+        Compiled parts of the model run in eager mode, because hooks break their graphs.
+        """
         hooks = [
             modules.register_module_forward_pre_hook(self._enter),
             # Activation checkpointing may end a module early, by an exception.
             modules.register_module_forward_hook(self._leave, always_call=True),
-            optimizers.register_optimizer_step_pre_hook(partial(self._next, "AdamW")),
+            optimizers.register_optimizer_step_pre_hook(partial(self._next, ADAMW)),
         ]
         self.part = OUTSIDE
         self.backward = False
         self._makers.clear()
-        self.begin()
-        run()
-        self.end()
+        self._callers.clear()
+        with torch.compiler.set_stance("force_eager"):
+            self.begin()
+            try:
+                run()
+            finally:
+                self.end()
+                for hook in hooks:
+                    hook.remove()
         self.runs += 1
-        for hook in hooks:
-            hook.remove()
 
     def _next(self, part: str, *_: Any) -> None:
         self.end()
@@ -81,10 +124,12 @@ class Watch:
     def _enter(self, module: nn.Module, *_: Any) -> None:
         self._callers.append(self.part)
         self._next(self.parts.get(module, self.part))
+        if module in self.parts:
+            self.called()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._next(self._callers.pop())
-        if module is self.model:
+        if module is self.model and output is not None:  # None after an error
             self.backward = True
             self._follow(output)
 
@@ -95,7 +140,7 @@ class Watch:
         of a weight have the greatest number, and belong to no part.
         """
         nodes: set[Node] = set()
-        waiting = [tensor.grad_fn for tensor in tensors_in(output)[:1]]
+        waiting = [result_in(output).grad_fn]
         while waiting:
             node = waiting.pop()
             if node is not None and node not in nodes:
@@ -111,39 +156,66 @@ class Watch:
             last = part
 
 
-class Stopwatch(Watch):
-    """A sampler of the seconds of each part, and of its forward pass, in one run.
+class Labels(Watch):
+    """Names the parts in a trace as the table does."""
 
-    On CUDA, they are the GPU's own.
+    def begin(self) -> None:
+        self._label = record_function(self.part)
+        self._label.__enter__()
+
+    def end(self) -> None:
+        self._label.__exit__(None, None, None)
+
+
+@dataclass
+class PartTime:
+    """Seconds of one part in one run, in all passes and in forward."""
+
+    total: float = 0.0
+    forward: float = 0.0
+
+
+class Stopwatch(Watch):
+    """Takes the time of each part. On CUDA, it is the GPU's own.
+
+    taken: the times of the parts, one dict for each sample.
     """
 
-    def __init__(self, model: nn.Module, run: Run, on_gpu: bool) -> None:
+    def __init__(self, model: nn.Module, on_gpu: bool) -> None:
         super().__init__(model)
         self.on_gpu = on_gpu
-        self.marks: list[Any] = []
-        self.sample = wall_sampler(partial(self.watch, run))
+        self.taken: list[dict[str, PartTime]] = []
+        self._marks: list[tuple[str, bool, Any, Any]] = []
 
-    def __call__(self) -> dict[str, float]:
-        self.runs = 0
-        self.marks.clear()
-        self.sample()
-        times: dict[str, float] = defaultdict(float)
-        for names, start, end in self.marks:
+    def sampler(self, run: Run) -> Sampler:
+        """Return a sampler that appends to `taken`, and returns seconds of a whole run."""
+        sample = wall_sampler(partial(self.watch, run))
+
+        def take() -> float:
+            self.runs = 0
+            self._marks.clear()
+            seconds = sample()
+            self.taken.append(self._times())
+            return seconds
+
+        return take
+
+    def _times(self) -> dict[str, PartTime]:
+        times: dict[str, PartTime] = defaultdict(PartTime)
+        for part, backward, start, end in self._marks:
             seconds = 1e-3 * start.elapsed_time(end) if self.on_gpu else end - start
-            for name in names:
-                times[name] += seconds / self.runs
+            times[part].total += seconds / self.runs
+            if not backward:
+                times[part].forward += seconds / self.runs
         return times
 
     def begin(self) -> None:
         if self.on_gpu:
             torch.cuda._sleep(4_000_000)  # 2 ms, while the host launches the part
-        self.start = self._now()
+        self._start = self._now()
 
     def end(self) -> None:
-        names = [self.part]
-        if not self.backward:
-            names.append(f"forward of {self.part}")
-        self.marks.append((names, self.start, self._now()))
+        self._marks.append((self.part, self.backward, self._start, self._now()))
 
     def _now(self) -> Any:
         """Return the moment by the host's clock, or an event of the GPU."""

@@ -8,12 +8,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .measure import Profile
+from .parts import ADAMW
+from .roofline import Row
+
+LABELED = 12  # parts with a marker of their own
 
 
 def plot(profile: Profile, path: Path) -> None:
     """Draw the profile in the format that the suffix of `path` names."""
     height = max(5, 2 + 0.3 * len(profile.rows))
-    figure = Figure(figsize=(12, height), layout="constrained")
+    figure = Figure(figsize=(13, height), layout="constrained")
     figure.suptitle(profile.title, fontsize=11, fontweight="bold")
     figure.supxlabel(profile.machine, fontsize=8)
     left, right = figure.subplots(1, 2)
@@ -23,33 +27,81 @@ def plot(profile: Profile, path: Path) -> None:
 
 
 def _roofline(axes: Axes, profile: Profile) -> None:
-    """Place each part by its FLOPs per byte and its rate, below both limits."""
-    rates = profile.rates
-    rows = [row for row in profile.rows if row.flops and row.total > 0]
+    """Place each part by its FLOPs per byte and its rate, below the roof.
+
+    A part with unknown FLOPs is higher and further to the right than it is drawn.
+    """
+    rows = [row for row in profile.rows if row.flops_per_s and row.moved_bytes]
+    rows.sort(key=lambda row: -row.total_s)
+    intensities: list[float] = []
     for row, marker in zip(rows, cycle("osD^vPXphd*"), strict=False):
+        label = row.name if len(intensities) < LABELED else None
+        if label and row.unknown:
+            label += " (at least)"
+        intensity = sum(row.flops.values()) / row.moved_bytes
+        intensities.append(intensity)
         axes.loglog(
-            row.flops / row.bytes, row.flops / row.total, marker, label=row.name
+            intensity,
+            row.flops_per_s,
+            marker if label else ".",
+            color=None if label else "gray",
+            fillstyle="none" if row.unknown else "full",
+            label=label,
         )
-    axes.axhline(rates.flops, color="black", label="matmul")
-    copied = [(byte, byte * rates.bytes) for byte in (1, 10)]
-    axes.axline(*copied, color="black", linestyle="dashed", label="memory copy")
+    rates = profile.rates
+    for dtype, flops_per_s in rates.flops_per_s.items():
+        # Left of the ridge, copying takes longer than computing.
+        ridge = flops_per_s / rates.bytes_per_s
+        ends = [*intensities, ridge / 10, ridge * 10]
+        roof = [min(ends) / 2, ridge, max(ends) * 2]
+        allowed = [min(flops_per_s, rates.bytes_per_s * each) for each in roof]
+        axes.loglog(roof, allowed, color="black")
+        axes.annotate(
+            f"{dtype} matmul", (roof[2], flops_per_s), ha="right", va="bottom"
+        )
+    axes.annotate("memory copy", (roof[0], allowed[0]), ha="left", va="bottom")
     axes.set(
-        xlabel="FLOP per byte", ylabel="FLOP/s", title="How far from the roofline?"
+        xlabel="FLOPs per byte",
+        ylabel="FLOPs per second",
+        title="How far from the roof?",
     )
-    axes.legend(fontsize=8)
+    if rows:
+        title = f"{LABELED} slowest of {len(rows)}" if len(rows) > LABELED else None
+        axes.legend(fontsize=8, loc="lower right", title=title)
     axes.grid(alpha=0.3)
 
 
 def _times(axes: Axes, profile: Profile) -> None:
     """Draw a bar for each row, and the least time that the roofline allows."""
-    rows, whole = profile.rows, profile.whole.total
-    names = [
-        f"{row.name}: {number(1e3 * row.total)} ms, {share(row.total / whole)}"
-        for row in rows
+    rows, whole = profile.rows, profile.whole.total_s
+    names = [_label(row, whole) for row in rows]
+    forward = [1e3 * (row.forward_s or 0.0) for row in rows]
+    later = [
+        1e3 * row.total_s - first for row, first in zip(rows, forward, strict=True)
     ]
-    axes.barh(names, [1e3 * row.total for row in rows], color="C0", alpha=0.5)
-    axes.barh(names, [1e3 * row.forward for row in rows], color="C0")
-    axes.barh(names, [1e3 * row.least for row in rows], fill=False, linewidth=1.5)
+    least = [1e3 * row.least_s for row in rows]
+    backward = [
+        0.0 if _is_other(row) else ms for row, ms in zip(rows, later, strict=True)
+    ]
+    other = [ms if _is_other(row) else 0.0 for row, ms in zip(rows, later, strict=True)]
+    axes.barh(names, forward, color="C0", label="forward")
+    if any(backward):
+        axes.barh(
+            names, backward, left=forward, color="C0", alpha=0.5, label="backward"
+        )
+    axes.barh(names, other, color="C1", label="outside of the model")
+    axes.barh(names, least, fill=False, linewidth=1.5, label="least time, by the roof")
+    axes.axvline(0, color="black", linewidth=0.8)
     axes.invert_yaxis()
-    axes.set_xlabel("ms; dark: forward; outline: time at the limit")
-    axes.set_title(f"Where do {number(1e3 * whole)} ms go?")
+    axes.legend(fontsize=8)
+    axes.set(xlabel="ms", title=f"Where do {number(1e3 * whole)} ms go?")
+
+
+def _is_other(row: Row) -> bool:
+    """Say if a row is AdamW, the rest, or GPU idle."""
+    return row.name == ADAMW or row.forward_s is None
+
+
+def _label(row: Row, whole: float) -> str:
+    least = ", least time unknown" if row.unknown else ""
+    return f"{row.name}: {number(1e3 * row.total_s)} ms, {share(row.total_s / whole)}{least}"

@@ -1,40 +1,31 @@
 """A profile as text: what to conclude from it, and the table behind that."""
 
-from lab.tables import markdown, number, share, si
-from lab.timing import Spread
+from lab.tables import number, share, si, terminal
 
-from .kernels import Recording
-from .measure import Profile
+from .kernels import Kernel, Recording
+from .measure import GPU_IDLE, REST, Profile
 from .roofline import Row
 
-_ADVICE = {
-    "compute": "computing takes at least half of its time: "
-    "a smaller model or a lower-precision dtype helps",
-    "memory": "moving bytes takes at least half of its time: "
-    "fusion, --compile or more tokens per weight help",
-    "overhead": "calling operations takes at least half of its time: more tokens or --compile help",
-    "kernel": "its kernels or, with --block, its calls are slow",
-    "GPU idle": "launching takes too long: more tokens, --compile or CUDA graphs help",
-}
 _LEGEND = """\
 A part is what one module does itself, without its children: `attn` is the attention kernel and
 its reshapes, `ffn` is the gate, and `sums` is what the model itself does, such as residual sums.
-Layers in an nn.ModuleList add up in one row. Varies: p20 to p80 of the total, divided by the
-median. Rest: what the parts do not explain, such as the start of backward; below 0, reading the
-clock between the parts took longer than that. Of roofline: the least time, which is
-max(FLOP / matmul rate, bytes / memory copy rate), divided by the measured time; above 100%, data
-came from a cache, or a rate is NOISY. Limit: computing, moving bytes, or overhead (the same calls
-on a tiny input), if it takes at least half of the time; otherwise `kernel`. FLOPs count matmuls,
-convolutions and attention. Bytes are what a part must read and write at least. MFU (model FLOP
-utilization) divides FLOP/s by the measured matmul rate. docs/profile.md has more."""
+Layers of a list that are alike add up in one row: `layers.*`, or `layers.2*` for the third and
+those that are like it. Calls, ops and kept count one run of all passes. Ops are torch's
+operations. What varies by more than 5% (p20 to p80) has two digits. Rest is what the parts do not
+explain, such as the start of backward. It is below 0 if reading the clock between the parts took
+longer. Roofline is the least time, max(FLOPs / matmul rate, bytes / memory copy rate), divided by
+the measured time. It is above 100% if data came from a cache, or if a rate is NOISY. Limit is
+what takes at least half of the time: compute, memory (bytes that the part must read and write),
+overhead (as many operations on one number), Python (between operations), or traffic (bytes that
+operations read and write for each other); otherwise kernel. FLOPs are counted for matmuls,
+convolutions, recurrent layers and attention. After >= or <=, some are unknown. Kept bytes are
+what autograd keeps for backward. MFU (model FLOP utilization) is the time of the FLOPs at the
+matmul rate, divided by the measured time. docs/profile.md explains more, and --json has more."""
 
 
 def report(profile: Profile) -> str:
-    matmul = si(profile.rates.flops, "FLOP/s")
-    copy = si(profile.rates.bytes, "B/s")
     sections = [
-        f"{profile.machine}\n{profile.title}\n"
-        f"Measured in the same rounds: matmul {matmul}, memory copy {copy}",
+        _machine(profile),
         _summary(profile),
         _losses(profile),
         _table(profile),
@@ -44,78 +35,188 @@ def report(profile: Profile) -> str:
     return "\n\n".join(filter(None, sections))
 
 
-def time_line(took: Spread, tokens: int) -> str:
+def _machine(profile: Profile) -> str:
+    rates = profile.rates
+    measured = [
+        f"{dtype} matmul {si(rate, 'FLOP/s')}"
+        for dtype, rate in rates.flops_per_s.items()
+    ]
+    measured.append(f"memory copy {si(rates.bytes_per_s, 'B/s')}")
+    seconds = 1 / rates.small_operations_per_s
+    measured.append(f"an operation on one number {si(seconds, 's')}")
     return (
-        f"Time: {si(took.median, 's')} (p20 to p80: {si(took.p20, 's')} to "
-        f"{si(took.p80, 's')}), {si(tokens / took.median)} tokens/s"
+        f"{profile.machine}\n{profile.title}\n"
+        f"Measured in the same rounds: {', '.join(measured)}"
     )
 
 
 def _summary(profile: Profile) -> str:
-    took, whole = profile.took, profile.whole
-    time = time_line(took, profile.tokens)
-    mfu = share(whole.flops / whole.total / profile.rates.flops)
-    overhead = "unknown for a block of your own"
-    if whole.overhead is not None:
-        overhead = si(whole.overhead, "s")
-    memory = {**profile.memory, "kept for backward": whole.kept}
-    sizes = [f"{name} {si(size, 'B')}" for name, size in memory.items()]
+    whole, took, memory = profile.whole, profile.took_s, profile.memory
+    digits = _digits(whole)
+    bound = _at_least(whole)
+    overhead = whole.overhead_s or 0.0
+    sizes = [
+        f"peak {si(memory.peak_bytes, 'B')}",
+        f"parameters {si(memory.parameter_bytes, 'B')}",
+        f"buffers {si(memory.buffer_bytes, 'B')}",
+        f"other tensors {si(memory.other_tensor_bytes, 'B')}",
+        f"gradients {si(memory.gradient_bytes, 'B')}",
+        f"AdamW {si(memory.adamw_bytes, 'B')}",
+        f"kept for backward {_kept(whole)}",
+    ]
     lines = [
-        f"{time}, {share(whole.least / whole.total)} of the roofline",
-        f"MFU: {mfu} of the matmul rate",
-        f"Overhead, the same calls on a tiny input: {overhead}",
+        f"Time: {si(took.median, 's', digits)} (p20 to p80: {si(took.p20, 's', digits)} to "
+        f"{si(took.p80, 's', digits)}), {si(profile.tokens_per_s, digits=digits)} tokens/s, "
+        f"{bound}{share(whole.of_roofline, digits)} of the roofline",
+        f"MFU: {bound}{share(profile.mfu, digits)} of the matmul rate",
+        f"Overhead: calling {whole.ops:,} operations takes at least {si(overhead, 's', 2)}, "
+        f"{share(overhead / whole.total_s, 2)} of the time",
         f"Memory: {', '.join(sizes)}",
     ]
+    if whole.unknown:
+        names = ", ".join(whole.unknown)
+        lines.append(f"FLOPs without {names}: no formula, so what follows has >= or <=")
     return "\n".join([*lines, *profile.notes])
 
 
 def _losses(profile: Profile) -> str:
-    """Return the three rows that lose the most time, with what would help."""
-    if profile.settings.compile:  # the parts are not
+    """Return the three rows that lose the most time, with the reasons."""
+    if profile.parts_are_eager:  # and the total is not
         return ""
-    rows = [row for row in profile.rows if row.name != "rest" and row.total > row.least]
-    rows.sort(key=lambda row: row.least - row.total)
-    lines = ["Most time lost against the roofline:"]
+    rows = [row for row in profile.rows if row.name != REST]
+    rows = [row for row in rows if row.total_s > row.least_s]
+    rows.sort(key=lambda row: row.least_s - row.total_s)
+    lines = ["Most time lost against the roofline, and why:"]
     for row in rows[:3]:
-        lost = row.total - row.least
-        advice = _ADVICE[row.limit or row.name]
+        lost = row.total_s - row.least_s
+        digits = _digits(row)
         lines.append(
-            f"  {row.name}: {si(lost, 's')}, {share(lost / profile.whole.total)}; {advice}"
+            f"  {row.name}: {_at_most(row)}{si(lost, 's', digits)}, "
+            f"{_at_most(row)}{share(lost / profile.whole.total_s, digits)} of the total"
         )
+        lines.append(f"    {_reason(row)}")
+        if row.operations:
+            lines.append(f"    {_operations(row)}")
     return "\n".join(lines)
 
 
+def _reason(row: Row) -> str:
+    """Say what takes most of the time of a row, and what to try."""
+
+    def of_time(seconds: float | None) -> str:
+        return f"{share((seconds or 0.0) / row.total_s, 2)} of the time"
+
+    if row.name == GPU_IDLE:
+        return "No kernel runs. Try more tokens, --compile, or CUDA graphs."
+    bytes_moved = si(row.moved_bytes, "B")
+    traffic = si(sum(each.moved_bytes for each in row.operations), "B")
+    if row.limit == "compute":
+        return (
+            f"Computing takes {of_time(row.compute_s)}. "
+            "Try fewer FLOPs, or a dtype of lower precision."
+        )
+    if row.limit == "memory":
+        return (
+            f"Reading and writing {bytes_moved} takes {of_time(row.memory_s)}. Try a "
+            "smaller dtype or, if most of it are weights, more tokens."
+        )
+    if row.limit == "overhead":
+        return (
+            f"Calling operations takes at least {of_time(row.overhead_s)}. "
+            "Try fewer and larger operations, more tokens, or --compile."
+        )
+    if row.limit == "Python":
+        return (
+            f"Between operations, in Python and autograd, pass {of_time(row.between_s)}. "
+            "Try less Python, fewer operations, more tokens, or --compile."
+        )
+    if row.limit == "traffic":
+        return (
+            f"Its operations read and write {traffic}, which takes "
+            f"{of_time(row.traffic_s)}, where {bytes_moved} must be moved. "
+            "Try fewer passes over the data, or --compile."
+        )
+    if row.limit == "unknown":
+        return f"The FLOPs of {', '.join(row.unknown)} are unknown."
+    return (
+        f"Its operations are slow. At the machine's rates, FLOPs take "
+        f"{of_time(row.compute_s)}, and all that operations read and write ({traffic}) "
+        f"takes {of_time(row.traffic_s)}. Try other operations."
+    )
+
+
+def _operations(row: Row) -> str:
+    """Return the operations that take the longest, with their share of the row's time."""
+    inside = sum(each.total_s for each in row.operations)
+    whole = max(row.total_s, inside)
+    shares = [
+        f"{each.name} x {each.calls:,} ({share(each.total_s / whole, 2)})"
+        for each in row.operations[:4]
+        if each.total_s > 0.01 * whole
+    ]
+    return f"{row.ops:,} operations: {', '.join(shares)}"
+
+
+def _digits(row: Row) -> int:
+    """Return how many digits of a time are worth reading."""
+    return 2 if row.varies > 0.05 else 3
+
+
+def _at_least(row: Row) -> str:
+    return ">= " if row.unknown else ""
+
+
+def _at_most(row: Row) -> str:
+    return "<= " if row.unknown else ""
+
+
+def _kept(row: Row) -> str:
+    return "unknown" if row.kept_bytes is None else si(row.kept_bytes, "B")
+
+
 def _table(profile: Profile) -> str:
-    columns = ["part", "count", "forward ms", "total ms", "varies", "share", "FLOP/s"]
-    columns += ["of roofline", "limit", "overhead", "kept"]
+    columns = ["part", "calls", "ops", "params", "forward ms", "total ms", "share"]
+    columns += ["roofline", "limit", "kept"]
     rows = [_cells(row, profile.whole) for row in (*profile.rows, profile.whole)]
-    return markdown(columns, rows)
+    return terminal(columns, rows)
 
 
 def _cells(row: Row, whole: Row) -> list[str]:
+    digits = _digits(row)
+    forward = "" if row.forward_s is None else number(1e3 * row.forward_s, digits)
     return [
         row.name,
-        str(row.count) if row.count > 1 else "",
-        number(1e3 * row.forward),
-        number(1e3 * row.total),
-        share(row.varies) if row.varies else "",
-        share(row.total / whole.total),
-        si(row.flops / row.total) if row.flops else "",
-        share(row.least / row.total) if row.least and row.total else "",
+        str(row.calls or ""),
+        str(row.ops or ""),
+        _count(row.parameters) if row.parameters else "",
+        forward,
+        number(1e3 * row.total_s, digits),
+        share(row.total_s / whole.total_s, digits),
+        _at_least(row) + share(row.of_roofline, digits) if row.of_roofline else "",
         row.limit,
-        si(row.overhead, "s") if row.overhead is not None else "",
-        si(row.kept, "B"),
+        _kept(row) if row.kept_bytes != 0 else "",
     ]
+
+
+def _count(number_of: int) -> str:
+    return str(number_of) if number_of < 1000 else si(number_of)
 
 
 def kernel_table(recording: Recording) -> str:
     """Return the kernels that take the longest, and their sum; nothing for a CPU."""
-    kernels = sorted(recording.kernels.items(), key=lambda item: -item[1][1])
-    if not kernels:
+    if not recording.kernels:
         return ""
-    launches = sum(count for _, (count, _) in kernels)
-    busy = recording.busy_seconds
+    busy = recording.busy_s
+    launches = sum(kernel.launches for kernel in recording.kernels)
+    everything = Kernel("all", launches, busy)
     rows = []
-    for name, (count, taken) in [*kernels[:10], ("all", (launches, busy))]:
-        rows.append([name[:70], str(count), number(1e3 * taken), share(taken / busy)])
-    return markdown(["kernel", "calls", "ms", "share of GPU"], rows)
+    for kernel in (*recording.kernels[:10], everything):
+        rows.append(
+            [
+                kernel.name,
+                str(kernel.launches),
+                number(1e3 * kernel.total_s),
+                share(kernel.total_s / busy),
+            ]
+        )
+    return terminal(["kernel", "launches", "ms", "share of GPU"], rows)

@@ -1,70 +1,188 @@
 """What a machine allows: the roofline (Williams et al., 2009), by measured rates."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 
 import torch
 from lab.timing import Run, Sampler, wall_sampler
 
-RATES = ("matmul", "memory copy")
+MATMUL = "matmul "
+COPY = "memory copy"
+SMALL = "an operation on one number"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOPs and bytes per second."""
+    """What this machine does in a second.
 
-    flops: float
-    bytes: float
+    flops_per_s: of a large matmul, for each dtype.
+    bytes_per_s: that a large copy reads and writes.
+    small_operations_per_s: calls of an operation on one number.
+    """
+
+    flops_per_s: dict[str, float]
+    bytes_per_s: float
+    small_operations_per_s: float
+
+    @classmethod
+    def of(cls, samples: dict[str, list[float]]) -> "Rates":
+        """Return the rates from the samples of `rate_samplers`."""
+        rates = {name: 1 / median(seconds) for name, seconds in samples.items()}
+        copy, small = rates.pop(COPY), rates.pop(SMALL)
+        matmuls = {name.removeprefix(MATMUL): rates[name] for name in rates}
+        return cls(matmuls, copy, small)
+
+
+@dataclass
+class Operation:
+    """All calls of one of torch's operations in a part.
+
+    moved_bytes: what they read and write; views do neither.
+    """
+
+    name: str
+    calls: int = 0
+    total_s: float = 0.0
+    moved_bytes: int = 0
+
+    def add(self, other: "Operation") -> None:
+        self.calls += other.calls
+        self.total_s += other.total_s
+        self.moved_bytes += other.moved_bytes
 
 
 @dataclass
 class Row:
     """A part in all copies of a layer, AdamW, the rest, GPU idle, or the total.
 
-    varies: the range from p20 to p80 of the total, divided by the median.
-    overhead: seconds of the same calls on a tiny input; None if unknown.
-    kept: bytes that autograd keeps for backward, unless an earlier row keeps them.
-    least: seconds of the work at the machine's rates.
-    limit: what explains at least half of the time: compute, memory, overhead; or "kernel".
+    What it does in one run:
+    modules, calls: the copies of the module, and how often they are called.
+    parameters: numbers in them; what modules share counts in the first of them.
+    operations: by their time.
+    flops: by dtype.
+    unknown: operations whose FLOPs are not known. With them, the FLOPs and all figures
+        that follow from them are lower bounds.
+    moved_bytes: what it must read and write at least.
+    kept_bytes: what autograd keeps for backward, unless an earlier row keeps it; None if
+        the model forbids to see it.
+
+    How long it takes (forward_s is None where it is not measured):
+    p20_s, varies: the 20th percentile of total_s, and the range from there to the 80th,
+        divided by total_s.
+
+    What follows, set by `compare`:
+    compute_s, memory_s: the time of its FLOPs and of moved_bytes, at the machine's rates.
+    traffic_s: the time of all bytes that its operations read and write, at this rate.
+    overhead_s: at least the time of calling its operations; None for a part on a GPU.
+    between_s: at least the time between its operations, in Python and autograd, which is
+        what they leave of p20_s; None on a GPU.
+    least_s: the longer of compute_s and memory_s.
+    limit: what explains at least half of the time: compute, memory, overhead, Python or
+        traffic; otherwise kernel, or unknown.
     """
 
     name: str
-    count: int = 1
-    forward: float = 0.0
-    total: float = 0.0
+
+    modules: int = 0
+    calls: int = 0
+    parameters: int = 0
+    operations: list[Operation] = field(default_factory=list)
+    flops: dict[str, int] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    moved_bytes: int = 0
+    kept_bytes: int | None = 0
+
+    forward_s: float | None = None
+    total_s: float = 0.0
+    p20_s: float = 0.0
     varies: float = 0.0
-    flops: float = 0.0
-    bytes: int = 0
-    kept: int = 0
-    overhead: float | None = None
-    least: float = 0.0
+
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    traffic_s: float = 0.0
+    overhead_s: float | None = None
+    between_s: float | None = None
+    least_s: float = 0.0
+    flops_per_s: float = 0.0
+    of_roofline: float = 0.0
     limit: str = ""
 
-    def compare(self, rates: Rates) -> None:
-        """Set the least time and the limit, by the rates of a machine."""
+    @property
+    def ops(self) -> int:
+        return sum(each.calls for each in self.operations)
+
+    def compare(self, rates: Rates, on_gpu: bool) -> None:
+        """Set what follows from the rates of a machine."""
+        self.compute_s = sum(
+            count / rates.flops_per_s[dtype] for dtype, count in self.flops.items()
+        )
+        self.memory_s = self.moved_bytes / rates.bytes_per_s
+        traffic = sum(each.moved_bytes for each in self.operations)
+        self.traffic_s = traffic / rates.bytes_per_s
+        if not on_gpu:  # where launches overlap with kernels
+            self.overhead_s = self.ops / rates.small_operations_per_s
+            inside = sum(each.total_s for each in self.operations)
+            self.between_s = max(0.0, self.p20_s - inside)
+        self.least_s = max(self.compute_s, self.memory_s)
+        if self.total_s > 0:
+            self.flops_per_s = sum(self.flops.values()) / self.total_s
+            self.of_roofline = self.least_s / self.total_s
+        self.limit = self._limit()
+
+    def _limit(self) -> str:
         causes = {
-            "compute": self.flops / rates.flops,
-            "memory": self.bytes / rates.bytes,
-            "overhead": self.overhead or 0.0,
+            "compute": self.compute_s,
+            "memory": self.memory_s,
+            "overhead": self.overhead_s or 0.0,
+            "Python": self.between_s or 0.0,
         }
-        self.least = max(causes["compute"], causes["memory"])
         longest = max(causes, key=lambda cause: causes[cause])
-        self.limit = longest if causes[longest] >= self.total / 2 else "kernel"
+        if causes[longest] >= self.total_s / 2:
+            return longest
+        if self.unknown:
+            return "unknown"
+        return "traffic" if self.traffic_s >= self.total_s / 2 else "kernel"
 
 
-def rate_samplers(device: torch.device, dtype: torch.dtype) -> dict[str, Sampler]:
-    """Return samplers of a large matmul and a large copy, per FLOP and per byte."""
+def rate_samplers(
+    device: torch.device, dtypes: Iterable[torch.dtype]
+) -> dict[str, Sampler]:
+    """Return samplers of the seconds per FLOP, byte, and operation on one number.
+
+    They take large matmuls, a large copy, and a chain of small operations. If gradients
+    are enabled, half of the chain is in backward.
+    """
     on_gpu = device.type == "cuda"
     side = 8192 if on_gpu else 1024
-    a = torch.randn(side, side, device=device).to(dtype)
-    matmul = partial(torch.mm, a, a, out=torch.empty_like(a))
+    samplers = {}
+    for dtype in dtypes:
+        a = torch.randn(side, side, device=device).to(dtype)
+        matmul = partial(torch.mm, a, a, out=torch.empty_like(a))
+        samplers[MATMUL + name_of(dtype)] = _per_unit(matmul, 2 * side**3)
     size = 2**29 if on_gpu else 2**27  # more than caches hold
     source = torch.ones(size, device=device, dtype=torch.uint8)
     copy = partial(torch.empty_like(source).copy_, source)
-    return {
-        "matmul": _per_unit(matmul, 2 * side**3),
-        "memory copy": _per_unit(copy, 2 * size),
-    }
+    samplers[COPY] = _per_unit(copy, 2 * size)
+    train = torch.is_grad_enabled()
+    one = torch.ones(1, device=device, requires_grad=train)
+    samplers[SMALL] = _per_unit(partial(_multiply_ones, one), 200 if train else 100)
+    return samplers
+
+
+def _multiply_ones(one: torch.Tensor) -> None:
+    """Multiply a number 100 times and, if it requires a gradient, go back."""
+    product = one
+    factor = one.detach()
+    for _ in range(100):
+        product = product * factor
+    if product.requires_grad:
+        torch.autograd.grad(product, one)
 
 
 def _per_unit(run: Run, units: int) -> Sampler:

@@ -1,40 +1,88 @@
-"""What each part must do at least: FLOPs, bytes that it moves, bytes that autograd keeps."""
+"""What each part does: operations, FLOPs, bytes that it moves, bytes that autograd keeps."""
 
-import re
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-from lab.timing import Run
+from lab.timing import Run, clock
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
-
-from .parts import Watch, tensors_in
-from .roofline import Row
-
-_TORCHS = ("aten", "prims", "profiler")  # namespaces
-_PRODUCTS = re.compile(
-    r"(^|_|b|add)m[mv]|dot|linear(?!ize)|matmul|conv|attention|encoder|lstm|gru|rnn"
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass_type,
 )
 
+from .flops import flops_of
+from .parts import OUTSIDE, Watch
+from .roofline import Operation, Row, name_of
+from .tensors import storage_of, stored_bytes, stored_in
 
-def attention_flops(given: dict[str, Any]) -> int:
-    """Return the FLOPs of a fused attention: two matmuls for each score that it needs.
+# Arguments that are read or changed only at some indices.
+_TABLES = {
+    "embedding": "weight",
+    "gather": "self",
+    "index": "self",
+    "index_select": "self",
+    "index_add_": "self",
+    "index_copy_": "self",
+    "index_put_": "self",
+    "_index_put_impl_": "self",
+    "scatter_": "self",
+    "scatter_add_": "self",
+}
+_OVERWRITING = ("copy_", "fill_", "zero_")  # they do not read what they change
 
-    Backward has twice as many matmuls, and what a kernel computes again is not counted.
+
+@dataclass
+class Call:
+    """One call of an operation.
+
+    given: its arguments by name.
+    written: the names of those that it changes.
+    overwritten: the names of those that it does not read.
     """
-    q, k, v = (given[name].shape for name in ("query", "key", "value"))
-    pairs = q[-2] * k[-2]
-    if given.get("is_causal"):
-        pairs = sum(min(query + 1, k[-2]) for query in range(q[-2]))
-    passes = 2 if "logsumexp" in given else 1
-    return passes * 2 * q[:-2].numel() * pairs * (q[-1] + v[-1])
 
+    operation: str
+    given: dict[str, Any]
+    written: list[str]
+    overwritten: list[str]
+    result: Any
+    seconds: float
 
-def address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    @property
+    def name(self) -> str:
+        return self.operation.rpartition(".")[2]
+
+    @property
+    def read(self) -> list[Tensor]:
+        """Return the tensors that the operation reads."""
+        return stored_in(
+            [self.given[name] for name in self.given if name not in self.overwritten]
+        )
+
+    @property
+    def changed(self) -> list[Tensor]:
+        """Return the arguments that the operation changes."""
+        return stored_in([self.given.get(name) for name in self.written])
+
+    @property
+    def new(self) -> list[Tensor]:
+        """Return the results that are no views of arguments."""
+        old = {storage_of(each) for each in stored_in(self.given)}
+        return [each for each in stored_in(self.result) if storage_of(each) not in old]
+
+    def nbytes(self, tensor: Tensor) -> int:
+        """Return how many bytes of an argument or a result are read or written."""
+        size = min(tensor.nbytes, stored_bytes(tensor))
+        if tensor is not self.given.get(_TABLES.get(self.name, "")):
+            return size
+        everything = stored_in([self.given, self.result])
+        return min(size, max(each.nbytes for each in everything if each is not tensor))
 
 
 class Ledger(TorchDispatchMode, Watch):
@@ -42,75 +90,183 @@ class Ledger(TorchDispatchMode, Watch):
 
     A part reads what others made, and writes what outlives it.
     rows: in the order of the last operations of forward.
-    unknown: operations that multiply matrices and have no formula.
+    read: bytes of all storages that existed before the run, and are read in it.
+    sees_kept: False for models with torch.func.grad, which forbids the hooks that see
+        what autograd keeps.
     """
 
-    def __init__(self, model: nn.Module, run: Run) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module, x: Tensor, sees_kept: bool = True) -> None:
         super().__init__()
         Watch.__init__(self, model)
+        self.sees_kept = sees_kept
         self.rows: dict[str, Row] = {}
-        self.unknown: set[str] = set()
-        self._counts = Counter(self.parts.values())
-        self._kept = {address(x) for x in (*model.parameters(), *model.buffers())}
-        with saved_tensors_hooks(self._keep, lambda tensor: tensor), self:
+        self.read: dict[int, int] = {}
+        self._made: set[int] = set()  # storages
+        self._inputs = {storage_of(each) for each in stored_in(x)}
+        self._kept: set[int] = set()
+        self._calls: Counter[str] = Counter()
+        self._part_read: dict[int, int] = {}  # bytes, by storage
+        self._part_written: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def note(self, run: Run) -> None:
+        """Run the model once, and note what it does."""
+        hooks = saved_tensors_hooks(self._keep, lambda tensor: tensor)
+        with hooks if self.sees_kept else nullcontext(), self:
             self.watch(run)
+        modules = Counter(self.parts.values())
+        for name, row in self.rows.items():
+            row.modules, row.calls = modules[name], self._calls[name]
+        counted: set[Tensor] = set()
+        for module, name in self.parts.items():
+            own = set(module.parameters(recurse=False)) - counted
+            if name in self.rows:
+                self.rows[name].parameters += sum(each.numel() for each in own)
+            counted |= own
 
     def begin(self) -> None:
-        self._read: dict[int, int] = {}  # bytes, by address
-        self._written: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._part_read = {}
+        self._part_written = {}
 
     def end(self) -> None:
         if self.part not in self.rows:  # it only calls others
             return
-        moved = sum(self._read.values())
-        for storage, size in self._written.values():
+        moved = sum(self._part_read.values())
+        for storage, size in self._part_written.values():
             if not storage.expired():
                 moved += size
-        self.rows[self.part].bytes += moved
+        self.rows[self.part].moved_bytes += moved
+
+    def called(self) -> None:
+        self._calls[self.part] += 1
 
     def _row(self) -> Row:
-        return self.rows.setdefault(self.part, Row(self.part, self._counts[self.part]))
+        kept_bytes = 0 if self.sees_kept else None
+        return self.rows.setdefault(self.part, Row(self.part, kept_bytes=kept_bytes))
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = function(*args, **kwargs)
-        row = self._row()
-        if not self.backward:
-            self.rows[self.part] = self.rows.pop(self.part)
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a wrapper calls operations on what it wraps
+        if isinstance(function, HigherOrderOperator):  # such as flex_attention
+            result, seconds = timed(function, args, kwargs)
+            given = {str(place): value for place, value in enumerate(args)} | kwargs
+            operation = f"higher_order.{function}"
+            self._note(Call(operation, given, [], [], result, seconds))
+            return result
+        with self:  # in inference mode, compound operations arrive as one
+            result = function.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        result, seconds = timed(function, args, kwargs)
+        operation = str(function._overloadpacket)
         arguments = function._schema.arguments
         names = [each.name for each in arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
-        changed = [given.get(each.name) for each in arguments if each.is_write]
-        self._move(tensors_in(given), tensors_in(changed), tensors_in(result))
-        operation = function._overloadpacket
-        if operation.__name__.startswith("_scaled_dot_product"):
-            row.flops += attention_flops(given)
-        elif operation in flop_registry:
-            row.flops += flop_registry[operation](*args, **kwargs, out_val=result)
-        elif function.namespace not in _TORCHS or _PRODUCTS.search(operation.__name__):
-            self.unknown.add(str(operation))
+        written = [each.name for each in arguments if each.is_write]
+        overwritten = [each.name for each in arguments if each.is_out]
+        if operation.endswith(_OVERWRITING):
+            overwritten += written
+        call = Call(operation, given, written, overwritten, result, seconds)
+        self._note(call)
         return result
 
-    def _move(
-        self, read: list[Tensor], changed: list[Tensor], results: list[Tensor]
-    ) -> None:
-        """Note what an operation reads and writes; views do neither."""
-        old = {address(x) for x in read}
-        written = [*changed, *(x for x in results if address(x) not in old)]
-        if not written:
+    def _note(self, call: Call) -> None:
+        if call.name == "detach":  # autograd's own, and ours in _keep
             return
-        for x in read:
-            if address(x) not in self._written:
-                size = self._read.get(address(x), 0) + x.nbytes
-                self._read[address(x)] = min(size, x.untyped_storage().nbytes())
+        row = self._row()
+        if not self.backward:  # it moves to the end
+            self.rows[self.part] = self.rows.pop(self.part)
+        operation = next((x for x in row.operations if x.name == call.name), None)
+        if operation is None:
+            operation = Operation(call.name)
+            row.operations.append(operation)
+        operation.calls += 1
+        operation.total_s += call.seconds
+        operation.moved_bytes += self._move(call)
+        flops = flops_of(call.operation, call.given, call.result)
+        if flops is None:
+            if call.operation not in row.unknown:
+                row.unknown.append(call.operation)
+        elif flops.count:
+            dtype = name_of(flops.dtype)
+            row.flops[dtype] = row.flops.get(dtype, 0) + flops.count
+
+    def _move(self, call: Call) -> int:
+        """Note what an operation reads and writes, and return its bytes. Views do neither."""
+        new = call.new
+        made = stored_in(call.result) if call.name == "lift_fresh" else new
+        self._made.update(storage_of(x) for x in made)
+        written = [*call.changed, *new]
+        if not written:
+            return 0
+        moved = 0
+        for x in call.read:
+            storage, size = storage_of(x), call.nbytes(x)
+            moved += size
+            if storage not in self._made:
+                self.read[storage] = stored_bytes(x)
+            if storage not in self._part_written:
+                size += self._part_read.get(storage, 0)
+                self._part_read[storage] = min(size, stored_bytes(x))
         for x in written:
-            self._written[address(x)] = (StorageWeakRef(x.untyped_storage()), x.nbytes)
+            reference = StorageWeakRef(x.untyped_storage())
+            size = call.nbytes(x)
+            moved += size
+            self._part_written[storage_of(x)] = (reference, size)
+        return moved
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        """Note what autograd keeps, unless it is a weight or an earlier part keeps it."""
-        if address(tensor) not in self._kept:
-            self._kept.add(address(tensor))
-            self._row().kept += tensor.untyped_storage().nbytes()
+        """Note what autograd keeps, unless the model holds it or an earlier part keeps it.
+
+        In backward, activation checkpointing keeps what it computes again.
+        """
+        for each in [] if self.backward else stored_in(tensor):
+            storage = storage_of(each)
+            from_run = storage in self._made or storage in self._inputs
+            if from_run and storage not in self._kept:
+                self._kept.add(storage)
+                row = self._row()
+                row.kept_bytes = (row.kept_bytes or 0) + stored_bytes(each)
         return tensor.detach()  # an output as it is would keep the graph alive
+
+
+def timed(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, float]:
+    """Call a function; return its result, and the seconds that it took."""
+    start = clock()
+    result = function(*args, **kwargs)
+    return result, clock() - start
+
+
+def ledgers_of(model: nn.Module, x: Tensor, run: Run, count: int) -> list[Ledger]:
+    """Note several runs."""
+    ledgers: list[Ledger] = []
+    sees_kept = True
+    while len(ledgers) < count:
+        ledger = Ledger(model, x, sees_kept)
+        try:
+            ledger.note(run)
+        except RuntimeError as error:
+            if not sees_kept or "saved tensor hooks" not in str(error):
+                raise
+            sees_kept = False
+        else:
+            ledgers.append(ledger)
+    return ledgers
+
+
+def rows_of(ledgers: list[Ledger]) -> list[Row]:
+    """Return the rows of the first run, with the median time of each operation."""
+    rows = [row for part, row in ledgers[0].rows.items() if part != OUTSIDE]
+    for row in rows:
+        for operation in row.operations:
+            times = []
+            for ledger in ledgers:
+                found = ledger.rows[row.name].operations
+                times += [each.total_s for each in found if each.name == operation.name]
+            operation.total_s = median(times)
+        row.operations.sort(key=lambda each: -each.total_s)
+    return rows

@@ -1,6 +1,7 @@
 """What the scripts share: sizes, timing, and text."""
 
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_wall_sampler_repeats_short_calls_and_returns_the_time_of_one(monkeypatc
     assert now - before >= 0.01
 
 
-TEXTS = {
+TEXTS: dict[Any, dict[float, str]] = {
     number: {0.0: "0", 1e-5: "0.0000100", 99.96: "100", 12345.0: "12300"},
     si: {
         3.11e6: "3.11 M",

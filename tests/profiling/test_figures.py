@@ -1,20 +1,21 @@
 """Every figure of the report, calculated by hand from a clock that operations advance."""
 
 import dataclasses
-from itertools import cycle
+import re
+from typing import Any
 
-import profiling.measure
 import pytest
 import torch
 from lab.sizes import Size
-from lab.tables import share
+from lab.timing import Spread
 from profiling import roofline
-from profiling.kernels import Recording
+from profiling.kernels import Kernel, Recording
 from profiling.measure import Settings, measure
 from profiling.report import report
-from profiling.roofline import Rates
+from profiling.roofline import Operation, Rates, Row
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 CPU = torch.device("cpu")
 
@@ -59,94 +60,162 @@ class Stack(nn.Module):
 
 
 def cells(text):
-    """Return the rows of the report's first table, by name and column."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    columns, _, *rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in lines
-    ]
-    return {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
+    """Return the rows of the report's table, by name and column."""
+    [table] = [part for part in text.split("\n\n") if part.startswith("part ")]
+    header, *lines = table.splitlines()
+    columns = re.split(" {2,}", header)
+    ends = [header.index(column) + len(column) for column in columns]
+    rows = {}
+    for line in lines:
+        name = re.split(" {2,}", line)[0]
+        starts = [len(name), *ends[1:]]
+        places = zip(columns[1:], starts, ends[1:], strict=False)
+        rows[name] = {column: line[start:end].strip() for column, start, end in places}
+    return rows
 
 
 @pytest.fixture
-def profile(monkeypatch):
+def profile(monkeypatch, rates):
     """Return a function that measures a model by the clock of its operations."""
+    rates(50.0, 100.0, 1e3)
 
-    def run(build=Stack, mode="train", matmul=(1e-3,), tiny=None, tick=1.0, growth=1.0):
+    def run(build=Stack, mode="train", tick=1.0, growth=1.0, **options):
         clock = Clock(tick, growth)
-        samplers = {"matmul": cycle(matmul).__next__, "memory copy": lambda: 1e-2}
-        monkeypatch.setattr(profiling.measure, "rate_samplers", lambda *_: samplers)
-        for module in ("lab.timing", "profiling.parts"):
+        for module in ("lab.timing", "profiling.parts", "profiling.work"):
             monkeypatch.setattr(f"{module}.clock", lambda: clock.now)
-        settings = Settings(CPU, torch.float32, mode, rounds=3)
+        settings = Settings(CPU, torch.float32, mode, rounds=3, **options)
         with torch.set_grad_enabled(settings.train), clock:
-            return measure((lambda *_: build(), (2, 5, 4)), "stack", settings, tiny)
+            return measure(lambda *_: build(), (2, 5, 4), "stack", settings)
 
     return run
 
 
-def test_figures_of_all_passes(profile):
-    measured = profile(mode="step", matmul=[2e-2])
-    text = report(measured)
-    rows = cells(text)
-    assert measured.notes == []
-    names = ["layers.*.up", "layers.*.down", "layers.*", "AdamW", "rest", "total"]
-    assert list(rows) == names
-    assert rows["layers.*.up"] == {
-        "part": "layers.*.up",
-        "count": "2",
-        # In each layer, one matmul in forward, and two in backward.
+def part(measured, name):
+    [row] = [row for row in measured.rows if row.name == name]
+    return row
+
+
+def operations(row):
+    return {each.name: (each.calls, each.total_s) for each in row.operations}
+
+
+# --- All figures of one model ---------------------------------------------------------
+
+# Each projection has 10 tokens and 4 x 8 weights, in 2 layers, and 3 products.
+PRODUCT = 2 * 10 * 4 * 8
+
+
+def test_row_of_a_projection(profile):
+    measured = profile(mode="step")
+    assert cells(report(measured))["layers.*.up"] == {
+        "calls": "2",
+        # In each layer, a product in forward and two in backward, and 10 views (the
+        # first layer has one less to add a gradient to).
+        "ops": str(part(measured, "layers.*.up").ops),
+        "params": "64",
         "forward ms": "2000",
         "total ms": "6000",
-        "varies": "",
         "share": "31.6%",
-        # Of 10 tokens: 2 * 3 * 2 * 10 * 4 * 8 FLOPs, which take 76.8 s at 50 FLOP/s.
-        "FLOP/s": "640",
-        "of roofline": "1280%",
+        # 3,840 FLOPs take 76.8 s at 50 FLOP/s.
+        "roofline": "1280%",
         "limit": "compute",
-        "overhead": "",
         "kept": "320 B",
     }
-    # Forward moves 160 + 128 + 320 bytes; backward reads gradients (320), saved x and
-    # weight (288), and the gradient from the sum (160), and writes two gradients (288).
-    assert measured.rows[0].bytes == 2 * 1664
-    # relu keeps its result, which down keeps, too.
-    assert (rows["layers.*"]["kept"], rows["layers.*.down"]["kept"]) == ("640 B", "0 B")
-    adamw = measured.rows[3]
+    assert part(measured, "layers.*.up").modules == 2
+
+
+def test_rows_stand_in_the_order_of_forward(profile):
+    rows = cells(report(profile(mode="step")))
+    names = ["layers.*.up", "layers.*.down", "layers.*", "AdamW", "rest", "total"]
+    assert list(rows) == names
+
+
+def test_row_of_the_total(profile):
+    measured = profile(mode="step")
+    row = cells(report(measured))["total"]
+    assert row["calls"] == "6"  # of 2 layers and 4 projections
+    assert row["ops"] == str(sum(row.ops for row in measured.rows))
+    assert row["params"] == "128"
+    assert (row["forward ms"], row["total ms"], row["share"]) == (
+        "4000",
+        "19000",
+        "100%",
+    )
+    assert (row["limit"], row["kept"]) == ("", "960 B")
+    least = sum(row.least_s for row in measured.rows)
+    assert measured.whole.of_roofline == pytest.approx(least / 19)
+    assert measured.whole.flops == {"float32": 12 * PRODUCT}
+
+
+def test_row_of_adamw(profile):
+    measured = profile(mode="step")
+    row = cells(report(measured))["AdamW"]
+    assert (row["forward ms"], row["total ms"]) == ("0", "7000")  # 4 weights
     counters = 4 * 4  # bytes: a number of steps for each weight
-    assert (adamw.bytes, adamw.flops) == (7 * 512 + 2 * counters, 0)
-    assert rows["AdamW"]["total ms"] == "7000"
-    assert rows["rest"]["total ms"] == "0"
-    whole = {
-        "forward ms": "4000",
-        "total ms": "19000",
-        "share": "100%",
-        "kept": "960 B",
-    }
-    assert rows["total"].items() >= whole.items()
-    least = sum(row.least for row in measured.rows)
-    assert (
-        f"(p20 to p80: 19.0 s to 19.0 s), 526 m tokens/s, {share(least / 19)}" in text
-    )
-    assert (
-        f"threads, {torch.backends.cpu.get_cpu_capability()}; torch {torch.__version__}"
-        in text
-    )
-    assert "matmul 50.0 FLOP/s, memory copy 100 B/s" in text
-    assert "MFU: 808% of the matmul rate" in text  # 7,680 FLOPs in 19 s
-    sizes = "parameters 512 B, buffers 400 B, gradients 512 B, AdamW 1.04 kB"
-    assert f"{sizes}, kept for backward 960 B" in text
+    # It reads weights, gradients and two states of 512 bytes, and writes three of them.
+    assert part(measured, "AdamW").moved_bytes == 7 * 512 + 2 * counters
+    assert part(measured, "AdamW").flops == {}
+
+
+def test_parts_add_up_to_the_total(profile):
+    measured = profile(mode="step")
+    assert part(measured, "rest").total_s == 0
+    assert sum(row.total_s for row in measured.rows) == measured.whole.total_s == 19
+
+
+def test_summary(profile):
+    text = report(profile(mode="step"))
+    assert "Time: 19.0 s (p20 to p80: 19.0 s to 19.0 s), 526 m tokens/s, " in text
+    assert "matmul 50.0 FLOP/s, memory copy 100 B/s, " in text
+    assert "an operation on one number 1.00 ms\n" in text
+    # 7,680 FLOPs take 153.6 of 19 s.
+    assert "MFU: 808% of the matmul rate" in text
+    ops = sum(row.ops for row in profile(mode="step").rows)
+    assert f"calling {ops} operations takes at least {ops} ms" in text
+
+
+def test_memory(profile):
+    measured = profile(mode="step")
+    counters = 4 * 4
+    memory = measured.memory
+    assert (memory.parameter_bytes, memory.gradient_bytes) == (512, 512)
+    assert (memory.buffer_bytes, memory.other_tensor_bytes) == (400, 0)
+    assert memory.adamw_bytes == 2 * 512 + counters
     held = 512 + 400 + 1024 + counters + 160
     # Gradients of weights, what is kept, and at most two of the gradients on the way.
-    assert 0 <= measured.memory["peak"] - held - 512 - 960 <= 2 * 320
+    assert 0 <= memory.peak_bytes - held - 512 - 960 <= 2 * 320
+    text = report(measured)
+    assert "parameters 512 B, buffers 400 B, other tensors 0 B, gradients 512 B" in text
+    assert "AdamW 1.04 kB, kept for backward 960 B" in text
+
+
+def test_machine_and_title(profile):
+    text = report(profile(mode="step"))
+    assert f"threads, {torch.backends.cpu.get_cpu_capability()}; " in text
+    assert f"; torch {torch.__version__}, python " in text
+    assert "\nstack; float32, step, eager, training mode\n" in text
+
+
+# --- Passes ---------------------------------------------------------------------------
 
 
 def test_forward_alone_has_no_backward(profile):
-    text = report(profile(mode="forward", tick=1e-3))  # several runs in each sample
-    rows = cells(text)
-    assert rows["total"]["total ms"] == "4.00"
+    measured = profile(mode="forward", tick=1e-3)  # several runs in each sample
+    rows = cells(report(measured))
+    assert rows["total"]["total ms"] == rows["total"]["forward ms"] == "4.00"
     assert rows["layers.*.up"]["total ms"] == "2.00"
-    assert rows["layers.*.up"]["FLOP/s"] == "640 k"
-    assert {row["kept"] for row in rows.values()} == {"0 B"}
+    assert part(measured, "layers.*.up").flops == {"float32": 2 * PRODUCT}
+    assert {row["kept"] for row in rows.values()} == {""}
+
+
+def test_forward_measures_eval_mode_and_others_the_model_as_built(profile):
+    for mode, built, expected in (
+        ("forward", Stack().train(), "eval"),
+        ("train", Stack().train(), "training"),
+        ("train", Stack().eval(), "eval"),
+    ):
+        title = profile(lambda built=built: built, mode=mode).title
+        assert title == f"stack; float32, {mode}, eager, {expected} mode"
 
 
 def test_backward_belongs_to_the_part_that_computed_forward(profile):
@@ -162,101 +231,349 @@ def test_backward_belongs_to_the_part_that_computed_forward(profile):
     assert taken["down"] == "3000"
 
 
-@torch.library.custom_op("tests::copied", mutates_args=())
-def copied(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
+def test_forward_never_takes_longer_than_all_passes(profile):
+    # Each matmul takes longer than the one before, so the parts do not add up.
+    measured = profile(growth=1.003)
+    assert measured.whole.forward_s <= measured.whole.total_s
+    for row in measured.rows[:-1]:
+        assert row.forward_s <= row.total_s
 
 
-def test_views_move_nothing_and_unknown_operations_are_named(profile):
-    class Vector(Layer):
-        def forward(self, x):
-            dots = copied(x.detach()) @ self.up.weight[0]
-            return super().forward(x) + dots[..., None]
+# --- What a part does -----------------------------------------------------------------
 
-    stack = [nn.Unflatten(-1, (2, 2)), nn.Flatten(-2), Vector(), nn.ReLU(inplace=True)]
+
+def test_operations_of_a_part_have_calls_and_times(profile):
+    measured = profile()
+    assert operations(part(measured, "layers.*.up"))["mm"] == (6, 6.0)
+    ran = operations(part(measured, "layers.*"))
+    assert ran["relu"] == ran["threshold_backward"] == (2, 0.0)
+    assert operations(measured.whole)["mm"] == (12, 12.0)
+
+
+def test_moved_bytes_are_what_a_part_reads_from_others_and_leaves_to_them(profile):
+    measured = profile()
+    # Forward moves x, weights and the result, 160 + 128 + 320 bytes; backward reads the
+    # gradient (320), saved x and weight (288), and the gradient from the sum (160), and
+    # writes two gradients (288).
+    assert part(measured, "layers.*.up").moved_bytes == 2 * 1664
+
+
+def test_views_move_nothing_and_changes_in_place_read_and_write(profile):
+    stack = [nn.Unflatten(-1, (2, 2)), nn.Flatten(-2), Layer(), nn.ReLU(inplace=True)]
     measured = profile(lambda: nn.Sequential(*stack))
-    bytes = {row.name: row.bytes for row in measured.rows}
-    # A change in place reads and writes; backward reads two tensors, and writes one.
-    assert (bytes["0"], bytes["1"], bytes["3"]) == (0, 0, 5 * 160)
-    assert measured.notes == ["FLOPs without aten.mv, tests.copied: no formula"]
+    moved = {row.name: row.moved_bytes for row in measured.rows}
+    # Backward reads two tensors of 160 bytes, and writes one.
+    assert (moved["0"], moved["1"], moved["3"]) == (0, 0, 5 * 160)
 
 
-def test_gpu_idle_is_the_time_without_a_kernel(profile, monkeypatch):
-    recording = Recording({"k": (3, 2.0), "l": (1, 8.0)}, {}, 0)
-    monkeypatch.setattr(profiling.measure, "record_run", lambda *_: recording)
-    parts, kernels = report(profile()).split("| kernel ")
-    rows = cells(parts)
-    assert rows["GPU idle"]["total ms"] == "2000"
-    assert rows["rest"]["total ms"] == "-2000"
-    assert kernels.startswith(
-        "| calls |    ms | share of GPU |\n"
-        "| ------ | ----: | ----: | -----------: |\n"
-        "| l      |     1 |  8000 |        80.0% |\n"
-        "| k      |     3 |  2000 |        20.0% |\n"
-        "| all    |     4 | 10000 |         100% |\n"
+def test_lookup_moves_the_rows_that_it_takes(profile_of):
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(1000, 4)
+
+        def forward(self, x):
+            return self.table(torch.arange(3))
+
+    measured = profile_of(Lookup(), (2, 5, 4), "forward")
+    # 3 positions of 8 bytes; three rows of 16 bytes are read and written.
+    assert part(measured, "table").moved_bytes == 3 * 8 + 2 * 3 * 16
+
+
+def test_copy_does_not_read_what_it_overwrites(profile_of):
+    class Cache(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept: torch.Tensor
+            self.register_buffer("kept", torch.zeros(2, 5, 4))
+
+        def forward(self, x):
+            self.kept.copy_(x)
+            return x * 1
+
+    measured = profile_of(Cache(), (2, 5, 4), "forward")
+    # The part reads x once, and writes the buffer and the result.
+    assert part(measured, "sums").moved_bytes == 3 * 160
+    traffic = {each.name: each.moved_bytes for each in measured.whole.operations}
+    assert traffic == {"copy_": 2 * 160, "mul": 2 * 160}
+
+
+def test_traffic_counts_what_operations_move_between_them(profile_of):
+    class Twice(nn.Module):
+        def forward(self, x):
+            return (x + 1) * 2
+
+    row = part(profile_of(Twice(), (2, 5, 4), "forward"), "sums")
+    assert row.moved_bytes == 2 * 160
+    assert row.traffic_s == pytest.approx(4 * 160 / 1e9)  # at 1 GB/s
+
+
+def test_kept_tensors_count_in_the_first_part_that_keeps_them(profile):
+    measured = profile()
+    # relu keeps its result, which down keeps, too.
+    assert part(measured, "layers.*").kept_bytes == 640
+    assert part(measured, "layers.*.down").kept_bytes == 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_keeps_the_inputs_of_its_layers(reentrant, profile):
+    class Checkpointed(Stack):
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x
+
+    assert profile(Checkpointed).whole.kept_bytes == 2 * 160
+
+
+TABLE = torch.ones(1000, 4)
+
+
+class WithTables(nn.Module):
+    """Multiplies by tensors that are neither parameters nor buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.table = torch.ones(100, 4)
+        self.nested = {"tables": [torch.ones(10, 4)]}
+
+    def forward(self, x):
+        x = x * self.table[:5] * self.nested["tables"][0][:5]
+        return x * self.scale * TABLE[:5]
+
+
+def test_tables_in_attributes_are_held_and_not_kept(profile_of):
+    measured = profile_of(WithTables(), (2, 5, 4))
+    assert measured.memory.other_tensor_bytes == (100 + 10 + 1000) * 16
+    assert measured.memory.peak_bytes > (100 + 10 + 1000) * 16
+    # What is multiplied by the scale; the rest needs no gradient, or is a table.
+    assert measured.whole.kept_bytes == 160
+
+
+def test_shared_weight_counts_once(profile):
+    class Tied(Layer):
+        def __init__(self):
+            super().__init__()
+            self.again = nn.Linear(4, 8, bias=False)
+            self.again.weight = self.up.weight
+
+        def forward(self, x):
+            return self.down(self.again(x)) + super().forward(x)
+
+    measured = profile(Tied)
+    assert (part(measured, "up").parameters, part(measured, "again").parameters) == (
+        32,
+        0,
     )
+    assert measured.whole.parameters == 64
 
 
-def test_overhead_is_the_time_of_a_tiny_model(profile):
-    text = report(profile(tiny=(lambda *_: Stack(1), (1, 1, 4))))
-    assert cells(text)["total"]["overhead"] == "6.00 s"
-    assert cells(text)["layers.*.up"]["overhead"] == "3.00 s"
-    assert "tiny input: 6.00 s" in text
-
-
-def test_noise_of_rates_and_rows_is_named(profile):
-    measured = profile(matmul=(1e-3, 2e-3, 3e-3))
-    assert measured.notes == ["NOISY: matmul 60.0% vary; close other programs"]
-    assert measured.rates.flops == 500
-    measured = profile(growth=1.01)
-    assert "layers.*.up" in measured.notes[0]
-    assert measured.whole.total == measured.took.median
-    small = nn.Sequential(*[Layer() for _ in range(20)])
-    [line] = profile(lambda: small, growth=1.002).notes
-    assert line.startswith("NOISY: total ")
-    measured.rows[0].varies = 0.25
-    assert cells(report(measured))["layers.*.up"]["varies"] == "25.0%"
+# --- The machine, and what follows ----------------------------------------------------
 
 
 def test_rates_count_two_flops_per_product_and_two_bytes_per_copy(monkeypatch):
     monkeypatch.setattr(roofline, "wall_sampler", lambda run: lambda: 1.0)
-    samplers = roofline.rate_samplers(CPU, torch.float32)
-    assert samplers["matmul"]() == 1 / (2 * 1024**3)
+    with torch.no_grad():
+        samplers = roofline.rate_samplers(CPU, [torch.float32, torch.bfloat16])
+    assert samplers["matmul float32"]() == 1 / (2 * 1024**3)
+    assert samplers["matmul bfloat16"]() == 1 / (2 * 1024**3)
     assert samplers["memory copy"]() == 1 / (2 * 2**27)
+    assert samplers["an operation on one number"]() == 1 / 100
+    with torch.enable_grad():
+        samplers = roofline.rate_samplers(CPU, [])
+    assert samplers["an operation on one number"]() == 1 / 200
 
 
-@pytest.mark.parametrize(
-    ("rates", "overhead", "lost"),
-    [
-        # 3,328 bytes take 3.33 of 6 s, and 3,840 FLOPs take 3.84 of 6 s.
-        (Rates(1e9, 1e3), None, "2.67 s, 22.3%; moving bytes takes"),
-        (Rates(1e3, 1e9), None, "2.16 s, 18.0%; computing takes"),
-        (Rates(1e9, 1e9), 3.1, "6.00 s, 50.0%; calling operations"),
-        (Rates(1e9, 1e9), 2.9, "6.00 s, 50.0%; its kernels or, with"),
-    ],
-)
-def test_advice_follows_the_measured_cause(rates, overhead, lost, profile):
+def test_rates_are_the_medians_of_the_samples():
+    samples = {
+        "matmul float32": [0.5, 0.1, 0.2],
+        "matmul bfloat16": [0.1, 0.1, 0.1],
+        "memory copy": [1.0, 2.0, 4.0],
+        "an operation on one number": [0.25, 0.25, 0.5],
+    }
+    rates = Rates.of(samples)
+    assert rates == Rates({"float32": 5.0, "bfloat16": 10.0}, 0.5, 4.0)
+
+
+def test_each_dtype_is_compared_with_its_own_rate():
+    row = Row("a part", flops={"float32": 100, "bfloat16": 100}, total_s=20.0)
+    row.compare(Rates({"float32": 10.0, "bfloat16": 50.0}, 1.0, 1.0), on_gpu=False)
+    assert row.compute_s == 10 + 2
+    assert row.flops_per_s == 10
+
+
+RATES = Rates({"float32": 100.0}, 10.0, 1.0)  # FLOPs, bytes, and calls per second
+# Each row takes 10 s. What takes 5 s is its limit.
+LIMITS: dict[str, dict[str, Any]] = {
+    "compute": {"flops": {"float32": 500}},
+    "memory": {"moved_bytes": 50},
+    "overhead": {"operations": [Operation("add", 5, 9.0)]},
+    "Python": {"operations": [Operation("add", 1, 5.0)]},
+    "traffic": {"operations": [Operation("add", 1, 9.0, moved_bytes=50)]},
+    "kernel": {
+        "flops": {"float32": 499},
+        "moved_bytes": 49,
+        "operations": [Operation("add", 4, 5.1, moved_bytes=49)],
+    },
+}
+REASONS = {
+    "compute": "Computing takes 50% of the time.",
+    "memory": "Reading and writing 50.0 B takes 50% of the time.",
+    "overhead": "Calling operations takes at least 50% of the time.",
+    "Python": "Between operations, in Python and autograd, pass 50% of the time.",
+    "traffic": "Its operations read and write 50.0 B, which takes 50% of the time, "
+    "where 0 B must be moved.",
+    "kernel": "Its operations are slow. At the machine's rates, FLOPs take 50% of the time, "
+    "and all that operations read and write (49.0 B) takes 49% of the time.",
+}
+
+
+@pytest.fixture
+def with_row(profile):
+    """Return a function that replaces the slowest rows of a profile by one row."""
     measured = profile()
-    for row in measured.rows:
-        row.overhead = overhead
-        row.compare(rates)
-    text = report(measured)
-    assert f"  layers.*.up: {lost}" in text
-    assert "  layers.*: " not in text  # it loses nothing
-    measured.rows[1].total = 7.0
-    text = report(measured)
-    assert 0 < text.index("  layers.*.down: ") < text.index("  layers.*.up: ")
-    compiled = dataclasses.replace(measured.settings, compile=True)
-    text = report(dataclasses.replace(measured, settings=compiled))
-    assert "Most time lost" not in text
+
+    def replace(**figures):
+        figures = {"operations": [Operation("add", 1, 9.0)]} | figures
+        row = Row("part", total_s=10.0, p20_s=10.0, **figures)
+        row.compare(RATES, on_gpu=False)
+        return row, dataclasses.replace(measured, rows=[row])
+
+    return replace
 
 
-def test_causal_attention_needs_the_scores_of_earlier_keys(profile):
+@pytest.mark.parametrize("limit", LIMITS)
+def test_limit_and_advice_name_what_takes_half_of_the_time(limit, with_row):
+    row, measured = with_row(**LIMITS[limit])
+    assert row.limit == limit
+    assert f"    {REASONS[limit]}" in report(measured)
+
+
+def test_slowest_operations_have_their_share_of_the_part(with_row):
+    times = {"mm": (6, 5.0), "add": (2000, 2.5), "view": (9, 0.05)}
+    called = [Operation(name, *figures) for name, figures in times.items()]
+    _, measured = with_row(operations=called)
+    line = "\n    2,015 operations: mm x 6 (50%), add x 2,000 (25%)\n"
+    assert line in report(measured)
+
+
+def test_lost_time_is_more_than_the_least(with_row):
+    _, measured = with_row(moved_bytes=30, flops={"float32": 400})
+    measured.whole.total_s = 40.0
+    # 10 - max(400 / 100, 30 / 10) s are 15% of 40 s.
+    assert "  part: 6.00 s, 15.0% of the total\n" in report(measured)
+
+
+def test_parts_that_lose_the_most_come_first(with_row):
+    row, measured = with_row(flops={"float32": 400})
+    rows = [
+        dataclasses.replace(row, name=f"lost {lost}", least_s=10.0 - lost)
+        for lost in (1, 3, 0, 4, 2)
+    ]
+    text = report(dataclasses.replace(measured, rows=rows))
+    named = re.findall(r"^  (lost \d): ", text, re.MULTILINE)
+    assert named == ["lost 4", "lost 3", "lost 2"]
+
+
+def test_unknown_flops_mark_all_that_follows(with_row):
+    row, measured = with_row(
+        flops={"float32": 400}, unknown=["tests.copied"], operations=[]
+    )
+    measured.whole.unknown = ["tests.copied"]
+    row.between_s, row.limit = 0.0, "unknown"
+    text = report(measured)
+    assert cells(text)["part"]["roofline"] == ">= 40.0%"
+    assert cells(text)["total"]["roofline"].startswith(">= ")
+    assert "  part: <= 6.00 s, <= " in text
+    assert "    The FLOPs of tests.copied are unknown." in text
+    assert "\nMFU: >= " in text
+    assert re.search(r"tokens/s, >= \S+ of the roofline", text)
+    assert "FLOPs without tests.copied: no formula" in text
+
+
+def test_limit_of_unknown_work_is_unknown_unless_something_takes_half():
+    row = Row("part", total_s=10.0, unknown=["tests.copied"])
+    row.compare(RATES, on_gpu=True)
+    assert row.limit == "unknown"
+    row.moved_bytes = 50
+    row.compare(RATES, on_gpu=True)
+    assert row.limit == "memory"
+
+
+def test_time_between_operations_is_what_they_leave_of_a_fast_run():
+    row = Row("part", total_s=10.0, p20_s=8.0, operations=[Operation("add", 2, 3.0)])
+    row.compare(RATES, on_gpu=False)
+    assert (row.between_s, row.overhead_s) == (5.0, 2.0)
+    row.compare(RATES, on_gpu=True)
+
+
+def test_part_on_a_gpu_has_no_overhead_because_launches_overlap():
+    row = Row("part", total_s=10.0, p20_s=8.0, operations=[Operation("add", 9, 3.0)])
+    row.compare(RATES, on_gpu=True)
+    assert row.between_s is row.overhead_s is None
+    assert row.limit == "kernel"
+
+
+def test_gpu_idle_is_the_time_without_a_kernel(profile, monkeypatch):
+    kernels = [Kernel("l", 1, 8.0), Kernel("k", 3, 2.0)]
+    recording = Recording(kernels, 0)
+    monkeypatch.setattr("profiling.measure.record_run", lambda *_: recording)
+    text = report(profile())
+    rows = cells(text)
+    assert rows["GPU idle"]["total ms"] == "2000"  # of 12 s
+    assert rows["rest"]["total ms"] == "-2000"
+    assert "    No kernel runs. Try" in text
+    [table] = [each for each in text.split("\n\n") if each.startswith("kernel ")]
+    assert table.splitlines() == [
+        "kernel  launches     ms  share of GPU",
+        "l              1   8000         80.0%",
+        "k              3   2000         20.0%",
+        "all            4  10000          100%",
+    ]
+
+
+# --- Noise ----------------------------------------------------------------------------
+
+
+def test_noise_of_rates_and_parts_is_named(profile, rates):
+    measured = profile(growth=1.01)
+    [note] = measured.notes
+    assert note.startswith("NOISY: layers.*.up by ")
+    assert "; close other programs" in note
+    assert measured.whole.total_s == measured.took_s.median
+
+
+def test_what_varies_by_more_than_5_percent_has_two_digits(profile):
+    measured = profile()
+    row = measured.rows[0]
+    row.varies = 0.049
+    assert cells(report(measured))["layers.*.up"]["share"] == "50.0%"
+    row.varies = 0.051
+    assert cells(report(measured))["layers.*.up"]["share"] == "50%"
+    measured.whole.varies = 0.051
+    assert "Time: 12 s (p20 to p80: 12 s to 12 s), 830 m tokens/s" in report(measured)
+
+
+def test_rest_varies_in_percent_of_the_total(profile, monkeypatch):
+    spread = Spread(0.0, -1.2, 1.8)  # of 12 s
+    monkeypatch.setattr("profiling.measure.rests", lambda *_: [0.0])
+    of = Spread.of
+    monkeypatch.setattr(
+        "profiling.measure.Spread.of",
+        lambda samples: spread if samples == [0.0] else of(samples),
+    )
+    measured = profile()
+    assert measured.rest_varies == 0.25
+    assert measured.notes == [
+        "NOISY: rest by 25% of the total (p20 to p80); close other programs"
+    ]
+
+
+def test_causal_attention_needs_the_scores_of_earlier_keys(profile_of):
     size = Size(2, 5, 32, 4, 2, d_head=16, d_ff=24)
-    chosen = Settings(CPU, torch.float32, rounds=1)
-    with torch.set_grad_enabled(True):
-        measured = measure((size.build, size.shape), "block", chosen)
-    flops = {row.name: row.flops / 3 for row in measured.rows}
+    measured = profile_of(size.build, size.shape)
+    flops = {row.name: row.flops.get("float32", 0) / 3 for row in measured.rows}
     # For each head, query, and key that is not later: two matmuls of d_head.
     assert flops["attn"] == 4 * 2 * 4 * (5 * 6 // 2) * 16
     first = "ln1 attn.q_proj attn.k_proj attn.v_proj attn.rope attn attn.output_proj"

@@ -1,33 +1,26 @@
 """The profiler as users run it, on tiny sizes."""
 
 import json
-import re
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from processes import run as run_in_processes
-from profiling.measure import Settings, measure
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "profile_block.py"
+PAGE = SCRIPT.parents[1] / "docs" / "profile.md"
 TINY = ["--seq-len", "16", "--d-model", "32", "--rounds", "2", "--device", "cpu"]
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(monkeypatch, capsys, rates):
     """Return a function that runs the script in this process, and returns its output."""
     monkeypatch.setenv("JAXTYPING_DISABLE", "")
     monkeypatch.setattr(sys, "path", list(sys.path))
     import profile_block
 
-    # The copy of a measurement is large.
-    rates = {"matmul": lambda: 1e-10, "memory copy": lambda: 1e-10}
-    monkeypatch.setattr("profiling.measure.rate_samplers", lambda *_: rates)
+    rates()  # the copy of a measurement is large
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["profile_block.py", *map(str, arguments)])
@@ -38,152 +31,214 @@ def run(monkeypatch, capsys):
     return run
 
 
-def test_parts_add_up_to_the_whole_and_files_are_written(run, tmp_path):
+@pytest.fixture
+def my_block(tmp_path, monkeypatch):
+    """Return a function that writes the module of a user."""
+
+    def write(code, name="my_block"):
+        Path(tmp_path, f"{name}.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return write
+
+
+# --- Outputs --------------------------------------------------------------------------
+
+
+def test_json_has_figures_with_units(run, tmp_path):
+    file = tmp_path / "profile.json"
+    run(*TINY, "--num-heads", 2, "--json", file)
+    profile = json.loads(file.read_text())
+    assert profile["tokens_per_s"] == pytest.approx(16 / profile["took_s"]["median"])
+    whole = profile["whole"]
+    compute = whole["flops"]["float32"] / profile["rates"]["flops_per_s"]["float32"]
+    assert profile["mfu"] == pytest.approx(compute / whole["total_s"])
+    rows = profile["rows"]
+    assert sum(row["total_s"] for row in rows) == pytest.approx(whole["total_s"])
+    projection = next(row for row in rows if row["name"] == "attn.q_proj")
+    assert projection["parameters"] == 32 * 32
+    assert projection["calls"] == projection["modules"] == 1
+    [mm] = [each for each in projection["operations"] if each["name"] == "mm"]
+    assert mm["calls"] == 3
+    assert mm["total_s"] > 0
+    assert profile["memory"]["parameter_bytes"] == 4 * whole["parameters"]
+
+
+def test_trace_names_the_parts_as_the_table_does(run, tmp_path):
+    file = tmp_path / "profile.trace"
+    text = run(*TINY, "--num-heads", 2, "--mode", "step", "--trace", file)
+    events = json.loads(file.read_text())["traceEvents"]
+    spans = [event for event in events if event.get("cat") == "user_annotation"]
+    names = [span["name"] for span in spans]
+    table = text[text.index("\npart ") :].split("\n\n")[0]
+    rows = [line.split()[0] for line in table.splitlines()[2:]]
+    for name in set(rows) - {"rest", "total"}:
+        assert name in names, name
+    assert names.count("attn.q_proj") >= 2  # in forward and in backward
+    # A span encloses the operations of its part.
+    [forward, *_] = [span for span in spans if span["name"] == "attn.q_proj"]
+    inside = [
+        event["name"]
+        for event in events
+        if event.get("cat") == "cpu_op"
+        and forward["ts"] <= event["ts"] <= forward["ts"] + forward["dur"]
+    ]
+    assert "aten::mm" in inside
+
+
+def test_plot_is_a_picture(run, tmp_path):
+    file = tmp_path / "profile.png"
+    run(*TINY, "--num-heads", 2, "--mode", "step", "--plot", file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_fits_a_terminal(run, my_block):
+    my_block(
+        "from torch import nn\n"
+        "def build():\n"
+        "    model = nn.Sequential(nn.Linear(32, 32))\n"
+        "    for name in ['a_long_name_of_a_layer', 'another_long_name', 'the_third_one']:\n"
+        "        model = nn.Sequential(model, nn.Sequential())\n"
+        "        model.add_module(name, nn.Linear(32, 32))\n"
+        "    return model\n"
+    )
+    text = run(*TINY, "--block", "my_block:build")
+    assert max(map(len, text.split("\n\n")[3].splitlines())) <= 120
+
+
+def test_parts_add_up_to_the_whole(run, tmp_path):
     """The only test of real times."""
-    files = {name: tmp_path / f"profile.{name}" for name in ("json", "png", "trace")}
-    options = ["--json", files["json"], "--plot", files["png"]]
-    options += ["--trace", files["trace"], "--mode", "step", "--device", "cpu"]
-    for _ in range(3):
-        run(*options, "--d-model", 256, "--seq-len", 256)
-        profile = json.loads(files["json"].read_text())
-        rest = profile["rows"][-1]
-        whole = profile["whole"]["total"]
-        assert sum(row["total"] for row in profile["rows"]) == pytest.approx(whole)
-        if abs(rest["total"]) < 0.2 * whole:
+    file = tmp_path / "profile.json"
+    for _ in range(5):
+        run("--device", "cpu", "--d-model", 256, "--seq-len", 256, "--json", file)
+        profile = json.loads(file.read_text())
+        rest = profile["rows"][-1]["total_s"] / profile["whole"]["total_s"]
+        if abs(rest) < 0.25:
             break
     else:
-        pytest.fail(f"rest is {rest['total'] / whole:.0%}")
-    events = json.loads(files["trace"].read_text())["traceEvents"]
-    names = {event.get("name") for event in events}
-    assert {"nn.Module: SwiGLU_0", "aten::mm"} <= names
-    assert files["png"].read_bytes().startswith(b"\x89PNG")
+        pytest.fail(f"rest is {rest:.0%} of the total in five runs")
 
 
-class Odd(nn.Module):
-    """Experts without tokens, a convolution, a tuple, changes in place, keywords."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.conv = nn.Conv1d(8, 8, 3, padding=1, groups=8)
-        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.unused = nn.Linear(2, 2)
-
-    def forward(self, x):
-        h = self.conv(self.norm(input=x).transpose(1, 2)).mT
-        out = torch.zeros_like(h)
-        chosen = torch.arange(x.shape[1]) % 2
-        for index, expert in enumerate(self.experts):
-            if (chosen == index).any():
-                out[:, chosen == index] = expert(h[:, chosen == index])
-        out = self.norm(self.frozen(out))
-        out += 1
-        more = checkpoint(self.experts[1], out, use_reentrant=False)
-        return x + more, chosen
+# --- Models ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["forward", "train"])
-def test_any_model_has_its_modules_and_the_flops_that_torch_counts(mode, run):
-    model = Odd()
-    settings = Settings(torch.device("cpu"), torch.float32, mode, rounds=1)
-    with torch.set_grad_enabled(settings.train):
-        measured = measure((lambda *_: model, (2, 6, 8)), "odd", settings)
-        x = torch.randn(2, 6, 8, requires_grad=True)
-        with FlopCounterMode(display=False) as counter:
-            out, _ = model(x)
-            if settings.train:
-                out.sum().backward()
-    assert measured.whole.flops == counter.get_total_flops()
-    assert not [note for note in measured.notes if "no formula" in note]
-    trained = [each for each in model.parameters() if each.grad is not None]
-    assert measured.memory["gradients"] == sum(each.nbytes for each in trained)
-    counts = {row.name: row.count for row in measured.rows}
-    others = dict.fromkeys(["conv", "frozen", "norm", "sums", "rest"], 1)
-    assert counts == {"experts.*": 3, **others}
-
-
-def test_block_of_the_users_own(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(tmp_path)
-    Path(tmp_path, "my_block.py").write_text(
+def test_block_of_the_users_own(run, my_block):
+    my_block(
         "from torch import nn\n"
         "def build():\n"
         "    return nn.TransformerEncoderLayer(32, 2, 48, batch_first=True)\n"
-        "def fused():\n"
-        "    return build().eval()\n"
     )
     text = run(*TINY, "--block", "my_block:build", "--dtype", "bfloat16")
-    assert "| self_attn " in text
-    assert "my_block:build: 1 x 16 tokens, d_model 32; bfloat16, train" in text
-    assert "unknown for a block of your own" in text
-    text = run(*TINY, "--block", "my_block:fused", "--mode", "forward")
-    assert "FLOPs without aten._transformer_encoder_layer_fwd: no formula" in text
-    with pytest.raises(SystemExit):
-        run("--block", "my_block:build", "--d-model", "33")
-    assert "(batch, seq, d_model) = (1, 128, 33), got " in capsys.readouterr().err
+    assert "\nself_attn " in text
+    title = "my_block:build: 1 x 16 tokens, d_model 32; bfloat16, train"
+    assert f"\n{title}, eager, training mode\n" in text
 
 
-def test_wrapper_of_the_page_is_cut(run, tmp_path, monkeypatch):
+def example(number):
+    """Return an example of the page in Python."""
+    return PAGE.read_text().split("```py\n")[number].split("```")[0]
+
+
+def test_wrapper_of_the_page_is_cut(run, my_block):
     pytest.importorskip("transformers")
-    page = (SCRIPT.parents[1] / "docs" / "profile.md").read_text()
-    code = page.split("```py\n")[1].split("```")[0]
-    Path(tmp_path, "my_llama.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
+    my_block(example(1), "my_llama")
     text = run("--block", "my_llama:build", "--d-model", 256, "--rounds", 2)
-    assert "| model.layers.*.self_attn " in text
+    assert "\nmodel.layers.*.self_attn " in text
+
+
+def test_language_model_of_the_page_has_embedding_head_and_loss(
+    run, my_block, tmp_path
+):
+    pytest.importorskip("transformers")
+    my_block(example(2), "my_training")
+    file = tmp_path / "profile.json"
+    options = ["--seq-len", 8, "--rounds", 2, "--mode", "step", "--json", file]
+    run("--block", "my_training:build", *options)
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    head = rows["model.lm_head"]
+    assert head["flops"] == {"float32": 3 * 2 * 8 * 256 * 32000}
+    assert rows["model.model.embed_tokens"]["parameters"] == 256 * 32000
+    names = [each["name"] for each in rows["sums"]["operations"]]
+    assert "_log_softmax" in names
+    assert rows["AdamW"]["total_s"] > 0
 
 
 def test_compiled_model_reports_graphs(run, monkeypatch):
     compile = partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", compile)
     text = run(*TINY, "--num-heads", 2, "--compile", "--mode", "forward")
-    assert "graphs: 1, breaks: none" in text
-    assert ", forward, compiled\n" in text
+    assert "graphs: 1, breaks: none. The parts were measured in eager mode." in text
+    assert ", forward, compiled, eval mode\n" in text
 
 
-BAD_INPUT = {
+# --- Errors ---------------------------------------------------------------------------
+
+BAD_OPTIONS = {
     "--rounds: invalid positive value: '0'": ["--rounds", "0"],
-    "--nproc-per-node 2": ["--tp", "2"],
-    "without --preset, --num-heads": [
+    "must be used without --preset, --num-heads": [
         "--block",
-        "a:b",
+        "torch.nn:Linear",
         "--preset",
         "small",
         "--num-heads",
         "2",
     ],
-    "got no_module:f: No module": ["--block", "no_module:f"],
-    "got TypeError: Linear.__init__() missing": ["--block", "torch.nn:Linear"],
+    "got no_module:f, but no module no_module is on PYTHONPATH": [
+        "--block",
+        "no_module:f",
+    ],
+    "got torch.none:f, but no module torch.none is on PYTHONPATH": [
+        "--block",
+        "torch.none:f",
+    ],
+    "nn/__init__.py has no f": ["--block", "torch.nn:f"],
+    "must be MODULE:FUNCTION, got torch.nn": ["--block", "torch.nn"],
+    "d_model must be a multiple of num_heads": ["--d-model", "33", "--num-heads", "2"],
+    "--json: FILE must be in a folder that exists": ["--json", "no/file"],
+    "--trace: FILE must be in a folder that exists": ["--trace", "no/file"],
+    "--plot: FILE must be in a folder that exists": ["--plot", "no/file.png"],
+    "--plot: FILE must end with .": ["--plot", "file.txt"],
+    "can be written, got .": ["--json", "."],
 }
 
 
-@pytest.mark.parametrize("message", BAD_INPUT)
-def test_bad_input_ends_with_one_line(run, capsys, message):
+@pytest.mark.parametrize("message", BAD_OPTIONS)
+def test_bad_options_end_with_one_line_before_anything_is_measured(
+    run, capsys, monkeypatch, message
+):
+    monkeypatch.setattr("profile_block.measure", pytest.fail)
     with pytest.raises(SystemExit) as ended:
-        run(*BAD_INPUT[message])
+        run(*BAD_OPTIONS[message])
     assert ended.value.code == 2
     _usage, error = capsys.readouterr().err.splitlines()
     assert message in error
 
 
+def test_missing_package_of_a_users_module_is_shown_as_it_is(run, my_block):
+    my_block("import a_missing_package\n")
+    with pytest.raises(ModuleNotFoundError, match="a_missing_package"):
+        run("--block", "my_block:build")
+
+
+def test_error_in_a_users_function_is_shown_as_it_is(run, my_block):
+    my_block("def build():\n    raise ValueError('my own')\n")
+    with pytest.raises(ValueError, match=r"^my own$"):
+        run("--block", "my_block:build")
+
+
+def test_function_must_return_a_module(run, my_block):
+    my_block("build = lambda: lambda x: x\n")
+    with pytest.raises(TypeError, match="Module, got function; put"):
+        run("--block", "my_block:build")
+
+
 def test_preset_yields_to_what_is_typed(run, monkeypatch):
-    def measure(sized, title, *rest):
-        raise ValueError(title)
+    def measure(build, shape, title, *rest):
+        raise RuntimeError(title)
 
     monkeypatch.setattr("profile_block.measure", measure)
-    with pytest.raises(SystemExit) as ended:
-        run("--preset", "llama-3.1-8b", "--seq-len", 7, "--d-model", 64)
     preset = "Block, 32 heads (8 KV heads), d_ff 14336"
-    assert str(ended.value.__context__) == f"{preset}: 1 x 7 tokens, d_model 64"
-
-
-def test_several_processes_report_time_and_collectives():
-    failed, text = run_in_processes(SCRIPT, *TINY, "--dp", "2", "--num-heads", "2")
-    assert not failed, text
-    assert "2 processes" in text
-    [found] = re.findall(r": ([\d.]+) ms .*, ([\d.]+ k?) ?tokens/s", text)
-    taken, rate = (float(each.replace(" k", "e3")) for each in found)
-    assert taken * rate == pytest.approx(2e3 * 16, rel=0.02)
-    [calls] = [line for line in text.splitlines() if "Collectives" in line]
-    for name in ("allgather", "reduce_scatter"):
-        assert name in calls
+    with pytest.raises(RuntimeError) as ended:
+        run("--preset", "llama-3.1-8b", "--seq-len", 7, "--d-model", 64)
+    assert str(ended.value) == f"{preset}: 1 x 7 tokens, d_model 64"

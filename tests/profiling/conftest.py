@@ -1,0 +1,40 @@
+"""Measure a model in a test: with rates that are given, and little time."""
+
+import pytest
+import torch
+from profiling.measure import Settings, measure
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """Return a function that replaces the measured rates by what it is given."""
+
+    def replace(flops_per_s=1e9, bytes_per_s=1e9, small_operations_per_s=1e9):
+        def samplers(device, dtypes):
+            matmuls = {
+                f"matmul {str(dtype).removeprefix('torch.')}": lambda: 1 / flops_per_s
+                for dtype in dtypes
+            }
+            copy = {"memory copy": lambda: 1 / bytes_per_s}
+            small = {"an operation on one number": lambda: 1 / small_operations_per_s}
+            return matmuls | copy | small
+
+        monkeypatch.setattr("profiling.measure.rate_samplers", samplers)
+
+    return replace
+
+
+@pytest.fixture
+def profile_of(rates):
+    """Return a function that measures a model once, in a mode."""
+    rates()
+
+    def run(model, shape, mode="train", trace=None, **options):
+        settings = Settings(CPU, torch.float32, mode, rounds=1, **options)
+        build = model if not isinstance(model, torch.nn.Module) else lambda *_: model
+        with torch.set_grad_enabled(settings.train):
+            return measure(build, shape, "a model", settings, trace)
+
+    return run

@@ -1,0 +1,295 @@
+"""FLOPs of operations and layers, compared with numbers calculated by hand.
+
+x has 2 sequences of 6 tokens, so each weight of a projection is used 12 times. Two FLOPs
+are a product that is added to a sum. Backward takes twice as many as forward: for the
+gradients of the input, and of the weights.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from profiling.flops import flops_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+SHAPE = (2, 6, 8)
+TOKENS = 12
+SCORES = 2 * (1 + 2 + 3 + 4 + 5 + 6)  # causal, in both sequences
+
+
+class Transposed(nn.Module):
+    """Calls a convolution, whose channels are the second axis."""
+
+    def __init__(self, conv):
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x):
+        return self.conv(x.mT).mT
+
+
+class First(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q[:, :1], q[:, :1], enable_gqa=True)
+
+
+class Causal(nn.Module):
+    def forward(self, x):
+        x = x[:, None]
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 5, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.weight).real
+
+
+class Products(nn.Module):
+    """Matrix times vector, dot product, sums of products, products of batches."""
+
+    def forward(self, x):
+        matrix = x[0]  # (6, 8)
+        vector = matrix @ matrix[0]
+        added = torch.addmv(vector, matrix, matrix[1])
+        number = torch.dot(vector, added)
+        square = torch.addmm(matrix @ matrix.T, matrix, matrix.T)
+        summed = torch.addbmm(square, x, x.mT)
+        batch = torch.baddbmm(summed.expand(2, 6, 6), x, x.mT)
+        return batch * number
+
+
+def conv(*args, **options):
+    return Transposed(nn.Conv1d(*args, **options))
+
+
+# In a convolution over 6 positions, padded at both ends.
+LAYERS = {
+    "projection": (nn.Linear(8, 5), 2 * TOKENS * 8 * 5),
+    "complex product": (Complex(), 8 * TOKENS * 8 * 5),
+    "convolution": (conv(8, 4, 3, padding=1), 2 * TOKENS * 4 * 8 * 3),
+    "with a stride": (conv(8, 4, 2, stride=2), 2 * (TOKENS // 2) * 4 * 8 * 2),
+    "depthwise": (conv(8, 8, 3, padding=1, groups=8), 2 * TOKENS * 8 * 3),
+    "grouped": (conv(8, 4, 3, padding=1, groups=2), 2 * TOKENS * 4 * 4 * 3),
+    "transposed": (
+        Transposed(nn.ConvTranspose1d(8, 4, 3, stride=2)),
+        2 * TOKENS * 8 * 4 * 3,
+    ),
+    "transposed in groups": (
+        Transposed(nn.ConvTranspose1d(8, 4, 3, stride=2, groups=4)),
+        2 * TOKENS * 8 * 1 * 3,
+    ),
+    # Two matmuls of width 4 in two heads, and all 6 x 6 scores of two sequences.
+    "attention": (Attention(), 2 * 2 * 2 * 2 * 36 * 4),
+    "causal attention": (Causal(), 2 * 2 * SCORES * 8),
+    # Four gates, each with a matrix of the input and one of the hidden numbers.
+    "LSTM": (
+        First(nn.LSTM(8, 5, batch_first=True)),
+        2 * TOKENS * 4 * (5 * 8 + 5 * 5),
+    ),
+    "LSTM of two layers in both directions": (
+        First(nn.LSTM(8, 5, 2, batch_first=True, bidirectional=True)),
+        2 * TOKENS * 4 * 2 * ((5 * 8 + 5 * 5) + (5 * 10 + 5 * 5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_takes_the_flops_of_its_formula(name, profile_of):
+    layer, expected = LAYERS[name]
+    assert profile_of(layer, SHAPE, "forward").whole.flops == {"float32": expected}
+    assert profile_of(layer, SHAPE).whole.flops == {"float32": 3 * expected}
+
+
+def test_products_take_two_flops_for_each_pair(profile_of):
+    vectors = 2 * 6 * 8 * 2 + 2 * 6
+    matrices = 2 * 6 * 8 * 6 * (1 + 1 + 2 + 2)
+    found = profile_of(Products(), SHAPE, "forward").whole.flops
+    assert found == {"float32": vectors + matrices}
+
+
+def test_gru_and_rnn_need_no_gradient_of_their_first_state(profile_of):
+    for layer, gates in ((nn.GRU, 3), (nn.RNN, 1)):
+        model = First(layer(8, 5, batch_first=True))
+        forward = 2 * TOKENS * gates * (5 * 8 + 5 * 5)
+        found = profile_of(model, SHAPE, "forward").whole.flops
+        assert found == {"float32": forward}
+        backward = 2 * forward - 2 * 2 * gates * 5 * 5
+        found = profile_of(model, SHAPE).whole.flops
+        assert found == {"float32": forward + backward}
+
+
+def encoder_layer(**options):
+    return nn.TransformerEncoderLayer(8, 2, 24, batch_first=True, **options)
+
+
+def test_fused_encoder_layer_takes_the_flops_of_its_parts(profile_of):
+    weights = 4 * 8 * 8 + 2 * 8 * 24
+    expected = 2 * TOKENS * weights + 2 * 2 * 2 * 36 * 8
+    measured = profile_of(encoder_layer(), SHAPE, "forward")
+    names = [operation.name for operation in measured.whole.operations]
+    assert "_transformer_encoder_layer_fwd" in names
+    assert measured.whole.flops == {"float32": expected}
+    assert profile_of(encoder_layer(), SHAPE).whole.flops == {"float32": 3 * expected}
+
+
+def test_fused_attention_takes_the_flops_of_its_parts(profile_of):
+    class Attend(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attend(x, x, x, need_weights=False)[0]
+
+    measured = profile_of(Attend(), SHAPE, "forward")
+    names = [operation.name for operation in measured.whole.operations]
+    assert "_native_multi_head_attention" in names
+    expected = 2 * TOKENS * 4 * 8 * 8 + 2 * 2 * 2 * 36 * 8
+    assert measured.whole.flops == {"float32": expected}
+
+
+def test_operations_in_inference_mode_are_counted(profile_of):
+    class Inference(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        @torch.inference_mode()
+        def forward(self, x):
+            h = self.linear(x)[:, None]
+            attended = F.scaled_dot_product_attention(h, h, h, is_causal=True)
+            return torch.einsum("bhsd,bhtd->bhst", attended, h)
+
+    attended = 2 * 2 * SCORES * 8
+    expected = 2 * TOKENS * 8 * 8 + attended + 2 * 2 * 6 * 6 * 8
+    found = profile_of(Inference(), SHAPE, "forward").whole.flops
+    assert found == {"float32": expected}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_computes_again(reentrant, profile_of):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(8, 16, bias=False)
+            self.down = nn.Linear(16, 8, bias=False)
+
+        def inside(self, x):
+            return self.down(self.up(x))
+
+        def forward(self, x):
+            return checkpoint(self.inside, x, use_reentrant=reentrant)
+
+    once = 2 * TOKENS * 8 * 16
+    # Without reentry, the last product is not needed again.
+    again = 2 if reentrant else 1
+    found = profile_of(Checkpointed(), SHAPE).whole.flops
+    assert found == {"float32": (3 * 2 + again) * once}
+
+
+def test_frozen_weights_have_no_gradient(profile_of):
+    frozen = nn.Linear(8, 5).requires_grad_(False)
+    found = profile_of(nn.Sequential(frozen, nn.Linear(5, 8)), SHAPE).whole.flops
+    assert found == {"float32": (2 + 3) * 2 * TOKENS * 5 * 8}
+
+
+def test_each_dtype_has_its_flops(profile_of):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.low = nn.Linear(8, 5)
+            self.high = nn.Linear(5, 8)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                h = self.low(x)
+            return self.high(h.float())
+
+    once = 3 * 2 * TOKENS * 5 * 8
+    found = profile_of(Mixed(), SHAPE).whole.flops
+    assert found == {"bfloat16": once, "float32": once}
+
+
+def grouped(left, right, ends):
+    given = {
+        "self": torch.empty(left),
+        "mat2": torch.empty(right),
+        "offs": torch.tensor(ends),
+    }
+    return flops_of("aten._grouped_mm", given, None).count
+
+
+def test_experts_take_the_rows_that_they_get():
+    # Of 7 rows, two groups get 2 and 3.
+    assert grouped((7, 8), (2, 8, 5), [2, 5]) == 2 * 5 * 8 * 5
+    # The gradient of their weights sums over the rows.
+    assert grouped((8, 7), (7, 5), [2, 5]) == 2 * 8 * 5 * 5
+    # Of 7 columns.
+    assert grouped((2, 4, 8), (8, 7), [2, 5]) == 2 * 4 * 8 * 5
+    same = {"self": torch.empty(2, 4, 8), "mat2": torch.empty(2, 8, 5)}
+    assert flops_of("aten._grouped_mm", same, None).count == 2 * 2 * 4 * 8 * 5
+
+
+@torch.library.custom_op("tests::copied", mutates_args=())
+def copied(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+UNKNOWN: dict[str, tuple[Any, str]] = {
+    "an operation of the user": (copied, "tests.copied"),
+    "Fourier transform": (lambda x: torch.fft.rfft(x).real, "aten._fft_r2c"),
+    "bilinear form": (
+        lambda x: F.bilinear(x, x, torch.ones(3, 8, 8)),
+        "aten._trilinear",
+    ),
+    "distances": (
+        lambda x: torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist"),
+        "aten._cdist_forward",
+    ),
+    "linear equations": (
+        lambda x: torch.linalg.solve(torch.eye(6), x),
+        "aten._linalg_solve_ex",
+    ),
+    "integers": (lambda x: x.int()[0] @ x.int()[0].T, "aten.mm"),
+    "a sparse matrix": (lambda x: torch.eye(6).to_sparse() @ x[0], "aten.mm"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_flops_are_named(name, profile_of):
+    function, expected = UNKNOWN[name]
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    unknown = profile_of(Model(), SHAPE, "forward").whole.unknown
+    assert len(unknown) == 1
+    assert unknown[0].replace("_sparse_addmm", "mm") == expected
+
+
+def test_operations_without_products_have_no_flops(profile_of):
+    class Model(nn.Module):
+        def forward(self, x):
+            image = F.interpolate(x[:, None], size=(3, 4), mode="bilinear")
+            normal = F.layer_norm(F.normalize(image, dim=-1), (4,))
+            return F.embedding_bag(torch.arange(3)[None], normal[0, 0]).softmax(-1)
+
+    whole = profile_of(Model(), SHAPE, "forward").whole
+    assert (whole.flops, whole.unknown) == ({}, [])
