@@ -94,8 +94,8 @@ def doubly_stochastic(
 class HyperBlock(Block):
     """A Block whose branches read all streams, and write to all of them.
 
-    x is (stream, ..., seq, d_model). The first axis holds the streams, so only a
-    HyperTransformer can call this block.
+    It takes keywords only: called as other blocks are, it would take the first axis of x
+    for the streams. HyperTransformer calls it.
     """
 
     def __init__(
@@ -114,11 +114,12 @@ class HyperBlock(Block):
         self.attn_streams = StreamWeights(d_model, counts, streams, device)
         self.ffn_streams = StreamWeights(d_model, counts, streams, device)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
+        *,
         x: Float[Tensor, "{self.streams} *batch seq {self.d_model}"],
-        token_positions: Integer[Tensor, "*#batch seq"] | None = None,
-        mask: Any = None,
+        token_positions: Integer[Tensor, "*#batch seq"] | None,
+        mask: Any,
     ) -> Float[Tensor, "{self.streams} *batch seq {self.d_model}"]:
         read, write, mix = self.attn_streams(x)
         normalized = self.ln1(read_streams(x, read))
@@ -170,7 +171,7 @@ class HyperTransformer(Transformer):
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
         x = repeat(x, "... -> stream ...", stream=self.streams)
         for layer in self.layers:
-            x = layer(x, token_positions, mask)
+            x = layer(x=x, token_positions=token_positions, mask=mask)
         (read,) = self.final_streams(x)
         return self.ln_final(read_streams(x, read))
 

@@ -1,7 +1,8 @@
 """Several residual streams."""
 
+import pytest
 import torch
-from hyper_connections import HyperTransformer, doubly_stochastic
+from hyper_connections import HyperBlock, HyperTransformer, doubly_stochastic
 from their_models import (
     TOLERANCE,
     CallableAsTheirs,
@@ -41,3 +42,9 @@ def test_streams_are_neither_amplified_nor_lost():
     ones = torch.ones(5, 4)
     torch.testing.assert_close(matrix.sum(-2), ones, atol=1e-5, rtol=0)
     torch.testing.assert_close(matrix.sum(-1), ones, atol=1e-3, rtol=0)
+
+
+def test_a_plain_transformer_cannot_call_the_block():
+    model = our_model(block=HyperBlock, streams=4)
+    with pytest.raises(TypeError, match="positional argument"):
+        model(torch.randn(4, 24, 64))
