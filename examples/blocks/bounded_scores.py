@@ -8,8 +8,10 @@ This command prints scores before and after.
 
 Bounded scores make training more stable.
 Source: Gemma Team, "Gemma 2" (arXiv 2408.00118), section 2.
-To copy this file, import CausalMultiHeadSelfAttention from your copy of attention.py. It
-stores all scores. On a GPU, torch's `flex_attention` with a `score_mod` need not.
+To copy this file, import CausalMultiHeadSelfAttention from your copy of attention.py. To
+combine it with windows.py, derive from (WindowAttention, BoundedAttention), in this
+order. All scores are stored. On a GPU, torch's `flex_attention` with a `score_mod` does
+not store them.
 """
 
 import math
@@ -28,7 +30,17 @@ class BoundedAttention(CausalMultiHeadSelfAttention):
 
     Raises:
         ValueError: the mask does not have the axes of x.
+        TypeError: a subclass has another base after this one.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        next_class = cls.__mro__[cls.__mro__.index(BoundedAttention) + 1]
+        if next_class is not CausalMultiHeadSelfAttention:  # its `attend` would not run
+            raise TypeError(
+                f"BoundedAttention must be the last base of {cls.__name__}, "
+                f"got {next_class.__name__} after it"
+            )
 
     def __init__(
         self, d_model: int, num_heads: int, *, cap: float = 50.0, **options: Any

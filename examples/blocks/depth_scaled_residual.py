@@ -70,8 +70,15 @@ class DepthScaledTransformer(Transformer):
         d_ff: int | None = None,
         **options: Any,
     ) -> None:
-        options = {"block": DepthScaledBlock, "first_sum": 2, **options}
-        super().__init__(num_layers, d_model, num_heads, d_ff, **options)
+        super().__init__(
+            num_layers,
+            d_model,
+            num_heads,
+            d_ff,
+            block=DepthScaledBlock,
+            first_sum=2,
+            **options,
+        )
         layers: Any = self.layers
         for index, block in enumerate(layers):
             block.first_sum = 2 + 2 * index

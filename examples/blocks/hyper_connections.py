@@ -157,8 +157,15 @@ class HyperTransformer(Transformer):
         streams: int = 4,
         **options: Any,
     ) -> None:
-        options = {"block": HyperBlock, "streams": streams, **options}
-        super().__init__(num_layers, d_model, num_heads, d_ff, **options)
+        super().__init__(
+            num_layers,
+            d_model,
+            num_heads,
+            d_ff,
+            block=HyperBlock,
+            streams=streams,
+            **options,
+        )
         self.streams = streams
         device = options.get("device")
         self.final_streams = StreamWeights(d_model, [streams], streams, device)

@@ -12,8 +12,7 @@ Sources: Xiao et al., "Efficient Streaming Language Models with Attention Sinks"
 2309.17453); OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv 2508.10925). MiMo-V2-
 Flash, Flint and Granite SWA have it, too.
 To copy this file, import CausalMultiHeadSelfAttention from your copy of attention.py. To
-combine it with windows.py, derive from (WindowAttention, SinkAttention), in this order:
-the window must not hide the sink.
+combine it with windows.py, derive from (WindowAttention, SinkAttention), in this order.
 """
 
 from typing import Any
@@ -27,7 +26,22 @@ from tinyblock import CausalMultiHeadSelfAttention
 
 
 class SinkAttention(CausalMultiHeadSelfAttention):
-    """Attention with one more key, whose value is 0, and whose scores are `sinks`."""
+    """Attention with one more key, whose value is 0, and whose scores are `sinks`.
+
+    Raises:
+        TypeError: a subclass has another base after this one.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        next_class = cls.__mro__[cls.__mro__.index(SinkAttention) + 1]
+        if (
+            next_class is not CausalMultiHeadSelfAttention
+        ):  # a window would hide the sink
+            raise TypeError(
+                f"SinkAttention must be the last base of {cls.__name__}, "
+                f"got {next_class.__name__} after it"
+            )
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 from bounded_scores import BoundedAttention
 from experts import MixtureOfExperts
 from gelu_gate import GeGLU
@@ -43,6 +44,13 @@ class BoundedWindow(WindowAttention, BoundedAttention):
 
 class GatedWindow(WindowAttention, GatedAttention):
     pass
+
+
+def test_a_window_that_would_not_be_applied_raises():
+    with pytest.raises(TypeError, match="BoundedAttention must be the last base of W"):
+
+        class Wrong(BoundedAttention, WindowAttention):
+            pass
 
 
 def split_gate_and_up(state):

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 from experts import MixtureOfExperts
 from no_positions import NoPositions
@@ -36,6 +37,13 @@ def test_gpt_oss():
     mask = torch.ones(24, 24).tril().triu(-7).log()
     ours = SinkWindow(64, 4, num_kv_heads=2, rope=Halves(1e4, 16, 128), window=8)
     require_same_layer(ours, layer, run_theirs=lambda x: layer(x, angles, mask)[0])
+
+
+def test_a_window_that_would_hide_the_sink_raises():
+    with pytest.raises(TypeError, match="SinkAttention must be the last base of Wrong"):
+
+        class Wrong(SinkAttention, WindowAttention):
+            pass
 
 
 def test_flint():
