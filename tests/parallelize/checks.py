@@ -164,13 +164,13 @@ def different_tensors_along_tp_raise():
     mesh = mesh_of("dp", "tp")
     rank = mesh["tp"].get_local_rank()
     x = torch.randn(2, 8, 16, dtype=torch.float64, generator=torch.manual_seed(0))
-    positions = torch.arange(8)
+    positions = torch.arange(248, 256)
     mask = torch.ones(8, 8, dtype=torch.bool)
     other_x = x.clone()
     other_x[1, 7, 15] += rank
     other_mask = mask.clone()
     other_mask[7, 6] = rank == 0
-    model = parallelize(transformer(), mesh)
+    model = parallelize(transformer(max_seq_len=257), mesh)
     with pytest.raises(
         ValueError, match=r"differences .* \(2, 8, 16\).* rank along 'dp'"
     ):
@@ -191,6 +191,31 @@ def x_that_processes_along_tp_round_differently_passes():
     one_unit_in_bfloat16 = 2.0**-8
     rounded = x * (1 + mesh["tp"].get_local_rank() * one_unit_in_bfloat16)
     parallelize(transformer(), mesh)(rounded)
+
+
+def buffers_come_from_the_first_process():
+    model = one_block()
+    model.register_buffer("table", torch.full((3,), float(dist.get_rank())))
+    parallelize(model, mesh_of("dp", "tp"))
+    assert model.get_buffer("table").tolist() == [0, 0, 0]
+
+
+def an_overflow_in_one_process_skips_the_step_in_all():
+    """The page asks for a matrix as the first parameter of the optimizer."""
+    model = parallelize(seeded(transformer), mesh_of("dp", "tp"))
+    parameters = sorted(model.parameters(), key=lambda parameter: -parameter.ndim)
+    before = [whole(parameter).clone() for parameter in parameters]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    loss = model(torch.ones(2, 8, 16, dtype=torch.float64)).square().mean()
+    scaler.scale(loss).backward()
+    if dist.get_rank() == 3:
+        model.layers[0].ffn.w1.weight.grad.to_local()[0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    for parameter, value in zip(parameters, before, strict=True):
+        assert torch.equal(whole(parameter), value)
 
 
 def train(model, optimizer, steps, mesh=None):
@@ -256,6 +281,8 @@ CHECKS = [
     a_loss_over_a_part_of_the_tokens_in_each_process,
     different_tensors_along_tp_raise,
     x_that_processes_along_tp_round_differently_passes,
+    buffers_come_from_the_first_process,
+    an_overflow_in_one_process_skips_the_step_in_all,
     clipping_and_adamw_over_tp,
     training_resumes_on_another_mesh,
 ]

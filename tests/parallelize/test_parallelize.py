@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 
 from tinyblock import Block, SwiGLU, parallelize
+
+# Dynamo looks at the .grad of each DTensor.
+without_warning_of_dynamo = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,12 @@ def assert_rejects(model, mesh, message, **options):
     parameters = dict(model.named_parameters())
     values = copy.deepcopy(model.state_dict())
     forwards = [vars(module).get("forward") for module in model.modules()]
-    with pytest.raises((ValueError, TypeError), match=message):
+    with (
+        mock.patch.object(
+            dist, "broadcast", side_effect=AssertionError("weights sent")
+        ),
+        pytest.raises((ValueError, TypeError), match=message),
+    ):
         parallelize(model, mesh, **options)
     for name, parameter in model.named_parameters():
         assert parameter is parameters[name], name
@@ -166,6 +177,14 @@ def test_compiled_parallel_model_rejects_an_x_of(shape, message):
         model(torch.ones(shape))
 
 
+@without_warning_of_dynamo
+def test_a_whole_model_over_tp_compiles_to_one_graph():
+    model = parallelize(one_block(), mesh_of("tp"))
+    x = torch.randn(2, 8, 16, dtype=torch.float64)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), model(x))
+
+
 def test_options_reach_fully_shard():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = transformer(dtype=torch.float32)
@@ -226,8 +245,7 @@ def test_a_block_needs_two_gathers_and_two_scatters_in_each_direction(
     assert collectives(backward) == in_backward
 
 
-# Dynamo looks at the .grad of each DTensor.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@without_warning_of_dynamo
 def test_compiled_blocks_share_one_graph_and_compute_what_eager_ones_do(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     counters = torch._dynamo.utils.counters
