@@ -214,7 +214,8 @@ def _split(
 
     def split_tokens(_model: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal is_first_call
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        everything = (*args, *kwargs.values())
+        tensors = [value for value in everything if isinstance(value, Tensor)]
         x, *others = args or (kwargs.pop("x"),)
         if x.ndim < 2 or x.numel() == 0:  # torch 2.13 would hang on an empty x
             raise ValueError(
