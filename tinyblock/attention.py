@@ -258,7 +258,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
             v = rearrange(v, one_batch_axis)
         is_causal = False
         if mask is None and query == key:
-            # Not `is_causal = query == key`: in compiled code, this is no Python bool.
+            # Not `is_causal = query == key`, which is symbolic in compiled code: torch takes only a bool.
             is_causal = True
         elif mask is not None or query > 1:  # one query without a mask sees every key
             mask = _and_causal(mask, (*batch, query, key), q.device)
@@ -279,14 +279,6 @@ class CausalMultiHeadSelfAttention(nn.Module):
         return f"{self.d_model}, {heads}, d_head={self.d_head}"
 
 
-def _require_shape_of(x: Tensor, rotated: Tensor) -> Tensor:
-    if rotated.shape != x.shape:  # torch might broadcast it
-        raise ValueError(
-            f"rope must return the shape {tuple(x.shape)}, got {tuple(rotated.shape)}"
-        )
-    return rotated
-
-
 # The same function as in ffn.py, so that each file works alone.
 def _reset(layer: nn.Module) -> None:
     """Let a layer initialize itself. If it has no method for this, go into it."""
@@ -296,6 +288,14 @@ def _reset(layer: nn.Module) -> None:
     else:  # such as nn.Sequential
         for inner in layer.children():
             _reset(inner)
+
+
+def _require_shape_of(x: Tensor, rotated: Tensor) -> Tensor:
+    if rotated.shape != x.shape:  # torch might broadcast it
+        raise ValueError(
+            f"rope must return the shape {tuple(x.shape)}, got {tuple(rotated.shape)}"
+        )
+    return rotated
 
 
 def _and_causal(

@@ -71,9 +71,10 @@ class Block(nn.Module):
         self.ffn = ffn(d_model, d_ff, **factory)
 
     def reset_parameters(self) -> None:
-        """Draw new weights for all layers, except a rope, which other blocks may share.
+        """Let each layer below initialize itself, also what a subclass adds.
 
-        A subclass must reset an nn.Parameter of its own.
+        This leaves out a rope, which other blocks may share. A subclass must reset an
+        nn.Parameter of its own.
         """
         for layer in self.children():
             _reset(layer)

@@ -106,14 +106,14 @@ class SwiGLU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.d_model = d_model
         if d_ff is None:  # 8/3 d_model is 64 times d_model / 24, rounded here
             d_ff = 64 * max(1, (d_model + 12) // 24)
+        _require_sizes(d_model, d_ff)
+        self.d_model = d_model
         self.d_ff = d_ff
-        _require_sizes(self)
-        self.w1 = Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
-        self.w2 = Linear(self.d_ff, d_model, bias=False, device=device, dtype=dtype)
-        self.w3 = Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
+        self.w1 = Linear(d_model, d_ff, bias=False, device=device, dtype=dtype)
+        self.w2 = Linear(d_ff, d_model, bias=False, device=device, dtype=dtype)
+        self.w3 = Linear(d_model, d_ff, bias=False, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Let each layer below initialize itself, also what a subclass adds.
@@ -149,12 +149,14 @@ class FeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if d_ff is None:
+            d_ff = 4 * d_model
+        _require_sizes(d_model, d_ff)
         self.d_model = d_model
-        self.d_ff = 4 * d_model if d_ff is None else d_ff
-        _require_sizes(self)
+        self.d_ff = d_ff
         self.activation = activation
-        self.w1 = Linear(d_model, self.d_ff, bias=False, device=device, dtype=dtype)
-        self.w2 = Linear(self.d_ff, d_model, bias=False, device=device, dtype=dtype)
+        self.w1 = Linear(d_model, d_ff, bias=False, device=device, dtype=dtype)
+        self.w2 = Linear(d_ff, d_model, bias=False, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Let each layer below initialize itself, also what a subclass adds."""
@@ -167,11 +169,10 @@ class FeedForward(nn.Module):
         return self.w2(self.activation(self.w1(x)))
 
 
-def _require_sizes(layer: SwiGLU | FeedForward) -> None:
-    if layer.d_model < 1 or layer.d_ff < 1:
-        name = type(layer).__name__
-        sizes = f"d_model={layer.d_model}, d_ff={layer.d_ff}"
-        raise ValueError(f"sizes of {name} must be at least 1, got {sizes}")
+def _require_sizes(d_model: int, d_ff: int) -> None:
+    if min(d_model, d_ff) < 1:
+        sizes = f"d_model={d_model}, d_ff={d_ff}"
+        raise ValueError(f"d_model and d_ff must be at least 1, got {sizes}")
 
 
 # Repeated in attention.py, block.py and transformer.py, so that each file works alone.

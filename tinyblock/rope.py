@@ -93,9 +93,9 @@ class RotaryPositionalEmbedding(nn.Module):
         self.d_k = d_k
         self.max_seq_len = max_seq_len
         # Each position has a row: the cosine and the sine of the angle of each pair.
-        self.register_buffer("cos_sin", self._compute_table(), persistent=False)
-        # None is torch's default device. A table for meta stays on the CPU.
-        self._place(self.cos_sin, torch.empty(0, device=device).device)
+        table = self._compute_table()
+        device = torch.empty(0, device=device).device  # None is torch's default device
+        self.register_buffer("cos_sin", _move(table, device), persistent=False)
 
     def frequencies(self) -> Float[Tensor, " half"]:
         """Return the angle in radians by which each pair turns per token, in float64.
@@ -114,7 +114,7 @@ class RotaryPositionalEmbedding(nn.Module):
         x: Float[Tensor, "*batch seq {self.d_k}"],
         token_positions: Integer[Tensor, "*#batch seq"] | None = None,
     ) -> Float[Tensor, "*batch seq {self.d_k}"]:
-        cos_sin = self._rows(x, token_positions)
+        cos_sin = self._rows(x, token_positions)  # also rejects wrong positions
         if x.dtype != torch.float64:
             return _rotate(x, cos_sin)
         # The table, in float32, is too coarse for float64.
@@ -136,6 +136,7 @@ class RotaryPositionalEmbedding(nn.Module):
         self, x: Tensor, token_positions: Tensor | None
     ) -> Float[Tensor, "*batch seq half pair"]:
         """Return the row of the table for each token."""
+        # While the model is on meta, the table is not.
         table = self.cos_sin.to("meta") if x.is_meta else self.cos_sin
         if token_positions is None:
             seq = x.shape[-2]
@@ -160,13 +161,17 @@ class RotaryPositionalEmbedding(nn.Module):
         self, fn: Callable[[Tensor], Tensor], recurse: bool = True
     ) -> "RotaryPositionalEmbedding":
         """Move the table with the module, but do not cast or empty it."""
+        # All of .to(), .half(), .cuda(), .to_empty() and so on call this method. torch's
+        # own would round the table, or replace it by uninitialized memory.
         table = self.cos_sin
         super()._apply(fn, recurse)
-        self._place(table, self.cos_sin.device)
+        self.cos_sin = _move(table, self.cos_sin.device)
         return self
 
-    def _place(self, table: Tensor, device: torch.device) -> None:
-        self.cos_sin = table if device.type == "meta" else table.to(device)
+
+def _move(table: Tensor, device: torch.device) -> Tensor:
+    """Return the table on a device, or as it is for meta, where it would have no values."""
+    return table if device.type == "meta" else table.to(device)
 
 
 def _rotate(

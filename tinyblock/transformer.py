@@ -88,7 +88,7 @@ class Transformer(nn.Module):
         self.ln_final = norm(d_model, eps=eps, **factory)
 
     def reset_parameters(self) -> None:
-        """Draw new weights for all layers, and compute the shared RoPE once.
+        """Let each layer below initialize itself, and the shared RoPE once.
 
         A subclass must reset an nn.Parameter of its own.
         """

@@ -1,6 +1,7 @@
 """Copied layers inside other people's models: the hosts that docs/vendoring.md names."""
 
 import importlib
+import math
 import re
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tinyblock import copies
+from tinyblock import SwiGLU, copies
 
 PAGE = Path(__file__).parents[2] / "docs" / "vendoring.md"
 TOKENS = torch.arange(18).view(2, 9)
@@ -108,6 +109,20 @@ def test_transformers_keeps_a_loaded_weight_whose_bias_is_missing(
     assert (loaded.bias == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.float16, math.inf), (torch.bfloat16, 256.0**2)]
+)
+def test_swiglu_overflows_in_float16_as_in_transformers(dtype, expected):
+    """Its product is 256 * 256 here, and the greatest number in float16 is 65,504."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    sizes = {"hidden_size": 1, "intermediate_size": 1, "num_attention_heads": 1}
+    for layer in (SwiGLU(1, 1), llama.LlamaMLP(llama.LlamaConfig(**sizes))):
+        for weight in layer.parameters():
+            nn.init.ones_(weight)
+        result = layer.to(dtype)(torch.full((1, 1), 256.0, dtype=dtype))
+        assert result.item() == expected
+
+
 def test_peft_merges_adapters(model):
     peft = pytest.importorskip("peft")
     expected = model(X)
@@ -124,6 +139,20 @@ def test_torchao_quantizes_weights(model):
     expected = model(X)
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     error = (model(X) - expected).norm() / expected.norm()
+    assert 0 < error < 0.05
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantize_dynamic_takes_only_plain_linear_layers(model):
+    def quantized():
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+
+    expected = model(X)
+    assert torch.equal(quantized()(X), expected)  # a release may change this
+    [code] = re.findall(r"```py\n(for module in .*?)```", PAGE.read_text(), re.DOTALL)
+    exec(code, {"model": model, "nn": nn})
+    error = (quantized()(X) - expected).norm() / expected.norm()
     assert 0 < error < 0.05
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tinyblock import Block, RotaryPositionalEmbedding, Transformer
 
@@ -67,6 +68,30 @@ def test_fsdp2_builds_on_meta_and_trains_in_mixed_precision():
             assert parameter.grad.full_tensor().isfinite().all()
     finally:
         dist.destroy_process_group()
+
+
+def test_derivatives_in_forward_mode_and_second_ones_need_the_math_kernel():
+    rope = RotaryPositionalEmbedding(100.0, 6, 40)
+    block = Block(24, 4, rope=rope).double()
+    x = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
+    direction = torch.randn_like(x)
+
+    def gradient(x):
+        loss = block(x).square().sum()
+        return torch.autograd.grad(loss, x, create_graph=True)[0]
+
+    with pytest.raises(NotImplementedError, match="forward AD"):
+        torch.func.jvp(block, (x.detach(),), (direction,))
+    with pytest.raises(RuntimeError, match="not implemented"):
+        torch.autograd.grad(gradient(x).sum(), x)
+    step = 1e-6 * direction
+    with sdpa_kernel(SDPBackend.MATH):
+        found = torch.func.jvp(block, (x.detach(),), (direction,))[1]
+        expected = (block(x + step) - block(x - step)) / 2e-6
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        [found] = torch.autograd.grad(gradient(x), x, direction)  # H is symmetric
+        expected = (gradient(x + step) - gradient(x - step)) / 2e-6
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
 
 
 # torch has no batching rule for its attention kernel.
