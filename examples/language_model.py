@@ -23,24 +23,44 @@ from tinyblock import CausalMultiHeadSelfAttention, Transformer
 
 
 class Cache:
-    """Keys and values of the tokens so far, for each layer of attention.
-
-    A model may call each of its layers only once per token.
+    """The tokens so far, with their keys and values in each layer of attention.
 
     `padding` is the number of padding tokens at the start of each row of the batch. No
     token attends to them. After a call that has failed, begin a new cache.
     """
 
     def __init__(self, padding: Tensor | None = None) -> None:
+        self.tokens: Tensor | None = None
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.padding = padding
-        self.length = 0
         self.mask: Tensor | None = None
 
+    @property
+    def length(self) -> int:
+        return 0 if self.tokens is None else self.tokens.shape[-1]
+
+    def unseen(self, text: Tensor) -> Tensor:
+        """Return the tokens of a text, (..., seq), that follow those of the cache."""
+        if self.tokens is None:
+            return text
+        start = text[..., : self.length]
+        if not torch.equal(start, self.tokens) or text.shape[-1] == self.length:
+            raise ValueError(
+                f"tokens must be the whole text: the {self.length} tokens of the cache, "
+                f"and at least one more, got {tuple(text.shape)}"
+            )
+        return text[..., self.length :]
+
+    def require_room(self, length: int) -> None:
+        """Raise a ValueError if the cache cannot grow to this many tokens."""
+
     def advance(self, tokens: Tensor) -> Tensor:
-        """Count new tokens, (..., seq), and return their positions, in this shape."""
+        """Append new tokens, (..., seq), and return their positions, in this shape."""
         start = self.length
-        self.length += tokens.shape[-1]
+        self.require_room(start + tokens.shape[-1])
+        if self.tokens is not None:
+            tokens = torch.cat((self.tokens, tokens), dim=-1)
+        self.tokens = tokens
         token = torch.arange(self.length, device=tokens.device)
         if self.padding is None:
             return token[start:]
@@ -54,8 +74,17 @@ class Cache:
             old_k, old_v = self.layers[id(layer)]
             k = torch.cat((old_k, k), dim=-2)
             v = torch.cat((old_v, v), dim=-2)
+        self.require_a_key_per_token(k)
         self.layers[id(layer)] = k, v
         return k, v
+
+    def require_a_key_per_token(self, k: Tensor) -> None:
+        if k.shape[-2] != self.length:
+            raise ValueError(
+                f"a layer must have a key for each of the cache's {self.length} tokens, "
+                f"got {k.shape[-2]}: use a cache with one model, which calls each of "
+                "its layers once per token"
+            )
 
 
 class CachedAttention(CausalMultiHeadSelfAttention):
@@ -76,12 +105,37 @@ class CachedAttention(CausalMultiHeadSelfAttention):
         return super().attend(q, keys, values, cache.mask)
 
 
+class Embedding(nn.Embedding):
+    """A vector for each token, with components of variance 1."""
+
+    def reset_parameters(self) -> None:
+        draw(self.weight, std=1)
+
+
+class Head(nn.Linear):
+    """A logit for each token. The weights have variance 2 / (d_in + d_out)."""
+
+    def reset_parameters(self) -> None:
+        draw(self.weight, std=math.sqrt(2 / sum(self.weight.shape)))
+
+
+class TiedEmbedding(nn.Embedding):
+    """A vector for each token, and the weights of the head, which are drawn as in Head."""
+
+    def reset_parameters(self) -> None:
+        draw(self.weight, std=math.sqrt(2 / sum(self.weight.shape)))
+
+
+def draw(weight: Tensor, std: float) -> None:
+    """Draw from a normal that is cut at 3 sigma, in place."""
+    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
+
+
 class LanguageModel(nn.Module):
     """Embed tokens, apply a Transformer, and return a logit for each next token.
 
-    If `tied`, head and embedding are one parameter. Call `tie` after everything that
-    replaces parameters, such as `to_empty` and `load_state_dict(assign=True)`. The
-    `options` go to Transformer.
+    If `tied`, the embedding is also the head, and there is no `lm_head`. The `options` go
+    to Transformer.
     """
 
     def __init__(
@@ -101,24 +155,19 @@ class LanguageModel(nn.Module):
         self.tied = tied
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         options.setdefault("attention", CachedAttention)
-        self.token_embeddings = nn.Embedding(vocabulary, d_model, **factory)
+        embedding = TiedEmbedding if tied else Embedding
+        self.token_embeddings = embedding(vocabulary, d_model, **factory)
         self.transformer = Transformer(
             num_layers, d_model, num_heads, d_ff, **options, **factory
         )
-        self.lm_head = nn.Linear(d_model, vocabulary, bias=False, **factory)
-        self.reset_parameters()
+        self.lm_head = None
+        if not tied:
+            self.lm_head = Head(d_model, vocabulary, bias=False, **factory)
 
     def reset_parameters(self) -> None:
-        """Draw a head with variance 2 / (d_in + d_out), and embeddings with variance 1."""
-        self.transformer.reset_parameters()
-        std = math.sqrt(2 / sum(self.lm_head.weight.shape))
-        nn.init.trunc_normal_(self.lm_head.weight, std=std, a=-3 * std, b=3 * std)
-        nn.init.trunc_normal_(self.token_embeddings.weight, a=-3, b=3)
-        self.tie()
-
-    def tie(self) -> None:
-        if self.tied:
-            self.token_embeddings.weight = self.lm_head.weight
+        layer: Any
+        for layer in self.children():
+            layer.reset_parameters()
 
     def forward(
         self, tokens: Int[Tensor, "*batch seq"], cache: Cache | None = None
@@ -126,9 +175,22 @@ class LanguageModel(nn.Module):
         """Return the logits after each token or, with a cache, after the last one."""
         x = self.token_embeddings(tokens)
         if cache is None:
-            return self.lm_head(self.transformer(x))
+            return self.logits(self.transformer(x))
         x = self.transformer(x, cache.advance(tokens), cache)
-        return self.lm_head(x[..., -1:, :])
+        return self.logits(x[..., -1:, :])
+
+    def logits(
+        self, x: Float[Tensor, "*batch seq d_model"]
+    ) -> Float[Tensor, "*batch seq vocabulary"]:
+        """Apply the head to what the Transformer returns."""
+        if self.lm_head is not None:
+            return self.lm_head(x)
+        if not isinstance(self.token_embeddings, nn.Embedding):
+            raise ValueError(
+                "token_embeddings must be an nn.Embedding, whose weights the head uses, "
+                f"got {type(self.token_embeddings)}: do not adapt it in a tied model"
+            )
+        return F.linear(x, self.token_embeddings.weight)
 
     def generate(
         self, tokens: Int[Tensor, "batch seq"], count: int, **options: Any
@@ -137,7 +199,6 @@ class LanguageModel(nn.Module):
         new = list(self.stream(tokens, count, **options))
         return torch.cat((tokens, torch.stack(new, dim=-1)), dim=-1)
 
-    @torch.no_grad()
     def stream(
         self,
         tokens: Int[Tensor, "batch seq"],
@@ -150,11 +211,52 @@ class LanguageModel(nn.Module):
         """Yield the next token of each prompt, (batch), up to `count` times.
 
         With temperature=0, it is the most likely token; otherwise it is drawn from the
-        top_k most likely ones, or from all. After `stop`, a row yields only `stop`. For
-        prompts with different lengths, pass `tokens, padding = pad_left(prompts)` and
-        `cache=Cache(padding)`.
+        top_k most likely ones, or from all. After `stop`, a row yields only `stop`.
+
+        To continue a text, pass all of its tokens, and the cache of the earlier calls.
+        For prompts with different lengths, pass `tokens, padding = pad_left(prompts)`
+        and `cache=Cache(padding)`.
+
+        Raises:
+            ValueError: an argument is out of range; prompts and `count` exceed the
+                positions of the model, or the room of the cache; the text does not
+                begin with the tokens of the cache.
         """
         cache = Cache() if cache is None else cache
+        require_choice(temperature, top_k)
+        self.require_length(tokens, count, cache)
+        return self._stream(
+            cache.unseen(tokens), count, temperature, top_k, stop, cache
+        )
+
+    def require_length(self, tokens: Tensor, count: int, cache: Cache) -> None:
+        """Raise a ValueError unless the model can add `count` tokens to the prompts."""
+        if count < 1:
+            raise ValueError(f"count must be at least 1, got {count}")
+        if not tokens.numel():
+            raise ValueError(
+                f"each prompt must have a token, got tokens of shape {tuple(tokens.shape)}"
+            )
+        read = tokens.shape[-1] + count - 1  # the last token is not read
+        padding = 0 if cache.padding is None else int(cache.padding.min())
+        positions = self.transformer.max_seq_len
+        if read - padding > positions:
+            raise ValueError(
+                f"the model has {positions} positions, of which the last new token needs "
+                f"none, got a prompt of {tokens.shape[-1] - padding} tokens and {count} new"
+            )
+        cache.require_room(read)
+
+    @torch.no_grad()
+    def _stream(
+        self,
+        tokens: Tensor,
+        count: int,
+        temperature: float,
+        top_k: int | None,
+        stop: int | None,
+        cache: Cache,
+    ) -> Iterator[Tensor]:
         stopped = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
         for _ in range(count):
             token = choose(self(tokens, cache)[:, -1], temperature, top_k)
@@ -167,21 +269,35 @@ class LanguageModel(nn.Module):
             tokens = token[:, None]
 
 
+def require_choice(temperature: float, top_k: int | None) -> None:
+    if not 0 <= temperature < math.inf:
+        raise ValueError(
+            f"temperature must be at least 0 and finite, got {temperature}"
+        )
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+
+
 def choose(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
     """Return a token for each row of logits."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.double() / temperature  # float32 would overflow at 1e-38
-    if top_k is not None:
-        lowest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < lowest, -math.inf)
-    return torch.multinomial(logits.softmax(-1), 1).squeeze(-1)
+    # The largest becomes 0, so that division by a small temperature gives no NaN.
+    wide = logits.double()
+    scaled = (wide - wide.amax(-1, keepdim=True)) / temperature
+    if top_k is None:
+        return torch.multinomial(scaled.softmax(-1), 1).squeeze(-1)
+    likeliest = scaled.topk(min(top_k, scaled.shape[-1]))
+    drawn = torch.multinomial(likeliest.values.softmax(-1), 1)
+    return likeliest.indices.gather(-1, drawn).squeeze(-1)
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Return prompts as one batch, and how many tokens of each row are padding."""
-    longest = max(len(prompt) for prompt in prompts)
-    padding = [longest - len(prompt) for prompt in prompts]
+    lengths = [len(prompt) for prompt in prompts]
+    if not lengths or 0 in lengths:
+        raise ValueError(f"each prompt must have a token, got prompts of {lengths}")
+    padding = [max(lengths) - length for length in lengths]
     rows = [[0] * pads + [*row] for pads, row in zip(padding, prompts, strict=True)]
     return torch.tensor(rows), torch.tensor(padding)
 

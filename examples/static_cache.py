@@ -13,6 +13,7 @@ is that each token reads all keys, so choose `size` as small as your texts allow
 """
 
 import time
+from types import MethodType
 from typing import Any
 
 import einops
@@ -27,28 +28,41 @@ class StaticCache(Cache):
     def __init__(self, size: int, padding: Tensor | None = None) -> None:
         super().__init__(padding)
         self.size = size
-        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.newest: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def require_room(self, length: int) -> None:
+        if length > self.size:
+            raise ValueError(
+                f"a StaticCache must have room for all tokens but the last new one, "
+                f"{length}, got StaticCache({self.size})"
+            )
 
     def advance(self, tokens: Tensor) -> Tensor:
         positions = super().advance(tokens)
-        for layer, (keys, values) in self.buffers.items():
-            self.layers[layer] = self.newest(keys), self.newest(values)
+        for layer in self.layers:
+            self.newest[layer] = self.view_newest(layer)
         position = torch.arange(-self.size, 0, device=tokens.device) + self.length
         if self.padding is not None:
             position = position - self.padding[:, None]
         self.mask = (position >= 0).view(-1, 1, self.size)  # negative: empty or padding
         return positions
 
-    def newest(self, buffer: Tensor) -> Tensor:
-        """Return the view that ends where the newest tokens belong."""
-        return buffer.narrow(-2, self.length, self.size)
+    def view_newest(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the views of a layer's buffers that end with the newest tokens."""
+        keys, values = self.layers[layer]
+        return (
+            keys.narrow(-2, self.length, self.size),
+            values.narrow(-2, self.length, self.size),
+        )
 
     def append(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if id(layer) not in self.layers:  # the first keys have the right dtype
-            keys, values = self.allocate(k), self.allocate(v)
-            self.buffers[id(layer)] = keys, values
-            self.layers[id(layer)] = self.newest(keys), self.newest(values)
-        keys, values = self.layers[id(layer)]
+            self.require_a_key_per_token(k)
+            self.layers[id(layer)] = self.allocate(k), self.allocate(v)
+            self.newest[id(layer)] = self.view_newest(id(layer))
+        if id(layer) not in self.newest:
+            raise ValueError("a model with a StaticCache must call a layer only once")
+        keys, values = self.newest.pop(id(layer))
         keys[..., -k.shape[-2] :, :] = k
         values[..., -v.shape[-2] :, :] = v
         return keys, values
@@ -59,21 +73,24 @@ class StaticCache(Cache):
 
 
 def compile_step(model: LanguageModel) -> None:
-    """Compile calls with one token. Prompts stay eager, because their lengths vary."""
+    """Compile calls with one token and a StaticCache that has tokens, in place.
+
+    Prompts stay eager, because their lengths vary.
+    """
     # Otherwise torch traces einops' parser, and guards it, in every layer.
     torch.compiler.allow_in_graph(einops.rearrange)
-    transformer: Any = model.transformer
-    eager = transformer.forward
-    compiled = torch.compile(eager, fullgraph=True)
+    # Of the class: a compiled bound method would run this model's weights in a copy, too.
+    compiled = torch.compile(type(model.transformer).forward, fullgraph=True)
 
     def forward(
-        x: Tensor, token_positions: Any = None, cache: Cache | None = None
+        self: Any, x: Tensor, token_positions: Any = None, cache: Any = None
     ) -> Tensor:
-        is_step = x.shape[-2] == 1 and cache and cache.layers
-        run = compiled if is_step else eager
-        return run(x, token_positions, cache)
+        is_step = x.shape[-2] == 1 and isinstance(cache, StaticCache) and cache.layers
+        run = compiled if is_step else type(self).forward
+        return run(self, x, token_positions, cache)
 
-    transformer.forward = forward
+    transformer: Any = model.transformer
+    transformer.forward = MethodType(forward, transformer)
 
 
 def main() -> None:

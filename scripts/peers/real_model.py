@@ -86,7 +86,7 @@ def load(name: str) -> LanguageModel:
 
 def logits(model: LanguageModel, tokens: Tensor, positions: Tensor) -> Tensor:
     x = model.token_embeddings(tokens)
-    return model.lm_head(model.transformer(x, positions))
+    return model.logits(model.transformer(x, positions))
 
 
 def median_and_range(values: list[float], digits: str) -> str:

@@ -1,11 +1,14 @@
 """Generation: what a cache yields equals what the full sequence yields."""
 
+import copy
+import math
 from functools import partial
 
 import pytest
 import torch
 from language_model import Cache, CachedAttention, LanguageModel, choose, pad_left
 from static_cache import StaticCache, compile_step
+from torch.optim.swa_utils import AveragedModel
 from windows import WindowAttention
 
 
@@ -53,6 +56,122 @@ def test_padded_prompts_continue_like_each_prompt_alone(options, make):
         assert torch.equal(row[pads:], model.generate(torch.tensor([prompt]), 9)[0])
 
 
+@every_model
+@every_cache
+def test_a_later_turn_continues_the_whole_text(options, make):
+    model = build(**options)
+    cache = make()
+    text = torch.randint(37, (3, 5))
+    for new in (4, 1, 3):
+        text = torch.cat((text, torch.randint(37, (3, 2))), dim=-1)
+        expected = model.generate(text, new)
+        text = model.generate(text, new, cache=cache)
+        assert torch.equal(text, expected)
+
+
+@every_cache
+def test_a_padded_batch_continues_in_a_later_turn(make):
+    model = build()
+    tokens, padding = pad_left([[3, 1, 4, 1, 5], [9]])
+    whole = model.generate(tokens, 9, cache=make(padding))
+    cache = make(padding)
+    part = model.generate(tokens, 4, cache=cache)
+    assert torch.equal(model.generate(part, 5, cache=cache), whole)
+
+
+@pytest.mark.parametrize(
+    "text",
+    {
+        "no new token": [[1, 2, 3]],
+        "only the new tokens": [[7, 8, 9, 10]],
+        "another start": [[1, 2, 4, 5]],
+        "another batch": [[1, 2, 3, 4], [1, 2, 3, 4]],
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_a_text_that_does_not_continue_the_cache_raises(text):
+    cache = Cache()
+    model = build()
+    model(torch.tensor([[1, 2, 3]]), cache)
+    with pytest.raises(ValueError, match="must be the whole text: the 3 tokens"):
+        model.generate(torch.tensor(text[1]), 1, cache=cache)
+
+
+def test_a_static_cache_may_be_exactly_full():
+    model = build()
+    tokens = torch.randint(37, (2, 7))
+    text = model.generate(tokens, 5, cache=StaticCache(11))
+    assert torch.equal(text, model.generate(tokens, 5))
+    with pytest.raises(ValueError, match=r"11, got StaticCache\(10\)"):
+        model.generate(tokens, 5, cache=StaticCache(10))
+
+
+def test_a_full_static_cache_takes_no_token():
+    cache = StaticCache(4)
+    model = build()
+    model(torch.randint(37, (1, 4)), cache)
+    with pytest.raises(ValueError, match=r"5, got StaticCache\(4\)"):
+        model(torch.tensor([[1]]), cache)
+
+
+@every_cache
+def test_generation_ends_at_the_last_position(make):
+    model = build(max_seq_len=12)
+    tokens = torch.randint(37, (2, 12))
+    text = model.generate(tokens, 1, cache=make())
+    assert torch.equal(text[:, -1], model(tokens)[:, -1].argmax(-1))
+    with pytest.raises(ValueError, match=r"12 positions, .* 12 tokens and 2 new"):
+        model.generate(tokens, 2, cache=make())
+
+
+def test_padding_takes_no_position():
+    model = build(max_seq_len=5)
+    tokens, padding = torch.tensor([[0, 0, 1, 2, 3], [0, 0, 0, 4, 5]]), [2, 3]
+    cache = Cache(torch.tensor(padding))
+    text = model.generate(tokens, 3, cache=cache)
+    assert torch.equal(text[:1, 2:], model.generate(tokens[:1, 2:], 3))
+
+
+WRONG = {
+    "count": {"count": 0},
+    "top_k": {"top_k": 0, "temperature": 1.0},
+    "temperature must be at least 0": {"temperature": -0.5},
+    "temperature must be at least 0 and finite, got inf": {"temperature": math.inf},
+    "temperature must be at least 0 and finite, got nan": {"temperature": math.nan},
+    "prompt must have a token": {"tokens": torch.ones(1, 0, dtype=torch.long)},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_argument_of_generate_raises(message):
+    options = {"tokens": torch.tensor([[1]]), "count": 3, **WRONG[message]}
+    with pytest.raises(ValueError, match=message):
+        build().generate(**options)
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[1, 2], []]], ids=str)
+def test_an_empty_prompt_is_not_padded(prompts):
+    with pytest.raises(ValueError, match="each prompt must have a token"):
+        pad_left(prompts)
+
+
+@every_cache
+def test_another_model_does_not_continue_a_cache(make):
+    cache = make()
+    tokens = torch.randint(37, (1, 6))
+    build()(tokens, cache)
+    with pytest.raises(ValueError, match="use a cache with one model"):
+        build()(tokens[:, :1], cache)
+
+
+@every_cache
+def test_a_layer_that_is_called_twice_per_token_raises(make):
+    model = build()
+    model.transformer.layers[1] = model.transformer.layers[0]
+    with pytest.raises(ValueError, match="once"):
+        model.generate(torch.tensor([[1, 2]]), 3, cache=make())
+
+
 @every_cache
 @pytest.mark.parametrize("is_autocast", [False, True])
 def test_a_cache_takes_its_dtype_from_the_keys(make, is_autocast):
@@ -76,30 +195,130 @@ def test_stopped_rows_stay_stopped_and_generation_ends_with_the_last():
     assert texts.shape == (3, 8)
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 0.5, 2.0])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-30, 0.5, 2.0])
 def test_tokens_are_drawn_in_proportion(temperature):
     logits = torch.tensor([[2.0, 1.0, 0.0, -9.0]])
     drawn = choose(logits.expand(20_000, -1), temperature, top_k=3)
     shares = drawn.bincount(minlength=4) / len(drawn)
-    expected = (logits[0, :3].double() / temperature).softmax(-1).float()
+    below = logits[0, :3].double() - 2
+    expected = (below / temperature).softmax(-1).float()
     torch.testing.assert_close(shares[:3], expected, rtol=0, atol=0.02)
     assert shares[3] == 0
 
 
+def test_top_k_draws_only_k_of_equal_logits():
+    drawn = choose(torch.zeros(1, 5).expand(1000, -1), 1.0, top_k=2)
+    assert len(drawn.unique()) == 2
+
+
+def test_without_top_k_all_tokens_are_drawn():
+    drawn = choose(torch.zeros(1, 5).expand(1000, -1), 1.0, top_k=None)
+    assert len(drawn.unique()) == 5
+
+
+class Counted:
+    """A backend of torch.compile that counts graphs, and their runs."""
+
+    def __init__(self):
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+
+        def run(*arguments):
+            self.runs += 1
+            return graph.forward(*arguments)
+
+        return run
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    counted = Counted()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
+    return counted
+
+
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
-def test_the_step_of_one_token_compiles_once(monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+def test_one_graph_runs_each_step_of_one_token(counted):
     model = build(attention=CachedWindow, window=4, num_kv_heads=2)
     tokens = torch.randint(37, (2, 9))
     expected = model.generate(tokens, 9)
     compile_step(model)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        model.generate(tokens[:, :1], 12, cache=StaticCache(20))
-        text = model.generate(tokens, 9, cache=StaticCache(20))
+    model.generate(tokens, 9)  # with a growing cache, whose shapes change
+    assert counted.runs == 0
+    model.generate(tokens[:, :1], 12, cache=StaticCache(20))
+    assert (counted.graphs, counted.runs) == (1, 11)
+    text = model.generate(tokens, 9, cache=StaticCache(20))
+    assert (counted.graphs, counted.runs) == (1, 19)
     assert torch.equal(text, expected)
 
 
-def test_tied_weights_are_one_parameter_after_any_reset():
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, AveragedModel])
+def test_a_copy_of_a_compiled_model_runs_its_own_weights(make_copy, counted):
+    model = build()
+    tokens = torch.randint(37, (1, 3))
+    compile_step(model)
+    copied = make_copy(model)
+    copied = getattr(copied, "module", copied)
+    expected = model.generate(tokens, 5)
+    for weight in model.parameters():
+        weight.data.zero_()
+    assert torch.equal(copied.generate(tokens, 5, cache=StaticCache(9)), expected)
+    assert counted.runs == 4
+
+
+def test_a_tied_model_has_one_matrix_for_embedding_and_head():
     model = build(tied=True, device="meta").to_empty(device="cpu")
-    model.reset_parameters()
-    assert model.lm_head.weight is model.token_embeddings.weight
+    for module in model.modules():  # as FSDP2's documentation shows
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert "lm_head.weight" not in model.state_dict()
+    untied = build()
+    weights = dict(model.state_dict())
+    weights["lm_head.weight"] = weights["token_embeddings.weight"]
+    untied.load_state_dict(weights)
+    tokens = torch.randint(37, (2, 5))
+    assert torch.equal(model(tokens), untied(tokens))
+
+    for each in (model, untied):
+        each(tokens).square().mean().backward()
+    both = untied.token_embeddings.weight.grad + untied.lm_head.weight.grad
+    torch.testing.assert_close(model.token_embeddings.weight.grad, both)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_first_logits_are_as_small_as_the_head_makes_them(tied):
+    """Hidden states have norm 8, the root of d_model; weights have variance 2 / 1064."""
+    model = LanguageModel(1000, 1, 64, 4, max_seq_len=30, tied=tied)
+    expected = 8 * math.sqrt(2 / 1064)
+    for _ in range(2):
+        found = model(torch.randint(1000, (8, 9))).std().item()
+        assert found == pytest.approx(expected, rel=0.2)
+        model.reset_parameters()
+    scale = 1 if not tied else math.sqrt(2 / 1064)
+    found = model.token_embeddings.weight.std().item()
+    assert found == pytest.approx(scale, rel=0.05)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_adapters_of_all_layers_are_merged_into_their_own_weights(tied):
+    peft = pytest.importorskip("peft")
+    model = build(tied=tied)
+    tokens = torch.randint(37, (2, 9))
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    assert sum("lm_head.lora_A" in name for name in adapted.state_dict()) == (not tied)
+    expected = adapted(tokens)
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(tokens), expected)
+
+
+def test_a_tied_embedding_takes_no_adapter():
+    """The embedding would be adapted, and the head only after a merge."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["token_embeddings"])
+    adapted = peft.get_peft_model(build(tied=True), config)
+    with pytest.raises(ValueError, match="do not adapt it in a tied model"):
+        adapted(torch.tensor([[1]]))
