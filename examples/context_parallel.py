@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/context_parallel.py
 
-This command prints the loss of each slice, their mean, and the loss on one process.
+This command prints the loss of each slice, their mean, the loss on one process, and how
+far the gradients are from those on one process.
 
 Every layer except attention treats each token separately. Attention gathers the keys
 and values of all processes, as in Llama 3 (arXiv 2407.21783, section 3.3.2), and counts
@@ -18,11 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from language_model import LanguageModel
+from parallel import distribute
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from tinyblock import CausalMultiHeadSelfAttention, parallelize
+from tinyblock import CausalMultiHeadSelfAttention
 
 
 class ContextParallelAttention(CausalMultiHeadSelfAttention):
@@ -66,28 +68,41 @@ def own_slice(sequence: Tensor, mesh: DeviceMesh) -> Tensor:
     return sequence.unflatten(-1, (mesh.size(), -1))[..., mesh.get_local_rank(), :]
 
 
+def loss_of(model: LanguageModel, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = (int(os.environ["WORLD_SIZE"]),)
     mesh = init_device_mesh(device, sizes, mesh_dim_names=("dp",))
-    losses = []
-    split = partial(ContextParallelAttention, mesh=mesh)
-    for attention in (split, CausalMultiHeadSelfAttention):
-        torch.manual_seed(0)  # the same weights and text on each process
-        model = LanguageModel(50, 2, 64, 4, max_seq_len=128, attention=attention)
-        model.to(device)
-        text = torch.randint(50, (1, 129), device=device)
-        # The target of a slice's last token is the first token of the next slice.
-        tokens, targets = text[:, :-1], text[:, 1:]
-        if attention is split:
-            parallelize(model.transformer, mesh)  # averages its gradients over slices
-            tokens, targets = own_slice(tokens, mesh), own_slice(targets, mesh)
-        logits = model(tokens).flatten(0, 1)
-        losses.append(F.cross_entropy(logits, targets.flatten()))
-    own, one = losses
+    torch.manual_seed(0)  # the same weights and text on each process
+    build = partial(LanguageModel, 50, 2, 64, 4, max_seq_len=128, device=device)
+    whole = build()
+    model = build(attention=partial(ContextParallelAttention, mesh=mesh))
+    model.load_state_dict(whole.state_dict())
+    distribute(model, mesh)  # averages all gradients over the slices
+
+    text = torch.randint(50, (1, 129), device=device)
+    # The target of a slice's last token is the first token of the next slice.
+    tokens, targets = text[:, :-1], text[:, 1:]
+    one = loss_of(whole, tokens, targets)
+    own = loss_of(model, own_slice(tokens, mesh), own_slice(targets, mesh))
+    one.backward()
+    own.backward()
+
     mean = own.detach() / mesh.size()
     dist.all_reduce(mean)
-    print(f"rank {dist.get_rank()}: {own:.4f}, mean {mean:.4f}, one process {one:.4f}")
+    difference = 0.0
+    weight: Any
+    expected: Any
+    for weight, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        error = (weight.grad.full_tensor() - expected.grad).norm()
+        difference = max(difference, float(error / expected.grad.norm()))
+    print(
+        f"rank {dist.get_rank()}: {own:.4f}, mean {mean:.4f}, one process {one:.4f}, "
+        f"gradients differ by {difference:.0e}"
+    )
 
 
 if __name__ == "__main__":

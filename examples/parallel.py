@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleOutput,
     RowwiseParallel,
     parallelize_module,
 )
@@ -36,14 +37,18 @@ def distribute(model: LanguageModel, mesh: DeviceMesh) -> None:
     axes = mesh.mesh_dim_names or ()
     parallelize(model.transformer, mesh)
     if "tp" in axes:
-        by_vocabulary = {
+        parts = {
             "token_embeddings": RowwiseParallel(input_layouts=Replicate()),
-            "lm_head": ColwiseParallel(
-                output_layouts=Replicate(), use_local_output=False
+            # A DTensor, as the weights of a tied head are.
+            "transformer": PrepareModuleOutput(
+                output_layouts=Replicate(),
+                desired_output_layouts=Replicate(),
+                use_local_output=False,
             ),
         }
-        parallelize_module(model, mesh["tp"], by_vocabulary)
-        model.tie()
+        if model.lm_head is not None:
+            parts["lm_head"] = ColwiseParallel(use_local_output=False)
+        parallelize_module(model, mesh["tp"], parts)
     data_axes = tuple(axis for axis in axes if axis != "tp")
     if data_axes:
         fully_shard(model, mesh=mesh[data_axes])

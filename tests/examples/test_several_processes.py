@@ -47,5 +47,7 @@ def test_slices_of_a_sequence_have_the_outputs_and_gradients_of_the_whole(printe
     assert printed.count("outputs and gradients are equal") == 4
     means = numbers(r"mean (\d\.\d+)", printed)
     one_process = numbers(r"one process (\d\.\d+)", printed)
-    assert len(means) == 4
+    differences = numbers(r"gradients differ by (\de-\d+)", printed)
+    assert len(means) == len(differences) == 4
     assert means == one_process
+    assert max(differences) < 1e-5
