@@ -12,17 +12,22 @@ a small model and calls this file.
 
 import argparse
 import itertools
+import json
+import math
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from language_model import LanguageModel
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 
 class Bytes:
     """The tokenizer of train.py."""
+
+    chat_template = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -36,9 +41,10 @@ def load(source: str) -> tuple[LanguageModel, Any, set[int]]:
     if source.endswith(".gguf"):
         import from_gguf  # here, because a checkpoint does not require gguf
 
-        path = Path(source)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        return from_gguf.load(path), tokenizer, {tokenizer.eos_token_id}
+        model = from_gguf.load(source)
+        tokenizer = gguf_tokenizer(Path(source))
+        stop = from_gguf.stop_tokens(source)
+        return model, tokenizer, stop or {tokenizer.eos_token_id}
 
     if source.endswith(".pt"):
         import train
@@ -48,27 +54,65 @@ def load(source: str) -> tuple[LanguageModel, Any, set[int]]:
     import hugging_face
 
     folder = hugging_face.find_folder(source)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    stop = tokenizer.eos_token_id
-    if (folder / "generation_config.json").exists():
-        stop = GenerationConfig.from_pretrained(folder).eos_token_id or stop
     model = hugging_face.load(folder)
-    return model, tokenizer, set(stop) if isinstance(stop, list) else {stop}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return model, tokenizer, stop_tokens(folder) or {tokenizer.eos_token_id}
+
+
+def gguf_tokenizer(path: Path) -> Any:
+    """Return the tokenizer of a GGUF file."""
+    # In a folder of its own, because transformers prefers a tokenizer.json beside it.
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / path.name).symlink_to(path.resolve())
+        return AutoTokenizer.from_pretrained(folder, gguf_file=path.name)
+
+
+def stop_tokens(folder: Path) -> set[int]:
+    """Return the tokens that end a text, by the first file that names some."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        stop = (
+            json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        )
+        if stop is not None:
+            return set(stop) if isinstance(stop, list) else {stop}
+    return set()
 
 
 def pieces(tokenizer: Any, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text that tokens add. A character may consist of several tokens."""
+
+    def decode(tokens: list[int]) -> str:
+        # A clean-up would change text that is already printed.
+        return tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
     seen = list(prompt)
-    text = tokenizer.decode(seen, skip_special_tokens=True)
+    text = decode(seen)
     for token in tokens:
         seen.append(token)
-        longer = tokenizer.decode(seen, skip_special_tokens=True)
+        longer = decode(seen)
         if not longer.endswith("\ufffd"):  # an unfinished character
             yield longer[len(text) :]
             text = longer
 
 
-def main(arguments: list[str] | None = None) -> None:
+def at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def temperature(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and finite, got {number}")
+    return number
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,54 +123,59 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("prompt", help="continue this text, or answer this question")
     parser.add_argument(
         "--tokens",
-        type=int,
+        type=at_least_one,
         default=100,
         help="generate at most this many tokens (default: 100)",
     )
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=temperature,
         default=0.0,
         help="divide the logits by this, and draw a token; 0 takes the likeliest token "
         "(default: 0)",
     )
     parser.add_argument(
-        "--top-k", type=int, help="draw from this many likely tokens (default: all)"
+        "--top-k",
+        type=at_least_one,
+        help="draw from this many likely tokens (default: all)",
     )
     parser.add_argument(
         "--chat",
         action="store_true",
         help="use the tokenizer's chat template (default: do not)",
     )
-    options = parser.parse_args(arguments)
-    if not options.prompt:
-        parser.error("prompt must not be empty")
-    if options.temperature < 0:
-        parser.error(f"--temperature must be at least 0, got {options.temperature}")
-    if options.top_k is not None and options.top_k < 1:
-        parser.error(f"--top-k must be at least 1, got {options.top_k}")
+    return parser
 
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if options.top_k is not None and options.temperature == 0:
+        parser.error("--top-k must come with a --temperature, which draws a token")
     try:
         model, tokenizer, stop = load(options.model)
     except (OSError, ValueError) as error:  # no model, or a rejected one
         parser.error(f"cannot load {options.model}: {error}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    prompt = tokenizer.encode(options.prompt)
+
     if options.chat:
+        if not tokenizer.chat_template:
+            parser.error("--chat requires a model that has a chat template")
         message = {"role": "user", "content": options.prompt}
         prompt = tokenizer.apply_chat_template(
             [message], add_generation_prompt=True, return_dict=True
         )["input_ids"]
-    longest = model.transformer.max_seq_len
-    if len(prompt) + options.tokens > longest:
-        total = f"{len(prompt)} tokens and --tokens {options.tokens}"
-        parser.error(f"the model has {longest} positions, got a prompt of {total}")
-    tokens = model.to(device).stream(
-        torch.tensor([prompt], device=device),
-        options.tokens,
-        options.temperature,
-        options.top_k,
-    )
+    else:
+        prompt = tokenizer.encode(options.prompt)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        tokens = model.to(device).stream(
+            torch.tensor([prompt], device=device, dtype=torch.long),
+            options.tokens,
+            options.temperature,
+            options.top_k,
+        )
+    except ValueError as error:  # no prompt, or one that is too long
+        parser.error(str(error))
     until_stop = itertools.takewhile(lambda token: token not in stop, map(int, tokens))
     for text in pieces(tokenizer, prompt, until_stop):
         print(text, end="", flush=True)

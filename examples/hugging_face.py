@@ -1,6 +1,5 @@
 """Load a Llama, Qwen2 or Qwen3 checkpoint from a folder or the Hugging Face hub.
 
-
     pip install transformers safetensors
     python examples/hugging_face.py Qwen/Qwen3-0.6B
 
@@ -12,9 +11,11 @@ Face's RoPE pairs x[k] with x[k + d_head/2]; `load` permutes the rows of the que
 key weights, so that they become the consecutive pairs of tinyblock.
 """
 
+import functools
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,56 @@ import torch
 from einops import rearrange
 from language_model import CachedAttention, LanguageModel
 from safetensors.torch import load_file
-from scaled_rope import Llama31Rope, YarnRope
+from scaled_rope import DividedRope, Llama31Rope, YarnRope
 from torch import Tensor, nn
 
 from tinyblock import RotaryPositionalEmbedding
 
 Config = dict[str, Any]
 
-READ = """model_type vocab_size hidden_size intermediate_size num_hidden_layers
-num_attention_heads num_key_value_heads head_dim max_position_embeddings rms_norm_eps
-rope_theta rope_scaling rope_parameters"""
-# The weights say which dtype they have, and whether head and embedding are tied.
-IGNORED = """architectures tie_word_embeddings dtype torch_dtype bos_token_id eos_token_id
-pad_token_id unk_token_id initializer_range use_cache transformers_version
-attention_dropout pretraining_tp max_window_layers _name_or_path id2label label2id
-return_dict problem_type chunk_size_feed_forward transformers.js_config"""
+# Each model has these fields.
+REQUIRED = {
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+}
+OPTIONAL = {
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "tie_word_embeddings",
+}
+# They change no logits. The weights say which dtype they have.
+IGNORED = {
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "unk_token_id",
+    "initializer_range",
+    "use_cache",
+    "transformers_version",
+    "attention_dropout",
+    "pretraining_tp",
+    "max_window_layers",
+    "_name_or_path",
+    "_attn_implementation_autoset",
+    "id2label",
+    "label2id",
+    "return_dict",
+    "problem_type",
+    "chunk_size_feed_forward",
+    "transformers.js_config",
+}
 # These fields may have only these values. Others may only be empty, such as null.
 ACCEPTED = {
     "hidden_act": "silu",
@@ -58,10 +94,11 @@ YARN = {
     "beta_fast": "high",
     "attention_factor": "mscale",
 }
-ROPES: dict[str, Any] = {
-    "default": (RotaryPositionalEmbedding, {}),
-    "llama3": (Llama31Rope, LLAMA3),
-    "yarn": (YarnRope, YARN),
+# For each type, our class, the names of its fields, and the fields without a default.
+ROPES: dict[str, tuple[Any, dict[str, str], set[str]]] = {
+    "default": (RotaryPositionalEmbedding, {}, set()),
+    "llama3": (Llama31Rope, LLAMA3, {"factor", "low_freq_factor", "high_freq_factor"}),
+    "yarn": (YarnRope, YARN, {"factor"}),
 }
 
 # Hugging Face's names of weights, and ours.
@@ -103,17 +140,25 @@ def is_understood(name: str, value: Any, config: Config) -> bool:
         return True
     if name == "layer_types" and value:
         return set(value) == {"full_attention"}
-    if name in f"{READ} {IGNORED}".split():
+    if name in REQUIRED | OPTIONAL | IGNORED:
         return True
     return not value or value == ACCEPTED.get(name)
 
 
-def build(config: Config, tied: bool) -> LanguageModel:
+def build(
+    config: Config, tied: bool, factors: Sequence[float] | None = None
+) -> LanguageModel:
     """Return the model that the config describes, on the device meta.
 
+    `factors` divide the frequencies of RoPE.
+
     Raises:
-        ValueError: the config has fields that this model does not understand.
+        ValueError: the config has fields that this model does not understand, or lacks
+            some that it requires.
     """
+    missing = REQUIRED - config.keys()
+    if missing:
+        raise ValueError(f"config must have the fields {sorted(missing)}")
     unknown = {
         name: value
         for name, value in config.items()
@@ -133,7 +178,7 @@ def build(config: Config, tied: bool) -> LanguageModel:
         config["intermediate_size"],
         tied=tied,
         max_seq_len=config["max_position_embeddings"],
-        rope=build_rope(config, d_head),
+        rope=build_rope(config, d_head, factors),
         num_kv_heads=config.get("num_key_value_heads"),
         d_head=d_head,
         eps=config["rms_norm_eps"],
@@ -142,26 +187,36 @@ def build(config: Config, tied: bool) -> LanguageModel:
     )
 
 
-def build_rope(config: Config, d_head: int) -> RotaryPositionalEmbedding:
+def build_rope(
+    config: Config, d_head: int, factors: Sequence[float] | None
+) -> RotaryPositionalEmbedding:
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    length = config["max_position_embeddings"]
     fields = {name: value for name, value in given.items() if value is not None}
     theta = fields.pop("rope_theta", config.get("rope_theta")) or 10000.0
     kind = fields.pop("rope_type", fields.pop("type", "default"))
-    rope, names = ROPES.get(kind, (None, {}))
-    if rope is None or fields.keys() - names.keys():
+    if factors is not None:
+        return DividedRope(float(theta), d_head, length, factors=factors, device="cpu")
+    if kind not in ROPES:
         raise ValueError(f"RoPE must be a plain {' or '.join(ROPES)}, got {given}")
+    rope, names, required = ROPES[kind]
+    if required:  # scales the length in training, which the config need not repeat
+        fields.setdefault("original_max_position_embeddings", length)
+    if fields.keys() - names.keys() or required - fields.keys():
+        raise ValueError(
+            f"RoPE of the type {kind} must have {sorted(required)}, and may have "
+            f"{sorted(names)}, got {given}"
+        )
     options: Config = {names[field]: value for field, value in fields.items()}
-    length = config["max_position_embeddings"]
     return rope(float(theta), d_head, length, device="cpu", **options)
 
 
-def rename(state: dict[str, Tensor], d_head: int) -> dict[str, Tensor]:
-    """Return the weights under our names, with the rows of q and k in our order."""
+def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights under our names, without the frequencies of old checkpoints."""
     renamed = {}
     for name, weight in state.items():
-        if re.search("[qk]_(proj|norm)", name):
-            pattern = "(heads pair half) ... -> (heads half pair) ..."
-            weight = rearrange(weight, pattern, pair=2, half=d_head // 2)
+        if name.endswith("rotary_emb.inv_freq"):  # of Llama 2; theta says the same
+            continue
         for theirs, ours in NAMES.items():
             name = name.replace(theirs, ours)
         renamed[name] = weight
@@ -169,32 +224,86 @@ def rename(state: dict[str, Tensor], d_head: int) -> dict[str, Tensor]:
 
 
 def assign(model: LanguageModel, state: dict[str, Tensor]) -> LanguageModel:
-    """Make these tensors the weights of a model, which gets their dtype."""
-    if model.tied:
-        state["lm_head.weight"] = state["token_embeddings.weight"]
+    """Make these tensors the weights of a model, which gets the widest of their dtypes.
+
+    Raises:
+        ValueError: the names or shapes of the tensors are not those of the model.
+    """
+    needed = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    given = {name: tuple(weight.shape) for name, weight in state.items()}
+    if given != needed:
+        missing = dict(needed.items() - given.items())
+        unknown = dict(given.items() - needed.items())
+        raise ValueError(
+            f"the file must have the weights of the model: {missing} are missing, and "
+            f"{unknown} are unknown"
+        )
     model.load_state_dict(state, assign=True)
-    model.tie()
-    return model
+    dtypes = [weight.dtype for weight in state.values()]
+    return model.to(functools.reduce(torch.promote_types, dtypes))
+
+
+@torch.no_grad()
+def pair_consecutively(model: LanguageModel) -> None:
+    """Permute the rows of queries and keys from Hugging Face's pairs to consecutive ones."""
+    pattern = "(heads pair half) ... -> (heads half pair) ..."
+    block: Any = model.transformer.layers[0]
+    half = block.attn.d_head // 2
+    for name, weight in model.named_parameters():
+        if re.search("[qk]_(proj|norm)", name):
+            weight.copy_(rearrange(weight, pattern, pair=2, half=half).clone())
 
 
 def load(source: str | Path) -> LanguageModel:
     """Return the model of a checkpoint in a folder, or download it by its name.
 
-
-    Head and embedding are tied if the files have no head, whatever the config says.
+    Head and embedding are tied if the config says so, and the files have no head.
 
     Raises:
-        ValueError: the config has fields that this model does not understand.
+        ValueError: the folder has no config or no weights in safetensors; the config or
+            the names of the weights are not those of a plain Llama, Qwen2 or Qwen3.
     """
     folder = find_folder(source)
-    config = json.loads((folder / "config.json").read_text())
-    state: dict[str, Tensor] = {}
-    for path in folder.glob("model*.safetensors"):
-        # Cloned, because views of the file are aligned to 16 bytes, and slow on a CPU.
-        state |= {name: weight.clone() for name, weight in load_file(path).items()}
-    model = build(config, tied="lm_head.weight" not in state)
-    layer: Any = model.transformer.layers[0]
-    return assign(model, rename(state, layer.attn.d_head))
+    path = folder / "config.json"
+    if not path.exists():
+        raise ValueError(f"{folder} must have a file config.json")
+    config = json.loads(path.read_text())
+    state = rename(read_weights(folder))
+    tied = bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in state
+    model = assign(build(config, tied), state)
+    pair_consecutively(model)
+    return model
+
+
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """Return the file of each weight, by the index; None if there is no index."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return None
+    return json.loads(index.read_text())["weight_map"]
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the files that the index names or, without an index, the only one."""
+    places = weight_map(folder)
+    return ["model.safetensors"] if places is None else sorted(set(places.values()))
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint: those that the index names, if there is one."""
+    places = weight_map(folder)
+    state = {}
+    for file in weight_files(folder):
+        if not (folder / file).exists():
+            raise ValueError(
+                f"{folder} must have the file {file}: save a checkpoint of another format "
+                "again with save_pretrained of transformers"
+            )
+        for name, weight in load_file(folder / file).items():
+            if places is None or places.get(name) == file:
+                # Cloned: views of the file are aligned to 16 bytes, and slow on a CPU.
+                state[name] = weight.clone()
+    return state
 
 
 def find_folder(source: str | Path) -> Path:
@@ -205,8 +314,10 @@ def find_folder(source: str | Path) -> Path:
         raise ValueError(f"the model must be a folder or a name, got the file {source}")
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "model*.safetensors", "*.txt", "*.model", "*.jinja"]
-    return Path(snapshot_download(str(source), allow_patterns=patterns))
+    texts = ["*.json", "*.txt", "*.model", "*.jinja"]
+    folder = Path(snapshot_download(str(source), allow_patterns=texts))
+    # Now the index tells which files have the weights.
+    return Path(snapshot_download(str(source), allow_patterns=weight_files(folder)))
 
 
 @torch.no_grad()
@@ -216,8 +327,8 @@ def main() -> None:
     ours = load(sys.argv[1])
     theirs = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
     tokens = torch.randint(theirs.config.vocab_size, (1, 32))
-    expected = theirs(tokens).logits
-    error = (ours(tokens) - expected).norm() / expected.norm()
+    expected = theirs(tokens).logits.double()
+    error = (ours(tokens).double() - expected).norm() / expected.norm()
     print(f"relative difference from the logits of transformers: {error:.1e}")
 
 

@@ -3,7 +3,8 @@
     python examples/scaled_rope.py
 
 This command prints how many frequencies each method keeps, and how many it divides by
-8. Both methods interpolate the frequencies in between.
+8. Both methods interpolate the frequencies in between. If you copy this file, import
+RotaryPositionalEmbedding from your copy of rope.py, such as by `from .rope import`.
 
 A pair of components that turns many times within the original context keeps its
 frequency, because it distinguishes near tokens. Pairs that turn less than once
@@ -12,6 +13,7 @@ Sources: `apply_scaling` in Meta's llama-models; Peng et al., "YaRN" (arXiv 2309
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,6 +52,33 @@ class Llama31Rope(RotaryPositionalEmbedding):
         return ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
 
 
+class DividedRope(RotaryPositionalEmbedding):
+    """Divide the frequency of each pair by its own factor.
+
+    GGUF files list such factors for Llama 3.1, in place of the rule above.
+    """
+
+    def __init__(
+        self,
+        theta: float,
+        d_k: int,
+        max_seq_len: int,
+        *,
+        factors: Sequence[float],
+        **options: Any,
+    ) -> None:
+        if len(factors) != d_k // 2:
+            raise ValueError(
+                f"factors must be one for each of {d_k // 2} pairs, got {len(factors)}"
+            )
+        self.factors = factors  # before super().__init__, which calls frequencies()
+        super().__init__(theta, d_k, max_seq_len, **options)
+
+    def frequencies(self) -> Tensor:
+        factors = torch.tensor(self.factors, device="cpu", dtype=torch.float64)
+        return super().frequencies() / factors
+
+
 class YarnRope(Llama31Rope):
     """Interpolate between whole pairs, and sharpen attention.
 
@@ -65,7 +94,7 @@ class YarnRope(Llama31Rope):
         **options: Any,
     ) -> None:
         super().__init__(*sizes, factor=factor, high=high, **options)
-        self.mscale = 0.1 * math.log(factor) + 1 if mscale is None else mscale
+        self.mscale = 0.1 * math.log(max(factor, 1)) + 1 if mscale is None else mscale
 
     def kept_share(self, frequencies: Tensor) -> Tensor:
         pair = torch.arange(len(frequencies), device="cpu", dtype=torch.float64)

@@ -1,11 +1,15 @@
 """Checkpoints of transformers: the same logits and texts, or one ValueError."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+gguf = pytest.importorskip("gguf")
+huggingface_hub = pytest.importorskip("huggingface_hub")
+safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 from_gguf = pytest.importorskip("from_gguf")
@@ -46,7 +50,7 @@ REJECTED: dict[str, Any] = {
 }
 
 
-def save(kind, folder, **options):
+def save(kind, folder, shards="100KB", **options):
     config = transformers.AutoConfig.for_model(
         kind,
         vocab_size=257,
@@ -61,7 +65,7 @@ def save(kind, folder, **options):
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(folder, max_shard_size="100KB")
+    model.save_pretrained(folder, max_shard_size=shards)
     return model.eval()
 
 
@@ -86,10 +90,22 @@ def test_a_checkpoint_has_the_logits_of_transformers(kind, options, tmp_path):
     assert_equal(ours, theirs)
 
 
+def change_json(path, change):
+    """Write what `change` returns for the content of a file, or leaves in it."""
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(change(content) or content))
+
+
+def change_weights(path, change):
+    """Let `change` edit the weights of a file."""
+    state = safetensors.load_file(path)
+    change(state)
+    safetensors.save_file(state, path, metadata={"format": "pt"})
+
+
 def test_a_head_in_the_file_is_used_even_if_the_config_says_tied(tmp_path):
     theirs = save("llama", tmp_path)
-    theirs.config.tie_word_embeddings = True
-    theirs.config.save_pretrained(tmp_path)
+    change_json(tmp_path / "config.json", lambda c: c.update(tie_word_embeddings=True))
     assert_equal(hugging_face.load(tmp_path), theirs)
 
 
@@ -99,6 +115,216 @@ def test_a_config_that_is_not_understood_raises(name, tmp_path):
     save(kind, tmp_path, **options)
     with pytest.raises(ValueError, match=name):
         hugging_face.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["model_type", "hidden_size", "rms_norm_eps", "max_position_embeddings"]
+)
+def test_a_config_that_lacks_a_field_raises(name, tmp_path):
+    save("llama", tmp_path)
+    change_json(tmp_path / "config.json", lambda c: c.pop(name) and c)
+    with pytest.raises(ValueError, match=f"must have the fields .*{name}"):
+        hugging_face.load(tmp_path)
+
+
+# --- Configs as older releases of transformers wrote them ---------------------------------
+
+
+def as_written_by_release_4(config):
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    config["torch_dtype"] = config.pop("dtype")
+    config["_attn_implementation_autoset"] = True
+
+
+def as_written_before_rope_type(config):
+    as_written_by_release_4(config)
+    if config["rope_scaling"]:
+        config["rope_scaling"]["type"] = config["rope_scaling"].pop("rope_type")
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "default", "rope_theta": 5e5}, LLAMA3, YARN]
+)
+@pytest.mark.parametrize(
+    "change", [as_written_by_release_4, as_written_before_rope_type]
+)
+def test_an_old_config_has_the_logits_of_transformers(change, rope, tmp_path):
+    theirs = save("llama", tmp_path, rope_parameters=dict(rope))
+    change_json(tmp_path / "config.json", change)
+    assert_equal(hugging_face.load(tmp_path), theirs)
+
+
+def test_without_a_length_of_training_it_is_the_length_of_the_model(tmp_path):
+    rope = {**YARN, "original_max_position_embeddings": 128}
+    theirs = save("llama", tmp_path, rope_parameters=rope)
+
+    def remove(config):
+        del config["rope_parameters"]["original_max_position_embeddings"]
+
+    change_json(tmp_path / "config.json", remove)
+    assert_equal(hugging_face.load(tmp_path), theirs)
+
+
+@pytest.mark.parametrize("name", ["factor", "low_freq_factor", "high_freq_factor"])
+def test_a_rope_that_lacks_a_field_raises(name, tmp_path):
+    save("llama", tmp_path, rope_parameters=LLAMA3)
+    change_json(
+        tmp_path / "config.json", lambda c: c["rope_parameters"].pop(name) and c
+    )
+    with pytest.raises(ValueError, match=f"llama3 must have .*{name}"):
+        hugging_face.load(tmp_path)
+
+
+# --- Which file has the weights -----------------------------------------------------------
+
+
+def write_wrong_weights(source, target):
+    state = {name: 2 * weight for name, weight in safetensors.load_file(source).items()}
+    safetensors.save_file(state, target)
+
+
+@pytest.mark.parametrize(
+    "other", ["model.fp16.safetensors", "model-00001-of-00001.safetensors"]
+)
+def test_without_an_index_only_model_safetensors_is_read(other, tmp_path):
+    theirs = save("llama", tmp_path, shards="1GB")
+    write_wrong_weights(tmp_path / "model.safetensors", tmp_path / other)
+    assert_equal(hugging_face.load(tmp_path), theirs)
+
+
+@pytest.mark.parametrize(
+    "other", ["model.safetensors", "model-00099-of-00099.safetensors"]
+)
+def test_with_an_index_only_its_files_are_read(other, tmp_path):
+    theirs = save("llama", tmp_path)
+    for shard in list(tmp_path.glob("model-*.safetensors")):
+        write_wrong_weights(shard, tmp_path / other)
+    assert_equal(hugging_face.load(tmp_path), theirs)
+
+
+def test_the_index_may_name_any_file(tmp_path):
+    theirs = save("llama", tmp_path)
+    for shard in list(tmp_path.glob("model-*.safetensors")):
+        shard.rename(tmp_path / f"weights-{shard.name}")
+
+    def change(index):
+        places = index["weight_map"]
+        return {"weight_map": {name: f"weights-{places[name]}" for name in places}}
+
+    change_json(tmp_path / "model.safetensors.index.json", change)
+    assert_equal(hugging_face.load(tmp_path), theirs)
+
+
+def test_a_weight_is_read_from_the_file_that_the_index_names(tmp_path):
+    theirs = save("llama", tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    [first, *_, last] = sorted(set(index["weight_map"].values()))
+    for source, target in ((first, last), (last, first)):
+        names = [name for name, file in index["weight_map"].items() if file == source]
+        wrong = {name: torch.zeros_like(theirs.state_dict()[name]) for name in names}
+        change_weights(
+            tmp_path / target, lambda state, wrong=wrong: state.update(wrong)
+        )
+    assert_equal(hugging_face.load(tmp_path), theirs)
+
+
+def test_a_missing_shard_raises(tmp_path):
+    save("llama", tmp_path)
+    [shard, *_] = sorted(tmp_path.glob("model-*.safetensors"))
+    shard.unlink()
+    with pytest.raises(ValueError, match=shard.name):
+        hugging_face.load(tmp_path)
+
+
+def test_weights_in_another_format_raise(tmp_path):
+    theirs = save("llama", tmp_path, shards="1GB")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"must have the file model\.safetensors"):
+        hugging_face.load(tmp_path)
+
+
+def test_a_folder_without_a_config_raises(tmp_path):
+    with pytest.raises(ValueError, match=r"must have a file config\.json"):
+        hugging_face.load(tmp_path)
+
+
+def test_a_download_takes_the_files_that_the_index_names(tmp_path, monkeypatch):
+    theirs = save("llama", tmp_path)
+    files = {path.name for path in tmp_path.glob("model-*.safetensors")}
+    patterns = []
+
+    def download(name, allow_patterns):
+        assert name == "someone/something"
+        patterns.append(set(allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert_equal(hugging_face.load("someone/something"), theirs)
+    assert not any("safetensors" in pattern for pattern in patterns[0])
+    assert patterns[1] == files
+
+
+# --- Names, shapes and dtypes of weights --------------------------------------------------
+
+
+def remove_head(state):
+    del state["lm_head.weight"]
+
+
+def add_a_bias(state):
+    state["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(64)
+
+
+def cut_queries(state):
+    queries = "model.layers.0.self_attn.q_proj.weight"
+    state[queries] = state[queries][:63].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (remove_head, r"'lm_head\.weight': \(257, 64\)} are missing"),
+        (add_a_bias, r"output_proj\.bias': \(64,\)} are unknown"),
+        (cut_queries, r"q_proj\.weight': \(63, 64\)} are unknown"),
+    ],
+    ids=["no head, and not tied", "a bias", "a shape"],
+)
+def test_weights_that_are_not_those_of_the_model_raise(change, message, tmp_path):
+    save("llama", tmp_path, shards="1GB")
+    change_weights(tmp_path / "model.safetensors", change)
+    with pytest.raises(ValueError, match=message):
+        hugging_face.load(tmp_path)
+
+
+def test_the_frequencies_in_a_llama_2_file_are_skipped(tmp_path):
+    theirs = save("llama", tmp_path, shards="1GB")
+    name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
+    frequencies = {name.format(layer): torch.ones(8) for layer in (0, 1)}
+    change_weights(
+        tmp_path / "model.safetensors", lambda state: state.update(frequencies)
+    )
+    assert_equal(hugging_face.load(tmp_path), theirs)
+
+
+@torch.no_grad()
+def test_the_widest_dtype_in_the_file_is_the_dtype_of_the_model(tmp_path):
+    theirs = save("llama", tmp_path, shards="1GB")
+    for name, weight in theirs.named_parameters():
+        if "norm" not in name:
+            weight.copy_(weight.bfloat16())
+
+    def mix(state):
+        for name, weight in theirs.state_dict().items():
+            state[name] = weight if "norm" in name else weight.bfloat16()
+
+    change_weights(tmp_path / "model.safetensors", mix)
+    assert_equal(hugging_face.load(tmp_path), theirs)
+
+
+# --- Generation ---------------------------------------------------------------------------
 
 
 def save_tokenizer(folder):
