@@ -3,6 +3,7 @@
 import copy
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def test_padding_takes_no_position():
     assert torch.equal(text[:1, 2:], model.generate(tokens[:1, 2:], 3))
 
 
-WRONG = {
+WRONG: dict[str, dict[str, Any]] = {
     "count": {"count": 0},
     "top_k": {"top_k": 0, "temperature": 1.0},
     "temperature must be at least 0": {"temperature": -0.5},
