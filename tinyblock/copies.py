@@ -44,9 +44,10 @@ HEADER = f"""\
 # flake8: noqa
 # fmt: off
 """
-COMMENTS = re.compile(r"\A\ufeff?(#.*\n|\r?\n)*")
+LEADING_COMMENTS = re.compile(r"\A\ufeff?(#.*\n|\r?\n)*")
 COPIED_FROM = re.compile(r"^(\ufeff?# Copied from tinyblock )(\S+)(?=: )", re.MULTILINE)
 IMPORT = re.compile(r"^from \.(\w*) import (\([^)]*\)|.*)", re.MULTILINE)
+NAME = re.compile(r"([\w*]+)(?:\s+as\s+\w+)?")  # of an import; "*" for all
 # What `git diff --check` calls a leftover conflict marker.
 MARKER = re.compile(r"^(<{7}|\|{7}|={7}|>{7})(\s|$)", re.MULTILINE)
 CONFLICT = "conflict markers: resolve them"
@@ -163,7 +164,7 @@ def read_copy(folder: Path, name: str) -> Copy:
     base = read(base_path)
     version = version_in(text)  # users may delete headers
     # An interrupted update leaves a copy from this release with an older base.
-    if base and version not in ("", version_in(base), VERSION):
+    if version not in ("", version_in(base), VERSION):
         raise CommandError(
             f"{path} is from tinyblock {version}, but its base is from "
             f"{version_in(base)}: restore it together with {base_path}"
@@ -229,7 +230,7 @@ def numbers(version: str) -> list[int]:
 
 def split_header(text: str) -> tuple[str, str]:
     """Return the comments that a file begins with, and the layer below."""
-    layer = COMMENTS.sub("", text, count=1)
+    layer = LEADING_COMMENTS.sub("", text, count=1)
     return text.removesuffix(layer), layer
 
 
@@ -247,15 +248,13 @@ def imports_of(name: str, text: str) -> dict[str, list[str]]:
     folder = PurePosixPath(name).parent
     found: dict[str, list[str]] = {}
     for module, clause in IMPORT.findall(text):
-        without_comments = re.sub(r"#.*", "", clause)
-        names = re.findall(r"([\w*]+)(?:\s+as\s+\w+)?", without_comments)
+        names = NAME.findall(re.sub("#.*", "", clause))
         if module:
             found.setdefault((folder / f"{module}.py").as_posix(), []).extend(names)
             continue
-        for module in names:
-            imported = (folder / f"{module}.py").as_posix()
-            if (ROOT / imported).exists():  # others may stand in __init__.py
-                found.setdefault(imported, [])
+        files = [(folder / f"{name}.py").as_posix() for name in names]
+        # Other names stand in __init__.py.
+        found |= {file: [] for file in files if (ROOT / file).exists()}
     return found
 
 
@@ -302,7 +301,8 @@ def bring_up_to_date(folder: Path, copies: Iterable[Copy]) -> int:
             if not (ROOT / imported).exists():
                 continue
             path = folder / imported
-            if is_own(folder, imported) or (is_module(path) and not path.exists()):
+            is_folder = not path.exists() and path.with_suffix("").is_dir()
+            if is_folder or is_own(folder, imported):
                 what = ", ".join(names) or "it"
                 importers[imported].append(f"{copy.name} imports {what}")
             else:
