@@ -46,7 +46,7 @@ HEADER = f"""\
 """
 LEADING_COMMENTS = re.compile(r"\A\ufeff?(#.*\n|\r?\n)*")
 COPIED_FROM = re.compile(r"^(\ufeff?# Copied from tinyblock )(\S+)(?=: )", re.MULTILINE)
-IMPORT = re.compile(r"^from \.(\w*) import (\([^)]*\)|.*)", re.MULTILINE)
+IMPORT = re.compile(r"^from \.(\w+) import (\([^)]*\)|.*)", re.MULTILINE)
 NAME = re.compile(r"([\w*]+)(?:\s+as\s+\w+)?")  # of an import; "*" for all
 # What `git diff --check` calls a leftover conflict marker.
 MARKER = re.compile(r"^(<{7}|\|{7}|={7}|>{7})(\s|$)", re.MULTILINE)
@@ -242,19 +242,13 @@ def renumber(text: str) -> str:
 def imports_of(name: str, text: str) -> dict[str, list[str]]:
     """Return the files that a file imports, and the names that it imports from each.
 
-    `from .ffn import SwiGLU` in block.py becomes {"ffn.py": ["SwiGLU"]}, and
-    `from . import target` in contract/conftest.py {"contract/target.py": []}.
+    `from .ffn import SwiGLU` in block.py becomes {"ffn.py": ["SwiGLU"]}.
     """
     folder = PurePosixPath(name).parent
-    found: dict[str, list[str]] = {}
+    found: defaultdict[str, list[str]] = defaultdict(list)
     for module, clause in IMPORT.findall(text):
-        names = NAME.findall(re.sub("#.*", "", clause))
-        if module:
-            found.setdefault((folder / f"{module}.py").as_posix(), []).extend(names)
-            continue
-        files = [(folder / f"{name}.py").as_posix() for name in names]
-        # Other names stand in __init__.py.
-        found |= {file: [] for file in files if (ROOT / file).exists()}
+        without_comments = re.sub("#.*", "", clause)
+        found[(folder / f"{module}.py").as_posix()] += NAME.findall(without_comments)
     return found
 
 
@@ -303,8 +297,8 @@ def bring_up_to_date(folder: Path, copies: Iterable[Copy]) -> int:
             path = folder / imported
             is_folder = not path.exists() and path.with_suffix("").is_dir()
             if is_folder or is_own(folder, imported):
-                what = ", ".join(names) or "it"
-                importers[imported].append(f"{copy.name} imports {what}")
+                what = ", ".join(names)
+                importers[imported].append(f"{copy.name} imports {what} from it")
             else:
                 waiting.append(read_copy(folder, imported))
     for path, text in texts.items():

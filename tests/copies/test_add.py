@@ -67,7 +67,7 @@ def test_a_row_names_a_kept_file_and_what_is_imported_from_it(empty):
     path = empty.folder / "ffn.py"
     path.write_text("# mine\n")
     rows = empty.run("add", "block")
-    assert rows["ffn.py"] == NOT_A_COPY + "block.py imports SwiGLU"
+    assert rows["ffn.py"] == NOT_A_COPY + "block.py imports SwiGLU from it"
     assert path.read_text() == "# mine\n"
 
 
@@ -75,14 +75,16 @@ def test_a_row_names_each_file_that_imports_a_kept_one(empty):
     empty.folder.mkdir()
     (empty.folder / "rmsnorm.py").write_text("# mine\n")
     rows = empty.run("add", "transformer")
-    importers = "block.py imports RMSNorm; transformer.py imports RMSNorm"
+    importers = (
+        "block.py imports RMSNorm from it; transformer.py imports RMSNorm from it"
+    )
     assert rows["rmsnorm.py"] == NOT_A_COPY + importers
 
 
 def test_a_kept_folder_is_named_as_a_kept_file_is(empty):
     (empty.folder / "ffn").mkdir(parents=True)
     rows = empty.run("add", "block")
-    assert rows["ffn.py"] == NOT_A_COPY + "block.py imports SwiGLU"
+    assert rows["ffn.py"] == NOT_A_COPY + "block.py imports SwiGLU from it"
     assert not (empty.folder / "ffn.py").exists()
 
 
@@ -90,7 +92,7 @@ def test_update_names_a_kept_file_too(project):
     (project.folder / "typecheck.py").write_text("# mine\n")
     project.release("0.2.0", ffn="from .typecheck import (\n    typecheck as check,\n)")
     rows = project.run("update", "ffn")
-    assert rows["typecheck.py"] == NOT_A_COPY + "ffn.py imports typecheck"
+    assert rows["typecheck.py"] == NOT_A_COPY + "ffn.py imports typecheck from it"
 
 
 def test_an_unedited_file_copied_by_hand_becomes_a_copy(empty):
