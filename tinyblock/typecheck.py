@@ -5,9 +5,11 @@ functions of a module, and the `__init__` and `forward` of its classes. A call t
 violates an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which names the
 function, the argument, its shape and the expected shape.
 
-jaxtyping and beartype take 12 to 30 microseconds to check a call with one or two
-tensors. So the wrapper calls them only if the signature of a call is new. The
-signature consists of
+A wrapper around each function checks a call in one of two ways.
+
+In eager mode, jaxtyping and beartype check it, which takes 12 to 30 microseconds for
+one or two tensors. So the wrapper calls them only if the signature of a call is new.
+The signature consists of
 
 - the type, dtype and shape of each tensor,
 - the type and value of each number, string, dtype, device or class,
@@ -15,24 +17,56 @@ signature consists of
 - the text of each expression that an annotation has in braces, such as
   `{self.d_model}`.
 
-A signature leaves out parameters that are unannotated or annotated as Any. Calls with
-any other argument, such as a list, are checked each time.
+It leaves out parameters that are unannotated or annotated as Any. A signature must hold
+all that an annotation asks for. So calls with any other argument, such as a list, and
+functions with any annotation other than classes, arrays, Literal, Callable, and unions
+of these, are checked each time.
 
-Compiled code runs unchecked: torch.compile cannot trace jaxtyping
-(patrick-kidger/jaxtyping issues 196 and 384). The wrapper then calls the plain
-function, without a graph break or a guard. JAXTYPING_DISABLE=1 leaves all functions
-unwrapped and beartype unimported. So does `python -O`, with a warning, because beartype
-checks nothing there.
+In code that torch.compile or torch.export traces, jaxtyping cannot run (its issues 196
+and 384). So the wrapper compares sizes itself, by code that it writes from the
+annotations. For "*batch query d_k" and "*batch key d_k" it is, in short,
+
+    def scores(q, k):
+        batch, query, d_k = q.shape[:-2], q.shape[-2], q.shape[-1]
+        if k.shape[:-2] != batch or k.shape[-1] != d_k:
+            raise TypeCheckError(...)
+        return function(q, k)
+
+The compiler runs these comparisons while it traces. The compiled code has none of them:
+a size is a constant or has a guard, and a call with other sizes is traced again. After
+the error, torch.compile runs the call in eager mode, which raises the error of jaxtyping.
+With fullgraph=True it raises an error of its own, which contains this one.
+
+JAXTYPING_DISABLE=1 leaves all functions unwrapped and beartype unimported. So does
+`python -O`, with a warning, because beartype checks nothing there.
 """
 
 import functools
 import inspect
+import linecache
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, TypeVar, get_args, get_type_hints
+from abc import ABCMeta
+from collections.abc import Callable, Iterable, Iterator
+from textwrap import indent
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    ModuleType,
+    SimpleNamespace,
+    UnionType,
+)
+from typing import (
+    Any,
+    Literal,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from jaxtyping import TypeCheckError, config, jaxtyped
@@ -54,6 +88,9 @@ _TYPES_BY_VALUE = {
     torch.dtype,
     torch.device,
 }
+# The metaclasses of classes to which a value belongs by its type alone. A Protocol or
+# nn.Parameter, for example, also looks into the value.
+_PLAIN_METACLASSES = {type, ABCMeta, type(Tensor)}
 
 
 def typecheck(target: _Target) -> _Target:
@@ -73,8 +110,9 @@ def typecheck(target: _Target) -> _Target:
       names are listed in `__all__` or, without it, do not begin with an underscore.
     - It does not check values, local variables, nested functions, static or class
       methods, properties, generators, coroutines, or functions under `lru_cache`.
-
-    Annotations are resolved at the first call, so that a class may name itself.
+    - It does not check an annotation with `Self`, or with a name that does not exist at
+      run time (after a warning), as if imported under TYPE_CHECKING. Names are looked
+      up again at the first call, so that a class may name itself.
 
     Raises:
         TypeError: the target is none of these, or a function without annotations.
@@ -136,41 +174,42 @@ def _is_checkable(member: Any) -> bool:
     )
 
 
+# The wrapper -------------------------------------------------------------------------
+
+
 def _checked(function: Any) -> Any:
     """Return a wrapper of `function` that checks each call whose signature is new."""
+    hints, unknown = _resolve(function)
+    traced = _traced(function, hints)
     signature_of: Any
     check_arguments: Any
     check_result: Any
 
-    def resolve_annotations(*args: Any, **kwargs: Any) -> Any:
-        nonlocal signature_of, check_arguments, check_result
-        hints = get_type_hints(function, include_extras=True)
-        axes = " ".join(map(_axes, hints.values()))
-        in_braces = sorted(set(re.findall(r"\{([^{}]+)\}", axes)))
-        check_arguments, check_result = _checkers(function, hints, in_braces)
-        signature_of = _signature_reader(function, hints, in_braces)
+    def at_first_call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal hints, traced, signature_of, check_arguments, check_result
+        if unknown:
+            hints, _ = _resolve(function, warn=True)
+            traced = _traced(function, hints)
+        check_arguments, check_result = _checkers(function, hints)
+        signature_of = _signature_reader(function, hints)
         return signature_of(*args, **kwargs)
 
-    signature_of = resolve_annotations  # until the first call
+    signature_of = at_first_call
     known: dict[Any, Any] = {}  # signature of a call -> description of its last result
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         if is_dynamo_compiling():
-            return function(*args, **kwargs)
+            return traced(*args, **kwargs)
         signature = signature_of(*args, **kwargs)
         try:
             last = known.get(signature)
         except TypeError:  # symbolic sizes, as in torch.export, have no hash
-            return function(*args, **kwargs)
+            return traced(*args, **kwargs)
         if last is None:
             check_arguments(*args, **kwargs)
-        try:
-            result = function(*args, **kwargs)
-        except RuntimeError as error:
-            _note_dtypes(error, args, kwargs)
-            raise
+        result = function(*args, **kwargs)
         if isinstance(result, Tensor):  # without a call, which would take time
             found: Any = (result.__class__, result.dtype, result.shape)
         else:
@@ -195,39 +234,157 @@ def _remember(known: dict[Any, Any], signature: Any, found: Any) -> None:
     known[signature] = found
 
 
-def _axes(annotation: Any) -> str:
-    """Return the texts in an annotation that name axes, such as "seq {self.d_model}"."""
-    if hasattr(annotation, "dim_str"):  # jaxtyping's; a text in Literal names no axes
-        return annotation.dim_str
-    return " ".join(map(_axes, get_args(annotation)))
+# What annotations say ----------------------------------------------------------------
+
+
+def _resolve(function: Any, warn: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """Return the annotations, and the parameters for which they name what is not there.
+
+    These annotations, and annotations with Self, count as Any.
+    """
+    variables = inspect.unwrap(function).__globals__
+    hints: dict[str, Any] = {}
+    unknown = []
+    for name, annotation in function.__annotations__.items():
+        one: Any = SimpleNamespace(__annotations__={name: annotation})
+        try:
+            hints |= get_type_hints(one, variables, include_extras=True)
+        except (NameError, AttributeError) as error:
+            hints[name] = Any
+            unknown.append(name)
+            if warn:
+                place = _place(function, name)
+                warnings.warn(f"typecheck cannot check {place}: {error}", stacklevel=4)
+        if _mentions_self(hints[name]):
+            hints[name] = Any
+    return hints, unknown
+
+
+def _mentions_self(hint: Any) -> bool:
+    return hint is Self or any(map(_mentions_self, get_args(hint)))
+
+
+def _place(function: Any, name: str) -> str:
+    part = "the result" if name == "return" else f"parameter '{name}'"
+    return f"{part} of {function.__module__}.{function.__qualname__}"
+
+
+def _is_array(hint: Any) -> bool:
+    return isinstance(hint, type) and hasattr(hint, "dim_str")  # jaxtyping's
+
+
+def _in_braces(hints: Iterable[Any]) -> list[str]:
+    """Return the expressions that annotations have in braces, such as "self.d_model"."""
+    found: set[str] = set()
+    for hint in hints:
+        if hasattr(hint, "dim_str"):  # a text in Literal names no axes
+            found.update(re.findall(r"\{([^{}]+)\}", hint.dim_str))
+        else:
+            found.update(_in_braces(get_args(hint)))
+    return sorted(found)
+
+
+# Code that is written from annotations -----------------------------------------------
+
+
+class _Absent:
+    """The default of every optional parameter of the reader of signatures."""
+
+
+class _Code(str):
+    def __repr__(self) -> str:  # inspect.Signature shows defaults by repr
+        return self
+
+
+def _written(function: Any, purpose: str, body: str, **names: Any) -> Any:
+    """Return a function with the parameters of `function` and with this body.
+
+    Expressions in braces read the parameters and the global variables of `function`. So
+    every other name has a $, which becomes more underscores than any name there has.
+    `names` are what the body uses, and the dict `defaults` of the parameters.
+    """
+    parameters = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.default is not parameter.empty:
+            parameter = parameter.replace(default=_Code(f"$defaults['{name}']"))
+        parameters.append(parameter.replace(annotation=parameter.empty))
+    names |= {
+        "function": function,
+        "int": int,
+        "isinstance": isinstance,
+        "len": len,
+        "tuple": tuple,
+        "Tensor": Tensor,
+        "Absent": _Absent,
+        "describe": _describe,
+        "join": _join,
+        "misfit": _misfit,
+    }
+    source = (
+        f"def $bind({', '.join(f'${name}' for name in names)}):\n"
+        f"    def $call{inspect.Signature(parameters)}:\n"
+        f"{indent(body, ' ' * 8)}"
+        "    return $call\n"
+    )
+    mark = "__"
+    while mark in source:
+        mark += "_"
+    source = source.replace("$", mark)
+    file = f"<{purpose} of {function.__module__}.{function.__qualname__}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    made: dict[str, Any] = {}
+    exec(compile(source, file, "exec"), inspect.unwrap(function).__globals__, made)
+    call = made[f"{mark}bind"](*names.values())
+    call.__qualname__ = function.__qualname__  # Python's errors show it
+    return call
+
+
+def _defaults(function: Any) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+# Checks in eager mode ----------------------------------------------------------------
 
 
 def _signature_reader(
-    function: FunctionType, hints: dict[str, Any], in_braces: list[str]
+    function: Any, hints: dict[str, Any]
 ) -> Callable[..., tuple[Any, ...]]:
     """Return a function that takes the arguments of a call and returns its signature.
 
-    It runs at every call. It is compiled from text, because a loop takes twice as long.
+    It runs at every call. It is written as code, because a loop takes twice as long.
+    For a method with x: Float[Tensor, "{self.size}"] and mask: Any = None it is, in
+    short,
+
+        def forward(self, x, mask=Absent):
+            return (x.__class__, x.dtype, x.shape), f"{self.size}"
     """
-    items = [f'f"{{{expression}}}"' for expression in in_braces]
-    parameters = []
-    for name, parameter in inspect.signature(function).parameters.items():
+    defaults = _defaults(function)
+    in_braces = _in_braces(hints.values())
+    words_in_braces = re.findall(r"\w+", " ".join(in_braces))
+    items = [] if all(map(_is_known, hints.values())) else ["None"]
+    lines = ""
+    for name in inspect.signature(function).parameters:
+        item = (
+            f"({name}.__class__, {name}.dtype, {name}.shape) "
+            f"if $isinstance({name}, $Tensor) else $describe({name})"
+        )
+        if name in defaults:
+            item = f"{name} if {name} is $Absent else {item}"
+        if name in defaults and name in words_in_braces:
+            lines += f"$item_{name} = {item}\n"
+            lines += f"if {name} is $Absent: {name} = $true_defaults['{name}']\n"
+            item = f"$item_{name}"
         if hints.get(name, Any) is not Any:
-            items.append(
-                f"({name}.__class__, {name}.dtype, {name}.shape) "
-                f"if isinstance({name}, Tensor) else _describe({name})"
-            )
-        if parameter.default is not parameter.empty:
-            parameter = parameter.replace(default=None)
-        parameters.append(parameter.replace(annotation=parameter.empty))
-    arguments = str(inspect.Signature(parameters))[1:-1]
-    body = "".join(f"{item}, " for item in items)
-    reader: Any = eval(f"lambda {arguments}: ({body})", globals())
-    plain: Any = inspect.unwrap(function)
-    reader.__defaults__ = plain.__defaults__
-    reader.__kwdefaults__ = plain.__kwdefaults__
-    reader.__qualname__ = function.__qualname__  # Python's errors show it
-    return reader
+            items.append(item)
+    items += [f'f"{{{expression}}}"' for expression in in_braces]
+    return _written(
+        function,
+        "signature",
+        f"{lines}return ({''.join(f'{item}, ' for item in items)})\n",
+        defaults=dict.fromkeys(defaults, _Absent),
+        true_defaults=defaults,
+    )
 
 
 def _describe(value: Any) -> tuple[Any, ...] | None:
@@ -240,8 +397,17 @@ def _describe(value: Any) -> tuple[Any, ...] | None:
     return None  # an array, or a list, of which beartype checks one random item
 
 
+def _is_known(hint: Any) -> bool:
+    """Return whether a signature has all that the annotation asks for."""
+    if hint is Any or get_origin(hint) in (Literal, Callable, type):
+        return True
+    if get_origin(hint) in (Union, UnionType):
+        return all(map(_is_known, get_args(hint)))
+    return type(hint.array_type if _is_array(hint) else hint) in _PLAIN_METACLASSES
+
+
 def _checkers(
-    function: FunctionType, hints: dict[str, Any], in_braces: list[str]
+    function: Any, hints: dict[str, Any]
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return a function that checks arguments, and one that also checks a result."""
     parameters = []
@@ -249,10 +415,14 @@ def _checkers(
         annotation = hints.get(name, parameter.empty)
         parameters.append(parameter.replace(annotation=annotation))
     of_arguments = inspect.Signature(parameters)
-    result = inspect.Parameter("_result", inspect.Parameter.POSITIONAL_ONLY)
+    free_name = "_result"
+    while free_name in of_arguments.parameters:
+        free_name += "_"
+    result = inspect.Parameter(free_name, inspect.Parameter.POSITIONAL_ONLY)
     of_result = inspect.Signature(
         [result, *parameters], return_annotation=hints.get("return", Any)
     )
+    in_braces = _in_braces(hints.values())
     return (
         _checker(function, of_arguments, in_braces),
         _checker(function, of_result, in_braces),
@@ -260,7 +430,7 @@ def _checkers(
 
 
 def _checker(
-    function: FunctionType, signature: inspect.Signature, in_braces: list[str]
+    function: Any, signature: inspect.Signature, in_braces: list[str]
 ) -> Callable[..., None]:
     """Return a function that checks what it is called with against `signature`."""
     from beartype import BeartypeConf, beartype  # JAXTYPING_DISABLE=1 works without it
@@ -295,20 +465,206 @@ def _checker(
     return check
 
 
-def _note_dtypes(
-    error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Add the innermost layer and its dtypes to torch's error about dtypes."""
-    if "dtype" not in str(error) or hasattr(error, "__notes__"):
-        return
-    tensors = [
-        value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
-    ]
-    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    layer = args[0] if args else None
-    weights = {weight.dtype for weight in getattr(layer, "parameters", list)()}
-    if weights and dtypes - weights:
-        error.add_note(
-            f"the input of {type(layer).__name__} must have the dtype of its weights, "
-            f"{weights}, got {dtypes}: convert one of them with .to"
+# Checks while a compiler traces ------------------------------------------------------
+
+
+def _traced(function: Any, hints: dict[str, Any]) -> Any:
+    """Return `function` between comparisons, which a compiler runs while it traces."""
+    defaults = _defaults(function)
+    before = ""
+    passed = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            passed.append(f"*{name}")
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            passed.append(f"**{name}")
+        else:
+            by_name = parameter.kind is parameter.KEYWORD_ONLY
+            passed.append(f"{name}={name}" if by_name else name)
+            hint = hints.get(name, Any)
+            if name in defaults:  # jaxtyping does not check a default
+                hint = hint | type(defaults[name])
+            before += _comparisons(name, hint, _place(function, name))
+    result = hints.get("return", Any)
+    after = _comparisons("$result", result, _place(function, "return"))
+    if not before + after:
+        return function
+    body = (
+        # Where a size is known only when the compiled code runs, nothing is true of it.
+        "from torch.fx.experimental.symbolic_shapes import guard_or_false as $is_true\n"
+        f"$axes = {{}}\n{before}"
+        f"$result = $function({', '.join(passed)})\n{after}"
+        "return $result\n"
+    )
+    return _written(function, "checks", body, defaults=defaults)
+
+
+def _comparisons(value: str, hint: Any, place: str) -> str:
+    """Return code that raises an error if `value` does not fit.
+
+    It is empty for an annotation that these comparisons do not cover.
+    """
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    expected = " | ".join(getattr(each, "__name__", str(each)) for each in options)
+    sizes = "".join(f", '{{{text}}}': {text}" for text in _in_braces(options))
+    known = f"{{**$axes{sizes}}}"
+    wrong = f"\n    raise $misfit({place!r}, {expected!r}, {value}, {known})\n"
+    items = get_args(hint)
+    if get_origin(hint) is tuple and Ellipsis not in items:
+        is_such = f"$isinstance({value}, $tuple) and $len({value}) == {len(items)}"
+        code = f"if not ({is_such}):{wrong}"
+        for i, item in enumerate(items):
+            code += _comparisons(f"{value}[{i}]", item, f"item {i} of {place}")
+        return code
+    arrays = [each for each in options if _is_array_of_tensor(each)]
+    others = [each for each in options if not _is_array_of_tensor(each)]
+    if not arrays or any(map(_may_be_tensor, others)):
+        return ""
+    kinds = [_kind(value, array) for array in arrays]
+    code = f"if not ({' or '.join(kinds)}):{wrong}"
+    for array, kind in zip(arrays, kinds, strict=True):
+        # Where several of a union fit, these comparisons do not choose.
+        only = " and not ".join([kind, *(each for each in kinds if each is not kind)])
+        code += f"if {only}:\n{indent(_sizes(value, array, wrong), '    ')}"
+    code = f"if $isinstance({value}, $Tensor):\n{indent(code, '    ')}"
+    if not others:
+        code += f"else:{wrong}"
+    elif others == [type(None)]:
+        code += f"elif {value} is not None:{wrong}"
+    return code
+
+
+def _is_array_of_tensor(hint: Any) -> bool:
+    # "?" in the name of an axis is about trees of arrays.
+    return _is_array(hint) and hint.array_type is Tensor and "?" not in hint.dim_str
+
+
+def _may_be_tensor(hint: Any) -> bool:
+    kind = hint.array_type if _is_array(hint) else get_origin(hint) or hint
+    return (
+        type(kind) not in _PLAIN_METACLASSES
+        or issubclass(kind, Tensor)
+        or issubclass(Tensor, kind)
+    )
+
+
+def _kind(value: str, array: Any) -> str:
+    """Return a condition on the number of axes and on the dtype."""
+    count = len(array.dims)
+    rank = f"== {count}" if array.index_variadic is None else f">= {count - 1}"
+    condition = f"{value}.ndim {rank}"
+    dtypes = array.dtypes  # texts, or patterns, or an object that stands for any dtype
+    if isinstance(dtypes, (list, tuple)) and {*map(type, dtypes)} == {str}:
+        names = tuple(f"torch.{dtype}" for dtype in dtypes)
+        condition += f' and f"{{{value}.dtype}}" in {names}'  # a text needs no guard
+    return f"({condition})"
+
+
+def _sizes(value: str, array: Any, wrong: str) -> str:
+    """Return code that compares each size, in the order of jaxtyping.
+
+    The first size of a name is the size of all. The dict $axes holds what is known.
+    """
+    dims = array.dims
+    variadic = array.index_variadic
+    code = "pass\n"
+    for i, dim in enumerate(dims):
+        if i == variadic or not hasattr(dim, "broadcastable"):  # it has no name
+            continue
+        size = (
+            f"{value}.shape[{i if variadic is None or i < variadic else i - len(dims)}]"
         )
+        if hasattr(dim, "name"):
+            known = f"$axes.setdefault('{dim.name}', {size})"
+            conditions = [f"$is_true({size} != {known})"]
+        else:
+            expression = str(dim.size) if hasattr(dim, "size") else dim.elem
+            conditions = _is_not(size, expression)
+        if dim.broadcastable:
+            conditions.insert(0, f"not $is_true({size} == 1)")
+        code += f"if {' and '.join(conditions)}:{wrong}"
+    if variadic is not None and hasattr(dims[variadic], "name"):
+        shape = f"{value}.shape[{variadic}:{variadic + 1 - len(dims) or ''}]"
+        name = f"'*{dims[variadic].name}'"
+        may_broadcast = dims[variadic].broadcastable
+        code += f"$joined = $join($axes.get({name}), {shape}, {may_broadcast})\n"
+        code += f"if $joined is None:{wrong}"
+        code += f"$axes[{name}] = $joined\n"
+    return code
+
+
+_TERM = r"\{[^{}:!=]+\}|\w+"
+_EXPRESSION = re.compile(rf"\(*({_TERM})\)*([-+*/%]+\(*({_TERM})\)*)*")
+
+
+def _is_not(size: str, expression: str) -> list[str]:
+    """Return conditions, of which one is false if `expression` has no value."""
+    if not _EXPRESSION.fullmatch(expression):
+        return ["False"]
+    conditions = []
+
+    def as_code(match: re.Match[str]) -> str:
+        term = match[0]
+        if term.isdigit():
+            return term
+        if term[0] == "{":
+            conditions.append(f"$isinstance({term[1:-1]}, $int)")
+            return f"({term[1:-1]})"
+        conditions.append(f"'{term}' in $axes")
+        return f"$axes['{term}']"
+
+    code = re.sub(_TERM, as_code, expression)
+    return [*conditions, f"$is_true({size} != {code})"]
+
+
+_Shape = tuple[int, ...]
+
+
+def _join(
+    known: tuple[bool, _Shape] | None, shape: _Shape, may_broadcast: bool
+) -> tuple[bool, _Shape] | None:
+    """Return what an axis name such as *batch stands for after one more shape, or None.
+
+    The result says whether all shapes so far may broadcast, and to which shape.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    if known is None:
+        return may_broadcast, shape
+    may_grow, old = known
+    rank = max(len(old), len(shape))
+    if (len(old) < rank and not may_grow) or (len(shape) < rank and not may_broadcast):
+        return None
+    padded_old = (1,) * (rank - len(old)) + old
+    padded_new = (1,) * (rank - len(shape)) + shape
+    joined = []
+    for a, b in zip(padded_old, padded_new, strict=True):
+        if guard_or_false(a != b):
+            if may_grow and guard_or_false(a == 1):
+                a = b
+            elif not (may_broadcast and guard_or_false(b == 1)):
+                return None
+        joined.append(a)
+    return may_grow and may_broadcast, tuple(joined)
+
+
+def _misfit(
+    place: str, expected: str, value: Any, axes: dict[str, Any]
+) -> TypeCheckError:
+    """Return an error, by operations that dynamo traces."""
+    got = type(value).__name__
+    if isinstance(value, Tensor):
+        got = f"{value.dtype}".removeprefix("torch.") + _shape_text(value.shape)
+    known = []
+    for axis, size in axes.items():
+        if isinstance(size, tuple):
+            size = _shape_text(size[1])
+        elif isinstance(size, int):
+            size += 0  # dynamo cannot format a symbolic argument, but can format a sum
+        known.append(f"{axis.strip('{}')}={size}")
+    where = f" where {', '.join(known)}" if known else ""
+    return TypeCheckError(f"{place} must be {expected}{where}, got {got}")
+
+
+def _shape_text(shape: _Shape) -> str:
+    return f"[{','.join([f'{size}' for size in shape])}]"

@@ -1,0 +1,164 @@
+"""A user's functions, and for each kind of annotation a right and a wrong call.
+
+The functions are such that a wrong call passes silently without checks.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int, Integer, Shaped
+from torch import Tensor, nn
+
+from tinyblock.typecheck import typecheck
+
+
+@typecheck
+def dot(
+    q: Float[Tensor, "*batch query d_k"], k: Float[Tensor, "*batch key d_k"]
+) -> Float[Tensor, "*batch query d_k"]:
+    return q * k.sum(-2, keepdim=True)
+
+
+@typecheck
+def to_gray(
+    image: Float[Tensor, "color=3 height width"],
+) -> Float[Tensor, "height width"]:
+    return image.mean(0)
+
+
+@typecheck
+def rotate(
+    x: Float[Tensor, "*batch seq d_k"], angles: Float[Tensor, "*#batch seq d_k//2"]
+) -> Float[Tensor, "*batch seq d_k"]:
+    return x + angles.sum()
+
+
+@typecheck
+def mask_out(
+    x: Float[Tensor, "query key"], mask: Bool[Tensor, "#query key"] | None = None
+) -> Float[Tensor, "query key"]:
+    return x if mask is None else x * mask.sum()
+
+
+@typecheck
+def both(
+    x: Float[Tensor, "*#shape"], y: Float[Tensor, "*#shape"]
+) -> Float[Tensor, "*shape"]:
+    return torch.stack((x.sum(), y.sum())).sum() + torch.zeros(4, 3)
+
+
+@typecheck
+def last(x: Shaped[Tensor, "... _ 3"]) -> Shaped[Tensor, "..."]:
+    return x[..., 0, 0]
+
+
+@typecheck
+def pick(x: Float[Tensor, "rows d"] | Int[Tensor, " rows"], rows: Int[Tensor, " rows"]):
+    return x.sum() + rows.sum()
+
+
+@typecheck
+def scaled(
+    x: Float[Tensor, "*shape"], *, by: Float[Tensor, "*shape"] | float = 2.0
+) -> Float[Tensor, "*shape"]:
+    return x * by
+
+
+@typecheck
+def head(x: Float[Tensor, "seq d"], count: int = 2) -> Float[Tensor, "{count} d"]:
+    return x[:2]
+
+
+@typecheck
+def split(x: Float[Tensor, "seq d"]) -> tuple[Float[Tensor, " d"], Int[Tensor, " seq"]]:
+    return x.sum(0), x[0].int() * 0 + 1
+
+
+@typecheck
+def maybe(x: Float[Tensor, " n"], there: bool) -> Float[Tensor, " n"]:
+    return x if there else None  # type: ignore[return-value]
+
+
+@typecheck
+class Gain(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(
+        self, x: Float32[Tensor, "*batch {self.width}"]
+    ) -> Float32[Tensor, "*batch {self.width}"]:
+        return x * self.gain
+
+    def widened(
+        self, x: Float[Tensor, "{self.width}"], times: Integer[Tensor, "2*{self.width}"]
+    ) -> Float[Tensor, "2*{self.width}"]:
+        return x.sum() * times
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = Gain(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain(x) + 1
+
+
+class Case(NamedTuple):
+    call: object
+    right: tuple[object, ...]
+    wrong: tuple[object, ...]
+    where: str  # what the error names
+
+
+ones = torch.ones
+int_ones = torch.ones(2).int()
+CASES = {
+    "named axis": Case(dot, (ones(2, 5), ones(4, 5)), (ones(2, 5), ones(4, 1)), "'k'"),
+    "fixed axis": Case(to_gray, (ones(3, 2, 2),), (ones(1, 2, 2),), "'image'"),
+    "number of axes": Case(to_gray, (ones(3, 2, 2),), (ones(3, 2),), "'image'"),
+    "*batch": Case(
+        dot, (ones(2, 4, 5), ones(2, 4, 5)), (ones(2, 4, 5), ones(1, 4, 5)), "'k'"
+    ),
+    "number of axes of *batch": Case(
+        dot, (ones(2, 4, 5), ones(2, 4, 5)), (ones(2, 4, 5), ones(4, 5)), "'k'"
+    ),
+    "*#batch": Case(
+        rotate, (ones(2, 4, 6), ones(1, 4, 3)), (ones(2, 4, 6), ones(3, 4, 3)), "angles"
+    ),
+    "*#batch with more axes": Case(
+        rotate, (ones(2, 4, 6), ones(4, 3)), (ones(4, 6), ones(2, 4, 3)), "angles"
+    ),
+    "expression": Case(
+        rotate, (ones(4, 6), ones(4, 3)), (ones(4, 6), ones(4, 6)), "angles"
+    ),
+    "#axis": Case(
+        mask_out,
+        (ones(4, 3), ones(1, 3).bool()),
+        (ones(4, 3), ones(2, 3).bool()),
+        "mask",
+    ),
+    "None": Case(mask_out, (ones(4, 3), None), (ones(4, 3), ones(4, 3)), "mask"),
+    "*# twice": Case(both, (ones(4, 1), ones(3)), (ones(4, 1), ones(2, 3)), "'y'"),
+    "result of *#": Case(both, (ones(4, 1), ones(3)), (ones(5, 1), ones(3)), "result"),
+    "axes without names": Case(last, (ones(2, 2, 3),), (ones(2, 2, 4),), "'x'"),
+    "union of arrays": Case(
+        pick, (ones(2, 3), int_ones), (ones(3).int(), int_ones), "rows"
+    ),
+    "union with a number": Case(
+        scaled, (ones(2), {"by": 3.0}), (ones(2), {"by": ones(1)}), "'by'"
+    ),
+    "braces": Case(Gain(3), (ones(2, 3),), (ones(2, 1),), "'x'"),
+    "method": Case(
+        Gain(3).widened, (ones(3), ones(6).int()), (ones(3), ones(3).int()), "'times'"
+    ),
+    "dtype": Case(Gain(3), (ones(2, 3),), (ones(2, 3).double(),), "'x'"),
+    "nested layer": Case(Model(), (ones(2, 3),), (ones(2, 1),), "'x'"),
+    "result": Case(head, (ones(4, 3),), (ones(1, 3),), "result"),
+    "parameter in braces": Case(head, (ones(4, 3), 2), (ones(4, 3), 3), "result"),
+    "tuple of results": Case(split, (ones(3, 3),), (ones(4, 3),), "result"),
+    "result that is no tensor": Case(maybe, (ones(3), True), (ones(3), False), "res"),
+    "argument that is no tensor": Case(dot, (ones(2, 5),) * 2, (ones(2, 5), 3), "'k'"),
+}

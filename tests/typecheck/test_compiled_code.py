@@ -1,0 +1,205 @@
+"""typecheck in code that torch.compile or torch.export traces."""
+
+from functools import partial
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from torch import Tensor
+from torch.export import Dim
+from typecheck.calls import CASES, Case, dot, rotate
+
+import tinyblock
+from tinyblock.typecheck import typecheck
+
+D = 8
+ROPE = tinyblock.RotaryPositionalEmbedding(10000.0, D, max_seq_len=9)
+BLOCK = tinyblock.Block(D, 1, rope=ROPE)
+ones = torch.ones
+X = ones(2, 3, D)
+POSITIONS = torch.arange(3)
+
+# In these calls, torch broadcasts a wrong argument, so that no check means no error.
+LAYERS = {
+    "rms_norm, one gain": Case(
+        tinyblock.rms_norm, (X, ones(D)), (X, ones(1)), "'weight'"
+    ),
+    "rms_norm, one component": Case(
+        tinyblock.rms_norm, (X, ones(D)), (ones(3, 1), ones(D)), "'weight'"
+    ),
+    "RMSNorm of integers": Case(tinyblock.RMSNorm(D), (X,), (X.int(),), "'x'"),
+    "RoPE, one position": Case(
+        ROPE, (X, POSITIONS), (X, POSITIONS[:1]), "'token_positions'"
+    ),
+    "RoPE, more positions than tokens": Case(
+        ROPE, (X[:, :1], POSITIONS[:1]), (X[:, :1], POSITIONS), "'token_positions'"
+    ),
+    "RoPE, more axes of positions": Case(
+        ROPE, (X[0], POSITIONS), (X[0], POSITIONS.expand(2, 3)), "'token_positions'"
+    ),
+    "attention, k of batch 1": Case(
+        tinyblock.scaled_dot_product_attention, (X, X, X), (X, X[:1], X), "'k'"
+    ),
+    "attention, v of batch 1": Case(
+        tinyblock.scaled_dot_product_attention, (X, X, X), (X, X, X[:1]), "'v'"
+    ),
+    "Block, width": Case(BLOCK, (X,), (X[..., :1],), "'x'"),
+    "Block, one position": Case(
+        BLOCK, (X, POSITIONS), (X, POSITIONS[:1]), "'token_positions'"
+    ),
+}
+
+
+def call(function, arguments):
+    """Call with arguments, of which the last may be a dict of keywords."""
+    if isinstance(arguments[-1], dict):
+        return function(*arguments[:-1], **arguments[-1])
+    return function(*arguments)
+
+
+@pytest.fixture(params=[False, True], ids=["static", "dynamic"])
+def compiled(request):
+    return partial(torch.compile, backend="eager", dynamic=request.param)
+
+
+def each(cases):
+    return pytest.mark.parametrize("case", cases.values(), ids=cases)
+
+
+@each(CASES | LAYERS)
+def test_eager_mode_raises_for_a_wrong_call_after_a_right_one(case):
+    call(case.call, case.right)
+    with pytest.raises(TypeCheckError):
+        call(case.call, case.wrong)
+
+
+@each(CASES)
+def test_compiled_code_takes_a_right_call_and_is_one_graph(case, compiled):
+    expected = call(case.call, case.right)
+    result = call(compiled(case.call, fullgraph=True), case.right)
+    torch.testing.assert_close(result, expected)
+
+
+@each(CASES)
+def test_compiled_code_raises_the_error_of_eager_mode(case, compiled):
+    with pytest.raises(TypeCheckError, match=r"Type-check error.*(\n.*)*Expected type"):
+        call(compiled(case.call), case.wrong)
+
+
+@each(CASES)
+def test_with_fullgraph_the_error_names_the_argument(case, compiled):
+    with pytest.raises(RuntimeError, match=f"TypeCheckError.*{case.where}.* must be"):
+        call(compiled(case.call, fullgraph=True), case.wrong)
+
+
+@each(LAYERS)
+def test_compiled_layers_raise_where_torch_would_broadcast(case):
+    compiled = torch.compile(case.call, backend="eager")
+    call(compiled, case.right)
+    with pytest.raises(TypeCheckError, match=f"parameter {case.where}"):
+        call(compiled, case.wrong)
+
+
+def test_the_message_names_function_argument_expected_sizes_and_what_it_got():
+    with pytest.raises(RuntimeError) as caught:
+        torch.compile(dot, backend="eager", fullgraph=True)(ones(2, 5), ones(4, 1))
+    assert (
+        "parameter 'k' of typecheck.calls.dot must be Float[Tensor, '*batch key d_k'] "
+        "where query=2, d_k=5, *batch=[], key=4, got float32[4,1]"
+    ) in str(caught.value)
+
+
+def graphs_of(function, calls):
+    """Compile a function, and return how many graphs these calls make."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(function, backend=backend)
+    for arguments in calls:
+        compiled(*arguments)
+    torch._dynamo.reset()
+    return len(graphs)
+
+
+def without_checks(monkeypatch):
+    for name in ("RMSNorm", "SwiGLU", "CausalMultiHeadSelfAttention", "Block"):
+        layer = getattr(tinyblock, name)
+        monkeypatch.setattr(layer, "forward", layer.forward.__wrapped__)
+    monkeypatch.setattr(type(ROPE), "forward", type(ROPE).forward.__wrapped__)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        pytest.param([(ones(2, n, D),) for n in range(1, 10)], id="lengths"),
+        pytest.param([(ones(n, 3, D),) for n in range(1, 10)], id="batches"),
+        pytest.param(
+            [(ones(2, n, D), torch.arange(n)) for n in range(1, 10)], id="positions"
+        ),
+    ],
+)
+def test_checks_cause_no_more_graphs(inputs, monkeypatch):
+    checked = graphs_of(BLOCK, inputs)
+    without_checks(monkeypatch)
+    assert checked <= graphs_of(BLOCK, inputs)
+
+
+def test_sizes_that_are_equal_by_chance_bind_no_later_call():
+    calls = [(ones(n, D), ones(m, D)) for n, m in ((3, 3), (4, 4), (4, 5), (5, 3))]
+    assert graphs_of(dot, calls) <= 3
+
+
+def test_a_size_that_differs_only_in_a_later_call_is_checked_again():
+    compiled = torch.compile(dot, backend="eager")
+    for size in (5, 6, 7):
+        compiled(ones(2, size), ones(4, size))
+    with pytest.raises(TypeCheckError):
+        compiled(ones(2, 7), ones(4, 1))
+
+
+def test_an_axis_can_be_marked_as_dynamic():
+    x = ones(5, 3, D)
+    torch._dynamo.mark_dynamic(x, (0, 1))
+    assert graphs_of(BLOCK, [(x,), (ones(4, 7, D),)]) == 1
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_size_that_depends_on_values_is_not_compared():
+    def of_positive(x):
+        rows = x[x[:, 0] > 0]
+        return dot(rows, x), rotate(rows, x[:, :4])
+
+    x = torch.eye(D)
+    compiled = torch.compile(of_positive, backend="eager", fullgraph=True)
+    assert compiled(x + 1)[0].shape == (D, D)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_takes_dynamic_sizes_and_raises_for_a_wrong_call(strict):
+    dims = ({0: Dim("batch"), 1: Dim("seq")}, {0: Dim("seq")})
+    exported = torch.export.export(
+        BLOCK, (X, POSITIONS), dynamic_shapes=dims, strict=strict
+    )
+    x = torch.randn(4, 5, D)
+    positions = torch.arange(5)
+    result = exported.module()(x, positions)
+    torch.testing.assert_close(result, BLOCK(x, positions))
+    with pytest.raises((TypeCheckError, RuntimeError), match=r"'x'.*must be"):
+        torch.export.export(
+            BLOCK, (X[..., :7],), dynamic_shapes=({1: Dim("seq")},), strict=strict
+        )
+
+
+def test_each_function_has_its_own_limit_of_recompilations():
+    for number in range(9):  # dynamo recompiles one code object at most eight times
+
+        @typecheck
+        def add(x: Tensor, number: int = number) -> Tensor:
+            return x + number
+
+        for rows in (2, 3):
+            add(ones(rows))  # a new signature causes no new graph
+        assert graphs_of(add, [(ones(3),)] * 2) == 1
