@@ -8,11 +8,11 @@
 Variants differ in one choice. In a row of the table, they share the seed, the batches
 and the learning rate. All have the same number of parameters, except for the gains of
 norms. Losses are in nats per byte, on held-out text. Train for at least 200 steps,
-because with fewer, the variants may rank in the opposite order. `train.py --help`
-explains the settings.
+because with fewer, the variants may rank in the opposite order.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +28,7 @@ from train import (
     Config,
     adamw,
     add_settings,
+    at_least_one,
     config_of,
     even_windows,
     read_text,
@@ -105,13 +106,20 @@ def run(
 def table(names: Sequence[str], rows: Iterable[tuple[str, Tensor]]) -> str:
     lines = [["", *names], ["---"] * (len(names) + 1)]
     for name, losses in rows:
-        lines.append([name, *(f"{loss:.3f}" for loss in losses.tolist())])
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return text.replace("nan", "diverged")
+        lines.append([name, *map(cell, losses.tolist())])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell(loss: float) -> str:
+    return "diverged" if math.isnan(loss) else f"{loss:.3f}"
 
 
 def parts(losses: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Split the last axis into `count` equal parts, and return their ends and means."""
+    """Split the last axis into `count` equal parts, and return their ends and means.
+
+    A shorter axis is split into parts of one.
+    """
+    count = min(count, losses.shape[-1])
     ends = torch.arange(1, count + 1) * losses.shape[-1] // count
     return ends, F.adaptive_avg_pool1d(losses, count)
 
@@ -138,7 +146,9 @@ def plot(
             draw(right, name, lrs, losses[:, :, variant].mean(-1).T)
         else:
             draw(right, name, *parts(losses[0, :, variant], 64))
-    left.set(xlabel="step", ylabel="nats per byte", ylim=(1.5, 3.5))
+    # The first steps, at 5.5, are cut off, so that small differences are visible.
+    highest = max(3.5, losses.nan_to_num().max().item() + 0.1)
+    left.set(xlabel="step", ylabel="nats per byte", ylim=(1.5, highest))
     left.set(title=f"training, peak learning rate {lrs[middle]:g}")
     right.set(title="validation", xlabel="position of the byte")
     if len(lrs) > 1:
@@ -156,11 +166,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--lrs",
         type=float,
         nargs="+",
-        help="train at each of these peak rates (default: --lr)",
+        default=[Config.lr],
+        help=f"train at each of these peak learning rates (default: {Config.lr})",
     )
     parser.add_argument(
         "--seeds",
-        type=int,
+        type=at_least_one,
         default=3,
         help="train with this many seeds, from --seed on (default: 3)",
     )
@@ -172,7 +183,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     variants = VARIANTS[options.what]
-    lrs = options.lrs or [options.lr]
+    lrs = options.lrs
     text, held_out = read_text(standard_library())
     length = options.seq * (LONG if options.what == "positions" else 1)
     windows = even_windows(held_out, 256, length)
@@ -185,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for index in tqdm(list(product(*map(range, shape))), disable=None):
         rate, number, variant = index
         seed = options.seed + number
-        config = replace(config_of(options), lr=lrs[rate], seed=seed)
+        config = replace(config_of(options, lrs[rate]), seed=seed)
         torch.manual_seed(seed)
         model = list(variants.values())[variant](config).to(device)
         curves[index], losses[index] = run(model, config, text, windows)

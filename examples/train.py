@@ -8,11 +8,7 @@
 
 A resumed run takes files and settings from the checkpoint, unless you pass new ones. On
 a CPU, its losses equal the losses of an uninterrupted run to the last bit, because the
-batch of a step depends only on the seed and the step.
-
-The model has `layers` blocks of width `d_model` with `heads` heads. Each of the `steps`
-trains on `batch` sequences of `seq` bytes. The learning rate rises to `lr` in `warmup`
-steps, then falls to a tenth of it. `seed` selects the weights and the batches.
+batch of a step depends only on the files, the seed and the step.
 
 Losses are in nats per byte. The baseline is zlib, which compresses the held-out text.
 """
@@ -23,7 +19,7 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -160,16 +156,77 @@ def plot(
     figure.savefig(path, dpi=150)
 
 
+def at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
 def add_settings(parser: argparse.ArgumentParser, defaults: Config) -> None:
-    for name, value in asdict(defaults).items():
-        option = "--" + name.replace("_", "-")
-        text = f"set `{name}`, see above (default: {value})"
-        parser.add_argument(option, type=type(value), default=value, help=text)
+    """Add an option for each field of Config, except for the learning rate."""
+    parser.add_argument(
+        "--steps",
+        type=at_least_one,
+        default=defaults.steps,
+        help="train for this many steps (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=at_least_one,
+        default=defaults.batch,
+        help="train on this many sequences per step (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seq",
+        type=at_least_one,
+        default=defaults.seq,
+        help="train on sequences of this many bytes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--d-model",
+        type=at_least_one,
+        default=defaults.d_model,
+        help="build blocks of this width (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=at_least_one,
+        default=defaults.layers,
+        help="build this many blocks (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--heads",
+        type=at_least_one,
+        default=defaults.heads,
+        help="give each block this many heads (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=defaults.warmup,
+        help="let the learning rate rise in this many steps, before it falls to a tenth "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=defaults.seed,
+        help="draw weights and batches with this seed (default: %(default)s)",
+    )
 
 
-def config_of(options: argparse.Namespace) -> Config:
+def config_of(options: argparse.Namespace, lr: float) -> Config:
     return Config(
-        **{field.name: getattr(options, field.name) for field in fields(Config)}
+        steps=options.steps,
+        batch=options.batch,
+        seq=options.seq,
+        d_model=options.d_model,
+        layers=options.layers,
+        heads=options.heads,
+        lr=lr,
+        warmup=options.warmup,
+        seed=options.seed,
     )
 
 
@@ -193,12 +250,18 @@ def parse(
         "--resume", action="store_true", help="continue from the checkpoint"
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the losses into this file")
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=Config.lr,
+        help="train at this peak learning rate (default: %(default)s)",
+    )
     add_settings(parser, Config())
     options, saved = parser.parse_args(arguments), None
     if options.resume:
         if options.checkpoint is None:
             parser.error("--resume requires --checkpoint FILE")
-        saved = torch.load(options.checkpoint, weights_only=True)
+        saved = read(options.checkpoint)
         parser.set_defaults(**saved["config"])
         options = parser.parse_args(arguments)
     d_head, rest = divmod(options.d_model, options.heads)
@@ -215,9 +278,14 @@ def build(config: Config) -> LanguageModel:
     return LanguageModel(256, *sizes, max_seq_len=config.seq)
 
 
+def read(path: str) -> dict[str, Any]:
+    """Return the content of a checkpoint, on the CPU."""
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
 def load(path: str) -> LanguageModel:
     """Return the model of a checkpoint. Its tokens are bytes."""
-    saved = torch.load(path, weights_only=True)
+    saved = read(path)
     saved["config"].pop("files")
     model = build(Config(**saved["config"]))
     model.load_state_dict(saved["model"])
@@ -232,8 +300,13 @@ def save(path: str, state: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options, saved = parse(arguments)
-    config = config_of(options)
+    config = config_of(options, options.lr)
     text, held_out = read_text(options.files or standard_library())
+    if len(held_out) <= config.seq:
+        raise ValueError(
+            f"the last 5% of the files must have more than --seq {config.seq} bytes, got "
+            f"{len(held_out)}: pass more text, or a smaller --seq"
+        )
     windows = even_windows(held_out, 64, config.seq)
     baseline = zlib_loss(held_out)
     print(f"{len(text):,} bytes; zlib: {baseline:.3f} nats per byte")
@@ -271,9 +344,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.plot is not None:
         plot(options.plot, history, validation, baseline)
 
-    prompt = held_out[: config.seq // 4].long().to(device)
+    prompt = held_out[: max(config.seq // 4, 1)].long().to(device)
     torch.manual_seed(config.seed)
-    sample = model.generate(prompt[None], config.seq - len(prompt), temperature=0.8)
+    count = config.seq + 1 - len(prompt)  # as many as the model has positions for
+    sample = model.generate(prompt[None], count, temperature=0.8)
     print(bytes(sample[0].tolist()).decode(errors="replace"))
 
 

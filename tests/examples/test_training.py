@@ -1,17 +1,23 @@
-"""The training examples: resumed runs, and variants that differ in one choice."""
+"""The training examples: the recipe, resumed runs, and variants that differ in one choice."""
 
 import math
+import re
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import ablations
 import pytest
 import torch
+import torch.nn.functional as F
 import train
+from matplotlib.figure import Figure
+from torch import nn
 
 CONFIG = train.Config(steps=30, batch=4, seq=32, d_model=32, layers=2, warmup=5)
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
+TINY = ["--seq", "8", "--d-model", "8", "--heads", "1", "--layers", "1"]
 
 
 def test_interrupted_run_resumes_with_the_same_losses(tmp_path, monkeypatch, capsys):
@@ -45,6 +51,146 @@ def test_interrupted_run_resumes_with_the_same_losses(tmp_path, monkeypatch, cap
     assert capsys.readouterr().out.splitlines()[-1] == sample
 
 
+# --- Text and batches ---------------------------------------------------------------------
+
+
+def test_the_last_5_percent_are_held_out(tmp_path):
+    (tmp_path / "one").write_bytes(b"a" * 150)
+    (tmp_path / "two").write_bytes(b"b" * 40 + b"z" * 10)
+    text, held_out = train.read_text([str(tmp_path / "one"), str(tmp_path / "two")])
+    assert bytes(text.tolist()) == b"a" * 150 + b"b" * 40
+    assert bytes(held_out.tolist()) == b"z" * 10
+
+
+def test_a_run_trains_on_the_text_and_validates_on_what_is_held_out(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "text"
+    path.write_bytes(b"ab" * 950 + b"yz" * 50)
+    seen: dict[bool, set[int]] = {True: set(), False: set()}
+    losses = train.losses
+
+    def watch(model, windows):
+        seen[torch.is_grad_enabled()] |= set(windows.flatten().tolist())
+        return losses(model, windows)
+
+    monkeypatch.setattr(train, "losses", watch)
+    train.main([str(path), *TINY, "--steps", "9", "--batch", "8"])
+    assert bytes(sorted(seen[True])) == b"ab"
+    assert bytes(sorted(seen[False])) == b"yz"
+
+
+def test_a_batch_consists_of_sequences_of_the_text_and_one_more_byte():
+    text = torch.arange(40, dtype=torch.uint8)
+    starts = set()
+    for step in range(200):
+        windows = train.random_windows(text, replace(CONFIG, batch=3, seq=36), step)
+        assert windows.shape == (3, 37)
+        assert torch.equal(windows - windows[:, :1], torch.arange(37).expand(3, -1))
+        starts.update(windows[:, 0].tolist())
+    assert starts == {0, 1, 2, 3}
+
+
+def test_validation_covers_the_text_from_its_start_to_its_end():
+    windows = train.even_windows(torch.arange(41, dtype=torch.uint8), 5, 8)
+    assert windows[:, 0].tolist() == [0, 8, 16, 24, 32]
+    assert windows[:, -1].tolist() == [8, 16, 24, 32, 40]
+
+
+def test_each_seed_and_step_has_its_own_batch():
+    text = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
+    batches = [
+        train.random_windows(text, replace(CONFIG, seed=seed), step)
+        for seed, step in [(0, 0), (0, 0), (0, 1), (1, 0)]
+    ]
+    assert torch.equal(batches[0], batches[1])
+    for one, other in combinations(batches[1:], 2):
+        assert not torch.equal(one, other)
+
+
+def test_a_text_that_is_too_short_raises(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"a" * 400)  # 20 are held out
+    with pytest.raises(ValueError, match="more than --seq 20 bytes, got 20"):
+        train.main([str(path), "--seq", "20"])
+
+
+def test_zlib_cannot_compress_random_bytes():
+    text = torch.randint(256, (100_000,), dtype=torch.uint8)
+    assert train.zlib_loss(text) == pytest.approx(math.log(256), rel=1e-2)
+    assert train.zlib_loss(torch.zeros(100_000, dtype=torch.uint8)) < 0.01
+
+
+# --- The recipe ---------------------------------------------------------------------------
+
+
+class Successor(nn.Module):
+    """Predict that each byte is followed by the next number."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1000.0))
+
+    def forward(self, tokens):
+        return self.scale * F.one_hot((tokens + 1) % 256, 256).float()
+
+
+def test_the_target_of_a_byte_is_the_next_one():
+    windows = torch.arange(20).view(2, 10)
+    assert train.losses(Successor(), windows).tolist() == [[0.0] * 9] * 2
+    assert train.losses(Successor(), windows.flip(-1)).min() == 1000
+
+
+def test_validation_is_the_mean_loss_of_each_position():
+    """Of 12 windows, 3 have a wrong byte at position 2, which also misleads the next."""
+    windows = torch.arange(5).repeat(12, 1)
+    windows[:3, 2] = 100
+    found = train.validate(Successor(), windows)
+    assert found.tolist() == [0.0, 250.0, 250.0, 0.0]
+
+
+class Steep(nn.Module):
+    """Have a gradient whose norm is 1000 times the root of 1/2."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(256))
+
+    def forward(self, tokens):
+        return (1000 * self.weight).expand(*tokens.shape, -1)
+
+
+def test_gradients_are_clipped_to_norm_1():
+    model = Steep()
+    config = replace(CONFIG, steps=1, warmup=0, lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=9.0)
+    text = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
+    list(train.train(model, optimizer, text, config))
+    assert model.weight.norm().item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_gradients_of_earlier_steps_are_forgotten():
+    """With a rate of 0, the second step has the gradient of its own batch only."""
+    model = Steep()
+    config = replace(CONFIG, steps=2, warmup=0, lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=9.0)
+    gradients = []
+    text = torch.zeros(100, dtype=torch.uint8)
+    for _ in train.train(model, optimizer, text, config):
+        gradients.append(model.weight.grad.clone())
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_matrices_decay_and_gains_do_not():
+    model = ablations.build(CONFIG)
+    decay, keep = train.adamw(model).param_groups
+    assert (decay["weight_decay"], keep["weight_decay"]) == (0.1, 0.0)
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    kept = {names.pop(id(weight)) for weight in keep["params"]}
+    assert all("ln" in name for name in kept)
+    assert {id(weight) for weight in decay["params"]} == names.keys()
+
+
 def test_loss_falls_from_that_of_a_guess():
     model = ablations.build(CONFIG)
     text = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
@@ -55,11 +201,107 @@ def test_loss_falls_from_that_of_a_guess():
 
 def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth():
     rates = [train.learning_rate(CONFIG, step) for step in range(CONFIG.steps + 1)]
+    assert rates[:5] == pytest.approx([CONFIG.lr * part / 5 for part in range(1, 6)])
     assert rates[4] == max(rates) == CONFIG.lr
     assert rates[-1] == pytest.approx(CONFIG.lr / 10)
 
 
-@pytest.mark.parametrize("variants", ablations.VARIANTS.values())
+# --- The command --------------------------------------------------------------------------
+
+OPTIONS = {
+    "steps": "2",
+    "batch": "3",
+    "seq": "10",
+    "d_model": "24",
+    "layers": "1",
+    "heads": "2",
+    "lr": "0.25",
+    "warmup": "4",
+    "seed": "7",
+}
+
+
+def test_each_option_reaches_what_it_sets(tmp_path, monkeypatch):
+    sizes = []
+    batches = train.random_windows
+
+    def watch(text, config, step):
+        batch = batches(text, config, step)
+        sizes.append(tuple(batch.shape))
+        assert config.seed == 7
+        return batch
+
+    monkeypatch.setattr(train, "random_windows", watch)
+    path = str(tmp_path / "run.pt")
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    train.main([__file__, *options, "--checkpoint", path])
+    assert sizes == [(3, 11), (3, 11)]
+    saved = train.read(path)
+    assert saved["optimizer"]["param_groups"][0]["lr"] == 0.25 * 2 / 4
+    model = train.load(path)
+    assert model.transformer.d_model == 24
+    assert model.transformer.max_seq_len == 10
+    assert [block.attn.num_heads for block in model.transformer.layers] == [2]
+    for name, value in OPTIONS.items():
+        assert str(saved["config"][name]) == value
+
+
+def test_the_seed_draws_the_weights(tmp_path):
+    first = []
+    for seed in ("0", "0", "1"):
+        path = str(tmp_path / "run.pt")
+        train.main([__file__, *TINY, "--steps=1", "--seed", seed, "--checkpoint", path])
+        first.append(train.load(path).token_embeddings.weight)
+    assert torch.equal(first[0], first[1])
+    assert not torch.allclose(first[0], first[2], atol=0.1)
+
+
+def test_the_smallest_sequences_are_enough(capsys):
+    train.main([__file__, *TINY, "--seq", "1", "--steps", "1"])
+    assert "step 1: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--steps", "--batch", "--seq", "--layers"])
+def test_a_size_of_0_is_an_error(option, capsys):
+    with pytest.raises(SystemExit):
+        train.main([__file__, option, "0"])
+    assert f"argument {option}: must be at least 1, got 0" in capsys.readouterr().err
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are saved, by path."""
+    saved = {}
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, path, **_: saved.update({path: self})
+    )
+    return saved
+
+
+def curves(axes):
+    """Return x and y of each line, by its label."""
+    return {line.get_label(): line.get_data() for line in axes.get_lines()}
+
+
+def test_the_plot_has_losses_by_step_and_what_zlib_reaches(figures):
+    train.plot("loss.png", [5.0, 4.0, 3.0], {2: 4.5, 3: 3.5}, 1.25)
+    [axes] = figures["loss.png"].axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "nats per byte")
+    lines = {name: [list(x), list(y)] for name, (x, y) in curves(axes).items()}
+    assert lines["training"] == [[1, 2, 3], [5.0, 4.0, 3.0]]
+    assert lines["validation"] == [[2, 3], [4.5, 3.5]]
+    assert lines["zlib, validation"][1] == [1.25, 1.25]
+
+
+# --- Ablations ----------------------------------------------------------------------------
+
+
+every_group = pytest.mark.parametrize(
+    "variants", ablations.VARIANTS.values(), ids=ablations.VARIANTS
+)
+
+
+@every_group
 def test_variants_differ_in_gains_of_norms_at_most(variants):
     counts = set()
     for build in variants.values():
@@ -68,25 +310,188 @@ def test_variants_differ_in_gains_of_norms_at_most(variants):
     assert len(counts) == 1
 
 
-def test_post_norm_normalizes_each_sum():
-    model = ablations.post_norm(replace(CONFIG, layers=1)).double()
+@every_group
+def test_no_variant_equals_another(variants):
+    tokens = torch.randint(256, (2, 9))
+    logits = {}
+    for name, build in variants.items():
+        torch.manual_seed(0)
+        logits[name] = build(CONFIG)(tokens)
+    for one, other in combinations(logits, 2):
+        assert not torch.allclose(logits[one], logits[other], atol=1e-3), (one, other)
+
+
+def build_variant(group, name):
+    """Return the block, the final norm, and the model of a variant with one layer."""
+    config = replace(CONFIG, layers=1)
+    model = ablations.VARIANTS[group][name](config).double()
     block: Any = model.transformer.layers[0]
+    return block, model.transformer
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [("GELU", F.gelu), ("SiLU", F.silu), ("ReLU", F.relu)],
+)
+def test_an_ungated_variant_has_its_activation(name, activation):
+    block, _ = build_variant("ffn", name)
     x = torch.randn(2, 5, 32, dtype=torch.float64)
-    z = block.ln1(x + block.attn(x))
-    expected = block.ln2(z + block.ffn(z))
-    torch.testing.assert_close(model.transformer(x), expected)
+    expected = block.ffn.w2(activation(block.ffn.w1(x)))
+    torch.testing.assert_close(block.ffn(x), expected)
 
 
-def test_ablation_prints_a_row_per_rate_and_seed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ablations, "standard_library", lambda: [__file__])
-    options = ["--steps", "6", "--seq", "8", "--d-model", "12", "--seeds", "2"]
-    picture = str(tmp_path / "norm.png")
-    ablations.main(
-        ["norm", *options, "--lrs", "1e-3", "1e30", "--warmup", "0", "--plot", picture]
+def test_swiglu_has_a_gate():
+    block, _ = build_variant("ffn", "SwiGLU")
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    expected = block.ffn.w2(F.silu(block.ffn.w1(x)) * block.ffn.w3(x))
+    torch.testing.assert_close(block.ffn(x), expected)
+
+
+def test_pre_norm_normalizes_what_each_branch_reads():
+    block, model = build_variant("norm", "pre-norm")
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    z = x + block.attn(F.rms_norm(x, (32,), eps=1e-5))
+    z = z + block.ffn(F.rms_norm(z, (32,), eps=1e-5))
+    torch.testing.assert_close(model(x), F.rms_norm(z, (32,), eps=1e-5))
+
+
+def test_post_norm_normalizes_each_sum():
+    block, model = build_variant("norm", "post-norm")
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    z = F.rms_norm(x + block.attn(x), (32,), eps=1e-5)
+    expected = F.rms_norm(z + block.ffn(z), (32,), eps=1e-5)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_without_norms_there_is_none():
+    block, model = build_variant("norm", "no norm")
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    z = x + block.attn(x)
+    torch.testing.assert_close(model(x), z + block.ffn(z))
+
+
+@pytest.mark.parametrize(("name", "differs"), [("RoPE", True), ("no positions", False)])
+def test_only_positions_tell_the_order_of_earlier_bytes(name, differs):
+    _, model = build_variant("positions", name)
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    swapped = x[:, [1, 0, 3, 2, 4]]
+    last = model(x)[:, -1], model(swapped)[:, -1]
+    assert torch.allclose(*last) != differs
+
+
+def test_a_run_stops_where_it_diverges(monkeypatch):
+    monkeypatch.setattr(ablations, "train", lambda *_: iter([5.0, 19.0, 21.0, 4.0]))
+    model = ablations.build(CONFIG)
+    windows = torch.zeros(2, 9, dtype=torch.long)
+    config = replace(CONFIG, steps=4)
+    curve, losses = ablations.run(model, config, torch.zeros(9), windows)
+    assert curve[:2].tolist() == [5.0, 19.0]
+    assert curve[2:].isnan().all()
+    assert losses.isnan().all()
+    assert losses.shape == (8,)
+
+
+def test_parts_are_means_up_to_their_ends():
+    ends, means = ablations.parts(torch.arange(12.0).view(1, 12), 3)
+    assert ends.tolist() == [4, 8, 12]
+    assert means.tolist() == [[1.5, 5.5, 9.5]]
+    ends, means = ablations.parts(torch.arange(3.0).view(1, 3), 50)
+    assert (ends.tolist(), means.tolist()) == ([1, 2, 3], [[0.0, 1.0, 2.0]])
+
+
+def test_a_table_has_a_cell_per_variant():
+    rows = [("seed 0", torch.tensor([1.25, torch.nan])), ("mean", torch.tensor([2, 3]))]
+    assert ablations.table(["banana", "other"], rows).splitlines() == [
+        "|  | banana | other |",
+        "| --- | --- | --- |",
+        "| seed 0 | 1.250 | diverged |",
+        "| mean | 2.000 | 3.000 |",
+    ]
+
+
+def test_the_left_plot_is_the_training_at_the_middle_rate(figures):
+    """Of 3 rates, 2 seeds, 1 variant and 4 steps. Each loss tells where it is from."""
+    steps = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    rates = torch.tensor([2.0, 3.0, 4.0]).view(3, 1, 1, 1)
+    seeds = torch.tensor([0.0, 0.02]).view(1, 2, 1, 1)
+    losses = torch.full((3, 2, 1, 8), 0.5) + rates + seeds
+    ablations.plot("p", ["RoPE"], [1e-3, 1e-2, 1e-1], rates + seeds + steps, losses)
+    left, right = figures["p"].axes
+    assert left.get_title() == "training, peak learning rate 0.01"
+    assert (left.get_xlabel(), left.get_ylabel()) == ("step", "nats per byte")
+    assert (right.get_xlabel(), right.get_xscale()) == ("peak learning rate", "log")
+    x, y = curves(left)["RoPE"]
+    assert list(x) == [1, 2, 3, 4]
+    assert list(y) == pytest.approx([3.41, 3.31, 3.21, 3.11])
+    x, y = curves(right)["RoPE"]
+    assert list(x) == [1e-3, 1e-2, 1e-1]
+    assert list(y) == pytest.approx([2.51, 3.51, 4.51])
+    assert left.get_ylim()[1] > 4.51
+
+
+def test_with_one_rate_the_right_plot_is_by_position(figures):
+    losses = torch.arange(128.0).view(1, 1, 1, 128) / 100 + 2
+    ablations.plot("p", ["RoPE"], [1e-2], torch.ones(1, 1, 1, 4), losses)
+    _, right = figures["p"].axes
+    assert (right.get_title(), right.get_xlabel()) == (
+        "validation",
+        "position of the byte",
     )
+    x, y = curves(right)["RoPE"]
+    assert list(x) == list(range(2, 129, 2))
+    assert list(y)[:2] == pytest.approx([2.005, 2.025])
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Options of an ablation that takes a second, on a small text."""
+    monkeypatch.setattr(ablations, "standard_library", lambda: [__file__])
+    return ["--steps", "6", "--seq", "8", "--d-model", "12"]
+
+
+def test_ablation_prints_a_row_per_rate_and_seed(small, tmp_path, capsys):
+    picture = str(tmp_path / "norm.png")
+    options = ["--lrs", "1e-3", "1e30", "--warmup", "0", "--seeds", "2", "--seed", "5"]
+    ablations.main(["norm", *small, *options, "--plot", picture])
     rows = capsys.readouterr().out.splitlines()[2:]
-    assert len(rows) == 2 * 3
+    assert [row.split("|")[1].strip() for row in rows] == [
+        "lr 0.001, seed 5",
+        "lr 0.001, seed 6",
+        "lr 0.001, mean",
+        "lr 1e+30, seed 5",
+        "lr 1e+30, seed 6",
+        "lr 1e+30, mean",
+    ]
     assert [row.count("diverged") for row in rows] == [0, 0, 0, 3, 3, 3]
     assert (tmp_path / "norm.png").exists()
-    ablations.main(["positions", *options])
-    assert "| to byte 32 |" in capsys.readouterr().out
+
+
+def test_an_ablation_trains_each_variant_on_the_text_with_the_same_batches(
+    small, monkeypatch, capsys
+):
+    """The losses that are printed are those of the variant, the rate and the seed."""
+    calls = []
+
+    def run(model, config, text, windows):
+        calls.append((config.lr, config.seed, text, windows, model))
+        loss = len(calls) + torch.zeros(windows.shape[1] - 1)
+        loss[8:] += 100  # beyond the training length, not in the first table
+        return torch.ones(config.steps), loss
+
+    monkeypatch.setattr(ablations, "run", run)
+    ablations.main(["positions", *small, "--lrs", "0.5", "--seeds", "2"])
+    text, held_out = train.read_text([__file__])
+    assert [call[:2] for call in calls] == [(0.5, 0), (0.5, 0), (0.5, 1), (0.5, 1)]
+    for _, _, trained, windows, _ in calls:
+        assert torch.equal(trained, text)
+        assert torch.equal(windows, train.even_windows(held_out, 256, 32))
+    assert [call[-1].transformer.rope is None for call in calls] == [False, True] * 2
+    out = capsys.readouterr().out
+    for row in (
+        "| lr 0.5, seed 0 | 1.000 | 2.000 |",
+        "| lr 0.5, seed 1 | 3.000 | 4.000 |",
+        "| lr 0.5, mean | 2.000 | 3.000 |",
+        "| to byte 8 | 2.000 | 3.000 |",
+        "| to byte 32 | 102.000 | 103.000 |",
+    ):
+        assert re.search(re.escape(row), out), row
