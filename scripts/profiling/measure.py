@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.optim import AdamW
 
 from .kernels import Recording, record_run
-from .parts import OUTSIDE, Labels, PartTime, Stopwatch
+from .parts import Labels, PartTime, Stopwatch
 from .roofline import Operation, Rates, Row, rate_samplers
 from .tensors import nbytes, result_in, storage_of, stored_in
 from .work import Ledger, ledgers_of, rows_of
@@ -29,6 +29,7 @@ EAGER_PARTS = (
 REST = "rest"
 GPU_IDLE = "GPU idle"
 LEDGERS = 3  # runs in which each operation is timed
+SHOWN = 0.01  # of the total: parts without operations that take less are not shown
 NOISE = 0.2  # what varies by more is named
 
 
@@ -229,16 +230,16 @@ def measure(
     samples = interleave(samplers, settings.rounds)
 
     rates = Rates.of({name: samples[name] for name in of_rates})
+    took = Spread.of(samples["whole"])
     for row in rows:
         set_times(row, stopwatch.taken)
         row.compare(rates, settings.on_gpu)
-    took = Spread.of(samples["whole"])
+    rows = [row for row in rows if is_shown(row, took.median)]
     whole = add_up(rows, took, rates, subject)
     if parts_are_eager:
         whole.forward_s = None
-    rest_varies = (
-        Spread.of(rests(samples["whole"], stopwatch.taken)).range / took.median
-    )
+    left = rests(rows, samples["whole"], stopwatch.taken)
+    rest_varies = Spread.of(left).range / took.median
     notes += noise([*rows, whole], rest_varies, samples, of_rates)
     recording, memory = record(subject, ledgers[0], run_whole, trace, parts_are_eager)
     rows += left_over(rows, whole, recording)
@@ -260,6 +261,12 @@ def measure(
         recording=recording,
         notes=notes,
     )
+
+
+def is_shown(row: Row, total_s: float) -> bool:
+    """Say if a part does more than to call others."""
+    works = bool(row.operations or row.kept_bytes)
+    return works or row.total_s > SHOWN * total_s
 
 
 def built_mode(model: nn.Module) -> str:
@@ -295,19 +302,21 @@ def add_up(rows: list[Row], took: Spread, rates: Rates, subject: Subject) -> Row
     # The parts and the whole are measured in separate runs.
     train = subject.settings.train
     whole.forward_s = min(forward, took.median) if train else took.median
-    whole.compare(rates, on_gpu=False)
+    whole.compare(rates, subject.settings.on_gpu)
+    whole.overhead_s = whole.ops / rates.small_operations_per_s
     whole.least_s = sum(row.least_s for row in rows)  # nothing is fused over parts
     whole.of_roofline = whole.least_s / whole.total_s
     whole.limit = ""
     return whole
 
 
-def rests(whole: list[float], taken: list[dict[str, PartTime]]) -> list[float]:
-    """Return, for each round, the time that the parts leave of the whole."""
+def rests(
+    rows: list[Row], whole: list[float], taken: list[dict[str, PartTime]]
+) -> list[float]:
+    """Return, for each round, the time that the rows leave of the whole."""
     left = []
     for seconds, times in zip(whole, taken, strict=True):
-        inside = [times[part].total for part in times if part != OUTSIDE]
-        left.append(seconds - sum(inside))
+        left.append(seconds - sum(times[row.name].total for row in rows))
     return left
 
 

@@ -1,5 +1,7 @@
 """A profile as text: what to conclude from it, and the table behind that."""
 
+from textwrap import fill
+
 from lab.tables import number, share, si, terminal
 
 from .kernels import Kernel, Recording
@@ -52,6 +54,7 @@ def _machine(profile: Profile) -> str:
 
 def _summary(profile: Profile) -> str:
     whole, took, memory = profile.whole, profile.took_s, profile.memory
+    [rest] = [row for row in profile.rows if _is_rest(row)]
     digits = _digits(whole)
     bound = _at_least(whole)
     overhead = whole.overhead_s or 0.0
@@ -72,19 +75,21 @@ def _summary(profile: Profile) -> str:
         f"Overhead: calling {whole.ops:,} operations takes at least {si(overhead, 's', 2)}, "
         f"{share(overhead / whole.total_s, 2)} of the time",
         f"Memory: {', '.join(sizes)}",
+        f"Rest, which no part explains: {share(rest.total_s / whole.total_s, 2)} of the "
+        f"time, varies by {share(profile.rest_varies, 2)} of it",
     ]
     if whole.unknown:
         names = ", ".join(whole.unknown)
         lines.append(f"FLOPs without {names}: no formula, so what follows has >= or <=")
-    return "\n".join([*lines, *profile.notes])
+    return "\n".join(map(_wrapped, [*lines, *profile.notes]))
 
 
 def _losses(profile: Profile) -> str:
     """Return the three rows that lose the most time, with the reasons."""
     if profile.parts_are_eager:  # and the total is not
         return ""
-    rows = [row for row in profile.rows if row.name != REST]
-    rows = [row for row in rows if row.total_s > row.least_s]
+    rows = [row for row in profile.rows if row.total_s > row.least_s]
+    rows = [row for row in rows if not _is_rest(row)]
     rows.sort(key=lambda row: row.least_s - row.total_s)
     lines = ["Most time lost against the roofline, and why:"]
     for row in rows[:3]:
@@ -94,9 +99,9 @@ def _losses(profile: Profile) -> str:
             f"  {row.name}: {_at_most(row)}{si(lost, 's', digits)}, "
             f"{_at_most(row)}{share(lost / profile.whole.total_s, digits)} of the total"
         )
-        lines.append(f"    {_reason(row)}")
+        lines.append(_wrapped(_reason(row), "    "))
         if row.operations:
-            lines.append(f"    {_operations(row)}")
+            lines.append(_wrapped(_operations(row), "    "))
     return "\n".join(lines)
 
 
@@ -155,6 +160,17 @@ def _operations(row: Row) -> str:
         if each.total_s > 0.01 * whole
     ]
     return f"{row.ops:,} operations: {', '.join(shares)}"
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """Break a text into lines that fit a terminal. Further lines are indented."""
+    further = indent + "  "
+    return fill(text, 120, initial_indent=indent, subsequent_indent=further)
+
+
+def _is_rest(row: Row) -> bool:
+    """Say if a row is what the parts leave; a part may have this name, too."""
+    return row.name == REST and not row.calls
 
 
 def _digits(row: Row) -> int:

@@ -106,7 +106,6 @@ class Ledger(TorchDispatchMode, Watch):
         self._made: set[int] = set()  # storages
         self._inputs = {storage_of(each) for each in stored_in(x)}
         self._kept: set[int] = set()
-        self._calls: Counter[str] = Counter()
         self._part_read: dict[int, int] = {}  # bytes, by storage
         self._part_written: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -117,7 +116,7 @@ class Ledger(TorchDispatchMode, Watch):
             self.watch(run)
         modules = Counter(self.parts.values())
         for name, row in self.rows.items():
-            row.modules, row.calls = modules[name], self._calls[name]
+            row.modules = modules[name]
         counted: set[Tensor] = set()
         for module, name in self.parts.items():
             own = set(module.parameters(recurse=False)) - counted
@@ -130,7 +129,7 @@ class Ledger(TorchDispatchMode, Watch):
         self._part_written = {}
 
     def end(self) -> None:
-        if self.part not in self.rows:  # it only calls others
+        if self.part not in self.rows:
             return
         moved = sum(self._part_read.values())
         for storage, size in self._part_written.values():
@@ -139,7 +138,7 @@ class Ledger(TorchDispatchMode, Watch):
         self.rows[self.part].moved_bytes += moved
 
     def called(self) -> None:
-        self._calls[self.part] += 1
+        self._row().calls += 1
 
     def _row(self) -> Row:
         kept_bytes = 0 if self.sees_kept else None

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lab.sizes import PRESETS, Size
-from lab.tables import number, share, si
+from lab.tables import number, share, si, terminal
 from lab.timing import Spread, interleave, wall_sampler
 
 META = torch.device("meta")
@@ -15,6 +15,7 @@ META = torch.device("meta")
 def test_spread_has_the_median_and_the_percentiles():
     spread = Spread.of([5.0, 1.0, 2.0, 4.0, 3.0, 6.0])
     assert (spread.median, spread.p20, spread.p80) == (3.5, 2.0, 5.0)
+    assert spread.range == 3
     assert spread.width == pytest.approx(3 / 3.5)
 
 
@@ -55,6 +56,22 @@ def test_numbers_have_three_digits_and_units_follow_their_size():
     for write, texts in TEXTS.items():
         assert {value: write(value) for value in texts} == texts
     assert si(3e-3, "s") == "3.00 ms"
+
+
+def test_uncertain_numbers_have_fewer_digits():
+    assert (number(12345.0, 2), number(0.0126, 2)) == ("12000", "0.013")
+    assert (si(996e3, "B", 2), si(994e3, "B", 2)) == ("1.0 MB", "990 kB")
+    assert share(0.0426, 2) == "4.3%"
+
+
+def test_table_for_a_terminal_cuts_long_names_in_their_middle():
+    rows = [["model.layers.attention.projection", "12"], ["b", ""]]
+    table = terminal(["part", "ms"], rows, width=25)
+    assert table.splitlines() == [
+        "part                   ms",
+        "model....n.projection  12",
+        "b",
+    ]
 
 
 def test_presets_have_the_parameters_of_their_models():
