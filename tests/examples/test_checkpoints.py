@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from_gguf = pytest.importorskip("from_gguf")
 generate = pytest.importorskip("generate")
 hugging_face = pytest.importorskip("hugging_face")
+train = pytest.importorskip("train")
 
 # `make story` downloads the file. .ci/run does so first, and fails if a test is skipped.
 MODEL = Path.home() / ".cache/tinyblock/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -342,14 +344,32 @@ def save_tokenizer(folder):
     return wrapped
 
 
-def test_generate_prints_the_text_of_transformers_until_it_stops(tmp_path, capsys):
+@pytest.fixture
+def with_tokenizer(tmp_path):
+    """A checkpoint with a tokenizer, in tmp_path."""
     theirs = save("llama", tmp_path)
-    tokenizer = save_tokenizer(tmp_path)
+    return theirs, save_tokenizer(tmp_path)
+
+
+def name_stop_tokens(folder, **files):
+    """Write eos_token_id into config.json and generation_config.json, or remove it."""
+    for name in ("config", "generation_config"):
+        path = folder / f"{name}.json"
+        content = json.loads(path.read_text())
+        content.pop("eos_token_id", None)
+        if name in files:
+            content["eos_token_id"] = files[name]
+        path.write_text(json.dumps(content))
+
+
+def test_generate_prints_the_text_of_transformers_until_it_stops(
+    with_tokenizer, tmp_path, capsys
+):
+    theirs, tokenizer = with_tokenizer
     prompt = tokenizer("Q: naïve 🙂", return_tensors="pt")["input_ids"]
     tokens = greedy(theirs, prompt, 20)[0].tolist()
     stop = tokens[-5]
-    theirs.generation_config.eos_token_id = [stop]
-    theirs.generation_config.save_pretrained(tmp_path)
+    name_stop_tokens(tmp_path, generation_config=[stop])
     generate.main([str(tmp_path), "naïve 🙂", "--chat", "--tokens", "20"])
 
     new = tokens[prompt.shape[1] :]
@@ -357,16 +377,251 @@ def test_generate_prints_the_text_of_transformers_until_it_stops(tmp_path, capsy
     assert capsys.readouterr().out == text.rstrip("\ufffd") + "\n"
 
 
-def test_generate_reports_a_model_that_it_does_not_find(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        generate.main([str(tmp_path / "missing.gguf"), "text"])
-    assert "missing.gguf" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(
-    not MODEL.exists(),
-    reason="`make story` downloads the model",
+@pytest.mark.parametrize(
+    ("files", "stop"),
+    [
+        ({"generation_config": 0, "config": 5}, {0}),
+        ({"generation_config": [3, 4]}, {3, 4}),
+        ({"config": 5}, {5}),
+        ({}, {256}),
+    ],
+    ids=["token 0", "a list", "in config.json only", "in the tokenizer only"],
 )
+def test_generate_stops_at_the_tokens_that_the_files_name(
+    files, stop, with_tokenizer, tmp_path
+):
+    name_stop_tokens(tmp_path, **files)
+    _, _, found = generate.load(str(tmp_path))
+    assert found == stop
+
+
+def printed(capsys, *arguments):
+    generate.main([str(argument) for argument in arguments])
+    return capsys.readouterr().out
+
+
+def test_tokens_limits_the_text(with_tokenizer, tmp_path, capsys):
+    name_stop_tokens(tmp_path, generation_config=999)
+    model = hugging_face.load(tmp_path)
+    _, tokenizer = with_tokenizer
+    prompt = tokenizer("abc", return_tensors="pt")["input_ids"]
+    for count in (1, 7):
+        expected = tokenizer.decode(model.generate(prompt, count)[0, 3:])
+        found = printed(capsys, tmp_path, "abc", "--tokens", count)
+        assert found == expected.rstrip("\ufffd") + "\n"
+
+
+def test_temperature_and_top_k_draw_tokens(with_tokenizer, tmp_path, capsys):
+    name_stop_tokens(tmp_path, generation_config=999)
+    run = [tmp_path, "abc", "--tokens", "12"]
+    likeliest = printed(capsys, *run)
+    assert printed(capsys, *run, "--temperature", "5") != likeliest
+    assert printed(capsys, *run, "--temperature", "1e-9") == likeliest
+    assert printed(capsys, *run, "--temperature", "5", "--top-k", "1") == likeliest
+    assert printed(capsys, *run, "--temperature", "5", "--top-k", "9") != likeliest
+
+
+def test_the_longest_prompt_leaves_room_for_one_token(with_tokenizer, tmp_path, capsys):
+    printed(capsys, tmp_path, "a" * 128, "--tokens", "1")
+    with pytest.raises(SystemExit):
+        printed(capsys, tmp_path, "a" * 128, "--tokens", "2")
+    assert "128 positions, of which the last new" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a", "--tokens", "0"], "argument --tokens: must be at least 1, got 0"),
+        (["a", "--top-k", "0"], "argument --top-k: must be at least 1, got 0"),
+        (["a", "--top-k", "3"], "--top-k must come with a --temperature"),
+        (["a", "--temperature=-1"], "argument --temperature: must be at least 0"),
+        (["a", "--temperature=nan"], "argument --temperature: must be at least 0"),
+        ([""], "each prompt must have a token"),
+    ],
+)
+def test_generate_names_a_wrong_argument(
+    arguments, message, with_tokenizer, tmp_path, capsys
+):
+    with pytest.raises(SystemExit):
+        generate.main([str(tmp_path), *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_chat_requires_a_template(with_tokenizer, tmp_path, capsys):
+    for path in tmp_path.glob("chat_template*"):
+        path.unlink()
+    with pytest.raises(SystemExit):
+        generate.main([str(tmp_path), "a", "--chat"])
+    assert "--chat requires a model that has a chat template" in capsys.readouterr().err
+
+
+def test_a_model_of_train_continues_bytes(tmp_path, capsys):
+    path = str(tmp_path / "run.pt")
+    sizes = ["--d-model=16", "--layers=1", "--steps=1", "--seq=16"]
+    train.main([__file__, *sizes, "--checkpoint", path])
+    capsys.readouterr()
+    expected = train.load(path).generate(torch.tensor([list(b"im")]), 15)[0, 2:]
+    found = printed(capsys, path, "im", "--tokens", "15")
+    text = bytes(expected.tolist()).decode(errors="replace")
+    assert found == text.rstrip("\ufffd") + "\n"
+    with pytest.raises(SystemExit):
+        generate.main([path, "im", "--chat"])
+
+
+class Contracting:
+    """A tokenizer whose clean-up joins what two tokens begin and end."""
+
+    def decode(self, tokens, skip_special_tokens, clean_up_tokenization_spaces):
+        text = "".join({0: "do", 1: " n't", 2: "!"}[token] for token in tokens)
+        return text.replace(" n't", "n't") if clean_up_tokenization_spaces else text
+
+
+def test_pieces_add_up_to_the_text():
+    assert "".join(generate.pieces(Contracting(), [0], [1, 2])) == " n't!"
+
+
+@pytest.mark.parametrize("name", ["missing.gguf", "README.md"])
+def test_generate_reports_a_model_that_it_does_not_find(name, tmp_path, capsys):
+    (tmp_path / "README.md").write_text("no model")
+    with pytest.raises(SystemExit, match="2"):
+        generate.main([str(tmp_path / name), "text"])
+    assert name in capsys.readouterr().err
+
+
+# --- GGUF ---------------------------------------------------------------------------------
+
+GGUF_FIELDS: dict[str, Any] = {
+    "llama.block_count": 2,
+    "llama.context_length": 128,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 96,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-6,
+    "llama.rope.dimension_count": 16,
+    "llama.rope.freq_base": 5e5,
+    "llama.vocab_size": 257,
+}
+
+
+def write_gguf(path, theirs, tensors=None, architecture="llama", **changes):
+    """Write a model of transformers as llama.cpp does.
+
+    `changes` of fields have underscores for dots. None removes a field.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    fields = GGUF_FIELDS | {
+        name.replace("__", "."): value for name, value in changes.items()
+    }
+    for name, value in fields.items():
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        elif value is not None:
+            writer.add_uint32(name, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    weights = {
+        names.get_name(name, try_suffixes=(".weight",)): weight.detach().numpy()
+        for name, weight in theirs.state_dict().items()
+    }
+    if theirs.config.tie_word_embeddings:
+        del weights["output.weight"]
+    for name, weight in (weights | (tensors or {})).items():
+        if weight is None:
+            continue
+        heads = {"attn_q": 4, "attn_k": 2}.get(name.split(".")[-2])
+        if heads:  # as in convert_hf_to_gguf.py
+            halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1)
+            weight = halves.swapaxes(1, 2).reshape(weight.shape)
+        writer.add_tensor(name, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
+
+
+def small_llama(folder, **options):
+    options.setdefault("rope_parameters", DEFAULT)
+    return save("llama", folder, **options)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_written_gguf_file_has_the_logits_of_transformers(tied, tmp_path):
+    theirs = small_llama(tmp_path, tie_word_embeddings=tied)
+    ours = from_gguf.load(write_gguf(tmp_path / "model.gguf", theirs))
+    assert ours.tied == tied
+    assert_equal(ours, theirs)
+
+
+def test_a_gguf_file_may_state_the_head_size(tmp_path):
+    theirs = small_llama(tmp_path, head_dim=32)
+    sizes = {
+        "llama__attention__key_length": 32,
+        "llama__attention__value_length": 32,
+        "llama__rope__dimension_count": 32,
+    }
+    path = write_gguf(tmp_path / "model.gguf", theirs, **sizes)
+    assert_equal(from_gguf.load(path), theirs)
+
+
+def test_a_gguf_file_of_llama_3_1_has_its_positions(tmp_path):
+    theirs = small_llama(tmp_path, rope_parameters=dict(LLAMA3))
+    plain = 5e5 ** (-torch.arange(0, 16, 2).double() / 16)
+    factors = (plain / theirs.model.rotary_emb.inv_freq.double()).float().numpy()
+    assert factors.max() > 3.9
+    tensors = {"rope_freqs.weight": factors}
+    path = write_gguf(tmp_path / "model.gguf", theirs, tensors)
+    assert_equal(from_gguf.load(path), theirs)
+
+
+NOT_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
+    "another architecture": ("got qwen2", {"architecture": "qwen2"}),
+    "experts": ("expert_count", {"llama__expert_count": 8}),
+    "a size per layer": ("head_count_kv", {"llama__attention__head_count_kv": [2, 2]}),
+    "no width": ("hidden_size", {"llama__embedding_length": None}),
+    "half of a head rotated": ("must be the head", {"llama__rope__dimension_count": 8}),
+    "scaled positions": ("scaling", {"llama__rope__scaling__factor": 4.0}),
+    "a weight missing": ("missing", {"tensors": {"blk.1.ffn_up.weight": None}}),
+    "no embedding": ("missing", {"tensors": {"token_embd.weight": None}}),
+    "a bias": ("unknown", {"tensors": {"blk.0.attn_output.bias": np.zeros(64, "f4")}}),
+    "too few factors": ("got 5", {"tensors": {"rope_freqs.weight": np.ones(5, "f4")}}),
+}
+
+
+@pytest.mark.parametrize("what", NOT_LLAMA)
+def test_a_gguf_file_that_is_not_understood_raises(what, tmp_path):
+    message, changes = NOT_LLAMA[what]
+    path = write_gguf(tmp_path / "model.gguf", small_llama(tmp_path), **changes)
+    with pytest.raises(ValueError, match=message):
+        from_gguf.load(path)
+
+
+def test_a_file_that_is_not_gguf_raises(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"something else" * 9)
+    with pytest.raises(ValueError, match="GGUF"):
+        from_gguf.load(tmp_path / "model.gguf")
+
+
+def test_all_tokens_that_end_a_text_stop_a_gguf_model(tmp_path):
+    stops = {
+        "tokenizer__ggml__eos_token_id": 7,
+        "tokenizer__ggml__eot_token_id": 9,
+    }
+    path = write_gguf(tmp_path / "model.gguf", small_llama(tmp_path), **stops)
+    assert from_gguf.stop_tokens(path) == {7, 9}
+
+
+needs_story = pytest.mark.skipif(
+    not MODEL.exists(), reason="`make story` downloads the model"
+)
+
+
+@needs_story
 def test_a_gguf_file_has_the_text_of_transformers():
     source = {"pretrained_model_name_or_path": MODEL.parent, "gguf_file": MODEL.name}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -377,3 +632,11 @@ def test_a_gguf_file_has_the_text_of_transformers():
     prompt = tokenizer(text, return_tensors="pt")["input_ids"]
     ours = from_gguf.load(MODEL)
     assert torch.equal(ours.generate(prompt, 24), greedy(theirs, prompt, 24))
+
+
+@needs_story
+def test_a_tokenizer_beside_a_gguf_file_is_not_read(tmp_path):
+    save_tokenizer(tmp_path)
+    (tmp_path / "model.gguf").symlink_to(MODEL)
+    tokenizer = generate.gguf_tokenizer(tmp_path / "model.gguf")
+    assert len(tokenizer) == 49152
