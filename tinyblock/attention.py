@@ -262,7 +262,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
             is_causal = True
         elif mask is not None or query > 1:  # one query without a mask sees every key
             mask = _and_causal(mask, (*batch, query, key), q.device)
-            mask = mask.reshape(q.shape[0], 1, query, key)
+            mask = mask.reshape(q.shape[0], 1, query, key)  # for all heads
         group = self.num_heads // self.num_kv_heads
         if group > 1 and not _has_kernel_for_shared_heads(q, mask):
             k = k.repeat_interleave(group, dim=1)

@@ -55,9 +55,9 @@ class RotaryPositionalEmbedding(nn.Module):
     - `d_k`, as in the papers, is the head size: `d_head` of attention and Block.
     - `max_seq_len` is the number of positions in the table.
     - `token_positions` are 0-based, counted in tokens, and broadcast to the leading
-      axes of `x` from the right. For `x` of shape (batch, heads, seq, d_k), pass
-      positions of shape (batch, seq) as `positions[:, None]`. Without this axis, they
-      are read as positions of heads, without an error if batch equals heads.
+      axes of `x` from the right. For `x` of shape (..., heads, seq, d_k), pass
+      positions of shape (..., seq) as `positions[..., None, :]`. Without this axis, the
+      last batch axis is read as the heads, without an error if their sizes are equal.
       None means 0 ... seq-1.
 
     Computes in float32 or wider, and returns the dtype of `x`. The table keeps its

@@ -1,5 +1,7 @@
 """What torch's tools do with the layers: compilers, FSDP2, and transforms."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,7 +53,8 @@ def test_exported_block_takes_any_length_and_rejects_positions_out_of_range():
 
 # Weights are drawn as DTensors.
 @pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete")
-def test_fsdp2_builds_on_meta_and_trains_in_mixed_precision():
+@pytest.mark.parametrize("walk", [False, True])
+def test_fsdp2_builds_on_meta_and_trains_in_mixed_precision(walk):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = build(device="meta")
@@ -59,7 +62,11 @@ def test_fsdp2_builds_on_meta_and_trains_in_mixed_precision():
         for layer in (*model.layers, model):
             fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
         model.to_empty(device="cpu")
-        model.reset_parameters()
+        for tensor in model.parameters():
+            tensor.data.fill_(math.nan)
+        for module in model.modules() if walk else [model]:
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
         out = model(torch.randn(2, 7, 24))
         out.sum().backward()
         assert out.dtype == torch.bfloat16
