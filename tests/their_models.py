@@ -96,8 +96,9 @@ def their_model(kind, layers=1, **options):
     else:
         config = kind.config_class(**options, attn_implementation="eager")
         model = kind(config)
-    for parameter in model.parameters():  # gains around 1, so that scores differ
-        nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
+    for name, parameter in model.named_parameters():
+        is_gain = "norm" in name  # around 1, so that scores differ
+        nn.init.normal_(parameter, mean=float(is_gain), std=0.1)
     del model.embed_tokens
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

@@ -6,16 +6,20 @@ import pytest
 import torch
 from experts import MixtureOfExperts, Router
 from joint_qk_norm import JointNormAttention
+from no_positions import NoPositions
 from partial_rope import PartialRope
 from their_models import (
     EXPERTS,
     HALF_ROTATES,
+    TWO_ROPES,
+    WINDOW_THEN_FULL,
     Halves,
     our_model,
     require_same_model,
     split_experts,
     their_model,
 )
+from windows import WindowAttention, widen
 
 SOFTMAX = partial(MixtureOfExperts, top_k=3, is_softmax=True, has_shared_expert=False)
 
@@ -74,6 +78,43 @@ def test_glm4_moe():
         rope=PartialRope(Halves(1e4, 8, 128)),
         ffn=partial(MixtureOfExperts, top_k=3, scale=2.5),
     )
+    require_same_model(ours, theirs, convert=split_experts)
+
+
+def test_mellum():
+    theirs = their_model(
+        "mellum",
+        2,
+        sliding_window=8,
+        layer_types=WINDOW_THEN_FULL,
+        mlp_layer_types=["sparse"] * 2,
+        rope_parameters=TWO_ROPES,
+        **EXPERTS,
+    )
+    ours = our_model(2, attention=WindowAttention, window=8, qk_norm=True, ffn=SOFTMAX)
+    widen(ours, every=2, rope=Halves(1e6, 16, 128))
+    require_same_model(ours, theirs, convert=split_experts)
+
+
+def test_exaone_moe():
+    theirs = their_model(
+        "exaone_moe",
+        2,
+        sliding_window=8,
+        layer_types=WINDOW_THEN_FULL,
+        mlp_layer_types=["sparse"] * 2,
+        num_shared_experts=1,
+        routed_scaling_factor=2.5,
+        **EXPERTS,
+    )
+    ours = our_model(
+        2,
+        attention=WindowAttention,
+        window=8,
+        qk_norm=True,
+        ffn=partial(MixtureOfExperts, top_k=3, scale=2.5),
+    )
+    widen(ours, every=2, rope=NoPositions())
     require_same_model(ours, theirs, convert=split_experts)
 
 

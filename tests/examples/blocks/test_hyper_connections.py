@@ -1,8 +1,11 @@
 """Several residual streams."""
 
+from typing import Any
+
 import pytest
 import torch
 from hyper_connections import HyperBlock, HyperTransformer, doubly_stochastic
+from kimi_delta_attention import KimiDeltaAttention
 from their_models import (
     CallableAsTheirs,
     our_model,
@@ -10,6 +13,13 @@ from their_models import (
     their_model,
 )
 from torch import nn
+
+STREAMS = {
+    "attn_hc": "attn_streams",
+    "ffn_hc": "ffn_streams",
+    "fn": "weight",
+    "base": "bias",
+}
 
 
 def test_deepseek_v4():
@@ -23,15 +33,56 @@ def test_deepseek_v4():
         layer.self_attn = CallableAsTheirs(block.attn)
         layer.mlp = CallableAsTheirs(block.ffn)
     names = {
-        "attn_hc": "attn_streams",
-        "ffn_hc": "ffn_streams",
+        **STREAMS,
         "hc_head.hc_": "final_streams.",
-        "fn": "weight",
-        "base": "bias",
         "mlp.layer": "ffn",
         "self_attn.layer": "attn",
     }
     require_same_model(ours, theirs, names)
+
+
+class EqualWeights(nn.Module):
+    """GLM-5-Next ends with the mean of the streams."""
+
+    def forward(self, x):
+        return [torch.zeros(2, 24, 4)]
+
+
+def test_glm5_next():
+    theirs = their_model(
+        "glm5_next_text",
+        2,
+        layer_types=["linear_attention"] * 2,
+        mlp_layer_types=["dense"] * 2,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        linear_lower_bound=None,
+        num_key_value_heads=4,
+    )
+    ours: Any = HyperTransformer(
+        2,
+        64,
+        4,
+        96,
+        max_seq_len=128,
+        eps=1e-6,
+        attention=KimiDeltaAttention,
+        d_head=16,
+    )
+    ours.final_streams = EqualWeights()
+    names = {
+        **STREAMS,
+        "conv1d": "conv",
+        "forget_gate.f_a_proj": "forgetting.down",
+        "forget_gate.f_b_proj": "forgetting.up",
+        "forget_gate.dt_bias": "forgetting.bias",
+        "forget_gate.A_log": "forgetting.log_speed",
+        "b_proj": "rate_proj",
+        "g_a_proj": "gate_down",
+        "g_b_proj": "gate_up",
+        "o_norm": "norm",
+    }
+    require_same_model(ours, theirs, names, is_padded=False)
 
 
 def test_streams_are_neither_amplified_nor_lost():
