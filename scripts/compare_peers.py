@@ -29,12 +29,12 @@ graphs (CUDA graphs).
 """
 
 import argparse
-import json
-import subprocess
+import multiprocessing
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from fnmatch import filter as matching
 from functools import partial
 from itertools import product
@@ -59,7 +59,7 @@ from peers.own import (
     ours,
     relative_error,
 )
-from peers.projects import PROJECTS, installed, versions
+from peers.projects import PROJECTS, installed, print_left_out, versions
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -275,13 +275,11 @@ class Reference:
         )
 
 
-def compare_all(
-    case: Case, peers: dict[str, MakePeer], options: argparse.Namespace
-) -> Found:
+def compare_all(case: Case, options: argparse.Namespace) -> Found:
     """Return the result of each peer, or its error."""
     reference = Reference(case, options.device)
     found: Found = {}
-    for name, make_peer in peers.items():
+    for name, make_peer in chosen_peers(options).items():
         if name == "operations" and case.mode != "eager":
             continue  # inductor generates no code for complex products
         print(f"{case.name}: {name}", file=sys.stderr)
@@ -294,30 +292,41 @@ def compare_all(
     return found
 
 
-def compare_in_processes(case: Case) -> Found:
-    """Run this command in several processes, and return the median of each process."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--cases", case.name, "--json"]
+def compare_in_processes(case: Case, options: argparse.Namespace) -> Found:
+    """Compare in several new processes, and return the median of each process."""
     runs = []
     for _ in range(PROCESSES):
-        runs.append(json.loads(subprocess.check_output(command)))
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, spawn, initializer=set_up_process) as process:
+            runs.append(process.submit(compare_all, case, options).result())
     found: Found = {}
     for name in runs[0]:
-        results = [run[name] for run in runs]
-        errors = [each for each in results if isinstance(each, str)]
-        if errors:
-            found[name] = errors[0]
-            continue
-        for key in ("block_seconds", "peer_seconds"):
-            results[0][key] = [median(result[key]) for result in results]
-        found[name] = Result(**results[0])
+        results = []
+        for run in runs:
+            result = run[name]
+            if isinstance(result, str):
+                found[name] = result
+                break
+            results.append(result)
+        else:
+            found[name] = replace(
+                results[0],
+                block_seconds=[median(result.block_seconds) for result in results],
+                peer_seconds=[median(result.peer_seconds) for result in results],
+            )
     return found
+
+
+def set_up_process() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # this project cannot fix what the peers warn of
 
 
 # --- The command ----------------------------------------------------------------------
 
 
-def parse() -> tuple[argparse.Namespace, list[Case], dict[str, MakePeer]]:
-    """Return the options, the cases, and the peers."""
+def parse() -> tuple[argparse.Namespace, list[Case]]:
+    """Return the options, and the cases that they select."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -347,24 +356,35 @@ def parse() -> tuple[argparse.Namespace, list[Case], dict[str, MakePeer]]:
         default=7,
         help="take this many samples of each (default: 7)",
     )
-    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    peers = OWN | installed(PROJECTS, options.device)
-    cases = all_cases(options.device)
+    if options.against and not package_of(options.against).is_file():
+        parser.error(
+            "--against must be a checkout of tinyblock, "
+            f"but has no {package_of(options.against)}"
+        )
     try:
-        chosen_cases = select(cases, options.cases)
-        chosen_peers = select(peers, options.peers)
+        cases = select(all_cases(options.device), options.cases)
+        chosen_peers(options)
     except ValueError as error:
         parser.error(str(error))
+    return options, list(cases.values())
+
+
+def chosen_peers(options: argparse.Namespace) -> dict[str, MakePeer]:
+    """Return the peers that --peers selects, and the checkout of --against.
+
+    Raises:
+        ValueError: a pattern of --peers matches no peer.
+    """
+    peers = select(OWN | installed(PROJECTS, options.device), options.peers)
     if options.against:
-        source = options.against / "tinyblock" / "__init__.py"
-        if not source.is_file():
-            parser.error(
-                f"--against must be a checkout of tinyblock, but has no {source}"
-            )
-        package = import_as("tinyblock_against", source)
-        chosen_peers["against"] = partial(of_package, package)
-    return options, list(chosen_cases.values()), chosen_peers
+        package = import_as("tinyblock_against", package_of(options.against))
+        peers["against"] = partial(of_package, package)
+    return peers
+
+
+def package_of(checkout: Path) -> Path:
+    return checkout / "tinyblock" / "__init__.py"
 
 
 def select(items: dict[str, Any], patterns: str) -> dict[str, Any]:
@@ -379,25 +399,20 @@ def select(items: dict[str, Any], patterns: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    options, cases, peers = parse()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # this project cannot fix what the peers warn of
-    if options.json:
-        [case] = cases
-        print(json.dumps(compare_all(case, peers, options), default=asdict))
-        return 0
+    options, cases = parse()
+    set_up_process()
+    print_left_out(PROJECTS, options.device)
     print(f"# {environment(options.device)}\n")
     print(f"{versions(PROJECTS)}; `{' '.join(sys.argv)}`\n")
-    columns = [*peers, READING] if any(case.is_token for case in cases) else [*peers]
+    columns = [*chosen_peers(options)]
+    if any(case.is_token for case in cases):
+        columns.append(READING)
     table = []
     details = []
     failures = []
     for case in cases:
-        found = (
-            compare_in_processes(case)
-            if case.is_token and PROCESSES > 1
-            else compare_all(case, peers, options)
-        )
+        compare = compare_in_processes if case.is_token else compare_all
+        found = compare(case, options)
         cells = dict.fromkeys(columns, "")
         for name, result in found.items():
             if isinstance(result, str):

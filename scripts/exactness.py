@@ -28,7 +28,7 @@ from lab.machine import environment
 from lab.sizes import Size
 from lab.tables import markdown
 from peers.own import Layer, make_block, ours, relative_error
-from peers.projects import PROJECTS, installed, versions
+from peers.projects import PROJECTS, installed, print_left_out, versions
 from peers.ropes import D_HEAD, MAX_SEQ_LEN, OWN_ROPES, PROJECT_ROPES, Rotation
 from torch import Tensor
 
@@ -167,6 +167,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # this project cannot fix what the peers warn of
     torch.set_num_threads(1)
+    print_left_out(PROJECTS, options.device)
     print(f"# {environment(options.device)}\n")
     print(f"{versions([*PROJECT_ROPES])}; `{' '.join(sys.argv)}`\n")
     if options.model:

@@ -4,7 +4,6 @@ import datetime
 import os
 import platform
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -35,7 +34,12 @@ def device_name(device: torch.device) -> str:
 
 def _commit() -> str:
     """Return the commit of this checkout; "unknown" without git or a repository."""
-    folder = shlex.quote(str(Path(__file__).parent))
-    command = f"git -C {folder} describe --always --dirty"
-    failed, printed = subprocess.getstatusoutput(command)
-    return "unknown" if failed else printed
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        folder = Path(__file__).parent
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()

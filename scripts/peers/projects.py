@@ -207,16 +207,27 @@ PROJECTS: dict[str, Callable[[Any], Peer]] = {
 
 
 def installed(makers: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return what can run here, and name the projects that are left out."""
-    found = {}
-    for project, make in makers.items():
-        if project == "liger-kernel" and device.type != "cuda":
-            print(f"{project} is left out: it requires CUDA", file=sys.stderr)
-        elif not is_installed(project):
-            print(f"{project} is left out: it is not installed", file=sys.stderr)
-        else:
-            found[project] = make
-    return found
+    """Return what can run here."""
+    return {
+        project: make
+        for project, make in makers.items()
+        if not why_left_out(project, device)
+    }
+
+
+def print_left_out(projects: Iterable[str], device: torch.device) -> None:
+    """Name the projects that cannot run here, on stderr."""
+    for project in projects:
+        reason = why_left_out(project, device)
+        if reason:
+            print(f"{project} is left out: {reason}", file=sys.stderr)
+
+
+def why_left_out(project: str, device: torch.device) -> str:
+    """Return why a project cannot run here, or "" if it can."""
+    if project == "liger-kernel" and device.type != "cuda":
+        return "it requires CUDA"
+    return "" if is_installed(project) else "it is not installed"
 
 
 def versions(projects: Iterable[str]) -> str:

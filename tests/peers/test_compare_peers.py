@@ -2,9 +2,9 @@
 
 import argparse
 import dataclasses
-import json
 import re
 import sys
+from concurrent.futures import Future
 from typing import Any
 from unittest.mock import Mock
 
@@ -48,28 +48,54 @@ def test_peer_computes_what_the_block_computes_with_its_own_weights(name):
     Reference(TRAINING, CPU).compare(PEERS[name], rounds=1)
 
 
-@pytest.mark.parametrize(
-    ("what", "gain", "slope"),
-    [("outputs", 1.1, 0), ("outputs", torch.nan, 0), ("gradients", 1, 1)],
-)
-def test_peer_that_disagrees_is_not_timed(what, gain, slope):
-    def wrong(block):
+def changed(gain=1.0, slope=0.0):
+    """Return a peer whose outputs and gradients differ from the Block's."""
+
+    def make(block):
         peer = own.control(block)
         layer = peer.layers["Block"]
         peer.layers["Block"] = lambda x: gain * layer(x) + slope * (x - x.detach())
         return peer
 
+    return make
+
+
+@pytest.mark.parametrize(
+    ("what", "gain", "slope"),
+    [
+        ("outputs", 1 + 1e-4, 0),
+        ("outputs", torch.nan, 0),
+        ("gradients", 1, 1e-3),
+    ],
+)
+def test_peer_that_disagrees_is_not_timed(what, gain, slope):
     with pytest.raises(RuntimeError, match=f"{what} must be within"):
-        Reference(TRAINING, CPU).compare(wrong, rounds=1)
+        Reference(TRAINING, CPU).compare(changed(gain, slope), rounds=1)
 
 
-def test_against_is_another_checkout_and_may_fail(run, tmp_path):
+def test_bfloat16_peer_may_differ_by_roundings_and_no_more():
+    case = dataclasses.replace(TRAINING, dtype=torch.bfloat16, train=False)
+    reference = Reference(case, CPU)
+    reference.compare(changed(gain=1 + 1 / 128), rounds=1)  # one unit in the last place
+    with pytest.raises(RuntimeError, match="outputs must be within"):
+        reference.compare(changed(gain=1.05), rounds=1)
+
+
+def test_against_is_another_checkout_and_may_fail(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(compare_peers, "SIZES", {"tiny": SIZE})
     source = tmp_path / "tinyblock" / "__init__.py"
     source.parent.mkdir()
     source.write_text("from tinyblock import *\nBlock = None\n")
-    options = f"--cases {TOKEN} --peers control --rounds 1"
-    _, output = run(f"{options} --against {tmp_path} --json")
-    assert "TypeError(" in json.loads(output)["against"]
+    options = "--cases forward-f32-tiny-eager --peers control --rounds 1"
+    code, output = run(f"{options} --against {tmp_path}")
+    assert code == 1
+    assert "against failed: TypeError(" in output
+
+
+def test_against_a_folder_that_is_no_checkout_is_an_error(run, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(f"--against {tmp_path}")
+    assert "--against must be a checkout of tinyblock" in capsys.readouterr().err
 
 
 def test_an_installed_project_is_a_peer():
@@ -83,11 +109,31 @@ def test_each_case_has_a_row(run, monkeypatch):
     assert output.count("-tiny-eager: control ") == 4
 
 
+class InThisProcess:
+    """Run in this process what a pool of processes would run."""
+
+    def __init__(self, max_workers, context, initializer):
+        assert max_workers == 1
+        assert context.get_start_method() == "spawn"
+        initializer()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def submit(self, function, *args):
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+
 def test_one_token_is_the_median_of_processes(run, monkeypatch):
+    """Each process has other medians, and the peer `unchecked` fails in one of them."""
     milliseconds = [(6, 4), (9, 1), (3, 3), (8, 2), (5, 4)]
 
-    def process(command):
-        assert command[-3:] == ["--cases", TOKEN, "--json"]
+    def compare(case, options):
         block, peer = milliseconds.pop(0)
         result = Result(
             block_seconds=[block / 1e3, 9.0, 0.0],
@@ -96,11 +142,13 @@ def test_one_token_is_the_median_of_processes(run, monkeypatch):
             block_kept=3 * 2**20,
             peer_kept=0,
         )
-        other = "ValueError()" if block == 3 else result
-        found = {"control": result, "unchecked": other}
-        return json.dumps(found, default=dataclasses.asdict)
+        return {
+            "control": result,
+            "unchecked": "ValueError()" if block == 3 else result,
+        }
 
-    monkeypatch.setattr(compare_peers, "subprocess", Mock(check_output=process))
+    monkeypatch.setattr(compare_peers, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(compare_peers, "compare_all", compare)
     code, output = run(f"--cases {TOKEN} --peers control,unchecked")
     assert code == 1
     text = " ".join(output.split())
@@ -108,6 +156,50 @@ def test_one_token_is_the_median_of_processes(run, monkeypatch):
     assert f"| {TOKEN} | 1.50 (1.00-9.00) | failed |" in text
     assert f"| {TOKEN}: control | 6.00 | 3.00 | 0e+00 | 3.0 | |" in text
     assert f"{TOKEN}: unchecked failed: ValueError()" in text
+
+
+def test_one_token_is_compared_in_a_new_process(run, monkeypatch):
+    monkeypatch.setattr(compare_peers, "PROCESSES", 1)
+    case = "forward-f32-tiny-token-eager"
+    code, output = run(f"--cases {case} --peers control --rounds 1")
+    assert code == 0, output
+    assert f"{case}: control " in output
+
+
+def test_every_process_computes_on_one_thread(run, monkeypatch):
+    threads = []
+
+    def compare(case, options):
+        threads.append(torch.get_num_threads())
+        torch.set_num_threads(2)  # the next process must set its own number
+        return {}
+
+    monkeypatch.setattr(compare_peers, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(compare_peers, "compare_all", compare)
+    torch.set_num_threads(2)
+    try:
+        run(f"--cases train-f32-768-eager,{TOKEN} --peers control")
+    finally:
+        torch.set_num_threads(1)
+    assert threads == [1] * (1 + compare_peers.PROCESSES)
+
+
+def test_rounds_are_the_samples_of_block_and_peer():
+    result = Reference(TRAINING, CPU).compare(own.control, rounds=3)
+    assert (len(result.block_seconds), len(result.peer_seconds)) == (3, 3)
+
+
+def test_option_rounds_reaches_the_comparison(run, monkeypatch):
+    rounds = []
+
+    def compare(reference, make_peer, count):
+        rounds.append(count)
+        raise ValueError
+
+    monkeypatch.setattr(compare_peers, "SIZES", {"tiny": SIZE})
+    monkeypatch.setattr(Reference, "compare", compare)
+    run("--cases forward-f32-tiny-eager --peers control --rounds 4")
+    assert rounds == [4]
 
 
 def test_reading_sums_all_weights_of_a_block_for_one_token_only(monkeypatch):
@@ -121,17 +213,18 @@ def test_reading_sums_all_weights_of_a_block_for_one_token_only(monkeypatch):
     monkeypatch.setattr(compare_peers, "wall_sampler", sampler)
     case = compare_peers.all_cases(CPU)[TOKEN]
     options = argparse.Namespace(device=CPU, rounds=1)
-    found = compare_peers.compare_all(case, {}, options)
+    monkeypatch.setattr(compare_peers, "chosen_peers", lambda options: {})
+    found = compare_peers.compare_all(case, options)
     assert (found["reading"].block_seconds, found["reading"].peer_seconds) == ([1], [2])
     weights = 4 * 64 * 64 + 3 * 64 * 192 + 2 * 64
     assert runs[1].__self__.shape == (weights // 2,)
     assert runs[1]().dtype == torch.float32
 
-    assert compare_peers.compare_all(TRAINING, {}, options) == {}
+    assert compare_peers.compare_all(TRAINING, options) == {}
 
 
 def test_only_cases_of_one_token_have_a_column_for_reading(run, monkeypatch):
-    monkeypatch.setattr(compare_peers, "PROCESSES", 1)
+    monkeypatch.setattr(compare_peers, "ProcessPoolExecutor", InThisProcess)
     monkeypatch.setattr(compare_peers, "SAMPLE_SECONDS", 0)
     monkeypatch.setattr(compare_peers, "SIZES", {"tiny": SIZE, "token": ONE})
     _, output = run("--cases forward-f32-*-eager --peers control --rounds 1")
@@ -179,9 +272,55 @@ def test_what_is_timed_are_outputs_or_gradients(train, monkeypatch):
         expected = torch.autograd.grad(expected, leaves, torch.randn_like(x))
     for timed in runs:
         forward = Mock(return_value=None)
-        with register_module_forward_hook(forward):
+        with register_module_forward_hook(forward), torch.set_grad_enabled(train):
             torch.testing.assert_close(timed(), expected)
         assert forward.called
+
+
+def test_forward_is_timed_without_gradients(monkeypatch):
+    recorded = []
+
+    def sampler(run, least_seconds):
+        def sample():
+            recorded.append(run()[0].requires_grad)
+            return 1.0
+
+        return sample
+
+    monkeypatch.setattr(compare_peers, "wall_sampler", sampler)
+    case = dataclasses.replace(TRAINING, train=False)
+    Reference(case, CPU).compare(own.control, rounds=2)
+    assert recorded == [False] * 4
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_in_a_compiled_case_compiled_code_is_timed(train, monkeypatch):
+    graphs = []
+
+    def backend(graph, example_inputs):
+        def run(*inputs):
+            graphs.append(graph)
+            return graph(*inputs)
+
+        return run
+
+    def compile(layer, **options):
+        return compile_by_torch(layer, backend=backend, **options)
+
+    def sampler(run, least_seconds):
+        def sample():
+            graphs.clear()
+            run()
+            assert graphs
+            return 1.0
+
+        return sample
+
+    compile_by_torch = torch.compile
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(compare_peers, "wall_sampler", sampler)
+    case = dataclasses.replace(TRAINING, train=train, mode="compiled")
+    Reference(case, CPU).compare(own.control, rounds=1)
 
 
 def test_unchecked_block_checks_nothing():
@@ -195,7 +334,7 @@ def test_unchecked_block_checks_nothing():
 
 def test_pattern_without_a_match_lists_the_names(run, capsys):
     with pytest.raises(SystemExit):
-        run("--peers control,typo --json")
+        run("--peers control,typo")
     assert "'typo' matches none of: control, unchecked" in capsys.readouterr().err
 
 

@@ -39,6 +39,31 @@ def test_layers_and_near_ropes_have_the_errors_of_their_dtype(
     assert "2.00e-03" in exactness.table("bfloat16", found, GRADIENTS)
 
 
+def test_plot_shows_errors_of_outputs_over_positions(monkeypatch, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(
+        matplotlib.Figure, "savefig", lambda figure, path: drawn.append(figure)
+    )
+    monkeypatch.setattr(exactness, "STARTS", [0, 1024])
+    errors = {
+        ("RoPE at 0", "ours", OUTPUTS): [3e-8, 1e-8, 2e-8],
+        ("RoPE at 1,024", "ours", OUTPUTS): [4e-8, 4e-8, 4e-8],
+        ("RoPE at 0", "ours", GRADIENTS): [1.0],
+        ("RoPE at 1,024", "ours", GRADIENTS): [1.0],
+    }
+    exactness.plot(tmp_path / "rope.png", {"float32": errors, "bfloat16": errors})
+    left, right = drawn[0].axes
+    assert (left.get_title(), right.get_title()) == ("float32", "bfloat16")
+    assert left.get_xlabel() == "position in tokens"
+    assert left.get_ylabel() == "relative error of RoPE"
+    assert (left.get_xscale(), left.get_yscale()) == ("log", "log")
+    [line] = left.get_lines()
+    assert line.get_label() == "ours"
+    assert list(line.get_xdata()) == [64, 1088]  # the middles of 128 positions
+    assert list(line.get_ydata()) == [2e-8, 4e-8]
+
+
 def test_only_the_rope_of_tinyblock_is_exact_at_a_million(monkeypatch):
     monkeypatch.setattr(exactness, "SEEDS", range(1))
     monkeypatch.setattr(exactness, "STARTS", exactness.STARTS[-1:])
