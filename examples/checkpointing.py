@@ -18,7 +18,10 @@ from tinyblock import Transformer
 
 
 def recompute(model: Transformer) -> None:
-    """Replace each block's forward. A wrapper would change the keys of the weights."""
+    """Replace each block's forward. A wrapper would change the keys of the weights.
+
+    A copy of the model recomputes its own blocks, because `block.forward` is a method.
+    """
     block: Any
     for block in model.layers:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -29,7 +32,8 @@ def kept_bytes(model: nn.Module, x: Tensor) -> int:
     sizes = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        sizes[tensor.data_ptr()] = tensor.nbytes
+        storage = tensor.untyped_storage()  # which several views may share
+        sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -2,8 +2,8 @@
 
     python examples/compile_and_export.py
 
-This command prints how far the outputs of the graphs are from the eager model's. The
-graphs contain no shape checks. `torch.export.save` writes an exported graph.
+This command prints how far the outputs of the graphs are from the eager model's.
+`torch.export.save` writes an exported graph.
 """
 
 from copy import deepcopy

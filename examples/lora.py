@@ -1,11 +1,11 @@
 """Train small adapters beside frozen weights with peft, then merge them: LoRA.
 
-
     pip install peft
     python examples/lora.py
 
 This command prints which share of the parameters is trained, and how far the merged
 model is from the adapted model. All projections are `nn.Linear`, so peft can adapt them.
+In a `LanguageModel`, the head can be adapted, too, unless it is tied to the embedding.
 Over several processes, add the adapters before `parallelize`, and use only "dp".
 Source: Hu et al., "LoRA" (arXiv 2106.09685).
 """

@@ -93,14 +93,14 @@ class YarnRope(Llama31Rope):
         mscale: float | None = None,
         **options: Any,
     ) -> None:
+        self.mscale = mscale
         super().__init__(*sizes, factor=factor, high=high, **options)
-        self.mscale = 0.1 * math.log(max(factor, 1)) + 1 if mscale is None else mscale
 
     def kept_share(self, frequencies: Tensor) -> Tensor:
         pair = torch.arange(len(frequencies), device="cpu", dtype=torch.float64)
         first = max(math.floor(self.pair_that_turns(self.high)), 0)
         last = min(math.ceil(self.pair_that_turns(self.low)), self.d_k - 1)
-        return 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
+        return 1 - ((pair - first) / (last - first or 0.001)).clamp(0, 1)
 
     def pair_that_turns(self, times: float) -> float:
         """Return which pair, as a fraction, turns this often in `original` tokens."""
@@ -108,7 +108,10 @@ class YarnRope(Llama31Rope):
         return self.d_k * math.log(tokens_per_radian) / (2 * math.log(self.theta))
 
     def forward(self, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
-        return super().forward(x, token_positions) * self.mscale
+        mscale = self.mscale
+        if mscale is None:
+            mscale = 0.1 * math.log(max(self.factor, 1)) + 1
+        return super().forward(x, token_positions) * mscale
 
 
 def main() -> None:

@@ -1,28 +1,180 @@
-"""Every example runs as its docstring says."""
+"""Every example runs as its docstring says, and its parts compute what they claim."""
 
+import copy
+import math
 import re
 from functools import partial
+from typing import Any
 
+import checkpointing
+import compile_and_export
+import packing
 import pytest
+import scaled_rope
 import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from tinyblock import RotaryPositionalEmbedding, Transformer
 
 # torch's compiler and torchao's imports warn of themselves.
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 PRINTS = {
     "checkpointing": r"included: \d{7} bytes\nwith checkpointing: \d{6} bytes",
-    "compile_and_export": r"(\d+ tokens, \w+: (0e\+00|\de-0[678])\n){6}",
-    "int8": r"output: 0\.0[01]\d\d\n",
+    "int8": r"output: 0\.0(0[1-9]|1\d)\d\n",
     "language_model": r"7 8 9 10 11 .* 45 46 47 48 49 0 1 2",
-    "lora": r"merged Transformer: \de-0[678]",
+    "lora": r"params: 20,480 .*merged Transformer: \de-0[678]",
     "packing": r"left: \de-0[678]\npacked: \de-0[678]",
-    "scaled_rope": r"Llama31Rope: 29 kept, 29 divided, of 64\n",
+    "scaled_rope": r"Llama31Rope: 29 kept, 29 divided, of 64\nYarnRope: 19 kept, 29 d",
     "static_cache": r"(equal: True\n.*){3}",
 }
 
 
-@pytest.mark.parametrize("name", PRINTS)
-def test_an_example_prints_what_its_docstring_says(name, capsys, monkeypatch):
+class Counted:
+    """A backend of torch.compile that counts graphs, and their runs."""
+
+    def __init__(self):
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+
+        def run(*arguments):
+            self.runs += 1
+            return graph.forward(*arguments)
+
+        return run
+
+
+@pytest.fixture
+def counted(monkeypatch):
     # Generating code takes most of the time; tests/layers does so once.
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    counted = Counted()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
+    return counted
+
+
+@pytest.mark.parametrize("name", PRINTS)
+def test_an_example_prints_what_its_docstring_says(name, capsys, counted):
     pytest.importorskip(name).main()
     assert re.search(PRINTS[name], capsys.readouterr().out, re.DOTALL)
+
+
+def test_one_graph_runs_each_block_and_one_the_model_at_both_lengths(capsys, counted):
+    compile_and_export.main()
+    assert (counted.graphs, counted.runs) == (2, 2 * 2 + 2)
+    rows = r"(\d+ tokens, \w+: (0e\+00|\de-0[678])\n){6}"
+    assert re.fullmatch(rows, capsys.readouterr().out)
+
+
+# --- checkpointing ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model():
+    return Transformer(2, 32, 4, max_seq_len=16, dtype=torch.float64)
+
+
+def test_recomputed_blocks_have_the_same_gradients_and_keys(model):
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    recomputed = copy.deepcopy(model)
+    checkpointing.recompute(recomputed)
+    assert recomputed.state_dict().keys() == model.state_dict().keys()
+    for each in (model, recomputed):
+        each(x).square().sum().backward()
+    for found, expected in zip(
+        recomputed.parameters(), model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, AveragedModel])
+def test_a_copy_recomputes_its_own_blocks(make_copy, model):
+    checkpointing.recompute(model)
+    copied = make_copy(model)
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    expected = model(x)
+    for weight in model.parameters():
+        weight.data.zero_()
+    assert torch.equal(copied(x), expected)
+
+
+class Views(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(10))
+
+    def forward(self, x):
+        return (self.weight * x)[:4] * (self.weight[:4] * x[:4])
+
+
+def test_kept_bytes_count_each_storage_once():
+    """Kept are x and the weight, of which two views are read, and two products."""
+    x = torch.ones(10, requires_grad=True)
+    assert checkpointing.kept_bytes(Views(), x) == 4 * (10 + 10 + 10 + 4)
+
+
+# --- packing ------------------------------------------------------------------------------
+
+
+def test_tokens_of_a_left_padded_row_count_from_its_first_token():
+    positions, mask = packing.padded_left(torch.tensor([2, 4]), seq=4)
+    assert positions.tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+    assert mask.tolist() == [[[False, False, True, True]], [[True] * 4]]
+
+
+def test_tokens_of_a_packed_document_count_from_its_first_token():
+    positions, mask = packing.packed(torch.tensor([[0, 0, 1, 1, 1]]))
+    assert positions.tolist() == [[0, 1, 0, 1, 2]]
+    first = [True, True, False, False, False]
+    second = [False, False, True, True, True]
+    assert mask.tolist() == [[first, first, second, second, second]]
+
+
+# --- scaled RoPE (test_checkpoints.py compares it with transformers) ----------------------
+
+SCALED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "Llama 3.1": (
+        scaled_rope.Llama31Rope,
+        {"factor": 8.0, "original": 64},
+        {"factor": 4.0, "original": 32, "low": 2.0, "high": 3.0},
+    ),
+    "YaRN": (
+        scaled_rope.YarnRope,
+        {"factor": 8.0, "original": 64},
+        {"factor": 4.0, "original": 32, "high": 16.0},
+    ),
+    "divided": (
+        scaled_rope.DividedRope,
+        {"factors": [1.0] * 8},
+        {"factors": [1.0, 1, 2, 2, 4, 4, 8, 8]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_changed_rope_rotates_by_its_new_frequencies_after_a_reset(name, dtype):
+    build, before, after = SCALED[name]
+    rope = build(10000.0, 16, 128, **before)
+    rope.theta = 500.0
+    for option, value in after.items():
+        setattr(rope, option, value)
+    rope.reset_parameters()
+    expected = build(500.0, 16, 128, **after)
+    x = torch.randn(3, 100, 16, dtype=dtype)
+    torch.testing.assert_close(rope(x), expected(x), rtol=0, atol=0)
+
+
+def test_yarn_scales_queries_and_keys_by_the_formula_of_the_paper():
+    x = torch.randn(3, 1, 16)  # at position 0, nothing is rotated
+    rope = scaled_rope.YarnRope(10000.0, 16, 128, factor=16.0, original=64)
+    torch.testing.assert_close(rope(x), x * (0.1 * math.log(16) + 1))
+    rope = scaled_rope.YarnRope(10000.0, 16, 128, factor=1.0, original=64)
+    plain = RotaryPositionalEmbedding(10000.0, 16, 128)
+    torch.testing.assert_close(rope(x), plain(x))
+
+
+def test_factors_must_be_one_per_pair():
+    with pytest.raises(ValueError, match="one for each of 8 pairs, got 1"):
+        scaled_rope.DividedRope(10000.0, 16, 128, factors=[2.0])
