@@ -74,18 +74,56 @@ def test_table_for_a_terminal_cuts_long_names_in_their_middle():
     ]
 
 
-def test_presets_have_the_parameters_of_their_models():
-    # Weights of all blocks and the final norm: the model's, minus embedding and head.
-    published = {
-        "llama-3.2-1b": (16, 1_235_814_400 - 128_256 * 2048),
-        "qwen3-8b": (36, 8_190_735_360 - 2 * 151_936 * 4096),
-        "llama-3.1-70b": (80, 70_553_706_496 - 2 * 128_256 * 8192),
-    }
-    for name, (num_layers, expected) in published.items():
-        block = PRESETS[name].build(META, torch.bfloat16)
-        count = sum(weight.numel() for weight in block.parameters())
-        assert num_layers * count + PRESETS[name].d_model == expected, name
-    assert PRESETS["2.7b"].d_ff == 10240
+# Blocks, and the published number of all parameters without embedding and head.
+PUBLISHED = {
+    "llama-3.2-1b": (16, 1_235_814_400 - 128_256 * 2048),
+    "llama-3.1-8b": (32, 8_030_261_248 - 2 * 128_256 * 4096),
+    "llama-3.1-70b": (80, 70_553_706_496 - 2 * 128_256 * 8192),
+    "qwen3-8b": (36, 8_190_735_360 - 2 * 151_936 * 4096),
+}
+# d_model, d_ff and heads: table 1 of CS336's assignment 2.
+OF_CS336 = {
+    "small": (768, 3072, 12),
+    "medium": (1024, 4096, 16),
+    "large": (1280, 5120, 20),
+    "xl": (1600, 6400, 25),
+    "2.7b": (2560, 10240, 32),
+}
+
+
+def test_each_preset_is_compared_with_a_published_size():
+    assert PRESETS.keys() == PUBLISHED.keys() | OF_CS336.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_parameters_of_its_model(name):
+    num_layers, expected = PUBLISHED[name]
+    block = PRESETS[name].build(META, torch.bfloat16)
+    count = sum(weight.numel() for weight in block.parameters())
+    final_norm = PRESETS[name].d_model
+    assert num_layers * count + final_norm == expected
+
+
+@pytest.mark.parametrize("name", OF_CS336)
+def test_a_preset_has_the_sizes_of_the_course(name):
+    size = PRESETS[name]
+    assert (size.d_model, size.d_ff, size.num_heads) == OF_CS336[name]
+    assert (size.num_kv_heads, size.d_head) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("llama-3.2-1b", (32, 8, 64)),
+        ("llama-3.1-8b", (32, 8, 128)),
+        ("llama-3.1-70b", (64, 8, 128)),
+        ("qwen3-8b", (32, 8, 128)),
+    ],
+)
+def test_a_preset_has_the_heads_of_its_model(name, heads):
+    size = PRESETS[name]
+    assert (size.num_heads, size.num_kv_heads, size.d_head) == heads
+    assert size.qk_norm == (name == "qwen3-8b")
 
 
 def test_size_of_several_layers_is_a_stack():
