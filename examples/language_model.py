@@ -58,9 +58,11 @@ class Cache:
         """Append new tokens, (..., seq), and return their positions, in this shape."""
         start = self.length
         self.require_room(start + tokens.shape[-1])
-        if self.tokens is not None:
-            tokens = torch.cat((self.tokens, tokens), dim=-1)
-        self.tokens = tokens
+        self.tokens = (
+            tokens.clone()  # because the caller may change them
+            if self.tokens is None
+            else torch.cat((self.tokens, tokens), dim=-1)
+        )
         token = torch.arange(self.length, device=tokens.device)
         if self.padding is None:
             return token[start:]

@@ -98,6 +98,16 @@ def test_a_text_that_does_not_continue_the_cache_raises(text):
         model.generate(torch.tensor(text[1]), 1, cache=cache)
 
 
+def test_a_cache_does_not_change_with_the_tokens_of_its_caller():
+    cache = Cache()
+    tokens = torch.tensor([[1, 2, 3]])
+    model = build()
+    model(tokens, cache)
+    tokens.zero_()
+    with pytest.raises(ValueError, match="must be the whole text"):
+        model.generate(torch.tensor([[0, 0, 0, 4]]), 1, cache=cache)
+
+
 def test_a_static_cache_may_be_exactly_full():
     model = build()
     tokens = torch.randint(37, (2, 7))
