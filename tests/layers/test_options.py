@@ -74,3 +74,27 @@ def test_query_and_key_norms_may_stay_in_float32_or_have_no_gains():
     result = layer(x.bfloat16())
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result.float(), expected, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_gains"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),  # as under autocast
+    ],
+    ids=str,
+)
+def test_norm_of_heads_takes_gains_of_another_dtype(dtype, of_gains):
+    """It computes in the wider dtype, and rounds once to the dtype of x."""
+    norm = tinyblock.attention.HeadNorm(6, 1e-5)
+    nn.init.normal_(norm.weight, mean=1)
+    norm.to(of_gains)
+    x = torch.randn(50, 6).to(dtype)
+    exact = tinyblock.rms_norm(x.double(), norm.weight.double())
+    result = norm(x)
+    assert result.dtype == dtype
+    half_a_unit = torch.finfo(dtype).eps / 2
+    rounding = torch.finfo(torch.float32).eps * 8
+    error = (result.double() - exact).abs()
+    assert (error <= (half_a_unit + rounding) * exact.abs()).all()
