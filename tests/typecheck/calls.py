@@ -1,6 +1,6 @@
 """A user's functions, and for each kind of annotation a right and a wrong call.
 
-The functions are such that a wrong call passes silently without checks.
+Without checks, torch takes almost all of the wrong calls.
 """
 
 from typing import NamedTuple

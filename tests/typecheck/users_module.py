@@ -2,11 +2,33 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NewType,
+    Protocol,
+    TypeVar,
+    runtime_checkable,
+)
 
 import torch
+from beartype.vale import Is
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from fractions import Fraction
+
+Rows = TypeVar("Rows", bound=Float[Tensor, "{count} d"])
+Named = NewType("Named", Float[Tensor, "{count} d"])
+Positive = Annotated[Float[Tensor, " n"], Is[lambda x: bool((x > 0).all())]]
+
+
+@runtime_checkable
+class HasScale(Protocol):
+    scale: float
 
 
 def scale(
@@ -15,7 +37,90 @@ def scale(
     return x * weight * factor
 
 
-def watched(
+def repeat(x: Float[Tensor, " n"], times: int = 2) -> Float[Tensor, " {times}*n"]:
+    return x.repeat(times)
+
+
+def nonzero(x: Float32[Tensor, " n"], width: int = 2) -> Float32[Tensor, " {width}"]:
+    return x[x != 0]
+
+
+def cast(x: Float[Tensor, " n"], dtype: torch.dtype) -> Float32[Tensor, " n"]:
+    return x.to(dtype)
+
+
+def count(*xs: Float[Tensor, " n"], **options: int) -> int:
+    return len(options)
+
+
+def named(x: Float[Tensor, " n"], name: Literal["{n}", "x"] = "x") -> str:
+    return name
+
+
+def listed(x: Float[Tensor, " n"]) -> list[Tensor]:
+    return [x] if x.sum() > 0 else x  # type: ignore[return-value]
+
+
+def flagged(x: Float[Tensor, " n"], flag: bool) -> None:
+    pass
+
+
+def bound(rows: Rows, count: int) -> None:
+    pass
+
+
+def renamed(rows: Named, count: int) -> None:
+    pass
+
+
+def positive(x: Positive) -> None:
+    pass
+
+
+def parameter(x: Float[nn.Parameter, " n"]) -> None:
+    pass
+
+
+def scaled_tensor(x: HasScale) -> None:
+    pass
+
+
+def with_default(
+    x: Float[Tensor, " n"],
+    weight: Float[Tensor, " n"] = torch.ones(1),  # noqa: B008
+) -> None:
+    pass
+
+
+def without_weight(
+    x: Float[Tensor, " n"],
+    weight: Float[Tensor, " n"] = None,  # type: ignore[assignment]
+) -> None:
+    pass
+
+
+def clashing(
+    isinstance: Float[Tensor, " n"],
+    Tensor: Float[Tensor, " n"],
+    __axes: Float[Tensor, " n"],
+    _result: int = 2,
+    Absent: None = None,
+) -> Float[Tensor, "{_result}*n"]:
+    return isinstance.repeat(_result)
+
+
+def limited(x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    if len(x) > 2:
+        raise RuntimeError(f"{len(x)} is too long")
+    return x
+
+
+@torch.no_grad()
+def decorated(x: Float[Tensor, " n"], *, bias: float = 0.0) -> Float[Tensor, " n"]:
+    return x + bias
+
+
+def remembered(
     x: Float[Tensor, " n"],
     by: Callable[..., Tensor] = scale,
     value: object = None,
@@ -24,31 +129,8 @@ def watched(
     pass
 
 
-def nonzero(
-    x: Float32[Tensor, " n"], width: int = 2, dtype: Any = None
-) -> Float32[Tensor, " {width}"]:
-    return x[x != 0].to(dtype)
-
-
-def count(*xs: Float[Tensor, " n"], **options: int) -> int:
-    return len(options)
-
-
-def named(x: Float[Tensor, " n"], name: Literal["{n}", "x"] = "x") -> dict[str, Tensor]:
-    return {name: x} if x.sum() > 0 else [x]  # type: ignore[return-value]
-
-
-def limited(x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    if len(x) > 2:
-        raise RuntimeError(f"{len(x)} is too long for this dtype")
-    return x
-
-
-@torch.no_grad()
-def decorated(
-    x: Float[nn.Parameter, " n"], *, bias: float = 0.0
-) -> Float[Tensor, " n"]:
-    return x + bias
+def half(x: Float[Tensor, " n"], of: "Fraction | None" = None) -> None:
+    pass
 
 
 @contextmanager

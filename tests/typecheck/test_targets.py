@@ -1,0 +1,133 @@
+"""What typecheck takes, what it wraps of that, and what it leaves alone."""
+
+import importlib
+import inspect
+import re
+import types
+
+import jaxtyping
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from typecheck.conftest import USERS_MODULE
+
+import tinyblock
+from tinyblock.typecheck import typecheck
+
+wrong: "torch.Tensor | str" = "no tensor"  # for mypy, of any type
+
+
+def test_a_checked_function_is_not_wrapped_again(module):
+    assert typecheck(module.scale) is module.scale
+
+
+def test_a_package_without_functions_of_its_own_causes_a_warning(module):
+    package = types.ModuleType("users_package")
+    vars(package)["Layer"] = module.Layer
+    with pytest.warns(UserWarning, match="nothing to check in users_package: pass its"):
+        typecheck(package)
+
+
+@pytest.mark.parametrize("name", ["_private", "generator", "coroutine"])
+def test_private_functions_generators_and_coroutines_are_not_checked(name, module):
+    result = getattr(module, name)(wrong)
+    if inspect.iscoroutine(result):
+        result.close()
+
+
+def test_in_a_module_other_methods_than_forward_are_not_checked(module):
+    assert module.Layer(3).unchecked() == "text"
+
+
+def test_names_in_all_are_checked_and_no_others(module):
+    unchecked = types.ModuleType("users_module")
+    vars(unchecked).update({name: getattr(module, name) for name in ("_private",)})
+    vars(unchecked)["scale"] = scale = inspect.unwrap(module.scale)
+    vars(unchecked)["__all__"] = ["_private"]
+    typecheck(unchecked)
+    assert unchecked.scale is scale
+    with pytest.raises(TypeCheckError):
+        unchecked._private(wrong)
+
+
+@typecheck
+class Node:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def join(self, other: "Node") -> int:
+        return self.size + other.size
+
+
+@pytest.mark.parametrize("call", [Node, Node(2).join], ids=["__init__", "join"])
+def test_in_a_class_init_and_public_methods_are_checked(call):
+    with pytest.raises(TypeCheckError):
+        call(wrong)
+
+
+def test_a_right_call_of_a_method_whose_class_names_itself():
+    assert Node(2).join(Node(3)) == 5
+
+
+@pytest.mark.parametrize("mistake", ["layers", len, staticmethod(len), lambda x: x])
+def test_another_target_is_an_error_that_says_what_to_pass(mistake):
+    with pytest.raises(TypeError, match=f"target .*, got {re.escape(repr(mistake))}"):
+        typecheck(mistake)
+
+
+def test_typecheck_works_together_with_the_hook_of_jaxtyping(monkeypatch):
+    """The option --jaxtyping-packages of pytest installs the same hook."""
+    monkeypatch.syspath_prepend(USERS_MODULE.parent)
+    with jaxtyping.install_import_hook("users_module", "beartype.beartype"):
+        module = importlib.import_module("users_module")
+    layer = typecheck(module).Layer(3)
+    layer(torch.ones(2, 3))
+    with pytest.raises(TypeCheckError, match="width=3"):
+        layer(torch.ones(2, 4))
+
+
+D = 8
+X = torch.ones(2, 3, D)
+MODEL = tinyblock.Transformer(1, D, 1, max_seq_len=9)
+LAYERS = {
+    type(layer).__name__: layer
+    for layer in (*MODEL.modules(), tinyblock.FeedForward(D))
+    if type(layer).__name__ in tinyblock.__all__
+}
+TAKE_POSITIONS = {
+    name: layer
+    for name, layer in LAYERS.items()
+    if "token_positions" in inspect.signature(layer.forward).parameters
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("x", [X[..., :7], X.long()], ids=["width", "dtype"])
+def test_every_layer_names_an_input_that_does_not_fit(name, x):
+    with pytest.raises(TypeCheckError, match=rf"(?s){name}\.forward.*'x'.*=8"):
+        LAYERS[name](x)
+
+
+@pytest.mark.parametrize("name", TAKE_POSITIONS)
+@pytest.mark.parametrize(
+    "positions",
+    [torch.arange(4), torch.zeros(3, 3).long()],
+    ids=["too many", "another batch"],
+)
+def test_every_layer_names_positions_that_do_not_fit(name, positions):
+    with pytest.raises(TypeCheckError, match="'token_positions'"):
+        TAKE_POSITIONS[name](X, positions)
+
+
+EQUATIONS = [
+    name
+    for name in tinyblock.__all__
+    if name.islower() and name not in ("parallelize", "typecheck")
+]
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_every_equation_is_checked(name):
+    equation = getattr(tinyblock, name)
+    with pytest.raises(TypeCheckError, match=r"parameter '[xq]'"):
+        equation(*[3] * len(inspect.signature(equation).parameters))
