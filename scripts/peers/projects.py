@@ -38,15 +38,15 @@ def transformers(block: Any, modeling: ModuleType | None = None) -> Peer:
         attn_implementation="sdpa",
     )
     names = {
-        "self_attn.q_proj.weight": "q",
-        "self_attn.k_proj.weight": "k",
-        "self_attn.v_proj.weight": "v",
-        "self_attn.o_proj.weight": "o",
-        "input_layernorm.weight": "ln1",
-        "post_attention_layernorm.weight": "ln2",
-        "mlp.gate_proj.weight": "w1",
-        "mlp.up_proj.weight": "w3",
-        "mlp.down_proj.weight": "w2",
+        "self_attn.q_proj.weight": ["q"],
+        "self_attn.k_proj.weight": ["k"],
+        "self_attn.v_proj.weight": ["v"],
+        "self_attn.o_proj.weight": ["o"],
+        "input_layernorm.weight": ["ln1"],
+        "post_attention_layernorm.weight": ["ln2"],
+        "mlp.gate_proj.weight": ["w1"],
+        "mlp.up_proj.weight": ["w3"],
+        "mlp.down_proj.weight": ["w2"],
     }
     weights = in_halves(block)
     layer = load(llama.LlamaDecoderLayer(config, layer_idx=0), weights, names)
@@ -92,13 +92,13 @@ def litgpt(block: Any) -> Peer:
         rotary_percentage=1.0,
     )
     names = {
-        "attn.qkv.weight": "q k v",
-        "attn.proj.weight": "o",
-        "norm_1.weight": "ln1",
-        "norm_2.weight": "ln2",
-        "mlp.fc_1.weight": "w1",
-        "mlp.fc_2.weight": "w3",
-        "mlp.proj.weight": "w2",
+        "attn.qkv.weight": ["q", "k", "v"],
+        "attn.proj.weight": ["o"],
+        "norm_1.weight": ["ln1"],
+        "norm_2.weight": ["ln2"],
+        "mlp.fc_1.weight": ["w1"],
+        "mlp.fc_2.weight": ["w3"],
+        "mlp.proj.weight": ["w2"],
     }
     weights = in_halves(block)
     layer = load(model.Block(config, block_idx=0), weights, names)
@@ -138,14 +138,14 @@ def x_transformers(block: Any) -> Peer:
     # Layer 0 is attention and layer 1 feed-forward; each has norms (0) and a function (1).
     decoder.layers[1][1].ff[0].proj.bias = None  # ff_no_bias leaves it
     names = {
-        "layers.0.1.to_q.weight": "q",
-        "layers.0.1.to_k.weight": "k",
-        "layers.0.1.to_v.weight": "v",
-        "layers.0.1.to_out.weight": "o",
-        "layers.0.0.0.g": "ln1",
-        "layers.1.0.0.g": "ln2",
-        "layers.1.1.ff.0.proj.weight": "w3 w1",
-        "layers.1.1.ff.2.weight": "w2",
+        "layers.0.1.to_q.weight": ["q"],
+        "layers.0.1.to_k.weight": ["k"],
+        "layers.0.1.to_v.weight": ["v"],
+        "layers.0.1.to_out.weight": ["o"],
+        "layers.0.0.0.g": ["ln1"],
+        "layers.1.0.0.g": ["ln2"],
+        "layers.1.1.ff.0.proj.weight": ["w3", "w1"],
+        "layers.1.1.ff.2.weight": ["w2"],
     }
     weights = weights_of(block)
     # Neighboring query heads have different key heads; in the Block they share one.
@@ -169,15 +169,16 @@ def x_transformers(block: Any) -> Peer:
     return Peer(list(decoder.parameters()), layers)
 
 
-def load(module: Any, weights: Mapping[str, Tensor], names: Mapping[str, str]) -> Any:
+def load(
+    module: Any, weights: Mapping[str, Tensor], names: Mapping[str, list[str]]
+) -> Any:
     """Load weights into a module, in their dtype and on their device.
 
-    `names` maps each parameter of the module to the weights that it stacks by rows, such
-    as "q k v".
+    `names` maps each parameter of the module to the weights that it stacks by rows.
     """
     state = {}
     for parameter, parts in names.items():
-        state[parameter] = torch.cat([weights[part] for part in parts.split()])
+        state[parameter] = torch.cat([weights[part] for part in parts])
     module = module.to(weights["q"])
     module.load_state_dict(state)
     return module

@@ -1,10 +1,16 @@
 """The device of a test: the CPU, at tiny sizes, or a GPU, which `-m cuda` selects."""
 
+from typing import Any
+
 import pytest
 import torch
 
+DEVICES: list[Any] = ["cpu"]
+if torch.cuda.is_available():
+    DEVICES.append(pytest.param("cuda", marks=pytest.mark.cuda))
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+
+@pytest.fixture(params=DEVICES)
 def device(request):
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("requires a GPU")

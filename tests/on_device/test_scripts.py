@@ -4,25 +4,39 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from on_device.comparing import only_on_cuda
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-PROFILE = "profile_block.py --seq-len 16 --d-model 64 --num-heads 4 --rounds 2"
-COMMANDS = [
-    PROFILE,
-    f"{PROFILE} --mode step --compile",
-    "compare_peers.py --cases *-bf16-tiny-token-eager --peers control --rounds 2",
-    "exactness.py",
-]
+TINY = ["--seq-len", "16", "--d-model", "64", "--num-heads", "4", "--rounds", "2"]
+
+
+def run(script, device, *options):
+    """Run a script, and return what it prints."""
+    call = [sys.executable, SCRIPTS / script, "--device", device, *options]
+    done = subprocess.run(call, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @only_on_cuda
-@pytest.mark.parametrize("command", COMMANDS)
-def test_script_runs(command, device):
-    script, *options = command.split()
-    call = [sys.executable, str(SCRIPTS / script), "--device", device, *options]
-    done = subprocess.run(call, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert torch.cuda.get_device_name() in done.stdout
+def test_profiler_runs(device):
+    assert torch.cuda.get_device_name() in run("profile_block.py", device, *TINY)
+
+
+@only_on_cuda
+def test_profiler_runs_a_compiled_step(device):
+    options = [*TINY, "--mode", "step", "--compile"]
+    assert torch.cuda.get_device_name() in run("profile_block.py", device, *options)
+
+
+@only_on_cuda
+def test_comparison_of_speed_runs(device):
+    cases = ["--cases", "*-bf16-tiny-token-eager", "--peers", "control"]
+    printed = run("compare_peers.py", device, *cases, "--rounds", "2")
+    assert torch.cuda.get_device_name() in printed
+
+
+@only_on_cuda
+def test_comparison_of_errors_runs(device):
+    assert torch.cuda.get_device_name() in run("exactness.py", device)
