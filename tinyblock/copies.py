@@ -120,7 +120,7 @@ class Copy:
             return "copied", with_line_ends_of(self.path, self.new)
         if not self.is_outdated or self.has_conflict:
             return self.state or "up to date", ""
-        if self.text in (self.base, self.new):
+        if self.text == self.base:
             return "updated", with_line_ends_of(self.path, self.new)
         text = self.merge()
         return CONFLICT if MARKER.search(text) else "merged with your edits", text

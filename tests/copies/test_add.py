@@ -90,9 +90,17 @@ def test_a_kept_folder_is_named_as_a_kept_file_is(empty):
 
 def test_update_names_a_kept_file_too(project):
     (project.folder / "typecheck.py").write_text("# mine\n")
-    project.release("0.2.0", ffn="from .typecheck import (\n    typecheck as check,\n)")
+    project.release(
+        "0.2.0", ffn="from .typecheck import (\n    typecheck as check,  # here\n)"
+    )
     rows = project.run("update", "ffn")
     assert rows["typecheck.py"] == NOT_A_COPY + "ffn.py imports typecheck from it"
+
+
+def test_no_row_names_a_file_that_tinyblock_does_not_have(project):
+    project.edit("block.py", "from .rmsnorm", "from .mine")
+    (project.folder / "mine.py").write_text("# mine\n")
+    assert "mine.py" not in project.run("update")
 
 
 def test_an_unedited_file_copied_by_hand_becomes_a_copy(empty):

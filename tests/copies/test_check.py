@@ -23,6 +23,11 @@ def test_a_missing_copy(project):
     assert project.run("check", code=1) == {"rope.py": "missing"}
 
 
+def test_a_missing_copy_is_not_reported_again_by_what_imports_it(project):
+    (project.folder / "ffn.py").unlink()
+    assert project.run("check", code=1) == {"ffn.py": "missing"}
+
+
 def test_a_change_in_a_later_version(project):
     project.release("0.2.0", rope="# new")
     assert project.run("check", code=1) == {"rope.py": "outdated: 0.1.0 -> 0.2.0"}

@@ -91,6 +91,15 @@ def test_a_line_that_ruff_deleted_from_another_header_is_no_conflict(empty):
     assert empty.rope.read_text().endswith("# new\n")
 
 
+def test_an_edited_copy_gets_a_new_header_if_its_own_is_not_edited(project):
+    project.append("rope.py", "# mine")
+    other = copies.HEADER.replace("# fmt: off", "# fmt: skip")
+    project.monkeypatch.setattr(copies, "HEADER", other)
+    assert project.run("update", "rope") == {"rope.py": MERGED}
+    header = other.format(version="0.1.0", name="rope.py")
+    assert project.rope.read_text().startswith(header)
+
+
 def test_a_missing_copy_is_restored(project):
     before = project.rope.read_text()
     project.rope.unlink()
