@@ -135,6 +135,12 @@ def test_compile_rejects_a_forward_that_is_set_on_a_block(axis):
     assert_rejects(model, mesh_of(axis), message, compile=True)
 
 
+def test_without_compile_forward_may_be_set_on_a_block():
+    model = transformer()
+    model.layers[1].forward = lambda x, token_positions, mask: x
+    parallelize(model, mesh_of("dp"))
+
+
 def test_wrong_options_of_fully_shard_are_rejected():
     assert_rejects(transformer(), mesh_of("dp", "tp"), "mp_polcy", mp_polcy=None)
 
@@ -148,6 +154,11 @@ def test_tp_requires_torch_2_13(monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
     message = r"2\.13 .* 'tp', got 2\.12\.1: .* only 'dp'"
     assert_rejects(one_block(), mesh_of("tp"), message)
+
+
+def test_dp_does_not_require_torch_2_13(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
+    parallelize(one_block(), mesh_of("dp"))
 
 
 def test_tp_accepts_an_alpha_of_torch_2_13(monkeypatch):
