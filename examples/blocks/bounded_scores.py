@@ -6,12 +6,12 @@
 
 This command prints scores before and after.
 
-Bounded scores make training more stable.
+Bounded scores make training more stable. All scores are stored: on a GPU, torch's
+`flex_attention` with a `score_mod` would not store them.
 Source: Gemma Team, "Gemma 2" (arXiv 2408.00118), section 2.
 To copy this file, import CausalMultiHeadSelfAttention from your copy of attention.py. To
 combine it with windows.py, derive from (WindowAttention, BoundedAttention), in this
-order. All scores are stored. On a GPU, torch's `flex_attention` with a `score_mod` does
-not store them.
+order.
 """
 
 import math

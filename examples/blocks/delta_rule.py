@@ -11,7 +11,7 @@ This command writes values at one key, and prints what is read there after each 
 An update moves what the memory returns at k towards v, and `decay` forgets.
 Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), equation
 10. kimi_delta_attention.py and gated_delta_net.py build layers from it.
-To copy this file, change no import.
+To copy this file, change nothing.
 """
 
 import torch

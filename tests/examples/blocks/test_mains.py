@@ -1,5 +1,6 @@
 """Each file prints what its docstring says."""
 
+import ast
 import re
 import runpy
 from pathlib import Path
@@ -43,3 +44,17 @@ def test_each_file_is_here():
 def test_a_file_prints_what_its_docstring_says(name, capsys):
     runpy.run_path(str(BLOCKS / f"{name}.py"), run_name="__main__")
     assert re.search(PRINTS[name], capsys.readouterr().out, re.DOTALL)
+
+
+@pytest.mark.parametrize("name", PRINTS)
+def test_the_header_names_what_a_copy_must_import_or_take_along(name):
+    tree = ast.parse((BLOCKS / f"{name}.py").read_text())
+    _, _, header = ast.get_docstring(tree).partition("To copy this file,")
+    for statement in tree.body:
+        if not isinstance(statement, ast.ImportFrom):
+            continue
+        if statement.module.partition(".")[0] == "tinyblock":
+            for imported in statement.names:
+                assert imported.name in header
+        elif (BLOCKS / f"{statement.module}.py").exists():
+            assert f"{statement.module}.py" in header
