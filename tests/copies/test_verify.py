@@ -34,6 +34,14 @@ def fake_pytest(monkeypatch):
     return fake
 
 
+def test_verify_passes_layers_and_options_on_to_pytest(project, fake_pytest):
+    project.run("verify", "rope", "ffn.py", "-k", "float64")
+    selected = [part for part in fake_pytest.command if part.startswith("--layers=")]
+    folder = project.folder.resolve()
+    assert selected == [f"--layers={folder / name}" for name in ("rope.py", "ffn.py")]
+    assert fake_pytest.command[-2:] == ["-k", "float64"]
+
+
 def test_verify_runs_the_tests_beside_the_layers(project, fake_pytest):
     project.run("add", "rope", "--with-tests")
     project.run("verify")
