@@ -71,9 +71,8 @@ def stop_tokens(folder: Path) -> set[int]:
     """Return the tokens that end a text, by the first file that names some."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        stop = (
-            json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        )
+        config = json.loads(path.read_text()) if path.exists() else {}
+        stop = config.get("eos_token_id")
         if stop is not None:
             return set(stop) if isinstance(stop, list) else {stop}
     return set()

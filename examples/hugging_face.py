@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from einops import rearrange
 from language_model import CachedAttention, LanguageModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from scaled_rope import DividedRope, Llama31Rope, YarnRope
 from torch import Tensor, nn
@@ -232,11 +233,11 @@ def assign(model: LanguageModel, state: dict[str, Tensor]) -> LanguageModel:
     needed = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     given = {name: tuple(weight.shape) for name, weight in state.items()}
     if given != needed:
-        missing = dict(needed.items() - given.items())
-        unknown = dict(given.items() - needed.items())
+        missing = sorted(needed.items() - given.items())
+        unknown = sorted(given.items() - needed.items())
         raise ValueError(
-            f"the file must have the weights of the model: {missing} are missing, and "
-            f"{unknown} are unknown"
+            "the files must have the weights of the model and no others, but lack "
+            f"{len(missing)}, {missing[:3]}, and have {len(unknown)} others, {unknown[:3]}"
         )
     model.load_state_dict(state, assign=True)
     dtypes = [weight.dtype for weight in state.values()]
@@ -299,7 +300,13 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
                 f"{folder} must have the file {file}: save a checkpoint of another format "
                 "again with save_pretrained of transformers"
             )
-        for name, weight in load_file(folder / file).items():
+        try:
+            weights = load_file(folder / file)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{folder / file} must be a complete safetensors file, got: {error}"
+            ) from error
+        for name, weight in weights.items():
             if places is None or places.get(name) == file:
                 # Cloned: views of the file are aligned to 16 bytes, and slow on a CPU.
                 state[name] = weight.clone()

@@ -114,7 +114,7 @@ def test_a_static_cache_may_be_exactly_full():
     text = model.generate(tokens, 5, cache=StaticCache(11))
     assert torch.equal(text, model.generate(tokens, 5))
     with pytest.raises(ValueError, match=r"11, got StaticCache\(10\)"):
-        model.generate(tokens, 5, cache=StaticCache(10))
+        model.stream(tokens, 5, cache=StaticCache(10))  # before it yields a token
 
 
 def test_a_full_static_cache_takes_no_token():
@@ -137,10 +137,12 @@ def test_generation_ends_at_the_last_position(make):
 
 def test_padding_takes_no_position():
     model = build(max_seq_len=5)
-    tokens, padding = torch.tensor([[0, 0, 1, 2, 3], [0, 0, 0, 4, 5]]), [2, 3]
-    cache = Cache(torch.tensor(padding))
-    text = model.generate(tokens, 3, cache=cache)
+    tokens = torch.tensor([[0, 0, 1, 2, 3], [0, 0, 0, 4, 5]])
+    padding = torch.tensor([2, 3])
+    text = model.generate(tokens, 3, cache=Cache(padding))
     assert torch.equal(text[:1, 2:], model.generate(tokens[:1, 2:], 3))
+    with pytest.raises(ValueError, match="a prompt of 3 tokens and 4 new"):
+        model.generate(tokens, 4, cache=Cache(padding))
 
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -208,7 +210,8 @@ def test_stopped_rows_stay_stopped_and_generation_ends_with_the_last():
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-30, 0.5, 2.0])
 def test_tokens_are_drawn_in_proportion(temperature):
-    logits = torch.tensor([[2.0, 1.0, 0.0, -9.0]])
+    """The last one is not among the 3 most likely."""
+    logits = torch.tensor([[0.0, 2.0, 1.0, -9.0]])
     drawn = choose(logits.expand(20_000, -1), temperature, top_k=3)
     shares = drawn.bincount(minlength=4) / len(drawn)
     below = logits[0, :3].double() - 2
