@@ -227,9 +227,7 @@ class LanguageModel(nn.Module):
         cache = Cache() if cache is None else cache
         require_choice(temperature, top_k)
         self.require_length(tokens, count, cache)
-        return self._stream(
-            cache.unseen(tokens), count, temperature, top_k, stop, cache
-        )
+        return self._stream(tokens, count, temperature, top_k, stop, cache)
 
     def require_length(self, tokens: Tensor, count: int, cache: Cache) -> None:
         """Raise a ValueError unless the model can add `count` tokens to the prompts."""
@@ -259,6 +257,7 @@ class LanguageModel(nn.Module):
         stop: int | None,
         cache: Cache,
     ) -> Iterator[Tensor]:
+        tokens = cache.unseen(tokens)
         stopped = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
         for _ in range(count):
             token = choose(self(tokens, cache)[:, -1], temperature, top_k)

@@ -28,6 +28,7 @@ class StaticCache(Cache):
     def __init__(self, size: int, padding: Tensor | None = None) -> None:
         super().__init__(padding)
         self.size = size
+        # The views of this call. Each layer takes its own, once.
         self.newest: dict[int, tuple[Tensor, Tensor]] = {}
 
     def require_room(self, length: int) -> None:
@@ -61,7 +62,9 @@ class StaticCache(Cache):
             self.layers[id(layer)] = self.allocate(k), self.allocate(v)
             self.newest[id(layer)] = self.view_newest(id(layer))
         if id(layer) not in self.newest:
-            raise ValueError("a model with a StaticCache must call a layer only once")
+            raise ValueError(
+                "a model must call each of its layers once per token to use a StaticCache"
+            )
         keys, values = self.newest.pop(id(layer))
         keys[..., -k.shape[-2] :, :] = k
         values[..., -v.shape[-2] :, :] = v
