@@ -20,6 +20,7 @@ from tinyblock import RotaryPositionalEmbedding, Transformer
 # torch's compiler and torchao's imports warn of themselves.
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 PRINTS = {
+    "check_shapes": r"eager: 2 3 5 7\ncompiled: 2 3 5 7\n.*f32\[2,3,7,9\].*f32\[2,1,7,8\]",
     "checkpointing": r"included: \d{7} bytes\nwith checkpointing: \d{6} bytes",
     "int8": r"output: 0\.0(0[1-9]|1\d)\d\n",
     "language_model": r"7 8 9 10 11 .* 45 46 47 48 49 0 1 2",
@@ -178,3 +179,10 @@ def test_yarn_scales_queries_and_keys_by_the_formula_of_the_paper():
 def test_factors_must_be_one_per_pair():
     with pytest.raises(ValueError, match="one for each of 8 pairs, got 1"):
         scaled_rope.DividedRope(10000.0, 16, 128, factors=[2.0])
+
+
+def test_the_model_to_profile_takes_x_of_three_axes():
+    import profile_a_model
+
+    x = torch.randn(2, 3, 256)
+    assert profile_a_model.build()(x).shape == x.shape
