@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import tinyblock
+from tinyblock.contract import target
 
 HERE = Path(__file__).parent
 PACKAGE = Path(tinyblock.__file__).parent
-MODULES = ("rmsnorm", "ffn", "rope", "attention", "block", "transformer")
+TOOLS = ("copies", "parallelize", "typecheck")
+MODULES = [module.__name__.rpartition(".")[2] for module in tinyblock.LAYERS]
 
 
 def test_leaf_files_work_alone(tmp_path):
@@ -32,6 +34,14 @@ def run_beside_copies(program, folder):
     for file in (program, "refuse.py"):
         shutil.copy(HERE / file, folder)
     subprocess.run([sys.executable, folder / program], cwd=folder, check=True)
+
+
+def test_every_layer_file_is_listed_and_has_a_page_in_the_contract():
+    files = {path.stem for path in PACKAGE.glob("[!_]*.py")}
+    assert files - set(TOOLS) == set(MODULES), "LAYERS of tinyblock/__init__.py"
+    pages = {path.stem for path in (PACKAGE / "contract").glob("test_*.py")}
+    assert pages == {f"test_{name}" for name in MODULES}
+    assert set(target.ALL) == set(MODULES), "ALL of tinyblock/contract/target.py"
 
 
 def test_package_exports_what_its_modules_do():
