@@ -95,3 +95,11 @@ def test_muse_spark():
 def test_a_gate_keeps_the_scale_of_a_sum():
     keep, take = ResidualGate(9).weights()
     torch.testing.assert_close(keep.square() + take.square(), torch.ones(9))
+
+
+def test_an_open_gate_still_keeps_a_part_of_the_stream():
+    gate = ResidualGate(9)
+    gate.weight.data.fill_(30)
+    keep, take = gate.weights()
+    torch.testing.assert_close(keep, torch.full((9,), 0.001**0.5))
+    torch.testing.assert_close(take, torch.ones(9))
