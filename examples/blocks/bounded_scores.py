@@ -58,7 +58,9 @@ class BoundedAttention(CausalMultiHeadSelfAttention):
         group = self.num_heads // self.num_kv_heads
         k = k.repeat_interleave(group, dim=-3)
         v = v.repeat_interleave(group, dim=-3)
-        dots = einsum(q, k, "... query d_head, ... key d_head -> ... query key")
+        wide = torch.promote_types(q.dtype, torch.float32)
+        pattern = "... query d_head, ... key d_head -> ... query key"
+        dots = einsum(q.to(wide), k.to(wide), pattern)
         scores = bound(dots / math.sqrt(q.shape[-1]), self.cap)
         query, key = scores.shape[-2:]
         shown = torch.ones(query, key, dtype=torch.bool, device=q.device)
@@ -73,7 +75,8 @@ class BoundedAttention(CausalMultiHeadSelfAttention):
         # Not -inf, which gives NaN for a query without keys. Its weights become 0.
         lowest = torch.finfo(scores.dtype).min
         weights = scores.masked_fill(~shown, lowest).softmax(-1).masked_fill(~shown, 0)
-        return einsum(weights, v, "... query key, ... key d_value -> ... query d_value")
+        pattern = "... query key, ... key d_value -> ... query d_value"
+        return einsum(weights, v.to(wide), pattern).to(q.dtype)
 
 
 def bound(scores: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:

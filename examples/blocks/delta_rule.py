@@ -61,7 +61,8 @@ def read(
 
 def unit(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
     """Return vectors of length 1, so that an update does not overshoot."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # squares may overflow
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def main() -> None:

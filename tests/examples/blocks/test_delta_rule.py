@@ -1,5 +1,7 @@
 """The delta rule, and the layers that are built from it."""
 
+import torch
+from delta_rule import unit
 from einops import rearrange
 from gated_delta_net import GatedDeltaNet
 from joint_qk_norm import JointNormAttention
@@ -206,3 +208,8 @@ def test_kimi_linear():
 def flatten_speed(state):
     name = "layers.0.attn.forgetting.log_speed"
     state[name] = state[name].flatten()
+
+
+def test_vectors_whose_squares_overflow_get_length_1():
+    x = torch.full((3, 4), 6e4, dtype=torch.float16)
+    assert torch.equal(unit(x), torch.full_like(x, 0.5))

@@ -25,6 +25,7 @@ from sandwich_norm import SandwichBlock
 from scaled_residual import ScaledBlock
 from short_convolution import ShortConvolution
 from sinks import SinkAttention
+from torch.utils._python_dispatch import TorchDispatchMode
 from windows import WindowAttention
 
 from tinyblock import RotaryPositionalEmbedding, Transformer
@@ -93,9 +94,26 @@ def test_a_walk_over_all_modules_draws_every_weight(model):
         assert tensor.isfinite().all(), name
 
 
+class NeverLower(TorchDispatchMode):
+    """Fail if float64 is converted to a smaller dtype."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default:
+            is_lower = result.is_floating_point() and result.dtype != torch.float64
+            assert not (is_lower and args[0].dtype == torch.float64)
+        return result
+
+
 @each_model
-def test_gradients_are_right_in_float64(model):
-    """They agree with differences, which float32 anywhere inside would make noisy."""
+def test_float64_is_never_lowered(model):
+    model = model(dtype=torch.float64).double()
+    with NeverLower():
+        model(torch.randn(2, 5, 8, dtype=torch.float64))
+
+
+@each_model
+def test_gradients_agree_with_differences(model):
     model = model(dtype=torch.float64).double()
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(model, x, fast_mode=True)
