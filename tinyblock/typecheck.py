@@ -60,7 +60,6 @@ from types import (
 from typing import (
     Any,
     Literal,
-    Self,
     TypeVar,
     Union,
     get_args,
@@ -261,7 +260,9 @@ def _resolve(function: Any, warn: bool = False) -> tuple[dict[str, Any], list[st
 
 
 def _mentions_self(hint: Any) -> bool:
-    return hint is Self or any(map(_mentions_self, get_args(hint)))
+    # By its text, because Python 3.10 has it in typing_extensions only.
+    is_self = repr(hint) in ("typing.Self", "typing_extensions.Self")
+    return is_self or any(map(_mentions_self, get_args(hint)))
 
 
 def _place(function: Any, name: str) -> str:
