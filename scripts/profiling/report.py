@@ -18,11 +18,12 @@ explain, such as the start of backward. It is below 0 if reading the clock betwe
 longer. Roofline is the least time, max(FLOPs / matmul rate, bytes / memory copy rate), divided by
 the measured time. It is above 100% if data came from a cache, or if a rate is NOISY. Limit is
 what takes at least half of the time: compute, memory (bytes that the part must read and write),
-overhead (as many operations on one number), Python (between operations), or traffic (bytes that
-operations read and write for each other); otherwise kernel. FLOPs are counted for matmuls,
-convolutions, recurrent layers and attention. After >= or <=, some are unknown. Kept bytes are
-what autograd keeps for backward. MFU (model FLOP utilization) is the time of the FLOPs at the
-matmul rate, divided by the measured time. docs/profile.md explains more, and --json has more."""
+overhead (as many operations on one number), Python (with autograd and calls: all but the work of
+operations), or traffic (bytes that operations read and write, also for each other); otherwise
+kernel. FLOPs are counted for matmuls, convolutions, recurrent layers and attention. After >= or
+<=, some are unknown. Kept bytes are what autograd keeps for backward. MFU (model FLOP
+utilization) is the time of the FLOPs at the matmul rate, divided by the measured time.
+docs/profile.md explains more, and --json has more."""
 
 
 def report(profile: Profile) -> str:
@@ -115,6 +116,8 @@ def _reason(row: Row) -> str:
         return "No kernel runs. Try more tokens, --compile, or CUDA graphs."
     bytes_moved = si(row.moved_bytes, "B")
     traffic = si(sum(each.moved_bytes for each in row.operations), "B")
+    largest = sorted(row.operations, key=lambda each: -each.moved_bytes)[:2]
+    most = ", ".join(f"{each.name} {si(each.moved_bytes, 'B')}" for each in largest)
     if row.limit == "compute":
         return (
             f"Computing takes {of_time(row.compute_s)}. "
@@ -127,17 +130,17 @@ def _reason(row: Row) -> str:
         )
     if row.limit == "overhead":
         return (
-            f"Calling operations takes at least {of_time(row.overhead_s)}. "
+            f"Calling as many operations on one number takes {of_time(row.overhead_s)}. "
             "Try fewer and larger operations, more tokens, or --compile."
         )
     if row.limit == "Python":
         return (
-            f"Between operations, in Python and autograd, pass {of_time(row.between_s)}. "
-            "Try less Python, fewer operations, more tokens, or --compile."
+            f"Python, autograd and calls take {of_time(row.between_s)}. "
+            "Try less Python, fewer and larger operations, more tokens, or --compile."
         )
     if row.limit == "traffic":
         return (
-            f"Its operations read and write {traffic}, which takes "
+            f"Its operations read and write {traffic} ({most}), which takes "
             f"{of_time(row.traffic_s)}, where {bytes_moved} must be moved. "
             "Try fewer passes over the data, or --compile."
         )

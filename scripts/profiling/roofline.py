@@ -43,6 +43,7 @@ class Rates:
 class Operation:
     """All calls of one of torch's operations in a part.
 
+    total_s: their time beyond that of as many calls on one number.
     moved_bytes: what they read and write; views do neither.
     """
 
@@ -80,8 +81,8 @@ class Row:
     compute_s, memory_s: the time of its FLOPs and of moved_bytes, at the machine's rates.
     traffic_s: the time of all bytes that its operations read and write, at this rate.
     overhead_s: at least the time of calling its operations; None for a part on a GPU.
-    between_s: at least the time between its operations, in Python and autograd, which is
-        what they leave of p20_s; None on a GPU.
+    between_s: the time of Python, autograd and calls, which is what its operations leave
+        of p20_s; None on a GPU.
     least_s: the longer of compute_s and memory_s.
     limit: what explains at least half of the time: compute, memory, overhead, Python or
         traffic; otherwise kernel, or unknown.
@@ -136,18 +137,20 @@ class Row:
         self.limit = self._limit()
 
     def _limit(self) -> str:
+        half = self.total_s / 2
         causes = {
             "compute": self.compute_s,
             "memory": self.memory_s,
             "overhead": self.overhead_s or 0.0,
-            "Python": self.between_s or 0.0,
         }
         longest = max(causes, key=lambda cause: causes[cause])
-        if causes[longest] >= self.total_s / 2:
+        if causes[longest] >= half:
             return longest
+        if (self.between_s or 0.0) >= half:
+            return "Python"
         if self.unknown:
             return "unknown"
-        return "traffic" if self.traffic_s >= self.total_s / 2 else "kernel"
+        return "traffic" if self.traffic_s >= half else "kernel"
 
 
 def rate_samplers(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import torch
 from lab.timing import Run, clock
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
@@ -103,6 +104,7 @@ class Ledger(TorchDispatchMode, Watch):
         self.sees_kept = sees_kept
         self.rows: dict[str, Row] = {}
         self.read: dict[int, int] = {}
+        self._call_s = seconds_of_a_call(x.device)
         self._made: set[int] = set()  # storages
         self._inputs = {storage_of(each) for each in stored_in(x)}
         self._kept: set[int] = set()
@@ -184,7 +186,7 @@ class Ledger(TorchDispatchMode, Watch):
             operation = Operation(call.name)
             row.operations.append(operation)
         operation.calls += 1
-        operation.total_s += call.seconds
+        operation.total_s += max(0.0, call.seconds - self._call_s)
         operation.moved_bytes += self._move(call)
         flops = flops_of(call.operation, call.given, call.result)
         if flops is None:
@@ -238,6 +240,13 @@ def timed(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, fl
     start = clock()
     result = function(*args, **kwargs)
     return result, clock() - start
+
+
+def seconds_of_a_call(device: torch.device) -> float:
+    """Return the time of an operation on one number, as the ledger takes it."""
+    one = torch.ones(1, device=device)
+    multiply = torch.ops.aten.mul.Tensor
+    return median([timed(multiply, (one, one), {})[1] for _ in range(100)])
 
 
 def ledgers_of(model: nn.Module, x: Tensor, run: Run, count: int) -> list[Ledger]:

@@ -278,6 +278,15 @@ def test_moved_bytes_are_what_a_part_reads_from_others_and_leaves_to_them(profil
     assert part(measured, "layers.*.up").moved_bytes == 2 * 1664
 
 
+def test_parts_of_a_tensor_are_read_once_each(profile_of):
+    class Halves(nn.Module):
+        def forward(self, x):
+            return x[..., :2] * x[..., 2:]
+
+    row = part(profile_of(Halves(), (2, 5, 4), "forward"), "sums")
+    assert row.moved_bytes == 160 + 80  # x, and a result of half its size
+
+
 def test_views_move_nothing_and_changes_in_place_read_and_write(profile):
     stack = [nn.Unflatten(-1, (2, 2)), nn.Flatten(-2), Layer(), nn.ReLU(inplace=True)]
     measured = profile(lambda: nn.Sequential(*stack))
@@ -440,10 +449,10 @@ LIMITS: dict[str, dict[str, Any]] = {
 REASONS = {
     "compute": "Computing takes 50% of the time.",
     "memory": "Reading and writing 50.0 B takes 50% of the time.",
-    "overhead": "Calling operations takes at least 50% of the time.",
-    "Python": "Between operations, in Python and autograd, pass 50% of the time.",
-    "traffic": "Its operations read and write 50.0 B, which takes 50% of the time, "
-    "where 0 B must be moved.",
+    "overhead": "Calling as many operations on one number takes 50% of the time.",
+    "Python": "Python, autograd and calls take 50% of the time.",
+    "traffic": "Its operations read and write 50.0 B (add 50.0 B), which takes 50% of the "
+    "time, where 0 B must be moved.",
     "kernel": "Its operations are slow. At the machine's rates, FLOPs take 50% of the time, "
     "and all that operations read and write (49.0 B) takes 49% of the time.",
 }
@@ -519,6 +528,19 @@ def test_limit_of_unknown_work_is_unknown_unless_something_takes_half():
     row.moved_bytes = 50
     row.compare(RATES, on_gpu=True)
     assert row.limit == "memory"
+
+
+def test_overhead_is_named_before_python_which_contains_it():
+    row = Row("part", total_s=10.0, p20_s=10.0, operations=[Operation("add", 5, 1.0)])
+    row.compare(RATES, on_gpu=False)
+    assert (row.overhead_s, row.between_s, row.limit) == (5.0, 9.0, "overhead")
+
+
+def test_operations_take_what_they_need_beyond_a_call(profile, monkeypatch):
+    monkeypatch.setattr("profiling.work.seconds_of_a_call", lambda device: 0.25)
+    measured = profile()
+    assert operations(part(measured, "layers.*.up"))["mm"] == (6, 6 * 0.75)
+    assert operations(part(measured, "layers.*"))["relu"] == (2, 0.0)
 
 
 def test_time_between_operations_is_what_they_leave_of_a_fast_run():
