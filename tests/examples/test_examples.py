@@ -3,7 +3,6 @@
 import copy
 import math
 import re
-from functools import partial
 from typing import Any
 
 import checkpointing
@@ -29,30 +28,6 @@ PRINTS = {
     "scaled_rope": r"Llama31Rope: 29 kept, 29 divided, of 64\nYarnRope: 19 kept, 29 d",
     "static_cache": r"(equal: True\n.*){3}",
 }
-
-
-class Counted:
-    """A backend of torch.compile that counts graphs, and their runs."""
-
-    def __init__(self):
-        self.graphs = self.runs = 0
-
-    def __call__(self, graph, inputs):
-        self.graphs += 1
-
-        def run(*arguments):
-            self.runs += 1
-            return graph.forward(*arguments)
-
-        return run
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    # Generating code takes most of the time; tests/layers does so once.
-    counted = Counted()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
-    return counted
 
 
 @pytest.mark.parametrize("name", PRINTS)

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -228,29 +227,6 @@ def test_top_k_draws_only_k_of_equal_logits():
 def test_without_top_k_all_tokens_are_drawn():
     drawn = choose(torch.zeros(1, 5).expand(1000, -1), 1.0, top_k=None)
     assert len(drawn.unique()) == 5
-
-
-class Counted:
-    """A backend of torch.compile that counts graphs, and their runs."""
-
-    def __init__(self):
-        self.graphs = self.runs = 0
-
-    def __call__(self, graph, inputs):
-        self.graphs += 1
-
-        def run(*arguments):
-            self.runs += 1
-            return graph.forward(*arguments)
-
-        return run
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    counted = Counted()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
-    return counted
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
