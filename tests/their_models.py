@@ -63,6 +63,38 @@ NAMES = {
     "mlp.down_proj": "ffn.w2",
 }
 
+# Names of layers that several models share, to pass to require_same_model.
+SANDWICH_NAMES = {
+    "post_attention_layernorm": "post_ln1",
+    "pre_feedforward_layernorm": "ln2",
+    "post_feedforward_layernorm": "post_ln2",
+}
+JOINT_NORM_NAMES = {
+    "q_proj": "q_proj.0",
+    "k_proj": "k_proj.0",
+    "q_norm": "q_proj.1",
+    "k_norm": "k_proj.1",
+}
+LATENT_NAMES = {
+    "q_a_proj": "q_down.0",
+    "q_a_layernorm": "q_down.1",
+    "q_b_proj": "q_up",
+    "kv_a_proj_with_mqa": "kv_down",
+    "kv_a_layernorm": "kv_norm",
+    "kv_b_proj": "kv_up",
+}
+KIMI_DELTA_NAMES = {
+    "conv1d": "conv",
+    "forget_gate.f_a_proj": "forgetting.down",
+    "forget_gate.f_b_proj": "forgetting.up",
+    "forget_gate.dt_bias": "forgetting.bias",
+    "forget_gate.A_log": "forgetting.log_speed",
+    "b_proj": "rate_proj",
+    "g_a_proj": "gate_down",
+    "g_b_proj": "gate_up",
+    "o_norm": "norm",
+}
+
 
 class Halves(RotaryPositionalEmbedding):
     """Rotate x[k] with x[k + d_k/2], as most models in transformers do."""

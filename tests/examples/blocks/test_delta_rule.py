@@ -13,6 +13,8 @@ from partial_rope import PartialRope
 from reordered_norm import ReorderedNormBlock
 from their_models import (
     HALF_ROTATES,
+    KIMI_DELTA_NAMES,
+    LATENT_NAMES,
     Halves,
     our_model,
     require_same_model,
@@ -28,14 +30,6 @@ SIZES = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
     "layer_types": LINEAR_THEN_FULL,
-}
-LATENT_NAMES = {
-    "q_a_proj": "q_down.0",
-    "q_a_layernorm": "q_down.1",
-    "q_b_proj": "q_up",
-    "kv_a_proj_with_mqa": "kv_down",
-    "kv_a_layernorm": "kv_norm",
-    "kv_b_proj": "kv_up",
 }
 CENTERED = r"layernorm|[qk]_norm|^norm"
 NAMES = {
@@ -190,18 +184,7 @@ def test_kimi_linear():
     ours.layers[1].attn = LatentAttention(
         64, 4, rope=Unrotated(), d_head=16, q_rank=40, kv_rank=24
     )
-    names = {
-        "conv1d": "conv",
-        "forget_gate.f_a_proj": "forgetting.down",
-        "forget_gate.f_b_proj": "forgetting.up",
-        "forget_gate.dt_bias": "forgetting.bias",
-        "forget_gate.A_log": "forgetting.log_speed",
-        "b_proj": "rate_proj",
-        "g_a_proj": "gate_down",
-        "g_b_proj": "gate_up",
-        "o_norm": "norm",
-        **LATENT_NAMES,
-    }
+    names = {**KIMI_DELTA_NAMES, **LATENT_NAMES}
     require_same_model(ours, theirs, names, flatten_speed, is_padded=False)
 
 

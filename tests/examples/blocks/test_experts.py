@@ -11,6 +11,7 @@ from partial_rope import PartialRope
 from their_models import (
     EXPERTS,
     HALF_ROTATES,
+    JOINT_NORM_NAMES,
     TWO_ROPES,
     WINDOW_THEN_FULL,
     Halves,
@@ -42,13 +43,7 @@ def test_minimax_m2():
         rope=PartialRope(Halves(1e4, 8, 128)),
         ffn=partial(MixtureOfExperts, top_k=3, has_shared_expert=False),
     )
-    names = {
-        "q_proj": "q_proj.0",
-        "k_proj": "k_proj.0",
-        "q_norm": "q_proj.1",
-        "k_norm": "k_proj.1",
-    }
-    require_same_model(ours, theirs, names, split_experts)
+    require_same_model(ours, theirs, JOINT_NORM_NAMES, split_experts)
 
 
 def test_hy_v3():

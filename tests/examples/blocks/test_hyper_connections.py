@@ -7,6 +7,7 @@ import torch
 from hyper_connections import HyperBlock, HyperTransformer, doubly_stochastic
 from kimi_delta_attention import KimiDeltaAttention
 from their_models import (
+    KIMI_DELTA_NAMES,
     CallableAsTheirs,
     our_model,
     require_same_model,
@@ -70,18 +71,7 @@ def test_glm5_next():
         d_head=16,
     )
     ours.final_streams = EqualWeights()
-    names = {
-        **STREAMS,
-        "conv1d": "conv",
-        "forget_gate.f_a_proj": "forgetting.down",
-        "forget_gate.f_b_proj": "forgetting.up",
-        "forget_gate.dt_bias": "forgetting.bias",
-        "forget_gate.A_log": "forgetting.log_speed",
-        "b_proj": "rate_proj",
-        "g_a_proj": "gate_down",
-        "g_b_proj": "gate_up",
-        "o_norm": "norm",
-    }
+    names = {**STREAMS, **KIMI_DELTA_NAMES}
     require_same_model(ours, theirs, names, is_padded=False)
 
 

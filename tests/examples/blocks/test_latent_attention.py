@@ -6,7 +6,14 @@ from experts import MixtureOfExperts
 from indexer import SparseAttention
 from latent_attention import LatentAttention
 from partial_rope import PartialRope
-from their_models import EXPERTS, Halves, require_same_model, split_experts, their_model
+from their_models import (
+    EXPERTS,
+    LATENT_NAMES,
+    Halves,
+    require_same_model,
+    split_experts,
+    their_model,
+)
 
 from tinyblock import RotaryPositionalEmbedding, Transformer
 
@@ -28,12 +35,7 @@ SIZES = {
     **EXPERTS,
 }
 NAMES = {
-    "q_a_proj": "q_down.0",
-    "q_a_layernorm": "q_down.1",
-    "q_b_proj": "q_up",
-    "kv_a_proj_with_mqa": "kv_down",
-    "kv_a_layernorm": "kv_norm",
-    "kv_b_proj": "kv_up",
+    **LATENT_NAMES,
     "indexer.wq_b": "indexer.q_proj",
     "indexer.wk": "indexer.k_proj",
 }

@@ -4,6 +4,7 @@ from joint_qk_norm import JointNormAttention
 from no_positions import NoPositions
 from reordered_norm import ReorderedNormBlock
 from their_models import (
+    JOINT_NORM_NAMES,
     TWO_ROPES,
     WINDOW_THEN_FULL,
     Halves,
@@ -14,13 +15,7 @@ from their_models import (
 from windows import WindowAttention, widen
 
 AFTER = {"post_attention_layernorm": "ln1", "post_feedforward_layernorm": "ln2"}
-JOINT = {
-    **AFTER,
-    "q_proj": "q_proj.0",
-    "k_proj": "k_proj.0",
-    "q_norm": "q_proj.1",
-    "k_norm": "k_proj.1",
-}
+JOINT = {**AFTER, **JOINT_NORM_NAMES}
 
 
 class JointNormWindow(WindowAttention, JointNormAttention):

@@ -9,15 +9,15 @@ from norm_without_gain import norm_without_gain
 from output_gate import GatedAttention
 from residual_gate import GatedResidualBlock, ResidualGate
 from scaled_residual import ScaledBlock
-from their_models import CallableAsTheirs, our_model, require_same_model, their_model
+from their_models import (
+    SANDWICH_NAMES,
+    CallableAsTheirs,
+    our_model,
+    require_same_model,
+    their_model,
+)
 from torch import nn
 from windows import WindowAttention
-
-SANDWICH = {
-    "post_attention_layernorm": "post_ln1",
-    "pre_feedforward_layernorm": "ln2",
-    "post_feedforward_layernorm": "post_ln2",
-}
 
 
 class GatedWindow(WindowAttention, GatedAttention):
@@ -46,7 +46,7 @@ def test_beam():
     ours = our_model(
         2, DepthScaledTransformer, attention=GatedWindow, window=8, qk_norm=True
     )
-    require_same_model(ours, theirs, SANDWICH, drop_gate_bias)
+    require_same_model(ours, theirs, SANDWICH_NAMES, drop_gate_bias)
 
 
 def drop_gate_bias(state):
@@ -87,7 +87,7 @@ def test_muse_spark():
         "mlp": "ffn",
         "post_attention_residual_gate.gate": "attn_gate.weight",
         "post_feedforward_residual_gate.gate": "ffn_gate.weight",
-        **SANDWICH,
+        **SANDWICH_NAMES,
     }
     require_same_model(ours, theirs, names, centered="layernorm")
 

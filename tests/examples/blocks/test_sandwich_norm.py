@@ -13,6 +13,7 @@ from sandwich_norm import SandwichBlock
 from their_models import (
     EXPERTS,
     HALF_ROTATES,
+    SANDWICH_NAMES,
     TWO_ROPES,
     WINDOW_THEN_FULL,
     Halves,
@@ -25,11 +26,6 @@ from windows import WindowAttention, widen
 
 from tinyblock import RotaryPositionalEmbedding
 
-GEMMA = {
-    "post_attention_layernorm": "post_ln1",
-    "pre_feedforward_layernorm": "ln2",
-    "post_feedforward_layernorm": "post_ln2",
-}
 GLM = {"post_self_attn_layernorm": "post_ln1", "post_mlp_layernorm": "post_ln2"}
 TRINITY = {
     "post_attention_layernorm": "post_ln1",
@@ -80,7 +76,7 @@ def test_gemma2():
         cap=2.0,
     )
     widen(ours, every=2)
-    require_same_model(ours, theirs, GEMMA, centered="norm")
+    require_same_model(ours, theirs, SANDWICH_NAMES, centered="norm")
 
 
 def test_gemma3():
@@ -101,7 +97,7 @@ def test_gemma3():
         qk_norm=True,
     )
     widen(ours, every=2, rope=Halves(1e6, 16, 128))
-    require_same_model(ours, theirs, GEMMA, centered="norm")
+    require_same_model(ours, theirs, SANDWICH_NAMES, centered="norm")
 
 
 def test_glm4():
