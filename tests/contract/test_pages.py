@@ -15,7 +15,7 @@ from tinyblock import copies
 from tinyblock.contract import conftest, every_layer, target
 
 PACKAGE = Path(tinyblock.__file__).parent
-LAYERS = [layer.__name__.rpartition(".")[2] for layer in tinyblock.LAYERS]
+MODULES = [layer.__name__.rpartition(".")[2] for layer in tinyblock.LAYERS]
 SHARED = {name for name in vars(every_layer) if name.startswith("test_")}
 # A table has no initial weights. Not every layer rounds its result only once.
 NOT_SHARED = {
@@ -31,13 +31,13 @@ def page_of(layer):
     return importlib.import_module(f"tinyblock.contract.test_{layer}")
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", MODULES)
 def test_page_imports_what_holds_for_every_layer(layer):
     imported = {name for name in SHARED if hasattr(page_of(layer), name)}
     assert imported == SHARED - NOT_SHARED.get(layer, set())
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", MODULES)
 def test_no_case_of_a_layer_is_skipped(layer):
     """A skipped case means here that an option or a function was renamed."""
     target.select(PACKAGE)

@@ -22,14 +22,14 @@ from tinyblock import (
 )
 
 SIZES: Any = {"num_heads": 4, "num_kv_heads": 2, "qk_norm": True}
-LAYERS: dict[str, Any] = {
+BUILD: dict[str, Any] = {
     "SwiGLU": lambda: SwiGLU(64),
     "FeedForward": lambda: FeedForward(64),
     "attention": lambda: CausalMultiHeadSelfAttention(64, **SIZES),
     "Block": lambda: Block(64, **SIZES),
     "Transformer": lambda: Transformer(2, 64, max_seq_len=9, **SIZES),
 }
-every_layer = pytest.mark.parametrize("name", LAYERS)
+every_layer = pytest.mark.parametrize("name", BUILD)
 
 
 def reset_by_method(model):
@@ -59,7 +59,7 @@ def require_initial_weights(model):
 @pytest.mark.parametrize("reset", [reset_by_method, reset_by_walk])
 def test_a_layer_built_on_meta_gets_its_initial_weights(reset, name):
     with torch.device("meta"):
-        layer = LAYERS[name]()
+        layer = BUILD[name]()
     layer.to_empty(device="cpu")
     for tensor in (*layer.parameters(), *layer.buffers()):
         tensor.data.fill_(math.nan)
@@ -73,11 +73,11 @@ def test_a_layer_built_on_meta_gets_its_initial_weights(reset, name):
 @pytest.mark.parametrize("act", ["construct", "reset"])
 def test_each_weight_is_drawn_once(act, name, monkeypatch):
     """To draw 135 million weights takes 18 seconds."""
-    layer = LAYERS[name]() if act == "reset" else None
+    layer = BUILD[name]() if act == "reset" else None
     drawn = []
     monkeypatch.setattr(nn.init, "trunc_normal_", lambda w, **cut: drawn.append(w))
     if layer is None:
-        layer = LAYERS[name]()
+        layer = BUILD[name]()
     else:
         layer.reset_parameters()
     matrices = [weight for weight in layer.parameters() if weight.ndim == 2]
@@ -100,7 +100,7 @@ class OwnRule(nn.Module):
 
 @every_layer
 def test_layers_that_a_subclass_adds_initialize_themselves(name):
-    layer = LAYERS[name]()
+    layer = BUILD[name]()
     own = OwnRule()
     plain = nn.Linear(64, 64)
     layer.added = nn.ModuleDict({"one": nn.Sequential(nn.ModuleList([own]), plain)})

@@ -79,7 +79,7 @@ def conv(*args, **options):
 
 
 # In a convolution over 6 positions, padded at both ends.
-LAYERS = {
+LAYER_AND_FLOPS = {
     "projection": (nn.Linear(8, 5), 2 * TOKENS * 8 * 5),
     "complex product": (Complex(), 8 * TOKENS * 8 * 5),
     "convolution": (conv(8, 4, 3, padding=1), 2 * TOKENS * 4 * 8 * 3),
@@ -109,9 +109,9 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", LAYER_AND_FLOPS)
 def test_layer_takes_the_flops_of_its_formula(name, profile_of):
-    layer, expected = LAYERS[name]
+    layer, expected = LAYER_AND_FLOPS[name]
     assert profile_of(layer, SHAPE, "forward").whole.flops == {"float32": expected}
     assert profile_of(layer, SHAPE).whole.flops == {"float32": 3 * expected}
 

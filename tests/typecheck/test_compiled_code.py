@@ -20,7 +20,7 @@ X = ones(2, 3, D)
 POSITIONS = torch.arange(3)
 
 # In these calls, torch broadcasts a wrong argument, so that no check means no error.
-LAYERS = {
+BROADCASTING_CALLS = {
     "rms_norm, one gain": Case(
         tinyblock.rms_norm, (X, ones(D)), (X, ones(1)), "'weight'"
     ),
@@ -66,7 +66,7 @@ def each(cases):
     return pytest.mark.parametrize("case", cases.values(), ids=cases)
 
 
-@each(CASES | LAYERS)
+@each(CASES | BROADCASTING_CALLS)
 def test_eager_mode_raises_for_a_wrong_call_after_a_right_one(case):
     call(case.call, case.right)
     with pytest.raises(TypeCheckError):
@@ -92,7 +92,7 @@ def test_with_fullgraph_the_error_names_the_argument(case, compiled):
         call(compiled(case.call, fullgraph=True), case.wrong)
 
 
-@each(LAYERS)
+@each(BROADCASTING_CALLS)
 def test_compiled_layers_raise_where_torch_would_broadcast(case):
     compiled = torch.compile(case.call, backend="eager")
     call(compiled, case.right)

@@ -89,23 +89,23 @@ def test_typecheck_works_together_with_the_hook_of_jaxtyping(monkeypatch):
 D = 8
 X = torch.ones(2, 3, D)
 MODEL = tinyblock.Transformer(1, D, 1, max_seq_len=9)
-LAYERS = {
+INSTANCES = {
     type(layer).__name__: layer
     for layer in (*MODEL.modules(), tinyblock.FeedForward(D))
     if type(layer).__name__ in tinyblock.__all__
 }
 TAKE_POSITIONS = {
     name: layer
-    for name, layer in LAYERS.items()
+    for name, layer in INSTANCES.items()
     if "token_positions" in inspect.signature(layer.forward).parameters
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", INSTANCES)
 @pytest.mark.parametrize("x", [X[..., :7], X.long()], ids=["width", "dtype"])
 def test_every_layer_names_an_input_that_does_not_fit(name, x):
     with pytest.raises(TypeCheckError, match=rf"(?s){name}\.forward.*'x'.*=8"):
-        LAYERS[name](x)
+        INSTANCES[name](x)
 
 
 @pytest.mark.parametrize("name", TAKE_POSITIONS)
