@@ -15,7 +15,9 @@ from torch import nn
 
 from tinyblock import RotaryPositionalEmbedding, Transformer
 
-transformers = pytest.importorskip("transformers", minversion="5.24")
+transformers = pytest.importorskip(
+    "transformers", minversion="5.24", reason="requires the extra examples"
+)
 
 SEQ = 24
 TOLERANCE = 2**8 * torch.finfo(torch.float32).eps  # sums may lose 8 of 24 bits

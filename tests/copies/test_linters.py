@@ -7,6 +7,8 @@ import pytest
 
 from tinyblock import copies
 
+pytest.importorskip("ruff", reason="requires the extra dev")
+
 
 @pytest.fixture
 def everything(empty):

@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-gguf = pytest.importorskip("gguf")
-huggingface_hub = pytest.importorskip("huggingface_hub")
-safetensors = pytest.importorskip("safetensors.torch")
-transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
-from_gguf = pytest.importorskip("from_gguf")
-generate = pytest.importorskip("generate")
-hugging_face = pytest.importorskip("hugging_face")
-train = pytest.importorskip("train")
+gguf = pytest.importorskip("gguf", reason="requires the extra examples")
+huggingface_hub = pytest.importorskip(
+    "huggingface_hub", reason="requires the extra examples"
+)
+safetensors = pytest.importorskip(
+    "safetensors.torch", reason="requires the extra examples"
+)
+transformers = pytest.importorskip("transformers", reason="requires the extra examples")
+tokenizers = pytest.importorskip("tokenizers", reason="requires the extra examples")
+from_gguf = pytest.importorskip("from_gguf", reason="requires the extra examples")
+generate = pytest.importorskip("generate", reason="requires the extra examples")
+hugging_face = pytest.importorskip("hugging_face", reason="requires the extra examples")
+train = pytest.importorskip("train", reason="requires the extra examples")
 
 # `make story` downloads the file. .ci/run does so first, and fails if a test is skipped.
 MODEL = Path.home() / ".cache/tinyblock/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -37,7 +37,7 @@ def model(layers):
 @pytest.fixture
 def of_transformers(layers):
     """The PreTrainedModel of the page."""
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="requires the extra examples")
     [code] = re.findall(
         r"```py\n(from my_package.*?PreTrainedModel.*?)```", PAGE.read_text(), re.DOTALL
     )
@@ -114,7 +114,9 @@ def test_transformers_keeps_a_loaded_weight_whose_bias_is_missing(
 )
 def test_swiglu_overflows_in_float16_as_in_transformers(dtype, expected):
     """Its product is 256 * 256 here, and the greatest number in float16 is 65,504."""
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    llama = pytest.importorskip(
+        "transformers.models.llama.modeling_llama", reason="requires the extra examples"
+    )
     sizes = {"hidden_size": 1, "intermediate_size": 1, "num_attention_heads": 1}
     for layer in (SwiGLU(1, 1), llama.LlamaMLP(llama.LlamaConfig(**sizes))):
         for weight in layer.parameters():
@@ -124,7 +126,7 @@ def test_swiglu_overflows_in_float16_as_in_transformers(dtype, expected):
 
 
 def test_peft_merges_adapters(model):
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="requires the extra examples")
     expected = model(X)
     config = peft.LoraConfig(target_modules=["q_proj", "w1"], init_lora_weights=False)
     adapted = peft.get_peft_model(model, config)
@@ -135,7 +137,9 @@ def test_peft_merges_adapters(model):
 
 
 def test_torchao_quantizes_weights(model):
-    quantization = pytest.importorskip("torchao.quantization")
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="requires the extra examples"
+    )
     expected = model(X)
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     error = (model(X) - expected).norm() / expected.norm()
@@ -157,7 +161,9 @@ def test_quantize_dynamic_takes_only_plain_linear_layers(model):
 
 
 def test_safetensors_saves_and_loads_the_model(model, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors = pytest.importorskip(
+        "safetensors.torch", reason="requires the extra examples"
+    )
     path = str(tmp_path / "model.safetensors")
     safetensors.save_model(model, path)
     expected = model(X)

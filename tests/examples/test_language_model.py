@@ -294,7 +294,7 @@ def test_first_logits_are_as_small_as_the_head_makes_them(tied):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_adapters_of_all_layers_are_merged_into_their_own_weights(tied):
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="requires the extra examples")
     model = build(tied=tied)
     tokens = torch.randint(37, (2, 9))
     config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
@@ -307,7 +307,7 @@ def test_adapters_of_all_layers_are_merged_into_their_own_weights(tied):
 
 def test_a_tied_embedding_takes_no_adapter():
     """The embedding would be adapted, and the head only after a merge."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="requires the extra examples")
     config = peft.LoraConfig(target_modules=["token_embeddings"])
     adapted = peft.get_peft_model(build(tied=True), config)
     with pytest.raises(ValueError, match="do not adapt it in a tied model"):

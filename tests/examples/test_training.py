@@ -7,13 +7,14 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import ablations
 import pytest
 import torch
 import torch.nn.functional as F
-import train
-from matplotlib.figure import Figure
 from torch import nn
+
+ablations = pytest.importorskip("ablations", reason="requires the extra dev")
+train = pytest.importorskip("train", reason="requires the extra dev")
+matplotlib = pytest.importorskip("matplotlib.figure", reason="requires the extra dev")
 
 CONFIG = train.Config(steps=30, batch=4, seq=32, d_model=32, layers=2, warmup=5)
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
@@ -273,7 +274,7 @@ def figures(monkeypatch):
     """The figures that are saved, by path."""
     saved = {}
     monkeypatch.setattr(
-        Figure, "savefig", lambda self, path, **_: saved.update({path: self})
+        matplotlib.Figure, "savefig", lambda self, path, **_: saved.update({path: self})
     )
     return saved
 

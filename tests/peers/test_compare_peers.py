@@ -99,7 +99,7 @@ def test_against_a_folder_that_is_no_checkout_is_an_error(run, tmp_path, capsys)
 
 
 def test_an_installed_project_is_a_peer():
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="requires the extra examples")
     assert "transformers" in PEERS
 
 

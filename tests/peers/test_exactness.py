@@ -14,16 +14,12 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the projects warn
 
 
-def test_layers_and_near_ropes_have_the_errors_of_their_dtype(
-    monkeypatch, tmp_path, capsys
-):
+def test_layers_and_near_ropes_have_the_errors_of_their_dtype(monkeypatch, capsys):
     """The RoPEs of transformers and other projects are included, if they are installed."""
-    path = tmp_path / "rope.png"
-    monkeypatch.setattr(sys, "argv", ["exactness.py", "--plot", str(path)])
+    monkeypatch.setattr(sys, "argv", ["exactness.py"])
     monkeypatch.setattr(exactness, "STARTS", [0])
     monkeypatch.setattr(ropes, "MAX_SEQ_LEN", 128)
     exactness.main()
-    assert path.stat().st_size > 10_000
     _, *sections = capsys.readouterr().out.split("## ")
     precisions = [2**-24, 2**-24, 2**-8, 2**-8, 2**-11, 2**-11]
     for section, eps in zip(sections, precisions, strict=True):
@@ -39,8 +35,27 @@ def test_layers_and_near_ropes_have_the_errors_of_their_dtype(
     assert "2.00e-03" in exactness.table("bfloat16", found, GRADIENTS)
 
 
+def test_option_plot_saves_a_picture_of_all_dtypes(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib", reason="requires the extra dev")
+    path = tmp_path / "rope.png"
+    monkeypatch.setattr(sys, "argv", ["exactness.py", "--plot", str(path)])
+    monkeypatch.setattr(exactness, "STARTS", [0])
+    monkeypatch.setattr(exactness, "layer_errors", lambda dtype, device: {})
+    errors = {("RoPE at 0", "ours", OUTPUTS): [1.0]}
+    monkeypatch.setattr(exactness, "rope_errors", lambda dtype, device: errors)
+    plot = Mock(wraps=exactness.plot)
+    monkeypatch.setattr(exactness, "plot", plot)
+    exactness.main()
+    plot.assert_called_once_with(
+        path, {"float32": errors, "bfloat16": errors, "float16": errors}
+    )
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 def test_plot_shows_errors_of_outputs_over_positions(monkeypatch, tmp_path):
-    matplotlib = pytest.importorskip("matplotlib.figure")
+    matplotlib = pytest.importorskip(
+        "matplotlib.figure", reason="requires the extra dev"
+    )
     drawn = []
     monkeypatch.setattr(
         matplotlib.Figure, "savefig", lambda figure, path: drawn.append(figure)
@@ -93,8 +108,12 @@ def test_error_is_relative_and_gradients_have_their_own():
 def test_logits_of_a_real_model_are_compared_with_those_of_transformers(
     monkeypatch, tmp_path
 ):
-    transformers = pytest.importorskip("transformers")
-    real_model = pytest.importorskip("peers.real_model")
+    transformers = pytest.importorskip(
+        "transformers", reason="requires the extra examples"
+    )
+    real_model = pytest.importorskip(
+        "peers.real_model", reason="requires the extra examples"
+    )
     tokenizer = Mock()
     tokenizer.return_value.input_ids = torch.arange(300)[None] % 6
     loaded = Mock(return_value=tokenizer)

@@ -139,7 +139,9 @@ def test_sparse_gradients_have_the_bytes_of_their_values(profile_of):
 
 
 def test_int8_weights_of_torchao_have_their_bytes(profile_of):
-    quantization = pytest.importorskip("torchao.quantization")
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="requires the extra examples"
+    )
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU())
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     measured = profile_of(model, SHAPE, "forward")

@@ -88,6 +88,7 @@ def test_trace_names_the_parts_as_the_table_does(run, tmp_path):
 
 
 def test_plot_is_a_picture(run, tmp_path):
+    pytest.importorskip("matplotlib", reason="requires the extra dev")
     file = tmp_path / "profile.png"
     run(*TINY, "--num-heads", 2, "--mode", "step", "--plot", file)
     assert file.read_bytes().startswith(b"\x89PNG")
@@ -141,7 +142,7 @@ def example(number):
 
 
 def test_wrapper_of_the_page_is_cut(run, my_block):
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="requires the extra examples")
     my_block(example(1), "my_llama")
     text = run("--block", "my_llama:build", "--d-model", 256, "--rounds", 2)
     assert "\nmodel.layers.*.self_attn " in text
@@ -150,7 +151,7 @@ def test_wrapper_of_the_page_is_cut(run, my_block):
 def test_language_model_of_the_page_has_embedding_head_and_loss(
     run, my_block, tmp_path
 ):
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="requires the extra examples")
     my_block(example(2), "my_training")
     file = tmp_path / "profile.json"
     options = ["--seq-len", 8, "--rounds", 2, "--mode", "step", "--json", file]

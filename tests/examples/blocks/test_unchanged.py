@@ -3,7 +3,7 @@
 import pytest
 from their_models import our_model, require_same_model, their_model
 
-hugging_face = pytest.importorskip("hugging_face")
+hugging_face = pytest.importorskip("hugging_face", reason="requires the extra examples")
 
 
 def test_llama():
