@@ -8,9 +8,9 @@
 
 This command prints how much a change of the first token changes later tokens.
 
-Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), section
-3.4. In Qwen3-Next, Qwen3.5 and OLMo Hybrid, 3 of 4 layers are of this kind; OLMo Hybrid
-has max_rate=2 (Grazzi et al., arXiv 2411.12537).
+Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464). In
+Qwen3-Next, Qwen3.5 and OLMo Hybrid, 3 of 4 layers are of this kind. OLMo Hybrid has
+max_rate=2, after Grazzi et al. (arXiv 2411.12537).
 To copy this file, also copy delta_rule.py, and import Linear and RMSNorm from your copies
 of attention.py and rmsnorm.py.
 """
@@ -42,10 +42,9 @@ class HeadDecay(nn.Module):
     def reset_parameters(self) -> None:
         """Let a token forget between 0.1% and 80% of what a head remembers."""
         self.proj.reset_parameters()
-        with torch.no_grad():
-            self.log_speed.uniform_(1, 16).log_()
-            step = self.bias.uniform_(math.log(1e-3), math.log(0.1)).exp()
-            self.bias.copy_(step.expm1().log())  # softplus(bias) is step
+        nn.init.uniform_(self.log_speed, math.log(1), math.log(16))
+        # Where bias is small, softplus(bias) is about exp(bias).
+        nn.init.uniform_(self.bias, math.log(0.001), math.log(0.1))
 
     def forward(
         self, x: Float[Tensor, "*batch seq d_model"]

@@ -47,10 +47,9 @@ class Forgetting(nn.Module):
         """Let a token forget between 0.1% and 80% of a component."""
         self.down.reset_parameters()
         self.up.reset_parameters()
-        with torch.no_grad():
-            self.log_speed.uniform_(1, 16).log_()
-            step = self.bias.uniform_(math.log(1e-3), math.log(0.1)).exp()
-            self.bias.copy_(step.expm1().log())  # softplus(bias) is step
+        nn.init.uniform_(self.log_speed, math.log(1), math.log(16))
+        # Where bias is small, softplus(bias) is about exp(bias).
+        nn.init.uniform_(self.bias, math.log(0.001), math.log(0.1))
 
     def forward(
         self, x: Float[Tensor, "*batch seq d_model"]
