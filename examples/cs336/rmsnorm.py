@@ -3,7 +3,7 @@
     PYTHONPATH=path/to/solution tinyblock verify examples/cs336
 
 `tests.adapters` is a file of the solution. Its functions and arguments have the same
-names in the editions of 2025 and 2026 of assignment 1.
+names in the editions of 2026 and 2025 of assignment 1.
 """
 
 from tests.adapters import run_rmsnorm

@@ -1,11 +1,16 @@
 """`tinyblock verify` judges layers that are not copies of tinyblock's."""
 
 import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tinyblock import copies
+from tinyblock.contract import conftest, target
 
 SOLUTIONS = Path(__file__).parent / "solutions"
 
@@ -18,3 +23,239 @@ def test_right_solutions_have_no_failures(name, capfd):
     for layer in ("rmsnorm", "ffn", "rope", "attention", "block"):
         passed = re.findall(rf"test_{layer}\.py::test_equation.* PASSED", report)
         assert passed, f"{layer}: {report}"
+
+
+@dataclass
+class Defect:
+    """A line of a right layer, the wrong line in its place, and the line of the report.
+
+    The report of one run shows the defects of several layers.
+    """
+
+    run: int
+    layer: str
+    right: str
+    wrong: str
+    line: str  # a regular expression
+
+
+SCORES = 'einsum(Q, K, "... q d, ... k d -> ... q k") / math.sqrt(Q.shape[-1])'
+DEFECTS = {
+    "a row of NaN": Defect(
+        1,
+        "rmsnorm",
+        "return result.to(in_dtype)",
+        "return result.to(in_dtype).index_fill(-2, torch.tensor(1), torch.nan)",
+        r"test_equation, .* at \[\d, 1, \d+\]: got nan, expected -?\d",
+    ),
+    "noise of 1e-4": Defect(
+        1,
+        "ffn",
+        "gate = self.w1(x)",
+        "gate = self.w1(x) + 1e-4 * torch.sin(1000 * x).sum(-1, keepdim=True)",
+        r"test_equation, 1 of 1, first \[SwiGLU, float32\]: result in float32 at .* got",
+    ),
+    "a table shared by all instances": Defect(
+        1,
+        "rope",
+        "        frequencies = ",
+        "        theta = RotaryPositionalEmbedding.__dict__.get('first', theta)\n"
+        "        RotaryPositionalEmbedding.first = theta\n"
+        "        frequencies = ",
+        r"test_each_instance_has_its_own_table, 1 of 3, first \[theta\]: theta is not",
+    ),
+    "detached v": Defect(
+        1,
+        "attention",
+        "v = rearrange(self.v_proj(x)",
+        "v = rearrange(self.v_proj(x).detach()",
+        r"test_equation, .* first \[one token, float32\]: gradient of \S+ in float32 at",
+    ),
+    "two roundings": Defect(
+        2,
+        "rmsnorm",
+        "result = x / rms * self.weight",
+        "result = (x / rms).to(in_dtype) * self.weight",
+        r"test_rounds_once, 6 of 6, .*: \d+ of 84 components are rounded twice, "
+        r"the first: got \S+, expected ",
+    ),
+    "a wrong name of a weight": Defect(
+        2,
+        "ffn",
+        "self.w3",
+        "self.v",
+        r"test_equation, 1 of 1, .*: the layer must have the weight w3.weight, got w1",
+    ),
+    "positions that are written": Defect(
+        2,
+        "rope",
+        "        cos, sin = ",
+        "        token_positions.add_(1).sub_(1)\n        token_positions[..., -1] = 0\n"
+        "        cos, sin = ",
+        r"test_calls_change_nothing, .*: after the calls, token_positions must be the",
+    ),
+    "a softmax without the maximum": Defect(
+        2,
+        "attention",
+        "torch.exp(x - x.amax(dim, keepdim=True))",
+        "torch.exp(x)",
+        r"test_large_scores_do_not_overflow, 1 of 1: result at .*: got nan",
+    ),
+    "a result in float32": Defect(
+        3,
+        "rmsnorm",
+        "return result.to(in_dtype)",
+        "return result",
+        r"test_equation, .*: the result must have the dtype of x, \w+, got float32",
+    ),
+    "dropout": Defect(
+        3,
+        "ffn",
+        "return self.w2(",
+        "return nn.functional.dropout(torch.tensor(1.0), 0.5, self.training) * self.w2(",
+        r"test_calls_change_nothing, .*: the second result must be the same",
+    ),
+    "a kept axis": Defect(
+        3,
+        "rope",
+        "return rotated.flatten(-2)",
+        "return rotated.flatten(-2)[None]",
+        r"test_equation, .*: result in float32 has the shape \(1, 2, 7, 8\), expected",
+    ),
+    "a mask that shows the next token": Defect(
+        3,
+        "attention",
+        ".tril()",
+        ".tril(1)",
+        r"test_later_tokens_change_nothing, 1 of 1, first \[plain\]: result for 1 of 7",
+    ),
+}
+NOT_INITIAL = {
+    "gains": Defect(
+        4,
+        "rmsnorm",
+        "torch.ones(",
+        "torch.zeros(",
+        r"test_initial_weights, 1 of 1, .*: weight must start at 1, got \[0.0, ",
+    ),
+    "a uniform variable": Defect(
+        4,
+        "ffn",
+        "nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)",
+        "nn.init.uniform_(self.weight, -1.71 * std, 1.71 * std)",
+        r"test_initial_weights, .*: w1.weight must start as a normal variable",
+    ),
+    "another standard deviation": Defect(
+        4,
+        "attention",
+        "self.num_heads = num_heads",
+        "self.num_heads = num_heads\n        nn.init.normal_(self.q_proj.weight, std=0.1)",
+        r"test_initial_weights, .*: q_proj.weight must start with the standard dev",
+    ),
+}
+OPTIONS = {4: ["-m", "not numbers", "-k", "initial_weights"]}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Return a function that returns the report of a run, which it starts once."""
+    found = {}
+
+    def report_of(run):
+        if run not in found:
+            folder = tmp_path_factory.mktemp("solution") / "layers"
+            shutil.copytree(SOLUTIONS / "real_tables", folder)
+            (folder / "block.py").unlink()
+            for defect in (DEFECTS | NOT_INITIAL).values():
+                if defect.run == run:
+                    path = folder / f"{defect.layer}.py"
+                    text = path.read_text()
+                    assert defect.right in text
+                    path.write_text(text.replace(defect.right, defect.wrong))
+            command = [sys.executable, "-m", "tinyblock", "verify", str(folder)]
+            command += OPTIONS.get(run, [])
+            done = subprocess.run(command, capture_output=True, text=True)
+            found[run] = done.stdout + done.stderr
+        return found[run]
+
+    return report_of
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_the_report_names(name, reports):
+    defect = DEFECTS[name]
+    report = reports(defect.run)
+    line = rf"^FAILED {defect.layer}: {defect.line}"
+    assert re.search(line, report, re.MULTILINE), report
+
+
+@pytest.mark.parametrize("name", NOT_INITIAL)
+def test_initial_weights_are_tested_without_reset_parameters(name, reports):
+    defect = NOT_INITIAL[name]
+    report = reports(defect.run)
+    line = rf"^FAILED {defect.layer}: {defect.line}"
+    assert re.search(line, report, re.MULTILINE), report
+
+
+def test_what_is_not_written_is_no_defect(tmp_path, capfd):
+    (tmp_path / "rmsnorm.py").write_text(
+        "class RMSNorm:\n"
+        "    def __init__(self, d_model, eps):\n"
+        "        raise NotImplementedError('TODO')\n"
+        "    def forward(self, x): ...\n"
+    )
+    assert copies.main(["verify", str(tmp_path)]) == 1
+    report = capfd.readouterr().out
+    assert re.search(r"^NOT WRITTEN rmsnorm: test_equation, 9 ended in", report, re.M)
+    assert "FAILED" not in report
+    assert "ERROR" not in report
+
+
+def test_a_layer_of_which_nothing_can_be_tested_is_an_error(tmp_path, capfd):
+    (tmp_path / "rmsnorm.py").write_text("class RMSNorm:\n    'No arguments.'\n")
+    assert copies.main(["verify", str(tmp_path)]) == 2
+    assert "ERROR rmsnorm: no case of the equation" in capfd.readouterr().out
+
+
+@pytest.fixture
+def import_rope(tmp_path, monkeypatch):
+    """Return a function that imports a student's rope.py of these lines."""
+    monkeypatch.setattr(target, "found", {})
+    monkeypatch.setattr(target, "foreign", set())
+
+    def import_rope(text):
+        (tmp_path / "rope.py").write_text(text)
+        target.select(tmp_path)
+        with pytest.raises(pytest.UsageError) as error:
+            conftest.import_foreign("rope")
+        return str(error.value)
+
+    return import_rope
+
+
+def test_a_missing_package_is_one_line_with_the_file_and_the_repair(
+    import_rope, tmp_path
+):
+    message = import_rope("import math\nimport no_such_package\n")
+    assert message.startswith(f"{tmp_path / 'rope.py'}, line 2: No module named 'no_")
+    assert message.endswith("pip install --no-deps -e PATH")
+
+
+def test_missing_metadata_is_one_line_with_the_file_and_the_repair(
+    import_rope, tmp_path
+):
+    """As in the course's __init__.py, which reads its own version."""
+    text = "import importlib.metadata\nimportlib.metadata.version('no_such_package')\n"
+    message = import_rope(text)
+    assert message.startswith(f"{tmp_path / 'rope.py'}, line 2: No package metadata")
+    assert message.endswith("pip install --no-deps -e PATH")
+
+
+def test_another_error_keeps_the_traceback_that_ends_in_the_file(
+    import_rope, tmp_path, capsys
+):
+    assert import_rope("def f():\n    1 / 0\nf()\n") == "rope.py cannot be imported"
+    shown = capsys.readouterr().err
+    files = re.findall(r'File "(.*)", line (\d+)', shown)
+    assert files == [(str(tmp_path / "rope.py"), "3"), (str(tmp_path / "rope.py"), "2")]
+    assert shown.rstrip().endswith("ZeroDivisionError: division by zero")

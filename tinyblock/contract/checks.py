@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .target import foreign, found, load
 
 EPS = 1e-5
-THETA = 100.0
+THETA = 50.0
 TABLE = 200  # positions
 HALVES = (torch.bfloat16, torch.float16)
 # The allowed error, in units of the dtype's precision times the length of the result.
@@ -63,7 +63,8 @@ class Case:
 
     `formula(x, weights, **inputs, **options)` is the equation, in the dtype of x.
     `weights` are the layer's Weights. The formula of a function takes them one by one,
-    as the function does.
+    as the function does. `mistakes` are wrong formulas, by what is wrong in them. If one
+    of them gives the result of a wrong layer, the failure names it.
     """
 
     layer: str  # the name of the file, such as "rope"
@@ -76,6 +77,7 @@ class Case:
     scale: float = 1.0  # of x
     rounds_once: bool = False  # in half precision
     is_common: bool = True  # every correct layer, whoever wrote it, takes this input
+    mistakes: dict[str, Callable[..., Tensor]] = field(default_factory=dict)  # formulas
 
     def find(self):
         """Return the class or function, or None if the file does not have it."""
@@ -130,22 +132,27 @@ class Case:
             inputs[name] = queries[..., :count].contiguous()
         return x.data[..., :count, :].contiguous(), inputs
 
-    def exact(self, module, x):
+    def exact(self, module, x, formula=None):
         """Return the result and gradients of the formula in float64."""
+        formula = formula or self.formula
         x = x.detach().cpu().double().requires_grad_()
         weights = Weights()
         for name, weight in module.named_parameters():
             exact = weight.detach().cpu().double()
             weights[name] = exact.requires_grad_(weight.requires_grad)
         named = [weights] if self.weights is None else weights.values()
-        result = self.formula(x, *named, **self.inputs, **self.options)
+        result = formula(x, *named, **self.inputs, **self.options)
         return result.detach(), gradients_of(result, x, weights)
 
     def check(self, result, module, x, dtype):
         """Compare a result and its gradients with those of the formula."""
         exact, gradients = self.exact(module, x)
         unit = UNITS[dtype] * torch.finfo(dtype).eps
-        check_close(f"result in {name_of(dtype)}", result, exact, unit * exact.norm())
+        allowed = unit * exact.norm()
+        if error := error_of(result, exact, allowed):
+            # In a half precision, a mistake in eps may equal another one.
+            mistake = "" if dtype in HALVES else self.mistake_in(result, module, x)
+            fail(f"{mistake}result in {name_of(dtype)} {error}")
         # Terms of a gradient that are as large as another gradient may cancel out.
         largest = max(gradient.norm() for gradient in gradients.values())
         actual = gradients_of(result, x, dict(module.named_parameters()))
@@ -153,11 +160,37 @@ class Case:
             title = f"gradient of {name} in {name_of(dtype)}"
             check_close(title, gradient, gradients[name], unit * largest)
 
+    def mistake_in(self, result, module, x):
+        """Return what is wrong in a result, or "" if no usual mistake gives it."""
+        for mistake, formula in self.mistakes.items():
+            wrong, _ = self.exact(module, x, formula)
+            unit = UNITS[torch.float32] * torch.finfo(torch.float32).eps
+            if not error_of(result, wrong, unit * wrong.norm()):
+                return f"{mistake}: "
+        return ""
 
-def case_of(layer, name, formula, *shape, inputs=None, is_common=True, **options):
+
+def case_of(
+    layer,
+    name,
+    formula,
+    *shape,
+    inputs=None,
+    is_common=True,
+    mistakes=None,
+    **options,
+):
     """Return a case of a class whose first option is the last size of x."""
-    options = {"d_model": shape[-1], **options}
-    return Case(layer, name, formula, shape, options, inputs or {}, is_common=is_common)
+    return Case(
+        layer,
+        name,
+        formula,
+        shape,
+        options={"d_model": shape[-1], **options},
+        inputs=inputs or {},
+        is_common=is_common,
+        mistakes=mistakes or {},
+    )
 
 
 @dataclass(frozen=True)
@@ -204,18 +237,23 @@ def gradients_of(result, x, weights):
 
 def check_close(name, actual, expected, allowed):
     """Require the norm of the error to be at most `allowed`."""
+    if error := error_of(actual, expected, allowed):
+        fail(f"{name} {error}")
+
+
+def error_of(actual, expected, allowed):
+    """Describe an error whose norm is larger than `allowed`; otherwise return ""."""
     got = actual.detach().cpu().double()
     if got.shape != expected.shape:
-        shapes = f"got {tuple(got.shape)}, expected {tuple(expected.shape)}"
-        fail(f"shape of {name}: {shapes}")
+        return f"has the shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     error = got - expected
-    if not error.norm() <= allowed:  # also if it is NaN
-        worst = error.abs().argmax()
-        at = [int(i) for i in torch.unravel_index(worst, error.shape)]
-        wanted = f"expected {expected.flatten()[worst]:.9g}"
-        values = f"got {got.flatten()[worst]:.9g}, {wanted}"
-        norm = f"the error's norm is {error.norm():.2g}, allowed {allowed:.2g}"
-        fail(f"{name} at {at}: {values}; {norm}")
+    if error.norm() <= allowed:  # not if it is NaN
+        return ""
+    worst = error.abs().argmax()
+    at = [int(i) for i in torch.unravel_index(worst, error.shape)]
+    values = f"{got.flatten()[worst]:.9g}, expected {expected.flatten()[worst]:.9g}"
+    norm = f"the error's norm is {error.norm():.2g}, allowed {allowed:.2g}"
+    return f"at {at}: got {values}; {norm}"
 
 
 def name_of(dtype):

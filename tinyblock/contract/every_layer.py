@@ -90,10 +90,10 @@ def test_later_tokens_change_nothing(typical):
         check_close(name, module(x, **inputs), expected, 1e-5 * expected.norm())
 
 
-def test_calls_change_nothing(case):
+def test_calls_change_nothing(case, dtype):
     """A call and its backward pass change neither the inputs nor the next call."""
-    module = case.build(dtype=torch.float32)
-    x, inputs = case.arguments(dtype=torch.float32)
+    module = case.build(dtype=dtype)
+    x, inputs = case.arguments(dtype=dtype)
     before = copy.deepcopy({"x": x, **inputs})
     first = module(x, **inputs)
     if first.requires_grad:

@@ -15,9 +15,10 @@ SHOWN = 3  # failures of a test that differ
 # What differs between two messages about one defect.
 VARYING = re.compile(r"\b(float|bfloat|int)\d+|\bnan\b|\binf\b|\d[\d.e+-]*|[-() ,]")
 BEYOND = (
-    'Only the tests marked numbers ran. The others, with -m "not numbers", are promises of '
-    "tinyblock, and a right layer of another project may fail them (docs/verify.md). "
-    'Initial weights: -m "not numbers" -k initial_weights'
+    'Only the tests marked numbers ran. -m "not numbers" runs the others, which tinyblock '
+    "promises: there, a right layer fails if it has no reset_parameters, accepts wrong "
+    "options, or casts its table of RoPE. Initial weights alone: "
+    '-m "not numbers" -k initial_weights'
 )
 
 
@@ -80,10 +81,11 @@ class Report:
         errors = []
         for layer in found:
             equation = (layer, "test_equation")
+            tried = self.ran[equation] + self.unwritten[equation]
             if not (FOLDER / f"test_{layer}.py").exists():
                 add = f"`tinyblock add {layer} --to DIR --with-tests` copies them"
                 errors.append(f"ERROR {layer}: its tests are not beside it; {add}")
-            elif layer in foreign and self.skipped[equation] and not self.ran[equation]:
+            elif layer in foreign and self.skipped[equation] and not tried:
                 errors.append(f"ERROR {layer}: no case of the equation could run (-rs)")
         return errors
 
@@ -96,8 +98,9 @@ class Report:
         for same in list(alike.values())[:SHOWN]:
             case, message = same[0]
             count = f"{len(same)} of {self.ran[test]}"
+            first = f", first [{case}]" if case else ""
             text = textwrap.shorten(message, 250)
-            show(f"FAILED {layer}: {name}, {count}, first [{case}]: {text}")
+            show(f"FAILED {layer}: {name}, {count}{first}: {text}")
 
 
 def message_of(report):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from einops import EinopsError
 
-from .checks import EPS, Case, Rope, case_of, check_close, randn
+from .checks import EPS, Case, Rope, Weights, case_of, check_close, randn
 from .every_layer import (  # noqa: F401  with the tables of this page
     test_any_strides,
     test_built_on_meta,
@@ -70,6 +70,7 @@ def self_attention(
     rope=None,
     qk_norm=False,
     eps=EPS,
+    attend=attend_causally,
     **sizes,
 ):
     """Attend in one head at a time, with its rows of the projections."""
@@ -91,7 +92,7 @@ def self_attention(
         if rope is not None:
             q = rope(q, token_positions)
             k = rope(k, token_positions)
-        heads.append(attend_causally(q, k, v, mask))
+        heads.append(attend(q, k, v, mask))
     return torch.cat(heads, dim=-1) @ weights["output_proj.weight"].T
 
 
@@ -103,8 +104,100 @@ def mask_of(*shape):
     return mask
 
 
+def scaled_by(exponent):
+    """Return attention whose scores have another power of d_head as a factor."""
+
+    def wrong(q, k, v, mask=ALL_KEYS):
+        return attend(q * q.shape[-1] ** (exponent + 0.5), k, v, mask)
+
+    return wrong
+
+
+def attend_over_queries(q, k, v, mask=ALL_KEYS):
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return scores.masked_fill(~mask, -math.inf).softmax(dim=-2) @ v
+
+
+# Wrong formulas of the function.
+OF_ATTEND = {
+    "the scores are not divided by sqrt(d_k)": scaled_by(0),
+    "the scores are divided by d_k in place of sqrt(d_k)": scaled_by(-1),
+    "the softmax is over the queries in place of the keys": attend_over_queries,
+    "the mask is inverted; True lets a query attend": lambda q, k, v, mask=ALL_KEYS: (
+        attend(q, k, v, ~mask)
+    ),
+    "the mask is ignored": lambda q, k, v, mask=ALL_KEYS: attend(q, k, v),
+}
+
+
+def of_layer(attend, diagonal=0):
+    """Return the layer with another attention, to `diagonal` tokens ahead."""
+
+    def wrong(q, k, v, mask=None):
+        shown = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(diagonal)
+        return attend(q, k, v, shown)
+
+    return functools.partial(self_attention, attend=wrong)
+
+
+def with_heads_last(*names):
+    """Return the layer with the components of these projections as (d_head heads)."""
+
+    def wrong(x, weights, *, num_heads, d_head=None, **given):
+        d_head = d_head or x.shape[-1] // num_heads
+        changed = Weights(weights)
+        for name in names:
+            weight = weights[f"{name}.weight"]
+            axis = 1 if name == "output_proj" else 0
+            order = torch.arange(weight.shape[axis]).view(d_head, -1).T.flatten()
+            changed[f"{name}.weight"] = weight.index_select(axis, order)
+        return self_attention(x, changed, num_heads=num_heads, d_head=d_head, **given)
+
+    return wrong
+
+
+def with_rope_on_values(x, weights, token_positions=None, *, rope=None, **given):
+    def wrong(q, k, v, mask=None):
+        rotated = v if rope is None else rope(v, token_positions)
+        return attend_causally(q, k, rotated, mask)
+
+    return self_attention(x, weights, token_positions, rope=rope, attend=wrong, **given)
+
+
+QKV = ("q_proj", "k_proj", "v_proj")
+# Wrong formulas of the layer.
+MISTAKES = {
+    "each token attends to all tokens": of_layer(lambda q, k, v, mask: attend(q, k, v)),
+    "each token also attends to the next one": of_layer(attend, diagonal=1),
+    "the softmax is over the queries in place of the keys": of_layer(
+        attend_over_queries
+    ),
+    "the scores are not divided by sqrt(d_k)": of_layer(scaled_by(0)),
+    "the scores are divided by d_k in place of sqrt(d_k)": of_layer(scaled_by(-1)),
+    "the projections are split as (d_k heads), not (heads d_k)": with_heads_last(*QKV),
+    "the heads are merged as (d_k heads), not (heads d_k)": with_heads_last(
+        "output_proj"
+    ),
+    "the projections are split and merged as (d_k heads), not (heads d_k)": (
+        with_heads_last(*QKV, "output_proj")
+    ),
+    "RoPE is missing": lambda x, weights, token_positions=None, rope=None, **given: (
+        self_attention(x, weights, **given)
+    ),
+    "token_positions are ignored": lambda x, weights, token_positions=None, **given: (
+        self_attention(x, weights, **given)
+    ),
+    "RoPE also rotates v": with_rope_on_values,
+}
+
+
 case = functools.partial(
-    case_of, "attention", "CausalMultiHeadSelfAttention", self_attention, num_heads=4
+    case_of,
+    "attention",
+    "CausalMultiHeadSelfAttention",
+    self_attention,
+    num_heads=4,
+    mistakes=MISTAKES,
 )
 of_function = functools.partial(
     Case,
@@ -114,6 +207,7 @@ of_function = functools.partial(
     shape=(2, 3, 5, 8),
     weights=[(2, 3, 7, 8), (2, 3, 7, 4)],
     rounds_once=True,
+    mistakes=OF_ATTEND,
 )
 
 
@@ -136,7 +230,8 @@ def of_whole_layer(kv_width, **options):
 
 ROPE = {"rope": Rope(rope_of_positions)}
 OTHER_THETA = {"rope": Rope(rope_of_positions, theta=1e4)}
-SOME_KEYS = {"mask": torch.ones(5, 7).triu(-1) > 0}
+# Each query attends to some keys, and to no others.
+SOME_KEYS = {"mask": (torch.ones(5, 7).triu(-1) > 0) & (torch.arange(7) < 6)}
 OPTIONS = {"num_kv_heads": 2, "d_head": 20, "qk_norm": True, **ROPE}
 EACH = {"token_positions": POSITIONS}
 BOTH = {"token_positions": POSITIONS, "mask": mask_of(2, 7, 7)}

@@ -27,25 +27,74 @@ from .test_rmsnorm import rms_norm
 from .test_rope import OF_FOUR, POSITIONS
 
 
-def pre_norm_block(
-    x,
-    weights,
-    token_positions=None,
-    mask=None,
-    *,
-    eps=EPS,
-    **heads,
-):
-    normed = rms_norm(x, weights["ln1.weight"], eps)
-    attn = weights.of("attn")
-    y = x + self_attention(normed, attn, token_positions, mask, eps=eps, **heads)
-    return y + swiglu_of_weights(
-        rms_norm(y, weights["ln2.weight"], eps), weights.of("ffn")
-    )
+def formula_of(combine):
+    """Turn a formula of x and the functions of its parts into one of the block."""
+
+    def formula(x, weights, token_positions=None, mask=None, *, eps=EPS, **heads):
+        def ln1(x):
+            return rms_norm(x, weights["ln1.weight"], eps)
+
+        def attn(x):
+            of_attn = weights.of("attn")
+            return self_attention(x, of_attn, token_positions, mask, eps=eps, **heads)
+
+        def ln2(x):
+            return rms_norm(x, weights["ln2.weight"], eps)
+
+        def ffn(x):
+            return swiglu_of_weights(x, weights.of("ffn"))
+
+        return combine(x, ln1, attn, ln2, ffn)
+
+    return formula
 
 
+def pre_norm(x, ln1, attn, ln2, ffn):
+    y = x + attn(ln1(x))
+    return y + ffn(ln2(y))
+
+
+def post_norm(x, ln1, attn, ln2, ffn):
+    y = ln1(x + attn(x))
+    return ln2(y + ffn(y))
+
+
+def without_first_residual(x, ln1, attn, ln2, ffn):
+    y = attn(ln1(x))
+    return y + ffn(ln2(y))
+
+
+def without_second_residual(x, ln1, attn, ln2, ffn):
+    return ffn(ln2(x + attn(ln1(x))))
+
+
+def in_parallel(x, ln1, attn, ln2, ffn):
+    return x + attn(ln1(x)) + ffn(ln2(x))
+
+
+def with_ln1_twice(x, ln1, attn, ln2, ffn):
+    return pre_norm(x, ln1, attn, ln1, ffn)
+
+
+pre_norm_block = formula_of(pre_norm)
+MISTAKES = {
+    "each norm is after its addition (post-norm)": formula_of(post_norm),
+    "the residual of attention is missing": formula_of(without_first_residual),
+    "the residual of ffn is missing": formula_of(without_second_residual),
+    "ffn reads x, without the result of attention": formula_of(in_parallel),
+    "ln1 stands in place of ln2": formula_of(with_ln1_twice),
+    "RoPE is missing": lambda x, weights, rope=None, **given: pre_norm_block(
+        x, weights, **given
+    ),
+}
 case = functools.partial(
-    case_of, "block", "Block", pre_norm_block, num_heads=4, d_ff=96
+    case_of,
+    "block",
+    "Block",
+    pre_norm_block,
+    num_heads=4,
+    d_ff=96,
+    mistakes=MISTAKES,
 )
 CASES = {
     "RoPE": case(2, 7, 24, **ROPE),

@@ -9,6 +9,7 @@ import functools
 import math
 
 import pytest
+import torch
 from torch import nn
 
 from .checks import Case, case_of
@@ -64,7 +65,34 @@ def of_function(formula, *weights, **options):
     return Case("ffn", name, formula, (2, 3, 5), options, weights=list(weights))
 
 
-swiglu_case = functools.partial(case_of, "ffn", "SwiGLU", swiglu_of_weights)
+def gated_by(activation):
+    """Return SwiGLU with another activation than SiLU."""
+
+    def formula(x, weights, **sizes):
+        gate = activation(x @ weights["w1.weight"].T)
+        return gate * (x @ weights["w3.weight"].T) @ weights["w2.weight"].T
+
+    return formula
+
+
+MISTAKES = {
+    "w1 and w3 are swapped; the gate is w1": lambda x, weights, **sizes: swiglu(
+        x, weights["w3.weight"], weights["w2.weight"], weights["w1.weight"]
+    ),
+    "w1 is missing; the gate is w1": lambda x, weights, **sizes: swiglu(
+        x, weights["w3.weight"], weights["w2.weight"], weights["w3.weight"]
+    ),
+    "the gate has a sigmoid in place of SiLU": gated_by(sigmoid),
+    "the gate has a GELU in place of SiLU": gated_by(gelu),
+    "the gate has a ReLU in place of SiLU": gated_by(torch.relu),
+    "the gate has no activation": gated_by(lambda gate: gate),
+    "w3 is missing": lambda x, weights, **sizes: feed_forward(
+        x, weights["w1.weight"], weights["w2.weight"], silu
+    ),
+}
+swiglu_case = functools.partial(
+    case_of, "ffn", "SwiGLU", swiglu_of_weights, mistakes=MISTAKES
+)
 ffn_case = functools.partial(case_of, "ffn", "FeedForward", feed_forward_of_weights)
 CASES = {
     "SwiGLU": swiglu_case(2, 7, 24, d_ff=96),

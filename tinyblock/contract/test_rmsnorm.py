@@ -30,16 +30,53 @@ def rms_norm(x, weight, eps=EPS):
     return x / (mean_square + eps) ** 0.5 * weight
 
 
+def of_weights(x, weights, d_model, eps):
+    return rms_norm(x, weights["weight"], eps)
+
+
+def with_eps_outside(x, weights, d_model, eps):
+    root = (x * x).mean(-1, keepdim=True).sqrt()
+    return x / (root + eps) * weights["weight"]
+
+
+def with_a_sum(x, weights, d_model, eps):
+    root = d_model**0.5
+    return rms_norm(root * x, weights["weight"] / root, eps)
+
+
+def without_a_root(x, weights, d_model, eps):
+    normed = rms_norm(x, 1, eps)
+    return normed * (normed / x) * weights["weight"]
+
+
+MISTAKES = {
+    "eps is missing": lambda x, weights, d_model, eps: of_weights(
+        x, weights, d_model, eps=0
+    ),
+    "eps is not the one that is passed": lambda x, weights, d_model, eps: of_weights(
+        x, weights, d_model, eps=EPS
+    ),
+    "eps is added to the root, not below it": with_eps_outside,
+    "the gains are missing": lambda x, weights, d_model, eps: rms_norm(x, 1, eps),
+    "the mean is subtracted, as in LayerNorm": lambda x, weights, d_model, eps: (
+        of_weights(x - x.mean(-1, keepdim=True), weights, d_model, eps)
+    ),
+    "the sum is not divided by d_model": with_a_sum,
+    "the root is missing": without_a_root,
+}
+
+
 def case(*shape, eps=EPS, scale=1.0, is_common=True):
     return Case(
         "rmsnorm",
         "RMSNorm",
-        lambda x, weights, d_model, eps: rms_norm(x, weights["weight"], eps),
+        of_weights,
         shape,
         options={"d_model": shape[-1], "eps": eps},
         scale=scale,
         rounds_once=True,
         is_common=is_common,
+        mistakes=MISTAKES,
     )
 
 

@@ -51,19 +51,71 @@ def rope_of_positions(x, token_positions=None, theta=THETA):
     return rotate(x, angles_of(token_positions, x.shape[-1], theta))
 
 
-def case(*shape, positions=None, theta=THETA, table=TABLE, is_common=True):
-    def formula(x, weights, token_positions=None, **sizes):
-        return rope_of_positions(x, token_positions, theta)
+def of_halves(*, in_x=False, in_result=False):
+    """Return a formula with pairs x[k], x[k + d_k/2], in x or in the result."""
 
+    def wrong(x, positions, theta):
+        if in_x:
+            x = torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
+        result = rope_of_positions(x, positions, theta)
+        if in_result:
+            result = torch.cat((result[..., 0::2], result[..., 1::2]), dim=-1)
+        return result
+
+    return wrong
+
+
+# Wrong formulas of x, the positions, and theta.
+MISTAKES = {
+    "positions start at 1": lambda x, at, theta: rope_of_positions(x, at + 1, theta),
+    "token_positions are ignored": lambda x, at, theta: rope_of_positions(
+        x, None, theta
+    ),
+    "theta is not the one that is passed": lambda x, at, theta: rope_of_positions(
+        x, at, THETA if theta != THETA else 1e4
+    ),
+    "the sine has the wrong sign": lambda x, at, theta: rope_of_positions(
+        x, -at, theta
+    ),
+    "halves are rotated in place of consecutive pairs": of_halves(
+        in_x=True, in_result=True
+    ),
+    "halves of x are paired in place of consecutive components": of_halves(in_x=True),
+    "the result has its pairs as halves, not consecutive": of_halves(in_result=True),
+    "the exponent is -k/d_k in place of -2k/d_k": lambda x, at, theta: (
+        rope_of_positions(x, at, theta**0.5)
+    ),
+    "the exponent is -4k/d_k in place of -2k/d_k": lambda x, at, theta: (
+        rope_of_positions(x, at, theta**2)
+    ),
+    "the exponent has no minus": lambda x, at, theta: rope_of_positions(
+        x, at, 1 / theta
+    ),
+    "nothing is rotated": lambda x, at, theta: x,
+}
+
+
+def of_layer(formula):
+    """Turn a formula of x, the positions, and theta into one of the layer."""
+
+    def of_options(x, weights, token_positions=None, *, theta, **sizes):
+        return formula(x, token_positions, theta)
+
+    return of_options
+
+
+def case(*shape, positions=None, theta=THETA, table=TABLE, is_common=True):
+    mistakes = {name: of_layer(formula) for name, formula in MISTAKES.items()}
     return Case(
         "rope",
         "RotaryPositionalEmbedding",
-        formula,
+        of_layer(rope_of_positions),
         shape,
         options={"theta": theta, "d_k": shape[-1], "max_seq_len": table},
         inputs={} if positions is None else {"token_positions": positions},
         rounds_once=True,
         is_common=is_common,
+        mistakes={} if positions is None else mistakes,
     )
 
 
