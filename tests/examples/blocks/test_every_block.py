@@ -74,7 +74,7 @@ TAKES_NO_MASK = (GatedDeltaNet, KimiDeltaAttention, ShortConvolution)
 @each_model
 def test_every_weight_is_drawn_on_meta_and_by_reset_parameters(model):
     model = model(device="meta").to_empty(device="cpu")
-    for tensor in model.parameters():
+    for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(math.nan)
     model.reset_parameters()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -85,12 +85,12 @@ def test_every_weight_is_drawn_on_meta_and_by_reset_parameters(model):
 def test_a_walk_over_all_modules_draws_every_weight(model):
     """As FSDP2's documentation initializes a model that was built on meta."""
     model = model()
-    for tensor in model.parameters():
+    for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(math.nan)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    for name, tensor in model.named_parameters():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert tensor.isfinite().all(), name
 
 
