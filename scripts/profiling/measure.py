@@ -242,7 +242,7 @@ def measure(
     rest_varies = Spread.of(left).range / took.median
     notes += noise([*rows, whole], rest_varies, samples, of_rates)
     recording, memory = record(subject, ledgers[0], run_whole, trace, parts_are_eager)
-    rows += left_over(rows, whole, recording)
+    rows += left_over(rows, whole, recording, rest_varies)
     tokens = subject.x.shape[:-1].numel()
     return Profile(
         title=f"{title}; {settings.describe()}, {built_mode(model)} mode",
@@ -344,14 +344,19 @@ def noise(
     return [f"NOISY: {', '.join(noisy)} (p20 to p80); close other programs"]
 
 
-def left_over(rows: list[Row], whole: Row, recording: Recording) -> list[Row]:
+def left_over(
+    rows: list[Row], whole: Row, recording: Recording, rest_varies: float
+) -> list[Row]:
     """Return the rest of the total time and, on a GPU, the time without a kernel."""
-    rest = Row(REST, total_s=whole.total_s - sum(row.total_s for row in rows))
-    if not recording.kernels:
-        return [rest]
-    idle = Row(GPU_IDLE, total_s=whole.total_s - recording.busy_s)
-    rest.total_s -= idle.total_s
-    return [rest, idle]
+    left = whole.total_s - sum(row.total_s for row in rows)
+    idle = []
+    if recording.kernels:
+        idle = [Row(GPU_IDLE, total_s=whole.total_s - recording.busy_s)]
+        left -= idle[0].total_s
+    rest = Row(REST, total_s=left)
+    if left:
+        rest.varies = rest_varies * whole.total_s / abs(left)
+    return [rest, *idle]
 
 
 def record(

@@ -89,12 +89,15 @@ def _times(axes: Axes, profile: Profile) -> None:
         axes.barh(
             names, backward, left=forward, color="C0", alpha=0.5, label="backward"
         )
-    axes.barh(names, other, color="C1", label="outside of the model")
+    axes.barh(names, other, color="C1", label="no part of the model")
     axes.barh(names, least, fill=False, linewidth=1.5, label="least time, by the roof")
     axes.axvline(0, color="black", linewidth=0.8)
     axes.invert_yaxis()
     axes.legend(fontsize=8)
-    axes.set(xlabel="ms", title=f"Where do {number(1e3 * whole)} ms go?")
+    axes.set(
+        xlabel="ms",
+        title=f"Where do {number(1e3 * whole, profile.whole.digits)} ms go?",
+    )
 
 
 def _is_other(row: Row) -> bool:
@@ -103,5 +106,7 @@ def _is_other(row: Row) -> bool:
 
 
 def _label(row: Row, whole: float) -> str:
+    """Name a row with its time and its share of the whole."""
+    taken = number(1e3 * row.total_s, row.digits)
     least = ", least time unknown" if row.unknown else ""
-    return f"{row.name}: {number(1e3 * row.total_s)} ms, {share(row.total_s / whole)}{least}"
+    return f"{row.name}: {taken} ms, {share(row.total_s / whole, row.digits)}{least}"

@@ -56,7 +56,7 @@ def _machine(profile: Profile) -> str:
 def _summary(profile: Profile) -> str:
     whole, took, memory = profile.whole, profile.took_s, profile.memory
     [rest] = [row for row in profile.rows if _is_rest(row)]
-    digits = _digits(whole)
+    digits = whole.digits
     bound = _at_least(whole)
     overhead = whole.overhead_s or 0.0
     sizes = [
@@ -95,7 +95,7 @@ def _losses(profile: Profile) -> str:
     lines = ["Most time lost against the roofline, and why:"]
     for row in rows[:3]:
         lost = row.total_s - row.least_s
-        digits = _digits(row)
+        digits = row.digits
         lines.append(
             f"  {row.name}: {_at_most(row)}{si(lost, 's', digits)}, "
             f"{_at_most(row)}{share(lost / profile.whole.total_s, digits)} of the total"
@@ -176,11 +176,6 @@ def _is_rest(row: Row) -> bool:
     return row.name == REST and not row.calls
 
 
-def _digits(row: Row) -> int:
-    """Return how many digits of a time are worth reading."""
-    return 2 if row.varies > 0.05 else 3
-
-
 def _at_least(row: Row) -> str:
     return ">= " if row.unknown else ""
 
@@ -201,7 +196,7 @@ def _table(profile: Profile) -> str:
 
 
 def _cells(row: Row, whole: Row) -> list[str]:
-    digits = _digits(row)
+    digits = row.digits
     forward = "" if row.forward_s is None else number(1e3 * row.forward_s, digits)
     return [
         row.name,

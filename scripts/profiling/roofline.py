@@ -118,6 +118,11 @@ class Row:
     def ops(self) -> int:
         return sum(each.calls for each in self.operations)
 
+    @property
+    def digits(self) -> int:
+        """Return how many digits of a time are worth reading."""
+        return 2 if self.varies > 0.05 else 3
+
     def compare(self, rates: Rates, on_gpu: bool) -> None:
         """Set what follows from the rates of a machine."""
         self.compute_s = sum(

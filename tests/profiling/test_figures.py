@@ -11,7 +11,7 @@ from lab.sizes import Size
 from lab.timing import Spread
 from profiling import roofline
 from profiling.kernels import Kernel, Recording
-from profiling.measure import Settings, measure, rests
+from profiling.measure import Settings, left_over, measure, rests
 from profiling.parts import PartTime
 from profiling.report import report
 from profiling.roofline import Operation, Rates, Row
@@ -268,6 +268,8 @@ def test_operations_of_a_part_have_calls_and_times(profile):
     ran = operations(part(measured, "layers.*"))
     assert ran["relu"] == ran["threshold_backward"] == (2, 0.0)
     assert operations(measured.whole)["mm"] == (12, 12.0)
+    for row in (part(measured, "layers.*.up"), measured.whole):
+        assert row.operations[0].name == "mm"  # the slowest, after views
 
 
 def test_moved_bytes_are_what_a_part_reads_from_others_and_leaves_to_them(profile):
@@ -611,6 +613,17 @@ def test_rest_varies_in_percent_of_the_total(profile, monkeypatch):
     assert measured.notes == [
         "NOISY: rest by 25% of the total (p20 to p80); close other programs"
     ]
+
+
+def test_rest_has_two_digits_if_its_noise_is_large():
+    def rest_of(varies):
+        rows = [Row("up", total_s=8.766)]
+        whole = Row("total", total_s=10.0)
+        [rest] = left_over(rows, whole, Recording([], 0), varies)
+        return rest
+
+    assert rest_of(0.05).varies == pytest.approx(0.5 / 1.234)
+    assert (rest_of(0.001).digits, rest_of(0.05).digits) == (3, 2)
 
 
 def test_causal_attention_needs_the_scores_of_earlier_keys(profile_of):
