@@ -1,7 +1,7 @@
 """The delta rule, and the layers that are built from it."""
 
 import torch
-from delta_rule import unit
+from delta_rule import delta_rule, unit
 from einops import rearrange
 from gated_delta_net import GatedDeltaNet
 from joint_qk_norm import JointNormAttention
@@ -196,3 +196,10 @@ def flatten_speed(state):
 def test_vectors_whose_squares_overflow_get_length_1():
     x = torch.full((3, 4), 6e4, dtype=torch.float16)
     assert torch.equal(unit(x), torch.full_like(x, 0.5))
+
+
+def test_autocast_does_not_lower_the_memory():
+    inputs = (*torch.randn(3, 7, 8), *torch.rand(2, 7, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = delta_rule(*inputs)
+    assert torch.equal(out, delta_rule(*inputs))

@@ -150,3 +150,12 @@ def test_the_bias_selects_experts_but_does_not_change_weights():
 def test_a_token_cannot_have_more_experts_than_there_are():
     with pytest.raises(ValueError, match=r"top_k must be 1 ... 4, got 5"):
         Router(8, num_experts=4, top_k=5)
+
+
+def test_autocast_does_not_lower_the_router():
+    router = Router(64, num_experts=8, top_k=3)
+    x = torch.randn(9, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        weights, chosen = router(x)
+    assert torch.equal(weights, router(x)[0])
+    assert torch.equal(chosen, router(x)[1])

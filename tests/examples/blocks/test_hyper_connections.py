@@ -4,7 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from hyper_connections import HyperBlock, HyperTransformer, doubly_stochastic
+from hyper_connections import (
+    HyperBlock,
+    HyperTransformer,
+    StreamWeights,
+    doubly_stochastic,
+)
 from kimi_delta_attention import KimiDeltaAttention
 from their_models import (
     KIMI_DELTA_NAMES,
@@ -87,3 +92,11 @@ def test_a_plain_transformer_cannot_call_the_block():
     model = our_model(block=HyperBlock, streams=4)
     with pytest.raises(TypeError, match="positional argument"):
         model(torch.randn(4, 24, 64))
+
+
+def test_autocast_does_not_lower_the_weights_of_streams():
+    weigh = StreamWeights(8, counts=[4], streams=4)
+    x = torch.randn(4, 5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        (weights,) = weigh(x)
+    assert torch.equal(weights, weigh(x)[0])

@@ -2,8 +2,9 @@
 
 from functools import partial
 
+import torch
 from experts import MixtureOfExperts
-from indexer import SparseAttention
+from indexer import Indexer, SparseAttention
 from latent_attention import LatentAttention
 from partial_rope import PartialRope
 from their_models import (
@@ -87,3 +88,12 @@ def test_deepseek_v32():
 def test_glm_moe_dsa():
     theirs = their_model("glm_moe_dsa", **SIZES)
     require_same_model(our_model(SPARSE), theirs, NAMES, split_experts)
+
+
+def test_autocast_does_not_lower_the_scores_of_the_indexer():
+    indexer = Indexer(
+        64, 2, rope=RotaryPositionalEmbedding(1e4, 8, 9), d_head=8, q_rank=6
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = indexer(torch.randn(9, 64), torch.randn(9, 6), None)
+    assert scores.dtype == torch.float32
