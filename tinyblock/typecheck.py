@@ -441,6 +441,7 @@ def _checker(
         return args[0] if args else None
 
     vars(first)["__signature__"] = signature
+    first.__annotations__ = {}  # jaxtyping 0.3.0 prefers these to the signature
     int_is_float = BeartypeConf(is_pep484_tower=True)  # as in theta=10000
     checked_first = jaxtyped(first, typechecker=beartype(conf=int_is_float))
 
