@@ -524,10 +524,14 @@ def _comparisons(value: str, hint: Any, place: str) -> str:
         return ""
     kinds = [_kind(value, array) for array in arrays]
     code = f"if not ({' or '.join(kinds)}):{wrong}"
-    for array, kind in zip(arrays, kinds, strict=True):
+    if len(arrays) == 1:
+        code += _sizes(arrays[0], wrong)
+        kinds = []
+    for array, kind in zip(arrays, kinds, strict=False):
         # Where several of a union fit, these comparisons do not choose.
         only = " and not ".join([kind, *(each for each in kinds if each is not kind)])
-        code += f"if {only}:\n{indent(_sizes(value, array, wrong), '    ')}"
+        code += f"if {only}:\n{indent(_sizes(array, wrong), '    ')}"
+    code = f"$shape = {value}.shape\n{code}"  # dynamo takes its time for an attribute
     code = f"if $isinstance({value}, $Tensor):\n{indent(code, '    ')}"
     if not others:
         code += f"else:{wrong}"
@@ -554,7 +558,7 @@ def _kind(value: str, array: Any) -> str:
     """Return a condition on the number of axes and on the dtype."""
     count = len(array.dims)
     rank = f"== {count}" if array.index_variadic is None else f">= {count - 1}"
-    condition = f"{value}.ndim {rank}"
+    condition = f"$len($shape) {rank}"
     dtypes = array.dtypes  # texts, or patterns, or an object that stands for any dtype
     if isinstance(dtypes, (list, tuple)) and {*map(type, dtypes)} == {str}:
         names = tuple(f"torch.{dtype}" for dtype in dtypes)
@@ -562,8 +566,8 @@ def _kind(value: str, array: Any) -> str:
     return f"({condition})"
 
 
-def _sizes(value: str, array: Any, wrong: str) -> str:
-    """Return code that compares each size, in the order of jaxtyping.
+def _sizes(array: Any, wrong: str) -> str:
+    """Return code that compares each size of $shape, in the order of jaxtyping.
 
     The first size of a name is the size of all. The dict $axes holds what is known.
     """
@@ -573,9 +577,8 @@ def _sizes(value: str, array: Any, wrong: str) -> str:
     for i, dim in enumerate(dims):
         if i == variadic or not hasattr(dim, "broadcastable"):  # it has no name
             continue
-        size = (
-            f"{value}.shape[{i if variadic is None or i < variadic else i - len(dims)}]"
-        )
+        index = i if variadic is None or i < variadic else i - len(dims)
+        size = f"$shape[{index}]"
         if hasattr(dim, "name"):
             known = f"$axes.setdefault('{dim.name}', {size})"
             conditions = [f"$is_true({size} != {known})"]
@@ -586,7 +589,7 @@ def _sizes(value: str, array: Any, wrong: str) -> str:
             conditions.insert(0, f"not $is_true({size} == 1)")
         code += f"if {' and '.join(conditions)}:{wrong}"
     if variadic is not None and hasattr(dims[variadic], "name"):
-        shape = f"{value}.shape[{variadic}:{variadic + 1 - len(dims) or ''}]"
+        shape = f"$shape[{variadic}:{variadic + 1 - len(dims) or ''}]"
         name = f"'*{dims[variadic].name}'"
         may_broadcast = dims[variadic].broadcastable
         code += f"$joined = $join($axes.get({name}), {shape}, {may_broadcast})\n"
