@@ -164,10 +164,29 @@ def with_rope_on_values(x, weights, token_positions=None, *, rope=None, **given)
     return self_attention(x, weights, token_positions, rope=rope, attend=wrong, **given)
 
 
+def with_rope_on_queries(x, weights, token_positions=None, *, rope=None, **given):
+    def wrong(q, k, v, mask=None):
+        if rope is not None:
+            positions = token_positions
+            if positions is None:
+                positions = torch.arange(x.shape[-2])
+            k = rope(k, -positions)  # turns k back
+        return attend_causally(q, k, v, mask)
+
+    return self_attention(x, weights, token_positions, rope=rope, attend=wrong, **given)
+
+
+def attend_to_later_tokens(q, k, v, mask=None):
+    return attend(q, k, v, torch.ones(q.shape[-2], k.shape[-2]).triu() > 0)
+
+
 QKV = ("q_proj", "k_proj", "v_proj")
 # Wrong formulas of the layer.
 MISTAKES = {
     "each token attends to all tokens": of_layer(lambda q, k, v, mask: attend(q, k, v)),
+    "each token attends to itself and to later tokens": functools.partial(
+        self_attention, attend=attend_to_later_tokens
+    ),
     "each token also attends to the next one": of_layer(attend, diagonal=1),
     "the softmax is over the queries in place of the keys": of_layer(
         attend_over_queries
@@ -188,6 +207,7 @@ MISTAKES = {
         self_attention(x, weights, **given)
     ),
     "RoPE also rotates v": with_rope_on_values,
+    "RoPE does not rotate k": with_rope_on_queries,
 }
 
 
