@@ -236,8 +236,8 @@ def measure(
         row.compare(rates, settings.on_gpu)
     rows = [row for row in rows if is_shown(row, took.median)]
     whole = add_up(rows, took, rates, subject)
-    if parts_are_eager:
-        whole.forward_s = None
+    if parts_are_eager:  # compiling fuses parts, and removes operations
+        whole.forward_s = whole.of_roofline = whole.overhead_s = None
     left = rests(rows, samples["whole"], stopwatch.taken)
     rest_varies = Spread.of(left).range / took.median
     notes += noise([*rows, whole], rest_varies, samples, of_rates)

@@ -58,7 +58,6 @@ def _summary(profile: Profile) -> str:
     [rest] = [row for row in profile.rows if _is_rest(row)]
     digits = whole.digits
     bound = _at_least(whole)
-    overhead = whole.overhead_s or 0.0
     sizes = [
         f"peak {si(memory.peak_bytes, 'B')}",
         f"parameters {si(memory.parameter_bytes, 'B')}",
@@ -71,14 +70,18 @@ def _summary(profile: Profile) -> str:
     lines = [
         f"Time: {si(took.median, 's', digits)} (p20 to p80: {si(took.p20, 's', digits)} to "
         f"{si(took.p80, 's', digits)}), {si(profile.tokens_per_s, digits=digits)} tokens/s, "
-        f"{bound}{share(whole.of_roofline, digits)} of the roofline",
+        f"{_of_roofline(whole) or 'unknown part'} of the roofline",
         f"MFU: {bound}{share(profile.mfu, digits)} of the matmul rate",
-        f"Overhead: calling {whole.ops:,} operations takes at least {si(overhead, 's', 2)}, "
-        f"{share(overhead / whole.total_s, 2)} of the time",
         f"Memory: {', '.join(sizes)}",
         f"Rest, which no part explains: {share(rest.total_s / whole.total_s, 2)} of the "
         f"time, varies by {share(profile.rest_varies, 2)} of it",
     ]
+    if whole.overhead_s is not None:
+        lines.append(
+            f"Overhead: calling {whole.ops:,} operations takes at least "
+            f"{si(whole.overhead_s, 's', 2)}, "
+            f"{share(whole.overhead_s / whole.total_s, 2)} of the time"
+        )
     if whole.unknown:
         names = ", ".join(whole.unknown)
         lines.append(f"FLOPs without {names}: no formula, so what follows has >= or <=")
@@ -176,6 +179,13 @@ def _is_rest(row: Row) -> bool:
     return row.name == REST and not row.calls
 
 
+def _of_roofline(row: Row) -> str:
+    """Return the least time as a share of the measured time; nothing if it is unknown."""
+    if not row.of_roofline:
+        return ""
+    return _at_least(row) + share(row.of_roofline, row.digits)
+
+
 def _at_least(row: Row) -> str:
     return ">= " if row.unknown else ""
 
@@ -206,7 +216,7 @@ def _cells(row: Row, whole: Row) -> list[str]:
         forward,
         number(1e3 * row.total_s, digits),
         share(row.total_s / whole.total_s, digits),
-        _at_least(row) + share(row.of_roofline, digits) if row.of_roofline else "",
+        _of_roofline(row),
         row.limit,
         _kept(row) if row.kept_bytes != 0 else "",
     ]

@@ -111,7 +111,7 @@ class Row:
     between_s: float | None = None
     least_s: float = 0.0
     flops_per_s: float = 0.0
-    of_roofline: float = 0.0
+    of_roofline: float | None = None
     limit: str = ""
 
     @property

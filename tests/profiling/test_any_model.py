@@ -244,9 +244,11 @@ def test_model_that_is_partly_compiled_is_measured_eagerly_and_says_so(profile_o
         )
         assert measured.whole.flops == {"float32": 3 * ONCE}, build
         text = report(measured)
-        assert (
-            "Most time lost" not in text
-        )  # the parts are not what the total consists of
+        # The parts are not what the total consists of.
+        assert "Most time lost" not in text
+        assert "tokens/s, unknown part of the roofline" in " ".join(text.split())
+        assert "Overhead" not in text
+        assert measured.whole.forward_s is measured.whole.of_roofline is None
         torch._dynamo.reset()
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from lab.sizes import Size
 from lab.timing import Spread
 from profiling import roofline
 from profiling.kernels import Kernel, Recording
-from profiling.measure import Settings, left_over, measure, rests
+from profiling.measure import Settings, add_up, left_over, measure, rests
 from profiling.parts import PartTime
 from profiling.report import report
 from profiling.roofline import Operation, Rates, Row
@@ -257,6 +258,21 @@ def test_part_without_operations_is_a_row_if_it_takes_time(profile_of):
     row = part(profile_of(model, (2, 5, 4), "forward"), "0")
     assert (row.calls, row.operations, row.limit) == (1, [], "Python")
     assert row.total_s > 0.01
+
+
+@pytest.mark.parametrize(
+    ("mode", "parts", "expected"),
+    [
+        ("train", [2.0, 1.0], 3.0),
+        ("train", [4.0, 3.0], 5.0),
+        ("forward", [2.0, 1.0], 5.0),
+    ],
+)
+def test_forward_of_the_total_is_at_most_the_total(mode, parts, expected):
+    settings = Settings(CPU, torch.float32, mode)
+    subject: Any = SimpleNamespace(settings=settings, weights=[])
+    rows = [Row("part", forward_s=forward) for forward in parts]
+    assert add_up(rows, Spread(5.0, 5.0, 5.0), RATES, subject).forward_s == expected
 
 
 # --- What a part does -----------------------------------------------------------------
