@@ -209,6 +209,8 @@ BAD_OPTIONS = {
 def test_bad_options_end_with_one_line_before_anything_is_measured(
     run, capsys, monkeypatch, message
 ):
+    if "--plot" in BAD_OPTIONS[message]:
+        pytest.importorskip("matplotlib", reason="requires the extra dev")
     monkeypatch.setattr("profile_block.measure", pytest.fail)
     with pytest.raises(SystemExit) as ended:
         run(*BAD_OPTIONS[message])
