@@ -9,7 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tinyblock import Block, RotaryPositionalEmbedding, Transformer
+from tinyblock import (
+    Block,
+    CausalMultiHeadSelfAttention,
+    RotaryPositionalEmbedding,
+    Transformer,
+)
 
 
 def build(**options):
@@ -49,6 +54,17 @@ def test_exported_block_takes_any_length_and_rejects_positions_out_of_range():
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(IndexError, match="out of range"):
         exported(x, positions + 1, mask)
+
+
+def test_exported_attention_takes_any_length_without_a_mask():
+    """Whether it is causal must be a bool, although lengths are symbols."""
+    layer = CausalMultiHeadSelfAttention(24, 4)
+    seq = torch.export.Dim("seq", min=2, max=40)
+    example = (torch.randn(2, 7, 24),)
+    exported = torch.export.export(layer, example, dynamic_shapes=({1: seq},)).module()
+    for length in (2, 40):
+        x = torch.randn(2, length, 24)
+        torch.testing.assert_close(exported(x), layer(x))
 
 
 # Weights are drawn as DTensors.
