@@ -72,9 +72,8 @@ class BoundedAttention(CausalMultiHeadSelfAttention):
                     f"axes of x, got {tuple(mask.shape)}"
                 )
             shown = shown & mask.unsqueeze(-3)
-        # Not -inf, which gives NaN for a query without keys. Its weights become 0.
-        lowest = torch.finfo(scores.dtype).min
-        weights = scores.masked_fill(~shown, lowest).softmax(-1).masked_fill(~shown, 0)
+        weights = scores.masked_fill(~shown, -math.inf).softmax(-1)
+        weights = weights.masked_fill(~shown, 0)  # NaN for a query without keys
         pattern = "... query key, ... key d_value -> ... query d_value"
         return einsum(weights, v.to(wide), pattern).to(q.dtype)
 
