@@ -192,7 +192,12 @@ def write_wrong_weights(source, target):
 
 
 @pytest.mark.parametrize(
-    "other", ["model.fp16.safetensors", "model-00001-of-00001.safetensors"]
+    "other",
+    [
+        "model.fp16.safetensors",
+        "model-00001-of-00001.safetensors",
+        "model_old.safetensors",
+    ],
 )
 def test_without_an_index_only_model_safetensors_is_read(other, tmp_path):
     theirs = save("llama", tmp_path, shards="1GB")
