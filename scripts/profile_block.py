@@ -163,9 +163,14 @@ def new_file(text: str) -> Path:
 
 
 def picture(text: str) -> Path:
-    from matplotlib.figure import Figure
-
+    """Return a path whose suffix names a format that matplotlib can write."""
     path = new_file(text)
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise argparse.ArgumentTypeError(
+            "matplotlib must be installed: python -m pip install matplotlib"
+        ) from error
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
         raise argparse.ArgumentTypeError(

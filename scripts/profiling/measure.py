@@ -234,8 +234,8 @@ def measure(
     for row in rows:
         set_times(row, stopwatch.taken)
         row.compare(rates, settings.on_gpu)
-    rows = [row for row in rows if is_shown(row, took.median)]
     whole = add_up(rows, took, rates, subject)
+    rows = [row for row in rows if is_shown(row, took.median)]
     if parts_are_eager:  # compiling fuses parts, and removes operations
         whole.forward_s = whole.of_roofline = whole.overhead_s = None
     left = rests(rows, samples["whole"], stopwatch.taken)

@@ -136,7 +136,7 @@ def test_rows_stand_in_the_order_of_forward(profile):
 def test_row_of_the_total(profile):
     measured = profile(mode="step")
     row = cells(report(measured))["total"]
-    assert row["calls"] == "6"  # of 2 layers and 4 projections
+    assert row["calls"] == "7"  # of the stack, 2 layers, and 4 projections
     assert row["ops"] == str(sum(row.ops for row in measured.rows))
     assert row["params"] == "128"
     assert (row["forward ms"], row["total ms"], row["share"]) == (

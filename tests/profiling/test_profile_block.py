@@ -219,6 +219,14 @@ def test_bad_options_end_with_one_line_before_anything_is_measured(
     assert message in error
 
 
+def test_plot_without_matplotlib_names_the_repair(run, capsys, monkeypatch):
+    monkeypatch.setattr("profile_block.measure", pytest.fail)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit):
+        run("--plot", "file.png")
+    assert "--plot: matplotlib must be installed: " in capsys.readouterr().err
+
+
 def test_missing_package_of_a_users_module_is_shown_as_it_is(run, my_block):
     my_block("import a_missing_package\n")
     with pytest.raises(ModuleNotFoundError, match="a_missing_package"):
