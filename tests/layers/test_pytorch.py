@@ -86,9 +86,9 @@ def test_fsdp2_builds_on_meta_and_trains_in_mixed_precision(walk):
         out = model(torch.randn(2, 7, 24))
         out.sum().backward()
         assert out.dtype == torch.bfloat16
-        for parameter in model.parameters():
-            assert parameter.grad.dtype == torch.float32
-            assert parameter.grad.full_tensor().isfinite().all()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.dtype == torch.float32, name
+            assert parameter.grad.full_tensor().isfinite().all(), name
     finally:
         dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ import dataclasses
 import re
 import sys
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,6 +17,9 @@ from peers import own, projects
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
+import tinyblock
+from tinyblock import Block, RotaryPositionalEmbedding
+
 SIZE = Size(2, 5, d_model=32, num_heads=4, d_ff=48, num_kv_heads=2)
 ONE = dataclasses.replace(SIZE, batch_size=1, seq_len=1)
 TRAINING = Case("tiny", SIZE, torch.float32, train=True, mode="eager")
@@ -25,6 +29,11 @@ PEERS = own.OWN | projects.installed(projects.PROJECTS, CPU)
 
 # Other projects warn when they are imported, and in their layers.
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _short_samples(monkeypatch):
+    monkeypatch.setattr(compare_peers, "SAMPLE_SECONDS", 0)
 
 
 @pytest.fixture
@@ -46,6 +55,30 @@ def test_peer_computes_what_the_block_computes_with_its_own_weights(name):
     theirs = PEERS[name](block).parameters
     assert mine.isdisjoint(weight.data_ptr() for weight in theirs)
     Reference(TRAINING, CPU).compare(PEERS[name], rounds=1)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_peer_takes_sizes_eps_and_theta_of_the_block(name):
+    """None is a default. The norm of x-transformers has no eps."""
+    eps = 1e-12 if name == "x-transformers" else 0.1
+    rope = RotaryPositionalEmbedding(100.0, 16, max_seq_len=5)
+    block: Any = Block(32, 4, 48, rope=rope, num_kv_heads=2, d_head=16, eps=eps)
+    block.ln1.weight.data += 0.1
+    x = torch.randn(2, 5, 32)
+    result = PEERS[name](block).layers["Block"](x)
+    result = result[0] if isinstance(result, tuple) else result
+    assert own.relative_error(result, block(x)) < 1e-5
+
+
+def test_block_and_input_differ_by_seed_and_have_the_asked_eps_and_dtype():
+    arguments = SIZE, torch.bfloat16, CPU
+    (block, x), (other, other_x) = (own.make_block(*arguments, i, 0.5) for i in (1, 2))
+    assert (x.shape, x.dtype) == (SIZE.shape, torch.bfloat16)
+    assert {weight.dtype for weight in block.parameters()} == {torch.bfloat16}
+    assert (block.ln1.eps, block.ln2.eps) == (0.5, 0.5)
+    assert not x.equal(other_x)
+    for name, weight in other.named_parameters():
+        assert not weight.equal(block.get_parameter(name)), name
 
 
 def changed(gain=1.0, slope=0.0):
@@ -103,10 +136,53 @@ def test_an_installed_project_is_a_peer():
     assert "transformers" in PEERS
 
 
+def test_a_project_that_cannot_run_here_is_left_out_with_its_reason(capsys):
+    names = ["no-such-project", "liger-kernel", "pytest"]
+    assert projects.installed(dict.fromkeys(names, 1), CPU) == {"pytest": 1}
+    projects.print_left_out(names, CPU)
+    assert capsys.readouterr().err.splitlines() == [
+        "no-such-project is left out: it is not installed",
+        "liger-kernel is left out: it requires CUDA",
+    ]
+    assert projects.versions(names[::2]) == f"pytest {pytest.__version__}"
+
+
+def test_the_output_begins_with_machine_versions_and_command(run, monkeypatch):
+    monkeypatch.setattr(compare_peers, "compare_all", lambda case, options: {})
+    monkeypatch.setattr(compare_peers, "environment", lambda device: f"on {device}")
+    monkeypatch.setattr(compare_peers, "versions", lambda names: ", ".join(names))
+    _, output = run("--cases train-f32-768-eager --peers control")
+    machine, _, versions = output.splitlines()[:3]
+    assert machine == "# on cpu"
+    assert versions == (
+        "transformers, liger-kernel, litgpt, x-transformers; "
+        "`compare_peers.py --cases train-f32-768-eager --peers control`"
+    )
+
+
+def test_option_device_is_where_the_block_is(run, monkeypatch):
+    devices = []
+
+    def build(size, dtype, device):
+        devices.append(device.type)
+        return make_block(size, dtype, CPU)
+
+    make_block = own.make_block
+    monkeypatch.setattr(compare_peers, "SIZES", {"tiny": SIZE})
+    monkeypatch.setattr(compare_peers, "make_block", build)
+    run("--device meta --cases forward-f32-tiny-eager --peers control --rounds 1")
+    assert devices == ["meta"]
+
+
 def test_each_case_has_a_row(run, monkeypatch):
     monkeypatch.setattr(compare_peers, "SIZES", {"tiny": SIZE})
     _, output = run("--peers control --rounds 1")
-    assert output.count("-tiny-eager: control ") == 4
+    rows = re.findall(r"^\| (\S+): control ", output, re.MULTILINE)
+    assert rows == [
+        f"{work}-{dtype}-tiny-eager"
+        for dtype in ("f32", "bf16")
+        for work in ("train", "forward")
+    ]
 
 
 class InThisProcess:
@@ -154,6 +230,9 @@ def test_one_token_is_the_median_of_processes(run, monkeypatch):
     text = " ".join(output.split())
     assert "| Block's time / peer's | control | unchecked |" in text
     assert f"| {TOKEN} | 1.50 (1.00-9.00) | failed |" in text
+    assert (
+        "| Block ms | peer ms | differ by | Block keeps MiB | peer keeps MiB |" in text
+    )
     assert f"| {TOKEN}: control | 6.00 | 3.00 | 0e+00 | 3.0 | |" in text
     assert f"{TOKEN}: unchecked failed: ValueError()" in text
 
@@ -225,7 +304,6 @@ def test_reading_sums_all_weights_of_a_block_for_one_token_only(monkeypatch):
 
 def test_only_cases_of_one_token_have_a_column_for_reading(run, monkeypatch):
     monkeypatch.setattr(compare_peers, "ProcessPoolExecutor", InThisProcess)
-    monkeypatch.setattr(compare_peers, "SAMPLE_SECONDS", 0)
     monkeypatch.setattr(compare_peers, "SIZES", {"tiny": SIZE, "token": ONE})
     _, output = run("--cases forward-f32-*-eager --peers control --rounds 1")
     header, _, several, one = output.splitlines()[4:8]
@@ -242,6 +320,54 @@ def test_a_name_says_what_a_case_is():
     assert cases[TOKEN].dtype == torch.bfloat16
     trained = {name.split("-")[2] for name, case in cases.items() if case.train}
     assert trained == {"768"}
+
+
+def test_sizes_and_modes_are_those_of_the_docstring():
+    def described(device):
+        return {
+            name.split("-", 2)[2]: (*case.size.shape, case.mode)
+            for name, case in compare_peers.all_cases(torch.device(device)).items()
+        }
+
+    shapes = {"768": (4, 512, 768), "token": (1, 1, 768), "tiny-token": (1, 1, 64)}
+    expected = {
+        f"{name}-{mode}": (*shape, mode)
+        for name, shape in shapes.items()
+        for mode in ("eager", "compiled")
+    }
+    assert described("cpu") == expected
+    shapes["llama-8b"] = (4, 2048, 4096)
+    shapes["llama-8b-long"] = (1, 8192, 4096)
+    shapes["llama-8b-token"] = (1, 1, 4096)
+    expected = {
+        f"{name}-{mode}": (*shape, mode)
+        for name, shape in shapes.items()
+        for mode in ("eager", "compiled", "graphs")
+    }
+    assert described("cuda") == expected
+
+
+def test_the_mode_graphs_replays_cuda_graphs_of_static_inputs(monkeypatch):
+    layer, begin, static = Mock(), Mock(), Mock()
+    compile = Mock(return_value=layer)
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", begin)
+    monkeypatch.setattr(torch._dynamo, "mark_static_address", static)
+    x, weight = torch.ones(2, 3)
+    replay = compare_peers.in_mode("graphs", layer, [x, weight])
+    assert [call.args for call in static.call_args_list] == [(x,), (weight,)]
+    compile.assert_called_once_with(layer, dynamic=False, mode="reduce-overhead")
+    assert replay(x) is layer.return_value
+    begin.assert_called_once_with()
+    layer.assert_called_once_with(x)
+
+
+def test_operations_are_compared_in_eager_mode_only(monkeypatch):
+    options = argparse.Namespace(device=CPU, rounds=1, peers="operations", against=None)
+    case = dataclasses.replace(TRAINING, train=False)
+    assert compare_peers.compare_all(case, options).keys() == {"operations"}
+    case = dataclasses.replace(case, mode="compiled")
+    assert compare_peers.compare_all(case, options) == {}
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -311,7 +437,7 @@ def test_in_a_compiled_case_compiled_code_is_timed(train, monkeypatch):
         def sample():
             graphs.clear()
             run()
-            assert graphs
+            assert graphs, "an eager layer is timed"
             return 1.0
 
         return sample
@@ -330,6 +456,14 @@ def test_unchecked_block_checks_nothing():
         block(wrong)
     with pytest.raises(RuntimeError):
         own.unchecked(block).layers["Block"](wrong)
+
+
+def test_what_is_imported_after_the_unchecked_block_is_checked():
+    block, x = own.make_block(SIZE, torch.float32, CPU)
+    own.unchecked(block)
+    again = own.import_as("tinyblock_again", Path(tinyblock.__file__))
+    with pytest.raises(TypeError):
+        own.of_package(again, block).layers["Block"](x[..., :-1])
 
 
 def test_pattern_without_a_match_lists_the_names(run, capsys):

@@ -1,13 +1,15 @@
 """Errors of layers and of RoPE are those that the formulas predict."""
 
 import sys
-from unittest.mock import Mock
+from pathlib import Path
+from unittest.mock import Mock, patch
 
 import exactness
 import pytest
 import torch
 from exactness import GRADIENTS, OUTPUTS
-from peers import ropes
+from lab.sizes import Size
+from peers import own, projects, ropes
 
 CPU = torch.device("cpu")
 
@@ -22,6 +24,12 @@ def test_layers_and_near_ropes_have_the_errors_of_their_dtype(monkeypatch, capsy
     exactness.main()
     _, *sections = capsys.readouterr().out.split("## ")
     precisions = [2**-24, 2**-24, 2**-8, 2**-8, 2**-11, 2**-11]
+    titles = [section.splitlines()[0] for section in sections]
+    assert titles == [
+        f"{dtype}, {what}"
+        for dtype in ("float32", "bfloat16", "float16")
+        for what in ("outputs", "gradients of the input")
+    ]
     for section, eps in zip(sections, precisions, strict=True):
         assert "| RoPE at 0 " in section
         for line in section.splitlines()[4:9]:
@@ -31,8 +39,86 @@ def test_layers_and_near_ropes_have_the_errors_of_their_dtype(monkeypatch, capsy
             assert errors[0] < 20 * eps, line
             assert rounded < 1.01 * min(errors), section
             assert max(errors) < 200 * eps, section
-    found = {("Block", "tinyblock", GRADIENTS): [3e-3, 1e-3, 2e-3]}
-    assert "2.00e-03" in exactness.table("bfloat16", found, GRADIENTS)
+
+
+def test_a_cell_is_the_median_of_the_seeds():
+    found = {
+        ("Block", "tinyblock", GRADIENTS): [9e-3, 1e-3, 2e-3],
+        ("Block", "tinyblock", OUTPUTS): [5e-3],
+    }
+    assert " 2.00e-03 |" in exactness.table("bfloat16", found, GRADIENTS)
+    assert " 5.00e-03 |" in exactness.table("bfloat16", found, OUTPUTS)
+
+
+def test_the_table_has_four_of_the_starts_of_rope():
+    found = {("Block", "ours", OUTPUTS): [1.0]}
+    for start in exactness.STARTS:
+        found[exactness.rope_at(start), "ours", OUTPUTS] = [1.0]
+    lines = exactness.table("float32", found, OUTPUTS).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[4:]] == [
+        "Block",
+        "RoPE at 0",
+        "RoPE at 8,192",
+        "RoPE at 131,072",
+        "RoPE at 1,048,448",
+    ]
+
+
+def test_each_seed_has_weights_and_inputs_of_its_own(monkeypatch):
+    monkeypatch.setattr(exactness, "SIZE", Size(1, 3, d_model=8, num_heads=2, d_ff=8))
+    monkeypatch.setattr(exactness, "PROJECTS", {})
+    monkeypatch.setattr(exactness, "PROJECT_ROPES", {})
+    monkeypatch.setattr(exactness, "STARTS", [0])
+    monkeypatch.setattr(ropes, "MAX_SEQ_LEN", 128)
+    for measure in (exactness.layer_errors, exactness.rope_errors):
+        for (layer, project, what), errors in measure(torch.bfloat16, CPU).items():
+            assert len(set(errors)) == 3, (layer, project, what, errors)
+
+
+def test_the_eps_is_far_below_the_precision_as_in_a_norm_without_one():
+    block = Mock(return_value=own.make_block(exactness.SIZE, torch.float32, CPU))
+    with (
+        patch.object(exactness, "make_block", block),
+        patch.object(exactness, "SEEDS", range(1)),
+        patch.object(exactness, "PROJECTS", {}),
+    ):
+        exactness.layer_errors(torch.float32, CPU)
+    eps = block.call_args.args[-1]
+    assert eps < 1e-4 * torch.finfo(torch.float32).eps
+
+
+def test_option_model_measures_the_logits_alone_on_one_thread(monkeypatch, capsys):
+    real_model = pytest.importorskip(
+        "peers.real_model", reason="requires the extra examples"
+    )
+    measure = Mock(return_value="the table")
+    monkeypatch.setattr(real_model, "measure", measure)
+    argv = ["exactness.py", "--model", "folder", "--device", "meta"]
+    monkeypatch.setattr(sys, "argv", argv)
+    torch.set_num_threads(2)
+    try:
+        exactness.main()
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(1)
+    measure.assert_called_once_with("folder", torch.device("meta"))
+    assert capsys.readouterr().out.endswith(
+        "`exactness.py --model folder --device meta`\n\nthe table\n"
+    )
+
+
+def test_option_device_is_where_layers_and_ropes_are(monkeypatch):
+    devices = []
+
+    def note(dtype, device):
+        devices.append(device.type)
+        return {}
+
+    monkeypatch.setattr(exactness, "layer_errors", note)
+    monkeypatch.setattr(exactness, "rope_errors", note)
+    monkeypatch.setattr(sys, "argv", ["exactness.py", "--device", "meta"])
+    exactness.main()
+    assert devices == ["meta"] * 6
 
 
 def test_option_plot_saves_a_picture_of_all_dtypes(monkeypatch, tmp_path):
@@ -62,7 +148,7 @@ def test_plot_shows_errors_of_outputs_over_positions(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(exactness, "STARTS", [0, 1024])
     errors = {
-        ("RoPE at 0", "ours", OUTPUTS): [3e-8, 1e-8, 2e-8],
+        ("RoPE at 0", "ours", OUTPUTS): [9e-8, 1e-8, 2e-8],
         ("RoPE at 1,024", "ours", OUTPUTS): [4e-8, 4e-8, 4e-8],
         ("RoPE at 0", "ours", GRADIENTS): [1.0],
         ("RoPE at 1,024", "ours", GRADIENTS): [1.0],
@@ -77,6 +163,17 @@ def test_plot_shows_errors_of_outputs_over_positions(monkeypatch, tmp_path):
     assert line.get_label() == "ours"
     assert list(line.get_xdata()) == [64, 1088]  # the middles of 128 positions
     assert list(line.get_ydata()) == [2e-8, 4e-8]
+    assert [text.get_text() for text in left.get_legend().texts] == ["ours"]
+
+
+@pytest.mark.parametrize("name", projects.installed(ropes.PROJECT_ROPES, CPU))
+def test_the_rope_of_a_project_is_at_the_given_positions(name, monkeypatch):
+    monkeypatch.setattr(ropes, "MAX_SEQ_LEN", 2048)
+    x = torch.randn(1, 2, 5, ropes.D_HEAD)
+    positions = torch.tensor([3, 1000, 0, 7, 2047])
+    exact = ropes.formula(torch.float64)(x.double(), positions)
+    found = ropes.PROJECT_ROPES[name]()(x, positions)
+    assert own.relative_error(found, exact) < 1e-3
 
 
 def test_only_the_rope_of_tinyblock_is_exact_at_a_million(monkeypatch):
@@ -129,11 +226,52 @@ def test_logits_of_a_real_model_are_compared_with_those_of_transformers(
     model = transformers.LlamaForCausalLM(config)
     model.model.layers[0].self_attn.q_proj.weight.data *= 1000  # attention, not means
     model.save_pretrained(tmp_path)
+    logits = Mock(wraps=real_model.logits)
+    monkeypatch.setattr(real_model, "logits", logits)
     lines = real_model.measure(str(tmp_path), CPU).splitlines()
+    last = {call.args[2][-1].item() for call in logits.call_args_list}
+    assert last == {191, 9_999}
     [far] = [line for line in lines if "float32, positions from 9,808" in line]
     ours, theirs, ratio = (float(cell.split()[0]) for cell in far.split("|")[2:5])
     assert 1e-8 < ours < 1e-6  # the exact logits are in float64
     assert ratio < 0.5
     assert ours / theirs == pytest.approx(ratio, rel=0.5)
-    assert len(lines) == 6
-    assert real_model.median_and_range([4.0, 1.0, 2.0], ".0f") == "2 (1 to 4)"
+    names = ["float32, positions from 0", "float32, positions from 9,808"]
+    names += ["bfloat16, positions from 0", "bfloat16, positions from 9,808"]
+    assert [line.split("|")[1].strip() for line in lines[2:]] == names
+    for line in lines[4:]:
+        ours, theirs, _ = (float(cell.split()[0]) for cell in line.split("|")[2:5])
+        assert 1e-3 < ours < 1e-1, line
+        assert 1e-3 < theirs < 1e-1, line
+
+
+def test_a_gguf_file_is_read_by_both_projects(monkeypatch):
+    transformers = pytest.importorskip(
+        "transformers", reason="requires the extra examples"
+    )
+    real_model = pytest.importorskip(
+        "peers.real_model", reason="requires the extra examples"
+    )
+    source = {
+        "pretrained_model_name_or_path": Path("folder"),
+        "gguf_file": "model.gguf",
+    }
+    monkeypatch.setattr(real_model, "MODULES", [])
+    tokenizer = Mock()
+    ours = Mock()
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", tokenizer)
+    monkeypatch.setattr(real_model, "load", ours)
+    load = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(InterruptedError):
+        real_model.measure("folder/model.gguf", CPU)
+    tokenizer.assert_called_once_with(**source)
+    ours.assert_called_once_with("folder/model.gguf")
+    load.assert_called_once_with(**source, dtype=torch.float32)
+
+
+def test_a_cell_is_the_median_and_the_range_of_the_texts():
+    real_model = pytest.importorskip(
+        "peers.real_model", reason="requires the extra examples"
+    )
+    assert real_model.median_and_range([9.0, 1.0, 2.0], ".0f") == "2 (1 to 9)"
