@@ -232,12 +232,12 @@ def why_left_out(project: str, device: torch.device) -> str:
 
 
 def versions(projects: Iterable[str]) -> str:
-    """Write the versions of the projects that are installed."""
+    """Name the projects that are installed, with their versions."""
     listed = []
     for project in projects:
         if is_installed(project):
             listed.append(f"{project} {version(project)}")
-    return ", ".join(listed)
+    return ", ".join(listed) or "no other project is installed"
 
 
 def is_installed(project: str) -> bool:

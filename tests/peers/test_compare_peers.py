@@ -145,6 +145,7 @@ def test_a_project_that_cannot_run_here_is_left_out_with_its_reason(capsys):
         "liger-kernel is left out: it requires CUDA",
     ]
     assert projects.versions(names[::2]) == f"pytest {pytest.__version__}"
+    assert projects.versions(names[:2]) == "no other project is installed"
 
 
 def test_the_output_begins_with_machine_versions_and_command(run, monkeypatch):
