@@ -125,7 +125,11 @@ def test_against_is_another_checkout_and_may_fail(run, tmp_path, monkeypatch):
     assert "against failed: TypeError(" in output
 
 
-def test_against_a_folder_that_is_no_checkout_is_an_error(run, tmp_path, capsys):
+def test_against_a_folder_that_is_no_checkout_is_an_error(
+    run, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(compare_peers, "compare_all", pytest.fail)
+    monkeypatch.setattr(compare_peers, "compare_in_processes", pytest.fail)
     with pytest.raises(SystemExit):
         run(f"--against {tmp_path}")
     assert "--against must be a checkout of tinyblock" in capsys.readouterr().err
@@ -152,7 +156,10 @@ def test_the_output_begins_with_machine_versions_and_command(run, monkeypatch):
     monkeypatch.setattr(compare_peers, "compare_all", lambda case, options: {})
     monkeypatch.setattr(compare_peers, "environment", lambda device: f"on {device}")
     monkeypatch.setattr(compare_peers, "versions", lambda names: ", ".join(names))
+    left_out = Mock()
+    monkeypatch.setattr(compare_peers, "print_left_out", left_out)
     _, output = run("--cases train-f32-768-eager --peers control")
+    left_out.assert_called_once_with(projects.PROJECTS, CPU)
     machine, _, versions = output.splitlines()[:3]
     assert machine == "# on cpu"
     assert versions == (
@@ -467,7 +474,9 @@ def test_what_is_imported_after_the_unchecked_block_is_checked():
         own.of_package(again, block).layers["Block"](x[..., :-1])
 
 
-def test_pattern_without_a_match_lists_the_names(run, capsys):
+def test_pattern_without_a_match_lists_the_names(run, capsys, monkeypatch):
+    monkeypatch.setattr(compare_peers, "compare_all", pytest.fail)
+    monkeypatch.setattr(compare_peers, "compare_in_processes", pytest.fail)
     with pytest.raises(SystemExit):
         run("--peers control,typo")
     assert "'typo' matches none of: control, unchecked" in capsys.readouterr().err

@@ -83,8 +83,9 @@ def test_the_eps_is_far_below_the_precision_as_in_a_norm_without_one():
         patch.object(exactness, "PROJECTS", {}),
     ):
         exactness.layer_errors(torch.float32, CPU)
-    eps = block.call_args.args[-1]
-    assert eps < 1e-4 * torch.finfo(torch.float32).eps
+    *_, seed, eps = block.call_args.args
+    assert seed == 0
+    assert 0 < eps < 1e-4 * torch.finfo(torch.float32).eps
 
 
 def test_option_model_measures_the_logits_alone_on_one_thread(monkeypatch, capsys):
@@ -116,8 +117,11 @@ def test_option_device_is_where_layers_and_ropes_are(monkeypatch):
 
     monkeypatch.setattr(exactness, "layer_errors", note)
     monkeypatch.setattr(exactness, "rope_errors", note)
+    left_out = Mock()
+    monkeypatch.setattr(exactness, "print_left_out", left_out)
     monkeypatch.setattr(sys, "argv", ["exactness.py", "--device", "meta"])
     exactness.main()
+    left_out.assert_called_once_with(exactness.PROJECTS, torch.device("meta"))
     assert devices == ["meta"] * 6
 
 
