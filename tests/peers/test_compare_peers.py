@@ -121,7 +121,7 @@ def test_against_is_another_checkout_and_may_fail(run, tmp_path, monkeypatch):
     source.write_text("from tinyblock import *\nBlock = None\n")
     options = "--cases forward-f32-tiny-eager --peers control --rounds 1"
     code, output = run(f"{options} --against {tmp_path}")
-    assert code == 1
+    assert code == 1, output
     assert "against failed: TypeError(" in output
 
 
@@ -234,7 +234,7 @@ def test_one_token_is_the_median_of_processes(run, monkeypatch):
     monkeypatch.setattr(compare_peers, "ProcessPoolExecutor", InThisProcess)
     monkeypatch.setattr(compare_peers, "compare_all", compare)
     code, output = run(f"--cases {TOKEN} --peers control,unchecked")
-    assert code == 1
+    assert code == 1, output
     text = " ".join(output.split())
     assert "| Block's time / peer's | control | unchecked |" in text
     assert f"| {TOKEN} | 1.50 (1.00-9.00) | failed |" in text
