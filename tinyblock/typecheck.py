@@ -541,8 +541,7 @@ def _comparisons(value: str, hint: Any, place: str) -> str:
 
 
 def _is_array_of_tensor(hint: Any) -> bool:
-    # "?" in the name of an axis is about trees of arrays.
-    return _is_array(hint) and hint.array_type is Tensor and "?" not in hint.dim_str
+    return _is_array(hint) and hint.array_type is Tensor
 
 
 def _may_be_tensor(hint: Any) -> bool:

@@ -5,6 +5,7 @@ Without checks, torch takes almost all of the wrong calls.
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Int, Integer, Shaped
 from torch import Tensor, nn
@@ -72,6 +73,43 @@ def head(x: Float[Tensor, "seq d"], count: int = 2) -> Float[Tensor, "{count} d"
 @typecheck
 def split(x: Float[Tensor, "seq d"]) -> tuple[Float[Tensor, " d"], Int[Tensor, " seq"]]:
     return x.sum(0), x[0].int() * 0 + 1
+
+
+@typecheck
+def pair(x: Float[Tensor, " n"], count: int) -> tuple[Tensor, Float[Tensor, " n"]]:
+    return (x,) * count  # type: ignore[return-value]
+
+
+@typecheck
+def some(x: Float[Tensor, " n"], count: int) -> tuple[Float[Tensor, " n"], ...]:
+    return (x,) * count
+
+
+@typecheck
+def either(
+    x: Float[Tensor, "n 3"] | Float[Tensor, "3 n"], y: Float[Tensor, " 2*n"]
+) -> Float[Tensor, "2 2"] | Tensor:
+    return x.sum() + y
+
+
+@typecheck
+def from_numpy(x: Float[np.ndarray, " n"]) -> Float[Tensor, " n"]:
+    return torch.as_tensor(x)
+
+
+@typecheck
+def with_wrong_default(
+    x: Float[Tensor, " n"],
+    bias: Float[Tensor, " n"] = None,  # type: ignore[assignment]
+) -> Tensor:
+    return x
+
+
+@typecheck
+def by_text(
+    x: Float[Tensor, " n"], y: Float[Tensor, " {size}"], size: str = "2*n"
+) -> Tensor:
+    return x.sum() + y
 
 
 @typecheck
@@ -159,6 +197,16 @@ CASES = {
     "result": Case(head, (ones(4, 3),), (ones(1, 3),), "result"),
     "parameter in braces": Case(head, (ones(4, 3), 2), (ones(4, 3), 3), "result"),
     "tuple of results": Case(split, (ones(3, 3),), (ones(4, 3),), "result"),
+    "number of results": Case(pair, (ones(3), 2), (ones(3), 3), "result"),
     "result that is no tensor": Case(maybe, (ones(3), True), (ones(3), False), "res"),
     "argument that is no tensor": Case(dot, (ones(2, 5),) * 2, (ones(2, 5), 3), "'k'"),
+}
+
+# Right calls whose annotations the comparisons of compiled code leave to eager mode.
+LEFT_OUT = {
+    "tuple of any length": (some, ones(3), 3),
+    "union of which both fit": (either, ones(2, 3), ones(4)),
+    "array of numpy": (from_numpy, np.ones(3, dtype=np.float32)),
+    "default that does not fit": (with_wrong_default, ones(3)),
+    "text in braces": (by_text, ones(2), ones(4)),
 }

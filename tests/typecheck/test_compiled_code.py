@@ -1,5 +1,6 @@
 """typecheck in code that torch.compile or torch.export traces."""
 
+import linecache
 from functools import partial
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from jaxtyping import TypeCheckError
 from torch import Tensor
 from torch.export import Dim
-from typecheck.calls import CASES, Case, dot, rotate
+from typecheck.calls import CASES, LEFT_OUT, Case, Gain, dot, rotate
 
 import tinyblock
 from tinyblock.typecheck import typecheck
@@ -80,10 +81,18 @@ def test_compiled_code_takes_a_right_call_and_is_one_graph(case, compiled):
     torch.testing.assert_close(result, expected)
 
 
+@each(LEFT_OUT)
+def test_compiled_code_takes_a_right_call_that_it_does_not_check(case):
+    function, *arguments = case
+    expected = function(*arguments)
+    result = torch.compile(function, backend="eager", fullgraph=True)(*arguments)
+    torch.testing.assert_close(result, expected)
+
+
 @each(CASES)
-def test_compiled_code_raises_the_error_of_eager_mode(case, compiled):
+def test_compiled_code_raises_the_error_of_eager_mode(case):
     with pytest.raises(TypeCheckError, match=r"Type-check error.*(\n.*)*Expected type"):
-        call(compiled(case.call), case.wrong)
+        call(torch.compile(case.call, backend="eager"), case.wrong)
 
 
 @each(CASES)
@@ -107,6 +116,17 @@ def test_the_message_names_function_argument_expected_sizes_and_what_it_got():
         "parameter 'k' of typecheck.calls.dot must be Float[Tensor, '*batch key d_k'] "
         "where query=2, d_k=5, *batch=[], key=4, got float32[4,1]"
     ) in str(caught.value)
+
+
+def test_the_message_has_the_value_of_braces():
+    compiled = torch.compile(Gain(3), backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"must be .* where self\.width=3, got"):
+        compiled(ones(2, 1))
+
+
+def test_the_source_of_the_comparisons_can_be_read():
+    lines = linecache.getlines("<checks of typecheck.calls.dot>")
+    assert any("parameter 'k' of typecheck.calls.dot" in line for line in lines)
 
 
 def graphs_of(function, calls):
@@ -134,10 +154,9 @@ def without_checks(monkeypatch):
 @pytest.mark.parametrize(
     "inputs",
     [
-        pytest.param([(ones(2, n, D),) for n in range(1, 10)], id="lengths"),
         pytest.param([(ones(n, 3, D),) for n in range(1, 10)], id="batches"),
         pytest.param(
-            [(ones(2, n, D), torch.arange(n)) for n in range(1, 10)], id="positions"
+            [(ones(2, n, D), torch.arange(n)) for n in range(1, 10)], id="lengths"
         ),
     ],
 )

@@ -57,6 +57,8 @@ CASES = {
         (with_attribute("scale", 1.0),),
         (with_attribute("other", 1.0),),
     ),
+    "result that is a list in a first call": Case("unlisted", (ones(2),), (-w,)),
+    "class of a result": Case("to_masked", (w,), (-w,)),
     "argument that equals a default": Case("with_default", (w,), (w, ones(1))),
     "None, where it is a wrong default": Case("without_weight", (w,), (w, None)),
     "names of the generated code": Case("clashing", (w, w, w), (w, w, ones(2))),
@@ -72,6 +74,12 @@ def test_a_wrong_call_raises_after_a_right_one(case, module):
         function(*case.right)
         with pytest.raises(TypeCheckError):
             function(*case.wrong)
+
+
+def test_a_tensor_is_no_subclass(module):
+    module.masked(w.as_subclass(module.Masked))
+    with pytest.raises(TypeCheckError):
+        module.masked(w)
 
 
 def test_an_integer_is_a_float(module):
@@ -139,10 +147,14 @@ class Builder:
     def add(self, weight: Float[Tensor, " n"], bias: Float[Tensor, " n"]) -> Self:
         return self
 
+    def find(self, weight: Float[Tensor, " n"]) -> Self | None:
+        return self
+
 
 def test_a_method_may_return_self():
     builder = Builder()
     assert builder.add(w, w) is builder
+    assert builder.find(w) is builder
     with pytest.raises(TypeCheckError):
         builder.add(w, x)
 
@@ -154,6 +166,13 @@ def test_a_name_that_exists_only_for_type_checkers_causes_one_warning(module):
     module.half(w, 2)
     with pytest.raises(TypeCheckError):
         module.half(w.int(), 2)
+
+
+def test_an_attribute_that_a_module_lacks_causes_one_warning(module):
+    with pytest.warns(UserWarning, match=r"parameter 'of' .*no attribute 'NotThere'"):
+        module.renamed_class(w)
+    with pytest.raises(TypeCheckError):
+        module.renamed_class(x)
 
 
 @pytest.fixture

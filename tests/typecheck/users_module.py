@@ -85,6 +85,22 @@ def scaled_tensor(x: HasScale) -> None:
     pass
 
 
+class Masked(Tensor):
+    """A subclass, as DTensor is one."""
+
+
+def masked(x: Float[Masked, " n"]) -> None:
+    pass
+
+
+def to_masked(x: Float[Tensor, " n"]) -> Float[Masked, " n"]:
+    return x.as_subclass(Masked) if x.sum() > 0 else x  # type: ignore[return-value]
+
+
+def unlisted(x: Float[Tensor, " n"]) -> Tensor:
+    return x if x.sum() > 0 else [x]  # type: ignore[return-value]
+
+
 def with_default(
     x: Float[Tensor, " n"],
     weight: Float[Tensor, " n"] = torch.ones(1),  # noqa: B008
@@ -130,6 +146,10 @@ def remembered(
 
 
 def half(x: Float[Tensor, " n"], of: "Fraction | None" = None) -> None:
+    pass
+
+
+def renamed_class(x: Float[Tensor, " n"], of: "torch.NotThere" = 2) -> None:  # type: ignore[name-defined]
     pass
 
 
