@@ -15,6 +15,7 @@ import argparse
 import difflib
 import importlib.util
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -366,11 +367,11 @@ def update(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Test layers with the tests beside them or, if there are none, tinyblock's own."""
-    required = ("torch", "pytest")
+    required = ("torch", "pytest", "einops", "jaxtyping")
     missing = [name for name in required if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(
-            f"verify requires {' and '.join(missing)}: install them for "
+            f"verify requires {', '.join(missing)}: install them for "
             f"{sys.executable}, or start the command with another Python"
         )
     path = arguments.path.resolve()
@@ -544,7 +545,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     typed = sys.argv[1:] if argv is None else argv
     try:
         arguments = parser().parse_args(typed or ["--help"])
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in `tinyblock diff layers | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (CommandError, OSError) as error:
         print(f"tinyblock: error: {error}", file=sys.stderr)
         return 2
+    return code

@@ -60,8 +60,19 @@ def test_verify_names_the_packages_that_it_requires(clone):
     done = bare("../tinyblock", "verify", "layers")
     assert done.returncode == 2
     assert done.stderr.startswith(
-        f"tinyblock: error: verify requires torch and pytest: install them for {sys.executable}"
+        "tinyblock: error: verify requires torch, pytest, einops, jaxtyping: "
+        f"install them for {sys.executable}"
     )
+
+
+def test_a_reader_may_close_the_pipe(clone):
+    """As in `tinyblock list | head -1`, whose reader closes the pipe."""
+    command = [sys.executable, "-I", "-S", "../tinyblock", "list"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as run:
+        run.stdout.close()
+        assert run.stderr.read() == b""
 
 
 def test_hints_name_a_folder_as_it_was_typed(clone):

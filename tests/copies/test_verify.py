@@ -69,7 +69,7 @@ def test_verify_exits_with_2_unless_tests_passed_or_failed(
     project.run("verify", code=expected)
 
 
-@pytest.mark.parametrize("missing", ["torch", "pytest"])
+@pytest.mark.parametrize("missing", ["torch", "pytest", "einops", "jaxtyping"])
 def test_verify_names_a_missing_package(missing, monkeypatch, capsys):
     found = importlib.util.find_spec
 
