@@ -49,6 +49,15 @@ def both(
 
 
 @typecheck
+def three(
+    x: Float[Tensor, "*#shape"],
+    y: Float[Tensor, "*#shape"],
+    z: Float[Tensor, "*#shape"],
+) -> Tensor:
+    return x.sum() + y.sum() + z.sum()
+
+
+@typecheck
 def last(x: Shaped[Tensor, "... _ 3"]) -> Shaped[Tensor, "..."]:
     return x[..., 0, 0]
 
@@ -180,6 +189,12 @@ CASES = {
     ),
     "None": Case(mask_out, (ones(4, 3), None), (ones(4, 3), ones(4, 3)), "mask"),
     "*# twice": Case(both, (ones(4, 1), ones(3)), (ones(4, 1), ones(2, 3)), "'y'"),
+    "*# three times": Case(
+        three, (ones(1), ones(3), ones(3)), (ones(1), ones(3), ones(2)), "'z'"
+    ),
+    "*#batch that exceeds *batch": Case(
+        rotate, (ones(2, 4, 6), ones(1, 4, 3)), (ones(1, 4, 6), ones(2, 4, 3)), "angles"
+    ),
     "result of *#": Case(both, (ones(4, 1), ones(3)), (ones(5, 1), ones(3)), "result"),
     "axes without names": Case(last, (ones(2, 2, 3),), (ones(2, 2, 4),), "'x'"),
     "union of arrays": Case(
