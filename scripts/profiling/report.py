@@ -25,6 +25,10 @@ kernel. FLOPs are counted for matmuls, convolutions, recurrent layers and attent
 utilization) is the time of the FLOPs at the matmul rate, divided by the measured time.
 docs/profile.md explains more, and --json has more."""
 
+TOO_NOISY = (
+    0.5  # a range of times, as a share of their median: reasons would be guesses
+)
+
 
 def report(profile: Profile) -> str:
     sections = [
@@ -100,7 +104,8 @@ def _losses(profile: Profile) -> str:
         lost = row.total_s - row.least_s
         digits = row.digits
         lines.append(
-            f"  {row.name}: {_at_most(row)}{si(lost, 's', digits)}, "
+            f"  {row.name}: loses {_at_most(row)}{si(lost, 's', digits)} of its "
+            f"{si(row.total_s, 's', digits)}, "
             f"{_at_most(row)}{share(lost / profile.whole.total_s, digits)} of the total"
         )
         lines.append(_wrapped(_reason(row), "    "))
@@ -117,6 +122,11 @@ def _reason(row: Row) -> str:
 
     if row.name == GPU_IDLE:
         return "No kernel runs. Try more tokens, --compile, or CUDA graphs."
+    if row.varies > TOO_NOISY:
+        return (
+            f"Its time varies by {share(row.varies, 2)}, which is too much to say why. "
+            "Close other programs, or set OMP_NUM_THREADS=1."
+        )
     bytes_moved = si(row.moved_bytes, "B")
     traffic = si(sum(each.moved_bytes for each in row.operations), "B")
     largest = sorted(row.operations, key=lambda each: -each.moved_bytes)[:2]
@@ -149,10 +159,11 @@ def _reason(row: Row) -> str:
         )
     if row.limit == "unknown":
         return f"The FLOPs of {', '.join(row.unknown)} are unknown."
+    first = f" for {row.operations[0].name}" if row.operations else ""
     return (
         f"Its operations are slow. At the machine's rates, FLOPs take "
         f"{of_time(row.compute_s)}, and all that operations read and write ({traffic}) "
-        f"takes {of_time(row.traffic_s)}. Try other operations."
+        f"takes {of_time(row.traffic_s)}. Try another operation{first}."
     )
 
 

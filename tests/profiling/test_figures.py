@@ -497,6 +497,19 @@ def test_limit_and_advice_name_what_takes_half_of_the_time(limit, with_row):
     assert REASONS[limit] in " ".join(report(measured).split())
 
 
+def test_a_part_whose_time_varies_has_no_reason(with_row):
+    _, measured = with_row(varies=0.51)
+    text = " ".join(report(measured).split())
+    assert "Its time varies by 51%, which is too much to say why." in text
+    assert "Try" not in text
+
+
+def test_advice_names_the_slowest_operation(with_row):
+    called = [Operation("slow", 1, 6.0), Operation("add", 1, 0.1)]
+    _, measured = with_row(operations=called)
+    assert "Try another operation for slow." in " ".join(report(measured).split())
+
+
 def test_slowest_operations_have_their_share_of_the_part(with_row):
     times = {"mm": (6, 5.0), "add": (2000, 2.5), "view": (9, 0.05)}
     called = [Operation(name, *figures) for name, figures in times.items()]
@@ -509,7 +522,9 @@ def test_lost_time_is_more_than_the_least(with_row):
     _, measured = with_row(moved_bytes=30, flops={"float32": 400})
     measured.whole.total_s = 40.0
     # 10 - max(400 / 100, 30 / 10) s are 15% of 40 s.
-    assert "  part: 6.00 s, 15.0% of the total\n" in report(measured)
+    assert "  part: loses 6.00 s of its 10.0 s, 15.0% of the total\n" in report(
+        measured
+    )
 
 
 def test_parts_that_lose_the_most_come_first(with_row):
@@ -532,7 +547,7 @@ def test_unknown_flops_mark_all_that_follows(with_row):
     text = report(measured)
     assert cells(text)["part"]["roofline"] == ">= 40.0%"
     assert cells(text)["total"]["roofline"].startswith(">= ")
-    assert "  part: <= 6.00 s, <= " in text
+    assert "  part: loses <= 6.00 s of its 10.0 s, <= " in text
     assert "    The FLOPs of tests.copied are unknown." in text
     assert "\nMFU: >= " in text
     assert re.search(r"tokens/s, >= \S+ of the roofline", text)
