@@ -51,7 +51,7 @@ def scaled_dot_product_attention(
         weights = scores.softmax(dim=-1)
     else:
         weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
-        weights = weights.masked_fill(~mask, 0)  # NaN if all keys are masked
+        weights = weights.masked_fill(~mask, 0)  # softmax gives NaN without any key
     out = einsum(weights, v.to(dtype), "... query key, ... key d_v -> ... query d_v")
     return out.to(q.dtype)
 
@@ -258,7 +258,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
             v = rearrange(v, one_batch_axis)
         is_causal = False
         if mask is None and query == key:
-            # Not `is_causal = query == key`, which is symbolic in compiled code: torch takes only a bool.
+            # Not `is_causal = query == key`: in compiled code this is symbolic, and torch
+            # takes only a bool.
             is_causal = True
         elif mask is not None or query > 1:  # one query without a mask sees every key
             mask = _and_causal(mask, (*batch, query, key), q.device)
@@ -321,18 +322,24 @@ def _and_causal(
 
 
 def _repairs(mask: Tensor, shape: tuple[int, ...]) -> list[str]:
-    """Return what to pass for each meaning that a mask may have, or only "mask"."""
+    """Return what to pass for each meaning that a mask may have.
+
+    That is only "mask" if it is right as it is, and nothing if no repair is known.
+    """
     if mask.dtype == torch.bool:
         values = {"mask": ""}
     elif mask.is_floating_point():
-        values = {"(mask == 0)": " if 0 means attend", "mask.bool()": " if 1 does"}
+        values = {
+            "(mask == 0)": " if 0 means attend",
+            "mask.bool()": " if 1 means attend",
+        }
     else:
         values = {"mask.bool()": ""}
     *batch, _, key = shape
     axes = tuple(mask.shape)
     padding = "[..., None, :] for padding"
     if axes == (*batch, key) and _fits(axes, shape) and axes[-2] > 1:
-        # As many sequences as queries, so it may also have a row for each query.
+        # As many sequences as queries: it may be padding, or a row for each query.
         indices = [padding, "[None] for all sequences"]
     elif _fits(axes, shape):
         indices = [""]
@@ -358,9 +365,9 @@ def _fits(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def _has_kernel_for_shared_heads(q: Tensor, mask: Tensor | None) -> bool:
-    """Return whether a fast kernel lets a group of query heads share its key head."""
+    """Return whether a fast kernel lets a group of query heads share its KV head."""
     # On CUDA, flash attention and cuDNN do so in half precision, without a mask, for
     # heads of up to 256 (pytorch issue 154363). Otherwise, torch would store all
-    # scores. The CPU has no such limits.
+    # scores. Other devices have no such limits.
     is_supported = mask is None and q.dtype.itemsize == 2 and q.shape[-1] <= 256
     return not q.is_cuda or is_supported

@@ -61,7 +61,7 @@ class RotaryPositionalEmbedding(nn.Module):
       None means 0 ... seq-1.
 
     Computes in float32 or wider, and returns the dtype of `x`. The table keeps its
-    values when torch casts, moves, copies or empties the module, and stays on the CPU
+    values when torch casts, moves, copies or empties the module, and stays where it was
     while the model is on meta. But transformers' `from_pretrained` overwrites it, so
     call `reset_parameters` in the model's `_init_weights`.
 
@@ -114,7 +114,9 @@ class RotaryPositionalEmbedding(nn.Module):
         x: Float[Tensor, "*batch seq {self.d_k}"],
         token_positions: Integer[Tensor, "*#batch seq"] | None = None,
     ) -> Float[Tensor, "*batch seq {self.d_k}"]:
-        cos_sin = self._rows(x, token_positions)  # also rejects wrong positions
+        cos_sin = self._rows(
+            x, token_positions
+        )  # for float64, to reject wrong positions
         if x.dtype != torch.float64:
             return _rotate(x, cos_sin)
         # The table, in float32, is too coarse for float64.

@@ -37,7 +37,8 @@ def test_edit_a_layer_shows_what_is_printed(tmp_path, monkeypatch, capfd):
         printed = iter(capfd.readouterr().out.splitlines())
         for line in shown.replace("...\n", "").splitlines():
             # On CI or a wide terminal, pytest adds the reason to a line.
-            assert any(text.startswith(line) for text in printed), command
+            found = any(text.startswith(line) for text in printed)
+            assert found, f"{command}: no line begins with {line!r}"
 
 
 def test_vendoring_shows_what_add_prints(tmp_path, monkeypatch, capsys):

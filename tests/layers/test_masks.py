@@ -80,7 +80,7 @@ def the_one_for(store, results):
     if store not in (as_ones, as_additive):
         [result] = results.values()
         return result
-    meaning = "if 0 means attend" if store is as_additive else "if 1 does"
+    meaning = "if 0 means attend" if store is as_additive else "if 1 means attend"
     [result] = [results[repair] for repair in results if repair.endswith(meaning)]
     return result
 
