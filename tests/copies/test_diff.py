@@ -51,6 +51,8 @@ def test_a_new_number_in_the_header_is_no_edit(edited):
 
 
 def test_a_name_selects_a_layer(edited):
+    edited.run("diff", "rope")
+    assert "rope.py" in edited.printed
     edited.run("diff", "ffn")
     assert edited.printed == ""
 

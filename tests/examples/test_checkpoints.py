@@ -391,6 +391,7 @@ def test_generate_prints_the_text_of_transformers_until_it_stops(
 
     new = tokens[prompt.shape[1] :]
     text = tokenizer.decode(new[: new.index(stop)], skip_special_tokens=True)
+    assert text.rstrip("\ufffd"), "the model stops at its first token"
     assert capsys.readouterr().out == text.rstrip("\ufffd") + "\n"
 
 

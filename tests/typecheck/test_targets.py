@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import sys
 import types
 
 import jaxtyping
@@ -78,8 +79,12 @@ def test_another_target_is_an_error_that_says_what_to_pass(mistake):
 def test_typecheck_works_together_with_the_hook_of_jaxtyping(monkeypatch):
     """The option --jaxtyping-packages of pytest installs the same hook."""
     monkeypatch.syspath_prepend(USERS_MODULE.parent)
+    monkeypatch.delitem(sys.modules, "users_module", raising=False)
     with jaxtyping.install_import_hook("users_module", "beartype.beartype"):
         module = importlib.import_module("users_module")
+    hooked = module.Layer(3)
+    with pytest.raises(TypeCheckError):  # the hook alone also checks
+        hooked(torch.ones(2, 4))
     layer = typecheck(module).Layer(3)
     layer(torch.ones(2, 3))
     with pytest.raises(TypeCheckError, match="width=3"):
