@@ -93,6 +93,8 @@ def test_fsdp2_builds_on_meta_and_trains_in_mixed_precision(walk):
         dist.destroy_process_group()
 
 
+# torch 2.14 warns of its own use of torch.jit.script.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
 def test_derivatives_in_forward_mode_and_second_ones_need_the_math_kernel():
     rope = RotaryPositionalEmbedding(100.0, 6, 40)
     block = Block(24, 4, rope=rope).double()
