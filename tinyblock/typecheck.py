@@ -300,8 +300,9 @@ class _Code(str):
 def _written(function: Any, purpose: str, body: str, **names: Any) -> Any:
     """Return a function with the parameters of `function` and with this body.
 
-    Expressions in braces read the parameters and the global variables of `function`. So
-    every other name has a $, which becomes more underscores than any name there has.
+    Expressions in braces read the parameters and the global variables of `function` (in
+    eager mode, jaxtyping then rejects a global variable). So every other name has a $,
+    which becomes more underscores than any name there has.
     `names` are what the body uses, and the dict `defaults` of the parameters.
     """
     parameters = []

@@ -54,7 +54,7 @@ class DepthScaledBlock(SandwichBlock):
 def add(
     x: Float[Tensor, "*shape"], branch: Float[Tensor, "*shape"], number: int
 ) -> Float[Tensor, "*shape"]:
-    """Return the weighted sum of which `branch` is term number `number`."""
+    """Return the weighted sum after its term `branch`, which has this number."""
     kept = (number - 1) / number
     return kept**0.5 * x + (1 - kept) ** 0.5 * branch
 
