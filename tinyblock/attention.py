@@ -269,10 +269,13 @@ class CausalMultiHeadSelfAttention(nn.Module):
             k = k.repeat_interleave(group, dim=1)
             v = v.repeat_interleave(group, dim=1)
             group = 1
-        # torch returns zeros for a query whose keys are all masked.
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=group > 1
         )
+        if mask is not None:
+            # Up to torch 2.11, cuDNN's kernel lets a query whose keys are all masked
+            # attend to all of them (pytorch issue 177842).
+            out = out.masked_fill(~mask.any(dim=-1, keepdim=True), 0)
         return out if len(batch) == 1 else out.view(*batch, *out.shape[1:])
 
     def extra_repr(self) -> str:

@@ -57,6 +57,21 @@ def test_fused_kernel(
     assert_close(actual, results(call, inputs), dtype)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+@pytest.mark.parametrize("cudnn", [True, False], ids=["", "no cuDNN"], indirect=True)
+@pytest.mark.usefixtures("cudnn")
+def test_a_query_without_keys_yields_zeros(dtype, device, seq, mask):
+    """Its gradient is zero, too."""
+    mask[5] = False
+    inputs = moved(heads(seq, seq, 2, 64), device, dtype)
+    found = results(attend(2, 64, mask), inputs)
+    for name in ("result", "q"):
+        without_keys = found[name][..., [0, 5], :]
+        assert not without_keys.any(), name  # NaN is no zero
+
+
 BUG = pytest.mark.xfail(reason="pytorch issue 196678: see docs/masks.md", strict=False)
 
 
