@@ -77,9 +77,9 @@ def test_the_host_never_waits(dtype, device, seq, mask):
     positions = torch.arange(seq, device=device)
     upstream = torch.ones_like(x)
     model(x, positions, mask).backward(upstream)  # libraries start, and may wait
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
     try:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
         with Operations() as operations:
             model(x).backward(upstream)
             model(x, positions, mask).backward(upstream)
