@@ -45,6 +45,7 @@ def record_run(run: Run, trace: Path | None = None) -> Recording:
         schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
         profile_memory=True,
         with_stack=trace is not None,  # the trace then names modules
+        acc_events=True,  # otherwise torch 2.11 warns that it drops earlier events
     ) as session:
         for _ in range(2):
             run()
