@@ -169,7 +169,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print_left_out(PROJECTS, options.device)
     print(f"# {environment(options.device)}\n")
-    print(f"{versions([*PROJECT_ROPES])}; `{' '.join(sys.argv)}`\n")
+    print(f"{versions(PROJECTS)}; `{' '.join(sys.argv)}`\n")
     if options.model:
         from peers import real_model  # here, because it requires more packages
 
