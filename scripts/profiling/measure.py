@@ -303,7 +303,7 @@ def add_up(rows: list[Row], took: Spread, rates: Rates, subject: Subject) -> Row
     train = subject.settings.train
     whole.forward_s = min(forward, took.median) if train else took.median
     whole.compare(rates, subject.settings.on_gpu)
-    whole.overhead_s = whole.ops / rates.small_operations_per_s
+    whole.overhead_s = whole.computations / rates.small_operations_per_s
     whole.least_s = sum(row.least_s for row in rows)  # nothing is fused over parts
     whole.of_roofline = whole.least_s / whole.total_s
     whole.limit = ""

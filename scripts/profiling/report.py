@@ -82,7 +82,7 @@ def _summary(profile: Profile) -> str:
     ]
     if whole.overhead_s is not None:
         lines.append(
-            f"Overhead: calling {whole.ops:,} operations takes at least "
+            f"Overhead: calling {whole.computations:,} operations besides views takes at least "
             f"{si(whole.overhead_s, 's', 2)}, "
             f"{share(whole.overhead_s / whole.total_s, 2)} of the time"
         )

@@ -80,7 +80,8 @@ class Row:
     What follows, set by `compare`:
     compute_s, memory_s: the time of its FLOPs and of moved_bytes, at the machine's rates.
     traffic_s: the time of all bytes that its operations read and write, at this rate.
-    overhead_s: at least the time of calling its operations; None for a part on a GPU.
+    overhead_s: at least the time of calling its operations, as if views took none; None for
+        a part on a GPU.
     between_s: the time of Python, autograd and calls, which is what its operations leave
         of p20_s; None on a GPU.
     least_s: the longer of compute_s and memory_s.
@@ -119,6 +120,11 @@ class Row:
         return sum(each.calls for each in self.operations)
 
     @property
+    def computations(self) -> int:
+        """Return how many operations are no views, whose calls take less time."""
+        return sum(each.calls for each in self.operations if each.moved_bytes)
+
+    @property
     def digits(self) -> int:
         """Return how many digits of a time are worth reading."""
         return 2 if self.varies > 0.05 else 3
@@ -132,7 +138,7 @@ class Row:
         traffic = sum(each.moved_bytes for each in self.operations)
         self.traffic_s = traffic / rates.bytes_per_s
         if not on_gpu:  # where launches overlap with kernels
-            self.overhead_s = self.ops / rates.small_operations_per_s
+            self.overhead_s = self.computations / rates.small_operations_per_s
             inside = sum(each.total_s for each in self.operations)
             self.between_s = max(0.0, self.p20_s - inside)
         self.least_s = max(self.compute_s, self.memory_s)

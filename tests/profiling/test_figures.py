@@ -179,8 +179,19 @@ def test_summary(profile):
     assert "an operation on one number 1.00 ms\n" in text
     # 7,680 FLOPs take 153.6 of 19 s.
     assert "MFU: 808% of the matmul rate" in text
-    ops = sum(row.ops for row in profile(mode="step").rows)
-    assert f"calling {ops} operations takes at least {ops} ms" in text
+
+
+def test_views_add_no_overhead(profile_of):
+    """Three products, and two views."""
+
+    class Views(nn.Module):
+        def forward(self, x):
+            return (2 * x.view(8, 1) * 3 * 4).view(2, 4)
+
+    measured = profile_of(Views(), (1, 2, 4), mode="forward")
+    assert (measured.whole.ops, measured.whole.computations) == (5, 3)
+    assert measured.whole.overhead_s == pytest.approx(3e-9)
+    assert "calling 3 operations besides views takes at least" in report(measured)
 
 
 def test_memory(profile):
@@ -455,7 +466,7 @@ RATES = Rates({"float32": 100.0}, 10.0, 1.0)  # FLOPs, bytes, and calls per seco
 LIMITS: dict[str, dict[str, Any]] = {
     "compute": {"flops": {"float32": 500}},
     "memory": {"moved_bytes": 50},
-    "overhead": {"operations": [Operation("add", 5, 9.0)]},
+    "overhead": {"operations": [Operation("add", 5, 9.0, 1)]},
     "Python": {"operations": [Operation("add", 1, 5.0)]},
     "traffic": {"operations": [Operation("add", 1, 9.0, moved_bytes=50)]},
     "kernel": {
@@ -564,7 +575,9 @@ def test_limit_of_unknown_work_is_unknown_unless_something_takes_half():
 
 
 def test_overhead_is_named_before_python_which_contains_it():
-    row = Row("part", total_s=10.0, p20_s=10.0, operations=[Operation("add", 5, 1.0)])
+    row = Row(
+        "part", total_s=10.0, p20_s=10.0, operations=[Operation("add", 5, 1.0, 1)]
+    )
     row.compare(RATES, on_gpu=False)
     assert (row.overhead_s, row.between_s, row.limit) == (5.0, 9.0, "overhead")
 
@@ -577,14 +590,14 @@ def test_operations_take_what_they_need_beyond_a_call(profile, monkeypatch):
 
 
 def test_time_between_operations_is_what_they_leave_of_a_fast_run():
-    row = Row("part", total_s=10.0, p20_s=8.0, operations=[Operation("add", 2, 3.0)])
+    row = Row("part", total_s=10.0, p20_s=8.0, operations=[Operation("add", 2, 3.0, 1)])
     row.compare(RATES, on_gpu=False)
     assert (row.between_s, row.overhead_s) == (5.0, 2.0)
     row.compare(RATES, on_gpu=True)
 
 
 def test_part_on_a_gpu_has_no_overhead_because_launches_overlap():
-    row = Row("part", total_s=10.0, p20_s=8.0, operations=[Operation("add", 9, 3.0)])
+    row = Row("part", total_s=10.0, p20_s=8.0, operations=[Operation("add", 9, 3.0, 1)])
     row.compare(RATES, on_gpu=True)
     assert row.between_s is row.overhead_s is None
     assert row.limit == "kernel"
