@@ -114,9 +114,8 @@ class RotaryPositionalEmbedding(nn.Module):
         x: Float[Tensor, "*batch seq {self.d_k}"],
         token_positions: Integer[Tensor, "*#batch seq"] | None = None,
     ) -> Float[Tensor, "*batch seq {self.d_k}"]:
-        cos_sin = self._rows(
-            x, token_positions
-        )  # for float64, to reject wrong positions
+        # In float64, this only rejects wrong positions.
+        cos_sin = self._rows(x, token_positions)
         if x.dtype != torch.float64:
             return _rotate(x, cos_sin)
         # The table, in float32, is too coarse for float64.

@@ -35,9 +35,8 @@ class SinkAttention(CausalMultiHeadSelfAttention):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         next_class = cls.__mro__[cls.__mro__.index(SinkAttention) + 1]
-        if (
-            next_class is not CausalMultiHeadSelfAttention
-        ):  # a window would hide the sink
+        # For example, a window would hide the sink.
+        if next_class is not CausalMultiHeadSelfAttention:
             raise TypeError(
                 f"SinkAttention must be the last base of {cls.__name__}, "
                 f"got {next_class.__name__} after it"
@@ -74,9 +73,8 @@ class SinkAttention(CausalMultiHeadSelfAttention):
         scores = self.sinks * (d_head + 1) ** 0.5
         scores = scores.to(q.dtype)[:, None, None].expand(*q.shape[:-1], 1)
         q = torch.cat((q, scores), dim=-1)
-        k = F.pad(
-            k, (0, 1, 1, 0)
-        )  # one more component at the end, one key at the start
+        # One more component at the end of each key, and one more key at the start.
+        k = F.pad(k, (0, 1, 1, 0))
         k[..., 0, -1] = 1
         v = F.pad(v, (0, 0, 1, 0))
         if mask is not None:
