@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.optim import AdamW
 
 from .kernels import Recording, record_run
-from .parts import Labels, PartTime, Stopwatch
+from .parts import GPU_IDLE, REST, TOTAL, Labels, PartTime, Stopwatch
 from .roofline import Operation, Rates, Row, rate_samplers
 from .tensors import nbytes, result_in, storage_of, stored_in
 from .work import Ledger, ledgers_of, rows_of
@@ -26,8 +26,6 @@ Build = Callable[[torch.device, torch.dtype], nn.Module]
 EAGER_PARTS = (
     "The parts were measured in eager mode. Below 0, rest is what compiling saves."
 )
-REST = "rest"
-GPU_IDLE = "GPU idle"
 LEDGERS = 3  # runs in which each operation is timed
 SHOWN = 0.01  # of the total: parts without operations that take less are not shown
 NOISE = 0.2  # what varies by more is named
@@ -281,7 +279,7 @@ def set_times(row: Row, taken: list[dict[str, PartTime]]) -> None:
 
 def add_up(rows: list[Row], took: Spread, rates: Rates, subject: Subject) -> Row:
     """Return the total: the time of the whole, and the work of all parts."""
-    whole = Row("total", total_s=took.median, p20_s=took.p20, varies=took.width)
+    whole = Row(TOTAL, total_s=took.median, p20_s=took.p20, varies=took.width)
     whole.parameters = sum(weight.numel() for weight in subject.weights)
     operations: dict[str, Operation] = {}
     forward = 0.0

@@ -22,17 +22,24 @@ from torch.profiler import record_function
 
 from .tensors import result_in
 
+# Rows that are no module's, and the total.
+SUMS = "sums"
 ADAMW = "AdamW"
+REST = "rest"
+GPU_IDLE = "GPU idle"
+TOTAL = "total"
 OUTSIDE = "outside of the model"
+_OWN = (SUMS, ADAMW, REST, GPU_IDLE, TOTAL, OUTSIDE)
 
 
 def parts_of(module: nn.Module, name: str = "") -> dict[nn.Module, str]:
     """Name the part of each module.
 
     Layers of a list that are alike are one part: `layers.*`. In a list of unlike layers,
-    `layers.2*` is the third layer and the later ones that are like it.
+    `layers.2*` is the third layer and the later ones that are like it. A child that is
+    called as a row of ours is marked: `rest (module)`.
     """
-    parts = {module: name or "sums"}
+    parts = {module: f"{name} (module)" if name in _OWN else name or SUMS}
     children = dict(module.named_children())
     keys = {key: key for key in children}
     if isinstance(module, (nn.ModuleList, nn.Sequential)):

@@ -5,7 +5,8 @@ from textwrap import fill
 from lab.tables import number, share, si, terminal
 
 from .kernels import Kernel, Recording
-from .measure import GPU_IDLE, REST, Profile
+from .measure import Profile
+from .parts import GPU_IDLE, REST
 from .roofline import Row
 
 _LEGEND = """\
@@ -59,7 +60,7 @@ def _machine(profile: Profile) -> str:
 
 def _summary(profile: Profile) -> str:
     whole, took, memory = profile.whole, profile.took_s, profile.memory
-    [rest] = [row for row in profile.rows if _is_rest(row)]
+    [rest] = [row for row in profile.rows if row.name == REST]
     digits = whole.digits
     bound = _at_least(whole)
     sizes = [
@@ -97,7 +98,7 @@ def _losses(profile: Profile) -> str:
     if profile.parts_are_eager:  # and the total is not
         return ""
     rows = [row for row in profile.rows if row.total_s > row.least_s]
-    rows = [row for row in rows if not _is_rest(row)]
+    rows = [row for row in rows if row.name != REST]
     rows.sort(key=lambda row: row.least_s - row.total_s)
     lines = ["Most time lost against the roofline, and why:"]
     for row in rows[:3]:
@@ -183,11 +184,6 @@ def _wrapped(text: str, indent: str = "") -> str:
     """Break a text into lines that fit a terminal. Further lines are indented."""
     further = indent + "  "
     return fill(text, 120, initial_indent=indent, subsequent_indent=further)
-
-
-def _is_rest(row: Row) -> bool:
-    """Say if a row is what the parts leave; a part may have this name, too."""
-    return row.name == REST and not row.calls
 
 
 def _of_roofline(row: Row) -> str:

@@ -1,7 +1,9 @@
 """How a model is cut: which modules are one row, and what they are called."""
 
+import pytest
 import torch
 from profiling.parts import parts_of
+from profiling.report import report
 from torch import nn
 
 
@@ -63,3 +65,29 @@ def test_alternating_layers_are_two_parts():
 def test_layers_with_equal_names_in_other_places_are_not_merged():
     model = nn.ModuleDict({"a": nn.ModuleList([nn.ReLU()]), "b": nn.ReLU()})
     assert names(model) == ["sums", "a", "a.*", "b"]
+
+
+OWN_ROWS = ["sums", "AdamW", "rest", "GPU idle", "total", "outside of the model"]
+
+
+def test_children_that_are_called_as_a_row_of_ours_are_marked():
+    for own in OWN_ROWS:
+        model = nn.ModuleDict({own: nn.ModuleDict({own: nn.Linear(4, 4)})})
+        assert names(model) == ["sums", f"{own} (module)", f"{own}.{own}"]
+
+
+@pytest.mark.parametrize("own", OWN_ROWS)
+def test_child_that_is_called_as_a_row_of_ours_has_its_own_row(own, profile_of):
+    model = nn.ModuleDict({own: nn.Linear(4, 4)})
+    model.forward = lambda x: model[own](x) * 2
+    measured = profile_of(model, (2, 3, 4), "step")
+    rows = {row.name: row for row in measured.rows}
+    assert set(rows) == {"sums", f"{own} (module)", "AdamW", "rest"}
+    child = rows[f"{own} (module)"]
+    assert (child.calls, child.parameters) == (1, 20)
+    assert child.flops == measured.whole.flops == {"float32": 3 * 2 * 6 * 4 * 4}
+    assert not rows["sums"].flops
+    assert not rows["AdamW"].flops
+    text = report(measured)
+    for name in rows:
+        assert text.count(f"\n{name}  ") == 1
