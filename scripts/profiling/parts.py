@@ -15,6 +15,7 @@ import torch
 from lab.timing import Run, Sampler, clock, wall_sampler
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
+from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
@@ -106,6 +107,7 @@ class Watch:
             # Activation checkpointing may end a module early, by an exception.
             modules.register_module_forward_hook(self._leave, always_call=True),
             optimizers.register_optimizer_step_pre_hook(partial(self._next, ADAMW)),
+            optimizers.register_optimizer_step_post_hook(partial(self._next, OUTSIDE)),
         ]
         self.part = OUTSIDE
         self.backward = False
@@ -158,9 +160,15 @@ class Watch:
             number = node._sequence_nr()
             place = bisect_right(self._makers, number, key=itemgetter(0))
             part = self._makers[place - 1][1]
+            if last == OUTSIDE:
+                node.register_prehook(self._end_with_backward)
             if part != last:
                 node.register_prehook(partial(self._next, part))
             last = part
+
+    def _end_with_backward(self, *_: Any) -> None:
+        """Stop the last part at the end of backward. Releasing the graph comes later."""
+        Variable._execution_engine.queue_callback(partial(self._next, OUTSIDE))
 
 
 class Labels(Watch):

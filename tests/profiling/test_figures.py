@@ -271,6 +271,38 @@ def test_part_without_operations_is_a_row_if_it_takes_time(profile_of):
     assert row.total_s > 0.01
 
 
+class SlowToRelease:
+    def __del__(self):
+        time.sleep(0.05)
+
+
+class KeepsUntilTheGraphGoes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = SlowToRelease()
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+@pytest.mark.parametrize("mode", ["train", "step"])
+def test_release_of_the_graph_is_in_the_rest_and_in_no_part(mode, profile_of):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return KeepsUntilTheGraphGoes.apply(self.project(x))
+
+    rows = profile_of(Model(), (2, 5, 4), mode).rows
+    taken = {row.name: row.total_s for row in rows}
+    assert taken.pop("rest") > 0.04
+    assert max(taken.values()) < 0.04
+
+
 @pytest.mark.parametrize(
     ("mode", "parts", "expected"),
     [
