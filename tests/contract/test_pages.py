@@ -3,12 +3,11 @@
 import importlib
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from forked import run_pytest
 
 import tinyblock
 from tinyblock import copies
@@ -24,7 +23,6 @@ NOT_SHARED = {
     "block": {"test_rounds_once"},
     "transformer": {"test_rounds_once"},
 }
-WITHOUT_TINYBLOCK = "import sys, pytest; sys.modules['tinyblock'] = None; pytest.main()"
 
 
 def page_of(layer):
@@ -64,9 +62,8 @@ def test_one_page_in_a_strict_project(tmp_path):
     (tmp_path / "strict" / "__init__.py").touch()
     assert copies.main(["add", "rope", "--with-tests", "--to", str(layers)]) == 0
     options = ["--strict-markers", "--strict-config", "-W", "error", "-k", "float64"]
-    command = [sys.executable, "-c", WITHOUT_TINYBLOCK, *options]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert re.search(r"\n=+ \d+ passed.* deselected", done.stdout), done.stdout
+    _, printed = run_pytest(*options, folder=tmp_path, without="tinyblock")
+    assert re.search(r"\n=+ \d+ passed.* deselected", printed), printed
 
 
 def replace(path, old, new):
@@ -83,11 +80,10 @@ def test_report_for_copies(tmp_path):
         (folder / f"{name}.py").unlink()
     replace(folder / "attention.py", "eps: float = 1e-5", "eps: float = 1e-4")
     replace(folder / "ffn.py", "F.silu(self.w1(x)) * self.w3(x)", "self.w1(x)")
-    command = [sys.executable, "-c", WITHOUT_TINYBLOCK, "contract", "--layers=."]
-    command += ["-c", "contract/contract.ini"]
-    command += ["-k", "equation and float64 and (SwiGLU or all)"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    [failed] = re.findall(r"\nFAILED (.*)", done.stdout)
+    options = ["--layers=.", "-c", "contract/contract.ini"]
+    options += ["-k", "equation and float64 and (SwiGLU or all)"]
+    _, printed = run_pytest("contract", *options, folder=folder, without="tinyblock")
+    [failed] = re.findall(r"\nFAILED (.*)", printed)
     case = re.escape("ffn: test_equation, 2 of 3, first [SwiGLU, float64]: ")
     numbers = r"result in float64 at \[.*\]: got .*, expected .*, allowed "
     assert re.match(case + numbers, failed), failed

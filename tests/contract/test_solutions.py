@@ -2,23 +2,20 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from forked import verify
 
-from tinyblock import copies
 from tinyblock.contract import conftest, target
 
 SOLUTIONS = Path(__file__).parent / "solutions"
 
 
 @pytest.mark.parametrize("name", ["real_tables", "complex_tables", "torch_functions"])
-def test_right_solutions_have_no_failures(name, capfd):
-    code = copies.main(["verify", str(SOLUTIONS / name), "-vv"])
-    report = capfd.readouterr().out
+def test_right_solutions_have_no_failures(name):
+    code, report = verify(SOLUTIONS / name, "-vv")
     assert code == 0, report
     for layer in ("rmsnorm", "ffn", "rope", "attention", "block"):
         passed = re.findall(rf"test_{layer}\.py::test_equation.* PASSED", report)
@@ -172,10 +169,7 @@ def reports(tmp_path_factory):
                     text = path.read_text()
                     assert defect.right in text
                     path.write_text(text.replace(defect.right, defect.wrong))
-            command = [sys.executable, "-m", "tinyblock", "verify", str(folder)]
-            command += OPTIONS.get(run, [])
-            done = subprocess.run(command, capture_output=True, text=True)
-            found[run] = done.stdout + done.stderr
+            _, found[run] = verify(folder, *OPTIONS.get(run, []))
         return found[run]
 
     return report_of
@@ -197,24 +191,25 @@ def test_initial_weights_are_tested_without_reset_parameters(name, reports):
     assert re.search(line, report, re.MULTILINE), report
 
 
-def test_what_is_not_written_is_no_defect(tmp_path, capfd):
+def test_what_is_not_written_is_no_defect(tmp_path):
     (tmp_path / "rmsnorm.py").write_text(
         "class RMSNorm:\n"
         "    def __init__(self, d_model, eps):\n"
         "        raise NotImplementedError('TODO')\n"
         "    def forward(self, x): ...\n"
     )
-    assert copies.main(["verify", str(tmp_path)]) == 1
-    report = capfd.readouterr().out
+    code, report = verify(tmp_path)
+    assert code == 1
     assert re.search(r"^NOT WRITTEN rmsnorm: test_equation, 9 ended in", report, re.M)
     assert "FAILED" not in report
     assert "ERROR" not in report
 
 
-def test_a_layer_of_which_nothing_can_be_tested_is_an_error(tmp_path, capfd):
+def test_a_layer_of_which_nothing_can_be_tested_is_an_error(tmp_path):
     (tmp_path / "rmsnorm.py").write_text("class RMSNorm:\n    'No arguments.'\n")
-    assert copies.main(["verify", str(tmp_path)]) == 2
-    assert "ERROR rmsnorm: no case of the equation" in capfd.readouterr().out
+    code, report = verify(tmp_path)
+    assert code == 2
+    assert "ERROR rmsnorm: no case of the equation" in report
 
 
 @pytest.fixture
