@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from lab.sizes import PRESETS, Size
-from profiling.measure import Build, Settings, measure
+from profiling.measure import measure
 from profiling.report import report
+from profiling.subject import Build, Settings
 from torch import nn
 
 DTYPES = ["float32", "bfloat16", "float16"]

@@ -115,6 +115,14 @@ class Row:
     of_roofline: float | None = None
     limit: str = ""
 
+    def operation(self, name: str) -> Operation:
+        """Return the operation of this name, without calls if it is new."""
+        for each in self.operations:
+            if each.name == name:
+                return each
+        self.operations.append(Operation(name))
+        return self.operations[-1]
+
     @property
     def ops(self) -> int:
         return sum(each.calls for each in self.operations)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import (
 
 from .flops import flops_of
 from .parts import OUTSIDE, Watch
-from .roofline import Operation, Row, name_of
+from .roofline import Row, name_of
 from .tensors import storage_of, stored_bytes, stored_in
 
 # Arguments that are read or changed only at some indices.
@@ -181,10 +181,7 @@ class Ledger(TorchDispatchMode, Watch):
         row = self._row()
         if not self.backward:  # it moves to the end
             self.rows[self.part] = self.rows.pop(self.part)
-        operation = next((x for x in row.operations if x.name == call.name), None)
-        if operation is None:
-            operation = Operation(call.name)
-            row.operations.append(operation)
+        operation = row.operation(call.name)
         operation.calls += 1
         operation.total_s += max(0.0, call.seconds - self._call_s)
         operation.moved_bytes += self._move(call)

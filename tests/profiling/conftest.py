@@ -1,8 +1,12 @@
 """Measure a model in a test: with rates that are given, and little time."""
 
+from functools import partial
+
 import pytest
 import torch
-from profiling.measure import Settings, measure
+from lab.timing import wall_sampler
+from profiling.measure import measure
+from profiling.subject import Settings
 
 CPU = torch.device("cpu")
 
@@ -21,15 +25,19 @@ def rates(monkeypatch):
             small = {"an operation on one number": lambda: 1 / small_operations_per_s}
             return matmuls | copy | small
 
-        monkeypatch.setattr("profiling.measure.rate_samplers", samplers)
+        monkeypatch.setattr("profiling.times.rate_samplers", samplers)
+        monkeypatch.setattr("lab.machine._commit", lambda: "unknown")  # git is slow
 
     return replace
 
 
 @pytest.fixture
-def profile_of(rates):
+def profile_of(rates, monkeypatch):
     """Return a function that measures a model once, in a mode."""
     rates()
+    once = partial(wall_sampler, least_seconds=0.0)  # a sample is one run
+    for module in ("parts", "times"):
+        monkeypatch.setattr(f"profiling.{module}.wall_sampler", once)
 
     def run(model, shape, mode="train", trace=None, **options):
         settings = Settings(CPU, torch.float32, mode, rounds=1, **options)

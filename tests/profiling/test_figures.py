@@ -12,10 +12,12 @@ from lab.sizes import Size
 from lab.timing import Spread
 from profiling import roofline
 from profiling.kernels import Kernel, Recording
-from profiling.measure import Settings, add_up, left_over, measure, rests
+from profiling.measure import left_over, measure, total
 from profiling.parts import PartTime
 from profiling.report import report
 from profiling.roofline import Operation, Rates, Row
+from profiling.subject import Settings
+from profiling.times import Times
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -163,7 +165,7 @@ def test_row_of_adamw(profile):
 def test_rest_of_each_round_is_what_the_rows_leave():
     rows = [Row("up"), Row("down")]
     taken = [{"up": PartTime(2.0), "down": PartTime(3.0), "outside": PartTime(9.0)}]
-    assert rests(rows, [6.0], taken) == [1.0]
+    assert Times([6.0], taken, {}).rest(rows) == [1.0]
 
 
 def test_parts_add_up_to_the_total(profile):
@@ -315,7 +317,8 @@ def test_forward_of_the_total_is_at_most_the_total(mode, parts, expected):
     settings = Settings(CPU, torch.float32, mode)
     subject: Any = SimpleNamespace(settings=settings, weights=[])
     rows = [Row("part", forward_s=forward) for forward in parts]
-    assert add_up(rows, Spread(5.0, 5.0, 5.0), RATES, subject).forward_s == expected
+    whole = total(rows, Spread(5.0, 5.0, 5.0), RATES, subject, parts_are_eager=False)
+    assert whole.forward_s == expected
 
 
 # --- What a part does -----------------------------------------------------------------
@@ -638,7 +641,7 @@ def test_part_on_a_gpu_has_no_overhead_because_launches_overlap():
 def test_gpu_idle_is_the_time_without_a_kernel(profile, monkeypatch):
     kernels = [Kernel("l", 1, 8.0), Kernel("k", 3, 2.0)]
     recording = Recording(kernels, 0)
-    monkeypatch.setattr("profiling.measure.record_run", lambda *_: recording)
+    monkeypatch.setattr("profiling.memory.record_run", lambda *_: recording)
     text = report(profile())
     rows = cells(text)
     assert rows["GPU idle"]["total ms"] == "2000"  # of 12 s
@@ -677,7 +680,7 @@ def test_what_varies_by_more_than_5_percent_has_two_digits(profile):
 
 def test_rest_varies_in_percent_of_the_total(profile, monkeypatch):
     spread = Spread(0.0, -1.2, 1.8)  # of 12 s
-    monkeypatch.setattr("profiling.measure.rests", lambda *_: [0.0])
+    monkeypatch.setattr("profiling.times.Times.rest", lambda *_: [0.0])
     of = Spread.of
     monkeypatch.setattr(
         "profiling.measure.Spread.of",
