@@ -11,11 +11,11 @@ from profiling.subject import Settings
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def rates(monkeypatch):
+@pytest.fixture(scope="session")
+def rates():
     """Return a function that replaces the measured rates by what it is given."""
 
-    def replace(flops_per_s=1e9, bytes_per_s=1e9, small_operations_per_s=1e9):
+    def replace(patch, flops_per_s=1e9, bytes_per_s=1e9, small_operations_per_s=1e9):
         def samplers(device, dtypes):
             matmuls = {
                 f"matmul {str(dtype).removeprefix('torch.')}": lambda: 1 / flops_per_s
@@ -25,8 +25,8 @@ def rates(monkeypatch):
             small = {"an operation on one number": lambda: 1 / small_operations_per_s}
             return matmuls | copy | small
 
-        monkeypatch.setattr("profiling.times.rate_samplers", samplers)
-        monkeypatch.setattr("lab.machine._commit", lambda: "unknown")  # git is slow
+        patch.setattr("profiling.times.rate_samplers", samplers)
+        patch.setattr("lab.machine._commit", lambda: "unknown")  # git is slow
 
     return replace
 
@@ -34,7 +34,7 @@ def rates(monkeypatch):
 @pytest.fixture
 def profile_of(rates, monkeypatch):
     """Return a function that measures a model once, in a mode."""
-    rates()
+    rates(monkeypatch)
     once = partial(wall_sampler, least_seconds=0.0)  # a sample is one run
     for module in ("parts", "times"):
         monkeypatch.setattr(f"profiling.{module}.wall_sampler", once)

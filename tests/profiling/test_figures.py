@@ -1,5 +1,6 @@
 """Every figure of the report, calculated by hand from a clock that operations advance."""
 
+import copy
 import dataclasses
 import re
 import time
@@ -79,20 +80,38 @@ def cells(text):
     return rows
 
 
-@pytest.fixture
-def profile(monkeypatch, rates):
+@pytest.fixture(scope="module")
+def profile(rates):
     """Return a function that measures a model by the clock of its operations."""
-    rates(50.0, 100.0, 1e3)
 
     def run(build=Stack, mode="train", tick=1.0, growth=1.0, **options):
         clock = Clock(tick, growth)
-        for module in ("lab.timing", "profiling.parts", "profiling.work"):
-            monkeypatch.setattr(f"{module}.clock", lambda: clock.now)
         settings = Settings(CPU, torch.float32, mode, rounds=3, **options)
-        with torch.set_grad_enabled(settings.train), clock:
-            return measure(lambda *_: build(), (2, 5, 4), "stack", settings)
+        with pytest.MonkeyPatch.context() as patch:
+            rates(patch, 50.0, 100.0, 1e3)
+            for module in ("lab.timing", "profiling.parts", "profiling.work"):
+                patch.setattr(f"{module}.clock", lambda: clock.now)
+            with torch.set_grad_enabled(settings.train), clock:
+                return measure(lambda *_: build(), (2, 5, 4), "stack", settings)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def step(profile):
+    """Return the profile of the stack's training step. Tests do not change it."""
+    return profile(mode="step")
+
+
+@pytest.fixture(scope="module")
+def measured_once(profile):
+    return profile()
+
+
+@pytest.fixture
+def measured(measured_once):
+    """Return the profile of the stack's forward and backward, for one test."""
+    return copy.deepcopy(measured_once)
 
 
 def part(measured, name):
@@ -110,13 +129,12 @@ def operations(row):
 PRODUCT = 2 * 10 * 4 * 8
 
 
-def test_row_of_a_projection(profile):
-    measured = profile(mode="step")
-    assert cells(report(measured))["layers.*.up"] == {
+def test_row_of_a_projection(step):
+    assert cells(report(step))["layers.*.up"] == {
         "calls": "2",
         # In each layer, a product in forward and two in backward, and 10 views (the
         # first layer has one less to add a gradient to).
-        "ops": str(part(measured, "layers.*.up").ops),
+        "ops": str(part(step, "layers.*.up").ops),
         "params": "64",
         "forward ms": "2000",
         "total ms": "6000",
@@ -126,20 +144,19 @@ def test_row_of_a_projection(profile):
         "limit": "compute",
         "kept": "320 B",
     }
-    assert part(measured, "layers.*.up").modules == 2
+    assert part(step, "layers.*.up").modules == 2
 
 
-def test_rows_stand_in_the_order_of_forward(profile):
-    rows = cells(report(profile(mode="step")))
+def test_rows_stand_in_the_order_of_forward(step):
+    rows = cells(report(step))
     names = ["layers.*.up", "layers.*.down", "layers.*", "AdamW", "rest", "total"]
     assert list(rows) == names
 
 
-def test_row_of_the_total(profile):
-    measured = profile(mode="step")
-    row = cells(report(measured))["total"]
+def test_row_of_the_total(step):
+    row = cells(report(step))["total"]
     assert row["calls"] == "7"  # of the stack, 2 layers, and 4 projections
-    assert row["ops"] == str(sum(row.ops for row in measured.rows))
+    assert row["ops"] == str(sum(row.ops for row in step.rows))
     assert row["params"] == "128"
     assert (row["forward ms"], row["total ms"], row["share"]) == (
         "4000",
@@ -147,19 +164,18 @@ def test_row_of_the_total(profile):
         "100%",
     )
     assert (row["limit"], row["kept"]) == ("", "960 B")
-    least = sum(row.least_s for row in measured.rows)
-    assert measured.whole.of_roofline == pytest.approx(least / 19)
-    assert measured.whole.flops == {"float32": 12 * PRODUCT}
+    least = sum(row.least_s for row in step.rows)
+    assert step.whole.of_roofline == pytest.approx(least / 19)
+    assert step.whole.flops == {"float32": 12 * PRODUCT}
 
 
-def test_row_of_adamw(profile):
-    measured = profile(mode="step")
-    row = cells(report(measured))["AdamW"]
+def test_row_of_adamw(step):
+    row = cells(report(step))["AdamW"]
     assert (row["forward ms"], row["total ms"]) == ("0", "7000")  # 4 weights
     counters = 4 * 4  # bytes: a number of steps for each weight
     # It reads weights, gradients and two states of 512 bytes, and writes three of them.
-    assert part(measured, "AdamW").moved_bytes == 7 * 512 + 2 * counters
-    assert part(measured, "AdamW").flops == {}
+    assert part(step, "AdamW").moved_bytes == 7 * 512 + 2 * counters
+    assert part(step, "AdamW").flops == {}
 
 
 def test_rest_of_each_round_is_what_the_rows_leave():
@@ -168,14 +184,13 @@ def test_rest_of_each_round_is_what_the_rows_leave():
     assert Times([6.0], taken, {}).rest(rows) == [1.0]
 
 
-def test_parts_add_up_to_the_total(profile):
-    measured = profile(mode="step")
-    assert part(measured, "rest").total_s == 0
-    assert sum(row.total_s for row in measured.rows) == measured.whole.total_s == 19
+def test_parts_add_up_to_the_total(step):
+    assert part(step, "rest").total_s == 0
+    assert sum(row.total_s for row in step.rows) == step.whole.total_s == 19
 
 
-def test_summary(profile):
-    text = report(profile(mode="step"))
+def test_summary(step):
+    text = report(step)
     assert "Time: 19.0 s (p20 to p80: 19.0 s to 19.0 s), 526 m tokens/s, " in text
     assert "matmul 50.0 FLOP/s, memory copy 100 B/s, " in text
     assert "an operation on one number 1.00 ms\n" in text
@@ -196,23 +211,22 @@ def test_views_add_no_overhead(profile_of):
     assert "calling 3 operations besides views takes at least" in report(measured)
 
 
-def test_memory(profile):
-    measured = profile(mode="step")
+def test_memory(step):
     counters = 4 * 4
-    memory = measured.memory
+    memory = step.memory
     assert (memory.parameter_bytes, memory.gradient_bytes) == (512, 512)
     assert (memory.buffer_bytes, memory.other_tensor_bytes) == (400, 0)
     assert memory.adamw_bytes == 2 * 512 + counters
     held = 512 + 400 + 1024 + counters + 160
     # Gradients of weights, what is kept, and at most two of the gradients on the way.
     assert 0 <= memory.peak_bytes - held - 512 - 960 <= 2 * 320
-    text = " ".join(report(measured).split())
+    text = " ".join(report(step).split())
     assert "parameters 512 B, buffers 400 B, other tensors 0 B, gradients 512 B" in text
     assert "AdamW 1.04 kB, kept for backward 960 B" in text
 
 
-def test_machine_and_title(profile):
-    text = report(profile(mode="step"))
+def test_machine_and_title(step):
+    text = report(step)
     assert f"threads, {torch.backends.cpu.get_cpu_capability()}; " in text
     assert f"; torch {torch.__version__}, python " in text
     assert "\nstack; float32, step, eager, training mode\n" in text
@@ -324,8 +338,7 @@ def test_forward_of_the_total_is_at_most_the_total(mode, parts, expected):
 # --- What a part does -----------------------------------------------------------------
 
 
-def test_operations_of_a_part_have_calls_and_times(profile):
-    measured = profile()
+def test_operations_of_a_part_have_calls_and_times(measured):
     assert operations(part(measured, "layers.*.up"))["mm"] == (6, 6.0)
     ran = operations(part(measured, "layers.*"))
     assert ran["relu"] == ran["threshold_backward"] == (2, 0.0)
@@ -334,8 +347,7 @@ def test_operations_of_a_part_have_calls_and_times(profile):
         assert row.operations[0].name == "mm"  # the slowest, after views
 
 
-def test_moved_bytes_are_what_a_part_reads_from_others_and_leaves_to_them(profile):
-    measured = profile()
+def test_moved_bytes_are_what_a_part_reads_from_others_and_leaves_to_them(measured):
     # Forward moves x, weights and the result, 160 + 128 + 320 bytes; backward reads the
     # gradient (320), saved x and weight (288), and the gradient from the sum (160), and
     # writes two gradients (288).
@@ -401,8 +413,7 @@ def test_traffic_counts_what_operations_move_between_them(profile_of):
     assert row.traffic_s == pytest.approx(4 * 160 / 1e9)  # at 1 GB/s
 
 
-def test_kept_tensors_count_in_the_first_part_that_keeps_them(profile):
-    measured = profile()
+def test_kept_tensors_count_in_the_first_part_that_keeps_them(measured):
     # relu keeps its result, which down keeps, too.
     assert part(measured, "layers.*").kept_bytes == 640
     assert part(measured, "layers.*.down").kept_bytes == 0
@@ -523,9 +534,8 @@ REASONS = {
 
 
 @pytest.fixture
-def with_row(profile):
+def with_row(measured):
     """Return a function that replaces the slowest rows of a profile by one row."""
-    measured = profile()
 
     def replace(**figures):
         figures = {"operations": [Operation("add", 1, 9.0)]} | figures
@@ -667,8 +677,7 @@ def test_noise_of_rates_and_parts_is_named(profile, rates):
     assert measured.whole.total_s == measured.took_s.median
 
 
-def test_what_varies_by_more_than_5_percent_has_two_digits(profile):
-    measured = profile()
+def test_what_varies_by_more_than_5_percent_has_two_digits(measured):
     row = measured.rows[0]
     row.varies = 0.049
     assert cells(report(measured))["layers.*.up"]["share"] == "50.0%"
