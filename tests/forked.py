@@ -54,9 +54,9 @@ def _become_pytest(arguments, folder, without, output):
         os.chdir(folder)
         gc.freeze()  # pytest collects garbage at its end
         warnings.resetwarnings()
-        # The layers, and the contract's list of them, are imported anew.
+        # The layers are imported anew, and a solution may have a package of this name.
         for name in list(sys.modules):
-            if name.partition(".")[0] == "tinyblock":
+            if name.partition(".")[0] in ("tinyblock", "tests"):
                 del sys.modules[name]
         if without:
             sys.modules[without] = None  # type: ignore[assignment]  # as Python documents it

@@ -4,6 +4,8 @@ import re
 import shlex
 from pathlib import Path
 
+from forked import verify
+
 from tinyblock import copies
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -24,7 +26,7 @@ def apply(patch):
         path.write_text(text.replace(old, new, 1))
 
 
-def test_edit_a_layer_shows_what_is_printed(tmp_path, monkeypatch, capfd):
+def test_edit_a_layer_shows_what_is_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for block in blocks(DOCS / "edit_a_layer.md"):
         if "@@" in block:
@@ -32,12 +34,17 @@ def test_edit_a_layer_shows_what_is_printed(tmp_path, monkeypatch, capfd):
         command, _, shown = block.partition("\n")
         if not command.startswith("$ tinyblock"):
             continue
-        code = copies.main(shlex.split(command)[2:])
+        _, _, subcommand, *arguments = shlex.split(command)
+        if subcommand == "verify":
+            code, printed = verify(*arguments)
+        else:
+            code = copies.main([subcommand, *arguments])
+            printed = capsys.readouterr().out
         assert code == int("FAILED" in shown)
-        printed = iter(capfd.readouterr().out.splitlines())
+        lines = iter(printed.splitlines())
         for line in shown.replace("...\n", "").splitlines():
             # On CI or a wide terminal, pytest adds the reason to a line.
-            found = any(text.startswith(line) for text in printed)
+            found = any(text.startswith(line) for text in lines)
             assert found, f"{command}: no line begins with {line!r}"
 
 

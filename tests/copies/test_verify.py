@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 
+import forked
 import pytest
 
 from tinyblock import copies
@@ -14,6 +15,15 @@ def test_verify_runs_the_tests_that_layers_and_options_select(capfd):
     assert copies.main(["verify", str(copies.ROOT), "ffn", "rope.py", *options]) == 0
     collected = re.findall(r"test_(\w+)\.py.*, (\w+)\]$", capfd.readouterr().out, re.M)
     assert set(collected) == {("ffn", "float64"), ("rope", "float64")}
+
+
+def test_verify_tests_the_equation_first():
+    """With `-x`, an edited copy fails in it before anything is compiled."""
+    _, printed = forked.verify(copies.ROOT, "ffn", "rope", "--collect-only")
+    names = re.findall(r"::(test_\w+)", printed)
+    is_equation = [name == "test_equation" for name in names]
+    assert is_equation == sorted(is_equation, reverse=True)
+    assert {True, False} == set(is_equation)
 
 
 class Pytest:

@@ -1,14 +1,11 @@
 """examples/cs336 judges solutions by the functions of their tests/adapters.py."""
 
-import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
+import forked
 import pytest
-
-from tinyblock import copies
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cs336"
 SOLUTIONS = Path(__file__).parents[1] / "contract" / "solutions"
@@ -20,7 +17,7 @@ DEFECTS = {
 
 
 @pytest.fixture
-def verify(tmp_path, monkeypatch, capfd):
+def verify(tmp_path, monkeypatch):
     """Return a function that judges a solution with these defects: exit code, output."""
 
     def verify(defects):
@@ -33,9 +30,8 @@ def verify(tmp_path, monkeypatch, capfd):
             text = (solution / f"{name}.py").read_text()
             assert right in text
             (solution / f"{name}.py").write_text(text.replace(right, wrong))
-        paths = [str(tmp_path), *sys.path]
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        return copies.main(["verify", str(EXAMPLE)]), capfd.readouterr().out
+        monkeypatch.syspath_prepend(tmp_path)
+        return forked.verify(EXAMPLE)
 
     return verify
 
