@@ -183,6 +183,14 @@ def test_the_report_names(name, reports):
     assert re.search(line, report, re.MULTILINE), report
 
 
+def test_other_tests_are_mentioned_only_if_all_passed(reports):
+    """Below failures, the notice would hide them."""
+    _, passed = verify(SOLUTIONS / "torch_functions", "-k", "rounds_once")
+    assert "Only the tests marked numbers ran" in passed
+    assert "Only the tests marked numbers ran" not in reports(1)
+    assert "docs/verify.md" in reports(1)
+
+
 @pytest.mark.parametrize("name", NOT_INITIAL)
 def test_initial_weights_are_tested_without_reset_parameters(name, reports):
     defect = NOT_INITIAL[name]

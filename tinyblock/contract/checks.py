@@ -224,8 +224,10 @@ def gradients_of(result, x, weights):
     A function of frozen weights may have no gradient, as an adapter has none.
     """
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-    if weights and not trained and not result.requires_grad:
-        return {}
+    if not result.requires_grad:
+        if weights and not trained:
+            return {}
+        fail("the result has no gradient: detach, .data, or no_grad cuts the graph")
     leaves = {"x": x, **trained}
     # The gradient of the result is the same number in each dtype.
     of_result = randn(*result.shape, seed=9).bfloat16().to(result)

@@ -14,6 +14,9 @@ UNWRITTEN = "not written yet"
 SHOWN = 3  # failures of a test that differ
 # What differs between two messages about one defect.
 VARYING = re.compile(r"\b(float|bfloat|int)\d+|\bnan\b|\binf\b|\d[\d.e+-]*|[-() ,]")
+CAUSES = (
+    "Usual mistakes, by the test that fails: docs/verify.md in tinyblock's repository"
+)
 BEYOND = (
     'Only the tests marked numbers ran. -m "not numbers" runs the others, which tinyblock '
     "promises: there, a right layer fails if it has no reset_parameters, accepts wrong "
@@ -74,7 +77,10 @@ class Report:
                 show(
                     f"{count} skipped: the layers lack their option or input (see -rs)"
                 )
-            show(BEYOND)
+            if self.failed:
+                show(CAUSES)
+            elif not self.unwritten and not self.errors():
+                show(BEYOND)
 
     def errors(self):
         """Return a line for each layer that was not tested."""

@@ -93,7 +93,7 @@ case = functools.partial(
     "Block",
     pre_norm_block,
     num_heads=4,
-    d_ff=96,
+    d_ff=64,
     mistakes=MISTAKES,
 )
 CASES = {
@@ -121,7 +121,7 @@ def test_builds_and_calls_any_norm_ffn_and_attention():
     parts = {name: Mock(return_value=Double()) for name in ("norm", "ffn", "attention")}
     block = case(2, 7, 24).construct(**parts, **options)
     assert parts["norm"].call_args_list == [call(24, eps=1e-3, **shared)] * 2
-    parts["ffn"].assert_called_once_with(24, 96, **shared)
+    parts["ffn"].assert_called_once_with(24, 64, **shared)
     parts["attention"].assert_called_once_with(24, 4, **options)
     x = randn(2, 7, 24)
     torch.testing.assert_close(block(x, POSITIONS, "any mask"), 25 * x)
