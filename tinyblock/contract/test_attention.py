@@ -6,6 +6,7 @@ K. A mask is True where a query may attend to a key. A query without any key yie
 """
 
 import functools
+import itertools
 import math
 from unittest.mock import Mock
 
@@ -176,6 +177,40 @@ def with_rope_on_queries(x, weights, token_positions=None, *, rope=None, **given
     return self_attention(x, weights, token_positions, rope=rope, attend=wrong, **given)
 
 
+def with_positions_of_heads(x, weights, token_positions=None, *, rope=None, **given):
+    """Use the positions of a sequence for a head, if there are as many."""
+    if token_positions is None or len(token_positions) != given["num_heads"]:
+        return self_attention(x, weights, token_positions, rope=rope, **given)
+    # self_attention rotates q and k of the first head, then of the second, ...
+    rows = iter(token_positions.repeat_interleave(2, dim=0))
+
+    def rotate(x, token_positions):
+        return rope(x, next(rows))
+
+    return self_attention(x, weights, token_positions, rope=rotate, **given)
+
+
+def with_weights(**others):
+    """Return the layer with other projections, such as q_proj="k_proj"."""
+
+    def wrong(x, weights, **given):
+        changed = Weights(weights)
+        for name, other in others.items():
+            weight = weights[f"{other}.weight"]
+            if weight.shape == weights[f"{name}.weight"].shape:
+                changed[f"{name}.weight"] = weight
+        return self_attention(x, changed, **given)
+
+    return wrong
+
+
+def without_output_projection(x, weights, **given):
+    changed = Weights(weights)
+    weight = weights["output_proj.weight"]
+    changed["output_proj.weight"] = torch.eye(*weight.shape, dtype=weight.dtype)
+    return self_attention(x, changed, **given)
+
+
 def attend_to_later_tokens(q, k, v, mask=None):
     return attend(q, k, v, torch.ones(q.shape[-2], k.shape[-2]).triu() > 0)
 
@@ -200,11 +235,20 @@ MISTAKES = {
     "the projections are split and merged as (d_k heads), not (heads d_k)": (
         with_heads_last(*QKV, "output_proj")
     ),
+    "the output projection is missing": without_output_projection,
+    **{
+        f"{other} stands in place of {name}": with_weights(**{name: other})
+        for name, other in itertools.permutations(QKV, 2)
+    },
+    "q_proj and k_proj are swapped": with_weights(q_proj="k_proj", k_proj="q_proj"),
     "RoPE is missing": lambda x, weights, token_positions=None, rope=None, **given: (
         self_attention(x, weights, **given)
     ),
     "token_positions are ignored": lambda x, weights, token_positions=None, **given: (
         self_attention(x, weights, **given)
+    ),
+    "positions of a sequence rotate a head; pass token_positions[..., None, :]": (
+        with_positions_of_heads
     ),
     "RoPE also rotates v": with_rope_on_values,
     "RoPE does not rotate k": with_rope_on_queries,

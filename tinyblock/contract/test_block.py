@@ -59,6 +59,43 @@ def post_norm(x, ln1, attn, ln2, ffn):
     return ln2(y + ffn(y))
 
 
+def post_norm_of_attention(x, ln1, attn, ln2, ffn):
+    y = ln1(x + attn(x))
+    return y + ffn(ln2(y))
+
+
+def post_norm_of_ffn(x, ln1, attn, ln2, ffn):
+    y = x + attn(ln1(x))
+    return ln2(y + ffn(y))
+
+
+def norms_of_results(x, ln1, attn, ln2, ffn):
+    y = x + ln1(attn(x))
+    return y + ln2(ffn(y))
+
+
+def without_norms(x, ln1, attn, ln2, ffn):
+    y = x + attn(x)
+    return y + ffn(y)
+
+
+def add_normed_to_attention(x, ln1, attn, ln2, ffn):
+    x = ln1(x)
+    y = x + attn(x)
+    return y + ffn(ln2(y))
+
+
+def add_normed_to_ffn(x, ln1, attn, ln2, ffn):
+    y = ln2(x + attn(ln1(x)))
+    return y + ffn(y)
+
+
+def add_normed_to_both(x, ln1, attn, ln2, ffn):
+    x = ln1(x)
+    y = ln2(x + attn(x))
+    return y + ffn(y)
+
+
 def without_first_residual(x, ln1, attn, ln2, ffn):
     y = attn(ln1(x))
     return y + ffn(ln2(y))
@@ -79,6 +116,15 @@ def with_ln1_twice(x, ln1, attn, ln2, ffn):
 pre_norm_block = formula_of(pre_norm)
 MISTAKES = {
     "each norm is after its addition (post-norm)": formula_of(post_norm),
+    "ln1 is after the addition (post-norm)": formula_of(post_norm_of_attention),
+    "ln2 is after the addition (post-norm)": formula_of(post_norm_of_ffn),
+    "each norm is after its layer, not before it": formula_of(norms_of_results),
+    "the norms are missing": formula_of(without_norms),
+    "the residual of attention adds ln1(x) in place of x": formula_of(
+        add_normed_to_attention
+    ),
+    "the residual of ffn adds ln2(y) in place of y": formula_of(add_normed_to_ffn),
+    "both residuals add what is normalized": formula_of(add_normed_to_both),
     "the residual of attention is missing": formula_of(without_first_residual),
     "the residual of ffn is missing": formula_of(without_second_residual),
     "ffn reads x, without the result of attention": formula_of(in_parallel),

@@ -44,6 +44,17 @@ def with_a_sum(x, weights, d_model, eps):
     return rms_norm(root * x, weights["weight"] / root, eps)
 
 
+def with_a_mean_over_tokens(x, weights, d_model, eps):
+    axis = -2 if x.ndim > 1 else -1  # a vector has no axis of tokens
+    mean_square = (x * x).mean(axis, keepdim=True)
+    return x / (mean_square + eps).sqrt() * weights["weight"]
+
+
+def with_a_mean_over_all_axes(x, weights, d_model, eps):
+    mean_square = (x * x).mean()
+    return x / (mean_square + eps).sqrt() * weights["weight"]
+
+
 def without_a_root(x, weights, d_model, eps):
     normed = rms_norm(x, 1, eps)
     return normed * (normed / x) * weights["weight"]
@@ -63,6 +74,8 @@ MISTAKES = {
     ),
     "the sum is not divided by d_model": with_a_sum,
     "the root is missing": without_a_root,
+    "the mean is over the tokens in place of d_model": with_a_mean_over_tokens,
+    "the mean is over all axes in place of d_model": with_a_mean_over_all_axes,
 }
 
 

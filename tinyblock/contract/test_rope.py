@@ -65,6 +65,13 @@ def of_halves(*, in_x=False, in_result=False):
     return wrong
 
 
+def with_cosines_as_sines(x, positions, theta):
+    cos = angles_of(positions, x.shape[-1], theta).cos()
+    first, second = x[..., 0::2], x[..., 1::2]
+    pairs = (first * cos - second * cos, first * cos + second * cos)
+    return torch.stack(pairs, dim=-1).flatten(-2)
+
+
 # Wrong formulas of x, the positions, and theta.
 MISTAKES = {
     "positions start at 1": lambda x, at, theta: rope_of_positions(x, at + 1, theta),
@@ -77,6 +84,7 @@ MISTAKES = {
     "the sine has the wrong sign": lambda x, at, theta: rope_of_positions(
         x, -at, theta
     ),
+    "the sines are cosines": with_cosines_as_sines,
     "halves are rotated in place of consecutive pairs": of_halves(
         in_x=True, in_result=True
     ),
