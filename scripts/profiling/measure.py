@@ -185,4 +185,6 @@ def left_over(
     rest = Row(REST, total_s=left)
     if left:
         rest.varies = rest_varies * whole.total_s / abs(left)
+    if abs(left) < rest_varies * whole.total_s:
+        rest.limit = "noise"
     return [rest, *idle]

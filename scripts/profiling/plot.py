@@ -17,7 +17,9 @@ LABELED = 12  # parts with a marker of their own
 def plot(profile: Profile, path: Path) -> None:
     """Draw the profile in the format that the suffix of `path` names."""
     height = max(5, 2 + 0.3 * len(profile.rows))
-    figure = Figure(figsize=(13, height), layout="constrained")
+    longest = max(len(row.name) for row in profile.rows)
+    width = 13 + 0.15 * max(0, longest - 20)  # leaves room beside long names
+    figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(profile.title, fontsize=11, fontweight="bold")
     figure.supxlabel(profile.machine, fontsize=8)
     left, right = figure.subplots(1, 2)
@@ -56,10 +58,9 @@ def _roofline(axes: Axes, profile: Profile) -> None:
         roof = [min(ends) / 2, ridge, max(ends) * 2]
         allowed = [min(flops_per_s, rates.bytes_per_s * each) for each in roof]
         axes.loglog(roof, allowed, color="black")
-        axes.annotate(
-            f"{dtype} matmul", (roof[2], flops_per_s), ha="right", va="bottom"
-        )
-    axes.annotate("memory copy", (roof[0], allowed[0]), ha="left", va="bottom")
+        # The fastest parts are at the right end, so the name is at the left one.
+        _name(axes, f"{dtype} matmul", (ridge, flops_per_s), above=True)
+    _name(axes, "memory copy", (roof[0], allowed[0]), above=False)
     axes.set(
         xlabel="FLOPs per byte",
         ylabel="FLOPs per second",
@@ -69,6 +70,17 @@ def _roofline(axes: Axes, profile: Profile) -> None:
         title = f"{LABELED} slowest of {len(rows)}" if len(rows) > LABELED else None
         axes.legend(fontsize=8, loc="lower right", title=title)
     axes.grid(alpha=0.3)
+
+
+def _name(axes: Axes, text: str, start: tuple[float, float], above: bool) -> None:
+    """Name a line from its left end on."""
+    axes.annotate(
+        text,
+        start,
+        xytext=(4, 4 if above else -4),
+        textcoords="offset points",
+        va="bottom" if above else "top",
+    )
 
 
 def _times(axes: Axes, profile: Profile) -> None:
@@ -108,5 +120,7 @@ def _is_other(row: Row) -> bool:
 def _label(row: Row, whole: float) -> str:
     """Name a row with its time and its share of the whole."""
     taken = number(1e3 * row.total_s, row.digits)
-    least = ", least time unknown" if row.unknown else ""
-    return f"{row.name}: {taken} ms, {share(row.total_s / whole, row.digits)}{least}"
+    label = f"{row.name}: {taken} ms, {share(row.total_s / whole, row.digits)}"
+    if row.unknown:
+        return f"{label}, least time unknown"
+    return f"{label}, noise" if row.limit == "noise" else label

@@ -7,28 +7,27 @@ from lab.tables import number, share, si, terminal
 from .kernels import Kernel, Recording
 from .measure import Profile
 from .parts import GPU_IDLE, REST
-from .roofline import Row
+from .roofline import Operation, Row
 
 _LEGEND = """\
-A part is what one module does itself, without its children: `attn` is the attention kernel and
-its reshapes, `ffn` is the gate, and `sums` is what the model itself does, such as residual sums.
-Layers of a list that are alike add up in one row: `layers.*`, or `layers.2*` for the third and
-those that are like it. Calls, ops and kept count one run of all passes. Ops are torch's
-operations. What varies by more than 5% (p20 to p80) has two digits. Rest is what the parts do not
-explain, such as the start of backward. It is below 0 if reading the clock between the parts took
-longer. Roofline is the least time, max(FLOPs / matmul rate, bytes / memory copy rate), divided by
-the measured time. It is above 100% if data came from a cache, or if a rate is NOISY. Limit is
-what takes at least half of the time: compute, memory (bytes that the part must read and write),
-overhead (as many operations on one number), Python (with autograd and calls: all but the work of
-operations), or traffic (bytes that operations read and write, also for each other); otherwise
-kernel. FLOPs are counted for matmuls, convolutions, recurrent layers and attention. After >= or
-<=, some are unknown. Kept bytes are what autograd keeps for backward. MFU (model FLOP
-utilization) is the time of the FLOPs at the matmul rate, divided by the measured time.
-docs/profile.md explains more, and --json has more."""
+A part is what one module does itself, without its children: `attn` is the attention kernel and its
+reshapes, `ffn` is the gate, and `sums` is what the model itself does, such as residual sums. Layers
+of a list that are alike add up in one row: `layers.*`, or `layers.2*` for the third and those that
+are like it. Calls, ops and kept count one run of all passes. Ops are torch's operations. What
+varies by more than 5% (p20 to p80) has two digits. Rest is what the parts do not explain, such as
+the start of backward. It is below 0 if reading the clock between the parts took longer, and noise
+if it varies by more than itself. Roofline is the least time, max(FLOPs / matmul rate, bytes /
+memory copy rate), divided by the measured time. It is above 100% if data came from a cache, or if a
+rate is NOISY. Limit is what takes at least half of the time: compute, memory (bytes that the part
+must read and write), overhead (calling as many operations on one number as it has besides views),
+Python (with autograd and calls: all but the work of operations), or traffic (bytes that operations
+read and write, also for each other); otherwise kernel. FLOPs are counted for matmuls, convolutions,
+recurrent layers and attention. After >= or <=, some are unknown. Kept bytes are what autograd keeps
+for backward. MFU (model FLOP utilization) is the time of the FLOPs at the matmul rate, divided by
+the measured time. docs/profile.md explains more, and --json has more."""
 
-TOO_NOISY = (
-    0.5  # a range of times, as a share of their median: reasons would be guesses
-)
+# A range of times, as a share of their median. Reasons would be guesses.
+TOO_NOISY = 0.5
 
 
 def report(profile: Profile) -> str:
@@ -79,7 +78,8 @@ def _summary(profile: Profile) -> str:
         f"MFU: {bound}{share(profile.mfu, digits)} of the matmul rate",
         f"Memory: {', '.join(sizes)}",
         f"Rest, which no part explains: {share(rest.total_s / whole.total_s, 2)} of the "
-        f"time, varies by {share(profile.rest_varies, 2)} of it",
+        f"time, varies by {share(profile.rest_varies, 2)} of it"
+        f"{', so it is noise' if rest.limit else ''}",
     ]
     if whole.overhead_s is not None:
         lines.append(
@@ -144,8 +144,8 @@ def _reason(row: Row) -> str:
         )
     if row.limit == "overhead":
         return (
-            f"Calling as many operations on one number takes {of_time(row.overhead_s)}. "
-            "Try fewer and larger operations, more tokens, or --compile."
+            f"Calling {row.computations:,} operations besides views takes at least "
+            f"{of_time(row.overhead_s)}. Try fewer and larger operations, more tokens, or --compile."
         )
     if row.limit == "Python":
         return (
@@ -160,24 +160,41 @@ def _reason(row: Row) -> str:
         )
     if row.limit == "unknown":
         return f"The FLOPs of {', '.join(row.unknown)} are unknown."
+    fewer = "fewer passes over the data, --compile, or " if _passes(row) else ""
     first = f" for {row.operations[0].name}" if row.operations else ""
     return (
         f"Its operations are slow. At the machine's rates, FLOPs take "
         f"{of_time(row.compute_s)}, and all that operations read and write ({traffic}) "
-        f"takes {of_time(row.traffic_s)}. Try another operation{first}."
+        f"takes {of_time(row.traffic_s)}. Try {fewer}another operation{first}."
     )
+
+
+def _passes(row: Row) -> bool:
+    """Say if fewer passes over the data would save a good part of the time."""
+    return row.traffic_s > 0.3 * row.total_s and row.traffic_s > 2 * row.memory_s
 
 
 def _operations(row: Row) -> str:
     """Return the operations that take the longest, with their share of the row's time."""
     inside = sum(each.total_s for each in row.operations)
     whole = max(row.total_s, inside)
+    slow = [each for each in row.operations[:4] if each.total_s > 0.01 * whole]
+    if not slow:
+        return f"{row.ops:,} operations, which take less than 1% each"
     shares = [
-        f"{each.name} x {each.calls:,} ({share(each.total_s / whole, 2)})"
-        for each in row.operations[:4]
-        if each.total_s > 0.01 * whole
+        f"{each.name} x {each.calls:,} ({share(each.total_s / whole, 2)}{_in_backward(each)})"
+        for each in slow
     ]
     return f"{row.ops:,} operations: {', '.join(shares)}"
+
+
+def _in_backward(operation: Operation) -> str:
+    """Say how many calls of an operation run in backward."""
+    if operation.backward_calls == operation.calls:
+        return ", backward"
+    if operation.backward_calls:
+        return f", {operation.backward_calls:,} in backward"
+    return ""
 
 
 def _wrapped(text: str, indent: str = "") -> str:

@@ -45,15 +45,18 @@ class Operation:
 
     total_s: their time beyond that of as many calls on one number.
     moved_bytes: what they read and write; views do neither.
+    backward_calls: how many of them run in backward.
     """
 
     name: str
     calls: int = 0
     total_s: float = 0.0
     moved_bytes: int = 0
+    backward_calls: int = 0
 
     def add(self, other: "Operation") -> None:
         self.calls += other.calls
+        self.backward_calls += other.backward_calls
         self.total_s += other.total_s
         self.moved_bytes += other.moved_bytes
 
@@ -80,13 +83,13 @@ class Row:
     What follows, set by `compare`:
     compute_s, memory_s: the time of its FLOPs and of moved_bytes, at the machine's rates.
     traffic_s: the time of all bytes that its operations read and write, at this rate.
-    overhead_s: at least the time of calling its operations, as if views took none; None for
-        a part on a GPU.
+    overhead_s: at least the time of calling its operations: the time of as many on one
+        number, as if views took none; None for a part on a GPU.
     between_s: the time of Python, autograd and calls, which is what its operations leave
         of p20_s; None on a GPU.
     least_s: the longer of compute_s and memory_s.
     limit: what explains at least half of the time: compute, memory, overhead, Python or
-        traffic; otherwise kernel, or unknown.
+        traffic; otherwise kernel, or unknown. The rest has none, or noise.
     """
 
     name: str

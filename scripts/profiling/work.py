@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import (
 )
 
 from .flops import flops_of
-from .parts import OUTSIDE, Watch
+from .parts import ADAMW, OUTSIDE, Watch
 from .roofline import Row, name_of
 from .tensors import storage_of, stored_bytes, stored_in
 
@@ -183,6 +183,7 @@ class Ledger(TorchDispatchMode, Watch):
             self.rows[self.part] = self.rows.pop(self.part)
         operation = row.operation(call.name)
         operation.calls += 1
+        operation.backward_calls += self.backward and self.part != ADAMW
         operation.total_s += max(0.0, call.seconds - self._call_s)
         operation.moved_bytes += self._move(call)
         flops = flops_of(call.operation, call.given, call.result)

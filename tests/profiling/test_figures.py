@@ -524,7 +524,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 REASONS = {
     "compute": "Computing takes 50% of the time.",
     "memory": "Reading and writing 50.0 B takes 50% of the time.",
-    "overhead": "Calling as many operations on one number takes 50% of the time.",
+    "overhead": "Calling 5 operations besides views takes at least 50% of the time.",
     "Python": "Python, autograd and calls take 50% of the time.",
     "traffic": "Its operations read and write 50.0 B (add 50.0 B), which takes 50% of the "
     "time, where 0 B must be moved.",
@@ -564,6 +564,54 @@ def test_advice_names_the_slowest_operation(with_row):
     called = [Operation("slow", 1, 6.0), Operation("add", 1, 0.1)]
     _, measured = with_row(operations=called)
     assert "Try another operation for slow." in " ".join(report(measured).split())
+
+
+@pytest.mark.parametrize(
+    ("traffic", "must_move", "fewer"),
+    [(31, 15, True), (29, 14, False), (31, 16, False)],
+)
+def test_advice_is_fewer_passes_if_they_save_time(traffic, must_move, fewer, with_row):
+    # At 10 B/s, 31 bytes take 31% of 10 s.
+    called = [Operation("slow", 1, 6.0, moved_bytes=traffic)]
+    row, measured = with_row(operations=called, moved_bytes=must_move)
+    assert row.limit == "kernel"
+    text = " ".join(report(measured).split())
+    advice = "Try fewer passes over the data, --compile, or another operation for slow."
+    assert (advice in text) == fewer
+    assert ("Try another operation for slow." in text) != fewer
+
+
+def test_operations_in_backward_are_marked(step):
+    def calls(name, operation):
+        found = part(step, name).operation(operation)
+        return found.calls, found.backward_calls
+
+    assert calls("layers.*.up", "mm") == (6, 4)
+    assert calls("layers.*", "relu") == (2, 0)
+    assert calls("layers.*", "threshold_backward") == (2, 2)
+    # AdamW runs after backward.
+    for each in part(step, "AdamW").operations:
+        assert each.backward_calls == 0
+    assert step.whole.operation("mm").backward_calls == 8
+
+
+def test_report_marks_operations_in_backward(with_row):
+    called = [
+        Operation("mm", 2006, 5.0, backward_calls=2004),
+        Operation("add", 3, 2.5, backward_calls=3),
+        Operation("relu", 1, 1.0),
+    ]
+    _, measured = with_row(operations=called)
+    line = (
+        "2,010 operations: mm x 2,006 (50%, 2,004 in backward), add x 3 (25%, backward), "
+        "relu x 1 (10%)"
+    )
+    assert line in report(measured)
+
+
+def test_operations_that_take_no_time_are_not_named(with_row):
+    _, measured = with_row(operations=[Operation("add", 2, 0.09)])
+    assert "\n    2 operations, which take less than 1% each\n" in report(measured)
 
 
 def test_slowest_operations_have_their_share_of_the_part(with_row):
@@ -697,21 +745,30 @@ def test_rest_varies_in_percent_of_the_total(profile, monkeypatch):
     )
     measured = profile()
     assert measured.rest_varies == 0.25
-    assert "explains: 0% of the time, varies by 25% of it" in report(measured)
+    assert "explains: 0% of the time, varies by 25% of it, so it is noise" in report(
+        measured
+    )
+    assert cells(report(measured))["rest"]["limit"] == "noise"
     assert measured.notes == [
         "NOISY: rest by 25% of the total (p20 to p80); close other programs"
     ]
 
 
-def test_rest_has_two_digits_if_its_noise_is_large():
-    def rest_of(varies):
-        rows = [Row("up", total_s=8.766)]
-        whole = Row("total", total_s=10.0)
-        [rest] = left_over(rows, whole, Recording([], 0), varies)
-        return rest
+def rest_of(varies):
+    """Return the rest of 10 s, of which a part takes 8.766 s."""
+    rows = [Row("up", total_s=8.766)]
+    whole = Row("total", total_s=10.0)
+    [rest] = left_over(rows, whole, Recording([], 0), varies)
+    return rest
 
+
+def test_rest_has_two_digits_if_its_noise_is_large():
     assert rest_of(0.05).varies == pytest.approx(0.5 / 1.234)
     assert (rest_of(0.001).digits, rest_of(0.05).digits) == (3, 2)
+
+
+def test_rest_is_noise_if_it_varies_by_more_than_itself():
+    assert (rest_of(0.123).limit, rest_of(0.124).limit) == ("", "noise")
 
 
 def test_causal_attention_needs_the_scores_of_earlier_keys(profile_of):
