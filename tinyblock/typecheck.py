@@ -23,24 +23,18 @@ functions with any annotation other than classes, arrays, Literal, Callable, and
 of these, are checked each time.
 
 In code that torch.compile or torch.export traces, jaxtyping cannot run (its issues 196
-and 384). So the wrapper compares sizes itself, by code that it writes from the
-annotations. For "*batch query d_k" and "*batch key d_k" it is, in short,
-
-    def scores(q, k):
-        batch, query, d_k = q.shape[:-2], q.shape[-2], q.shape[-1]
-        if k.shape[:-2] != batch or k.shape[-1] != d_k:
-            raise TypeCheckError(...)
-        return function(q, k)
-
-The compiler runs these comparisons while it traces. The compiled code has none of them:
-a size is a constant or has a guard, and a call with other sizes is traced again. After
-the error, torch.compile runs the call in eager mode, which raises the error of jaxtyping.
-With fullgraph=True it raises an error of its own, which contains this one.
+and 384). So functions of this file compare shapes with annotations. The compiler calls
+them while it traces, with tensors that have shapes but no values. A size is a number,
+or a symbol that gets a guard when it is compared. So the compiled code has no checks,
+and a call with other sizes is traced, and checked, again. After an error, torch.compile
+runs the call in eager mode, which raises the error of jaxtyping. With fullgraph=True it
+raises an error of its own, which contains this one.
 
 JAXTYPING_DISABLE=1 leaves all functions unwrapped and beartype unimported. So does
 `python -O`, with a warning, because beartype checks nothing there.
 """
 
+import contextlib
 import functools
 import inspect
 import linecache
@@ -49,7 +43,7 @@ import sys
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
-from textwrap import indent
+from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -179,58 +173,157 @@ def _is_checkable(member: Any) -> bool:
 def _checked(function: Any) -> Any:
     """Return a wrapper of `function` that checks each call whose signature is new."""
     hints, unknown = _resolve(function)
-    traced = _traced(function, hints)
-    signature_of: Any
-    check_arguments: Any
-    check_result: Any
-
-    def at_first_call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal hints, traced, signature_of, check_arguments, check_result
-        if unknown:
-            hints, _ = _resolve(function, warn=True)
-            traced = _traced(function, hints)
-        check_arguments, check_result = _checkers(function, hints)
-        signature_of = _signature_reader(function, hints)
-        return signature_of(*args, **kwargs)
-
-    signature_of = at_first_call
+    check = _Check(function, hints, unknown)
     known: dict[Any, Any] = {}  # signature of a call -> description of its last result
 
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    # The wrapper below calls this in eager mode.
+    def call(signature: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if is_dynamo_compiling():
-            return traced(*args, **kwargs)
-        signature = signature_of(*args, **kwargs)
         try:
             last = known.get(signature)
         except TypeError:  # symbolic sizes, as in torch.export, have no hash
-            return traced(*args, **kwargs)
+            return _call_with_symbols(function, hints, args, kwargs)
         if last is None:
-            check_arguments(*args, **kwargs)
+            _untraced(check)(args, kwargs)
         result = function(*args, **kwargs)
         if isinstance(result, Tensor):  # without a call, which would take time
             found: Any = (result.__class__, result.dtype, result.shape)
         else:
             found = _describe(result)
         if found is None or found != last:
-            check_result(result, *args, **kwargs)
-            if None not in signature:
-                _remember(known, signature, found)
+            _untraced(check)(args, kwargs, result)
+            _untraced(_remember)(known, signature, found, hints)
         return result
 
-    # dynamo counts recompilations per code object. If all functions shared one, the
-    # ninth would exceed the limit.
-    wrapper: Any = checked
-    wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)
-    wrapper.__typechecked__ = True
+    wrapper = functools.wraps(function)(_written(function, hints, unknown, call))
+    vars(wrapper)["__typechecked__"] = True
     return wrapper
 
 
-def _remember(known: dict[Any, Any], signature: Any, found: Any) -> None:
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that dynamo does not trace. After an error, it would."""
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.disable(function)
+    return function
+
+
+def _remember(
+    known: dict[Any, Any], signature: Any, found: Any, hints: dict[str, Any]
+) -> None:
+    if None in signature or not all(map(_is_known, hints.values())):
+        return
     if len(known) >= _MAX_SIGNATURES:
         known.clear()
     known[signature] = found
+
+
+# The wrapper's code ------------------------------------------------------------------
+
+# The wrapper has the parameters of the function. It is written as code, because a loop
+# over its arguments takes twice as long. A $ becomes underscores, so that no name of the
+# wrapper is one of the function. For a method with x: Float[Tensor, "{self.size}"]:
+#   {parameters} is (self, x), {passed} is self, x,
+#   {sizes} is $size_0 = self.size,
+#   {signature} is (x.__class__, x.dtype, x.shape) if ..., f"{$size_0}",
+#   {compared} is x, $size_0.
+_WRAPPER = """\
+def $bind({names}):
+    def $wrapper{parameters}:
+        __tracebackhide__ = True
+        {sizes}
+        if $is_dynamo_compiling():
+            {traced}
+        $signature = ({signature}
+        )
+        return $call($signature, {passed})
+    return $wrapper
+"""
+_TRACED = """\
+from torch._dynamo.comptime import comptime as $comptime
+            $comptime($compare_arguments)  # the compiler calls it while it traces
+            if $misfit() is not None:
+                raise $TypeCheckError($misfit())
+            $result = $function({passed})
+            $comptime($compare_result)
+            if $misfit() is not None:
+                raise $TypeCheckError($misfit())
+            ({compared})  # after a graph break, names that are not read are gone
+            return $result"""
+_PASSED = {
+    inspect.Parameter.POSITIONAL_ONLY: "{0}",
+    inspect.Parameter.POSITIONAL_OR_KEYWORD: "{0}",
+    inspect.Parameter.VAR_POSITIONAL: "*{0}",
+    inspect.Parameter.KEYWORD_ONLY: "{0}={0}",
+    inspect.Parameter.VAR_KEYWORD: "**{0}",
+}
+
+
+def _written(
+    function: Any, hints: dict[str, Any], unknown: list[str], call: Callable[..., Any]
+) -> Any:
+    """Return the wrapper, which in eager mode passes a signature to `call`."""
+    parameters = inspect.signature(function).parameters.values()
+    passed = ", ".join(_PASSED[p.kind].format(p.name) for p in parameters)
+    in_braces = _in_braces(hints.values())
+    mark = "__"
+    while re.search(rf"\b{mark}", f"{passed} {in_braces}"):
+        mark += "_"
+    sizes = {f"{mark}size_{i}": text for i, text in enumerate(in_braces)}
+
+    items = [
+        f"({p.name}.__class__, {p.name}.dtype, {p.name}.shape) "
+        f"if $isinstance({p.name}, $Tensor) else $describe({p.name})"
+        for p in parameters
+        if p.name in unknown or hints.get(p.name, Any) is not Any
+    ]
+    items += [f'f"{{{size}}}"' for size in sizes]
+    # A signature with None is incomplete: braces may be unknown, and another tensor may
+    # look like one that is a default.
+    annotations = [f"{function.__annotations__[name]}" for name in unknown]
+    tensors = [p.name for p in parameters if isinstance(p.default, Tensor)]
+    if tensors or any("{" in annotation for annotation in annotations):
+        items.append("None")
+
+    compared = _compared(function, hints)
+    # What the comparisons read -> its name in the wrapper.
+    variables = {name: name for name in compared if name != "return"}
+    variables |= {f"{{{text}}}": size for size, text in sizes.items()}
+    with_result = variables | {"return": f"{mark}result"}
+    names = {
+        "function": function,
+        "call": call,
+        "compare_arguments": _comparison(function, call, compared, variables),
+        "compare_result": _comparison(function, call, compared, with_result),
+        "misfit": _last_misfit,
+        "describe": _describe,
+        "is_dynamo_compiling": is_dynamo_compiling,
+        "isinstance": isinstance,
+        "Tensor": Tensor,
+        "TypeCheckError": TypeCheckError,
+    }
+    traced = _TRACED if compared else "return $function({passed})"
+    source = _WRAPPER.format(
+        names=", ".join(f"${name}" for name in names),
+        parameters=inspect.Signature([_without_values(p) for p in parameters]),
+        sizes="; ".join(f"{size} = {text}" for size, text in sizes.items()),
+        traced=traced.format(passed=passed, compared=", ".join(with_result.values())),
+        signature="".join(f"\n            {item}," for item in items),
+        passed=passed,
+    ).replace("$", mark)
+    file = f"<wrapper of {function.__module__}.{function.__qualname__}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    made: dict[str, Any] = {}
+    exec(compile(source, file, "exec"), {}, made)
+    wrapper = made[f"{mark}bind"](*names.values())
+    wrapper.__defaults__ = inspect.unwrap(function).__defaults__
+    wrapper.__kwdefaults__ = inspect.unwrap(function).__kwdefaults__
+    wrapper.__qualname__ = function.__qualname__  # Python's errors show it
+    return wrapper
+
+
+def _without_values(parameter: inspect.Parameter) -> inspect.Parameter:
+    default = parameter.empty if parameter.default is parameter.empty else None
+    return parameter.replace(annotation=parameter.empty, default=default)
 
 
 # What annotations say ----------------------------------------------------------------
@@ -285,108 +378,11 @@ def _in_braces(hints: Iterable[Any]) -> list[str]:
     return sorted(found)
 
 
-# Code that is written from annotations -----------------------------------------------
-
-
-class _Absent:
-    """The default of every optional parameter of the reader of signatures."""
-
-
-class _Code(str):
-    def __repr__(self) -> str:  # inspect.Signature shows defaults by repr
-        return self
-
-
-def _written(function: Any, purpose: str, body: str, **names: Any) -> Any:
-    """Return a function with the parameters of `function` and with this body.
-
-    Expressions in braces read the parameters and the global variables of `function` (in
-    eager mode, jaxtyping then rejects a global variable). So every other name has a $,
-    which becomes more underscores than any name there has.
-    `names` are what the body uses, and the dict `defaults` of the parameters.
-    """
-    parameters = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.default is not parameter.empty:
-            parameter = parameter.replace(default=_Code(f"$defaults['{name}']"))
-        parameters.append(parameter.replace(annotation=parameter.empty))
-    names |= {
-        "function": function,
-        "int": int,
-        "isinstance": isinstance,
-        "len": len,
-        "tuple": tuple,
-        "Tensor": Tensor,
-        "Absent": _Absent,
-        "describe": _describe,
-        "join": _join,
-        "misfit": _misfit,
-    }
-    source = (
-        f"def $bind({', '.join(f'${name}' for name in names)}):\n"
-        f"    def $call{inspect.Signature(parameters)}:\n"
-        f"{indent(body, ' ' * 8)}"
-        "    return $call\n"
-    )
-    mark = "__"
-    while mark in source:
-        mark += "_"
-    source = source.replace("$", mark)
-    file = f"<{purpose} of {function.__module__}.{function.__qualname__}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-    made: dict[str, Any] = {}
-    exec(compile(source, file, "exec"), inspect.unwrap(function).__globals__, made)
-    call = made[f"{mark}bind"](*names.values())
-    call.__qualname__ = function.__qualname__  # Python's errors show it
-    return call
-
-
-def _defaults(function: Any) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
+def _has_array(hint: Any) -> bool:
+    return _is_array(hint) or any(map(_has_array, get_args(hint)))
 
 
 # Checks in eager mode ----------------------------------------------------------------
-
-
-def _signature_reader(
-    function: Any, hints: dict[str, Any]
-) -> Callable[..., tuple[Any, ...]]:
-    """Return a function that takes the arguments of a call and returns its signature.
-
-    It runs at every call. It is written as code, because a loop takes twice as long.
-    For a method with x: Float[Tensor, "{self.size}"] and mask: Any = None it is, in
-    short,
-
-        def forward(self, x, mask=Absent):
-            return (x.__class__, x.dtype, x.shape), f"{self.size}"
-    """
-    defaults = _defaults(function)
-    in_braces = _in_braces(hints.values())
-    words_in_braces = re.findall(r"\w+", " ".join(in_braces))
-    items = [] if all(map(_is_known, hints.values())) else ["None"]
-    lines = ""
-    for name in inspect.signature(function).parameters:
-        item = (
-            f"({name}.__class__, {name}.dtype, {name}.shape) "
-            f"if $isinstance({name}, $Tensor) else $describe({name})"
-        )
-        if name in defaults:
-            item = f"{name} if {name} is $Absent else {item}"
-        if name in defaults and name in words_in_braces:
-            lines += f"$item_{name} = {item}\n"
-            lines += f"if {name} is $Absent: {name} = $true_defaults['{name}']\n"
-            item = f"$item_{name}"
-        if hints.get(name, Any) is not Any:
-            items.append(item)
-    items += [f'f"{{{expression}}}"' for expression in in_braces]
-    return _written(
-        function,
-        "signature",
-        f"{lines}return ({''.join(f'{item}, ' for item in items)})\n",
-        defaults=dict.fromkeys(defaults, _Absent),
-        true_defaults=defaults,
-    )
 
 
 def _describe(value: Any) -> tuple[Any, ...] | None:
@@ -408,34 +404,59 @@ def _is_known(hint: Any) -> bool:
     return type(hint.array_type if _is_array(hint) else hint) in _PLAIN_METACLASSES
 
 
-def _checkers(
-    function: Any, hints: dict[str, Any]
-) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return a function that checks arguments, and one that also checks a result."""
-    parameters = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        annotation = hints.get(name, parameter.empty)
-        parameters.append(parameter.replace(annotation=annotation))
-    of_arguments = inspect.Signature(parameters)
-    free_name = "_result"
-    while free_name in of_arguments.parameters:
-        free_name += "_"
-    result = inspect.Parameter(free_name, inspect.Parameter.POSITIONAL_ONLY)
-    of_result = inspect.Signature(
-        [result, *parameters], return_annotation=hints.get("return", Any)
-    )
-    in_braces = _in_braces(hints.values())
-    return (
-        _checker(function, of_arguments, in_braces),
-        _checker(function, of_result, in_braces),
-    )
+class _Check:
+    """A check of calls by jaxtyping and beartype. It is made when it is first needed."""
+
+    def __init__(
+        self, function: Any, hints: dict[str, Any], unknown: list[str]
+    ) -> None:
+        self.function = function
+        self.hints = hints
+        self.unknown = unknown
+        self.checkers: dict[tuple[str, ...], Callable[..., None]] = {}
+
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *result: Any
+    ) -> None:
+        """Check the arguments, and the result if it is there."""
+        __tracebackhide__ = True
+        if self.unknown:
+            self.hints.update(_resolve(self.function, warn=True)[0])
+            self.unknown.clear()
+        signature = inspect.signature(self.function)
+        hints = self.hints.copy()
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if value is signature.parameters[name].default:
+                hints.pop(name, None)  # a default is always right
+        if not result:
+            hints.pop("return", None)
+        key = (*hints, "with result" if result else "")
+        if key not in self.checkers:
+            self.checkers[key] = _checker(self.function, hints, bool(result))
+        self.checkers[key](*result, *args, **kwargs)
 
 
 def _checker(
-    function: Any, signature: inspect.Signature, in_braces: list[str]
+    function: Any, hints: dict[str, Any], with_result: bool
 ) -> Callable[..., None]:
-    """Return a function that checks what it is called with against `signature`."""
+    """Return a function that checks arguments, and the result, which is the first."""
     from beartype import BeartypeConf, beartype  # JAXTYPING_DISABLE=1 works without it
+
+    parameters = [
+        parameter.replace(annotation=hints.get(name, parameter.empty))
+        for name, parameter in inspect.signature(function).parameters.items()
+    ]
+    of_result = inspect.Parameter.empty
+    if with_result:
+        free_name = "_result"
+        while free_name in inspect.signature(function).parameters:
+            free_name += "_"
+        parameters.insert(
+            0, inspect.Parameter(free_name, inspect.Parameter.POSITIONAL_ONLY)
+        )
+        of_result = hints.get("return", Any)
+    signature = inspect.Signature(parameters, return_annotation=of_result)
+    in_braces = _in_braces(hints.values())
 
     @functools.wraps(function)  # so that errors name it
     def first(*args: Any, **kwargs: Any) -> Any:  # the result, where that is checked
@@ -448,12 +469,8 @@ def _checker(
 
     def check(*args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True
-        run = checked_first
-        if "torch._dynamo" in sys.modules:
-            # After an error in a compiled frame, dynamo would trace the check.
-            run = torch.compiler.disable(run)
         try:
-            run(*args, **kwargs)
+            checked_first(*args, **kwargs)
         except TypeCheckError as error:
             message = str(error)
         else:
@@ -468,81 +485,146 @@ def _checker(
     return check
 
 
-# Checks while a compiler traces ------------------------------------------------------
+# Comparisons while a compiler traces -------------------------------------------------
 
 
-def _traced(function: Any, hints: dict[str, Any]) -> Any:
-    """Return `function` between comparisons, which a compiler runs while it traces."""
-    defaults = _defaults(function)
-    before = ""
-    passed = []
+def _comparison(
+    function: Any, call: Any, hints: dict[str, Any], variables: dict[str, str]
+) -> Callable[[Any], None]:
+    """Return a function that comptime calls with its view of the wrapper's variables."""
+
+    def compare(context: Any) -> None:
+        from torch._dynamo.decorators import skip
+
+        for each in (call, _untraced, _describe):  # run in eager mode after an error
+            skip(each)
+        values = {
+            name: _seen(context.get_local(variable))
+            for name, variable in variables.items()
+        }
+        _found["misfit"] = _misfit(function, hints, values)
+
+    return compare
+
+
+_found: dict[str, str | None] = {"misfit": None}
+
+
+def _last_misfit() -> str | None:
+    return _found["misfit"]
+
+
+# So dynamo calls this function, and does not trace it. torch.compiler has
+# assume_constant_result for this, which would import torch._dynamo, for a second.
+vars(_last_misfit)["_dynamo_marked_constant"] = True
+
+
+@dataclass(frozen=True)
+class _Other:
+    """A value of which the compiler knows only the type."""
+
+    kind: type
+
+
+def _seen(variable: Any) -> Any:
+    """Return what the compiler knows of a variable, such as a tensor without values."""
+    kind = object
+    with contextlib.suppress(NotImplementedError):  # it may know nothing
+        if variable.is_python_constant():
+            return variable.as_python_constant()
+        kind = variable.python_type()
+        if issubclass(kind, Tensor) or kind is int:
+            return variable.as_fake()
+        if issubclass(kind, tuple):
+            return _values(variable.as_proxy())
+    return _Other(kind)
+
+
+def _values(proxy: Any) -> Any:
+    if isinstance(proxy, tuple):
+        return tuple(map(_values, proxy))
+    if isinstance(proxy, torch.fx.Proxy):
+        return proxy.node.meta["example_value"]
+    return proxy  # a number
+
+
+def _call_with_symbols(
+    function: Any, hints: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `function` between comparisons, as torch.export(strict=False) runs code."""
+    compared = _compared(function, hints)
+    values = inspect.signature(function).bind(*args, **kwargs).arguments
+    for expression in _in_braces(compared.values()):
+        values[f"{{{expression}}}"] = eval(expression, dict(values))
+    misfit = _misfit(function, compared, values)
+    if misfit is None:
+        values["return"] = result = function(*args, **kwargs)
+        misfit = _misfit(function, compared, values)
+    if misfit is not None:
+        raise TypeCheckError(misfit)
+    return result
+
+
+def _compared(function: Any, hints: dict[str, Any]) -> dict[str, Any]:
+    """Return the annotations that comparisons cover."""
+    compared = {name: hint for name, hint in hints.items() if _has_array(hint)}
     for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            passed.append(f"*{name}")
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            passed.append(f"**{name}")
-        else:
-            by_name = parameter.kind is parameter.KEYWORD_ONLY
-            passed.append(f"{name}={name}" if by_name else name)
-            hint = hints.get(name, Any)
-            if name in defaults:  # jaxtyping does not check a default
-                hint = hint | type(defaults[name])
-            before += _comparisons(name, hint, _place(function, name))
-    result = hints.get("return", Any)
-    after = _comparisons("$result", result, _place(function, "return"))
-    if not before + after:
-        return function
-    body = (
-        # Where a size is known only when the compiled code runs, nothing is true of it.
-        "from torch.fx.experimental.symbolic_shapes import guard_or_false as $is_true\n"
-        f"$axes = {{}}\n{before}"
-        f"$result = $function({', '.join(passed)})\n{after}"
-        "return $result\n"
-    )
-    return _written(function, "checks", body, defaults=defaults)
+        # The compiler does not say whether a tensor is the default.
+        is_tensor = isinstance(parameter.default, Tensor)
+        if is_tensor or _PASSED[parameter.kind][0] == "*":
+            compared.pop(name, None)
+    return compared
 
 
-def _comparisons(value: str, hint: Any, place: str) -> str:
-    """Return code that raises an error if `value` does not fit.
+def _misfit(function: Any, hints: dict[str, Any], values: dict[str, Any]) -> str | None:
+    """Return what is wrong with the first value that does not fit, if there is one.
 
-    It is empty for an annotation that these comparisons do not cover.
+    `values` has arguments by their names, the result as "return", and the values of
+    expressions in braces as "{self.d_model}".
     """
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    expected = " | ".join(getattr(each, "__name__", str(each)) for each in options)
-    sizes = "".join(f", '{{{text}}}': {text}" for text in _in_braces(options))
-    known = f"{{**$axes{sizes}}}"
-    wrong = f"\n    raise $misfit({place!r}, {expected!r}, {value}, {known})\n"
+    parameters = inspect.signature(function).parameters
+    axes = {name: value for name, value in values.items() if name.startswith("{")}
+    for name, hint in hints.items():
+        if name not in values:
+            continue
+        value = values[name]
+        is_default = name in parameters and value is parameters[name].default
+        if is_default or _fits(hint, value, axes):
+            continue
+        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        expected = " | ".join(getattr(each, "__name__", str(each)) for each in options)
+        known = ", ".join(f"{a.strip('{}')}={_size_text(axes[a])}" for a in axes)
+        where = f" where {known}" if known else ""
+        place = _place(function, name)
+        return f"{place} must be {expected}{where}, got {_text(value)}"
+    return None
+
+
+def _fits(hint: Any, value: Any, axes: dict[str, Any]) -> bool:
+    """Return whether a value fits, and True for what these comparisons do not cover.
+
+    `axes` has the sizes of the names so far, and gets those of this value.
+    """
     items = get_args(hint)
     if get_origin(hint) is tuple and Ellipsis not in items:
-        is_such = f"$isinstance({value}, $tuple) and $len({value}) == {len(items)}"
-        code = f"if not ({is_such}):{wrong}"
-        for i, item in enumerate(items):
-            code += _comparisons(f"{value}[{i}]", item, f"item {i} of {place}")
-        return code
-    arrays = [each for each in options if _is_array_of_tensor(each)]
-    others = [each for each in options if not _is_array_of_tensor(each)]
-    if not arrays or any(map(_may_be_tensor, others)):
-        return ""
-    kinds = [_kind(value, array) for array in arrays]
-    code = f"if not ({' or '.join(kinds)}):{wrong}"
-    if len(arrays) == 1:
-        code += _sizes(arrays[0], wrong)
-        kinds = []
-    for array, kind in zip(arrays, kinds, strict=False):
-        # Where several of a union fit, these comparisons do not choose.
-        only = " and not ".join([kind, *(each for each in kinds if each is not kind)])
-        code += f"if {only}:\n{indent(_sizes(array, wrong), '    ')}"
-    code = f"$shape = {value}.shape\n{code}"  # dynamo takes its time for an attribute
-    code = f"if $isinstance({value}, $Tensor):\n{indent(code, '    ')}"
-    if not others:
-        code += f"else:{wrong}"
-    elif others == [type(None)]:
-        code += f"elif {value} is not None:{wrong}"
-    return code
-
-
-def _is_array_of_tensor(hint: Any) -> bool:
-    return _is_array(hint) and hint.array_type is Tensor
+        return (
+            isinstance(value, tuple)
+            and len(value) == len(items)
+            and all(_fits(*each, axes) for each in zip(items, value, strict=True))
+        ) or (isinstance(value, _Other) and issubclass(value.kind, tuple))
+    options = items if get_origin(hint) in (Union, UnionType) else (hint,)
+    arrays = [each for each in options if _is_array(each) and each.array_type is Tensor]
+    others = [each for each in options if each not in arrays]
+    if not arrays:
+        return True
+    if not isinstance(value, Tensor):
+        return others != [] and (value is None or others != [type(None)])
+    if any(map(_may_be_tensor, others)):
+        return True
+    possible = [array for array in arrays if isinstance(value, _without_sizes(array))]
+    if len(possible) != 1:  # where several of a union fit, nothing is compared
+        return possible != []
+    return _sizes_fit(possible[0], value.shape, axes)
 
 
 def _may_be_tensor(hint: Any) -> bool:
@@ -554,75 +636,58 @@ def _may_be_tensor(hint: Any) -> bool:
     )
 
 
-def _kind(value: str, array: Any) -> str:
-    """Return a condition on the number of axes and on the dtype."""
-    count = len(array.dims)
-    rank = f"== {count}" if array.index_variadic is None else f">= {count - 1}"
-    condition = f"$len($shape) {rank}"
-    dtypes = array.dtypes  # texts, or patterns, or an object that stands for any dtype
-    if isinstance(dtypes, (list, tuple)) and {*map(type, dtypes)} == {str}:
-        names = tuple(f"torch.{dtype}" for dtype in dtypes)
-        condition += f' and f"{{{value}.dtype}}" in {names}'  # a text needs no guard
-    return f"({condition})"
+def _without_sizes(array: Any) -> Any:
+    """Return the annotation with the same dtype and number of axes, for any sizes."""
+    axes = ["_"] * len(array.dims)
+    if array.index_variadic is not None:
+        axes[array.index_variadic] = "..."
+    return array.dtype[array.array_type, " ".join(axes)]
 
 
-def _sizes(array: Any, wrong: str) -> str:
-    """Return code that compares each size of $shape, in the order of jaxtyping.
+_Shape = tuple[Any, ...]  # of numbers and symbols
 
-    The first size of a name is the size of all. The dict $axes holds what is known.
-    """
+
+def _sizes_fit(array: Any, shape: _Shape, axes: dict[str, Any]) -> bool:
+    """Compare each size, in the order of jaxtyping."""
     dims = array.dims
     variadic = array.index_variadic
-    code = "pass\n"
     for i, dim in enumerate(dims):
         if i == variadic or not hasattr(dim, "broadcastable"):  # it has no name
             continue
-        index = i if variadic is None or i < variadic else i - len(dims)
-        size = f"$shape[{index}]"
+        size = shape[i if variadic is None or i < variadic else i - len(dims)]
+        if dim.broadcastable and _is_true(size == 1):
+            continue
         if hasattr(dim, "name"):
-            known = f"$axes.setdefault('{dim.name}', {size})"
-            conditions = [f"$is_true({size} != {known})"]
+            expected = axes.setdefault(dim.name, size)
         else:
-            expression = str(dim.size) if hasattr(dim, "size") else dim.elem
-            conditions = _is_not(size, expression)
-        if dim.broadcastable:
-            conditions.insert(0, f"not $is_true({size} == 1)")
-        code += f"if {' and '.join(conditions)}:{wrong}"
+            expected = dim.size if hasattr(dim, "size") else _evaluate(dim.elem, axes)
+        if expected is not None and _is_true(size != expected):
+            return False
     if variadic is not None and hasattr(dims[variadic], "name"):
-        shape = f"$shape[{variadic}:{variadic + 1 - len(dims) or ''}]"
-        name = f"'*{dims[variadic].name}'"
-        may_broadcast = dims[variadic].broadcastable
-        code += f"$joined = $join($axes.get({name}), {shape}, {may_broadcast})\n"
-        code += f"if $joined is None:{wrong}"
-        code += f"$axes[{name}] = $joined\n"
-    return code
+        name = f"*{dims[variadic].name}"
+        batch = shape[variadic : len(shape) + variadic + 1 - len(dims)]
+        joined = _join(axes.get(name), batch, dims[variadic].broadcastable)
+        if joined is None:
+            return False
+        axes[name] = joined
+    return True
 
 
-_TERM = r"\{[^{}:!=]+\}|\w+"
-_EXPRESSION = re.compile(rf"\(*({_TERM})\)*([-+*/%]+\(*({_TERM})\)*)*")
-
-
-def _is_not(size: str, expression: str) -> list[str]:
-    """Return conditions, of which one is false if `expression` has no value."""
-    if not _EXPRESSION.fullmatch(expression):
-        return ["False"]
-    conditions = []
-
-    def as_code(match: re.Match[str]) -> str:
-        term = match[0]
-        if term.isdigit():
-            return term
-        if term[0] == "{":
-            conditions.append(f"$isinstance({term[1:-1]}, $int)")
-            return f"({term[1:-1]})"
-        conditions.append(f"'{term}' in $axes")
-        return f"$axes['{term}']"
-
-    code = re.sub(_TERM, as_code, expression)
-    return [*conditions, f"$is_true({size} != {code})"]
-
-
-_Shape = tuple[int, ...]
+def _evaluate(expression: str, axes: dict[str, Any]) -> Any:
+    """Return the value of an expression such as "2*{self.d_k}", or None if unknown."""
+    symbols = {}
+    for i, text in enumerate(re.findall(r"\{[^{}]+\}", expression)):
+        value = axes.get(text)
+        if isinstance(value, _Other):
+            return None
+        if isinstance(value, torch.SymInt):  # it has no text
+            symbols[f"_{i}"] = value
+            value = f"_{i}"
+        expression = expression.replace(text, f"{value}")
+    try:
+        return eval(expression, {}, axes | symbols)
+    except NameError:  # a name whose size is not known yet
+        return None
 
 
 def _join(
@@ -632,8 +697,6 @@ def _join(
 
     The result says whether all shapes so far may broadcast, and to which shape.
     """
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
     if known is None:
         return may_broadcast, shape
     may_grow, old = known
@@ -644,32 +707,40 @@ def _join(
     padded_new = (1,) * (rank - len(shape)) + shape
     joined = []
     for a, b in zip(padded_old, padded_new, strict=True):
-        if guard_or_false(a != b):
-            if may_grow and guard_or_false(a == 1):
+        if _is_true(a != b):
+            if may_grow and _is_true(a == 1):
                 a = b
-            elif not (may_broadcast and guard_or_false(b == 1)):
+            elif not (may_broadcast and _is_true(b == 1)):
                 return None
         joined.append(a)
     return may_grow and may_broadcast, tuple(joined)
 
 
-def _misfit(
-    place: str, expected: str, value: Any, axes: dict[str, Any]
-) -> TypeCheckError:
-    """Return an error, by operations that dynamo traces."""
-    got = type(value).__name__
+def _is_true(condition: Any) -> bool:
+    """Return False also where that is known only when the compiled code runs."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
+def _text(value: Any) -> str:
+    """Return what an error says of a value: its dtype and shape, or its type."""
     if isinstance(value, Tensor):
-        got = f"{value.dtype}".removeprefix("torch.") + _shape_text(value.shape)
-    known = []
-    for axis, size in axes.items():
-        if isinstance(size, tuple):
-            size = _shape_text(size[1])
-        elif isinstance(size, int):
-            size += 0  # dynamo cannot format a symbolic argument, but can format a sum
-        known.append(f"{axis.strip('{}')}={size}")
-    where = f" where {', '.join(known)}" if known else ""
-    return TypeCheckError(f"{place} must be {expected}{where}, got {got}")
+        return f"{value.dtype}".removeprefix("torch.") + _shape_text(value.shape)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))})"
+    return (value.kind if isinstance(value, _Other) else type(value)).__name__
 
 
 def _shape_text(shape: _Shape) -> str:
-    return f"[{','.join([f'{size}' for size in shape])}]"
+    return f"[{','.join(map(_size_text, shape))}]"
+
+
+def _size_text(size: Any) -> str:
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if isinstance(size, tuple):  # of *batch
+        return _shape_text(size[1])
+    if isinstance(size, torch.SymInt) and not free_unbacked_symbols(size):
+        size = int(size)
+    return f"{size}"

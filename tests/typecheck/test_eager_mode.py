@@ -60,7 +60,9 @@ CASES = {
     "result that is a list in a first call": Case("unlisted", (ones(2),), (-w,)),
     "class of a result": Case("to_masked", (w,), (-w,)),
     "argument that equals a default": Case("with_default", (w,), (w, ones(1))),
-    "None, where it is a wrong default": Case("without_weight", (w,), (w, None)),
+    "wrong argument where None is a wrong default": Case(
+        "without_weight", (w,), (w, ones(1))
+    ),
     "names of the generated code": Case("clashing", (w, w, w), (w, w, ones(2))),
     "function in a decorator": Case("decorated", (w,), (x,)),
     "class": Case("Layer", (3, nn.Linear), (3, int)),
@@ -96,6 +98,12 @@ def test_a_keyword_only_argument_is_checked(module):
     module.decorated(w, bias=2.0)
     with pytest.raises(TypeCheckError):
         module.decorated(w, bias=None)
+
+
+def test_a_default_is_right_whatever_its_annotation_says(module):
+    for _ in range(2):
+        module.without_weight(w)
+        module.without_weight(w, None)
 
 
 def test_a_default_counts_where_braces_name_it(module):
