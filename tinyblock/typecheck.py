@@ -270,12 +270,16 @@ def _written(
         mark += "_"
     sizes = {f"{mark}size_{i}": text for i, text in enumerate(in_braces)}
 
-    items = [
-        f"({p.name}.__class__, {p.name}.dtype, {p.name}.shape) "
-        f"if $isinstance({p.name}, $Tensor) else $describe({p.name})"
-        for p in parameters
-        if p.name in unknown or hints.get(p.name, Any) is not Any
-    ]
+    items = []
+    for p in parameters:
+        item = (
+            f"({p.name}.__class__, {p.name}.dtype, {p.name}.shape) "
+            f"if $isinstance({p.name}, $Tensor) else $describe({p.name})"
+        )
+        if p.default is None:  # mostly, such an argument is not passed
+            item = f"{p.name} is None or ({item})"
+        if p.name in unknown or hints.get(p.name, Any) is not Any:
+            items.append(item)
     items += [f'f"{{{size}}}"' for size in sizes]
     # A signature with None is incomplete: braces may be unknown, and another tensor may
     # look like one that is a default.
