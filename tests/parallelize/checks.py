@@ -25,6 +25,8 @@ from tinyblock import (
 
 SIZES_OF_MESHES = {1: (4,), 2: (2, 2), 3: (2, 1, 2)}  # by their number of axes
 ODD = 7  # a number of tokens that the number of processes does not divide
+# Of x in most checks, because DTensor plans each operation once for each shape.
+SHAPE = (4, 2, ODD, 16)
 SIZES: Any = {
     "d_model": 16,
     "num_heads": 8,
@@ -83,10 +85,10 @@ def assert_equal_parameters(model, reference):
         assert_close(whole(found.grad), exact.grad, msg=f"gradient of {name}")
 
 
-def assert_like_one_process(model, mesh, reference, shape=(2, ODD, 16)):
+def assert_like_one_process(model, mesh, reference, shape=SHAPE):
     """Compare weights, all gradients and outputs with one process on the whole batch."""
     torch.manual_seed(1)
-    whole_x = torch.randn(4, *shape, dtype=torch.float64, requires_grad=True)
+    whole_x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     x = own_part(whole_x.detach(), mesh).clone().requires_grad_()
     seq = shape[-2]
     positions = torch.randperm(16)[:seq]
@@ -114,7 +116,7 @@ def a_model_over_tp():
 
 
 def a_block_over_tp_with_one_token():
-    assert_distributed_like_one_process(one_block, "tp", shape=(2, 3, 1, 16))
+    assert_distributed_like_one_process(one_block, "tp", shape=(4, 2, 1, 16))
 
 
 def a_block_over_dp():
@@ -150,13 +152,14 @@ def weights_by_way_of_meta():
 
 def a_loss_over_a_part_of_the_tokens_in_each_process():
     mesh = mesh_of("dp", "tp")
-    x = torch.randn(4, 8, 16, dtype=torch.float64, generator=torch.manual_seed(1))
+    x = torch.randn(SHAPE, dtype=torch.float64, generator=torch.manual_seed(1))
     reference = seeded(transformer)
     reference(x).square().mean().backward()
     model = parallelize(seeded(transformer), mesh)
     out = model(own_part(x, mesh))
     own_tokens = out.chunk(tp_size(mesh), dim=-2)[mesh["tp"].get_local_rank()]
-    own_tokens.square().mean().backward()
+    mean_size = out.numel() / tp_size(mesh)
+    (own_tokens.square().sum() / mean_size).backward()
     assert_equal_parameters(model, reference)
 
 
@@ -187,7 +190,8 @@ def different_tensors_along_tp_raise():
 
 def x_that_processes_along_tp_round_differently_passes():
     mesh = mesh_of("dp", "tp")
-    x = torch.randn(2, 8, 16, dtype=torch.float64, generator=torch.manual_seed(0))
+    whole_x = torch.randn(SHAPE, dtype=torch.float64, generator=torch.manual_seed(0))
+    x = own_part(whole_x, mesh)
     one_unit_in_bfloat16 = 2.0**-8
     rounded = x * (1 + mesh["tp"].get_local_rank() * one_unit_in_bfloat16)
     parallelize(transformer(), mesh)(rounded)
@@ -202,12 +206,14 @@ def buffers_come_from_the_first_process():
 
 def an_overflow_in_one_process_skips_the_step_in_all():
     """The page asks for a matrix as the first parameter of the optimizer."""
-    model = parallelize(seeded(transformer), mesh_of("dp", "tp"))
+    mesh = mesh_of("dp", "tp")
+    model = parallelize(seeded(transformer), mesh)
     parameters = sorted(model.parameters(), key=lambda parameter: -parameter.ndim)
     before = [whole(parameter).clone() for parameter in parameters]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    loss = model(torch.ones(2, 8, 16, dtype=torch.float64)).square().mean()
+    x = own_part(torch.ones(SHAPE, dtype=torch.float64), mesh)
+    loss = model(x).square().mean()
     scaler.scale(loss).backward()
     if dist.get_rank() == 3:
         model.layers[0].ffn.w1.weight.grad.to_local()[0] = torch.inf
@@ -223,7 +229,7 @@ def train(model, optimizer, steps, mesh=None):
     norms = []
     for step in steps:
         torch.manual_seed(step)
-        x = torch.randn(4, ODD, 16, dtype=torch.float64)
+        x = torch.randn(SHAPE, dtype=torch.float64)
         if mesh is not None:
             x = own_part(x, mesh)
         model(x=x).square().mean().backward()
