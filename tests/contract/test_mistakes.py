@@ -1,4 +1,4 @@
-"""The contract names each usual mistake of a student in the first case that shows it."""
+"""What Case.check notices: small errors, and usual mistakes by their name."""
 
 import importlib
 import re
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tinyblock.contract import target
+from tinyblock.contract.checks import name_of
 
 LAYERS = ("rmsnorm", "ffn", "rope", "attention", "block")
 
@@ -41,3 +42,29 @@ def test_the_first_case_that_shows_a_mistake_names_it(layer, name, mistake):
                 case.check(wrong.float(), module, x, torch.float32)
             return
     pytest.fail("no case shows this mistake")
+
+
+# Relative errors of a few roundings.
+SMALL = {
+    torch.float64: 1e-11,
+    torch.float32: 1e-5,
+    torch.bfloat16: 0.05,
+    torch.float16: 0.01,
+}
+
+
+@pytest.mark.parametrize("dtype", SMALL, ids=str)
+@pytest.mark.parametrize("wrong", ["result", "gradient"])
+def test_an_error_of_a_few_roundings_is_noticed(wrong, dtype):
+    target.select(target.ABOVE)
+    case = cases_of("ffn")[0]
+    module = case.build(dtype=dtype)
+    x, _ = case.arguments(dtype=dtype)
+    result = module(x)
+    error = SMALL[dtype] * result
+    if wrong == "gradient":
+        error = error - error.detach()
+    with pytest.raises(
+        pytest.fail.Exception, match=f"^{wrong} .*in {name_of(dtype)} at"
+    ):
+        case.check(result + error, module, x, dtype)

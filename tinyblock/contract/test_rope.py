@@ -165,20 +165,24 @@ REJECTED = {
 }
 
 
-OTHER_INSTANCES = {
-    "theta": CASES["another theta"],
-    "d_k": case(2, 7, 6, positions=POSITIONS),
-    "max_seq_len": case(2, 7, 8, positions=torch.arange(7), table=7),
+EACH = CASES["positions for each sequence"]
+# Two instances that differ in one option.
+INSTANCES = {
+    "theta": (CASES["another theta"], EACH),
+    "d_k": (case(2, 7, 6, positions=POSITIONS), EACH),
+    # With a theta of their own, so that no test before has built a longer table.
+    "max_seq_len": (
+        case(2, 7, 8, positions=torch.arange(7), theta=70.0, table=7),
+        case(2, 7, 8, positions=POSITIONS, theta=70.0),
+    ),
 }
 
 
 @pytest.mark.numbers
-@pytest.mark.parametrize("changed", OTHER_INSTANCES)
+@pytest.mark.parametrize("changed", INSTANCES)
 def test_each_instance_has_its_own_table(changed):
-    """Also if two instances differ in one option only."""
-    cases = [OTHER_INSTANCES[changed], CASES["positions for each sequence"]]
-    ropes = [case.build(dtype=torch.float32) for case in cases]
-    for case, rope in zip(cases, ropes, strict=True):
+    ropes = [case.build(dtype=torch.float32) for case in INSTANCES[changed]]
+    for case, rope in zip(INSTANCES[changed], ropes, strict=True):
         x, positions = case.arguments(dtype=torch.float32)
         case.check(rope(x, **positions), rope, x, torch.float32)
 
