@@ -70,7 +70,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
 
     torch.manual_seed(mesh["dp"].get_local_rank())  # the same batches in a pair
-    for step in range(21):
+    for step in range(11):
         starts = torch.randint(50, (8, 1), device=device)
         tokens = (starts + torch.arange(17, device=device)) % 50
         logits = model(tokens[:, :-1])
@@ -79,7 +79,7 @@ def main() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 10 == 0:
+        if step % 5 == 0:
             print(f"rank {dist.get_rank()}, step {step}: loss {loss:.3f}")
 
 
