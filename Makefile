@@ -22,7 +22,7 @@ profile: $(VENV)/installed-plot ## measure where the time of a Block goes on thi
 	$(VENV)/bin/python scripts/profile_block.py $(ARGS)
 
 test: $(VENV)/installed-dev ## run the tests (some minutes on two idle cores)
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadscope $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 # Otherwise make finds the folder tests/, does nothing, and exits with 0.
 tests: test
