@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -77,6 +78,13 @@ def storage_of(tensor: Tensor) -> int:
 
 def stored_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
+
+
+def distinct_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor in memory. An expanded axis repeats the same ones."""
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    sizes = [size for size, stride in axes if stride]
+    return min(tensor.element_size() * prod(sizes), stored_bytes(tensor))
 
 
 def nbytes(value: Any) -> int:

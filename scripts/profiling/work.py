@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import (
 from .flops import flops_of
 from .parts import ADAMW, OUTSIDE, Watch
 from .roofline import Row, name_of
-from .tensors import storage_of, stored_bytes, stored_in
+from .tensors import distinct_bytes, storage_of, stored_bytes, stored_in
 
 # Arguments that are read or changed only at some indices.
 _TABLES = {
@@ -79,7 +79,7 @@ class Call:
 
     def nbytes(self, tensor: Tensor) -> int:
         """Return how many bytes of an argument or a result are read or written."""
-        size = min(tensor.nbytes, stored_bytes(tensor))
+        size = distinct_bytes(tensor)
         if tensor is not self.given.get(_TABLES.get(self.name, "")):
             return size
         everything = stored_in([self.given, self.result])

@@ -347,6 +347,20 @@ def test_operations_of_a_part_have_calls_and_times(measured):
         assert row.operations[0].name == "mm"  # the slowest, after views
 
 
+def test_operations_are_what_the_model_calls_in_all_passes(profile_of):
+    class Sine(nn.Module):
+        def forward(self, x):
+            return x.sin()
+
+    whole = profile_of(Sine(), (2, 5, 4)).whole
+    # Keeping x for backward is none.
+    assert {each.name: each.calls for each in whole.operations} == {
+        "sin": 1,
+        "cos": 1,
+        "mul": 1,
+    }
+
+
 def test_moved_bytes_are_what_a_part_reads_from_others_and_leaves_to_them(measured):
     # Forward moves x, weights and the result, 160 + 128 + 320 bytes; backward reads the
     # gradient (320), saved x and weight (288), and the gradient from the sum (160), and
@@ -361,6 +375,15 @@ def test_parts_of_a_tensor_are_read_once_each(profile_of):
 
     row = part(profile_of(Halves(), (2, 5, 4), "forward"), "sums")
     assert row.moved_bytes == 160 + 80  # x, and a result of half its size
+
+
+def test_slice_is_read_without_the_rest_and_an_expanded_tensor_once(profile_of):
+    class Token(nn.Module):
+        def forward(self, x):
+            return x[:, :1] * x[0, 0, 0].expand(2, 1, 4)
+
+    row = part(profile_of(Token(), (2, 5, 4), "forward"), "sums")
+    assert row.moved_bytes == 32 + 4 + 32  # two tokens, a number, and the result
 
 
 def test_views_move_nothing_and_changes_in_place_read_and_write(profile):
