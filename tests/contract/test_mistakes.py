@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from collections import defaultdict
 
 import pytest
 import torch
@@ -12,36 +13,34 @@ from tinyblock.contract.checks import name_of
 LAYERS = ("rmsnorm", "ffn", "rope", "attention", "block")
 
 
-def cases_of(layer):
-    """Return the cases that every correct layer takes, each with its mistakes."""
-    page = importlib.import_module(f"tinyblock.contract.test_{layer}")
-    return [case for case in page.CASES.values() if case.is_common]
+def page_of(layer):
+    return importlib.import_module(f"tinyblock.contract.test_{layer}")
 
 
-MISTAKES = dict.fromkeys(
-    (layer, case.name, mistake)
-    for layer in LAYERS
-    for case in cases_of(layer)
-    for mistake in case.mistakes
-)
+# The cases that every correct layer takes, by each mistake that they may show.
+CASES = defaultdict(list)
+for layer in LAYERS:
+    for case in page_of(layer).CASES.values():
+        if case.is_common:
+            for mistake in case.mistakes:
+                CASES[layer, case.name, mistake].append(case)
 
 
-@pytest.mark.parametrize(("layer", "name", "mistake"), MISTAKES)
+@pytest.mark.parametrize(("layer", "name", "mistake"), CASES)
 def test_the_first_case_that_shows_a_mistake_names_it(layer, name, mistake):
     target.select(target.ABOVE)
-    for case in cases_of(layer):
-        if case.name != name or mistake not in case.mistakes:
-            continue
+    for case in CASES[layer, name, mistake]:
         module = case.build(dtype=torch.float32)
         x, _ = case.arguments(dtype=torch.float32)
         right, _ = case.exact(module, x)
         wrong, _ = case.exact(module, x, case.mistakes[mistake])
         if not torch.allclose(wrong, right):
-            message = rf"^{re.escape(mistake)}: result in float32 at "
-            with pytest.raises(pytest.fail.Exception, match=message):
-                case.check(wrong.float(), module, x, torch.float32)
-            return
-    pytest.fail("no case shows this mistake")
+            break
+    else:
+        pytest.fail("no case shows this mistake")
+    message = rf"^{re.escape(mistake)}: result in float32 at "
+    with pytest.raises(pytest.fail.Exception, match=message):
+        case.check(wrong.float(), module, x, torch.float32)
 
 
 # Relative errors of a few roundings.
@@ -57,14 +56,13 @@ SMALL = {
 @pytest.mark.parametrize("wrong", ["result", "gradient"])
 def test_an_error_of_a_few_roundings_is_noticed(wrong, dtype):
     target.select(target.ABOVE)
-    case = cases_of("ffn")[0]
+    case = page_of("ffn").CASES["SwiGLU"]
     module = case.build(dtype=dtype)
     x, _ = case.arguments(dtype=dtype)
     result = module(x)
     error = SMALL[dtype] * result
     if wrong == "gradient":
         error = error - error.detach()
-    with pytest.raises(
-        pytest.fail.Exception, match=f"^{wrong} .*in {name_of(dtype)} at"
-    ):
+    message = f"^{wrong} .*in {name_of(dtype)} at"
+    with pytest.raises(pytest.fail.Exception, match=message):
         case.check(result + error, module, x, dtype)
