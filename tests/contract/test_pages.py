@@ -66,6 +66,16 @@ def test_one_page_in_a_strict_project(tmp_path):
     assert re.search(r"\n=+ \d+ passed.* deselected", printed), printed
 
 
+@pytest.mark.parametrize("layer", ["rope", "attention"])
+def test_verify_md_names_cases_that_students_run(layer):
+    """Its table finds a mistake by the first case that fails."""
+    table = (PACKAGE.parent / "docs" / "verify.md").read_text()
+    titles = re.findall(rf'`{layer}: test_equation`, from "(.*?)" \|', table)
+    assert titles
+    for title in titles:
+        assert page_of(layer).CASES[title].is_common
+
+
 def replace(path, old, new):
     text = path.read_text()
     assert text.count(old) == 1
