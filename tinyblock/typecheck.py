@@ -191,11 +191,16 @@ def _checked(function: Any) -> Any:
         else:
             found = _describe(result)
         if found is None or found != last:
-            _untraced(check)(args, kwargs, result)
+            check_result(result, *args, **kwargs)
             _untraced(_remember)(known, signature, found, hints)
         return result
 
-    wrapper = functools.wraps(function)(_written(function, hints, unknown, call))
+    def check_result(result: Any, /, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
+        _untraced(check)(args, kwargs, result)
+
+    wrapper = _written(function, hints, unknown, call, check_result)
+    functools.update_wrapper(wrapper, function)
     vars(wrapper)["__typechecked__"] = True
     return wrapper
 
@@ -244,10 +249,13 @@ from torch._dynamo.comptime import comptime as $comptime
             if $misfit() is not None:
                 raise $TypeCheckError($misfit())
             $result = $function({passed})
+            if not $is_dynamo_compiling():  # after a graph break in the function
+                $check_result($result, {passed})
+                return $result
             $comptime($compare_result)
             if $misfit() is not None:
                 raise $TypeCheckError($misfit())
-            ({compared})  # after a graph break, names that are not read are gone
+            ({compared})  # otherwise, a graph break would remove these names
             return $result"""
 _PASSED = {
     inspect.Parameter.POSITIONAL_ONLY: "{0}",
@@ -259,7 +267,11 @@ _PASSED = {
 
 
 def _written(
-    function: Any, hints: dict[str, Any], unknown: list[str], call: Callable[..., Any]
+    function: Any,
+    hints: dict[str, Any],
+    unknown: list[str],
+    call: Callable[..., Any],
+    check_result: Callable[..., None],
 ) -> Any:
     """Return the wrapper, which in eager mode passes a signature to `call`."""
     parameters = inspect.signature(function).parameters.values()
@@ -293,11 +305,13 @@ def _written(
     variables = {name: name for name in compared if name != "return"}
     variables |= {f"{{{text}}}": size for size, text in sizes.items()}
     with_result = variables | {"return": f"{mark}result"}
+    in_eager_mode = (call, check_result, _untraced, _describe)
     names = {
         "function": function,
         "call": call,
-        "compare_arguments": _comparison(function, call, compared, variables),
-        "compare_result": _comparison(function, call, compared, with_result),
+        "check_result": check_result,
+        "compare_arguments": _comparison(function, compared, variables, in_eager_mode),
+        "compare_result": _comparison(function, compared, with_result, in_eager_mode),
         "misfit": _last_misfit,
         "describe": _describe,
         "is_dynamo_compiling": is_dynamo_compiling,
@@ -493,14 +507,17 @@ def _checker(
 
 
 def _comparison(
-    function: Any, call: Any, hints: dict[str, Any], variables: dict[str, str]
+    function: Any,
+    hints: dict[str, Any],
+    variables: dict[str, str],
+    in_eager_mode: tuple[Callable[..., Any], ...],
 ) -> Callable[[Any], None]:
     """Return a function that comptime calls with its view of the wrapper's variables."""
 
     def compare(context: Any) -> None:
         from torch._dynamo.decorators import skip
 
-        for each in (call, _untraced, _describe):  # run in eager mode after an error
+        for each in in_eager_mode:  # after an error, dynamo would trace them
             skip(each)
         values = {
             name: _seen(context.get_local(variable))

@@ -58,6 +58,20 @@ def three(
 
 
 @typecheck
+def settled(
+    x: Float[Tensor, "*#shape"], y: Float[Tensor, "*shape"], z: Float[Tensor, "*shape"]
+) -> Tensor:
+    return x + y + z
+
+
+@typecheck
+def clashing(
+    isinstance: Float[Tensor, " n"], __function: Float[Tensor, " n"], result: int = 2
+) -> Float[Tensor, "{result}*n"]:
+    return isinstance.repeat(result) + 0 * __function.sum()
+
+
+@typecheck
 def last(x: Shaped[Tensor, "... _ 3"]) -> Shaped[Tensor, "..."]:
     return x[..., 0, 0]
 
@@ -192,6 +206,9 @@ CASES = {
     "*# three times": Case(
         three, (ones(1), ones(3), ones(3)), (ones(1), ones(3), ones(2)), "'z'"
     ),
+    "*# before * twice": Case(
+        settled, (ones(1), ones(3), ones(3)), (ones(1), ones(1), ones(3)), "'z'"
+    ),
     "*#batch that exceeds *batch": Case(
         rotate, (ones(2, 4, 6), ones(1, 4, 3)), (ones(1, 4, 6), ones(2, 4, 3)), "angles"
     ),
@@ -214,6 +231,12 @@ CASES = {
     "tuple of results": Case(split, (ones(3, 3),), (ones(4, 3),), "result"),
     "number of results": Case(pair, (ones(3), 2), (ones(3), 3), "result"),
     "result that is no tensor": Case(maybe, (ones(3), True), (ones(3), False), "res"),
+    "names of the wrapper": Case(
+        clashing, (ones(3), ones(3)), (ones(3), ones(2)), "'__function'"
+    ),
+    "text in braces": Case(
+        by_text, (ones(2), ones(4)), (ones(2), ones(4), "3*n"), "'y'"
+    ),
     "argument that is no tensor": Case(dot, (ones(2, 5),) * 2, (ones(2, 5), 3), "'k'"),
 }
 
@@ -223,5 +246,4 @@ LEFT_OUT = {
     "union of which both fit": (either, ones(2, 3), ones(4)),
     "array of numpy": (from_numpy, np.ones(3, dtype=np.float32)),
     "default that does not fit": (with_wrong_default, ones(3)),
-    "text in braces": (by_text, ones(2), ones(4)),
 }

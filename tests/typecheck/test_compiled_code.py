@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from jaxtyping import TypeCheckError
+from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 from torch.export import Dim
 from typecheck.calls import CASES, LEFT_OUT, Case, Gain, dot, rotate
@@ -14,7 +14,7 @@ import tinyblock
 from tinyblock.typecheck import typecheck
 
 D = 8
-ROPE = tinyblock.RotaryPositionalEmbedding(10000.0, D, max_seq_len=9)
+ROPE = tinyblock.RotaryPositionalEmbedding(10000.0, D, max_seq_len=20)
 BLOCK = tinyblock.Block(D, 1, rope=ROPE)
 ones = torch.ones
 X = ones(2, 3, D)
@@ -90,9 +90,9 @@ def test_compiled_code_takes_a_right_call_that_it_does_not_check(case):
 
 
 @each(CASES)
-def test_compiled_code_raises_the_error_of_eager_mode(case):
+def test_compiled_code_raises_the_error_of_eager_mode(case, compiled):
     with pytest.raises(TypeCheckError, match=r"Type-check error.*(\n.*)*Expected type"):
-        call(torch.compile(case.call, backend="eager"), case.wrong)
+        call(compiled(case.call), case.wrong)
 
 
 @each(CASES)
@@ -156,7 +156,7 @@ def without_checks(monkeypatch):
     [
         pytest.param([(ones(n, 3, D),) for n in range(1, 10)], id="batches"),
         pytest.param(
-            [(ones(2, n, D), torch.arange(n)) for n in range(1, 10)], id="lengths"
+            [(ones(2, n, D), torch.arange(n)) for n in range(1, 21)], id="lengths"
         ),
     ],
 )
@@ -183,6 +183,19 @@ def test_an_axis_can_be_marked_as_dynamic():
     x = ones(5, 3, D)
     torch._dynamo.mark_dynamic(x, (0, 1))
     assert graphs_of(BLOCK, [(x,), (ones(4, 7, D),)]) == 1
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_result_after_a_graph_break_is_checked(computes):
+    @typecheck
+    def cut(x: Float[Tensor, "n m"], count: int) -> Float[Tensor, "n {count}"]:
+        torch._dynamo.graph_break()
+        return x[:, :2] * 2 if computes else x
+
+    compiled = torch.compile(cut, backend="eager")
+    compiled(ones(3, 2), 2)
+    with pytest.raises(TypeCheckError, match="return value"):
+        compiled(ones(3, 2), 3)
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)

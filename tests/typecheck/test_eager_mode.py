@@ -65,6 +65,7 @@ CASES = {
     ),
     "names of the generated code": Case("clashing", (w, w, w), (w, w, ones(2))),
     "function in a decorator": Case("decorated", (w,), (x,)),
+    "default in braces": Case("configured", (w,), (ones(4),)),
     "class": Case("Layer", (3, nn.Linear), (3, int)),
 }
 

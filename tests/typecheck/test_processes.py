@@ -1,4 +1,4 @@
-"""typecheck in processes of its own: a copied file, python -O, JAXTYPING_DISABLE=1."""
+"""typecheck in processes of its own: a copied file, and JAXTYPING_DISABLE=1."""
 
 import os
 import re
@@ -32,11 +32,6 @@ def test_the_lines_of_the_page_check_with_the_copied_file_alone(tmp_path, monkey
     [lines] = re.findall(r"```py\n(from typecheck.*?)```", PAGE.read_text(), re.DOTALL)
     Path("lines.py").write_text(lines)
     assert errors_of("-Werror", "copied_project.py") == ""
-
-
-def test_python_o_causes_one_warning():
-    warning = "UserWarning: python -O turns all shape checks off"
-    assert errors_of("-O", "-c", "import tinyblock").count(warning) == 1
 
 
 def test_jaxtyping_disable_leaves_functions_unwrapped_and_needs_no_beartype():

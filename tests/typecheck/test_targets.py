@@ -5,11 +5,14 @@ import inspect
 import re
 import sys
 import types
+import warnings
+from pathlib import Path
 
 import jaxtyping
 import pytest
 import torch
 from jaxtyping import TypeCheckError
+from torch import nn
 from typecheck.conftest import USERS_MODULE
 
 import tinyblock
@@ -70,6 +73,20 @@ def test_a_right_call_of_a_method_whose_class_names_itself():
     assert Node(2).join(Node(3)) == 5
 
 
+def test_under_python_o_functions_stay_unchecked_with_one_warning(module):
+    file = Path(tinyblock.__path__[0], "typecheck.py")
+    optimized = types.ModuleType("optimized")
+    code = compile(file.read_text(), file, "exec", optimize=1)  # as python -O
+    exec(code, vars(optimized))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for function in (module._private, module.generator):
+            assert optimized.typecheck(function) is function
+    assert [str(each.message) for each in caught] == [
+        "python -O turns all shape checks off"
+    ]
+
+
 @pytest.mark.parametrize("mistake", ["layers", len, staticmethod(len), lambda x: x])
 def test_another_target_is_an_error_that_says_what_to_pass(mistake):
     with pytest.raises(TypeError, match=f"target .*, got {re.escape(repr(mistake))}"):
@@ -93,24 +110,47 @@ def test_typecheck_works_together_with_the_hook_of_jaxtyping(monkeypatch):
 
 D = 8
 X = torch.ones(2, 3, D)
-MODEL = tinyblock.Transformer(1, D, 1, max_seq_len=9)
-INSTANCES = {
-    type(layer).__name__: layer
-    for layer in (*MODEL.modules(), tinyblock.FeedForward(D))
-    if type(layer).__name__ in tinyblock.__all__
+ROPE = tinyblock.RotaryPositionalEmbedding(10000.0, D, max_seq_len=9)
+LAYERS: dict[str, nn.Module] = {
+    "Transformer": tinyblock.Transformer(1, D, 1, rope=ROPE, max_seq_len=9),
+    "Block": tinyblock.Block(D, 1, rope=ROPE),
+    "CausalMultiHeadSelfAttention": tinyblock.CausalMultiHeadSelfAttention(
+        D, 1, rope=ROPE
+    ),
+    "SwiGLU": tinyblock.SwiGLU(D),
+    "FeedForward": tinyblock.FeedForward(D),
+    "RMSNorm": tinyblock.RMSNorm(D),
+    "RotaryPositionalEmbedding": ROPE,
 }
-TAKE_POSITIONS = {
-    name: layer
-    for name, layer in INSTANCES.items()
-    if "token_positions" in inspect.signature(layer.forward).parameters
-}
+TAKE_POSITIONS = [
+    "Transformer",
+    "Block",
+    "CausalMultiHeadSelfAttention",
+    "RotaryPositionalEmbedding",
+]
+EQUATIONS = [
+    "apply_rope",
+    "causal_multi_head_self_attention",
+    "feed_forward",
+    "gelu",
+    "glu",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "silu",
+    "swiglu",
+]
 
 
-@pytest.mark.parametrize("name", INSTANCES)
+def test_these_lists_name_all_that_is_public():
+    others = ["parallelize", "typecheck"]
+    assert sorted([*LAYERS, *EQUATIONS, *others]) == sorted(tinyblock.__all__)
+
+
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("x", [X[..., :7], X.long()], ids=["width", "dtype"])
 def test_every_layer_names_an_input_that_does_not_fit(name, x):
     with pytest.raises(TypeCheckError, match=rf"(?s){name}\.forward.*'x'.*=8"):
-        INSTANCES[name](x)
+        LAYERS[name](x)
 
 
 @pytest.mark.parametrize("name", TAKE_POSITIONS)
@@ -121,18 +161,12 @@ def test_every_layer_names_an_input_that_does_not_fit(name, x):
 )
 def test_every_layer_names_positions_that_do_not_fit(name, positions):
     with pytest.raises(TypeCheckError, match="'token_positions'"):
-        TAKE_POSITIONS[name](X, positions)
-
-
-EQUATIONS = [
-    name
-    for name in tinyblock.__all__
-    if name.islower() and name not in ("parallelize", "typecheck")
-]
+        LAYERS[name](X, positions)
 
 
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_every_equation_is_checked(name):
     equation = getattr(tinyblock, name)
+    numbers = [3] * len(inspect.signature(equation).parameters)
     with pytest.raises(TypeCheckError, match=r"parameter '[xq]'"):
-        equation(*[3] * len(inspect.signature(equation).parameters))
+        equation(*numbers)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from fractions import Fraction
 
+CONFIG = SimpleNamespace(width=3)
 Rows = TypeVar("Rows", bound=Float[Tensor, "{count} d"])
 Named = NewType("Named", Float[Tensor, "{count} d"])
 Positive = Annotated[Float[Tensor, " n"], Is[lambda x: bool((x > 0).all())]]
@@ -39,6 +41,10 @@ def scale(
 
 def repeat(x: Float[Tensor, " n"], times: int = 2) -> Float[Tensor, " {times}*n"]:
     return x.repeat(times)
+
+
+def configured(x: Float[Tensor, " {config.width}"], config: Any = CONFIG) -> None:
+    pass
 
 
 def nonzero(x: Float32[Tensor, " n"], width: int = 2) -> Float32[Tensor, " {width}"]:
