@@ -11,6 +11,7 @@ from profiling.measure import EAGER_PARTS
 from profiling.report import report
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
+from torch.testing._internal.two_tensor import TwoTensor
 
 SHAPE = (2, 6, 8)
 TOKENS = 12
@@ -148,6 +149,14 @@ def test_int8_weights_of_torchao_have_their_bytes(profile_of):
     assert measured.whole.flops == {"float32": ONCE}
     # A byte for each number, and a scale and a zero for each row.
     assert 64 < measured.memory.parameter_bytes <= 64 + 8 * (4 + 8)
+
+
+def test_operations_inside_of_a_wrapper_are_counted(profile_of):
+    model = nn.Linear(8, 8, bias=False)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(8, 8), torch.ones(8, 8)))
+    measured = profile_of(model, SHAPE, "forward")
+    assert measured.whole.flops == {"float32": 2 * ONCE}
+    assert measured.memory.parameter_bytes == 2 * 64 * 4
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import re
 import time
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from profiling.report import report
 from profiling.roofline import Operation, Rates, Row
 from profiling.subject import Settings
 from profiling.times import Times
+from profiling.work import seconds_of_a_call
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -478,6 +480,16 @@ def test_tables_in_attributes_are_held_and_not_kept(profile_of):
     assert measured.whole.kept_bytes == 160
 
 
+def test_tensor_that_forward_makes_from_numbers_is_made_in_the_run(profile_of):
+    class Scales(nn.Module):
+        def forward(self, x):
+            return x * torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    measured = profile_of(Scales(), (2, 5, 4))
+    assert measured.memory.other_tensor_bytes == 0
+    assert measured.whole.kept_bytes == 16
+
+
 def test_shared_weight_counts_once(profile):
     class Tied(Layer):
         def __init__(self):
@@ -696,6 +708,12 @@ def test_overhead_is_named_before_python_which_contains_it():
     )
     row.compare(RATES, on_gpu=False)
     assert (row.overhead_s, row.between_s, row.limit) == (5.0, 9.0, "overhead")
+
+
+def test_time_of_a_call_is_taken_by_the_clock(monkeypatch):
+    ticks = itertools.count(step=0.25)
+    monkeypatch.setattr("profiling.work.clock", lambda: next(ticks))
+    assert seconds_of_a_call(CPU) == 0.25
 
 
 def test_operations_take_what_they_need_beyond_a_call(profile, monkeypatch):

@@ -51,6 +51,14 @@ class Causal(nn.Module):
         return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
+class Narrow(nn.Module):
+    """Attends to 3 keys. Their values are half as wide."""
+
+    def forward(self, x):
+        x = x[:, None]
+        return F.scaled_dot_product_attention(x, x[:, :, :3], x[:, :, :3, :4])
+
+
 class Complex(nn.Module):
     def __init__(self):
         super().__init__()
@@ -96,6 +104,7 @@ LAYER_AND_FLOPS = {
     ),
     # Two matmuls of width 4 in two heads, and all 6 x 6 scores of two sequences.
     "attention": (Attention(), 2 * 2 * 2 * 2 * 36 * 4),
+    "attention with narrow values": (Narrow(), 2 * 2 * 6 * 3 * (8 + 4)),
     "causal attention": (Causal(), 2 * 2 * SCORES * 8),
     # Four gates, each with a matrix of the input and one of the hidden numbers.
     "LSTM": (
@@ -207,6 +216,9 @@ def test_frozen_weights_have_no_gradient(profile_of):
     frozen = nn.Linear(8, 5).requires_grad_(False)
     found = profile_of(nn.Sequential(frozen, nn.Linear(5, 8)), SHAPE).whole.flops
     assert found == {"float32": (2 + 3) * 2 * TOKENS * 5 * 8}
+    frozen = conv(8, 4, 3, padding=1).requires_grad_(False)
+    found = profile_of(frozen, SHAPE).whole.flops
+    assert found == {"float32": 2 * 2 * TOKENS * 4 * 8 * 3}
 
 
 def test_each_dtype_has_its_flops(profile_of):
