@@ -1,5 +1,6 @@
 """Models of all kinds run, or end with their own error."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,26 @@ def test_error_of_a_builder_stays_as_it_is(profile_of):
     with pytest.raises(AttributeError) as failed:
         profile_of(build, SHAPE)
     assert not hasattr(failed.value, "__notes__")
+
+
+def test_part_that_fails_ends_where_the_model_goes_on(profile_of):
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise NotImplementedError
+
+    class Falls(Projects):
+        def __init__(self, function):
+            super().__init__(function)
+            self.fails = Fails()
+
+        def forward(self, x):
+            with suppress(NotImplementedError):
+                return self.fails(x)
+            return x @ self.project.weight
+
+    measured = profile_of(Falls(None), SHAPE, "forward")
+    flops = {row.name: row.flops for row in measured.rows}
+    assert flops["sums"] == {"float32": ONCE}
 
 
 class InPlace(nn.Module):

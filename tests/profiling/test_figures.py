@@ -166,6 +166,7 @@ def test_row_of_the_total(step):
         "100%",
     )
     assert (row["limit"], row["kept"]) == ("", "960 B")
+    assert step.whole.moved_bytes == sum(row.moved_bytes for row in step.rows)
     least = sum(row.least_s for row in step.rows)
     assert step.whole.of_roofline == pytest.approx(least / 19)
     assert step.whole.flops == {"float32": 12 * PRODUCT}

@@ -296,6 +296,40 @@ def test_unknown_flops_are_named(name, profile_of):
     assert unknown[0].replace("_sparse_addmm", "mm") == expected
 
 
+PRODUCTS_WITHOUT_A_FORMULA = [
+    "_int_mm",
+    "_scaled_mm",
+    "_weight_int4pack_mm",
+    "_sparse_mm",
+    "addr",
+    "mkldnn_linear",
+    "mkldnn_convolution",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "lstm",
+    "gru",
+    "_cdist_forward",
+    "_pdist_forward",
+    "_fft_c2c",
+    "linalg_solve_triangular",
+    "triangular_solve",
+    "cholesky_inverse",
+    "lu_unpack",
+    "ormqr",
+    "geqrf",
+    "svd",
+    "_linalg_eigh",
+    "linalg_matrix_exp",
+    "_trilinear",
+]
+
+
+@pytest.mark.parametrize("name", PRODUCTS_WITHOUT_A_FORMULA)
+def test_product_without_a_formula_is_unknown(name):
+    assert hasattr(torch.ops.aten, name)
+    assert flops_of(f"aten.{name}", {"self": torch.ones(2, 2)}, None) is None
+
+
 def test_operations_without_products_have_no_flops(profile_of):
     class Model(nn.Module):
         def forward(self, x):
