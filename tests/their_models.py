@@ -22,7 +22,7 @@ transformers = pytest.importorskip(
 SEQ = 24
 TOLERANCE = 2**8 * torch.finfo(torch.float32).eps  # sums may lose 8 of 24 bits
 
-SIZES: dict[str, Any] = {
+CONFIG: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -36,10 +36,10 @@ SIZES: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 # For models that rotate only the first half of each head.
-HALF_ROTATES = {**SIZES["rope_parameters"], "partial_rotary_factor": 0.5}
+HALF_ROTATES = {**CONFIG["rope_parameters"], "partial_rotary_factor": 0.5}
 # For models whose layers with windows and without have different positions.
 TWO_ROPES = {
-    "sliding_attention": SIZES["rope_parameters"],
+    "sliding_attention": CONFIG["rope_parameters"],
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
 }
 WINDOW_THEN_FULL = ["sliding_attention", "full_attention"]
@@ -55,7 +55,7 @@ EXPERTS: dict[str, Any] = {
     "topk_group": 1,
 }
 # Most of transformers' names of layers, and ours.
-NAMES = {
+COMMON_NAMES = {
     "input_layernorm": "ln1",
     "post_attention_layernorm": "ln2",
     "self_attn": "attn",
@@ -123,7 +123,7 @@ class CallableAsTheirs(nn.Module):
 
 def their_model(kind, layers=1, **options):
     """Build a model of transformers: of a model_type, or of a class without one."""
-    options = {"num_hidden_layers": layers, **SIZES, **options}
+    options = {"num_hidden_layers": layers, **CONFIG, **options}
     if isinstance(kind, str):
         config = transformers.AutoConfig.for_model(kind, **options)
         model = transformers.AutoModel.from_config(config, attn_implementation="eager")
@@ -177,14 +177,14 @@ def require_same_model(
     def run_ours(x):
         return ours(x, positions, mask)
 
-    names = {**NAMES, **(names or {})}
+    names = {**COMMON_NAMES, **(names or {})}
     load(ours, theirs, names, convert, centered)
     compare(run_ours, run_theirs, ours, theirs, names, convert)
 
 
 def require_same_layer(ours, theirs, names=None, convert=None, run_theirs=None):
     """Compare single layers that are called with x."""
-    names = {**NAMES, **(names or {})}
+    names = {**COMMON_NAMES, **(names or {})}
     load(ours, theirs, names, convert)
     compare(ours, run_theirs or theirs, ours, theirs, names, convert)
 

@@ -273,7 +273,7 @@ NOT_INITIAL = {
     ),
 }
 INITIAL = ["-m", "not numbers", "-k", "initial_weights"]
-OPTIONS = {4: INITIAL, 9: INITIAL}
+OPTIONS_OF_RUNS = {4: INITIAL, 9: INITIAL}
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +293,7 @@ def reports(tmp_path_factory):
                 path.write_text(text.replace(defect.right, defect.wrong))
             if "block" not in [defect.layer for defect in defects]:
                 (folder / "block.py").unlink()  # it fails with the layers in it
-            _, found[run] = verify(folder, *OPTIONS.get(run, []))
+            _, found[run] = verify(folder, *OPTIONS_OF_RUNS.get(run, []))
         return found[run]
 
     return report_of

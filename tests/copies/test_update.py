@@ -66,7 +66,7 @@ def test_an_edited_copy_without_a_change_stays_as_it_is(project):
     assert project.rope.read_text() == before
 
 
-@pytest.mark.parametrize("deleted", [[0], [1], [2], [3], [0, 1, 2, 3]])
+@pytest.mark.parametrize("deleted", [[0], [1], [2], [3], [0, 1, 2, 3]], ids=str)
 def test_lines_that_are_deleted_from_the_header_stay_deleted(deleted, project):
     lines = project.rope.read_text().splitlines(keepends=True)
     kept = [line for number, line in enumerate(lines) if number not in deleted]

@@ -209,7 +209,7 @@ def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth():
 
 # --- The command --------------------------------------------------------------------------
 
-OPTIONS = {
+OTHER_OPTIONS = {
     "steps": "2",
     "batch": "3",
     "seq": "10",
@@ -234,7 +234,9 @@ def test_each_option_reaches_what_it_sets(tmp_path, monkeypatch):
 
     monkeypatch.setattr(train, "random_windows", watch)
     path = str(tmp_path / "run.pt")
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    options = [
+        f"--{name.replace('_', '-')}={value}" for name, value in OTHER_OPTIONS.items()
+    ]
     train.main([__file__, *options, "--checkpoint", path])
     assert sizes == [(3, 11), (3, 11)]
     saved = train.read(path)
@@ -243,7 +245,7 @@ def test_each_option_reaches_what_it_sets(tmp_path, monkeypatch):
     assert model.transformer.d_model == 24
     assert model.transformer.max_seq_len == 10
     assert [block.attn.num_heads for block in model.transformer.layers] == [2]
-    for name, value in OPTIONS.items():
+    for name, value in OTHER_OPTIONS.items():
         assert str(saved["config"][name]) == value
 
 

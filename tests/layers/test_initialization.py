@@ -21,13 +21,13 @@ from tinyblock import (
     ffn,
 )
 
-SIZES: Any = {"num_heads": 4, "num_kv_heads": 2, "qk_norm": True}
+PARTS: Any = {"num_heads": 4, "num_kv_heads": 2, "qk_norm": True}
 BUILD: dict[str, Any] = {
     "SwiGLU": lambda: SwiGLU(64),
     "FeedForward": lambda: FeedForward(64),
-    "attention": lambda: CausalMultiHeadSelfAttention(64, **SIZES),
-    "Block": lambda: Block(64, **SIZES),
-    "Transformer": lambda: Transformer(2, 64, max_seq_len=9, **SIZES),
+    "attention": lambda: CausalMultiHeadSelfAttention(64, **PARTS),
+    "Block": lambda: Block(64, **PARTS),
+    "Transformer": lambda: Transformer(2, 64, max_seq_len=9, **PARTS),
 }
 every_layer = pytest.mark.parametrize("name", BUILD)
 
@@ -108,19 +108,20 @@ def test_layers_that_a_subclass_adds_initialize_themselves(name):
     for weight in layer.parameters():
         weight.data.fill_(math.nan)
     layer.reset_parameters()
-    assert (own.scale == 7).all()
-    assert (own.inner.weight == 8).all()
+    torch.testing.assert_close(own.scale, torch.full((3,), 7.0))
+    torch.testing.assert_close(own.inner.weight, torch.full((3, 3), 8.0))
     # torch draws from a uniform distribution of this width.
-    assert 0.9 / 8 < plain.weight.abs().max() <= 1 / 8
-    assert plain.bias.isfinite().all()
+    largest = plain.weight.abs().max().item()
+    assert 0.9 / 8 < largest <= 1 / 8, "the plain layer has torch's initial weights"
+    assert plain.bias.isfinite().all(), "the plain layer has a bias"
 
 
-@pytest.mark.parametrize("file", [ffn, attention])
+@pytest.mark.parametrize("file", [ffn, attention], ids=["ffn", "attention"])
 def test_a_projection_with_a_bias_starts_without_an_offset(file):
     projection = file.Linear(64, 32)
     projection.bias.data.fill_(math.nan)
     projection.reset_parameters()
-    assert (projection.bias == 0).all()
+    torch.testing.assert_close(projection.bias, torch.zeros(32))
 
 
 def test_a_shared_table_is_computed_once(monkeypatch):
@@ -142,4 +143,4 @@ def test_a_block_leaves_a_rope_alone_that_others_may_share():
     block = Block(64, 4, rope=rope)
     rope.cos_sin.fill_(2)
     block.reset_parameters()
-    assert (rope.cos_sin == 2).all()
+    torch.testing.assert_close(rope.cos_sin, torch.full_like(rope.cos_sin, 2))

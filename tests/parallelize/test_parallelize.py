@@ -78,7 +78,9 @@ def block_of(**parts):
     return block
 
 
-@pytest.mark.parametrize("axes", [("data",), ("tp", "dp"), ("dp_replicate", "tp")])
+@pytest.mark.parametrize(
+    "axes", [("data",), ("tp", "dp"), ("dp_replicate", "tp")], ids=", ".join
+)
 def test_other_axes_are_rejected(axes):
     message = r"axes .*'tp'.* got \(" + ", ".join(f"'{axis}'" for axis in axes)
     assert_rejects(one_block(), mesh_of(*axes), message)
@@ -91,6 +93,7 @@ def test_other_axes_are_rejected(axes):
         ({"num_kv_heads": 2}, "num_kv_heads .* 4 .* got 2"),
         ({"d_ff": 6}, "d_ff .* 4 .* got 6"),
     ],
+    ids=["heads", "heads of keys", "d_ff"],
 )
 def test_tp_rejects_sizes_that_it_does_not_divide(sizes, message):
     model = with_second_block(one_block(**sizes))
@@ -181,6 +184,7 @@ def test_parallelize_accepts_ties_outside_of_blocks_over_dp():
         ((0, 7, 16), r"not empty, got .*0, 7, 16"),
         ((7, 16), r"a multiple of 4 tokens, got \(7, 16\)"),
     ],
+    ids=["one axis", "no sequence", "7 tokens"],
 )
 def test_compiled_parallel_model_rejects_an_x_of(shape, message):
     model = parallelize(Block(16, 8), mesh_of("tp"), compile=True)
@@ -242,7 +246,9 @@ def test_the_program_of_the_page_counts_its_collectives(tmp_path, monkeypatch):
 
 # To recompute stops where the backward pass has all that it needs: before w2's scatter.
 @pytest.mark.parametrize(
-    ("recompute", "in_backward"), [(False, (5, 5)), (True, (9, 7))]
+    ("recompute", "in_backward"),
+    [(False, (5, 5)), (True, (9, 7))],
+    ids=["kept", "recomputed"],
 )
 def test_a_block_needs_two_gathers_and_two_scatters_in_each_direction(
     recompute, in_backward

@@ -24,7 +24,7 @@ from their_models import (
 from tinyblock import Block, Transformer
 
 LINEAR_THEN_FULL = ["linear_attention", "full_attention"]
-SIZES = {
+LINEAR_SIZES = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
@@ -32,7 +32,7 @@ SIZES = {
     "layer_types": LINEAR_THEN_FULL,
 }
 CENTERED = r"layernorm|[qk]_norm|^norm"
-NAMES = {
+GATED_NAMES = {
     "linear_attn": "attn",
     "out_proj": "output_proj",
     "conv1d": "conv",
@@ -85,29 +85,29 @@ def split_qwen3_5(state):
         state[f"{name}{part}_proj.weight"] = weight
 
 
-def test_qwen3_next():
+def test_equals_qwen3_next():
     theirs = their_model(
-        "qwen3_next", 2, num_experts=0, rope_parameters=HALF_ROTATES, **SIZES
+        "qwen3_next", 2, num_experts=0, rope_parameters=HALF_ROTATES, **LINEAR_SIZES
     )
     require_same_model(
         our_delta_model(),
         theirs,
-        NAMES,
+        GATED_NAMES,
         split_qwen3_next,
         centered=CENTERED,
         is_padded=False,
     )
 
 
-def test_qwen3_5():
+def test_equals_qwen3_5():
     theirs = their_model(
         "qwen3_5_text",
         2,
         rope_parameters={**HALF_ROTATES, "mrope_section": [2, 1, 1]},
-        **SIZES,
+        **LINEAR_SIZES,
     )
     names = {
-        **NAMES,
+        **GATED_NAMES,
         "in_proj_a": "decay.proj",
         "in_proj_b": "rate_proj",
         "in_proj_z": "gate_proj",
@@ -122,9 +122,9 @@ def test_qwen3_5():
     )
 
 
-def test_olmo_hybrid():
+def test_equals_olmo_hybrid():
     """The delta layers have norms before the branches, the others after them."""
-    theirs = their_model("olmo_hybrid", 2, rms_norm_eps=1e-5, **SIZES)
+    theirs = their_model("olmo_hybrid", 2, rms_norm_eps=1e-5, **LINEAR_SIZES)
     ours = our_model(
         2, block=ReorderedNormBlock, attention=JointNormAttention, eps=1e-5
     )
@@ -163,7 +163,7 @@ class Unrotated(NoPositions):
     d_k = 8
 
 
-def test_kimi_linear():
+def test_equals_kimi_linear():
     theirs = their_model(
         "kimi_linear",
         2,

@@ -25,18 +25,18 @@ from windows import WindowAttention, widen
 SOFTMAX = partial(MixtureOfExperts, top_k=3, is_softmax=True, has_shared_expert=False)
 
 
-def test_qwen3_moe():
+def test_equals_qwen3_moe():
     theirs = their_model("qwen3_moe", **EXPERTS)
     ours = our_model(qk_norm=True, ffn=SOFTMAX)
     require_same_model(ours, theirs, convert=split_experts)
 
 
-def test_mixtral():
+def test_equals_mixtral():
     theirs = their_model("mixtral", sliding_window=None, **EXPERTS)
     require_same_model(our_model(ffn=SOFTMAX), theirs, convert=split_experts)
 
 
-def test_minimax_m2():
+def test_equals_minimax_m2():
     theirs = their_model("minimax_m2", rope_parameters=HALF_ROTATES, **EXPERTS)
     ours = our_model(
         attention=JointNormAttention,
@@ -46,7 +46,7 @@ def test_minimax_m2():
     require_same_model(ours, theirs, JOINT_NORM_NAMES, split_experts)
 
 
-def test_hy_v3():
+def test_equals_hy_v3():
     theirs = their_model(
         "hy_v3",
         mlp_layer_types=["sparse"],
@@ -58,7 +58,7 @@ def test_hy_v3():
     require_same_model(ours, theirs, convert=split_experts)
 
 
-def test_glm4_moe():
+def test_equals_glm4_moe():
     theirs = their_model(
         "glm4_moe",
         use_qk_norm=True,
@@ -76,7 +76,7 @@ def test_glm4_moe():
     require_same_model(ours, theirs, convert=split_experts)
 
 
-def test_mellum():
+def test_equals_mellum():
     theirs = their_model(
         "mellum",
         2,
@@ -91,7 +91,7 @@ def test_mellum():
     require_same_model(ours, theirs, convert=split_experts)
 
 
-def test_exaone_moe():
+def test_equals_exaone_moe():
     theirs = their_model(
         "exaone_moe",
         2,

@@ -28,7 +28,7 @@ STREAMS = {
 }
 
 
-def test_deepseek_v4():
+def test_equals_deepseek_v4():
     """Their layers call our attention and feed-forward: only the streams are compared."""
     theirs = their_model("deepseek_v4", 3)
     for name, weight in theirs.named_parameters():
@@ -54,7 +54,7 @@ class EqualWeights(nn.Module):
         return [torch.zeros(2, 24, 4)]
 
 
-def test_glm5_next():
+def test_equals_glm5_next():
     theirs = their_model(
         "glm5_next_text",
         2,
@@ -82,7 +82,7 @@ def test_glm5_next():
 
 def test_streams_are_neither_amplified_nor_lost():
     matrix = doubly_stochastic(torch.randn(5, 4, 4))
-    assert (matrix > 0).all()
+    assert matrix.min().item() > 0, "each stream takes a part of each stream"
     ones = torch.ones(5, 4)
     torch.testing.assert_close(matrix.sum(-2), ones, atol=1e-5, rtol=0)
     torch.testing.assert_close(matrix.sum(-1), ones, atol=1e-3, rtol=0)
@@ -99,4 +99,4 @@ def test_autocast_does_not_lower_the_weights_of_streams():
     x = torch.randn(4, 5, 8)
     with torch.autocast("cpu", torch.bfloat16):
         (weights,) = weigh(x)
-    assert torch.equal(weights, weigh(x)[0])
+    torch.testing.assert_close(weights, weigh(x)[0], rtol=0, atol=0)

@@ -18,7 +18,7 @@ from their_models import (
 
 from tinyblock import RotaryPositionalEmbedding, Transformer
 
-SIZES = {
+LATENT_SIZES = {
     "q_lora_rank": 40,
     "kv_lora_rank": 24,
     "qk_nope_head_dim": 16,
@@ -35,7 +35,7 @@ SIZES = {
     "index_topk": 5,
     **EXPERTS,
 }
-NAMES = {
+DEEPSEEK_NAMES = {
     **LATENT_NAMES,
     "indexer.wq_b": "indexer.q_proj",
     "indexer.wk": "indexer.k_proj",
@@ -66,28 +66,28 @@ def our_model(attention, **experts):
     )
 
 
-def test_deepseek_v2():
-    theirs = their_model("deepseek_v2", topk_method="greedy", **SIZES)
+def test_equals_deepseek_v2():
+    theirs = their_model("deepseek_v2", topk_method="greedy", **LATENT_SIZES)
     ours = our_model(LATENT, is_softmax=True, is_normalized=False)
-    require_same_model(ours, theirs, NAMES, split_experts)
+    require_same_model(ours, theirs, DEEPSEEK_NAMES, split_experts)
 
 
-def test_deepseek_v3():
-    theirs = their_model("deepseek_v3", **SIZES)
-    require_same_model(our_model(LATENT), theirs, NAMES, split_experts)
+def test_equals_deepseek_v3():
+    theirs = their_model("deepseek_v3", **LATENT_SIZES)
+    require_same_model(our_model(LATENT), theirs, DEEPSEEK_NAMES, split_experts)
 
 
-def test_deepseek_v32():
-    theirs = their_model("deepseek_v32", **SIZES)
+def test_equals_deepseek_v32():
+    theirs = their_model("deepseek_v32", **LATENT_SIZES)
     ours = our_model(SPARSE)
     # Its indexer pairs other components than its attention does.
     ours.layers[0].attn.indexer.rope = PartialRope(Halves(1e4, 8, 128))
-    require_same_model(ours, theirs, NAMES, split_experts)
+    require_same_model(ours, theirs, DEEPSEEK_NAMES, split_experts)
 
 
-def test_glm_moe_dsa():
-    theirs = their_model("glm_moe_dsa", **SIZES)
-    require_same_model(our_model(SPARSE), theirs, NAMES, split_experts)
+def test_equals_glm_moe_dsa():
+    theirs = their_model("glm_moe_dsa", **LATENT_SIZES)
+    require_same_model(our_model(SPARSE), theirs, DEEPSEEK_NAMES, split_experts)
 
 
 def test_autocast_does_not_lower_the_scores_of_the_indexer():

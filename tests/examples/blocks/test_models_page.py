@@ -58,7 +58,7 @@ def test_a_test_compares_each_row():
         source = path.read_text()
         for function in re.split(r"^def ", source, flags=re.MULTILINE):
             if "require_same_model(" in function or "require_same_layer(" in function:
-                tests.add(function.partition("(")[0].removeprefix("test_"))
+                tests.add(function.partition("(")[0].removeprefix("test_equals_"))
     assert rows(PAGE) == tests
 
 

@@ -11,7 +11,7 @@ from tinyblock import FeedForward
 SQUARED = partial(FeedForward, activation=squared_relu)
 
 
-def test_nanochat():
+def test_equals_nanochat():
     theirs = their_model("nanochat")
     rope = Halves(1e4, 16, 128)
     rope.cos_sin[..., 1] *= -1  # nanochat rotates in the other direction
@@ -25,13 +25,13 @@ def test_nanochat():
     require_same_model(ours, theirs, {"mlp.fc1": "ffn.w1", "mlp.fc2": "ffn.w2"})
 
 
-def test_olmo():
+def test_equals_olmo():
     theirs = their_model("olmo", clip_qkv=None)
     ours = our_model(norm=layer_norm_without_gain, eps=1e-5)
     require_same_model(ours, theirs)
 
 
-def test_arcee():
+def test_equals_arcee():
     theirs = their_model("arcee")
     names = {"mlp.up_proj": "ffn.w1", "mlp.down_proj": "ffn.w2"}
     require_same_model(our_model(ffn=SQUARED), theirs, names)

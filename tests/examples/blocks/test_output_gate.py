@@ -25,7 +25,7 @@ class GatedWindow(WindowAttention, GatedAttention):
     pass
 
 
-def test_laguna():
+def test_equals_laguna():
     theirs = their_model(
         "laguna",
         2,
@@ -49,7 +49,7 @@ def test_laguna():
     require_same_model(ours, theirs, {"g_proj": "gate_proj"}, split_experts)
 
 
-def test_step3p7():
+def test_equals_step3p7():
     theirs = their_model(
         transformers.models.step3p7.modeling_step3p7.Step3p7TextModel,
         2,
@@ -67,7 +67,7 @@ def test_step3p7():
     require_same_model(ours, theirs, {"g_proj": "gate_proj"}, centered="norm")
 
 
-def test_lfm3():
+def test_equals_lfm3():
     theirs = their_model(
         "lfm3",
         3,

@@ -17,12 +17,12 @@ COHERE = {
 }
 
 
-def test_cohere():
+def test_equals_cohere():
     theirs = their_model("cohere", layer_norm_eps=1e-6)
     require_same_model(our_model(**COHERE), theirs)
 
 
-def test_cohere2():
+def test_equals_cohere2():
     theirs = their_model(
         "cohere2",
         2,

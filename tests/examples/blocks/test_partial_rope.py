@@ -23,7 +23,7 @@ def split_projections(state):
                 state[name.replace("mlp.gate_up_proj", f"ffn.{part}")] = weight
 
 
-def test_phi3():
+def test_equals_phi3():
     theirs = their_model("phi3", rope_parameters=HALF_ROTATES)
     ours = our_model(rope=PartialRope(Halves(1e4, 8, 128)))
     require_same_model(ours, theirs, convert=split_projections)

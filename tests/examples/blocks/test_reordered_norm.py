@@ -22,13 +22,13 @@ class JointNormWindow(WindowAttention, JointNormAttention):
     pass
 
 
-def test_olmo2():
+def test_equals_olmo2():
     theirs = their_model("olmo2")
     ours = our_model(block=ReorderedNormBlock, attention=JointNormAttention)
     require_same_model(ours, theirs, JOINT)
 
 
-def test_olmo3():
+def test_equals_olmo3():
     theirs = their_model(
         "olmo3",
         2,
@@ -41,7 +41,7 @@ def test_olmo3():
     require_same_model(ours, theirs, JOINT)
 
 
-def test_exaone4():
+def test_equals_exaone4():
     theirs = their_model("exaone4", 2, sliding_window=8, layer_types=WINDOW_THEN_FULL)
     ours = our_model(
         2, block=ReorderedNormBlock, attention=WindowAttention, window=8, qk_norm=True

@@ -24,7 +24,7 @@ class GatedWindow(WindowAttention, GatedAttention):
     pass
 
 
-def test_granite():
+def test_equals_granite():
     theirs = their_model(
         "granite", 2, residual_multiplier=0.22, attention_multiplier=0.25
     )
@@ -32,7 +32,7 @@ def test_granite():
     require_same_model(ours, theirs)
 
 
-def test_beam():
+def test_equals_beam():
     theirs = their_model(
         "beam",
         2,
@@ -66,7 +66,7 @@ class InputScaledNorm(nn.Module):
         return F.rms_norm(x * self.weight, (64,), eps=1e-6)
 
 
-def test_muse_spark():
+def test_equals_muse_spark():
     """Their layers call our attention and feed-forward: only the rest is compared."""
     theirs = their_model(
         "muse_spark_text",

@@ -58,7 +58,7 @@ def split_gate_and_up(state):
             state[name.replace("mlp.gate_up_proj", "ffn.w3")] = w3
 
 
-def test_gemma2():
+def test_equals_gemma2():
     theirs = their_model(
         "gemma2",
         2,
@@ -79,7 +79,7 @@ def test_gemma2():
     require_same_model(ours, theirs, SANDWICH_NAMES, centered="norm")
 
 
-def test_gemma3():
+def test_equals_gemma3():
     theirs = their_model(
         "gemma3_text",
         2,
@@ -100,14 +100,14 @@ def test_gemma3():
     require_same_model(ours, theirs, SANDWICH_NAMES, centered="norm")
 
 
-def test_glm4():
+def test_equals_glm4():
     theirs = their_model("glm4", rope_parameters=HALF_ROTATES)
     rope = PartialRope(RotaryPositionalEmbedding(1e4, 8, 128))
     ours = our_model(block=SandwichBlock, rope=rope)
     require_same_model(ours, theirs, GLM, split_gate_and_up)
 
 
-def test_kolibri1():
+def test_equals_kolibri1():
     theirs = their_model(
         "kolibri1", 2, sliding_window=8, layer_types=WINDOW_THEN_FULL, **EXPERTS
     )
@@ -125,7 +125,7 @@ def test_kolibri1():
     require_same_model(ours, theirs, GLM, split_experts)
 
 
-def test_afmoe():
+def test_equals_afmoe():
     theirs = their_model(
         "afmoe",
         2,

@@ -27,7 +27,7 @@ class SinkWindow(WindowAttention, SinkAttention):
     pass
 
 
-def test_gpt_oss():
+def test_equals_gpt_oss():
     """Compare attention: the experts of gpt-oss have biases, and are clamped."""
     theirs = their_model(
         "gpt_oss", sliding_window=8, layer_types=["sliding_attention"], **EXPERTS
@@ -46,7 +46,7 @@ def test_a_window_that_would_hide_the_sink_raises():
             pass
 
 
-def test_flint():
+def test_equals_flint():
     theirs = their_model(
         "flint",
         2,
@@ -66,7 +66,7 @@ def test_flint():
     require_same_model(ours, theirs, convert=split_experts)
 
 
-def test_granite_swa():
+def test_equals_granite_swa():
     theirs = their_model(
         "granite_swa",
         2,
@@ -83,7 +83,7 @@ def test_granite_swa():
     require_same_model(ours, theirs)
 
 
-def test_mimo_v2_flash():
+def test_equals_mimo_v2_flash():
     theirs = their_model(
         "mimo_v2_flash",
         v_head_dim=16,

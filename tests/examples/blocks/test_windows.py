@@ -6,13 +6,13 @@ from their_models import WINDOW_THEN_FULL, our_model, require_same_model, their_
 from windows import WindowAttention, widen
 
 
-def test_mistral():
+def test_equals_mistral():
     theirs = their_model("mistral", sliding_window=8)
     ours = our_model(attention=WindowAttention, window=8)
     require_same_model(ours, theirs)
 
 
-def test_ministral():
+def test_equals_ministral():
     theirs = their_model("ministral", 2, sliding_window=8, layer_types=WINDOW_THEN_FULL)
     ours = our_model(2, attention=WindowAttention, window=8)
     widen(ours, every=2)
