@@ -187,12 +187,24 @@ def test_rest_of_each_round_is_what_the_rows_leave():
     assert Times([6.0], taken, {}).rest(rows) == [1.0]
 
 
+def test_time_of_a_part_is_the_median_of_its_rounds():
+    times = [(1.0, 0.5), (4.0, 3.0), (2.0, 1.0)]
+    taken = [{"up": PartTime(total, forward)} for total, forward in times]
+    row = Row("up")
+    Times([], taken, {}).set_on(row)
+    assert (row.total_s, row.forward_s) == (2.0, 1.0)
+    # A fifth of the way up is 0.4 of the way from 1 to 2.
+    assert row.p20_s == pytest.approx(1.4)
+    assert row.varies == pytest.approx((3.2 - 1.4) / 2)
+
+
 def test_parts_add_up_to_the_total(step):
     assert part(step, "rest").total_s == 0
     assert sum(row.total_s for row in step.rows) == step.whole.total_s == 19
 
 
 def test_summary(step):
+    assert step.tokens == 10
     text = report(step)
     assert "Time: 19.0 s (p20 to p80: 19.0 s to 19.0 s), 526 m tokens/s, " in text
     assert "matmul 50.0 FLOP/s, memory copy 100 B/s, " in text
