@@ -334,6 +334,20 @@ def test_release_of_the_graph_is_in_the_rest_and_in_no_part(mode, profile_of):
     assert max(taken.values()) < 0.04
 
 
+def test_total_of_a_compiled_model_is_its_own_time(profile_of, monkeypatch):
+    def compiled(model, dynamic):
+        def run(x):
+            time.sleep(0.02)
+            return model(x)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    measured = profile_of(nn.Linear(4, 4), (2, 5, 4), "forward", compile=True)
+    assert measured.whole.total_s > 0.02
+    assert part(measured, "sums").total_s < 0.02
+
+
 @pytest.mark.parametrize(
     ("mode", "parts", "expected"),
     [
