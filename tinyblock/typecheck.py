@@ -44,6 +44,7 @@ import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from textwrap import indent
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -230,33 +231,34 @@ def _remember(
 #   {parameters} is (self, x), {passed} is self, x,
 #   {sizes} is $size_0 = self.size,
 #   {signature} is (x.__class__, x.dtype, x.shape) if ..., f"{$size_0}",
-#   {compared} is x, $size_0.
+#   {compared} is x, $size_0, $result.
 _WRAPPER = """\
 def $bind({names}):
     def $wrapper{parameters}:
         __tracebackhide__ = True
         {sizes}
         if $is_dynamo_compiling():
-            {traced}
-        $signature = ({signature}
+{traced}
+        $signature = (
+{signature}
         )
         return $call($signature, {passed})
     return $wrapper
 """
 _TRACED = """\
 from torch._dynamo.comptime import comptime as $comptime
-            $comptime($compare_arguments)  # the compiler calls it while it traces
-            if $misfit() is not None:
-                raise $TypeCheckError($misfit())
-            $result = $function({passed})
-            if not $is_dynamo_compiling():  # after a graph break in the function
-                $check_result($result, {passed})
-                return $result
-            $comptime($compare_result)
-            if $misfit() is not None:
-                raise $TypeCheckError($misfit())
-            ({compared})  # otherwise, a graph break would remove these names
-            return $result"""
+$comptime($compare_arguments)  # the compiler calls it while it traces
+if $misfit() is not None:
+    raise $TypeCheckError($misfit())
+$result = $function({passed})
+if not $is_dynamo_compiling():  # after a graph break in the function
+    $check_result($result, {passed})
+    return $result
+$comptime($compare_result)
+if $misfit() is not None:
+    raise $TypeCheckError($misfit())
+({compared})  # otherwise, a graph break would remove these names
+return $result"""
 _PASSED = {
     inspect.Parameter.POSITIONAL_ONLY: "{0}",
     inspect.Parameter.POSITIONAL_OR_KEYWORD: "{0}",
@@ -273,7 +275,10 @@ def _written(
     call: Callable[..., Any],
     check_result: Callable[..., None],
 ) -> Any:
-    """Return the wrapper, which in eager mode passes a signature to `call`."""
+    """Return the wrapper, which in eager mode passes a signature to `call`.
+
+    A signature with None is incomplete, so that the call is always checked.
+    """
     parameters = inspect.signature(function).parameters.values()
     passed = ", ".join(_PASSED[p.kind].format(p.name) for p in parameters)
     in_braces = _in_braces(hints.values())
@@ -281,24 +286,8 @@ def _written(
     while re.search(rf"\b{mark}", f"{passed} {in_braces}"):
         mark += "_"
     sizes = {f"{mark}size_{i}": text for i, text in enumerate(in_braces)}
-
-    items = []
-    for p in parameters:
-        item = (
-            f"({p.name}.__class__, {p.name}.dtype, {p.name}.shape) "
-            f"if $isinstance({p.name}, $Tensor) else $describe({p.name})"
-        )
-        if p.default is None:  # mostly, such an argument is not passed
-            item = f"{p.name} is None or ({item})"
-        if p.name in unknown or hints.get(p.name, Any) is not Any:
-            items.append(item)
+    items = _signature_items(function, hints, unknown)
     items += [f'f"{{{size}}}"' for size in sizes]
-    # A signature with None is incomplete: braces may be unknown, and another tensor may
-    # look like one that is a default.
-    annotations = [f"{function.__annotations__[name]}" for name in unknown]
-    tensors = [p.name for p in parameters if isinstance(p.default, Tensor)]
-    if tensors or any("{" in annotation for annotation in annotations):
-        items.append("None")
 
     compared = _compared(function, hints)
     # What the comparisons read -> its name in the wrapper.
@@ -324,8 +313,11 @@ def _written(
         names=", ".join(f"${name}" for name in names),
         parameters=inspect.Signature([_without_values(p) for p in parameters]),
         sizes="; ".join(f"{size} = {text}" for size, text in sizes.items()),
-        traced=traced.format(passed=passed, compared=", ".join(with_result.values())),
-        signature="".join(f"\n            {item}," for item in items),
+        traced=indent(
+            traced.format(passed=passed, compared=", ".join(with_result.values())),
+            " " * 12,
+        ),
+        signature="\n".join(f"            {item}," for item in items),
         passed=passed,
     ).replace("$", mark)
     file = f"<wrapper of {function.__module__}.{function.__qualname__}>"
@@ -337,6 +329,27 @@ def _written(
     wrapper.__kwdefaults__ = inspect.unwrap(function).__kwdefaults__
     wrapper.__qualname__ = function.__qualname__  # Python's errors show it
     return wrapper
+
+
+def _signature_items(
+    function: Any, hints: dict[str, Any], unknown: list[str]
+) -> list[str]:
+    """Return the code of each item of a signature, except the sizes in braces."""
+    items = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        item = (
+            f"({name}.__class__, {name}.dtype, {name}.shape) "
+            f"if $isinstance({name}, $Tensor) else $describe({name})"
+        )
+        if parameter.default is None:  # mostly, such an argument is not passed
+            item = f"{name} is None or ({item})"
+        if name in unknown or hints.get(name, Any) is not Any:
+            items.append(item)
+        if isinstance(parameter.default, Tensor):  # others may look like this one
+            items.append("None")
+    if any("{" in f"{function.__annotations__[name]}" for name in unknown):
+        items.append("None")  # these braces are not in the signature
+    return items
 
 
 def _without_values(parameter: inspect.Parameter) -> inspect.Parameter:
