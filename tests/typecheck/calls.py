@@ -36,7 +36,7 @@ def rotate(
 
 @typecheck
 def mask_out(
-    x: Float[Tensor, "query key"], mask: Bool[Tensor, "#query key"] | None = None
+    x: Float[Tensor, "query key"], mask: Bool[Tensor, "#query key"] | None
 ) -> Float[Tensor, "query key"]:
     return x if mask is None else x * mask.sum()
 
