@@ -202,6 +202,9 @@ CASES = {
         "mask",
     ),
     "None": Case(mask_out, (ones(4, 3), None), (ones(4, 3), ones(4, 3)), "mask"),
+    "neither tensor nor None": Case(
+        mask_out, (ones(4, 3), None), (ones(4, 3), 3), "mask"
+    ),
     "*# twice": Case(both, (ones(4, 1), ones(3)), (ones(4, 1), ones(2, 3)), "'y'"),
     "*# three times": Case(
         three, (ones(1), ones(3), ones(3)), (ones(1), ones(3), ones(2)), "'z'"
