@@ -147,6 +147,13 @@ def test_model_may_change_its_input(mode, profile_of):
     assert [row.name for row in measured.rows] == ["sums", "rest"]
 
 
+def test_steps_leave_the_weights_as_they_are(profile_of):
+    model = nn.Linear(8, 8)
+    weight = model.weight.detach().clone()
+    profile_of(model, SHAPE, "step")
+    assert torch.equal(model.weight, weight)
+
+
 def test_sparse_gradients_have_the_bytes_of_their_values(profile_of):
     class Embeds(nn.Module):
         def __init__(self):
