@@ -574,7 +574,7 @@ RATES = Rates({"float32": 100.0}, 10.0, 1.0)  # FLOPs, bytes, and calls per seco
 LIMITS: dict[str, dict[str, Any]] = {
     "compute": {"flops": {"float32": 500}},
     "memory": {"moved_bytes": 50},
-    "overhead": {"operations": [Operation("add", 5, 9.0, 1)]},
+    "overhead": {"operations": [Operation("add", 5, 9.0, 1), Operation("view", 3)]},
     "Python": {"operations": [Operation("add", 1, 5.0)]},
     "traffic": {"operations": [Operation("add", 1, 9.0, moved_bytes=50)]},
     "kernel": {
