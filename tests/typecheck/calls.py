@@ -186,6 +186,12 @@ CASES = {
     "number of axes of *batch": Case(
         dot, (ones(2, 4, 5), ones(2, 4, 5)), (ones(2, 4, 5), ones(4, 5)), "'k'"
     ),
+    "one axis more of *batch": Case(
+        dot, (ones(4, 5), ones(4, 5)), (ones(4, 5), ones(1, 4, 5)), "'k'"
+    ),
+    "one axis less of *batch": Case(
+        dot, (ones(4, 5), ones(4, 5)), (ones(1, 4, 5), ones(4, 5)), "'k'"
+    ),
     "*#batch": Case(
         rotate, (ones(2, 4, 6), ones(1, 4, 3)), (ones(2, 4, 6), ones(3, 4, 3)), "angles"
     ),
