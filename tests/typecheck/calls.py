@@ -108,6 +108,21 @@ def some(x: Float[Tensor, " n"], count: int) -> tuple[Float[Tensor, " n"], ...]:
     return (x,) * count
 
 
+ONE = torch.ones(1)
+
+
+@typecheck
+def with_default_tensor(
+    x: Float[Tensor, " n"], scale: Float[Tensor, " n"] = ONE
+) -> Tensor:
+    return x * scale
+
+
+@typecheck
+def with_more(x: Float[Tensor, " n"], *others: Float[Tensor, " n"]) -> Tensor:
+    return x + sum(others)
+
+
 @typecheck
 def either(
     x: Float[Tensor, "n 3"] | Float[Tensor, "3 n"], y: Float[Tensor, " 2*n"]
@@ -252,7 +267,10 @@ CASES = {
 # Right calls whose annotations the comparisons of compiled code leave to eager mode.
 LEFT_OUT = {
     "tuple of any length": (some, ones(3), 3),
-    "union of which both fit": (either, ones(2, 3), ones(4)),
+    "union of which the first fits": (either, ones(2, 3), ones(4)),
+    "union of which the second fits": (either, ones(3, 2), ones(4)),
     "array of numpy": (from_numpy, np.ones(3, dtype=np.float32)),
     "default that does not fit": (with_wrong_default, ones(3)),
+    "default tensor that does not fit": (with_default_tensor, ones(3)),
+    "any number of arguments": (with_more, ones(3), ones(3), ones(3)),
 }

@@ -109,9 +109,11 @@ def test_compiled_layers_raise_where_torch_would_broadcast(case):
         call(compiled, case.wrong)
 
 
-def test_the_message_names_function_argument_expected_sizes_and_what_it_got():
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_the_message_names_function_argument_expected_sizes_and_what_it_got(dynamic):
+    compiled = torch.compile(dot, backend="eager", fullgraph=True, dynamic=dynamic)
     with pytest.raises(RuntimeError) as caught:
-        torch.compile(dot, backend="eager", fullgraph=True)(ones(2, 5), ones(4, 1))
+        compiled(ones(2, 5), ones(4, 1))
     assert (
         "parameter 'k' of typecheck.calls.dot must be Float[Tensor, '*batch key d_k'] "
         "where query=2, d_k=5, *batch=[], key=4, got float32[4,1]"
