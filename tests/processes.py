@@ -38,15 +38,16 @@ def _run_once(command, processes, hash_seeds):
         "WORLD_SIZE": str(processes),
     }
     with tempfile.TemporaryFile("w+") as output:
-        interpreters = [
-            subprocess.Popen(
+        interpreters = []
+        for first, seed in enumerate(hash_seeds):
+            environment["PYTHONHASHSEED"] = str(seed)
+            interpreter = subprocess.Popen(
                 [sys.executable, __file__, str(first), str(len(hash_seeds)), *command],
-                env=environment | {"PYTHONHASHSEED": str(seed)},
+                env=environment,
                 stdout=output,
                 stderr=output,
             )
-            for first, seed in enumerate(hash_seeds)
-        ]
+            interpreters.append(interpreter)
         codes = [interpreter.wait() for interpreter in interpreters]
         output.seek(0)
         return any(codes), output.read()

@@ -292,7 +292,8 @@ def _written(
     compared = _compared(function, hints)
     # What the comparisons read -> its name in the wrapper.
     variables = {name: name for name in compared if name != "return"}
-    variables |= {f"{{{text}}}": size for size, text in sizes.items()}
+    for size, text in sizes.items():
+        variables["{" + text + "}"] = size
     with_result = variables | {"return": f"{mark}result"}
     in_eager_mode = (call, check_result, _untraced, _describe)
     names = {
@@ -555,7 +556,7 @@ vars(_last_misfit)["_dynamo_marked_constant"] = True
 
 @dataclass(frozen=True)
 class _Other:
-    """A value of which the compiler knows only the type."""
+    """A value whose type is all that the compiler knows."""
 
     kind: type
 
@@ -637,7 +638,7 @@ def _misfit(function: Any, hints: dict[str, Any], values: dict[str, Any]) -> str
 def _fits(hint: Any, value: Any, axes: dict[str, Any]) -> bool:
     """Return whether a value fits, and True for what these comparisons do not cover.
 
-    `axes` has the sizes of the names so far, and gets those of this value.
+    `axes` has the sizes of the names so far, and gets this value's sizes.
     """
     items = get_args(hint)
     if get_origin(hint) is tuple and Ellipsis not in items:
