@@ -823,7 +823,7 @@ def test_rest_varies_in_percent_of_the_total(profile, monkeypatch):
 
 
 def rest_of(varies):
-    """Return the rest of 10 s, of which a part takes 8.766 s."""
+    """Return what a part of 8.766 s leaves of 10 s."""
     rows = [Row("up", total_s=8.766)]
     whole = Row("total", total_s=10.0)
     [rest] = left_over(rows, whole, Recording([], 0), varies)

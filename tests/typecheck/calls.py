@@ -267,8 +267,8 @@ CASES = {
 # Right calls whose annotations the comparisons of compiled code leave to eager mode.
 LEFT_OUT = {
     "tuple of any length": (some, ones(3), 3),
-    "union of which the first fits": (either, ones(2, 3), ones(4)),
-    "union of which the second fits": (either, ones(3, 2), ones(4)),
+    "union whose first member fits": (either, ones(2, 3), ones(4)),
+    "union whose second member fits": (either, ones(3, 2), ones(4)),
     "array of numpy": (from_numpy, np.ones(3, dtype=np.float32)),
     "default that does not fit": (with_wrong_default, ones(3)),
     "default tensor that does not fit": (with_default_tensor, ones(3)),
