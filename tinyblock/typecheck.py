@@ -248,16 +248,16 @@ def $bind({names}):
 _TRACED = """\
 from torch._dynamo.comptime import comptime as $comptime
 $comptime($compare_arguments)  # the compiler calls it while it traces
-if $misfit() is not None:
+if $misfit():
     raise $TypeCheckError($misfit())
 $result = $function({passed})
 if not $is_dynamo_compiling():  # after a graph break in the function
+    ({compared})  # a graph break removes the names that are not used after it
     $check_result($result, {passed})
     return $result
 $comptime($compare_result)
-if $misfit() is not None:
+if $misfit():
     raise $TypeCheckError($misfit())
-({compared})  # otherwise, a graph break would remove these names
 return $result"""
 _PASSED = {
     inspect.Parameter.POSITIONAL_ONLY: "{0}",
@@ -565,10 +565,12 @@ def _seen(variable: Any) -> Any:
     """Return what the compiler knows of a variable, such as a tensor without values."""
     kind = object
     with contextlib.suppress(NotImplementedError):  # it may know nothing
+        kind = variable.python_type()
+        if issubclass(kind, Tensor):
+            return variable.as_fake()
         if variable.is_python_constant():
             return variable.as_python_constant()
-        kind = variable.python_type()
-        if issubclass(kind, Tensor) or kind is int:
+        if kind is int:
             return variable.as_fake()
         if issubclass(kind, tuple):
             return _values(variable.as_proxy())
@@ -671,6 +673,7 @@ def _may_be_tensor(hint: Any) -> bool:
     )
 
 
+@functools.cache
 def _without_sizes(array: Any) -> Any:
     """Return the annotation with the same dtype and number of axes, for any sizes."""
     axes = ["_"] * len(array.dims)
