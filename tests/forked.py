@@ -54,9 +54,9 @@ def _become_pytest(arguments, folder, without, output):
         os.chdir(folder)
         gc.freeze()  # pytest collects garbage at its end
         warnings.resetwarnings()
-        # The layers are imported anew, and a solution may have a package of this name.
+        # The layers are imported anew, and a project may have modules of these names.
         for name in list(sys.modules):
-            if name.partition(".")[0] in ("tinyblock", "tests"):
+            if name.partition(".")[0] in ("tinyblock", "tests", "typecheck"):
                 del sys.modules[name]
         if without:
             sys.modules[without] = None  # type: ignore[assignment]  # as Python documents it

@@ -264,6 +264,26 @@ CASES = {
     "argument that is no tensor": Case(dot, (ones(2, 5),) * 2, (ones(2, 5), 3), "'k'"),
 }
 
+# Cases that differ in what the compiler traces before it finds the wrong value.
+KINDS = [
+    "named axis",
+    "fixed axis",
+    "*batch",
+    "*#batch",
+    "expression",
+    "#axis",
+    "None",
+    "union of arrays",
+    "union with a number",
+    "braces",
+    "method",
+    "dtype",
+    "nested layer",
+    "result",
+    "tuple of results",
+    "names of the wrapper",
+]
+
 # Right calls whose annotations the comparisons of compiled code leave to eager mode.
 LEFT_OUT = {
     "tuple of any length": (some, ones(3), 3),

@@ -12,7 +12,7 @@ from tinyblock.typecheck import typecheck
 USERS_MODULE = Path(__file__).with_name("users_module.py")
 
 
-@pytest.fixture(params=["annotations", "postponed annotations"])
+@pytest.fixture(scope="module", params=["annotations", "postponed annotations"])
 def module(request):
     """A copy of users_module.py, checked; also as if it imported annotations from __future__."""
     postponed = request.param == "postponed annotations"

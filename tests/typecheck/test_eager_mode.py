@@ -1,5 +1,6 @@
 """typecheck in eager mode: wrong calls raise, also after a right call."""
 
+import inspect
 import sys
 from typing import Any, NamedTuple, Self
 
@@ -202,16 +203,22 @@ def checks(monkeypatch):
     return done
 
 
+@pytest.fixture
+def remembered(module):
+    """A function of which typecheck has seen no call."""
+    return typecheck(inspect.unwrap(module.remembered))
+
+
 @pytest.mark.parametrize(
     "value", [1, 1.0, True, "1", int, torch.float32, torch.device("cpu"), None]
 )
-def test_a_known_signature_is_not_checked_again(value, checks, module):
+def test_a_known_signature_is_not_checked_again(value, checks, remembered):
     for _ in range(3):
-        module.remembered(w, value=value, ignored=[])
+        remembered(w, value=value, ignored=[])
     assert len(checks) == 2  # the arguments and the result
 
 
-def test_a_bounded_number_of_signatures_is_remembered(checks, module):
+def test_a_bounded_number_of_signatures_is_remembered(checks, remembered):
     for length in (*range(1000), *range(1100), 0):
-        module.remembered(ones(length))
+        remembered(ones(length))
     assert len(checks) == 2 * 1101  # no length is new in the second thousand

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import runpy
 import sys
 import types
 import warnings
@@ -18,6 +19,7 @@ from typecheck.conftest import USERS_MODULE
 import tinyblock
 from tinyblock.typecheck import typecheck
 
+FILE = Path(tinyblock.__path__[0], "typecheck.py")
 wrong: "torch.Tensor | str" = "no tensor"  # for mypy, of any type
 
 
@@ -74,9 +76,8 @@ def test_a_right_call_of_a_method_whose_class_names_itself():
 
 
 def test_under_python_o_functions_stay_unchecked_with_one_warning(module):
-    file = Path(tinyblock.__path__[0], "typecheck.py")
     optimized = types.ModuleType("optimized")
-    code = compile(file.read_text(), file, "exec", optimize=1)  # as python -O
+    code = compile(FILE.read_text(), FILE, "exec", optimize=1)  # as python -O
     exec(code, vars(optimized))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
@@ -85,6 +86,15 @@ def test_under_python_o_functions_stay_unchecked_with_one_warning(module):
     assert [str(each.message) for each in caught] == [
         "python -O turns all shape checks off"
     ]
+
+
+def test_jaxtyping_disable_leaves_functions_unwrapped_and_needs_no_beartype(
+    monkeypatch,
+):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    monkeypatch.setitem(sys.modules, "beartype", None)
+    file = runpy.run_path(str(FILE))
+    assert file["typecheck"](len) is len
 
 
 @pytest.mark.parametrize("mistake", ["layers", len, staticmethod(len), lambda x: x])
