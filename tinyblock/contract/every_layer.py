@@ -194,20 +194,21 @@ def test_built_on_meta(typical, device):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports
 def test_compiles_to_one_graph(typical):
-    """A graph for the first length, one for all others, and one for a single token."""
+    """One graph for a single token, and one for all other lengths."""
     from torch._dynamo.testing import CompileCounter
 
     module = typical.build(dtype=torch.float32)
     graphs = CompileCounter()
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend=graphs)
-    for length in (5, 7, 1, 4):
+    # torch takes the length for a constant in the first graph, and then for a variable.
+    for length in (1, 7, 4):
         x, inputs = typical.first(length)
         expected = module(x, **inputs).detach().double()
         name = f"compiled result for {length} tokens"
         check_close(name, compiled(x, **inputs), expected, 1e-5 * expected.norm())
     count = graphs.frame_count
-    assert count <= 3, f"torch.compile must make at most 3 graphs, got {count}"
+    assert count in (1, 2), f"torch.compile must make 1 or 2 graphs, got {count}"
 
 
 def check_same(name, actual, expected):
