@@ -1,5 +1,6 @@
 """What every test needs: one thread, equal random numbers on every run, and a clean compiler."""
 
+import gc
 import os
 import sys
 
@@ -8,6 +9,15 @@ import pytest
 
 # Before torch starts. The tensors are small, and threads would wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# What the tests import stays. It is 700,000 objects, among which each search for garbage
+# takes half a second.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
