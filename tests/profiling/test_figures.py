@@ -535,6 +535,17 @@ def test_shared_weight_counts_once(profile):
     assert measured.whole.parameters == 64
 
 
+def test_weights_that_forward_does_not_use_are_parameters_of_the_total(profile):
+    class Unused(Layer):
+        def __init__(self):
+            super().__init__()
+            self.spare = nn.Linear(4, 8, bias=False)
+
+    measured = profile(Unused)
+    assert sum(row.parameters for row in measured.rows) == 64
+    assert measured.whole.parameters == 96
+
+
 # --- The machine, and what follows ----------------------------------------------------
 
 
@@ -704,6 +715,13 @@ def test_parts_that_lose_the_most_come_first(with_row):
     assert named == ["lost 4", "lost 3", "lost 2"]
 
 
+def test_rest_is_no_part_that_loses_time(with_row):
+    _, measured = with_row()
+    rest = dataclasses.replace(measured.rows[-1], total_s=99.0)
+    text = report(dataclasses.replace(measured, rows=[measured.rows[0], rest]))
+    assert re.findall(r"^  (\w+): loses ", text, re.MULTILINE) == ["part"]
+
+
 def test_unknown_flops_mark_all_that_follows(with_row):
     row, measured = with_row(
         flops={"float32": 400}, unknown=["tests.copied"], operations=[]
@@ -791,6 +809,16 @@ def test_noise_of_rates_and_parts_is_named(profile, rates):
     assert note.startswith("NOISY: layers.*.up by ")
     assert "; close other programs" in note
     assert measured.whole.total_s == measured.took_s.median
+
+
+def test_noise_of_a_part_below_5_percent_of_the_total_is_not_named():
+    rows = [
+        Row("small", total_s=4.9, varies=0.3),
+        Row("large", total_s=5.1, varies=0.3),
+    ]
+    whole = Row("total", total_s=100.0)
+    [note] = Times([], [], {}).noise(rows, whole, rest_varies=0.0)
+    assert note.startswith("NOISY: large by 30% (")
 
 
 def test_what_varies_by_more_than_5_percent_has_two_digits(measured):
