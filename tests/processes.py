@@ -1,90 +1,71 @@
 """Start several processes as torchrun does, in less time: torch is imported once."""
 
 import gc
+import multiprocessing
 import os
 import runpy
 import socket
-import subprocess
 import sys
 import tempfile
-import traceback
+
+# Each process is a fork of a server, which imports this once.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    [
+        "torch._dynamo",  # DTensor imports it, which takes as long as importing torch
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "tinyblock",
+        "pytest",
+    ]
+)
 
 
-def run(script, *arguments, processes=2, hash_seeds=(0,)):
+def run(script, *arguments, processes=2):
     """Run a script in several processes; return whether one failed, and what all printed.
 
-    With two seeds, a set of names has another order in every other process, as it may
-    have for users. Each seed takes the seconds in which Python imports torch.
     gloo of torch 2.13 aborts a process at its end now and then, also after a plain
     all_reduce. The processes are started again in this case, and in no other.
     """
+    command = [str(script), *map(str, arguments)]
     for _ in range(4):
-        failed, printed = _run_once(
-            [str(script), *map(str, arguments)], processes, hash_seeds
-        )
+        failed, printed = _run_once(command, processes)
         if "terminate called without an active exception" not in printed:
             break
     return failed, printed
 
 
-def _run_once(command, processes, hash_seeds):
+def _run_once(command, number):
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
+        "CUDA_VISIBLE_DEVICES": "",
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(processes),
+        "WORLD_SIZE": str(number),
     }
-    with tempfile.TemporaryFile("w+") as output:
-        interpreters = []
-        for first, seed in enumerate(hash_seeds):
-            environment["PYTHONHASHSEED"] = str(seed)
-            interpreter = subprocess.Popen(
-                [sys.executable, __file__, str(first), str(len(hash_seeds)), *command],
-                env=environment,
-                stdout=output,
-                stderr=output,
+    with tempfile.NamedTemporaryFile("r") as output:
+        started = []
+        for rank in range(number):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = PROCESSES.Process(
+                target=_run_script, args=(command, own, output.name)
             )
-            interpreters.append(interpreter)
-        codes = [interpreter.wait() for interpreter in interpreters]
-        output.seek(0)
-        return any(codes), output.read()
+            process.start()
+            started.append(process)
+        for process in started:
+            process.join()
+        return any(process.exitcode for process in started), output.read()
 
 
-def _fork(first, step, command):
-    """Become the processes of these ranks, and run the script in each."""
-    import torch._dynamo  # DTensor imports it, which takes as long as importing torch
-    import torch.distributed.checkpoint.state_dict
-    import torch.distributed.fsdp  # noqa: F401
-
-    gc.freeze()  # otherwise each process looks for garbage in all that torch imported
-    children = []
-    for rank in range(first, int(os.environ["WORLD_SIZE"]), step):
-        child = os.fork()
-        if child == 0:
-            os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-            _run_script(command)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    sys.exit(any(codes))
-
-
-def _run_script(command):
+def _run_script(command, environment, output):
+    """Be one of the processes."""
+    gc.freeze()  # do not look for garbage in all that the server imported
+    with open(output, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
     sys.argv = command
-    sys.path[0] = os.path.dirname(sys.argv[0])
-    code = 1
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # Python would free first, in seconds, what torch imported
-
-
-if __name__ == "__main__":
-    _fork(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    sys.path.insert(0, os.path.dirname(command[0]))
+    runpy.run_path(command[0], run_name="__main__")

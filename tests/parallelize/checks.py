@@ -25,8 +25,8 @@ from tinyblock import (
 
 SIZES_OF_MESHES = {1: (4,), 2: (2, 2), 3: (2, 1, 2)}  # by their number of axes
 ODD = 7  # a number of tokens that the number of processes does not divide
-# Of x in most checks, because DTensor plans each operation once for each shape.
-SHAPE = (4, 2, ODD, 16)
+# Of the x of a process in most checks: DTensor plans each operation once for each shape.
+SHAPE = (2, 2, ODD, 16)
 SIZES: Any = {
     "d_model": 16,
     "num_heads": 8,
@@ -35,6 +35,8 @@ SIZES: Any = {
     "dtype": torch.float64,
 }
 transformer = partial(Transformer, num_layers=2, **SIZES, qk_norm=True, max_seq_len=16)
+# Where a second layer would show no more.
+one_layer = partial(transformer, num_layers=1)
 # It has other parts: biases, no gate and no norms of heads.
 one_block = partial(
     Block,
@@ -49,6 +51,11 @@ def mesh_of(*axes):
     return init_device_mesh("cpu", SIZES_OF_MESHES[len(axes)], mesh_dim_names=axes)
 
 
+def pairs():
+    """Return the mesh of two processes that each half of the processes has."""
+    return mesh_of("dp", "tp")["tp"]
+
+
 def seeded(build, seed=0):
     """Build a model whose gains and biases are random numbers, too."""
     torch.manual_seed(seed)
@@ -59,14 +66,26 @@ def seeded(build, seed=0):
     return model
 
 
-def tp_size(mesh):
-    return mesh["tp"].size() if "tp" in mesh.mesh_dim_names else 1
+def number_of_parts(mesh):
+    """Return into how many parts the processes split a batch."""
+    if "tp" in mesh.mesh_dim_names:
+        return mesh.size() // mesh["tp"].size()
+    return mesh.size()
+
+
+def whole_batch(mesh, shape=SHAPE):
+    """Draw x of all processes; the x of one has this shape."""
+    first, *others = shape
+    return torch.randn(number_of_parts(mesh) * first, *others, dtype=torch.float64)
 
 
 def own_part(batches, mesh):
     """Return what this process takes of the batches; ranks along tp take the same."""
-    parts = batches.chunk(dist.get_world_size() // tp_size(mesh))
-    return parts[dist.get_rank() // tp_size(mesh)]
+    for axis in mesh.mesh_dim_names:
+        if axis != "tp":
+            parts = batches.chunk(mesh[axis].size())
+            batches = parts[mesh[axis].get_local_rank()]
+    return batches
 
 
 def whole(tensor):
@@ -88,7 +107,7 @@ def assert_equal_parameters(model, reference):
 def assert_like_one_process(model, mesh, reference, shape=SHAPE):
     """Compare weights, all gradients and outputs with one process on the whole batch."""
     torch.manual_seed(1)
-    whole_x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    whole_x = whole_batch(mesh, shape).requires_grad_()
     x = own_part(whole_x.detach(), mesh).clone().requires_grad_()
     seq = shape[-2]
     positions = torch.randperm(16)[:seq]
@@ -100,47 +119,48 @@ def assert_like_one_process(model, mesh, reference, shape=SHAPE):
     assert_equal_parameters(model, reference)
     assert type(out) is torch.Tensor
     assert_close(out, own_part(expected, mesh))
-    number_of_parts = len(whole_x) // len(x)
-    assert_close(x.grad / number_of_parts, own_part(whole_x.grad, mesh))
+    assert_close(x.grad / number_of_parts(mesh), own_part(whole_x.grad, mesh))
 
 
-def assert_distributed_like_one_process(build, *axes, **options):
-    """Compare a model that each process builds from a seed of its own."""
-    mesh = mesh_of(*axes)
-    model = parallelize(seeded(build, seed=dist.get_rank()), mesh, recompute=True)
+def assert_distributed_like_one_process(build, mesh, **options):
+    """Compare a model that all processes but the first build from another seed."""
+    other_seed = sum(mesh.get_coordinate())
+    model = parallelize(seeded(build, seed=other_seed), mesh, recompute=True)
     assert_like_one_process(model, mesh, seeded(build), **options)
 
 
 def a_model_over_tp():
-    assert_distributed_like_one_process(transformer, "tp")
+    assert_distributed_like_one_process(transformer, pairs())
 
 
 def a_block_over_tp_with_one_token():
-    assert_distributed_like_one_process(one_block, "tp", shape=(4, 2, 1, 16))
+    assert_distributed_like_one_process(one_block, pairs(), shape=(2, 2, 1, 16))
 
 
 def a_block_over_dp():
-    assert_distributed_like_one_process(one_block, "dp")
+    assert_distributed_like_one_process(one_block, mesh_of("dp"))
 
 
 def a_model_over_both_axes_of_data():
-    assert_distributed_like_one_process(transformer, "dp_replicate", "dp")
+    assert_distributed_like_one_process(one_layer, mesh_of("dp_replicate", "dp"))
 
 
 def a_model_over_all_axes():
-    assert_distributed_like_one_process(transformer, "dp_replicate", "dp", "tp")
+    assert_distributed_like_one_process(
+        transformer, mesh_of("dp_replicate", "dp", "tp")
+    )
 
 
 def an_activation_that_reads_all_of_d_ff():
     softmax = partial(torch.softmax, dim=-1)
     ffn = partial(FeedForward, activation=softmax)
-    assert_distributed_like_one_process(partial(one_block, ffn=ffn), "tp")
+    assert_distributed_like_one_process(partial(one_block, ffn=ffn), pairs())
 
 
 def weights_by_way_of_meta():
-    expected = seeded(transformer)
+    expected = seeded(one_layer)
     mesh = mesh_of("dp", "tp")
-    model = parallelize(transformer(device="meta"), mesh)
+    model = parallelize(one_layer(device="meta"), mesh)
     model.to_empty(device="cpu")
     options = distributed_state.StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True
@@ -152,13 +172,15 @@ def weights_by_way_of_meta():
 
 def a_loss_over_a_part_of_the_tokens_in_each_process():
     mesh = mesh_of("dp", "tp")
-    x = torch.randn(SHAPE, dtype=torch.float64, generator=torch.manual_seed(1))
-    reference = seeded(transformer)
+    torch.manual_seed(1)
+    x = whole_batch(mesh)
+    reference = seeded(one_layer)
     reference(x).square().mean().backward()
-    model = parallelize(seeded(transformer), mesh)
+    model = parallelize(seeded(one_layer), mesh)
     out = model(own_part(x, mesh))
-    own_tokens = out.chunk(tp_size(mesh), dim=-2)[mesh["tp"].get_local_rank()]
-    mean_size = out.numel() / tp_size(mesh)
+    tp = mesh["tp"]
+    own_tokens = out.chunk(tp.size(), dim=-2)[tp.get_local_rank()]
+    mean_size = out.numel() / tp.size()
     (own_tokens.square().sum() / mean_size).backward()
     assert_equal_parameters(model, reference)
 
@@ -173,7 +195,7 @@ def different_tensors_along_tp_raise():
     other_x[1, 7, 15] += rank
     other_mask = mask.clone()
     other_mask[7, 6] = rank == 0
-    model = parallelize(transformer(max_seq_len=257), mesh)
+    model = parallelize(one_layer(max_seq_len=257), mesh)
     with pytest.raises(
         ValueError, match=r"differences .* \(2, 8, 16\).* rank along 'dp'"
     ):
@@ -190,11 +212,11 @@ def different_tensors_along_tp_raise():
 
 def x_that_processes_along_tp_round_differently_passes():
     mesh = mesh_of("dp", "tp")
-    whole_x = torch.randn(SHAPE, dtype=torch.float64, generator=torch.manual_seed(0))
-    x = own_part(whole_x, mesh)
+    torch.manual_seed(0)
+    x = own_part(whole_batch(mesh), mesh)
     one_unit_in_bfloat16 = 2.0**-8
     rounded = x * (1 + mesh["tp"].get_local_rank() * one_unit_in_bfloat16)
-    parallelize(transformer(), mesh)(rounded)
+    parallelize(one_layer(), mesh)(rounded)
 
 
 def buffers_come_from_the_first_process():
@@ -207,12 +229,12 @@ def buffers_come_from_the_first_process():
 def an_overflow_in_one_process_skips_the_step_in_all():
     """The page asks for a matrix as the first parameter of the optimizer."""
     mesh = mesh_of("dp", "tp")
-    model = parallelize(seeded(transformer), mesh)
+    model = parallelize(seeded(one_layer), mesh)
     parameters = sorted(model.parameters(), key=lambda parameter: -parameter.ndim)
     before = [whole(parameter).clone() for parameter in parameters]
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    x = own_part(torch.ones(SHAPE, dtype=torch.float64), mesh)
+    x = torch.ones(SHAPE, dtype=torch.float64)
     loss = model(x).square().mean()
     scaler.scale(loss).backward()
     if dist.get_rank() == 3:
@@ -224,15 +246,11 @@ def an_overflow_in_one_process_skips_the_step_in_all():
         assert torch.equal(whole(parameter), value)
 
 
-def train(model, optimizer, steps, mesh=None):
-    """Train on batches drawn by their step alone, and return the norms of gradients."""
+def train(model, optimizer, steps, batches):
+    """Train on the batches of these steps, and return the norms of the gradients."""
     norms = []
     for step in steps:
-        torch.manual_seed(step)
-        x = torch.randn(SHAPE, dtype=torch.float64)
-        if mesh is not None:
-            x = own_part(x, mesh)
-        model(x=x).square().mean().backward()
+        model(x=batches[step]).square().mean().backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
@@ -241,16 +259,22 @@ def train(model, optimizer, steps, mesh=None):
 
 
 def with_optimizer(model):
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def batches_of(mesh):
+    torch.manual_seed(1)
+    return [whole_batch(mesh) for _ in range(3)]
 
 
 def clipping_and_adamw_over_tp():
     """Of the gradient of a gain, each process has a part, and torch adds them up."""
-    reference, optimizer = with_optimizer(seeded(transformer))
-    expected = train(reference, optimizer, range(3))
-    mesh = mesh_of("tp")
-    model, optimizer = with_optimizer(parallelize(seeded(transformer), mesh))
-    assert_close(train(model, optimizer, range(3), mesh), expected)
+    mesh = pairs()
+    batches = batches_of(mesh)
+    reference, optimizer = with_optimizer(seeded(one_layer))
+    expected = train(reference, optimizer, range(3), batches)
+    model, optimizer = with_optimizer(parallelize(seeded(one_layer), mesh))
+    assert_close(train(model, optimizer, range(3), batches), expected)
     assert_equal_parameters(model, reference)
 
 
@@ -260,18 +284,21 @@ def state_of(model, optimizer):
 
 
 def training_resumes_on_another_mesh():
-    reference, optimizer = with_optimizer(seeded(transformer))
-    expected = train(reference, optimizer, range(3))
     mesh = mesh_of("dp", "tp")
-    model, optimizer = with_optimizer(parallelize(seeded(transformer), mesh))
-    norms = train(model, optimizer, range(2), mesh)
+    batches = batches_of(mesh)
+    reference, optimizer = with_optimizer(seeded(one_layer))
+    expected = train(reference, optimizer, range(3), batches)
+    model, optimizer = with_optimizer(parallelize(seeded(one_layer), mesh))
+    own = [own_part(batch, mesh) for batch in batches]
+    norms = train(model, optimizer, range(2), own)
     checkpoint.save(state_of(model, optimizer), checkpoint_id="checkpoint")
-    mesh = mesh_of("tp")
-    model, optimizer = with_optimizer(parallelize(transformer(), mesh))
+    mesh = mesh_of("dp")
+    model, optimizer = with_optimizer(parallelize(one_layer(), mesh))
     state = state_of(model, optimizer)
     checkpoint.load(state, checkpoint_id="checkpoint")
     distributed_state.set_state_dict(model, optimizer, **state)
-    norms += train(model, optimizer, range(2, 3), mesh)
+    own = [own_part(batch, mesh) for batch in batches]
+    norms += train(model, optimizer, range(2, 3), own)
     assert_close(norms, expected)
     assert_equal_parameters(model, reference)
 

@@ -13,6 +13,7 @@ from parallelize.checks import mesh_of, one_block, seeded, transformer
 from processes import run
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 
@@ -27,7 +28,7 @@ without_warning_of_dynamo = pytest.mark.filterwarnings(
 @pytest.fixture(scope="module")
 def four_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallelize")
-    return run(checks.__file__, folder, processes=4, hash_seeds=(0, 1))[1]
+    return run(checks.__file__, folder, processes=4)[1]
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in checks.CHECKS])
@@ -200,6 +201,30 @@ def test_a_whole_model_over_tp_compiles_to_one_graph():
     assert torch.equal(compiled(x), model(x))
 
 
+def test_weights_are_sent_in_the_order_of_the_model(monkeypatch):
+    """The order of a set of names differs between processes, which would mix weights up."""
+    model = transformer()
+    weights = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+    sent = []
+    monkeypatch.setattr(
+        dist, "broadcast", lambda tensor, **_: sent.append(tensor.data_ptr())
+    )
+    parallelize(model, mesh_of("dp"))
+    assert sent == weights
+
+
+def test_modules_are_split_in_one_order(monkeypatch):
+    """Torch sends the weights of each module that it splits."""
+    split = []
+    monkeypatch.setattr(
+        parallel, "parallelize_module", lambda block, tp, plan: split.append([*plan])
+    )
+    parallelize(one_block(ffn=SwiGLU), mesh_of("tp"))
+    projections = ["attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj"]
+    expected = ["attn", *projections, "ffn", "ffn.w1", "ffn.w3", "ffn.w2"]
+    assert split == [expected]
+
+
 def test_options_reach_fully_shard():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = transformer(dtype=torch.float32)
@@ -236,7 +261,6 @@ def test_the_program_of_the_page_counts_its_collectives(tmp_path, monkeypatch):
     script = tmp_path / "measure.py"
     script.write_text(program.replace("512", "64"))  # its sizes would take 10 s
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     failed, printed = run(script)
     assert not failed, printed
     assert "17 times c10d::allgather" in printed
