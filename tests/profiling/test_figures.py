@@ -390,6 +390,14 @@ def test_operations_are_what_the_model_calls_in_all_passes(profile_of):
     }
 
 
+def test_module_that_forward_makes_belongs_to_its_caller(profile_of):
+    class Makes(nn.Module):
+        def forward(self, x):
+            return nn.ReLU()(x)
+
+    assert "relu" in operations(part(profile_of(Makes(), (2, 5, 4)), "sums"))
+
+
 def test_moved_bytes_are_what_a_part_reads_from_others_and_leaves_to_them(measured):
     # Forward moves x, weights and the result, 160 + 128 + 320 bytes; backward reads the
     # gradient (320), saved x and weight (288), and the gradient from the sum (160), and
@@ -631,6 +639,13 @@ def test_a_part_whose_time_varies_has_no_reason(with_row):
     text = " ".join(report(measured).split())
     assert "Its time varies by 51%, which is too much to say why." in text
     assert "Try" not in text
+
+
+def test_traffic_names_the_two_operations_that_move_the_most(with_row):
+    moved = {"view": 0, "copy": 20, "add": 30, "cast": 10}
+    called = [Operation(name, 1, 2.0, moved[name]) for name in moved]
+    _, measured = with_row(operations=called)
+    assert "(add 30.0 B, copy 20.0 B)" in " ".join(report(measured).split())
 
 
 def test_advice_names_the_slowest_operation(with_row):
