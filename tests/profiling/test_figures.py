@@ -348,6 +348,18 @@ def test_total_of_a_compiled_model_is_its_own_time(profile_of, monkeypatch):
     assert part(measured, "sums").total_s < 0.02
 
 
+def test_compiled_model_has_fixed_sizes(profile_of, monkeypatch):
+    asked = []
+
+    def compiled(model, **options):
+        asked.append(options)
+        return model
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    profile_of(nn.Linear(4, 4), (2, 5, 4), "forward", compile=True)
+    assert asked == [{"dynamic": False}]
+
+
 @pytest.mark.parametrize(
     ("mode", "parts", "expected"),
     [
