@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import gc
 import itertools
 import re
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -483,6 +485,23 @@ def test_traffic_counts_what_operations_move_between_them(profile_of):
     row = part(profile_of(Twice(), (2, 5, 4), "forward"), "sums")
     assert row.moved_bytes == 2 * 160
     assert row.traffic_s == pytest.approx(4 * 160 / 1e9)  # at 1 GB/s
+
+
+def test_noting_a_run_keeps_no_result_alive(profile_of):
+    results = []
+
+    class Unused(nn.Module):
+        def forward(self, x):
+            y = x.exp()  # autograd keeps it, and no backward releases it
+            results.append(weakref.ref(y))
+            return 2 * x
+
+    gc.disable()  # it would release what only a cycle keeps
+    try:
+        profile_of(Unused(), (2, 5, 4))
+    finally:
+        gc.enable()
+    assert [result() for result in results] == [None] * len(results)
 
 
 def test_kept_tensors_count_in_the_first_part_that_keeps_them(measured):

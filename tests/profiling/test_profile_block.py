@@ -87,6 +87,15 @@ def test_trace_names_the_parts_as_the_table_does(run, tmp_path):
     assert "aten::mm" in inside
 
 
+def test_trace_of_a_compiled_model_has_no_parts(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    file = tmp_path / "profile.trace"
+    run(*TINY, "--num-heads", 2, "--mode", "forward", "--compile", "--trace", file)
+    names = {event["name"] for event in json.loads(file.read_text())["traceEvents"]}
+    assert "aten::mm" in names
+    assert "attn.q_proj" not in names  # naming parts would run them in eager mode
+
+
 def test_plot_is_a_picture(run, tmp_path):
     pytest.importorskip("matplotlib", reason="requires the extra dev")
     file = tmp_path / "profile.png"
