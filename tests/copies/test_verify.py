@@ -10,10 +10,11 @@ import pytest
 from tinyblock import copies
 
 
-def test_verify_runs_the_tests_that_layers_and_options_select(capfd):
+def test_verify_runs_the_tests_that_layers_and_options_select():
     options = ["--collect-only", "-k", "float64 and equation"]
-    assert copies.main(["verify", str(copies.ROOT), "ffn", "rope.py", *options]) == 0
-    collected = re.findall(r"test_(\w+)\.py.*, (\w+)\]$", capfd.readouterr().out, re.M)
+    code, printed = forked.verify(copies.ROOT, "ffn", "rope.py", *options)
+    assert code == 0
+    collected = re.findall(r"test_(\w+)\.py.*, (\w+)\]$", printed, re.MULTILINE)
     assert set(collected) == {("ffn", "float64"), ("rope", "float64")}
 
 

@@ -154,7 +154,8 @@ def example(number):
 def test_wrapper_of_the_page_is_cut(run, my_block):
     pytest.importorskip("transformers", reason="requires the extra examples")
     my_block(example(1), "my_llama")
-    text = run("--block", "my_llama:build", "--d-model", 256, "--rounds", 2)
+    size = ["--d-model", 256, "--seq-len", 8]
+    text = run("--block", "my_llama:build", *size, "--rounds", 2)
     assert "\nmodel.layers.*.self_attn " in text
 
 
