@@ -17,19 +17,21 @@ def page_of(layer):
     return importlib.import_module(f"tinyblock.contract.test_{layer}")
 
 
-# The cases that every correct layer takes, by each mistake that they may show.
-CASES = defaultdict(list)
+# The cases that every correct layer takes, by the class or function and its mistake.
+SHOWN_BY = defaultdict(list)
 for layer in LAYERS:
     for case in page_of(layer).CASES.values():
         if case.is_common:
             for mistake in case.mistakes:
-                CASES[layer, case.name, mistake].append(case)
+                SHOWN_BY[case.name, mistake].append(case)
 
 
-@pytest.mark.parametrize(("layer", "name", "mistake"), CASES)
-def test_the_first_case_that_shows_a_mistake_names_it(layer, name, mistake):
+@pytest.mark.parametrize(
+    ("name", "mistake"), SHOWN_BY, ids=[": ".join(names) for names in SHOWN_BY]
+)
+def test_the_first_case_that_shows_a_mistake_names_it(name, mistake):
     target.select(target.ABOVE)
-    for case in CASES[layer, name, mistake]:
+    for case in SHOWN_BY[name, mistake]:
         module = case.build(dtype=torch.float32)
         x, _ = case.arguments(dtype=torch.float32)
         right, _ = case.exact(module, x)
