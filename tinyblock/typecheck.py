@@ -629,7 +629,8 @@ def _misfit(function: Any, hints: dict[str, Any], values: dict[str, Any]) -> str
         if is_default or _fits(hint, value, axes):
             continue
         options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        expected = " | ".join(getattr(each, "__name__", str(each)) for each in options)
+        names = [str(each) if get_args(each) else each.__name__ for each in options]
+        expected = " | ".join(names)
         known = ", ".join(f"{a.strip('{}')}={_size_text(axes[a])}" for a in axes)
         where = f" where {known}" if known else ""
         place = _place(function, name)
@@ -652,8 +653,6 @@ def _fits(hint: Any, value: Any, axes: dict[str, Any]) -> bool:
     options = items if get_origin(hint) in (Union, UnionType) else (hint,)
     arrays = [each for each in options if _is_array(each) and each.array_type is Tensor]
     others = [each for each in options if each not in arrays]
-    if not arrays:
-        return True
     if not isinstance(value, Tensor):
         return others != [] and (value is None or others != [type(None)])
     if any(map(_may_be_tensor, others)):

@@ -3,7 +3,7 @@
 Without checks, torch takes almost all of the wrong calls.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, Union
 
 import numpy as np
 import torch
@@ -65,6 +65,13 @@ def settled(
 
 
 @typecheck
+def settled_first(
+    x: Float[Tensor, "*shape"], y: Float[Tensor, "*#shape"], z: Float[Tensor, "*#shape"]
+) -> Tensor:
+    return x + y + z
+
+
+@typecheck
 def clashing(
     isinstance: Float[Tensor, " n"], __function: Float[Tensor, " n"], result: int = 2
 ) -> Float[Tensor, "{result}*n"]:
@@ -83,7 +90,9 @@ def pick(x: Float[Tensor, "rows d"] | Int[Tensor, " rows"], rows: Int[Tensor, " 
 
 @typecheck
 def scaled(
-    x: Float[Tensor, "*shape"], *, by: Float[Tensor, "*shape"] | float = 2.0
+    x: Float[Tensor, "*shape"],
+    *,
+    by: Union[Float[Tensor, "*shape"], float] = 2.0,  # noqa: UP007
 ) -> Float[Tensor, "*shape"]:
     return x * by
 
@@ -99,8 +108,38 @@ def split(x: Float[Tensor, "seq d"]) -> tuple[Float[Tensor, " d"], Int[Tensor, "
 
 
 @typecheck
+def around(
+    x: Float[Tensor, "n *batch d"], y: Float[Tensor, "*batch n d"]
+) -> Float[Tensor, "n *batch d"]:
+    return x + y.sum()
+
+
+@typecheck
+def six_times(x: Float[Tensor, " n"], a: int, b: int) -> Float[Tensor, "{a}*{b}*n"]:
+    return x.repeat(6)
+
+
+@typecheck
+def take(x: Float[Tensor, "seq d"], count: Any) -> Float[Tensor, "{count} d"]:
+    return x[:2]
+
+
+LABEL = object()
+
+
+@typecheck
 def pair(x: Float[Tensor, " n"], count: int) -> tuple[Tensor, Float[Tensor, " n"]]:
     return (x,) * count  # type: ignore[return-value]
+
+
+@typecheck
+def couple(x: Float[Tensor, " n"], kind: type) -> tuple[Float[Tensor, " n"], Tensor]:
+    return kind((x, x))
+
+
+@typecheck
+def labeled(x: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], object]:
+    return x, LABEL
 
 
 @typecheck
@@ -128,6 +167,35 @@ def either(
     x: Float[Tensor, "n 3"] | Float[Tensor, "3 n"], y: Float[Tensor, " 2*n"]
 ) -> Float[Tensor, "2 2"] | Tensor:
     return x.sum() + y
+
+
+class Masked(Tensor):
+    """A subclass, as DTensor is one."""
+
+
+Kind = TypeVar("Kind", bound=Tensor)
+
+
+@typecheck
+def with_class(x: Float[Tensor, "n 3"] | object) -> Tensor:
+    return torch.as_tensor(x)
+
+
+@typecheck
+def with_subclass(x: Float[Tensor, "n 3"] | Masked) -> Tensor:
+    return x + 0
+
+
+@typecheck
+def with_variable(x: Float[Tensor, "n 3"] | Kind) -> Tensor:
+    return x + 0
+
+
+@typecheck
+def with_list(
+    x: Float[Tensor, "n 3"] | Float[np.ndarray, "n 3"] | list[Tensor],
+) -> Tensor:
+    return torch.as_tensor(x)
 
 
 @typecheck
@@ -207,6 +275,12 @@ CASES = {
     "one axis less of *batch": Case(
         dot, (ones(4, 5), ones(4, 5)), (ones(1, 4, 5), ones(4, 5)), "'k'"
     ),
+    "axes before and after *batch": Case(
+        around,
+        (ones(2, 4, 5, 3), ones(4, 5, 2, 3)),
+        (ones(1, 3, 3), ones(2, 1, 3)),
+        "y",
+    ),
     "*#batch": Case(
         rotate, (ones(2, 4, 6), ones(1, 4, 3)), (ones(2, 4, 6), ones(3, 4, 3)), "angles"
     ),
@@ -233,6 +307,12 @@ CASES = {
     "*# before * twice": Case(
         settled, (ones(1), ones(3), ones(3)), (ones(1), ones(1), ones(3)), "'z'"
     ),
+    "* before *# twice": Case(
+        settled_first, (ones(3), ones(1), ones(3)), (ones(1), ones(1), ones(3)), "'z'"
+    ),
+    "*# with more axes later": Case(
+        both, (ones(3), ones(4, 1)), (ones(3), ones(4, 2)), "'y'"
+    ),
     "*#batch that exceeds *batch": Case(
         rotate, (ones(2, 4, 6), ones(1, 4, 3)), (ones(1, 4, 6), ones(2, 4, 3)), "angles"
     ),
@@ -240,6 +320,9 @@ CASES = {
     "axes without names": Case(last, (ones(2, 2, 3),), (ones(2, 2, 4),), "'x'"),
     "union of arrays": Case(
         pick, (ones(2, 3), int_ones), (ones(3).int(), int_ones), "rows"
+    ),
+    "union with a list and another array": Case(
+        with_list, (ones(2, 3),), (ones(2, 4),), "'x'"
     ),
     "union with a number": Case(
         scaled, (ones(2), {"by": 3.0}), (ones(2), {"by": ones(1)}), "'by'"
@@ -252,8 +335,12 @@ CASES = {
     "nested layer": Case(Model(), (ones(2, 3),), (ones(2, 1),), "'x'"),
     "result": Case(head, (ones(4, 3),), (ones(1, 3),), "result"),
     "parameter in braces": Case(head, (ones(4, 3), 2), (ones(4, 3), 3), "result"),
+    "parameters in braces": Case(six_times, (ones(3), 2, 3), (ones(3), 2, 2), "result"),
     "tuple of results": Case(split, (ones(3, 3),), (ones(4, 3),), "result"),
     "number of results": Case(pair, (ones(3), 2), (ones(3), 3), "result"),
+    "result that is no tuple": Case(
+        couple, (ones(3), tuple), (ones(3), list), "result"
+    ),
     "result that is no tensor": Case(maybe, (ones(3), True), (ones(3), False), "res"),
     "names of the wrapper": Case(
         clashing, (ones(3), ones(3)), (ones(3), ones(2)), "'__function'"
@@ -286,9 +373,14 @@ KINDS = [
 
 # Right calls whose annotations the comparisons of compiled code leave to eager mode.
 LEFT_OUT = {
+    "tuple with any object": (lambda x: labeled(x)[0], ones(3)),
     "tuple of any length": (some, ones(3), 3),
     "union whose first member fits": (either, ones(2, 3), ones(4)),
     "union whose second member fits": (either, ones(3, 2), ones(4)),
+    "union with any object": (with_class, ones(3)),
+    "union with a subclass": (with_subclass, ones(3).as_subclass(Masked)),
+    "union with a TypeVar": (with_variable, ones(3)),
+    "size that is no integer of Python": (take, ones(3, 3), np.int64(2)),
     "array of numpy": (from_numpy, np.ones(3, dtype=np.float32)),
     "default that does not fit": (with_wrong_default, ones(3)),
     "default tensor that does not fit": (with_default_tensor, ones(3)),

@@ -1,6 +1,7 @@
 """typecheck in code that torch.compile or torch.export traces."""
 
 import linecache
+import re
 from functools import partial
 
 import pytest
@@ -8,7 +9,20 @@ import torch
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 from torch.export import Dim
-from typecheck.calls import CASES, KINDS, LEFT_OUT, Case, Gain, dot, rotate
+from typecheck.calls import (
+    CASES,
+    KINDS,
+    LEFT_OUT,
+    Case,
+    Gain,
+    couple,
+    dot,
+    mask_out,
+    pair,
+    rotate,
+    scaled,
+    to_gray,
+)
 
 import tinyblock
 from tinyblock.typecheck import typecheck
@@ -124,6 +138,34 @@ def test_the_message_has_the_value_of_braces():
         compiled(ones(2, 1))
 
 
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (to_gray, (2,), "Float[Tensor, 'color=3 height width'], got int"),
+        (
+            mask_out,
+            (ones(4, 3), 2),
+            "Bool[Tensor, '#query key'] | NoneType where query=4, key=3, got int",
+        ),
+        (
+            couple,
+            (ones(3), list),
+            "tuple[jaxtyping.Float[Tensor, 'n'], torch.Tensor] where n=3, got list",
+        ),
+        (
+            pair,
+            (ones(3), 1),
+            "tuple[torch.Tensor, jaxtyping.Float[Tensor, 'n']] where n=3, got (float32[3])",
+        ),
+    ],
+    ids=["tensor", "union", "tuple", "length of a tuple"],
+)
+def test_the_message_describes_what_is_not_a_tensor(function, arguments, message):
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=f" must be {re.escape(message)}"):
+        compiled(*arguments)
+
+
 def test_the_source_of_a_wrapper_can_be_read():
     lines = linecache.getlines("<wrapper of typecheck.calls.dot>")
     assert any("def __wrapper(q, k):" in line for line in lines)
@@ -202,11 +244,14 @@ def test_a_result_after_a_graph_break_is_checked(computes):
 def test_a_size_that_depends_on_values_is_not_compared():
     def of_positive(x):
         rows = x[x[:, 0] > 0]
-        return dot(rows, x), rotate(rows, x[:, :4])
+        rotate(rows, x[:, :4])
+        mask_out(rows, rows > 0)
+        scaled(rows, by=x[:1])
+        return dot(rows, x)
 
     x = torch.eye(D)
     compiled = torch.compile(of_positive, backend="eager", fullgraph=True)
-    assert compiled(x + 1)[0].shape == (D, D)
+    assert compiled(x + 1).shape == (D, D)
 
 
 @pytest.mark.parametrize("strict", [True, False])
