@@ -126,8 +126,7 @@ def measure(
 
 def is_shown(row: Row, total_s: float) -> bool:
     """Say if a part does more than to call others."""
-    works = bool(row.operations or row.kept_bytes)
-    return works or row.total_s > SHOWN * total_s
+    return bool(row.operations) or row.total_s > SHOWN * total_s
 
 
 def total(
