@@ -10,6 +10,11 @@ from unittest import mock
 
 import pytest
 
+# Otherwise each copy of this process would import them, in a second: torch.testing
+# compares DTensors, and torch.autograd.grad takes sizes that are symbols.
+import torch.distributed.tensor
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
 from tinyblock import copies
 
 
