@@ -133,21 +133,29 @@ class Case:
         return x.data[..., :count, :].contiguous(), inputs
 
     def exact(self, module, x, formula=None):
+        """Return the result of the formula, or of a wrong one, in float64."""
+        result, _, _ = self._run_exactly(module, x, formula or self.formula)
+        return result.detach()
+
+    def exact_with_gradients(self, module, x):
         """Return the result and gradients of the formula in float64."""
-        formula = formula or self.formula
+        result, x, weights = self._run_exactly(module, x, self.formula)
+        return result.detach(), gradients_of(result, x, weights)
+
+    def _run_exactly(self, module, x, formula):
+        """Return the result, and x and the weights that it was computed from."""
         x = x.detach().cpu().double().requires_grad_()
         weights = Weights()
         for name, weight in module.named_parameters():
             exact = weight.detach().cpu().double()
             weights[name] = exact.requires_grad_(weight.requires_grad)
         named = [weights] if self.weights is None else weights.values()
-        result = formula(x, *named, **self.inputs, **self.options)
-        return result.detach(), gradients_of(result, x, weights)
+        return formula(x, *named, **self.inputs, **self.options), x, weights
 
     def check(self, result, module, x, dtype):
         """Compare a result and its gradients with those of the formula."""
         fresh, _ = self.arguments(dtype=x.dtype)  # a wrong layer may have overwritten x
-        exact, gradients = self.exact(module, fresh)
+        exact, gradients = self.exact_with_gradients(module, fresh)
         unit = UNITS[dtype] * torch.finfo(dtype).eps
         allowed = unit * exact.norm()
         if error := error_of(result, exact, allowed):
@@ -164,7 +172,7 @@ class Case:
     def mistake_in(self, result, module, x):
         """Return what is wrong in a result, or "" if no usual mistake gives it."""
         for mistake, formula in self.mistakes.items():
-            wrong, _ = self.exact(module, x, formula)
+            wrong = self.exact(module, x, formula)
             unit = UNITS[torch.float32] * torch.finfo(torch.float32).eps
             if not error_of(result, wrong, unit * wrong.norm()):
                 return f"{mistake}: "
