@@ -33,10 +33,10 @@ def verify(*arguments):
     return code, "".join(printed)
 
 
-def run_pytest(*arguments, folder=".", without=None):
+def run_pytest(*arguments, folder=".", without=()):
     """Return the exit code of pytest in a folder, and what it prints.
 
-    The package `without` cannot be imported.
+    The packages in `without` cannot be imported.
     """
     with tempfile.TemporaryFile("w+") as output:
         with warnings.catch_warnings():
@@ -63,8 +63,8 @@ def _become_pytest(arguments, folder, without, output):
         for name in list(sys.modules):
             if name.partition(".")[0] in ("tinyblock", "tests", "typecheck"):
                 del sys.modules[name]
-        if without:
-            sys.modules[without] = None  # type: ignore[assignment]  # as Python documents it
+        for name in without:
+            sys.modules[name] = None  # type: ignore[assignment]  # as Python documents it
         code = pytest.main(list(arguments))
         output.flush()
     finally:

@@ -62,7 +62,7 @@ def test_one_page_in_a_strict_project(tmp_path):
     (tmp_path / "strict" / "__init__.py").touch()
     assert copies.main(["add", "rope", "--with-tests", "--to", str(layers)]) == 0
     options = ["--strict-markers", "--strict-config", "-W", "error", "-k", "float64"]
-    _, printed = run_pytest(*options, folder=tmp_path, without="tinyblock")
+    _, printed = run_pytest(*options, folder=tmp_path, without=["tinyblock"])
     assert re.search(r"\n=+ \d+ passed.* deselected", printed), printed
 
 
@@ -92,7 +92,7 @@ def test_report_for_copies(tmp_path):
     replace(folder / "ffn.py", "F.silu(self.w1(x)) * self.w3(x)", "self.w1(x)")
     options = ["--layers=.", "-c", "contract/contract.ini"]
     options += ["-k", "equation and float64 and (SwiGLU or all)"]
-    _, printed = run_pytest("contract", *options, folder=folder, without="tinyblock")
+    _, printed = run_pytest("contract", *options, folder=folder, without=["tinyblock"])
     [failed] = re.findall(r"\nFAILED (.*)", printed)
     case = re.escape("ffn: test_equation, 2 of 3, first [SwiGLU, float64]: ")
     numbers = r"result in float64 at \[.*\]: got .*, expected .*, allowed "

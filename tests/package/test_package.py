@@ -2,9 +2,9 @@
 
 import importlib
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+
+from forked import run_pytest
 
 import tinyblock
 from tinyblock.contract import target
@@ -16,24 +16,28 @@ MODULES = [module.__name__.rpartition(".")[2] for module in tinyblock.LAYERS]
 
 
 def test_leaf_files_work_alone(tmp_path):
-    for name in ("rmsnorm", "ffn", "rope", "attention", "parallelize"):
-        shutil.copy(PACKAGE / f"{name}.py", tmp_path)
+    copy_to(tmp_path, "rmsnorm", "ffn", "rope", "attention")
+    copy_to(tmp_path / "tools", "parallelize")
     run_beside_copies("use_leaves.py", tmp_path)
 
 
 def test_a_copied_block_takes_an_attention_of_ones_own(tmp_path):
-    folder = tmp_path / "my_layers"
-    folder.mkdir()
-    for name in ("block", "rmsnorm", "ffn", "rope"):
-        shutil.copy(PACKAGE / f"{name}.py", folder)
-    shutil.copy(HERE / "own_attention.py", folder / "attention.py")
+    copy_to(tmp_path / "my_layers", "block", "rmsnorm", "ffn", "rope")
+    shutil.copy(HERE / "own_attention.py", tmp_path / "my_layers" / "attention.py")
     run_beside_copies("use_block.py", tmp_path)
 
 
-def run_beside_copies(program, folder):
-    for file in (program, "refuse.py"):
-        shutil.copy(HERE / file, folder)
-    subprocess.run([sys.executable, folder / program], cwd=folder, check=True)
+def copy_to(folder, *names):
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        shutil.copy(PACKAGE / f"{name}.py", folder)
+
+
+def run_beside_copies(file, folder):
+    """Copies need neither tinyblock nor beartype."""
+    shutil.copy(HERE / file, folder)
+    code, printed = run_pytest(file, folder=folder, without=["tinyblock", "beartype"])
+    assert code == 0, printed
 
 
 def test_every_layer_file_is_listed_and_has_a_page_in_the_contract():

@@ -21,6 +21,6 @@ def test_the_lines_of_the_page_check_with_the_copied_file_alone(tmp_path):
     [lines] = re.findall(r"```py\n(from typecheck.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "lines.py").write_text(lines)
     code, printed = run_pytest(
-        "-Werror", "copied_project.py", folder=tmp_path, without="tinyblock"
+        "-Werror", "copied_project.py", folder=tmp_path, without=["tinyblock"]
     )
     assert code == pytest.ExitCode.OK, printed
