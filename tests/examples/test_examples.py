@@ -107,7 +107,7 @@ def test_tokens_of_a_packed_document_count_from_its_first_token():
     assert mask.tolist() == [[first, first, second, second, second]]
 
 
-# --- scaled RoPE (test_checkpoints.py compares it with transformers) ----------------------
+# --- scaled RoPE (test_checkpoint_configs.py compares it with transformers) ----------------------
 
 SCALED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "Llama 3.1": (

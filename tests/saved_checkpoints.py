@@ -1,0 +1,87 @@
+"""Small checkpoints of transformers, written for a test."""
+
+import json
+
+import pytest
+import torch
+
+safetensors = pytest.importorskip(
+    "safetensors.torch", reason="requires the extra examples"
+)
+transformers = pytest.importorskip("transformers", reason="requires the extra examples")
+tokenizers = pytest.importorskip("tokenizers", reason="requires the extra examples")
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5e5,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LLAMA3 = {
+    **YARN,
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+def save(kind, folder, shards="100KB", **options):
+    config = transformers.AutoConfig.for_model(
+        kind,
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        **options,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder, max_shard_size=shards)
+    return model.eval()
+
+
+def greedy(theirs, prompt, count):
+    return theirs.generate(
+        prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False
+    )
+
+
+@torch.no_grad()
+def assert_equal(ours, theirs):
+    tokens = torch.randint(257, (2, 100))
+    expected = theirs(tokens).logits
+    error = float((ours(tokens) - expected).norm() / expected.norm())
+    assert error < 1e-5, f"logits differ by {error:.0e} of their norm"
+
+
+def change_json(path, change):
+    """Let `change` edit the content of a file."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def change_weights(path, change):
+    """Let `change` edit the weights of a file."""
+    state = safetensors.load_file(path)
+    change(state)
+    safetensors.save_file(state, path, metadata={"format": "pt"})
+
+
+def save_tokenizer(folder):
+    """Save a tokenizer whose tokens are single bytes: parts of characters."""
+    letters = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "<end>"]
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    path = str(folder / "tokenizer.json")
+    tokenizers.ByteLevelBPETokenizer(vocabulary, merges=[]).save(path)
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=path,
+        eos_token="<end>",
+        chat_template="Q: {{ messages[0].content }}",
+    )
+    wrapped.save_pretrained(folder)
+    return wrapped
