@@ -1,5 +1,6 @@
 """GGUF files, small ones and the file of `make story`: the logits of transformers."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -150,11 +151,13 @@ needs_story = pytest.mark.skipif(
 
 
 @needs_story
-def test_a_gguf_file_has_the_logits_of_transformers():
+def test_a_gguf_file_has_the_logits_of_transformers(monkeypatch):
+    # transformers reads the file twice. To parse its 49,152 tokens takes seconds.
+    monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         MODEL.parent, gguf_file=MODEL.name, dtype=torch.float32
     )
-    assert_equal(from_gguf.load(MODEL), theirs)
+    assert_equal(from_gguf.load(str(MODEL)), theirs)
 
 
 @needs_story
