@@ -124,9 +124,6 @@ def take(x: Float[Tensor, "seq d"], count: Any) -> Float[Tensor, "{count} d"]:
     return x[:2]
 
 
-LABEL = object()
-
-
 @typecheck
 def pair(x: Float[Tensor, " n"], count: int) -> tuple[Tensor, Float[Tensor, " n"]]:
     return (x,) * count  # type: ignore[return-value]
@@ -135,6 +132,9 @@ def pair(x: Float[Tensor, " n"], count: int) -> tuple[Tensor, Float[Tensor, " n"
 @typecheck
 def couple(x: Float[Tensor, " n"], kind: type) -> tuple[Float[Tensor, " n"], Tensor]:
     return kind((x, x))
+
+
+LABEL = object()
 
 
 @typecheck

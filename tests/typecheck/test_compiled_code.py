@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from jaxtyping import Float, TypeCheckError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import Dim
 from typecheck.calls import (
     CASES,
@@ -21,6 +21,7 @@ from typecheck.calls import (
     pair,
     rotate,
     scaled,
+    six_times,
     to_gray,
 )
 
@@ -252,6 +253,30 @@ def test_a_size_that_depends_on_values_is_not_compared():
     x = torch.eye(D)
     compiled = torch.compile(of_positive, backend="eager", fullgraph=True)
     assert compiled(x + 1).shape == (D, D)
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_message_shows_a_size_that_depends_on_values_as_a_symbol():
+    def of_positive(x):
+        return dot(x[x[:, 0] > 0], x[:, :1])
+
+    compiled = torch.compile(of_positive, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"'k' of .* where query=u\d+, d_k=8"):
+        compiled(torch.eye(D))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_raises_for_a_wrong_result(strict):
+    class SixTimes(nn.Module):
+        def forward(self, x):
+            return six_times(x, 2, 2)
+
+    with pytest.raises(
+        (TypeCheckError, RuntimeError), match=r"the result of .*must be"
+    ):
+        torch.export.export(
+            SixTimes(), (ones(3),), dynamic_shapes=({0: Dim("n")},), strict=strict
+        )
 
 
 @pytest.mark.parametrize("strict", [True, False])
