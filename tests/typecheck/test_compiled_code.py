@@ -110,6 +110,14 @@ def test_compiled_code_raises_the_error_of_eager_mode(case, compiled):
         call(compiled(case.call), case.wrong)
 
 
+@each({kind: CASES[kind] for kind in ("named axis", "result that is no tuple")})
+def test_after_an_error_the_compiler_does_not_trace_the_checks(case):
+    torch._dynamo.utils.counters.clear()
+    with pytest.raises(TypeCheckError):
+        call(torch.compile(case.call, backend="eager"), case.wrong)
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 @each(CASES)
 def test_with_fullgraph_the_error_names_the_argument(case, compiled):
     with pytest.raises(RuntimeError, match=f"TypeCheckError.*{case.where}.* must be"):
