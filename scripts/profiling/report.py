@@ -15,18 +15,18 @@ reshapes, `ffn` is the gate, and `sums` is what the model itself does, such as r
 of a list that are alike add up in one row: `layers.*`, or `layers.2*` for the third and those that
 are like it. Calls, ops and kept count one run of all passes. Ops are torch's operations. What
 varies by more than 5% (p20 to p80) has two digits. Rest is what the parts do not explain, such as
-the start of backward. It is below 0 if reading the clock between the parts took longer, and noise
-if it varies by more than itself. Roofline is the least time, max(FLOPs / matmul rate, bytes /
-memory copy rate), divided by the measured time. It is above 100% if data came from a cache, or if a
-rate is NOISY. Limit is what takes at least half of the time: compute, memory (bytes that the part
-must read and write), overhead (calling as many operations on one number as it has besides views),
-Python (with autograd and calls: all but the work of operations), or traffic (bytes that operations
-read and write, also for each other); otherwise kernel. FLOPs are counted for matmuls, convolutions,
-recurrent layers and attention. After >= or <=, some are unknown. Kept bytes are what autograd keeps
-for backward. MFU (model FLOP utilization) is the time of the FLOPs at the matmul rate, divided by
-the measured time. docs/profile.md explains more, and --json has more."""
+the start of backward. It is below 0 if reading the clock between the parts took longer. It is noise
+if the range of its samples is larger than the rest itself. Roofline is the least time, max(FLOPs /
+matmul rate, bytes / memory copy rate), divided by the measured time. It is above 100% if data came
+from a cache, or if a rate is NOISY. Limit is what takes at least half of the time: compute, memory
+(bytes that the part must read and write), overhead (calling as many operations on one number as it
+has besides views), Python (with autograd and calls: all but the work of operations), or traffic
+(bytes that operations read and write, also for each other); otherwise kernel. FLOPs are counted for
+matmuls, convolutions, recurrent layers and attention. After >= or <=, some are unknown. Kept bytes
+are what autograd keeps for backward. MFU (model FLOP utilization) is the time of the FLOPs at the
+matmul rate, divided by the measured time. docs/profile.md explains more, and --json has more."""
 
-# A range of times, as a share of their median. Reasons would be guesses.
+# A range of times, as a share of their median. A reason may be wrong.
 TOO_NOISY = 0.5
 
 
@@ -109,6 +109,12 @@ def _losses(profile: Profile) -> str:
             f"{si(row.total_s, 's', digits)}, "
             f"{_at_most(row)}{share(lost / profile.whole.total_s, digits)} of the total"
         )
+        if row.varies > TOO_NOISY:
+            doubt = (
+                f"Its time varies by {share(row.varies, 2)}, so the reason may be wrong. "
+                "Close other programs, and measure again."
+            )
+            lines.append(_wrapped(doubt, "    "))
         lines.append(_wrapped(_reason(row), "    "))
         if row.operations:
             lines.append(_wrapped(_operations(row), "    "))
@@ -123,11 +129,6 @@ def _reason(row: Row) -> str:
 
     if row.name == GPU_IDLE:
         return "No kernel runs. Try more tokens, --compile, or CUDA graphs."
-    if row.varies > TOO_NOISY:
-        return (
-            f"Its time varies by {share(row.varies, 2)}, which is too much to say why. "
-            "Close other programs, or set OMP_NUM_THREADS=1."
-        )
     bytes_moved = si(row.moved_bytes, "B")
     traffic = si(sum(each.moved_bytes for each in row.operations), "B")
     largest = sorted(row.operations, key=lambda each: -each.moved_bytes)[:2]
@@ -160,12 +161,13 @@ def _reason(row: Row) -> str:
         )
     if row.limit == "unknown":
         return f"The FLOPs of {', '.join(row.unknown)} are unknown."
-    fewer = "fewer passes over the data, --compile, or " if _passes(row) else ""
-    first = f" for {row.operations[0].name}" if row.operations else ""
+    flops = f"FLOPs take {of_time(row.compute_s)}, and " if row.flops else ""
+    fewer = "fewer passes over the data, --compile, " if _passes(row) else ""
+    slowest = f" for {row.operations[0].name}" if row.operations else ""
     return (
-        f"Its operations are slow. At the machine's rates, FLOPs take "
-        f"{of_time(row.compute_s)}, and all that operations read and write ({traffic}) "
-        f"takes {of_time(row.traffic_s)}. Try {fewer}another operation{first}."
+        f"Its operations are slow. At the machine's rates, {flops}all that they read and "
+        f"write ({traffic}) takes {of_time(row.traffic_s)}. "
+        f"Try {fewer}fewer and larger operations, or another one{slowest}."
     )
 
 
