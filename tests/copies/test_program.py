@@ -95,7 +95,7 @@ def test_hints_name_the_installed_command(monkeypatch):
     assert copies.started_as() == "tinyblock"
 
 
-@pytest.mark.parametrize("version", [(2, 7, 18), (3, 9, 25)])
+@pytest.mark.parametrize("version", [(2, 7, 18), (3, 9, 25)], ids=["2.7", "3.9"])
 def test_an_older_python_gets_one_line(version, monkeypatch, capsys):
     monkeypatch.setattr(sys, "version_info", version)
     with pytest.raises(SystemExit, match="2"):
@@ -136,6 +136,18 @@ def test_list_shows_names_and_titles(capsys):
         ("diff nowhere --mine --upstream", "--upstream"),
         ("add rope --to /dev/null", "/dev/null"),
         ("wrong", "'wrong'"),
+    ],
+    ids=[
+        "a folder without copies",
+        "a file for a folder",
+        "the repair names what was typed",
+        "the repair quotes a folder with a space",
+        "no such layer",
+        "no layer",
+        "add without a folder",
+        "two options that exclude each other",
+        "a folder that cannot be made",
+        "no such command",
     ],
 )
 def test_an_error_is_one_line_and_names_what_was_typed(command, named, capsys):

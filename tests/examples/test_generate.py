@@ -107,6 +107,14 @@ def test_the_longest_prompt_leaves_room_for_one_token(with_tokenizer, tmp_path, 
         (["a", "--temperature=nan"], "argument --temperature: must be at least 0"),
         ([""], "each prompt must have a token"),
     ],
+    ids=[
+        "no token to write",
+        "top-k of 0",
+        "top-k without a temperature",
+        "a negative temperature",
+        "temperature nan",
+        "an empty prompt",
+    ],
 )
 def test_generate_names_a_wrong_argument(
     arguments, message, with_tokenizer, tmp_path, capsys

@@ -76,7 +76,7 @@ def small_llama(folder, **options):
     return save("llama", folder, **options)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_written_gguf_file_has_the_logits_of_transformers(tied, tmp_path):
     theirs = small_llama(tmp_path, tie_word_embeddings=tied)
     ours = from_gguf.load(write_gguf(tmp_path / "model.gguf", theirs))

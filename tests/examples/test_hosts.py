@@ -46,8 +46,12 @@ def of_transformers(layers):
     return names["MyModel"](names["MyConfig"]())
 
 
-@pytest.mark.parametrize("device_map", [None, "cpu", "auto"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "device_map", [None, "cpu", "auto"], ids=["no device map", "cpu", "auto"]
+)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
+)
 def test_transformers_loads_what_it_saved(dtype, device_map, of_transformers, tmp_path):
     expected = of_transformers.to(dtype)(TOKENS)
     of_transformers.save_pretrained(tmp_path)
@@ -110,7 +114,9 @@ def test_transformers_keeps_a_loaded_weight_whose_bias_is_missing(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "expected"), [(torch.float16, math.inf), (torch.bfloat16, 256.0**2)]
+    ("dtype", "expected"),
+    [(torch.float16, math.inf), (torch.bfloat16, 256.0**2)],
+    ids=["float16", "bfloat16"],
 )
 def test_swiglu_overflows_in_float16_as_in_transformers(dtype, expected):
     """Its product is 256 * 256 here, and the greatest number in float16 is 65,504."""

@@ -160,7 +160,11 @@ def test_a_wrong_argument_of_generate_raises(message):
         build().generate(**options)
 
 
-@pytest.mark.parametrize("prompts", [[], [[]], [[1, 2], []]], ids=str)
+@pytest.mark.parametrize(
+    "prompts",
+    [[], [[]], [[1, 2], []]],
+    ids=["no prompt", "one without tokens", "one of two without tokens"],
+)
 def test_an_empty_prompt_is_not_padded(prompts):
     with pytest.raises(ValueError, match="each prompt must have a token"):
         pad_left(prompts)
@@ -184,7 +188,9 @@ def test_a_layer_that_is_called_twice_per_token_raises(make):
 
 
 @every_cache
-@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize(
+    "is_autocast", [False, True], ids=["a bfloat16 model", "autocast"]
+)
 def test_a_cache_takes_its_dtype_from_the_keys(make, is_autocast):
     model = build(dtype=torch.float32 if is_autocast else torch.bfloat16)
     cache = make()
@@ -206,7 +212,9 @@ def test_stopped_rows_stay_stopped_and_generation_ends_with_the_last():
     assert texts.shape == (3, 8)
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-30, 0.5, 2.0])
+@pytest.mark.parametrize(
+    "temperature", [5e-324, 1e-30, 0.5, 2.0], ids="temperature {}".format
+)
 def test_tokens_are_drawn_in_proportion(temperature):
     """The last one is not among the 3 most likely."""
     logits = torch.tensor([[0.0, 2.0, 1.0, -9.0]])
@@ -283,7 +291,7 @@ def test_a_tied_model_has_one_matrix_for_embedding_and_head():
     torch.testing.assert_close(model.token_embeddings.weight.grad, both)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_first_logits_are_as_small_as_the_head_makes_them(tied):
     """Hidden states have norm 8, the root of d_model; weights have variance 2 / 1064."""
     model = LanguageModel(1000, 1, 64, 4, max_seq_len=30, tied=tied)
@@ -297,7 +305,7 @@ def test_first_logits_are_as_small_as_the_head_makes_them(tied):
     assert found == pytest.approx(scale, rel=0.05)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_adapters_of_all_layers_are_merged_into_their_own_weights(tied):
     peft = pytest.importorskip("peft", reason="requires the extra examples")
     model = build(tied=tied)

@@ -335,6 +335,7 @@ def build_variant(group, name):
 @pytest.mark.parametrize(
     ("name", "activation"),
     [("GELU", F.gelu), ("SiLU", F.silu), ("ReLU", F.relu)],
+    ids=["GELU", "SiLU", "ReLU"],
 )
 def test_an_ungated_variant_has_its_activation(name, activation):
     block, _ = build_variant("ffn", name)
@@ -366,7 +367,11 @@ def test_post_norm_normalizes_each_sum():
     torch.testing.assert_close(model(x), expected)
 
 
-@pytest.mark.parametrize(("name", "differs"), [("RoPE", True), ("no positions", False)])
+@pytest.mark.parametrize(
+    ("name", "differs"),
+    [("RoPE", True), ("no positions", False)],
+    ids=["RoPE does", "no positions do not"],
+)
 def test_only_positions_tell_the_order_of_earlier_bytes(name, differs):
     _, model = build_variant("positions", name)
     x = torch.randn(2, 5, 32, dtype=torch.float64)

@@ -369,6 +369,7 @@ def test_compiled_model_has_fixed_sizes(profile_of, monkeypatch):
         ("train", [4.0, 3.0], 5.0),
         ("forward", [2.0, 1.0], 5.0),
     ],
+    ids=["the sum of the parts", "parts above the total", "all of a forward pass"],
 )
 def test_forward_of_the_total_is_at_most_the_total(mode, parts, expected):
     settings = Settings(CPU, torch.float32, mode)
@@ -510,7 +511,7 @@ def test_kept_tensors_count_in_the_first_part_that_keeps_them(measured):
     assert part(measured, "layers.*.down").kept_bytes == 0
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_checkpointing_keeps_the_inputs_of_its_layers(reentrant, profile):
     class Checkpointed(Stack):
         def forward(self, x):
@@ -699,6 +700,7 @@ def test_advice_names_the_slowest_operation(with_row):
 @pytest.mark.parametrize(
     ("traffic", "must_move", "fewer"),
     [(31, 15, True), (29, 14, False), (31, 16, False)],
+    ids=["they save time", "too little traffic", "too little to save"],
 )
 def test_advice_is_fewer_passes_if_they_save_time(traffic, must_move, fewer, with_row):
     # At 10 B/s, 31 bytes take 31% of 10 s.
