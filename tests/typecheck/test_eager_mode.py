@@ -102,6 +102,14 @@ def test_a_keyword_only_argument_is_checked(module):
         module.decorated(w, bias=None)
 
 
+def test_a_positional_only_argument_is_checked_and_passed_by_position(module):
+    assert module.doubled(torch.ones(3)).sum() == 6
+    with pytest.raises(TypeCheckError):
+        module.doubled(torch.ones(3, 3))
+    with pytest.raises(TypeError, match="positional-only"):
+        module.doubled(x=torch.ones(3))
+
+
 def test_a_default_is_right_whatever_its_annotation_says(module):
     for _ in range(2):
         module.without_weight(w)

@@ -55,6 +55,10 @@ def cast(x: Float[Tensor, " n"], dtype: torch.dtype) -> Float32[Tensor, " n"]:
     return x.to(dtype)
 
 
+def doubled(x: Float[Tensor, " n"], /) -> Float[Tensor, " n"]:
+    return 2 * x
+
+
 def count(*xs: Float[Tensor, " n"], **options: int) -> int:
     return len(options)
 
