@@ -106,13 +106,13 @@ def test_another_target_is_an_error_that_says_what_to_pass(mistake):
 def test_typecheck_works_together_with_the_hook_of_jaxtyping(monkeypatch):
     """The option --jaxtyping-packages of pytest installs the same hook."""
     monkeypatch.syspath_prepend(USERS_MODULE.parent)
-    monkeypatch.delitem(sys.modules, "users_module", raising=False)
-    with jaxtyping.install_import_hook("users_module", "beartype.beartype"):
-        module = importlib.import_module("users_module")
-    hooked = module.Layer(3)
+    monkeypatch.delitem(sys.modules, "hooked_module", raising=False)
+    with jaxtyping.install_import_hook("hooked_module", "beartype.beartype"):
+        module = importlib.import_module("hooked_module")
+    hooked = module.Scale(3)
     with pytest.raises(TypeCheckError):  # the hook alone also checks
         hooked(torch.ones(2, 4))
-    layer = typecheck(module).Layer(3)
+    layer = typecheck(module).Scale(3)
     layer(torch.ones(2, 3))
     with pytest.raises(TypeCheckError, match="width=3"):
         layer(torch.ones(2, 4))
