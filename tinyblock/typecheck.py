@@ -328,7 +328,6 @@ def _written(
     wrapper = made[f"{mark}bind"](*names.values())
     wrapper.__defaults__ = inspect.unwrap(function).__defaults__
     wrapper.__kwdefaults__ = inspect.unwrap(function).__kwdefaults__
-    wrapper.__qualname__ = function.__qualname__  # Python's errors show it
     return wrapper
 
 

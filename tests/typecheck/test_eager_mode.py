@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import jaxtyping
 import pytest
 import torch
-from jaxtyping import Float, TypeCheckError
+from jaxtyping import Float, Float32, TypeCheckError
 from torch import Tensor, nn
 
 from tinyblock.typecheck import typecheck
@@ -110,6 +110,29 @@ def test_a_positional_only_argument_is_checked_and_passed_by_position(module):
         module.doubled(x=torch.ones(3))
 
 
+def test_a_result_without_annotation_is_not_checked(module):
+    assert module.without_result(torch.ones(3)).sum() == 6
+    with pytest.raises(TypeCheckError):
+        module.without_result(torch.ones(3, 3))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.ones(3).double(), torch.ones(4), None],
+    ids=["a dtype", "a size", "None"],
+)
+def test_a_wrong_result_raises_after_a_right_one(wrong):
+    results = iter([torch.ones(3), wrong])
+
+    @typecheck
+    def draw(x: Float[Tensor, " n"]) -> Float32[Tensor, " n"]:
+        return next(results)
+
+    draw(torch.ones(3))
+    with pytest.raises(TypeCheckError):
+        draw(torch.ones(3))
+
+
 def test_a_default_is_right_whatever_its_annotation_says(module):
     for _ in range(2):
         module.without_weight(w)
@@ -175,6 +198,21 @@ def test_a_method_may_return_self():
     assert builder.find(w) is builder
     with pytest.raises(TypeCheckError):
         builder.add(w, x)
+
+
+@typecheck
+def takes(x: "Later") -> None:
+    pass
+
+
+class Later:
+    pass
+
+
+def test_a_wrong_call_raises_for_a_class_that_is_defined_later():
+    takes(Later())
+    with pytest.raises(TypeCheckError):
+        takes(torch.ones(3))  # type: ignore[arg-type]
 
 
 def test_a_name_that_exists_only_for_type_checkers_causes_one_warning(module):

@@ -55,6 +55,10 @@ def cast(x: Float[Tensor, " n"], dtype: torch.dtype) -> Float32[Tensor, " n"]:
     return x.to(dtype)
 
 
+def without_result(x: Float[Tensor, " n"]):
+    return 2 * x
+
+
 def doubled(x: Float[Tensor, " n"], /) -> Float[Tensor, " n"]:
     return 2 * x
 
