@@ -58,6 +58,11 @@ CASES = {
         (with_attribute("scale", 1.0),),
         (with_attribute("other", 1.0),),
     ),
+    "Protocol in a union": Case(
+        "scaled_tensor_or_number",
+        (with_attribute("scale", 1.0),),
+        (with_attribute("other", 1.0),),
+    ),
     "result that is a list in a first call": Case("unlisted", (ones(2),), (-w,)),
     "class of a result": Case("to_masked", (w,), (-w,)),
     "argument that equals a default": Case("with_default", (w,), (w, ones(1))),

@@ -99,6 +99,10 @@ def scaled_tensor(x: HasScale) -> None:
     pass
 
 
+def scaled_tensor_or_number(x: HasScale | float) -> None:
+    pass
+
+
 class Masked(Tensor):
     """A subclass, as DTensor is one."""
 
