@@ -60,7 +60,7 @@ def gather(_model: nn.Module, _args: object, logits: DTensor) -> Tensor:
     return logits.full_tensor()
 
 
-def main(steps: int = 11) -> None:
+def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = (int(os.environ["WORLD_SIZE"]) // 2, 2)
     mesh = init_device_mesh(device, sizes, mesh_dim_names=("dp", "tp"))
@@ -70,7 +70,7 @@ def main(steps: int = 11) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
 
     torch.manual_seed(mesh["dp"].get_local_rank())  # the same batches in a pair
-    for step in range(steps):
+    for step in range(11):
         starts = torch.randint(50, (8, 1), device=device)
         tokens = (starts + torch.arange(17, device=device)) % 50
         logits = model(tokens[:, :-1])

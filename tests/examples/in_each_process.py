@@ -80,5 +80,5 @@ compare_batches(("dp", "tp"), (world // 2, 2), tied=False)
 print("outputs and gradients are equal")
 
 context_parallel.main()
-parallel.main(steps=6)
+parallel.main()
 dist.destroy_process_group()

@@ -28,7 +28,7 @@ def test_pairs_of_processes_train_like_one(printed):
     model = LanguageModel(50, 2, 64, 4, max_seq_len=128, tied=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generators = [torch.Generator().manual_seed(rank) for rank in (0, 1)]
-    for step in range(6):
+    for step in range(11):
         starts = [torch.randint(50, (8, 1), generator=each) for each in generators]
         tokens = (torch.cat(starts) + torch.arange(17)) % 50
         logits = model(tokens[:, :-1]).flatten(0, 1)
