@@ -1,4 +1,8 @@
-"""Start several processes as torchrun does, in less time: torch is imported once."""
+"""Start processes in which torch is imported already, and see no GPU.
+
+Each is a fork of a server, which has imported what takes seconds. The process of the tests
+cannot be forked: where torch finds a GPU, autograd has started threads.
+"""
 
 import gc
 import multiprocessing
@@ -8,13 +12,11 @@ import socket
 import sys
 import tempfile
 
-# Each process is a fork of a server, which imports this once.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
     [
-        "torch._dynamo",  # DTensor imports it, which takes as long as importing torch
+        "torch._dynamo",  # with DTensor and FSDP
         "torch.distributed.checkpoint.state_dict",
-        "torch.distributed.fsdp",
         "tinyblock",
         "pytest",
     ]
@@ -22,7 +24,7 @@ PROCESSES.set_forkserver_preload(
 
 
 def run(script, *arguments, processes=2):
-    """Run a script in several processes; return whether one failed, and what all printed.
+    """Run a script as torchrun does; return whether a process failed, and what all printed.
 
     gloo of torch 2.13 aborts a process at its end now and then, also after a plain
     all_reduce. The processes are started again in this case, and in no other.
@@ -38,34 +40,46 @@ def run(script, *arguments, processes=2):
 def _run_once(command, number):
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
+    common = {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(number),
     }
     with tempfile.NamedTemporaryFile("r") as output:
-        started = []
-        for rank in range(number):
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = PROCESSES.Process(
-                target=_run_script, args=(command, own, output.name)
+        started = [
+            start(
+                _run_script,
+                command,
+                output=output.name,
+                environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
-            process.start()
-            started.append(process)
+            for rank in range(number)
+        ]
         for process in started:
             process.join()
         return any(process.exitcode for process in started), output.read()
 
 
-def _run_script(command, environment, output):
-    """Be one of the processes."""
+def _run_script(command):
+    sys.argv = command
+    sys.path.insert(0, os.path.dirname(command[0]))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def start(function, *arguments, output, environment=None):
+    """Start a process that calls a function, and writes what it prints to a file."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
+    process = SERVER.Process(
+        target=_call, args=(function, arguments, output, environment)
+    )
+    process.start()
+    return process
+
+
+def _call(function, arguments, output, environment):
     gc.freeze()  # do not look for garbage in all that the server imported
     with open(output, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(environment)
-    sys.argv = command
-    sys.path.insert(0, os.path.dirname(command[0]))
-    runpy.run_path(command[0], run_name="__main__")
+    function(*arguments)
