@@ -10,8 +10,6 @@ import torch
 from tinyblock.contract import target
 from tinyblock.contract.checks import name_of
 
-LAYERS = ("rmsnorm", "ffn", "rope", "attention", "block")
-
 
 def page_of(layer):
     return importlib.import_module(f"tinyblock.contract.test_{layer}")
@@ -19,7 +17,7 @@ def page_of(layer):
 
 # The cases that every correct layer takes, by the class or function and its mistake.
 SHOWN_BY = defaultdict(list)
-for layer in LAYERS:
+for layer in ("rmsnorm", "ffn", "rope", "attention", "block"):
     for case in page_of(layer).CASES.values():
         if case.is_common:
             for mistake in case.mistakes:

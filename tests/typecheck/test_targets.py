@@ -121,7 +121,7 @@ def test_typecheck_works_together_with_the_hook_of_jaxtyping(monkeypatch):
 D = 8
 X = torch.ones(2, 3, D)
 ROPE = tinyblock.RotaryPositionalEmbedding(10000.0, D, max_seq_len=9)
-LAYERS: dict[str, nn.Module] = {
+BUILT: dict[str, nn.Module] = {
     "Transformer": tinyblock.Transformer(1, D, 1, rope=ROPE, max_seq_len=9),
     "Block": tinyblock.Block(D, 1, rope=ROPE),
     "CausalMultiHeadSelfAttention": tinyblock.CausalMultiHeadSelfAttention(
@@ -153,14 +153,14 @@ EQUATIONS = [
 
 def test_these_lists_name_all_that_is_public():
     others = ["parallelize", "typecheck"]
-    assert sorted([*LAYERS, *EQUATIONS, *others]) == sorted(tinyblock.__all__)
+    assert sorted([*BUILT, *EQUATIONS, *others]) == sorted(tinyblock.__all__)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", BUILT)
 @pytest.mark.parametrize("x", [X[..., :7], X.long()], ids=["width", "dtype"])
 def test_every_layer_names_an_input_that_does_not_fit(name, x):
     with pytest.raises(TypeCheckError, match=rf"(?s){name}\.forward.*'x'.*=8"):
-        LAYERS[name](x)
+        BUILT[name](x)
 
 
 @pytest.mark.parametrize("name", TAKE_POSITIONS)
@@ -171,7 +171,7 @@ def test_every_layer_names_an_input_that_does_not_fit(name, x):
 )
 def test_every_layer_names_positions_that_do_not_fit(name, positions):
     with pytest.raises(TypeCheckError, match="'token_positions'"):
-        LAYERS[name](X, positions)
+        BUILT[name](X, positions)
 
 
 @pytest.mark.parametrize("name", EQUATIONS)
