@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 
 import einops
 import pytest
@@ -16,23 +15,25 @@ gc.disable()
 
 
 def pytest_collection_finish():
+    import torch  # not above: the first process of pytest-xdist runs no test
+
+    # torch.compile takes half the time if it does not trace these (docs/performance.md).
+    # A test in tests/layers/test_pytorch.py does not use them, but copies of them.
+    for function in (einops.einsum, einops.rearrange, einops.repeat):
+        torch.compiler.allow_in_graph(function)
+    # For its log, dynamo measures the guards of each graph, in 30 ms.
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture(autouse=True)
 def _same_start():
-    import torch  # not above: the first process of pytest-xdist runs no test
+    import torch
 
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:  # torch.manual_seed formats the stack of its callers for CUDA, in 1 ms
         torch.default_generator.manual_seed(0)
     yield
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
-        # For its log, dynamo measures the guards of each graph, in 30 ms.
-        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-        # Later tests compile faster (docs/performance.md). The contract, whose tests run
-        # before these, compiles without.
-        torch.compiler.allow_in_graph(einops.rearrange)
+    torch._dynamo.reset()
