@@ -14,6 +14,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 gc.disable()
 
 
+def pytest_configure(config):
+    """Hide a GPU, except from `pytest -m cuda`: results must not depend on the machine."""
+    if config.option.markexpr != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_finish():
     import torch  # not above: the first process of pytest-xdist runs no test
 
