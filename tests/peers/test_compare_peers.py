@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import multiprocessing
 import re
 import sys
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ import pytest
 import torch
 from compare_peers import Case, Reference, Result, Size
 from peers import own, projects
+from processes import SERVER
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -246,6 +248,8 @@ def test_one_token_is_the_median_of_processes(run, monkeypatch):
 
 
 def test_one_token_is_compared_in_a_new_process(run, monkeypatch):
+    """It is a fork of a server, because a new Python imports torch for seconds."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: SERVER)
     monkeypatch.setattr(compare_peers, "PROCESSES", 1)
     case = "forward-f32-tiny-token-eager"
     code, output = run(f"--cases {case} --peers control --rounds 1")
