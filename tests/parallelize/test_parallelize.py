@@ -13,7 +13,7 @@ from parallelize.checks import mesh_of, one_block, seeded, transformer
 from processes import run
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import parallel
+from torch.distributed.tensor import DTensor, parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 
@@ -90,7 +90,7 @@ def test_other_axes_are_rejected(axes):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_heads": 2, "num_kv_heads": 1, "d_head": 2}, "num_heads .* 4 .* got 2"),
+        ({"num_heads": 2, "num_kv_heads": 1}, "num_heads .* 4 .* got 2"),
         ({"num_kv_heads": 2}, "num_kv_heads .* 4 .* got 2"),
         ({"d_ff": 6}, "d_ff .* 4 .* got 6"),
     ],
@@ -160,6 +160,13 @@ def test_tp_requires_torch_2_13(monkeypatch):
     assert_rejects(one_block(), mesh_of("tp"), message)
 
 
+def test_tp_splits_more_than_ten_layers():
+    model = parallelize(transformer(num_layers=11, device="meta"), mesh_of("tp"))
+    last = model.layers[10]
+    assert isinstance(last.ln1.weight, DTensor)
+    assert isinstance(last.attn.q_proj.weight, DTensor)
+
+
 def test_dp_does_not_require_torch_2_13(monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
     parallelize(one_block(), mesh_of("dp"))
@@ -211,6 +218,14 @@ def test_weights_are_sent_in_the_order_of_the_model(monkeypatch):
     )
     parallelize(model, mesh_of("dp"))
     assert sent == weights
+
+
+def test_weights_are_sent_along_each_axis(monkeypatch):
+    groups = set()
+    monkeypatch.setattr(dist, "broadcast", lambda _, group, **__: groups.add(group))
+    mesh = mesh_of("dp_replicate", "dp", "tp")
+    parallelize(one_block(), mesh)
+    assert groups == {mesh.get_group(axis) for axis in range(3)}
 
 
 def test_modules_are_split_in_one_order(monkeypatch):
