@@ -190,7 +190,8 @@ def test_averaged_model_averages_weights_and_keeps_the_table(model):
     torch.testing.assert_close(averaged(X), model(X), rtol=1e-4, atol=1e-4)
 
 
-def test_torch_compiles_and_exports_copies(model):
+def test_torch_compiles_and_exports_copies(layers):
+    model = layers.Transformer(1, 64, 4, num_kv_heads=2, max_seq_len=32)
     expected = model(X)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(X), expected)

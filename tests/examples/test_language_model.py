@@ -25,9 +25,9 @@ every_model = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 every_cache = pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
 
 
-def build(**options):
+def build(num_layers=2, **options):
     options = {"max_seq_len": 30, "dtype": torch.float64, **options}
-    return LanguageModel(37, 2, 32, 4, **options)
+    return LanguageModel(37, num_layers, 32, 4, **options)
 
 
 @every_model
@@ -238,7 +238,7 @@ def test_without_top_k_all_tokens_are_drawn():
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
 def test_one_graph_runs_each_step_of_one_token(counted):
-    model = build(attention=CachedWindow, window=4, num_kv_heads=2)
+    model = build(num_layers=1, attention=CachedWindow, window=4, num_kv_heads=2)
     tokens = torch.randint(37, (2, 9))
     expected = model.generate(tokens, 9)
     compile_step(model)

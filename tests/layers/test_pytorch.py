@@ -69,8 +69,9 @@ def test_compiled_rope_computes_with_real_numbers():
     assert dtypes == {torch.float32}
 
 
-def test_exported_block_takes_any_length_and_rejects_positions_out_of_range():
-    block = Block(24, 4, rope=RotaryPositionalEmbedding(100.0, 6, 40), num_kv_heads=2)
+def test_exported_attention_takes_any_length_and_rejects_positions_out_of_range():
+    rope = RotaryPositionalEmbedding(100.0, 6, 40)
+    layer = CausalMultiHeadSelfAttention(24, 4, rope=rope, num_kv_heads=2)
     seq = torch.export.Dim("seq", min=2, max=40)
     shapes = ({1: seq}, {0: seq}, {1: seq, 2: seq})
 
@@ -78,11 +79,11 @@ def test_exported_block_takes_any_length_and_rejects_positions_out_of_range():
         mask = torch.rand(1, length, length) < 0.7
         return torch.randn(2, length, 24), torch.arange(length), mask
 
-    program = torch.export.export(block, inputs(7), dynamic_shapes=shapes)
+    program = torch.export.export(layer, inputs(7), dynamic_shapes=shapes)
     exported = program.module()
     for length in (2, 40):
         x, positions, mask = inputs(length)
-        expected = block(x, positions, mask)
+        expected = layer(x, positions, mask)
         found = exported(x, positions, mask)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(IndexError, match="out of range"):
