@@ -251,6 +251,7 @@ def test_one_token_is_compared_in_a_new_process(run, monkeypatch):
     """It is a fork of a server, because a new Python imports torch for seconds."""
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: SERVER)
     monkeypatch.setattr(compare_peers, "PROCESSES", 1)
+    monkeypatch.setattr(Reference, "compare", pytest.fail)  # in this process
     case = "forward-f32-tiny-token-eager"
     code, output = run(f"--cases {case} --peers control --rounds 1")
     assert code == 0, output
