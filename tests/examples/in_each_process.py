@@ -13,6 +13,8 @@ from context_parallel import ContextParallelAttention, own_slice
 from language_model import LanguageModel
 from torch.distributed.device_mesh import init_device_mesh
 
+from tinyblock import CausalMultiHeadSelfAttention
+
 
 def build(**options):
     """Build a model of the size that parallel.py trains.
@@ -58,6 +60,17 @@ def compare_slices():
     assert_gradients_are_equal(model, one)
 
 
+def compare_slices_without_rope():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    one = CausalMultiHeadSelfAttention(64, 4)
+    layer = ContextParallelAttention(64, 4, mesh=mesh)
+    layer.load_state_dict(one.state_dict())
+    x = torch.randn(3, 24, 64)
+    own = own_slice(torch.arange(24), mesh)
+    torch.testing.assert_close(layer(x[:, own]), one(x)[:, own])
+
+
 def compare_batches(tied):
     """Compare the gradients of pairs of processes, of two batches, with one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -77,6 +90,8 @@ warnings.simplefilter("error")
 dist.init_process_group("gloo")
 compare_slices()
 print("slices are equal")
+compare_slices_without_rope()
+print("slices without RoPE are equal")
 context_parallel.main()
 for tied in (True, False):
     compare_batches(tied)
