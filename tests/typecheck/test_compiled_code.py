@@ -2,7 +2,6 @@
 
 import linecache
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -29,6 +28,7 @@ import tinyblock
 from tinyblock.typecheck import typecheck
 
 D = 8
+NORM = tinyblock.RMSNorm(D)
 ROPE = tinyblock.RotaryPositionalEmbedding(10000.0, D, max_seq_len=20)
 BLOCK = tinyblock.Block(D, 1, rope=ROPE)
 ones = torch.ones
@@ -73,11 +73,6 @@ def call(function, arguments):
     return function(*arguments)
 
 
-@pytest.fixture(params=[False, True], ids=["static", "dynamic"])
-def compiled(request):
-    return partial(torch.compile, backend="eager", dynamic=request.param)
-
-
 def each(cases):
     return pytest.mark.parametrize("case", cases.values(), ids=cases)
 
@@ -89,11 +84,15 @@ def test_eager_mode_raises_for_a_wrong_call_after_a_right_one(case):
         call(case.call, case.wrong)
 
 
+# With dynamic=True, sizes of 2 and more are symbols, of which a comparison knows less
+# than of numbers. Without it, as in most of the other tests, they are numbers.
+
+
 @each(CASES)
-def test_compiled_code_takes_a_right_call_and_is_one_graph(case, compiled):
+def test_compiled_code_takes_a_right_call_and_is_one_graph(case):
     expected = call(case.call, case.right)
-    result = call(compiled(case.call, fullgraph=True), case.right)
-    torch.testing.assert_close(result, expected)
+    compiled = torch.compile(case.call, backend="eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(call(compiled, case.right), expected)
 
 
 @each(LEFT_OUT)
@@ -105,9 +104,9 @@ def test_compiled_code_takes_a_right_call_that_it_does_not_check(case):
 
 
 @each({kind: CASES[kind] for kind in KINDS})
-def test_compiled_code_raises_the_error_of_eager_mode(case, compiled):
+def test_compiled_code_raises_the_error_of_eager_mode(case):
     with pytest.raises(TypeCheckError, match=r"Type-check error.*(\n.*)*Expected type"):
-        call(compiled(case.call), case.wrong)
+        call(torch.compile(case.call, backend="eager"), case.wrong)
 
 
 @each({kind: CASES[kind] for kind in ("named axis", "result that is no tuple")})
@@ -119,9 +118,10 @@ def test_after_an_error_the_compiler_does_not_trace_the_checks(case):
 
 
 @each(CASES)
-def test_with_fullgraph_the_error_names_the_argument(case, compiled):
+def test_with_fullgraph_the_error_names_the_argument(case):
+    compiled = torch.compile(case.call, backend="eager", fullgraph=True, dynamic=True)
     with pytest.raises(RuntimeError, match=f"TypeCheckError.*{case.where}.* must be"):
-        call(compiled(case.call, fullgraph=True), case.wrong)
+        call(compiled, case.wrong)
 
 
 @each(BROADCASTING_CALLS)
@@ -195,26 +195,19 @@ def graphs_of(function, calls):
     return len(graphs)
 
 
-def without_checks(monkeypatch):
-    for name in ("RMSNorm", "SwiGLU", "CausalMultiHeadSelfAttention", "Block"):
-        layer = getattr(tinyblock, name)
-        monkeypatch.setattr(layer, "forward", layer.forward.__wrapped__)
-    monkeypatch.setattr(type(ROPE), "forward", type(ROPE).forward.__wrapped__)
-
-
 @pytest.mark.parametrize(
-    "inputs",
+    ("layer", "inputs"),
     [
-        pytest.param([(ones(n, 3, D),) for n in range(1, 10)], id="batches"),
+        pytest.param(NORM, [(ones(n, 3, D),) for n in range(1, 10)], id="batches"),
         pytest.param(
-            [(ones(2, n, D), torch.arange(n)) for n in range(1, 21)], id="lengths"
+            ROPE, [(ones(2, n, D), torch.arange(n)) for n in range(1, 21)], id="lengths"
         ),
     ],
 )
-def test_checks_cause_no_more_graphs(inputs, monkeypatch):
-    checked = graphs_of(BLOCK, inputs)
-    without_checks(monkeypatch)
-    assert checked <= graphs_of(BLOCK, inputs)
+def test_checks_cause_no_more_graphs(layer, inputs, monkeypatch):
+    checked = graphs_of(layer, inputs)
+    monkeypatch.setattr(type(layer), "forward", type(layer).forward.__wrapped__)
+    assert checked <= graphs_of(layer, inputs)
 
 
 def test_sizes_that_are_equal_by_chance_bind_no_later_call():
@@ -233,7 +226,7 @@ def test_a_size_that_differs_only_in_a_later_call_is_checked_again():
 def test_an_axis_can_be_marked_as_dynamic():
     x = ones(5, 3, D)
     torch._dynamo.mark_dynamic(x, (0, 1))
-    assert graphs_of(BLOCK, [(x,), (ones(4, 7, D),)]) == 1
+    assert graphs_of(ROPE, [(x,), (ones(4, 7, D),)]) == 1
 
 
 @pytest.mark.parametrize("computes", [True, False])
@@ -291,15 +284,15 @@ def test_export_raises_for_a_wrong_result(strict):
 def test_export_takes_dynamic_sizes_and_raises_for_a_wrong_call(strict):
     dims = ({0: Dim("batch"), 1: Dim("seq")}, {0: Dim("seq")})
     exported = torch.export.export(
-        BLOCK, (X, POSITIONS), dynamic_shapes=dims, strict=strict
+        ROPE, (X, POSITIONS), dynamic_shapes=dims, strict=strict
     )
     x = torch.randn(4, 5, D)
     positions = torch.arange(5)
     result = exported.module()(x, positions)
-    torch.testing.assert_close(result, BLOCK(x, positions))
+    torch.testing.assert_close(result, ROPE(x, positions))
     with pytest.raises((TypeCheckError, RuntimeError), match=r"'x'.*must be"):
         torch.export.export(
-            BLOCK, (X[..., :7],), dynamic_shapes=({1: Dim("seq")},), strict=strict
+            ROPE, (X[..., :7],), dynamic_shapes=({1: Dim("seq")},), strict=strict
         )
 
 
