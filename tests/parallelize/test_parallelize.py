@@ -228,6 +228,28 @@ def test_weights_are_sent_along_each_axis(monkeypatch):
     assert groups == {mesh.get_group(axis) for axis in range(3)}
 
 
+def test_what_is_sent_is_contiguous(monkeypatch):
+    """NCCL sends nothing else."""
+    model = one_block()
+    model.register_buffer("strided", torch.ones(2, 3).T)
+    are_contiguous = []
+    monkeypatch.setattr(
+        dist, "broadcast", lambda sent, **_: are_contiguous.append(sent.is_contiguous())
+    )
+    parallelize(model, mesh_of("dp"))
+    assert all(are_contiguous)
+
+
+def test_only_the_first_call_compares_what_processes_pass(monkeypatch):
+    exchange = mock.Mock(wraps=dist.all_gather_object)
+    monkeypatch.setattr(dist, "all_gather_object", exchange)
+    model = parallelize(one_block(), mesh_of("tp"))
+    x = torch.randn(2, 8, 16, dtype=torch.float64)
+    model(x)
+    model(x)
+    exchange.assert_called_once()
+
+
 def test_modules_are_split_in_one_order(monkeypatch):
     """Torch sends the weights of each module that it splits."""
     split = []
