@@ -259,7 +259,7 @@ class Case(NamedTuple):
 
 ones = torch.ones
 int_ones = torch.ones(2).int()
-CASES = {
+CALLS = {
     "named axis": Case(dot, (ones(2, 5), ones(4, 5)), (ones(2, 5), ones(4, 1)), "'k'"),
     "fixed axis": Case(to_gray, (ones(3, 2, 2),), (ones(1, 2, 2),), "'image'"),
     "number of axes": Case(to_gray, (ones(3, 2, 2),), (ones(3, 2),), "'image'"),

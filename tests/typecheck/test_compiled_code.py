@@ -9,7 +9,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor, nn
 from torch.export import Dim
 from typecheck.calls import (
-    CASES,
+    CALLS,
     KINDS,
     LEFT_OUT,
     Case,
@@ -77,7 +77,7 @@ def each(cases):
     return pytest.mark.parametrize("case", cases.values(), ids=cases)
 
 
-@each(CASES | BROADCASTING_CALLS)
+@each(CALLS | BROADCASTING_CALLS)
 def test_eager_mode_raises_for_a_wrong_call_after_a_right_one(case):
     call(case.call, case.right)
     with pytest.raises(TypeCheckError):
@@ -88,7 +88,7 @@ def test_eager_mode_raises_for_a_wrong_call_after_a_right_one(case):
 # than of numbers. Without it, as in most of the other tests, they are numbers.
 
 
-@each(CASES)
+@each(CALLS)
 def test_compiled_code_takes_a_right_call_and_is_one_graph(case):
     expected = call(case.call, case.right)
     compiled = torch.compile(case.call, backend="eager", fullgraph=True, dynamic=True)
@@ -103,13 +103,13 @@ def test_compiled_code_takes_a_right_call_that_it_does_not_check(case):
     torch.testing.assert_close(result, expected)
 
 
-@each({kind: CASES[kind] for kind in KINDS})
+@each({kind: CALLS[kind] for kind in KINDS})
 def test_compiled_code_raises_the_error_of_eager_mode(case):
     with pytest.raises(TypeCheckError, match=r"Type-check error.*(\n.*)*Expected type"):
         call(torch.compile(case.call, backend="eager"), case.wrong)
 
 
-@each({kind: CASES[kind] for kind in ("named axis", "result that is no tuple")})
+@each({kind: CALLS[kind] for kind in ("named axis", "result that is no tuple")})
 def test_after_an_error_the_compiler_does_not_trace_the_checks(case):
     torch._dynamo.utils.counters.clear()
     with pytest.raises(TypeCheckError):
@@ -117,7 +117,7 @@ def test_after_an_error_the_compiler_does_not_trace_the_checks(case):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@each(CASES)
+@each(CALLS)
 def test_with_fullgraph_the_error_names_the_argument(case):
     compiled = torch.compile(case.call, backend="eager", fullgraph=True, dynamic=True)
     with pytest.raises(RuntimeError, match=f"TypeCheckError.*{case.where}.* must be"):

@@ -31,7 +31,7 @@ def with_attribute(name, value):
     return tensor
 
 
-CASES = {
+EAGER_CALLS = {
     "size": Case("scale", (x, w), (x, ones(4))),
     "size of 1, which torch broadcasts": Case("scale", (x, w), (x, ones(1))),
     "dtype": Case("scale", (x, w), (x.int(), w)),
@@ -76,7 +76,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", EAGER_CALLS.values(), ids=EAGER_CALLS)
 def test_a_wrong_call_raises_after_a_right_one(case, module):
     function = getattr(module, case.function)
     for _ in range(2):
