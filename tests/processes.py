@@ -17,6 +17,7 @@ SERVER.set_forkserver_preload(
     [
         "torch._dynamo",  # with DTensor and FSDP
         "torch.distributed.checkpoint.state_dict",
+        "beartype",
         "tinyblock",
         "pytest",
     ]
