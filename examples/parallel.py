@@ -65,7 +65,7 @@ def main() -> None:
     sizes = (int(os.environ["WORLD_SIZE"]) // 2, 2)
     mesh = init_device_mesh(device, sizes, mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    model = LanguageModel(50, 1, 64, 4, max_seq_len=128, tied=True, device=device)
+    model = LanguageModel(50, 2, 64, 4, max_seq_len=128, tied=True, device=device)
     distribute(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
 

@@ -57,7 +57,7 @@ def test_pairs_of_processes_have_the_gradients_of_one(tied, printed):
 
 def test_pairs_of_processes_train_like_one(printed):
     torch.manual_seed(0)
-    model = LanguageModel(50, 1, 64, 4, max_seq_len=128, tied=True)
+    model = LanguageModel(50, 2, 64, 4, max_seq_len=128, tied=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generators = [torch.Generator().manual_seed(rank) for rank in (0, 1)]
     for step in range(5):

@@ -283,15 +283,15 @@ def state_of(model, optimizer):
 
 def training_with_clipping_resumes_on_another_mesh():
     """Over tp, a process has a part of the gradient of a gain: torch adds them up."""
-    tp, dp = pairs(), mesh_of("dp")
+    dp_and_tp, dp = mesh_of("dp", "tp"), mesh_of("dp")
     torch.manual_seed(1)
-    batches = [whole_batch(tp), whole_batch(dp)]
+    batches = [whole_batch(dp_and_tp), whole_batch(dp)]
     reference, optimizer = with_optimizer(seeded(one_layer))
     expected = [train(reference, optimizer, batch) for batch in batches]
 
-    model, optimizer = with_optimizer(parallelize(seeded(one_layer), tp))
-    norm = train(model, optimizer, batches[0])
-    assert_close(norm, expected[0], msg="norm of the gradients over tp")
+    model, optimizer = with_optimizer(parallelize(seeded(one_layer), dp_and_tp))
+    norm = train(model, optimizer, own_part(batches[0], dp_and_tp))
+    assert_close(norm, expected[0], msg="norm of the gradients over dp and tp")
     checkpoint.save(state_of(model, optimizer), checkpoint_id="checkpoint")
 
     model, optimizer = with_optimizer(parallelize(one_layer(), dp))
