@@ -173,7 +173,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--seeds",
         type=at_least_one,
         default=3,
-        help="train with this many seeds, from --seed on (default: 3)",
+        help="train with this many seeds, from --seed on (default: %(default)s)",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the losses into this file")
     add_settings(parser, Config(steps=400, d_model=48, heads=3))

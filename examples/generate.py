@@ -124,7 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--tokens",
         type=at_least_one,
         default=100,
-        help="generate at most this many tokens (default: 100)",
+        help="generate at most this many tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--temperature",

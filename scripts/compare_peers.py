@@ -67,10 +67,10 @@ MakePeer = Callable[[Any], Peer]
 Outputs = tuple[Tensor, ...]
 
 SIZES = {
-    "768": Size(4, 512, d_model=768, num_heads=12, d_ff=2048),
-    "token": Size(1, 1, d_model=768, num_heads=12, d_ff=2048),
+    "768": Size(4, 512, d_model=768, num_heads=12),
+    "token": Size(1, 1, d_model=768, num_heads=12),
     # So small that Python dominates.
-    "tiny-token": Size(1, 1, d_model=64, num_heads=4, d_ff=192),
+    "tiny-token": Size(1, 1, d_model=64, num_heads=4),
 }
 LLAMA_8B = PRESETS["llama-3.1-8b"]
 GPU_SIZES = {
@@ -333,7 +333,7 @@ def parse() -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument(
         "--cases",
         default="*-eager",
-        help="measure the cases that match, such as '*-f32-*,*token*' (default: '*-eager'; "
+        help="measure the cases that match, such as '*-f32-*,*token*' (default: '%(default)s'; "
         "a CPU that has only AVX2 takes hours for bfloat16)",
     )
     parser.add_argument(
@@ -348,13 +348,13 @@ def parse() -> tuple[argparse.Namespace, list[Case]]:
         "--device",
         type=torch.device,
         default="cpu",
-        help="run on this device (default: cpu)",
+        help="run on this device (default: %(default)s)",
     )
     parser.add_argument(
         "--rounds",
         type=int,
         default=7,
-        help="take this many samples of each (default: 7)",
+        help="take this many samples of each (default: %(default)s)",
     )
     options = parser.parse_args()
     if options.against and not package_of(options.against).is_file():

@@ -161,7 +161,7 @@ def main() -> None:
         "--device",
         type=torch.device,
         default="cpu",
-        help="run on this device (default: cpu)",
+        help="run on this device (default: %(default)s)",
     )
     parser.add_argument("--plot", type=Path, help="draw RoPE's errors into this file")
     options = parser.parse_args()
