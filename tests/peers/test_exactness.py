@@ -1,6 +1,8 @@
 """Errors of layers and of RoPE are those that the formulas predict."""
 
+import runpy
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -65,15 +67,17 @@ def test_the_table_has_four_of_the_starts_of_rope():
     ]
 
 
-def test_each_seed_has_weights_and_inputs_of_its_own(monkeypatch):
+def test_each_seed_has_its_own_numbers_and_the_same_in_each_run(monkeypatch):
     monkeypatch.setattr(exactness, "SIZE", Size(1, 3, d_model=8, num_heads=2, d_ff=8))
     monkeypatch.setattr(exactness, "PROJECTS", {})
     monkeypatch.setattr(exactness, "PROJECT_ROPES", {})
     monkeypatch.setattr(exactness, "STARTS", [0])
     monkeypatch.setattr(ropes, "MAX_SEQ_LEN", 128)
     for measure in (exactness.layer_errors, exactness.rope_errors):
-        for (layer, project, what), errors in measure(torch.bfloat16, CPU).items():
+        found = measure(torch.bfloat16, CPU)
+        for (layer, project, what), errors in found.items():
             assert len(set(errors)) == 3, (layer, project, what, errors)
+        assert measure(torch.bfloat16, CPU) == found
 
 
 def test_the_eps_is_far_below_the_precision_as_in_a_norm_without_one():
@@ -87,6 +91,14 @@ def test_the_eps_is_far_below_the_precision_as_in_a_norm_without_one():
     *_, seed, eps = block.call_args.args
     assert seed == 0
     assert 0 < eps < 1e-4 * torch.finfo(torch.float32).eps
+
+
+def test_the_script_finds_the_repository_and_its_examples(monkeypatch):
+    script = Path(exactness.__file__)
+    monkeypatch.setattr(sys, "path", [str(script.parent)])  # as Python starts it
+    runpy.run_path(str(script))
+    for name in ("tinyblock", "hugging_face"):
+        assert PathFinder.find_spec(name), name
 
 
 def test_option_model_measures_the_logits_alone_on_one_thread(monkeypatch, capsys):
@@ -164,6 +176,7 @@ def test_plot_shows_errors_of_outputs_over_positions(monkeypatch, tmp_path):
     assert left.get_xlabel() == "position in tokens"
     assert left.get_ylabel() == "relative error of RoPE"
     assert (left.get_xscale(), left.get_yscale()) == ("log", "log")
+    assert left.get_shared_y_axes().joined(left, right)  # only the left one has a scale
     [line] = left.get_lines()
     assert line.get_label() == "ours"
     assert list(line.get_xdata()) == [64, 1088]  # the middles of 128 positions
@@ -243,6 +256,8 @@ def test_logits_of_a_real_model_are_compared_with_those_of_transformers(
     assert 1e-8 < ours < 1e-6  # the exact logits are in float64
     assert ratio < 0.5
     assert ours / theirs == pytest.approx(ratio, rel=0.5)
+    titles = [cell.strip() for cell in lines[0].split("|")[2:5]]
+    assert titles == ["tinyblock", "transformers", "ratio"]
     names = ["float32, positions from 0", "float32, positions from 9,808"]
     names += ["bfloat16, positions from 0", "bfloat16, positions from 9,808"]
     assert [line.split("|")[1].strip() for line in lines[2:]] == names
