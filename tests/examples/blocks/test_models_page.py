@@ -3,9 +3,11 @@
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import models_without_row
 import pytest
-from models_without_row import decoder_layers, rows
+from models_without_row import rows
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "models.md").read_text()
@@ -62,12 +64,21 @@ def test_a_test_compares_each_row():
     assert rows(PAGE) == tests
 
 
-def test_the_list_names_the_decoder_layers_of_each_model(tmp_path):
+def test_the_list_has_the_decoder_layers_of_the_models_without_a_row(
+    tmp_path, monkeypatch, capsys
+):
     for model in ("old", "new"):
-        (tmp_path / model).mkdir()
-        source = "class A:\n    pass\nclass ADecoderLayer(Module):\n    pass\n"
-        (tmp_path / model / f"modeling_{model}.py").write_text(source)
-    assert decoder_layers(tmp_path) == {
-        "old": ["ADecoderLayer"],
-        "new": ["ADecoderLayer"],
-    }
+        folder = tmp_path / "models" / model
+        folder.mkdir(parents=True)
+        source = "class ALayer:\n    pass\nclass ADecoderLayer(Module):\n    pass\n"
+        (folder / f"modeling_{model}.py").write_text(source)
+    page = tmp_path / "models.md"
+    page.write_text("| Old | `old` | yes |\n| Removed | `removed` | yes |\n")
+    package = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(models_without_row, "find_spec", lambda name: package)
+    monkeypatch.setattr(models_without_row, "PAGE", page)
+    models_without_row.main()
+    assert capsys.readouterr().out.splitlines() == [
+        "new: ADecoderLayer",
+        "1 of 2 models have a row",
+    ]
