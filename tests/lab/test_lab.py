@@ -1,15 +1,55 @@
-"""What the scripts share: sizes, timing, and text."""
+"""What the scripts share: the machine's name, sizes, timing, and text."""
 
+import os
+import subprocess
+import sys
+import time
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
+from lab import machine
 from lab.sizes import PRESETS, Size
 from lab.tables import number, share, si, terminal
 from lab.timing import Spread, interleave, wall_sampler
 
 META = torch.device("meta")
+
+
+def test_a_measurement_names_device_versions_commit_and_date(monkeypatch):
+    monkeypatch.setattr(machine, "device_name", lambda device: f"on {device}")
+    monkeypatch.setattr(machine, "_commit", lambda: "abc")
+    python = sys.version.partition(" ")[0]
+    assert machine.environment(META) == (
+        f"on meta; torch {torch.__version__}, python {python}, commit abc; "
+        f"{time.strftime('%Y-%m-%d')}"
+    )
+
+
+def test_a_processor_has_its_threads(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    name, threads, _ = machine.device_name(torch.device("cpu")).rsplit(", ", 2)
+    assert "model name" not in name
+    assert threads == f"{torch.get_num_threads()} of 7 threads"
+
+
+def test_the_commit_is_the_scripts_own_and_may_have_changes(tmp_path, monkeypatch):
+    def git(*arguments):
+        author = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.check_output(["git", *author, *arguments], cwd=tmp_path)
+
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert machine._commit() == "unknown"
+    (tmp_path / "machine.py").touch()
+    git("init", "--quiet")
+    git("add", "machine.py")
+    git("commit", "--quiet", "--message", "A commit", "--no-gpg-sign")
+    commit = git("rev-parse", "--short", "HEAD").decode().strip()
+    assert machine._commit() == commit
+    (tmp_path / "machine.py").write_text("changed")
+    assert machine._commit() == f"{commit}-dirty"
 
 
 def test_spread_has_the_median_and_the_percentiles():
