@@ -6,13 +6,14 @@ import sys
 import time
 from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from lab import machine
 from lab.sizes import PRESETS, Size
-from lab.tables import number, share, si, terminal
-from lab.timing import Spread, interleave, wall_sampler
+from lab.tables import markdown, number, share, si, terminal
+from lab.timing import Spread, clock, interleave, wall_sampler
 
 META = torch.device("meta")
 
@@ -59,6 +60,14 @@ def test_spread_has_the_median_and_the_percentiles():
     assert spread.width == pytest.approx(3 / 3.5)
 
 
+def test_the_clock_waits_for_a_gpu(monkeypatch):
+    synchronize = Mock()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    clock()
+    synchronize.assert_called_once_with()
+
+
 def test_interleave_takes_turns_and_reverses_every_other_round():
     turns = count()
     samples = interleave({"a": turns.__next__, "b": turns.__next__}, 3)
@@ -87,6 +96,9 @@ TEXTS: dict[Any, dict[float, str]] = {
         0.0: "0",
         -2e-6: "-2.00 u",
         0.0123: "12.3 m",
+        4.2e9: "4.20 G",
+        4.2e12: "4.20 T",
+        4.2e15: "4.20 P",
     },
     share: {0.042: "4.20%", 1.5: "150%"},
 }
@@ -102,6 +114,15 @@ def test_uncertain_numbers_have_fewer_digits():
     assert (number(12345.0, 2), number(0.0126, 2)) == ("12000", "0.013")
     assert (si(996e3, "B", 2), si(994e3, "B", 2)) == ("1.0 MB", "990 kB")
     assert share(0.0426, 2) == "4.3%"
+
+
+def test_table_in_markdown_aligns_names_left_and_numbers_right():
+    assert markdown(["", "time"], [["norm", "1.5"], ["ffn", ""]]).splitlines() == [
+        "|      | time |",
+        "| ---- | ---: |",
+        "| norm |  1.5 |",
+        "| ffn  |      |",
+    ]
 
 
 def test_table_for_a_terminal_cuts_long_names_in_their_middle():
