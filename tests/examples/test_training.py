@@ -2,6 +2,7 @@
 
 import math
 import re
+import zlib
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -53,6 +54,17 @@ def test_interrupted_run_resumes_with_the_same_losses(tmp_path, monkeypatch, cap
 
 
 # --- Text and batches ---------------------------------------------------------------------
+
+
+def test_the_standard_library_has_no_installed_packages(tmp_path, monkeypatch):
+    for name in ("site-packages", "dist-packages", "json"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tool.py").touch()
+    for name in ("b.py", "a.py", "c.py"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(train.sysconfig, "get_path", lambda name: str(tmp_path))
+    files = [str(Path(file).relative_to(tmp_path)) for file in train.standard_library()]
+    assert files == ["a.py", "b.py", "c.py", "json/tool.py"]
 
 
 def test_the_last_5_percent_are_held_out(tmp_path):
@@ -183,9 +195,11 @@ def test_gradients_of_earlier_steps_are_forgotten():
 
 
 def test_matrices_decay_and_gains_do_not():
+    """The numbers are those of Llama (arXiv 2302.13971)."""
     model = ablations.build(CONFIG)
     decay, keep = train.adamw(model).param_groups
     assert (decay["weight_decay"], keep["weight_decay"]) == (0.1, 0.0)
+    assert decay["betas"] == keep["betas"] == (0.9, 0.95)
     names = {id(weight): name for name, weight in model.named_parameters()}
     kept = {names.pop(id(weight)) for weight in keep["params"]}
     assert all("ln" in name for name in kept)
@@ -200,10 +214,12 @@ def test_loss_falls_from_that_of_a_guess():
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth():
+def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth_as_a_cosine():
     rates = [train.learning_rate(CONFIG, step) for step in range(CONFIG.steps + 1)]
     assert rates[:5] == pytest.approx([CONFIG.lr * part / 5 for part in range(1, 6)])
     assert rates[4] == max(rates) == CONFIG.lr
+    fifth = 0.1 + 0.9 * math.cos(math.pi / 10) ** 2  # of the way down
+    assert rates[10] == pytest.approx(CONFIG.lr * fifth)
     assert rates[-1] == pytest.approx(CONFIG.lr / 10)
 
 
@@ -264,11 +280,69 @@ def test_the_smallest_sequences_are_enough(capsys):
     assert "step 1: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", ["--steps", "--batch", "--seq", "--layers"])
+SIZES = ["--steps", "--batch", "--seq", "--d-model", "--layers", "--heads"]
+
+
+@pytest.mark.parametrize("option", SIZES)
 def test_a_size_of_0_is_an_error(option, capsys):
     with pytest.raises(SystemExit):
         train.main([__file__, option, "0"])
     assert f"argument {option}: must be at least 1, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--resume", "--resume requires --checkpoint FILE"),
+        ("--d-model 10 --heads 4", "even multiple of --heads, got 10 and 4"),
+        ("--d-model 12 --heads 4", "even multiple of --heads, got 12 and 4"),
+    ],
+    ids=["no checkpoint", "a fraction per head", "an odd number per head"],
+)
+def test_options_that_do_not_fit_are_an_error(options, message, capsys):
+    with pytest.raises(SystemExit):
+        train.main([__file__, *options.split()])
+    assert message in capsys.readouterr().err
+
+
+def test_a_resumed_run_takes_new_options_and_keeps_the_others(tmp_path):
+    path = str(tmp_path / "run.pt")
+    sizes = [*TINY, "--seed", "7", "--lr", "0.5"]
+    train.main([__file__, *sizes, "--steps", "1", "--checkpoint", path])
+    train.main(["--checkpoint", path, "--resume", "--steps", "3", "--lr", "0.25"])
+    saved = train.read(path)
+    assert len(saved["history"]) == 3
+    config = saved["config"]
+    assert (config["steps"], config["lr"], config["seed"]) == (3, 0.25, 7)
+    assert config["files"] == [__file__]
+
+
+def test_a_run_prints_what_it_trains_on_and_both_losses(tmp_path, capsys):
+    path = tmp_path / "text"
+    held_out = b"yz" * 50
+    path.write_bytes(b"ab" * 950 + held_out)
+    saved = str(tmp_path / "run.pt")
+    train.main([str(path), *TINY, "--steps", "9", "--checkpoint", saved])
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    bits = 8 * len(zlib.compress(held_out, level=9)) / len(held_out)
+    assert first == f"1,900 bytes; zlib: {bits * math.log(2):.3f} nats per byte"
+    losses = train.read(saved)
+    loss, validation = losses["history"][8], losses["validation"][9]
+    assert second == f"step 9: {loss:.3f}, validation {validation:.3f}"
+
+
+def test_a_run_ends_with_a_drawn_sample_after_held_out_text(tmp_path, monkeypatch):
+    calls = []
+
+    def generate(model, prompt, count, temperature):
+        calls.append((bytes(prompt[0].tolist()), count, temperature))
+        return prompt
+
+    path = tmp_path / "text"
+    path.write_bytes(b"ab" * 950 + b"yz" * 50)
+    monkeypatch.setattr(train.LanguageModel, "generate", generate)
+    train.main([str(path), *TINY, "--steps", "1"])
+    assert calls == [(b"yz", 7, 0.8)]  # 8 positions; the last byte needs none
 
 
 @pytest.fixture
