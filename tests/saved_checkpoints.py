@@ -81,7 +81,8 @@ def save_tokenizer(folder):
     wrapped = transformers.PreTrainedTokenizerFast(
         tokenizer_file=path,
         eos_token="<end>",
-        chat_template="Q: {{ messages[0].content }}",
+        chat_template="{{ messages[0].role }}: {{ messages[0].content }}"
+        "{% if add_generation_prompt %} A:{% endif %}",
     )
     wrapped.save_pretrained(folder)
     return wrapped

@@ -1,6 +1,7 @@
 """Generation prints the texts of transformers, and its options are used."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_generate_prints_the_text_of_transformers_until_it_stops(
     with_tokenizer, tmp_path, capsys
 ):
     theirs, tokenizer = with_tokenizer
-    prompt = tokenizer("Q: naïve 🙂", return_tensors="pt")["input_ids"]
+    prompt = tokenizer("user: naïve 🙂 A:", return_tensors="pt")["input_ids"]
     tokens = greedy(theirs, prompt, 20)[0].tolist()
     stop = tokens[-5]
     name_stop_tokens(tmp_path, generation_config=[stop])
@@ -137,6 +138,7 @@ def test_a_model_of_train_continues_bytes(tmp_path, capsys):
     sizes = ["--d-model=16", "--layers=1", "--steps=1", "--seq=16"]
     train.main([__file__, *sizes, "--checkpoint", path])
     capsys.readouterr()
+    assert generate.load(path)[2] == set()  # no byte ends a text
     expected = train.load(path).generate(torch.tensor([list(b"im")]), 15)[0, 2:]
     found = printed(capsys, path, "im", "--tokens", "15")
     text = bytes(expected.tolist()).decode(errors="replace").rstrip("\ufffd")
@@ -158,9 +160,19 @@ def test_pieces_add_up_to_the_text():
     assert "".join(generate.pieces(Contracting(), [0], [1, 2])) == " n't!"
 
 
-@pytest.mark.parametrize("name", ["missing.gguf", "README.md"])
-def test_generate_reports_a_model_that_it_does_not_find(name, tmp_path, capsys):
+def test_special_tokens_are_not_printed(with_tokenizer):
+    _, tokenizer = with_tokenizer
+    a, b = tokenizer.encode("ab")
+    tokens = [a, tokenizer.eos_token_id, b]
+    assert "".join(generate.pieces(tokenizer, [], tokens)) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("missing.gguf", "No such file"), ("README.md", "must be a folder or a name")],
+)
+def test_generate_says_why_it_cannot_load_a_model(name, reason, tmp_path, capsys):
     (tmp_path / "README.md").write_text("no model")
     with pytest.raises(SystemExit, match="2"):
         generate.main([str(tmp_path / name), "text"])
-    assert name in capsys.readouterr().err
+    assert re.search(rf"cannot load .*{name}: .*{reason}", capsys.readouterr().err)
