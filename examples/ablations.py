@@ -148,7 +148,7 @@ def plot(
             draw(right, name, *parts(losses[0, :, variant], 64))
     # The first steps, at 5.5, are cut off, so that small differences are visible.
     highest = max(3.5, losses.nan_to_num().max().item() + 0.1)
-    left.set(xlabel="step", ylabel="nats per byte", ylim=(1.5, highest))
+    left.set(xlabel="step", ylabel="nats per byte", ylim=(None, highest))
     left.set(title=f"training, peak learning rate {lrs[middle]:g}")
     right.set(title="validation", xlabel="position of the byte")
     if len(lrs) > 1:

@@ -498,10 +498,16 @@ def test_the_left_plot_is_the_training_at_the_middle_rate(figures):
     x, y = curves(left)["RoPE"]
     assert list(x) == [1, 2, 3, 4]
     assert list(y) == pytest.approx([3.41, 3.31, 3.21, 3.11])
+    [band] = left.collections  # from the lowest seed to the highest
+    extent = band.get_paths()[0].get_extents()
+    assert (extent.y0, extent.y1) == pytest.approx((3.1, 3.42))
+    assert [text.get_text() for text in left.get_legend().texts] == ["RoPE"]
     x, y = curves(right)["RoPE"]
     assert list(x) == [1e-3, 1e-2, 1e-1]
     assert list(y) == pytest.approx([2.51, 3.51, 4.51])
-    assert left.get_ylim()[1] > 4.51
+    low, high = left.get_ylim()
+    assert low < 3.1
+    assert high > 4.51
 
 
 def test_with_one_rate_the_right_plot_is_by_position(figures):
@@ -561,6 +567,9 @@ def test_an_ablation_trains_each_variant_on_the_text_with_the_same_batches(
         assert torch.equal(trained, text)
         assert torch.equal(windows, train.even_windows(held_out, 256, 32))
     assert [call[-1].transformer.rope is None for call in calls] == [False, True] * 2
+    first = [call[-1].token_embeddings.weight for call in calls]
+    assert first[0].equal(first[1])  # of one seed
+    assert not first[0].equal(first[2])
     out = capsys.readouterr().out
     for row in (
         "| lr 0.5, seed 0 | 1.000 | 2.000 |",
