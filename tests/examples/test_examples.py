@@ -3,6 +3,8 @@
 import copy
 import math
 import re
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import checkpointing
@@ -10,7 +12,10 @@ import compile_and_export
 import packing
 import pytest
 import scaled_rope
+import static_cache
 import torch
+from language_model import Cache, LanguageModel
+from static_cache import StaticCache
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -26,7 +31,6 @@ PRINTS = {
     "lora": r"params: 20,480 .*merged Transformer: \de-0[678]",
     "packing": r"left: \de-0[678]\npacked: \de-0[678]",
     "scaled_rope": r"Llama31Rope: 29 kept, 29 divided, of 64\nYarnRope: 19 kept, 29 d",
-    "static_cache": r"(equal: True\n.*){3}",
 }
 
 
@@ -41,6 +45,27 @@ def test_one_graph_runs_each_block_and_one_the_model_at_both_lengths(capsys, cou
     assert (counted.graphs, counted.runs) == (2, 2 * 2 + 2)
     rows = r"(\d+ tokens, \w+: (0e\+00|\de-0[678])\n){6}"
     assert re.fullmatch(rows, capsys.readouterr().out)
+
+
+def test_static_cache_prints_the_speed_of_each_cache(monkeypatch, capsys, counted):
+    clock = SimpleNamespace(perf_counter=count(step=2).__next__)  # 2 s for 100 tokens
+    monkeypatch.setattr(static_cache, "time", clock)
+    caches = []
+
+    def note(model, prompt, new, cache=None):
+        caches.append(type(cache))
+        return generate(model, prompt, new, cache=cache)
+
+    generate = LanguageModel.generate
+    monkeypatch.setattr(LanguageModel, "generate", note)
+    static_cache.main()
+    assert capsys.readouterr().out.splitlines() == [
+        "growing       50 tokens/s, equal: True",
+        "static        50 tokens/s, equal: True",
+        "compiled      50 tokens/s, equal: True",
+    ]
+    assert caches[1:] == [Cache, StaticCache, StaticCache, StaticCache]
+    assert counted.runs == 1 + 99  # the first token is the prompt's
 
 
 # --- checkpointing ------------------------------------------------------------------------

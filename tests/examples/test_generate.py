@@ -1,7 +1,9 @@
 """Generation prints the texts of transformers, and its options are used."""
 
+import io
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -158,6 +160,19 @@ class Contracting:
 
 def test_pieces_add_up_to_the_text():
     assert "".join(generate.pieces(Contracting(), [0], [1, 2])) == " n't!"
+
+
+def test_text_is_shown_as_it_is_generated(with_tokenizer, tmp_path, monkeypatch):
+    shown = set()
+
+    class Terminal(io.StringIO):
+        def flush(self):
+            shown.add(self.getvalue())
+
+    name_stop_tokens(tmp_path, generation_config=999)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    generate.main([str(tmp_path), "abc", "--tokens", "12"])
+    assert len(shown) > 2
 
 
 def test_special_tokens_are_not_printed(with_tokenizer):

@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -136,13 +137,20 @@ def test_a_file_that_is_not_gguf_raises(tmp_path):
         from_gguf.load(tmp_path / "model.gguf")
 
 
-def test_all_tokens_that_end_a_text_stop_a_gguf_model(tmp_path):
+def test_the_tokens_that_end_a_text_are_the_files_or_the_tokenizers(
+    tmp_path, monkeypatch
+):
+    tokenizer = SimpleNamespace(eos_token_id=3)
+    monkeypatch.setattr(generate, "gguf_tokenizer", lambda path: tokenizer)
     stops = {
         "tokenizer__ggml__eos_token_id": 7,
         "tokenizer__ggml__eot_token_id": 9,
+        "tokenizer__ggml__eom_token_id": 11,
     }
-    path = write_gguf(tmp_path / "model.gguf", small_llama(tmp_path), **stops)
-    assert from_gguf.stop_tokens(path) == {7, 9}
+    theirs = small_llama(tmp_path)
+    for changes, expected in ((stops, {7, 9, 11}), ({}, {3})):
+        path = write_gguf(tmp_path / "model.gguf", theirs, **changes)
+        assert generate.load(str(path))[2] == expected
 
 
 needs_story = pytest.mark.skipif(
