@@ -10,6 +10,7 @@ import pytest
 from forked import verify
 
 from tinyblock.contract import conftest, target
+from tinyblock.contract.report import Report
 
 SOLUTIONS = Path(__file__).parent / "solutions"
 
@@ -312,6 +313,22 @@ def test_the_report_names(name, reports):
     report = reports(defect.run)
     line = rf"^FAILED {defect.layer}: {defect.line}"
     assert re.search(line, report, re.MULTILINE), report
+
+
+def test_failures_that_differ_in_numbers_only_share_a_line():
+    """Each of the first three kinds has a line, and how many of the cases it is."""
+    found = Report(config=None)
+    test = ("rope", "test_equation")
+    found.ran[test] = 9
+    for case, message in enumerate(["at [1]", "at [2, 3]", "shape", "dtype", "mask"]):
+        found.failed[test].append((f"case {case}", message))
+    lines = []
+    found.show_failures(test, lines.append)
+    assert lines == [
+        "FAILED rope: test_equation, 2 of 9, first [case 0]: at [1]",
+        "FAILED rope: test_equation, 1 of 9, first [case 2]: shape",
+        "FAILED rope: test_equation, 1 of 9, first [case 3]: dtype",
+    ]
 
 
 def test_other_tests_are_mentioned_only_if_all_passed(reports):
