@@ -13,6 +13,14 @@ ACCEPTED = {
     "tied": ("qwen3", {"tie_word_embeddings": True}),
     "llama 3.1's positions": ("llama", {"rope_parameters": LLAMA3}),
     "yarn": ("qwen3", {"rope_parameters": YARN}),
+    "yarn beyond the last pair": (
+        "llama",
+        {"rope_parameters": {**YARN, "rope_theta": 2.0}},
+    ),
+    "yarn without a pair between": (
+        "llama",
+        {"rope_parameters": {**YARN, "original_max_position_embeddings": 6}},
+    ),
     "yarn's mscale": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.5}}),
 }
 REJECTED: dict[str, Any] = {
