@@ -1,6 +1,8 @@
 """Files of a checkpoint: which one has the weights, and what they must be."""
 
+import fnmatch
 import json
+import sys
 
 import pytest
 import torch
@@ -102,7 +104,9 @@ def test_a_folder_without_a_config_raises(tmp_path):
         hugging_face.load(tmp_path)
 
 
-def test_a_download_takes_the_files_that_the_index_names(tmp_path, monkeypatch):
+def test_a_download_takes_texts_and_then_the_files_that_the_index_names(
+    tmp_path, monkeypatch
+):
     theirs = save("llama", tmp_path)
     files = {path.name for path in tmp_path.glob("model-*.safetensors")}
     patterns = []
@@ -114,8 +118,24 @@ def test_a_download_takes_the_files_that_the_index_names(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert_equal(hugging_face.load("someone/something"), theirs)
-    assert not any("safetensors" in pattern for pattern in patterns[0])
+    texts = {"config.json", "merges.txt", "tokenizer.model", "chat_template.jinja"}
+    wanted = set()
+    for pattern in patterns[0]:
+        wanted.update(fnmatch.filter(texts | {"model.safetensors"}, pattern))
+    assert wanted == texts
     assert patterns[1] == files
+
+
+def test_the_command_prints_the_relative_difference(tmp_path, monkeypatch, capsys):
+    theirs = save("llama", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["hugging_face.py", str(tmp_path)])
+    monkeypatch.setattr(
+        hugging_face,
+        "load",
+        lambda source: lambda tokens: 1.001 * theirs(tokens).logits,
+    )
+    hugging_face.main()
+    assert capsys.readouterr().out.endswith("logits of transformers: 1.0e-03\n")
 
 
 # --- Names, shapes and dtypes of weights --------------------------------------------------

@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -128,6 +129,13 @@ def test_a_gguf_file_that_is_not_understood_raises(what, tmp_path):
     message, changes = NOT_LLAMA[what]
     path = write_gguf(tmp_path / "model.gguf", small_llama(tmp_path), **changes)
     with pytest.raises(ValueError, match=message):
+        from_gguf.load(path)
+
+
+def test_a_type_that_gguf_does_not_support_is_named(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "model.gguf", small_llama(tmp_path))
+    monkeypatch.setattr(gguf, "dequantize", Mock(side_effect=NotImplementedError))
+    with pytest.raises(ValueError, match=r"type of token_embd\.weight, got F32"):
         from_gguf.load(path)
 
 
