@@ -105,6 +105,12 @@ def test_an_old_config_has_the_logits_of_transformers(change, rope, tmp_path):
     assert_equal(hugging_face.load(tmp_path), theirs)
 
 
+def test_without_a_theta_it_is_that_of_llama_1(tmp_path):
+    theirs = save("llama", tmp_path, rope_parameters={"rope_theta": 10000.0})
+    change_json(tmp_path / "config.json", lambda config: config.pop("rope_parameters"))
+    assert_equal(hugging_face.load(tmp_path), theirs)
+
+
 def test_without_a_length_of_training_it_is_the_length_of_the_model(tmp_path):
     rope = {**YARN, "original_max_position_embeddings": 128}
     theirs = save("llama", tmp_path, rope_parameters=rope)

@@ -197,3 +197,13 @@ def test_the_widest_dtype_in_the_file_is_the_dtype_of_the_model(tmp_path):
     ours = hugging_face.load(tmp_path)
     assert {weight.dtype for weight in ours.parameters()} == {torch.float32}
     assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("wide", ["token_embeddings.weight", "lm_head.weight"])
+def test_the_widest_dtype_may_be_in_the_first_file_or_the_last(wide, tmp_path):
+    save("llama", tmp_path)
+    model = hugging_face.load(tmp_path)
+    state = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
+    state[wide] = state[wide].float()
+    hugging_face.assign(model, state)
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
