@@ -73,7 +73,9 @@ TAKES_NO_MASK = (GatedDeltaNet, KimiDeltaAttention, ShortConvolution)
 
 @each_model
 def test_every_weight_is_drawn_on_meta_and_by_reset_parameters(model):
-    model = model(device="meta").to_empty(device="cpu")
+    model = model(device="meta")
+    assert all(weight.is_meta for weight in model.parameters())
+    model.to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(math.nan)
     model.reset_parameters()

@@ -11,7 +11,7 @@ BLOCKS = Path(__file__).parents[3] / "examples" / "blocks"
 PRINTS = {
     "bounded_scores": r"score  50.0: 38\.08\nscore 500.0: 50\.00",
     "delta_rule": r"rate 1\.0: writes 1 1 5 5, reads 1\.0 1\.0 5\.0 5\.0",
-    "depth_scaled_residual": r"Transformer: 1\..*\nDepthScaledTransformer: ((0\.9|1\.0)\d,? ?){3}",
+    "depth_scaled_residual": r"Transformer: 1\.[12]\d, 1\.[67]\d, 3\.[34]\d\nDepth\w+: ((0\.9|1\.0)\d,? ?){3}",
     "experts": r"tokens per expert after 100 steps: .*\n.*-97: 0\.7311 0\.2689",
     "gated_delta_net": r"token 0: changes by \de-01\n.*token 999: changes by \de-0[78]",
     "gelu_gate": r"largest difference: 5e-04",
