@@ -43,9 +43,10 @@ def run_pytest(*arguments, folder=".", without=()):
 
 def _become_pytest(arguments, folder, without):
     os.chdir(folder)
-    # A project may have modules of tinyblock's name, and pytest loads jaxtyping as a plugin.
+    # A project may have modules of tinyblock's name, and pytest warns where jaxtyping, one
+    # of its plugins, is imported already.
     for name in list(sys.modules):
-        if name.partition(".")[0] in ("tinyblock", "jaxtyping"):
+        if name.partition(".")[0] in ("tinyblock", "jaxtyping", *without):
             del sys.modules[name]
     for name in without:
         sys.modules[name] = None  # type: ignore[assignment]  # as Python documents it

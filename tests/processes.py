@@ -1,7 +1,8 @@
-"""Start processes in which torch is imported already, and see no GPU.
+"""Start processes that have imported torch, and do not see CUDA.
 
-Each is a fork of a server, which has imported what takes seconds. The process of the tests
-cannot be forked: where torch finds a GPU, autograd has started threads.
+Each is a fork of a server, which has imported what takes seconds. A fork of the tests' own
+process could not run a backward pass where torch sees a GPU, such as a Mac's, because
+autograd has started threads.
 """
 
 import gc
@@ -39,8 +40,8 @@ def run(script, *arguments, processes=2):
 
 
 def _run_once(command, number):
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
+    with socket.create_server(("localhost", 0)) as listener:
+        port = listener.getsockname()[1]
     common = {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),

@@ -58,6 +58,7 @@ def test_right_code_passes():
     every_layer.test_compiles_to_one_graph(CaseOf(doubles))
 
 
+# Code that reads a number is missing: it fails in test_built_on_meta.
 WRONG = {
     branches_on_values: "[Dd]ata-dependent",
     is_not_compiled: "torch.compiler.disable",
@@ -70,7 +71,6 @@ WRONG = {
 
 @pytest.mark.parametrize("function", WRONG)
 def test_it_names_what_is_wrong_with_code_that(function):
-    """A layer that reads a number fails in test_built_on_meta."""
     errors = (RuntimeError, AssertionError, pytest.fail.Exception)
     with pytest.raises(errors, match=WRONG[function]):
         every_layer.test_compiles_to_one_graph(CaseOf(function))

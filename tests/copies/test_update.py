@@ -80,7 +80,7 @@ def test_lines_that_are_deleted_from_the_header_stay_deleted(deleted, project):
     assert project.rope.read_text() == header + layer
 
 
-def test_a_line_that_ruff_deleted_from_another_header_is_no_conflict(empty):
+def test_a_line_that_ruff_deleted_from_an_older_header_is_no_conflict(empty):
     with empty.monkeypatch.context() as patch:
         other = copies.HEADER.replace("noqa", "noqa: E501, F722, F821")
         patch.setattr(copies, "HEADER", other)
@@ -91,7 +91,7 @@ def test_a_line_that_ruff_deleted_from_another_header_is_no_conflict(empty):
     assert empty.rope.read_text().endswith("# new\n")
 
 
-def test_an_edited_copy_gets_a_new_header_if_its_own_is_not_edited(project):
+def test_an_edited_copy_gets_the_new_header_if_its_header_is_not_edited(project):
     project.append("rope.py", "# mine")
     other = copies.HEADER.replace("# fmt: off", "# fmt: skip")
     project.monkeypatch.setattr(copies, "HEADER", other)

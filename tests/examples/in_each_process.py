@@ -17,7 +17,7 @@ from tinyblock import CausalMultiHeadSelfAttention
 
 
 def build(**options):
-    """Build a model of the size that parallel.py trains.
+    """Build a model with a layer of the size that parallel.py trains.
 
     DTensor plans each operation once for each shape, which takes most of the time.
     """
@@ -72,7 +72,7 @@ def compare_slices_without_rope():
 
 
 def compare_batches(tied):
-    """Compare the gradients of pairs of processes, of two batches, with one process."""
+    """Compare the gradients of two pairs, each with half of a batch, with one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     one = build(tied=tied)

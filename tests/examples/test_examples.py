@@ -42,6 +42,7 @@ def test_an_example_prints_what_its_docstring_says(name, capsys, counted):
 
 def test_one_graph_runs_each_block_and_one_the_model_at_both_lengths(capsys, counted):
     compile_and_export.main()
+    # Two blocks run one graph at two lengths, and the model runs another at both.
     assert (counted.graphs, counted.runs) == (2, 2 * 2 + 2)
     rows = r"(\d+ tokens, \w+: (0e\+00|\de-0[678])\n){6}"
     assert re.fullmatch(rows, capsys.readouterr().out)

@@ -41,7 +41,7 @@ def test_a_block_needs_the_memory_of_its_feed_forward_layer(mask):
 
 
 def test_attention_needs_the_memory_of_torchs_attention():
-    """Besides that, queries, keys and values. They are gone in the last projection."""
+    """And the memory of q, k and v, which are gone in the last projection."""
     layer = CausalMultiHeadSelfAttention(D_MODEL, HEADS, rope=ROPE)
     q = torch.randn(1, HEADS, 64, D_MODEL // HEADS)
     attend = F.scaled_dot_product_attention

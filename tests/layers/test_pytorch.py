@@ -17,7 +17,6 @@ from tinyblock import (
     RotaryPositionalEmbedding,
     Transformer,
     attention,
-    rope,
 )
 
 
@@ -28,14 +27,12 @@ def build(**options):
 
 
 def test_one_graph_for_any_length_where_torch_traces_einops(monkeypatch):
-    """Elsewhere it does not: conftest.py names the functions, but not these copies."""
-    for module in (attention, rope):
-        for name in ("einsum", "rearrange"):
-            function = getattr(einops, name)
-            copied = FunctionType(function.__code__, function.__globals__)
-            monkeypatch.setattr(module, name, copied)
-    rotate = RotaryPositionalEmbedding(100.0, 6, 40)
-    layer = CausalMultiHeadSelfAttention(24, 4, rope=rotate)
+    """In other tests it does not, because conftest.py names einops' own functions."""
+    original = einops.rearrange
+    copied = FunctionType(original.__code__, original.__globals__)
+    monkeypatch.setattr(attention, "rearrange", copied)
+    rope = RotaryPositionalEmbedding(100.0, 6, 40)
+    layer = CausalMultiHeadSelfAttention(24, 4, rope=rope)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
     compiled(torch.randn(2, 4, 24), torch.arange(4))
     x, positions = torch.randn(2, 7, 24), torch.arange(7)

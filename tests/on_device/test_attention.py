@@ -10,7 +10,7 @@ from tinyblock import CausalMultiHeadSelfAttention
 
 
 def attend(kv_heads, d_head, mask):
-    """Return the attention of two heads as a function of q, k and v: it uses no weight."""
+    """Return the attention of two heads as a function of q, k and v, without weights."""
     layer = CausalMultiHeadSelfAttention(
         2 * d_head, 2, num_kv_heads=kv_heads, device="meta"
     )

@@ -26,7 +26,7 @@ from tinyblock import (
 SIZES_OF_MESHES = {1: (4,), 2: (2, 2), 3: (2, 1, 2)}  # by their number of axes
 ODD = 7  # a number of tokens that the number of processes does not divide
 # DTensor plans each operation once for each shape, which takes most of the time. So
-# weights have as few shapes as possible, and x has this one in most checks.
+# weights have as few shapes as possible, and x has SHAPE in most checks.
 SHAPE = (2, 2, ODD, 16)
 ONE_TOKEN = (2, 2, 1, 16)
 SIZES: Any = {"d_model": 16, "d_ff": 32, "dtype": torch.float64}
@@ -111,8 +111,8 @@ def assert_equal_parameters(model, reference):
         assert_close(whole(found.grad), exact.grad, msg=f"gradient of {name}")
 
 
-def assert_equal_outputs(model, mesh, reference, shape=SHAPE):
-    """Compare with one process on the whole batch; return x and outputs of both."""
+def assert_like_one_process(model, mesh, reference, shape=SHAPE):
+    """Compare weights, all gradients and outputs with one process on the whole batch."""
     torch.manual_seed(1)
     whole_x = whole_batch(mesh, shape).requires_grad_()
     x = own_part(whole_x.detach(), mesh).clone().requires_grad_()
@@ -120,55 +120,42 @@ def assert_equal_outputs(model, mesh, reference, shape=SHAPE):
     positions = torch.randperm(16)[:seq]
     mask = torch.rand(seq, seq) < 0.7
     expected = reference(whole_x, positions, mask)
+    expected.square().mean().backward()
     out = model(x, positions, mask=mask)
+    out.square().mean().backward()
+    assert_equal_parameters(model, reference)
     assert type(out) is torch.Tensor
     assert_close(out, own_part(expected, mesh))
-    return (x, out), (whole_x, expected)
-
-
-def assert_equal_gradients(model, mesh, reference):
-    """Compare weights, all gradients and outputs with one process on the whole batch."""
-    found, exact = assert_equal_outputs(model, mesh, reference)
-    for _, out in (found, exact):
-        out.square().mean().backward()
-    assert_equal_parameters(model, reference)
-    (x, _), (whole_x, _) = found, exact
     assert_close(x.grad / number_of_parts(mesh), own_part(whole_x.grad, mesh))
 
 
-def distributed(build, mesh):
-    """Return a model that all processes but the first build from another seed."""
+def assert_distributed_like_one_process(build, mesh, **options):
+    """Compare a model that all processes but the first build from another seed."""
     other_seed = sum(mesh.get_coordinate())
-    return parallelize(seeded(build, seed=other_seed), mesh, recompute=True)
+    model = parallelize(seeded(build, seed=other_seed), mesh, recompute=True)
+    assert_like_one_process(model, mesh, seeded(build), **options)
 
 
 def a_model_over_tp():
-    mesh = pairs()
-    assert_equal_gradients(distributed(transformer, mesh), mesh, seeded(transformer))
+    assert_distributed_like_one_process(transformer, pairs())
 
 
 def a_block_over_tp_with_one_token():
-    mesh = pairs()
-    model = distributed(one_block, mesh)
-    assert_equal_outputs(model, mesh, seeded(one_block), shape=ONE_TOKEN)
+    assert_distributed_like_one_process(one_block, pairs(), shape=ONE_TOKEN)
 
 
 def a_model_over_both_axes_of_data():
-    mesh = mesh_of("dp_replicate", "dp")
-    assert_equal_gradients(distributed(one_layer, mesh), mesh, seeded(one_layer))
+    assert_distributed_like_one_process(one_layer, mesh_of("dp_replicate", "dp"))
 
 
 def a_block_over_all_axes():
-    mesh = mesh_of("dp_replicate", "dp", "tp")
-    assert_equal_gradients(distributed(one_block, mesh), mesh, seeded(one_block))
+    assert_distributed_like_one_process(one_block, mesh_of("dp_replicate", "dp", "tp"))
 
 
 def an_activation_that_reads_all_of_d_ff():
     softmax = partial(torch.softmax, dim=-1)
     build = partial(one_block, ffn=partial(FeedForward, activation=softmax))
-    mesh = pairs()
-    model = distributed(build, mesh)
-    assert_equal_outputs(model, mesh, seeded(build), shape=ONE_TOKEN)
+    assert_distributed_like_one_process(build, pairs(), shape=ONE_TOKEN)
 
 
 def weights_by_way_of_meta():
@@ -181,7 +168,7 @@ def weights_by_way_of_meta():
     )
     state = expected.state_dict() if dist.get_rank() == 0 else {}
     distributed_state.set_model_state_dict(model, state, options=options)
-    assert_equal_outputs(model, mesh, expected)
+    assert_like_one_process(model, mesh, expected)
 
 
 def a_loss_over_a_part_of_the_tokens_in_each_process():
@@ -282,7 +269,7 @@ def state_of(model, optimizer):
 
 
 def training_with_clipping_resumes_on_another_mesh():
-    """Over tp, a process has a part of the gradient of a gain: torch adds them up."""
+    """Along tp, a process has a part of a gain's gradient. The norm is of their sum."""
     dp_and_tp, dp = mesh_of("dp", "tp"), mesh_of("dp")
     torch.manual_seed(1)
     batches = [whole_batch(dp_and_tp), whole_batch(dp)]

@@ -27,13 +27,20 @@ without_warning_of_dynamo = pytest.mark.filterwarnings(
 
 @pytest.fixture(scope="module")
 def four_processes(tmp_path_factory):
+    """Run all checks; return whether a process failed, and what all printed."""
     folder = tmp_path_factory.mktemp("parallelize")
-    return run(checks.__file__, folder, processes=4)[1]
+    return run(checks.__file__, folder, processes=4)
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in checks.CHECKS])
 def test_four_processes_compute_what_one_computes(name, four_processes):
-    assert f"passed {name}" in four_processes.splitlines(), four_processes
+    _, printed = four_processes
+    assert f"passed {name}" in printed.splitlines(), printed
+
+
+def test_no_process_fails(four_processes):
+    failed, printed = four_processes
+    assert not failed, printed
 
 
 @pytest.fixture(autouse=True)
@@ -162,9 +169,7 @@ def test_tp_requires_torch_2_13(monkeypatch):
 
 def test_tp_splits_more_than_ten_layers():
     model = parallelize(transformer(num_layers=11, device="meta"), mesh_of("tp"))
-    last = model.layers[10]
-    assert isinstance(last.ln1.weight, DTensor)
-    assert isinstance(last.attn.q_proj.weight, DTensor)
+    assert isinstance(model.layers[10].ln1.weight, DTensor)
 
 
 def test_dp_does_not_require_torch_2_13(monkeypatch):
@@ -237,7 +242,7 @@ def test_what_is_sent_is_contiguous(monkeypatch):
         dist, "broadcast", lambda sent, **_: are_contiguous.append(sent.is_contiguous())
     )
     parallelize(model, mesh_of("dp"))
-    assert all(are_contiguous)
+    assert set(are_contiguous) == {True}
 
 
 def test_only_the_first_call_compares_what_processes_pass(monkeypatch):

@@ -84,15 +84,19 @@ def test_eager_mode_raises_for_a_wrong_call_after_a_right_one(case):
         call(case.call, case.wrong)
 
 
-# With dynamic=True, sizes of 2 and more are symbols, of which a comparison knows less
-# than of numbers. Without it, as in most of the other tests, they are numbers.
+def compiled_with_symbols(function):
+    """Compile to one graph, in which sizes of 2 and more are symbols.
+
+    A comparison knows less of them than of numbers, which sizes are in the other tests.
+    """
+    return torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
 
 
 @each(CALLS)
 def test_compiled_code_takes_a_right_call_and_is_one_graph(case):
     expected = call(case.call, case.right)
-    compiled = torch.compile(case.call, backend="eager", fullgraph=True, dynamic=True)
-    torch.testing.assert_close(call(compiled, case.right), expected)
+    result = call(compiled_with_symbols(case.call), case.right)
+    torch.testing.assert_close(result, expected)
 
 
 @each(LEFT_OUT)
@@ -119,9 +123,8 @@ def test_after_an_error_the_compiler_does_not_trace_the_checks(case):
 
 @each(CALLS)
 def test_with_fullgraph_the_error_names_the_argument(case):
-    compiled = torch.compile(case.call, backend="eager", fullgraph=True, dynamic=True)
     with pytest.raises(RuntimeError, match=f"TypeCheckError.*{case.where}.* must be"):
-        call(compiled, case.wrong)
+        call(compiled_with_symbols(case.call), case.wrong)
 
 
 @each(BROADCASTING_CALLS)
