@@ -104,9 +104,11 @@ def test_a_missing_line_end_at_the_end_stays_missing(project):
 @pytest.mark.parametrize("command", ["check", "diff", "update"])
 def test_an_error_names_a_file_that_is_not_utf_8(command, name, project):
     path = project.folder / name
-    path.write_bytes(path.read_bytes() + b"# gr\xfc\xdfer\n")
+    text = path.read_bytes() + b"# gr\xfc\xdfer\n"
+    path.write_bytes(text)
     project.run(command, code=2)
-    assert f"error: {path} must be text in UTF-8, got the byte 0xfc" in project.printed
+    where = f"the byte 0xfc at {text.index(0xFC)}: "
+    assert f"error: {path} must be text in UTF-8, got {where}" in project.printed
 
 
 def test_an_error_names_a_file_of_the_users_that_is_not_utf_8(empty):
