@@ -127,6 +127,19 @@ def test_generate_names_a_wrong_argument(
     assert message in capsys.readouterr().err
 
 
+def test_chat_is_a_message_of_the_user(with_tokenizer, tmp_path, monkeypatch):
+    _, tokenizer = with_tokenizer
+    prompts = []
+
+    def stream(model, tokens, *options):
+        prompts.append(tokenizer.decode(tokens[0]))
+        return iter(())
+
+    monkeypatch.setattr(generate.LanguageModel, "stream", stream)
+    generate.main([str(tmp_path), "abc", "--chat"])
+    assert prompts == ["user: abc A:"]
+
+
 def test_chat_requires_a_template(with_tokenizer, tmp_path, capsys):
     for path in tmp_path.glob("chat_template*"):
         path.unlink()
