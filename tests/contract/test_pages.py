@@ -55,6 +55,23 @@ def test_a_page_may_not_hide_a_shared_test():
         conftest.pytest_generate_tests(page)
 
 
+def test_a_copy_that_imports_an_own_layer_is_no_copy(tmp_path, monkeypatch):
+    """Only the tests that every correct layer passes may judge it."""
+    monkeypatch.setattr(target, "found", {})
+    monkeypatch.setattr(target, "foreign", set())
+    assert copies.main(["add", "block", "--to", str(tmp_path)]) == 0
+    (tmp_path / ".tinyblock" / "ffn.py.base").unlink()
+    target.select(tmp_path)
+    assert target.foreign == {"ffn", "block"}
+
+
+def test_a_folder_without_layers_is_an_error_that_names_them(tmp_path):
+    names = "be or contain one of rmsnorm, ffn, rope, attention, block, transformer"
+    message = re.escape(f"{tmp_path} must exist, and {names}")
+    with pytest.raises(pytest.UsageError, match=message):
+        target.select(tmp_path)
+
+
 def test_one_page_in_a_strict_project(tmp_path):
     """The project's pytest collects the page, and knows nothing of tinyblock."""
     layers = tmp_path / "strict" / "layers"
