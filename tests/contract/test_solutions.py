@@ -392,6 +392,11 @@ def test_a_missing_package_is_one_line_with_the_file_and_the_repair(
     assert message.endswith("pip install --no-deps -e PATH")
 
 
+def test_missing_adapters_are_repaired_by_the_folder_or_pythonpath(import_rope):
+    message = import_rope("from tests.no_such_adapters import run_rope\n")
+    assert message.endswith("in the folder of the solution, or set PYTHONPATH to it")
+
+
 def test_missing_metadata_is_one_line_with_the_file_and_the_repair(
     import_rope, tmp_path
 ):
