@@ -58,7 +58,10 @@ def test_peer_computes_what_the_block_computes_with_its_own_weights(name):
     assert mine.isdisjoint(weight.data_ptr() for weight in theirs)
     for dtype in compare_peers.DTYPES.values():
         case = dataclasses.replace(TRAINING, dtype=dtype)
-        Reference(case, CPU).compare(PEERS[name], rounds=1)
+        reference = Reference(case, CPU)
+        reference.compare(PEERS[name], rounds=1)
+        theirs = PEERS[name](reference.block).parameters
+        assert {weight.dtype for weight in theirs} == {dtype}
 
 
 @pytest.mark.parametrize("name", PEERS)
