@@ -439,6 +439,7 @@ def test_forward_is_timed_without_gradients(monkeypatch):
     assert recorded == [False] * 4
 
 
+@torch._dynamo.config.patch(recompile_limit=1)
 def test_in_each_compiled_case_compiled_code_is_timed(monkeypatch):
     """Also beyond torch's limit, after which it calls the eager layer."""
     graphs = []
@@ -465,7 +466,6 @@ def test_in_each_compiled_case_compiled_code_is_timed(monkeypatch):
     compile_by_torch = torch.compile
     monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.setattr(compare_peers, "wall_sampler", sampler)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     for train in (True, False):
         case = dataclasses.replace(TRAINING, train=train, mode="compiled")
         Reference(case, CPU).compare(changed(), rounds=1)
