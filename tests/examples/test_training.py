@@ -194,12 +194,16 @@ def test_gradients_of_earlier_steps_are_forgotten():
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+def test_adamw_has_the_betas_of_llama():
+    """Section 2.3 of arXiv 2302.13971."""
+    for group in train.adamw(ablations.build(CONFIG)).param_groups:
+        assert group["betas"] == (0.9, 0.95)
+
+
 def test_matrices_decay_and_gains_do_not():
-    """The numbers are those of Llama (arXiv 2302.13971)."""
     model = ablations.build(CONFIG)
     decay, keep = train.adamw(model).param_groups
     assert (decay["weight_decay"], keep["weight_decay"]) == (0.1, 0.0)
-    assert decay["betas"] == keep["betas"] == (0.9, 0.95)
     names = {id(weight): name for name, weight in model.named_parameters()}
     kept = {names.pop(id(weight)) for weight in keep["params"]}
     assert all("ln" in name for name in kept)
@@ -280,10 +284,9 @@ def test_the_smallest_sequences_are_enough(capsys):
     assert "step 1: " in capsys.readouterr().out
 
 
-SIZES = ["--steps", "--batch", "--seq", "--d-model", "--layers", "--heads"]
-
-
-@pytest.mark.parametrize("option", SIZES)
+@pytest.mark.parametrize(
+    "option", ["--steps", "--batch", "--seq", "--d-model", "--layers", "--heads"]
+)
 def test_a_size_of_0_is_an_error(option, capsys):
     with pytest.raises(SystemExit):
         train.main([__file__, option, "0"])

@@ -87,7 +87,7 @@ def test_eager_mode_raises_for_a_wrong_call_after_a_right_one(case):
 def compiled_with_symbols(function):
     """Compile to one graph, in which sizes of 2 and more are symbols.
 
-    A comparison knows less of them than of numbers, which sizes are in the other tests.
+    In the other tests, sizes are numbers, about which a comparison knows more.
     """
     return torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
 
