@@ -5,8 +5,6 @@ import subprocess
 import sys
 import time
 from itertools import count
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,9 +26,10 @@ def test_a_measurement_names_device_versions_commit_and_date(monkeypatch):
     )
 
 
-def test_a_processor_has_its_threads(monkeypatch):
+def test_a_cpu_has_its_model_and_threads(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 7)
     name, threads, _ = machine.device_name(torch.device("cpu")).rsplit(", ", 2)
+    assert name
     assert "model name" not in name
     assert threads == f"{torch.get_num_threads()} of 7 threads"
 
@@ -56,16 +55,25 @@ def test_the_commit_is_the_scripts_own_and_may_have_changes(tmp_path, monkeypatc
 def test_spread_has_the_median_and_the_percentiles():
     spread = Spread.of([5.0, 1.0, 2.0, 4.0, 3.0, 6.0])
     assert (spread.median, spread.p20, spread.p80) == (3.5, 2.0, 5.0)
-    assert spread.range == 3
-    assert spread.width == pytest.approx(3 / 3.5)
 
 
-def test_the_clock_waits_for_a_gpu(monkeypatch):
-    synchronize = Mock()
+def test_range_and_width_lie_between_the_percentiles():
+    spread = Spread.of([5.0, 1.0, 2.0, 4.0, 3.0, 6.0])
+    assert spread.range == 5 - 2
+    assert spread.width == pytest.approx((5 - 2) / 3.5)
+
+
+def test_the_clock_reads_the_time_after_the_gpu_is_done(monkeypatch):
+    now = 1.0
+
+    def wait():
+        nonlocal now
+        now += 2
+
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    clock()
-    synchronize.assert_called_once_with()
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    assert clock() == 3
 
 
 def test_interleave_takes_turns_and_reverses_every_other_round():
@@ -88,26 +96,37 @@ def test_wall_sampler_repeats_short_calls_and_returns_the_time_of_one(monkeypatc
     assert now - before >= 0.01
 
 
-TEXTS: dict[Any, dict[float, str]] = {
-    number: {0.0: "0", 1e-5: "0.0000100", 99.96: "100", 12345.0: "12300"},
-    si: {
-        3.11e6: "3.11 M",
-        999.6: "1.00 k",
-        0.0: "0",
-        -2e-6: "-2.00 u",
-        0.0123: "12.3 m",
-        4.2e9: "4.20 G",
-        4.2e12: "4.20 T",
-        4.2e15: "4.20 P",
-    },
-    share: {0.042: "4.20%", 1.5: "150%"},
-}
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (1e-5, "0.0000100"), (99.96, "100"), (12345.0, "12300")],
+)
+def test_a_number_has_three_digits_and_no_exponent(value, text):
+    assert number(value) == text
 
 
-def test_numbers_have_three_digits_and_units_follow_their_size():
-    for write, texts in TEXTS.items():
-        assert {value: write(value) for value in texts} == texts
-    assert si(3e-3, "s") == "3.00 ms"
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0 s"),
+        (-2e-6, "-2.00 us"),
+        (0.0123, "12.3 ms"),
+        (999.6, "1.00 ks"),
+        (3.11e6, "3.11 Ms"),
+        (4.2e9, "4.20 Gs"),
+        (4.2e12, "4.20 Ts"),
+        (4.2e15, "4.20 Ps"),
+    ],
+)
+def test_the_prefix_of_a_unit_follows_its_size(value, text):
+    assert si(value, "s") == text
+
+
+def test_a_number_without_unit_has_a_prefix_alone():
+    assert (si(3.11e6), si(0.0)) == ("3.11 M", "0")
+
+
+def test_a_share_is_in_percent():
+    assert (share(0.042), share(1.5)) == ("4.20%", "150%")
 
 
 def test_uncertain_numbers_have_fewer_digits():
@@ -135,12 +154,13 @@ def test_table_for_a_terminal_cuts_long_names_in_their_middle():
     ]
 
 
-# Blocks, and the published number of all parameters without embedding and head.
+# Blocks; the published number of all parameters without embedding and head; heads, heads
+# of keys, and d_head; whether heads are normalized.
 PUBLISHED = {
-    "llama-3.2-1b": (16, 1_235_814_400 - 128_256 * 2048),
-    "llama-3.1-8b": (32, 8_030_261_248 - 2 * 128_256 * 4096),
-    "llama-3.1-70b": (80, 70_553_706_496 - 2 * 128_256 * 8192),
-    "qwen3-8b": (36, 8_190_735_360 - 2 * 151_936 * 4096),
+    "llama-3.2-1b": (16, 1_235_814_400 - 128_256 * 2048, (32, 8, 64), False),
+    "llama-3.1-8b": (32, 8_030_261_248 - 2 * 128_256 * 4096, (32, 8, 128), False),
+    "llama-3.1-70b": (80, 70_553_706_496 - 2 * 128_256 * 8192, (64, 8, 128), False),
+    "qwen3-8b": (36, 8_190_735_360 - 2 * 151_936 * 4096, (32, 8, 128), True),
 }
 # d_model, d_ff and heads: table 1 of CS336's assignment 2.
 OF_CS336 = {
@@ -157,12 +177,20 @@ def test_each_preset_is_compared_with_a_published_size():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_preset_has_the_parameters_of_its_model(name):
-    num_layers, expected = PUBLISHED[name]
+def test_a_preset_has_the_number_of_parameters_of_its_model(name):
+    num_layers, expected, _, _ = PUBLISHED[name]
     block = PRESETS[name].build(META, torch.bfloat16)
-    count = sum(weight.numel() for weight in block.parameters())
-    final_norm = PRESETS[name].d_model
-    assert num_layers * count + final_norm == expected
+    in_a_block = sum(weight.numel() for weight in block.parameters())
+    in_the_final_norm = PRESETS[name].d_model
+    assert num_layers * in_a_block + in_the_final_norm == expected
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_heads_and_their_norms_of_its_model(name):
+    _, _, heads, qk_norm = PUBLISHED[name]
+    size = PRESETS[name]
+    assert (size.num_heads, size.num_kv_heads, size.d_head) == heads
+    assert size.qk_norm == qk_norm
 
 
 @pytest.mark.parametrize("name", OF_CS336)
@@ -172,23 +200,16 @@ def test_a_preset_has_the_sizes_of_the_course(name):
     assert (size.num_kv_heads, size.d_head) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "heads"),
-    [
-        ("llama-3.2-1b", (32, 8, 64)),
-        ("llama-3.1-8b", (32, 8, 128)),
-        ("llama-3.1-70b", (64, 8, 128)),
-        ("qwen3-8b", (32, 8, 128)),
-    ],
-)
-def test_a_preset_has_the_heads_of_its_model(name, heads):
-    size = PRESETS[name]
-    assert (size.num_heads, size.num_kv_heads, size.d_head) == heads
-    assert size.qk_norm == (name == "qwen3-8b")
+STACK = Size(2, 3, d_model=32, num_heads=2, num_layers=3)
 
 
 def test_size_of_several_layers_is_a_stack():
-    size = Size(2, 3, d_model=32, num_heads=2, num_layers=3)
-    assert len(size.build(META, torch.float32).layers) == 3
-    assert size.title == "Transformer of 3, 2 heads: 2 x 3 tokens, d_model 32"
-    assert (size.tokens, size.smallest().tokens) == (6, 1)
+    assert len(STACK.build(META, torch.float32).layers) == 3
+
+
+def test_title_names_the_layers_heads_tokens_and_width():
+    assert STACK.title == "Transformer of 3, 2 heads: 2 x 3 tokens, d_model 32"
+
+
+def test_the_smallest_size_has_one_token():
+    assert (STACK.tokens, STACK.smallest().tokens) == (6, 1)

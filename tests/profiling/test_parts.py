@@ -17,34 +17,42 @@ def test_root_is_called_sums_and_others_by_their_path():
     assert names(model) == ["sums", "inner", "inner.up"]
 
 
-def test_equal_layers_of_a_list_are_one_part():
-    for container in (nn.ModuleList, lambda layers: nn.Sequential(*layers)):
-        model = container([nn.Linear(2, 2) for _ in range(3)])
-        assert names(model) == ["sums", "*"]
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.Sequential])
+def test_equal_layers_of_a_list_are_one_part(container):
+    model = container()
+    model.extend(nn.Linear(2, 2) for _ in range(3))
+    assert names(model) == ["sums", "*"]
 
 
 def test_equal_blocks_of_a_sequential_between_others_are_one_part():
+    # Enough blocks that the names of some have two digits.
     blocks = [nn.TransformerEncoderLayer(8, 2, 16) for _ in range(12)]
     model = nn.Sequential(nn.Linear(8, 8), *blocks, nn.LayerNorm(8))
-    found = names(model)
-    outer = [name for name in found if "." not in name]
-    assert outer == ["sums", "0", "1*", "13"]
-    assert "1*.self_attn.out_proj" in found
-    assert len(found) == 1 + 1 + len(names(blocks[0])) + 1
+    inner = [f"1*.{name}" for name in names(blocks[0])[1:]]
+    assert names(model) == ["sums", "0", "1*", *inner, "13"]
 
 
-def test_unlike_layers_of_a_list_are_not_merged():
-    def layers(*kinds):
-        return names(nn.ModuleList(kinds))[1:]
+def test_equal_layers_of_a_list_are_one_part_around_another():
+    layers = nn.ModuleList([nn.ReLU(), nn.GELU(), nn.ReLU()])
+    assert names(layers) == ["sums", "0*", "1"]
 
-    assert layers(nn.ReLU(), nn.GELU(), nn.ReLU()) == ["0*", "1"]
-    assert layers(nn.Linear(2, 2), nn.Linear(2, 3)) == ["0", "1"]
-    assert layers(nn.Conv1d(2, 2, 3), nn.Conv1d(2, 2, 3, dilation=2)) == ["0", "1"]
-    frozen = nn.Linear(2, 2).requires_grad_(False)
-    assert layers(nn.Linear(2, 2), frozen) == ["0", "1"]
-    assert layers(nn.Dropout(0.1), nn.Dropout(0.1).eval()) == ["0", "1"]
-    low = nn.Linear(2, 2, dtype=torch.bfloat16)
-    assert layers(nn.Linear(2, 2), low) == ["0", "1"]
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(nn.Linear(2, 2), nn.Linear(2, 3), id="shape"),
+        pytest.param(nn.Conv1d(2, 2, 3), nn.Conv1d(2, 2, 3, dilation=2), id="options"),
+        pytest.param(
+            nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), id="frozen"
+        ),
+        pytest.param(nn.Dropout(0.1), nn.Dropout(0.1).eval(), id="eval mode"),
+        pytest.param(
+            nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16), id="dtype"
+        ),
+    ],
+)
+def test_unlike_layers_of_a_list_are_not_merged(first, second):
+    assert names(nn.ModuleList([first, second])) == ["sums", "0", "1"]
 
 
 def test_alternating_layers_are_two_parts():
@@ -55,39 +63,57 @@ def test_alternating_layers_are_two_parts():
     def feed_forward():
         return nn.ModuleList([nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8))])
 
-    layers = [make() for make in (attention, feed_forward) for _ in range(2)]
-    model = nn.ModuleList([layers[0], layers[2], layers[1], layers[3]])
+    model = nn.ModuleList([attention(), feed_forward(), attention(), feed_forward()])
     found = names(model)
     assert {"0*.0", "0*.1", "1*.0", "1*.1.*"} <= set(found)
     assert not [name for name in found if name.startswith(("2", "3"))]
 
 
-def test_layers_with_equal_names_in_other_places_are_not_merged():
-    model = nn.ModuleDict({"a": nn.ModuleList([nn.ReLU()]), "b": nn.ReLU()})
-    assert names(model) == ["sums", "a", "a.*", "b"]
+def test_equal_layers_in_different_places_are_not_merged():
+    model = nn.ModuleDict(
+        {"a": nn.ModuleList([nn.ReLU()]), "b": nn.ModuleList([nn.ReLU()])}
+    )
+    assert names(model) == ["sums", "a", "a.*", "b", "b.*"]
 
 
+# The rows that the profiler adds to those of modules.
 OWN_ROWS = ["sums", "AdamW", "rest", "GPU idle", "total", "outside of the model"]
 
 
-def test_children_that_are_called_as_a_row_of_ours_are_marked():
-    for own in OWN_ROWS:
-        model = nn.ModuleDict({own: nn.ModuleDict({own: nn.Linear(4, 4)})})
-        assert names(model) == ["sums", f"{own} (module)", f"{own}.{own}"]
+@pytest.mark.parametrize("own", OWN_ROWS)
+def test_only_a_child_of_the_root_is_marked_if_it_is_called_as_a_row_of_the_profiler(
+    own,
+):
+    model = nn.ModuleDict({own: nn.ModuleDict({own: nn.Linear(4, 4)})})
+    assert names(model) == ["sums", f"{own} (module)", f"{own}.{own}"]
+
+
+def multiplied_by_two(own):
+    """Return a model whose child is called as a row of the profiler."""
+    model = nn.ModuleDict({own: nn.Linear(4, 4)})
+    model.forward = lambda x: model[own](x) * 2
+    return model
 
 
 @pytest.mark.parametrize("own", OWN_ROWS)
-def test_child_that_is_called_as_a_row_of_ours_has_its_own_row(own, profile_of):
-    model = nn.ModuleDict({own: nn.Linear(4, 4)})
-    model.forward = lambda x: model[own](x) * 2
-    measured = profile_of(model, (2, 3, 4), "step")
+def test_a_child_that_is_called_as_a_row_of_the_profiler_keeps_its_figures(
+    own, profile_of
+):
+    measured = profile_of(multiplied_by_two(own), (2, 3, 4), "step")
     rows = {row.name: row for row in measured.rows}
     assert set(rows) == {"sums", f"{own} (module)", "AdamW", "rest"}
     child = rows[f"{own} (module)"]
-    assert (child.calls, child.parameters) == (1, 20)
+    assert (child.calls, child.parameters) == (1, 4 * 4 + 4)
+    # In each of three passes: 2 FLOPs, 6 tokens, a matrix of 4 x 4.
     assert child.flops == measured.whole.flops == {"float32": 3 * 2 * 6 * 4 * 4}
     assert not rows["sums"].flops
     assert not rows["AdamW"].flops
-    text = report(measured)
-    for name in rows:
-        assert text.count(f"\n{name}  ") == 1
+
+
+@pytest.mark.parametrize("own", OWN_ROWS)
+def test_a_child_that_is_called_as_a_row_of_the_profiler_is_printed_beside_it(
+    own, profile_of
+):
+    text = report(profile_of(multiplied_by_two(own), (2, 3, 4), "step"))
+    for name in ("sums", f"{own} (module)", "AdamW", "rest"):
+        assert text.count(f"\n{name}  ") == 1, name
