@@ -136,11 +136,18 @@ def test_against_is_another_checkout_and_may_fail(run, tmp_path, monkeypatch):
     assert "against failed: TypeError(" in output
 
 
+def forbid_comparing(monkeypatch):
+    def compare(*_):
+        pytest.fail("peers were compared")
+
+    monkeypatch.setattr(compare_peers, "compare_all", compare)
+    monkeypatch.setattr(compare_peers, "compare_in_processes", compare)
+
+
 def test_against_a_folder_that_is_no_checkout_is_an_error(
     run, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(compare_peers, "compare_all", pytest.fail)
-    monkeypatch.setattr(compare_peers, "compare_in_processes", pytest.fail)
+    forbid_comparing(monkeypatch)
     with pytest.raises(SystemExit):
         run(f"--against {tmp_path}")
     assert "--against must be a checkout of tinyblock" in capsys.readouterr().err
@@ -493,8 +500,7 @@ def test_what_is_imported_after_the_unchecked_block_is_checked():
 
 
 def test_pattern_without_a_match_lists_the_names(run, capsys, monkeypatch):
-    monkeypatch.setattr(compare_peers, "compare_all", pytest.fail)
-    monkeypatch.setattr(compare_peers, "compare_in_processes", pytest.fail)
+    forbid_comparing(monkeypatch)
     with pytest.raises(SystemExit):
         run("--peers control,contro")
     assert "'contro' matches none of: control, unchecked" in capsys.readouterr().err

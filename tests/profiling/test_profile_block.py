@@ -1,8 +1,11 @@
 """The profiler as users run it, on tiny sizes."""
 
 import json
+import re
 import sys
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -13,19 +16,23 @@ PAGE = SCRIPT.parents[1] / "docs" / "profile.md"
 TINY = ["--seq-len", "16", "--d-model", "32", "--rounds", "2", "--device", "cpu"]
 
 
-@pytest.fixture
-def run(monkeypatch, capsys, rates):
-    """Return a function that runs the script in this process, and returns its output."""
-    monkeypatch.setenv("JAXTYPING_DISABLE", "")
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def run_in_this_process(patch, rates, *arguments):
+    patch.setenv("JAXTYPING_DISABLE", "")
+    patch.setattr(sys, "path", list(sys.path))
     import profile_block
 
-    rates(monkeypatch)  # the copy of a measurement is large
+    rates(patch)  # the copy of a measurement is large
+    patch.setattr(sys, "argv", ["profile_block.py", *map(str, arguments)])
+    with torch.random.fork_rng():
+        profile_block.main()
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, rates):
+    """Return a function that runs the script, and returns its output."""
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["profile_block.py", *map(str, arguments)])
-        with torch.random.fork_rng():
-            profile_block.main()
+        run_in_this_process(monkeypatch, rates, *arguments)
         return capsys.readouterr().out
 
     return run
@@ -46,37 +53,76 @@ def my_block(tmp_path, monkeypatch):
 # --- Outputs --------------------------------------------------------------------------
 
 
-def test_json_has_figures_with_units(run, tmp_path):
-    file = tmp_path / "profile.json"
-    run(*TINY, "--num-heads", 2, "--json", file)
-    profile = json.loads(file.read_text())
-    assert profile["tokens_per_s"] == pytest.approx(16 / profile["took_s"]["median"])
+@pytest.fixture
+def json_of(run, tmp_path):
+    """Return a function that runs the script, and returns what --json writes."""
+
+    def json_of(*options):
+        file = tmp_path / "profile.json"
+        run(*options, "--json", file)
+        return json.loads(file.read_text())
+
+    return json_of
+
+
+def row_of(profile, name):
+    rows = {row["name"]: row for row in profile["rows"]}
+    assert name in rows, f"no row {name}, only {list(rows)}"
+    return rows[name]
+
+
+def test_figures_in_json_agree_with_each_other(json_of):
+    profile = json_of(*TINY, "--num-heads", 2)
     whole = profile["whole"]
+    assert profile["tokens_per_s"] == pytest.approx(16 / profile["took_s"]["median"])
     compute = whole["flops"]["float32"] / profile["rates"]["flops_per_s"]["float32"]
     assert profile["mfu"] == pytest.approx(compute / whole["total_s"])
-    rows = profile["rows"]
-    assert sum(row["total_s"] for row in rows) == pytest.approx(whole["total_s"])
-    projection = next(row for row in rows if row["name"] == "attn.q_proj")
-    assert projection["parameters"] == 32 * 32
-    assert projection["calls"] == projection["modules"] == 1
-    [mm] = [each for each in projection["operations"] if each["name"] == "mm"]
-    assert mm["calls"] == 3
-    assert mm["total_s"] > 0
+    total = sum(row["total_s"] for row in profile["rows"])
+    assert total == pytest.approx(whole["total_s"])
     assert profile["memory"]["parameter_bytes"] == 4 * whole["parameters"]
 
 
-def test_trace_names_the_parts_as_the_table_does(run, tmp_path):
-    file = tmp_path / "profile.trace"
-    text = run(*TINY, "--num-heads", 2, "--mode", "step", "--trace", file)
+def test_json_has_the_operations_of_a_part(json_of):
+    projection = row_of(json_of(*TINY, "--num-heads", 2), "attn.q_proj")
+    assert projection["parameters"] == 32 * 32
+    assert projection["calls"] == projection["modules"] == 1
+    [mm] = [each for each in projection["operations"] if each["name"] == "mm"]
+    assert mm["calls"] == 3  # one in forward, two in backward
+    assert mm["total_s"] > 0
+
+
+def table_of(text):
+    """Return the lines of the table of parts."""
+    assert "\npart " in text, text
+    return text.partition("\npart ")[2].partition("\n\n")[0].splitlines()
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory, rates):
+    """Return what a run with --trace prints, the trace's events, and the parts' spans."""
+    file = tmp_path_factory.mktemp("trace") / "profile.trace"
+    options = [*TINY, "--num-heads", 2, "--mode", "step", "--trace", file]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+        run_in_this_process(patch, rates, *options)
     events = json.loads(file.read_text())["traceEvents"]
     spans = [event for event in events if event.get("cat") == "user_annotation"]
-    names = [span["name"] for span in spans]
-    table = text[text.index("\npart ") :].split("\n\n")[0]
-    rows = [line.split()[0] for line in table.splitlines()[2:]]
-    for name in set(rows) - {"rest", "total"}:
-        assert name in names, name
-    assert names.count("attn.q_proj") >= 2  # in forward and in backward
-    # A span encloses the operations of its part.
+    return printed.getvalue(), events, spans
+
+
+def test_trace_names_the_parts_as_the_table_does(traced):
+    text, _, spans = traced
+    rows = {line.split()[0] for line in table_of(text)[2:]} - {"rest", "total"}
+    assert "attn.q_proj" in rows
+    assert rows - {span["name"] for span in spans} == set()
+
+
+def test_trace_has_each_part_in_forward_and_in_backward(traced):
+    _, _, spans = traced
+    assert sum(span["name"] == "attn.q_proj" for span in spans) == 2
+
+
+def test_span_of_a_part_encloses_its_operations(traced):
+    _, events, spans = traced
     [forward, *_] = [span for span in spans if span["name"] == "attn.q_proj"]
     inside = [
         event["name"]
@@ -88,6 +134,7 @@ def test_trace_names_the_parts_as_the_table_does(run, tmp_path):
 
 
 def test_trace_of_a_compiled_model_has_no_parts(run, tmp_path, monkeypatch):
+    # To compile would only take time: the option alone leaves the parts out.
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     file = tmp_path / "profile.trace"
     run(*TINY, "--num-heads", 2, "--mode", "forward", "--compile", "--trace", file)
@@ -104,26 +151,25 @@ def test_plot_is_a_picture(run, tmp_path):
 
 
 def test_table_fits_a_terminal(run, my_block):
+    """The name of 100 letters would not fit beside the other columns."""
     my_block(
         "from torch import nn\n"
         "def build():\n"
-        "    model = nn.Sequential(nn.Linear(32, 32))\n"
-        "    for name in ['a_long_name_of_a_layer', 'another_long_name', 'the_third_one']:\n"
-        "        model = nn.Sequential(model, nn.Sequential())\n"
-        "        model.add_module(name, nn.Linear(32, 32))\n"
+        "    model = nn.Sequential(nn.ReLU())\n"
+        f"    model.add_module('{'long' * 25}', nn.Linear(32, 32))\n"
         "    return model\n"
     )
     text = run(*TINY, "--block", "my_block:build")
-    assert max(map(len, text.split("\n\n")[3].splitlines())) <= 120
+    table = table_of(text)
+    assert max(map(len, table)) <= 120
+    assert any("..." in line for line in table), table
 
 
-def test_parts_add_up_to_the_whole(run, tmp_path):
+def test_parts_add_up_to_the_whole(json_of):
     """The only test of real times."""
-    file = tmp_path / "profile.json"
     size = ["--d-model", 256, "--seq-len", 256, "--rounds", 5]
     for _ in range(5):
-        run("--device", "cpu", *size, "--json", file)
-        profile = json.loads(file.read_text())
+        profile = json_of("--device", "cpu", *size)
         rest = profile["rows"][-1]["total_s"] / profile["whole"]["total_s"]
         if abs(rest) < 0.25:
             break
@@ -146,34 +192,37 @@ def test_block_of_the_users_own(run, my_block):
     assert f"\n{title}, eager, training mode\n" in text
 
 
-def example(number):
-    """Return an example of the page in Python."""
-    return PAGE.read_text().split("```py\n")[number].split("```")[0]
+def example_with(name):
+    """Return the example of the page that has a class of this name."""
+    examples = re.findall(
+        r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
+    )
+    [example] = [each for each in examples if f"class {name}(" in each]
+    return example
 
 
-def test_wrapper_of_the_page_is_cut(run, my_block):
+def test_model_of_the_page_is_split_into_its_layers(run, my_block):
     pytest.importorskip("transformers", reason="requires the extra examples")
-    my_block(example(1), "my_llama")
+    my_block(example_with("Decoder"), "my_llama")
     size = ["--d-model", 256, "--seq-len", 8]
     text = run("--block", "my_llama:build", *size, "--rounds", 2)
     assert "\nmodel.layers.*.self_attn " in text
 
 
-def test_language_model_of_the_page_has_embedding_head_and_loss(
-    run, my_block, tmp_path
-):
+def test_language_model_of_the_page_has_embedding_head_and_loss(json_of, my_block):
     pytest.importorskip("transformers", reason="requires the extra examples")
-    my_block(example(2).replace("32000", "1000"), "my_training")  # which is faster
-    file = tmp_path / "profile.json"
-    options = ["--seq-len", 8, "--rounds", 2, "--mode", "step", "--json", file]
-    run("--block", "my_training:build", *options)
-    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
-    head = rows["model.lm_head"]
-    assert head["flops"] == {"float32": 3 * 2 * 8 * 256 * 1000}
-    assert rows["model.model.embed_tokens"]["parameters"] == 256 * 1000
-    names = [each["name"] for each in rows["sums"]["operations"]]
+    example = example_with("Training")
+    assert example.count("32000") == 2  # the vocabulary; a smaller one is faster
+    my_block(example.replace("32000", "1000"), "my_training")
+    options = ["--seq-len", 8, "--rounds", 2, "--mode", "step"]
+    profile = json_of("--block", "my_training:build", *options)
+    # In each of three passes: 2 FLOPs, 8 tokens, a matrix of d_model x vocabulary.
+    flops = {"float32": 3 * 2 * 8 * 256 * 1000}
+    assert row_of(profile, "model.lm_head")["flops"] == flops
+    assert row_of(profile, "model.model.embed_tokens")["parameters"] == 256 * 1000
+    names = [each["name"] for each in row_of(profile, "sums")["operations"]]
     assert "_log_softmax" in names
-    assert rows["AdamW"]["total_s"] > 0
+    assert row_of(profile, "AdamW")["total_s"] > 0
 
 
 def test_compiled_model_reports_graphs(run, monkeypatch):
@@ -183,6 +232,17 @@ def test_compiled_model_reports_graphs(run, monkeypatch):
     assert ", forward, compiled, eval mode\n" in text
     note = "graphs: 1, breaks: none. The parts were measured in eager mode."
     assert note in " ".join(text.split())
+
+
+def test_typed_sizes_replace_those_of_the_preset(run, monkeypatch):
+    def measure(build, shape, title, *rest):
+        raise RuntimeError(title)
+
+    monkeypatch.setattr("profile_block.measure", measure)
+    preset = "Block, 32 heads (8 KV heads), d_ff 14336"
+    with pytest.raises(RuntimeError) as ended:
+        run("--preset", "llama-3.1-8b", "--seq-len", 7, "--d-model", 64)
+    assert str(ended.value) == f"{preset}: 1 x 7 tokens, d_model 64"
 
 
 # --- Errors ---------------------------------------------------------------------------
@@ -216,26 +276,32 @@ BAD_OPTIONS = {
 }
 
 
+def must_not_run(*_):
+    pytest.fail("a model was measured")
+
+
 @pytest.mark.parametrize("message", BAD_OPTIONS)
 def test_bad_options_end_with_one_line_before_anything_is_measured(
     run, capsys, monkeypatch, message
 ):
     if "--plot" in BAD_OPTIONS[message]:
         pytest.importorskip("matplotlib", reason="requires the extra dev")
-    monkeypatch.setattr("profile_block.measure", pytest.fail)
+    monkeypatch.setattr("profile_block.measure", must_not_run)
     with pytest.raises(SystemExit) as ended:
         run(*BAD_OPTIONS[message])
     assert ended.value.code == 2
-    _usage, error = capsys.readouterr().err.splitlines()
-    assert message in error
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 2, f"must be the usage and an error, got {printed}"
+    assert message in printed[1]
 
 
 def test_plot_without_matplotlib_names_the_repair(run, capsys, monkeypatch):
-    monkeypatch.setattr("profile_block.measure", pytest.fail)
+    monkeypatch.setattr("profile_block.measure", must_not_run)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit):
         run("--plot", "file.png")
-    assert "--plot: matplotlib must be installed: " in capsys.readouterr().err
+    error = "--plot: matplotlib must be installed: python -m pip install matplotlib\n"
+    assert capsys.readouterr().err.endswith(error)
 
 
 def test_missing_package_of_a_users_module_is_shown_as_it_is(run, my_block):
@@ -254,14 +320,3 @@ def test_function_must_return_a_module(run, my_block):
     my_block("build = lambda: lambda x: x\n")
     with pytest.raises(TypeError, match="Module, got function; put"):
         run("--block", "my_block:build")
-
-
-def test_preset_yields_to_what_is_typed(run, monkeypatch):
-    def measure(build, shape, title, *rest):
-        raise RuntimeError(title)
-
-    monkeypatch.setattr("profile_block.measure", measure)
-    preset = "Block, 32 heads (8 KV heads), d_ff 14336"
-    with pytest.raises(RuntimeError) as ended:
-        run("--preset", "llama-3.1-8b", "--seq-len", 7, "--d-model", 64)
-    assert str(ended.value) == f"{preset}: 1 x 7 tokens, d_model 64"
