@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 from forked import verify
 
 from tinyblock import copies
@@ -26,8 +27,21 @@ def apply(patch):
         path.write_text(text.replace(old, new, 1))
 
 
+def require_shown(shown, printed, command):
+    """Require each printed line to be shown; a line `...` stands for some that are not."""
+    patterns = {"...": r"(?:.*\n)*?"}
+    # On CI or a wide terminal, pytest adds the reason to a line.
+    lines = [
+        patterns.get(line, re.escape(line) + r".*\n") for line in shown.splitlines()
+    ]
+    if not re.fullmatch("".join(lines), printed):
+        pytest.fail(f"{command} prints:\n{printed}\nThe page shows:\n{shown}")
+
+
 def test_edit_a_layer_shows_what_is_printed(tmp_path, monkeypatch, capsys):
+    """The edit that `diff` prints on the page is made before `diff` runs."""
     monkeypatch.chdir(tmp_path)
+    subcommands = []
     for block in blocks(DOCS / "edit_a_layer.md"):
         if "@@" in block:
             apply(block)
@@ -40,12 +54,10 @@ def test_edit_a_layer_shows_what_is_printed(tmp_path, monkeypatch, capsys):
         else:
             code = copies.main([subcommand, *arguments])
             printed = capsys.readouterr().out
-        assert code == int("FAILED" in shown)
-        lines = iter(printed.splitlines())
-        for line in shown.replace("...\n", "").splitlines():
-            # On CI or a wide terminal, pytest adds the reason to a line.
-            found = any(text.startswith(line) for text in lines)
-            assert found, f"{command}: no line begins with {line!r}"
+        assert code == int("FAILED" in shown), f"{command}: {printed}"
+        require_shown(shown, printed, command)
+        subcommands.append(subcommand)
+    assert set(subcommands) == {"add", "check", "diff", "verify"}
 
 
 def test_vendoring_shows_what_add_prints(tmp_path, monkeypatch, capsys):
