@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def compiled(model, device):
 
 def cuda_graph(model, device):
     if device == "cpu":
-        return model
+        return model  # the CPU has no CUDA graphs
     return torch.compile(model, fullgraph=True, mode="reduce-overhead")
 
 
@@ -66,7 +67,18 @@ def test_one_token_is_exact(device):
         at = torch.tensor([[position]])
         actual = call(x.bfloat16().to(device), at.to(device))
         assert_close({"": actual}, {"": exact_model(x, at)}, torch.bfloat16)
-    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+@only_on_cuda
+@torch.no_grad()
+def test_one_token_runs_in_a_cuda_graph(device):
+    torch._dynamo.reset()
+    skips = torch._dynamo.utils.counters["inductor"]
+    skips.clear()
+    call = cuda_graph(transformer().to(device), device)
+    for _ in range(3):  # it warms up, is recorded, and is replayed
+        call(torch.ones(1, 1, D_MODEL, device=device))
+    assert skips["cudagraph_skips"] == 0, "inductor made no CUDA graph of the model"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -92,7 +104,10 @@ def test_the_host_never_waits(dtype, device, seq, mask):
 
 @pytest.mark.parametrize("move", ["emptied", "assigned"])
 def test_rope_is_exact_after_a_move(move, device):
-    """A table that was cast to bfloat16, or computed in float32, would be off."""
+    """A table that was cast to bfloat16, or computed in float32, would be off.
+
+    In float64, RoPE computes the angles of positions, and has no use for its table.
+    """
     model = transformer(theta=5e5, max_seq_len=131072).to(torch.bfloat16).float()
     x = draw(1, 5, D_MODEL)
     positions = torch.tensor([[0, 1, 4095, 65537, 131071]])
@@ -107,22 +122,13 @@ def test_rope_is_exact_after_a_move(move, device):
     assert_close({"": actual}, {"": exact}, torch.float32)
 
 
-OUT_OF_RANGE = """
-import sys, torch
-from tinyblock import RotaryPositionalEmbedding
-x = torch.ones(1, 8, device="cuda")
-rope = RotaryPositionalEmbedding(10000.0, d_k=8, max_seq_len=16, device="cuda")
-print(rope(x, torch.tensor([15], device="cuda")).isfinite().all().item())
-rope(x, torch.tensor([int(sys.argv[1])], device="cuda")).sum().item()
-"""
-
-
 @only_on_cuda
 @pytest.mark.parametrize("position", ["-1", "16"])
-def test_position_out_of_range(position, device):
+def test_position_out_of_range_fails_on_the_gpu(position, device):
     """In a process of its own, in which all later calls would fail, too."""
-    command = [sys.executable, "-c", OUT_OF_RANGE, position]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.on_device.rope_out_of_range", position]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
     assert "device-side assert" in done.stderr
 
