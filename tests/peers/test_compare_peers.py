@@ -2,11 +2,14 @@
 
 import argparse
 import dataclasses
+import importlib
 import multiprocessing
 import re
 import sys
 from concurrent.futures import Future
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -150,7 +153,10 @@ def test_against_a_folder_that_is_no_checkout_is_an_error(
     forbid_comparing(monkeypatch)
     with pytest.raises(SystemExit):
         run(f"--against {tmp_path}")
-    assert "--against must be a checkout of tinyblock" in capsys.readouterr().err
+    assert (
+        "--against must be a checkout of tinyblock, "
+        f"but has no {tmp_path / 'tinyblock' / '__init__.py'}"
+    ) in capsys.readouterr().err
 
 
 def test_an_installed_project_is_a_peer():
@@ -158,15 +164,38 @@ def test_an_installed_project_is_a_peer():
     assert "transformers" in PEERS
 
 
+def test_kernels_of_liger_are_norm_feed_forward_and_rope(monkeypatch):
+    """Here they are layers of transformers, and a RoPE that does not rotate."""
+    pytest.importorskip("transformers", reason="requires the extra examples")
+    llama: Any = importlib.import_module(projects.LLAMA)
+    rope = Mock(side_effect=lambda q, k, cos, sin: (q, k))
+    kernels = {
+        "rms_norm": {"LigerRMSNorm": type("Norm", (llama.LlamaRMSNorm,), {})},
+        "swiglu": {"LigerSwiGLUMLP": type("MLP", (llama.LlamaMLP,), {})},
+        "rope": {"liger_rotary_pos_emb": rope},
+    }
+    for file, names in kernels.items():
+        module = SimpleNamespace(**names)
+        monkeypatch.setitem(sys.modules, f"liger_kernel.transformers.{file}", module)
+    block, x = own.make_block(SIZE, torch.float32, CPU)
+    layers: Any = projects.liger(block).layers
+    layers["attention"](x)
+    kinds = [type(layers[name]).__name__ for name in ("RMSNorm", "SwiGLU")]
+    assert kinds == ["Norm", "MLP"]
+    rope.assert_called_once()
+
+
 def test_a_project_that_cannot_run_here_is_left_out_with_its_reason(capsys):
-    names = ["no-such-project", "liger-kernel", "pytest"]
-    assert projects.installed(dict.fromkeys(names, 1), CPU) == {"pytest": 1}
+    """The package typing-extensions has the module typing_extensions."""
+    names = ["no-such-project", "liger-kernel", "typing-extensions"]
+    assert projects.installed(dict.fromkeys(names, 1), CPU) == {names[2]: 1}
     projects.print_left_out(names, CPU)
     assert capsys.readouterr().err.splitlines() == [
         "no-such-project is left out: it is not installed",
         "liger-kernel is left out: it requires CUDA",
     ]
-    assert projects.versions(names[::2]) == f"pytest {pytest.__version__}"
+    installed = metadata.version("typing-extensions")
+    assert projects.versions(names[::2]) == f"typing-extensions {installed}"
     assert projects.versions(names[:2]) == "no other project is installed"
 
 

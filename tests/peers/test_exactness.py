@@ -232,11 +232,11 @@ def test_logits_of_a_real_model_are_compared_with_those_of_transformers(
         "peers.real_model", reason="requires the extra examples"
     )
     tokenizer = Mock()
-    tokenizer.return_value.input_ids = torch.arange(300)[None] % 6
+    tokenizer.return_value.input_ids = torch.arange(300)[None] % 7
     loaded = Mock(return_value=tokenizer)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", loaded)
     config = transformers.LlamaConfig(
-        vocab_size=6,
+        vocab_size=7,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=1,
@@ -249,8 +249,10 @@ def test_logits_of_a_real_model_are_compared_with_those_of_transformers(
     logits = Mock(wraps=real_model.logits)
     monkeypatch.setattr(real_model, "logits", logits)
     lines = real_model.measure(str(tmp_path), CPU).splitlines()
-    last = {call.args[2][-1].item() for call in logits.call_args_list}
-    assert last == {191, 9_999}
+    calls = logits.call_args_list
+    assert {call.args[2][-1].item() for call in calls} == {191, 9_999}
+    first = {call.args[1][0, 0].item() for call in calls}
+    assert first == {0}, "texts must be read from their first token on"
     [far] = [line for line in lines if "float32, positions from 9,808" in line]
     ours, theirs, ratio = (float(cell.split()[0]) for cell in far.split("|")[2:5])
     assert 1e-8 < ours < 1e-6  # the exact logits are in float64
