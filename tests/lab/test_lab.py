@@ -144,6 +144,11 @@ def test_table_in_markdown_aligns_names_left_and_numbers_right():
     ]
 
 
+def test_a_rule_in_markdown_has_three_characters_as_its_readers_require():
+    _, rule, _ = markdown(["", "n"], [["a", "1"]]).splitlines()
+    assert rule == "| --- | --: |"
+
+
 def test_table_for_a_terminal_cuts_long_names_in_their_middle():
     rows = [["model.layers.attention.projection", "12"], ["b", ""]]
     table = terminal(["part", "ms"], rows, width=25)

@@ -169,7 +169,7 @@ def test_kernels_of_liger_are_norm_feed_forward_and_rope(monkeypatch):
     pytest.importorskip("transformers", reason="requires the extra examples")
     llama: Any = importlib.import_module(projects.LLAMA)
     rope = Mock(side_effect=lambda q, k, cos, sin: (q, k))
-    kernels = {
+    kernels: dict[str, dict[str, Any]] = {
         "rms_norm": {"LigerRMSNorm": type("Norm", (llama.LlamaRMSNorm,), {})},
         "swiglu": {"LigerSwiGLUMLP": type("MLP", (llama.LlamaMLP,), {})},
         "rope": {"liger_rotary_pos_emb": rope},

@@ -70,7 +70,8 @@ def test_the_list_has_the_decoder_layers_of_the_models_without_a_row(
     for model in ("old", "new"):
         folder = tmp_path / "models" / model
         folder.mkdir(parents=True)
-        source = "class ALayer:\n    pass\nclass ADecoderLayer(Module):\n    pass\n"
+        source = "class ALayer: ...\nclass ADecoderLayer(Module): ...\n"
+        source += f"class {model}DecoderLayer(Module): ...\n"
         (folder / f"modeling_{model}.py").write_text(source)
     page = tmp_path / "models.md"
     page.write_text("| Old | `old` | yes |\n| Removed | `removed` | yes |\n")
@@ -79,6 +80,12 @@ def test_the_list_has_the_decoder_layers_of_the_models_without_a_row(
     monkeypatch.setattr(models_without_row, "PAGE", page)
     models_without_row.main()
     assert capsys.readouterr().out.splitlines() == [
-        "new: ADecoderLayer",
+        "new: ADecoderLayer, newDecoderLayer",
         "1 of 2 models have a row",
     ]
+
+
+def test_without_transformers_the_list_names_the_repair(monkeypatch):
+    monkeypatch.setattr(models_without_row, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="must be installed: pip install transformers"):
+        models_without_row.main()
