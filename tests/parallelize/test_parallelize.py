@@ -33,7 +33,8 @@ def four_processes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in checks.CHECKS])
-def test_four_processes_compute_what_one_computes(name, four_processes):
+def test_four_processes_pass(name, four_processes):
+    """Checks run in order, up to the first that fails."""
     _, printed = four_processes
     assert f"passed {name}" in printed.splitlines(), printed
 
@@ -108,7 +109,7 @@ def test_tp_rejects_sizes_that_it_does_not_divide(sizes, message):
     assert_rejects(model, mesh_of("tp"), message)
 
 
-def test_tp_rejects_a_gate_in_the_weight_of_the_value():
+def test_tp_rejects_a_w1_that_also_holds_the_value():
     model = with_second_block(block_of(w1=nn.Linear(16, 64)))
     assert_rejects(model, mesh_of("tp"), r"ffn\.w1 .* 32, got 64")
 
@@ -152,7 +153,7 @@ def test_without_compile_forward_may_be_set_on_a_block():
     parallelize(model, mesh_of("dp"))
 
 
-def test_wrong_options_of_fully_shard_are_rejected():
+def test_a_misspelled_option_of_fully_shard_is_rejected():
     assert_rejects(transformer(), mesh_of("dp", "tp"), "mp_polcy", mp_polcy=None)
 
 
@@ -165,11 +166,6 @@ def test_tp_requires_torch_2_13(monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
     message = r"2\.13 .* 'tp', got 2\.12\.1: .* only 'dp'"
     assert_rejects(one_block(), mesh_of("tp"), message)
-
-
-def test_tp_splits_more_than_ten_layers():
-    model = parallelize(transformer(num_layers=11, device="meta"), mesh_of("tp"))
-    assert isinstance(model.layers[10].ln1.weight, DTensor)
 
 
 def test_dp_does_not_require_torch_2_13(monkeypatch):
@@ -199,30 +195,37 @@ def test_parallelize_accepts_ties_outside_of_blocks_over_dp():
     ],
     ids=["one axis", "no sequence", "7 tokens"],
 )
-def test_compiled_parallel_model_rejects_an_x_of(shape, message):
+def test_compiled_parallel_model_rejects_a_wrong_shape_of_x(shape, message):
     model = parallelize(Block(16, 8), mesh_of("tp"), compile=True)
     with pytest.raises(ValueError, match=message):
         model(torch.ones(shape))
 
 
+def test_tp_splits_more_than_ten_layers():
+    """The name layers.10 has two digits."""
+    model = parallelize(transformer(num_layers=11, device="meta"), mesh_of("tp"))
+    assert isinstance(model.layers[10].ln1.weight, DTensor)
+
+
 @without_warning_of_dynamo
-def test_a_whole_model_over_tp_compiles_to_one_graph():
+def test_a_block_over_tp_compiles_to_one_graph():
     model = parallelize(one_block(), mesh_of("tp"))
     x = torch.randn(2, 8, 16, dtype=torch.float64)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(x), model(x))
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
 
 
 def test_weights_are_sent_in_the_order_of_the_model(monkeypatch):
     """The order of a set of names differs between processes, which would mix weights up."""
     model = transformer()
-    weights = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+    named = [*model.named_parameters(), *model.named_buffers()]
+    name_at = {tensor.data_ptr(): name for name, tensor in named}
     sent = []
     monkeypatch.setattr(
-        dist, "broadcast", lambda tensor, **_: sent.append(tensor.data_ptr())
+        dist, "broadcast", lambda tensor, **_: sent.append(name_at[tensor.data_ptr()])
     )
     parallelize(model, mesh_of("dp"))
-    assert sent == weights
+    assert sent == [name for name, _ in named]
 
 
 def test_weights_are_sent_along_each_axis(monkeypatch):
@@ -256,7 +259,7 @@ def test_only_the_first_call_compares_what_processes_pass(monkeypatch):
 
 
 def test_modules_are_split_in_one_order(monkeypatch):
-    """Torch sends the weights of each module that it splits."""
+    """Torch sends weights as it splits a module, so all processes need one order."""
     split = []
     monkeypatch.setattr(
         parallel, "parallelize_module", lambda block, tp, plan: split.append([*plan])
@@ -275,6 +278,8 @@ def test_options_reach_fully_shard():
 
 
 def test_copies_over_tp_have_their_own_weights(monkeypatch):
+    """A compiled forward that is a plain function would keep the original's weights."""
+
     def uncompiled(function, **options):
         return lambda *args: function(*args)  # as torch returns a function
 
@@ -285,7 +290,7 @@ def test_copies_over_tp_have_their_own_weights(monkeypatch):
     model = copy.deepcopy(original)
     for parameter in original.parameters():
         nn.init.zeros_(parameter)
-    assert torch.equal(model(x), expected)
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
 
 
 def collectives(recorded):
@@ -299,7 +304,7 @@ def test_the_program_of_the_page_counts_its_collectives(tmp_path, monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "parallel.md"
     _, _, rest = page.read_text().partition("`measure.py`:\n\n```py\n")
     program = rest.partition("```")[0]
-    assert program.count("512") == 2
+    assert program.count("512") == 2, "the sizes of the program on the page changed"
     script = tmp_path / "measure.py"
     script.write_text(program.replace("512", "64"))  # its sizes would take 5 s
     monkeypatch.chdir(tmp_path)
@@ -310,24 +315,28 @@ def test_the_program_of_the_page_counts_its_collectives(tmp_path, monkeypatch):
     assert Path("trace-1.json").exists()
 
 
-# To recompute stops where the backward pass has all that it needs: before w2's scatter.
-@pytest.mark.parametrize(
-    ("recompute", "in_backward"),
-    [(False, (5, 5)), (True, (9, 7))],
-    ids=["kept", "recomputed"],
-)
-def test_a_block_needs_two_gathers_and_two_scatters_in_each_direction(
-    recompute, in_backward
-):
-    """Two blocks, and one more for the output, for its gradient, and for the gradient of x."""
-    model = parallelize(transformer(), mesh_of("tp"), recompute=recompute)
+def collectives_of(model):
+    """Return the gathers and scatters of a forward pass, and those of a backward pass."""
     x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
     with torch.profiler.profile() as forward:
         out = model(x)
     with torch.profiler.profile() as backward:
         out.sum().backward()
-    assert collectives(forward) == (5, 4)
-    assert collectives(backward) == in_backward
+    return collectives(forward), collectives(backward)
+
+
+def test_each_block_needs_two_gathers_and_two_scatters_in_each_direction():
+    model = parallelize(transformer(num_layers=2), mesh_of("tp"))
+    forward, backward = collectives_of(model)
+    assert forward == (2 * 2 + 1, 2 * 2), "a gather more for the output"
+    assert backward == (2 * 2 + 1, 2 * 2 + 1), "one more of each for gradients"
+
+
+def test_recomputing_repeats_all_of_a_forward_pass_but_the_last_scatter_of_a_block():
+    """It stops where the backward pass has all that it needs: before w2's scatter."""
+    model = parallelize(transformer(num_layers=2), mesh_of("tp"), recompute=True)
+    _, backward = collectives_of(model)
+    assert backward == (2 * 2 + 1 + 2 * 2, 2 * 2 + 1 + 2)
 
 
 @without_warning_of_dynamo
@@ -337,11 +346,11 @@ def test_compiled_blocks_share_one_graph_and_compute_what_eager_ones_do(monkeypa
     def count(graph, inputs):
         graphs.append(graph)
 
-        def run(*arguments):
+        def counted(*arguments):
             runs.append(graph)
             return graph.forward(*arguments)
 
-        return run
+        return counted
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
     found = []
@@ -354,5 +363,5 @@ def test_compiled_blocks_share_one_graph_and_compute_what_eager_ones_do(monkeypa
         gradients = [parameter.grad.to_local() for parameter in model.parameters()]
         found.append([out, *gradients])
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
-    assert len(graphs) == 1
+    assert len(graphs) == 1, "the two blocks are not one graph"
     assert len(runs) == 4, "each of two blocks runs it, and runs it again in backward"
