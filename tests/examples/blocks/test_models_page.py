@@ -1,4 +1,4 @@
-"""docs/models.md: a test compares each row, and each file has the lines that it says."""
+"""docs/models.md: each row has a test of its name, and each file the lines that it says."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ FILES = sorted((ROOT / "examples" / "blocks").glob("*.py"))
 
 
 def lines_of_code(source):
-    """Count the lines that have code, without docstrings and without `main`."""
+    """Count the lines of statements: no docstrings, no `main`, no code of a script."""
     tree = ast.parse(source)
     kept = [
         statement
@@ -52,8 +52,8 @@ def test_the_page_says_how_many_lines_of_code_a_file_has(path):
     assert numbers == {str(lines_of_code(path.read_text()))}
 
 
-def test_a_test_compares_each_row():
-    """The tests of rows are named by transformers' names of models."""
+def test_each_row_has_a_test_of_its_name():
+    """For a model that transformers calls mistral, test_equals_mistral compares them."""
     tests = set()
     others = set(Path(__file__).parent.glob("test_*.py")) - {Path(__file__)}
     for path in others:
@@ -64,9 +64,7 @@ def test_a_test_compares_each_row():
     assert rows(PAGE) == tests
 
 
-def test_the_list_has_the_decoder_layers_of_the_models_without_a_row(
-    tmp_path, monkeypatch, capsys
-):
+def test_models_without_row_prints_their_decoder_layers(tmp_path, monkeypatch, capsys):
     for model in ("old", "new"):
         folder = tmp_path / "models" / model
         folder.mkdir(parents=True)
