@@ -1,10 +1,10 @@
 r"""Test claims of papers on small models: the tables and pictures of docs/ablations.md.
 
     pip install tqdm numpy matplotlib
-    python examples/ablations.py ffn --steps 200 --plot ffn.png
-    python examples/ablations.py norm --steps 200 --layers 6 --seq 64 \
+    python examples/ablations.py ffn --plot ffn.png
+    python examples/ablations.py norm --layers 6 --seq 64 \
         --lrs 1e-3 3e-3 1e-2 3e-2 --plot norm.png
-    python examples/ablations.py positions --steps 200 --plot positions.png
+    python examples/ablations.py positions --plot positions.png
 
 Variants differ in one choice. In a row of the table, they share the seed, the batches
 and the learning rate. All have the same number of parameters, except for the gains of
@@ -176,7 +176,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="train with this many seeds, from --seed on (default: %(default)s)",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the losses into this file")
-    add_settings(parser, Config(steps=400, d_model=48, heads=3))
+    add_settings(parser, Config(steps=200, d_model=48, heads=3))
     return parser.parse_args(arguments)
 
 

@@ -345,7 +345,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         plot(options.plot, history, validation, baseline)
 
     prompt = held_out[: max(config.seq // 4, 1)].long().to(device)
-    torch.manual_seed(config.seed)
     count = config.seq + 1 - len(prompt)  # as many as the model has positions for
     sample = model.generate(prompt[None], count, temperature=0.8)
     print(bytes(sample[0].tolist()).decode(errors="replace"))

@@ -175,6 +175,17 @@ def test_pieces_add_up_to_the_text():
     assert "".join(generate.pieces(Contracting(), [0], [1, 2])) == " n't!"
 
 
+class Words:
+    """A tokenizer that drops the space at the start of a text, as Llama's does."""
+
+    def decode(self, tokens, **_):
+        return "".join(f" {token}" for token in tokens)[1:]
+
+
+def test_a_word_after_the_prompt_keeps_its_space():
+    assert list(generate.pieces(Words(), [1], [2, 3])) == [" 2", " 3"]
+
+
 def test_text_is_shown_as_it_is_generated(with_tokenizer, tmp_path, monkeypatch):
     shown = set()
 

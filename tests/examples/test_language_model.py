@@ -245,6 +245,11 @@ def test_top_k_draws_only_k_of_equal_logits():
     assert len(drawn.unique()) == 2
 
 
+def test_a_top_k_beyond_the_vocabulary_draws_from_all_tokens():
+    drawn = choose(torch.zeros(1, 5).expand(1000, -1), 1.0, top_k=50)
+    assert len(drawn.unique()) == 5
+
+
 def test_without_top_k_all_tokens_are_drawn():
     drawn = choose(torch.zeros(1, 5).expand(1000, -1), 1.0, top_k=None)
     assert len(drawn.unique()) == 5
@@ -303,6 +308,16 @@ def test_a_tied_model_has_one_matrix_for_embedding_and_head():
         each(tokens).square().mean().backward()
     both = untied.token_embeddings.weight.grad + untied.lm_head.weight.grad
     torch.testing.assert_close(model.token_embeddings.weight.grad, both)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_reset_parameters_draws_every_weight(tied):
+    model = build(num_layers=1, tied=tied)
+    for weight in model.parameters():
+        weight.data.fill_(math.nan)
+    model.reset_parameters()
+    for name, weight in model.named_parameters():
+        assert weight.isfinite().all(), name
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ ablations = pytest.importorskip("ablations", reason="requires the extra dev")
 train = pytest.importorskip("train", reason="requires the extra dev")
 matplotlib = pytest.importorskip("matplotlib.figure", reason="requires the extra dev")
 
+ROOT = Path(__file__).parents[2]
 CONFIG = train.Config(steps=30, batch=4, seq=32, d_model=32, layers=2, warmup=5)
 TEXT = b"the quick brown fox jumps over the lazy dog. " * 200
 TINY = ["--seq", "8", "--d-model", "8", "--heads", "1", "--layers", "1"]
@@ -320,6 +322,28 @@ def test_a_resumed_run_takes_new_options_and_keeps_the_others(tmp_path):
     assert config["files"] == [__file__]
 
 
+def test_the_progress_of_a_resumed_run_begins_where_it_stopped(tmp_path, monkeypatch):
+    bars = Mock(wraps=train.tqdm)
+    monkeypatch.setattr(train, "tqdm", bars)
+    path = str(tmp_path / "run.pt")
+    train.main([__file__, *TINY, "--steps", "2", "--checkpoint", path])
+    train.main(["--checkpoint", path, "--resume", "--steps", "3"])
+    options = [call.kwargs for call in bars.call_args_list]
+    assert [(each["initial"], each["total"]) for each in options] == [(0, 2), (2, 3)]
+
+
+def test_a_run_validates_and_saves_every_100_steps_and_at_its_end(
+    tmp_path, monkeypatch
+):
+    saved = []
+    monkeypatch.setattr(train, "train", lambda *_: iter([1.0] * 250))
+    monkeypatch.setattr(
+        train, "save", lambda path, state: saved.append(list(state["validation"]))
+    )
+    train.main([__file__, *TINY, "--steps", "250", "--checkpoint", "run.pt"])
+    assert saved == [[100], [100, 200], [100, 200, 250]]
+
+
 def test_a_run_prints_what_it_trains_on_and_both_losses(tmp_path, capsys):
     path = tmp_path / "text"
     held_out = b"yz" * 50
@@ -457,8 +481,10 @@ def test_only_positions_tell_the_order_of_earlier_bytes(name, differs):
     assert torch.allclose(*last) != differs
 
 
-def test_a_run_stops_where_it_diverges(monkeypatch):
-    monkeypatch.setattr(ablations, "train", lambda *_: iter([5.0, 19.0, 21.0, 4.0]))
+@pytest.mark.parametrize("diverged", [21.0, math.nan], ids=str)
+def test_a_run_stops_where_it_diverges(diverged, monkeypatch):
+    losses = [5.0, 19.0, diverged, 4.0]
+    monkeypatch.setattr(ablations, "train", lambda *_: iter(losses))
     model = ablations.build(CONFIG)
     windows = torch.zeros(2, 9, dtype=torch.long)
     config = replace(CONFIG, steps=4)
@@ -524,6 +550,21 @@ def test_with_one_rate_the_right_plot_is_by_position(figures):
     x, y = curves(right)["RoPE"]
     assert list(x) == list(range(2, 129, 2))
     assert list(y)[:2] == pytest.approx([2.005, 2.025])
+
+
+def test_the_defaults_are_the_settings_that_the_page_describes():
+    page = " ".join((ROOT / "docs" / "ablations.md").read_text().split())
+    options = ablations.parse(["ffn"])
+    for sentence in (
+        f"All models have d_model {options.d_model} and {options.heads} heads.",
+        f"AdamW trains each for {options.steps} steps of {options.batch} sequences.",
+        f"The first {options.warmup} steps are warm-up.",
+        f"The models have {options.layers} layers, and train on {options.seq} bytes.",
+        f"Each variant runs with {options.seeds} seeds.",
+    ):
+        assert sentence in page
+    assert "The peak learning rate is 5e-3 unless a table names another." in page
+    assert options.lrs == [5e-3]
 
 
 @pytest.fixture
