@@ -6,8 +6,9 @@
     python examples/generate.py run.pt "import " --tokens 60
 
 The model is a GGUF file, a checkpoint of train.py (run.pt), or a checkpoint in the
-format of Hugging Face: a folder, or a name, which is downloaded. `make story` downloads
-a small model and calls this file.
+format of Hugging Face: a folder, or a name, which is downloaded. Without options, this
+command adds at most 100 tokens, each the likeliest. `make story` downloads a small model
+and calls this file.
 """
 
 import argparse

@@ -21,6 +21,10 @@ ACCEPTED = {
         "llama",
         {"rope_parameters": {**YARN, "original_max_position_embeddings": 6}},
     ),
+    "yarn's betas": (
+        "llama",
+        {"rope_parameters": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0}},
+    ),
     "yarn's mscale": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.5}}),
 }
 REJECTED: dict[str, Any] = {
@@ -58,6 +62,51 @@ def test_a_config_that_is_not_understood_raises(name, tmp_path):
     save(kind, tmp_path, **options)
     with pytest.raises(ValueError, match=f"must .*(but has|got) .*{name}"):
         hugging_face.load(tmp_path)
+
+
+PLAIN = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_act": "silu"},
+        {"is_llama_config": True},
+        {"partial_rotary_factor": 1.0},
+        {"attention_bias": False},
+        {"layer_types": ["full_attention", "full_attention"]},
+        {"sliding_window": None},
+        {"sliding_window": 8, "use_sliding_window": False},
+    ],
+    ids=str,
+)
+def test_a_field_that_changes_nothing_is_accepted(fields):
+    hugging_face.build({**PLAIN, **fields}, tied=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_act", "relu2"),
+        ("partial_rotary_factor", 0.5),
+        ("mlp_bias", True),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("sliding_window", 8),
+        ("a_field_of_tomorrow", 1),
+    ],
+)
+def test_a_field_that_changes_the_model_is_named(name, value):
+    with pytest.raises(ValueError, match=f"but has {{'{name}': "):
+        hugging_face.build({**PLAIN, name: value}, tied=False)
 
 
 @pytest.mark.parametrize(

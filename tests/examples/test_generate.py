@@ -83,12 +83,27 @@ def test_tokens_limits_the_text(with_tokenizer, tmp_path, capsys):
         assert printed(capsys, tmp_path, "abc", "--tokens", count) == text + "\n"
 
 
+def test_without_options_at_most_100_likeliest_tokens_are_added(
+    with_tokenizer, tmp_path, monkeypatch
+):
+    calls = []
+
+    def stream(model, tokens, *options):
+        calls.append(options)
+        return iter(())
+
+    monkeypatch.setattr(generate.LanguageModel, "stream", stream)
+    generate.main([str(tmp_path), "abc"])
+    assert calls == [(100, 0.0, None)]
+
+
 def test_temperature_and_top_k_draw_tokens(with_tokenizer, tmp_path, capsys):
     name_stop_tokens(tmp_path, generation_config=999)
     run = [tmp_path, "abc", "--tokens", "12"]
     likeliest = printed(capsys, *run)
     assert printed(capsys, *run, "--temperature", "5") != likeliest
     assert printed(capsys, *run, "--temperature", "1e-9") == likeliest
+    assert printed(capsys, *run, "--temperature", "0") == likeliest
     assert printed(capsys, *run, "--temperature", "5", "--top-k", "1") == likeliest
     assert printed(capsys, *run, "--temperature", "5", "--top-k", "9") != likeliest
 

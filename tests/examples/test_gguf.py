@@ -161,6 +161,16 @@ def test_the_tokens_that_end_a_text_are_the_files_or_the_tokenizers(
         assert generate.load(str(path))[2] == expected
 
 
+def test_a_relative_path_has_a_tokenizer(tmp_path, monkeypatch):
+    def read(folder, gguf_file):
+        return (Path(folder) / gguf_file).read_text()
+
+    monkeypatch.setattr(generate.AutoTokenizer, "from_pretrained", read)
+    monkeypatch.chdir(tmp_path)
+    Path("model.gguf").write_text("the content of the file")
+    assert generate.gguf_tokenizer(Path("model.gguf")) == "the content of the file"
+
+
 needs_story = pytest.mark.skipif(
     not MODEL.exists(), reason="`make story` downloads the model"
 )
