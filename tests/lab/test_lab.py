@@ -108,7 +108,7 @@ def test_a_number_has_three_digits_and_no_exponent(value, text):
     ("value", "text"),
     [
         (0.0, "0 s"),
-        (-2e-6, "-2.00 us"),
+        (-2e-3, "-2.00 ms"),
         (0.0123, "12.3 ms"),
         (999.6, "1.00 ks"),
         (3.11e6, "3.11 Ms"),

@@ -1,15 +1,19 @@
 """The profiler as users run it, on tiny sizes."""
 
 import json
+import os
 import re
+import runpy
 import sys
 from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from profiling.subject import Settings
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "profile_block.py"
 PAGE = SCRIPT.parents[1] / "docs" / "profile.md"
@@ -234,28 +238,88 @@ def test_compiled_model_reports_graphs(run, monkeypatch):
     assert note in " ".join(text.split())
 
 
-def test_typed_sizes_replace_those_of_the_preset(run, monkeypatch):
-    def measure(build, shape, title, *rest):
-        raise RuntimeError(title)
+# --- Options --------------------------------------------------------------------------
 
-    monkeypatch.setattr("profile_block.measure", measure)
+
+@pytest.fixture
+def asked(run, monkeypatch):
+    """Return a function that runs the script, and returns what it would measure."""
+
+    def asked(*options):
+        found = []
+
+        def measure(build, shape, title, settings, trace):
+            found.append(
+                SimpleNamespace(
+                    shape=shape,
+                    title=title,
+                    settings=settings,
+                    trace=trace,
+                    gradients=torch.is_grad_enabled(),
+                )
+            )
+            raise InterruptedError
+
+        monkeypatch.setattr("profile_block.measure", measure)
+        with pytest.raises(InterruptedError):
+            run(*options)
+        return found[0]
+
+    return asked
+
+
+def test_typed_sizes_replace_those_of_the_preset(asked):
+    typed = asked("--preset", "llama-3.1-8b", "--seq-len", 7, "--d-model", 64)
     preset = "Block, 32 heads (8 KV heads), d_ff 14336"
-    with pytest.raises(RuntimeError) as ended:
-        run("--preset", "llama-3.1-8b", "--seq-len", 7, "--d-model", 64)
-    assert str(ended.value) == f"{preset}: 1 x 7 tokens, d_model 64"
+    assert typed.title == f"{preset}: 1 x 7 tokens, d_model 64"
+
+
+def test_defaults_are_those_of_the_help(asked):
+    default = asked("--device", "cpu")
+    assert default.shape == (1, 128, 512)
+    assert default.settings == Settings(torch.device("cpu"), torch.float32, "train")
+    assert (default.settings.compile, default.settings.rounds) == (False, 15)
+    assert default.trace is None
+
+
+def test_options_reach_the_measurement(asked, tmp_path):
+    sizes = ["--batch-size", 2, "--seq-len", 3, "--d-model", 64]
+    settings = ["--device", "cpu", "--dtype", "float16", "--mode", "step"]
+    path = tmp_path / "trace"
+    typed = asked(*sizes, *settings, "--compile", "--rounds", 4, "--trace", path)
+    assert typed.shape == (2, 3, 64)
+    assert typed.settings == Settings(
+        torch.device("cpu"), torch.float16, "step", compile=True, rounds=4
+    )
+    assert typed.trace == path
+
+
+def test_default_with_a_gpu_is_bfloat16_on_it(asked, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    settings = asked().settings
+    assert (settings.device.type, settings.dtype) == ("cuda", torch.bfloat16)
+    assert asked("--device", "cpu").settings.dtype == torch.float32
+
+
+@pytest.mark.parametrize("mode", ["forward", "train", "step"])
+def test_gradients_are_enabled_in_the_modes_that_train(mode, asked):
+    assert asked("--device", "cpu", "--mode", mode).gradients == (mode != "forward")
+
+
+def test_script_disables_the_checks_that_need_beartype(monkeypatch):
+    monkeypatch.setenv("JAXTYPING_DISABLE", "")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    runpy.run_path(str(SCRIPT))
+    assert os.environ["JAXTYPING_DISABLE"] == "1"
 
 
 # --- Errors ---------------------------------------------------------------------------
 
 BAD_OPTIONS = {
     "--rounds: invalid positive value: '0'": ["--rounds", "0"],
-    "must be used without --preset, --num-heads": [
-        "--block",
-        "torch.nn:Linear",
-        "--preset",
-        "small",
-        "--num-heads",
-        "2",
+    "without --preset, --num-heads, --num-kv-heads, --d-head, --d-ff, --num-layers": [
+        *("--block", "torch.nn:Linear", "--preset", "small", "--num-heads", "2"),
+        *("--num-kv-heads", "2", "--d-head", "2", "--d-ff", "2", "--num-layers", "2"),
     ],
     "got no_module:f, but no module no_module is on PYTHONPATH": [
         "--block",
