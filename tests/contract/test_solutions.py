@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from forked import verify
+from pages import block_with
 
 from tinyblock.contract import conftest, target
 from tinyblock.contract.report import Report
 
 SOLUTIONS = Path(__file__).parent / "solutions"
+README = Path(__file__).parents[2] / "README.md"
 
 
 @functools.cache
@@ -28,6 +30,12 @@ def test_right_solutions_have_no_failures(name):
     for layer in ("rmsnorm", "ffn", "rope", "attention", "block"):
         passed = re.findall(rf"test_{layer}\.py::test_equation.* PASSED", report)
         assert passed, f"{layer}: {report}"
+
+
+def test_the_readme_shows_the_counts_of_a_right_solution():
+    shown = block_with(README, "tests/contract/solutions/torch_functions").splitlines()
+    _, report = verify_solution("torch_functions")
+    assert shown[-1] in report.splitlines()[-1]
 
 
 @dataclass

@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 from forked import verify
+from pages import block_with, blocks, require_shown
 
 from tinyblock import copies
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-def blocks(page):
-    return re.findall(r"^```\w+\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def apply(patch):
@@ -25,17 +22,6 @@ def apply(patch):
         text = path.read_text()
         assert old in text, patch
         path.write_text(text.replace(old, new, 1))
-
-
-def require_shown(shown, printed, command):
-    """Require each printed line to be shown; a line `...` stands for some that are not."""
-    patterns = {"...": r"(?:.*\n)*?"}
-    # On CI or a wide terminal, pytest adds the reason to a line.
-    lines = [
-        patterns.get(line, re.escape(line) + r".*\n") for line in shown.splitlines()
-    ]
-    if not re.fullmatch("".join(lines), printed):
-        pytest.fail(f"{command} prints:\n{printed}\nThe page shows:\n{shown}")
 
 
 def test_edit_a_layer_shows_what_is_printed(tmp_path, monkeypatch, capsys):
@@ -60,17 +46,41 @@ def test_edit_a_layer_shows_what_is_printed(tmp_path, monkeypatch, capsys):
     assert set(subcommands) == {"add", "check", "diff", "verify"}
 
 
-def test_vendoring_shows_what_add_prints(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("page", ["README.md", "docs/vendoring.md"])
+def test_page_shows_what_add_prints(page, tmp_path, monkeypatch, capsys):
+    root = DOCS.parent
     monkeypatch.chdir(tmp_path)
-    [shown] = [block for block in blocks(DOCS / "vendoring.md") if "add block" in block]
-    command, _, rows = shown.partition("\n")
-    assert (
-        command
-        == "$ python3 ../tinyblock/tinyblock add block rope --to my_package/layers"
-    )
-    monkeypatch.setattr(copies, "started_as", lambda: "python3 ../tinyblock/tinyblock")
-    copies.main(shlex.split(command)[3:])
-    assert capsys.readouterr().out == rows
+    command, _, shown = block_with(root / page, "tinyblock add").partition("\n")
+    _, python, shown_program, *arguments = shlex.split(command)
+    monkeypatch.setattr(copies, "started_as", lambda: f"{python} {shown_program}")
+    copies.main(arguments)
+    require_shown(shown, capsys.readouterr().out, command)
+
+
+def commands_of(block):
+    """Return the commands that a block shows, and what it shows below each."""
+    found = []
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        command, _, shown = part.partition("\n")
+        found.append((shlex.split(command)[1], shown))
+    return found
+
+
+def test_vendoring_shows_what_check_prints_of_an_edit(project):
+    block = block_with(DOCS / "vendoring.md", "4 of 5 copies are pristine")
+    project.append("ffn.py", "# mine")
+    for command, shown in commands_of(block):
+        project.run(command)
+        require_shown(shown, project.printed, command)
+
+
+def test_vendoring_shows_what_check_and_update_print_of_a_release(project):
+    block = block_with(DOCS / "vendoring.md", "3 of 5 copies are pristine")
+    project.edit("rope.py", "import math\n", "import math  # mine\n")
+    project.release("0.2.0", ffn="# new", rope="# new")
+    for command, shown in commands_of(block):
+        project.run(command, code=int("outdated" in shown))
+        require_shown(shown, project.printed, command)
 
 
 def test_vendoring_shows_the_header():

@@ -4,9 +4,11 @@ import copy
 import math
 import re
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import check_shapes
 import checkpointing
 import compile_and_export
 import packing
@@ -15,12 +17,14 @@ import scaled_rope
 import static_cache
 import torch
 from language_model import Cache, LanguageModel
+from pages import block_with, require_shown
 from static_cache import StaticCache
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from tinyblock import Transformer
 
+README = Path(__file__).parents[2] / "README.md"
 # torch's compiler and torchao's imports warn of themselves.
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 PRINTS = {
@@ -38,6 +42,14 @@ PRINTS = {
 def test_an_example_prints_what_its_docstring_says(name, capsys, counted):
     pytest.importorskip(name, reason="requires the extra examples").main()
     assert re.search(PRINTS[name], capsys.readouterr().out, re.DOTALL)
+
+
+def test_the_readme_shows_the_last_error_of_check_shapes(capsys, counted):
+    block = block_with(README, "examples/check_shapes.py")
+    command, _, shown = block.partition("\n")
+    check_shapes.main()
+    printed = capsys.readouterr().out.replace("check_shapes.scores", "__main__.scores")
+    require_shown(shown, printed, command)
 
 
 def test_one_graph_runs_each_block_and_one_the_model_at_both_lengths(capsys, counted):
