@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import tinyblock
@@ -28,7 +29,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_default_options_are(name):
+def test_options_have_these_defaults(name):
     found = []
     for option in inspect.signature(getattr(tinyblock, name)).parameters.values():
         if option.default is not option.empty:
@@ -53,7 +54,12 @@ def test_heads_are_repeated_where_no_kernel_shares_them(masked, monkeypatch):
     expected = layer(x, mask=mask)
     name = "_has_kernel_for_shared_heads"
     monkeypatch.setattr(tinyblock.attention, name, lambda q, mask: False)
-    torch.testing.assert_close(layer(x, mask=mask), expected)
+    attend = F.scaled_dot_product_attention
+    with patch.object(F, attend.__name__, wraps=attend) as called:
+        result = layer(x, mask=mask)
+    heads_of_q_k_v = [tensor.shape[1] for tensor in called.call_args.args]
+    assert heads_of_q_k_v == [6, 6, 6]
+    torch.testing.assert_close(result, expected)
 
 
 def test_a_block_need_not_take_a_head_size():
@@ -64,13 +70,22 @@ def test_a_block_need_not_take_a_head_size():
     assert stack(torch.randn(2, 3, 8)).shape == (2, 3, 8)
 
 
-def test_query_and_key_norms_may_stay_in_float32_or_have_no_gains():
+def test_query_and_key_norms_may_have_no_gains():
     layer = tinyblock.CausalMultiHeadSelfAttention(24, 4, qk_norm=True)
     x = torch.randn(2, 7, 24)
     expected = layer(x)
     layer.q_norm = nn.RMSNorm(6, 1e-5, elementwise_affine=False)
+    layer.k_norm = nn.RMSNorm(6, 1e-5, elementwise_affine=False)
     torch.testing.assert_close(layer(x), expected)
-    layer.bfloat16().k_norm.float()
+
+
+def test_query_and_key_norms_may_stay_in_float32():
+    layer = tinyblock.CausalMultiHeadSelfAttention(24, 4, qk_norm=True)
+    x = torch.randn(2, 7, 24)
+    expected = layer(x)
+    layer.bfloat16()
+    layer.q_norm.float()
+    layer.k_norm.float()
     result = layer(x.bfloat16())
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result.float(), expected, rtol=0.1, atol=0.05)
