@@ -126,7 +126,21 @@ def test_fsdp2_builds_on_meta_and_trains_in_mixed_precision(walk):
 
 # torch 2.14 warns of its own use of torch.jit.script.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
-def test_derivatives_in_forward_mode_and_second_ones_need_the_math_kernel():
+def test_forward_mode_needs_the_math_kernel():
+    rope = RotaryPositionalEmbedding(100.0, 6, 40)
+    block = Block(24, 4, rope=rope).double()
+    x = torch.randn(2, 7, 24, dtype=torch.float64)
+    direction = torch.randn_like(x)
+    with pytest.raises(NotImplementedError, match="forward AD"):
+        torch.func.jvp(block, (x,), (direction,))
+    step = 1e-6 * direction
+    with sdpa_kernel(SDPBackend.MATH):
+        found = torch.func.jvp(block, (x,), (direction,))[1]
+        expected = (block(x + step) - block(x - step)) / 2e-6
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_second_derivatives_need_the_math_kernel():
     rope = RotaryPositionalEmbedding(100.0, 6, 40)
     block = Block(24, 4, rope=rope).double()
     x = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
@@ -136,18 +150,14 @@ def test_derivatives_in_forward_mode_and_second_ones_need_the_math_kernel():
         loss = block(x).square().sum()
         return torch.autograd.grad(loss, x, create_graph=True)[0]
 
-    with pytest.raises(NotImplementedError, match="forward AD"):
-        torch.func.jvp(block, (x.detach(),), (direction,))
     with pytest.raises(RuntimeError, match="not implemented"):
-        torch.autograd.grad(gradient(x).sum(), x)
+        torch.autograd.grad(gradient(x), x, direction)
     step = 1e-6 * direction
     with sdpa_kernel(SDPBackend.MATH):
-        found = torch.func.jvp(block, (x.detach(),), (direction,))[1]
-        expected = (block(x + step) - block(x - step)) / 2e-6
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-        [found] = torch.autograd.grad(gradient(x), x, direction)  # H is symmetric
+        # The matrix of second derivatives is symmetric.
+        [found] = torch.autograd.grad(gradient(x), x, direction)
         expected = (gradient(x + step) - gradient(x - step)) / 2e-6
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
 
 
 # torch has no batching rule for its attention kernel.
@@ -162,7 +172,9 @@ def test_vmap_and_functional_call_give_gradients_per_sample():
 
     per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
     found = per_sample(parameters, x)
-    model(x).square().mean().backward()
-    for name, parameter in model.named_parameters():
-        mean = found[name].mean(0)
-        torch.testing.assert_close(mean, parameter.grad, rtol=1e-4, atol=1e-6)
+    for number, sample in enumerate(x):
+        model.zero_grad()
+        model(sample).square().mean().backward()
+        expected = {name: p.grad for name, p in model.named_parameters()}
+        of_sample = {name: gradients[number] for name, gradients in found.items()}
+        torch.testing.assert_close(of_sample, expected, rtol=1e-4, atol=1e-6)
