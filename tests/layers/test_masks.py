@@ -82,8 +82,10 @@ def results_of_repairs(layer, x, mask):
     """Return the result for each mask that the error says to pass, by its words."""
     with pytest.raises(ValueError, match="mask must be bool") as error:
         layer(x, mask=mask)
+    message = str(error.value)
+    assert ": pass " in message, f"the error has no repair: {message}"
     results = {}
-    for repair in str(error.value).partition(": pass ")[2].split(", or "):
+    for repair in message.partition(": pass ")[2].split(", or "):
         code = re.match(r"(mask\.bool\(\)|\(mask == 0\)|mask)(\[.*?\])?", repair)[0]
         pasted = eval(code, {"mask": mask})
         results[repair] = layer(x, mask=pasted)
@@ -92,12 +94,11 @@ def results_of_repairs(layer, x, mask):
 
 def the_one_for(store, results):
     """Return the result of the repair for masks that are stored like this."""
-    if store not in (as_ones, as_additive):
-        [result] = results.values()
-        return result
-    meaning = "if 0 means attend" if store is as_additive else "if 1 means attend"
-    [result] = [results[repair] for repair in results if repair.endswith(meaning)]
-    return result
+    meanings = {as_ones: "if 1 means attend", as_additive: "if 0 means attend"}
+    meaning = meanings.get(store, "")
+    found = [repair for repair in results if repair.endswith(meaning)]
+    assert len(found) == 1, f"one repair must end with {meaning!r}: {list(results)}"
+    return results[found[0]]
 
 
 @each_dtype
