@@ -279,26 +279,29 @@ CALLS = {
         around,
         (ones(2, 4, 5, 3), ones(4, 5, 2, 3)),
         (ones(1, 3, 3), ones(2, 1, 3)),
-        "y",
+        "'y'",
     ),
     "*#batch": Case(
-        rotate, (ones(2, 4, 6), ones(1, 4, 3)), (ones(2, 4, 6), ones(3, 4, 3)), "angles"
+        rotate,
+        (ones(2, 4, 6), ones(1, 4, 3)),
+        (ones(2, 4, 6), ones(3, 4, 3)),
+        "'angles'",
     ),
     "*#batch with more axes": Case(
-        rotate, (ones(2, 4, 6), ones(4, 3)), (ones(4, 6), ones(2, 4, 3)), "angles"
+        rotate, (ones(2, 4, 6), ones(4, 3)), (ones(4, 6), ones(2, 4, 3)), "'angles'"
     ),
     "expression": Case(
-        rotate, (ones(4, 6), ones(4, 3)), (ones(4, 6), ones(4, 6)), "angles"
+        rotate, (ones(4, 6), ones(4, 3)), (ones(4, 6), ones(4, 6)), "'angles'"
     ),
     "#axis": Case(
         mask_out,
         (ones(4, 3), ones(1, 3).bool()),
         (ones(4, 3), ones(2, 3).bool()),
-        "mask",
+        "'mask'",
     ),
-    "None": Case(mask_out, (ones(4, 3), None), (ones(4, 3), ones(4, 3)), "mask"),
+    "None": Case(mask_out, (ones(4, 3), None), (ones(4, 3), ones(4, 3)), "'mask'"),
     "neither tensor nor None": Case(
-        mask_out, (ones(4, 3), None), (ones(4, 3), 3), "mask"
+        mask_out, (ones(4, 3), None), (ones(4, 3), 3), "'mask'"
     ),
     "*# twice": Case(both, (ones(4, 1), ones(3)), (ones(4, 1), ones(2, 3)), "'y'"),
     "*# three times": Case(
@@ -314,12 +317,15 @@ CALLS = {
         both, (ones(3), ones(4, 1)), (ones(3), ones(4, 2)), "'y'"
     ),
     "*#batch that exceeds *batch": Case(
-        rotate, (ones(2, 4, 6), ones(1, 4, 3)), (ones(1, 4, 6), ones(2, 4, 3)), "angles"
+        rotate,
+        (ones(2, 4, 6), ones(1, 4, 3)),
+        (ones(1, 4, 6), ones(2, 4, 3)),
+        "'angles'",
     ),
     "result of *#": Case(both, (ones(4, 1), ones(3)), (ones(5, 1), ones(3)), "result"),
     "axes without names": Case(last, (ones(2, 2, 3),), (ones(2, 2, 4),), "'x'"),
     "union of arrays": Case(
-        pick, (ones(2, 3), int_ones), (ones(3).int(), int_ones), "rows"
+        pick, (ones(2, 3), int_ones), (ones(3).int(), int_ones), "'rows'"
     ),
     "union with a list and another array": Case(
         with_list, (ones(2, 3),), (ones(2, 4),), "'x'"
@@ -341,7 +347,9 @@ CALLS = {
     "result that is no tuple": Case(
         couple, (ones(3), tuple), (ones(3), list), "result"
     ),
-    "result that is no tensor": Case(maybe, (ones(3), True), (ones(3), False), "res"),
+    "result that is no tensor": Case(
+        maybe, (ones(3), True), (ones(3), False), "result"
+    ),
     "names of the wrapper": Case(
         clashing, (ones(3), ones(3)), (ones(3), ones(2)), "'__function'"
     ),
