@@ -18,8 +18,9 @@ def test_the_lines_of_the_page_check_with_the_copied_file_alone(tmp_path):
     shutil.copy(PACKAGE / "typecheck.py", tmp_path)
     shutil.copy(HERE / "users_module.py", tmp_path / "my_module.py")
     shutil.copy(HERE / "copied_project.py", tmp_path)
-    [lines] = re.findall(r"```py\n(from typecheck.*?)```", PAGE.read_text(), re.DOTALL)
-    (tmp_path / "lines.py").write_text(lines)
+    blocks = re.findall(r"```py\n(from typecheck.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 1, f"{PAGE.name} must have one block that imports the copy"
+    (tmp_path / "lines.py").write_text(blocks[0])
     code, printed = run_pytest(
         "-Werror", "copied_project.py", folder=tmp_path, without=["tinyblock"]
     )

@@ -85,7 +85,7 @@ def test_a_wrong_call_raises_after_a_right_one(case, module):
             function(*case.wrong)
 
 
-def test_a_tensor_is_no_subclass(module):
+def test_a_plain_tensor_does_not_fit_a_subclass(module):
     module.masked(w.as_subclass(module.Masked))
     with pytest.raises(TypeCheckError):
         module.masked(w)
@@ -222,16 +222,19 @@ def test_a_wrong_call_raises_for_a_class_that_is_defined_later():
 
 def test_a_name_that_exists_only_for_type_checkers_causes_one_warning(module):
     message = "cannot check parameter 'of' of users_module.half: name 'Fraction' is not"
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=message) as caught:
         module.half(w, 2)
+    assert len(caught) == 1, [str(warning.message) for warning in caught]
     module.half(w, 2)
     with pytest.raises(TypeCheckError):
         module.half(w.int(), 2)
 
 
 def test_an_attribute_that_a_module_lacks_causes_one_warning(module):
-    with pytest.warns(UserWarning, match=r"parameter 'of' .*no attribute 'NotThere'"):
+    message = "parameter 'of' .*no attribute 'NotThere'"
+    with pytest.warns(UserWarning, match=message) as caught:
         module.renamed_class(w)
+    assert len(caught) == 1, [str(warning.message) for warning in caught]
     with pytest.raises(TypeCheckError):
         module.renamed_class(x)
 
