@@ -16,7 +16,7 @@ from lab.sizes import Size
 from lab.timing import Spread
 from profiling import roofline
 from profiling.kernels import Kernel, Recording
-from profiling.measure import left_over, measure, total
+from profiling.measure import is_shown, left_over, measure, total
 from profiling.parts import PartTime
 from profiling.report import report
 from profiling.roofline import Operation, Rates, Row
@@ -302,6 +302,13 @@ def test_part_without_operations_is_a_row_if_it_takes_time(profile_of):
     row = part(profile_of(model, (2, 5, 4), "forward"), "0")
     assert (row.calls, row.operations, row.limit) == (1, [], "Python")
     assert row.total_s > 0.01
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.011, True), (0.009, False)])
+def test_part_without_operations_is_shown_from_1_percent_on(seconds, shown):
+    assert is_shown(Row("part", total_s=seconds), total_s=1.0) == shown
+    called = Row("part", total_s=seconds, operations=[Operation("add", 1)])
+    assert is_shown(called, total_s=1.0)
 
 
 class SlowToRelease:

@@ -238,6 +238,33 @@ def test_each_dtype_has_its_flops(profile_of):
     assert found == {"bfloat16": once, "float32": once}
 
 
+def calls_of(name, argument):
+    """Return all arguments of one of torch's operations, each with the same value."""
+    schema = getattr(torch.ops.aten, name).default._schema
+    return {each.name: argument for each in schema.arguments}
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_kernels_of_attention_on_a_gpu_count_their_products(kernel):
+    """Two products in forward, and four in backward, in 6 heads of width 8."""
+    x = torch.empty(2, 3, 4, 8)
+    for name, products in (("attention", 2), ("attention_backward", 4)):
+        name = f"_scaled_dot_product_{kernel}_{name}"
+        given = calls_of(name, x) | {"is_causal": False}
+        assert flops_of(f"aten.{name}", given, x).count == products * 2 * 6 * 16 * 8
+        given["is_causal"] = True
+        assert flops_of(f"aten.{name}", given, x).count == products * 2 * 6 * 10 * 8
+
+
+def test_recurrent_layer_on_a_gpu_counts_its_matrices():
+    """12 tokens meet 20 x 8 and 20 x 5 weights; the biases add no products."""
+    weights = [torch.empty(20, 8), torch.empty(20, 5), torch.empty(20)]
+    for name, passes in (("_cudnn_rnn", 1), ("_cudnn_rnn_backward", 2)):
+        given = calls_of(name, torch.empty(SHAPE)) | {"weight": weights}
+        count = flops_of(f"aten.{name}", given, None).count
+        assert count == passes * 2 * TOKENS * 20 * (8 + 5)
+
+
 def grouped(left, right, ends):
     given = {
         "self": torch.empty(left),
