@@ -70,7 +70,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("function", WRONG)
-def test_it_names_what_is_wrong_with_code_that(function):
+def test_it_names_what_is_wrong_with(function):
     errors = (RuntimeError, AssertionError, pytest.fail.Exception)
     with pytest.raises(errors, match=WRONG[function]):
         every_layer.test_compiles_to_one_graph(CaseOf(function))

@@ -79,7 +79,8 @@ def test_one_page_in_a_strict_project(tmp_path):
     (tmp_path / "strict" / "__init__.py").touch()
     assert copies.main(["add", "rope", "--with-tests", "--to", str(layers)]) == 0
     options = ["--strict-markers", "--strict-config", "-W", "error", "-k", "float64"]
-    _, printed = run_pytest(*options, folder=tmp_path, without=["tinyblock"])
+    code, printed = run_pytest(*options, folder=tmp_path, without=["tinyblock"])
+    assert code == 0, printed
     assert re.search(r"\n=+ \d+ passed.* deselected", printed), printed
 
 
@@ -110,7 +111,8 @@ def test_report_for_copies(tmp_path):
     options = ["--layers=.", "-c", "contract/contract.ini"]
     options += ["-k", "equation and float64 and (SwiGLU or all)"]
     _, printed = run_pytest("contract", *options, folder=folder, without=["tinyblock"])
-    [failed] = re.findall(r"\nFAILED (.*)", printed)
+    failures = re.findall(r"\nFAILED (.*)", printed)
+    assert len(failures) == 1, printed
     case = re.escape("ffn: test_equation, 2 of 3, first [SwiGLU, float64]: ")
     numbers = r"result in float64 at \[.*\]: got .*, expected .*, allowed "
-    assert re.match(case + numbers, failed), failed
+    assert re.match(case + numbers, failures[0]), failures[0]

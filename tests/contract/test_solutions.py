@@ -316,7 +316,7 @@ def reports(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_the_report_names(name, reports):
+def test_the_report_names_a_defect(name, reports):
     defect = DEFECTS[name]
     report = reports(defect.run)
     line = rf"^FAILED {defect.layer}: {defect.line}"
@@ -363,7 +363,7 @@ def test_what_is_not_written_is_no_defect(tmp_path):
         "    def forward(self, x): ...\n"
     )
     code, report = verify(tmp_path)
-    assert code == 1
+    assert code == 1, report
     assert re.search(r"^NOT WRITTEN rmsnorm: test_equation, 9 ended in", report, re.M)
     assert "FAILED" not in report
     assert "ERROR" not in report
@@ -372,7 +372,7 @@ def test_what_is_not_written_is_no_defect(tmp_path):
 def test_a_layer_of_which_nothing_can_be_tested_is_an_error(tmp_path):
     (tmp_path / "rmsnorm.py").write_text("class RMSNorm:\n    'No arguments.'\n")
     code, report = verify(tmp_path)
-    assert code == 2
+    assert code == 2, report
     assert "ERROR rmsnorm: no case of the equation" in report
 
 

@@ -119,8 +119,9 @@ def measured(measured_once):
 
 
 def part(measured, name):
-    [row] = [row for row in measured.rows if row.name == name]
-    return row
+    rows = {row.name: row for row in measured.rows}
+    assert name in rows, f"no row {name}, only {list(rows)}"
+    return rows[name]
 
 
 def operations(row):
@@ -136,9 +137,8 @@ PRODUCT = 2 * 10 * 4 * 8
 def test_row_of_a_projection(step):
     assert cells(report(step))["layers.*.up"] == {
         "calls": "2",
-        # In each layer, a product in forward and two in backward, and 10 views (the
-        # first layer has one less to add a gradient to).
-        "ops": str(part(step, "layers.*.up").ops),
+        # In each layer, a product in forward and two in backward, and 10 views.
+        "ops": str(2 * (3 + 10)),
         "params": "64",
         "forward ms": "2000",
         "total ms": "6000",
@@ -282,14 +282,6 @@ def test_backward_belongs_to_the_part_that_computed_forward(profile):
     taken = {name: row["total ms"] for name, row in rows.items()}
     assert taken["up"] == taken["sums"] == "6000"  # two matmuls each
     assert taken["down"] == "3000"
-
-
-def test_forward_never_takes_longer_than_all_passes(profile):
-    # Each matmul takes longer than the one before, so the parts do not add up.
-    measured = profile(growth=1.003)
-    assert measured.whole.forward_s <= measured.whole.total_s
-    for row in measured.rows[:-1]:
-        assert row.forward_s <= row.total_s
 
 
 def test_part_without_operations_is_a_row_if_it_takes_time(profile_of):
@@ -655,7 +647,7 @@ REASONS = {
 
 @pytest.fixture
 def with_row(measured):
-    """Return a function that replaces the slowest rows of a profile by one row."""
+    """Return a function that replaces the rows of a profile by one row and the rest."""
 
     def replace(**figures):
         figures = {"operations": [Operation("add", 1, 9.0)]} | figures
@@ -839,7 +831,6 @@ def test_time_between_operations_is_what_they_leave_of_a_fast_run():
     row = Row("part", total_s=10.0, p20_s=8.0, operations=[Operation("add", 2, 3.0, 1)])
     row.compare(RATES, on_gpu=False)
     assert (row.between_s, row.overhead_s) == (5.0, 2.0)
-    row.compare(RATES, on_gpu=True)
 
 
 def test_part_on_a_gpu_has_no_overhead_because_launches_overlap():
@@ -870,12 +861,20 @@ def test_gpu_idle_is_the_time_without_a_kernel(profile, monkeypatch):
 # --- Noise ----------------------------------------------------------------------------
 
 
-def test_noise_of_rates_and_parts_is_named(profile, rates):
+def test_noise_of_parts_is_named(profile):
     measured = profile(growth=1.01)
-    [note] = measured.notes
-    assert note.startswith("NOISY: layers.*.up by ")
-    assert "; close other programs" in note
+    assert len(measured.notes) == 1, measured.notes
+    assert measured.notes[0].startswith("NOISY: layers.*.up by ")
+    assert "; close other programs" in measured.notes[0]
     assert measured.whole.total_s == measured.took_s.median
+
+
+def test_noise_of_rates_is_named():
+    rates = {"float32 matmul": [1.0, 1.0, 1.0], "memory copy": [1.0, 2.0, 1.5]}
+    notes = Times([], [], rates).noise([], Row("total", total_s=1.0), rest_varies=0.0)
+    assert len(notes) == 1, notes
+    # From 1.2 s to 1.8 s (p20 to p80), of 1.5 s.
+    assert notes[0].startswith("NOISY: memory copy by 40% (")
 
 
 def test_noise_of_a_part_below_5_percent_of_the_total_is_not_named():
