@@ -18,7 +18,7 @@ from profiling import roofline
 from profiling.kernels import Kernel, Recording
 from profiling.measure import is_shown, left_over, measure, total
 from profiling.parts import PartTime
-from profiling.report import report
+from profiling.report import kernel_table, report
 from profiling.roofline import Operation, Rates, Row
 from profiling.subject import Settings
 from profiling.times import Times
@@ -556,6 +556,12 @@ def test_tensor_that_forward_makes_from_numbers_is_made_in_the_run(profile_of):
     assert measured.whole.kept_bytes == 16
 
 
+@pytest.mark.parametrize(("count", "text"), [(999, "999"), (1000, "1.00 k")])
+def test_parameters_have_a_prefix_from_a_thousand_on(count, text, measured):
+    measured.rows[0].parameters = count
+    assert cells(report(measured))["layers.*.up"]["params"] == text
+
+
 def test_shared_weight_counts_once(profile):
     class Tied(Layer):
         def __init__(self):
@@ -856,6 +862,13 @@ def test_gpu_idle_is_the_time_without_a_kernel(profile, monkeypatch):
         "k              3   2000         20.0%",
         "all            4  10000          100%",
     ]
+
+
+def test_ten_kernels_are_named_and_all_are_summed():
+    kernels = [Kernel(f"k{i}", 2, 1.0) for i in range(12)]
+    _, *named, everything = kernel_table(Recording(kernels, 0)).splitlines()
+    assert [line.split()[0] for line in named] == [f"k{i}" for i in range(10)]
+    assert everything.split() == ["all", "24", "12000", "100%"]
 
 
 # --- Noise ----------------------------------------------------------------------------
