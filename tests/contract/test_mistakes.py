@@ -15,14 +15,21 @@ def page_of(layer):
     return importlib.import_module(f"tinyblock.contract.test_{layer}")
 
 
-# The cases with a mistake which every correct layer takes, by the class or function and
-# the mistake. Not each of them shows it.
-CASES_WITH = defaultdict(list)
-for layer in ("rmsnorm", "ffn", "rope", "attention", "block"):
-    for case in page_of(layer).CASES.values():
-        if case.is_common:
-            for mistake in case.mistakes:
-                CASES_WITH[case.name, mistake].append(case)
+def cases_with_mistakes():
+    """Return the common cases by their class or function, and each of their mistakes.
+
+    Not each of the cases shows its mistake.
+    """
+    found = defaultdict(list)
+    for layer in ("rmsnorm", "ffn", "rope", "attention", "block"):
+        for case in page_of(layer).CASES.values():
+            if case.is_common:
+                for mistake in case.mistakes:
+                    found[case.name, mistake].append(case)
+    return found
+
+
+CASES_WITH = cases_with_mistakes()
 
 
 @pytest.mark.parametrize(

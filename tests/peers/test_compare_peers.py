@@ -28,7 +28,7 @@ from tinyblock import Block, RotaryPositionalEmbedding
 SIZE = Size(2, 5, d_model=32, num_heads=4, d_ff=48, num_kv_heads=2)
 ONE = dataclasses.replace(SIZE, batch_size=1, seq_len=1)
 TRAINING = Case("tiny", SIZE, torch.float32, train=True, mode="eager")
-TOKEN = "forward-bf16-tiny-token-eager"
+ONE_TOKEN = "forward-bf16-tiny-token-eager"
 CPU = torch.device("cpu")
 PEERS = own.OWN | projects.installed(projects.PROJECTS, CPU)
 
@@ -280,16 +280,16 @@ def test_one_token_is_the_median_of_processes(run, monkeypatch):
 
     monkeypatch.setattr(compare_peers, "ProcessPoolExecutor", InThisProcess)
     monkeypatch.setattr(compare_peers, "compare_all", compare)
-    code, output = run(f"--cases {TOKEN} --peers control,unchecked")
+    code, output = run(f"--cases {ONE_TOKEN} --peers control,unchecked")
     assert code == 1, output
     text = " ".join(output.split())
     assert "| Block's time / peer's | control | unchecked |" in text
-    assert f"| {TOKEN} | 1.50 (1.00-9.00) | failed |" in text
+    assert f"| {ONE_TOKEN} | 1.50 (1.00-9.00) | failed |" in text
     assert (
         "| Block ms | peer ms | differ by | Block keeps MiB | peer keeps MiB |" in text
     )
-    assert f"| {TOKEN}: control | 6.00 | 3.00 | 0e+00 | 3.0 | |" in text
-    assert f"{TOKEN}: unchecked failed: ValueError()" in text
+    assert f"| {ONE_TOKEN}: control | 6.00 | 3.00 | 0e+00 | 3.0 | |" in text
+    assert f"{ONE_TOKEN}: unchecked failed: ValueError()" in text
 
 
 def test_one_token_is_compared_in_a_new_process(run, monkeypatch):
@@ -316,7 +316,7 @@ def test_every_process_computes_on_one_thread(run, monkeypatch):
     monkeypatch.setattr(compare_peers, "compare_all", compare)
     torch.set_num_threads(2)
     try:
-        run(f"--cases train-f32-768-eager,{TOKEN} --peers control")
+        run(f"--cases train-f32-768-eager,{ONE_TOKEN} --peers control")
     finally:
         torch.set_num_threads(1)
     assert threads == [1] * (1 + compare_peers.PROCESSES)
@@ -349,7 +349,7 @@ def test_reading_sums_all_weights_of_a_block_for_one_token_only(monkeypatch):
         return iter([len(runs)] * 9).__next__
 
     monkeypatch.setattr(compare_peers, "wall_sampler", sampler)
-    case = compare_peers.all_cases(CPU)[TOKEN]
+    case = compare_peers.all_cases(CPU)[ONE_TOKEN]
     options = argparse.Namespace(device=CPU, rounds=1)
     monkeypatch.setattr(compare_peers, "chosen_peers", lambda options: {})
     found = compare_peers.compare_all(case, options)
@@ -378,7 +378,7 @@ def test_only_cases_of_one_token_have_a_column_for_reading(run, monkeypatch):
 
 def test_a_name_says_what_a_case_is():
     cases = compare_peers.all_cases(CPU)
-    assert cases[TOKEN].dtype == torch.bfloat16
+    assert cases[ONE_TOKEN].dtype == torch.bfloat16
     trained = {name.split("-")[2] for name, case in cases.items() if case.train}
     assert trained == {"768"}
 

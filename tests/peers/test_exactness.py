@@ -164,12 +164,10 @@ def test_option_plot_saves_a_picture_of_all_dtypes(monkeypatch, tmp_path):
 
 
 def test_plot_shows_errors_of_outputs_over_positions(monkeypatch, tmp_path):
-    matplotlib = pytest.importorskip(
-        "matplotlib.figure", reason="requires the extra dev"
-    )
+    pytest.importorskip("matplotlib", reason="requires the extra dev")
     drawn = []
     monkeypatch.setattr(
-        matplotlib.Figure, "savefig", lambda figure, path: drawn.append(figure)
+        "matplotlib.figure.Figure.savefig", lambda figure, path: drawn.append(figure)
     )
     monkeypatch.setattr(exactness, "STARTS", [0, 1024])
     errors = {
