@@ -1,4 +1,4 @@
-"""What Case.check notices: small errors, and usual mistakes by their name."""
+"""What Case.check notices: small errors, wrong weights, and usual mistakes by their name."""
 
 import importlib
 import re
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tinyblock.contract import target
-from tinyblock.contract.checks import name_of
+from tinyblock.contract.checks import Weights, error_of, name_of
 
 
 def page_of(layer):
@@ -51,6 +51,31 @@ def test_the_first_case_that_shows_a_mistake_names_it(name, mistake):
         case.check(wrong.float(), module, x, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, 1e-10), (torch.float32, 1e-5)]
+)
+def test_a_small_error_has_no_name_of_a_mistake(dtype, error):
+    """In this case, some mistakes in eps change as little, or nothing."""
+    target.select(target.ABOVE)
+    case = page_of("rmsnorm").CASES["two batch axes"]
+    module = case.build(dtype=dtype)
+    x, _ = case.arguments(dtype=dtype)
+    with pytest.raises(pytest.fail.Exception, match=r"^result in "):
+        case.check(module(x) * (1 - error), module, x, dtype)
+
+
+def test_no_mistake_is_named_in_a_half_precision():
+    """There, an eps that is added to the root is as good as none."""
+    target.select(target.ABOVE)
+    case = page_of("rmsnorm").CASES["where eps matters"]
+    module = case.build(dtype=torch.float16)
+    x, _ = case.arguments(dtype=torch.float16)
+    mistake = case.mistakes["eps is added to the root, not below it"]
+    wrong = case.exact(module, x, mistake).half()
+    with pytest.raises(pytest.fail.Exception, match=r"^result in float16 at"):
+        case.check(wrong, module, x, torch.float16)
+
+
 # Relative errors a little above the contract's tolerance.
 SMALL = {
     torch.float64: 3e-12,
@@ -87,3 +112,59 @@ def test_an_error_that_changes_no_sum_is_noticed():
     error = error - error.detach()
     with pytest.raises(pytest.fail.Exception, match=r"^gradient of x in float32 at"):
         case.check(result + error, module, x, torch.float32)
+
+
+def test_an_error_is_shown_where_it_is_largest():
+    actual = torch.tensor([[1.0, 2.5], [3.0, 9.0]])
+    expected = torch.tensor([[1.0, 2.5], [6.0, 5.0]], dtype=torch.float64)
+    shown = "at [1, 1]: got 9, expected 5; the error's norm is 5, allowed 0.25"
+    assert error_of(actual, expected, allowed=0.25) == shown
+    assert error_of(actual, expected, allowed=5.0) == ""
+
+
+def fail_with_swiglu(change):
+    """Return the failure of SwiGLU after a change of the layer."""
+    target.select(target.ABOVE)
+    case = page_of("ffn").CASES["SwiGLU"]
+    module = case.build(dtype=torch.float32)
+    change(module)
+    x, _ = case.arguments(dtype=torch.float32)
+    with pytest.raises(pytest.fail.Exception) as failure:
+        case.check(module(x), module, x, torch.float32)
+    return failure.value
+
+
+def test_one_frozen_weight_is_named():
+    """If all are frozen, the layer may be an adapter."""
+    failure = fail_with_swiglu(lambda module: module.w3.requires_grad_(False))
+    assert failure.msg == "w3.weight must require a gradient, as the other weights do"
+
+
+def test_a_weight_that_the_equation_does_not_have_is_named():
+    def add_unused_weight(module):
+        module.register_parameter("b1", torch.nn.Parameter(torch.zeros(64)))
+
+    failure = fail_with_swiglu(add_unused_weight)
+    assert "the weight b1, which the equation does not have" in failure.msg
+
+
+def test_a_weight_that_the_result_does_not_depend_on_is_named():
+    def detach(module):
+        module.w3.forward = lambda x: x @ module.w3.weight.detach().T
+
+    failure = fail_with_swiglu(detach)
+    assert re.match("w3.weight has no gradient: detach, .data, or no_", failure.msg)
+
+
+def test_a_failure_shows_no_code_of_the_contract():
+    failure = fail_with_swiglu(lambda module: module.w3.requires_grad_(False))
+    assert failure.pytrace is False
+
+
+def test_a_part_of_another_name_is_named():
+    weights = Weights(
+        {"mha.q_proj.weight": torch.ones(2, 2), "ln1.weight": torch.ones(2)}
+    )
+    message = "must have the part attn, got mha.q_proj.weight, ln1.weight$"
+    with pytest.raises(pytest.fail.Exception, match=message):
+        weights.of("attn")

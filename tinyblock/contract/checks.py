@@ -20,6 +20,8 @@ HALVES = (torch.bfloat16, torch.float16)
 # In float64 the formula rounds, too, as RoPE does with positions of up to 200.
 UNITS = {torch.float64: 4096, torch.float32: 16, torch.bfloat16: 4, torch.float16: 4}
 
+CUT = "detach, .data, or no_grad cuts the graph"
+
 
 def randn(*shape, seed=0):
     """Return seeded normal numbers in float64."""
@@ -50,11 +52,14 @@ class Weights(dict[str, Tensor]):
     def of(self, part):
         """Return the weights of a part of the layer, by their names in that part."""
         prefix = f"{part}."
-        return Weights(
+        weights = Weights(
             (name.removeprefix(prefix), weight)
             for name, weight in self.items()
             if name.startswith(prefix)
         )
+        if not weights:
+            fail(f"the layer must have the part {part}, got {', '.join(self)}")
+        return weights
 
 
 @dataclass
@@ -140,7 +145,13 @@ class Case:
     def exact_with_gradients(self, module, x):
         """Return the result and gradients of the formula in float64."""
         result, x, weights = self._run_exactly(module, x, self.formula)
-        return result.detach(), gradients_of(result, x, weights)
+        gradients = gradients_of(result, x, weights)
+        for name, gradient in gradients.items():
+            if gradient is None:
+                fail(
+                    f"the layer has the weight {name}, which the equation does not have"
+                )
+        return result.detach(), gradients
 
     def _run_exactly(self, module, x, formula):
         """Return the result, and x and the weights that it was computed from."""
@@ -159,21 +170,23 @@ class Case:
         unit = UNITS[dtype] * torch.finfo(dtype).eps
         allowed = unit * exact.norm()
         if error := error_of(result, exact, allowed):
-            # In a half precision, a mistake in eps may equal another one.
-            mistake = "" if dtype in HALVES else self.mistake_in(result, module, fresh)
+            mistake = ""
+            if dtype not in HALVES:  # there, a mistake in eps may equal another one
+                mistake = self.mistake_in(result, module, fresh, unit)
             fail(f"{mistake}result in {name_of(dtype)} {error}")
         # Terms of a gradient that are as large as another gradient may cancel out.
         largest = max(gradient.norm() for gradient in gradients.values())
         actual = gradients_of(result, x, dict(module.named_parameters()))
         for name, gradient in actual.items():
+            if gradient is None:
+                fail(f"{name} has no gradient: {CUT}")
             title = f"gradient of {name} in {name_of(dtype)}"
             check_close(title, gradient, gradients[name], unit * largest)
 
-    def mistake_in(self, result, module, x):
+    def mistake_in(self, result, module, x, unit):
         """Return what is wrong in a result, or "" if no usual mistake gives it."""
         for mistake, formula in self.mistakes.items():
             wrong = self.exact(module, x, formula)
-            unit = UNITS[torch.float32] * torch.finfo(torch.float32).eps
             if not error_of(result, wrong, unit * wrong.norm()):
                 return f"{mistake}: "
         return ""
@@ -185,6 +198,7 @@ def case_of(
     formula,
     *shape,
     inputs=None,
+    scale=1.0,
     is_common=True,
     mistakes=None,
     **options,
@@ -197,6 +211,7 @@ def case_of(
         shape,
         options={"d_model": shape[-1], **options},
         inputs=inputs or {},
+        scale=scale,
         is_common=is_common,
         mistakes=mistakes or {},
     )
@@ -228,20 +243,23 @@ def use_rope_of(layer, options):
 
 
 def gradients_of(result, x, weights):
-    """Return the gradients of x and the weights, by name.
+    """Return the gradients of x and the weights, by name: None if nothing reads a weight.
 
-    A function of frozen weights may have no gradient, as an adapter has none.
+    An adapter copies its weights, so all are frozen, and the result may have no gradient.
     """
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    if trained and len(trained) < len(weights):
+        frozen = ", ".join(name for name in weights if name not in trained)
+        fail(f"{frozen} must require a gradient, as the other weights do")
     if not result.requires_grad:
         if weights and not trained:
             return {}
-        fail("the result has no gradient: detach, .data, or no_grad cuts the graph")
+        fail(f"the result has no gradient: {CUT}")
     leaves = {"x": x, **trained}
     # The gradient of the result is the same number in each dtype.
     of_result = randn(*result.shape, seed=9).bfloat16().to(result)
     gradients = torch.autograd.grad(
-        result, list(leaves.values()), of_result, materialize_grads=True
+        result, list(leaves.values()), of_result, allow_unused=True
     )
     return dict(zip(leaves, gradients, strict=True))
 

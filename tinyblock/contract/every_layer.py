@@ -139,6 +139,8 @@ def test_reset_parameters(typical):
 
 def check_initial_weights(module):
     for name, weight in module.named_parameters():
+        if not weight.requires_grad:
+            fail(f"{name} must require a gradient")
         if weight.ndim == 1:
             if not (weight == 1).all():
                 fail(f"{name} must start at 1, got {weight.tolist()}")

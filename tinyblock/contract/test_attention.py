@@ -304,6 +304,9 @@ OF_ONE_SEQUENCE = {"token_positions": POSITIONS[0], "mask": mask_of(7, 7)}
 CASES = {
     "function, no mask": of_function(),
     "function": of_function(inputs=SOME_KEYS),
+    "function, one batch axis": of_function(
+        inputs=SOME_KEYS, shape=(2, 5, 8), weights=[(2, 7, 8), (2, 7, 4)]
+    ),
     "function, a query without keys": of_function(
         inputs={"mask": mask_of(5, 7)}, is_common=False
     ),
@@ -361,7 +364,7 @@ def test_positions_are_0_1_2_if_none_are_passed():
 def test_large_scores_do_not_overflow():
     """The softmax subtracts the greatest score before the exponential."""
     for inputs in (SOME_KEYS, {}):
-        large = of_function(inputs=inputs, scale=4000.0)  # overflows in float64, too
+        large = of_function(inputs=inputs, scale=1e6)  # overflows in float64, too
         function = large.build(dtype=torch.float32)
         x, _ = large.arguments(dtype=torch.float32)
         exact = large.exact(function, x)

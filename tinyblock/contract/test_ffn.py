@@ -96,6 +96,7 @@ swiglu_case = functools.partial(
 ffn_case = functools.partial(case_of, "ffn", "FeedForward", feed_forward_of_weights)
 CASES = {
     "SwiGLU": swiglu_case(2, 7, 24, d_ff=64),  # a multiple of 64, as the handout says
+    "SwiGLU, gates of up to 100": swiglu_case(2, 7, 24, d_ff=64, scale=40.0),
     "SwiGLU, no batch axis": swiglu_case(5, d_ff=7, is_common=False),
     "GELU": ffn_case(2, 7, 24, d_ff=96),
     "SiLU": ffn_case(2, 3, 5, d_ff=7, activation=nn.SiLU()),

@@ -139,7 +139,7 @@ CASES = {
     "positions for all sequences": case(2, 7, 6, positions=POSITIONS[0]),
     "two batch axes": case(4, 4, 7, 6, positions=OF_FOUR[:, None].expand(4, 4, 7)),
     "no batch axis": case(7, 6, positions=POSITIONS[0]),
-    "no positions": case(2, 3, 11, 8, is_common=False),
+    "no positions, a table that is full": case(2, 3, 11, 8, table=11, is_common=False),
     "positions for all heads, as many as sequences": case(
         4, 4, 7, 6, positions=OF_FOUR[:, None], is_common=False
     ),
