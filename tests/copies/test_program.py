@@ -105,6 +105,12 @@ def test_an_older_python_gets_one_line(version, monkeypatch, capsys):
     assert printed.count("\n") == 1
 
 
+def test_the_oldest_python_that_the_error_names_is_accepted(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 10, 0))
+    monkeypatch.setitem(sys.modules, "copies", copies)  # as from a folder on the path
+    assert runpy.run_path(str(PACKAGE / "__main__.py"))["main"] is copies.main
+
+
 def test_without_a_command_the_help_is_printed(capsys):
     with pytest.raises(SystemExit, match="0"):
         copies.main([])

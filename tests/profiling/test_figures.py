@@ -459,7 +459,7 @@ def test_lookup_moves_the_rows_that_it_takes(profile_of):
     assert part(measured, "table").moved_bytes == 3 * 8 + 2 * 3 * 16
 
 
-def test_copy_does_not_read_what_it_overwrites(profile_of):
+def test_what_is_overwritten_is_not_read(profile_of):
     class Cache(nn.Module):
         def __init__(self):
             super().__init__()
@@ -467,6 +467,8 @@ def test_copy_does_not_read_what_it_overwrites(profile_of):
             self.register_buffer("kept", torch.zeros(2, 5, 4))
 
         def forward(self, x):
+            self.kept.zero_()
+            self.kept.fill_(1.0)
             self.kept.copy_(x)
             return x * 1
 
@@ -474,7 +476,7 @@ def test_copy_does_not_read_what_it_overwrites(profile_of):
     # The part reads x once, and writes the buffer and the result.
     assert part(measured, "sums").moved_bytes == 3 * 160
     traffic = {each.name: each.moved_bytes for each in measured.whole.operations}
-    assert traffic == {"copy_": 2 * 160, "mul": 2 * 160}
+    assert traffic == {"zero_": 160, "fill_": 160, "copy_": 320, "mul": 320}
 
 
 def test_traffic_counts_what_operations_move_between_them(profile_of):
