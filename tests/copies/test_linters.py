@@ -20,7 +20,9 @@ def everything(empty):
 def ruff(*arguments):
     command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--no-cache"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed
+    return printed
 
 
 @pytest.mark.parametrize("rules", ["", "--extend-select=E,F,I,N,RUF,UP,W"])
