@@ -33,7 +33,9 @@ def bare(*arguments):
 
 def contents(folder):
     return {
-        path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()
+        path.relative_to(folder): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
     }
 
 
@@ -53,7 +55,8 @@ def test_a_command_on_copies_needs_no_package(command, clone):
 
 def test_list_needs_no_package(clone):
     done = bare("../tinyblock", "list")
-    assert done.stdout.count("\n") == len(copies.TITLES)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(copies.TITLES)
 
 
 def test_verify_names_the_packages_that_it_requires(clone):
@@ -75,7 +78,7 @@ def test_a_reader_may_close_the_pipe(clone):
         assert run.stderr.read() == b""
 
 
-def test_hints_name_a_folder_as_it_was_typed(clone):
+def test_hints_name_the_folder_of_a_clone_as_it_was_typed(clone):
     python = Path(sys.executable).name
     done = bare("../tinyblock", "add", "rope", "--to", "layers")
     assert f"`{python} ../tinyblock add typecheck --to layers`" in done.stdout
