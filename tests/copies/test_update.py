@@ -1,6 +1,7 @@
 """`tinyblock update`: edits and later changes, merged."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,16 +29,21 @@ def conflict(project):
 
 
 def test_update_of_new_copies_changes_nothing(project):
+    def contents():
+        files = filter(Path.is_file, project.folder.rglob("*"))
+        return {path: path.read_bytes() for path in files}
+
+    before = contents()
     names = ("attention.py", "block.py", "ffn.py", "rmsnorm.py", "rope.py")
     assert project.run("update") == dict.fromkeys(names, "up to date")
+    assert contents() == before
 
 
 def test_an_unedited_copy_becomes_what_the_new_version_writes(project):
     project.release("0.2.0", rope="# new")
     assert project.run("update", "rope") == {"rope.py": "updated"}
-    text = project.rope.read_text()
-    assert text.startswith("# Copied from tinyblock 0.2.0: rope.py\n")
-    assert text.endswith((copies.ROOT / "rope.py").read_text())
+    header = copies.HEADER.format(version="0.2.0", name="rope.py")
+    assert project.rope.read_text() == header + (copies.ROOT / "rope.py").read_text()
 
 
 def test_an_edit_and_a_change_are_merged(project):
@@ -154,17 +160,18 @@ def test_a_half_resolved_conflict_is_not_merged_again(conflict):
     assert conflict.rope.read_text().endswith(half)
 
 
-@pytest.mark.parametrize("written", range(1, 6))
+@pytest.mark.parametrize("written", range(1, 7))  # of 7 files
 def test_repeated_update_completes_one_that_was_interrupted(written, project):
     project.edit("rope.py", "import math\n", "import math  # mine\n")
     project.release("0.2.0", rope="# new", block="from .typecheck import typecheck")
-    writes = iter(range(written))
+    before_each_write = Mock(side_effect=[None] * written + [KeyboardInterrupt])
     with project.monkeypatch.context() as patch:
-        patch.setattr(Path, "mkdir", lambda *_, **__: next(writes))  # before each write
-        with pytest.raises(StopIteration):
+        patch.setattr(Path, "mkdir", before_each_write)
+        with pytest.raises(KeyboardInterrupt):
             project.run("update")
     project.run("update")
     assert project.run("check") == {"rope.py": "edited"}
+    assert project.base("typecheck.py").exists()
     text = project.rope.read_text()
     assert (text.count("# mine\n"), text.count("# new\n")) == (1, 1)
 
