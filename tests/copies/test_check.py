@@ -5,6 +5,15 @@ import pytest
 from tinyblock import copies
 
 CONFLICT = "conflict markers: resolve them"
+each_pair_of_versions = pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ("0.9.0", "0.10.0"),
+        ("0.10.0", "0.10.1"),
+        ("0.10.1", "0.11.0"),
+        ("0.9.9", "1.0.0"),
+    ],
+)
 
 
 def test_new_copies_are_pristine(project):
@@ -18,7 +27,7 @@ def test_an_edit_is_no_error(project):
     assert "4 of 5 copies are pristine" in project.printed
 
 
-def test_a_missing_copy(project):
+def test_a_missing_copy_is_reported(project):
     project.rope.unlink()
     assert project.run("check", code=1) == {"rope.py": "missing"}
 
@@ -28,12 +37,12 @@ def test_a_missing_copy_is_not_reported_again_by_what_imports_it(project):
     assert project.run("check", code=1) == {"ffn.py": "missing"}
 
 
-def test_a_change_in_a_later_version(project):
+def test_a_change_in_a_later_version_makes_a_copy_outdated(project):
     project.release("0.2.0", rope="# new")
     assert project.run("check", code=1) == {"rope.py": "outdated: 0.1.0 -> 0.2.0"}
 
 
-def test_a_change_without_a_new_version(project):
+def test_a_change_without_a_new_version_makes_a_copy_outdated(project):
     project.release("0.1.0", rope="# new")
     rows = project.run("check", code=1)
     assert rows == {"rope.py": "outdated: tinyblock 0.1.0 has changed since"}
@@ -44,7 +53,7 @@ def test_a_new_version_of_an_equal_file_is_no_change(project):
     assert project.run("check") == {}
 
 
-def test_an_edit_of_an_outdated_copy(project):
+def test_an_edited_copy_may_be_outdated_too(project):
     project.edit("rope.py", "import math", "import math  # mine")
     project.release("0.2.0", rope="# new")
     rows = project.run("check", code=1)
@@ -67,7 +76,7 @@ def test_a_line_that_is_no_marker_is_no_conflict(line, project):
     assert project.run("check") == {"rope.py": "edited"}
 
 
-def test_an_import_of_a_file_that_is_missing_with_its_base(project):
+def test_an_import_of_a_file_that_is_missing_with_its_base_is_reported(project):
     for name in ("attention.py", "rmsnorm.py"):
         (project.folder / name).unlink()
         project.base(name).unlink()
@@ -76,7 +85,7 @@ def test_an_import_of_a_file_that_is_missing_with_its_base(project):
 
 
 @pytest.mark.parametrize("mine", ["mine.py", "mine/__init__.py"])
-def test_an_import_of_a_file_or_a_folder_of_ones_own(mine, project):
+def test_an_import_of_the_users_own_file_or_folder_is_not_missing(mine, project):
     project.edit("block.py", "from .rmsnorm", "from .mine")
     assert project.run("check", code=1)["block.py"].endswith("missing files: mine.py")
     path = project.folder / mine
@@ -90,16 +99,8 @@ def test_a_name_from_the_package_is_no_missing_file(project):
     assert project.run("check") == {"block.py": "edited"}
 
 
-@pytest.mark.parametrize(
-    ("older", "newer"),
-    [
-        ("0.9.0", "0.10.0"),
-        ("0.10.0", "0.10.1"),
-        ("0.10.1", "0.11.0"),
-        ("0.9.9", "1.0.0"),
-    ],
-)
-def test_a_copy_from_a_newer_version(older, newer, project):
+@each_pair_of_versions
+def test_a_copy_from_a_newer_version_is_left_alone(older, newer, project):
     project.release(newer, rope="# new")
     project.run("update", "rope")
     project.release(older, rope="# old")
@@ -111,16 +112,8 @@ def test_a_copy_from_a_newer_version(older, newer, project):
     assert "# new\n" in project.rope.read_text()
 
 
-@pytest.mark.parametrize(
-    ("older", "newer"),
-    [
-        ("0.9.0", "0.10.0"),
-        ("0.10.0", "0.10.1"),
-        ("0.10.1", "0.11.0"),
-        ("0.9.9", "1.0.0"),
-    ],
-)
-def test_a_copy_from_an_older_version(older, newer, project):
+@each_pair_of_versions
+def test_a_copy_from_an_older_version_is_outdated(older, newer, project):
     project.release(older, rope="# old")
     project.run("update", "rope")
     project.release(newer, rope="# new")
@@ -128,11 +121,13 @@ def test_a_copy_from_an_older_version(older, newer, project):
     assert rows == {"rope.py": f"outdated: {older} -> {newer}"}
 
 
-def test_a_copy_that_this_release_no_longer_has(project):
+def test_a_copy_that_this_release_no_longer_has_is_left_alone(project):
     (copies.ROOT / "rope.py").unlink()
+    before = project.rope.read_text()
     skipped = {"rope.py": "not in tinyblock 0.1.0"}
     assert project.run("check") == skipped
     assert project.run("update", "rope") == skipped
+    assert project.rope.read_text() == before
 
 
 def test_a_copy_restored_without_its_base_is_an_error_that_names_both(project):
