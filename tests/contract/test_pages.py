@@ -113,6 +113,6 @@ def test_report_for_copies(tmp_path):
     _, printed = run_pytest("contract", *options, folder=folder, without=["tinyblock"])
     failures = re.findall(r"\nFAILED (.*)", printed)
     assert len(failures) == 1, printed
-    case = re.escape("ffn: test_equation, 2 of 3, first [SwiGLU, float64]: ")
+    case = re.escape("ffn: test_equation, 3 of 4, first [SwiGLU, float64]: ")
     numbers = r"result in float64 at \[.*\]: got .*, expected .*, allowed "
     assert re.match(case + numbers, failures[0]), failures[0]
