@@ -13,15 +13,15 @@ tokenizers = pytest.importorskip("tokenizers", reason="requires the extra exampl
 
 YARN = {
     "rope_type": "yarn",
-    "rope_theta": 5e5,
+    "rope_theta": 50.0,  # so small that some pairs are interpolated
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
 LLAMA3 = {
     **YARN,
     "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "low_freq_factor": 0.5,
+    "high_freq_factor": 3.0,
 }
 
 
@@ -38,8 +38,9 @@ def save(kind, folder, shards="100KB", **options):
         **options,
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
+    for name, parameter in model.named_parameters():
+        is_gain = "norm" in name  # around 1, so that scores differ
+        torch.nn.init.normal_(parameter, mean=float(is_gain), std=0.1)
     model.save_pretrained(folder, max_shard_size=shards)
     return model.eval()
 

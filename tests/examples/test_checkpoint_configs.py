@@ -23,7 +23,7 @@ ACCEPTED = {
     ),
     "yarn's betas": (
         "llama",
-        {"rope_parameters": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0}},
+        {"rope_parameters": {**YARN, "beta_fast": 2.0, "beta_slow": 0.5}},
     ),
     "yarn's mscale": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.5}}),
 }

@@ -75,12 +75,12 @@ def test_tokens_limits_the_text(with_tokenizer, tmp_path, capsys):
     name_stop_tokens(tmp_path, generation_config=999)
     model = hugging_face.load(tmp_path)
     _, tokenizer = with_tokenizer
-    prompt = tokenizer("abc", return_tensors="pt")["input_ids"]
+    prompt = tokenizer("abcd", return_tensors="pt")["input_ids"]
     for count in (4, 8):
-        expected = tokenizer.decode(model.generate(prompt, count)[0, 3:])
+        expected = tokenizer.decode(model.generate(prompt, count)[0, 4:])
         text = expected.rstrip("\ufffd")
         assert text, "the model generates no complete character"
-        assert printed(capsys, tmp_path, "abc", "--tokens", count) == text + "\n"
+        assert printed(capsys, tmp_path, "abcd", "--tokens", count) == text + "\n"
 
 
 def test_without_options_at_most_100_likeliest_tokens_are_added(
@@ -99,7 +99,7 @@ def test_without_options_at_most_100_likeliest_tokens_are_added(
 
 def test_temperature_and_top_k_draw_tokens(with_tokenizer, tmp_path, capsys):
     name_stop_tokens(tmp_path, generation_config=999)
-    run = [tmp_path, "abc", "--tokens", "12"]
+    run = [tmp_path, "abcd", "--tokens", "12"]
     likeliest = printed(capsys, *run)
     assert printed(capsys, *run, "--temperature", "5") != likeliest
     assert printed(capsys, *run, "--temperature", "1e-9") == likeliest
@@ -176,6 +176,7 @@ def test_a_model_of_train_continues_bytes(tmp_path, capsys):
     assert found == text + "\n"
     with pytest.raises(SystemExit):
         generate.main([path, "im", "--chat"])
+    assert "--chat requires" in capsys.readouterr().err
 
 
 class Contracting:
@@ -210,7 +211,7 @@ def test_text_is_shown_as_it_is_generated(with_tokenizer, tmp_path, monkeypatch)
 
     name_stop_tokens(tmp_path, generation_config=999)
     monkeypatch.setattr(sys, "stdout", Terminal())
-    generate.main([str(tmp_path), "abc", "--tokens", "12"])
+    generate.main([str(tmp_path), "abcd", "--tokens", "12"])
     assert len(shown) > 2
 
 

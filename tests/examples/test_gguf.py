@@ -99,11 +99,14 @@ def test_a_gguf_file_may_state_the_head_size(tmp_path):
 
 def test_a_gguf_file_of_llama_3_1_has_its_positions(tmp_path):
     theirs = small_llama(tmp_path, rope_parameters=dict(LLAMA3))
-    plain = 5e5 ** (-torch.arange(0, 16, 2).double() / 16)
+    theta = LLAMA3["rope_theta"]
+    plain = theta ** (-torch.arange(0, 16, 2).double() / 16)
     factors = (plain / theirs.model.rotary_emb.inv_freq.double()).float().numpy()
     assert factors.max() > 3.9
     tensors = {"rope_freqs.weight": factors}
-    path = write_gguf(tmp_path / "model.gguf", theirs, tensors)
+    path = write_gguf(
+        tmp_path / "model.gguf", theirs, tensors, llama__rope__freq_base=theta
+    )
     assert_equal(from_gguf.load(path), theirs)
 
 
