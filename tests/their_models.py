@@ -15,10 +15,6 @@ from torch import nn
 
 from tinyblock import RotaryPositionalEmbedding, Transformer
 
-transformers = pytest.importorskip(
-    "transformers", minversion="5.24", reason="requires the extra examples"
-)
-
 SEQ = 24
 TOLERANCE = 2**8 * torch.finfo(torch.float32).eps  # sums may lose 8 of 24 bits
 
@@ -121,8 +117,16 @@ class CallableAsTheirs(nn.Module):
         return self.layer(hidden_states, position_ids, mask), None
 
 
+def import_transformers():
+    """Return the package. A test without it is skipped."""
+    return pytest.importorskip(
+        "transformers", minversion="5.24", reason="requires the extra examples"
+    )
+
+
 def their_model(kind, layers=1, **options):
-    """Build a model of transformers: of a model_type, or of a class without one."""
+    """Build a model of transformers from a model_type, or from a class that has none."""
+    transformers = import_transformers()
     options = {"num_hidden_layers": layers, **CONFIG, **options}
     if isinstance(kind, str):
         config = transformers.AutoConfig.for_model(kind, **options)
@@ -135,7 +139,7 @@ def their_model(kind, layers=1, **options):
         nn.init.normal_(parameter, mean=float(is_gain), std=0.1)
     del model.embed_tokens
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith("e_score_correction_bias"):  # of a router
             nn.init.normal_(buffer, std=0.5)
     return model.eval()
 

@@ -14,11 +14,12 @@ from kimi_delta_attention import KimiDeltaAttention
 from latent_attention import LatentAttention
 from no_positions import drop_positions
 from short_convolution import ShortConvolution
-from their_models import transformers
+from their_models import import_transformers
 
 
 def their_value(kind, field):
-    return getattr(transformers.AutoConfig.for_model(kind), field)
+    config = import_transformers().AutoConfig.for_model(kind)
+    return getattr(config, field)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from their_models import (
     TWO_ROPES,
     WINDOW_THEN_FULL,
     Halves,
+    import_transformers,
     our_model,
     require_same_model,
     split_experts,
     their_model,
-    transformers,
 )
 from windows import WindowAttention, widen
 
@@ -50,8 +50,9 @@ def test_equals_laguna():
 
 
 def test_equals_step3p7():
+    step3p7 = import_transformers().models.step3p7.modeling_step3p7
     theirs = their_model(
-        transformers.models.step3p7.modeling_step3p7.Step3p7TextModel,
+        step3p7.Step3p7TextModel,
         2,
         sliding_window=8,
         layer_types=WINDOW_THEN_FULL,
