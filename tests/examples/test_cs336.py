@@ -14,13 +14,24 @@ DEFECTS = {
     "ffn": ("gate = self.w1(x)", "gate = self.w3(x)"),
     "rmsnorm": ("x = x.to(torch.float32)", "pass"),
 }
+# A case of test_equation for each function of tests/adapters.py. Without its function, a case is
+# skipped, which is no failure.
+EQUATIONS = [
+    ("rmsnorm", "two batch axes"),
+    ("ffn", "SwiGLU"),
+    ("rope", "positions for each sequence"),
+    ("attention", "function"),
+    ("attention", "plain"),
+    ("attention", "positions"),
+    ("block", "RoPE"),
+]
 
 
 @pytest.fixture
 def verify(tmp_path, monkeypatch):
-    """Return a function that judges a solution with these defects: exit code, output."""
+    """Return a function that judges a solution with defects: exit code, report."""
 
-    def verify(defects):
+    def verify(defects, *options):
         solution = tmp_path / "cs336_basics"
         shutil.copytree(SOLUTIONS / "real_tables", solution)
         (tmp_path / "tests").mkdir()
@@ -31,20 +42,22 @@ def verify(tmp_path, monkeypatch):
             assert right in text
             (solution / f"{name}.py").write_text(text.replace(right, wrong))
         monkeypatch.syspath_prepend(tmp_path)
-        return forked.verify(EXAMPLE)
+        return forked.verify(EXAMPLE, *options)
 
     return verify
 
 
-def test_a_right_solution_has_no_failures(verify):
-    code, report = verify({})
+def test_each_function_of_a_right_solution_passes(verify):
+    code, report = verify({}, "-vv")
     assert code == 0, report
-    assert "no case" not in report
+    for layer, case in EQUATIONS:
+        passed = f"test_{layer}.py::test_equation[{case}, float32] PASSED"
+        assert passed in report, f"{layer}, {case}: {report}"
 
 
 def test_three_defects_are_found_on_one_screen(verify):
     code, report = verify(DEFECTS)
-    assert code == 1
+    assert code == 1, report
     assert len(report.splitlines()) <= 24, report
     pattern = r"^FAILED (\w+): test_\w+, [1-9]\d* of \d+, first \[.*\]: ."
     failed = re.findall(pattern, report, re.MULTILINE)
