@@ -46,6 +46,12 @@ def test_add_copies_the_tests_of_a_layer_if_asked(empty):
     assert (empty.folder / "contract" / "test_rope.py").exists()
 
 
+def test_a_file_that_has_no_tests_is_copied_with_what_tests_share(empty):
+    rows = empty.run("add", "typecheck", "--with-tests")
+    assert "contract/conftest.py" in rows
+    assert set(rows.values()) == {"copied"}
+
+
 @pytest.mark.parametrize("name", ["rope", "rope.py", "here/rope.py", "test_rope.py"])
 def test_a_layer_is_named_in_any_way(name, empty):
     assert empty.run("add", name) == {"rope.py": "copied"}
