@@ -58,11 +58,12 @@ def test_a_name_selects_a_layer(edited):
 
 
 def test_a_missing_line_end_at_the_end_is_shown(project):
-    project.write("rope.py", project.exactly("rope.py")[:-1])
+    text = project.exactly("rope.py").removesuffix("\n")
+    project.write("rope.py", text)
     project.run("diff")
-    *_, removed, added, note = changes(project.printed)
-    assert removed[1:] == added[1:]
-    assert note == "\\ No newline at end of file"
+    last = text.splitlines()[-1]
+    without_end = "\\ No newline at end of file"
+    assert changes(project.printed)[2:] == [f"-{last}", f"+{last}", without_end]
 
 
 def test_diff_prints_on_a_console_without_a_letter_of_the_edit(project):
