@@ -38,7 +38,7 @@ def test_ruff_changes_nothing(everything):
     assert everything.run("check") == {}
 
 
-def test_an_edit_is_not_touched_either(everything):
+def test_ruff_leaves_an_edit_alone(everything):
     everything.edit("rope.py", "import math\n", "import math, os  # noqa: F401\n")
     before = everything.exactly("rope.py")
     ruff("check", everything.folder, "--fix")

@@ -22,13 +22,13 @@ from tinyblock import (
     ffn,
 )
 
-PARTS: Any = {"num_heads": 4, "num_kv_heads": 2, "qk_norm": True}
+OPTIONS: Any = {"num_heads": 4, "num_kv_heads": 2, "qk_norm": True}
 BUILD: dict[str, Any] = {
     "SwiGLU": lambda: SwiGLU(64),
     "FeedForward": lambda: FeedForward(64),
-    "attention": lambda: CausalMultiHeadSelfAttention(64, **PARTS),
-    "Block": lambda: Block(64, **PARTS),
-    "Transformer": lambda: Transformer(2, 64, max_seq_len=9, **PARTS),
+    "attention": lambda: CausalMultiHeadSelfAttention(64, **OPTIONS),
+    "Block": lambda: Block(64, **OPTIONS),
+    "Transformer": lambda: Transformer(2, 64, max_seq_len=9, **OPTIONS),
 }
 every_layer = pytest.mark.parametrize("name", BUILD)
 

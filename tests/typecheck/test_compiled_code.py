@@ -221,7 +221,7 @@ def test_sizes_that_are_equal_by_chance_bind_no_later_call():
     assert 0 < graphs_of(dot, calls) <= graphs_of(dot.__wrapped__, calls)
 
 
-def test_a_size_that_differs_only_in_a_later_call_is_checked_again():
+def test_compiled_code_raises_for_a_wrong_call_after_right_ones():
     compiled = torch.compile(dot, backend="eager")
     for size in (5, 6, 7):
         compiled(ones(2, size), ones(4, size))

@@ -15,7 +15,6 @@ from tinyblock.typecheck import typecheck
 ones = torch.ones
 x = ones(2, 3)
 w = ones(3)
-DTensor_like = type("DTensor_like", (torch.Tensor,), {})
 
 
 class Case(NamedTuple):
@@ -24,9 +23,13 @@ class Case(NamedTuple):
     wrong: tuple[Any, ...]
 
 
+class TensorSubclass(Tensor):
+    """As DTensor is one."""
+
+
 def with_attribute(name, value):
     """Return a tensor that only this attribute tells from others."""
-    tensor = ones(3).as_subclass(DTensor_like)
+    tensor = ones(3).as_subclass(TensorSubclass)
     setattr(tensor, name, value)
     return tensor
 
