@@ -66,6 +66,12 @@ def test_a_missing_line_end_at_the_end_is_shown(project):
     assert changes(project.printed)[2:] == [f"-{last}", f"+{last}", without_end]
 
 
+def test_a_form_feed_does_not_end_a_line(project):
+    project.append("rope.py", "# a page\fand the next")
+    project.run("diff")
+    assert changes(project.printed)[2:] == ["+# a page\fand the next"]
+
+
 def test_diff_prints_on_a_console_without_a_letter_of_the_edit(project):
     project.append("rope.py", "# größer ∞")
     output = io.BytesIO()
