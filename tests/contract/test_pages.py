@@ -59,6 +59,7 @@ def test_a_copy_that_imports_an_own_layer_is_no_copy(tmp_path, monkeypatch):
     """Only the tests that every correct layer passes may judge it."""
     monkeypatch.setattr(target, "found", {})
     monkeypatch.setattr(target, "foreign", set())
+    monkeypatch.setattr(target, "ABOVE", tmp_path)  # as if the tests were beside it
     assert copies.main(["add", "block", "--to", str(tmp_path)]) == 0
     (tmp_path / ".tinyblock" / "ffn.py.base").unlink()
     target.select(tmp_path)
@@ -73,11 +74,15 @@ def test_a_folder_without_layers_is_an_error_that_names_them(tmp_path):
 
 
 def test_one_page_in_a_strict_project(tmp_path):
-    """The project's pytest collects the page, and knows nothing of tinyblock."""
+    """The project's pytest collects the page, and knows nothing of tinyblock.
+
+    Beside the copy is a layer of the project's own, which has no page.
+    """
     layers = tmp_path / "strict" / "layers"
     layers.mkdir(parents=True)
     (tmp_path / "strict" / "__init__.py").touch()
     assert copies.main(["add", "rope", "--with-tests", "--to", str(layers)]) == 0
+    (layers / "ffn.py").touch()
     options = ["--strict-markers", "--strict-config", "-W", "error", "-k", "float64"]
     code, printed = run_pytest(*options, folder=tmp_path, without=["tinyblock"])
     assert code == 0, printed
@@ -116,3 +121,31 @@ def test_report_for_copies(tmp_path):
     case = re.escape("ffn: test_equation, 3 of 4, first [SwiGLU, float64]: ")
     numbers = r"result in float64 at \[.*\]: got .*, expected .*, allowed "
     assert re.match(case + numbers, failures[0]), failures[0]
+    assert "FAILURES" not in printed, "the report must have no tracebacks"
+    assert "skipped" not in printed, "pages of layers that are not there must not run"
+    assert not list(folder.rglob(".pytest_cache"))
+
+
+def item_of(path, name, *marks):
+    return SimpleNamespace(
+        path=path, name=name, get_closest_marker=lambda mark: mark in marks
+    )
+
+
+def test_only_promises_about_a_layer_that_is_no_copy_are_left_out(monkeypatch):
+    monkeypatch.setattr(conftest, "foreign", {"rope"})
+    pages = PACKAGE / "contract"
+    of_every_layer = item_of(pages / "test_rope.py", "test_later_tokens", "numbers")
+    promise = item_of(pages / "test_rope.py", "test_any_strides")
+    of_a_copy = item_of(pages / "test_ffn.py", "test_any_strides")
+    of_the_project = item_of(PACKAGE.parent / "test_rope.py", "test_any_strides")
+    left_out = []
+    config = SimpleNamespace(
+        option=SimpleNamespace(markexpr=""),
+        getoption=lambda name, default: default,
+        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
+    )
+    items = [promise, of_every_layer, of_a_copy, of_the_project]
+    conftest.pytest_collection_modifyitems(config, items)
+    assert items == [of_every_layer, of_a_copy, of_the_project]
+    assert left_out == [promise]
