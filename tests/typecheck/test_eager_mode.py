@@ -223,6 +223,20 @@ def test_a_wrong_call_raises_for_a_class_that_is_defined_later():
         takes(torch.ones(3))  # type: ignore[arg-type]
 
 
+@typecheck
+def takes_size(x: "Float[LaterTensor, ' {size}']", size: Any) -> None:
+    pass
+
+
+LaterTensor = Tensor
+
+
+def test_braces_are_read_at_each_call_for_a_class_that_is_defined_later():
+    takes_size(w, 3)
+    with pytest.raises(TypeCheckError):
+        takes_size(w, 4)
+
+
 def test_a_name_that_exists_only_for_type_checkers_causes_one_warning(module):
     message = "cannot check parameter 'of' of users_module.half: name 'Fraction' is not"
     with pytest.warns(UserWarning, match=message) as caught:

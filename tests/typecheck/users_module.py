@@ -136,9 +136,8 @@ def without_weight(
 def clashing(
     isinstance: Float[Tensor, " n"],
     Tensor: Float[Tensor, " n"],
-    __axes: Float[Tensor, " n"],
+    __signature: Float[Tensor, " n"],
     _result: int = 2,
-    Absent: None = None,
 ) -> Float[Tensor, "{_result}*n"]:
     return isinstance.repeat(_result)
 
