@@ -57,6 +57,12 @@ def test_a_name_selects_a_layer(edited):
     assert edited.printed == ""
 
 
+def test_a_missing_copy_shows_no_edits(project):
+    project.rope.unlink()
+    project.run("diff")
+    assert project.printed == ""
+
+
 def test_a_missing_line_end_at_the_end_is_shown(project):
     text = project.exactly("rope.py").removesuffix("\n")
     project.write("rope.py", text)

@@ -62,6 +62,14 @@ def test_a_restored_copy_has_the_line_ends_of_its_base(crlf):
     assert all_end_with_crlf(crlf.exactly("ffn.py"))
 
 
+def test_a_file_copied_by_hand_keeps_crlf(empty):
+    empty.folder.mkdir()
+    text = (copies.ROOT / "rope.py").read_bytes()
+    empty.rope.write_bytes(text.replace(b"\n", b"\r\n"))
+    assert empty.run("add", "rope") == {"rope.py": "copied"}
+    assert all_end_with_crlf(empty.exactly("rope.py"))
+
+
 def test_a_conflict_has_crlf_in_the_markers_too(project):
     to_crlf(project)
     project.append("rope.py", "# mine\r")
