@@ -41,7 +41,8 @@ PRINTS = {
 @pytest.mark.parametrize("name", PRINTS)
 def test_an_example_prints_what_its_docstring_says(name, capsys, counted):
     pytest.importorskip(name, reason="requires the extra examples").main()
-    assert re.search(PRINTS[name], capsys.readouterr().out, re.DOTALL)
+    out = capsys.readouterr().out
+    assert re.search(PRINTS[name], out, re.DOTALL), out
 
 
 def test_the_readme_shows_the_last_error_of_check_shapes(capsys, counted):
@@ -102,6 +103,8 @@ def test_recomputed_blocks_have_the_same_gradients_and_keys(model):
         recomputed.parameters(), model.parameters(), strict=True
     ):
         torch.testing.assert_close(found.grad, expected.grad)
+    kept = checkpointing.kept_bytes(recomputed, x)
+    assert kept < checkpointing.kept_bytes(model, x)
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, AveragedModel])
@@ -109,6 +112,7 @@ def test_a_copy_recomputes_its_own_blocks(make_copy, model):
     checkpointing.recompute(model)
     copied = make_copy(model)
     x = torch.randn(2, 9, 32, dtype=torch.float64)
+    assert checkpointing.kept_bytes(copied, x) == checkpointing.kept_bytes(model, x)
     expected = model(x)
     for weight in model.parameters():
         weight.data.zero_()

@@ -113,19 +113,29 @@ def test_equals_exaone_moe():
     require_same_model(ours, theirs, convert=split_experts)
 
 
-@pytest.mark.parametrize("is_softmax", [False, True])
-@pytest.mark.parametrize("shift", [0.0, -95.0, -300.0, 95.0])
-def test_weights_are_exact_where_scores_underflow(shift, is_softmax):
+LOGITS: dict[str, tuple[bool, list[float]]] = {
+    "sigmoid": (False, [0.5, -2.0, 1.0, 0.0]),
+    "sigmoid, all but 0 in float32": (False, [-94.5, -97.0, -94.0, -95.0]),
+    "sigmoid, 0 in float32": (False, [-299.5, -302.0, -299.0, -300.0]),
+    "sigmoid, 1 in float32": (False, [20.5, 18.0, 21.0, 20.0]),
+    "softmax": (True, [0.5, -2.0, 1.0, 0.0]),
+    "softmax, 0 in float32 but for one": (True, [-112.0, -110.0, 0.0, -111.0]),
+}
+
+
+@pytest.mark.parametrize(("is_softmax", "logits"), LOGITS.values(), ids=LOGITS)
+def test_choice_and_weights_are_exact_even_where_scores_are_equal_in_float32(
+    is_softmax, logits
+):
     router = Router(1, num_experts=4, top_k=3, is_softmax=is_softmax)
-    logits = torch.tensor([0.5, -2.0, 1.0, 0.0]) + shift
-    router.weight.data = logits[:, None]
+    router.weight.data = torch.tensor(logits)[:, None]
     weights, chosen = router(torch.ones(1, 1))
-    exact = logits.double()
+    exact = torch.tensor(logits, dtype=torch.float64)
     scores = exact.softmax(0) if is_softmax else exact.sigmoid()
     best = scores.topk(3).indices
     assert chosen[0].tolist() == best.tolist()
-    expected = scores[best] / scores[best].sum()
-    torch.testing.assert_close(weights[0].double(), expected, rtol=1e-5, atol=0)
+    expected = (scores[best] / scores[best].sum()).float()
+    torch.testing.assert_close(weights[0], expected, rtol=1e-5, atol=0)
 
 
 def test_gradients_are_finite_where_scores_underflow():
@@ -152,7 +162,7 @@ def test_a_token_cannot_have_more_experts_than_there_are():
         Router(8, num_experts=4, top_k=5)
 
 
-def test_autocast_does_not_lower_the_router():
+def test_autocast_does_not_lower_the_precision_of_the_router():
     router = Router(64, num_experts=8, top_k=3)
     x = torch.randn(9, 64)
     with torch.autocast("cpu", torch.bfloat16):

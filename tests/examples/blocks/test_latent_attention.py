@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+from einops import rearrange
 from experts import MixtureOfExperts
 from indexer import Indexer, SparseAttention
 from latent_attention import LatentAttention
@@ -90,10 +91,20 @@ def test_equals_glm_moe_dsa():
     require_same_model(our_model(SPARSE), theirs, DEEPSEEK_NAMES, split_experts)
 
 
+@torch.no_grad()
 def test_autocast_does_not_lower_the_scores_of_the_indexer():
+    """Each of 9 sequences has one token, at position 0, where nothing is rotated."""
     indexer = Indexer(
-        64, 2, rope=RotaryPositionalEmbedding(1e4, 8, 9), d_head=8, q_rank=6
+        64, 4, rope=RotaryPositionalEmbedding(1e4, 8, 9), d_head=8, q_rank=6
     )
+    x = torch.randn(9, 1, 64)
+    q_latent = torch.randn(9, 1, 6)
     with torch.autocast("cpu", torch.bfloat16):
-        scores = indexer(torch.randn(9, 64), torch.randn(9, 6), None)
-    assert scores.dtype == torch.float32
+        scores = indexer(x, q_latent, None)
+        q = indexer.q_proj(q_latent).double()
+        k = indexer.k_norm(indexer.k_proj(x)).double()
+        weights = indexer.weights_proj(x).double() / 4**0.5
+    q = rearrange(q, "... (heads d_head) -> ... heads d_head", heads=4)
+    dots = (q @ k.unsqueeze(-1)).squeeze(-1) / 8**0.5
+    expected = (weights * dots.relu()).sum(-1, keepdim=True).float()
+    torch.testing.assert_close(scores, expected)
