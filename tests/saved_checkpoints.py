@@ -45,6 +45,13 @@ def save(kind, folder, shards="100KB", **options):
     return model.eval()
 
 
+def shards_in(folder):
+    """Return the files of a checkpoint whose weights are in several."""
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1, f"the weights must be in several files, got {shards}"
+    return shards
+
+
 def greedy(theirs, prompt, count):
     return theirs.generate(
         prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False

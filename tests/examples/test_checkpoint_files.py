@@ -12,6 +12,7 @@ from saved_checkpoints import (
     change_weights,
     safetensors,
     save,
+    shards_in,
 )
 
 huggingface_hub = pytest.importorskip(
@@ -44,14 +45,13 @@ def test_without_an_index_only_model_safetensors_is_read(other, tmp_path):
 )
 def test_with_an_index_only_its_files_are_read(other, tmp_path):
     theirs = save("llama", tmp_path)
-    for shard in list(tmp_path.glob("model-*.safetensors")):
-        write_wrong_weights(shard, tmp_path / other)
+    write_wrong_weights(shards_in(tmp_path)[0], tmp_path / other)
     assert_equal(hugging_face.load(tmp_path), theirs)
 
 
 def test_the_index_may_name_any_file(tmp_path):
     theirs = save("llama", tmp_path)
-    for shard in list(tmp_path.glob("model-*.safetensors")):
+    for shard in shards_in(tmp_path):
         shard.rename(tmp_path / f"weights-{shard.name}")
 
     def change(index):
@@ -66,18 +66,21 @@ def test_the_index_may_name_any_file(tmp_path):
 def test_a_weight_is_read_from_the_file_that_the_index_names(tmp_path):
     theirs = save("llama", tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    [first, *_, last] = sorted(set(index["weight_map"].values()))
+    first, *_, last = shards_in(tmp_path)
     for source, target in ((first, last), (last, first)):
-        names = [name for name, file in index["weight_map"].items() if file == source]
-        wrong = {name: torch.zeros_like(theirs.state_dict()[name]) for name in names}
-        state = safetensors.load_file(tmp_path / target) | wrong
-        safetensors.save_file(state, tmp_path / target, metadata={"format": "pt"})
+        wrong = {
+            name: torch.zeros_like(theirs.state_dict()[name])
+            for name, file in index["weight_map"].items()
+            if file == source.name
+        }
+        state = safetensors.load_file(target) | wrong
+        safetensors.save_file(state, target, metadata={"format": "pt"})
     assert_equal(hugging_face.load(tmp_path), theirs)
 
 
 def test_a_missing_shard_raises(tmp_path):
     save("llama", tmp_path)
-    [shard, *_] = sorted(tmp_path.glob("model-*.safetensors"))
+    shard = shards_in(tmp_path)[0]
     shard.unlink()
     with pytest.raises(ValueError, match=f"must have the file {shard.name}"):
         hugging_face.load(tmp_path)
@@ -108,7 +111,7 @@ def test_a_download_takes_texts_and_then_the_files_that_the_index_names(
     tmp_path, monkeypatch
 ):
     theirs = save("llama", tmp_path)
-    files = {path.name for path in tmp_path.glob("model-*.safetensors")}
+    files = {path.name for path in shards_in(tmp_path)}
     patterns = []
 
     def download(name, allow_patterns):
@@ -199,11 +202,17 @@ def test_the_widest_dtype_in_the_file_is_the_dtype_of_the_model(tmp_path):
     assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("wide", ["token_embeddings.weight", "lm_head.weight"])
+@pytest.mark.parametrize("wide", [0, -1], ids=["first", "last"])
 def test_the_widest_dtype_may_be_in_the_first_file_or_the_last(wide, tmp_path):
     save("llama", tmp_path)
+    shards = shards_in(tmp_path)
+    del shards[wide]
+
+    def narrow(state):
+        for name, weight in state.items():
+            state[name] = weight.bfloat16()
+
+    for shard in shards:
+        change_weights(shard, narrow)
     model = hugging_face.load(tmp_path)
-    state = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
-    state[wide] = state[wide].float()
-    hugging_face.assign(model, state)
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
