@@ -1,4 +1,4 @@
-"""Every example runs as its docstring says, and its parts compute what they claim."""
+"""Examples run as their docstrings say, and their parts compute what they claim."""
 
 import copy
 import math
@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from tinyblock import Transformer
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
 # torch's compiler and torchao's imports warn of themselves.
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 PRINTS = {
@@ -36,6 +36,24 @@ PRINTS = {
     "packing": r"left: \de-0[678]\npacked: \de-0[678]",
     "scaled_rope": r"Llama31Rope: 29 kept, 29 divided, of 64\nYarnRope: 19 kept, 29 d",
 }
+# The other examples, and the file whose tests run them.
+OTHERS = {
+    "compile_and_export": "test_examples.py",
+    "static_cache": "test_examples.py",
+    "profile_a_model": "test_examples.py",
+    "ablations": "test_training.py",
+    "train": "test_training.py",
+    "generate": "test_generate.py",
+    "hugging_face": "test_checkpoint_files.py",
+    "from_gguf": "test_gguf.py",
+    "context_parallel": "in_each_process.py",
+    "parallel": "in_each_process.py",
+}
+
+
+def test_each_example_is_here():
+    examples = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert PRINTS.keys() | OTHERS.keys() == examples
 
 
 @pytest.mark.parametrize("name", PRINTS)
@@ -46,7 +64,7 @@ def test_an_example_prints_what_its_docstring_says(name, capsys, counted):
 
 
 def test_the_readme_shows_the_last_error_of_check_shapes(capsys, counted):
-    block = block_with(README, "examples/check_shapes.py")
+    block = block_with(ROOT / "README.md", "examples/check_shapes.py")
     command, _, shown = block.partition("\n")
     check_shapes.main()
     printed = capsys.readouterr().out.replace("check_shapes.scores", "__main__.scores")

@@ -1,5 +1,7 @@
 """GGUF files, small ones and the file of `make story`: the logits of transformers."""
 
+import runpy
+import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,7 +150,7 @@ def test_a_file_that_is_not_gguf_raises(tmp_path):
         from_gguf.load(tmp_path / "model.gguf")
 
 
-def test_the_tokens_that_end_a_text_are_the_files_or_the_tokenizers(
+def test_the_tokens_that_end_a_text_are_named_by_the_file_or_else_by_the_tokenizer(
     tmp_path, monkeypatch
 ):
     tokenizer = SimpleNamespace(eos_token_id=3)
@@ -177,6 +179,13 @@ def test_a_relative_path_has_a_tokenizer(tmp_path, monkeypatch):
 needs_story = pytest.mark.skipif(
     not MODEL.exists(), reason="`make story` downloads the model"
 )
+
+
+def test_the_command_prints_the_layers(tmp_path, monkeypatch, capsys):
+    path = write_gguf(tmp_path / "model.gguf", small_llama(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["from_gguf.py", str(path)])
+    runpy.run_path(from_gguf.__file__, run_name="__main__")
+    assert "(token_embeddings): Embedding(257, 64)" in capsys.readouterr().out
 
 
 @needs_story

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,11 +32,12 @@ from windows import WindowAttention
 
 from tinyblock import RotaryPositionalEmbedding, Transformer
 
+BLOCKS = Path(__file__).parents[3] / "examples" / "blocks"
 build = partial(Transformer, 1, 8, 2, 12, max_seq_len=16)
 half = RotaryPositionalEmbedding(1e4, 2, 16)
 MODELS: dict[str, Any] = {
     "bounded_scores": partial(build, attention=BoundedAttention, cap=2.0),
-    "depth_scaled": partial(DepthScaledTransformer, 2, 8, 2, max_seq_len=16),
+    "depth_scaled_residual": partial(DepthScaledTransformer, 2, 8, 2, max_seq_len=16),
     "experts": partial(build, ffn=partial(MixtureOfExperts, num_experts=4)),
     "gated_delta_net": partial(
         build, attention=GatedDeltaNet, d_head=4, num_key_heads=1
@@ -51,7 +53,7 @@ MODELS: dict[str, Any] = {
         index_d_head=4,
     ),
     "joint_qk_norm": partial(build, attention=JointNormAttention, num_kv_heads=1),
-    "kimi_delta": partial(build, attention=KimiDeltaAttention, d_head=4),
+    "kimi_delta_attention": partial(build, attention=KimiDeltaAttention, d_head=4),
     "latent_attention": partial(
         build,
         attention=partial(LatentAttention, d_head=4, q_rank=6, kv_rank=5),
@@ -68,8 +70,15 @@ MODELS: dict[str, Any] = {
     "sinks": partial(build, attention=SinkAttention, num_kv_heads=1),
     "windows": partial(build, attention=WindowAttention, window=3),
 }
+# Nothing in these files has weights.
+WITHOUT_WEIGHTS = {"delta_rule", "no_positions", "norm_without_gain", "squared_relu"}
 each_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 TAKES_NO_MASK = (GatedDeltaNet, KimiDeltaAttention, ShortConvolution)
+
+
+def test_each_file_is_here():
+    files = {path.stem for path in BLOCKS.glob("*.py")}
+    assert MODELS.keys() | WITHOUT_WEIGHTS == files
 
 
 @each_model
@@ -185,7 +194,7 @@ COMPILED = (
     "gated_delta_net",
     "hyper_connections",
     "indexer",
-    "kimi_delta",
+    "kimi_delta_attention",
     "output_gate",
     "sinks",
     "windows",
