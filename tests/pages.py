@@ -12,8 +12,10 @@ def blocks(page):
 
 def block_with(page, text):
     """Return the one block of code that contains a text."""
-    [block] = [block for block in blocks(page) if text in block]
-    return block
+    found = [block for block in blocks(page) if text in block]
+    if len(found) != 1:
+        pytest.fail(f"{page.name} must have one block with {text!r}, got {len(found)}")
+    return found[0]
 
 
 def require_shown(shown, printed, command):

@@ -135,12 +135,14 @@ def their_model(kind, layers=1, **options):
         config = kind.config_class(**options, attn_implementation="eager")
         model = kind(config)
     for name, parameter in model.named_parameters():
-        is_gain = "norm" in name  # around 1, so that scores differ
+        is_gain = "norm" in name
+        # Gains are around 1. Around 0, all scores of attention would be nearly equal.
         nn.init.normal_(parameter, mean=float(is_gain), std=0.1)
-    del model.embed_tokens
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):  # of a router
+        is_bias_of_a_router = name.endswith("e_score_correction_bias")
+        if is_bias_of_a_router:
             nn.init.normal_(buffer, std=0.5)
+    del model.embed_tokens  # because ours starts from vectors, too
     return model.eval()
 
 

@@ -2,13 +2,13 @@
 
 import importlib
 import math
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pages import block_with
 from torch import nn
 
 from tinyblock import SwiGLU, copies
@@ -38,11 +38,8 @@ def model(layers):
 def of_transformers(layers):
     """The PreTrainedModel of the page."""
     pytest.importorskip("transformers", reason="requires the extra examples")
-    [code] = re.findall(
-        r"```py\n(from my_package.*?PreTrainedModel.*?)```", PAGE.read_text(), re.DOTALL
-    )
     names: dict[str, Any] = {"__name__": "my_model"}
-    exec(code, names)
+    exec(block_with(PAGE, "class MyModel(PreTrainedModel)"), names)
     return names["MyModel"](names["MyConfig"]())
 
 
@@ -160,7 +157,7 @@ def test_quantize_dynamic_takes_only_plain_linear_layers(model):
 
     expected = model(X)
     assert torch.equal(quantized()(X), expected)  # a release may change this
-    [code] = re.findall(r"```py\n(for module in .*?)```", PAGE.read_text(), re.DOTALL)
+    code = block_with(PAGE, "module.__class__ = nn.Linear")
     exec(code, {"model": model, "nn": nn})
     error = (quantized()(X) - expected).norm() / expected.norm()
     assert 0 < error < 0.05

@@ -37,7 +37,8 @@ def test_slices_without_rope_have_the_outputs_of_the_whole(printed):
 def test_slices_report_the_loss_and_the_gradients_of_one_process(printed):
     torch.manual_seed(0)
     model = LanguageModel(50, 2, 64, 4, max_seq_len=128)
-    LanguageModel(50, 2, 64, 4, max_seq_len=128)  # the example draws it before the text
+    # The example draws a second model before the text. Only then the texts are equal.
+    LanguageModel(50, 2, 64, 4, max_seq_len=128)
     text = torch.randint(50, (129,))
     loss = F.cross_entropy(model(text[:-1]), text[1:]).item()
     own = numbers(r"rank \d: (\d\.\d+)", printed)

@@ -33,8 +33,10 @@ def test_equals_gpt_oss():
         "gpt_oss", sliding_window=8, layer_types=["sliding_attention"], **EXPERTS
     )
     layer = theirs.layers[0].self_attn
-    angles = theirs.rotary_emb(torch.zeros(1), torch.arange(24)[None])
-    mask = torch.ones(24, 24).tril().triu(-7).log()
+    positions = torch.arange(24)[None]
+    angles = theirs.rotary_emb(torch.zeros(1), positions)
+    window = torch.ones(24, 24).tril().triu(-7)  # 1 for 8 keys: its own, and 7 before
+    mask = window.log()  # 0, or -inf: their layer adds it to scores
     ours = SinkWindow(64, 4, num_kv_heads=2, rope=Halves(1e4, 16, 128), window=8)
     require_same_layer(ours, layer, run_theirs=lambda x: layer(x, angles, mask)[0])
 

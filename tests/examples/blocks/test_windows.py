@@ -39,5 +39,7 @@ def test_a_window_has_at_least_one_token():
 
 def test_a_padding_mask_without_the_axis_of_queries_raises():
     attention = WindowAttention(64, 4, window=3)
+    x = torch.randn(9, 9, 64)  # as many sequences as tokens
+    padding_mask = torch.ones(9, 9, dtype=torch.bool)
     with pytest.raises(ValueError, match="mask must be"):
-        attention(torch.randn(9, 9, 64), mask=torch.ones(9, 9, dtype=torch.bool))
+        attention(x, mask=padding_mask)
