@@ -44,14 +44,6 @@ class Size:
         batch, seq, d_model = self.shape
         return f"{model}, {heads}: {batch} x {seq} tokens, d_model {d_model}"
 
-    def smallest(self) -> "Size":
-        """Return the same model with almost no arithmetic.
-
-        Fused attention kernels need widths of at least 8.
-        """
-        d_head = self.d_head or self.d_model // self.num_heads
-        return replace(self, batch_size=1, seq_len=1, d_model=8, d_head=d_head, d_ff=8)
-
     def build(self, device: torch.device, dtype: torch.dtype) -> Any:
         """Build the model; raise a ValueError if a layer rejects the size."""
         stack = Transformer(

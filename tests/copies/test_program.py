@@ -104,7 +104,10 @@ def test_an_older_python_gets_one_line(version, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(PACKAGE / "__main__.py"), run_name="__main__")
     printed = capsys.readouterr().err
-    assert printed.startswith("tinyblock: error: Python must be 3.10 or newer, got ")
+    running = sys.version.split()[0]
+    assert printed.startswith(
+        f"tinyblock: error: Python must be 3.10 or newer, got {running}: start "
+    )
     assert printed.count("\n") == 1
 
 

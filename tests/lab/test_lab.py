@@ -216,5 +216,5 @@ def test_title_names_the_layers_heads_tokens_and_width():
     assert STACK.title == "Transformer of 3, 2 heads: 2 x 3 tokens, d_model 32"
 
 
-def test_the_smallest_size_has_one_token():
-    assert (STACK.tokens, STACK.smallest().tokens) == (6, 1)
+def test_tokens_are_those_of_all_sequences():
+    assert STACK.tokens == 6

@@ -568,6 +568,16 @@ def test_kept_bytes_are_counted_after_the_call_that_compiles():
     assert result.peer_kept == result.block_kept > 0
 
 
+def test_results_are_no_buffers_that_the_next_replay_of_a_graph_overwrites():
+    buffer = torch.zeros(3)
+    peer = own.Peer([], {"Block": lambda x: buffer.add_(1)})
+    case = dataclasses.replace(TRAINING, train=False)
+    found = compare_peers.prepare(peer, torch.ones(3), case).results["outputs"]
+    before = found.clone()
+    buffer.add_(1)
+    assert found.equal(before)
+
+
 def test_counting_kept_bytes_keeps_no_output_alive():
     x = torch.ones(3, requires_grad=True)
     outputs, _ = compare_peers.count_kept_bytes(lambda: (x.exp(),), [])

@@ -241,6 +241,8 @@ def test_lazy_and_shared_modules_run(profile_of):
     measured = profile_of(nn.Sequential(shared, nn.ReLU(), shared), SHAPE)
     assert measured.whole.flops == {"float32": 6 * ONCE}
     assert measured.memory.parameter_bytes == 4 * (64 + 8)
+    [row] = [row for row in measured.rows if row.parameters]
+    assert (row.modules, row.calls) == (1, 2)
 
 
 def test_scripted_model_is_one_part(profile_of):

@@ -17,7 +17,7 @@ from lab.timing import Spread
 from profiling import roofline
 from profiling.kernels import Kernel, Recording
 from profiling.measure import is_shown, left_over, measure, total
-from profiling.parts import PartTime
+from profiling.parts import PartTime, Stopwatch
 from profiling.report import kernel_table, report
 from profiling.roofline import Operation, Rates, Row
 from profiling.subject import Settings
@@ -479,6 +479,15 @@ def test_what_is_overwritten_is_not_read(profile_of):
     assert traffic == {"zero_": 160, "fill_": 160, "copy_": 320, "mul": 320}
 
 
+def test_overlapping_windows_are_read_once(profile_of):
+    class Windows(nn.Module):
+        def forward(self, x):
+            return x.unfold(1, 3, 1) * 2  # 3 windows of 3 tokens
+
+    [row, _] = profile_of(Windows(), (2, 5, 4), "forward").rows
+    assert row.operation("mul").moved_bytes == 160 + 2 * 3 * 3 * 16
+
+
 def test_traffic_counts_what_operations_move_between_them(profile_of):
     class Twice(nn.Module):
         def forward(self, x):
@@ -607,6 +616,11 @@ def test_rates_count_two_flops_per_product_and_two_bytes_per_copy(monkeypatch):
     with torch.enable_grad():
         samplers = roofline.rate_samplers(CPU, [])
     assert samplers["an operation on one number"]() == 1 / 200
+
+
+def test_rate_of_the_dtype_is_measured_also_for_a_model_without_products(profile_of):
+    measured = profile_of(nn.ReLU(), (2, 5, 4), "forward")
+    assert list(measured.rates.flops_per_s) == ["float32"]
 
 
 def test_rates_are_the_medians_of_the_samples():
@@ -762,6 +776,18 @@ def test_slowest_operations_have_their_share_of_the_part(with_row):
     assert line in report(measured)
 
 
+def test_four_operations_are_named_from_the_slowest_on(with_row):
+    called = [Operation(name, 1, 2.5 - 0.5 * i) for i, name in enumerate("abcde")]
+    _, measured = with_row(operations=called)
+    line = "5 operations: a x 1 (25%), b x 1 (20%), c x 1 (15%), d x 1 (10%)\n"
+    assert f"    {line}" in report(measured)
+
+
+def test_operations_of_the_total_are_sorted_by_their_time(step):
+    times = [each.total_s for each in step.whole.operations]
+    assert times == sorted(times, reverse=True)
+
+
 def test_lost_time_is_more_than_the_least(with_row):
     _, measured = with_row(moved_bytes=30, flops={"float32": 400})
     measured.whole.total_s = 40.0
@@ -848,6 +874,26 @@ def test_part_on_a_gpu_has_no_overhead_because_launches_overlap():
     assert row.limit == "kernel"
 
 
+def test_part_on_a_gpu_starts_once_the_gpu_sleeps_and_takes_the_gpus_time(
+    monkeypatch,
+):
+    """While the GPU sleeps, the host launches the part, whose time then has no gaps."""
+    order = []
+
+    event = SimpleNamespace(
+        record=lambda: order.append("event"),
+        elapsed_time=lambda end: 250.0,  # ms
+    )
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("sleep"))
+    stopwatch = Stopwatch(nn.Linear(2, 2), on_gpu=True)
+    stopwatch.begin()
+    stopwatch.end()
+    assert order == ["sleep", "event", "event"]
+    stopwatch.runs = 1
+    assert stopwatch._times() == {"outside of the model": PartTime(0.25, 0.25)}
+
+
 def test_gpu_idle_is_the_time_without_a_kernel(profile, monkeypatch):
     kernels = [Kernel("l", 1, 8.0), Kernel("k", 3, 2.0)]
     recording = Recording(kernels, 0)
@@ -882,6 +928,8 @@ def test_noise_of_parts_is_named(profile):
     assert measured.notes[0].startswith("NOISY: layers.*.up by ")
     assert "; close other programs" in measured.notes[0]
     assert measured.whole.total_s == measured.took_s.median
+    assert measured.took_s.p20 < measured.took_s.median
+    assert measured.tokens_per_s == 10 / measured.took_s.median
 
 
 def test_noise_of_rates_is_named():

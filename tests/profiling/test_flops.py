@@ -238,6 +238,31 @@ def test_each_dtype_has_its_flops(profile_of):
     assert found == {"bfloat16": once, "float32": once}
 
 
+M, X, Y = {"self": (3, 4)}, {"self": (2, 3, 4)}, {"batch1": (2, 3, 4)}
+PRODUCTS = {
+    "mm": (M | {"mat2": (4, 5)}, 3 * 4 * 5),
+    "bmm": (X | {"mat2": (2, 4, 5)}, 2 * 3 * 4 * 5),
+    "mv": (M | {"vec": (4,)}, 3 * 4),
+    "dot": ({"self": (4,), "tensor": (4,)}, 4),
+    "vdot": ({"self": (4,), "other": (4,)}, 4),
+    "addmm": ({"self": (5,), "mat1": (3, 4), "mat2": (4, 5)}, 3 * 4 * 5),
+    "_addmm_activation": ({"self": (5,), "mat1": (3, 4), "mat2": (4, 5)}, 3 * 4 * 5),
+    "addmv": ({"self": (3,), "mat": (3, 4), "vec": (4,)}, 3 * 4),
+    "baddbmm": (Y | {"self": (2, 3, 5), "batch2": (2, 4, 5)}, 2 * 3 * 4 * 5),
+    "addbmm": (Y | {"self": (3, 5), "batch2": (2, 4, 5)}, 2 * 3 * 4 * 5),
+}
+IN_PLACE = ["addmm", "addmv", "baddbmm", "addbmm"]
+
+
+@pytest.mark.parametrize("name", [*PRODUCTS, *(f"{name}_" for name in IN_PLACE)])
+def test_operation_takes_two_flops_for_each_pair_that_it_multiplies(name):
+    shapes, pairs = PRODUCTS[name.removesuffix("_")]
+    schema = getattr(torch.ops.aten, name).default._schema
+    assert shapes.keys() <= {each.name for each in schema.arguments}
+    given = {argument: torch.empty(shape) for argument, shape in shapes.items()}
+    assert flops_of(f"aten.{name}", given, None).count == 2 * pairs
+
+
 def calls_of(name, argument):
     """Return all arguments of one of torch's operations, each with the same value."""
     schema = getattr(torch.ops.aten, name).default._schema
@@ -316,6 +341,7 @@ def test_unknown_flops_are_named(name, profile_of):
 
     class Model(nn.Module):
         def forward(self, x):
+            function(x)
             return function(x)
 
     unknown = profile_of(Model(), SHAPE, "forward").whole.unknown

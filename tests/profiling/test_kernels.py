@@ -1,5 +1,6 @@
 """What is read from torch.profiler, whose events are made up here."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -26,7 +27,7 @@ def memory(at, size, name="[memory]"):
 def profiled(monkeypatch):
     """Return a function that records a run with these events."""
 
-    def profiled(events=(), changes=()):
+    def profiled(events=(), changes=(), trace=None):
         session: Any = Mock()
         session.events.return_value = events
         session.profiler.kineto_results.events.return_value = changes
@@ -34,14 +35,15 @@ def profiled(monkeypatch):
         profile.return_value.__enter__ = lambda _: session
         profile.return_value.__exit__ = lambda *_: None
         monkeypatch.setattr(kernels, "profile", profile)
-        return record_run(lambda: None)
+        recording = record_run(lambda: None, trace)
+        return recording, session, profile.call_args.kwargs
 
     return profiled
 
 
 def test_launches_of_a_kernel_add_up_and_the_longest_comes_first(profiled):
     events = [event("a", 1.0), event("b", 5.0), event("a", 1.0)]
-    recording = profiled(events)
+    recording, _, _ = profiled(events)
     found = [(each.name, each.launches) for each in recording.kernels]
     assert found == [("b", 1), ("a", 2)]
     seconds = [each.total_s for each in recording.kernels]
@@ -51,15 +53,30 @@ def test_launches_of_a_kernel_add_up_and_the_longest_comes_first(profiled):
 
 def test_labels_and_operations_of_the_cpu_are_no_kernels(profiled):
     label = event("attn", 9.0, is_user_annotation=True)
-    assert profiled([label, event("aten::mm", 9.0, device="CPU")]).kernels == []
+    recording, _, _ = profiled([label, event("aten::mm", 9.0, device="CPU")])
+    assert recording.kernels == []
 
 
 def test_peak_is_the_most_that_is_allocated_at_a_time(profiled):
     """The changes add up in the order of their times: 5, 3, 9, 2 bytes."""
     changes = [memory(3, 6), memory(1, 5), memory(2, -2), memory(4, -7)]
     changes.append(memory(1, 99, name="aten::empty"))
-    assert profiled(changes=changes).peak_added_bytes == 9
+    recording, _, _ = profiled(changes=changes)
+    assert recording.peak_added_bytes == 9
 
 
 def test_peak_of_a_run_that_only_releases_is_zero(profiled):
-    assert profiled(changes=[memory(1, -5)]).peak_added_bytes == 0
+    recording, _, _ = profiled(changes=[memory(1, -5)])
+    assert recording.peak_added_bytes == 0
+
+
+def test_trace_is_written_with_the_modules_of_the_stack(profiled):
+    _, session, options = profiled(trace=Path("file.json"))
+    session.export_chrome_trace.assert_called_once_with("file.json")
+    assert options["with_stack"]
+
+
+def test_without_a_trace_no_stack_is_recorded_which_would_take_time(profiled):
+    _, session, options = profiled()
+    session.export_chrome_trace.assert_not_called()
+    assert not options["with_stack"]
