@@ -16,6 +16,13 @@ DEFECTS = {
         "        weight = self.weight  #",
         r"test_built_on_meta, 1 of 1, .*: the result must be on meta, got cpu$",
     ),
+    "gains on the CPU by default": Defect(
+        1,
+        "rmsnorm",
+        "        eps: float = 1e-5,\n        device: torch.device | str | None = None",
+        "        eps: float = 1e-5,\n        device: torch.device | str | None = 'cpu'",
+        r"test_built_on_the_default_device, 1 of 1, .*: weight must be on torch's default",
+    ),
     "an eps that may be infinite": Defect(
         1,
         "rmsnorm",

@@ -108,7 +108,7 @@ def replace(path, old, new):
 def test_report_for_copies(tmp_path):
     """One layer has another eps by default, one is broken, and there is no block."""
     folder = tmp_path / "my layers"
-    shutil.copytree(PACKAGE, folder)
+    shutil.copytree(PACKAGE, folder, ignore=shutil.ignore_patterns(".pytest_cache"))
     for name in ("__init__", "block", "transformer"):
         (folder / f"{name}.py").unlink()
     replace(folder / "attention.py", "eps: float = 1e-5", "eps: float = 1e-4")

@@ -194,6 +194,13 @@ def test_built_on_meta(typical, device):
     check_same("result", module(x, **inputs), expected(x, **inputs))
 
 
+def test_built_on_the_default_device(typical):
+    with torch.device("meta"):
+        module = typical.construct()
+    for name, weight in module.named_parameters():
+        assert weight.is_meta, f"{name} must be on torch's default device, got the CPU"
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports
 def test_compiles_to_one_graph(typical):
     """One graph for a single token, and one for all other lengths."""
