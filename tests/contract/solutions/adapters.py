@@ -71,6 +71,7 @@ def run_multihead_self_attention_with_rope(
 def run_transformer_block(
     d_model, num_heads, d_ff, max_seq_len, theta, weights, in_features
 ):
+    assert weights["ffn.w1.weight"].shape == (d_ff, d_model)
     rope = RotaryPositionalEmbedding(theta, d_model // num_heads, max_seq_len)
     block = Block(d_model, num_heads, d_ff, rope)
     return functional_call(block, weights, in_features)

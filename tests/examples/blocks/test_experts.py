@@ -162,6 +162,21 @@ def test_a_token_cannot_have_more_experts_than_there_are():
         Router(8, num_experts=4, top_k=5)
 
 
+def test_a_token_may_have_all_experts():
+    router = Router(8, num_experts=4, top_k=4)
+    weights, chosen = router(torch.randn(9, 8))
+    assert chosen.sort(-1).values.tolist() == [[0, 1, 2, 3]] * 9
+    torch.testing.assert_close(weights.sum(-1), torch.ones(9))
+
+
+def test_the_bias_of_a_bfloat16_router_keeps_small_steps():
+    """DeepSeek-V3 adjusts it by 0.001, which is lost where bfloat16 is added to 1."""
+    router = Router(8, num_experts=4, top_k=2, dtype=torch.bfloat16)
+    router.bias += 1
+    router.bias += 0.001
+    assert (router.bias > 1).all()
+
+
 def test_autocast_does_not_lower_the_precision_of_the_router():
     router = Router(64, num_experts=8, top_k=3)
     x = torch.randn(9, 64)
