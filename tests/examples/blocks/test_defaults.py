@@ -61,6 +61,7 @@ def test_a_new_router_has_the_scale_of_mixtral():
 
 
 def test_new_weights_of_streams_have_the_scale_of_deepseek_v4():
-    weight = StreamWeights(512, counts=[4, 16], streams=4).weight
-    expected = their_value("deepseek_v4", "initializer_range")
-    assert torch.std(weight).item() == pytest.approx(expected, rel=0.05)
+    """The normalized streams of a token have the norm sqrt(4 * 512)."""
+    (found,) = StreamWeights(512, counts=[16], streams=4)(torch.randn(4, 300, 512))
+    expected = their_value("deepseek_v4", "initializer_range") * (4 * 512) ** 0.5
+    assert torch.std(found).item() == pytest.approx(expected, rel=0.05)

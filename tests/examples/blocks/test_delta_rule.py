@@ -1,11 +1,15 @@
 """The delta rule, and the layers that are built from it."""
 
+from functools import partial
+
+import pytest
 import torch
+import torch.nn.functional as F
 from delta_rule import delta_rule, unit
 from einops import rearrange
-from gated_delta_net import GatedDeltaNet
+from gated_delta_net import GatedDeltaNet, HeadDecay
 from joint_qk_norm import JointNormAttention
-from kimi_delta_attention import KimiDeltaAttention
+from kimi_delta_attention import Forgetting, KimiDeltaAttention
 from latent_attention import LatentAttention
 from no_positions import NoPositions
 from output_gate import GatedAttention
@@ -191,6 +195,28 @@ def test_equals_kimi_linear():
 def flatten_speed(state):
     name = "layers.0.attn.forgetting.log_speed"
     state[name] = state[name].flatten()
+
+
+DECAYS = {
+    "per head": partial(HeadDecay, 1, 4000),
+    "per component": partial(Forgetting, 1, 4000, 1),
+}
+
+
+@pytest.mark.parametrize("build", DECAYS.values(), ids=DECAYS)
+def test_a_token_forgets_between_a_thousandth_and_80_percent(build):
+    forgotten = 1 - build()(torch.zeros(1, 1))
+    assert 0.0009 < forgotten.min().item() < 0.0015
+    assert 0.7 < forgotten.max().item() < 0.8
+
+
+@pytest.mark.parametrize("build", DECAYS.values(), ids=DECAYS)
+def test_a_bfloat16_layer_computes_its_decay_in_float32(build):
+    layer = build(dtype=torch.bfloat16)
+    found = layer(torch.zeros(1, 1, dtype=torch.bfloat16)).flatten()
+    speed = layer.log_speed.double().exp()
+    expected = torch.exp(-speed * F.softplus(layer.bias.double())).float()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
 def test_vectors_whose_squares_overflow_get_length_1():

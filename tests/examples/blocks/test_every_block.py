@@ -17,6 +17,7 @@ from indexer import SparseAttention
 from joint_qk_norm import JointNormAttention
 from kimi_delta_attention import KimiDeltaAttention
 from latent_attention import LatentAttention
+from norm_without_gain import layer_norm_without_gain, norm_without_gain
 from output_gate import GatedAttention
 from parallel_branches import ParallelBlock
 from partial_rope import PartialRope
@@ -187,6 +188,24 @@ def test_autocast_keeps_the_result_close(model):
     with torch.autocast("cpu", torch.bfloat16):
         result = model(x)
     assert (result - model(x)).norm() < 0.1 * result.norm()
+
+
+OTHER_NORMS = {
+    "layer_norm_without_gain": partial(build, norm=layer_norm_without_gain),
+    "norm_without_gain": partial(build, norm=norm_without_gain),
+    "two q/k norms": partial(build, attention=JointNormAttention, qk_norm=True),
+}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [*MODELS.values(), *OTHER_NORMS.values()],
+    ids=[*MODELS, *OTHER_NORMS],
+)
+def test_each_norm_has_the_eps_that_is_passed(model):
+    for name, module in model(eps=0.25).named_modules():
+        if hasattr(module, "eps") and not name.endswith("indexer.k_norm"):
+            assert module.eps == 0.25, name
 
 
 COMPILED = (

@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from experts import MixtureOfExperts
 from indexer import Indexer, SparseAttention
@@ -89,6 +90,24 @@ def test_equals_deepseek_v32():
 def test_equals_glm_moe_dsa():
     theirs = their_model("glm_moe_dsa", **LATENT_SIZES)
     require_same_model(our_model(SPARSE), theirs, DEEPSEEK_NAMES, split_experts)
+
+
+def test_scores_of_the_indexer_are_those_of_its_formula():
+    """The keys are small, so that the eps of their norm matters."""
+    rope = RotaryPositionalEmbedding(1e4, 2, 9)
+    indexer = Indexer(8, 3, rope=rope, d_head=4, q_rank=6, dtype=torch.float64)
+    indexer.k_proj.weight.data *= 1e-3
+    x = torch.randn(5, 8, dtype=torch.float64)
+    latent = torch.randn(5, 6, dtype=torch.float64)
+    k = F.layer_norm(indexer.k_proj(x), (4,), eps=1e-6)
+    k = torch.cat((rope(k[:, :2]), k[:, 2:]), dim=-1)
+    expected = torch.zeros(5, 5, dtype=torch.float64)
+    for q, weight in zip(
+        indexer.q_proj(latent).split(4, -1), indexer.weights_proj(x).mT, strict=True
+    ):
+        q = torch.cat((rope(q[:, :2]), q[:, 2:]), dim=-1)
+        expected += weight[:, None] / 3**0.5 * F.relu(q @ k.mT / 4**0.5)
+    torch.testing.assert_close(indexer(x, latent, None), expected)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from depth_scaled_residual import DepthScaledTransformer
@@ -97,6 +98,27 @@ def test_a_gate_keeps_the_scale_of_a_sum():
     gate.weight.data = torch.linspace(-4, 4, 9)
     keep, take = gate.weights()
     torch.testing.assert_close(keep.square() + take.square(), torch.ones(9))
+
+
+def test_keep_is_exact_where_take_is_almost_1():
+    gate = ResidualGate(50)
+    gate.weight.data = torch.linspace(0, 6.9, 50)
+    keep, _ = gate.weights()
+    expected = (1 - gate.weight.double().sigmoid().square()).sqrt()
+    torch.testing.assert_close(keep.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_by_default_a_block_takes_the_sigmoid_of_the_weight():
+    block = GatedResidualBlock(8, 2)
+    for gate in (block.attn_gate, block.ffn_gate):
+        gate.weight.data.fill_(2)
+        _, take = gate.weights()
+        torch.testing.assert_close(take, torch.tensor(2.0).sigmoid().expand(8))
+
+
+def test_a_scaled_block_requires_its_scale():
+    with pytest.raises(TypeError, match="residual_scale"):
+        ScaledBlock(8, 2)
 
 
 def test_an_open_gate_still_keeps_a_part_of_the_stream():

@@ -7,6 +7,7 @@ from bounded_scores import BoundedAttention
 from experts import MixtureOfExperts
 from gelu_gate import GeGLU
 from no_positions import NoPositions
+from norm_without_gain import norm_without_gain
 from output_gate import GatedAttention
 from partial_rope import PartialRope
 from sandwich_norm import SandwichBlock
@@ -146,3 +147,9 @@ def test_equals_afmoe():
     )
     widen(ours, every=2, rope=NoPositions())
     require_same_model(ours, theirs, TRINITY, split_experts)
+
+
+def test_both_norms_of_a_branch_are_of_the_kind_that_is_passed():
+    block = SandwichBlock(8, 2, norm=norm_without_gain)
+    for norm in (block.ln1, block.post_ln1, block.ln2, block.post_ln2):
+        assert not list(norm.parameters())
