@@ -13,6 +13,7 @@ from saved_checkpoints import (
     safetensors,
     save,
     shards_in,
+    transformers,
 )
 
 huggingface_hub = pytest.importorskip(
@@ -139,6 +140,19 @@ def test_the_command_prints_the_relative_difference(tmp_path, monkeypatch, capsy
     )
     hugging_face.main()
     assert capsys.readouterr().out.endswith("logits of transformers: 1.0e-03\n")
+
+
+def test_the_command_compares_in_the_dtype_of_the_file(tmp_path, monkeypatch, capsys):
+    save("llama", tmp_path).bfloat16().save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16
+    )
+    monkeypatch.setattr(sys, "argv", ["hugging_face.py", str(tmp_path)])
+    monkeypatch.setattr(
+        hugging_face, "load", lambda source: lambda tokens: theirs(tokens).logits
+    )
+    hugging_face.main()
+    assert capsys.readouterr().out.endswith("logits of transformers: 0.0e+00\n")
 
 
 # --- Names, shapes and dtypes of weights --------------------------------------------------

@@ -274,6 +274,10 @@ def test_one_graph_runs_each_step_of_one_token(counted):
     text = model.generate(tokens, 9, cache=StaticCache(20))
     assert (counted.graphs, counted.runs) == (1, 19)
     assert torch.equal(text, expected)
+    cache = StaticCache(20)
+    for turn in tokens.split((4, 5), dim=-1):  # a second prompt stays eager, too
+        model(turn, cache)
+    assert (counted.graphs, counted.runs) == (1, 19)
 
 
 def logits_of_a_step(model, tokens):
