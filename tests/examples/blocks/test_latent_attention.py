@@ -8,7 +8,6 @@ from einops import rearrange
 from experts import MixtureOfExperts
 from indexer import Indexer, SparseAttention
 from latent_attention import LatentAttention
-from partial_rope import PartialRope
 from their_models import (
     EXPERTS,
     LATENT_NAMES,
@@ -83,7 +82,7 @@ def test_equals_deepseek_v32():
     theirs = their_model("deepseek_v32", **LATENT_SIZES)
     ours = our_model(SPARSE)
     # Its indexer pairs other components than its attention does.
-    ours.layers[0].attn.indexer.rope = PartialRope(Halves(1e4, 8, 128))
+    ours.layers[0].attn.indexer.rope.rope = Halves(1e4, 8, 128)
     require_same_model(ours, theirs, DEEPSEEK_NAMES, split_experts)
 
 

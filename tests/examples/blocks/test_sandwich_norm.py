@@ -44,7 +44,8 @@ class GatedWindow(WindowAttention, GatedAttention):
 
 
 def test_a_window_that_would_not_be_applied_raises():
-    with pytest.raises(TypeError, match="BoundedAttention must be the last base of W"):
+    message = "BoundedAttention must be the last base of Wrong, got WindowAttention"
+    with pytest.raises(TypeError, match=message):
 
         class Wrong(BoundedAttention, WindowAttention):
             pass

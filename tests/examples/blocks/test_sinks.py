@@ -42,7 +42,8 @@ def test_equals_gpt_oss():
 
 
 def test_a_window_that_would_hide_the_sink_raises():
-    with pytest.raises(TypeError, match="SinkAttention must be the last base of Wrong"):
+    message = "SinkAttention must be the last base of Wrong, got WindowAttention"
+    with pytest.raises(TypeError, match=message):
 
         class Wrong(SinkAttention, WindowAttention):
             pass
