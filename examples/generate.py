@@ -1,6 +1,6 @@
 """Continue a text with a language model.
 
-    pip install transformers safetensors gguf
+    pip install transformers safetensors gguf tqdm
     python examples/generate.py MODEL.gguf "The capital of France is"
     python examples/generate.py Qwen/Qwen3-0.6B "Why is the sky blue?" --chat
     python examples/generate.py run.pt "import " --tokens 60

@@ -31,7 +31,7 @@ PRINTS = {
     "check_shapes": r"eager: 2 3 5 7\ncompiled: 2 3 5 7\n.*f32\[2,3,7,9\].*f32\[2,1,7,8\]",
     "checkpointing": r"included: \d{7} bytes\nwith checkpointing: \d{6} bytes",
     "int8": r"output: 0\.0(0[89]|1[0-2])\d\n",  # with one layer of two: 0.007
-    "language_model": r"7 8 9 10 11 .* 45 46 47 48 49 0 1 2",
+    "language_model": r"d: 7 8 9 10 11 .*d: 20 21 22 .*d: 45 46 47 48 49 0 1 2",
     "lora": r"params: 20,480 .*merged Transformer: \de-0[678]",
     "packing": r"left: \de-0[678]\npacked: \de-0[678]",
     "scaled_rope": r"Llama31Rope: 29 kept, 29 divided, of 64\nYarnRope: 19 kept, 29 d",
@@ -151,6 +151,14 @@ def test_kept_bytes_count_each_storage_once():
     """Kept are x and the weight, of which two views are read, and two products."""
     x = torch.ones(10, requires_grad=True)
     assert checkpointing.kept_bytes(Views(), x) == 4 * (10 + 10 + 10 + 4)
+
+
+def test_both_counts_of_kept_bytes_are_of_the_same_input(monkeypatch):
+    inputs = []
+    monkeypatch.setattr(checkpointing, "kept_bytes", lambda _, x: inputs.append(x))
+    checkpointing.main()
+    first, second = inputs
+    assert torch.equal(first, second)
 
 
 # --- packing ------------------------------------------------------------------------------

@@ -66,6 +66,23 @@ def test_generate_stops_at_the_tokens_that_the_files_name(
     assert found == stop
 
 
+def test_a_text_ends_before_its_first_stop_token(
+    with_tokenizer, tmp_path, monkeypatch, capsys
+):
+    _, tokenizer = with_tokenizer
+    a, b, c = tokenizer.encode("abc")
+    name_stop_tokens(tmp_path, generation_config=[b])
+    tokens = torch.tensor([[a], [a], [b], [c]])
+    monkeypatch.setattr(generate.LanguageModel, "stream", lambda *_: iter(tokens))
+    assert printed(capsys, tmp_path, "abc") == "aa\n"
+
+
+def test_help_shows_the_docstring(capsys):
+    with pytest.raises(SystemExit):
+        generate.main(["--help"])
+    assert generate.__doc__ in capsys.readouterr().out
+
+
 def printed(capsys, *arguments):
     generate.main([str(argument) for argument in arguments])
     return capsys.readouterr().out
@@ -169,8 +186,9 @@ def test_a_model_of_train_continues_bytes(tmp_path, capsys):
     train.main([__file__, *sizes, "--checkpoint", path])
     capsys.readouterr()
     assert generate.load(path)[2] == set()  # no byte ends a text
-    expected = train.load(path).generate(torch.tensor([list(b"im")]), 15)[0, 2:]
-    found = printed(capsys, path, "im", "--tokens", "15")
+    prompt = torch.tensor([list("ï=".encode())])  # three bytes
+    expected = train.load(path).generate(prompt, 14)[0, 3:]
+    found = printed(capsys, path, "ï=", "--tokens", "14")
     text = bytes(expected.tolist()).decode(errors="replace").rstrip("\ufffd")
     assert text, "the model generates no complete character"
     assert found == text + "\n"

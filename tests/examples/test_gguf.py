@@ -117,7 +117,7 @@ NOT_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("expert_count", {"llama__expert_count": 8}),
     "a size per layer": ("head_count_kv", {"llama__attention__head_count_kv": [2, 2]}),
     "no width": ("hidden_size", {"llama__embedding_length": None}),
-    "half of a head rotated": ("must be the head", {"llama__rope__dimension_count": 8}),
+    "half of a head rotated": ("size, 16, got 8", {"llama__rope__dimension_count": 8}),
     "scaled positions": ("scaling", {"llama__rope__scaling__factor": 4.0}),
     "a weight missing": ("lack 1", {"tensors": {"blk.1.ffn_up.weight": None}}),
     "no embedding": ("lack 2", {"tensors": {"token_embd.weight": None}}),

@@ -2,7 +2,9 @@
 
 import re
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import parallel
 import pytest
 import torch
 import torch.nn.functional as F
@@ -75,6 +77,16 @@ def test_pairs_of_processes_train_like_one(printed):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_all_axes_of_the_data_shard_the_embedding(monkeypatch):
+    meshes = []
+    monkeypatch.setattr(parallel, "parallelize", lambda *_: None)
+    monkeypatch.setattr(parallel, "fully_shard", lambda _, mesh: meshes.append(mesh))
+    mesh = MagicMock(mesh_dim_names=("dp_replicate", "dp"))
+    mesh.__getitem__.side_effect = lambda axes: axes
+    parallel.distribute(LanguageModel(50, 1, 8, 2, max_seq_len=9), mesh)
+    assert meshes == [("dp_replicate", "dp")]
 
 
 def test_no_process_fails(four_processes):

@@ -5,6 +5,7 @@ import zlib
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from unittest.mock import Mock
 
@@ -263,7 +264,8 @@ def test_each_option_reaches_what_it_sets(tmp_path, monkeypatch):
     train.main([__file__, *options, "--checkpoint", path])
     assert sizes == [(3, 11), (3, 11)]
     saved = train.read(path)
-    assert saved["optimizer"]["param_groups"][0]["lr"] == 0.25 * 2 / 4
+    groups = saved["optimizer"]["param_groups"]
+    assert [group["lr"] for group in groups] == [0.25 * 2 / 4] * 2
     model = train.load(path)
     assert model.transformer.d_model == 24
     assert model.transformer.max_seq_len == 10
@@ -285,6 +287,23 @@ def test_the_seed_draws_the_weights(tmp_path):
 def test_the_smallest_sequences_are_enough(capsys):
     train.main([__file__, *TINY, "--seq", "1", "--steps", "1"])
     assert "step 1: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("example", [train, ablations], ids=["train", "ablations"])
+def test_help_shows_the_docstring(example, capsys):
+    with pytest.raises(SystemExit):
+        example.main(["--help"])
+    assert example.__doc__ in capsys.readouterr().out
+
+
+class Anything:
+    """What a checkpoint may not contain, because to read it could run any code."""
+
+
+def test_a_checkpoint_with_objects_is_not_read(tmp_path):
+    torch.save({"config": Anything()}, tmp_path / "run.pt")
+    with pytest.raises(UnpicklingError, match="Anything"):
+        train.read(str(tmp_path / "run.pt"))
 
 
 @pytest.mark.parametrize(
@@ -331,6 +350,7 @@ def test_the_progress_of_a_resumed_run_begins_where_it_stopped(tmp_path, monkeyp
     train.main(["--checkpoint", path, "--resume", "--steps", "3"])
     options = [call.kwargs for call in bars.call_args_list]
     assert [(each["initial"], each["total"]) for each in options] == [(0, 2), (2, 3)]
+    assert [each["disable"] for each in options] == [None, None]  # not in a terminal
 
 
 def test_a_run_validates_and_saves_every_100_steps_and_at_its_end(
@@ -397,6 +417,7 @@ def test_the_plot_has_losses_by_step_and_what_zlib_reaches(figures):
     assert lines["training"] == [[1, 2, 3], [5.0, 4.0, 3.0]]
     assert lines["validation"] == [[2, 3], [4.5, 3.5]]
     assert lines["zlib, validation"][1] == [1.25, 1.25]
+    assert [text.get_text() for text in axes.get_legend().texts] == list(lines)
 
 
 # --- Ablations ----------------------------------------------------------------------------
@@ -540,6 +561,7 @@ def test_the_left_plot_is_the_training_at_the_middle_rate(figures):
     x, y = curves(right)["RoPE"]
     assert list(x) == [1e-3, 1e-2, 1e-1]
     assert list(y) == pytest.approx([2.51, 3.51, 4.51])
+    assert right.get_ylim() == left.get_ylim()
     low, high = left.get_ylim()
     assert low < 3.1
     assert high > 4.51
@@ -595,6 +617,19 @@ def test_ablation_prints_a_row_per_rate_and_seed(small, tmp_path, capsys):
     ]
     assert [row.count("diverged") for row in rows] == [0, 0, 0, 2, 2, 2]
     assert (tmp_path / "norm.png").exists()
+
+
+def test_only_positions_are_validated_beyond_the_length_of_training(small, monkeypatch):
+    lengths = []
+
+    def run(model, config, text, windows):
+        lengths.append(windows.shape[1] - 1)
+        return torch.ones(config.steps), torch.ones(lengths[-1])
+
+    monkeypatch.setattr(ablations, "run", run)
+    for group in ablations.VARIANTS:
+        ablations.main([group, *small, "--seeds", "1"])
+    assert lengths == [8] * 4 + [8] * 2 + [4 * 8] * 2
 
 
 def test_an_ablation_trains_each_variant_on_the_text_with_the_same_batches(

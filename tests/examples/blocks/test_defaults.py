@@ -65,3 +65,4 @@ def test_new_weights_of_streams_have_the_scale_of_deepseek_v4():
     (found,) = StreamWeights(512, counts=[16], streams=4)(torch.randn(4, 300, 512))
     expected = their_value("deepseek_v4", "initializer_range") * (4 * 512) ** 0.5
     assert torch.std(found).item() == pytest.approx(expected, rel=0.05)
+    assert found.mean().item() == pytest.approx(0, abs=0.2)

@@ -1,6 +1,7 @@
 """What holds for each block and layer: weights, gradients, dtypes, causality, one graph."""
 
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,14 @@ def test_gradients_of_x_and_of_weights_agree_with_differences(model):
 def test_the_result_has_the_dtype_of_x(model):
     model = model(dtype=torch.bfloat16)
     assert model(torch.randn(2, 5, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+@each_model
+def test_weights_have_the_dtype_that_is_passed(model):
+    """The weights of residual streams stay in float32, because they are few."""
+    for name, weight in model(dtype=torch.bfloat16).named_parameters():
+        if not re.search("_streams|attn_gate|ffn_gate", name):
+            assert weight.dtype == torch.bfloat16, name
 
 
 @each_model

@@ -92,6 +92,11 @@ def test_equals_muse_spark():
     require_same_model(ours, theirs, names, centered="layernorm")
 
 
+def test_a_new_gate_takes_a_half():
+    _, take = ResidualGate(9).weights()
+    torch.testing.assert_close(take, torch.full((9,), 0.5))
+
+
 def test_a_gate_keeps_the_scale_of_a_sum():
     gate = ResidualGate(9)
     gate.weight.data = torch.linspace(-4, 4, 9)

@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 from bounded_scores import BoundedAttention
 from experts import MixtureOfExperts
 from gelu_gate import GeGLU
@@ -49,6 +50,14 @@ def test_a_window_that_would_not_be_applied_raises():
 
         class Wrong(BoundedAttention, WindowAttention):
             pass
+
+
+def test_scores_of_bfloat16_are_computed_in_float32():
+    attention = BoundedAttention(32, 4)
+    q, k, v = 3 * torch.randn(3, 1, 4, 9, 8).bfloat16()
+    found = attention.attend(q, k, v, None)
+    expected = attention.attend(q.float(), k.float(), v.float(), None)
+    torch.testing.assert_close(found, expected.bfloat16())
 
 
 def split_gate_and_up(state):

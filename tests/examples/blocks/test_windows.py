@@ -19,6 +19,12 @@ def test_equals_ministral():
     require_same_model(ours, theirs)
 
 
+def test_every_second_layer_of_four_attends_to_all_tokens():
+    model = our_model(4, attention=WindowAttention, window=8)
+    widen(model, every=2)
+    assert [block.attn.window for block in model.layers] == [8, None, 8, None]
+
+
 def test_a_window_of_one_token_yields_its_value():
     attention = WindowAttention(64, 4, window=1)
     x = torch.randn(2, 9, 64)
