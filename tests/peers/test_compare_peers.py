@@ -328,6 +328,17 @@ def test_rounds_are_the_samples_of_block_and_peer():
     assert (len(result.block_seconds), len(result.peer_seconds)) == (3, 3)
 
 
+def test_result_has_the_errors_of_outputs_and_gradients():
+    errors = Reference(TRAINING, CPU).compare(changed(1 + 1e-5), rounds=1).errors
+    assert errors == pytest.approx({"outputs": 1e-5, "gradients": 1e-5}, rel=0.1)
+
+
+def test_all_peers_are_compared_unless_some_are_chosen(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compare_peers.py"])
+    options, _ = compare_peers.parse()
+    assert compare_peers.chosen_peers(options).keys() == PEERS.keys()
+
+
 def test_option_rounds_reaches_the_comparison(run, monkeypatch):
     rounds = []
 
@@ -439,8 +450,10 @@ def test_operations_are_compared_in_eager_mode_only(monkeypatch):
 def test_what_is_timed_are_outputs_or_gradients(train, monkeypatch):
     """The peer is the Block, whose samples take 1 s, and keeps less: they take 2 s."""
     runs = []
+    monkeypatch.setattr(compare_peers, "SAMPLE_SECONDS", 0.125)
 
     def sampler(run, least_seconds):
+        assert least_seconds == 0.125
         runs.append(run)
         return iter([len(runs)]).__next__
 

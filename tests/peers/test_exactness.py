@@ -3,6 +3,7 @@
 import runpy
 import sys
 from importlib.machinery import PathFinder
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -58,6 +59,14 @@ def test_a_cell_is_the_median_of_the_seeds():
     }
     assert " 2.00e-03 |" in exactness.table("bfloat16", found, GRADIENTS)
     assert " 5.00e-03 |" in exactness.table("bfloat16", found, OUTPUTS)
+
+
+def test_rope_is_measured_at_each_doubling_up_to_a_million():
+    assert exactness.STARTS[0] == 0
+    starts = exactness.STARTS[1:]
+    assert starts[0] == exactness.SIZE.seq_len
+    assert starts[-1] == 2**20 - exactness.SIZE.seq_len
+    assert all(2 * a >= b > a for a, b in pairwise(starts))
 
 
 def test_the_table_has_four_of_the_starts_of_rope():

@@ -349,6 +349,12 @@ def test_unknown_flops_are_named(name, profile_of):
     assert unknown[0].replace("_sparse_addmm", "mm") == expected
 
 
+def test_labels_and_references_of_torch_have_no_flops():
+    x = torch.ones(2, 2)
+    for name in ("profiler._record_function_enter_new", "prims.mul"):
+        assert flops_of(name, {"self": x}, x).count == 0
+
+
 PRODUCTS_WITHOUT_A_FORMULA = [
     "_int_mm",
     "_scaled_mm",

@@ -70,6 +70,20 @@ def test_peak_of_a_run_that_only_releases_is_zero(profiled):
     assert recording.peak_added_bytes == 0
 
 
+def test_each_run_is_finished_on_the_gpu_before_the_step_ends(monkeypatch):
+    order = Mock()
+    monkeypatch.setattr(kernels, "clock", order.wait)
+    monkeypatch.setattr(kernels, "profile", order)
+    order.return_value.__enter__ = lambda _: order
+    order.return_value.__exit__ = lambda *_: None
+    order.events.return_value = ()
+    order.profiler.kineto_results.events.return_value = ()
+    record_run(order.run)
+    names = [name for name, _, _ in order.mock_calls]
+    passes = [name for name in names if name in ("run", "wait", "step")]
+    assert passes == ["run", "wait", "step"] * 2  # a warm-up, and what is recorded
+
+
 def test_trace_is_written_with_the_modules_of_the_stack(profiled):
     _, session, options = profiled(trace=Path("file.json"))
     session.export_chrome_trace.assert_called_once_with("file.json")

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lab.sizes import PRESETS
 from profiling.subject import Settings
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "profile_block.py"
@@ -251,6 +252,7 @@ def asked(run, monkeypatch):
         def measure(build, shape, title, settings, trace):
             found.append(
                 SimpleNamespace(
+                    build=build,
                     shape=shape,
                     title=title,
                     settings=settings,
@@ -282,6 +284,15 @@ def test_defaults_are_those_of_the_help(asked):
     assert default.trace is None
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_help_lists_the_presets_with_their_sizes(name, run, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run("--help")
+    size = PRESETS[name]
+    line = f"\n  {name}: d_model {size.d_model}, {size.num_heads} heads\n"
+    assert line in capsys.readouterr().out
+
+
 def test_options_reach_the_measurement(asked, tmp_path):
     sizes = ["--batch-size", 2, "--seq-len", 3, "--d-model", 64]
     settings = ["--device", "cpu", "--dtype", "float16", "--mode", "step"]
@@ -301,6 +312,14 @@ def test_default_with_a_gpu_is_bfloat16_on_it(asked, monkeypatch):
     assert asked("--device", "cpu").settings.dtype == torch.float32
 
 
+def test_block_of_the_users_own_is_on_the_device_in_the_dtype(asked, my_block):
+    my_block("from torch import nn\ndef build(): return nn.Linear(2, 2)\n")
+    build = asked("--device", "cpu", "--block", "my_block:build").build
+    for dtype in (torch.float32, torch.float16):
+        weight = build(torch.device("meta"), dtype).weight
+        assert (weight.device.type, weight.dtype) == ("meta", dtype)
+
+
 @pytest.mark.parametrize("mode", ["forward", "train", "step"])
 def test_gradients_are_enabled_in_the_modes_that_train(mode, asked):
     assert asked("--device", "cpu", "--mode", mode).gradients == (mode != "forward")
@@ -317,6 +336,7 @@ def test_script_disables_the_checks_that_need_beartype(monkeypatch):
 
 BAD_OPTIONS = {
     "--rounds: invalid positive value: '0'": ["--rounds", "0"],
+    "--preset: invalid choice: 'gpt5'": ["--preset", "gpt5"],
     "without --preset, --num-heads, --num-kv-heads, --d-head, --d-ff, --num-layers": [
         *("--block", "torch.nn:Linear", "--preset", "small", "--num-heads", "2"),
         *("--num-kv-heads", "2", "--d-head", "2", "--d-ff", "2", "--num-layers", "2"),

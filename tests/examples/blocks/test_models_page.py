@@ -10,7 +10,7 @@ import pytest
 from models_without_row import rows
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "models.md").read_text()
+PAGE = models_without_row.PAGE.read_text()
 BLOCKS = ROOT / "examples" / "blocks"
 FILES = sorted(BLOCKS.glob("*.py"))
 NAMES = {path.stem for path in FILES}
