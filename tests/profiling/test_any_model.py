@@ -194,6 +194,7 @@ def test_sparse_tensor_is_held_with_its_indices(profile_of):
     model = Projects(lambda x, y: matrix @ y[0])
     measured = profile_of(model, SHAPE, "forward")
     assert measured.memory.other_tensor_bytes == 6 * 4 + 6 * 8 + 7 * 8
+    assert measured.memory.buffer_bytes == 0
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -215,6 +216,8 @@ def test_gradient_inside_of_forward_hides_only_what_is_kept(profile_of):
 
     measured = profile_of(Projects(learn), SHAPE)
     assert measured.whole.kept_bytes is None
+    reason = "Kept bytes are unknown, because torch.func.grad hides them."
+    assert measured.notes[0] == reason
     assert "kept for backward unknown" in " ".join(report(measured).split())
     # Without x, the inner product has one gradient; the outer one needs only that of y.
     assert measured.whole.flops == {"float32": (3 + 2 + 2) * ONCE}

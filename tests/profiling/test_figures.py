@@ -17,6 +17,7 @@ from lab.timing import Spread
 from profiling import roofline
 from profiling.kernels import Kernel, Recording
 from profiling.measure import is_shown, left_over, measure, total
+from profiling.memory import Memory
 from profiling.parts import PartTime, Stopwatch
 from profiling.report import kernel_table, report
 from profiling.roofline import Operation, Rates, Row
@@ -240,6 +241,28 @@ def test_memory(step):
     text = " ".join(report(step).split())
     assert "parameters 512 B, buffers 400 B, other tensors 0 B, gradients 512 B" in text
     assert "AdamW 1.04 kB, kept for backward 960 B" in text
+
+
+def test_summary_has_median_and_percentiles_of_the_time(measured):
+    measured.took_s = Spread(median=5.0, p20=4.0, p80=7.0)
+    assert "Time: 5.00 s (p20 to p80: 4.00 s to 7.00 s), " in report(measured)
+
+
+def test_summary_has_each_size_of_memory(measured):
+    measured.whole.kept_bytes = 7000
+    measured.memory = Memory(
+        peak_bytes=1000,
+        parameter_bytes=2000,
+        buffer_bytes=3000,
+        other_tensor_bytes=4000,
+        gradient_bytes=5000,
+        adamw_bytes=6000,
+    )
+    assert (
+        "Memory: peak 1.00 kB, parameters 2.00 kB, buffers 3.00 kB, "
+        "other tensors 4.00 kB, gradients 5.00 kB, AdamW 6.00 kB, "
+        "kept for backward 7.00 kB "
+    ) in " ".join(report(measured).split())
 
 
 def test_machine_and_title(step):
