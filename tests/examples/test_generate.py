@@ -121,6 +121,7 @@ def test_temperature_and_top_k_draw_tokens(with_tokenizer, tmp_path, capsys):
     assert printed(capsys, *run, "--temperature", "5") != likeliest
     assert printed(capsys, *run, "--temperature", "1e-9") == likeliest
     assert printed(capsys, *run, "--temperature", "0") == likeliest
+    assert printed(capsys, *run, "--temperature", "0.5", "--top-k", "1") == likeliest
     assert printed(capsys, *run, "--temperature", "5", "--top-k", "1") == likeliest
     assert printed(capsys, *run, "--temperature", "5", "--top-k", "9") != likeliest
 

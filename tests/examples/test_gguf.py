@@ -114,6 +114,7 @@ def test_a_gguf_file_of_llama_3_1_has_its_positions(tmp_path):
 
 NOT_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
     "another architecture": ("got qwen2", {"architecture": "qwen2"}),
+    "a later architecture": ("got llama4", {"architecture": "llama4"}),
     "experts": ("expert_count", {"llama__expert_count": 8}),
     "a size per layer": ("head_count_kv", {"llama__attention__head_count_kv": [2, 2]}),
     "no width": ("hidden_size", {"llama__embedding_length": None}),

@@ -567,6 +567,16 @@ def test_the_left_plot_is_the_training_at_the_middle_rate(figures):
     assert high > 4.51
 
 
+def test_each_variant_is_drawn_with_its_own_losses(figures):
+    of_variants = torch.tensor([2.0, 3.0]).view(1, 1, 2, 1)
+    losses = of_variants.expand(2, 1, 2, 4)
+    ablations.plot("p", ["RoPE", "no positions"], [1e-3, 1e-2], losses, losses)
+    for axes in figures["p"].axes:
+        lines = curves(axes)
+        assert set(lines["RoPE"][1]) == {2.0}
+        assert set(lines["no positions"][1]) == {3.0}
+
+
 def test_with_one_rate_the_right_plot_is_by_position(figures):
     losses = torch.arange(128.0).view(1, 1, 1, 128) / 100 + 2
     ablations.plot("p", ["RoPE"], [1e-2], torch.ones(1, 1, 1, 4), losses)

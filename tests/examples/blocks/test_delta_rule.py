@@ -224,6 +224,12 @@ def test_vectors_whose_squares_overflow_get_length_1():
     assert torch.equal(unit(x), torch.full_like(x, 0.5))
 
 
+def test_the_result_has_the_dtype_of_the_query():
+    q, k, v = torch.randn(3, 7, 8)
+    decay, rate = torch.rand(2, 7, 1)
+    assert delta_rule(q.bfloat16(), k, v, decay, rate).dtype == torch.bfloat16
+
+
 def test_autocast_does_not_lower_the_memory():
     inputs = (*torch.randn(3, 7, 8), *torch.rand(2, 7, 1))
     with torch.autocast("cpu", torch.bfloat16):

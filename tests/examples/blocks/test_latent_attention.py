@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -89,6 +90,14 @@ def test_equals_deepseek_v32():
 def test_equals_glm_moe_dsa():
     theirs = their_model("glm_moe_dsa", **LATENT_SIZES)
     require_same_model(our_model(SPARSE), theirs, DEEPSEEK_NAMES, split_experts)
+
+
+@pytest.mark.parametrize("top_k", [6, 9])
+def test_all_earlier_keys_are_chosen_where_they_are_top_k_or_fewer(top_k):
+    rope = RotaryPositionalEmbedding(1e4, 8, 128)
+    attention = SPARSE(64, 4, rope=rope, top_k=top_k)
+    chosen = attention.choose(torch.randn(6, 64), None, None)
+    assert torch.equal(chosen, torch.ones(6, 6, dtype=torch.bool).tril())
 
 
 def test_scores_of_the_indexer_are_those_of_its_formula():
