@@ -402,9 +402,9 @@ def import_rope(tmp_path, monkeypatch):
     monkeypatch.setattr(target, "found", {})
     monkeypatch.setattr(target, "foreign", set())
 
-    def import_rope(text):
-        (tmp_path / "rope.py").write_text(text)
-        target.select(tmp_path)
+    def import_rope(text, folder=tmp_path):
+        (folder / "rope.py").write_text(text)
+        target.select(folder)
         with pytest.raises(pytest.UsageError) as error:
             conftest.import_foreign("rope")
         return str(error.value)
@@ -421,12 +421,15 @@ def test_a_missing_package_is_one_line_with_the_file_and_the_repair(
 
 
 def test_a_missing_package_is_shown_where_it_is_imported(import_rope, tmp_path):
-    """The solution may be a package within another."""
-    (tmp_path / "__init__.py").touch()
-    (tmp_path.parent / "__init__.py").touch()
-    (tmp_path.parent / "shared.py").write_text("\nimport no_such_package\n")
-    message = import_rope("from ..shared import Table\n")
-    assert message.startswith(f"{tmp_path.parent / 'shared.py'}, line 2: No module nam")
+    """The solution may be a package within packages."""
+    folder = tmp_path / "course" / "solution" / "layers"
+    folder.mkdir(parents=True)
+    for package in (folder, *folder.parents[:2]):
+        (package / "__init__.py").touch()
+    shared = tmp_path / "course" / "shared.py"
+    shared.write_text("\nimport no_such_package\n")
+    message = import_rope("from ...shared import Table\n", folder)
+    assert message.startswith(f"{shared}, line 2: No module named")
 
 
 def test_missing_adapters_are_repaired_by_the_folder_or_pythonpath(import_rope):

@@ -110,6 +110,6 @@ class Report:
 
 
 def message_of(report):
-    """Return what failed, without the source of the assertion."""
-    message = report.longrepr.reprcrash.message.partition("\nassert ")[0]
+    """Return what failed, without the names of the exceptions that tests raise."""
+    message = report.longrepr.reprcrash.message
     return re.sub("^(Failed|AssertionError): ", "", message)
