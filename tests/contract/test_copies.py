@@ -185,6 +185,42 @@ DEFECTS = {
         "at least 1",
         r"test_rejects_option, 2 of 10, first \[plain-d_head-0\]: Regex pattern did not m",
     ),
+    "a width that may be 0": Defect(
+        1,
+        "ffn",
+        "if min(d_model, d_ff) < 1:",
+        "if d_model < 1:",
+        r"test_rejects_option, 2 of 4, first \[SwiGLU-d_ff-0\]: DID NOT RAISE",
+    ),
+    "an error of another type": Defect(
+        1,
+        "rope",
+        'raise ValueError(f"max_seq_len must',
+        'raise TypeError(f"max_seq_len must',
+        r"test_rejects_option, 1 of 6, first \[.*-max_seq_len-0\]: TypeError: max_seq_len",
+    ),
+    "frequencies that cannot be overridden": Defect(
+        1,
+        "rope",
+        "self.frequencies().view(",
+        "RotaryPositionalEmbedding.frequencies(self).view(",
+        r"test_frequencies_may_be_overridden, 1 of 1: Tensor-likes are not close",
+    ),
+    "queries in another dtype": Defect(
+        1,
+        "attention",
+        "self.q_proj = Linear(d_model, q_width, bias=False, **factory)",
+        "self.q_proj = Linear(d_model, q_width, bias=False, device=device)",
+        r"test_built_on_meta, 2 of 2, .*: q_proj.weight must be on meta, in bfloat16: meta, "
+        r"torch.float32$",
+    ),
+    "one position for all tokens": Defect(
+        1,
+        "attention",
+        '"... seq -> ... 1 seq", seq=x.shape[-2]',
+        '"... seq -> ... 1 seq"',
+        r"test_rejects_one_position_for_all_tokens, 1 of 1: DID NOT RAISE",
+    ),
     "other weights after a reset": Defect(
         2,
         "ffn",
@@ -219,6 +255,34 @@ DEFECTS = {
         "        if token_positions is not None:  #",
         r"test_positions_are_0_1_2_if_none_are_passed, 1 of 1: ValueError: positions$",
     ),
+    "layers inside others that are not reset": Defect(
+        2,
+        "attention",
+        "            _reset(inner)",
+        "            pass",
+        r"test_reset_parameters, 2 of 2, .*: reset_parameters must fill added.0.0.weight",
+    ),
+    "a feed-forward layer of another shape": Defect(
+        2,
+        "block",
+        'x + _require_shape_of(x, self.ffn(self.ln2(x)), "ffn")',
+        "x + self.ffn(self.ln2(x))",
+        r"test_rejects_a_part_that_changes_the_shape, 1 of 2, first \[ffn-ffn\]: DID NOT",
+    ),
+    "a stack of no layers": Defect(
+        2,
+        "transformer",
+        '"num_layers": num_layers,',
+        "",
+        r"test_rejects_option, 1 of 5, first \[default theta-num_layers-0\]: DID NOT RAISE",
+    ),
+    "more tokens than max_seq_len, without RoPE": Defect(
+        2,
+        "transformer",
+        "x.shape[-2] > self.max_seq_len:",
+        "x.shape[-2] > self.max_seq_len < 0:",
+        r"test_rejects_a_sequence_longer_than_max_seq_len, 1 of 1: DID NOT RAISE",
+    ),
     "another table than that of the blocks": Defect(
         2,
         "transformer",
@@ -236,12 +300,13 @@ DEFECTS = {
 }
 LAYERS = {
     1: ["rmsnorm", "ffn", "rope", "attention"],
-    2: ["ffn", "rope", "attention", "transformer"],
+    2: ["ffn", "rope", "attention", "block", "transformer"],
 }
 # The equation in one dtype, and no compilation, which takes long.
 TESTS = {
     1: "not float16 and not float32 and not compiles or gains or rejects",
-    2: "equation and float64 or reset or instance or positions_are_0 or one_table",
+    2: "equation and float64 or reset or instance or positions_are_0 or one_table "
+    "or changes_the_shape or longer or rejects_option",
 }
 
 

@@ -122,6 +122,16 @@ def test_an_error_is_shown_where_it_is_largest():
     assert error_of(actual, expected, allowed=5.0) == ""
 
 
+def test_an_x_that_the_layer_overwrites_is_not_what_the_formula_reads():
+    target.select(target.ABOVE)
+    case = page_of("ffn").CASES["SwiGLU"]
+    module = case.build(dtype=torch.float32)
+    x, _ = case.arguments(dtype=torch.float32)
+    x.data.mul_(2)  # as a layer might, before its first operation
+    with pytest.raises(pytest.fail.Exception, match=r"^result in float32 at"):
+        case.check(module(x), module, x, torch.float32)
+
+
 def fail_with_swiglu(change):
     """Return the failure of SwiGLU after a change of the layer."""
     target.select(target.ABOVE)

@@ -12,6 +12,7 @@ from forked import run_pytest
 import tinyblock
 from tinyblock import copies
 from tinyblock.contract import conftest, every_layer, target
+from tinyblock.contract.checks import Case, use_rope_of
 
 PACKAGE = Path(tinyblock.__file__).parent
 MODULES = [layer.__name__.rpartition(".")[2] for layer in tinyblock.LAYERS]
@@ -64,6 +65,36 @@ def test_a_copy_that_imports_an_own_layer_is_no_copy(tmp_path, monkeypatch):
     (tmp_path / ".tinyblock" / "ffn.py.base").unlink()
     target.select(tmp_path)
     assert target.foreign == {"ffn", "block"}
+
+
+def test_layers_beside_the_tests_are_those_that_the_project_imports(monkeypatch):
+    monkeypatch.setattr(target, "found", {})
+    target.select(PACKAGE)
+    assert target.load("rope") is tinyblock.rope
+
+
+def test_a_page_of_a_layer_that_is_not_selected_is_skipped(monkeypatch):
+    monkeypatch.setattr(target, "found", {})
+    with pytest.raises(pytest.skip.Exception, match=r"^rope.py is not in the folder"):
+        target.load("rope")
+
+
+def test_a_file_without_its_classes_is_named(monkeypatch):
+    monkeypatch.setattr(Case, "find", lambda case: None)
+    request = SimpleNamespace(module=page_of("ffn"))
+    message = r"^ffn.py must define SwiGLU or FeedForward$"
+    with pytest.raises(pytest.fail.Exception, match=message):
+        every_layer.test_layer_is_defined(request)
+
+
+def test_a_rope_has_the_head_size_that_a_layer_is_given(monkeypatch):
+    """A layer that is no copy gets the RoPE beside it."""
+    monkeypatch.setattr(target, "found", {})
+    target.select(PACKAGE)
+    rope = page_of("attention").ROPE["rope"]
+    options = {"d_model": 24, "num_heads": 4, "d_head": 20, "rope": rope}
+    use_rope_of(tinyblock.CausalMultiHeadSelfAttention, options)
+    assert options["rope"].d_k == 20
 
 
 def test_a_folder_without_layers_is_an_error_that_names_them(tmp_path):

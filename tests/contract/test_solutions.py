@@ -20,7 +20,7 @@ README = Path(__file__).parents[2] / "README.md"
 @functools.cache
 def verify_solution(name):
     """Return the exit code and the report for a right solution."""
-    return verify(SOLUTIONS / name, "-vv")
+    return verify(SOLUTIONS / name, "-vv", "-rs")
 
 
 @pytest.mark.parametrize("name", ["real_tables", "complex_tables", "torch_functions"])
@@ -340,7 +340,7 @@ def test_failures_that_differ_in_numbers_only_share_a_line():
     found = Report(config=None)
     test = ("rope", "test_equation")
     found.ran[test] = 9
-    for case, message in enumerate(["at [1]", "at [2, 3]", "shape", "dtype", "mask"]):
+    for case, message in enumerate(["at [1]", "at [2, nan]", "shape", "dtype", "mask"]):
         found.failed[test].append((f"case {case}", message))
     lines = []
     found.show_failures(test, lines.append)
@@ -349,6 +349,28 @@ def test_failures_that_differ_in_numbers_only_share_a_line():
         "FAILED rope: test_equation, 1 of 9, first [case 2]: shape",
         "FAILED rope: test_equation, 1 of 9, first [case 3]: dtype",
     ]
+
+
+def test_a_long_message_is_cut():
+    found = Report(config=None)
+    found.failed["rope", "test_equation"].append(("one token", "number " * 100))
+    lines = []
+    found.show_failures(("rope", "test_equation"), lines.append)
+    assert lines[0].endswith("number [...]")
+    assert len(lines[0]) < 320
+
+
+def test_a_layer_without_tests_is_an_error(monkeypatch):
+    monkeypatch.setattr("tinyblock.contract.report.found", {"mixer": "layers.mixer"})
+    [error] = Report(config=None).errors()
+    assert error.startswith(
+        "ERROR mixer: its tests are not beside it; `tinyblock add m"
+    )
+
+
+def test_a_wrong_result_is_not_called_rounded(reports):
+    line = "rmsnorm: test_rounds_once, .*: result in float16 at"
+    assert re.search(line, reports(5)), reports(5)
 
 
 def test_other_tests_are_mentioned_only_if_all_passed(reports):
@@ -367,6 +389,10 @@ def test_cases_that_layers_cannot_take_are_counted():
     _, report = verify_solution("torch_functions")
     [explained] = re.findall(r"^(\d+) skipped: the layers lack", report, re.MULTILINE)
     assert f"{explained} skipped" in report.splitlines()[-1]
+    reason = (
+        "Attention takes other arguments: got an unexpected keyword argument 'mask'"
+    )
+    assert reason in report
 
 
 @pytest.mark.parametrize("name", NOT_INITIAL)
@@ -378,6 +404,7 @@ def test_what_is_not_written_is_no_defect(tmp_path):
     (tmp_path / "rmsnorm.py").write_text(
         "class RMSNorm:\n"
         "    def __init__(self, d_model, eps):\n"
+        "        __import__('warnings').warn('not listed')\n"
         "        raise NotImplementedError('TODO')\n"
         "    def forward(self, x): ...\n"
     )
@@ -386,6 +413,7 @@ def test_what_is_not_written_is_no_defect(tmp_path):
     assert re.search(r"^NOT WRITTEN rmsnorm: test_equation, 9 ended in", report, re.M)
     assert "FAILED" not in report
     assert "ERROR" not in report
+    assert "not listed" not in report
     assert "Only the tests marked numbers ran" not in report
 
 
