@@ -86,7 +86,7 @@ PLAIN = {
         {"layer_types": ["full_attention", "full_attention"]},
         {"layer_types": None},
         {"head_dim": None},
-        {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": None}},
+        {"rope_scaling": {"rope_type": "default", "factor": None}},
         {"sliding_window": None},
         {"sliding_window": 8, "use_sliding_window": False},
     ],
