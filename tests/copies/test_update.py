@@ -106,6 +106,17 @@ def test_an_edited_copy_gets_the_new_header_if_its_header_is_not_edited(project)
     assert project.rope.read_text().startswith(header)
 
 
+def test_only_the_first_header_gets_the_new_version(project):
+    """As in a copy into which the user pasted another one."""
+    pasted = "# Copied from tinyblock 0.0.9: other.py"
+    project.edit("rope.py", "import math\n", f"import math\n{pasted}\n")
+    project.release("0.2.0", rope="# new")
+    assert project.run("update", "rope") == {"rope.py": MERGED}
+    lines = project.exactly("rope.py").splitlines()
+    headers = [line for line in lines if "Copied from" in line]
+    assert headers == ["# Copied from tinyblock 0.2.0: rope.py", pasted]
+
+
 def test_a_missing_copy_is_restored(project):
     before = project.rope.read_text()
     project.rope.unlink()

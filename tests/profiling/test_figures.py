@@ -265,6 +265,13 @@ def test_summary_has_each_size_of_memory(measured):
     ) in " ".join(report(measured).split())
 
 
+def test_long_lines_are_wrapped_for_a_terminal(measured):
+    measured.whole.unknown = [f"library.operation_{i}" for i in range(20)]
+    lines = report(measured).splitlines()[1:]  # the first names the machine
+    assert max(map(len, lines)) <= 120
+    assert any("operation_19" in line for line in lines)
+
+
 def test_machine_and_title(step):
     text = report(step)
     assert f"threads, {torch.backends.cpu.get_cpu_capability()}; " in text
