@@ -87,9 +87,8 @@ def test_a_file_without_its_classes_is_named(monkeypatch):
         every_layer.test_layer_is_defined(request)
 
 
-def test_a_rope_has_the_head_size_that_a_layer_is_given(monkeypatch):
+def test_a_rope_has_the_head_size_that_a_layer_is_given():
     """A layer that is no copy gets the RoPE beside it."""
-    monkeypatch.setattr(target, "found", {})
     target.select(PACKAGE)
     rope = page_of("attention").ROPE["rope"]
     options = {"d_model": 24, "num_heads": 4, "d_head": 20, "rope": rope}
