@@ -1,6 +1,7 @@
 """docs/models.md: each row has a test of its name, and each file the lines that it says."""
 
 import ast
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import models_without_row
 import pytest
 from models_without_row import rows
+from their_models import TOLERANCE
 
 ROOT = Path(__file__).parents[3]
 PAGE = models_without_row.PAGE.read_text()
@@ -121,6 +123,10 @@ def test_a_row_names_the_files_that_its_test_uses(kind):
     *_, files, _ = ROWS[kind]
     named = set(re.findall(r"`(\w+)` \(\d+\)", files))
     assert named == with_dependencies(TESTS[kind] & NAMES)
+
+
+def test_the_page_states_the_tolerance_of_the_tests():
+    assert f"less than 2^{math.log2(TOLERANCE):g} of its norm" in " ".join(PAGE.split())
 
 
 # What a test uses, and the words for it in the row of the model.
