@@ -1026,6 +1026,15 @@ def test_rest_is_noise_if_it_varies_by_more_than_itself():
     assert (rest_of(0.123).limit, rest_of(0.124).limit) == ("", "noise")
 
 
+def test_rest_below_zero_is_noise_if_it_varies_by_more_than_itself():
+    rows = [Row("up", total_s=11.234)]  # of 10 s, so the rest is -1.234 s
+    limits = []
+    for varies in (0.123, 0.124):
+        [rest] = left_over(rows, Row("total", total_s=10.0), Recording([], 0), varies)
+        limits.append(rest.limit)
+    assert limits == ["", "noise"]
+
+
 def test_causal_attention_needs_the_scores_of_earlier_keys(profile_of):
     size = Size(2, 5, 32, 4, 2, d_head=16, d_ff=24)
     measured = profile_of(size.build, size.shape)
