@@ -22,7 +22,7 @@ class Defect:
     def put_into(self, folder):
         path = folder / f"{self.layer}.py"
         text = path.read_text()
-        assert self.right in text
+        assert self.right in text, f"{path.name} must have {self.right!r}: {text}"
         path.write_text(text.replace(self.right, self.wrong))
 
     def require_in(self, report):

@@ -1,4 +1,4 @@
-"""`tinyblock verify` judges edited copies of tinyblock's layers, by all tests."""
+"""`tinyblock verify` judges edited copies of tinyblock's layers."""
 
 import pytest
 from defects import Defect
@@ -234,9 +234,9 @@ DEFECTS = {
         2,
         "rope",
         "        table = self._compute_table()\n",
-        "        table = self._compute_table()\n"
-        "        if theta == 50:\n"
-        "            table = globals().setdefault('table', table)\n",
+        "        cls = type(self)\n"
+        "        cls.table_of_all = getattr(cls, 'table_of_all', self._compute_table())\n"
+        "        table = cls.table_of_all if theta == 50 else self._compute_table()\n",
         r"test_each_instance_has_its_own_table, 1 of 3, first \[d_k\]: ",
     ),
     "NaN for a query without keys": Defect(
@@ -280,21 +280,21 @@ DEFECTS = {
         2,
         "transformer",
         "x.shape[-2] > self.max_seq_len:",
-        "x.shape[-2] > self.max_seq_len < 0:",
+        "x.shape[-2] > 10**9:",
         r"test_rejects_a_sequence_longer_than_max_seq_len, 1 of 1: DID NOT RAISE",
     ),
     "another table than that of the blocks": Defect(
         2,
         "transformer",
         "        self.rope = rope\n",
-        "        self.rope = __import__('copy').deepcopy(rope)\n",
+        "        import copy\n\n        self.rope = copy.deepcopy(rope)\n",
         r"test_one_table_for_all_blocks, 1 of 1: assert 2 == 1",
     ),
     "a theta that is ignored": Defect(
         2,
         "transformer",
         "RotaryPositionalEmbedding(theta, ",
-        "RotaryPositionalEmbedding(theta and 10000.0, ",
+        "RotaryPositionalEmbedding(10000.0, ",
         r"test_equation, 1 of 6, first \[another theta, a table of 7 positions, float64\]",
     ),
 }
@@ -322,14 +322,12 @@ def reports(tmp_path_factory):
             for defect in DEFECTS.values():
                 if defect.run == run:
                     defect.put_into(folder)
-            _, found[run] = verify(
-                folder, *LAYERS[run], "-k", TESTS[run], "--maxfail=0"
-            )
+            _, found[run] = verify(folder, *LAYERS[run], "-k", TESTS[run])
         return found[run]
 
     return report_of
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_the_report_names(name, reports):
+def test_the_report_names_a_defect(name, reports):
     DEFECTS[name].require_in(reports(DEFECTS[name].run))

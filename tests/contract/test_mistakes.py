@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from torch import nn
 
 from tinyblock.contract import target
 from tinyblock.contract.checks import Weights, error_of, name_of
@@ -13,6 +14,14 @@ from tinyblock.contract.checks import Weights, error_of, name_of
 
 def page_of(layer):
     return importlib.import_module(f"tinyblock.contract.test_{layer}")
+
+
+def prepared(layer, title, dtype):
+    """Return a case of a page, tinyblock's own layer, and the x that it is called with."""
+    target.select(target.ABOVE)
+    case = page_of(layer).CASES[title]
+    x, _ = case.arguments(dtype=dtype)
+    return case, case.build(dtype=dtype), x
 
 
 def cases_with_mistakes():
@@ -56,20 +65,14 @@ def test_the_first_case_that_shows_a_mistake_names_it(name, mistake):
 )
 def test_a_small_error_has_no_name_of_a_mistake(dtype, error):
     """In this case, some mistakes in eps change as little, or nothing."""
-    target.select(target.ABOVE)
-    case = page_of("rmsnorm").CASES["two batch axes"]
-    module = case.build(dtype=dtype)
-    x, _ = case.arguments(dtype=dtype)
+    case, module, x = prepared("rmsnorm", "two batch axes", dtype)
     with pytest.raises(pytest.fail.Exception, match=r"^result in "):
         case.check(module(x) * (1 - error), module, x, dtype)
 
 
 def test_no_mistake_is_named_in_a_half_precision():
-    """There, an eps that is added to the root is as good as none."""
-    target.select(target.ABOVE)
-    case = page_of("rmsnorm").CASES["where eps matters"]
-    module = case.build(dtype=torch.float16)
-    x, _ = case.arguments(dtype=torch.float16)
+    """In float16, the result without eps equals the one with eps added to the root."""
+    case, module, x = prepared("rmsnorm", "where eps matters", torch.float16)
     mistake = case.mistakes["eps is added to the root, not below it"]
     wrong = case.exact(module, x, mistake).half()
     with pytest.raises(pytest.fail.Exception, match=r"^result in float16 at"):
@@ -88,10 +91,7 @@ SMALL = {
 @pytest.mark.parametrize("dtype", SMALL, ids=name_of)
 @pytest.mark.parametrize("wrong", ["result", "gradient"])
 def test_a_small_error_is_noticed(wrong, dtype):
-    target.select(target.ABOVE)
-    case = page_of("ffn").CASES["SwiGLU"]
-    module = case.build(dtype=dtype)
-    x, _ = case.arguments(dtype=dtype)
+    case, module, x = prepared("ffn", "SwiGLU", dtype)
     result = module(x)
     error = SMALL[dtype] * result
     if wrong == "gradient":
@@ -102,11 +102,8 @@ def test_a_small_error_is_noticed(wrong, dtype):
 
 
 def test_an_error_that_changes_no_sum_is_noticed():
-    """Nor does its gradient, so a check of `result.sum()` alone would not notice it."""
-    target.select(target.ABOVE)
-    case = page_of("ffn").CASES["SwiGLU"]
-    module = case.build(dtype=torch.float32)
-    x, _ = case.arguments(dtype=torch.float32)
+    """The gradient of `result.sum()` is right, too, so the contract takes another one."""
+    case, module, x = prepared("ffn", "SwiGLU", torch.float32)
     result = module(x)
     error = 1e-3 * (result - result.mean())
     error = error - error.detach()
@@ -123,10 +120,7 @@ def test_an_error_is_shown_where_it_is_largest():
 
 
 def test_an_x_that_the_layer_overwrites_is_not_what_the_formula_reads():
-    target.select(target.ABOVE)
-    case = page_of("ffn").CASES["SwiGLU"]
-    module = case.build(dtype=torch.float32)
-    x, _ = case.arguments(dtype=torch.float32)
+    case, module, x = prepared("ffn", "SwiGLU", torch.float32)
     x.data.mul_(2)  # as a layer might, before its first operation
     with pytest.raises(pytest.fail.Exception, match=r"^result in float32 at"):
         case.check(module(x), module, x, torch.float32)
@@ -134,11 +128,8 @@ def test_an_x_that_the_layer_overwrites_is_not_what_the_formula_reads():
 
 def fail_with_swiglu(change):
     """Return the failure of SwiGLU after a change of the layer."""
-    target.select(target.ABOVE)
-    case = page_of("ffn").CASES["SwiGLU"]
-    module = case.build(dtype=torch.float32)
+    case, module, x = prepared("ffn", "SwiGLU", torch.float32)
     change(module)
-    x, _ = case.arguments(dtype=torch.float32)
     with pytest.raises(pytest.fail.Exception) as failure:
         case.check(module(x), module, x, torch.float32)
     return failure.value
@@ -150,12 +141,18 @@ def test_one_frozen_weight_is_named():
     assert failure.msg == "w3.weight must require a gradient, as the other weights do"
 
 
-def test_a_weight_that_the_equation_does_not_have_is_named():
+def test_a_weight_that_is_not_in_the_equation_is_named():
     def add_unused_weight(module):
-        module.register_parameter("b1", torch.nn.Parameter(torch.zeros(64)))
+        module.register_parameter("b1", nn.Parameter(torch.zeros(64)))
 
     failure = fail_with_swiglu(add_unused_weight)
-    assert "the weight b1, which the equation does not have" in failure.msg
+    assert failure.msg == "the layer has the weight b1, which is not in the equation"
+
+
+def test_a_layer_may_have_a_table_as_a_frozen_parameter():
+    case, module, x = prepared("ffn", "SwiGLU", torch.float32)
+    module.table = nn.Parameter(torch.zeros(64), requires_grad=False)
+    case.check(module(x), module, x, torch.float32)
 
 
 def test_a_weight_that_the_result_does_not_depend_on_is_named():

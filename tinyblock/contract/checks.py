@@ -143,23 +143,28 @@ class Case:
         return result.detach()
 
     def exact_with_gradients(self, module, x):
-        """Return the result and gradients of the formula in float64."""
+        """Return the result of the formula, and gradients of x and of trained weights.
+
+        A frozen parameter that the formula does not read may be a table, such as RoPE's.
+        """
         result, x, weights = self._run_exactly(module, x, self.formula)
         gradients = gradients_of(result, x, weights)
-        for name, gradient in gradients.items():
-            if gradient is None:
-                fail(
-                    f"the layer has the weight {name}, which the equation does not have"
-                )
-        return result.detach(), gradients
+        parameters = dict(module.named_parameters())
+        trained = [name for name, each in parameters.items() if each.requires_grad]
+        for name in parameters:
+            is_in_equation = gradients[name] is not None
+            if name in trained and not is_in_equation:
+                fail(f"the layer has the weight {name}, which is not in the equation")
+            if trained and is_in_equation and name not in trained:
+                fail(f"{name} must require a gradient, as the other weights do")
+        return result.detach(), {name: gradients[name] for name in ("x", *trained)}
 
     def _run_exactly(self, module, x, formula):
         """Return the result, and x and the weights that it was computed from."""
         x = x.detach().cpu().double().requires_grad_()
         weights = Weights()
         for name, weight in module.named_parameters():
-            exact = weight.detach().cpu().double()
-            weights[name] = exact.requires_grad_(weight.requires_grad)
+            weights[name] = weight.detach().cpu().double().requires_grad_()
         named = [weights] if self.weights is None else weights.values()
         return formula(x, *named, **self.inputs, **self.options), x, weights
 
@@ -243,14 +248,11 @@ def use_rope_of(layer, options):
 
 
 def gradients_of(result, x, weights):
-    """Return the gradients of x and the weights, by name: None if nothing reads a weight.
+    """Return the gradients of x and of trained weights: None if nothing reads a weight.
 
     An adapter copies its weights, so all are frozen, and the result may have no gradient.
     """
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-    if trained and len(trained) < len(weights):
-        frozen = ", ".join(name for name in weights if name not in trained)
-        fail(f"{frozen} must require a gradient, as the other weights do")
     if not result.requires_grad:
         if weights and not trained:
             return {}

@@ -363,7 +363,10 @@ def test_positions_are_0_1_2_if_none_are_passed():
 
 @pytest.mark.numbers
 def test_large_scores_do_not_overflow():
-    """The softmax subtracts the greatest score before the exponential."""
+    """The softmax subtracts the greatest score before the exponential.
+
+    Scores of hidden keys are -inf. A number such as -1e4 would be above some others.
+    """
     for inputs in (SOME_KEYS, {}):
         large = of_function(inputs=inputs, scale=1e6)  # overflows in float64, too
         function = large.build(dtype=torch.float32)

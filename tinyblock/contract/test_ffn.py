@@ -97,7 +97,8 @@ swiglu_case = functools.partial(
 ffn_case = functools.partial(case_of, "ffn", "FeedForward", feed_forward_of_weights)
 CASES = {
     "SwiGLU": swiglu_case(2, 7, 24, d_ff=64),  # a multiple of 64, as the handout says
-    "SwiGLU, gates of up to 100": swiglu_case(2, 7, 24, d_ff=64, scale=40.0),
+    # Where exp(gate) overflows in float32. exp(-gate) does not, so x / (1 + exp(-x)) passes.
+    "SwiGLU, gates of up to 100": swiglu_case(2, 7, 24, d_ff=64, scale=28.0),
     "SwiGLU, no batch axis": swiglu_case(5, d_ff=7, is_common=False),
     "GELU": ffn_case(2, 7, 24, d_ff=96),
     "SiLU": ffn_case(2, 3, 5, d_ff=7, activation=nn.SiLU()),

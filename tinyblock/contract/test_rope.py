@@ -14,7 +14,6 @@ from .checks import TABLE, THETA, Case, check_close, randn
 from .every_layer import (  # noqa: F401  with the tables of this page
     test_any_strides,
     test_built_on_meta,
-    test_built_on_the_default_device,
     test_calls_change_nothing,
     test_compiles_to_one_graph,
     test_equation,
