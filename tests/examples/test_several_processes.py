@@ -2,14 +2,17 @@
 
 import re
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import parallel
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from language_model import LanguageModel
 from processes import run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +82,22 @@ def test_pairs_of_processes_train_like_one(printed):
         optimizer.zero_grad()
 
 
-def test_all_axes_of_the_data_shard_the_embedding(monkeypatch):
-    meshes = []
-    monkeypatch.setattr(parallel, "parallelize", lambda *_: None)
-    monkeypatch.setattr(parallel, "fully_shard", lambda _, mesh: meshes.append(mesh))
-    mesh = MagicMock(mesh_dim_names=("dp_replicate", "dp"))
-    mesh.__getitem__.side_effect = lambda axes: axes
-    parallel.distribute(LanguageModel(50, 1, 8, 2, max_seq_len=9), mesh)
-    assert meshes == [("dp_replicate", "dp")]
+@pytest.fixture
+def _fake_processes():
+    """Be the first of four processes, of which the others do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_fake_processes")
+def test_the_embedding_is_on_all_axes_of_the_data():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp"))
+    model = LanguageModel(50, 1, 8, 2, max_seq_len=9)
+    parallel.distribute(model, mesh)
+    weight = model.token_embeddings.weight
+    assert weight.device_mesh.mesh_dim_names == ("dp_replicate", "dp")
+    assert weight.placements == (Replicate(), Shard(0))
 
 
 def test_no_process_fails(four_processes):
