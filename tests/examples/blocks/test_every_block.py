@@ -155,7 +155,7 @@ def test_the_result_has_the_dtype_of_x(model):
 
 @each_model
 def test_weights_have_the_dtype_that_is_passed(model):
-    """The weights of residual streams stay in float32, because they are few."""
+    """Weights of residual streams and residual gates stay in float32."""
     for name, weight in model(dtype=torch.bfloat16).named_parameters():
         if not re.search("_streams|attn_gate|ffn_gate", name):
             assert weight.dtype == torch.bfloat16, name
@@ -217,9 +217,13 @@ OTHER_NORMS = {
     ids=[*MODELS, *OTHER_NORMS],
 )
 def test_each_norm_has_the_eps_that_is_passed(model):
-    for name, module in model(eps=0.25).named_modules():
-        if hasattr(module, "eps") and not name.endswith("indexer.k_norm"):
-            assert module.eps == 0.25, name
+    eps = {
+        name: module.eps
+        for name, module in model(eps=0.25).named_modules()
+        if hasattr(module, "eps") and not name.endswith("indexer.k_norm")
+    }
+    assert eps, "no norm has an eps"
+    assert eps == dict.fromkeys(eps, 0.25)
 
 
 COMPILED = (
