@@ -1,4 +1,4 @@
-"""What a file's option is by default, one of its models has in transformers."""
+"""Defaults of options are values of a model, as transformers has them."""
 
 import inspect
 

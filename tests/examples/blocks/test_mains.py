@@ -12,9 +12,12 @@ PRINTS = {
     "bounded_scores": r"score  50.0: 38\.08\nscore 500.0: 50\.00",
     "delta_rule": r"rate 1\.0: writes 1 1 5 5, reads 1\.0 1\.0 5\.0 5\.0",
     "depth_scaled_residual": r"Transformer: 1\.[12]\d, 1\.[67]\d, 3\.[34]\d\nDepth\w+: ((0\.9|1\.0)\d,? ?){3}",
+    # Each of 4 experts gets about a quarter of 1000 tokens.
     "experts": r"after 100 steps:( 2\d\d){4}\n.*-97: 0\.7311 0\.2689",
     "gated_delta_net": r"token 0: changes by \de-01\n.*token 999: changes by \de-0[78]",
     "gelu_gate": r"largest difference: 5e-04 at -?2\.7",
+    # Before 2 branches of each of 4 blocks, 4 streams of 64 components yield 4 + 4 + 4 * 4 weights, and at
+    # the end 4. With biases, and a scale per group: 8 * (24 * (256 + 1) + 3) + 4 * (256 + 1) + 1 = 50397.
     "hyper_connections": r"rows:    (1\.0000 ?){4}\ncolumns: (1\.0000 ?){4}\n.*, of which 50397 weigh",
     "indexer": r"keys per query: 1 2 3 4 5 5 5 5 5 5",
     "joint_qk_norm": r"Self.*x 100: 1\.00\n(JointNormAttention, weights x 10?0?: 0\.49\n){2}",
