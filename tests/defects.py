@@ -6,6 +6,13 @@ from dataclasses import dataclass
 import pytest
 
 
+def replace(path, right, wrong):
+    """Replace a part of a file, which must be there."""
+    text = path.read_text()
+    assert right in text, f"{path.name} must have {right!r}: {text}"
+    path.write_text(text.replace(right, wrong))
+
+
 @dataclass
 class Defect:
     """A line of a right layer, the wrong line in its place, and the line of the report.
@@ -20,10 +27,7 @@ class Defect:
     line: str  # a regular expression
 
     def put_into(self, folder):
-        path = folder / f"{self.layer}.py"
-        text = path.read_text()
-        assert self.right in text, f"{path.name} must have {self.right!r}: {text}"
-        path.write_text(text.replace(self.right, self.wrong))
+        replace(folder / f"{self.layer}.py", self.right, self.wrong)
 
     def require_in(self, report):
         line = rf"^FAILED {self.layer}: {self.line}"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from defects import replace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cs336"
 SOLUTIONS = Path(__file__).parents[1] / "contract" / "solutions"
@@ -14,8 +15,8 @@ DEFECTS = {
     "ffn": ("gate = self.w1(x)", "gate = self.w3(x)"),
     "rmsnorm": ("x = x.to(torch.float32)", "pass"),
 }
-# A case of test_equation for each function of tests/adapters.py. Without its function, a case is
-# skipped, which is no failure.
+# A case of test_equation for each function of tests/adapters.py.
+# Without its function, a case is skipped, which is no failure.
 EQUATIONS = [
     ("rmsnorm", "two batch axes"),
     ("ffn", "SwiGLU"),
@@ -38,9 +39,7 @@ def verify(tmp_path, monkeypatch):
         (tmp_path / "tests" / "__init__.py").touch()
         shutil.copy(SOLUTIONS / "adapters.py", tmp_path / "tests")
         for name, (right, wrong) in defects.items():
-            text = (solution / f"{name}.py").read_text()
-            assert right in text
-            (solution / f"{name}.py").write_text(text.replace(right, wrong))
+            replace(solution / f"{name}.py", right, wrong)
         monkeypatch.syspath_prepend(tmp_path)
         return forked.verify(EXAMPLE, *options)
 
