@@ -1,6 +1,7 @@
 """Sparse attention (DSA): an indexer chooses the top_k keys to which a query attends.
 
-    score(query, key) = sum over heads h of  weight_h / sqrt(heads) * relu(q_h k / sqrt(d))
+    score(query, key) = sum over heads h of
+                        weight_h / sqrt(heads) * relu(q_h k / sqrt(d))
     attend to the top_k keys with the largest scores
 
     python examples/blocks/indexer.py
