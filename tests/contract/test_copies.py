@@ -294,7 +294,7 @@ DEFECTS = {
         2,
         "transformer",
         "RotaryPositionalEmbedding(theta, ",
-        "RotaryPositionalEmbedding(10000.0, ",
+        "RotaryPositionalEmbedding(10000.0 if theta else theta, ",
         r"test_equation, 1 of 6, first \[another theta, a table of 7 positions, float64\]",
     ),
 }

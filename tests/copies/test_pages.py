@@ -58,7 +58,10 @@ def test_page_shows_what_add_prints(page, tmp_path, monkeypatch, capsys):
 
 
 def commands_of(block):
-    """Return the commands that a block shows, and what it shows below each."""
+    """Return the subcommands that a block shows, and what it shows below each.
+
+    The fixture `project` runs them in a folder of its own.
+    """
     found = []
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         command, _, shown = part.partition("\n")

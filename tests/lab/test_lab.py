@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from itertools import count
 
 import pytest
@@ -166,13 +167,27 @@ def test_table_for_a_terminal_cuts_long_names_in_their_middle():
     ]
 
 
-# Blocks; the published number of all parameters without embedding and head; heads, heads
-# of keys, and d_head; whether heads are normalized.
+@dataclass
+class Published:
+    """What is published about a model.
+
+    parameters: without embedding and head.
+    heads: of queries and of keys, and the width of each.
+    """
+
+    blocks: int
+    parameters: int
+    heads: tuple[int, int, int]
+    qk_norm: bool = False
+
+
 PUBLISHED = {
-    "llama-3.2-1b": (16, 1_235_814_400 - 128_256 * 2048, (32, 8, 64), False),
-    "llama-3.1-8b": (32, 8_030_261_248 - 2 * 128_256 * 4096, (32, 8, 128), False),
-    "llama-3.1-70b": (80, 70_553_706_496 - 2 * 128_256 * 8192, (64, 8, 128), False),
-    "qwen3-8b": (36, 8_190_735_360 - 2 * 151_936 * 4096, (32, 8, 128), True),
+    "llama-3.2-1b": Published(16, 1_235_814_400 - 128_256 * 2048, (32, 8, 64)),
+    "llama-3.1-8b": Published(32, 8_030_261_248 - 2 * 128_256 * 4096, (32, 8, 128)),
+    "llama-3.1-70b": Published(80, 70_553_706_496 - 2 * 128_256 * 8192, (64, 8, 128)),
+    "qwen3-8b": Published(
+        36, 8_190_735_360 - 2 * 151_936 * 4096, (32, 8, 128), qk_norm=True
+    ),
 }
 # d_model, d_ff and heads: table 1 of CS336's assignment 2.
 OF_CS336 = {
@@ -190,19 +205,18 @@ def test_each_preset_is_compared_with_a_published_size():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_the_number_of_parameters_of_its_model(name):
-    num_layers, expected, _, _ = PUBLISHED[name]
+    model = PUBLISHED[name]
     block = PRESETS[name].build(META, torch.bfloat16)
     in_a_block = sum(weight.numel() for weight in block.parameters())
     in_the_final_norm = PRESETS[name].d_model
-    assert num_layers * in_a_block + in_the_final_norm == expected
+    assert model.blocks * in_a_block + in_the_final_norm == model.parameters
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_the_heads_and_their_norms_of_its_model(name):
-    _, _, heads, qk_norm = PUBLISHED[name]
     size = PRESETS[name]
-    assert (size.num_heads, size.num_kv_heads, size.d_head) == heads
-    assert size.qk_norm == qk_norm
+    assert (size.num_heads, size.num_kv_heads, size.d_head) == PUBLISHED[name].heads
+    assert size.qk_norm == PUBLISHED[name].qk_norm
 
 
 @pytest.mark.parametrize("name", OF_CS336)

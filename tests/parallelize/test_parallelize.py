@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from pages import block_with
 from parallelize import checks
 from parallelize.checks import mesh_of, one_block, seeded, transformer
 from processes import run
@@ -302,8 +303,7 @@ def collectives(recorded):
 
 def test_the_program_of_the_page_counts_its_collectives(tmp_path, monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "parallel.md"
-    _, _, rest = page.read_text().partition("`measure.py`:\n\n```py\n")
-    program = rest.partition("```")[0]
+    program = block_with(page, "trace-")
     assert program.count("512") == 2, "the sizes of the program on the page changed"
     script = tmp_path / "measure.py"
     script.write_text(program.replace("512", "64"))  # its sizes would take 5 s

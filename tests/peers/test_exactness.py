@@ -28,18 +28,17 @@ def test_layers_and_near_ropes_have_the_errors_of_their_dtype(monkeypatch, capsy
     exactness.main()
     _, *sections = capsys.readouterr().out.split("## ")
     eps_of = {
-        f"{dtype}, {what}": eps
-        for dtype, eps in {
-            "float32": 2**-24,
-            "bfloat16": 2**-8,
-            "float16": 2**-11,
-        }.items()
-        for what in ("outputs", "gradients of the input")
+        "float32, outputs": 2**-24,
+        "float32, gradients of the input": 2**-24,
+        "bfloat16, outputs": 2**-8,
+        "bfloat16, gradients of the input": 2**-8,
+        "float16, outputs": 2**-11,
+        "float16, gradients of the input": 2**-11,
     }
     assert [section.splitlines()[0] for section in sections] == list(eps_of)
     for section in sections:
-        title, _, _, _, *lines = section.splitlines()
-        eps = eps_of[title]
+        eps = eps_of[section.splitlines()[0]]
+        lines = section.splitlines()[4:]  # below the title and the table's header
         rows = [line.split("|")[1].strip() for line in lines if line]
         assert rows[-1] == "RoPE at 0", section
         assert len(rows) >= 5, section
@@ -265,9 +264,11 @@ def test_logits_of_a_real_model_are_compared_with_those_of_transformers(
     monkeypatch.setattr(real_model, "logits", logits)
     lines = real_model.measure(str(tmp_path), CPU).splitlines()
     calls = logits.call_args_list
-    # In each dtype, both of tinyblock's models are at both places in eight texts.
+    # In each of two dtypes, tinyblock's model and the exact one read eight texts, first
+    # at the first positions, then at the last ones.
     last = [call.args[2][-1].item() for call in calls]
-    assert last == 2 * (2 * 8 * [191] + 2 * 8 * [9_999])
+    at_the_start, at_the_end = [191] * (2 * 8), [9_999] * (2 * 8)
+    assert last == (at_the_start + at_the_end) * 2
     first = {call.args[1][0, 0].item() for call in calls}
     assert first == {0}, "texts must be read from their first token on"
     names = ["float32, positions from 0", "float32, positions from 9,808"]

@@ -909,7 +909,6 @@ def test_part_on_a_gpu_starts_once_the_gpu_sleeps_and_takes_the_gpus_time(
 ):
     """While the GPU sleeps, the host launches the part, whose time then has no gaps."""
     order = []
-
     event = SimpleNamespace(
         record=lambda: order.append("event"),
         elapsed_time=lambda end: 250.0,  # ms
@@ -1009,9 +1008,9 @@ def test_rest_varies_in_percent_of_the_total(profile, monkeypatch):
     ]
 
 
-def rest_of(varies):
-    """Return what a part of 8.766 s leaves of 10 s."""
-    rows = [Row("up", total_s=8.766)]
+def rest_of(varies, taken=8.766):
+    """Return what a part leaves of 10 s. The rest varies by a share of the 10 s."""
+    rows = [Row("up", total_s=taken)]
     whole = Row("total", total_s=10.0)
     [rest] = left_over(rows, whole, Recording([], 0), varies)
     return rest
@@ -1027,12 +1026,8 @@ def test_rest_is_noise_if_it_varies_by_more_than_itself():
 
 
 def test_rest_below_zero_is_noise_if_it_varies_by_more_than_itself():
-    rows = [Row("up", total_s=11.234)]  # of 10 s, so the rest is -1.234 s
-    limits = []
-    for varies in (0.123, 0.124):
-        [rest] = left_over(rows, Row("total", total_s=10.0), Recording([], 0), varies)
-        limits.append(rest.limit)
-    assert limits == ["", "noise"]
+    taken = 11.234  # so the rest is -1.234 s
+    assert (rest_of(0.123, taken).limit, rest_of(0.124, taken).limit) == ("", "noise")
 
 
 def test_causal_attention_needs_the_scores_of_earlier_keys(profile_of):

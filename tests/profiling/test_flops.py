@@ -238,18 +238,24 @@ def test_each_dtype_has_its_flops(profile_of):
     assert found == {"bfloat16": once, "float32": once}
 
 
-M, X, Y = {"self": (3, 4)}, {"self": (2, 3, 4)}, {"batch1": (2, 3, 4)}
-PRODUCTS = {
-    "mm": (M | {"mat2": (4, 5)}, 3 * 4 * 5),
-    "bmm": (X | {"mat2": (2, 4, 5)}, 2 * 3 * 4 * 5),
-    "mv": (M | {"vec": (4,)}, 3 * 4),
+# The shapes of the arguments, and how many pairs of numbers are multiplied.
+PRODUCTS: dict[str, tuple[dict[str, tuple[int, ...]], int]] = {
+    "mm": ({"self": (3, 4), "mat2": (4, 5)}, 3 * 4 * 5),
+    "bmm": ({"self": (2, 3, 4), "mat2": (2, 4, 5)}, 2 * 3 * 4 * 5),
+    "mv": ({"self": (3, 4), "vec": (4,)}, 3 * 4),
     "dot": ({"self": (4,), "tensor": (4,)}, 4),
     "vdot": ({"self": (4,), "other": (4,)}, 4),
     "addmm": ({"self": (5,), "mat1": (3, 4), "mat2": (4, 5)}, 3 * 4 * 5),
     "_addmm_activation": ({"self": (5,), "mat1": (3, 4), "mat2": (4, 5)}, 3 * 4 * 5),
     "addmv": ({"self": (3,), "mat": (3, 4), "vec": (4,)}, 3 * 4),
-    "baddbmm": (Y | {"self": (2, 3, 5), "batch2": (2, 4, 5)}, 2 * 3 * 4 * 5),
-    "addbmm": (Y | {"self": (3, 5), "batch2": (2, 4, 5)}, 2 * 3 * 4 * 5),
+    "baddbmm": (
+        {"self": (2, 3, 5), "batch1": (2, 3, 4), "batch2": (2, 4, 5)},
+        2 * 3 * 4 * 5,
+    ),
+    "addbmm": (
+        {"self": (3, 5), "batch1": (2, 3, 4), "batch2": (2, 4, 5)},
+        2 * 3 * 4 * 5,
+    ),
 }
 IN_PLACE = ["addmm", "addmv", "baddbmm", "addbmm"]
 
@@ -263,7 +269,7 @@ def test_operation_takes_two_flops_for_each_pair_that_it_multiplies(name):
     assert flops_of(f"aten.{name}", given, None).count == 2 * pairs
 
 
-def calls_of(name, argument):
+def arguments_of(name, argument):
     """Return all arguments of one of torch's operations, each with the same value."""
     schema = getattr(torch.ops.aten, name).default._schema
     return {each.name: argument for each in schema.arguments}
@@ -271,11 +277,14 @@ def calls_of(name, argument):
 
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
 def test_kernels_of_attention_on_a_gpu_count_their_products(kernel):
-    """Two products in forward, and four in backward, in 6 heads of width 8."""
+    """Two products in forward, and four in backward, in 6 heads of width 8.
+
+    Each head has 4 x 4 scores, of which 10 belong to a query and an earlier or equal key.
+    """
     x = torch.empty(2, 3, 4, 8)
     for name, products in (("attention", 2), ("attention_backward", 4)):
         name = f"_scaled_dot_product_{kernel}_{name}"
-        given = calls_of(name, x) | {"is_causal": False}
+        given = arguments_of(name, x) | {"is_causal": False}
         assert flops_of(f"aten.{name}", given, x).count == products * 2 * 6 * 16 * 8
         given["is_causal"] = True
         assert flops_of(f"aten.{name}", given, x).count == products * 2 * 6 * 10 * 8
@@ -285,7 +294,7 @@ def test_recurrent_layer_on_a_gpu_counts_its_matrices():
     """12 tokens meet 20 x 8 and 20 x 5 weights; the biases add no products."""
     weights = [torch.empty(20, 8), torch.empty(20, 5), torch.empty(20)]
     for name, passes in (("_cudnn_rnn", 1), ("_cudnn_rnn_backward", 2)):
-        given = calls_of(name, torch.empty(SHAPE)) | {"weight": weights}
+        given = arguments_of(name, torch.empty(SHAPE)) | {"weight": weights}
         count = flops_of(f"aten.{name}", given, None).count
         assert count == passes * 2 * TOKENS * 20 * (8 + 5)
 

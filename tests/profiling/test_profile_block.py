@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import runpy
 import sys
 from contextlib import redirect_stdout
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lab.sizes import PRESETS
+from pages import block_with
 from profiling.subject import Settings
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "profile_block.py"
@@ -197,18 +197,9 @@ def test_block_of_the_users_own(run, my_block):
     assert f"\n{title}, eager, training mode\n" in text
 
 
-def example_with(name):
-    """Return the example of the page that has a class of this name."""
-    examples = re.findall(
-        r"^```py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
-    )
-    [example] = [each for each in examples if f"class {name}(" in each]
-    return example
-
-
 def test_model_of_the_page_is_split_into_its_layers(run, my_block):
     pytest.importorskip("transformers", reason="requires the extra examples")
-    my_block(example_with("Decoder"), "my_llama")
+    my_block(block_with(PAGE, "class Decoder("), "my_llama")
     size = ["--d-model", 256, "--seq-len", 8]
     text = run("--block", "my_llama:build", *size, "--rounds", 2)
     assert "\nmodel.layers.*.self_attn " in text
@@ -216,7 +207,7 @@ def test_model_of_the_page_is_split_into_its_layers(run, my_block):
 
 def test_language_model_of_the_page_has_embedding_head_and_loss(json_of, my_block):
     pytest.importorskip("transformers", reason="requires the extra examples")
-    example = example_with("Training")
+    example = block_with(PAGE, "class Training(")
     assert example.count("32000") == 2  # the vocabulary; a smaller one is faster
     my_block(example.replace("32000", "1000"), "my_training")
     options = ["--seq-len", 8, "--rounds", 2, "--mode", "step"]
@@ -276,7 +267,7 @@ def test_typed_sizes_replace_those_of_the_preset(asked):
     assert typed.title == f"{preset}: 1 x 7 tokens, d_model 64"
 
 
-def test_defaults_are_those_of_the_help(asked):
+def test_defaults(asked):
     default = asked("--device", "cpu")
     assert default.shape == (1, 128, 512)
     assert default.settings == Settings(torch.device("cpu"), torch.float32, "train")

@@ -1,11 +1,11 @@
 """typecheck in a project that has a copy of typecheck.py alone, without tinyblock."""
 
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 from forked import run_pytest
+from pages import block_with
 
 import tinyblock
 
@@ -18,9 +18,7 @@ def test_the_lines_of_the_page_check_with_the_copied_file_alone(tmp_path):
     shutil.copy(PACKAGE / "typecheck.py", tmp_path)
     shutil.copy(HERE / "users_module.py", tmp_path / "my_module.py")
     shutil.copy(HERE / "copied_project.py", tmp_path)
-    blocks = re.findall(r"```py\n(from typecheck.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 1, f"{PAGE.name} must have one block that imports the copy"
-    (tmp_path / "lines.py").write_text(blocks[0])
+    (tmp_path / "lines.py").write_text(block_with(PAGE, "from typecheck import"))
     code, printed = run_pytest(
         "-Werror", "copied_project.py", folder=tmp_path, without=["tinyblock"]
     )

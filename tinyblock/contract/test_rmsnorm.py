@@ -136,5 +136,6 @@ def test_gains_of_another_dtype(name, dtype, of_gains, device):
     exact = case.exact(norm, x)
     one_rounding = 0.25 * torch.finfo(dtype).eps
     wide = torch.promote_types(dtype, torch.float32)
-    of_norm = 8 * torch.finfo(wide).eps
-    check_close("result", result, exact, (one_rounding + of_norm) * exact.norm())
+    roundings_in_wide = 8 * torch.finfo(wide).eps
+    allowed = (one_rounding + roundings_in_wide) * exact.norm()
+    check_close("result", result, exact, allowed)
