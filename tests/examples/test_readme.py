@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from imports import neighbors_of
 from language_model import LanguageModel
 from torch import nn
 
@@ -20,22 +21,11 @@ def row_of(name):
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
-def with_dependencies(name):
-    """Return an example and all examples that it imports, directly or indirectly."""
-    found = {name}
-    for node in ast.walk(ast.parse((EXAMPLES / f"{name}.py").read_text())):
-        modules = [imported.name for imported in getattr(node, "names", [])]
-        for module in [getattr(node, "module", None), *modules]:
-            if module in NAMES and module != name:
-                found |= with_dependencies(module)
-    return found
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_names_all_examples_that_a_copy_needs(name):
     *_, imports = row_of(name)
     named = set(re.findall(r"\w+", imports))
-    assert named == with_dependencies(name) - {name}
+    assert named == neighbors_of(EXAMPLES / f"{name}.py")
 
 
 @pytest.mark.parametrize("name", NAMES)

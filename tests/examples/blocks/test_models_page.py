@@ -1,13 +1,13 @@
-"""docs/models.md: each row has a test of its name, and each file the lines that it says."""
+"""docs/models.md agrees with the files of blocks/ and the tests of models."""
 
 import ast
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import models_without_row
 import pytest
+from imports import imports_of, neighbors_of
 from models_without_row import rows
 from their_models import TOLERANCE
 
@@ -56,80 +56,44 @@ def test_the_page_says_how_many_lines_of_code_a_file_has(path):
     assert numbers == {str(lines_of_code(path.read_text()))}
 
 
-def imported_names(tree):
-    """Return the module of each name that a file imports from a module."""
-    return {
-        imported.name: statement.module
-        for statement in tree.body
-        if isinstance(statement, ast.ImportFrom)
-        for imported in statement.names
-    }
-
-
-def used_by_tests(path):
-    """Return what each test of a file uses, at any depth: names, modules and keywords."""
-    tree = ast.parse(path.read_text())
-    modules = imported_names(tree)
-    definitions: dict[str, ast.AST] = {}
-    for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            definitions[statement.name] = statement
-        elif isinstance(statement, ast.Assign):
-            for target in statement.targets:
-                definitions[ast.unparse(target)] = statement
-
-    def add(name, found):
-        for node in ast.walk(definitions[name]):
-            used = getattr(node, "id", None) or getattr(node, "arg", None)
-            if used is not None and used not in found:
-                found.update({used, modules.get(used, used)})
-                if used in definitions:
-                    add(used, found)
-        return found
-
-    return {name: add(name, set()) for name in definitions if name.startswith("test_")}
-
-
-def with_dependencies(files):
-    """Add the files of blocks/ that these files import."""
-    found = set(files)
-    for file in files:
-        tree = ast.parse((BLOCKS / f"{file}.py").read_text())
-        found |= with_dependencies(NAMES.intersection(imported_names(tree).values()))
-    return found
-
-
-# What the test of each model uses, and the cells of its row, by transformers' names.
-TESTS = {
-    test.removeprefix("test_equals_"): used
-    for path in sorted(Path(__file__).parent.glob("test_*.py"))
-    for test, used in used_by_tests(path).items()
-    if used & {"require_same_model", "require_same_layer"}
-}
+# The cells of each row, by the name of its model in transformers.
 ROWS = {
     kind: [cell.strip() for cell in row.strip("|").split("|")]
     for row, kind in re.findall(r"^(\|[^|]+\| `(\w+)` \|.*)$", PAGE, re.MULTILINE)
 }
 each_row = pytest.mark.parametrize("kind", ROWS)
+# The test file that compares each model, in a test of its name: test_equals_mistral.
+TEST_FILES = {
+    kind: path
+    for path in sorted(Path(__file__).parent.glob("test_*.py"))
+    for kind in re.findall(r"^def test_equals_(\w+)\(", path.read_text(), re.MULTILINE)
+}
+
+
+def files_of(kind):
+    """Return the files of blocks/ that a row names."""
+    *_, files, _ = ROWS[kind]
+    return set(re.findall(r"`(\w+)` \(\d+\)", files))
 
 
 def test_each_row_has_a_test_of_its_name():
-    """For a model that transformers calls mistral, test_equals_mistral compares them."""
-    assert rows(PAGE) == ROWS.keys() == TESTS.keys()
+    assert rows(PAGE) == ROWS.keys() == TEST_FILES.keys()
 
 
 @each_row
-def test_a_row_names_the_files_that_its_test_uses(kind):
-    *_, files, _ = ROWS[kind]
-    named = set(re.findall(r"`(\w+)` \(\d+\)", files))
-    assert named == with_dependencies(TESTS[kind] & NAMES)
+def test_the_test_of_a_row_imports_its_files(kind):
+    """Also indirectly: a test of DeltaNet need not import delta_rule."""
+    imported = imports_of(TEST_FILES[kind])
+    for file in imported & NAMES:
+        imported |= neighbors_of(BLOCKS / f"{file}.py")
+    assert files_of(kind) <= imported, f"{TEST_FILES[kind].name} does not import them"
 
 
 def test_the_page_states_the_tolerance_of_the_tests():
     assert f"less than 2^{math.log2(TOLERANCE):g} of its norm" in " ".join(PAGE.split())
 
 
-# What a test uses, and the words for it in the row of the model.
+# How the row of a model says what a file changes.
 WORDS = {
     "bounded_scores": "bounded scores",
     "depth_scaled_residual": "residual sums scaled by depth",
@@ -138,17 +102,14 @@ WORDS = {
     "gelu_gate": "GeGLU",
     "hyper_connections": "four residual streams",
     "indexer": "indexer",
-    "is_normalized": "not normalized",
-    "is_softmax": "experts with softmax scores",
     "joint_qk_norm": "joint q/k norm",
-    "kimi_delta_attention": "delta attention",
+    "kimi_delta_attention": "Kimi delta attention",
     "latent_attention": "latent attention",
     "no_positions": "positions",
     "norm_without_gain": "without gains",
     "output_gate": "gate per",
     "parallel_branches": "parallel branches",
     "partial_rope": "RoPE on a part of the head",
-    "qk_norm": "q/k norm",
     "reordered_norm": "norms after the branches",
     "residual_gate": "gate for the residual stream",
     "sandwich_norm": "two norms per branch",
@@ -158,38 +119,17 @@ WORDS = {
     "squared_relu": "squared ReLU",
     "windows": "windows",
 }
+# The tests of these models compare no experts.
+WITHOUT_EXPERTS = {"gpt_oss", "deepseek_v4"}
 
 
 @each_row
-def test_a_row_says_what_its_test_changes(kind):
+def test_a_row_names_the_files_of_its_words_and_what_they_import(kind):
     _, _, changes, _, _ = ROWS[kind]
-    for model, _, others, _, _ in ROWS.values():
-        if re.search(rf"{model.split(',')[0]} with", changes):  # "OLMo 2 with windows"
-            changes += others
-    for used in WORDS.keys() & TESTS[kind]:
-        assert WORDS[used] in changes
-
-
-def test_models_without_row_prints_their_decoder_layers(tmp_path, monkeypatch, capsys):
-    for model in ("old", "new"):
-        folder = tmp_path / "models" / model
-        folder.mkdir(parents=True)
-        source = "class ALayer: ...\nclass ADecoderLayer(Module): ...\n"
-        source += f"class {model}DecoderLayer(Module): ...\n"
-        (folder / f"modeling_{model}.py").write_text(source)
-    page = tmp_path / "models.md"
-    page.write_text("| Old | `old` | yes |\n| Removed | `removed` | yes |\n")
-    package = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(models_without_row, "find_spec", lambda name: package)
-    monkeypatch.setattr(models_without_row, "PAGE", page)
-    models_without_row.main()
-    assert capsys.readouterr().out.splitlines() == [
-        "new: ADecoderLayer, newDecoderLayer",
-        "1 of 2 models have a row",
-    ]
-
-
-def test_without_transformers_the_list_names_the_repair(monkeypatch):
-    monkeypatch.setattr(models_without_row, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="must be installed: pip install transformers"):
-        models_without_row.main()
+    expected = set()
+    for file, words in WORDS.items():
+        if words in changes:
+            expected |= {file} | neighbors_of(BLOCKS / f"{file}.py")
+    if kind in WITHOUT_EXPERTS:
+        expected.remove("experts")
+    assert files_of(kind) == expected
