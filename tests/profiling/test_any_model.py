@@ -249,7 +249,7 @@ def test_lazy_and_shared_modules_run(profile_of):
 
 
 def test_scripted_model_is_one_part(profile_of):
-    with pytest.warns(DeprecationWarning, match="jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         model = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
     assert profile_of(model, SHAPE, "forward").whole.flops == {"float32": ONCE}
 
