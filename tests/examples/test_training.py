@@ -428,7 +428,7 @@ every_group = pytest.mark.parametrize(
 
 
 @every_group
-def test_variants_differ_in_gains_of_norms_at_most(variants):
+def test_variants_have_equally_many_weights_in_matrices(variants):
     counts = set()
     for build in variants.values():
         weights = build(CONFIG).parameters()
@@ -644,7 +644,7 @@ def test_only_positions_are_validated_beyond_the_length_of_training(
     assert lengths == {4 * 8 if group == "positions" else 8}
 
 
-def test_an_ablation_trains_each_variant_on_the_text_with_the_same_batches(
+def test_variants_of_one_seed_have_the_same_text_and_initial_weights(
     small, monkeypatch, capsys
 ):
     """The losses that are printed are those of the variant, the rate and the seed."""

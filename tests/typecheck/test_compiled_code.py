@@ -110,12 +110,16 @@ def test_compiled_code_takes_a_right_call_that_it_does_not_check(case):
 
 @each({kind: CALLS[kind] for kind in KINDS})
 def test_compiled_code_raises_the_error_of_eager_mode(case):
-    with pytest.raises(TypeCheckError, match=r"Type-check error.*(\n.*)*Expected type"):
+    with pytest.raises(TypeCheckError) as eager:
+        call(case.call, case.wrong)
+    with pytest.raises(TypeCheckError) as compiled:
         call(torch.compile(case.call, backend="eager"), case.wrong)
+    assert str(compiled.value) == str(eager.value)
 
 
 @each({kind: CALLS[kind] for kind in ("named axis", "result that is no tuple")})
 def test_after_an_error_the_compiler_does_not_trace_the_checks(case):
+    """If it did, jaxtyping's code would break the graph."""
     torch._dynamo.utils.counters.clear()
     with pytest.raises(TypeCheckError):
         call(torch.compile(case.call, backend="eager"), case.wrong)
@@ -306,7 +310,7 @@ def test_export_raises_for_a_wrong_call(strict):
         )
 
 
-def test_a_new_signature_in_eager_mode_causes_no_new_graph():
+def test_a_call_in_eager_mode_with_other_sizes_causes_no_new_graph():
     fresh = typecheck(dot.__wrapped__)
     compiled = torch.compile(fresh, backend="eager")
     x = ones(2, 5)
@@ -316,8 +320,9 @@ def test_a_new_signature_in_eager_mode_causes_no_new_graph():
         compiled(x, x)
 
 
+@torch._dynamo.config.patch(recompile_limit=1)
 def test_each_function_has_its_own_limit_of_recompilations():
-    for number in range(9):  # dynamo recompiles one code object at most eight times
+    for number in range(2):
 
         @typecheck
         def add(x: Tensor, number: int = number) -> Tensor:
