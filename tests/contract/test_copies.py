@@ -199,6 +199,13 @@ DEFECTS = {
         'raise TypeError(f"max_seq_len must',
         r"test_rejects_option, 1 of 6, first \[.*-max_seq_len-0\]: TypeError: max_seq_len",
     ),
+    "a table that must not be full": Defect(
+        1,
+        "rope",
+        "if seq > self.max_seq_len:",
+        "if seq >= self.max_seq_len:",
+        r"test_equation, 1 of 14, first \[no positions, a table that is full, float64\]",
+    ),
     "frequencies that cannot be overridden": Defect(
         1,
         "rope",

@@ -1,5 +1,6 @@
 """The picture of a profile, read back from matplotlib's axes."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,11 @@ def points(figure):
 
 def texts(legend):
     return [text.get_text() for text in legend.get_texts()]
+
+
+def test_a_picture_of_many_parts_has_a_quarter_of_an_inch_for_each():
+    parts = [replace(NORM, name=f"norm {number}") for number in range(40)]
+    assert draw(*parts, REST).get_figheight() > 40 / 4
 
 
 def test_picture_names_the_model_and_the_machine(figure):
