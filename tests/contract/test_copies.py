@@ -200,7 +200,7 @@ DEFECTS = {
         r"test_rejects_option, 1 of 6, first \[.*-max_seq_len-0\]: TypeError: max_seq_len",
     ),
     "a table that must not be full": Defect(
-        1,
+        2,
         "rope",
         "if seq > self.max_seq_len:",
         "if seq >= self.max_seq_len:",
