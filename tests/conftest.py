@@ -43,3 +43,14 @@ def _same_start():
         torch.default_generator.manual_seed(0)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def fake_processes():
+    """Be the first of four processes, of which the others do nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()

@@ -6,13 +6,11 @@ from pathlib import Path
 import parallel
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from language_model import LanguageModel
 from processes import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +77,7 @@ def test_pairs_of_processes_train_like_one(printed):
         optimizer.zero_grad()
 
 
-@pytest.fixture
-def _fake_processes():
-    """Be the first of four processes, of which the others do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_fake_processes")
+@pytest.mark.usefixtures("fake_processes")
 def test_the_embedding_is_on_all_axes_of_the_data():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp"))
     model = LanguageModel(50, 1, 8, 2, max_seq_len=9)

@@ -15,11 +15,11 @@ from processes import run
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, parallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
 
 from tinyblock import Block, SwiGLU, parallelize
 
+pytestmark = pytest.mark.usefixtures("fake_processes")
 # Dynamo looks at the .grad of each DTensor.
 without_warning_of_dynamo = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor"
@@ -43,14 +43,6 @@ def test_four_processes_pass(name, four_processes):
 def test_no_process_fails(four_processes):
     failed, printed = four_processes
     assert not failed, printed
-
-
-@pytest.fixture(autouse=True)
-def _fake_processes():
-    """Be the first of four processes, of which the others do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
 
 
 def assert_rejects(model, mesh, message, **options):
