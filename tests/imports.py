@@ -20,5 +20,6 @@ def neighbors_of(path):
     for module in imports_of(path):
         neighbor = path.with_name(f"{module}.py")
         if neighbor.exists():
-            found |= {module} | neighbors_of(neighbor)
+            found.add(module)
+            found.update(neighbors_of(neighbor))
     return found

@@ -1,5 +1,7 @@
 """`tinyblock verify` judges edited copies of tinyblock's layers."""
 
+import functools
+
 import pytest
 from defects import Defect
 from forked import verify
@@ -290,7 +292,7 @@ DEFECTS = {
         "x.shape[-2] > 10**9:",
         r"test_rejects_a_sequence_longer_than_max_seq_len, 1 of 1: DID NOT RAISE",
     ),
-    "another table than that of the blocks": Defect(
+    "a copy of the table of the blocks": Defect(
         2,
         "transformer",
         "        self.rope = rope\n",
@@ -320,17 +322,16 @@ TESTS = {
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """Return a function that returns the report of a run, which it starts once."""
-    found = {}
 
+    @functools.cache
     def report_of(run):
-        if run not in found:
-            folder = tmp_path_factory.mktemp("project") / "layers"
-            copies.main(["add", *LAYERS[run], "--to", str(folder)])
-            for defect in DEFECTS.values():
-                if defect.run == run:
-                    defect.put_into(folder)
-            _, found[run] = verify(folder, *LAYERS[run], "-k", TESTS[run])
-        return found[run]
+        folder = tmp_path_factory.mktemp("project") / "layers"
+        copies.main(["add", *LAYERS[run], "--to", str(folder)])
+        for defect in DEFECTS.values():
+            if defect.run == run:
+                defect.put_into(folder)
+        _, report = verify(folder, *LAYERS[run], "-k", TESTS[run])
+        return report
 
     return report_of
 

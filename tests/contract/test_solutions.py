@@ -302,19 +302,18 @@ OPTIONS_OF_RUNS = {4: INITIAL, 8: ["block"], 9: INITIAL}
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """Return a function that returns the report of a run, which it starts once."""
-    found = {}
 
+    @functools.cache
     def report_of(run):
-        if run not in found:
-            folder = tmp_path_factory.mktemp("solution") / "layers"
-            shutil.copytree(SOLUTIONS / "real_tables", folder)
-            defects = [d for d in (DEFECTS | NOT_INITIAL).values() if d.run == run]
-            for defect in defects:
-                defect.put_into(folder)
-            if "block" not in [defect.layer for defect in defects]:
-                (folder / "block.py").unlink()  # it fails with the layers in it
-            _, found[run] = verify(folder, *OPTIONS_OF_RUNS.get(run, []))
-        return found[run]
+        folder = tmp_path_factory.mktemp("solution") / "layers"
+        shutil.copytree(SOLUTIONS / "real_tables", folder)
+        defects = [d for d in (DEFECTS | NOT_INITIAL).values() if d.run == run]
+        for defect in defects:
+            defect.put_into(folder)
+        if "block" not in [defect.layer for defect in defects]:
+            (folder / "block.py").unlink()  # it fails with the layers in it
+        _, report = verify(folder, *OPTIONS_OF_RUNS.get(run, []))
+        return report
 
     return report_of
 
