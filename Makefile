@@ -11,7 +11,7 @@ MODEL := SmolLM2-135M-Instruct.Q4_1.gguf
 CACHE := $(HOME)/.cache/tinyblock
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test tests lint story compare exactness
+.PHONY: help profile test tests mutants lint story compare exactness
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s%s\n", $$1, $$2}' Makefile
@@ -26,6 +26,9 @@ test: $(VENV)/installed-dev ## run the tests (90 s on two idle cores)
 
 # Otherwise make finds the folder tests/, does nothing, and exits with 0.
 tests: test
+
+mutants: $(VENV)/installed-dev ## print changes of a module that its tests do not notice (ARGS="tinyblock/rope.py")
+	$(VENV)/bin/python scripts/mutants.py $(ARGS)
 
 lint: $(VENV)/installed-dev ## check style and types with ruff and mypy
 	$(VENV)/bin/ruff check

@@ -1,0 +1,154 @@
+"""Change a module in one place at a time, and print the changes that its tests do not notice.
+
+A change replaces an operator, a comparison, a condition or a number, leaves a keyword
+argument out, or exchanges two arguments. Annotations and errors stay. The changes are drawn
+at random, each time the same, and made in a copy of the checkout. For a change that is
+printed, a test is missing, or the code is not needed, or no user can see a difference.
+Run it in the root of the checkout, with the paths of files from there.
+"""
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+# The first of these with which the path of a file begins names its tests.
+TESTS = {
+    "tinyblock/contract": ["tests/contract"],
+    "tinyblock/copies": ["tests/copies"],
+    "tinyblock/parallelize": ["tests/parallelize"],
+    "tinyblock/typecheck": ["tests/typecheck"],
+    "tinyblock": ["tinyblock/contract", "tests/layers"],
+    "scripts": ["tests/profiling", "tests/lab"],
+    "examples": ["tests/examples"],
+}
+PAIRS: Any = {
+    ast.Add: ast.Sub,
+    ast.Mult: ast.Div,
+    ast.FloorDiv: ast.Mod,
+    ast.BitAnd: ast.BitOr,
+    ast.And: ast.Or,
+    ast.Lt: ast.LtE,
+    ast.Gt: ast.GtE,
+    ast.Eq: ast.NotEq,
+    ast.Is: ast.IsNot,
+    ast.In: ast.NotIn,
+}
+EXCHANGED = PAIRS | {second: first for first, second in PAIRS.items()}
+
+
+def code(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield each part of a program but annotations, errors, and texts."""
+    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr):
+        return
+    yield node
+    annotations = {getattr(node, "annotation", None), getattr(node, "returns", None)}
+    for child in ast.iter_child_nodes(node):
+        if child not in annotations:
+            yield from code(child)
+
+
+def changes(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield each expression of a node that can be changed, and what replaces it."""
+    match node:
+        case ast.BinOp(left, op, right) if type(op) in EXCHANGED:
+            yield node, ast.BinOp(left, EXCHANGED[type(op)](), right)
+        case ast.BoolOp(op, values):
+            yield node, ast.BoolOp(EXCHANGED[type(op)](), values)
+        case ast.Compare(left, [op], right):
+            yield node, ast.Compare(left, [EXCHANGED[type(op)]()], right)
+        case ast.UnaryOp(ast.USub() | ast.Not(), operand):
+            yield node, operand
+        case ast.If(test) | ast.While(test) | ast.IfExp(test):
+            yield test, ast.UnaryOp(ast.Not(), test)
+        case ast.Constant(bool(value)):
+            yield node, ast.Constant(not value)
+        case ast.Constant(int(value) | float(value)):
+            yield node, ast.Constant(value + 1)
+        case ast.Call():
+            yield from ((node, call) for call in calls(node))
+
+
+def calls(node: ast.Call) -> Iterator[ast.Call]:
+    """Yield the call with two neighbors exchanged, or without a keyword."""
+    for index in range(1, len(node.args)):
+        args = node.args.copy()
+        args[index - 1 : index + 1] = reversed(args[index - 1 : index + 1])
+        yield ast.Call(node.func, args, node.keywords)
+    for index in range(len(node.keywords)):
+        keywords = node.keywords.copy()
+        del keywords[index]
+        yield ast.Call(node.func, node.args, keywords)
+
+
+def replace(source: str, old: ast.expr, new: ast.expr) -> str:
+    """Return the source with one expression replaced."""
+    lines = source.encode().splitlines(keepends=True)  # columns count bytes
+    end: Any = old.end_lineno
+    before = b"".join(lines[: old.lineno - 1]) + lines[old.lineno - 1][: old.col_offset]
+    after = lines[end - 1][old.end_col_offset :] + b"".join(lines[end:])
+    return (before + f"({ast.unparse(new)})".encode() + after).decode()
+
+
+def passes(tests: list[str], checkout: str) -> bool:
+    # Without bytecode: Python may take a file that changes twice in a second from its cache.
+    settings = {"PYTHONPATH": checkout, "PYTHONDONTWRITEBYTECODE": "1"}
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    try:
+        run = subprocess.run(
+            [*pytest, *tests],
+            cwd=checkout,
+            env=os.environ | settings,
+            capture_output=True,
+            timeout=300,
+        )
+    except subprocess.TimeoutExpired:  # a loop does not end
+        return False
+    return run.returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("files", nargs="+", metavar="FILE", help="of one module")
+    parser.add_argument("--tests", nargs="+", help="run these tests", metavar="PATH")
+    parser.add_argument("--draws", type=int, default=60, help="make so many changes")
+    args = parser.parse_args()
+    tests = args.tests
+    if tests is None:
+        tests = next(TESTS[key] for key in TESTS if args.files[0].startswith(key))
+    possible = [
+        (file, old, new)
+        for file in args.files
+        for node in code(ast.parse(Path(file).read_text()))
+        for old, new in changes(node)
+    ]
+    drawn = random.Random(0).sample(possible, min(args.draws, len(possible)))
+    noticed = 0
+    with tempfile.TemporaryDirectory() as checkout:
+        ignored = shutil.ignore_patterns(".venv*", "__pycache__")
+        shutil.copytree(".", checkout, ignore=ignored, dirs_exist_ok=True)
+        if not passes(tests, checkout):
+            sys.exit("The tests must pass before a change: " + " ".join(tests))
+        for file, old, new in tqdm(drawn):
+            source = Path(file).read_text()
+            Path(checkout, file).write_text(replace(source, old, new))
+            if passes(tests, checkout):
+                change = f"{ast.unparse(old)}  ->  {ast.unparse(new)}"
+                tqdm.write(f"{file}:{old.lineno}: {change}")
+            else:
+                noticed += 1
+            Path(checkout, file).write_text(source)
+    print(f"The tests notice {noticed} of {len(drawn)} changes.")
+
+
+if __name__ == "__main__":
+    main()
