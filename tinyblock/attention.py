@@ -256,6 +256,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
             q = rearrange(q, one_batch_axis)
             k = rearrange(k, one_batch_axis)
             v = rearrange(v, one_batch_axis)
+        may_lack_keys = mask is not None
         is_causal = False
         if mask is None and query == key:
             # Not `is_causal = query == key`: in compiled code this is symbolic, and torch
@@ -272,9 +273,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=group > 1
         )
-        if mask is not None:
-            # Up to torch 2.11, cuDNN's kernel lets a query whose keys are all masked
-            # attend to all of them (pytorch issue 177842).
+        if may_lack_keys and not _yields_zeros_without_keys(q):
+            # Only where it must be, because this keeps a copy of `out` for backward.
             out = out.masked_fill(~mask.any(dim=-1, keepdim=True), 0)
         return out if len(batch) == 1 else out.view(*batch, *out.shape[1:])
 
@@ -314,57 +314,30 @@ def _and_causal(
     causal = torch.ones(query, key, dtype=torch.bool, device=device).tril(key - query)
     if mask is None:
         return causal.expand(shape)
-    repairs = _repairs(mask, shape)
-    if repairs != ["mask"]:
-        repair = f": pass {', or '.join(repairs)}" if repairs else ""
-        raise ValueError(
-            "mask must be bool, True where a query may attend to a key, and broadcast "
-            f"to {shape} in one way only, got {mask.dtype} {tuple(mask.shape)}{repair}"
-        )
+    _require_mask(mask, shape)
     return (mask & causal).expand(shape)
 
 
-def _repairs(mask: Tensor, shape: tuple[int, ...]) -> list[str]:
-    """Return what to pass for each meaning that a mask may have.
-
-    That is only "mask" if it is right as it is, and nothing if no repair is known.
-    """
-    if mask.dtype == torch.bool:
-        values = {"mask": ""}
-    elif mask.is_floating_point():
-        values = {
-            "(mask == 0)": " if 0 means attend",
-            "mask.bool()": " if 1 means attend",
-        }
-    else:
-        values = {"mask.bool()": ""}
-    *batch, _, key = shape
-    axes = tuple(mask.shape)
-    padding = "[..., None, :] for padding"
-    if axes == (*batch, key) and _fits(axes, shape) and axes[-2] > 1:
-        # As many sequences as queries: it may be padding, or a row for each query.
-        indices = [padding, "[None] for all sequences"]
-    elif _fits(axes, shape):
-        indices = [""]
-    elif _fits((*axes[:-1], 1, *axes[-1:]), shape):
-        indices = [padding]
-    elif axes[-3:-2] == (1,) and _fits((*axes[:-3], *axes[-2:]), shape):
-        indices = ["[..., 0, :, :] without the axis of the heads"]
-    else:
-        indices = []
-    return [
-        value + index + condition
-        for value, condition in values.items()
-        for index in indices
-    ]
-
-
-def _fits(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a mask with these axes has all keys, and broadcasts to `shape`."""
-    if not 2 <= len(axes) <= len(shape) or axes[-1] != shape[-1]:
-        return False
+def _require_mask(mask: Any, shape: tuple[int, ...]) -> None:
+    """Raise an error unless `mask` is bool and broadcasts to `shape` in one way only."""
+    is_bool = isinstance(mask, Tensor) and mask.dtype == torch.bool
+    axes = tuple(mask.shape) if isinstance(mask, Tensor) else ()
     pairs = zip(reversed(axes), reversed(shape), strict=False)
-    return all(size in (1, whole) for size, whole in pairs)
+    is_broadcast = 2 <= len(axes) <= len(shape) and all(
+        size in (1, whole) for size, whole in pairs
+    )
+    *batch, _, key = shape
+    has_all_keys = axes[-1:] == (key,)
+    # With as many sequences as queries: padding, or a row for each query.
+    is_ambiguous = axes == (*batch, key) and axes[-2:-1] != (1,)
+    if is_bool and is_broadcast and has_all_keys and not is_ambiguous:
+        return
+    kind = f"{mask.dtype} {axes}" if isinstance(mask, Tensor) else type(mask).__name__
+    raise ValueError(
+        "mask must be bool, True where a query may attend to a key, and broadcast to "
+        f"{shape} in one way only, got {kind}\n"
+        "For padding, pass keep[..., None, :], where keep is True at real tokens"
+    )
 
 
 def _has_kernel_for_shared_heads(q: Tensor, mask: Tensor | None) -> bool:
@@ -374,3 +347,11 @@ def _has_kernel_for_shared_heads(q: Tensor, mask: Tensor | None) -> bool:
     # scores. Other devices have no such limits.
     is_supported = mask is None and q.dtype.itemsize == 2 and q.shape[-1] <= 256
     return not q.is_cuda or is_supported
+
+
+def _yields_zeros_without_keys(q: Tensor) -> bool:
+    """Return whether torch's kernel gives zeros for a query whose keys are all masked."""
+    # On CUDA up to torch 2.11, cuDNN lets it attend to all keys (pytorch issue 177842).
+    if q.is_cuda:
+        return torch.__version__ >= "2.12"  # which compares numbers, not text
+    return q.is_cpu
