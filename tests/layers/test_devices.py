@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+import tinyblock
 from tinyblock import (
     CausalMultiHeadSelfAttention,
     RotaryPositionalEmbedding,
@@ -43,6 +44,37 @@ def test_a_table_is_on_the_device_of_its_layer(build):
         assert tensor.is_cuda
     for tensor in (*on_default_device.buffers(), *on_default_device.parameters()):
         assert tensor.is_cuda
+
+
+X = torch.empty(2, 7, 24, device="meta")
+W = torch.empty(24, 24, device="meta")
+GAINS = torch.empty(24, device="meta")
+ANGLES = torch.empty(7, 12, device="meta")
+MASK = torch.empty(7, 7, dtype=torch.bool, device="meta")
+EQUATIONS = {
+    "rms_norm": (X, GAINS),
+    "silu": (X,),
+    "gelu": (X,),
+    "glu": (X, W, W),
+    "swiglu": (X, W, W, W),
+    "feed_forward": (X, W, W),
+    "apply_rope": (X, ANGLES),
+    "scaled_dot_product_attention": (X, X, X, MASK),
+    "causal_multi_head_self_attention": (X, W, W, W, W, 4),
+}
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_an_equation_runs_on_the_device_of_x(name):
+    assert getattr(tinyblock, name)(*EQUATIONS[name]).is_meta
+
+
+@pytest.mark.parametrize("positions", [None, torch.empty(7, device="meta").long()])
+def test_rope_runs_on_the_device_of_x_in_float64(positions):
+    with torch.device("meta"):
+        rope = build_rope()
+    x = torch.empty(2, 7, 6, dtype=torch.float64, device="meta")
+    assert rope(x, positions).is_meta
 
 
 class Kernel(TorchFunctionMode):

@@ -5,7 +5,6 @@ They are normal of variance 2 / (d_in + d_out), cut at 3 sigma; gains are 1, bia
 
 import math
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -73,20 +72,20 @@ def test_a_layer_built_on_meta_gets_its_initial_weights(reset, name):
 
 
 @every_layer
-@pytest.mark.parametrize("act", ["construct", "reset"])
-def test_each_weight_is_drawn_once(act, name, monkeypatch):
+@pytest.mark.parametrize("draw", ["constructor", "reset"])
+def test_each_weight_is_drawn_once(draw, name):
     """To draw 135 million weights takes 18 seconds."""
-    layer = BUILD[name]() if act == "reset" else None
-    drawn = []
-    monkeypatch.setattr(nn.init, "trunc_normal_", lambda w, **cut: drawn.append(w))
-    if layer is None:
-        layer = BUILD[name]()
-    else:
+    layer = BUILD[name]()
+    torch.manual_seed(0)
+    layer = BUILD[name]() if draw == "constructor" else layer
+    if draw == "reset":
         layer.reset_parameters()
-    names = {id(weight): name for name, weight in layer.named_parameters()}
-    drawn_names = [names.get(id(weight), "no weight of the layer") for weight in drawn]
-    matrices = [name for name, weight in layer.named_parameters() if weight.ndim == 2]
-    assert sorted(drawn_names) == sorted(matrices)
+    next_number = torch.rand(1)
+    torch.manual_seed(0)
+    for weight in layer.parameters():
+        if weight.ndim == 2:
+            nn.init.trunc_normal_(torch.empty_like(weight), a=-3, b=3)
+    torch.testing.assert_close(next_number, torch.rand(1))
 
 
 class OwnRule(nn.Module):
@@ -127,12 +126,27 @@ def test_a_projection_with_a_bias_starts_without_an_offset(file):
     torch.testing.assert_close(projection.bias, torch.zeros(32))
 
 
+class CountingRope(RotaryPositionalEmbedding):
+    computed = 0
+
+    def frequencies(self):
+        self.computed += 1
+        return super().frequencies()
+
+
 def test_a_shared_table_is_computed_once():
-    model = Transformer(3, 64, 4, max_seq_len=9)
-    compute = model.rope._compute_table
-    with patch.object(model.rope, "_compute_table", wraps=compute) as computed:
-        model.reset_parameters()
-    computed.assert_called_once_with()
+    model = Transformer(3, 64, 4, max_seq_len=9, rope=CountingRope(100.0, 16, 9))
+    model.rope.computed = 0
+    model.reset_parameters()
+    assert model.rope.computed == 1
+
+
+def test_reset_parameters_computes_the_table_of_a_new_theta():
+    rope = RotaryPositionalEmbedding(100.0, 16, 9)
+    rope.theta = 500.0
+    rope.reset_parameters()
+    expected = RotaryPositionalEmbedding(500.0, 16, 9)
+    torch.testing.assert_close(rope.cos_sin, expected.cos_sin, rtol=0, atol=0)
 
 
 def test_a_block_leaves_a_rope_alone_that_others_may_share():

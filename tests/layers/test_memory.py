@@ -1,4 +1,4 @@
-"""The most memory that a forward pass allocates is what its largest step needs."""
+"""A layer allocates what its largest step needs, and keeps what its gradients need."""
 
 from itertools import accumulate
 from typing import Any
@@ -47,3 +47,27 @@ def test_attention_needs_the_memory_of_torchs_attention():
     attend = F.scaled_dot_product_attention
     needed = 3 * X.nbytes + peak_of(attend, q, q, q, is_causal=True)
     assert needed <= peak_of(layer, X) <= 1.01 * needed
+
+
+def kept_by(run):
+    """Return the bytes of the tensors that autograd keeps for backward, each once."""
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run()  # while it lives, no other tensor gets the addresses
+    assert out.requires_grad
+    return sum(kept.values())
+
+
+def test_attention_with_a_mask_keeps_what_torchs_attention_keeps():
+    """That is what it keeps without a mask, and the mask as numbers."""
+    layer = CausalMultiHeadSelfAttention(D_MODEL, HEADS, rope=ROPE)
+    mask_as_numbers = 4 * 64 * 64
+    causal = kept_by(lambda: layer(X))
+    masked = kept_by(lambda: layer(X, mask=KEEP[None]))
+    assert masked == causal + mask_as_numbers
