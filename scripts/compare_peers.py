@@ -24,8 +24,9 @@ A case is named work-dtype-size-mode, such as train-bf16-768-compiled. "forward"
 pass without gradients, and "train" is a forward and a backward pass. The sizes are
 2,048 tokens at d_model 768, one token at d_model 768 ("token") and 64 ("tiny-token")
 and, on CUDA, the block of Llama 3.1 8B with 8,192 tokens ("llama-8b": 4 sequences,
-"llama-8b-long": one) and with one token. The modes are eager, compiled and, on CUDA,
-graphs (CUDA graphs).
+"llama-8b-long": one) and with one token. The modes are eager, compiled, frozen (compiled
+with constant weights, which torch may merge; for forward) and, on CUDA, graphs (CUDA
+graphs).
 """
 
 import argparse
@@ -81,6 +82,10 @@ GPU_SIZES = {
 SAMPLE_SECONDS = 0.2
 PROCESSES = 5  # for one token
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+FROZEN: dict[str, Any] = {
+    "freezing": True,
+    "cpp.enable_concat_linear": True,
+}  # of torch.compile
 READING = "reading"  # of weights: a bound for one token, and no peer
 
 
@@ -106,7 +111,7 @@ class Case:
 
 def all_cases(device: torch.device) -> dict[str, Case]:
     sizes = dict(SIZES)
-    modes = ["eager", "compiled"]
+    modes = ["eager", "compiled", "frozen"]
     if device.type == "cuda":
         sizes.update(GPU_SIZES)
         modes.append("graphs")
@@ -114,7 +119,7 @@ def all_cases(device: torch.device) -> dict[str, Case]:
     axes = product(modes, sizes.items(), DTYPES.items(), ("train", "forward"))
     for mode, (size_name, size), (dtype_name, dtype), work in axes:
         train = work == "train"
-        if not train or size.tokens > 1:
+        if not train or (size.tokens > 1 and mode != "frozen"):
             name = f"{work}-{dtype_name}-{size_name}-{mode}"
             cases[name] = Case(name, size, dtype, train, mode)
     return cases
@@ -158,9 +163,11 @@ def prepare(peer: Peer, x: Tensor, case: Case) -> Contestant:
 
 
 def in_mode(mode: str, layer: Layer, inputs: list[Tensor]) -> Layer:
-    """Return the layer itself, compiled, or compiled into CUDA graphs."""
+    """Return the layer itself, or compiled in a mode."""
     if mode == "eager":
         return layer
+    if mode == "frozen":
+        return torch.compile(layer, dynamic=False, options=FROZEN)
     if mode == "compiled":
         return torch.compile(layer, dynamic=False)
     for tensor in inputs:  # otherwise each replay copies them

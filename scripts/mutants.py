@@ -64,8 +64,10 @@ def changes(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
             yield node, ast.BinOp(left, EXCHANGED[type(op)](), right)
         case ast.BoolOp(op, values):
             yield node, ast.BoolOp(EXCHANGED[type(op)](), values)
-        case ast.Compare(left, [op], right):
-            yield node, ast.Compare(left, [EXCHANGED[type(op)]()], right)
+        case ast.Compare(left, ops, right):
+            for index, op in enumerate(ops):
+                changed = [*ops[:index], EXCHANGED[type(op)](), *ops[index + 1 :]]
+                yield node, ast.Compare(left, changed, right)
         case ast.UnaryOp(ast.USub() | ast.Not(), operand):
             yield node, operand
         case ast.If(test) | ast.While(test) | ast.IfExp(test):

@@ -152,6 +152,7 @@ def test_repeated_heads_give_the_numbers_of_shared_ones():
     x = torch.randn(2, 7, 24)
     with OnCuda():
         result = layer(x)
-    weights = [layer.q_proj, layer.k_proj, layer.v_proj, layer.output_proj]
-    expected = causal_multi_head_self_attention(x, *(w.weight for w in weights), 6)
+    wq, wk, wv = layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight
+    wo = layer.output_proj.weight
+    expected = causal_multi_head_self_attention(x, wq, wk, wv, wo, num_heads=6)
     torch.testing.assert_close(result, expected)

@@ -407,7 +407,7 @@ def test_sizes_and_modes_are_those_of_the_docstring():
     expected = {
         f"{name}-{mode}": (*shape, mode)
         for name, shape in shapes.items()
-        for mode in ("eager", "compiled")
+        for mode in ("eager", "compiled", "frozen")
     }
     assert described("cpu") == expected
     shapes["llama-8b"] = (4, 2048, 4096)
@@ -416,7 +416,7 @@ def test_sizes_and_modes_are_those_of_the_docstring():
     expected = {
         f"{name}-{mode}": (*shape, mode)
         for name, shape in shapes.items()
-        for mode in ("eager", "compiled", "graphs")
+        for mode in ("eager", "compiled", "frozen", "graphs")
     }
     assert described("cuda") == expected
 

@@ -339,10 +339,10 @@ CASES = {
 TYPICAL = ["plain", "all options"]
 REJECTED = {
     "d_model": (0,),
-    "num_heads": (5,),
-    "num_kv_heads": (3,),
+    "num_heads": (5, 0),
+    "num_kv_heads": (3, 0),
     "d_head": (0,),
-    "eps": (0.0,),
+    "eps": (0.0, math.nan, math.inf),
 }
 
 
