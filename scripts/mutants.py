@@ -65,8 +65,9 @@ def changes(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
         case ast.BoolOp(op, values):
             yield node, ast.BoolOp(EXCHANGED[type(op)](), values)
         case ast.Compare(left, ops, right):
-            for index, op in enumerate(ops):
-                changed = [*ops[:index], EXCHANGED[type(op)](), *ops[index + 1 :]]
+            for index, comparison in enumerate(ops):
+                changed = ops.copy()
+                changed[index] = EXCHANGED[type(comparison)]()
                 yield node, ast.Compare(left, changed, right)
         case ast.UnaryOp(ast.USub() | ast.Not(), operand):
             yield node, operand
