@@ -82,10 +82,6 @@ GPU_SIZES = {
 SAMPLE_SECONDS = 0.2
 PROCESSES = 5  # for one token
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-FROZEN: dict[str, Any] = {
-    "freezing": True,
-    "cpp.enable_concat_linear": True,
-}  # of torch.compile
 READING = "reading"  # of weights: a bound for one token, and no peer
 
 
@@ -164,11 +160,12 @@ def prepare(peer: Peer, x: Tensor, case: Case) -> Contestant:
 
 def in_mode(mode: str, layer: Layer, inputs: list[Tensor]) -> Layer:
     """Return the layer itself, or compiled in a mode."""
+    # Not an option of torch.compile, because it matters from the start of tracing.
+    torch._inductor.config.freezing = mode == "frozen"
+    torch._inductor.config.cpp.enable_concat_linear = mode == "frozen"
     if mode == "eager":
         return layer
-    if mode == "frozen":
-        return torch.compile(layer, dynamic=False, options=FROZEN)
-    if mode == "compiled":
+    if mode in ("compiled", "frozen"):
         return torch.compile(layer, dynamic=False)
     for tensor in inputs:  # otherwise each replay copies them
         torch._dynamo.mark_static_address(tensor)

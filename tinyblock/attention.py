@@ -320,17 +320,17 @@ def _and_causal(
 
 def _require_mask(mask: Any, shape: tuple[int, ...]) -> None:
     """Raise an error unless `mask` is bool and broadcasts to `shape` in one way only."""
-    is_bool = isinstance(mask, Tensor) and mask.dtype == torch.bool
     axes = tuple(mask.shape) if isinstance(mask, Tensor) else ()
-    pairs = zip(reversed(axes), reversed(shape), strict=False)
-    is_broadcast = 2 <= len(axes) <= len(shape) and all(
-        size in (1, whole) for size, whole in pairs
-    )
     *batch, _, key = shape
-    has_all_keys = axes[-1:] == (key,)
-    # With as many sequences as queries: padding, or a row for each query.
-    is_ambiguous = axes == (*batch, key) and axes[-2:-1] != (1,)
-    if is_bool and is_broadcast and has_all_keys and not is_ambiguous:
+    pairs = zip(reversed(axes), reversed(shape), strict=False)
+    fits = (
+        2 <= len(axes) <= len(shape)
+        and mask.dtype == torch.bool
+        and axes[-1] == key
+        and all(size in (1, whole) for size, whole in pairs)
+    )
+    # With as many sequences as queries, it may be padding or have a row for each query.
+    if fits and (axes != (*batch, key) or axes[-2] == 1):
         return
     kind = f"{mask.dtype} {axes}" if isinstance(mask, Tensor) else type(mask).__name__
     raise ValueError(

@@ -324,7 +324,9 @@ CASES = {
     "one key head, RoPE": case(2, 7, 24, num_kv_heads=1, **ROPE),
     "normalized, another eps": case(2, 7, 24, qk_norm=True, eps=1e-3),
     "all options": case(2, 7, 24, inputs=BOTH, **OPTIONS),
-    "mask of one row": case(1, 7, 24, inputs={"mask": mask_of(1, 7)}, is_common=False),
+    "mask of one row": case(
+        1, 1, 7, 24, inputs={"mask": mask_of(1, 1, 7)}, is_common=False
+    ),
     "padding mask, as many sequences": case(
         7, 7, 24, inputs={"mask": mask_of(7, 1, 7)}
     ),
