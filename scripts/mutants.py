@@ -128,10 +128,11 @@ def main() -> None:
     tests = args.tests
     if tests is None:
         tests = next(TESTS[key] for key in TESTS if args.files[0].startswith(key))
+    sources = {file: Path(file).read_text() for file in args.files}
     possible = [
         (file, old, new)
-        for file in args.files
-        for node in code(ast.parse(Path(file).read_text()))
+        for file, source in sources.items()
+        for node in code(ast.parse(source))
         for old, new in changes(node)
     ]
     drawn = random.Random(0).sample(possible, min(args.draws, len(possible)))
@@ -142,14 +143,13 @@ def main() -> None:
         if not passes(tests, checkout):
             sys.exit("The tests must pass before a change: " + " ".join(tests))
         for file, old, new in tqdm(drawn):
-            source = Path(file).read_text()
-            Path(checkout, file).write_text(replace(source, old, new))
+            Path(checkout, file).write_text(replace(sources[file], old, new))
             if passes(tests, checkout):
                 change = f"{ast.unparse(old)}  ->  {ast.unparse(new)}"
                 tqdm.write(f"{file}:{old.lineno}: {change}")
             else:
                 noticed += 1
-            Path(checkout, file).write_text(source)
+            Path(checkout, file).write_text(sources[file])
     print(f"The tests notice {noticed} of {len(drawn)} changes.")
 
 
