@@ -70,24 +70,24 @@ def causal_multi_head_self_attention(
     The rows of `wq`, `wk` and `wv`, and the columns of `wo`, are ordered (heads
     d_head). If `wk` has fewer heads than `wq`, consecutive query heads share a KV head.
     """
-    d_head = len(wq) // num_heads
-    group = len(wq) // len(wk)
     project = "... seq d_model, width d_model -> ... seq width"
     split = "... seq (heads d_head) -> ... heads seq d_head"
-    q = rearrange(einsum(x, wq, project), split, d_head=d_head)
+    q = rearrange(einsum(x, wq, project), split, heads=num_heads)
+    d_head = q.shape[-1]
     k = rearrange(einsum(x, wk, project), split, d_head=d_head)
     v = rearrange(einsum(x, wv, project), split, d_head=d_head)
     if rope is not None:
         q = rope(q, None)
         k = rope(k, None)
     share = "... kv_heads seq d_head -> ... (kv_heads group) seq d_head"
+    group = len(wq) // len(wk)
     k = repeat(k, share, group=group)
     v = repeat(v, share, group=group)
     seq = x.shape[-2]
     causal = torch.ones(seq, seq, dtype=torch.bool, device=x.device).tril()
     out = scaled_dot_product_attention(q, k, v, causal)
     merged = rearrange(out, "... heads seq d_head -> ... seq (heads d_head)")
-    return einsum(merged, wo, project)
+    return einsum(merged, wo, "... seq width, d_model width -> ... seq d_model")
 
 
 class Linear(nn.Linear):
@@ -256,26 +256,29 @@ class CausalMultiHeadSelfAttention(nn.Module):
             q = rearrange(q, one_batch_axis)
             k = rearrange(k, one_batch_axis)
             v = rearrange(v, one_batch_axis)
-        may_lack_keys = mask is not None
         is_causal = False
+        shown: Any = None  # True where a query attends to a key
         if mask is None and query == key:
             # Not `is_causal = query == key`: in compiled code this is symbolic, and torch
             # takes only a bool.
             is_causal = True
-        elif mask is not None or query > 1:  # one query without a mask sees every key
-            mask = _and_causal(mask, (*batch, query, key), q.device)
-            mask = mask.reshape(q.shape[0], 1, query, key)  # for all heads
-        group = self.num_heads // self.num_kv_heads
-        if group > 1 and not _has_kernel_for_shared_heads(q, mask):
+        elif mask is None and query == 1:
+            pass  # the last token attends to every key
+        else:
+            shown = _and_causal(mask, (*batch, query, key), q.device)
+            shown = shown.reshape(q.shape[0], 1, query, key)  # for all heads
+        has_groups = self.num_kv_heads < self.num_heads
+        if has_groups and not _has_kernel_for_shared_heads(q, shown):
+            group = self.num_heads // self.num_kv_heads
             k = k.repeat_interleave(group, dim=1)
             v = v.repeat_interleave(group, dim=1)
-            group = 1
+            has_groups = False
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=group > 1
+            q, k, v, attn_mask=shown, is_causal=is_causal, enable_gqa=has_groups
         )
-        if may_lack_keys and not _yields_zeros_without_keys(q):
+        if mask is not None and not _yields_zeros_without_keys(q):
             # Only where it must be, because this keeps a copy of `out` for backward.
-            out = out.masked_fill(~mask.any(dim=-1, keepdim=True), 0)
+            out = out.masked_fill(~shown.any(dim=-1, keepdim=True), 0)
         return out if len(batch) == 1 else out.view(*batch, *out.shape[1:])
 
     def extra_repr(self) -> str:
@@ -320,38 +323,43 @@ def _and_causal(
 
 def _require_mask(mask: Any, shape: tuple[int, ...]) -> None:
     """Raise an error unless `mask` is bool and broadcasts to `shape` in one way only."""
+    is_bool = isinstance(mask, Tensor) and mask.dtype == torch.bool
     axes = tuple(mask.shape) if isinstance(mask, Tensor) else ()
-    *batch, _, key = shape
-    pairs = zip(reversed(axes), reversed(shape), strict=False)
-    fits = (
-        2 <= len(axes) <= len(shape)
-        and mask.dtype == torch.bool
-        and axes[-1] == key
-        and all(size in (1, whole) for size, whole in pairs)
-    )
-    # With as many sequences as queries, it may be padding or have a row for each query.
-    if fits and (axes != (*batch, key) or axes[-2] == 1):
+    # If it also fits with an axis of one query, it may be padding: as many sequences as
+    # queries look like a row for each query.
+    as_padding = (*axes[:-1], 1, *axes[-1:])
+    is_ambiguous = axes[-2:-1] != (1,) and _broadcasts(as_padding, shape)
+    if is_bool and _broadcasts(axes, shape) and not is_ambiguous:
         return
     kind = f"{mask.dtype} {axes}" if isinstance(mask, Tensor) else type(mask).__name__
     raise ValueError(
         "mask must be bool, True where a query may attend to a key, and broadcast to "
         f"{shape} in one way only, got {kind}\n"
-        "For padding, pass keep[..., None, :], where keep is True at real tokens"
+        "For padding, pass keep[..., None, :], where keep is True at real tokens; give "
+        "any other mask all axes"
     )
+
+
+def _broadcasts(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a mask with these axes has all keys, and broadcasts to `shape`."""
+    if not 2 <= len(axes) <= len(shape) or axes[-1] != shape[-1]:
+        return False
+    pairs = zip(reversed(axes), reversed(shape), strict=False)
+    return all(size in (1, whole) for size, whole in pairs)
 
 
 def _has_kernel_for_shared_heads(q: Tensor, mask: Tensor | None) -> bool:
     """Return whether a fast kernel lets a group of query heads share its KV head."""
-    # On CUDA, flash attention and cuDNN do so in half precision, without a mask, for
-    # heads of up to 256 (pytorch issue 154363). Otherwise, torch would store all
-    # scores. Other devices have no such limits.
+    # On CUDA, flash attention and cuDNN share heads in half precision, without a mask,
+    # up to d_head 256 (pytorch issue 154363). Otherwise, torch would store all scores.
+    # Other devices have no such limits.
     is_supported = mask is None and q.dtype.itemsize == 2 and q.shape[-1] <= 256
     return not q.is_cuda or is_supported
 
 
 def _yields_zeros_without_keys(q: Tensor) -> bool:
     """Return whether torch's kernel gives zeros for a query whose keys are all masked."""
-    # On CUDA up to torch 2.11, cuDNN lets it attend to all keys (pytorch issue 177842).
+    # Up to torch 2.11, cuDNN's kernel attends to all of them (pytorch issue 177842).
     if q.is_cuda:
-        return torch.__version__ >= "2.12"  # which compares numbers, not text
+        return torch.__version__ >= "2.12"  # a TorchVersion compares numbers, not text
     return q.is_cpu

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from einops import EinopsError
 from torch import nn
 
 import tinyblock
@@ -62,3 +63,10 @@ def test_query_and_key_norms_may_stay_in_float32():
     result = layer(x.bfloat16())
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result.float(), expected, rtol=0.1, atol=0.05)
+
+
+def test_the_equation_rejects_rows_that_are_no_whole_heads():
+    """10 rows are no 4 heads, but 5 heads of 2."""
+    x, wq, wo = torch.randn(7, 24), torch.randn(10, 24), torch.randn(24, 10)
+    with pytest.raises(EinopsError):
+        tinyblock.causal_multi_head_self_attention(x, wq, wq, wq, wo, num_heads=4)

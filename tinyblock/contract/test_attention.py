@@ -385,10 +385,12 @@ def test_attend_takes_queries_of_the_last_tokens(query, masked):
     q = randn(2, 3, 4, query, 6, seed=1)
     k = randn(2, 3, 2, 7, 6, seed=2)
     v = randn(2, 3, 2, 7, 5, seed=3)
-    mask = mask_of(query, 7) if masked else None
+    mask = mask_of(2, 3, query, 7) if masked else None
     result = layer.attend(q, k, v, mask)
     k = k.repeat_interleave(2, dim=2)
     v = v.repeat_interleave(2, dim=2)
+    if masked:
+        mask = mask.unsqueeze(2)  # for all heads
     torch.testing.assert_close(result, attend_causally(q, k, v, mask))
 
 
@@ -422,10 +424,12 @@ def test_rejects_a_wrong_mask(name):
         case(7, 24).build()(randn(2, 7, 24), mask=WRONG_MASKS[name])
 
 
-@pytest.mark.parametrize("batch", [(7,), (3, 7)], ids=str)
-def test_rejects_a_mask_that_may_be_padding_or_a_row_for_each_query(batch):
+@pytest.mark.parametrize(
+    ("batch", "axes"), [((7,), (7, 7)), ((3, 7), (3, 7, 7)), ((3, 7), (7, 7))], ids=str
+)
+def test_rejects_a_mask_that_may_be_padding_or_a_row_for_each_query(batch, axes):
     with pytest.raises(ValueError, match="in one way"):
-        case(7, 24).build()(randn(*batch, 7, 24), mask=torch.ones(*batch, 7) > 0)
+        case(7, 24).build()(randn(*batch, 7, 24), mask=torch.ones(axes) > 0)
 
 
 def test_rejects_one_position_for_all_tokens():
