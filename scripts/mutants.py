@@ -85,8 +85,9 @@ def calls(node: ast.Call) -> Iterator[ast.Call]:
     """Yield the call with two neighbors exchanged, or without a keyword."""
     for index in range(1, len(node.args)):
         args = node.args.copy()
-        args[index - 1 : index + 1] = reversed(args[index - 1 : index + 1])
-        yield ast.Call(node.func, args, node.keywords)
+        args[index - 1], args[index] = args[index], args[index - 1]
+        if ast.dump(args[index - 1]) != ast.dump(args[index]):
+            yield ast.Call(node.func, args, node.keywords)
     for index in range(len(node.keywords)):
         keywords = node.keywords.copy()
         del keywords[index]
