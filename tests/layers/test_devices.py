@@ -93,7 +93,7 @@ class Kernel(TorchFunctionMode):
         (torch.bfloat16, 256, 7, 2),
         (torch.float16, 64, 1, 2),
         (torch.float32, 64, 7, 6),
-        (torch.bfloat16, 264, 7, 6),
+        (torch.bfloat16, 257, 7, 6),
         (torch.bfloat16, 64, 3, 6),  # three queries and seven keys need a mask
     ],
     ids=str,
