@@ -70,3 +70,10 @@ def test_the_equation_rejects_rows_that_are_no_whole_heads():
     x, wq, wo = torch.randn(7, 24), torch.randn(10, 24), torch.randn(24, 10)
     with pytest.raises(EinopsError):
         tinyblock.causal_multi_head_self_attention(x, wq, wq, wq, wo, num_heads=4)
+
+
+def test_every_positive_theta_and_eps_is_accepted():
+    assert tinyblock.RotaryPositionalEmbedding(0.5, 6, 9).theta == 0.5
+    assert tinyblock.RMSNorm(6, eps=2.0).eps == 2.0
+    layer = tinyblock.CausalMultiHeadSelfAttention(24, 4, qk_norm=True, eps=2.0)
+    assert layer.q_norm.eps == 2.0
