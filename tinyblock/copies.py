@@ -6,6 +6,7 @@
 The copy minus its base is the user's edits. What this release writes minus the base is
 what changed in tinyblock. `update` lets git merge the two. Users commit both files, and
 there is no other state: repeat a command that was interrupted, and git merges again.
+Each file is replaced whole, and never a file that is not a copy.
 
 This file runs on Python 3.10, and only `verify` requires packages. So it reads the files
 of tinyblock as text, and imports none of them.
@@ -18,40 +19,52 @@ import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 ROOT = Path(__file__).parent
+# These are of use to tinyblock alone.
+NOT_COPIED = ("__init__.py", "__main__.py", "copies.py", "contract/mistakes.py")
 # The first line of each layer's docstring, by the name that `add` takes.
 TITLES = {
     path.stem: path.read_text("utf-8").partition("\n")[0].strip('"')
     for path in sorted(ROOT.glob("*.py"))
-    if path.stem not in ("__init__", "__main__", "copies")
+    if path.name not in NOT_COPIED
 }
 INIT = (ROOT / "__init__.py").read_text("utf-8")
 VERSION = re.findall(r'^__version__ = "(.+)"', INIT, re.MULTILINE)[0]
 LICENSE = "LICENSE.tinyblock"
-# flake8 and ruff skip a file with the third line, and formatters with the fourth. ruff
-# reports a list of rules in its place as unused, and deletes it.
+# flake8 and ruff skip a file with the line `flake8: noqa`, and formatters with the last
+# line. ruff reports a list of rules in place of the former as unused, and deletes it. Its
+# rule PGH004, which requires such a list, needs a line of its own.
 HEADER = f"""\
 # Copied from tinyblock {{version}}: {{name}}
 # Copyright (c) 2026 The tinyblock authors, MIT license: see {LICENSE}
+# ruff: noqa: PGH004
 # flake8: noqa
 # fmt: off
 """
 LEADING_COMMENTS = re.compile(r"\A\ufeff?(#.*\n|\r?\n)*")
-COPIED_FROM = re.compile(r"^(\ufeff?# Copied from tinyblock )(\S+)(?=: )", re.MULTILINE)
-IMPORT = re.compile(r"^from \.(\w+) import (\([^)]*\)|.*)", re.MULTILINE)
-NAME = re.compile(r"([\w*]+)(?:\s+as\s+\w+)?")  # of an import; "*" for all
+COPIED_FROM = re.compile(
+    r"^(\ufeff?# Copied from tinyblock )(\S+): (\S+)", re.MULTILINE
+)
+FROM_IMPORT = re.compile(
+    r"^[ \t]*from[ \t]+(\.*)([\w.]*)[ \t]*import\b[ \t]*(\([^)]*\)|(?:\\\n|.)*)",
+    re.MULTILINE,
+)
+IMPORT = re.compile(r"^[ \t]*import[ \t]+(.*)", re.MULTILINE)
+NAME = re.compile(r"([\w.*]+)(?:\s+as\s+\w+)?")  # of an import; "*" for all
 # What `git diff --check` calls a leftover conflict marker.
 MARKER = re.compile(r"^(<{7}|\|{7}|={7}|>{7})(\s|$)", re.MULTILINE)
 CONFLICT = "conflict markers: resolve them"
+BASE_AGAIN = "edited, and has a base again"
 
 
 class CommandError(Exception):
@@ -62,7 +75,7 @@ class CommandError(Exception):
 class Copy:
     """A file in a folder of copies, its base, and what this release writes as both.
 
-    The lines of the texts end with "\\n". The text of a missing file is "".
+    The lines of the texts end with "\n". The text of a missing file is "".
     """
 
     name: str  # such as rope.py or contract/test_rope.py
@@ -85,6 +98,10 @@ class Copy:
     @property
     def has_conflict(self) -> bool:
         return MARKER.search(self.text) is not None
+
+    @property
+    def has_conflict_with_this_release(self) -> bool:
+        return f"\n>>>>>>> tinyblock {VERSION}\n" in self.text
 
     @property
     def requires_work(self) -> bool:
@@ -113,18 +130,36 @@ class Copy:
             found.append(f"outdated: tinyblock {VERSION} has changed since")
         return ", ".join(found)
 
-    def plan(self) -> tuple[str, str]:
-        """Return what `update` does, and the exact text that it writes ("": none)."""
-        if self.new and not self.text:
-            return "copied", with_line_ends_of(self.base_path, self.new)
-        if self.new and not self.base:
-            return "copied", with_line_ends_of(self.path, self.new)
-        if not self.is_outdated or self.has_conflict:
-            return self.state or "up to date", ""
+    def plan(self) -> tuple[str, dict[Path, str]]:
+        """Return what `update` does, and the exact texts of the files that it writes.
+
+        The files are written in this order. After a stop between a base and a copy, the
+        copy is missing. After a stop between a copy and a base, the base is missing or
+        old, and git merges again: it takes what both sides have.
+        """
+        if not self.new:
+            return self.state, {}
+        new_base = {self.base_path: with_line_ends_of(self.base_path, self.new)}
+        new_copy = {self.path: with_line_ends_of(self.path, self.new)}
+        if not self.text:
+            restored = {self.path: with_line_ends_of(self.base_path, self.new)}
+            return "copied", new_base | restored
+        if not self.base:
+            is_edited = self.text != self.new and version_in(self.text) == VERSION
+            return (
+                (BASE_AGAIN, new_base) if is_edited else ("copied", new_copy | new_base)
+            )
+        if not self.is_outdated:
+            return self.state or "up to date", {}
+        if self.has_conflict:
+            # An update to this release was stopped before it wrote the base.
+            is_merged = self.version != VERSION and self.has_conflict_with_this_release
+            return (CONFLICT, new_base) if is_merged else (self.state, {})
         if self.text == self.base:
-            return "updated", with_line_ends_of(self.path, self.new)
+            return "updated", new_copy | new_base
         text = self.merge()
-        return CONFLICT if MARKER.search(text) else "merged with your edits", text
+        row = CONFLICT if MARKER.search(text) else "merged with your edits"
+        return row, {self.path: text} | new_base
 
     def merge(self) -> str:
         """Return the user's edits, merged by git with the changes in tinyblock.
@@ -146,24 +181,41 @@ class Copy:
             Path(folder, "yours").write_bytes(yours.encode())
             Path(folder, "base").write_bytes(base.encode())
             Path(folder, "new").write_bytes(new.encode())
-            done = subprocess.run(command, cwd=folder, capture_output=True, check=False)
-        if done.returncode > 127:  # up to 127 it is the number of conflicts
+            try:
+                done = subprocess.run(
+                    command, cwd=folder, capture_output=True, check=False
+                )
+            except FileNotFoundError as error:
+                raise CommandError(
+                    f"git must be on PATH to merge your edits of {self.path}: install it"
+                ) from error
+        merged = done.stdout.decode()
+        # git exits with the number of conflicts, and with 255 after an error. A program
+        # that only stands for git, as on a new Mac, exits with 1, too.
+        is_merged = done.returncode == 0 or MARKER.search(merged)
+        if not merged or not is_merged or not 0 <= done.returncode <= 127:
             reason = done.stderr.decode(errors="replace").strip()
             raise CommandError(f"git cannot merge {self.path}: {reason}")
-        return header + done.stdout.decode()
+        return header + merged
 
 
 def read_copy(folder: Path, name: str) -> Copy:
     """Read a copy, which may be missing, and its base."""
     path = folder / name
     base_path = base_of(folder, name)
-    if is_own(folder, name):
-        raise CommandError(
-            f"{path} is not a copy with a base: move it away, or restore {base_path}"
-        )
     text = read(path)
-    base = read(base_path)
     version = version_in(text)  # users may delete headers
+    if is_own(folder, name):
+        other = f"run `add` of tinyblock {version}" if version else "move it away"
+        raise CommandError(
+            f"{path} is not a copy with a base: restore {base_path}, or {other}"
+        )
+    base = without_stray_spaces(read(base_path))
+    if base and (not version_in(base) or MARKER.search(base)):
+        raise CommandError(
+            f"{base_path} must be as tinyblock wrote it: restore it or, after a merge of "
+            "two branches, take the whole file from the branch with the newer version"
+        )
     # An interrupted update leaves a copy from this release with an older base.
     if version not in ("", version_in(base), VERSION):
         raise CommandError(
@@ -172,7 +224,7 @@ def read_copy(folder: Path, name: str) -> Copy:
         )
     missing_imports = [  # a missing copy with a base is reported by itself
         imported
-        for imported in sorted(imports_of(name, text))
+        for imported in sorted(imports_of(folder, name, text))
         if not is_module(folder / imported) and not base_of(folder, imported).exists()
     ]
     is_newer = numbers(version_in(base)) > numbers(VERSION)
@@ -183,7 +235,8 @@ def read_copy(folder: Path, name: str) -> Copy:
         text=text,
         base=base,
         is_newer=is_newer,
-        new="" if is_newer else written_as(name),
+        # A renamed copy has the name of its source in its base.
+        new="" if is_newer else written_as(source_in(base) or name),
         missing_imports=missing_imports,
     )
 
@@ -191,12 +244,13 @@ def read_copy(folder: Path, name: str) -> Copy:
 def is_own(folder: Path, name: str) -> bool:
     """Return whether the user has a file of this name that is not a copy.
 
-    A file as tinyblock writes it is a copy: by hand, or by a command that was
-    interrupted before it wrote the base.
+    A file as tinyblock writes it is a copy, and so is a file from this release: copied
+    by hand, or by a command that was interrupted, or without the base that it had.
     """
     if not (folder / name).exists() or read(base_of(folder, name)):
         return False
-    return read(folder / name) not in (read(ROOT / name), written_as(name))
+    text = read(folder / name)
+    return text != read(ROOT / name) and version_in(text) != VERSION
 
 
 def is_module(path: Path) -> bool:
@@ -204,10 +258,16 @@ def is_module(path: Path) -> bool:
     return path.exists() or path.with_suffix("").is_dir()
 
 
+def is_in_release(name: str) -> bool:
+    """Return whether this release has a file that can be copied."""
+    return name not in NOT_COPIED and (ROOT / name).is_file()
+
+
 def written_as(name: str) -> str:
     """Return what this release writes as a copy, or "" if it has no such file."""
-    source = read(ROOT / name)
-    return HEADER.format(version=VERSION, name=name) + source if source else ""
+    if not is_in_release(name):
+        return ""
+    return HEADER.format(version=VERSION, name=name) + read(ROOT / name)
 
 
 def layer_name(path: str) -> str:
@@ -221,8 +281,14 @@ def base_of(folder: Path, name: str) -> Path:
 
 def version_in(text: str) -> str:
     """Return the version in a header, or "" if there is none."""
-    found = COPIED_FROM.search(text)
+    found = COPIED_FROM.search(split_header(text)[0])
     return found[2] if found else ""
+
+
+def source_in(text: str) -> str:
+    """Return the name of the copied file in a header, or "" if there is none."""
+    found = COPIED_FROM.search(split_header(text)[0])
+    return found[3] if found else ""
 
 
 def numbers(version: str) -> list[int]:
@@ -237,20 +303,57 @@ def split_header(text: str) -> tuple[str, str]:
 
 def renumber(text: str) -> str:
     """Write this version into a header. A new number is neither an edit nor a change."""
-    return COPIED_FROM.sub(rf"\g<1>{VERSION}", text, count=1)
+    header, layer = split_header(text)
+    return COPIED_FROM.sub(rf"\g<1>{VERSION}: \g<3>", header, count=1) + layer
 
 
-def imports_of(name: str, text: str) -> dict[str, list[str]]:
-    """Return the files that a file imports, and the names that it imports from each.
+def without_stray_spaces(text: str) -> str:
+    """Undo what a tool for whitespace does to a base, in which no line ends with a space."""
+    lines = text.removeprefix("\ufeff").rstrip().split("\n")
+    return "\n".join(line.rstrip() for line in lines) + "\n" if text.strip() else ""
 
-    `from .ffn import SwiGLU` in block.py becomes {"ffn.py": ["SwiGLU"]}.
+
+def imports_of(folder: Path, name: str, text: str) -> dict[str, list[str]]:
+    """Return the files of tinyblock that a copy imports, and the names from each.
+
+    In my_package/layers/block.py, `from .ffn import SwiGLU`, `from . import ffn` and
+    `import my_package.layers.ffn` import ffn.py.
     """
-    folder = PurePosixPath(name).parent
+    imports: list[tuple[str, str, list[str]]] = []
+    for dots, module, clause in FROM_IMPORT.findall(text):
+        names = names_in(clause)
+        imports.append((dots, module, names))
+        imports += [(dots, f"{module}.{each}", []) for each in names]  # maybe modules
+    for clause in IMPORT.findall(text):
+        imports += [("", module, []) for module in names_in(clause)]
     found: defaultdict[str, list[str]] = defaultdict(list)
-    for module, clause in IMPORT.findall(text):
-        without_comments = re.sub("#.*", "", clause)
-        found[(folder / f"{module}.py").as_posix()] += NAME.findall(without_comments)
+    for dots, module, names in imports:
+        file = file_of(folder.resolve(), name, dots, module)
+        if file:
+            found[file] += names
     return found
+
+
+def names_in(clause: str) -> list[str]:
+    """Return what an import names: ["a", "b"] for the clause "(a as c, b)  # why"."""
+    return NAME.findall(re.sub("#.*", "", clause))
+
+
+def file_of(folder: Path, importer: str, dots: str, module: str) -> str:
+    """Return the file of tinyblock that a file in the folder imports as a module, or ""."""
+    if dots:  # one stands for the folder of the importer, two for the folder above it
+        roots = (folder / importer).parents[len(dots) - 1 : len(dots)]
+    elif (folder / "__init__.py").exists():
+        roots = folder.parents[:]
+    else:  # Python may also import a file from the folder itself
+        roots = (folder, *folder.parents)
+    for root in roots:
+        path = root.joinpath(*module.split("."))
+        if path.is_relative_to(folder):
+            name = f"{path.relative_to(folder).as_posix()}.py"
+            if is_in_release(name):
+                return name
+    return ""
 
 
 def copies_in(folder: Path, layers: Sequence[str]) -> list[Copy]:
@@ -258,18 +361,23 @@ def copies_in(folder: Path, layers: Sequence[str]) -> list[Copy]:
 
     Without layers, return all copies.
     """
-    if folder.is_file():
-        raise CommandError(f"DIR must be a folder, got the file {folder}")
+    require_folder(folder)
     bases = folder / ".tinyblock"
     names = [
         base.relative_to(bases).with_suffix("").as_posix()
         for base in sorted(bases.rglob("*.base"))
     ]
+    require_bases(folder, [name for name in names if read(base_of(folder, name))])
     absent = sorted(set(layers) - set(map(layer_name, names)))
+    if absent and TITLES.keys() >= set(absent):
+        raise CommandError(
+            f"{folder} has no copy of {' '.join(absent)}: run `{add_command(folder, absent)}`"
+        )
     if absent or not names:
-        what = " ".join(absent) or "LAYER"
-        hint = f"{started_as()} add {what} --to {shlex.quote(str(folder))}"
-        raise CommandError(f"{folder} has no copy of {what}: run `{hint}`")
+        what = f"copy of {' '.join(absent)}" if absent else "copies"
+        raise CommandError(
+            f"{folder} has no {what}: `{started_as()} list` prints what `add` can copy"
+        )
     return [
         read_copy(folder, name)
         for name in names
@@ -277,38 +385,119 @@ def copies_in(folder: Path, layers: Sequence[str]) -> list[Copy]:
     ]
 
 
+def require_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise CommandError(f"DIR must be a folder, got the file {folder}")
+    if folder.is_symlink() and not folder.exists():
+        raise CommandError(f"DIR must be a folder, got a link to nothing, {folder}")
+
+
+def require_bases(folder: Path, names: Sequence[str]) -> None:
+    """Require a base of each file that says in its header that it is a copy.
+
+    Otherwise it would never be updated again. names: the copies that have a base.
+    """
+    versions = {}
+    for path in sorted([*folder.glob("*.py"), *folder.glob("contract/*.py")]):
+        name = path.relative_to(folder).as_posix()
+        text = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+        source = source_in(text)
+        if name in names or not source:
+            continue
+        if source == name:
+            versions[name] = version_in(text)
+        elif source in names and not (folder / source).exists():
+            raise CommandError(
+                f"{path} was copied as {source}: rename {base_of(folder, source)} to "
+                f"{base_of(folder, name)}, too, or delete the first line of {path}"
+            )
+    if not versions:
+        return
+    layers = sorted({layer_name(name) for name in versions} & TITLES.keys())
+    command = add_command(folder, layers)
+    if any(name.startswith("contract/") for name in versions):
+        command += " --with-tests"
+    raise CommandError(
+        f"{', '.join(versions)} in {folder} must have bases: restore "
+        f"{folder / '.tinyblock'}, or run `{command}` of tinyblock "
+        f"{', '.join(sorted(set(versions.values())))}"
+    )
+
+
 def bring_up_to_date(folder: Path, copies: Iterable[Copy]) -> int:
     """Write and update copies and what they import, and return the exit code."""
     waiting = list(copies)
     rows: dict[str, str] = {}
     importers = defaultdict(list)  # of the files that are not copies
-    license_text = with_line_ends_of(folder / LICENSE, read(ROOT / "LICENSE"))
-    texts = {folder / LICENSE: license_text}
+    texts: dict[Path, str] = {}
+    if not (folder / LICENSE).exists():
+        texts[folder / LICENSE] = read(ROOT / "LICENSE")
     while waiting:
         copy = waiting.pop()
         if copy.name in rows:
             continue
-        rows[copy.name], text = copy.plan()
-        if text:
-            texts[copy.path] = text  # before its base, so that git merges again
-            texts[copy.base_path] = with_line_ends_of(copy.base_path, copy.new)
-        for imported, names in imports_of(copy.name, text or copy.text).items():
-            if not (ROOT / imported).exists():
-                continue
+        rows[copy.name], written = copy.plan()
+        texts |= written
+        text = written.get(copy.path, copy.text)
+        for imported, names in imports_of(folder, copy.name, text).items():
             path = folder / imported
             is_folder = not path.exists() and path.with_suffix("").is_dir()
             if is_folder or is_own(folder, imported):
-                what = ", ".join(names)
-                importers[imported].append(f"{copy.name} imports {what} from it")
+                what = f"{', '.join(names)} from it" if names else "it"
+                importers[imported].append(f"{copy.name} imports {what}")
             else:
                 waiting.append(read_copy(folder, imported))
     for path, text in texts.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode())
+        try:
+            replace(path, text)
+        except OSError as error:
+            raise CommandError(
+                f"{path} cannot be written: {error.strerror}: mend this, and repeat the "
+                "command; no file is damaged"
+            ) from error
     for name, imports in importers.items():
         rows[name] = f"kept, because it is not a copy: {'; '.join(sorted(imports))}"
     print_table(dict(sorted(rows.items())))
+    warn_of_gitignore(folder, [base_of(folder, name) for name in rows])
     return int(any(row.startswith(CONFLICT) for row in rows.values()))
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file whole, or leave it as it is. It keeps its mode, and a link stays one.
+
+    A file beside it gets the text, and takes its place when all is on the disk. A stop
+    leaves this other file, which a repeated command writes again.
+    """
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            shutil.copymode(target, partial)
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def warn_of_gitignore(folder: Path, bases: Iterable[Path]) -> None:
+    """Name a base that git would leave out of a commit without a word."""
+    names = [str(base.relative_to(folder)) for base in bases]
+    command = ["git", "check-ignore", "--", *names]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, check=False)
+    except FileNotFoundError:  # there is no git
+        return
+    ignored = done.stdout.decode().splitlines()
+    if ignored:
+        print(
+            f"git ignores {folder / ignored[0]}, without which a fresh clone cannot "
+            "update: add the lines `!.tinyblock/` and `!*.base` to .gitignore"
+        )
 
 
 # The commands. Each returns its exit code.
@@ -322,18 +511,23 @@ def list_(arguments: argparse.Namespace) -> int:
 
 def add(arguments: argparse.Namespace) -> int:
     """Copy layers, and what they import, into a folder."""
+    require_folder(arguments.folder)
     names = [f"{layer}.py" for layer in arguments.layers]
-    if arguments.with_tests:
-        names += ["contract/__init__.py", "contract/conftest.py"]
-        pages = [f"contract/test_{layer}.py" for layer in arguments.layers]
-        names += [page for page in pages if (ROOT / page).exists()]
+    pages = [f"contract/test_{layer}.py" for layer in arguments.layers]
+    pages = [page for page in pages if is_in_release(page)]
+    if arguments.with_tests and pages:
+        names += ["contract/__init__.py", "contract/conftest.py", *pages]
     copies = [read_copy(arguments.folder, name) for name in names]
     code = bring_up_to_date(arguments.folder, copies)
+    untested = [
+        layer for layer in arguments.layers if f"contract/test_{layer}.py" not in pages
+    ]
+    if arguments.with_tests and untested:
+        print(f"The contract has no tests of {', '.join(untested)}")
     if not (arguments.folder / "typecheck.py").exists():
-        folder = shlex.quote(str(arguments.folder))
         print(
             "Copies check no shapes by themselves. "
-            f"`{started_as()} add typecheck --to {folder}` copies a file that does"
+            f"`{add_command(arguments.folder, ['typecheck'])}` copies a file that does"
         )
     return code
 
@@ -408,6 +602,11 @@ def print_diff(old: str, new: str, old_name: str, new_name: str) -> None:
 def read_exactly(path: Path) -> str:
     """Return the text of a file with its own line ends, or "" if there is no file."""
     if not path.exists():
+        if path.is_symlink():
+            raise CommandError(
+                f"{path} is a link to {os.readlink(path)}, which does not exist: "
+                "restore that file, or delete the link"
+            )
         return ""
     try:
         return path.read_bytes().decode()
@@ -430,10 +629,14 @@ def with_line_ends_of(path: Path, text: str) -> str:
     return text.replace("\n", "\r\n") if has_crlf else text
 
 
+def add_command(folder: Path, layers: Iterable[str]) -> str:
+    return f"{started_as()} add {' '.join(layers)} --to {shlex.quote(str(folder))}"
+
+
 def started_as() -> str:
     """Return how the user typed the command, for hints."""
     python = PurePath(sys.executable).name
-    if not __package__:
+    if Path(sys.argv[0]).is_dir():
         return f"{python} {shlex.quote(sys.argv[0])}"
     if Path(sys.argv[0]) == Path(__file__).with_name("__main__.py"):
         return f"{python} -m tinyblock"
@@ -455,6 +658,7 @@ def add_folder_and_layers(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "layers",
         nargs="*",
+        default=(),  # otherwise an error says that it is required
         type=layer_name,
         metavar="LAYER",
         help="select a layer and its test (default: select all copies)",
@@ -527,13 +731,14 @@ def parser() -> Parser:
         metavar="DIR_OR_FILE",
         help="test the layers in this folder, or the one in this file",
     )
-    command.add_argument(
+    rest = command.add_argument(
         "rest",
         nargs=argparse.REMAINDER,
         metavar="...",
         help="select layers by name (default: test all), then pass options to "
         "pytest, such as -x or -k float64",
     )
+    rest.required = False  # otherwise an error names it beside a missing DIR_OR_FILE
     return main_parser
 
 

@@ -1,74 +1,128 @@
 """A project with copies of layers, and releases of tinyblock."""
 
+import contextlib
+import importlib.util
+import io
 import re
 import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tinyblock import copies
-
-PACKAGE = copies.ROOT
+PACKAGE = Path(__file__).parents[2] / "tinyblock"
 
 
+@dataclass
 class Project:
-    """A folder of copies in an empty directory, and the release of the command."""
+    """A folder in which commands run, and the copies in a package of this folder."""
 
-    folder = Path("läyers of mine")
-    rope = folder / "rope.py"
+    root: Path
+    name = "my_package/cöpies"
+    tinyblock: Path = field(init=False)  # the release that runs
+    version: str = field(init=False)
 
-    def __init__(self, monkeypatch, capsys):
-        self.monkeypatch = monkeypatch
-        self.capsys = capsys
+    @property
+    def folder(self):
+        return self.root / self.name
 
     def release(self, version, **lines):
-        """Install a release. Its files end with these lines."""
-        root = Path(f"{version}, {len(lines)} lines")
-        shutil.copytree(PACKAGE, root, ignore=shutil.ignore_patterns("__pycache__"))
-        self.monkeypatch.setattr(copies, "ROOT", root)
-        self.monkeypatch.setattr(copies, "VERSION", version)
+        """Let the commands be of this release, whose files end with these lines."""
+        self.version = version
+        self.tinyblock = Path(tempfile.mkdtemp(dir=self.root.parent), "tinyblock")
+        unneeded = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(PACKAGE, self.tinyblock, ignore=unneeded)
+        self.change(
+            "__init__.py", '__version__ = "0.1.0"', f'__version__ = "{version}"'
+        )
         for name, line in lines.items():
-            append(root / f"{name}.py", line)
+            with (self.tinyblock / f"{name}.py").open("ab") as file:
+                file.write(f"{line}\n".encode())
 
-    def run(self, command, *arguments, code=0):
-        """Run a command on the folder, and return what it prints for each file."""
-        folder = f"--to={self.folder}" if command == "add" else str(self.folder)
-        found = copies.main([command, folder, *arguments])
-        self.printed = "".join(self.capsys.readouterr())
-        assert found == code, self.printed
-        return dict(re.findall(r"^(\S+\.py) +(.*)", self.printed, re.MULTILINE))
+    def change(self, name, old, new):
+        """Replace a text in a file of the release."""
+        replace(self.tinyblock / name, old, new)
 
     def edit(self, name, old, new):
-        """Replace a text that a copy has, and keep all else, line ends included."""
-        text = self.exactly(name)
-        assert old in text
-        self.write(name, text.replace(old, new, 1))
+        """Replace a text in a copy, and keep all else, line ends included."""
+        replace(self.folder / name, old, new)
 
     def append(self, name, line):
         """Let a copy end with a line."""
-        append(self.folder / name, line)
+        with (self.folder / name).open("ab") as file:
+            file.write(f"{line}\n".encode())
 
-    def exactly(self, name):
-        """Return a copy with its own line ends."""
-        return (self.folder / name).read_bytes().decode()
+    def run(self, command, *arguments, code=0):
+        """Run a command on the copies, and return what it prints."""
+        folder = f"--to={self.name}" if command == "add" else self.name
+        spec = importlib.util.spec_from_file_location(
+            "copies", self.tinyblock / "copies.py"
+        )
+        copies = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(copies)
+        printed = io.StringIO()
+        with (
+            contextlib.chdir(self.root),
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
+        ):
+            found = copies.main([command, folder, *arguments])
+        assert found == code, f"{command} {' '.join(arguments)}: {printed.getvalue()}"
+        return printed.getvalue()
 
-    def write(self, name, text):
-        (self.folder / name).write_bytes(text.encode())
+    def start(self, command, *arguments, **options):
+        """Run a command in a process of its own, with Python alone."""
+        return subprocess.run(
+            [sys.executable, "-I", "-S", self.tinyblock, command, *arguments],
+            cwd=self.root,
+            capture_output=True,
+            text=True,
+            check=False,
+            **options,
+        )
+
+    def rows(self, command, *arguments, code=0):
+        """Run a command on the copies, and return its row for each file."""
+        printed = self.run(command, *arguments, code=code)
+        return dict(re.findall(r"^(\S+\.py) +(.*)", printed, re.MULTILINE))
+
+    def contents(self):
+        """Return the bytes of each file in the folder of copies."""
+        return {
+            path.relative_to(self.folder).as_posix(): path.read_bytes()
+            for path in self.folder.rglob("*")
+            if path.is_file()
+        }
 
     def base(self, name):
         return self.folder / ".tinyblock" / f"{name}.base"
 
+    def written(self, name):
+        """Return what the release writes as a copy, as docs/vendoring.md describes it."""
+        header = f"""\
+# Copied from tinyblock {self.version}: {name}
+# Copyright (c) 2026 The tinyblock authors, MIT license: see LICENSE.tinyblock
+# ruff: noqa: PGH004
+# flake8: noqa
+# fmt: off
+"""
+        return header.encode() + (self.tinyblock / name).read_bytes()
 
-def append(path, line):
-    with path.open("a", encoding="utf-8", newline="") as file:
-        file.write(f"{line}\n")
+
+def replace(path, old, new):
+    text = path.read_bytes().decode()
+    assert old in text, f"{path} must have {old!r}"
+    path.write_bytes(text.replace(old, new, 1).encode())
 
 
 @pytest.fixture
-def empty(tmp_path, monkeypatch, capsys):
+def empty(tmp_path):
     """Release 0.1.0, and no copies."""
-    monkeypatch.chdir(tmp_path)
-    project = Project(monkeypatch, capsys)
+    project = Project(tmp_path / "project")
+    project.root.mkdir()
     project.release("0.1.0")
     return project
 

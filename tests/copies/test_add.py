@@ -1,149 +1,126 @@
 """`tinyblock add`: what it writes, and what it leaves as it is."""
 
-import shutil
+from imports import neighbors_of
 
-import pytest
-
-from tinyblock import copies
-
-NOT_A_COPY = "kept, because it is not a copy: "
+LICENSE = "LICENSE.tinyblock"
+NOT_A_COPY = "is not a copy with a base"
 
 
-def test_a_copy_is_a_header_and_the_layer(project):
-    header = (
-        "# Copied from tinyblock 0.1.0: rope.py\n"
-        "# Copyright (c) 2026 The tinyblock authors, MIT license: see LICENSE.tinyblock\n"
-        "# flake8: noqa\n"
-        "# fmt: off\n"
-    )
-    layer = (copies.ROOT / "rope.py").read_text()
-    assert project.rope.read_text() == header + layer
+def with_bases(project, names):
+    """Return the contents of a folder of copies as docs/vendoring.md describes it."""
+    copies = {name: project.written(name) for name in names}
+    bases = {f".tinyblock/{name}.base": copies[name] for name in names}
+    return copies | bases | {LICENSE: (project.tinyblock / "LICENSE").read_bytes()}
 
 
-def test_the_base_of_a_new_copy_is_its_text(project):
-    assert project.base("rope.py").read_text() == project.rope.read_text()
+def with_crlf(text):
+    return text.replace(b"\n", b"\r\n")
 
 
-def test_add_copies_what_a_layer_imports(empty):
-    names = ("attention.py", "block.py", "ffn.py", "rmsnorm.py")
-    assert empty.run("add", "block") == dict.fromkeys(names, "copied")
+def test_add_writes_a_layer_what_it_imports_their_bases_and_the_license(empty):
+    names = ["attention.py", "block.py", "ffn.py", "rmsnorm.py"]
+    assert empty.rows("add", "block") == dict.fromkeys(names, "copied")
+    assert empty.contents() == with_bases(empty, names)
 
 
-def test_add_copies_the_license(project):
-    text = (project.folder / "LICENSE.tinyblock").read_text()
-    assert text == (copies.ROOT / "LICENSE").read_text()
-    assert text.startswith("MIT")
+def test_add_with_tests_writes_the_pages_and_what_they_import(empty):
+    printed = empty.run("add", "rope", "typecheck", "--with-tests")
+    pages = {"__init__", "conftest", "test_rope"}
+    for page in list(pages):
+        pages |= neighbors_of(empty.tinyblock / "contract" / f"{page}.py")
+    names = ["rope.py", "typecheck.py", *(f"contract/{page}.py" for page in pages)]
+    assert empty.contents() == with_bases(empty, names)
+    assert printed.endswith("\nThe contract has no tests of typecheck\n")
 
 
-def test_add_copies_no_tests_unless_asked(empty):
-    assert empty.run("add", "rope") == {"rope.py": "copied"}
-    assert not (empty.folder / "contract").exists()
+def test_add_with_tests_writes_no_tests_if_a_layer_has_none(empty):
+    empty.run("add", "typecheck", "--with-tests")
+    assert empty.contents() == with_bases(empty, ["typecheck.py"])
 
 
-def test_add_copies_the_tests_of_a_layer_if_asked(empty):
-    rows = empty.run("add", "rope", "--with-tests")
-    assert rows["contract/test_rope.py"] == "copied"
-    assert (empty.folder / "contract" / "test_rope.py").exists()
-
-
-def test_a_file_that_has_no_tests_is_copied_with_what_tests_share(empty):
-    rows = empty.run("add", "typecheck", "--with-tests")
-    assert "contract/conftest.py" in rows
-    assert set(rows.values()) == {"copied"}
-
-
-@pytest.mark.parametrize("name", ["rope", "rope.py", "here/rope.py", "test_rope.py"])
-def test_a_layer_is_named_in_any_way(name, empty):
-    assert empty.run("add", name) == {"rope.py": "copied"}
+def test_a_layer_is_named_in_any_way(empty):
+    for name in ("rope", "rope.py", "here/rope.py", "test_rope.py"):
+        assert list(empty.rows("add", name)) == ["rope.py"], name
 
 
 def test_add_updates_what_is_a_copy_already(project):
     project.release("0.2.0", rope="# new")
-    assert project.run("add", "rope") == {"rope.py": "updated"}
+    assert project.rows("add", "rope") == {"rope.py": "updated"}
+    assert project.contents()["rope.py"] == project.written("rope.py")
 
 
-@pytest.mark.parametrize("text", ["# mine\n", ""], ids=["a file", "an empty file"])
-def test_another_file_is_never_replaced(text, empty):
-    empty.folder.mkdir()
-    empty.rope.write_text(text)
-    empty.run("add", "rope", code=2)
-    assert f"{empty.rope} is not a copy with a base" in empty.printed
-    assert empty.rope.read_text() == text
+def test_add_takes_an_unedited_file_as_a_copy(empty):
+    """Copied by hand or from a wheel of Windows, or by an `add` without its base."""
+    source = (empty.tinyblock / "rope.py").read_bytes()
+    written = empty.written("rope.py")
+    states = {
+        "by hand": (source, written),
+        "by hand, with CRLF": (with_crlf(source), with_crlf(written)),
+        "without its base": (written, written),
+    }
+    empty.folder.mkdir(parents=True)
+    for title, (before, after) in states.items():
+        (empty.folder / "rope.py").write_bytes(before)
+        assert empty.rows("add", "rope") == {"rope.py": "copied"}, title
+        assert empty.contents()["rope.py"] == after, title
+        assert empty.rows("check") == {}, title
+        empty.base("rope.py").unlink()
 
 
-def test_add_writes_nothing_if_it_cannot_write_all(empty):
-    empty.folder.mkdir()
-    empty.rope.write_text("# mine\n")
-    empty.run("add", "ffn", "rope", code=2)
-    assert list(empty.folder.iterdir()) == [empty.rope]
+# The user's own ffn.py, and what an error says if it is named, or cannot be read.
+OWN_FILES = {
+    "a file": (b"class SwiGLU: ...\n", NOT_A_COPY),
+    "an empty file": (b"", NOT_A_COPY),
+    "a file with our header in its text": (
+        b'"""\n# Copied from tinyblock 0.1.0: ffn.py\n"""\n',
+        NOT_A_COPY,
+    ),
+    "a copy of another version": (
+        b"# Copied from tinyblock 0.0.9: ffn.py\n# mine\n",
+        "run `add` of tinyblock 0.0.9",
+    ),
+}
 
 
-def test_a_row_names_a_kept_file_and_what_is_imported_from_it(empty):
-    empty.folder.mkdir()
-    path = empty.folder / "ffn.py"
-    path.write_text("# mine\n")
-    rows = empty.run("add", "block")
-    assert rows["ffn.py"] == NOT_A_COPY + "block.py imports SwiGLU from it"
-    assert path.read_text() == "# mine\n"
+def test_add_never_replaces_a_file_that_is_not_a_copy(empty):
+    empty.folder.mkdir(parents=True)
+    (empty.folder / LICENSE).write_text("mine\n")
+    for title, (text, error) in OWN_FILES.items():
+        (empty.folder / "ffn.py").write_bytes(text)
+        before = empty.contents()
+        assert error in empty.run("add", "rope", "ffn", code=2), title
+        assert empty.contents() == before, title
 
 
-def test_a_row_names_each_file_that_imports_a_kept_one(empty):
-    empty.folder.mkdir()
-    (empty.folder / "rmsnorm.py").write_text("# mine\n")
-    rows = empty.run("add", "transformer")
+def test_add_keeps_a_file_that_a_layer_imports_and_says_so(empty):
+    empty.folder.mkdir(parents=True)
+    for title, (text, _) in OWN_FILES.items():
+        (empty.folder / "ffn.py").write_bytes(text)
+        kept = "kept, because it is not a copy: block.py imports SwiGLU from it"
+        assert empty.rows("add", "block")["ffn.py"] == kept, title
+        contents = empty.contents()
+        assert contents["ffn.py"] == text, title
+        assert ".tinyblock/ffn.py.base" not in contents, title
+
+
+def test_add_keeps_a_folder_of_the_name_of_a_layer(empty):
+    (empty.folder / "rmsnorm").mkdir(parents=True)
     importers = (
         "block.py imports RMSNorm from it; transformer.py imports RMSNorm from it"
     )
-    assert rows["rmsnorm.py"] == NOT_A_COPY + importers
+    rows = empty.rows("add", "transformer")
+    assert rows["rmsnorm.py"] == f"kept, because it is not a copy: {importers}"
+    assert "rmsnorm.py" not in empty.contents()
 
 
-def test_a_kept_folder_is_named_as_a_kept_file_is(empty):
-    (empty.folder / "ffn").mkdir(parents=True)
-    rows = empty.run("add", "block")
-    assert rows["ffn.py"] == NOT_A_COPY + "block.py imports SwiGLU from it"
-    assert sorted(path.name for path in empty.folder.glob("ffn*")) == ["ffn"]
+def test_add_names_a_file_that_is_not_utf_8(empty):
+    empty.folder.mkdir(parents=True)
+    (empty.folder / "ffn.py").write_bytes(b"\xff\xfe#\0")
+    assert "ffn.py must be text in UTF-8" in empty.run("add", "block", code=2)
+    assert list(empty.contents()) == ["ffn.py"]
 
 
-def test_update_names_a_kept_file_too(project):
-    (project.folder / "typecheck.py").write_text("# mine\n")
-    project.release(
-        "0.2.0", ffn="from .typecheck import (\n    typecheck as check,  # here\n)"
-    )
-    rows = project.run("update", "ffn")
-    assert rows["typecheck.py"] == NOT_A_COPY + "ffn.py imports typecheck from it"
-
-
-def test_no_row_names_a_file_that_tinyblock_does_not_have(project):
-    project.edit("block.py", "from .rmsnorm", "from .mine")
-    (project.folder / "mine.py").write_text("# mine\n")
-    names = {"attention.py", "block.py", "ffn.py", "rmsnorm.py", "rope.py"}
-    assert set(project.run("update")) == names
-
-
-def test_an_unedited_file_copied_by_hand_becomes_a_copy(empty):
-    empty.folder.mkdir()
-    shutil.copy(copies.ROOT / "rope.py", empty.folder)
-    assert empty.run("add", "rope") == {"rope.py": "copied"}
-    assert empty.run("check") == {}
-    assert empty.rope.read_text().startswith("# Copied from tinyblock")
-
-
-@pytest.mark.parametrize("name", ["block.py", "ffn.py"])  # asked for, and imported
-def test_add_completes_an_add_that_was_interrupted_before_a_base(name, empty):
-    empty.run("add", "block")
-    empty.base(name).unlink()
-    assert empty.run("add", "block")[name] == "copied"
-    assert empty.run("check") == {}
-
-
-def test_add_says_how_to_check_shapes(empty):
-    empty.run("add", "rope")
-    assert f"`tinyblock add typecheck --to '{empty.folder}'`" in empty.printed
-
-
-def test_add_of_typecheck_says_nothing_more(empty):
-    empty.run("add", "rope", "typecheck")
-    assert empty.printed.splitlines() == [
-        "rope.py       copied",
-        "typecheck.py  copied",
-    ]
+def test_add_says_how_to_check_shapes_unless_it_copies_the_file_that_does(empty):
+    hint = f"add typecheck --to '{empty.name}'` copies a file that does"
+    assert hint in empty.run("add", "rope")
+    assert hint not in empty.run("add", "rope", "typecheck")

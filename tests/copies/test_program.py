@@ -1,7 +1,5 @@
-"""How the command starts: installed, or as `python3 tinyblock` with Python alone."""
+"""How the command starts: from a clone or a wheel, with any Python, and without a package."""
 
-import runpy
-import shlex
 import shutil
 import subprocess
 import sys
@@ -9,163 +7,188 @@ from pathlib import Path
 
 import pytest
 
-from tinyblock import copies
+ROOT = Path(__file__).parents[2]
+COMMANDS = ("list", "add", "check", "diff", "update", "verify")
 
-PACKAGE = copies.ROOT
+
+def run(*command, folder):
+    return subprocess.run(
+        [*map(str, command)], cwd=folder, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture
-def clone(tmp_path, monkeypatch):
-    """A clone in the folder above, which nobody has installed."""
-    folder = tmp_path / "project"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return shutil.copytree(
-        PACKAGE, tmp_path / "tinyblock", ignore=shutil.ignore_patterns("__pycache__")
-    )
+def clone(empty):
+    """A clone that nobody has installed, and how it starts beside the project."""
+    path = shutil.copytree(empty.tinyblock, empty.root.parent / "tinyblock")
+    return [sys.executable, "-I", "-S", Path("..", path.name)]
 
 
-def bare(*arguments):
-    """Run a command with Python alone: without a package, a path, or a user's folder."""
-    command = [sys.executable, "-I", "-S", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture
+def installed(empty):
+    """The command of a wheel that is installed into an empty environment.
+
+    There is no torch, so no command but `verify` may import the package.
+    """
+    pytest.importorskip("hatchling", reason="requires the extra dev")
+    dist = empty.root.parent / "dist"
+    environment = empty.root.parent / "environment"
+    script = environment / "bin" / "tinyblock"
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", dist]
+    venv = [sys.executable, "-m", "venv", "--without-pip", environment]
+    pip = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python"]
+    install = [*pip, "install", "--no-index", "--no-deps", "-f", dist, "tinyblock"]
+    for command in (build, venv, install):
+        done = run(*command, folder=ROOT)
+        assert done.returncode == 0, done.stderr
+    return [script]
 
 
-def contents(folder):
-    return {
-        path.relative_to(folder): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
+def test_a_clone_and_a_wheel_write_the_same_without_any_package(
+    empty, clone, installed
+):
+    folder = ["--to", empty.name]
+    commands = {
+        "list": ["list"],
+        "add": ["add", "block", "typecheck", "--with-tests", *folder],
+        "check": ["check", empty.name],
+        "diff": ["diff", empty.name],
+        "update": ["update", empty.name],
     }
+    contents = []
+    for program in (clone, installed):
+        for name, command in commands.items():
+            done = run(*program, *command, folder=empty.root)
+            assert (done.returncode, done.stderr) == (0, ""), name
+        done = run(*program, "verify", empty.name, folder=empty.root)
+        assert done.returncode == 2
+        required = "verify requires torch, pytest, einops, jaxtyping: install them for "
+        assert done.stderr.startswith(f"tinyblock: error: {required}")
+        contents.append(empty.contents())
+        shutil.rmtree(empty.folder)
+    assert contents[0] == contents[1]
+    hint = "`tinyblock add rope --to nowhere`"
+    assert hint in run(*installed, "check", "nowhere", "rope", folder=empty.root).stderr
 
 
-def test_a_clone_writes_the_same_files_as_the_installed_command(clone):
-    done = bare("../tinyblock", "add", "block", "--with-tests", "--to", "from_clone")
-    assert (done.returncode, done.stderr) == (0, "")
-    copies.main(["add", "block", "--with-tests", "--to", "installed"])
-    assert contents(Path("from_clone")) == contents(Path("installed"))
-
-
-@pytest.mark.parametrize("command", ["check", "diff", "update"])
-def test_a_command_on_copies_needs_no_package(command, clone):
-    copies.main(["add", "rope", "--to", "layers"])
-    done = bare("../tinyblock", command, "layers")
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_list_needs_no_package(clone):
-    done = bare("../tinyblock", "list")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(copies.TITLES)
-
-
-def test_verify_names_the_packages_that_it_requires(clone):
-    done = bare("../tinyblock", "verify", "layers")
-    assert done.returncode == 2
-    assert done.stderr.startswith(
-        "tinyblock: error: verify requires torch, pytest, einops, jaxtyping: "
-        f"install them for {sys.executable}"
-    )
-
-
-def test_a_reader_may_close_the_pipe(clone):
-    """As in `tinyblock list | head -1`, whose reader closes the pipe."""
-    command = [sys.executable, "-I", "-S", "../tinyblock", "list"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as run:
-        run.stdout.close()
-        assert run.stderr.read() == b""
-
-
-def test_hints_name_the_folder_of_a_clone_as_it_was_typed(clone):
+def test_hints_name_the_program_as_it_was_typed(empty, clone):
     python = Path(sys.executable).name
-    done = bare("../tinyblock", "add", "rope", "--to", "layers")
-    assert f"`{python} ../tinyblock add typecheck --to layers`" in done.stdout
-    done = bare("../tinyblock", "check", "other")
-    assert f"run `{python} ../tinyblock add LAYER --to other`" in done.stderr
-    done = bare("../tinyblock", "--help")
-    assert done.stdout.startswith(f"usage: {python} ../tinyblock ")
+    hint = f"`{python} ../tinyblock add rope --to nowhere`"
+    assert hint in run(*clone, "check", "nowhere", "rope", folder=empty.root).stderr
+    usage = f"usage: {python} ../tinyblock "
+    assert run(*clone, "--help", folder=empty.root).stdout.startswith(usage)
 
 
-def test_hints_name_a_module_that_was_started_with_m(monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(PACKAGE / "__main__.py"), "list"])
-    assert copies.started_as() == f"{Path(sys.executable).name} -m tinyblock"
-
-
-def test_hints_name_the_installed_command(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/tinyblock", "list"])
-    assert copies.started_as() == "tinyblock"
-
-
-@pytest.mark.parametrize("version", [(2, 7, 18), (3, 9, 25)], ids=["2.7", "3.9"])
-def test_an_older_python_gets_one_line(version, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "version_info", version)
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(PACKAGE / "__main__.py"), run_name="__main__")
-    printed = capsys.readouterr().err
-    running = sys.version.split()[0]
-    assert printed.startswith(
-        f"tinyblock: error: Python must be 3.10 or newer, got {running}: start "
+def python(version):
+    """Return the path of another Python, or skip the test."""
+    found = shutil.which(f"python{version}")
+    prefix = (
+        run("pyenv", "prefix", version, folder=ROOT) if shutil.which("pyenv") else None
     )
-    assert printed.count("\n") == 1
+    if prefix and prefix.returncode == 0:
+        found = Path(prefix.stdout.strip(), "bin", "python")
+    if not found:
+        pytest.skip(f"requires Python {version}")
+    return found
 
 
-def test_the_oldest_python_that_the_error_names_is_accepted(monkeypatch):
-    monkeypatch.setattr(sys, "version_info", (3, 10, 0))
-    monkeypatch.setitem(sys.modules, "copies", copies)  # as from a folder on the path
-    assert runpy.run_path(str(PACKAGE / "__main__.py"))["main"] is copies.main
+@pytest.mark.parametrize("version", ["2.7", "3.6", "3.9"])
+def test_an_older_python_gets_one_line(version, empty, clone):
+    done = run(python(version), clone[-1], "list", folder=empty.root)
+    assert done.returncode == 2
+    error = f"tinyblock: error: Python must be 3.10 or newer, got {version}"
+    assert done.stderr.startswith(error)
+    assert done.stderr.count("\n") == 1
 
 
-def test_without_a_command_the_help_is_printed(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        copies.main([])
-    printed = capsys.readouterr().out
-    assert printed.startswith("usage: tinyblock ")
-    for command in ("list", "add", "check", "diff", "update", "verify"):
-        assert f"\n    {command} " in printed
+def test_the_oldest_python_copies_and_merges(empty, clone):
+    program = [python("3.10"), *clone[1:]]
+    add = ["add", "block", "--to", empty.name]
+    assert run(*program, *add, folder=empty.root).returncode == 0
+    contents = empty.contents()
+    empty.append("ffn.py", "# mine")
+    empty.change("ffn.py", "import math\n", "import math  # new\n")
+    shutil.copy(empty.tinyblock / "ffn.py", empty.root / clone[-1])
+    done = run(*program, "update", empty.name, folder=empty.root)
+    assert "ffn.py        merged with your edits\n" in done.stdout
+    merged = contents["ffn.py"].replace(b"import math\n", b"import math  # new\n")
+    assert empty.contents()["ffn.py"] == merged + b"# mine\n"
 
 
-def test_list_shows_names_and_titles(capsys):
-    assert copies.main(["list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    names = [line.split()[0] for line in lines]
-    layers = ["attention", "block", "ffn", "rmsnorm", "rope", "transformer"]
-    assert names == sorted([*layers, "parallelize", "typecheck"])
-    assert "rope         Rotary position embedding (RoPE): rotate" in "\n".join(lines)
+def test_a_reader_may_close_the_pipe(empty, clone):
+    """As in `tinyblock list | head -1`, whose reader closes the pipe."""
+    command = [*map(str, clone), "list"]
+    options = {"cwd": empty.root, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **options) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
 
 
-@pytest.mark.parametrize(
-    ("command", "named"),
-    [
-        ("check nowhere", "nowhere has no copy of LAYER"),
-        (f"check {__file__}", f"must be a folder, got the file {__file__}"),
-        ("update nowhere rope.py", "`tinyblock add rope --to nowhere`"),
-        ("diff 'no where'", "`tinyblock add LAYER --to 'no where'`"),
-        ("add x --to y", "'x'"),
-        ("add copies --to y", "'copies'"),
-        ("add rope", "--to"),
-        ("diff nowhere --mine --upstream", "--upstream"),
-        ("add rope --to /dev/null", "/dev/null"),
-        ("wrong", "'wrong'"),
-    ],
-    ids=[
-        "a folder without copies",
-        "a file for a folder",
-        "the repair names what was typed",
-        "the repair quotes a folder with a space",
-        "no such layer",
-        "no layer",
-        "add without a folder",
-        "two options that exclude each other",
-        "a folder that cannot be made",
-        "no such command",
-    ],
-)
-def test_an_error_is_one_line_and_names_what_was_typed(command, named, capsys):
-    assert copies.main(shlex.split(command)) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("tinyblock: error: ")
-    assert named in printed.err
-    assert printed.err.count("\n") == 1
+def test_a_console_may_lack_a_letter_of_an_edit(project):
+    project.append("rope.py", "# größer ∞")
+    console = {"PYTHONIOENCODING": "cp1252"}
+    command = [sys.executable, project.tinyblock, "diff", project.name]
+    done = subprocess.run(command, cwd=project.root, env=console, capture_output=True)
+    assert "+# größer \\u221e" in done.stdout.decode("cp1252")
+
+
+def test_without_a_command_the_help_names_each(empty, clone):
+    done = run(*clone, folder=empty.root)
+    assert done.returncode == 0
+    for command in COMMANDS:
+        assert f"\n    {command} " in done.stdout
+
+
+def test_list_shows_the_title_of_each_layer(empty, clone):
+    titles = {
+        path.stem: path.read_text().splitlines()[0].strip('"')
+        for path in empty.tinyblock.glob("[!_]*.py")
+        if path.stem != "copies"
+    }
+    printed = run(*clone, "list", folder=empty.root).stdout
+    assert dict(line.split(maxsplit=1) for line in printed.splitlines()) == titles
+
+
+# What is typed, and what the error must name.
+ERRORS = {
+    "no folder": (["update"], "required: DIR\n"),
+    "no file to verify": (["verify"], "required: DIR_OR_FILE\n"),
+    "no layer": (["add", "--to", "x"], "required: LAYER\n"),
+    "no folder to add to": (["add", "rope"], "required: --to\n"),
+    "a folder without copies": (["check", "no where"], "no where has no copies: "),
+    "a file for a folder": (
+        ["check", "a file"],
+        "must be a folder, got the file a file",
+    ),
+    "a layer without a copy": (
+        ["update", "no where", "rope.py"],
+        "add rope --to 'no where'`",
+    ),
+    "a copy of no layer": (["check", "x", "mine"], "x has no copy of mine: "),
+    "no such layer": (["add", "x", "--to", "y"], "'x'"),
+    "a file of the command": (["add", "copies", "--to", "y"], "'copies'"),
+    "two options that exclude each other": (
+        ["diff", "x", "--mine", "--upstream"],
+        "--upstream",
+    ),
+    "a device for a folder": (
+        ["add", "rope", "--to", "/dev/null"],
+        "must be a folder, got the file /dev/null",
+    ),
+    "a folder in a file": (
+        ["add", "rope", "--to", "a file/x"],
+        "a file/x/LICENSE.tinyblock cannot be written: Not a directory",
+    ),
+    "no such command": (["wrong"], "'wrong'"),
+}
+
+
+@pytest.mark.parametrize("title", ERRORS)
+def test_an_error_is_one_line_and_names_what_was_typed(title, empty, clone):
+    (empty.root / "a file").touch()
+    command, named = ERRORS[title]
+    done = run(*clone, *command, folder=empty.root)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("tinyblock: error: ")
+    assert named in done.stderr
+    assert done.stderr.count("\n") == 1

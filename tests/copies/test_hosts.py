@@ -1,0 +1,316 @@
+"""Copies in the projects of users, with their linters, git, links and edits."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+CONFLICT = "conflict markers: resolve them"
+
+
+def ruff(*arguments):
+    command = [sys.executable, "-m", "ruff", *arguments, "--isolated", "--no-cache"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_ruff_reports_and_changes_nothing_in_copies_and_their_edits(empty):
+    layers = ("block", "parallelize", "rope", "transformer", "typecheck")
+    empty.run("add", *layers, "--with-tests")
+    empty.edit("rope.py", "import math\n", "import math, os\nx=lambda : 0\n")
+    before = empty.contents()
+    for rules in ([], ["--select=ALL"], ["--select=PGH,RUF,E,F,N,W"]):
+        found = ruff("check", empty.folder, *rules)
+        assert found.returncode == 0, found.stdout + found.stderr
+        ruff("check", empty.folder, *rules, "--fix", "--unsafe-fixes")
+        ruff("format", empty.folder, "--line-length=60")
+        assert empty.contents() == before, rules
+
+
+def test_a_base_may_lose_or_get_spaces_at_the_ends_of_its_lines(project):
+    base = project.base("rope.py")
+    text = base.read_bytes()
+    project.edit("rope.py", "import math\n", "import math  # mine\n")
+    copy = project.contents()["rope.py"]
+    for number, (title, touched) in enumerate(
+        {
+            "spaces": text.replace(b"\n", b" \n"),
+            "lines at the end": text + b"\n\n",
+            "no line end at the end": text.removesuffix(b"\n"),
+            "CRLF": text.replace(b"\n", b"\r\n"),
+            "a byte order mark": b"\xef\xbb\xbf" + text,
+        }.items()
+    ):
+        project.release(f"0.1.{number}")
+        (project.folder / "rope.py").write_bytes(copy)
+        base.write_bytes(touched)
+        assert project.rows("check") == {"rope.py": "edited"}, title
+        assert project.rows("update")["rope.py"] == "edited", title
+        project.release(f"0.2.{number}", rope="# new")
+        assert project.rows("update", "rope") == {"rope.py": "merged with your edits"}
+        new = project.written("rope.py")
+        merged = new.replace(b"import math\n", b"import math  # mine\n")
+        assert project.contents()["rope.py"] == merged, title
+
+
+def test_a_base_that_is_not_as_written_is_an_error(project):
+    base = project.base("rope.py")
+    text = base.read_text()
+    project.append("rope.py", "# mine")
+    project.release("0.2.0", rope="# new")
+    for title, wrong in {
+        "empty": "",
+        "without its header": text.partition('"""')[2],
+        "with conflict markers": text + "<<<<<<< HEAD\n",
+        "in another encoding": "grün",
+    }.items():
+        base.write_bytes(wrong.encode("latin-1"))
+        before = project.contents()
+        for command in ("check", "update", "diff"):
+            assert "rope.py" in project.run(command, code=2), title
+        assert project.contents() == before, title
+
+
+def test_a_copy_that_is_restored_without_its_base_is_an_error_that_names_both(project):
+    project.release("0.2.0", rope="# new")
+    project.run("update")
+    project.release("0.3.0", rope="# newer")
+    project.edit("rope.py", "tinyblock 0.2.0", "tinyblock 0.1.0")
+    printed = project.run("update", code=2)
+    assert "rope.py is from tinyblock 0.1.0, but its base is from 0.2.0" in printed
+    assert "rope.py.base" in printed
+
+
+def test_a_renamed_copy_is_updated_if_its_base_is_renamed_too(project):
+    (project.folder / "rope.py").rename(project.folder / "rotary.py")
+    for command in ("check", "update"):
+        printed = project.run(command, code=2)
+        assert "rotary.py was copied as rope.py: rename " in printed
+    project.base("rope.py").rename(project.base("rotary.py"))
+    assert project.rows("check") == {}
+    project.release("0.2.0", rope="# new")
+    assert project.rows("check", code=1) == {"rotary.py": "outdated: 0.1.0 -> 0.2.0"}
+    assert project.rows("update", "rotary") == {"rotary.py": "updated"}
+    contents = project.contents()
+    assert contents["rotary.py"] == project.written("rope.py")
+    assert "rope.py" not in contents
+
+
+def test_a_duplicate_of_a_copy_is_the_users_own(project):
+    shutil.copy(project.folder / "rope.py", project.folder / "variant.py")
+    assert project.rows("check") == {}
+    assert "variant.py" not in project.rows("update")
+
+
+def test_without_bases_an_error_says_how_to_get_them_back(project):
+    project.run("add", "rope", "--with-tests")
+    project.append("ffn.py", "# mine")
+    before = project.contents()
+    shutil.rmtree(project.folder / ".tinyblock")
+    repair = (
+        "add attention block ffn rmsnorm rope --to 'my_package/cöpies' --with-tests"
+    )
+    repaired_by = f"`tinyblock {repair}` of tinyblock 0.1.0"
+    for command in ("check", "diff", "update"):
+        assert repaired_by in project.run(command, code=2)
+    layers = repair.partition(" --to")[0].split()[1:]
+    rows = project.rows("add", *layers, "--with-tests")
+    assert rows["ffn.py"] == "edited, and has a base again"
+    assert project.contents().items() >= before.items()
+    assert project.rows("check") == {"ffn.py": "edited"}
+
+
+def test_bases_of_an_older_release_come_from_that_release(project):
+    older = project.tinyblock
+    shutil.rmtree(project.folder / ".tinyblock")
+    project.append("ffn.py", "# mine")
+    project.release("0.2.0", ffn="# new")
+    before = project.contents()
+    assert "run `add` of tinyblock 0.1.0" in project.run("add", "ffn", code=2)
+    assert "of tinyblock 0.1.0" in project.run("update", code=2)
+    assert project.contents() == before
+    newer, project.tinyblock = project.tinyblock, older
+    project.run("add", "block", "rope", "ffn")
+    project.tinyblock = newer
+    assert project.rows("update", code=1)["ffn.py"] == CONFLICT
+
+
+# What block.py may have in place of `from .ffn import SwiGLU`.
+IMPORTS_OF_FFN = {
+    "relative": "from .ffn import SwiGLU",
+    "of the module": "from . import ffn",
+    "of several modules": "from . import rmsnorm, ffn as feed_forward",
+    "absolute": "from my_package.cöpies.ffn import SwiGLU",
+    "absolute, of the module": "from my_package.cöpies import ffn",
+    "absolute, by its path": "import my_package.cöpies.ffn as ffn",
+    "through the package above": "from ..cöpies.ffn import SwiGLU",
+    "from the folder itself": "from ffn import SwiGLU",
+    "in parentheses": "from .ffn import (  # here\n    SwiGLU as Gated,\n)",
+    "after a backslash": "from . import \\\n    ffn",
+    "in a function": "def late():\n    from .ffn import SwiGLU",
+}
+OTHER_IMPORTS = {
+    "of a file of the user": "from .mine import SwiGLU",
+    "of a name from the package": "from . import DTYPE",
+    "of another package": "from other.ffn import SwiGLU",
+    "of tinyblock's own files": "from . import copies, __main__",
+    "of no module": "from ... import ffn",
+}
+
+
+def without_ffn(project, imports):
+    """Let block.py import this, and delete ffn.py with its base."""
+    for path in (project.folder / "ffn.py", project.base("ffn.py")):
+        path.unlink(missing_ok=True)
+    text = project.written("block.py").decode()
+    text = text.replace("from .ffn import SwiGLU", imports)
+    (project.folder / "block.py").write_text(text)
+
+
+def test_a_missing_file_is_reported_and_restored_however_it_is_imported(project):
+    for title, imports in IMPORTS_OF_FFN.items():
+        without_ffn(project, imports)
+        row = project.rows("check", code=1)["block.py"]
+        assert row.endswith("imports missing files: ffn.py"), title
+        assert project.rows("update")["ffn.py"] == "copied", title
+        assert project.contents()["ffn.py"] == project.written("ffn.py"), title
+
+
+def test_another_import_misses_no_file(project):
+    for title, imports in OTHER_IMPORTS.items():
+        without_ffn(project, imports)
+        assert project.rows("check") == {"block.py": "edited"}, title
+        assert "ffn.py" not in project.rows("update"), title
+    # In a package, this ffn is not the one in the folder.
+    (project.folder / "__init__.py").touch()
+    without_ffn(project, "from ffn import SwiGLU")
+    assert project.rows("check") == {"block.py": "edited"}
+
+
+def test_a_missing_copy_with_a_base_is_reported_once(project):
+    (project.folder / "ffn.py").unlink()
+    assert project.rows("check", code=1) == {"ffn.py": "missing"}
+
+
+def git(folder, *arguments):
+    config = ["-c", "user.name=A", "-c", "user.email=a@example.com"]
+    command = ["git", *config, *arguments]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+
+def test_add_warns_where_git_ignores_a_base(empty):
+    """Without the warning, a fresh clone would lack the bases."""
+    git(empty.root, "init")
+    gitignore = empty.root / ".gitignore"
+    gitignore.write_text(".*\n")
+    warning = f"git ignores {empty.name}/.tinyblock/rope.py.base"
+    for command in ("add", "update"):
+        assert warning in empty.run(command, "rope")
+    gitignore.write_text("*.base\n.*\n!.tinyblock/\n!*.base\n")  # as it says
+    assert "git ignores" not in empty.run("add", "rope")
+    git(empty.root, "add", "--all")
+    git(empty.root, "commit", "-m", "copies")
+    before = empty.contents()
+    git(empty.root, "clone", ".", "../clone")
+    empty.root = empty.root.parent / "clone"
+    assert empty.contents() == before
+    assert empty.rows("check") == {}
+
+
+def test_two_people_update_in_two_branches(project):
+    """Both edit, and one of them has a later release. git merges their branches."""
+    git(project.root, "init", "--initial-branch=one")
+    git(project.root, "add", "--all")
+    git(project.root, "commit", "-m", "copies")
+    git(project.root, "branch", "two")
+    project.edit("rope.py", "import math\n", "import math  # of one\n")
+    project.release("0.2.0", rope="# new", ffn="# new")
+    project.run("update")
+    git(project.root, "commit", "-am", "one")
+    git(project.root, "checkout", "two")
+    project.edit("ffn.py", "import math\n", "import math  # of two\n")
+    project.edit("rope.py", "from torch", "import os  # of two\nfrom torch")
+    project.run("update")
+    git(project.root, "commit", "-am", "two")
+    git(project.root, "merge", "one")
+    edited = dict.fromkeys(["ffn.py", "rope.py"], "edited")
+    assert project.rows("check") == edited
+    project.release("0.3.0", rope="# new\n# newer")
+    assert project.rows("update")["rope.py"] == "merged with your edits"
+    rope = project.written("rope.py").decode()
+    rope = rope.replace("import math\n", "import math  # of one\n")
+    rope = rope.replace("from torch", "import os  # of two\nfrom torch", 1)
+    assert project.contents()["rope.py"] == rope.encode()
+
+
+def programs(folder, git=None):
+    """Return an environment in which `git` is this script, or missing."""
+    folder.mkdir()
+    if git is not None:
+        (folder / "git").write_text(f"#!/bin/sh\n{git}\n")
+        (folder / "git").chmod(0o755)
+    return os.environ | {"PATH": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("git", "error"),
+    [
+        (None, "git must be on PATH to merge your edits of my_package/cöpies/rope.py"),
+        (
+            "echo no tools >&2; exit 1",
+            "git cannot merge my_package/cöpies/rope.py: no t",
+        ),
+        ("exit 0", "git cannot merge my_package/cöpies/rope.py"),
+        ("echo half; kill -9 $$", "git cannot merge my_package/cöpies/rope.py"),
+        ("echo half; exit 255", "git cannot merge my_package/cöpies/rope.py"),
+    ],
+    ids=["no git", "a stub, as on a new Mac", "no output", "killed", "an error of git"],
+)
+def test_a_merge_without_a_working_git_changes_nothing(git, error, project, tmp_path):
+    project.append("rope.py", "# mine")
+    project.release("0.2.0", rope="# new", ffn="# new")
+    before = project.contents()
+    environment = programs(tmp_path / "programs", git)
+    done = project.start("update", project.name, env=environment)
+    assert done.returncode == 2
+    assert f"tinyblock: error: {error}" in done.stderr
+    assert project.contents() == before
+
+
+def test_without_git_all_but_a_merge_works(project, tmp_path):
+    environment = programs(tmp_path / "programs")
+    project.release("0.2.0", rope="# new")
+    done = project.start("update", project.name, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert project.rows("check") == {}
+
+
+def test_a_link_stays_a_link_and_a_file_keeps_its_mode(project):
+    shared = project.root / "shared.py"
+    (project.folder / "rope.py").rename(shared)
+    (project.folder / "rope.py").symlink_to("../../shared.py")
+    shared.chmod(0o640)
+    (project.folder / "ffn.py").chmod(0o755)
+    project.release("0.2.0", rope="# new", ffn="# new")
+    project.run("update")
+    assert os.readlink(project.folder / "rope.py") == "../../shared.py"
+    assert shared.read_bytes() == project.written("rope.py")
+    assert shared.stat().st_mode & 0o777 == 0o640
+    assert (project.folder / "ffn.py").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_dangling_link_is_an_error_that_names_it(project):
+    for path in (project.folder / "rope.py", project.base("rope.py")):
+        path.rename(path.with_suffix(".moved"))
+        path.symlink_to("nowhere")
+        for command in ("check", "update", "add"):
+            printed = project.run(command, "rope", code=2)
+            assert f"{path.name} is a link to nowhere" in printed
+        path.unlink()
+        path.with_suffix(".moved").rename(path)
+    project.folder.rename(project.root / "moved")
+    project.folder.symlink_to("nowhere")
+    for command in ("check", "update", "add"):
+        printed = project.run(command, "rope", code=2)
+        assert f"DIR must be a folder, got a link to nothing, {project.name}" in printed
