@@ -149,12 +149,12 @@ class Copy:
             return (
                 (BASE_AGAIN, new_base) if is_edited else ("copied", new_copy | new_base)
             )
-        if not self.is_outdated:
-            return self.state or "up to date", {}
         if self.has_conflict:
             # An update to this release was stopped before it wrote the base.
             is_merged = self.version != VERSION and self.has_conflict_with_this_release
             return (CONFLICT, new_base) if is_merged else (self.state, {})
+        if not self.is_outdated:
+            return "up to date" if self.text == self.base else "edited", {}
         if self.text == self.base:
             return "updated", new_copy | new_base
         text = self.merge()
