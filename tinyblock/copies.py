@@ -75,7 +75,7 @@ class CommandError(Exception):
 class Copy:
     """A file in a folder of copies, its base, and what this release writes as both.
 
-    The lines of the texts end with "\n". The text of a missing file is "".
+    The lines of the texts end with "\\n". The text of a missing file is "".
     """
 
     name: str  # such as rope.py or contract/test_rope.py
@@ -145,14 +145,13 @@ class Copy:
             restored = {self.path: with_line_ends_of(self.base_path, self.new)}
             return "copied", new_base | restored
         if not self.base:
-            is_edited = self.text != self.new and version_in(self.text) == VERSION
-            return (
-                (BASE_AGAIN, new_base) if is_edited else ("copied", new_copy | new_base)
-            )
+            if self.text != self.new and version_in(self.text) == VERSION:
+                return BASE_AGAIN, new_base
+            return "copied", new_copy | new_base
+        if self.has_conflict_with_this_release and self.version != VERSION:
+            return CONFLICT, new_base  # an update was stopped before it wrote the base
         if self.has_conflict:
-            # An update to this release was stopped before it wrote the base.
-            is_merged = self.version != VERSION and self.has_conflict_with_this_release
-            return (CONFLICT, new_base) if is_merged else (self.state, {})
+            return self.state, {}
         if not self.is_outdated:
             return "up to date" if self.text == self.base else "edited", {}
         if self.text == self.base:
@@ -190,10 +189,11 @@ class Copy:
                     f"git must be on PATH to merge your edits of {self.path}: install it"
                 ) from error
         merged = done.stdout.decode()
-        # git exits with the number of conflicts, and with 255 after an error. A program
-        # that only stands for git, as on a new Mac, exits with 1, too.
-        is_merged = done.returncode == 0 or MARKER.search(merged)
-        if not merged or not is_merged or not 0 <= done.returncode <= 127:
+        # git exits with the number of conflicts, or with more than 127 after an error. A
+        # program that only stands for git, as on a new Mac, prints no file.
+        conflicts = done.returncode
+        is_marked = MARKER.search(merged) is not None
+        if not merged or not 0 <= conflicts <= 127 or is_marked != (conflicts > 0):
             reason = done.stderr.decode(errors="replace").strip()
             raise CommandError(f"git cannot merge {self.path}: {reason}")
         return header + merged
@@ -308,7 +308,7 @@ def renumber(text: str) -> str:
 
 
 def without_stray_spaces(text: str) -> str:
-    """Undo what a tool for whitespace does to a base, in which no line ends with a space."""
+    """Undo what a tool may do to a base, in which no line ends with a space."""
     lines = text.removeprefix("\ufeff").rstrip().split("\n")
     return "\n".join(line.rstrip() for line in lines) + "\n" if text.strip() else ""
 
@@ -369,7 +369,7 @@ def copies_in(folder: Path, layers: Sequence[str]) -> list[Copy]:
     ]
     require_bases(folder, [name for name in names if read(base_of(folder, name))])
     absent = sorted(set(layers) - set(map(layer_name, names)))
-    if absent and TITLES.keys() >= set(absent):
+    if absent and set(absent) <= TITLES.keys():
         raise CommandError(
             f"{folder} has no copy of {' '.join(absent)}: run `{add_command(folder, absent)}`"
         )

@@ -1,9 +1,9 @@
 """A project with copies of layers, and releases of tinyblock."""
 
 import contextlib
-import importlib.util
 import io
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -58,18 +58,14 @@ class Project:
     def run(self, command, *arguments, code=0):
         """Run a command on the copies, and return what it prints."""
         folder = f"--to={self.name}" if command == "add" else self.name
-        spec = importlib.util.spec_from_file_location(
-            "copies", self.tinyblock / "copies.py"
-        )
-        copies = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(copies)
+        main = runpy.run_path(str(self.tinyblock / "copies.py"))["main"]
         printed = io.StringIO()
         with (
             contextlib.chdir(self.root),
             contextlib.redirect_stdout(printed),
             contextlib.redirect_stderr(printed),
         ):
-            found = copies.main([command, folder, *arguments])
+            found = main([command, folder, *arguments])
         assert found == code, f"{command} {' '.join(arguments)}: {printed.getvalue()}"
         return printed.getvalue()
 

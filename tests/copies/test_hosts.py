@@ -1,6 +1,7 @@
 """Copies in the projects of users, with their linters, git, links and edits."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ def ruff(*arguments):
 
 
 def test_ruff_reports_and_changes_nothing_in_copies_and_their_edits(empty):
+    pytest.importorskip("ruff", reason="requires the extra dev")
     layers = ("block", "parallelize", "rope", "transformer", "typecheck")
     empty.run("add", *layers, "--with-tests")
     empty.edit("rope.py", "import math\n", "import math, os\nx=lambda : 0\n")
@@ -219,7 +221,7 @@ def test_add_warns_where_git_ignores_a_base(empty):
 
 
 def test_two_people_update_in_two_branches(project):
-    """Both edit, and one of them has a later release. git merges their branches."""
+    """Both edit. git merges their branches, and a later release with both edits."""
     git(project.root, "init", "--initial-branch=one")
     git(project.root, "add", "--all")
     git(project.root, "commit", "-m", "copies")
@@ -238,6 +240,38 @@ def test_two_people_update_in_two_branches(project):
     assert project.rows("check") == edited
     project.release("0.3.0", rope="# new\n# newer")
     assert project.rows("update")["rope.py"] == "merged with your edits"
+    rope = project.written("rope.py").decode()
+    rope = rope.replace("import math\n", "import math  # of one\n")
+    rope = rope.replace("from torch", "import os  # of two\nfrom torch", 1)
+    assert project.contents()["rope.py"] == rope.encode()
+
+
+def test_two_people_update_to_different_releases(project):
+    """Each base is then taken whole from the branch with the newer release."""
+    git(project.root, "init", "--initial-branch=one")
+    git(project.root, "add", "--all")
+    git(project.root, "commit", "-m", "copies")
+    git(project.root, "branch", "two")
+    project.edit("rope.py", "import math\n", "import math  # of one\n")
+    project.release("0.2.0", rope="# new")
+    project.run("update")
+    git(project.root, "commit", "-am", "one")
+    git(project.root, "checkout", "two")
+    project.edit("rope.py", "from torch", "import os  # of two\nfrom torch")
+    project.release("0.3.0", rope="# new\n# newer")
+    project.run("update")
+    git(project.root, "commit", "-am", "two")
+    with pytest.raises(subprocess.CalledProcessError):
+        git(project.root, "merge", "one")
+    for command in ("check", "update"):
+        error = "take the whole file from the branch with the newer version"
+        assert error in project.run(command, code=2)
+    git(project.root, "checkout", "--ours", f"{project.name}/.tinyblock")
+    assert project.rows("check", code=1) == {"rope.py": CONFLICT}
+    text = project.contents()["rope.py"].decode()
+    ours = re.sub("<{7}.*\\n(?s:(.*?))={7}\\n(?s:.*?)>{7}.*\\n", r"\1", text)
+    (project.folder / "rope.py").write_text(ours)
+    assert project.rows("check") == {"rope.py": "edited"}
     rope = project.written("rope.py").decode()
     rope = rope.replace("import math\n", "import math  # of one\n")
     rope = rope.replace("from torch", "import os  # of two\nfrom torch", 1)

@@ -81,15 +81,11 @@ def test_hints_name_the_program_as_it_was_typed(empty, clone):
 
 def python(version):
     """Return the path of another Python, or skip the test."""
-    found = shutil.which(f"python{version}")
-    prefix = (
-        run("pyenv", "prefix", version, folder=ROOT) if shutil.which("pyenv") else None
-    )
-    if prefix and prefix.returncode == 0:
-        found = Path(prefix.stdout.strip(), "bin", "python")
-    if not found:
-        pytest.skip(f"requires Python {version}")
-    return found
+    if shutil.which("pyenv"):
+        prefix = run("pyenv", "prefix", version, folder=ROOT).stdout.strip()
+        if prefix:
+            return Path(prefix, "bin", "python")
+    return shutil.which(f"python{version}") or pytest.skip(f"requires Python {version}")
 
 
 @pytest.mark.parametrize("version", ["2.7", "3.6", "3.9"])

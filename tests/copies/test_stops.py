@@ -73,33 +73,32 @@ def test_a_repeated_command_completes_one_that_was_stopped(prepare, empty):
 
 @pytest.fixture
 def small_disk(empty):
-    """Mount a file system of 32 kilobytes on the folder in which commands run."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", empty.root]
-    if not shutil.which("mount") or subprocess.run(mount, check=False).returncode:
+    """Mount a file system on the folder in which commands run, and return its `resize`."""
+
+    def mount(options):
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", empty.root]
+        return subprocess.run(command, check=False, capture_output=True).returncode
+
+    if not shutil.which("mount") or mount("size=16k"):
         pytest.skip("requires the right to mount a file system")
-    yield empty
+    yield lambda size: mount(f"remount,size={size}")
     subprocess.run(["umount", empty.root], check=True)
 
 
-def test_a_full_disk_damages_nothing(small_disk):
-    command = ["add", "--to", small_disk.name, "block"]
-    done = small_disk.start(*command)
-    assert done.returncode == 2
-    assert "cannot be written: No space left on device" in done.stderr
-    names = ("attention.py", "block.py", "ffn.py", "rmsnorm.py")
-    written = {name: small_disk.written(name) for name in names}
-    contents = small_disk.contents()
-    assert 0 < len(contents) < 9
-    assert all(contents.get(name, text) == text for name, text in written.items())
-    resize = ["mount", "-o", "remount,size=256k", small_disk.root]
-    subprocess.run(resize, check=True)
-    assert small_disk.start(*command).returncode == 0
-    assert small_disk.contents().items() >= written.items()
-    assert small_disk.rows("check") == {}
-
-    small_disk.append("ffn.py", "# mine")
-    small_disk.release("0.2.0", ffn="# new\n" * 3000, rmsnorm="# new\n" * 30000)
-    before = small_disk.contents()
-    update = ["update", small_disk.name, "rmsnorm"]
-    assert small_disk.start(*update).returncode == 2
-    assert small_disk.contents() == before
+def test_a_full_disk_damages_nothing(empty, small_disk):
+    """Neither where the disk is full of new copies, nor where it is full of longer ones."""
+    names = ("ffn.py", "rmsnorm.py")
+    for command, size in (("add", "256k"), ("update", "1m")):
+        before = empty.contents()
+        new = {name: empty.written(name) for name in names}
+        new |= {f".tinyblock/{name}.base": text for name, text in new.items()}
+        layers = ["ffn", "rmsnorm"] if command == "add" else []
+        printed = empty.run(command, *layers, code=2)
+        assert "cannot be written: No space left on device" in printed
+        for name, text in empty.contents().items():
+            is_whole = text in (before.get(name), new.get(name))
+            assert is_whole or name == "LICENSE.tinyblock", name
+        small_disk(size)
+        empty.run(command, *layers)
+        assert empty.contents().items() >= new.items()
+        empty.release("0.2.0", ffn="# new\n" * 10_000, rmsnorm="# new\n" * 20_000)
