@@ -1,6 +1,7 @@
 """A project with copies of layers, and releases of tinyblock."""
 
 import contextlib
+import functools
 import io
 import re
 import runpy
@@ -58,7 +59,7 @@ class Project:
     def run(self, command, *arguments, code=0):
         """Run a command on the copies, and return what it prints."""
         folder = f"--to={self.name}" if command == "add" else self.name
-        main = runpy.run_path(str(self.tinyblock / "copies.py"))["main"]
+        main = main_of(self.tinyblock / "copies.py")
         printed = io.StringIO()
         with (
             contextlib.chdir(self.root),
@@ -106,6 +107,12 @@ class Project:
 # fmt: off
 """
         return header.encode() + (self.tinyblock / name).read_bytes()
+
+
+@functools.cache
+def main_of(path):
+    """Return the command of a release. To compile it takes longer than to run it."""
+    return runpy.run_path(str(path))["main"]
 
 
 def replace(path, old, new):

@@ -12,7 +12,7 @@ STOPPING = Path(__file__).with_name("stopping.py")
 
 
 def new_copies(project):
-    return ["add", "--to", project.name, "ffn", "rmsnorm"]
+    return ["add", "--to", project.name, "ffn"]
 
 
 def a_copy_by_hand(project):
@@ -32,9 +32,9 @@ def edits_and_changes(project):
 
 
 def edits_and_changes_without_a_new_number(project):
-    project.run("add", "ffn", "rmsnorm")
+    project.run("add", "ffn")
     project.edit("ffn.py", "import math\n", "import math  # mine\n")
-    project.release("0.1.0", ffn="# new", rmsnorm="# new")
+    project.release("0.1.0", ffn="# new")
     return ["update", project.name]
 
 
@@ -67,7 +67,7 @@ def test_a_repeated_command_completes_one_that_was_stopped(prepare, empty):
     stops, written = map(
         int, re.findall(r"stopped (\d+) times, (\d+) files", done.stdout)[0]
     )
-    assert written > 3
+    assert written > 1
     assert stops > 2 * written  # it opens and renames each of them
 
 

@@ -26,9 +26,3 @@ def test_verify_names_the_wrong_layer_and_exits_with_1(empty):
     failed = [line for line in done.stdout.splitlines() if "FAILED" in line]
     assert failed, done.stdout
     assert all("rmsnorm" in line for line in failed), done.stdout
-
-
-def test_verify_exits_with_2_if_there_is_no_such_test(empty):
-    empty.run("add", "rope")
-    done = verify(empty, "rope", "-k", "no such test")
-    assert done.returncode == 2, done.stdout + done.stderr
