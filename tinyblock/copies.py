@@ -406,10 +406,13 @@ def require_bases(folder: Path, names: Sequence[str]) -> None:
             continue
         if source == name:
             versions[name] = version_in(text)
-        elif source in names and not (folder / source).exists():
+        elif not (folder / source).exists():  # otherwise the user has duplicated it
+            repair = f"rename it to {source}, and run `add`"
+            if source in names:
+                repair = f"rename {base_of(folder, source)} to {base_of(folder, name)}"
             raise CommandError(
-                f"{path} was copied as {source}: rename {base_of(folder, source)} to "
-                f"{base_of(folder, name)}, too, or delete the first line of {path}"
+                f"{path} was copied as {source}, and must have a base: {repair}, or "
+                "delete its first line"
             )
     if not versions:
         return
@@ -635,11 +638,8 @@ def add_command(folder: Path, layers: Iterable[str]) -> str:
 
 def started_as() -> str:
     """Return how the user typed the command, for hints."""
-    python = PurePath(sys.executable).name
-    if Path(sys.argv[0]).is_dir():
-        return f"{python} {shlex.quote(sys.argv[0])}"
-    if Path(sys.argv[0]) == Path(__file__).with_name("__main__.py"):
-        return f"{python} -m tinyblock"
+    if Path(sys.argv[0]).is_dir():  # of a clone
+        return f"{PurePath(sys.executable).name} {shlex.quote(sys.argv[0])}"
     return "tinyblock"
 
 

@@ -86,9 +86,9 @@ def test_a_copy_that_is_restored_without_its_base_is_an_error_that_names_both(pr
 
 def test_a_renamed_copy_is_updated_if_its_base_is_renamed_too(project):
     (project.folder / "rope.py").rename(project.folder / "rotary.py")
+    error = f"{project.name}/rotary.py was copied as rope.py, and must have a base: "
     for command in ("check", "update"):
-        printed = project.run(command, code=2)
-        assert "rotary.py was copied as rope.py: rename " in printed
+        assert f"{error}rename {project.name}/.tiny" in project.run(command, code=2)
     project.base("rope.py").rename(project.base("rotary.py"))
     assert project.rows("check") == {}
     project.release("0.2.0", rope="# new")
@@ -97,6 +97,18 @@ def test_a_renamed_copy_is_updated_if_its_base_is_renamed_too(project):
     contents = project.contents()
     assert contents["rotary.py"] == project.written("rope.py")
     assert "rope.py" not in contents
+    project.base("rotary.py").unlink()
+    assert f"{error}rename it to rope.py" in project.run("check", code=2)
+
+
+def test_to_own_a_file_delete_its_base_and_its_first_line(project):
+    project.base("rope.py").unlink()
+    text = project.contents()["rope.py"].partition(b"\n")[2]
+    (project.folder / "rope.py").write_bytes(text)
+    project.release("0.2.0", rope="# new", ffn="# new")
+    assert project.rows("check", code=1) == {"ffn.py": "outdated: 0.1.0 -> 0.2.0"}
+    assert "rope.py" not in project.rows("update")
+    assert project.contents()["rope.py"] == text
 
 
 def test_a_duplicate_of_a_copy_is_the_users_own(project):
