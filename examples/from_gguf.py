@@ -1,11 +1,14 @@
 """Load a GGUF file of Llama's architecture.
 
-    pip install gguf safetensors
+    pip install gguf
     python examples/from_gguf.py MODEL.gguf
 
 This command prints the layers of the model. GGUF stores the rows of the query and key
 weights in consecutive pairs, as tinyblock does, so they load without a permutation. The
 package gguf converts quantized weights to float32.
+
+The reader of transformers ignores scaled positions, windows, biases and other fields, so
+it cannot prove what this file reads. `load` rejects each field that is not listed here.
 """
 
 import sys
@@ -14,25 +17,29 @@ from typing import Any
 
 import gguf
 import torch
-from hugging_face import Config, assign, build
 from language_model import LanguageModel
+from scaled_rope import DividedRope
 from torch import Tensor
 
-# Fields of the file, and their names in configs of Hugging Face.
+from tinyblock import RotaryPositionalEmbedding
+
+# Fields of the model that `load` reads.
 FIELDS = {
-    "llama.block_count": "num_hidden_layers",
-    "llama.context_length": "max_position_embeddings",
-    "llama.embedding_length": "hidden_size",
-    "llama.feed_forward_length": "intermediate_size",
-    "llama.attention.head_count": "num_attention_heads",
-    "llama.attention.head_count_kv": "num_key_value_heads",
-    "llama.attention.key_length": "head_dim",
-    "llama.attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "llama.rope.freq_base": "rope_theta",
+    "llama.block_count",
+    "llama.context_length",
+    "llama.embedding_length",
+    "llama.feed_forward_length",
+    "llama.attention.head_count",
+    "llama.attention.head_count_kv",
+    "llama.attention.key_length",
+    "llama.attention.value_length",
+    "llama.attention.layer_norm_rms_epsilon",
+    "llama.rope.dimension_count",
+    "llama.rope.freq_base",
+    "llama.vocab_size",
 }
-# The shapes of the weights must agree with these.
-IGNORED = {"llama.vocab_size", "llama.attention.value_length"}
-ROTATED = "llama.rope.dimension_count"  # components of a head
+# Fields about the file, and about its tokens.
+OTHER_FIELDS = ("GGUF.", "general.", "quantize.", "tokenizer.")
 
 # Tokens that end a text. A model for chats may have more than one.
 STOPS = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
@@ -63,35 +70,38 @@ def load(path: str | Path) -> LanguageModel:
             quantized weights that this model does not understand.
     """
     reader = gguf.GGUFReader(path)
-    config = read_config(reader)
-    rotated = config.pop(ROTATED, None)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    require_known(fields)
     weights = read_weights(reader)
-    config["vocab_size"] = len(weights.get("token_embeddings.weight", ()))
     # Of Llama 3.1: what divides the frequency of each pair.
     factors = weights.pop("rope_freqs.weight", None)
-    model = build(
-        config,
-        tied="lm_head.weight" not in weights,
-        factors=None if factors is None else factors.tolist(),
-    )
-    rope: Any = model.transformer.rope
-    if rotated not in (None, rope.d_k):
-        raise ValueError(f"{ROTATED} must be the head size, {rope.d_k}, got {rotated}")
-    return assign(model, weights)
+    model = build(fields, weights, factors)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:  # names or shapes
+        raise ValueError(f"the weights must be those of Llama: {error}") from error
+    return model
 
 
-def read_config(reader: gguf.GGUFReader) -> Config:
-    """Return the fields of the file under the names that Hugging Face's configs have."""
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    architecture = fields.get("general.architecture")
-    if architecture != "llama":
-        raise ValueError(f"the file must have Llama's architecture, got {architecture}")
-    config: Config = {"model_type": "llama"}
-    for name, value in fields.items():
-        if name.startswith("llama.") and name not in IGNORED:
-            is_known = name in FIELDS and not isinstance(value, list)  # one per layer
-            config[FIELDS[name] if is_known else name] = value
-    return config
+def require_known(fields: dict[str, Any]) -> None:
+    """Raise a ValueError for a field that may change what the model computes."""
+    for name, only in (("general.architecture", "llama"), ("general.type", "model")):
+        if fields.get(name, only) != only:
+            raise ValueError(f"{name} must be {only}, got {fields[name]}")
+    unknown = {
+        name: value
+        for name, value in fields.items()
+        if name not in FIELDS and not name.startswith(OTHER_FIELDS)
+    }
+    if unknown:
+        raise ValueError(f"the file must describe a plain Llama, but has {unknown}")
+    lists = {
+        name: fields[name]
+        for name in FIELDS & fields.keys()
+        if isinstance(fields[name], list)
+    }
+    if lists:
+        raise ValueError(f"all layers must have the same sizes, got {lists}")
 
 
 def read_weights(reader: gguf.GGUFReader) -> dict[str, Tensor]:
@@ -110,11 +120,60 @@ def read_weights(reader: gguf.GGUFReader) -> dict[str, Tensor]:
     return weights
 
 
+def build(
+    fields: dict[str, Any], weights: dict[str, Tensor], factors: Tensor | None
+) -> LanguageModel:
+    """Return the model that the fields describe, on the device meta."""
+    try:
+        layers = fields["llama.block_count"]
+        length = fields["llama.context_length"]
+        d_model = fields["llama.embedding_length"]
+        d_ff = fields["llama.feed_forward_length"]
+        heads = fields["llama.attention.head_count"]
+        eps = fields["llama.attention.layer_norm_rms_epsilon"]
+        vocabulary = len(weights["token_embeddings.weight"])
+    except KeyError as error:
+        raise ValueError(f"the file must have {error}") from error
+    d_head = fields.get("llama.attention.key_length", d_model // heads)
+    stated_twice = {
+        "llama.attention.value_length": d_head,
+        "llama.rope.dimension_count": d_head,
+        "llama.vocab_size": vocabulary,
+    }
+    for name, size in stated_twice.items():
+        if fields.get(name, size) != size:
+            raise ValueError(f"{name} must be {size}, got {fields[name]}")
+    theta = fields.get("llama.rope.freq_base", 10000.0)
+    rope = (
+        RotaryPositionalEmbedding(theta, d_head, length, device="cpu")
+        if factors is None
+        else DividedRope(theta, d_head, length, factors=factors.tolist(), device="cpu")
+    )
+    return LanguageModel(
+        vocabulary,
+        layers,
+        d_model,
+        heads,
+        d_ff,
+        tied="lm_head.weight" not in weights,
+        max_seq_len=length,
+        rope=rope,
+        num_kv_heads=fields.get("llama.attention.head_count_kv"),
+        d_head=d_head,
+        eps=eps,
+        device="meta",
+    )
+
+
 def stop_tokens(path: str | Path) -> set[int]:
     """Return the tokens that end a text."""
     fields = gguf.GGUFReader(path).fields
     return {fields[name].contents() for name in STOPS if name in fields}
 
 
+def main(path: str) -> None:
+    print(load(path))
+
+
 if __name__ == "__main__":
-    print(load(sys.argv[1]))
+    main(sys.argv[1])

@@ -1,6 +1,6 @@
 """Continue a text with a language model.
 
-    pip install transformers safetensors gguf tqdm
+    pip install transformers gguf tqdm
     python examples/generate.py MODEL.gguf "The capital of France is"
     python examples/generate.py Qwen/Qwen3-0.6B "Why is the sky blue?" --chat
     python examples/generate.py run.pt "import " --tokens 60
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from language_model import LanguageModel
 from transformers import AutoTokenizer
+from transformers.utils import cached_file
 
 
 class Bytes:
@@ -54,10 +55,9 @@ def load(source: str) -> tuple[LanguageModel, Any, set[int]]:
 
     import hugging_face
 
-    folder = hugging_face.find_folder(source)
-    model = hugging_face.load(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return model, tokenizer, stop_tokens(folder) or {tokenizer.eos_token_id}
+    model = hugging_face.load(source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    return model, tokenizer, stop_tokens(source) or {tokenizer.eos_token_id}
 
 
 def gguf_tokenizer(path: Path) -> Any:
@@ -68,12 +68,14 @@ def gguf_tokenizer(path: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, gguf_file=path.name)
 
 
-def stop_tokens(folder: Path) -> set[int]:
+def stop_tokens(source: str) -> set[int]:
     """Return the tokens that end a text, by the first file that names some."""
     for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        config = json.loads(path.read_text()) if path.exists() else {}
-        stop = config.get("eos_token_id")
+        try:
+            path = Path(cached_file(source, name))
+        except OSError:  # a model need not have both
+            continue
+        stop = json.loads(path.read_text()).get("eos_token_id")
         if stop is not None:
             return set(stop) if isinstance(stop, list) else {stop}
     return set()

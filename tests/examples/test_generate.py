@@ -1,24 +1,22 @@
-"""Generation prints the texts of transformers, and its options are used."""
+"""generate.py prints the text of transformers, and uses each of its options."""
 
-import io
 import json
-import re
-import sys
 
 import pytest
 import torch
-from saved_checkpoints import greedy, save, save_tokenizer
+from saved_checkpoints import SMOLLM2, greedy, needs_story, save, save_tokenizer
 
 generate = pytest.importorskip("generate", reason="requires the extra examples")
-hugging_face = pytest.importorskip("hugging_face", reason="requires the extra examples")
 train = pytest.importorskip("train", reason="requires the extra examples")
 
 
 @pytest.fixture
-def with_tokenizer(tmp_path):
-    """A checkpoint with a tokenizer, in tmp_path."""
+def checkpoint(tmp_path):
+    """The model of a checkpoint with a tokenizer, in tmp_path, and the tokenizer."""
     theirs = save("llama", tmp_path)
-    return theirs, save_tokenizer(tmp_path)
+    tokenizer = save_tokenizer(tmp_path)
+    name_stop_tokens(tmp_path, generation_config=999)  # no token
+    return theirs, tokenizer
 
 
 def name_stop_tokens(folder, **files):
@@ -32,20 +30,31 @@ def name_stop_tokens(folder, **files):
         path.write_text(json.dumps(content))
 
 
-def test_generate_prints_the_text_of_transformers_until_it_stops(
-    with_tokenizer, tmp_path, capsys
-):
-    theirs, tokenizer = with_tokenizer
-    prompt = tokenizer("user: naïve 🙂 A:", return_tensors="pt")["input_ids"]
-    tokens = greedy(theirs, prompt, 20)[0].tolist()
-    stop = tokens[-5]
-    name_stop_tokens(tmp_path, generation_config=[stop])
-    generate.main([str(tmp_path), "naïve 🙂", "--chat", "--tokens", "20"])
+def printed(capsys, *arguments):
+    generate.main([str(argument) for argument in arguments])
+    return capsys.readouterr().out
 
-    new = tokens[prompt.shape[1] :]
-    text = tokenizer.decode(new[: new.index(stop)], skip_special_tokens=True)
+
+def error_of(capsys, *arguments):
+    with pytest.raises(SystemExit, match="2"):
+        generate.main([str(argument) for argument in arguments])
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["a text", "a chat"])
+def test_generate_prints_the_text_of_transformers_until_it_stops(
+    chat, checkpoint, tmp_path, capsys
+):
+    theirs, tokenizer = checkpoint
+    prompt = "user: naïve 🙂 A:" if chat else "naïve 🙂"
+    tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    new = greedy(theirs, tokens, 20)[0, tokens.shape[1] :].tolist()
+    name_stop_tokens(tmp_path, generation_config=[new[-5]])
+    options = ["--chat"] if chat else []
+    found = printed(capsys, tmp_path, "naïve 🙂", "--tokens", "20", *options)
+    text = tokenizer.decode(new[: new.index(new[-5])], skip_special_tokens=True)
     assert text.rstrip("\ufffd"), "the model stops at its first token"
-    assert capsys.readouterr().out == text.rstrip("\ufffd") + "\n"
+    assert found == text.rstrip("\ufffd") + "\n"
 
 
 @pytest.mark.parametrize(
@@ -58,127 +67,66 @@ def test_generate_prints_the_text_of_transformers_until_it_stops(
     ],
     ids=["token 0", "a list", "in config.json only", "in the tokenizer only"],
 )
-def test_generate_stops_at_the_tokens_that_the_files_name(
-    files, stop, with_tokenizer, tmp_path
+def test_the_tokens_that_end_a_text_are_those_that_the_files_name(
+    files, stop, checkpoint, tmp_path
 ):
     name_stop_tokens(tmp_path, **files)
     _, _, found = generate.load(str(tmp_path))
     assert found == stop
 
 
-def test_a_text_ends_before_its_first_stop_token(
-    with_tokenizer, tmp_path, monkeypatch, capsys
-):
-    _, tokenizer = with_tokenizer
-    a, b, c = tokenizer.encode("abc")
-    name_stop_tokens(tmp_path, generation_config=[b])
-    tokens = torch.tensor([[a], [a], [b], [c]])
-    monkeypatch.setattr(generate.LanguageModel, "stream", lambda *_: iter(tokens))
-    assert printed(capsys, tmp_path, "abc") == "aa\n"
+def test_without_options_100_likeliest_tokens_are_added(checkpoint, tmp_path, capsys):
+    theirs, tokenizer = checkpoint
+    tokens = tokenizer("abcd", return_tensors="pt")["input_ids"]
+    text = tokenizer.decode(greedy(theirs, tokens, 100)[0, 4:])
+    assert printed(capsys, tmp_path, "abcd") == text.rstrip("\ufffd") + "\n"
 
 
-def test_help_shows_the_docstring(capsys):
-    with pytest.raises(SystemExit):
-        generate.main(["--help"])
-    assert generate.__doc__ in capsys.readouterr().out
-
-
-def printed(capsys, *arguments):
-    generate.main([str(argument) for argument in arguments])
-    return capsys.readouterr().out
-
-
-def test_tokens_limits_the_text(with_tokenizer, tmp_path, capsys):
-    name_stop_tokens(tmp_path, generation_config=999)
-    model = hugging_face.load(tmp_path)
-    _, tokenizer = with_tokenizer
-    prompt = tokenizer("abcd", return_tensors="pt")["input_ids"]
-    for count in (4, 8):
-        expected = tokenizer.decode(model.generate(prompt, count)[0, 4:])
-        text = expected.rstrip("\ufffd")
-        assert text, "the model generates no complete character"
-        assert printed(capsys, tmp_path, "abcd", "--tokens", count) == text + "\n"
-
-
-def test_without_options_at_most_100_likeliest_tokens_are_added(
-    with_tokenizer, tmp_path, monkeypatch
-):
-    calls = []
-
-    def stream(model, tokens, *options):
-        calls.append(options)
-        return iter(())
-
-    monkeypatch.setattr(generate.LanguageModel, "stream", stream)
-    generate.main([str(tmp_path), "abc"])
-    assert calls == [(100, 0.0, None)]
-
-
-def test_temperature_and_top_k_draw_tokens(with_tokenizer, tmp_path, capsys):
-    name_stop_tokens(tmp_path, generation_config=999)
+@pytest.mark.usefixtures("checkpoint")
+def test_temperature_and_top_k_draw_tokens(tmp_path, capsys):
     run = [tmp_path, "abcd", "--tokens", "12"]
     likeliest = printed(capsys, *run)
     assert printed(capsys, *run, "--temperature", "5") != likeliest
     assert printed(capsys, *run, "--temperature", "1e-9") == likeliest
-    assert printed(capsys, *run, "--temperature", "0") == likeliest
-    assert printed(capsys, *run, "--temperature", "0.5", "--top-k", "1") == likeliest
     assert printed(capsys, *run, "--temperature", "5", "--top-k", "1") == likeliest
     assert printed(capsys, *run, "--temperature", "5", "--top-k", "9") != likeliest
 
 
-def test_the_longest_prompt_leaves_room_for_one_token(with_tokenizer, tmp_path, capsys):
-    printed(capsys, tmp_path, "a" * 128, "--tokens", "1")
-    with pytest.raises(SystemExit):
-        printed(capsys, tmp_path, "a" * 128, "--tokens", "2")
-    assert "128 positions, of which the last new" in capsys.readouterr().err
+WRONG = {
+    "no token to write": (
+        ["a", "--tokens", "0"],
+        "--tokens: must be at least 1, got 0",
+    ),
+    "too many tokens": (["a" * 128, "--tokens", "2"], "128 positions"),
+    "top-k of 0": (["a", "--top-k", "0"], "--top-k: must be at least 1, got 0"),
+    "top-k alone": (["a", "--top-k", "3"], "--top-k must come with a --temperature"),
+    "below zero": (["a", "--temperature=-1"], "--temperature: must be at least 0"),
+    "no number": (["a", "--temperature=nan"], "--temperature: must be at least 0"),
+    "no prompt": ([""], "each prompt must have a token"),
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["a", "--tokens", "0"], "argument --tokens: must be at least 1, got 0"),
-        (["a", "--top-k", "0"], "argument --top-k: must be at least 1, got 0"),
-        (["a", "--top-k", "3"], "--top-k must come with a --temperature"),
-        (["a", "--temperature=-1"], "argument --temperature: must be at least 0"),
-        (["a", "--temperature=nan"], "argument --temperature: must be at least 0"),
-        ([""], "each prompt must have a token"),
-    ],
-    ids=[
-        "no token to write",
-        "top-k of 0",
-        "top-k without a temperature",
-        "a negative temperature",
-        "temperature nan",
-        "an empty prompt",
-    ],
-)
-def test_generate_names_a_wrong_argument(
-    arguments, message, with_tokenizer, tmp_path, capsys
-):
-    with pytest.raises(SystemExit):
-        generate.main([str(tmp_path), *arguments])
-    assert message in capsys.readouterr().err
+@pytest.mark.usefixtures("checkpoint")
+@pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_is_named(arguments, message, tmp_path, capsys):
+    assert message in error_of(capsys, tmp_path, *arguments)
 
 
-def test_chat_is_a_message_of_the_user(with_tokenizer, tmp_path, monkeypatch):
-    _, tokenizer = with_tokenizer
-    prompts = []
-
-    def stream(model, tokens, *options):
-        prompts.append(tokenizer.decode(tokens[0]))
-        return iter(())
-
-    monkeypatch.setattr(generate.LanguageModel, "stream", stream)
-    generate.main([str(tmp_path), "abc", "--chat"])
-    assert prompts == ["user: abc A:"]
+@pytest.mark.parametrize("name", ["missing.gguf", "README.md", "empty"])
+def test_generate_says_that_it_cannot_load_a_model(name, tmp_path, capsys):
+    (tmp_path / "README.md").write_text("no model")
+    (tmp_path / "empty").mkdir()
+    assert f"cannot load {tmp_path / name}: " in error_of(
+        capsys, tmp_path / name, "text"
+    )
 
 
-def test_chat_requires_a_template(with_tokenizer, tmp_path, capsys):
+@pytest.mark.usefixtures("checkpoint")
+def test_chat_requires_a_template(tmp_path, capsys):
     for path in tmp_path.glob("chat_template*"):
         path.unlink()
-    with pytest.raises(SystemExit):
-        generate.main([str(tmp_path), "a", "--chat"])
-    assert "--chat requires a model that has a chat template" in capsys.readouterr().err
+    message = "--chat requires a model that has a chat template"
+    assert message in error_of(capsys, tmp_path, "a", "--chat")
 
 
 def test_a_model_of_train_continues_bytes(tmp_path, capsys):
@@ -186,16 +134,22 @@ def test_a_model_of_train_continues_bytes(tmp_path, capsys):
     sizes = ["--d-model=16", "--layers=1", "--steps=1", "--seq=16"]
     train.main([__file__, *sizes, "--checkpoint", path])
     capsys.readouterr()
-    assert generate.load(path)[2] == set()  # no byte ends a text
     prompt = torch.tensor([list("ï=".encode())])  # three bytes
     expected = train.load(path).generate(prompt, 14)[0, 3:]
-    found = printed(capsys, path, "ï=", "--tokens", "14")
     text = bytes(expected.tolist()).decode(errors="replace").rstrip("\ufffd")
     assert text, "the model generates no complete character"
-    assert found == text + "\n"
-    with pytest.raises(SystemExit):
-        generate.main([path, "im", "--chat"])
-    assert "--chat requires" in capsys.readouterr().err
+    assert printed(capsys, path, "ï=", "--tokens", "14") == text + "\n"
+
+
+@needs_story
+def test_a_gguf_file_brings_its_tokenizer_and_stop_tokens(tmp_path, monkeypatch):
+    """Another tokenizer is beside the file, whose path is relative."""
+    save_tokenizer(tmp_path)
+    (tmp_path / "model.gguf").symlink_to(SMOLLM2)
+    monkeypatch.chdir(tmp_path)
+    _, tokenizer, stop = generate.load("model.gguf")
+    assert len(tokenizer) == 49152
+    assert stop == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
 
 class Contracting:
@@ -206,10 +160,6 @@ class Contracting:
         return text.replace(" n't", "n't") if clean_up_tokenization_spaces else text
 
 
-def test_pieces_add_up_to_the_text():
-    assert "".join(generate.pieces(Contracting(), [0], [1, 2])) == " n't!"
-
-
 class Words:
     """A tokenizer that drops the space at the start of a text, as Llama's does."""
 
@@ -217,36 +167,13 @@ class Words:
         return "".join(f" {token}" for token in tokens)[1:]
 
 
-def test_a_word_after_the_prompt_keeps_its_space():
+def test_pieces_are_what_each_token_adds_to_the_text():
+    assert list(generate.pieces(Contracting(), [0], [1, 2])) == [" n't", "!"]
     assert list(generate.pieces(Words(), [1], [2, 3])) == [" 2", " 3"]
 
 
-def test_text_is_shown_as_it_is_generated(with_tokenizer, tmp_path, monkeypatch):
-    shown = set()
-
-    class Terminal(io.StringIO):
-        def flush(self):
-            shown.add(self.getvalue())
-
-    name_stop_tokens(tmp_path, generation_config=999)
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    generate.main([str(tmp_path), "abcd", "--tokens", "12"])
-    assert len(shown) > 2
-
-
-def test_special_tokens_are_not_printed(with_tokenizer):
-    _, tokenizer = with_tokenizer
-    a, b = tokenizer.encode("ab")
-    tokens = [a, tokenizer.eos_token_id, b]
-    assert "".join(generate.pieces(tokenizer, [], tokens)) == "ab"
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("missing.gguf", "No such file"), ("README.md", "must be a folder or a name")],
-)
-def test_generate_says_why_it_cannot_load_a_model(name, reason, tmp_path, capsys):
-    (tmp_path / "README.md").write_text("no model")
-    with pytest.raises(SystemExit, match="2"):
-        generate.main([str(tmp_path / name), "text"])
-    assert re.search(rf"cannot load .*{name}: .*{reason}", capsys.readouterr().err)
+def test_pieces_are_whole_characters_without_special_tokens(tmp_path):
+    tokenizer = save_tokenizer(tmp_path)
+    [*first, last] = tokenizer.encode("aïb")
+    tokens = [*first, tokenizer.eos_token_id, last]
+    assert [*filter(None, generate.pieces(tokenizer, [], tokens))] == ["a", "ï", "b"]

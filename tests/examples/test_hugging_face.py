@@ -1,0 +1,237 @@
+"""Checkpoints that transformers has saved: the same logits, or one ValueError."""
+
+import shutil
+
+import pytest
+import torch
+from saved_checkpoints import (
+    LLAMA3,
+    YARN,
+    assert_equal,
+    change_json,
+    change_weights,
+    save,
+    shards_in,
+)
+
+from tinyblock import RotaryPositionalEmbedding
+
+hugging_face = pytest.importorskip("hugging_face", reason="requires the extra examples")
+
+LINEAR = {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0}
+LONG = {
+    **YARN,
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+}
+LATE = {**YARN, "original_max_position_embeddings": 96, "llama_4_scaling_beta": 0.1}
+
+ACCEPTED = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "one head per key": ("llama", {"num_key_value_heads": 4}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "bfloat16": ("llama", {"dtype": torch.bfloat16}),
+    "float16": ("qwen2", {"dtype": torch.float16}),
+    "float64": ("llama", {"dtype": torch.float64}),
+    "a million positions": (
+        "llama",
+        {"max_position_embeddings": 2**20, "rope_parameters": {"rope_theta": 5e5}},
+    ),
+    "llama 3.1's positions": ("llama", {"rope_parameters": LLAMA3}),
+    "linear": ("llama", {"rope_parameters": LINEAR}),
+    "yarn": ("qwen3", {"rope_parameters": YARN}),
+    "yarn beyond the last pair": (
+        "llama",
+        {"rope_parameters": {**YARN, "rope_theta": 2.0}},
+    ),
+    "yarn without a pair between": (
+        "llama",
+        {"rope_parameters": {**YARN, "original_max_position_embeddings": 6}},
+    ),
+    "yarn's betas": (
+        "llama",
+        {"rope_parameters": {**YARN, "beta_fast": 2.0, "beta_slow": 0.5}},
+    ),
+    "yarn's mscale": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.5}}),
+    "a window that is not used": (
+        "qwen2",
+        {"use_sliding_window": False, "sliding_window": 8},
+    ),
+    "another name": ("mistral", {"sliding_window": None}),
+}
+OTHER_LOGITS = r"logits differ by \de[+-]0\d of their norm"
+GRANITE = {"attention_multiplier": 0.25}  # otherwise Llama
+REJECTED = {
+    "attention to later tokens": ("llama", {"is_causal": False}, OTHER_LOGITS),
+    "activation": ("llama", {"hidden_act": "gelu"}, OTHER_LOGITS),
+    "scale of scores": ("granite", {"attention_multiplier": 0.249}, OTHER_LOGITS),
+    "scale of logits": ("granite", {**GRANITE, "logits_scaling": 2.0}, OTHER_LOGITS),
+    "scale of embeddings": (
+        "granite",
+        {**GRANITE, "embedding_multiplier": 2.0},
+        OTHER_LOGITS,
+    ),
+    "scale of branches": (
+        "granite",
+        {**GRANITE, "residual_multiplier": 0.99},
+        OTHER_LOGITS,
+    ),
+    "gains of 1 + w": ("gemma", {}, OTHER_LOGITS),
+    "consecutive pairs": ("ernie4_5", {}, OTHER_LOGITS),
+    "a layer without positions": ("smollm3", {"no_rope_layers": [1, 0]}, OTHER_LOGITS),
+    "scores by position": ("ministral3", {"rope_parameters": LATE}, OTHER_LOGITS),
+    "frequencies": (
+        "llama",
+        {"rope_parameters": {**YARN, "truncate": False}},
+        r"cosines or sines differ by \de-01",
+    ),
+    "longrope": ("llama", {"rope_parameters": LONG}, "type default, .*got longrope"),
+    "biases": ("llama", {"attention_bias": True}, r"output_proj\.bias"),
+    "biases of the FFN": ("llama", {"mlp_bias": True}, r"ffn\.w1\.bias"),
+    "a window": ("mistral", {"sliding_window": 100}, "a window of 100"),
+    "windows in some layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1},
+        "must be full, got .*sliding_attention",
+    ),
+    "experts": ("mixtral", {"sliding_window": None}, "weights must be those of Llama"),
+    "another structure": ("gpt2", {}, "built like Llama, got GPT2LMHeadModel"),
+}
+
+
+@pytest.mark.parametrize(("kind", "options"), ACCEPTED.values(), ids=ACCEPTED)
+def test_a_checkpoint_has_the_logits_of_transformers(kind, options, tmp_path):
+    theirs = save(kind, tmp_path, **options)  # in several files
+    shards_in(tmp_path)
+    ours = hugging_face.load(tmp_path)
+    assert ours.tied == bool(options.get("tie_word_embeddings"))
+    assert {weight.dtype for weight in ours.parameters()} == {theirs.dtype}
+    assert_equal(ours.double(), theirs.float())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"), REJECTED.values(), ids=REJECTED
+)
+def test_a_model_that_computes_anything_else_raises(kind, options, message, tmp_path):
+    save(kind, tmp_path, **options)
+    with pytest.raises(ValueError, match=message):
+        hugging_face.load(tmp_path)
+
+
+def test_a_loaded_model_turns_by_exact_angles(tmp_path):
+    """In float32, as transformers computes them, far ones are off by 1e-3."""
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    save("llama", tmp_path, max_position_embeddings=2**17, rope_parameters=rope)
+    found = hugging_face.load(tmp_path).transformer.rope.cos_sin
+    expected = RotaryPositionalEmbedding(5e5, 16, 2**17).cos_sin
+    assert torch.equal(found, expected)
+
+
+# --- Files --------------------------------------------------------------------------------
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def lose_a_weight(folder):
+    change_weights(folder / "model.safetensors", lambda state: state.pop(UP))
+
+
+def add_a_weight(folder):
+    bias = {UP.replace("weight", "bias"): torch.ones(96)}
+    change_weights(folder / "model.safetensors", lambda state: state.update(bias))
+
+
+def cut_a_weight(folder):
+    def cut(state):
+        state[UP] = state[UP][:95].clone()
+
+    change_weights(folder / "model.safetensors", cut)
+
+
+def leave_a_pointer_of_git_lfs(folder):
+    pointer = "version https://git-lfs.github.com/spec/v1\nsize 1000\n"
+    (folder / "model.safetensors").write_text(pointer)
+
+
+def pickle_the_weights(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def save_again_in_several_files(folder):
+    save("llama", folder / "new")
+    for path in (folder / "new").iterdir():
+        shutil.move(path, folder / path.name)
+
+
+def lose_a_shard(folder):
+    (folder / "model.safetensors").unlink()
+    save("llama", folder)
+    shards_in(folder)[0].unlink()
+
+
+def lose_the_config(folder):
+    (folder / "config.json").unlink()
+
+
+def name_another_library(folder):
+    change_json(
+        folder / "config.json",
+        lambda config: config.update(
+            model_type="of_its_own", auto_map={"AutoConfig": "code.Config"}
+        ),
+    )
+
+
+BROKEN = {
+    lose_a_weight: "missing_keys.*up_proj",
+    add_a_weight: "unexpected_keys.*up_proj",
+    cut_a_weight: "mismatched_keys.*up_proj",
+    leave_a_pointer_of_git_lfs: "cannot load",
+    pickle_the_weights: r"cannot load .*model\.safetensors",
+    save_again_in_several_files: "remove the older ones",
+    lose_a_shard: "cannot load .*00001-of",
+    lose_the_config: "cannot load",
+    name_another_library: "cannot load .*contains custom code",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    BROKEN.items(),
+    ids=[change.__name__ for change in BROKEN],
+)
+def test_a_folder_that_is_not_one_whole_checkpoint_raises(change, message, tmp_path):
+    save("llama", tmp_path, shards="1GB")
+    change(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        hugging_face.load(tmp_path)
+
+
+@pytest.mark.parametrize("shards", ["100KB", "1GB"], ids=["in several files", "in one"])
+def test_a_model_has_the_widest_dtype_of_its_files(shards, tmp_path):
+    theirs = save("llama", tmp_path, shards=shards)
+    for name, weight in theirs.state_dict().items():
+        if "norm" not in name:
+            weight.copy_(weight.bfloat16())
+
+    def narrow(state):
+        for name in state:
+            weight = theirs.state_dict()[name]
+            state[name] = weight if "norm" in name else weight.bfloat16()
+
+    for path in tmp_path.glob("*.safetensors"):
+        change_weights(path, narrow)
+    ours = hugging_face.load(tmp_path)
+    assert {weight.dtype for weight in ours.parameters()} == {torch.float32}
+    assert_equal(ours.double(), theirs)
+
+
+def test_the_command_prints_the_difference(tmp_path, capsys):
+    save("qwen3", tmp_path)
+    hugging_face.main(str(tmp_path))
+    printed = capsys.readouterr().out
+    assert float(printed.rpartition(": ")[2]) < hugging_face.TOLERANCE
