@@ -82,7 +82,8 @@ class DividedRope(RotaryPositionalEmbedding):
 class YarnRope(Llama31Rope):
     """Interpolate between whole pairs, and sharpen attention.
 
-    Queries and keys are multiplied by `mscale` (default: the paper's formula).
+    Queries and keys are multiplied by `scale`: it is `mscale` or, by default, the paper's
+    formula.
     """
 
     def __init__(
@@ -107,11 +108,14 @@ class YarnRope(Llama31Rope):
         tokens_per_radian = self.original / (2 * math.pi * times)
         return self.d_k * math.log(tokens_per_radian) / (2 * math.log(self.theta))
 
+    @property
+    def scale(self) -> float:
+        if self.mscale is not None:
+            return self.mscale
+        return 0.1 * math.log(max(self.factor, 1)) + 1
+
     def forward(self, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
-        mscale = self.mscale
-        if mscale is None:
-            mscale = 0.1 * math.log(max(self.factor, 1)) + 1
-        return super().forward(x, token_positions) * mscale
+        return super().forward(x, token_positions) * self.scale
 
 
 def main() -> None:

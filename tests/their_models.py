@@ -4,7 +4,6 @@ The models are tiny and have random weights. transformers computes norms and ang
 float32, so all runs in float32.
 """
 
-import copy
 import re
 from typing import Any
 
@@ -67,12 +66,6 @@ SANDWICH_NAMES = {
     "pre_feedforward_layernorm": "ln2",
     "post_feedforward_layernorm": "post_ln2",
 }
-JOINT_NORM_NAMES = {
-    "q_proj": "q_proj.0",
-    "k_proj": "k_proj.0",
-    "q_norm": "q_proj.1",
-    "k_norm": "k_proj.1",
-}
 LATENT_NAMES = {
     "q_a_proj": "q_down.0",
     "q_a_layernorm": "q_down.1",
@@ -80,17 +73,6 @@ LATENT_NAMES = {
     "kv_a_proj_with_mqa": "kv_down",
     "kv_a_layernorm": "kv_norm",
     "kv_b_proj": "kv_up",
-}
-KIMI_DELTA_NAMES = {
-    "conv1d": "conv",
-    "forget_gate.f_a_proj": "forgetting.down",
-    "forget_gate.f_b_proj": "forgetting.up",
-    "forget_gate.dt_bias": "forgetting.bias",
-    "forget_gate.A_log": "forgetting.log_speed",
-    "b_proj": "rate_proj",
-    "g_a_proj": "gate_down",
-    "g_b_proj": "gate_up",
-    "o_norm": "norm",
 }
 
 
@@ -101,20 +83,6 @@ class Halves(RotaryPositionalEmbedding):
         pairs = rearrange(x, "... (pair half) -> ... (half pair)", pair=2)
         rotated = super().forward(pairs, token_positions)
         return rearrange(rotated, "... (half pair) -> ... (pair half)", pair=2)
-
-
-class CallableAsTheirs(nn.Module):
-    """A copy of our attention or feed-forward layer, to put into their model."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = copy.deepcopy(layer)
-
-    def forward(self, hidden_states, position_ids=None, attention_mask=None, **_):
-        if attention_mask is None:
-            return self.layer(hidden_states)
-        mask = attention_mask[:, 0] == 0
-        return self.layer(hidden_states, position_ids, mask), None
 
 
 def import_transformers():

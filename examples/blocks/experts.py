@@ -18,6 +18,7 @@ Mixtral have softmax scores, and neither a bias nor a shared expert.
 To copy this file, import SwiGLU from your copy of ffn.py.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Router(nn.Module):
 
     All is computed with logarithms of scores. Scores themselves underflow: in float32,
     sigmoid(-104) is 0, and so would be the sum that they are divided by.
-    With is_normalized=False, a weight is the score itself.
+    With is_normalized=False, a weight is the score itself. `bias` stays in float32.
     """
 
     bias: Tensor
@@ -58,7 +59,8 @@ class Router(nn.Module):
         self.is_normalized = is_normalized
         weight = torch.empty(num_experts, d_model, device=device, dtype=dtype)
         self.weight = nn.Parameter(weight)
-        self.register_buffer("bias", torch.empty(num_experts, device=device))
+        bias = torch.empty(num_experts, device=device, dtype=torch.float32)
+        self.register_buffer("bias", bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -81,6 +83,17 @@ class Router(nn.Module):
         if self.is_normalized:
             return log_weights.softmax(-1), chosen  # exp(log score) / their sum
         return log_weights.exp(), chosen
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """Move the bias with the layer, but do not cast it."""
+        # All of .to(), .half(), .cuda() and so on call this method. In bfloat16, the
+        # small steps of the bias would be lost, and other experts would be chosen.
+        bias = self.bias
+        super()._apply(fn, recurse)
+        moved = self.bias
+        # On meta, there are no values to keep.
+        self.bias = moved.float() if bias.is_meta else bias.to(moved.device)
+        return self
 
 
 class MixtureOfExperts(nn.Module):

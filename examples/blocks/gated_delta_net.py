@@ -1,18 +1,24 @@
-"""Gated DeltaNet: the delta rule, with one decay per head.
+"""Gated DeltaNet: a memory of fixed size in place of all keys and values.
 
     q, k, v = silu(conv([W_q x, W_k x, W_v x])),  q and k of length 1 in each head
     decay = exp(-exp(a) softplus(W_a x + b)),  rate = max_rate * sigmoid(W_b x)
-    out = W_o (norm(delta_rule(q / sqrt(d_key), k, v, decay, rate)) * silu(W_g x))
+    for each token:  memory = decay * memory
+                     memory = memory + rate * k (v - memory^T k)
+                     read = memory^T q / sqrt(d_key)
+    out = W_o (norm(read) * silu(W_g x))
 
     python examples/blocks/gated_delta_net.py
 
 This command prints how much a change of the first token changes later tokens.
 
+The layer keeps no memory between calls, and takes no cache. So a LanguageModel with such
+layers can be trained, but `generate` raises an error.
 Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464). In
 Qwen3-Next, Qwen3.5 and OLMo Hybrid, 3 of 4 layers are of this kind. OLMo Hybrid has
-max_rate=2, after Grazzi et al. (arXiv 2411.12537).
-To copy this file, also copy delta_rule.py, and import Linear and RMSNorm from your copies
-of attention.py and rmsnorm.py.
+max_rate=2, after Grazzi et al. (arXiv 2411.12537). Kimi Linear (arXiv 2510.26692) has a
+decay for each component of a key.
+To copy this file, import Linear and RMSNorm from your copies of attention.py and
+rmsnorm.py.
 """
 
 import math
@@ -20,13 +26,57 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from delta_rule import delta_rule, unit
-from einops import rearrange
+from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from tinyblock import RMSNorm
 from tinyblock.attention import Linear
+
+
+def delta_rule(
+    q: Float[Tensor, "*batch seq d_k"],
+    k: Float[Tensor, "*batch seq d_k"],
+    v: Float[Tensor, "*batch seq d_v"],
+    decay: Float[Tensor, "*batch seq 1"],
+    rate: Float[Tensor, "*batch seq 1"],
+) -> Float[Tensor, "*batch seq d_v"]:
+    """Read q from the memory of the tokens so far, each token in turn (equation 10).
+
+    An update moves what the memory returns at k towards v. Computes in float32 or wider,
+    and returns the dtype of `q`. One step per token is readable, not fast:
+    `chunk_gated_delta_rule` of flash-linear-attention is.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        *batch, seq, d_k = k.shape
+        memory = torch.zeros(*batch, d_k, v.shape[-1], dtype=wide, device=q.device)
+        outs = []
+        for token in range(seq):
+            q_t = q[..., token, :].to(wide)
+            k_t = k[..., token, :].to(wide)
+            v_t = v[..., token, :].to(wide)
+            decay_t = decay[..., token, :, None].to(wide)
+            rate_t = rate[..., token, :].to(wide)
+            memory = decay_t * memory
+            error = v_t - read(memory, k_t)
+            update = einsum(k_t, rate_t * error, "... d_k, ... d_v -> ... d_k d_v")
+            memory = memory + update
+            outs.append(read(memory, q_t))
+        return torch.stack(outs, dim=-2).to(q.dtype)
+
+
+def read(
+    memory: Float[Tensor, "*batch d_k d_v"], key: Float[Tensor, "*batch d_k"]
+) -> Float[Tensor, "*batch d_v"]:
+    """Return memory^T key: what the memory holds at a key."""
+    return einsum(memory, key, "... d_k d_v, ... d_k -> ... d_v")
+
+
+def unit(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+    """Return vectors of length 1, so that an update does not overshoot."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # squares may overflow
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 class HeadDecay(nn.Module):
@@ -66,7 +116,7 @@ class GatedDeltaNet(nn.Module):
     most one batch axis.
 
     Raises:
-        ValueError: a mask is passed.
+        ValueError: a mask or a cache is passed.
     """
 
     def __init__(
@@ -118,7 +168,10 @@ class GatedDeltaNet(nn.Module):
         mask: Any = None,
     ) -> Float[Tensor, "*batch seq {self.d_model}"]:
         if mask is not None:
-            raise ValueError(f"mask must be None in {type(self).__name__}, got {mask}")
+            raise ValueError(
+                "GatedDeltaNet takes neither a mask nor a cache, so it cannot generate, "
+                f"got {mask}"
+            )
         seq = x.shape[-2]
         qkv = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
         # The convolution pads both ends. Without the last outputs, it is causal.

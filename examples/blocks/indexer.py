@@ -11,9 +11,9 @@ This command prints to how many keys each query attends.
 All index heads share one key, and are few and small, so a long text is cheap to score.
 The indexer gets no gradient from here, because its own loss trains it towards the weights
 of attention. This is the equation: a fast kernel would read only the chosen keys.
-Source: DeepSeek-AI, "DeepSeek-V3.2" (arXiv 2512.02556), equations 1 and 2. GLM-5 has it,
-too.
-To copy this file, also copy latent_attention.py and partial_rope.py, and import Linear and
+Source: DeepSeek-AI, "DeepSeek-V3.2" (arXiv 2512.02556), equations 1 and 2. GLM-5 and
+A.X K2 have it, too.
+To copy this file, also copy latent_attention.py, and import Linear and
 RotaryPositionalEmbedding from your copies of attention.py and rope.py.
 """
 
@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Integer
 from latent_attention import LatentAttention
-from partial_rope import PartialRope
 from torch import Tensor, nn
 
 from tinyblock import RotaryPositionalEmbedding
@@ -50,7 +49,7 @@ class Indexer(nn.Module):
         self.d_model = d_model
         self.q_rank = q_rank
         self.num_heads = num_heads
-        self.rope = PartialRope(rope)
+        self.rope = rope
         self.q_proj = Linear(q_rank, num_heads * d_head, bias=False, **factory)
         self.k_proj = Linear(d_model, d_head, bias=False, **factory)
         self.k_norm = nn.LayerNorm(d_head, eps=1e-6, **factory)
@@ -67,9 +66,9 @@ class Indexer(nn.Module):
             token_positions = token_positions.unsqueeze(-2)
         split = "... seq (heads d_head) -> ... heads seq d_head"
         q = rearrange(self.q_proj(q_latent), split, heads=self.num_heads)
-        q = self.rope(q, token_positions)
+        q = self.rotate(q, token_positions)
         k = self.k_norm(self.k_proj(x)).unsqueeze(-3)  # one head
-        k = self.rope(k, token_positions)
+        k = self.rotate(k, token_positions)
         weights = self.weights_proj(x) / self.num_heads**0.5
 
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -77,6 +76,16 @@ class Indexer(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             dots = q.to(wide) @ k.to(wide).mT / q.shape[-1] ** 0.5
             return einsum(weights.to(wide), F.relu(dots), pattern)
+
+    def rotate(
+        self,
+        x: Float[Tensor, "*batch seq d_head"],
+        token_positions: Integer[Tensor, "*#batch seq"] | None,
+    ) -> Float[Tensor, "*batch seq d_head"]:
+        """Rotate the first components, without the scale that YaRN gives to attention."""
+        first, others = x.tensor_split([self.rope.d_k], dim=-1)
+        rotated = self.rope(first, token_positions) / getattr(self.rope, "scale", 1.0)
+        return torch.cat((rotated, others), dim=-1)
 
 
 class SparseAttention(LatentAttention):

@@ -37,7 +37,9 @@ class LatentAttention(CausalMultiHeadSelfAttention):
 
     - `d_head` is the size of a value, and of the part of queries and keys that does not
       rotate.
-    - `rope` rotates the other part, whose size is the attribute rope.d_k.
+    - `rope` rotates the other part, whose size is the attribute rope.d_k. If it has a
+      `scale`, as YarnRope of scaled_rope.py, whole queries and keys are multiplied by it,
+      as in DeepSeek.
     """
 
     rope: Any
@@ -94,8 +96,9 @@ class LatentAttention(CausalMultiHeadSelfAttention):
             token_positions = token_positions.unsqueeze(-2)
         rotated_q = self.rope(rotated_q, token_positions)
         rotated_k = self.rope(shared_k.unsqueeze(-3), token_positions)
-        q = torch.cat((plain_q, rotated_q), dim=-1)
-        k = torch.cat((plain_k, rotated_k.expand_as(rotated_q)), dim=-1)
+        scale = getattr(self.rope, "scale", 1.0)  # the other parts already have it
+        q = torch.cat((scale * plain_q, rotated_q), dim=-1)
+        k = torch.cat((scale * plain_k, rotated_k.expand_as(rotated_q)), dim=-1)
         return q, k, v
 
 

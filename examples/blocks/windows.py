@@ -59,10 +59,7 @@ class WindowAttention(CausalMultiHeadSelfAttention):
 
 
 def widen(model: Transformer, every: int, rope: nn.Module | None = None) -> None:
-    """Let every n-th layer attend to all tokens, and rotate with `rope` if one is passed.
-
-    Pass `NoPositions()` of no_positions.py for full layers without positions.
-    """
+    """Let every n-th layer attend to all tokens, and rotate with `rope` if one is passed."""
     layers: Any = model.layers
     for block in layers[every - 1 :: every]:
         block.attn.window = None

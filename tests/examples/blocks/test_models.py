@@ -1,0 +1,564 @@
+"""Each row of docs/models.md equals the models that it names: results and gradients."""
+
+import math
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from einops import rearrange
+from experts import MixtureOfExperts
+from gated_delta_net import GatedDeltaNet
+from indexer import SparseAttention
+from latent_attention import LatentAttention
+from output_gate import GatedAttention
+from pages import block_with
+from parallel_branches import ParallelBlock
+from partial_rope import PartialRope
+from sandwich_norm import SandwichBlock
+from scaled_rope import YarnRope
+from sinks import SinkAttention
+from their_models import (
+    EXPERTS,
+    HALF_ROTATES,
+    LATENT_NAMES,
+    SANDWICH_NAMES,
+    TWO_ROPES,
+    WINDOW_THEN_FULL,
+    Halves,
+    import_transformers,
+    our_model,
+    require_same_layer,
+    require_same_model,
+    split_experts,
+    their_model,
+)
+from torch import nn
+from windows import WindowAttention, widen
+
+from tinyblock import RotaryPositionalEmbedding, SwiGLU, Transformer
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "models.md"
+# What the page's lines use, and the line for each model of transformers.
+NAMES: dict[str, Any] = {}
+exec(block_with(PAGE, "class GeGLU"), NAMES)
+ROWS = re.findall(r"\| `(model = .*|for .*)` \| `(\w+)`", PAGE.read_text())
+LINES = {model: line for line, model in ROWS}
+
+
+def after_line(model, layers=1):
+    """Return what a line of the page builds, in the sizes of these tests."""
+    names = {
+        **NAMES,
+        "build": partial(our_model, layers),
+        "model": our_model(layers),
+    }
+    exec(LINES[model], names)
+    return names["model"]
+
+
+def test_the_page_names_each_file_and_each_model_that_is_compared():
+    rows = re.findall(r"^\| .* \|$", PAGE.read_text(), re.MULTILINE)
+    cells = [row.strip("|").split("|") for row in rows]
+    files = {name for row in cells for name in re.findall(r"^ `(\w+)` $", row[1])}
+    assert files == {path.stem for path in (ROOT / "examples/blocks").glob("*.py")}
+    models = {name for row in cells for name in re.findall(r"`(\w+)`", row[-1])}
+    tests = {
+        name.removeprefix("test_equals_") for name in globals() if "_equals_" in name
+    }
+    assert models | {"llama", "qwen2", "qwen3"} == tests
+
+
+# --- Nothing changes ----------------------------------------------------------------------
+
+
+def test_equals_llama():
+    require_same_model(our_model(), their_model("llama"))
+
+
+def test_equals_qwen2():
+    hugging_face = pytest.importorskip("hugging_face", reason="requires transformers")
+    ours = our_model(attention=hugging_face.AttentionWithBiases)
+    require_same_model(ours, their_model("qwen2"))
+
+
+def test_equals_qwen3():
+    require_same_model(our_model(qk_norm=True), their_model("qwen3"))
+
+
+# --- Changes of a few lines ---------------------------------------------------------------
+
+
+def test_equals_arcee():
+    names = {"mlp.up_proj": "ffn.w1", "mlp.down_proj": "ffn.w2"}
+    require_same_model(after_line("arcee"), their_model("arcee"), names)
+
+
+def test_equals_gemma():
+    require_same_model(after_line("gemma"), their_model("gemma"), centered="norm")
+
+
+def test_equals_deepseek_v4():
+    """Its experts and its other feed-forward layers have the same clamps."""
+    v4 = import_transformers().models.deepseek_v4
+    config = v4.DeepseekV4Config(
+        hidden_size=64, moe_intermediate_size=96, swiglu_limit=0.5
+    )
+    theirs = v4.modeling_deepseek_v4.DeepseekV4MLP(config)
+    ours = after_line("deepseek_v4").layers[0].ffn
+    ours.limit = 0.5
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    require_same_layer(ours, theirs, names)
+
+
+def test_equals_granite():
+    theirs = their_model(
+        "granite", 2, residual_multiplier=0.22, attention_multiplier=0.25
+    )
+    require_same_model(after_line("granite", 2), theirs)
+
+
+def test_equals_exaone4():
+    theirs = their_model(
+        "exaone4", 2, sliding_window=None, layer_types=["full_attention"] * 2
+    )
+    names = {"post_attention_layernorm": "ln1", "post_feedforward_layernorm": "ln2"}
+    require_same_model(after_line("exaone4", 2), theirs, names)
+
+
+def test_equals_olmo():
+    theirs = their_model("olmo", clip_qkv=None, rms_norm_eps=1e-5)
+    ours = after_line("olmo")
+    for norm in (ours.ln_final, ours.layers[0].ln1, ours.layers[0].ln2):
+        norm.eps = 1e-5  # which OLMo has not as an option
+    require_same_model(ours, theirs)
+
+
+def test_equals_smollm3():
+    require_same_model(after_line("smollm3", 4), their_model("smollm3", 4))
+
+
+# --- Attention ----------------------------------------------------------------------------
+
+
+class SinkWindow(WindowAttention, SinkAttention):
+    pass
+
+
+class GatedWindow(WindowAttention, GatedAttention):
+    pass
+
+
+def test_equals_mistral():
+    theirs = their_model("mistral", sliding_window=8)
+    require_same_model(our_model(attention=WindowAttention, window=8), theirs)
+
+
+def test_equals_gpt_oss():
+    """Compare attention: the experts of gpt-oss have biases, and are clamped."""
+    theirs = their_model(
+        "gpt_oss", sliding_window=8, layer_types=["sliding_attention"], **EXPERTS
+    )
+    layer = theirs.layers[0].self_attn
+    positions = torch.arange(24)[None]
+    angles = theirs.rotary_emb(torch.zeros(1), positions)
+    window = torch.ones(24, 24).tril().triu(-7)  # 1 for 8 keys: its own, and 7 before
+    mask = window.log()  # 0, or -inf: their layer adds it to scores
+    ours = SinkWindow(64, 4, num_kv_heads=2, rope=Halves(1e4, 16, 128), window=8)
+    require_same_layer(ours, layer, run_theirs=lambda x: layer(x, angles, mask)[0])
+
+
+def test_equals_mimo_v2_flash():
+    theirs = their_model(
+        "mimo_v2_flash",
+        v_head_dim=16,
+        attention_value_scale=1.0,
+        num_key_value_heads=1,  # twice as many in layers with windows
+        sliding_window=8,
+        layer_types=["sliding_attention"],
+        mlp_layer_types=["sparse"],
+        rope_parameters={"sliding_attention": HALF_ROTATES},
+        routed_scaling_factor=1.0,
+        **EXPERTS,
+    )
+    ours = our_model(
+        attention=SinkWindow,
+        window=8,
+        rope=PartialRope(Halves(1e4, 8, 128)),
+        ffn=partial(MixtureOfExperts, top_k=3, has_shared_expert=False),
+    )
+    require_same_model(ours, theirs, convert=split_experts)
+
+
+def test_equals_flint():
+    theirs = their_model(
+        "flint",
+        2,
+        sliding_window=8,
+        layer_types=WINDOW_THEN_FULL,
+        mlp_only_layers=[],
+        **EXPERTS,
+    )
+    ours = our_model(
+        2,
+        attention=SinkWindow,
+        window=8,
+        qk_norm=True,
+        ffn=partial(MixtureOfExperts, top_k=3),
+    )
+    widen(ours, every=2, rope=NAMES["NoPositions"]())
+    require_same_model(ours, theirs, convert=split_experts)
+
+
+def test_equals_laguna():
+    theirs = their_model(
+        "laguna",
+        2,
+        sliding_window=8,
+        layer_types=WINDOW_THEN_FULL,
+        mlp_layer_types=["dense", "dense"],
+        rope_parameters=TWO_ROPES,
+    )
+    ours = our_model(
+        2,
+        attention=GatedWindow,
+        gate_per_head=True,
+        gate_activation=nn.functional.softplus,
+        window=8,
+        qk_norm=True,
+    )
+    widen(ours, every=2, rope=Halves(1e6, 16, 128))
+    require_same_model(ours, theirs, {"g_proj": "gate_proj"})
+
+
+def test_equals_step3p7():
+    step3p7 = import_transformers().models.step3p7.modeling_step3p7
+    theirs = their_model(
+        step3p7.Step3p7TextModel,
+        2,
+        sliding_window=8,
+        layer_types=WINDOW_THEN_FULL,
+        mlp_layer_types=["dense", "dense"],
+        num_attention_groups=2,
+        rope_parameters=TWO_ROPES,
+        query_pre_attn_scalar=16,
+    )
+    ours = our_model(
+        2, attention=GatedWindow, gate_per_head=True, window=8, qk_norm=True
+    )
+    widen(ours, every=2, rope=Halves(1e6, 16, 128))
+    require_same_model(ours, theirs, {"g_proj": "gate_proj"}, centered="norm")
+
+
+# --- Latent attention ---------------------------------------------------------------------
+
+LATENT = {
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+DEEPSEEK = {
+    **LATENT,
+    "first_k_dense_replace": 0,
+    "mlp_layer_types": ["sparse"],
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "index_n_heads": 6,
+    "index_head_dim": 16,
+    "index_topk": 5,
+    **EXPERTS,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "original_max_position_embeddings": 16,
+}
+LATENT_ATTENTION = partial(LatentAttention, d_head=16, q_rank=40, kv_rank=24)
+SPARSE_ATTENTION = partial(
+    SparseAttention,
+    d_head=16,
+    q_rank=40,
+    kv_rank=24,
+    top_k=5,
+    index_heads=6,
+    index_d_head=16,
+)
+DEEPSEEK_EXPERTS = partial(MixtureOfExperts, top_k=3, scale=2.5)
+DEEPSEEK_NAMES = {
+    **LATENT_NAMES,
+    "indexer.wq_b": "indexer.q_proj",
+    "indexer.wk": "indexer.k_proj",
+}
+
+
+def plain_rope(kind=RotaryPositionalEmbedding):
+    return kind(1e4, 8, 128)
+
+
+def yarn_rope(kind=YarnRope, **options):
+    return kind(1e4, 8, 128, factor=40.0, original=16, **options)
+
+
+class YarnHalves(YarnRope, Halves):  # type: ignore[misc]
+    pass
+
+
+def our_latent_model(attention, rope, ffn=DEEPSEEK_EXPERTS):
+    options = {"attention": attention, "rope": rope, "ffn": ffn, "eps": 1e-6}
+    return Transformer(1, 64, 4, 96, max_seq_len=128, **options)
+
+
+def test_equals_deepseek_v2():
+    theirs = their_model("deepseek_v2", topk_method="greedy", **DEEPSEEK)
+    experts = partial(DEEPSEEK_EXPERTS, is_softmax=True, is_normalized=False)
+    ours = our_latent_model(LATENT_ATTENTION, plain_rope(), experts)
+    require_same_model(ours, theirs, LATENT_NAMES, split_experts)
+
+
+def test_equals_deepseek_v3():
+    theirs = their_model("deepseek_v3", **DEEPSEEK)
+    ours = our_latent_model(LATENT_ATTENTION, plain_rope())
+    require_same_model(ours, theirs, LATENT_NAMES, split_experts)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.707], ids=["DeepSeek-V3", "DeepSeek-V2"])
+def test_latent_attention_scales_all_of_a_score_with_yarn(factor):
+    """DeepSeek multiplies scores by the square of 0.1 * factor * ln(40) + 1."""
+    rope = {**YARN, "mscale": factor, "mscale_all_dim": factor}
+    theirs = their_model("deepseek_v3", rope_parameters=rope, **DEEPSEEK)
+    mscale = None if factor == 1 else 0.1 * factor * math.log(40) + 1
+    ours = our_latent_model(LATENT_ATTENTION, yarn_rope(mscale=mscale))
+    require_same_model(ours, theirs, LATENT_NAMES, split_experts)
+
+
+def test_equals_youtu():
+    theirs = their_model("youtu", rope_interleave=True, **LATENT)
+    ours = our_latent_model(LATENT_ATTENTION, plain_rope(), SwiGLU)
+    require_same_model(ours, theirs, LATENT_NAMES)
+
+
+def test_equals_deepseek_v32():
+    theirs = their_model("deepseek_v32", **DEEPSEEK)
+    ours = our_latent_model(SPARSE_ATTENTION, plain_rope())
+    # Its indexer pairs other components than its attention does.
+    ours.layers[0].attn.indexer.rope = plain_rope(Halves)
+    require_same_model(ours, theirs, DEEPSEEK_NAMES, split_experts)
+
+
+def test_equals_glm_moe_dsa():
+    theirs = their_model("glm_moe_dsa", **DEEPSEEK)
+    ours = our_latent_model(SPARSE_ATTENTION, plain_rope())
+    require_same_model(ours, theirs, DEEPSEEK_NAMES, split_experts)
+
+
+def test_the_indexer_chooses_the_same_keys_with_yarn():
+    """DeepSeek scales the scores of attention, and not those of the indexer."""
+    rope = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+    theirs = their_model("deepseek_v32", rope_parameters=rope, **DEEPSEEK)
+    ours = our_latent_model(SPARSE_ATTENTION, yarn_rope())
+    ours.layers[0].attn.indexer.rope = yarn_rope(YarnHalves)
+    require_same_model(ours, theirs, DEEPSEEK_NAMES, split_experts)
+
+
+# --- The gated delta rule -----------------------------------------------------------------
+
+LINEAR_SIZES = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+OUR_SIZES: dict[str, Any] = {"d_head": 16, "d_key": 8, "num_key_heads": 2}
+DELTA_NAMES = {
+    "linear_attn": "attn",
+    "conv1d": "conv",
+    "dt_bias": "decay.bias",
+    "A_log": "decay.log_speed",
+}
+
+
+def split_qwen3_next(state):
+    """Its projections join the rows of several of ours, for each head."""
+    name = "layers.1.attn.q_proj.weight"
+    split = "(heads part d) x -> part (heads d) x"
+    state[name], state["layers.1.attn.gate_proj.weight"] = rearrange(
+        state[name], split, part=2, d=16
+    )
+    name = "layers.0.attn."
+    for joined, parts, rows in (
+        (
+            "in_proj_qkvz",
+            ("q_proj", "k_proj", "v_proj", "gate_proj"),
+            [8, 8, 32, 32],
+        ),
+        ("in_proj_ba", ("rate_proj", "decay.proj"), [2, 2]),
+    ):
+        weight = state.pop(f"{name}{joined}.weight").unflatten(0, (2, -1))
+        for part, own in zip(parts, weight.split(rows, 1), strict=True):
+            state[f"{name}{part}.weight"] = own.flatten(0, 1)
+
+
+def test_equals_qwen3_next():
+    theirs = their_model(
+        "qwen3_next",
+        2,
+        num_experts=0,
+        rope_parameters=HALF_ROTATES,
+        layer_types=["linear_attention", "full_attention"],
+        **LINEAR_SIZES,
+    )
+    ours = our_model(
+        2,
+        rope=PartialRope(Halves(1e4, 8, 128)),
+        attention=GatedAttention,
+        qk_norm=True,
+    )
+    ours.layers[0].attn = GatedDeltaNet(64, 4, **OUR_SIZES)
+    require_same_model(
+        ours,
+        theirs,
+        {**DELTA_NAMES, "out_proj": "output_proj"},
+        split_qwen3_next,
+        centered=r"layernorm|[qk]_norm|^norm",
+        is_padded=False,
+    )
+
+
+def test_equals_olmo_hybrid():
+    """Compare layers with the delta rule: the others have norms of their own."""
+    theirs = their_model(
+        "olmo_hybrid",
+        2,
+        layer_types=["linear_attention", "full_attention"],
+        **LINEAR_SIZES,
+    )
+    theirs.layers = theirs.layers[:1]
+    ours = our_model()
+    ours.layers[0].attn = GatedDeltaNet(64, 4, max_rate=2.0, eps=1e-5, **OUR_SIZES)
+    names = {
+        **DELTA_NAMES,
+        "a_proj": "decay.proj",
+        "b_proj": "rate_proj",
+        "g_proj": "gate_proj",
+        "o_norm": "norm",
+    }
+    require_same_model(ours, theirs, names, is_padded=False)
+
+
+# --- RoPE on a part of each head ----------------------------------------------------------
+
+
+def split_projections(state):
+    """Phi-3 and GLM-4 fuse projections that read the same x."""
+    for name in list(state):
+        if "qkv_proj" in name:
+            rows = state.pop(name).split([64, 32, 32])
+            for part, weight in zip("qkv", rows, strict=True):
+                state[name.replace("qkv_proj", f"{part}_proj")] = weight
+        elif "mlp.gate_up_proj" in name:
+            rows = state.pop(name).chunk(2)
+            for part, weight in zip(("w1", "w3"), rows, strict=True):
+                state[name.replace("mlp.gate_up_proj", f"ffn.{part}")] = weight
+
+
+def test_equals_phi3():
+    theirs = their_model("phi3", rope_parameters=HALF_ROTATES)
+    ours = our_model(rope=PartialRope(Halves(1e4, 8, 128)))
+    require_same_model(ours, theirs, convert=split_projections)
+
+
+def test_equals_glm4():
+    theirs = their_model("glm4", rope_parameters=HALF_ROTATES)
+    rope = PartialRope(RotaryPositionalEmbedding(1e4, 8, 128))
+    names = {"post_self_attn_layernorm": "post_ln1", "post_mlp_layernorm": "post_ln2"}
+    ours = our_model(block=SandwichBlock, rope=rope)
+    require_same_model(ours, theirs, names, split_projections)
+
+
+# --- Experts and blocks -------------------------------------------------------------------
+
+
+def test_equals_mixtral():
+    theirs = their_model("mixtral", sliding_window=None, **EXPERTS)
+    experts = partial(
+        MixtureOfExperts, top_k=3, is_softmax=True, has_shared_expert=False
+    )
+    require_same_model(our_model(ffn=experts), theirs, convert=split_experts)
+
+
+def test_equals_gemma3_text():
+    theirs = their_model(
+        "gemma3_text",
+        2,
+        sliding_window=8,
+        layer_types=WINDOW_THEN_FULL,
+        query_pre_attn_scalar=16,
+        rope_parameters=TWO_ROPES,
+        hidden_activation="silu",
+    )
+    ours = our_model(
+        2, block=SandwichBlock, attention=WindowAttention, window=8, qk_norm=True
+    )
+    widen(ours, every=2, rope=Halves(1e6, 16, 128))
+    require_same_model(ours, theirs, SANDWICH_NAMES, centered="norm")
+
+
+def test_equals_afmoe():
+    theirs = their_model(
+        "afmoe",
+        2,
+        sliding_window=8,
+        layer_types=WINDOW_THEN_FULL,
+        num_dense_layers=0,
+        num_shared_experts=1,
+        route_scale=2.5,
+        **EXPERTS,
+    )
+    ours = our_model(
+        2,
+        block=SandwichBlock,
+        attention=GatedWindow,
+        window=8,
+        qk_norm=True,
+        ffn=DEEPSEEK_EXPERTS,
+    )
+    widen(ours, every=2, rope=NAMES["NoPositions"]())
+    names = {
+        "post_attention_layernorm": "post_ln1",
+        "pre_mlp_layernorm": "ln2",
+        "post_mlp_layernorm": "post_ln2",
+    }
+    require_same_model(ours, theirs, names, split_experts)
+
+
+COHERE = {
+    "block": ParallelBlock,
+    "norm": partial(nn.LayerNorm, bias=False),
+    "rope": RotaryPositionalEmbedding(1e4, 16, 128),
+}
+
+
+def test_equals_cohere():
+    theirs = their_model("cohere", layer_norm_eps=1e-6)
+    require_same_model(our_model(**COHERE), theirs)
+
+
+def test_equals_cohere2():
+    theirs = their_model(
+        "cohere2",
+        2,
+        layer_norm_eps=1e-6,
+        sliding_window=8,
+        layer_types=WINDOW_THEN_FULL,
+    )
+    ours = our_model(2, attention=WindowAttention, window=8, **COHERE)
+    widen(ours, every=2, rope=NAMES["NoPositions"]())
+    require_same_model(ours, theirs)
