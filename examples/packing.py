@@ -2,16 +2,26 @@
 
     python examples/packing.py
 
-This command prints the largest difference from running each sequence alone. Both
-functions return `token_positions` and `mask`, with which you call a model. Padding on
-the right needs neither, because causal attention never looks ahead. Outputs at padding
-have no meaning, so leave them out of the loss, for example with the target -100.
+This command prints the largest difference from running each sequence alone. Call a model
+as `model(x, token_positions, mask)`. Padding on the right needs neither, because causal
+attention never looks ahead. Outputs at padding have no meaning, so leave them out of the
+loss, for example with the target -100.
+
+A dense mask stores seq x seq entries for each row, and most kernels of a GPU do not take
+one. With `attention=PackedAttention`, pass the `Documents` themselves as mask: on a GPU,
+in half precision, torch's `varlen_attn` then computes nothing across documents.
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from typing import Any
 
-from tinyblock import Transformer
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from tinyblock import CausalMultiHeadSelfAttention, Transformer
 
 
 def padded_left(lengths: Tensor, seq: int) -> tuple[Tensor, Tensor]:
@@ -21,16 +31,69 @@ def padded_left(lengths: Tensor, seq: int) -> tuple[Tensor, Tensor]:
     return position.clamp(min=0), (position >= 0)[:, None, :]
 
 
-def packed(document: Tensor) -> tuple[Tensor, Tensor]:
-    """Return positions and mask of rows of documents, such as 0 0 0 1 1 2."""
-    same_document = document[:, :, None] == document[:, None, :]
-    positions = same_document.tril().sum(-1) - 1  # earlier tokens of the document
-    return positions, same_document
+class Documents:
+    """Documents one after another in each row, (batch, seq), such as 0 0 0 1 1 2.
+
+    - `positions` count from the first token of each document.
+    - `starts` are the first tokens of all documents of the batch, and its end, int32.
+    - `longest` is the length of the longest document.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        is_first = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
+        self.run = is_first.cumsum(-1)
+        index = torch.arange(numbers.shape[1], device=numbers.device)
+        self.positions = index - (index * is_first).cummax(-1).values
+        starts = is_first.flatten().nonzero().flatten()
+        self.starts = F.pad(starts, (0, 1), value=numbers.numel()).int()
+        self.longest = int(self.positions.max()) + 1
+
+    @property
+    def mask(self) -> Tensor:
+        """The dense mask, (batch, seq, seq), which any attention takes."""
+        return self.run[:, :, None] == self.run[:, None, :]
+
+
+class PackedAttention(CausalMultiHeadSelfAttention):
+    """Causal attention whose mask may be Documents."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        if not isinstance(mask, Documents):
+            return super().attend(q, k, v, mask)
+        if q.is_cuda and q.dtype.itemsize == 2:  # what the kernel supports
+            return attend_packed(q, k, v, mask)
+        return super().attend(q, k, v, mask.mask)
+
+
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    kernel: Callable[..., Any] = varlen_attn,
+) -> Tensor:
+    """Return causal attention within documents, (batch, heads, seq, d_head)."""
+    in_one_row = "batch heads seq d_head -> (batch seq) heads d_head"
+    out = kernel(
+        rearrange(q, in_one_row),
+        rearrange(k, in_one_row),
+        rearrange(v, in_one_row),
+        cu_seq_q=documents.starts,
+        cu_seq_k=documents.starts,
+        max_q=documents.longest,
+        max_k=documents.longest,
+        window_size=(-1, 0),  # all earlier tokens, and no later ones
+        enable_gqa=k.shape[1] < q.shape[1],
+    )
+    rows = "(batch seq) heads d_head -> batch heads seq d_head"
+    return rearrange(out, rows, batch=len(q))
 
 
 @torch.no_grad()
 def main() -> None:
-    model = Transformer(2, d_model=64, num_heads=4, max_seq_len=128)
+    model = Transformer(
+        2, d_model=64, num_heads=4, max_seq_len=128, attention=PackedAttention
+    )
     short, long, padding = torch.randn(14, 64).split((3, 7, 4))
     alone = torch.cat((model(short), model(long)))
 
@@ -40,8 +103,10 @@ def main() -> None:
     print(f"padded on the left: {(out - alone).abs().max():.0e}")
 
     x = torch.cat((short, long))[None]
-    out = model(x, *packed(torch.tensor([[0] * 3 + [1] * 7])))
-    print(f"packed: {(out[0] - alone).abs().max():.0e}")
+    documents = Documents(torch.tensor([[0] * 3 + [1] * 7]))
+    for name, mask in (("documents", documents), ("a dense mask", documents.mask)):
+        out = model(x, documents.positions, mask)
+        print(f"packed, with {name}: {(out[0] - alone).abs().max():.0e}")
 
 
 if __name__ == "__main__":
