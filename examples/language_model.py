@@ -30,8 +30,11 @@ class Cache:
     """
 
     def __init__(self, padding: Tensor | None = None) -> None:
+        self.model: nn.Module | None = None
         self.tokens: Tensor | None = None
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        # In the order in which the layers of the model append to them.
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.next = 0
         self.padding = padding
         self.mask: Tensor | None = None
 
@@ -54,10 +57,20 @@ class Cache:
     def require_room(self, length: int) -> None:
         """Raise a ValueError if the cache cannot grow to this many tokens."""
 
-    def advance(self, tokens: Tensor) -> Tensor:
-        """Append new tokens, (..., seq), and return their positions, in this shape."""
+    def advance(self, tokens: Tensor, model: nn.Module) -> Tensor:
+        """Append new tokens, (..., seq), and return their positions, in this shape.
+
+        Then each layer of the model appends its keys and values, always in one order.
+        """
+        if self.model not in (None, model) or self.next != len(self.layers):
+            raise ValueError(
+                "a cache must belong to one model, whose last call has not failed: begin "
+                "a new one"
+            )
         start = self.length
         self.require_room(start + tokens.shape[-1])
+        self.model = model
+        self.next = 0
         self.tokens = (
             tokens.clone()  # because the caller may change them
             if self.tokens is None
@@ -70,23 +83,17 @@ class Cache:
         self.mask = (position >= 0)[:, None, :]
         return position[:, start:].clamp(min=0)
 
-    def append(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens, and return all of them."""
-        if id(layer) in self.layers:
-            old_k, old_v = self.layers[id(layer)]
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of new tokens, and return all of this layer."""
+        if self.next < len(self.layers):
+            old_k, old_v = self.layers[self.next]
             k = torch.cat((old_k, k), dim=-2)
             v = torch.cat((old_v, v), dim=-2)
-        self.require_a_key_per_token(k)
-        self.layers[id(layer)] = k, v
+            self.layers[self.next] = k, v
+        else:
+            self.layers.append((k, v))
+        self.next += 1
         return k, v
-
-    def require_a_key_per_token(self, k: Tensor) -> None:
-        if k.shape[-2] != self.length:
-            raise ValueError(
-                f"a layer must have a key for each of the cache's {self.length} tokens, "
-                f"got {k.shape[-2]}: use a cache with one model, which calls each of "
-                "its layers once per token"
-            )
 
 
 class CachedAttention(CausalMultiHeadSelfAttention):
@@ -103,8 +110,7 @@ class CachedAttention(CausalMultiHeadSelfAttention):
         if not isinstance(mask, Cache):
             return super().attend(q, k, v, mask)
         cache = mask
-        keys, values = cache.append(self, k, v)
-        return super().attend(q, keys, values, cache.mask)
+        return super().attend(q, *cache.append(k, v), cache.mask)
 
 
 class Embedding(nn.Embedding):
@@ -178,7 +184,7 @@ class LanguageModel(nn.Module):
         x = self.token_embeddings(tokens)
         if cache is None:
             return self.logits(self.transformer(x))
-        x = self.transformer(x, cache.advance(tokens), cache)
+        x = self.transformer(x, cache.advance(tokens, self), cache)
         return self.logits(x[..., -1:, :])
 
     def logits(

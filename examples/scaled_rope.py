@@ -3,8 +3,7 @@
     python examples/scaled_rope.py
 
 This command prints how many frequencies each method keeps, and how many it divides by
-8. Both methods interpolate the frequencies in between. If you copy this file, import
-RotaryPositionalEmbedding from your copy of rope.py, such as by `from .rope import`.
+8. Both methods interpolate the frequencies in between.
 
 A pair of components that turns many times within the original context keeps its
 frequency, because it distinguishes near tokens. Pairs that turn less than once

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 
 class StaticCache(Cache):
-    """A cache with room for `size` tokens."""
+    """A cache with room for `size` tokens. The dtype is that of the first keys."""
 
     def __init__(self, size: int, padding: Tensor | None = None) -> None:
         super().__init__(padding)
         self.size = size
-        # The views of this call. Each layer takes its own, once.
-        self.newest: dict[int, tuple[Tensor, Tensor]] = {}
+        # The views of each layer's buffers that end with the tokens of this call.
+        self.newest: list[tuple[Tensor, Tensor]] = []
 
     def require_room(self, length: int) -> None:
         if length > self.size:
@@ -38,52 +38,54 @@ class StaticCache(Cache):
                 f"{length}, got StaticCache({self.size})"
             )
 
-    def advance(self, tokens: Tensor) -> Tensor:
-        positions = super().advance(tokens)
-        for layer in self.layers:
-            self.newest[layer] = self.view_newest(layer)
+    def advance(self, tokens: Tensor, model: nn.Module) -> Tensor:
+        positions = super().advance(tokens, model)
+        self.newest = [self.view_newest(*buffers) for buffers in self.layers]
         position = torch.arange(-self.size, 0, device=tokens.device) + self.length
-        if self.padding is not None:
-            position = position - self.padding[:, None]
-        self.mask = (position >= 0).view(-1, 1, self.size)  # negative: empty or padding
+        if self.padding is None:
+            position = position.view(*[1] * tokens.ndim, self.size)  # for any batch
+        else:
+            position = (position - self.padding[:, None])[:, None, :]
+        self.mask = position >= 0  # negative: empty or padding
         return positions
 
-    def view_newest(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the views of a layer's buffers that end with the newest tokens."""
-        keys, values = self.layers[layer]
+    def view_newest(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return (
             keys.narrow(-2, self.length, self.size),
             values.narrow(-2, self.length, self.size),
         )
 
-    def append(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if id(layer) not in self.layers:  # the first keys have the right dtype
-            self.require_a_key_per_token(k)
-            self.layers[id(layer)] = self.allocate(k), self.allocate(v)
-            self.newest[id(layer)] = self.view_newest(id(layer))
-        if id(layer) not in self.newest:
-            raise ValueError(
-                "a model must call each of its layers once per token to use a StaticCache"
-            )
-        keys, values = self.newest.pop(id(layer))
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.next == len(self.layers):
+            buffers = self.allocate(k), self.allocate(v)
+            self.layers.append(buffers)
+            self.newest.append(self.view_newest(*buffers))
+        keys, values = self.newest[self.next]
+        self.next += 1
         keys[..., -k.shape[-2] :, :] = k
         values[..., -v.shape[-2] :, :] = v
-        return keys, values
+        # A later call may run under another autocast than the first.
+        return keys.to(k.dtype), values.to(v.dtype)
 
     def allocate(self, like: Tensor) -> Tensor:
         *batch, _, d_head = like.shape
-        return like.new_zeros(*batch, 2 * self.size, d_head)
+        shape = (*batch, 2 * self.size, d_head)
+        # Otherwise, after a prompt in inference mode, all steps would have to be in it.
+        with torch.inference_mode(mode=False):
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
-def compile_step(model: LanguageModel) -> None:
+def compile_step(model: LanguageModel, **options: Any) -> None:
     """Compile calls with one token and a StaticCache that has tokens, in place.
 
-    Prompts stay eager, because their lengths vary.
+    Prompts stay eager, because their lengths vary. The `options` go to torch.compile.
     """
     # Otherwise torch traces einops' parser, and guards it, in every layer.
     torch.compiler.allow_in_graph(einops.rearrange)
+    # Isolated: torch else compiles the code of a class for 8 models at most.
+    options = {"fullgraph": True, "isolate_recompiles": True, **options}
     # Of the class: a compiled bound method would run this model's weights in a copy, too.
-    compiled = torch.compile(type(model.transformer).forward, fullgraph=True)
+    compiled: Any = torch.compile(type(model.transformer).forward, **options)
 
     def forward(
         self: Any, x: Tensor, token_positions: Any = None, cache: Any = None

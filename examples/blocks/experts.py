@@ -15,7 +15,6 @@ it yourself for experts that get too many tokens, and raise it for the others.
 Sources: Shazeer et al., "Outrageously Large Neural Networks" (arXiv 1701.06538); DeepSeek-
 V3 (arXiv 2412.19437), equations 12 to 16, without its groups of experts. Qwen3 and
 Mixtral have softmax scores, and neither a bias nor a shared expert.
-To copy this file, import SwiGLU from your copy of ffn.py.
 """
 
 from collections.abc import Callable

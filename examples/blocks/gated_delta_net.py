@@ -17,8 +17,6 @@ Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464). 
 Qwen3-Next, Qwen3.5 and OLMo Hybrid, 3 of 4 layers are of this kind. OLMo Hybrid has
 max_rate=2, after Grazzi et al. (arXiv 2411.12537). Kimi Linear (arXiv 2510.26692) has a
 decay for each component of a key.
-To copy this file, import Linear and RMSNorm from your copies of attention.py and
-rmsnorm.py.
 """
 
 import math

@@ -13,8 +13,6 @@ The indexer gets no gradient from here, because its own loss trains it towards t
 of attention. This is the equation: a fast kernel would read only the chosen keys.
 Source: DeepSeek-AI, "DeepSeek-V3.2" (arXiv 2512.02556), equations 1 and 2. GLM-5 and
 A.X K2 have it, too.
-To copy this file, also copy latent_attention.py, and import Linear and
-RotaryPositionalEmbedding from your copies of attention.py and rope.py.
 """
 
 from typing import Any

@@ -12,9 +12,7 @@ values of all heads.
 All heads share the key that W_kr yields. So a cache can hold kv_latent and this key.
 Source: DeepSeek-AI, "DeepSeek-V2" (arXiv 2405.04434), equations 37 to 47. DeepSeek-V3 and
 Kimi K2 have it, too.
-To copy this file, import CausalMultiHeadSelfAttention and Linear from your copy of
-attention.py, and RMSNorm and RotaryPositionalEmbedding from your copies of rmsnorm.py
-and rope.py. A cache in `attend` would hold the keys and values of all heads.
+Here, a cache in `attend` would hold the keys and values of all heads.
 """
 
 from typing import Any

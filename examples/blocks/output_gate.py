@@ -11,8 +11,6 @@ for this.
 Source: Qiu et al., "Gated Attention for Large Language Models" (arXiv 2505.06708), for
 one gate per component, as in Qwen3-Next and Trinity. LFM3 and Step 3.7 have one gate per
 head, and the gate of Laguna is softplus(W_g x).
-To copy this file, import CausalMultiHeadSelfAttention and Linear from your copy of
-attention.py.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,6 @@ layer adds: in Block it reads what attention has added, and here it does not.
 The matmuls of both branches can run at the same time, and the block has one norm.
 Sources: Wang and Komatsuzaki, GPT-J (2021); Chowdhery et al., "PaLM" (arXiv 2204.02311).
 Command R has it, with a LayerNorm without bias.
-To copy this file, import Block from your copy of block.py.
 """
 
 from typing import Any

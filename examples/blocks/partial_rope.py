@@ -9,7 +9,6 @@ This command prints how much of a head a rotation changes.
 The other components compare contents at any distance.
 Sources: Black et al., "GPT-NeoX-20B" (arXiv 2204.06745); Phi-4-mini
 (arXiv 2503.01743), GLM-4, Qwen3-Next and MiniMax-M2 also rotate a part of the head.
-To copy this file, import RotaryPositionalEmbedding from your copy of rope.py.
 """
 
 import torch

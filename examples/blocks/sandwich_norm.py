@@ -10,8 +10,6 @@ then add to x, with one norm and with two.
 What a branch adds is bounded, so training is more stable.
 Sources: Ding et al., "CogView" (arXiv 2105.13290), as Sandwich LayerNorm;
 Gemma 2 (arXiv 2408.00118), Gemma 3, GLM-4, Kolibri 1 and Trinity have it.
-To copy this file, import Block and RMSNorm from your copies of block.py and
-rmsnorm.py.
 """
 
 from typing import Any

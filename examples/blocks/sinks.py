@@ -11,8 +11,7 @@ token for this.
 Sources: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (arXiv
 2309.17453); OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv 2508.10925). MiMo-V2-
 Flash, Flint and Granite SWA have it, too.
-To copy this file, import CausalMultiHeadSelfAttention from your copy of attention.py. To
-combine it with windows.py, derive from (WindowAttention, SinkAttention), in this order.
+To combine it with windows.py, derive from (WindowAttention, SinkAttention), in this order.
 """
 
 from typing import Any

@@ -10,8 +10,6 @@ with more.
 Sources: Jiang et al., "Mistral 7B" (arXiv 2310.06825), section 2, where all layers have
 windows; Gemma Team, "Gemma 3" (arXiv 2503.19786), where every 6th layer attends to all
 tokens, with a larger theta.
-To copy this file, import CausalMultiHeadSelfAttention and Transformer from your copies
-of attention.py and transformer.py.
 """
 
 from typing import Any

@@ -23,8 +23,12 @@ class Counted:
 
 
 @pytest.fixture
-def counted(monkeypatch):
+def counting():
+    return Counted()
+
+
+@pytest.fixture
+def counted(counting, monkeypatch):
     """Let torch.compile generate no code, which takes most of its time, but count."""
-    counted = Counted()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
-    return counted
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    return counting

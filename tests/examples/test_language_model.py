@@ -1,7 +1,10 @@
 """Generation: what a cache yields equals what the full sequence yields."""
 
+import contextlib
 import math
 import re
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -182,40 +185,89 @@ def test_an_empty_prompt_is_not_padded(prompts):
 
 
 @every_cache
-def test_another_model_does_not_continue_a_cache(make):
+def test_a_cache_belongs_to_one_model_whose_last_call_has_not_failed(make):
     cache = make()
     tokens = torch.randint(37, (1, 6))
-    build()(tokens, cache)
-    with pytest.raises(ValueError, match="use a cache with one model"):
+    model = build()
+    model(tokens, cache)
+    with pytest.raises(ValueError, match="must belong to one model"):
         build()(tokens[:, :1], cache)
 
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    handle = model.transformer.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens[:, :1], cache)
+    handle.remove()
+    with pytest.raises(ValueError, match="last call has not failed"):
+        model(tokens[:, :1], cache)
+
 
 @every_cache
-def test_a_layer_that_is_called_twice_per_token_raises(make):
+@torch.no_grad()
+def test_a_layer_that_is_called_twice_per_token_has_keys_for_each_call(make):
     model = build()
     model.transformer.layers[1] = model.transformer.layers[0]
-    with pytest.raises(ValueError, match="once"):
-        model.generate(torch.tensor([[1, 2]]), 3, cache=make())
+    tokens = torch.randint(37, (1, 6))
+    cache = make()
+    model(tokens[:, :5], cache)
+    found = model(tokens[:, 5:], cache)[:, -1]
+    torch.testing.assert_close(found, model(tokens)[:, -1], rtol=0, atol=1e-10)
 
 
 @every_cache
-@pytest.mark.parametrize(
-    "is_autocast", [False, True], ids=["a bfloat16 model", "autocast"]
-)
-def test_a_cache_takes_its_dtype_from_the_keys(make, is_autocast):
-    model = build(dtype=torch.float32 if is_autocast else torch.bfloat16)
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+@torch.no_grad()
+def test_a_text_may_have_any_batch_axes(batch, make):
+    model = build()
+    tokens = torch.randint(37, (*batch, 6))
     cache = make()
-    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-        for part in torch.randint(37, (2, 9)).split(8, dim=-1):
-            model(part, cache)
-    assert {k.dtype for k, _ in cache.layers.values()} == {torch.bfloat16}
+    model(tokens[..., :5], cache)
+    found = model(tokens[..., 5:], cache)
+    expected = model(tokens)[..., 5:, :]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+CONTEXTS: dict[str, Any] = {
+    "none": contextlib.nullcontext,
+    "autocast": partial(torch.autocast, "cpu", torch.bfloat16),
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+}
+
+
+@every_cache
+def test_the_prompt_and_each_step_may_have_their_own_context(make):
+    model = LanguageModel(37, 2, 32, 4, max_seq_len=30, num_kv_heads=2)
+    tokens = torch.randint(37, (2, 9))
+    expected = model(tokens)[:, -1]
+    for of_prompt, of_step in product(CONTEXTS, repeat=2):
+        cache = make()
+        with CONTEXTS[of_prompt]():
+            model(tokens[:, :7], cache)
+        for step in (7, 8):
+            with CONTEXTS[of_step]():
+                found = model(tokens[:, step : step + 1], cache)[:, 0]
+        error = (found - expected).norm() / expected.norm()
+        allowed = 0.05 if "autocast" in (of_prompt, of_step) else 1e-5
+        assert error < allowed, f"prompt under {of_prompt}, step under {of_step}"
+
+
+@every_cache
+def test_a_cache_takes_its_dtype_from_the_keys(make):
+    model = build(dtype=torch.bfloat16)
+    cache = make()
+    for part in torch.randint(37, (2, 9)).split(8, dim=-1):
+        model(part, cache)
+    assert {k.dtype for k, _ in cache.layers} == {torch.bfloat16}
 
 
 @every_cache
 def test_generation_keeps_nothing_for_a_backward_pass(make):
     cache = make()
     build().generate(torch.tensor([[1, 2]]), 3, cache=cache)
-    for k, v in cache.layers.values():
+    for k, v in cache.layers:
         assert not k.requires_grad
         assert not v.requires_grad
 
@@ -261,23 +313,42 @@ def test_without_top_k_all_tokens_are_drawn():
     assert len(drawn.unique()) == 5
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
-def test_one_graph_runs_each_step_of_one_token(counted):
+# --- A compiled step ----------------------------------------------------------------------
+
+its_own_warning = pytest.mark.filterwarnings(
+    "ignore:.*script_method:DeprecationWarning"  # of torch's own imports
+)
+
+
+@its_own_warning
+def test_one_graph_runs_each_step_of_one_token(counting):
     model = build(num_layers=1, attention=CachedWindow, window=4, num_kv_heads=2)
     tokens = torch.randint(37, (2, 9))
     expected = model.generate(tokens, 9)
-    compile_step(model)
+    compile_step(model, backend=counting)
     model.generate(tokens, 9)  # with a growing cache, whose shapes change
-    assert counted.runs == 0
+    assert counting.runs == 0
     model.generate(tokens[:, :1], 12, cache=StaticCache(20))
-    assert (counted.graphs, counted.runs) == (1, 11)
+    assert (counting.graphs, counting.runs) == (1, 11)
     text = model.generate(tokens, 9, cache=StaticCache(20))
-    assert (counted.graphs, counted.runs) == (1, 19)
+    assert (counting.graphs, counting.runs) == (1, 19)
     assert torch.equal(text, expected)
     cache = StaticCache(20)
     for turn in tokens.split((4, 5), dim=-1):  # a second prompt stays eager, too
         model(turn, cache)
-    assert (counted.graphs, counted.runs) == (1, 19)
+    assert (counting.graphs, counting.runs) == (1, 19)
+
+
+@its_own_warning
+def test_any_number_of_models_may_be_compiled():
+    """By default, torch compiles the code of a class for 8 models at most; here for 1."""
+    tokens = torch.randint(37, (1, 3))
+    for d_model in (8, 16):
+        model = LanguageModel(37, 1, d_model, 2, max_seq_len=9)
+        expected = model.generate(tokens, 3)
+        compile_step(model, backend="eager", recompile_limit=1)
+        found = model.generate(tokens, 3, cache=StaticCache(9))
+        assert torch.equal(found, expected)
 
 
 def logits_of_a_step(model, tokens):
@@ -286,19 +357,22 @@ def logits_of_a_step(model, tokens):
     return model(tokens[:, -1:], cache)
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
+@its_own_warning
 @torch.no_grad()
-def test_a_copy_of_a_compiled_model_runs_its_own_weights(counted):
+def test_a_copy_of_a_compiled_model_runs_its_own_weights(counting):
     model = LanguageModel(37, 1, 32, 4, max_seq_len=30)
     tokens = torch.randint(37, (1, 3))
-    compile_step(model)
+    compile_step(model, backend=counting)
     copied = AveragedModel(model).module  # a deep copy
     expected = logits_of_a_step(model, tokens)
     for weight in model.parameters():
         weight.zero_()
     found = logits_of_a_step(copied, tokens)
     torch.testing.assert_close(found, expected)
-    assert counted.runs == 2
+    assert counting.runs == 2
+
+
+# --- Weights ------------------------------------------------------------------------------
 
 
 def test_a_tied_model_has_one_matrix_for_embedding_and_head():

@@ -1,6 +1,5 @@
-"""Each file prints what its docstring says, and its header names what a copy needs."""
+"""Each file prints what its docstring says."""
 
-import ast
 import re
 import runpy
 from pathlib import Path
@@ -28,17 +27,3 @@ def test_a_file_prints_what_its_docstring_says(name, capsys):
     runpy.run_path(str(BLOCKS / f"{name}.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert re.search(PRINTS[name], out, re.DOTALL), out
-
-
-@pytest.mark.parametrize("name", PRINTS)
-def test_the_header_names_what_a_copy_must_import_or_take_along(name):
-    tree = ast.parse((BLOCKS / f"{name}.py").read_text())
-    _, _, header = ast.get_docstring(tree).partition("To copy this file,")
-    for statement in tree.body:
-        if not isinstance(statement, ast.ImportFrom):
-            continue
-        if statement.module.partition(".")[0] == "tinyblock":
-            for imported in statement.names:
-                assert imported.name in header
-        elif (BLOCKS / f"{statement.module}.py").exists():
-            assert f"{statement.module}.py" in header
