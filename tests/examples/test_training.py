@@ -185,6 +185,12 @@ def test_each_parameter_is_trained_and_clipped():
         assert not torch.equal(weight, old)
 
 
+def test_without_options_the_settings_are_those_of_config():
+    options, saved = train.parse([])
+    assert train.config_of(options, options.lr) == train.Config()
+    assert (options.every, saved) == (100, None)
+
+
 # --- Text ---------------------------------------------------------------------------------
 
 
