@@ -25,7 +25,8 @@ LONG = {
     "short_factor": [1.0] * 8,
     "long_factor": [4.0] * 8,
 }
-LATE = {**YARN, "original_max_position_embeddings": 96, "llama_4_scaling_beta": 0.1}
+# It scales the scores of the last position, 127, and of no other.
+LATE = {**YARN, "original_max_position_embeddings": 127, "llama_4_scaling_beta": 0.1}
 
 ACCEPTED = {
     "llama": ("llama", {}),

@@ -229,6 +229,13 @@ def test_a_window_of_one_token_yields_its_value():
         WindowAttention(64, 4, window=0)
 
 
+def test_a_window_counts_back_from_the_last_key():
+    attention = WindowAttention(64, 4, window=3)
+    q, k, v = attention.project(torch.randn(2, 9, 64), None)
+    last = attention.attend(q[..., -2:, :], k, v, None)
+    torch.testing.assert_close(last, attention.attend(q, k, v, None)[..., -2:, :])
+
+
 def test_every_second_layer_of_four_attends_to_all_tokens():
     model = Transformer(4, 8, 2, max_seq_len=16, attention=WindowAttention, window=8)
     widen(model, every=2)
