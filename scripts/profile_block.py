@@ -22,17 +22,20 @@ import warnings
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-# Before tinyblock is imported: the shape checks cost little, but they need beartype.
-os.environ["JAXTYPING_DISABLE"] = "1"
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler's engine is silent
-# This checkout's tinyblock, installed or not.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    # Before tinyblock is imported: the shape checks cost little, but they need beartype.
+    os.environ["JAXTYPING_DISABLE"] = "1"
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler's engine is silent
+    # This checkout's tinyblock, installed or not.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from lab.sizes import PRESETS, Size
+from lab.timing import clock_of
 from profiling.measure import measure
 from profiling.report import report
-from profiling.subject import Build, Settings
+from profiling.roofline import rate_samplers
+from profiling.runs import Build, Settings
 from torch import nn
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -41,9 +44,10 @@ MODES = ["forward", "train", "step"]
 OWN_SIZES = ["num_heads", "num_kv_heads", "d_head", "d_ff", "num_layers"]
 
 
-def main() -> None:
+def main(typed: list[str] | None = None) -> None:
+    """Run the command with the options that were typed, here or on the command line."""
     parser = options()
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(typed)
     try:
         size, build = size_of(arguments), build_of(arguments)
     except ValueError as error:
@@ -68,14 +72,17 @@ def main() -> None:
         batch, seq, d_model = size.shape
         title = f"{arguments.block}: {batch} x {seq} tokens, d_model {d_model}"
     if arguments.plot:
-        from profiling.plot import plot  # before measuring: matplotlib is optional
+        from profiling.plot import draw  # before measuring: matplotlib is optional
+    clock = clock_of(settings.device)
     with torch.set_grad_enabled(settings.train):
-        profile = measure(build, size.shape, title, settings, arguments.trace)
+        profile = measure(
+            build, size.shape, title, settings, clock, rate_samplers, arguments.trace
+        )
     print(report(profile))
     if arguments.json:
         arguments.json.write_text(json.dumps(asdict(profile), indent=1, default=str))
     if arguments.plot:
-        plot(profile, arguments.plot)
+        draw(profile).savefig(arguments.plot, dpi=144)
 
 
 def options() -> argparse.ArgumentParser:

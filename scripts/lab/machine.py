@@ -14,7 +14,7 @@ def environment(device: torch.device) -> str:
     """Return, in one line, what a reader must know to repeat a measurement."""
     return (
         f"{device_name(device)}; torch {torch.__version__}, "
-        f"python {platform.python_version()}, commit {_commit()}; "
+        f"python {platform.python_version()}, commit {commit_of(Path(__file__).parent)}; "
         f"{datetime.date.today().isoformat()}"
     )
 
@@ -32,11 +32,10 @@ def device_name(device: torch.device) -> str:
     return f"{name}, {threads}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _commit() -> str:
-    """Return the commit of this checkout; "unknown" without git or a repository."""
+def commit_of(folder: Path) -> str:
+    """Return the commit of a checkout; "unknown" without git or a repository."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
-        folder = Path(__file__).parent
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, check=True
         )

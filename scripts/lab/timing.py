@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from timeit import Timer
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ class Spread:
     @classmethod
     def of(cls, samples: list[float]) -> "Spread":
         levels = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
-        return cls(*torch.tensor(samples).double().quantile(levels).tolist())
+        return cls(*torch.tensor(samples, dtype=torch.float64).quantile(levels).tolist())
 
     @property
     def range(self) -> float:
@@ -37,19 +38,62 @@ class Spread:
         return self.range / self.median if self.median else 0.0
 
 
-def clock() -> float:
-    """Return the time in seconds, once the GPU has finished what was launched."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+class Clock:
+    """The host's clock."""
+
+    def now(self) -> float:
+        """Return the time in seconds, once the GPU has finished what was launched."""
+        self.wait()
+        return time.perf_counter()
+
+    def wait(self) -> None:
+        """Wait until the GPU has finished what was launched."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def begin(self) -> Any:
+        """Return the moment at which a part begins."""
+        return self.now()
+
+    def end(self) -> Any:
+        """Return the moment at which a part ends."""
+        return self.now()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Return the time between two moments."""
+        return end - begin
 
 
-def wall_sampler(run: Run, least_seconds: float = 0.01) -> Sampler:
+class GpuClock(Clock):
+    """The host's clock, with parts of a run by the GPU's own: its moments are events."""
+
+    def begin(self) -> torch.cuda.Event:
+        torch.cuda._sleep(4_000_000)  # 2 ms, while the host launches the part
+        return self.end()
+
+    def end(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Return the time between two moments. The GPU must have reached them."""
+        return 1e-3 * begin.elapsed_time(end)
+
+
+HOST = Clock()
+
+
+def clock_of(device: torch.device) -> Clock:
+    return GpuClock() if device.type == "cuda" else HOST
+
+
+def wall_sampler(run: Run, least_seconds: float = 0.01, clock: Clock = HOST) -> Sampler:
     """Return a sampler of the time that a caller waits for `run`, and for the GPU.
 
     A sample repeats the call for at least `least_seconds`.
     """
-    timer = Timer("run()", timer=clock, globals={"run": run})
+    timer = Timer("run()", timer=clock.now, globals={"run": run})
     timer.timeit(2)  # allocates, and compiles
     calls = math.ceil(least_seconds / min(timer.repeat(3, number=1))) or 1
 

@@ -4,15 +4,15 @@ FLOPs are those of matrix products, convolutions, attention and recurrent layers
 for each product of two numbers that is added to a sum. Everything else has none.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from .tensors import tensors_in
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 Given = dict[str, Any]  # the arguments of an operation, by name
 
@@ -25,22 +25,60 @@ class Flops:
     dtype: torch.dtype
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of nested lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 def flops_of(operation: str, given: Given, result: Any) -> Flops | None:
     """Return the FLOPs of a call of an operation, such as aten.mm; None if unknown."""
     namespace, _, name = operation.partition(".")
-    formula = _FORMULAS.get(name)
-    if namespace not in _TORCHS:
+    if namespace == "profiler":  # labels
+        return Flops(0, torch.float32)
+    if namespace != "aten":
         return None
-    tensors = tensors_in(given)
+    formula = _FORMULAS.get(name)
     if formula is None:
-        known = not _MULTIPLIES.search(name)
-        return Flops(0, torch.float32) if known else None
+        return Flops(0, torch.float32) if multiplies_nothing(name) else None
+    tensors = tensors_in(given)
     dtype = tensors[0].dtype.to_real()
     if dtype not in FLOATS or not all(map(_is_dense, tensors)):
         return None
     # A product of complex numbers takes four of real ones.
     parts = 4 if tensors[0].is_complex() else 1
     return Flops(parts * formula(given, result), dtype)
+
+
+@cache
+def multiplies_nothing(name: str) -> bool:
+    """Say if an operation of torch is known to have no FLOPs.
+
+    These are views, what torch tags as pointwise or as a reduction, and what
+    `_WITHOUT_PRODUCTS` lists. An operation that is in neither is unknown.
+    """
+    form = _form(name)
+    if form in _WITHOUT_PRODUCTS:
+        return True
+    overloads = [
+        getattr(packet, overload)
+        for packet in (getattr(torch.ops.aten, each, None) for each in (name, form))
+        if packet is not None
+        for overload in packet.overloads()
+    ]
+    return any(_is_view(each) or _NO_FLOPS & set(each.tags) for each in overloads)
+
+
+def _form(name: str) -> str:
+    """Return what an operation is called in all dimensions, also in place and backward."""
+    for dimensions in ("1d", "2d", "3d"):
+        name = name.replace(dimensions, "")
+    name = name.strip("_").removeprefix("foreach_").removesuffix("_backward")
+    return name.rstrip("_")
+
+
+def _is_view(overload: OpOverload) -> bool:
+    aliases = [each.alias_info for each in overload._schema.returns]
+    return any(alias and not alias.is_write for alias in aliases)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -156,12 +194,78 @@ for _name in ("mm", "bmm", "addmm", "addmv", "baddbmm", "addbmm"):  # in place
     _FORMULAS[f"{_name}_"] = _FORMULAS[_name]
 # The dtypes whose matmul rate can be measured.
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_TORCHS = ("aten", "prims", "profiler")  # other operations may do anything
-# Operations of torch that multiply matrices, or do what FLOPs are no measure of.
-_MULTIPLIES = re.compile(
-    r"^(?!_thnn).*("  # a recurrent cell between its matrix products
-    r"m[mv](_|$)|matmul|gemm|dot|linear(?!\dd)|conv(?!ert)|attention|encoder|addr"
-    r"|lstm|gru|rnn|[cp]dist|fft"
-    r"|linalg(?!_check_errors|_vector_norm|__powsum|_cross|_diagonal)"
-    r"|solve|cholesky|(^|_)lu_|qr(?!t)|svd|eig(?!ht)|matrix_exp)"
-)
+_NO_FLOPS = {torch.Tag.pointwise, torch.Tag.reduction}
+_WITHOUT_PRODUCTS = {
+    # They copy, and put together.
+    *["copy", "to_copy", "lift_fresh_copy", "clone", "cat", "stack", "repeat"],
+    *["repeat_interleave", "block_diag", "unsafe_view", "unsafe_split"],
+    *["unsafe_split_with_sizes", "chunk_cat", "set", "resize", "pin_memory"],
+    *["copy_from_and_resize", "to_dense", "to_sparse", "coalesce"],
+    *["sparse_coo_tensor_with_dims_and_tensors", "sparse_mask", "transpose", "squeeze"],
+    *["unsqueeze", "t", "detach", "roll", "flip", "rot90", "pixel_shuffle"],
+    *["pixel_unshuffle", "channel_shuffle", "im2col", "col2im", "constant_pad_nd"],
+    *["reflection_pad", "replication_pad", "unfold", "select", "slice", "diagonal"],
+    *["diagonal_scatter", "select_scatter", "slice_scatter", "as_strided_scatter"],
+    *["pack_padded_sequence", "pad_packed_sequence", "complex", "polar"],
+    *["cudnn_rnn_flatten_weight"],
+    # They choose.
+    *["index", "unsafe_index", "index_select", "index_put", "index_put_impl"],
+    *["unsafe_index_put", "index_add", "index_copy", "index_fill", "index_reduce"],
+    *["gather", "scatter", "scatter_add", "scatter_reduce", "take", "put"],
+    *["masked_select", "masked_scatter", "masked_fill", "embedding", "embedding_dense"],
+    *["embedding_renorm", "embedding_bag", "embedding_bag_forward_only"],
+    *["embedding_bag_dense", "embedding_bag_per_sample_weights", "nonzero"],
+    *["nonzero_static", "isin", "where", "tril", "triu", "trace", "diag_embed", "sort"],
+    *["topk", "kthvalue", "median", "nanmedian", "mode", "unique2", "unique_dim"],
+    *["unique_consecutive", "cummax", "cummin", "cummax_helper", "cummin_helper"],
+    *["aminmax", "searchsorted", "bucketize", "bincount", "histc", "histogram"],
+    # They make.
+    *["arange", "range", "linspace", "logspace", "eye", "empty", "empty_like"],
+    *["empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "full"],
+    *["full_like", "new_full", "fill", "ones", "ones_like", "new_ones", "zeros"],
+    *["zeros_like", "new_zeros", "zero", "efficientzerotensor", "scalar_tensor"],
+    *["tril_indices", "triu_indices", "hann_window", "hamming_window", "rand"],
+    *["rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"],
+    *["random", "normal", "normal_functional", "uniform", "bernoulli", "exponential"],
+    *["geometric", "cauchy", "log_normal", "poisson", "binomial", "multinomial"],
+    *["standard_gamma", "standard_gamma_grad", "sample_dirichlet", "dirichlet_grad"],
+    *["native_dropout", "fused_dropout", "masked_scale"],
+    # They sum along axes, and normalize.
+    *["cumsum", "cumprod", "logcumsumexp", "segment_reduce", "softmax", "log_softmax"],
+    *["safe_softmax", "masked_softmax", "softmax_backward_data"],
+    *["log_softmax_backward_data", "native_batch_norm", "native_batch_norm_legit"],
+    *["native_batch_norm_legit_no_training", "native_batch_norm_legit_functional"],
+    *["batch_norm_no_update", "batch_norm_with_update", "batch_norm"],
+    *["cudnn_batch_norm", "miopen_batch_norm", "batch_norm_stats", "batch_norm_elemt"],
+    *["batch_norm_gather_stats_with_counts", "batch_norm_backward_reduce"],
+    *["batch_norm_backward_elemt", "native_group_norm", "native_layer_norm"],
+    *["fused_rms_norm", "weight_norm_interface", "renorm", "dist", "linalg_cross"],
+    *["transform_bias_rescale_qkv"],
+    # They pool, and interpolate between neighbors.
+    *["avg_pool", "adaptive_avg_pool", "max_pool_with_indices", "adaptive_max_pool"],
+    *["fractional_max_pool", "max_unpool", "mkldnn_max_pool", "upsample_nearest"],
+    *["upsample_nearest_exact", "upsample_linear", "upsample_bilinear"],
+    *["upsample_bicubic", "upsample_trilinear", "upsample_bilinear_aa"],
+    *["upsample_bicubic_aa", "grid_sampler", "cudnn_grid_sampler"],
+    *["affine_grid_generator"],
+    # They are pointwise, without the tag.
+    *["glu", "prelu_kernel", "rrelu_with_noise", "log_sigmoid", "log_sigmoid_forward"],
+    *["hardswish", "floor_divide", "thnn_fused_lstm_cell"],
+    *["thnn_fused_lstm_cell_backward_impl", "thnn_fused_gru_cell"],
+    *["fake_quantize_per_tensor_affine_cachemask"],
+    *["fake_quantize_per_channel_affine_cachemask", "quantize_per_tensor"],
+    *["quantize_per_channel", "dequantize", "int_repr"],
+    # They are losses.
+    *["binary_cross_entropy", "binary_cross_entropy_with_logits", "ctc_loss"],
+    *["cudnn_ctc_loss", "huber_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss"],
+    *["multi_margin_loss", "multilabel_margin_loss", "multilabel_margin_loss_forward"],
+    *["nll_loss", "nll_loss_forward"],
+    # They step an optimizer.
+    *["fused_adagrad", "fused_adam", "fused_adamw", "fused_sgd"],
+    *["amp_foreach_non_finite_check_and_unscale", "amp_update_scale"],
+    # They ask, and compute no number.
+    *["local_scalar_dense", "allclose", "is_all_true", "is_any_true", "assert_async"],
+    *["assert_tensor_metadata", "linalg_check_errors", "is_same_size", "record_stream"],
+    *["fused_sdp_choice", "use_cudnn_ctc_loss", "cudnn_init_dropout_state"],
+    *["has_same_storage_numel", "nested_tensor_size", "is_pinned", "is_coalesced"],
+}

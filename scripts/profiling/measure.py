@@ -5,22 +5,24 @@ from pathlib import Path
 
 import torch
 from lab.machine import environment
-from lab.timing import Spread
+from lab.timing import Clock, Spread
 from torch._dynamo.utils import counters
 
-from .kernels import Recording
-from .memory import Memory, record
 from .parts import GPU_IDLE, REST, TOTAL
 from .roofline import Rates, Row
-from .subject import (
+from .runs import (
     Build,
+    Memory,
+    RateSamplers,
+    Recording,
     Settings,
     Subject,
+    Times,
     compile_whole,
     compiles_itself,
     prepare,
+    record,
 )
-from .times import Times
 from .work import ledgers_of, rows_of
 
 EAGER_PARTS = (
@@ -62,15 +64,17 @@ def measure(
     shape: tuple[int, int, int],
     title: str,
     settings: Settings,
+    clock: Clock,
+    rates_of: RateSamplers,
     trace: Path | None = None,
 ) -> Profile:
-    """Measure a model. With a path, write a trace.
+    """Measure a model by a clock, beside the machine's rates. With a path, write a trace.
 
     Gradients must be enabled in the modes that train.
     """
     torch.manual_seed(0)
     counters.clear()
-    subject = prepare(build, shape, settings)
+    subject = prepare(build, shape, settings, clock)
     parts_are_eager = settings.compile or compiles_itself(subject)
     notes = []
     if settings.compile:
@@ -79,14 +83,15 @@ def measure(
         notes.append(f"The model compiles some of its parts. {EAGER_PARTS}")
 
     # What the parts do.
-    ledgers = ledgers_of(subject.model, subject.x, subject.run_parts, LEDGERS)
+    ledgers = ledgers_of(subject.model, subject.x, subject.run_parts, clock, LEDGERS)
     if not ledgers[0].sees_kept:
         notes.append("Kept bytes are unknown, because torch.func.grad hides them.")
     rows = rows_of(ledgers)
 
     # How long they take, and what the machine allows.
     dtypes = {getattr(torch, name) for row in rows for name in row.flops}
-    times = Times.take(subject, dtypes | {settings.dtype})
+    of_rates = rates_of(settings.device, dtypes | {settings.dtype}, clock)
+    times = Times.take(subject, of_rates)
     rates = Rates.of(times.rates)
     took = Spread.of(times.whole)
     for row in rows:

@@ -6,22 +6,22 @@ the reshapes of an attention layer, the gate of a feed-forward layer, the sums o
 
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import itemgetter, methodcaller
 from typing import Any
 
 import torch
-from lab.timing import Run, Sampler, clock, wall_sampler
-from torch import nn
+from lab.timing import Clock, Run, Sampler, wall_sampler
+from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.profiler import record_function
-
-from .tensors import result_in
+from torch.utils._pytree import tree_leaves
 
 # Rows that are no module's, and the total.
 SUMS = "sums"
@@ -182,6 +182,37 @@ class Labels(Watch):
         self._label.__exit__(None, None, None)
 
 
+def result_in(output: Any) -> Tensor:
+    """Return the tensor at which backward starts: the first that has a gradient.
+
+    Without gradients, return the first tensor. The output of a model may be any object
+    with tensors in its attributes.
+
+    Raises:
+        ValueError: there is no tensor.
+    """
+    tensors = list(_tensors_of(output, set()))
+    if not tensors:
+        kind = type(output).__name__
+        raise ValueError(f"the model must return a tensor, or several, got {kind}")
+    return next((each for each in tensors if each.requires_grad), tensors[0])
+
+
+def _tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, nn.Module) or id(leaf) in seen:
+            continue
+        elif is_dataclass(leaf):
+            seen.add(id(leaf))
+            values = [getattr(leaf, field.name) for field in fields(leaf)]
+            yield from _tensors_of(values, seen)
+        elif hasattr(leaf, "__dict__"):
+            seen.add(id(leaf))
+            yield from _tensors_of(list(vars(leaf).values()), seen)
+
+
 @dataclass
 class PartTime:
     """Seconds of one part in one run, in all passes and in forward."""
@@ -191,20 +222,20 @@ class PartTime:
 
 
 class Stopwatch(Watch):
-    """Takes the time of each part. On CUDA, it is the GPU's own.
+    """Takes the time of each part.
 
     taken: the times of the parts, one dict for each sample.
     """
 
-    def __init__(self, model: nn.Module, on_gpu: bool) -> None:
+    def __init__(self, model: nn.Module, clock: Clock) -> None:
         super().__init__(model)
-        self.on_gpu = on_gpu
+        self.clock = clock
         self.taken: list[dict[str, PartTime]] = []
         self._marks: list[tuple[str, bool, Any, Any]] = []
 
     def sampler(self, run: Run) -> Sampler:
         """Return a sampler that appends to `taken`, and returns seconds of a whole run."""
-        sample = wall_sampler(partial(self.watch, run))
+        sample = wall_sampler(partial(self.watch, run), clock=self.clock)
 
         def take() -> float:
             self.runs = 0
@@ -217,25 +248,16 @@ class Stopwatch(Watch):
 
     def _times(self) -> dict[str, PartTime]:
         times: dict[str, PartTime] = defaultdict(PartTime)
-        for part, backward, start, end in self._marks:
-            seconds = 1e-3 * start.elapsed_time(end) if self.on_gpu else end - start
-            times[part].total += seconds / self.runs
+        for part, backward, begin, end in self._marks:
+            seconds = self.clock.seconds(begin, end) / self.runs
+            times[part].total += seconds
             if not backward:
-                times[part].forward += seconds / self.runs
+                times[part].forward += seconds
         return times
 
     def begin(self) -> None:
-        if self.on_gpu:
-            torch.cuda._sleep(4_000_000)  # 2 ms, while the host launches the part
-        self._start = self._now()
+        self._begin = self.clock.begin()
 
     def end(self) -> None:
-        self._marks.append((self.part, self.backward, self._start, self._now()))
-
-    def _now(self) -> Any:
-        """Return the moment by the host's clock, or an event of the GPU."""
-        if not self.on_gpu:
-            return clock()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        mark = (self.part, self.backward, self._begin, self.clock.end())
+        self._marks.append(mark)

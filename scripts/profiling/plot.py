@@ -1,7 +1,6 @@
 """A profile as a picture: the roofline on the left, and the parts on the right."""
 
 from itertools import cycle
-from pathlib import Path
 
 from lab.tables import number, share
 from matplotlib.axes import Axes
@@ -14,8 +13,7 @@ from .roofline import Row
 LABELED = 12  # parts with a marker of their own
 
 
-def plot(profile: Profile, path: Path) -> None:
-    """Draw the profile in the format that the suffix of `path` names."""
+def draw(profile: Profile) -> Figure:
     height = max(5, 2 + 0.3 * len(profile.rows))
     longest = max(len(row.name) for row in profile.rows)
     width = 13 + 0.15 * max(0, longest - 20)  # leaves room beside long names
@@ -25,7 +23,7 @@ def plot(profile: Profile, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     _roofline(left, profile)
     _times(right, profile)
-    figure.savefig(path, dpi=144)
+    return figure
 
 
 def _roofline(axes: Axes, profile: Profile) -> None:

@@ -4,10 +4,10 @@ from textwrap import fill
 
 from lab.tables import number, share, si, terminal
 
-from .kernels import Kernel, Recording
 from .measure import Profile
 from .parts import GPU_IDLE, REST
 from .roofline import Operation, Row
+from .runs import Kernel, Recording
 
 _LEGEND = """\
 A part is what one module does itself, without its children: `attn` is the attention kernel and its
@@ -34,7 +34,7 @@ def report(profile: Profile) -> str:
     sections = [
         _machine(profile),
         _summary(profile),
-        _losses(profile),
+        losses(profile),
         _table(profile),
         kernel_table(profile.recording),
         _LEGEND,
@@ -93,7 +93,7 @@ def _summary(profile: Profile) -> str:
     return "\n".join(map(_wrapped, [*lines, *profile.notes]))
 
 
-def _losses(profile: Profile) -> str:
+def losses(profile: Profile) -> str:
     """Return the three rows that lose the most time, with the reasons."""
     if profile.parts_are_eager:  # and the total is not
         return ""
@@ -127,48 +127,43 @@ def _reason(row: Row) -> str:
     def of_time(seconds: float | None) -> str:
         return f"{share((seconds or 0.0) / row.total_s, 2)} of the time"
 
-    if row.name == GPU_IDLE:
-        return "No kernel runs. Try more tokens, --compile, or CUDA graphs."
-    bytes_moved = si(row.moved_bytes, "B")
-    traffic = si(sum(each.moved_bytes for each in row.operations), "B")
-    largest = sorted(row.operations, key=lambda each: -each.moved_bytes)[:2]
-    most = ", ".join(f"{each.name} {si(each.moved_bytes, 'B')}" for each in largest)
-    if row.limit == "compute":
-        return (
-            f"Computing takes {of_time(row.compute_s)}. "
-            "Try fewer FLOPs, or a dtype of lower precision."
-        )
-    if row.limit == "memory":
-        return (
-            f"Reading and writing {bytes_moved} takes {of_time(row.memory_s)}. Try a "
-            "smaller dtype or, if most of it are weights, more tokens."
-        )
-    if row.limit == "overhead":
-        return (
-            f"Calling {row.computations:,} operations besides views takes at least "
-            f"{of_time(row.overhead_s)}. Try fewer and larger operations, more tokens, or --compile."
-        )
-    if row.limit == "Python":
-        return (
-            f"Python, autograd and calls take {of_time(row.between_s)}. "
-            "Try less Python, fewer and larger operations, more tokens, or --compile."
-        )
-    if row.limit == "traffic":
-        return (
-            f"Its operations read and write {traffic} ({most}), which takes "
-            f"{of_time(row.traffic_s)}, where {bytes_moved} must be moved. "
-            "Try fewer passes over the data, or --compile."
-        )
-    if row.limit == "unknown":
-        return f"The FLOPs of {', '.join(row.unknown)} are unknown."
-    flops = f"FLOPs take {of_time(row.compute_s)}, and " if row.flops else ""
-    fewer = "fewer passes over the data, --compile, " if _passes(row) else ""
-    slowest = f" for {row.operations[0].name}" if row.operations else ""
-    return (
-        f"Its operations are slow. At the machine's rates, {flops}all that they read and "
-        f"write ({traffic}) takes {of_time(row.traffic_s)}. "
-        f"Try {fewer}fewer and larger operations, or another one{slowest}."
+    by_bytes = sorted(row.operations, key=lambda each: -each.moved_bytes)
+    return _REASONS[row.limit or row.name].format(
+        computations=f"{row.computations:,}",
+        unknown=", ".join(row.unknown),
+        compute=of_time(row.compute_s),
+        memory=of_time(row.memory_s),
+        overhead=of_time(row.overhead_s),
+        between=of_time(row.between_s),
+        traffic=of_time(row.traffic_s),
+        moved=si(row.moved_bytes, "B"),
+        read_and_written=si(sum(each.moved_bytes for each in row.operations), "B"),
+        most=", ".join(
+            f"{each.name} {si(each.moved_bytes, 'B')}" for each in by_bytes[:2]
+        ),
+        flops=f"FLOPs take {of_time(row.compute_s)}, and " if row.flops else "",
+        fewer="fewer passes over the data, --compile, " if _passes(row) else "",
+        slowest=f" for {row.operations[0].name}" if row.operations else "",
     )
+
+
+# By the limit of a row, or the row.
+_REASONS = {
+    "compute": "Computing takes {compute}. Try fewer FLOPs, or a dtype of lower precision.",
+    "memory": "Reading and writing {moved} takes {memory}. Try a smaller dtype or, if most "
+    "of it are weights, more tokens.",
+    "overhead": "Calling {computations} operations besides views takes at least {overhead}. "
+    "Try fewer and larger operations, more tokens, or --compile.",
+    "Python": "Python, autograd and calls take {between}. "
+    "Try less Python, fewer and larger operations, more tokens, or --compile.",
+    "traffic": "Its operations read and write {read_and_written} ({most}), which takes "
+    "{traffic}, where {moved} must be moved. Try fewer passes over the data, or --compile.",
+    "kernel": "Its operations are slow. At the machine's rates, {flops}all that they read "
+    "and write ({read_and_written}) takes {traffic}. "
+    "Try {fewer}fewer and larger operations, or another one{slowest}.",
+    "unknown": "The FLOPs of {unknown} are unknown.",
+    GPU_IDLE: "No kernel runs. Try more tokens, --compile, or CUDA graphs.",
+}
 
 
 def _passes(row: Row) -> bool:

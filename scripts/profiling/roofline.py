@@ -6,7 +6,7 @@ from functools import partial
 from statistics import median
 
 import torch
-from lab.timing import Run, Sampler, wall_sampler
+from lab.timing import Clock, Run, Sampler, wall_sampler
 
 MATMUL = "matmul "
 COPY = "memory copy"
@@ -176,7 +176,7 @@ class Row:
 
 
 def rate_samplers(
-    device: torch.device, dtypes: Iterable[torch.dtype]
+    device: torch.device, dtypes: Iterable[torch.dtype], clock: Clock
 ) -> dict[str, Sampler]:
     """Return samplers of the seconds per FLOP, byte, and operation on one number.
 
@@ -189,14 +189,15 @@ def rate_samplers(
     for dtype in dtypes:
         a = torch.randn(side, side, device=device).to(dtype)
         matmul = partial(torch.mm, a, a, out=torch.empty_like(a))
-        samplers[MATMUL + name_of(dtype)] = _per_unit(matmul, 2 * side**3)
+        samplers[MATMUL + name_of(dtype)] = _per_unit(matmul, 2 * side**3, clock)
     size = 2**29 if on_gpu else 2**27  # more than caches hold
     source = torch.ones(size, device=device, dtype=torch.uint8)
     copy = partial(torch.empty_like(source).copy_, source)
-    samplers[COPY] = _per_unit(copy, 2 * size)
+    samplers[COPY] = _per_unit(copy, 2 * size, clock)
     train = torch.is_grad_enabled()
     one = torch.ones(1, device=device, requires_grad=train)
-    samplers[SMALL] = _per_unit(partial(_multiply_ones, one), 200 if train else 100)
+    multiply = partial(_multiply_ones, one)
+    samplers[SMALL] = _per_unit(multiply, 200 if train else 100, clock)
     return samplers
 
 
@@ -210,6 +211,6 @@ def _multiply_ones(one: torch.Tensor) -> None:
         torch.autograd.grad(product, one)
 
 
-def _per_unit(run: Run, units: int) -> Sampler:
-    sample = wall_sampler(run)
+def _per_unit(run: Run, units: int, clock: Clock) -> Sampler:
+    sample = wall_sampler(run, clock=clock)
     return lambda: sample() / units

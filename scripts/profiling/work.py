@@ -4,24 +4,28 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import prod
 from statistics import median
 from typing import Any
 
 import torch
-from lab.timing import Run, clock
+from lab.timing import Clock, Run
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
 
-from .flops import flops_of
+from .flops import flops_of, tensors_in
 from .parts import ADAMW, OUTSIDE, Watch
 from .roofline import Row, name_of
-from .tensors import distinct_bytes, storage_of, stored_bytes, stored_in
+
+_SPARSE_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_SPARSE_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 # Arguments that are read or changed only at some indices.
 _TABLES = {
@@ -98,13 +102,16 @@ class Ledger(TorchDispatchMode, Watch):
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module, x: Tensor, sees_kept: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, x: Tensor, clock: Clock, sees_kept: bool = True
+    ) -> None:
         super().__init__()
         Watch.__init__(self, model)
+        self.clock = clock
         self.sees_kept = sees_kept
         self.rows: dict[str, Row] = {}
         self.read: dict[int, int] = {}
-        self._call_s = seconds_of_a_call(x.device)
+        self._call_s = self._seconds_of_a_call(x.device)
         self._made: set[int] = set()  # storages
         self._inputs = {storage_of(each) for each in stored_in(x)}
         self._kept: set[int] = set()
@@ -153,7 +160,7 @@ class Ledger(TorchDispatchMode, Watch):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a wrapper calls operations on what it wraps
         if isinstance(function, HigherOrderOperator):  # such as flex_attention
-            result, seconds = timed(function, args, kwargs)
+            result, seconds = self._timed(function, args, kwargs)
             given = {str(place): value for place, value in enumerate(args)} | kwargs
             operation = f"higher_order.{function}"
             self._note(Call(operation, given, [], [], result, seconds))
@@ -162,7 +169,7 @@ class Ledger(TorchDispatchMode, Watch):
             result = function.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-        result, seconds = timed(function, args, kwargs)
+        result, seconds = self._timed(function, args, kwargs)
         operation = str(function._overloadpacket)
         arguments = function._schema.arguments
         names = [each.name for each in arguments]
@@ -174,6 +181,20 @@ class Ledger(TorchDispatchMode, Watch):
         call = Call(operation, given, written, overwritten, result, seconds)
         self._note(call)
         return result
+
+    def _timed(
+        self, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, float]:
+        """Call an operation; return its result, and the seconds that it took."""
+        start = self.clock.now()
+        result = function(*args, **kwargs)
+        return result, self.clock.now() - start
+
+    def _seconds_of_a_call(self, device: torch.device) -> float:
+        """Return the time of an operation on one number."""
+        one = torch.ones(1, device=device)
+        multiply = torch.ops.aten.mul.Tensor
+        return median([self._timed(multiply, (one, one), {})[1] for _ in range(100)])
 
     def _note(self, call: Call) -> None:
         if call.name == "detach":  # autograd's own, and ours in _keep
@@ -233,26 +254,14 @@ class Ledger(TorchDispatchMode, Watch):
         return tensor.detach()  # an output as it is would keep the graph alive
 
 
-def timed(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, float]:
-    """Call a function; return its result, and the seconds that it took."""
-    start = clock()
-    result = function(*args, **kwargs)
-    return result, clock() - start
-
-
-def seconds_of_a_call(device: torch.device) -> float:
-    """Return the time of an operation on one number, as the ledger takes it."""
-    one = torch.ones(1, device=device)
-    multiply = torch.ops.aten.mul.Tensor
-    return median([timed(multiply, (one, one), {})[1] for _ in range(100)])
-
-
-def ledgers_of(model: nn.Module, x: Tensor, run: Run, count: int) -> list[Ledger]:
+def ledgers_of(
+    model: nn.Module, x: Tensor, run: Run, clock: Clock, count: int
+) -> list[Ledger]:
     """Note several runs."""
     ledgers: list[Ledger] = []
     sees_kept = True
     while len(ledgers) < count:
-        ledger = Ledger(model, x, sees_kept)
+        ledger = Ledger(model, x, clock, sees_kept)
         try:
             ledger.note(run)
         except RuntimeError as error:
@@ -276,3 +285,44 @@ def rows_of(ledgers: list[Ledger]) -> list[Row]:
             operation.total_s = median(times)
         row.operations.sort(key=lambda each: -each.total_s)
     return rows
+
+
+def stored_in(value: Any) -> list[Tensor]:
+    """Return the tensors that have a storage, also inside of those that have none.
+
+    A sparse tensor and a wrapper (torchao's int8 weights, DTensor) consist of others.
+    """
+    found = []
+    for each in tensors_in(value):
+        if is_traceable_wrapper_subclass(each):
+            names, _ = each.__tensor_flatten__()
+            found += stored_in([getattr(each, name) for name in names])
+        elif each.layout == torch.sparse_coo:
+            found += [each._indices(), each._values()]
+        elif each.layout in _SPARSE_ROWS:
+            found += [each.crow_indices(), each.col_indices(), each.values()]
+        elif each.layout in _SPARSE_COLUMNS:
+            found += [each.ccol_indices(), each.row_indices(), each.values()]
+        elif each.layout == torch.strided and not each.is_nested:
+            found.append(each)
+    return found
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return what is equal for tensors that share their storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def distinct_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor in memory. An expanded axis repeats the same ones."""
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    sizes = [size for size, stride in axes if stride]
+    return min(tensor.element_size() * prod(sizes), stored_bytes(tensor))
+
+
+def nbytes(value: Any) -> int:
+    return sum(tensor.nbytes for tensor in stored_in(value))

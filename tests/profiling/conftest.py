@@ -1,48 +1,71 @@
-"""Measure a model in a test: with rates that are given, and little time."""
+"""Measure a model in a test: by a clock that operations advance, beside given rates."""
 
-from functools import partial
+from contextlib import nullcontext
 
 import pytest
 import torch
-from lab.timing import wall_sampler
+from lab.timing import Clock
 from profiling.measure import measure
-from profiling.subject import Settings
+from profiling.runs import Settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
-CPU = torch.device("cpu")
 
+class Ticks(Clock, TorchDispatchMode):
+    """A clock that operations advance: some by the seconds of `takes`, others by `other`.
 
-@pytest.fixture(scope="session")
-def rates():
-    """Return a function that replaces the measured rates by what it is given."""
+    growth: how much longer each operation takes than the one before it.
+    """
 
-    def replace(patch, flops_per_s=1e9, bytes_per_s=1e9, small_operations_per_s=1e9):
-        def samplers(device, dtypes):
-            matmuls = {
-                f"matmul {str(dtype).removeprefix('torch.')}": lambda: 1 / flops_per_s
-                for dtype in dtypes
-            }
-            copy = {"memory copy": lambda: 1 / bytes_per_s}
-            small = {"an operation on one number": lambda: 1 / small_operations_per_s}
-            return matmuls | copy | small
+    supports_higher_order_operators = True
 
-        patch.setattr("profiling.times.rate_samplers", samplers)
-        patch.setattr("lab.machine._commit", lambda: "unknown")  # git is slow
+    def __init__(self):
+        super().__init__()
+        self.time = 0.0
+        self.takes = {}
+        self.other = 1.0
+        self.growth = self.slower = 1.0
 
-    return replace
+    def now(self):
+        return self.time
+
+    def wait(self):
+        """Nothing is launched, so there is nothing to wait for."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "_overloadpacket", function).__name__
+        self.time += self.slower * self.takes.get(name, self.other)
+        self.slower *= self.growth
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture
-def profile_of(rates, monkeypatch):
-    """Return a function that measures a model once, in a mode."""
-    rates(monkeypatch)
-    once = partial(wall_sampler, least_seconds=0.0)  # a sample is one run
-    for module in ("parts", "times"):
-        monkeypatch.setattr(f"profiling.{module}.wall_sampler", once)
+def clock():
+    return Ticks()
 
-    def run(model, shape, mode="train", trace=None, **options):
-        settings = Settings(CPU, torch.float32, mode, rounds=1, **options)
+
+@pytest.fixture
+def profile_of(clock):
+    """Return a function that measures a model in a mode.
+
+    The machine computes 1,000 FLOPs, copies 4,000 bytes, and calls 100 operations on
+    one number in a second.
+    """
+
+    def rates(device, dtypes, clock):
+        matmuls = {
+            f"matmul {str(dtype).removeprefix('torch.')}": lambda: 1 / 1000
+            for dtype in dtypes
+        }
+        others = {"memory copy": 1 / 4000, "an operation on one number": 0.01}
+        return matmuls | {name: (lambda t=t: t) for name, t in others.items()}
+
+    def run(model, shape, mode="train", clock=clock, **options):
+        settings = Settings(
+            torch.device("cpu"), torch.float32, mode, rounds=3, **options
+        )
         build = (lambda *_: model) if isinstance(model, torch.nn.Module) else model
-        with torch.set_grad_enabled(settings.train):
-            return measure(build, shape, "a model", settings, trace)
+        ticking = clock if isinstance(clock, Ticks) else nullcontext()
+        with torch.set_grad_enabled(settings.train), ticking:
+            return measure(build, shape, "a model", settings, clock, rates)
 
     return run

@@ -1,7 +1,6 @@
 """The picture of a profile, read back from matplotlib's axes."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +9,7 @@ from profiling.roofline import Rates, Row
 
 pytest.importorskip("matplotlib", reason="requires the extra dev")
 
-from matplotlib.figure import Figure
-from profiling.plot import plot
+from profiling.plot import draw
 
 # Left of 10 and of 40 FLOPs per byte, copying takes longer than computing.
 RATES = Rates({"float32": 100.0, "bfloat16": 400.0}, 10.0, 1.0)
@@ -24,108 +22,52 @@ ADAMW = Row("AdamW", forward_s=0.0, total_s=0.25, least_s=0.125)
 REST = Row("rest", total_s=0.25, varies=0.5, limit="noise")
 
 
-def draw(*rows):
-    """Draw rows of 5 s in total, and return the figure."""
-    drawn = []
-    profile: Any = SimpleNamespace(
-        title="a model", machine="a machine", rates=RATES, rows=rows
-    )
-    profile.whole = Row("total", total_s=5.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda *each, dpi: drawn.append(each))
-        plot(profile, Path("file.png"))
-    [(figure, path)] = drawn
-    assert path == Path("file.png")
-    return figure
+def axes_of(*rows):
+    """Draw rows of 5 s in total, and return the figure with its axes."""
+    whole = Row("total", total_s=5.0)
+    profile: Any = SimpleNamespace(title="a model", machine="a machine", rates=RATES)
+    profile.rows, profile.whole = rows, whole
+    figure = draw(profile)
+    return figure, *figure.axes
 
 
-@pytest.fixture(scope="module")
-def figure():
-    """Return a figure. Tests do not change it."""
-    return draw(NORM, EXPERTS, UP, ADAMW, REST)
-
-
-def points(figure):
+def points(axes):
     """Return the markers of the parts."""
-    lines = figure.axes[0].get_lines()
-    return [line for line in lines if line.get_linestyle() == "None"]
+    return [line for line in axes.get_lines() if line.get_linestyle() == "None"]
 
 
 def texts(legend):
     return [text.get_text() for text in legend.get_texts()]
 
 
-def test_a_picture_of_many_parts_has_a_quarter_of_an_inch_for_each():
-    parts = [replace(NORM, name=f"norm {number}") for number in range(40)]
-    assert draw(*parts, REST).get_figheight() > 40 / 4
-
-
-def test_picture_names_the_model_and_the_machine(figure):
-    assert figure.get_suptitle() == "a model"
-    assert figure.get_supxlabel() == "a machine"
-
-
-def test_axes_have_units(figure):
-    roofline, times = figure.axes
-    assert (roofline.get_xlabel(), roofline.get_ylabel()) == (
-        "FLOPs per byte",
-        "FLOPs per second",
-    )
-    assert (roofline.get_xscale(), roofline.get_yscale()) == ("log", "log")
-    assert times.get_xlabel() == "ms"
-    assert times.get_title() == "Where do 5000 ms go?"
-
-
-def test_part_stands_at_its_flops_per_byte_and_its_rate(figure):
-    """From the slowest on. A part without FLOPs has no place there."""
-    found = [(each.get_label(), *each.get_xydata()[0]) for each in points(figure)]
-    assert found == [("up", 3.0, 20.0), ("experts (at least)", 1.0, 10.0)]
-    assert texts(figure.axes[0].get_legend()) == ["up", "experts (at least)"]
-
-
-def test_marker_is_hollow_if_flops_are_unknown(figure):
-    assert [each.get_fillstyle() for each in points(figure)] == ["full", "none"]
-
-
-def test_roof_is_the_lower_of_both_rates(figure):
-    roofs = [line for line in figure.axes[0].get_lines() if line.get_color() == "black"]
-    for roof, corner in zip(roofs, [(10, 100), (40, 400)], strict=True):
-        assert corner in [tuple(point) for point in roof.get_xydata()]
-        for x, y in roof.get_xydata():
-            assert y == min(10 * x, corner[1])
-        xs = roof.get_xdata()
-        assert xs[0] < 1 < 3 < xs[-1], "all parts must be below a roof"
-
-
-def test_lines_of_the_roof_have_names_at_their_left_ends(figure):
-    [*matmuls, copy] = figure.axes[0].texts
-    assert [(each.get_text(), each.xy) for each in matmuls] == [
+def test_parts_stand_at_their_flops_per_byte_and_rate_below_the_roof():
+    figure, axes, _ = axes_of(NORM, EXPERTS, UP, ADAMW, REST)
+    assert (figure.get_suptitle(), figure.get_supxlabel()) == ("a model", "a machine")
+    # From the slowest on. A part without FLOPs has no place, one with unknown a hollow one.
+    assert [
+        (each.get_label(), *each.get_xydata()[0], each.get_fillstyle())
+        for each in points(axes)
+    ] == [("up", 3.0, 20.0, "full"), ("experts (at least)", 1.0, 10.0, "none")]
+    assert texts(axes.get_legend()) == ["up", "experts (at least)"]
+    roofs = [line for line in axes.get_lines() if line.get_color() == "black"]
+    for roof, (ridge, peak) in zip(roofs, [(10, 100), (40, 400)], strict=True):
+        left, middle, right = roof.get_xydata()
+        assert tuple(left) == (0.5, 5.0), "left of all parts, at 10 bytes per second"
+        assert tuple(middle) == (ridge, peak)
+        assert tuple(right) == (20 * ridge, peak)
+    names = [(each.get_text(), each.xy) for each in axes.texts]
+    assert names == [
         ("float32 matmul", (10, 100)),
         ("bfloat16 matmul", (40, 400)),
+        ("memory copy", (0.5, 5.0)),
     ]
-    x, y = copy.xy
-    assert (copy.get_text(), y) == ("memory copy", 10 * x)
-    assert x < 1
 
 
-@pytest.mark.parametrize(("count", "title"), [(12, ""), (14, "12 slowest of 14")])
-def test_twelve_parts_have_markers_of_their_own(count, title):
-    rows = [Row(str(i), total_s=i, moved_bytes=1) for i in range(1, 1 + count)]
-    for row in rows:
-        row.flops, row.flops_per_s = {"float32": 1}, 1.0
-    figure = draw(*rows)
-    named, others = points(figure)[:12], points(figure)[12:]
-    assert len({(each.get_marker(), each.get_color()) for each in named}) == 12
-    assert {(each.get_marker(), each.get_color()) for each in others} <= {(".", "gray")}
-    legend = figure.axes[0].get_legend()
-    assert texts(legend) == [str(i) for i in range(count, count - 12, -1)]
-    assert legend.get_title().get_text() == title
-
-
-def test_bars_are_passes_in_ms_and_what_is_no_part(figure):
+def test_bars_are_passes_in_ms_and_what_is_no_part():
+    _, _, axes = axes_of(NORM, EXPERTS, UP, ADAMW, REST)
     bars = {
         group.get_label(): [(bar.get_x(), bar.get_width()) for bar in group]
-        for group in figure.axes[1].containers
+        for group in axes.containers
     }
     none = (0, 0)
     assert bars == {
@@ -134,18 +76,6 @@ def test_bars_are_passes_in_ms_and_what_is_no_part(figure):
         "no part of the model": [none, none, none, (0, 250), (0, 250)],
         "least time, by the roof": [(0, 125), (0, 250), (0, 2000), (0, 125), none],
     }
-    assert texts(figure.axes[1].get_legend()) == list(bars)
-
-
-def test_forward_alone_has_no_bars_of_backward():
-    row = Row("up", forward_s=1.0, total_s=1.0)
-    legend = texts(draw(row, REST).axes[1].get_legend())
-    assert "forward" in legend
-    assert "backward" not in legend
-
-
-def test_names_of_bars_have_times_shares_and_doubts(figure):
-    axes = figure.axes[1]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "norm: 500 ms, 10.0%",
         "experts: 1000 ms, 20.0%, least time unknown",
@@ -153,4 +83,22 @@ def test_names_of_bars_have_times_shares_and_doubts(figure):
         "AdamW: 250 ms, 5.00%",
         "rest: 250 ms, 5.0%, noise",
     ]
+    assert axes.get_title() == "Where do 5000 ms go?"
     assert axes.yaxis_inverted(), "the first row must be on top"
+    _, _, axes = axes_of(replace(UP, total_s=1.0), REST)
+    assert "backward" not in texts(axes.get_legend())
+
+
+def test_picture_of_many_parts_has_room_and_names_the_twelve_slowest():
+    rows = [replace(UP, name=f"part {i}", total_s=i) for i in range(1, 41)]
+    figure, axes, _ = axes_of(*rows, replace(REST, name="a long name" * 4))
+    assert figure.get_figheight() > 40 / 4
+    assert figure.get_figwidth() == 13 + 0.15 * (44 - 20)
+    named, others = points(axes)[:12], points(axes)[12:]
+    assert len({(each.get_marker(), each.get_color()) for each in named}) == 12
+    assert {(each.get_marker(), each.get_color()) for each in others} == {(".", "gray")}
+    legend = axes.get_legend()
+    assert texts(legend) == [f"part {i}" for i in range(40, 28, -1)]
+    assert legend.get_title().get_text() == "12 slowest of 40"
+    _, axes, _ = axes_of(*rows[:12])
+    assert axes.get_legend().get_title().get_text() == ""

@@ -1,0 +1,186 @@
+"""Models of all kinds run, or end with their own error."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lab.timing import HOST
+from pages import block_with
+from profiling.measure import EAGER_PARTS
+from profiling.report import report
+from torch import Tensor, nn
+
+SHAPE = (2, 6, 8)
+ONCE = 2 * 12 * 8 * 8  # FLOPs of a projection of 12 tokens in forward
+
+
+class Projects(nn.Module):
+    """A projection, and a function of x and its result."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x, self.project(x))
+
+
+@dataclass(slots=True)
+class Found:
+    count: int
+    chosen: Tensor
+    hidden: Tensor
+
+
+class Plain:
+    def __init__(self, hidden):
+        self.hidden = hidden
+        self.parent = self
+
+
+RESULTS = {
+    "a tensor": lambda x, y: y,
+    "a tuple": lambda x, y: (y, x),
+    "a dict": lambda x, y: {"hidden": y},
+    "a dataclass with slots": lambda x, y: Found(3, y.argmax(-1), y),
+    "an object": lambda x, y: Plain(y),
+    "a detached tensor first": lambda x, y: (y.detach(), y),
+    "a scalar": lambda x, y: y.sum(),
+}
+
+
+def test_result_may_be_any_object_with_a_tensor(profile_of):
+    for name, function in RESULTS.items():
+        for mode, passes in (("forward", 1), ("train", 3)):
+            measured = profile_of(Projects(function), SHAPE, mode)
+            assert measured.whole.flops == {"float32": passes * ONCE}, (name, mode)
+
+
+def fail(x, y):
+    raise ValueError("my own")
+
+
+BAD = {
+    "must return a tensor, or several, got str": (lambda x, y: "text", ValueError),
+    "in mode train, got none; use --mode forward": (
+        lambda x, y: y.detach(),
+        ValueError,
+    ),
+    "^my own\n": (fail, ValueError),
+}
+
+
+def test_errors_of_models_are_shown_as_they_are(profile_of):
+    for message, (function, kind) in BAD.items():
+        with pytest.raises(kind, match=message) as failed:
+            profile_of(Projects(function), SHAPE)
+    [note] = failed.value.__notes__
+    assert "one tensor of shape (batch, seq, d_model) = (2, 6, 8)" in note
+    with pytest.raises(AttributeError) as typo:
+        profile_of(lambda device, dtype: nn.Linear(8, 8).wieght, SHAPE)
+    assert not hasattr(typo.value, "__notes__")
+
+
+class Shifts(nn.Module):
+    """Changes its input, and notes what it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(8))
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(x.detach().clone())
+        x += self.shift
+        return x * x
+
+
+def test_each_run_gets_the_same_input_and_the_same_weights(profile_of):
+    for mode in ("forward", "step"):
+        model = Shifts()
+        profile_of(model, SHAPE, mode)
+        assert len(model.seen) > 10, mode
+        torch.testing.assert_close(model.seen, [model.seen[0]] * len(model.seen))
+        assert torch.equal(model.shift, torch.ones(8)), mode
+
+
+def test_forward_measures_eval_mode_and_others_the_model_as_built(profile_of):
+    for mode, training, expected in (
+        ("forward", True, "eval"),
+        ("train", True, "training"),
+        ("step", False, "eval"),
+    ):
+        title = profile_of(nn.Linear(8, 8).train(training), SHAPE, mode).title
+        assert title == f"a model; float32, {mode}, eager, {expected} mode"
+
+
+def test_lazy_shared_and_scripted_modules_run(profile_of):
+    shared = nn.LazyLinear(8)
+    measured = profile_of(nn.Sequential(shared, nn.ReLU(), shared), SHAPE)
+    assert measured.whole.flops == {"float32": 6 * ONCE}
+    [row] = [row for row in measured.rows if row.parameters]
+    assert (row.modules, row.calls, row.parameters) == (1, 2, 64 + 8)
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
+        model = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    assert profile_of(model, SHAPE, "forward").whole.flops == {"float32": ONCE}
+
+
+def compiled_in_place():
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].compile(backend="aot_eager")
+    return model
+
+
+def compiled_child():
+    child: Any = torch.compile(nn.Linear(8, 8), backend="aot_eager")
+    return nn.Sequential(child)
+
+
+def compiled_function():
+    function = torch.compile(lambda x, y: F.relu(y), backend="aot_eager")
+    function(torch.ones(SHAPE), torch.ones(SHAPE))  # compiled before it is measured
+    return Projects(function)
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_model_that_compiles_parts_of_itself_says_so(profile_of):
+    note = f"The model compiles some of its parts. {EAGER_PARTS}"
+    for build in (compiled_in_place, compiled_child, compiled_function):
+        measured = profile_of(lambda *_, build=build: build(), SHAPE, clock=HOST)
+        torch._dynamo.reset()
+        assert note in measured.notes, build
+        assert measured.whole.flops == {"float32": 3 * ONCE}, build
+        # The parts are not what the total consists of.
+        assert "Most time lost" not in report(measured), build
+        assert measured.whole.forward_s is measured.whole.of_roofline is None, build
+    assert note not in profile_of(nn.Linear(8, 8), SHAPE).notes
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "profile.md"
+
+
+def build_of_the_page(start):
+    """Return the function `build` of a program of docs/profile.md."""
+    program: dict[str, Any] = {"__name__": "my_model"}
+    exec(
+        block_with(PAGE, start).replace("32000", "1000"), program
+    )  # a small vocabulary
+    return lambda *_: program["build"]()
+
+
+def test_models_of_the_page_are_split_into_their_layers(profile_of):
+    pytest.importorskip("transformers", reason="requires the extra examples")
+    build = build_of_the_page("class Decoder(")
+    rows = profile_of(build, (1, 8, 256)).rows
+    assert "model.layers.*.self_attn" in [row.name for row in rows]
+    build = build_of_the_page("class Training(")
+    rows = {row.name: row for row in profile_of(build, (1, 8, 256), "step").rows}
+    # In each of three passes: 2 FLOPs, 8 tokens, a matrix of d_model x vocabulary.
+    assert rows["model.lm_head"].flops == {"float32": 3 * 2 * 8 * 256 * 1000}
+    assert rows["model.model.embed_tokens"].parameters == 256 * 1000
+    assert rows["sums"].operation("_log_softmax").calls == 1

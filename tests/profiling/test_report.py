@@ -1,0 +1,201 @@
+"""Whole reports of small models, by a clock that operations advance.
+
+Each figure is derived by hand in a comment. The machine computes 1,000 FLOPs, copies 4,000
+bytes, and calls 100 operations on one number in a second. All inputs are 2 sequences of 5
+tokens of width 4, so 10 tokens, and 160 bytes.
+"""
+
+import torch
+from profiling.report import report
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 8, bias=False)
+        self.down = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.register_buffer("table", torch.zeros(100))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return {"x": x}
+
+
+class Mixed(nn.Module):
+    """Changes its input, shares a weight, reads tables, and calls what has no formula."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 4)
+        self.scale = torch.ones(50, 4)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.again = nn.Linear(4, 4, bias=False)
+        self.again.weight = self.tied.weight
+
+    def forward(self, x):
+        x += self.embed(torch.arange(5))
+        x = x * self.scale[:5]
+        return self.again(self.tied(x)) + torch.fft.rfft(x, n=6).real
+
+
+def body(profile):
+    """Return the report without the machine's name and without the explanations."""
+    return report(profile).partition("\n")[2].rpartition("\n\n")[0]
+
+
+# up, in both layers: a product in forward and two in backward take 1 s each, and the sum of
+#   x's two gradients 0.125 s, so 2 x 3.125 s. Each product has 2 x 10 x 4 x 8 FLOPs, and 6 of
+#   them take 3.84 s at the rate: 61.4%. The sum, the products, and for each product 3 or 4
+#   views are 13 operations. It keeps x for backward: 160 bytes, in the second layer also,
+#   where x is made by the first. Its 64 parameters are 2 x 4 x 8.
+# down: the same without the sum. What it keeps is relu's result, which relu keeps, too.
+# layers.*: relu 0.5 s, the sum 0.125 s and relu's backward 0.25 s, twice. Relu reads and
+#   writes 320 bytes each, the sum 2 x 160 and 160, backward 2 x 320 and 320: 4,160 bytes take
+#   1.04 s. Relu's results are kept: 2 x 320 bytes.
+# AdamW: 4 weights x 1.75 s. It must read weights, gradients and two states of 512 bytes, and
+#   write three of them, and reads and writes 4 counters of 4 bytes: 3,616 bytes take 0.904 s.
+#   In between, its operations read and write also for each other. Of these, mul_, lerp_,
+#   addcmul_, sqrt, div and addcdiv_ read and write 4, 3, 4, 2, 2 and 4 x 512 bytes, add_ 2 x
+#   512 bytes and 2 x 16 bytes: 10,784 bytes, 39% of its time.
+# total: 14 + 7 s. 7,680 FLOPs take 7.68 s, 36.6% of it; the least times are 2 x 3.84 + 1.04 +
+#   0.904 s, 45.8%. 16, 14 and 6 computations of the model and 4 x 9 of AdamW, besides views
+#   and the reading of a counter, take 10 ms each. 10 tokens in 21 s.
+# Memory: 128 weights of 4 bytes, a table of 400 bytes, two states and counters of 1,040. At
+#   the peak, in backward of the second layer, there are these, x, both relu's results, the
+#   results of both layers, the gradient of the last weight, and the gradients of relu's
+#   result and argument: 2,112 + 2 x 320 + 2 x 160 + 128 + 2 x 320.
+STEP = """\
+a model; float32, step, eager, training mode
+Measured in the same rounds: float32 matmul 1.00 kFLOP/s, memory copy 4.00 kB/s, an operation on one number 10.0 ms
+
+Time: 21.0 s (p20 to p80: 21.0 s to 21.0 s), 476 m tokens/s, 45.8% of the roofline
+MFU: 36.6% of the matmul rate
+Memory: peak 3.84 kB, parameters 512 B, buffers 400 B, other tensors 0 B, gradients 512 B, AdamW 1.04 kB, kept for
+  backward 960 B
+Rest, which no part explains: 0% of the time, varies by 0% of it
+Overhead: calling 56 operations besides views takes at least 560 ms, 2.7% of the time
+
+Most time lost against the roofline, and why:
+  AdamW: loses 6.10 s of its 7.00 s, 29.0% of the total
+    Its operations are slow. At the machine's rates, all that they read and write (10.8 kB) takes 39% of the time. Try
+      fewer passes over the data, --compile, fewer and larger operations, or another one for addcdiv_.
+    40 operations: addcdiv_ x 4 (100%)
+  layers.*.up: loses 2.41 s of its 6.25 s, 11.5% of the total
+    Computing takes 61% of the time. Try fewer FLOPs, or a dtype of lower precision.
+    26 operations: mm x 6 (96%, 4 in backward), add x 2 (4.0%, backward)
+  layers.*.down: loses 2.16 s of its 6.00 s, 10.3% of the total
+    Computing takes 64% of the time. Try fewer FLOPs, or a dtype of lower precision.
+    24 operations: mm x 6 (100%, 4 in backward)
+
+part           calls  ops  params  forward ms  total ms  share  roofline    limit   kept
+layers.*.up        2   26      64        2000      6250  29.8%     61.4%  compute  320 B
+layers.*.down      2   24      64        2000      6000  28.6%     64.0%  compute
+layers.*           2    6                1250      1750  8.33%     59.4%   memory  640 B
+AdamW                  40                   0      7000  33.3%     12.9%   kernel
+rest                                                  0     0%
+total              7   96     128        5250     21000   100%     45.8%           960 B"""
+
+
+def test_training_step(profile_of, clock):
+    clock.takes = {"mm": 1.0, "relu": 0.5, "threshold_backward": 0.25, "add": 0.125}
+    clock.takes["addcdiv_"] = 1.75
+    clock.other = 0.0
+    assert body(profile_of(Stack(), (2, 5, 4), "step")) == STEP
+
+
+# An operation on one number takes 0.25 s: a multiplication.
+# embed: 5 positions of 8 bytes; 5 rows of 16 bytes are read and written: 200 bytes, 0.05 of
+#   0.25 s. An operation on one number takes as long, so the rest of the time is Python's.
+# tied, again: 2 x 10 x 4 x 4 FLOPs take 0.32 of 1 s, 0.25 s of which is any call's. x, weight
+#   and result have 384 bytes, 0.096 s. The weight counts in the first.
+# sums: 4 s of the Fourier transform and 0.25 s of the product. In turns, it writes 40 bytes
+#   of positions; reads x, the embedded positions and 5 rows of the scale, and writes x and
+#   the product, 160 + 80 + 80 + 2 x 160 bytes; reads the product and again's result, and
+#   writes the sum, 3 x 160 bytes: 1,160 bytes, 0.29 of 4.25 s. Its operations are arange,
+#   add_, slice, mul, constant_pad_nd, _fft_r2c, view_as_real, select and add.
+# rest: the model changes x, so each run copies it, in 0.5 s.
+# total: 7 s. 640 FLOPs take 0.64 s, 9.14%; the least times are 0.05 + 2 x 0.32 + 0.29 s.
+#   All but tied's and again's 2 x 3 views and 3 of the sums' are 9 computations. The whole
+#   is forward, with what no part explains.
+# Memory: 216 weights, a scale of 800 bytes. At the peak there are these, x and its copy,
+#   the product, again's result, and the padded argument (6 numbers for each token) and the
+#   result (4 complex numbers) of the transform: 1,824 + 3 x 160 + 240 + 320 bytes.
+FORWARD = """\
+a model; float32, forward, eager, eval mode
+Measured in the same rounds: float32 matmul 1.00 kFLOP/s, memory copy 4.00 kB/s, an operation on one number 10.0 ms
+
+Time: 7.00 s (p20 to p80: 7.00 s to 7.00 s), 1.43 tokens/s, >= 14.0% of the roofline
+MFU: >= 9.14% of the matmul rate
+Memory: peak 2.86 kB, parameters 864 B, buffers 0 B, other tensors 800 B, gradients 0 B, AdamW 0 B, kept for backward 0
+  B
+Rest, which no part explains: 7.1% of the time, varies by 0% of it
+Overhead: calling 9 operations besides views takes at least 90 ms, 1.3% of the time
+FLOPs without aten._fft_r2c: no formula, so what follows has >= or <=
+
+Most time lost against the roofline, and why:
+  sums: loses <= 3.96 s of its 4.25 s, <= 56.6% of the total
+    The FLOPs of aten._fft_r2c are unknown.
+    9 operations: _fft_r2c x 1 (88%)
+  tied: loses 680 ms of its 1.00 s, 9.71% of the total
+    Its operations are slow. At the machine's rates, FLOPs take 32% of the time, and all that they read and write (384
+      B) takes 9.6% of the time. Try fewer and larger operations, or another one for mm.
+    4 operations: mm x 1 (75%)
+  again: loses 680 ms of its 1.00 s, 9.71% of the total
+    Its operations are slow. At the machine's rates, FLOPs take 32% of the time, and all that they read and write (384
+      B) takes 9.6% of the time. Try fewer and larger operations, or another one for mm.
+    4 operations: mm x 1 (75%)
+
+part   calls  ops  params  forward ms  total ms  share  roofline    limit  kept
+embed      1    1     200         250       250  3.57%     20.0%   Python
+tied       1    4      16        1000      1000  14.3%     32.0%   kernel
+again      1    4                1000      1000  14.3%     32.0%   kernel
+sums       1    9                4250      4250  60.7%  >= 6.82%  unknown
+rest                                        500  7.14%
+total      4   18     216        7000      7000   100%  >= 14.0%"""
+
+
+def test_forward_with_an_unknown_operation(profile_of, clock):
+    clock.takes = {"mm": 1.0, "embedding": 0.25, "_fft_r2c": 4.0, "mul": 0.25}
+    clock.takes["clone"] = 0.5
+    clock.other = 0.0
+    assert body(profile_of(Mixed(), (2, 5, 4), "forward")) == FORWARD
+
+
+# As in the training step, without AdamW: 14 s, of which 7.68 s are FLOPs. A clock that sees
+# operations keeps torch from compiling anything, so no graph is made, and the first run takes
+# 14 s, too. A compiled total has no roofline, no overhead and no forward.
+COMPILED = """\
+a model; float32, train, compiled, training mode
+Measured in the same rounds: float32 matmul 1.00 kFLOP/s, memory copy 4.00 kB/s, an operation on one number 10.0 ms
+
+Time: 14.0 s (p20 to p80: 14.0 s to 14.0 s), 714 m tokens/s, unknown part of the roofline
+MFU: 54.9% of the matmul rate
+Memory: peak 2.80 kB, parameters 512 B, buffers 400 B, other tensors 0 B, gradients 512 B, AdamW 0 B, kept for backward
+  960 B
+Rest, which no part explains: 0% of the time, varies by 0% of it
+Compilation: 14.0 s, graphs: 0, breaks: none. The parts were measured in eager mode. Below 0, rest is what compiling
+  saves.
+
+part           calls  ops  params  forward ms  total ms  share  roofline    limit   kept
+layers.*.up        2   26      64        2000      6250  44.6%     61.4%  compute  320 B
+layers.*.down      2   24      64        2000      6000  42.9%     64.0%  compute
+layers.*           2    6                1250      1750  12.5%     59.4%   memory  640 B
+rest                                                  0     0%
+total              7   56     128                 14000   100%                     960 B"""
+
+
+def test_compiled_model(profile_of, clock):
+    clock.takes = {"mm": 1.0, "relu": 0.5, "threshold_backward": 0.25, "add": 0.125}
+    clock.other = 0.0
+    assert body(profile_of(Stack(), (2, 5, 4), compile=True)) == COMPILED

@@ -1,0 +1,216 @@
+"""What a part does: the bytes that it moves and keeps, its operations and its parameters.
+
+All inputs are 2 sequences of 5 tokens of width 4: 160 bytes. A token has 16.
+"""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+SHAPE = (2, 5, 4)
+TABLE = torch.ones(1000, 4)
+CACHE = torch.zeros(SHAPE)
+
+
+class Calls(nn.Module):
+    """Calls a function of x. Its tables are neither parameters nor buffers."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.tables = {"small": [torch.ones(10, 4)]}
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def overwrite(x):
+    CACHE.zero_()
+    CACHE.fill_(1.0)
+    return CACHE.copy_(x)
+
+
+# What a part reads from others and leaves to them, and what its operations read and write.
+MOVED = {
+    "x and the result": (lambda x: x.sin(), 320, 320),
+    "a product of two halves of x": (lambda x: x[..., :2] * x[..., 2:], 160 + 80, 240),
+    "a slice and an expanded number": (
+        lambda x: x[:, :1] * x[0, 0, 0].expand(2, 1, 4),
+        32 + 4 + 32,
+        32 + 4 + 32,
+    ),
+    # 2 x 3 windows of 3 tokens overlap, and are written apart.
+    "overlapping windows": (
+        lambda x: x.unfold(1, 3, 1) * 2,
+        160 + 2 * 3 * 3 * 16,
+        160 + 2 * 3 * 3 * 16,
+    ),
+    "views": (lambda x: x.view(10, 4).T, 0, 0),
+    "a change in place": (lambda x: (x * 1).relu_(), 320, 640),
+    "what is made between": (lambda x: (x + 1) * 2, 320, 640),
+    # zero_ and fill_ write, copy_ reads and writes.
+    "what is overwritten": (overwrite, 320, 160 + 160 + 320),
+    # 3 positions of 8 bytes; their rows are read, and written.
+    "rows of a table": (
+        lambda x: nn.functional.embedding(torch.arange(3), TABLE),
+        2 * 3 * 16,
+        3 * 8 + (3 * 8 + 2 * 3 * 16),
+    ),
+}
+
+
+def test_bytes_that_a_part_moves(profile_of):
+    for name, (function, moved, traffic) in MOVED.items():
+        whole = profile_of(Calls(function), SHAPE, "forward").whole
+        assert whole.moved_bytes == moved, name
+        assert whole.traffic_s == pytest.approx(traffic / 4000), name
+
+
+class Linear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 8, bias=False)
+        self.down = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+class Checkpoints(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layers = nn.ModuleList([Linear(), Linear()])
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+NUMBERS = [1.0, 2.0, 3.0, 4.0]
+# What autograd keeps for backward.
+KEPT = {
+    "nothing of a sum": (lambda x: x + x, 0),
+    "the input of a function": (lambda x: x.sin(), 160),
+    "the result of another": (lambda x: x.exp(), 160),
+    "one tensor twice": (lambda x: x.exp().sin(), 160),
+    "no table": (lambda x: x * TABLE[:5], 0),
+    "what forward makes of numbers": (lambda x: x * torch.tensor(NUMBERS), 16),
+    "both inputs of products": (Linear(), 160 + 320),
+    "the inputs of checkpoints": (Checkpoints(False), 2 * 160),
+    "the inputs of reentrant checkpoints": (Checkpoints(True), 2 * 160),
+}
+
+
+def test_bytes_that_autograd_keeps(profile_of):
+    for name, (function, kept) in KEPT.items():
+        model = function if isinstance(function, nn.Module) else Calls(function)
+        assert profile_of(model, SHAPE).whole.kept_bytes == kept, name
+
+
+def test_what_is_kept_is_unknown_if_a_gradient_inside_of_forward_hides_it(profile_of):
+    def learn(x):
+        return x @ torch.func.grad(lambda weight: weight.sum())(torch.eye(4))
+
+    measured = profile_of(Calls(learn), SHAPE)
+    assert measured.whole.kept_bytes is None
+    assert measured.notes[0].startswith("Kept bytes are unknown, because torch.func")
+
+
+def test_noting_a_run_keeps_no_result_alive(profile_of):
+    results = []
+
+    def unused(x):
+        y = x.exp()  # autograd keeps it, and no backward releases it
+        results.append(weakref.ref(y))
+        return 2 * x
+
+    gc.disable()  # it would release what only a cycle keeps
+    try:
+        profile_of(Calls(unused), SHAPE)
+    finally:
+        gc.enable()
+    assert [result() for result in results] == [None] * len(results)
+
+
+class Wrapped(nn.Linear):
+    """Its weight consists of two tensors, as torchao's of numbers and scales."""
+
+    def __init__(self):
+        super().__init__(4, 4, bias=False)
+        self.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
+
+
+class Embeds(nn.Module):
+    """Has a sparse gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, 4, sparse=True)
+
+    def forward(self, x):
+        return x + self.embed(torch.arange(5))
+
+
+class Multiplies(nn.Module):
+    """Multiplies by a sparse matrix that is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = torch.sparse_csr_tensor(
+            torch.arange(7), torch.arange(6), torch.ones(6), check_invariants=True
+        )
+
+    def forward(self, x):
+        return self.matrix @ torch.ones(6, 4)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_memory_of_tensors_that_have_no_storage_of_their_own(profile_of):
+    wrapped = profile_of(Wrapped(), SHAPE, "forward")
+    assert wrapped.memory.parameter_bytes == 2 * 16 * 4
+    assert wrapped.whole.flops == {"float32": 2 * 2 * 10 * 4 * 4}  # inside of both
+    # 5 rows of 4 numbers, and their indices.
+    assert profile_of(Embeds(), SHAPE).memory.gradient_bytes == 5 * 4 * 4 + 5 * 8
+    # 6 values and columns, and 7 ends of rows.
+    memory = profile_of(Multiplies(), SHAPE, "forward").memory
+    assert memory.other_tensor_bytes == 6 * 4 + 6 * 8 + 7 * 8
+    assert memory.buffer_bytes == 0
+
+
+def test_tables_in_attributes_and_globals_are_other_tensors(profile_of):
+    model: Any = Calls(lambda x: x * TABLE[:5] + model.tables["small"][0][:5])
+    memory = profile_of(model, SHAPE, "forward").memory
+    assert memory.other_tensor_bytes == 1000 * 16 + 10 * 16
+    # At the peak there are x, the product, and the sum, too.
+    assert memory.peak_bytes == 1000 * 16 + 10 * 16 + 3 * 160
+
+
+def test_operations_have_calls_times_and_passes(profile_of, clock):
+    clock.takes = {"sin": 2.0, "cos": 3.0, "mul": 1.0}
+
+    def function(x):
+        return x.sin().sin()
+
+    # A call on one number takes a second, so products take no time beyond it.
+    found = profile_of(Calls(function), SHAPE).whole.operations
+    assert [
+        (each.name, each.calls, each.total_s, each.backward_calls) for each in found
+    ] == [("cos", 2, 4.0, 2), ("sin", 2, 2.0, 0), ("mul", 2, 0.0, 2)]
+
+
+def test_weights_that_no_part_uses_count_in_the_total_and_shared_ones_once(profile_of):
+    model = Linear()
+    model.spare = nn.Linear(4, 4)
+    model.again = model.down
+    measured = profile_of(model, SHAPE)
+    rows = {row.name: row for row in measured.rows}
+    assert (rows["up"].parameters, rows["down"].parameters) == (32, 32)
+    assert measured.whole.parameters == 64 + 20
