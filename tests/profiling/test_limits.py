@@ -11,6 +11,7 @@ from profiling.parts import PartTime
 from profiling.report import kernel_table, losses
 from profiling.roofline import Operation, Rates, Row, rate_samplers
 from profiling.runs import Kernel, Recording, Settings, Times, kernels_of, peak_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
 # FLOPs, bytes, and calls per second. Each row takes 10 s, so what takes 5 s is its limit.
@@ -207,6 +208,25 @@ def test_rates_count_two_flops_per_product_and_two_bytes_per_copy(clock):
         assert samples["an operation on one number"] == [1.0]
     for dtype in ("float32", "bfloat16"):
         assert samples[f"matmul {dtype}"] == [1 / (2 * 1024**3)]
+
+
+class Layouts(TorchDispatchMode):
+    """Notes which axis of the right matrix of each product is contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.strides = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.mm.out:
+            self.strides.add(args[1].stride(0))
+        return function(*args, **(kwargs or {}))
+
+
+def test_rate_of_a_matmul_is_that_of_a_linear_layer(clock):
+    with clock, Layouts() as layouts:
+        rate_samplers(CPU, [torch.float16], clock)
+    assert layouts.strides == {1}  # a layer's weight is transposed
 
 
 def test_forward_of_the_total_is_at_most_the_total():
