@@ -25,7 +25,9 @@ class Spread:
     @classmethod
     def of(cls, samples: list[float]) -> "Spread":
         levels = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
-        return cls(*torch.tensor(samples, dtype=torch.float64).quantile(levels).tolist())
+        return cls(
+            *torch.tensor(samples, dtype=torch.float64).quantile(levels).tolist()
+        )
 
     @property
     def range(self) -> float:

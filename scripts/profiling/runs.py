@@ -8,7 +8,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import einops
 import torch
 from lab.tables import share
 from lab.timing import Clock, Run, Sampler, Spread, interleave, wall_sampler
@@ -140,8 +139,6 @@ def prepare(
 
 def compile_whole(subject: Subject) -> str:
     """Compile the whole by its first run; return a note on the graphs."""
-    # Otherwise tracing takes most of the time.
-    torch.compiler.allow_in_graph(einops.rearrange)
     counters.clear()
     subject.whole = torch.compile(subject.model, dynamic=False)
     start = subject.clock.now()
