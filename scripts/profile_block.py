@@ -129,7 +129,7 @@ def options() -> argparse.ArgumentParser:
         choices=MODES,
         default="train",
         help="run forward in eval mode (forward), forward and backward of the model as it "
-        "was built (train), or also AdamW (step; default: train)",
+        "was built (train), or also fused AdamW (step; default: train)",
     )
     add(
         "--compile", action="store_true", help="compile the model; the parts stay eager"

@@ -130,7 +130,11 @@ def prepare(
         gradient=torch.randn_like(out) if settings.train else None,
         weights=weights,
         # A learning rate of 0 leaves the weights as they are for the other runs.
-        optimizer=AdamW([{"params": weights}], lr=0.0),
+        optimizer=AdamW(
+            [{"params": weights}],
+            lr=0.0,
+            fused=all(weight.is_floating_point() for weight in weights),
+        ),
         clock=clock,
     )
     subject.run_parts()  # allocates AdamW's state

@@ -178,6 +178,8 @@ class Ledger(TorchDispatchMode, Watch):
         overwritten = [each.name for each in arguments if each.is_out]
         if operation.endswith(_OVERWRITING):
             overwritten += written
+        if given.get("grad_scale") is None:  # an optimizer may divide gradients by it
+            written = [name for name in written if name != "grads"]
         call = Call(operation, given, written, overwritten, result, seconds)
         self._note(call)
         return result

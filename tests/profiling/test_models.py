@@ -85,6 +85,9 @@ def test_errors_of_models_are_shown_as_they_are(profile_of):
     assert not hasattr(typo.value, "__notes__")
 
 
+WEIGHT = nn.Parameter(torch.ones(8, 8, dtype=torch.complex64))
+
+
 class Shifts(nn.Module):
     """Changes its input, and notes what it gets."""
 
@@ -106,6 +109,17 @@ def test_each_run_gets_the_same_input_and_the_same_weights(profile_of):
         assert len(model.seen) > 10, mode
         torch.testing.assert_close(model.seen, [model.seen[0]] * len(model.seen))
         assert torch.equal(model.shift, torch.ones(8)), mode
+
+
+def test_adamw_is_fused_unless_weights_are_complex(profile_of):
+    model = nn.Linear(8, 8, bias=False)
+    for weight, name in ((model.weight, "_fused_adamw_"), (WEIGHT, "addcdiv_")):
+        model.weight = weight
+        model.forward = lambda x, weight=weight: (x.to(weight.dtype) @ weight).real
+        [row] = [
+            row for row in profile_of(model, SHAPE, "step").rows if row.name == "AdamW"
+        ]
+        assert row.operation(name).calls == 1
 
 
 def test_forward_measures_eval_mode_and_others_the_model_as_built(profile_of):
