@@ -141,7 +141,10 @@ def _reason(row: Row) -> str:
         most=", ".join(
             f"{each.name} {si(each.moved_bytes, 'B')}" for each in by_bytes[:2]
         ),
-        flops=f"FLOPs take {of_time(row.compute_s)}, and " if row.flops else "",
+        unknown_time=of_time(row.unknown_s),
+        flops=f"{_known(row)}FLOPs take {of_time(row.compute_s)}, and "
+        if row.flops
+        else "",
         fewer="fewer passes over the data, --compile, " if _passes(row) else "",
         slowest=f" for {row.operations[0].name}" if row.operations else "",
     )
@@ -161,9 +164,13 @@ _REASONS = {
     "kernel": "Its operations are slow. At the machine's rates, {flops}all that they read "
     "and write ({read_and_written}) takes {traffic}. "
     "Try {fewer}fewer and larger operations, or another one{slowest}.",
-    "unknown": "The FLOPs of {unknown} are unknown.",
+    "unknown": "Operations whose FLOPs are unknown ({unknown}) take {unknown_time}.",
     GPU_IDLE: "No kernel runs. Try more tokens, --compile, or CUDA graphs.",
 }
+
+
+def _known(row: Row) -> str:
+    return "known " if row.unknown else ""
 
 
 def _passes(row: Row) -> bool:

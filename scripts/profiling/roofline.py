@@ -89,7 +89,7 @@ class Row:
         of p20_s; None on a GPU.
     least_s: the longer of compute_s and memory_s.
     limit: what explains at least half of the time: compute, memory, overhead, Python or
-        traffic; otherwise kernel, or unknown. The rest has none, or noise.
+        unknown operations, or traffic; otherwise kernel. The rest has none, or noise.
     """
 
     name: str
@@ -136,6 +136,12 @@ class Row:
         return sum(each.calls for each in self.operations if each.moved_bytes)
 
     @property
+    def unknown_s(self) -> float:
+        """Return the time of the operations whose FLOPs are not known."""
+        names = [name.rpartition(".")[2] for name in self.unknown]
+        return sum(each.total_s for each in self.operations if each.name in names)
+
+    @property
     def digits(self) -> int:
         """Return how many digits of a time are worth reading."""
         return 2 if self.varies > 0.05 else 3
@@ -170,7 +176,7 @@ class Row:
             return longest
         if (self.between_s or 0.0) >= half:
             return "Python"
-        if self.unknown:
+        if self.unknown_s >= half:
             return "unknown"
         return "traffic" if self.traffic_s >= half else "kernel"
 

@@ -92,13 +92,23 @@ LIMITS: list[tuple[dict[str, Any], bool, str, str]] = [
         "kernel",
         f"{SLOW}all that they read and write (1.00 B)",
     ),
+    # What is unknown is the reason only if it takes the time.
     (
-        {"unknown": ["a.b", "a.c"]},
+        {
+            "unknown": ["a.b", "a.c"],
+            "operations": [Operation("c", 1, 5.0), add(1, 4.9)],
+        },
         True,
         "unknown",
-        "The FLOPs of a.b, a.c are unknown.",
+        "Operations whose FLOPs are unknown (a.b, a.c) take 50% of the time.",
     ),
-    ({"unknown": ["a.b"], "moved_bytes": 50}, True, "memory", "Reading and writing"),
+    (
+        {"unknown": ["a.b"], "operations": [Operation("b", 1, 4.9), add(1, 5.0)]},
+        True,
+        "kernel",
+        SLOW,
+    ),
+    ({"unknown": ["a.add"], "moved_bytes": 50}, True, "memory", "Reading and writing"),
 ]
 
 
