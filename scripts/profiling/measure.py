@@ -8,7 +8,7 @@ from lab.machine import environment
 from lab.timing import Clock, Spread
 from torch._dynamo.utils import counters
 
-from .parts import GPU_IDLE, REST, TOTAL
+from .parts import GPU_IDLE, NO_PART, REST, TOTAL
 from .roofline import Rates, Row
 from .runs import (
     Build,
@@ -101,6 +101,7 @@ def measure(
 
     # What they leave. A profiler makes launches slower, so it comes last.
     rows = [row for row in rows if is_shown(row, whole.total_s)]
+    rows += weights_of_no_part(rows, whole)
     rest_varies = Spread.of(times.rest(rows)).range / whole.total_s
     notes += times.noise(rows, whole, rest_varies)
     recording, memory = record(
@@ -132,6 +133,15 @@ def measure(
 def is_shown(row: Row, total_s: float) -> bool:
     """Say if a part does more than to call others."""
     return bool(row.operations) or row.total_s > SHOWN * total_s
+
+
+def weights_of_no_part(rows: list[Row], whole: Row) -> list[Row]:
+    """Return a row for the weights of modules that are not called, if there are any.
+
+    A module may use the weights of its children, as nn.MultiheadAttention does.
+    """
+    others = whole.parameters - sum(row.parameters for row in rows)
+    return [Row(NO_PART, parameters=others)] if others else []
 
 
 def total(

@@ -30,7 +30,8 @@ REST = "rest"
 GPU_IDLE = "GPU idle"
 TOTAL = "total"
 OUTSIDE = "outside of the model"
-_OWN = (SUMS, ADAMW, REST, GPU_IDLE, TOTAL, OUTSIDE)
+NO_PART = "weights of no part"
+_OWN = (SUMS, ADAMW, REST, GPU_IDLE, TOTAL, OUTSIDE, NO_PART)
 
 
 def parts_of(module: nn.Module, name: str = "") -> dict[nn.Module, str]:

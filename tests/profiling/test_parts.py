@@ -65,6 +65,7 @@ def test_names_of_parts():
 
 
 OWN = ["sums", "AdamW", "rest", "GPU idle", "total", "outside of the model"]
+OWN += ["weights of no part"]
 
 
 def test_child_that_is_called_as_a_row_of_the_profiler_is_marked(profile_of):

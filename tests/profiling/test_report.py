@@ -64,8 +64,9 @@ def body(profile):
 #   writes 320 bytes each, the sum 2 x 160 and 160, backward 2 x 320 and 320: 4,160 bytes take
 #   1.04 s. Relu's results are kept: 2 x 320 bytes.
 # AdamW: 7 s in one operation, and a sum for the counters. It must read weights, gradients
-#   and two states of 512 bytes, write three of them, and reads and writes 4 counters of 4 bytes: 3,616 bytes take 0.904 s.
-#   The counters are read by both operations: 3,632 bytes, 13% of its time.
+#   and two states of 512 bytes, write three of them, and read and write 4 counters of 4
+#   bytes: 3,616 bytes take 0.904 s. Both operations read the counters: 3,632 bytes, 13% of
+#   its time.
 # total: 14 + 7 s. 7,680 FLOPs take 7.68 s, 36.6% of it; the least times are 2 x 3.84 + 1.04 +
 #   0.904 s, 45.8%. 8, 6 and 6 computations of the model, besides views, and 2 of AdamW
 #   take 10 ms each. 10 tokens in 21 s.

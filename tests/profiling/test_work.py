@@ -206,11 +206,60 @@ def test_operations_have_calls_times_and_passes(profile_of, clock):
     ] == [("cos", 2, 4.0, 2), ("sin", 2, 2.0, 0), ("mul", 2, 0.0, 2)]
 
 
-def test_weights_that_no_part_uses_count_in_the_total_and_shared_ones_once(profile_of):
+def spare():
     model = Linear()
     model.spare = nn.Linear(4, 4)
+    return model
+
+
+def tied():
+    model = Linear()
     model.again = model.down
-    measured = profile_of(model, SHAPE)
-    rows = {row.name: row for row in measured.rows}
-    assert (rows["up"].parameters, rows["down"].parameters) == (32, 32)
-    assert measured.whole.parameters == 64 + 20
+    return model
+
+
+def direct():
+    """Return a model that calls the forward of a child, which is no call of a module."""
+    model = Linear()
+    model.forward = lambda x: model.down(model.up.forward(x))
+    return model
+
+
+def listed():
+    model = Linear()
+    model.more = nn.ParameterList(
+        [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))]
+    )
+    model.forward = lambda x: x * model.more[0] + model.more[1]
+    return model
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x)[0]
+
+
+# Models, and how many of their weights are those of no part.
+OTHERS = {
+    "a weight that two modules share": (tied(), 0),
+    "a module that is not called": (spare(), 4 * 4 + 4),
+    "a child whose forward is called": (direct(), 8 * 4),
+    "a list of weights, and two modules": (listed(), 2 * 4 + 2 * 32),
+    "the projection that attention calls itself": (Attention(4, 2), 4 * 4 + 4),
+    "a weight with a parametrization": (
+        nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+        4 * 4 + 4,
+    ),
+}
+
+
+def test_weights_of_rows_add_up_to_the_total(profile_of):
+    for name, (model, others) in OTHERS.items():
+        measured = profile_of(model, SHAPE)
+        rows = {row.name: row for row in measured.rows}
+        weights = sum(each.numel() for each in model.parameters())
+        assert measured.whole.parameters == weights, name
+        assert sum(row.parameters for row in measured.rows) == weights, name
+        found = rows["weights of no part"].parameters if others else 0
+        assert found == others, name
+        assert ("weights of no part" in rows) == bool(others), name
