@@ -23,8 +23,6 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Before tinyblock is imported: the shape checks cost little, but they need beartype.
-    os.environ["JAXTYPING_DISABLE"] = "1"
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler's engine is silent
     # This checkout's tinyblock, installed or not.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -250,4 +248,8 @@ def users_build(name: str) -> Build:
 
 
 if __name__ == "__main__":
+    if not options().parse_args().block:
+        # The shape checks of tinyblock cost little, but they need beartype. For a model of
+        # the user's own, the user decides.
+        os.environ["JAXTYPING_DISABLE"] = "1"
     main()

@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 
-from tinyblock import Transformer
-
 
 @dataclass(frozen=True)
 class Size:
@@ -46,6 +44,9 @@ class Size:
 
     def build(self, device: torch.device, dtype: torch.dtype) -> Any:
         """Build the model; raise a ValueError if a layer rejects the size."""
+        # Here, because profile_block.py sets JAXTYPING_DISABLE before.
+        from tinyblock import Transformer
+
         stack = Transformer(
             self.num_layers or 1,
             self.d_model,

@@ -1,5 +1,6 @@
 """Measure a model: what its parts do, how long they take, and what the machine allows."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def measure(
     counters.clear()
     subject = prepare(build, shape, settings, clock)
     parts_are_eager = settings.compile or compiles_itself(subject)
-    notes = []
+    notes = shape_checks()
     if settings.compile:
         notes.append(f"{compile_whole(subject)}. {EAGER_PARTS}")
     elif parts_are_eager:
@@ -128,6 +129,15 @@ def measure(
         recording=recording,
         notes=notes,
     )
+
+
+def shape_checks() -> list[str]:
+    """Say whether jaxtyping's checks ran, if something has imported it."""
+    jaxtyping = sys.modules.get("jaxtyping")
+    if jaxtyping is None:
+        return []
+    state = "off" if jaxtyping.config.jaxtyping_disable else "on"
+    return [f"Shape checks: {state} (JAXTYPING_DISABLE=1 turns them off)"]
 
 
 def is_shown(row: Row, total_s: float) -> bool:

@@ -1,13 +1,19 @@
 """The profiler as users run it, on tiny sizes."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import OrderedDict
 from importlib.util import find_spec
+from pathlib import Path
 
 import profile_block
 import pytest
 import torch
 from torch import nn
+
+HERE = str(Path(__file__).parent)
 
 TINY = ["--seq-len", "16", "--d-model", "32", "--num-heads", "2"]
 
@@ -100,6 +106,20 @@ def test_parts_add_up_to_the_whole(run, tmp_path):
             break
     else:
         pytest.fail(f"rest is {rest:.0%} of the total in five runs")
+
+
+def test_shape_checks_are_off_for_the_own_block_and_not_for_others():
+    """In programs of their own, because jaxtyping reads the choice as it is imported."""
+    tiny = [*TINY[:4], "--rounds", "1", "--device", "cpu", "--mode", "forward"]
+    users = ["--block", "stacks:build"]
+    for options, expected in (([], "off"), (users, "on")):
+        done = subprocess.run(
+            [sys.executable, profile_block.__file__, *tiny, *options],
+            env=os.environ | {"JAXTYPING_DISABLE": "0", "PYTHONPATH": HERE},
+            capture_output=True,
+            text=True,
+        )
+        assert f"\nShape checks: {expected} (" in done.stdout, done.stderr
 
 
 # --- Models ---------------------------------------------------------------------------

@@ -5,6 +5,7 @@ bytes, and calls 100 operations on one number in a second. All inputs are 2 sequ
 tokens of width 4, so 10 tokens, and 160 bytes.
 """
 
+import jaxtyping  # noqa: F401  so the report says whether its checks ran
 import torch
 from profiling.report import report
 from torch import nn
@@ -84,6 +85,7 @@ Memory: peak 3.84 kB, parameters 512 B, buffers 400 B, other tensors 0 B, gradie
   backward 960 B
 Rest, which no part explains: 0% of the time, varies by 0% of it
 Overhead: calling 22 operations besides views takes at least 220 ms, 1.0% of the time
+Shape checks: on (JAXTYPING_DISABLE=1 turns them off)
 
 Most time lost against the roofline, and why:
   AdamW: loses 6.10 s of its 7.00 s, 29.0% of the total
@@ -141,6 +143,7 @@ Memory: peak 2.86 kB, parameters 864 B, buffers 0 B, other tensors 800 B, gradie
 Rest, which no part explains: 7.1% of the time, varies by 0% of it
 Overhead: calling 9 operations besides views takes at least 90 ms, 1.3% of the time
 FLOPs without aten._fft_r2c: no formula, so what follows has >= or <=
+Shape checks: on (JAXTYPING_DISABLE=1 turns them off)
 
 Most time lost against the roofline, and why:
   sums: loses <= 3.96 s of its 4.25 s, <= 56.6% of the total
@@ -183,6 +186,7 @@ MFU: 54.9% of the matmul rate
 Memory: peak 2.80 kB, parameters 512 B, buffers 400 B, other tensors 0 B, gradients 512 B, AdamW 0 B, kept for backward
   960 B
 Rest, which no part explains: 0% of the time, varies by 0% of it
+Shape checks: on (JAXTYPING_DISABLE=1 turns them off)
 Compilation: 14.0 s, graphs: 0, breaks: none. The parts were measured in eager mode. Below 0, rest is what compiling
   saves.
 
