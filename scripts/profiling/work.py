@@ -27,19 +27,39 @@ from .roofline import Row, name_of
 _SPARSE_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _SPARSE_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
-# Arguments that are read or changed only at some indices.
+# Arguments that are read or changed only in part, and how many of their numbers for each
+# number of the largest other tensor.
 _TABLES = {
-    "embedding": "weight",
-    "gather": "self",
-    "index": "self",
-    "index_select": "self",
-    "index_add_": "self",
-    "index_copy_": "self",
-    "index_put_": "self",
-    "_index_put_impl_": "self",
-    "scatter_": "self",
-    "scatter_add_": "self",
+    "embedding": ("weight", 1),
+    "gather": ("self", 1),
+    "index": ("self", 1),
+    "_unsafe_index": ("self", 1),
+    "index_select": ("self", 1),
+    "take": ("self", 1),
+    "index_add_": ("self", 1),
+    "index_copy_": ("self", 1),
+    "index_put_": ("self", 1),
+    "_index_put_impl_": ("self", 1),
+    "index_reduce_": ("self", 1),
+    "put_": ("self", 1),
+    "scatter_": ("self", 1),
+    "scatter_add_": ("self", 1),
+    "scatter_reduce_": ("self", 1),
+    # The neighbors of a place.
+    "upsample_nearest1d": ("self", 1),
+    "upsample_nearest2d": ("self", 1),
+    "upsample_nearest3d": ("self", 1),
+    "_upsample_nearest_exact1d": ("self", 1),
+    "_upsample_nearest_exact2d": ("self", 1),
+    "_upsample_nearest_exact3d": ("self", 1),
+    "upsample_linear1d": ("self", 2),
+    "upsample_bilinear2d": ("self", 4),
+    "upsample_trilinear3d": ("self", 8),
+    "upsample_bicubic2d": ("self", 16),
+    "grid_sampler_2d": ("input", 4),
+    "grid_sampler_3d": ("input", 8),
 }
+COMPOUND = torch._C.DispatchKey.CompositeImplicitAutograd
 _OVERWRITING = ("copy_", "fill_", "zero_")  # they do not read what they change
 
 
@@ -84,10 +104,16 @@ class Call:
     def nbytes(self, tensor: Tensor) -> int:
         """Return how many bytes of an argument or a result are read or written."""
         size = distinct_bytes(tensor)
-        if tensor is not self.given.get(_TABLES.get(self.name, "")):
+        if self.name.startswith("_embedding_bag") and tensor is self.given.get(
+            "weight"
+        ):
+            return min(size, self.given["indices"].numel() * tensor[:1].nbytes)
+        table, numbers = _TABLES.get(self.name, ("", 0))
+        if tensor is not self.given.get(table):
             return size
-        everything = stored_in([self.given, self.result])
-        return min(size, max(each.nbytes for each in everything if each is not tensor))
+        others = stored_in([self.given, self.result])
+        largest = max(each.numel() for each in others if each is not tensor)
+        return min(size, numbers * largest * tensor.element_size())
 
 
 class Ledger(TorchDispatchMode, Watch):
@@ -165,10 +191,13 @@ class Ledger(TorchDispatchMode, Watch):
             operation = f"higher_order.{function}"
             self._note(Call(operation, given, [], [], result, seconds))
             return result
-        with self:  # in inference mode, compound operations arrive as one
-            result = function.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
+        # In inference mode, compound operations arrive as one. Others may have a
+        # decomposition in Python, for compilers, which is not what runs.
+        if torch._C._dispatch_has_kernel_for_dispatch_key(
+            function.name(), COMPOUND.name
+        ):
+            with self:
+                return function._op_dk(COMPOUND, *args, **kwargs)
         result, seconds = self._timed(function, args, kwargs)
         operation = str(function._overloadpacket)
         arguments = function._schema.arguments

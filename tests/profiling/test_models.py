@@ -112,7 +112,7 @@ def test_each_run_gets_the_same_input_and_the_same_weights(profile_of):
 
 
 def test_adamw_is_fused_unless_weights_are_complex(profile_of):
-    model = nn.Linear(8, 8, bias=False)
+    model: Any = nn.Linear(8, 8, bias=False)
     for weight, name in ((model.weight, "_fused_adamw_"), (WEIGHT, "addcdiv_")):
         model.weight = weight
         model.forward = lambda x, weight=weight: (x.to(weight.dtype) @ weight).real

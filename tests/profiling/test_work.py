@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 SHAPE = (2, 5, 4)
 TABLE = torch.ones(1000, 4)
 CACHE = torch.zeros(SHAPE)
+THREE = torch.arange(3)
 
 
 class Calls(nn.Module):
@@ -56,13 +58,53 @@ MOVED = {
     "what is made between": (lambda x: (x + 1) * 2, 320, 640),
     # zero_ and fill_ write, copy_ reads and writes.
     "what is overwritten": (overwrite, 320, 160 + 160 + 320),
-    # 3 positions of 8 bytes; their rows are read, and written.
-    "rows of a table": (
-        lambda x: nn.functional.embedding(torch.arange(3), TABLE),
-        2 * 3 * 16,
-        3 * 8 + (3 * 8 + 2 * 3 * 16),
+}
+
+
+def bags(x):
+    return F.embedding_bag(torch.arange(6), TABLE, torch.tensor([0, 3]), mode="sum")
+
+
+def put(x):
+    return CACHE.put_(THREE, x[0, 0, :3])
+
+
+def scatter(x):
+    return CACHE.scatter_reduce_(-1, torch.zeros(1, 2, 1).long(), x[:1, :2, :1], "amax")
+
+
+def reduce_rows(x):
+    return CACHE.index_reduce_(1, THREE, x[:, :3], "amax")
+
+
+IMAGE = torch.zeros(1, 1, 100, 100)
+# What an operation moves that needs a few numbers of a table. Positions have 8 bytes.
+TABLES = {
+    "embedding": (lambda x: F.embedding(THREE, TABLE), 3 * 8 + 2 * 3 * 16),
+    "index": (lambda x: TABLE[THREE], 3 * 8 + 2 * 3 * 16),
+    "take": (lambda x: TABLE.take(THREE), 3 * 8 + 2 * 3 * 4),
+    # Source, position, what is in the table, and what is written there.
+    "put_": (put, 3 * 8 + 3 * 3 * 4),
+    "scatter_reduce_": (scatter, 2 * 8 + 3 * 2 * 4),
+    "index_reduce_": (reduce_rows, 3 * 8 + 3 * 2 * 3 * 16),
+    # Each number of the result takes one number, or four.
+    "upsample_nearest2d": (lambda x: F.interpolate(IMAGE, (2, 3)), 2 * 6 * 4),
+    "upsample_bilinear2d": (
+        lambda x: F.interpolate(IMAGE, (2, 3), mode="bilinear"),
+        (4 + 1) * 6 * 4,
     ),
 }
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
+def test_a_few_rows_of_a_table_are_read_without_the_others(profile_of):
+    for name, (function, moved) in TABLES.items():
+        whole = profile_of(Calls(function), SHAPE, "forward").whole
+        assert whole.operation(name).moved_bytes == moved, name
+    # 6 positions, 2 starts, 6 rows, 2 results, and at most four numbers for each position.
+    whole = profile_of(Calls(bags), SHAPE, "forward").whole
+    [found] = [each for each in whole.operations if "bag" in each.name]
+    assert 0 <= found.moved_bytes - (6 * 8 + 2 * 8 + 6 * 16 + 2 * 16) <= 4 * 6 * 8
 
 
 def test_bytes_that_a_part_moves(profile_of):
@@ -207,26 +249,26 @@ def test_operations_have_calls_times_and_passes(profile_of, clock):
 
 
 def spare():
-    model = Linear()
+    model: Any = Linear()
     model.spare = nn.Linear(4, 4)
     return model
 
 
 def tied():
-    model = Linear()
+    model: Any = Linear()
     model.again = model.down
     return model
 
 
 def direct():
     """Return a model that calls the forward of a child, which is no call of a module."""
-    model = Linear()
+    model: Any = Linear()
     model.forward = lambda x: model.down(model.up.forward(x))
     return model
 
 
 def listed():
-    model = Linear()
+    model: Any = Linear()
     model.more = nn.ParameterList(
         [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))]
     )
@@ -234,9 +276,13 @@ def listed():
     return model
 
 
-class Attention(nn.MultiheadAttention):
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(4, 2)
+
     def forward(self, x):
-        return super().forward(x, x, x)[0]
+        return self.attend(x, x, x)[0]
 
 
 # Models, and how many of their weights are those of no part.
@@ -245,7 +291,7 @@ OTHERS = {
     "a module that is not called": (spare(), 4 * 4 + 4),
     "a child whose forward is called": (direct(), 8 * 4),
     "a list of weights, and two modules": (listed(), 2 * 4 + 2 * 32),
-    "the projection that attention calls itself": (Attention(4, 2), 4 * 4 + 4),
+    "the projection that attention calls itself": (Attention(), 4 * 4 + 4),
     "a weight with a parametrization": (
         nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
         4 * 4 + 4,
