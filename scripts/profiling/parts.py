@@ -98,6 +98,9 @@ class Watch:
     def called(self) -> None:
         """Do what a subclass does when a module is called, after `begin`."""
 
+    def forward_ended(self, output: Any) -> None:
+        """Do what a subclass does between forward and backward."""
+
     def watch(self, run: Run) -> None:
         """Run the model once: forward and, if the run has them, backward and AdamW.
 
@@ -140,6 +143,7 @@ class Watch:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._next(self._callers.pop())
         if module is self.model and output is not None:  # None after an error
+            self.forward_ended(output)
             self.backward = True
             self._follow(output)
 
@@ -192,14 +196,15 @@ def result_in(output: Any) -> Tensor:
     Raises:
         ValueError: there is no tensor.
     """
-    tensors = list(_tensors_of(output, set()))
+    tensors = list(results_in(output, set()))
     if not tensors:
         kind = type(output).__name__
         raise ValueError(f"the model must return a tensor, or several, got {kind}")
     return next((each for each in tensors if each.requires_grad), tensors[0])
 
 
-def _tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:
+def results_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors of an output, also those in the attributes of objects."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -208,10 +213,10 @@ def _tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:
         elif is_dataclass(leaf):
             seen.add(id(leaf))
             values = [getattr(leaf, field.name) for field in fields(leaf)]
-            yield from _tensors_of(values, seen)
+            yield from results_in(values, seen)
         elif hasattr(leaf, "__dict__"):
             seen.add(id(leaf))
-            yield from _tensors_of(list(vars(leaf).values()), seen)
+            yield from results_in(list(vars(leaf).values()), seen)
 
 
 @dataclass

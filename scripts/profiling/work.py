@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import (
 )
 
 from .flops import flops_of, tensors_in
-from .parts import ADAMW, OUTSIDE, Watch
+from .parts import ADAMW, OUTSIDE, Watch, results_in
 from .roofline import Row, name_of
 
 _SPARSE_ROWS = (torch.sparse_csr, torch.sparse_bsr)
@@ -116,6 +116,15 @@ class Call:
         return min(size, numbers * largest * tensor.element_size())
 
 
+@dataclass
+class Holder:
+    """A part that holds a storage, as long as the storage lives."""
+
+    part: str
+    reference: StorageWeakRef
+    nbytes: int
+
+
 class Ledger(TorchDispatchMode, Watch):
     """Notes the work of each part in one run, in all passes together.
 
@@ -140,7 +149,9 @@ class Ledger(TorchDispatchMode, Watch):
         self._call_s = self._seconds_of_a_call(x.device)
         self._made: set[int] = set()  # storages
         self._inputs = {storage_of(each) for each in stored_in(x)}
-        self._kept: set[int] = set()
+        # Parts that keep, or have made, a storage in forward.
+        self._keepers: dict[int, Holder] = {}
+        self._makers_of: dict[int, Holder] = {}
         self._part_read: dict[int, int] = {}  # bytes, by storage
         self._part_written: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -251,6 +262,8 @@ class Ledger(TorchDispatchMode, Watch):
         new = call.new
         made = stored_in(call.result) if call.name == "lift_fresh" else new
         self._made.update(storage_of(x) for x in made)
+        if not self.backward:
+            self._makers_of |= {storage_of(x): self._holder(x) for x in made}
         written = [*call.changed, *new]
         if not written:
             return 0
@@ -270,6 +283,10 @@ class Ledger(TorchDispatchMode, Watch):
             self._part_written[storage_of(x)] = (reference, size)
         return moved
 
+    def _holder(self, tensor: Tensor) -> Holder:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        return Holder(self.part, reference, stored_bytes(tensor))
+
     def _keep(self, tensor: Tensor) -> Tensor:
         """Note what autograd keeps, unless the model holds it or an earlier part keeps it.
 
@@ -277,12 +294,27 @@ class Ledger(TorchDispatchMode, Watch):
         """
         for each in [] if self.backward else stored_in(tensor):
             storage = storage_of(each)
-            from_run = storage in self._made or storage in self._inputs
-            if from_run and storage not in self._kept:
-                self._kept.add(storage)
-                row = self._row()
-                row.kept_bytes = (row.kept_bytes or 0) + stored_bytes(each)
+            earlier = self._keepers.get(storage)
+            is_new = earlier is None or earlier.reference.expired()
+            if is_new and (storage in self._made or storage in self._inputs):
+                self._keepers[storage] = self._holder(each)
         return tensor.detach()  # an output as it is would keep the graph alive
+
+    def forward_ended(self, output: Any) -> None:
+        """Count what lives at the end of forward, besides the output.
+
+        Some of it is hidden from `_keep`: what selective checkpointing stores, or the
+        user's own saved_tensors_hooks. Some of what `_keep` saw is gone, with its graph.
+        """
+        if not (torch.is_grad_enabled() and self.sees_kept):
+            return
+        outputs = {storage_of(x) for x in stored_in(list(results_in(output, set())))}
+        made = self._makers_of.items()
+        others = {key: holder for key, holder in made if key not in outputs}
+        for holder in (others | self._keepers).values():
+            row = self.rows.get(holder.part)
+            if row is not None and not holder.reference.expired():
+                row.kept_bytes = (row.kept_bytes or 0) + holder.nbytes
 
 
 def ledgers_of(

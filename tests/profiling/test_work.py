@@ -5,14 +5,16 @@ All inputs are 2 sequences of 5 tokens of width 4: 160 bytes. A token has 16.
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 SHAPE = (2, 5, 4)
 TABLE = torch.ones(1000, 4)
@@ -136,6 +138,41 @@ class Checkpoints(nn.Module):
         return x
 
 
+def dead_branch(x):
+    x.exp().sin()  # its graph dies with it
+    return x.sin()
+
+
+def as_bytes(x):
+    """Keep what autograd keeps in a quarter of its bytes."""
+    with saved_tensors_hooks(lambda x: x.to(torch.int8), lambda x: x.float()):
+        return x.exp().exp().sum()
+
+
+def offloaded(x):
+    with torch.autograd.graph.save_on_cpu():
+        return x.exp().sum()
+
+
+class Selective(nn.Module):
+    """Stores the result of its products, and computes the rest again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Linear()
+
+    def forward(self, x):
+        contexts = partial(
+            create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]
+        )
+        return checkpoint(
+            lambda x: self.layer(x.sin()).exp(),
+            x,
+            use_reentrant=False,
+            context_fn=contexts,
+        )
+
+
 NUMBERS = [1.0, 2.0, 3.0, 4.0]
 # What autograd keeps for backward.
 KEPT = {
@@ -146,6 +183,13 @@ KEPT = {
     "no table": (lambda x: x * TABLE[:5], 0),
     "what forward makes of numbers": (lambda x: x * torch.tensor(NUMBERS), 16),
     "both inputs of products": (Linear(), 160 + 320),
+    "no branch whose graph is gone": (dead_branch, 160),
+    # Both results, as int8.
+    "what hooks of the user keep": (as_bytes, 2 * 160 // 4),
+    # On a CPU, a copy.
+    "what is offloaded": (offloaded, 160),
+    # The input of the checkpoint, and the result of two products.
+    "what selective checkpointing stores": (Selective(), 160 + 320 + 160),
     "the inputs of checkpoints": (Checkpoints(False), 2 * 160),
     "the inputs of reentrant checkpoints": (Checkpoints(True), 2 * 160),
 }
