@@ -74,13 +74,29 @@ def main(typed: list[str] | None = None) -> None:
     clock = clock_of(settings.device)
     with torch.set_grad_enabled(settings.train):
         profile = measure(
-            build, size.shape, title, settings, clock, rate_samplers, arguments.trace
+            build,
+            size.shape,
+            title,
+            settings,
+            clock,
+            rate_samplers,
+            arguments.trace,
+            progress=show_progress if sys.stderr.isatty() else print_nothing,
         )
-    print(report(profile))
+    print(report(profile, arguments.explain))
     if arguments.json:
         arguments.json.write_text(json.dumps(asdict(profile), indent=1, default=str))
     if arguments.plot:
         draw(profile).savefig(arguments.plot, dpi=144)
+
+
+def show_progress(doing: str) -> None:
+    """Say what is being measured, in place of what was said before."""
+    print(f"\r\033[K{doing}", end="", file=sys.stderr, flush=True)
+
+
+def print_nothing(doing: str) -> None:
+    """Leave the output of a program that is not run at a terminal as it is."""
 
 
 def options() -> argparse.ArgumentParser:
@@ -110,11 +126,11 @@ def options() -> argparse.ArgumentParser:
     add("--d-ff", type=positive, metavar="N", help="set the width of the FFN")
     add("--num-layers", type=positive, metavar="N", help="measure a stack of N blocks")
     add = parser.add_argument_group("measurement").add_argument
-    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     add(
         "--device",
-        choices=devices,
-        default=devices[0],
+        type=device,
+        choices=["cuda", "cpu"],
+        default="cuda" if torch.cuda.is_available() else "cpu",
         help="run on this device (default: %(default)s)",
     )
     add(
@@ -140,6 +156,7 @@ def options() -> argparse.ArgumentParser:
         help="take N samples of each time (default: 15)",
     )
     add = parser.add_argument_group("output").add_argument
+    add("--explain", action="store_true", help="say what the words and figures mean")
     add("--json", type=new_file, metavar="FILE", help="write all figures")
     add("--plot", type=picture, metavar="FILE", help="draw the roofline and the parts")
     add(
@@ -149,6 +166,15 @@ def options() -> argparse.ArgumentParser:
         help="write a trace of one run, which ui.perfetto.dev shows",
     )
     return parser
+
+
+def device(text: str) -> str:
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(
+            "torch sees no GPU; check nvidia-smi and torch.version.cuda, or use "
+            "--device cpu"
+        )
+    return text
 
 
 def positive(text: str) -> int:
@@ -252,4 +278,8 @@ if __name__ == "__main__":
         # The shape checks of tinyblock cost little, but they need beartype. For a model of
         # the user's own, the user decides.
         os.environ["JAXTYPING_DISABLE"] = "1"
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        sys.exit(130)

@@ -107,14 +107,19 @@ def wall_sampler(run: Run, least_seconds: float = 0.01, clock: Clock = HOST) -> 
     return sample
 
 
-def interleave(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, list[float]]:
+def interleave(
+    samplers: Mapping[str, Sampler],
+    rounds: int,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> dict[str, list[float]]:
     """Take one sample of each in every round; every other round goes backward.
 
     So if the machine slows down, it slows all of them.
     """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     names = list(samplers)
-    for _ in range(rounds):
+    for number in range(1, 1 + rounds):
+        progress(f"round {number} of {rounds}")
         for name in names:
             samples[name].append(samplers[name]())
         names.reverse()

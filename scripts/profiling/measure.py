@@ -1,6 +1,7 @@
 """Measure a model: what its parts do, how long they take, and what the machine allows."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,22 +69,27 @@ def measure(
     clock: Clock,
     rates_of: RateSamplers,
     trace: Path | None = None,
+    progress: Callable[[str], None] = lambda doing: None,
 ) -> Profile:
     """Measure a model by a clock, beside the machine's rates. With a path, write a trace.
 
+    progress: is told what is being done, and "" at the end.
     Gradients must be enabled in the modes that train.
     """
+    progress("building the model, and running it twice")
     torch.manual_seed(0)
     counters.clear()
     subject = prepare(build, shape, settings, clock)
     parts_are_eager = settings.compile or compiles_itself(subject)
     notes = shape_checks()
     if settings.compile:
+        progress("compiling")
         notes.append(f"{compile_whole(subject)}. {EAGER_PARTS}")
     elif parts_are_eager:
         notes.append(f"The model compiles some of its parts. {EAGER_PARTS}")
 
     # What the parts do.
+    progress("noting each operation")
     ledgers = ledgers_of(subject.model, subject.x, subject.run_parts, clock, LEDGERS)
     if not ledgers[0].sees_kept:
         notes.append("Kept bytes are unknown, because torch.func.grad hides them.")
@@ -92,7 +98,7 @@ def measure(
     # How long they take, and what the machine allows.
     dtypes = {getattr(torch, name) for row in rows for name in row.flops}
     of_rates = rates_of(settings.device, dtypes | {settings.dtype}, clock)
-    times = Times.take(subject, of_rates)
+    times = Times.take(subject, of_rates, progress)
     rates = Rates.of(times.rates)
     took = Spread.of(times.whole)
     for row in rows:
@@ -105,11 +111,13 @@ def measure(
     rows += weights_of_no_part(rows, whole)
     rest_varies = Spread.of(times.rest(rows)).range / whole.total_s
     notes += times.noise(rows, whole, rest_varies)
+    progress("recording the memory and the kernels of a run")
     recording, memory = record(
         subject, ledgers[0].read, trace, label_parts=not parts_are_eager
     )
     rows += left_over(rows, whole, recording, rest_varies)
 
+    progress("")
     tokens = subject.x.shape[:-1].numel()
     built_mode = "training" if subject.model.training else "eval"
     return Profile(

@@ -30,14 +30,15 @@ matmul rate, divided by the measured time. docs/profile.md explains more, and --
 TOO_NOISY = 0.5
 
 
-def report(profile: Profile) -> str:
+def report(profile: Profile, explain: bool = False) -> str:
+    """Return the report. With `explain`, it ends with what its words mean."""
     sections = [
         _machine(profile),
         _summary(profile),
         losses(profile),
         _table(profile),
         kernel_table(profile.recording),
-        _LEGEND,
+        _LEGEND if explain else "--explain says what these words and figures mean.",
     ]
     return "\n\n".join(filter(None, sections))
 

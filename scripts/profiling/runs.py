@@ -175,15 +175,21 @@ class Times:
     rates: dict[str, list[float]]
 
     @classmethod
-    def take(cls, subject: Subject, of_rates: dict[str, Sampler]) -> "Times":
+    def take(
+        cls,
+        subject: Subject,
+        of_rates: dict[str, Sampler],
+        progress: Callable[[str], None],
+    ) -> "Times":
         """Measure the parts, the whole, and the rates of the machine in turns."""
+        progress("measuring once, to see how often a sample repeats each run")
         stopwatch = Stopwatch(subject.model, subject.clock)
         samplers: dict[str, Sampler] = {
             "parts": stopwatch.sampler(subject.run_parts),
             "whole": wall_sampler(subject.run_whole, clock=subject.clock),
             **of_rates,
         }
-        samples = interleave(samplers, subject.settings.rounds)
+        samples = interleave(samplers, subject.settings.rounds, progress)
         return cls(
             whole=samples["whole"],
             parts=stopwatch.taken,

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
 from collections import OrderedDict
@@ -122,6 +124,30 @@ def test_shape_checks_are_off_for_the_own_block_and_not_for_others():
         assert f"\nShape checks: {expected} (" in done.stdout, done.stderr
 
 
+def test_progress_and_interruption_at_a_terminal():
+    """A program at a terminal says what it does, and ends at Ctrl-C with one line."""
+    terminal, programs_end = pty.openpty()
+    command = [sys.executable, profile_block.__file__, *TINY, "--device", "cpu"]
+    with subprocess.Popen(
+        [*command, "--rounds", "100000"],
+        stderr=programs_end,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as program:
+        os.close(programs_end)
+        said = b""
+        while b"round 2 of 100000" not in said:
+            said += os.read(terminal, 1000)
+        program.send_signal(signal.SIGINT)
+        assert program.wait() == 130
+        said += os.read(terminal, 1000)
+        assert program.stdout.read() == b""
+    os.close(terminal)
+    assert b"building the model" in said
+    assert said.replace(b"\r\n", b"\n").endswith(b"\nInterrupted.\n")
+    assert b"Traceback" not in said
+
+
 # --- Models ---------------------------------------------------------------------------
 
 
@@ -177,6 +203,7 @@ def test_typed_sizes_replace_those_of_the_preset():
 
 BAD_OPTIONS = {
     "--rounds: invalid positive value: '0'": "--rounds 0",
+    "--device: torch sees no GPU; ": "--device cuda",
     "--preset: invalid choice: 'gpt5'": "--preset gpt5",
     "without --preset, --num-heads, --num-kv-heads, --d-head, --d-ff, --num-layers": (
         "--block torch.nn:Linear --preset small --num-heads 2 --num-kv-heads 2 "

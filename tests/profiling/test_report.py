@@ -51,7 +51,7 @@ class Mixed(nn.Module):
 
 
 def body(profile):
-    """Return the report without the machine's name and without the explanations."""
+    """Return the report without the machine's name and without its last line."""
     return report(profile).partition("\n")[2].rpartition("\n\n")[0]
 
 
