@@ -8,9 +8,9 @@ PYTHONPATH=FOLDER python scripts/profile_block.py --block module:function --d-mo
 It requires torch, einops and jaxtyping, and for --plot matplotlib.
 
 --block takes your own model, in any Python environment with these packages. The folder of
-MODULE must be on PYTHONPATH. FUNCTION is called without arguments, and returns an nn.Module,
-which is called as block(x) with one tensor of shape (batch, seq, d_model). See
-docs/profile.md.
+MODULE must be on PYTHONPATH. FUNCTION is called without arguments, and returns an nn.Module
+and its inputs: a tuple, or a dict of keywords. An nn.Module alone is called as block(x) with
+one tensor of shape (batch, seq, d_model). See docs/profile.md.
 """
 
 import argparse
@@ -19,7 +19,9 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -33,12 +35,14 @@ from lab.timing import clock_of
 from profiling.measure import measure
 from profiling.report import report
 from profiling.roofline import rate_samplers
-from profiling.runs import Build, Settings
-from torch import nn
+from profiling.runs import Build, Built, Settings
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 DTYPES = ["float32", "bfloat16", "float16"]
 MODES = ["forward", "train", "step"]
 # What --block does not have, because it is a matter of the user's own model.
+INPUT_SIZES = ["batch_size", "seq_len", "d_model"]
 OWN_SIZES = ["num_heads", "num_kv_heads", "d_head", "d_ff", "num_layers"]
 
 
@@ -65,10 +69,7 @@ def main(typed: list[str] | None = None) -> None:
     warnings.filterwarnings(
         "ignore", "The .grad attribute of a Tensor that is not a leaf"
     )
-    title = size.title
-    if arguments.block:
-        batch, seq, d_model = size.shape
-        title = f"{arguments.block}: {batch} x {seq} tokens, d_model {d_model}"
+    title = arguments.block or size.model
     if arguments.plot:
         from profiling.plot import draw  # before measuring: matplotlib is optional
     clock = clock_of(settings.device)
@@ -231,13 +232,27 @@ def build_of(arguments: argparse.Namespace) -> Build:
         return size.build
     given = [name for name in ("preset", *OWN_SIZES) if getattr(arguments, name)]
     if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        names = ", ".join(map(option, given))
         raise ValueError(f"--block must be used without {names}")
-    return users_build(arguments.block)
+    typed = [name for name in INPUT_SIZES if getattr(arguments, name)]
+    return users_build(arguments.block, [option(name) for name in typed])
 
 
-def users_build(name: str) -> Build:
+def option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def moved(device: torch.device, dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """Return an input on the device, in the model's dtype if it is of floats."""
+    tensor = tensor.to(device)
+    is_cast = tensor.is_floating_point() and dtype != torch.float32
+    return tensor.to(dtype) if is_cast else tensor
+
+
+def users_build(name: str, typed: Sequence[str] = ()) -> Build:
     """Return how to build a user's model. Errors in it appear as Python shows them.
+
+    typed: the options that set the size of x, which a model with its own inputs has not.
 
     Raises:
         ValueError: there is no such module or function.
@@ -259,16 +274,24 @@ def users_build(name: str) -> Build:
         raise ValueError(f"{wrong}, but {module.__file__} has no {function_name}")
     function = getattr(module, function_name)
 
-    def build(device: torch.device, dtype: torch.dtype) -> nn.Module:
-        model = function()
+    def build(device: torch.device, dtype: torch.dtype) -> Built:
+        built = function()
+        model, inputs = built if isinstance(built, tuple) else (built, None)
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"{name} must return an nn.Module, got {type(model).__name__}; "
-                "put the call into the forward of a module"
+                f"{name} must return an nn.Module, or one with its inputs, got "
+                f"{type(model).__name__}; put the call into the forward of a module"
             )
         model.to(device)
-        # A cast would make complex buffers real.
-        return model if dtype == torch.float32 else model.to(dtype)
+        if dtype != torch.float32:  # a cast would make complex buffers real
+            model.to(dtype)
+        if inputs is None:
+            return model
+        if typed:
+            raise SystemExit(
+                f"{name} returns inputs, so it must be used without {', '.join(typed)}"
+            )
+        return model, tree_map_only(Tensor, partial(moved, device, dtype), inputs)
 
     return build
 

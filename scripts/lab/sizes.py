@@ -33,14 +33,18 @@ class Size:
 
     @property
     def title(self) -> str:
+        batch, seq, d_model = self.shape
+        return f"{self.model}: {batch} x {seq} tokens, d_model {d_model}"
+
+    @property
+    def model(self) -> str:
         model = f"Transformer of {self.num_layers}" if self.num_layers else "Block"
         heads = f"{self.num_heads} heads"
         if self.num_kv_heads:
             heads += f" ({self.num_kv_heads} KV heads)"
         if self.d_ff:
             heads += f", d_ff {self.d_ff}"
-        batch, seq, d_model = self.shape
-        return f"{model}, {heads}: {batch} x {seq} tokens, d_model {d_model}"
+        return f"{model}, {heads}"
 
     def build(self, device: torch.device, dtype: torch.dtype) -> Any:
         """Build the model; raise a ValueError if a layer rejects the size."""

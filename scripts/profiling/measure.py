@@ -38,6 +38,7 @@ SHOWN = 0.01  # of the total: parts without operations that take less are not sh
 class Profile:
     """All that was measured.
 
+    samples: how many tokens or samples, as `sample` says, a run takes.
     parts_are_eager: the total is compiled, at least partly, and the parts are not.
     took_s: the total time.
     rest_varies: the range from p20 to p80 of the row `rest`, divided by the total time.
@@ -48,8 +49,9 @@ class Profile:
     machine: str
     settings: Settings
     parts_are_eager: bool
-    tokens: int
-    tokens_per_s: float
+    samples: int
+    sample: str
+    samples_per_s: float
     took_s: Spread
     mfu: float
     rates: Rates
@@ -90,7 +92,14 @@ def measure(
 
     # What the parts do.
     progress("noting each operation")
-    ledgers = ledgers_of(subject.model, subject.x, subject.run_parts, clock, LEDGERS)
+    ledgers = ledgers_of(
+        subject.model,
+        subject.inputs,
+        settings.device,
+        subject.run_parts,
+        clock,
+        LEDGERS,
+    )
     if not ledgers[0].sees_kept:
         notes.append("Kept bytes are unknown, because torch.func.grad hides them.")
     rows = rows_of(ledgers)
@@ -118,15 +127,15 @@ def measure(
     rows += left_over(rows, whole, recording, rest_varies)
 
     progress("")
-    tokens = subject.x.shape[:-1].numel()
     built_mode = "training" if subject.model.training else "eval"
     return Profile(
-        title=f"{title}; {settings.describe()}, {built_mode} mode",
+        title=f"{title}: {subject.description}; {settings.describe()}, {built_mode} mode",
         machine=environment(settings.device),
         settings=settings,
         parts_are_eager=parts_are_eager,
-        tokens=tokens,
-        tokens_per_s=tokens / took.median,
+        samples=subject.samples,
+        sample=subject.sample,
+        samples_per_s=subject.samples / took.median,
         took_s=took,
         mfu=whole.compute_s / whole.total_s,
         rates=rates,

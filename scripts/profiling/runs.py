@@ -15,12 +15,16 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.optim import AdamW
 from torch.profiler import profile, schedule
+from torch.utils._pytree import tree_map_only
 
+from .flops import tensors_in
 from .parts import Labels, PartTime, Stopwatch, result_in
 from .roofline import Row
 from .work import nbytes, storage_of, stored_in
 
-Build = Callable[[torch.device, torch.dtype], nn.Module]
+Inputs = tuple[Any, ...] | dict[str, Any]  # by place, or by keyword
+Built = nn.Module | tuple[nn.Module, Inputs]
+Build = Callable[[torch.device, torch.dtype], Built]
 # Returns samplers of a machine's rates, of matmuls in the dtypes.
 RateSamplers = Callable[
     [torch.device, Iterable[torch.dtype], Clock], dict[str, Sampler]
@@ -53,18 +57,23 @@ class Settings:
 
 @dataclass
 class Subject:
-    """A model with an input, its runs, and the clock that measures them.
+    """A model with its inputs, its runs, and the clock that measures them.
 
     whole: the model or, with --compile, the compiled model.
-    changes_x: whether the model changes its input, so that each run needs a copy.
+    description: of the inputs.
+    samples: how many tokens or, in inputs that are no sequences of tokens, samples.
+    changes_inputs: whether the model changes its inputs, so that each run needs a copy.
     gradient: where backward starts.
     """
 
     model: nn.Module
-    whole: Callable[[Tensor], object]
+    whole: Callable[..., object]
     settings: Settings
-    x: Tensor
-    changes_x: bool
+    inputs: Inputs
+    description: str
+    samples: int
+    sample: str
+    changes_inputs: bool
     gradient: Tensor | None
     weights: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
@@ -78,9 +87,10 @@ class Subject:
         """Run all passes of the mode."""
         self._run(self.whole)
 
-    def _run(self, model: Callable[[Tensor], object]) -> None:
+    def _run(self, model: Callable[..., object]) -> None:
         self.clear()
-        out = result_in(model(self.x.clone() if self.changes_x else self.x))
+        inputs = copied(self.inputs) if self.changes_inputs else self.inputs
+        out = result_in(call(model, inputs))
         if self.settings.train:
             out.backward(self.gradient)
         if self.settings.mode == "step":
@@ -88,8 +98,17 @@ class Subject:
 
     def clear(self) -> None:
         """Release all gradients."""
-        for leaf in (self.x, *self.weights):
-            leaf.grad = None
+        for leaf in (*tensors_in(self.inputs), *self.weights):
+            if leaf.is_leaf:
+                leaf.grad = None
+
+
+def call(model: Callable[..., object], inputs: Inputs) -> object:
+    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
+def copied(inputs: Inputs) -> Inputs:
+    return tree_map_only(Tensor, Tensor.clone, inputs)
 
 
 def prepare(
@@ -103,17 +122,28 @@ def prepare(
     """
     x = torch.randn(shape, device=settings.device, dtype=settings.dtype)
     x.requires_grad_(settings.train)
-    model = build(settings.device, settings.dtype)
-    if not settings.train:
-        model.eval()
-    given = x.clone()
-    try:
-        out = result_in(model(given))
-    except Exception as error:
-        error.add_note(
+    built = build(settings.device, settings.dtype)
+    inputs: Inputs
+    if isinstance(built, tuple):
+        model, inputs = built
+        note = "profile_block.py called the model with the inputs that its builder returned."
+        description, samples, sample = described(inputs)
+    else:
+        model, inputs = built, (x,)
+        note = (
             "profile_block.py called the model with one tensor of shape (batch, seq, "
             f"d_model) = {shape}. --batch-size, --seq-len and --d-model change it."
         )
+        batch, seq, d_model = shape
+        description = f"{batch} x {seq} tokens, d_model {d_model}"
+        samples, sample = batch * seq, "token"
+    if not settings.train:
+        model.eval()
+    given = copied(inputs)
+    try:
+        out = result_in(call(model, given))
+    except Exception as error:
+        error.add_note(note)
         raise
     if settings.train and not out.requires_grad:
         raise ValueError(
@@ -125,8 +155,13 @@ def prepare(
         model=model,
         whole=model,
         settings=settings,
-        x=x,
-        changes_x=not given.is_inference() and given._version > 0,
+        inputs=inputs,
+        description=description,
+        samples=samples,
+        sample=sample,
+        changes_inputs=any(
+            not each.is_inference() and each._version > 0 for each in tensors_in(given)
+        ),
         gradient=torch.randn_like(out) if settings.train else None,
         weights=weights,
         # A learning rate of 0 leaves the weights as they are for the other runs.
@@ -139,6 +174,25 @@ def prepare(
     )
     subject.run_parts()  # allocates AdamW's state
     return subject
+
+
+def described(inputs: Inputs) -> tuple[str, int, str]:
+    """Return the sizes of inputs, and how many tokens or samples they are.
+
+    A batch of integers is one of tokens.
+    """
+    named = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
+    sizes = [
+        f"{name} {' x '.join(map(str, value.shape))}"
+        for name, value in named
+        if isinstance(value, Tensor)
+    ]
+    tensors = tensors_in(inputs)
+    if not tensors or not tensors[0].ndim:
+        return ", ".join(sizes), 1, "sample"
+    if tensors[0].ndim == 2 and not tensors[0].is_floating_point():
+        return ", ".join(sizes), tensors[0].numel(), "token"
+    return ", ".join(sizes), len(tensors[0]), "sample"
 
 
 def compile_whole(subject: Subject) -> str:
@@ -349,10 +403,10 @@ def record(
 
     buffers = list(subject.model.buffers())
     states = list(subject.optimizer.state.values())
-    held = [subject.weights, buffers, states, subject.x, subject.gradient]
+    held = [subject.weights, buffers, states, subject.inputs, subject.gradient]
     known = {storage_of(each) for each in stored_in(held)}
     others = sum(read[storage] for storage in read.keys() - known)
-    own = nbytes([subject.weights, buffers, states, subject.x]) + others
+    own = nbytes([subject.weights, buffers, states, subject.inputs]) + others
     return recording, Memory(
         peak_bytes=own + added,
         parameter_bytes=nbytes(subject.weights),

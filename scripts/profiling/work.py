@@ -138,7 +138,12 @@ class Ledger(TorchDispatchMode, Watch):
     supports_higher_order_operators = True
 
     def __init__(
-        self, model: nn.Module, x: Tensor, clock: Clock, sees_kept: bool = True
+        self,
+        model: nn.Module,
+        inputs: object,
+        device: torch.device,
+        clock: Clock,
+        sees_kept: bool = True,
     ) -> None:
         super().__init__()
         Watch.__init__(self, model)
@@ -146,9 +151,9 @@ class Ledger(TorchDispatchMode, Watch):
         self.sees_kept = sees_kept
         self.rows: dict[str, Row] = {}
         self.read: dict[int, int] = {}
-        self._call_s = self._seconds_of_a_call(x.device)
+        self._call_s = self._seconds_of_a_call(device)
         self._made: set[int] = set()  # storages
-        self._inputs = {storage_of(each) for each in stored_in(x)}
+        self._inputs = {storage_of(each) for each in stored_in(inputs)}
         # Parts that keep, or have made, a storage in forward.
         self._keepers: dict[int, Holder] = {}
         self._makers_of: dict[int, Holder] = {}
@@ -318,13 +323,18 @@ class Ledger(TorchDispatchMode, Watch):
 
 
 def ledgers_of(
-    model: nn.Module, x: Tensor, run: Run, clock: Clock, count: int
+    model: nn.Module,
+    inputs: object,
+    device: torch.device,
+    run: Run,
+    clock: Clock,
+    count: int,
 ) -> list[Ledger]:
     """Note several runs."""
     ledgers: list[Ledger] = []
     sees_kept = True
     while len(ledgers) < count:
-        ledger = Ledger(model, x, clock, sees_kept)
+        ledger = Ledger(model, inputs, device, clock, sees_kept)
         try:
             ledger.note(run)
         except RuntimeError as error:

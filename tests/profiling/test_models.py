@@ -129,7 +129,10 @@ def test_forward_measures_eval_mode_and_others_the_model_as_built(profile_of):
         ("step", False, "eval"),
     ):
         title = profile_of(nn.Linear(8, 8).train(training), SHAPE, mode).title
-        assert title == f"a model; float32, {mode}, eager, {expected} mode"
+        assert (
+            title
+            == f"a model: 2 x 6 tokens, d_model 8; float32, {mode}, eager, {expected} mode"
+        )
 
 
 def test_lazy_shared_and_scripted_modules_run(profile_of):
@@ -178,23 +181,54 @@ def test_model_that_compiles_parts_of_itself_says_so(profile_of):
 PAGE = Path(__file__).parents[2] / "docs" / "profile.md"
 
 
-def build_of_the_page(start):
-    """Return the function `build` of a program of docs/profile.md."""
-    program: dict[str, Any] = {"__name__": "my_model"}
-    exec(
-        block_with(PAGE, start).replace("32000", "1000"), program
-    )  # a small vocabulary
-    return lambda *_: program["build"]()
-
-
-def test_models_of_the_page_are_split_into_their_layers(profile_of):
+def test_model_of_the_page_is_split_into_its_layers(profile_of):
     pytest.importorskip("transformers", reason="requires the extra examples")
-    build = build_of_the_page("class Decoder(")
-    rows = profile_of(build, (1, 8, 256)).rows
-    assert "model.layers.*.self_attn" in [row.name for row in rows]
-    build = build_of_the_page("class Training(")
-    rows = {row.name: row for row in profile_of(build, (1, 8, 256), "step").rows}
-    # In each of three passes: 2 FLOPs, 8 tokens, a matrix of d_model x vocabulary.
-    assert rows["model.lm_head"].flops == {"float32": 3 * 2 * 8 * 256 * 1000}
-    assert rows["model.model.embed_tokens"].parameters == 256 * 1000
+    program: dict[str, Any] = {"__name__": "my_training"}
+    # A smaller vocabulary is faster.
+    exec(block_with(PAGE, "LlamaForCausalLM").replace("32000", "1000"), program)
+    measured = profile_of(lambda *_: program["build"](), SHAPE, "step")
+    assert measured.title.startswith("a model: input_ids 4 x 256, labels 4 x 256; ")
+    rows = {row.name: row for row in measured.rows}
+    assert "model.layers.*.self_attn" in rows
+    # In each of three passes: 2 FLOPs, 1024 tokens, a matrix of d_model x vocabulary.
+    assert rows["lm_head"].flops == {"float32": 3 * 2 * 1024 * 256 * 1000}
+    assert rows["model.embed_tokens"].parameters == 256 * 1000
     assert rows["sums"].operation("_log_softmax").calls == 1
+
+
+class Scores(nn.Module):
+    """Multiplies rows of a table by an image's channels, which it changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 3)
+
+    def forward(self, ids, image, scale=1.0):
+        image += 1
+        return scale * self.embed(ids) @ image.mean((-1, -2)).T
+
+
+IDS, IMAGE = torch.arange(8).view(2, 4), torch.ones(2, 3, 5, 5)
+# A model's inputs, their description, and how many tokens or samples they are.
+INPUTS = {
+    "by place": ((IDS, IMAGE), "0 2 x 4, 1 2 x 3 x 5 x 5", 8, "token"),
+    "by keyword": (
+        {"image": IMAGE, "ids": IDS, "scale": 2.0},
+        "image 2 x 3 x 5 x 5, ids 2 x 4",
+        2,
+        "sample",
+    ),
+}
+
+
+def test_inputs_are_those_of_the_builder(profile_of):
+    for name, (inputs, description, count, unit) in INPUTS.items():
+        measured = profile_of(lambda *_, inputs=inputs: (Scores(), inputs), SHAPE)
+        assert measured.title.startswith(f"a model: {description}; "), name
+        assert (measured.samples, measured.sample) == (count, unit), name
+        # 8 tokens meet 3 x 2 channels, in forward and for the gradient of the tokens.
+        assert measured.whole.flops == {"float32": 2 * 2 * 8 * 3 * 2}, name
+        assert torch.equal(IMAGE, torch.ones(2, 3, 5, 5)), "each run gets a copy"
+    with pytest.raises(TypeError) as failed:
+        profile_of(lambda *_: (Scores(), (IDS,)), SHAPE)
+    assert "with the inputs that its builder returned" in failed.value.__notes__[0]

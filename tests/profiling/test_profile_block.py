@@ -9,6 +9,7 @@ import sys
 from collections import OrderedDict
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import profile_block
 import pytest
@@ -58,7 +59,7 @@ def test_all_outputs_of_a_training_step_agree(run, tmp_path):
     assert sum(row["total_s"] for row in rows.values()) == pytest.approx(
         whole["total_s"]
     )
-    assert profile["tokens_per_s"] == pytest.approx(16 / profile["took_s"]["median"])
+    assert profile["samples_per_s"] == pytest.approx(16 / profile["took_s"]["median"])
     compute = whole["flops"]["float32"] / profile["rates"]["flops_per_s"]["float32"]
     assert profile["mfu"] == pytest.approx(compute / whole["total_s"])
     # For each head, query, and key that is not later, in each of three passes: two products.
@@ -169,6 +170,24 @@ def test_block_of_the_users_own_in_a_dtype(run):
     assert max(map(len, table)) <= 120
 
 
+def with_inputs():
+    inputs = {"ids": torch.arange(6).view(2, 3), "weight": torch.ones(3, 4)}
+    model: Any = nn.Linear(4, 4)
+    model.forward = lambda ids, weight: (
+        nn.functional.linear(weight, model.weight) * ids.sum()
+    )
+    return model, inputs
+
+
+def test_inputs_of_a_users_model_have_its_dtype(run, tmp_path):
+    own = f"{__name__}:with_inputs"
+    text = run("--block", own, "--dtype", "bfloat16", "--mode", "forward")
+    assert f"\n{own}: ids 2 x 3, weight 3 x 4; bfloat16, forward" in text
+    assert " tokens/s, " in text
+    with pytest.raises(SystemExit, match="must be used without --seq-len, --d-model"):
+        run("--block", own, "--seq-len", 3, "--d-model", 4)
+
+
 def no_module():
     return lambda x: x
 
@@ -178,7 +197,7 @@ def my_own_error():
 
 
 def test_errors_of_a_users_function_are_shown_as_they_are(run):
-    with pytest.raises(TypeError, match="Module, got function; put"):
+    with pytest.raises(TypeError, match="or one with its inputs, got function; put"):
         run("--block", f"{__name__}:no_module")
     with pytest.raises(ValueError, match=r"^my own$"):
         run("--block", f"{__name__}:my_own_error")

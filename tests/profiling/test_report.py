@@ -76,7 +76,7 @@ def body(profile):
 #   results of both layers, the gradient of the last weight, and the gradients of relu's
 #   result and argument: 2,112 + 2 x 320 + 2 x 160 + 128 + 2 x 320.
 STEP = """\
-a model; float32, step, eager, training mode
+a model: 2 x 5 tokens, d_model 4; float32, step, eager, training mode
 Measured in the same rounds: float32 matmul 1.00 kFLOP/s, memory copy 4.00 kB/s, an operation on one number 10.0 ms
 
 Time: 21.0 s (p20 to p80: 21.0 s to 21.0 s), 476 m tokens/s, 45.8% of the roofline
@@ -133,7 +133,7 @@ def test_training_step(profile_of, clock):
 #   the product, again's result, and the padded argument (6 numbers for each token) and the
 #   result (4 complex numbers) of the transform: 1,824 + 3 x 160 + 240 + 320 bytes.
 FORWARD = """\
-a model; float32, forward, eager, eval mode
+a model: 2 x 5 tokens, d_model 4; float32, forward, eager, eval mode
 Measured in the same rounds: float32 matmul 1.00 kFLOP/s, memory copy 4.00 kB/s, an operation on one number 10.0 ms
 
 Time: 7.00 s (p20 to p80: 7.00 s to 7.00 s), 1.43 tokens/s, >= 14.0% of the roofline
@@ -178,7 +178,7 @@ def test_forward_with_an_unknown_operation(profile_of, clock):
 # operations keeps torch from compiling anything, so no graph is made, and the first run takes
 # 14 s, too. A compiled total has no roofline, no overhead and no forward.
 COMPILED = """\
-a model; float32, train, compiled, training mode
+a model: 2 x 5 tokens, d_model 4; float32, train, compiled, training mode
 Measured in the same rounds: float32 matmul 1.00 kFLOP/s, memory copy 4.00 kB/s, an operation on one number 10.0 ms
 
 Time: 14.0 s (p20 to p80: 14.0 s to 14.0 s), 714 m tokens/s, unknown part of the roofline
