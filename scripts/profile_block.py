@@ -84,7 +84,7 @@ def main(typed: list[str] | None = None) -> None:
             arguments.trace,
             progress=show_progress if sys.stderr.isatty() else print_nothing,
         )
-    print(report(profile, arguments.explain))
+    print(report(profile, arguments.explain, arguments.all_parts))
     if arguments.json:
         arguments.json.write_text(json.dumps(asdict(profile), indent=1, default=str))
     if arguments.plot:
@@ -157,6 +157,11 @@ def options() -> argparse.ArgumentParser:
         help="take N samples of each time (default: 15)",
     )
     add = parser.add_argument_group("output").add_argument
+    add(
+        "--all-parts",
+        action="store_true",
+        help="show each part, also those below 0.5%% of the time",
+    )
     add("--explain", action="store_true", help="say what the words and figures mean")
     add("--json", type=new_file, metavar="FILE", help="write all figures")
     add("--plot", type=picture, metavar="FILE", help="draw the roofline and the parts")

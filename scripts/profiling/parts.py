@@ -41,8 +41,9 @@ def parts_of(module: nn.Module, name: str = "") -> dict[nn.Module, str]:
     `layers.2*` is the third layer and the later ones that are like it. A child that is
     called as a row of ours is marked: `rest (module)`.
     """
-    parts = {module: f"{name} (module)" if name in _OWN else name or SUMS}
     children = dict(module.named_children())
+    root = SUMS if children else type(module).__name__
+    parts = {module: f"{name} (module)" if name in _OWN else name or root}
     keys = {key: key for key in children}
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         keys = _shared_keys(children)

@@ -5,7 +5,7 @@ from textwrap import fill
 from lab.tables import number, share, si, terminal
 
 from .measure import Profile
-from .parts import GPU_IDLE, REST
+from .parts import ADAMW, GPU_IDLE, REST
 from .roofline import Operation, Row
 from .runs import Kernel, Recording
 
@@ -28,15 +28,20 @@ matmul rate, divided by the measured time. docs/profile.md explains more, and --
 
 # A range of times, as a share of their median. A reason may be wrong.
 TOO_NOISY = 0.5
+# Of the total. Parts that take less are one row.
+FEW = 0.005
 
 
-def report(profile: Profile, explain: bool = False) -> str:
-    """Return the report. With `explain`, it ends with what its words mean."""
+def report(profile: Profile, explain: bool = False, all_parts: bool = False) -> str:
+    """Return the report. With `explain`, it ends with what its words mean.
+
+    all_parts: show also each part that takes less than 0.5% of the time.
+    """
     sections = [
         _machine(profile),
         _summary(profile),
         losses(profile),
-        _table(profile),
+        _table(profile, all_parts),
         kernel_table(profile.recording),
         _LEGEND if explain else "--explain says what these words and figures mean.",
     ]
@@ -227,10 +232,37 @@ def _kept(row: Row) -> str:
     return "unknown" if row.kept_bytes is None else si(row.kept_bytes, "B")
 
 
-def _table(profile: Profile) -> str:
+def _folded(rows: list[Row], whole: Row) -> list[Row]:
+    """Replace the parts that take little time by one row, if there are several."""
+    few = [
+        row
+        for row in rows
+        if row.operations and row.name != ADAMW and row.total_s < FEW * whole.total_s
+    ]
+    if len(few) < 2:
+        return rows
+    sums = Row(f"{len(few)} parts below {share(FEW, 1)}")
+    for row in few:
+        sums.calls += row.calls
+        sums.operations += row.operations
+        sums.parameters += row.parameters
+        sums.forward_s = (sums.forward_s or 0.0) + (row.forward_s or 0.0)
+        sums.total_s += row.total_s
+        sums.unknown += row.unknown
+        if sums.kept_bytes is not None and row.kept_bytes is not None:
+            sums.kept_bytes += row.kept_bytes
+        else:
+            sums.kept_bytes = None
+    shown = [row for row in rows if row not in few]
+    last = sum(row.forward_s is not None and row.name != ADAMW for row in shown)
+    return [*shown[:last], sums, *shown[last:]]
+
+
+def _table(profile: Profile, all_parts: bool) -> str:
     columns = ["part", "calls", "ops", "params", "forward ms", "total ms", "share"]
     columns += ["roofline", "limit", "kept"]
-    rows = [_cells(row, profile.whole) for row in (*profile.rows, profile.whole)]
+    parts = profile.rows if all_parts else _folded(profile.rows, profile.whole)
+    rows = [_cells(row, profile.whole) for row in (*parts, profile.whole)]
     return terminal(columns, rows)
 
 

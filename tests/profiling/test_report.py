@@ -174,6 +174,38 @@ def test_forward_with_an_unknown_operation(profile_of, clock):
     assert body(profile_of(Mixed(), (2, 5, 4), "forward")) == FORWARD
 
 
+class Many(nn.Module):
+    def __init__(self):
+        super().__init__()
+        names = {"long": nn.Linear(4, 4), "relu": nn.ReLU(), "gelu": nn.GELU()}
+        self.parts = nn.ModuleDict(names)
+
+    def forward(self, x):
+        for part in self.parts.values():
+            x = part(x)
+        return x
+
+
+def test_parts_that_take_less_than_half_a_percent_are_one_row(profile_of, clock):
+    clock.takes, clock.other = {"addmm": 1.0, "relu": 0.001, "gelu": 0.004}, 0.0
+    profile = profile_of(Many(), (2, 5, 4), "forward")
+
+    def table(**options):
+        return report(profile, **options).split("\n\n")[-2].splitlines()
+
+    # 320 FLOPs take 0.32 s. The others read and write 2 x 160 bytes each, in 0.08 s.
+    assert [line.split() for line in table()[1:]] == [
+        ["parts.long", "1", "4", "20", "1000", "1000", "99.5%", "32.0%", "kernel"],
+        ["2", "parts", "below", "0.5%", "2", "2", "5.00", "5.00", "0.498%"],
+        ["rest", "0", "0%"],
+        ["total", "4", "6", "20", "1010", "1010", "100%", "47.8%"],
+    ]
+    assert [line.split()[0] for line in table(all_parts=True)[2:4]] == [
+        "parts.relu",
+        "parts.gelu",
+    ]
+
+
 # As in the training step, without AdamW: 14 s, of which 7.68 s are FLOPs. A clock that sees
 # operations keeps torch from compiling anything, so no graph is made, and the first run takes
 # 14 s, too. A compiled total has no roofline, no overhead and no forward.
