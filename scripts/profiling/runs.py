@@ -181,9 +181,10 @@ def described(inputs: Inputs) -> tuple[str, int, str]:
 
     A batch of integers is one of tokens.
     """
-    named = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
+    by_place = [("", value) for value in inputs]
+    named = inputs.items() if isinstance(inputs, dict) else by_place
     sizes = [
-        f"{name} {' x '.join(map(str, value.shape))}"
+        f"{name} {' x '.join(map(str, value.shape))}".strip()
         for name, value in named
         if isinstance(value, Tensor)
     ]
@@ -203,8 +204,10 @@ def compile_whole(subject: Subject) -> str:
     subject.run_whole()
     took = subject.clock.now() - start
     breaks = [reason.splitlines()[0] for reason in counters["graph_break"]]
+    graphs = counters["stats"]["unique_graphs"]
+    nothing = " (torch compiled nothing of this model)" if graphs == 0 else ""
     return (
-        f"Compilation: {took:.1f} s, graphs: {counters['stats']['unique_graphs']}, "
+        f"Compilation: {took:.1f} s, graphs: {graphs}{nothing}, "
         f"breaks: {', '.join(breaks) or 'none'}"
     )
 

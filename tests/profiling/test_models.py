@@ -211,7 +211,7 @@ class Scores(nn.Module):
 IDS, IMAGE = torch.arange(8).view(2, 4), torch.ones(2, 3, 5, 5)
 # A model's inputs, their description, and how many tokens or samples they are.
 INPUTS = {
-    "by place": ((IDS, IMAGE), "0 2 x 4, 1 2 x 3 x 5 x 5", 8, "token"),
+    "by place": ((IDS, IMAGE), "2 x 4, 2 x 3 x 5 x 5", 8, "token"),
     "by keyword": (
         {"image": IMAGE, "ids": IDS, "scale": 2.0},
         "image 2 x 3 x 5 x 5, ids 2 x 4",
