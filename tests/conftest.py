@@ -27,8 +27,6 @@ def pytest_collection_finish():
     # One test in tests/layers/test_pytorch.py lets it trace a copy, as it does for users.
     for function in (einops.einsum, einops.rearrange, einops.repeat):
         torch.compiler.allow_in_graph(function)
-    # For its log, dynamo measures the guards of each graph, in 30 ms.
-    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     gc.freeze()
     gc.enable()
 

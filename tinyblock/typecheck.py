@@ -3,56 +3,51 @@
 `@typecheck` checks a function or a class, and `typecheck(module)` checks the public
 functions of a module, and the `__init__` and `forward` of its classes. A call that
 violates an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which names the
-function, the argument, its shape and the expected shape.
+function, the argument, its shape, the expected shape, and the axis that does not fit.
 
-A wrapper around each function checks a call in one of two ways.
+jaxtyping and beartype judge all calls. A wrapper around each function asks them in one
+of two ways.
 
-In eager mode, jaxtyping and beartype check it, which takes 12 to 30 microseconds for
-one or two tensors. So the wrapper calls them only if the signature of a call is new.
-The signature consists of
+In eager mode, they take 12 to 30 microseconds for one or two tensors. So the wrapper
+asks them only if the signature of a call is new. The signature consists of
 
-- the type, dtype and shape of each tensor,
-- the type and value of each number, string, dtype, device or class,
-- the type of each function,
-- the text of each expression that an annotation has in braces, such as
-  `{self.d_model}`.
+- the class of each argument, and of a class the class itself,
+- the dtype and shape of each array, and this of each item of a tuple,
+- the value of an argument whose annotation has a Literal,
+- the text of each size that an annotation has in braces, such as `{self.d_model}`.
 
 It leaves out parameters that are unannotated or annotated as Any. A signature must hold
-all that an annotation asks for. So calls with any other argument, such as a list, and
-functions with any annotation other than classes, arrays, Literal, Callable, and unions
-of these, are checked each time.
+all that an annotation asks for. So functions are checked at each call if an annotation
+has more than classes, arrays, tuples, Literal, Callable, and unions of these: a list, a
+Protocol, or a validator of values, for example.
 
-In code that torch.compile or torch.export traces, jaxtyping cannot run (its issues 196
-and 384). So functions of this file compare shapes with annotations. The compiler calls
-them while it traces, with tensors that have shapes but no values. A size is a number,
-or a symbol that gets a guard when it is compared. So the compiled code has no checks,
-and a call with other sizes is traced, and checked, again. After an error, torch.compile
-runs the call in eager mode, which raises the error of jaxtyping. With fullgraph=True it
-raises an error of its own, which contains this one.
+Code that torch.compile or torch.export traces cannot call jaxtyping (its issues 196 and
+384). But the compiler itself can, while it traces (torch._dynamo.comptime), with
+tensors that have shapes but no values. A size is a number, or a symbol that gets a
+guard when it is compared. So the compiled code has no checks, and a call with other
+sizes is traced, and checked, again. A wrong call breaks the graph, so that Python runs
+the wrapper, which raises the error. With fullgraph=True, where a graph must not break,
+torch.compile raises an error of its own, which contains this one.
 
 JAXTYPING_DISABLE=1 leaves all functions unwrapped and beartype unimported. So does
 `python -O`, with a warning, because beartype checks nothing there.
 """
 
+import ast
+import collections.abc
 import contextlib
 import functools
 import inspect
-import linecache
+import itertools
 import re
 import sys
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from textwrap import indent
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    ModuleType,
-    SimpleNamespace,
-    UnionType,
-)
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
+from types import FunctionType, ModuleType, NoneType, SimpleNamespace, UnionType
 from typing import (
+    Annotated,
     Any,
     Literal,
     TypeVar,
@@ -63,28 +58,26 @@ from typing import (
 )
 
 import torch
-from jaxtyping import TypeCheckError, config, jaxtyped
-from torch import Tensor
+from jaxtyping import AnnotationError, Shaped, TypeCheckError, config, jaxtyped
+from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.fx.node import map_aggregate
 
 __all__ = ["typecheck"]
 
 _Target = TypeVar("_Target")
 # A sequence that grows token by token adds one signature per token.
 _MAX_SIGNATURES = 1024
-_TYPES_BY_VALUE = {
-    type(None),
-    bool,
-    int,
-    float,
-    str,
-    type,
-    torch.dtype,
-    torch.device,
-}
+_UNIONS = (Union, UnionType)
 # The metaclasses of classes to which a value belongs by its type alone. A Protocol or
 # nn.Parameter, for example, also looks into the value.
 _PLAIN_METACLASSES = {type, ABCMeta, type(Tensor)}
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_WHOLE = (Literal, collections.abc.Callable, type)  # annotations without parts
+_BY_VALUE = (bool, int, str, bytes, Enum, type)  # what Literal and type[X] read
+_EMPTY = inspect.Parameter.empty
+_MISSING = object()  # an argument that is not passed and has no default
+_UNKNOWN = object()  # a value that the compiler does not know
 
 
 def typecheck(target: _Target) -> _Target:
@@ -121,20 +114,18 @@ def typecheck(target: _Target) -> _Target:
             raise TypeError(
                 f"target must be a module, a class, or an annotated function, got {target!r}"
             )
-        return _checked_once(target)
+        return _checked(target)
     functions = list(_annotated_functions(target))
     if not functions:
         warnings.warn(
             f"typecheck found nothing to check in {target.__name__}: pass its modules",
             stacklevel=2,
         )
-    for owner, name, function in functions:
-        setattr(owner, name, _checked_once(function))
+    # First all wrappers, so that an error leaves the target as it was.
+    wrappers = [_checked(function, owner) for owner, _, function in functions]
+    for (owner, name, _), wrapper in zip(functions, wrappers, strict=True):
+        setattr(owner, name, wrapper)
     return target
-
-
-def _checked_once(function: Any) -> Any:
-    return function if hasattr(function, "__typechecked__") else _checked(function)
 
 
 def _annotated_functions(
@@ -171,222 +162,102 @@ def _is_checkable(member: Any) -> bool:
 # The wrapper -------------------------------------------------------------------------
 
 
-def _checked(function: Any) -> Any:
+def _checked(function: Any, owner: Any = None) -> Any:
     """Return a wrapper of `function` that checks each call whose signature is new."""
-    hints, unknown = _resolve(function)
-    check = _Check(function, hints, unknown)
-    known: dict[Any, Any] = {}  # signature of a call -> description of its last result
+    if getattr(function, "__typechecked__", None) is function:
+        return function
+    check = _Check(function, owner)
+    wrapper = _wrapper(check)
+    functools.update_wrapper(wrapper, function, updated=())
+    plain = function  # without what torch.compile notes of a function that it makes
+    while "_torchdynamo_orig_callable" in vars(plain):
+        plain = plain._torchdynamo_orig_callable
+    vars(wrapper).update(vars(plain), __wrapped__=function, __typechecked__=wrapper)
+    # Dynamo counts the recompilations of each code object, and knows it by its name.
+    wrapper.__code__ = wrapper.__code__.replace(co_name=check.name)
+    return wrapper
 
-    # The wrapper below calls this in eager mode.
-    def call(signature: tuple[Any, ...], /, *args: Any, **kwargs: Any) -> Any:
+
+def _wrapper(check: "_Check") -> Any:
+    call, function = check.call, check.function
+    look, look_again = check.look, check.look_again
+    see_arguments, see_result = _views(check)
+
+    # The compiler looks at all that this function uses, and understands only functions.
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
+        if not is_dynamo_compiling():
+            return call(*args, **kwargs)
+        # At a graph break, the compiler cuts a function in two, but no try block. So
+        # Python runs the wrapper, and `function` is compiled by itself.
         try:
-            last = known.get(signature)
-        except TypeError:  # symbolic sizes, as in torch.export, have no hash
-            return _call_with_symbols(function, hints, args, kwargs)
-        if last is None:
-            _untraced(check)(args, kwargs)
+            return traced(args, kwargs)
+        except Exception:
+            raise
+
+    def traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch._dynamo.comptime import comptime
+
+        before = look(comptime, see_arguments, *args, **kwargs)
         result = function(*args, **kwargs)
-        if isinstance(result, Tensor):  # without a call, which would take time
-            found: Any = (result.__class__, result.dtype, result.shape)
-        else:
-            found = _describe(result)
-        if found is None or found != last:
-            check_result(result, *args, **kwargs)
-            _untraced(_remember)(known, signature, found, hints)
+        look_again(comptime, see_result, *args, **kwargs)
+        del before  # see_result has read it
         return result
 
-    def check_result(result: Any, /, *args: Any, **kwargs: Any) -> None:
-        __tracebackhide__ = True
-        _untraced(check)(args, kwargs, result)
-
-    wrapper = _written(function, hints, unknown, call, check_result)
-    functools.update_wrapper(wrapper, function)
-    vars(wrapper)["__typechecked__"] = True
     return wrapper
 
 
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that dynamo does not trace. After an error, it would."""
-    if "torch._dynamo" in sys.modules:
-        return torch.compiler.disable(function)
-    return function
+def _in_eager_mode(check: "_Check") -> Callable[..., Any]:
+    """Return a function that checks a call if its signature is new, and calls."""
+    function = check.function
 
-
-def _remember(
-    known: dict[Any, Any], signature: Any, found: Any, hints: dict[str, Any]
-) -> None:
-    if None in signature or not all(map(_is_known, hints.values())):
-        return
-    if len(known) >= _MAX_SIGNATURES:
-        known.clear()
-    known[signature] = found
-
-
-# The wrapper's code ------------------------------------------------------------------
-
-# The wrapper has the parameters of the function. It is written as code, because a loop
-# over its arguments takes twice as long. A $ becomes underscores, so that no name of the
-# wrapper is one of the function. For a method with x: Float[Tensor, "{self.size}"]:
-#   {parameters} is (self, x), {passed} is self, x,
-#   {sizes} is $size_0 = self.size,
-#   {signature} is (x.__class__, x.dtype, x.shape) if ..., f"{$size_0}",
-#   {compared} is x, $size_0, $result.
-_WRAPPER = """\
-def $bind({names}):
-    def $wrapper{parameters}:
+    def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        {sizes}
-        if $is_dynamo_compiling():
-{traced}
-        $signature = (
-{signature}
-        )
-        return $call($signature, {passed})
-    return $wrapper
-"""
-_TRACED = """\
-from torch._dynamo.comptime import comptime as $comptime
-$comptime($compare_arguments)  # the compiler calls it while it traces
-if $misfit():
-    raise $TypeCheckError($misfit())
-$result = $function({passed})
-if not $is_dynamo_compiling():  # after a graph break in the function
-    ({compared})  # a graph break removes the names that are not used after it
-    $check_result($result, {passed})
-    return $result
-$comptime($compare_result)
-if $misfit():
-    raise $TypeCheckError($misfit())
-return $result"""
-_PASSED = {
-    inspect.Parameter.POSITIONAL_ONLY: "{0}",
-    inspect.Parameter.POSITIONAL_OR_KEYWORD: "{0}",
-    inspect.Parameter.VAR_POSITIONAL: "*{0}",
-    inspect.Parameter.KEYWORD_ONLY: "{0}={0}",
-    inspect.Parameter.VAR_KEYWORD: "**{0}",
-}
+        if not check.is_resolved:
+            check.resolve(warn=True)
+        try:
+            signature = check.read(*args, **kwargs)
+        except Exception as error:
+            check.explain(error, args, kwargs)
+            return function(*args, **kwargs)  # raises Python's own error
+        try:
+            last = check.known.get(signature)
+        except TypeError:  # symbols, of which torch.export makes sizes, have no hash
+            return check.call_with_symbols(args, kwargs)
+        if last is None:
+            check.judge(args, kwargs, signature)
+        result = function(*args, **kwargs)
+        if check.describe_result(result, args, kwargs) != last:
+            check.judge(args, kwargs, signature, result)
+        return result
 
-
-def _written(
-    function: Any,
-    hints: dict[str, Any],
-    unknown: list[str],
-    call: Callable[..., Any],
-    check_result: Callable[..., None],
-) -> Any:
-    """Return the wrapper, which in eager mode passes a signature to `call`.
-
-    A signature with None is incomplete, so that the call is always checked.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    passed = ", ".join(_PASSED[p.kind].format(p.name) for p in parameters)
-    in_braces = _in_braces(hints.values())
-    mark = "__"
-    while re.search(rf"\b{mark}", f"{passed} {in_braces}"):
-        mark += "_"
-    sizes = {f"{mark}size_{i}": text for i, text in enumerate(in_braces)}
-    items = _signature_items(function, hints, unknown)
-    items += [f'f"{{{size}}}"' for size in sizes]
-
-    compared = _compared(function, hints)
-    # What the comparisons read -> its name in the wrapper.
-    variables = {name: name for name in compared if name != "return"}
-    for size, text in sizes.items():
-        variables["{" + text + "}"] = size
-    with_result = variables | {"return": f"{mark}result"}
-    in_eager_mode = (call, check_result, _untraced, _describe)
-    names = {
-        "function": function,
-        "call": call,
-        "check_result": check_result,
-        "compare_arguments": _comparison(function, compared, variables, in_eager_mode),
-        "compare_result": _comparison(function, compared, with_result, in_eager_mode),
-        "misfit": _last_misfit,
-        "describe": _describe,
-        "is_dynamo_compiling": is_dynamo_compiling,
-        "isinstance": isinstance,
-        "Tensor": Tensor,
-        "TypeCheckError": TypeCheckError,
-    }
-    traced = _TRACED if compared else "return $function({passed})"
-    source = _WRAPPER.format(
-        names=", ".join(f"${name}" for name in names),
-        parameters=inspect.Signature([_without_values(p) for p in parameters]),
-        sizes="; ".join(f"{size} = {text}" for size, text in sizes.items()),
-        traced=indent(
-            traced.format(passed=passed, compared=", ".join(with_result.values())),
-            " " * 12,
-        ),
-        signature="\n".join(f"            {item}," for item in items),
-        passed=passed,
-    ).replace("$", mark)
-    file = f"<wrapper of {function.__module__}.{function.__qualname__}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-    made: dict[str, Any] = {}
-    exec(compile(source, file, "exec"), {}, made)
-    wrapper = made[f"{mark}bind"](*names.values())
-    wrapper.__defaults__ = inspect.unwrap(function).__defaults__
-    wrapper.__kwdefaults__ = inspect.unwrap(function).__kwdefaults__
-    return wrapper
-
-
-def _signature_items(
-    function: Any, hints: dict[str, Any], unknown: list[str]
-) -> list[str]:
-    """Return the code of each item of a signature, except the sizes in braces."""
-    items = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        item = (
-            f"({name}.__class__, {name}.dtype, {name}.shape) "
-            f"if $isinstance({name}, $Tensor) else $describe({name})"
-        )
-        if parameter.default is None:  # mostly, such an argument is not passed
-            item = f"{name} is None or ({item})"
-        if name in unknown or hints.get(name, Any) is not Any:
-            items.append(item)
-        if isinstance(parameter.default, Tensor):  # others may look like this one
-            items.append("None")
-    if any("{" in f"{function.__annotations__[name]}" for name in unknown):
-        items.append("None")  # these braces are not in the signature
-    return items
-
-
-def _without_values(parameter: inspect.Parameter) -> inspect.Parameter:
-    default = parameter.empty if parameter.default is parameter.empty else None
-    return parameter.replace(annotation=parameter.empty, default=default)
+    return call
 
 
 # What annotations say ----------------------------------------------------------------
 
 
-def _resolve(function: Any, warn: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """Return the annotations, and the parameters for which they name what is not there.
-
-    These annotations, and annotations with Self, count as Any.
-    """
+def _resolve(function: Any, owner: Any, warn: bool) -> dict[str, Any]:
+    """Return the annotations, without those that name what is not there."""
     variables = inspect.unwrap(function).__globals__
+    names = {owner.__name__: owner} if isinstance(owner, type) else {}
+    for scope in (owner, function):  # class Layer[T]; def f[T](x: T)
+        names |= {each.__name__: each for each in getattr(scope, "__type_params__", ())}
     hints: dict[str, Any] = {}
-    unknown = []
     for name, annotation in function.__annotations__.items():
         one: Any = SimpleNamespace(__annotations__={name: annotation})
+        place = _place(function, name)
         try:
-            hints |= get_type_hints(one, variables, include_extras=True)
+            hints |= get_type_hints(one, variables, names, include_extras=True)
         except (NameError, AttributeError) as error:
-            hints[name] = Any
-            unknown.append(name)
             if warn:
-                place = _place(function, name)
                 warnings.warn(f"typecheck cannot check {place}: {error}", stacklevel=4)
-        if _mentions_self(hints[name]):
-            hints[name] = Any
-    return hints, unknown
-
-
-def _mentions_self(hint: Any) -> bool:
-    # By its text, because Python 3.10 has it in typing_extensions only.
-    is_self = repr(hint) in ("typing.Self", "typing_extensions.Self")
-    return is_self or any(map(_mentions_self, get_args(hint)))
+        except Exception as error:
+            raise AnnotationError(f"{place} has a wrong annotation: {error}") from error
+        else:  # by its text, because Python 3.10 has Self in typing_extensions only
+            if re.search(r"\.Self\b", repr(hints[name])):
+                hints[name] = Any
+    return hints
 
 
 def _place(function: Any, name: str) -> str:
@@ -398,385 +269,589 @@ def _is_array(hint: Any) -> bool:
     return isinstance(hint, type) and hasattr(hint, "dim_str")  # jaxtyping's
 
 
-def _in_braces(hints: Iterable[Any]) -> list[str]:
-    """Return the expressions that annotations have in braces, such as "self.d_model"."""
-    found: set[str] = set()
-    for hint in hints:
-        if hasattr(hint, "dim_str"):  # a text in Literal names no axes
-            found.update(re.findall(r"\{([^{}]+)\}", hint.dim_str))
-        else:
-            found.update(_in_braces(get_args(hint)))
-    return sorted(found)
+def _is_read_by_value(hint: Any) -> bool:
+    return get_origin(hint) in (Literal, type)
 
 
-def _has_array(hint: Any) -> bool:
-    return _is_array(hint) or any(map(_has_array, get_args(hint)))
+def _has(hint: Any, test: Callable[[Any], bool]) -> bool:
+    """Return whether the test holds for the annotation or a part of it."""
+    return test(hint) or any(_has(part, test) for part in get_args(hint))
 
 
-# Checks in eager mode ----------------------------------------------------------------
-
-
-def _describe(value: Any) -> tuple[Any, ...] | None:
-    """Return what annotations read of a value, or None if that may change."""
-    kind = value.__class__
-    if kind in _TYPES_BY_VALUE:
-        return kind, value
-    if kind in (FunctionType, BuiltinFunctionType):
-        return (kind,)
-    return None  # an array, or a list, of which beartype checks one random item
-
-
-def _is_known(hint: Any) -> bool:
-    """Return whether a signature has all that the annotation asks for."""
-    if hint is Any or get_origin(hint) in (Literal, Callable, type):
+def _is_plain(hint: Any, containers: tuple[type, ...]) -> bool:
+    """Return whether it asks for classes, dtypes, shapes, and values of Literal only."""
+    if hint in (Any, Ellipsis):
         return True
-    if get_origin(hint) in (Union, UnionType):
-        return all(map(_is_known, get_args(hint)))
+    if get_origin(hint) in _WHOLE:
+        return True
+    if get_origin(hint) in (*_UNIONS, *containers):
+        return all(_is_plain(part, containers) for part in get_args(hint))
     return type(hint.array_type if _is_array(hint) else hint) in _PLAIN_METACLASSES
 
 
-class _Check:
-    """A check of calls by jaxtyping and beartype. It is made when it is first needed."""
+def _simplified(
+    hint: Any, put: Callable[[str], str], validates: bool, inside: tuple[Any, ...] = ()
+) -> Any:
+    """Return the annotation in plain terms: without names, notes, and braces.
+
+    `put` returns what to put in place of an axis that has braces. Without `validates`,
+    validators of values are left out, too.
+    """
+    meaning = _meaning(hint, validates)
+    if meaning is not hint:
+        if hint in inside:  # an alias that names itself
+            return hint
+        return _simplified(meaning, put, validates, (*inside, hint))
+    if _is_array(hint):
+        return _with_texts(hint, put)
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in _WHOLE:
+        return hint
+    changed = tuple(_simplified(part, put, validates, inside) for part in parts)
+    if changed == parts:
+        return hint
+    return Union[changed] if origin in _UNIONS else origin[changed]  # noqa: UP007
+
+
+def _meaning(hint: Any, validates: bool) -> Any:
+    """Return what a TypeVar, a NewType, an alias, or Annotated stands for."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if isinstance(hint, TypeVar):
+        return Union[hint.__constraints__ or (hint.__bound__ or Any,)]  # noqa: UP007
+    if hasattr(hint, "__supertype__"):  # a NewType
+        return hint.__supertype__
+    if type(hint).__name__ == "TypeAliasType":  # type Name = ..., since Python 3.12
+        return hint.__value__
+    if type(origin).__name__ == "TypeAliasType":  # type Name[T] = ...
+        return origin.__value__[parts]
+    if origin is Annotated:
+        has_validator = any(type(n).__module__.startswith("beartype.") for n in parts)
+        return hint if validates and has_validator else parts[0]
+    return hint
+
+
+def _with_texts(array: Any, put: Callable[[str], str]) -> Any:
+    """Return an annotation with other texts for the axes that have braces."""
+    axes = array.dim_str.split()
+    for i, dim in enumerate(array.dims):
+        text = getattr(dim, "elem", "")  # without # and name=
+        if "{" in text or "}" in text:
+            axes[i] = axes[i].removesuffix(text) + put(text)
+    if axes == array.dim_str.split():
+        return array
+    # Its dtype restricts the dtypes again, as in Float[Float32[Tensor, "n"], "m"].
+    dtype: Any = type(array.dtype.__name__, (array.dtype,), {"dtypes": array.dtypes})
+    return dtype[array.array_type, " ".join(axes)]
+
+
+def _narrowed(hint: Any, value: Any) -> Any:
+    """Return what the annotation asks of this value, with an item for each of a tuple.
+
+    Otherwise, beartype checks one random item, and does not say which axis is wrong.
+    """
+    parts = get_args(hint)
+    if get_origin(hint) in _UNIONS and value is not None:
+        parts = tuple(_narrowed(p, value) for p in parts if p is not NoneType)
+        return Union[parts]  # noqa: UP007
+    if get_origin(hint) is not tuple or not isinstance(value, tuple):
+        return hint
+    if parts[1:] == (Ellipsis,):
+        parts = parts[:1] * len(value)
+    if len(parts) != len(value):
+        return hint
+    return tuple[tuple(map(_narrowed, parts, value))]  # type: ignore[misc]
+
+
+# Sizes in braces ---------------------------------------------------------------------
+
+
+@functools.cache
+def _fields(axis: str) -> tuple[list[str], str]:
+    """Return the expressions in braces of an axis, and it with _0, _1 in their place.
+
+    For `2*{self.d_k}`, these are ["self.d_k"] and "f'2*{_0}'".
+    """
+    tree = ast.parse(f"f'{axis}'", mode="eval")  # as jaxtyping reads it
+    fields = [node for node in ast.walk(tree) if isinstance(node, ast.FormattedValue)]
+    expressions = [ast.unparse(field.value) for field in fields]
+    for i, node in enumerate(fields):
+        node.value = ast.Name(f"_{i}")
+    return expressions, ast.unparse(tree)
+
+
+class _Name(str):
+    """A name that looks alike in every format."""
+
+    __repr__ = str.__str__
+
+    def __format__(self, _: str) -> str:
+        return str(self)
+
+
+def _texts(
+    axes: Sequence[str], sizes: Sequence[Any], symbols: dict[str, SymInt]
+) -> list[str]:
+    """Return the texts of axes that have these sizes in braces.
+
+    A symbol has no text. It gets a name, which is added to `symbols`.
+    """
+    texts = []
+    rest = iter(sizes)
+    for axis in axes:
+        expressions, template = _fields(axis)
+        values = {}
+        for i, size in enumerate(itertools.islice(rest, len(expressions))):
+            if isinstance(size, SymInt):
+                name = _Name(f"symbol_{len(symbols)}")
+                symbols[name] = size
+                size = name
+            values[f"_{i}"] = size
+        texts.append(eval(template, values))
+    return texts
+
+
+# The check ---------------------------------------------------------------------------
+
+
+class _Call:
+    """What annotations read of a call beside its arguments."""
 
     def __init__(
-        self, function: Any, hints: dict[str, Any], unknown: list[str]
+        self,
+        before: Sequence[str],
+        after: Sequence[str] = (),
+        result: Any = _MISSING,
     ) -> None:
+        self.before = before  # the texts of axes that have braces
+        self.after = after  # the texts of such axes of the result, after the call
+        self.result = result
+        # As if it were an array whose axes are the symbols.
+        self.shape: tuple[SymInt, ...] = ()
+        self.dtype = "size"
+
+    def __repr__(self) -> str:
+        return "_"
+
+
+class _Check:
+    """The checks of one function's calls by jaxtyping and beartype."""
+
+    def __init__(self, function: Any, owner: Any) -> None:
         self.function = function
-        self.hints = hints
-        self.unknown = unknown
-        self.checkers: dict[tuple[str, ...], Callable[..., None]] = {}
+        self.owner = owner
+        self.name = f"{function.__module__}.{function.__qualname__}"
+        self.signature = _loosened(inspect.signature(function))
+        self.mark = "__"  # begins names that are no parameters
+        while any(name.startswith(self.mark) for name in self.signature.parameters):
+            self.mark += "_"
+        self.call = _in_eager_mode(self)
+        self.known: dict[Any, Any] = {}  # signature -> description of the last result
+        self.resolve()
+        self.look = self.looking(self.before)
+        self.look_again = self.looking(self.after)
 
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *result: Any
-    ) -> None:
-        """Check the arguments, and the result if it is there."""
-        __tracebackhide__ = True
-        if self.unknown:
-            self.hints.update(_resolve(self.function, warn=True)[0])
-            self.unknown.clear()
-        signature = inspect.signature(self.function)
-        hints = self.hints.copy()
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            if value is signature.parameters[name].default:
-                hints.pop(name, None)  # a default is always right
-        if not result:
-            hints.pop("return", None)
-        key = (*hints, "with result" if result else "")
-        if key not in self.checkers:
-            self.checkers[key] = _checker(self.function, hints, bool(result))
-        self.checkers[key](*result, *args, **kwargs)
-
-
-def _checker(
-    function: Any, hints: dict[str, Any], with_result: bool
-) -> Callable[..., None]:
-    """Return a function that checks arguments, and the result, which is the first."""
-    from beartype import BeartypeConf, beartype  # JAXTYPING_DISABLE=1 works without it
-
-    parameters = [
-        parameter.replace(annotation=hints.get(name, parameter.empty))
-        for name, parameter in inspect.signature(function).parameters.items()
-    ]
-    of_result = inspect.Parameter.empty
-    if with_result:
-        free_name = "_result"
-        while free_name in inspect.signature(function).parameters:
-            free_name += "_"
-        parameters.insert(
-            0, inspect.Parameter(free_name, inspect.Parameter.POSITIONAL_ONLY)
+    def resolve(self, warn: bool = False) -> None:
+        """Read the annotations."""
+        found = _resolve(self.function, self.owner, warn)
+        self.is_resolved = warn or found.keys() == self.function.__annotations__.keys()
+        self.before: list[str] = []  # axes of parameters that have braces
+        self.after: list[str] = []  # axes of the result that have braces
+        self.hints: dict[str, Any] = {}
+        self.traced_hints: dict[str, Any] = {}
+        for name, hint in found.items():
+            put = functools.partial(self.put, name)
+            self.hints[name] = _simplified(hint, put, validates=True)
+            traced = _simplified(hint, put, validates=False)
+            if _has(traced, _is_array) and _is_plain(traced, (tuple, list, dict)):
+                self.traced_hints[name] = traced
+        for name, parameter in self.signature.parameters.items():
+            # The compiler does not say whether a tensor is the default.
+            if isinstance(parameter.default, Tensor):
+                self.traced_hints.pop(name, None)
+        self.can_remember = self.is_resolved and all(
+            _is_plain(hint, (tuple,)) for hint in self.hints.values()
         )
-        of_result = hints.get("return", Any)
-    signature = inspect.Signature(parameters, return_annotation=of_result)
-    in_braces = _in_braces(hints.values())
+        self.returns_value = _has(self.hints.get("return"), _is_read_by_value)
+        self.checkers: dict[Any, Callable[..., None]] = {}
+        self.read = self.reading()
+        self.read_after = self.written(_tuple(f"f'{axis}'" for axis in self.after))
 
-    @functools.wraps(function)  # so that errors name it
-    def first(*args: Any, **kwargs: Any) -> Any:  # the result, where that is checked
-        return args[0] if args else None
+    def put(self, name: str, axis: str) -> str:
+        """Return what to put into an annotation in place of an axis that has braces."""
+        try:
+            _fields(axis)
+        except SyntaxError as error:
+            place = _place(self.function, name)
+            raise AnnotationError(
+                f"{place} has the wrong axis '{axis}': {error.msg}"
+            ) from error
+        axes = self.after if name == "return" else self.before
+        if axis not in axes:
+            axes.append(axis)
+        return self.placed(axes, axes.index(axis))
 
-    vars(first)["__signature__"] = signature
-    first.__annotations__ = {}  # jaxtyping 0.3.0 prefers these to the signature
-    int_is_float = BeartypeConf(is_pep484_tower=True)  # as in theta=10000
-    checked_first = jaxtyped(first, typechecker=beartype(conf=int_is_float))
+    def placed(self, axes: list[str], i: int) -> str:
+        when = "after" if axes is self.after else "before"
+        return f"{{{self.mark}call.{when}[{i}]}}"
 
-    def check(*args: Any, **kwargs: Any) -> None:
+    # What a call has ---------------------------------------------------------------
+
+    def written(self, body: str, *first: str) -> Any:
+        """Return a function with this body, and the same parameters after `first`.
+
+        It is written as code, because a loop over the arguments takes longer, and so
+        that braces read the arguments by their names.
+        """
+        names: dict[str, Any] = {f"{self.mark}describe": _describe}
+        head = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in first
+        ]
+        for name, parameter in self.signature.parameters.items():
+            default = parameter.default
+            if default is not parameter.empty:
+                default = _Name(self.default(name))
+                names[default] = parameter.default
+            head.append(parameter.replace(annotation=parameter.empty, default=default))
+        parameters = str(inspect.Signature(head))[1:-1]
+        return eval(f"lambda {parameters}: {body}", names)
+
+    def default(self, name: str) -> str:
+        return f"{self.mark}{name}_default"
+
+    def reading(self) -> Callable[..., tuple[Any, ...]]:
+        """Return a function of a call's arguments that returns its signature.
+
+        The last item has the texts of axes that have braces.
+        """
+        items = []
+        for name, parameter in self.signature.parameters.items():
+            hint = self.hints.get(name, Any)
+            if hint is Any:
+                continue
+            by_value = _has(hint, _is_read_by_value)
+            value = name
+            if parameter.kind is parameter.VAR_KEYWORD:
+                value = f"(*{name}.values(),)"
+            item = f"{self.mark}describe({value}, {by_value})"
+            if parameter.default is not parameter.empty:
+                item = f"{name} is {self.default(name)} or {item}"
+            items.append(item)
+        items.append(_tuple(f"f'{axis}'" for axis in self.before))
+        return self.written(_tuple(items))
+
+    def looking(self, axes: list[str]) -> Callable[..., tuple[Any, ...]]:
+        """Return a function that calls ask(see), and returns the sizes in braces.
+
+        `see` finds the arguments and the sizes among its local variables.
+        """
+        sizes = [size for axis in axes for size in _fields(axis)[0]]
+        ask, see, seen = (self.mark + name for name in ("ask", "see", "sizes"))
+        return self.written(f"({seen} := {_tuple(sizes)}, {ask}({see}))[0]", ask, see)
+
+    def describe_result(
+        self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what the annotation of the result reads."""
+        if "return" not in self.hints:
+            return True
+        found = _describe(result, self.returns_value)
+        return (found, self.read_after(*args, **kwargs)) if self.after else found
+
+    def explain(
+        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raise an error about braces, unless the arguments do not fit the function."""
+        try:
+            inspect.signature(self.function).bind(*args, **kwargs)
+        except TypeError:
+            return
+        axes = ", ".join(map(repr, self.before))
+        raise AnnotationError(f"cannot read {axes} of {self.name}: {error}") from error
+
+    # How it is judged --------------------------------------------------------------
+
+    def judge(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        signature: tuple[Any, ...],
+        *result: Any,
+    ) -> None:
+        """Check the arguments of a call, and the result if it is there."""
         __tracebackhide__ = True
         try:
-            checked_first(*args, **kwargs)
+            values = self.signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return  # the function raises Python's own error
+        after = self.read_after(*args, **kwargs) if result else ()
+        self.run(self.hints, values, _Call(signature[-1], after, *result))
+        if result and self.can_remember:
+            if len(self.known) >= _MAX_SIGNATURES:
+                self.known.clear()
+            self.known[signature] = self.describe_result(result[0], args, kwargs)
+
+    def call_with_symbols(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function between checks."""
+        __tracebackhide__ = True
+
+        def ask(_: None) -> None:  # as this is no compiler
+            pass
+
+        values = self.signature.bind(*args, **kwargs).arguments
+        before = self.look(ask, None, *args, **kwargs)
+        self.judge_symbols(values, before)
+        result = self.function(*args, **kwargs)
+        after = self.look_again(ask, None, *args, **kwargs)
+        self.judge_symbols(values, before, after, result)
+        return result
+
+    def judge_symbols(
+        self, values: dict[str, Any], before: Any, after: Any = (), *result: Any
+    ) -> None:
+        """Check a call of which a compiler knows some sizes as symbols.
+
+        `before` and `after` have the sizes in braces, before and after the call.
+        """
+        __tracebackhide__ = True
+        if not all(map(_is_known, (before, after, *result))):
+            return
+        known = {name: value for name, value in values.items() if _is_known(value)}
+        hints = {n: h for n, h in self.traced_hints.items() if n in (*known, "return")}
+        symbols: dict[str, SymInt] = {}
+        call = _Call(_texts(self.before, before, symbols))
+        if result:
+            call.after = _texts(self.after, after, symbols)
+            call.result = map_aggregate(result[0], _number)
+        call.shape = tuple(symbols.values())
+        try:
+            with _symbols_broadcast():
+                self.run(hints, map_aggregate(known, _number), call)
+        except AnnotationError:  # it needs a size that is not known here
+            return
         except TypeCheckError as error:
             message = str(error)
         else:
             return
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        for expression in in_braces:
-            value = eval(expression, dict(bound.arguments))
-            message = message.replace(f"{{{expression}}}", f"{expression}={value}")
+        sizes: list[Any] = [*symbols.values()]
+        for leaf in _leaves((known, result)):
+            sizes.extend(leaf.shape if isinstance(leaf, Tensor) else ())
+        for text, size in (symbols | {f"{size}": size for size in sizes}).items():
+            message = re.sub(rf"\b{re.escape(text)}\b", f"{_number(size)}", message)
         raise TypeCheckError(message)
 
-    return check
+    def run(self, hints: dict[str, Any], values: dict[str, Any], call: _Call) -> None:
+        """Check these values, and the result if the call has one."""
+        __tracebackhide__ = True
+        parameters = []
+        for name, parameter in self.signature.parameters.items():
+            if name not in values:
+                continue
+            hint = hints.get(name, parameter.empty)
+            if values[name] is parameter.default:  # it is always right
+                hint = parameter.empty
+            elif parameter.kind not in _VARIADIC:
+                hint = _narrowed(hint, values[name])
+            parameters.append(parameter.replace(annotation=hint, default=_EMPTY))
+        returned = Any
+        if call.result is not _MISSING:
+            returned = _narrowed(hints.get("return", Any), call.result)
+        key = (*parameters, returned, len(call.shape))
+        if key not in self.checkers:
+            symbols = " ".join(f"symbol_{i}" for i in range(len(call.shape)))
+            own = inspect.Parameter(
+                f"{self.mark}call",
+                inspect.Parameter.POSITIONAL_ONLY,
+                annotation=Shaped[Any, symbols],
+            )
+            signature = inspect.Signature(
+                [own, *parameters], return_annotation=returned
+            )
+            self.checkers[key] = _checker(self.function, signature)
+        bound: Any = inspect.BoundArguments(inspect.Signature(parameters), values)
+        try:
+            self.checkers[key](call, *bound.args, **bound.kwargs)
+        except TypeCheckError as error:
+            message = self.message(error, call)
+        else:
+            return
+        raise TypeCheckError(message)
 
+    def message(self, error: BaseException, call: _Call) -> str:
+        """Return jaxtyping's message, with the axis that does not fit, and sizes."""
+        message = str(error)
+        while error.__cause__ is not None:
+            error = error.__cause__
+        _, found, reason = str(error).rpartition(", as ")  # of beartype's message
+        if found and '"' not in reason:  # it is about an axis, and quotes no values
+            reason = reason[0].upper() + reason[1:]
+            message = message.replace("\n-----", f"\n{reason}\n-----", 1)
+        for axes, texts in ((self.before, call.before), (self.after, call.after)):
+            for i, (axis, text) in enumerate(zip(axes, texts, strict=False)):
+                place, label = self.placed(axes, i), re.sub("[{}]", "", axis)
+                message = message.replace(f"{place}=", f"{label}=")
+                message = message.replace(place, f"{label}={text}")
+        message = re.sub(rf"'{self.mark}call': _,?\s*", "", message)
+        return re.sub(rf"\({self.mark}call: [^/]*/(, )?", "(", message)
 
-# Comparisons while a compiler traces -------------------------------------------------
+    # While a compiler traces -------------------------------------------------------
 
+    def see(self, context: Any, before: Any, after: Any = (), *result: Any) -> None:
+        """Check a call while the compiler traces what `looking` has returned."""
+        self.hide()
+        values = {
+            name: _seen(context.get_local(name))
+            for name in self.signature.parameters
+            if name in self.traced_hints
+        }
+        try:
+            self.judge_symbols(values, before, after, *result)
+        except TypeCheckError as error:
+            message = f"{TypeCheckError.__name__}: {error}"
+        else:
+            return
+        context.graph_break(message)
 
-def _comparison(
-    function: Any,
-    hints: dict[str, Any],
-    variables: dict[str, str],
-    in_eager_mode: tuple[Callable[..., Any], ...],
-) -> Callable[[Any], None]:
-    """Return a function that comptime calls with its view of the wrapper's variables."""
-
-    def compare(context: Any) -> None:
+    def hide(self) -> None:
+        """Keep the compiler from tracing the checks of eager mode, after a graph break."""
         from torch._dynamo.decorators import skip
 
-        for each in in_eager_mode:  # after an error, dynamo would trace them
+        if "judge" not in vars(self):
+            vars(self)["judge"] = torch.compiler.disable(self.judge)
+        own = (self.call, self.read, self.read_after)
+        for each in (*own, _Check.describe_result, _describe):
             skip(each)
-        values = {
-            name: _seen(context.get_local(variable))
-            for name, variable in variables.items()
-        }
-        _found["misfit"] = _misfit(function, hints, values)
-
-    return compare
 
 
-_found: dict[str, str | None] = {"misfit": None}
+def _loosened(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature that takes any call.
+
+    A decorator may take or pass some of the arguments. Python raises for other errors.
+    """
+    parameters = []
+    for parameter in signature.parameters.values():
+        if parameter.kind not in _VARIADIC and parameter.default is _EMPTY:
+            parameter = parameter.replace(default=_MISSING)
+        parameters.append(parameter)
+    for kind, name in zip(_VARIADIC, ("more", "others"), strict=True):
+        while name in signature.parameters:
+            name += "_"
+        if all(parameter.kind is not kind for parameter in parameters):
+            parameters.append(inspect.Parameter(name, kind))
+    return inspect.Signature(sorted(parameters, key=lambda each: each.kind))
 
 
-def _last_misfit() -> str | None:
-    return _found["misfit"]
+def _tuple(items: Iterable[str]) -> str:
+    return "(" + "".join(f"{item}, " for item in items) + ")"
 
 
-# So dynamo calls this function, and does not trace it. torch.compiler has
-# assume_constant_result for this, which would import torch._dynamo, for a second.
-vars(_last_misfit)["_dynamo_marked_constant"] = True
+def _describe(value: Any, by_value: bool) -> tuple[Any, ...]:
+    """Return what an annotation reads of an argument or a result."""
+    kind = value.__class__
+    if isinstance(value, Tensor):
+        return kind, value.dtype, value.shape
+    if isinstance(value, tuple):
+        return kind, *map(_describe, value, itertools.repeat(by_value))
+    if by_value and isinstance(value, _BY_VALUE):
+        return kind, value
+    if hasattr(kind, "shape") and hasattr(kind, "dtype"):  # an array of numpy
+        return kind, value.dtype, tuple(value.shape)
+    return (kind,)
 
 
-@dataclass(frozen=True)
-class _Other:
-    """A value whose type is all that the compiler knows."""
+def _checker(function: Any, signature: inspect.Signature) -> Callable[..., None]:
+    """Return a function that checks a `_Call` and arguments, and the call's result."""
+    from beartype import BeartypeConf, beartype  # JAXTYPING_DISABLE=1 works without it
 
-    kind: type
+    @functools.wraps(function)  # so that errors name it
+    def returned(call: _Call, *args: Any, **kwargs: Any) -> Any:
+        return call.result
+
+    vars(returned)["__signature__"] = signature
+    returned.__annotations__ = {}  # jaxtyping 0.3.0 prefers these to the signature
+    int_is_float = BeartypeConf(is_pep484_tower=True)  # as in theta=10000
+    return jaxtyped(returned, typechecker=beartype(conf=int_is_float))
+
+
+# What a compiler knows ---------------------------------------------------------------
+
+
+def _views(check: _Check) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
+    """Return what comptime calls with its view of the variables, before and after."""
+    sizes = f"{check.mark}sizes"
+
+    def see_arguments(context: Any) -> None:
+        check.see(context, _seen(context.get_local(sizes)))
+
+    def see_result(context: Any) -> None:
+        before = _seen(context.get_local("before", stacklevel=1))
+        result = _seen(context.get_local("result", stacklevel=1))
+        check.see(context, before, _seen(context.get_local(sizes)), result)
+
+    return see_arguments, see_result
 
 
 def _seen(variable: Any) -> Any:
     """Return what the compiler knows of a variable, such as a tensor without values."""
-    kind = object
     with contextlib.suppress(NotImplementedError):  # it may know nothing
         kind = variable.python_type()
         if issubclass(kind, Tensor):
-            return variable.as_fake()
+            fake = variable.as_fake()
+            return fake if isinstance(fake, kind) else _UNKNOWN
         if variable.is_python_constant():
             return variable.as_python_constant()
-        if kind is int:
-            return variable.as_fake()
-        if issubclass(kind, tuple):
-            return _values(variable.as_proxy())
-    return _Other(kind)
+        if kind in (int, float, bool, list, dict) or issubclass(kind, tuple):
+            return map_aggregate(variable.as_proxy(), _example)
+    return _UNKNOWN
 
 
-def _values(proxy: Any) -> Any:
-    if isinstance(proxy, tuple):
-        return tuple(map(_values, proxy))
-    if isinstance(proxy, torch.fx.Proxy):
-        return proxy.node.meta["example_value"]
-    return proxy  # a number
+def _example(proxy: Any) -> Any:
+    is_proxy = isinstance(proxy, torch.fx.Proxy)
+    return proxy.node.meta["example_value"] if is_proxy else proxy
 
 
-def _call_with_symbols(
-    function: Any, hints: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call `function` between comparisons, as torch.export(strict=False) runs code."""
-    compared = _compared(function, hints)
-    values = inspect.signature(function).bind(*args, **kwargs).arguments
-    for expression in _in_braces(compared.values()):
-        values[f"{{{expression}}}"] = eval(expression, dict(values))
-    misfit = _misfit(function, compared, values)
-    if misfit is None:
-        values["return"] = result = function(*args, **kwargs)
-        misfit = _misfit(function, compared, values)
-    if misfit is not None:
-        raise TypeCheckError(misfit)
-    return result
+def _leaves(value: Any) -> list[Any]:
+    """Return what is in a value of tuples, lists, and dicts."""
+    leaves: list[Any] = []
+    map_aggregate(value, leaves.append)
+    return leaves
 
 
-def _compared(function: Any, hints: dict[str, Any]) -> dict[str, Any]:
-    """Return the annotations that comparisons cover."""
-    compared = {name: hint for name, hint in hints.items() if _has_array(hint)}
-    for name, parameter in inspect.signature(function).parameters.items():
-        # The compiler does not say whether a tensor is the default.
-        is_tensor = isinstance(parameter.default, Tensor)
-        if is_tensor or _PASSED[parameter.kind][0] == "*":
-            compared.pop(name, None)
-    return compared
+def _is_known(value: Any) -> bool:
+    """Return whether no part of it is unknown, such as a size that depends on values."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-
-def _misfit(function: Any, hints: dict[str, Any], values: dict[str, Any]) -> str | None:
-    """Return what is wrong with the first value that does not fit, if there is one.
-
-    `values` has arguments by their names, the result as "return", and the values of
-    expressions in braces as "{self.d_model}".
-    """
-    parameters = inspect.signature(function).parameters
-    axes = {name: value for name, value in values.items() if name.startswith("{")}
-    for name, hint in hints.items():
-        if name not in values:
-            continue
-        value = values[name]
-        is_default = name in parameters and value is parameters[name].default
-        if is_default or _fits(hint, value, axes):
-            continue
-        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        names = [str(each) if get_args(each) else each.__name__ for each in options]
-        expected = " | ".join(names)
-        known = ", ".join(f"{a.strip('{}')}={_size_text(axes[a])}" for a in axes)
-        where = f" where {known}" if known else ""
-        place = _place(function, name)
-        return f"{place} must be {expected}{where}, got {_text(value)}"
-    return None
-
-
-def _fits(hint: Any, value: Any, axes: dict[str, Any]) -> bool:
-    """Return whether a value fits, and True for what these comparisons do not cover.
-
-    `axes` has the sizes of the names so far, and gets this value's sizes.
-    """
-    items = get_args(hint)
-    if get_origin(hint) is tuple and Ellipsis not in items:
-        return (
-            isinstance(value, tuple)
-            and len(value) == len(items)
-            and all(_fits(*each, axes) for each in zip(items, value, strict=True))
-        ) or (isinstance(value, _Other) and issubclass(value.kind, tuple))
-    options = items if get_origin(hint) in (Union, UnionType) else (hint,)
-    arrays = [each for each in options if _is_array(each) and each.array_type is Tensor]
-    others = [each for each in options if each not in arrays]
-    if not isinstance(value, Tensor):
-        return others != [] and (value is None or others != [type(None)])
-    if any(map(_may_be_tensor, others)):
-        return True
-    possible = [array for array in arrays if isinstance(value, _without_sizes(array))]
-    if len(possible) != 1:  # where several of a union fit, nothing is compared
-        return possible != []
-    return _sizes_fit(possible[0], value.shape, axes)
-
-
-def _may_be_tensor(hint: Any) -> bool:
-    kind = hint.array_type if _is_array(hint) else get_origin(hint) or hint
-    return (
-        type(kind) not in _PLAIN_METACLASSES
-        or issubclass(kind, Tensor)
-        or issubclass(Tensor, kind)
+    return not any(
+        free_unbacked_symbols(leaf)
+        if isinstance(leaf, (Tensor, SymInt))
+        else leaf is _UNKNOWN
+        for leaf in _leaves(value)
     )
 
 
-@functools.cache
-def _without_sizes(array: Any) -> Any:
-    """Return the annotation with the same dtype and number of axes, for any sizes."""
-    axes = ["_"] * len(array.dims)
-    if array.index_variadic is not None:
-        axes[array.index_variadic] = "..."
-    return array.dtype[array.array_type, " ".join(axes)]
+def _number(value: Any) -> Any:
+    """Return a number of the same type for a symbol, and any other value as it is."""
+    if isinstance(value, (SymInt, SymFloat, SymBool)):
+        return value.node.hint or value.node.pytype()
+    return value
 
 
-_Shape = tuple[Any, ...]  # of numbers and symbols
-
-
-def _sizes_fit(array: Any, shape: _Shape, axes: dict[str, Any]) -> bool:
-    """Compare each size, in the order of jaxtyping."""
-    dims = array.dims
-    variadic = array.index_variadic
-    for i, dim in enumerate(dims):
-        if i == variadic or not hasattr(dim, "broadcastable"):  # it has no name
-            continue
-        size = shape[i if variadic is None or i < variadic else i - len(dims)]
-        if dim.broadcastable and _is_true(size == 1):
-            continue
-        if hasattr(dim, "name"):
-            expected = axes.setdefault(dim.name, size)
-        else:
-            expected = dim.size if hasattr(dim, "size") else _evaluate(dim.elem, axes)
-        if expected is not None and _is_true(size != expected):
-            return False
-    if variadic is not None and hasattr(dims[variadic], "name"):
-        name = f"*{dims[variadic].name}"
-        batch = shape[variadic : len(shape) + variadic + 1 - len(dims)]
-        joined = _join(axes.get(name), batch, dims[variadic].broadcastable)
-        if joined is None:
-            return False
-        axes[name] = joined
-    return True
-
-
-def _evaluate(expression: str, axes: dict[str, Any]) -> Any:
-    """Return the value of an expression such as "2*{self.d_k}", or None if unknown."""
-    symbols = {}
-    for i, text in enumerate(re.findall(r"\{[^{}]+\}", expression)):
-        value = axes.get(text)
-        if isinstance(value, _Other):
-            return None
-        if isinstance(value, torch.SymInt):  # it has no text
-            symbols[f"_{i}"] = value
-            value = f"_{i}"
-        expression = expression.replace(text, f"{value}")
+@contextlib.contextmanager
+def _symbols_broadcast() -> Iterator[None]:
+    """Let jaxtyping broadcast by torch. numpy would turn symbols into numbers."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        yield
+        return
+    by_numpy = numpy.broadcast_shapes
+    numpy.broadcast_shapes = _broadcast_shapes
     try:
-        return eval(expression, {}, axes | symbols)
-    except NameError:  # a name whose size is not known yet
-        return None
+        yield
+    finally:
+        numpy.broadcast_shapes = by_numpy
 
 
-def _join(
-    known: tuple[bool, _Shape] | None, shape: _Shape, may_broadcast: bool
-) -> tuple[bool, _Shape] | None:
-    """Return what an axis name such as *batch stands for after one more shape, or None.
-
-    The result says whether all shapes so far may broadcast, and to which shape.
-    """
-    if known is None:
-        return may_broadcast, shape
-    may_grow, old = known
-    rank = max(len(old), len(shape))
-    if (len(old) < rank and not may_grow) or (len(shape) < rank and not may_broadcast):
-        return None
-    padded_old = (1,) * (rank - len(old)) + old
-    padded_new = (1,) * (rank - len(shape)) + shape
-    joined = []
-    for a, b in zip(padded_old, padded_new, strict=True):
-        if _is_true(a != b):
-            if may_grow and _is_true(a == 1):
-                a = b
-            elif not (may_broadcast and _is_true(b == 1)):
-                return None
-        joined.append(a)
-    return may_grow and may_broadcast, tuple(joined)
-
-
-def _is_true(condition: Any) -> bool:
-    """Return False also where that is known only when the compiled code runs."""
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return guard_or_false(condition)
-
-
-def _text(value: Any) -> str:
-    """Return what an error says of a value: its dtype and shape, or its type."""
-    if isinstance(value, Tensor):
-        return f"{value.dtype}".removeprefix("torch.") + _shape_text(value.shape)
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_text, value))})"
-    return (value.kind if isinstance(value, _Other) else type(value)).__name__
-
-
-def _shape_text(shape: _Shape) -> str:
-    return f"[{','.join(map(_size_text, shape))}]"
-
-
-def _size_text(size: Any) -> str:
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
-    if isinstance(size, tuple):  # of *batch
-        return _shape_text(size[1])
-    if isinstance(size, torch.SymInt) and not free_unbacked_symbols(size):
-        size = int(size)
-    return f"{size}"
+def _broadcast_shapes(*shapes: Any) -> Any:
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError as error:
+        raise ValueError(error) from error

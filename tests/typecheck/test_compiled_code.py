@@ -1,28 +1,13 @@
-"""typecheck in code that torch.compile or torch.export traces."""
+"""What typecheck guarantees in compiled code beside the cases of calls.py."""
 
-import linecache
 import re
+from typing import Any
 
 import pytest
 import torch
-from jaxtyping import Float, TypeCheckError
+from jaxtyping import Bool, Float, TypeCheckError
 from torch import Tensor, nn
 from torch.export import Dim
-from typecheck.calls import (
-    CALLS,
-    KINDS,
-    LEFT_OUT,
-    Case,
-    Gain,
-    couple,
-    dot,
-    mask_out,
-    pair,
-    rotate,
-    scaled,
-    six_times,
-    to_gray,
-)
 
 import tinyblock
 from tinyblock.typecheck import typecheck
@@ -37,192 +22,160 @@ POSITIONS = torch.arange(3)
 
 # Without a check, these calls raise no error, because torch broadcasts a wrong argument,
 # or, with a Block, another error.
-BROADCASTING_CALLS = {
-    "rms_norm, one gain": Case(
-        tinyblock.rms_norm, (X, ones(D)), (X, ones(1)), "'weight'"
+WRONG_CALLS: dict[str, tuple[Any, ...]] = {
+    "rms_norm, one gain": (tinyblock.rms_norm, (X, ones(1)), "weight"),
+    "rms_norm, one component": (tinyblock.rms_norm, (ones(3, 1), ones(D)), "weight"),
+    "RMSNorm of integers": (tinyblock.RMSNorm(D), (X.int(),), "x"),
+    "RoPE, one position": (ROPE, (X, POSITIONS[:1]), "token_positions"),
+    "RoPE, more positions than tokens": (
+        ROPE,
+        (X[:, :1], POSITIONS),
+        "token_positions",
     ),
-    "rms_norm, one component": Case(
-        tinyblock.rms_norm, (X, ones(D)), (ones(3, 1), ones(D)), "'weight'"
+    "RoPE, more axes of positions": (
+        ROPE,
+        (X[0], POSITIONS.expand(2, 3)),
+        "token_positions",
     ),
-    "RMSNorm of integers": Case(tinyblock.RMSNorm(D), (X,), (X.int(),), "'x'"),
-    "RoPE, one position": Case(
-        ROPE, (X, POSITIONS), (X, POSITIONS[:1]), "'token_positions'"
+    "attention, k of batch 1": (
+        tinyblock.scaled_dot_product_attention,
+        (X, X[:1], X),
+        "k",
     ),
-    "RoPE, more positions than tokens": Case(
-        ROPE, (X[:, :1], POSITIONS[:1]), (X[:, :1], POSITIONS), "'token_positions'"
+    "attention, v of batch 1": (
+        tinyblock.scaled_dot_product_attention,
+        (X, X, X[:1]),
+        "v",
     ),
-    "RoPE, more axes of positions": Case(
-        ROPE, (X[0], POSITIONS), (X[0], POSITIONS.expand(2, 3)), "'token_positions'"
-    ),
-    "attention, k of batch 1": Case(
-        tinyblock.scaled_dot_product_attention, (X, X, X), (X, X[:1], X), "'k'"
-    ),
-    "attention, v of batch 1": Case(
-        tinyblock.scaled_dot_product_attention, (X, X, X), (X, X, X[:1]), "'v'"
-    ),
-    "Block, width": Case(BLOCK, (X,), (X[..., :1],), "'x'"),
-    "Block, one position": Case(
-        BLOCK, (X, POSITIONS), (X, POSITIONS[:1]), "'token_positions'"
-    ),
+    "Block, width": (BLOCK, (X[..., :1],), "x"),
+    "Block, one position": (BLOCK, (X, POSITIONS[:1]), "token_positions"),
 }
 
 
-def call(function, arguments):
-    """Call with arguments, of which the last may be a dict of keywords."""
-    if isinstance(arguments[-1], dict):
-        return function(*arguments[:-1], **arguments[-1])
-    return function(*arguments)
+@pytest.mark.parametrize(
+    ("function", "arguments", "name"), WRONG_CALLS.values(), ids=WRONG_CALLS
+)
+def test_layers_raise_where_torch_would_broadcast(function, arguments, name):
+    for call in (function, torch.compile(function, backend="eager")):
+        with pytest.raises(TypeCheckError, match=f"parameter '{name}'"):
+            call(*arguments)
 
 
-def each(cases):
-    return pytest.mark.parametrize("case", cases.values(), ids=cases)
-
-
-@each(CALLS | BROADCASTING_CALLS)
-def test_eager_mode_raises_for_a_wrong_call_after_a_right_one(case):
-    call(case.call, case.right)
-    with pytest.raises(TypeCheckError):
-        call(case.call, case.wrong)
-
-
-def compiled_with_symbols(function):
-    """Compile to one graph, in which sizes of 2 and more are symbols.
-
-    In the other tests, sizes are numbers, about which a comparison knows more.
-    """
-    return torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
-
-
-@each(CALLS)
-def test_compiled_code_takes_a_right_call_and_is_one_graph(case):
-    expected = call(case.call, case.right)
-    result = call(compiled_with_symbols(case.call), case.right)
-    torch.testing.assert_close(result, expected)
-
-
-@each(LEFT_OUT)
-def test_compiled_code_takes_a_right_call_that_it_does_not_check(case):
-    function, *arguments = case
-    expected = function(*arguments)
-    result = torch.compile(function, backend="eager", fullgraph=True)(*arguments)
-    torch.testing.assert_close(result, expected)
-
-
-@each({kind: CALLS[kind] for kind in KINDS})
-def test_compiled_code_raises_the_error_of_eager_mode(case):
-    with pytest.raises(TypeCheckError) as eager:
-        call(case.call, case.wrong)
-    with pytest.raises(TypeCheckError) as compiled:
-        call(torch.compile(case.call, backend="eager"), case.wrong)
-    assert str(compiled.value) == str(eager.value)
-
-
-@each({kind: CALLS[kind] for kind in ("named axis", "result that is no tuple")})
-def test_after_an_error_the_compiler_does_not_trace_the_checks(case):
-    """If it did, jaxtyping's code would break the graph."""
-    torch._dynamo.utils.counters.clear()
-    with pytest.raises(TypeCheckError):
-        call(torch.compile(case.call, backend="eager"), case.wrong)
-    assert not torch._dynamo.utils.counters["graph_break"]
-
-
-@each(CALLS)
-def test_with_fullgraph_the_error_names_the_argument(case):
-    with pytest.raises(
-        RuntimeError, match=f"TypeCheckError.*{case.where} of .* must be"
-    ):
-        call(compiled_with_symbols(case.call), case.wrong)
-
-
-@each(BROADCASTING_CALLS)
-def test_compiled_layers_raise_where_torch_would_broadcast(case):
-    with pytest.raises(TypeCheckError, match=f"parameter {case.where}"):
-        call(torch.compile(case.call, backend="eager"), case.wrong)
+@typecheck
+def dot(
+    q: Float[Tensor, "*batch query d_k"], k: Float[Tensor, "*batch key d_k"]
+) -> Float[Tensor, "*batch query d_k"]:
+    return q * k.sum(-2, keepdim=True)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_the_message_names_function_argument_expected_sizes_and_what_it_got(dynamic):
-    compiled = torch.compile(dot, backend="eager", fullgraph=True, dynamic=dynamic)
+def test_with_fullgraph_the_message_names_the_axis_and_has_numbers(dynamic):
+    @typecheck
+    def scaled(x: Float[Tensor, "n m"], n: int, w: Float[Tensor, "2*{n}"]) -> Tensor:
+        return x * w.sum()
+
+    compiled = torch.compile(scaled, backend="eager", fullgraph=True, dynamic=dynamic)
     with pytest.raises(RuntimeError) as caught:
-        compiled(ones(2, 5), ones(4, 1))
-    assert (
-        "parameter 'k' of typecheck.calls.dot must be Float[Tensor, '*batch key d_k'] "
-        "where query=2, d_k=5, *batch=[], key=4, got float32[4,1]"
-    ) in str(caught.value)
-
-
-def test_the_message_has_the_value_of_braces():
-    compiled = torch.compile(Gain(3), backend="eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match=r"must be .* where self\.width=3, got"):
-        compiled(ones(2, 1))
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments", "message"),
-    [
-        (to_gray, (2,), "Float[Tensor, 'color=3 height width'], got int"),
-        (
-            mask_out,
-            (ones(4, 3), 2),
-            "Bool[Tensor, '#query key'] | NoneType where query=4, key=3, got int",
-        ),
-        (
-            couple,
-            (ones(3), list),
-            "tuple[jaxtyping.Float[Tensor, 'n'], torch.Tensor] where n=3, got list",
-        ),
-        (
-            pair,
-            (ones(3), 1),
-            "tuple[torch.Tensor, jaxtyping.Float[Tensor, 'n']] where n=3, got (float32[3])",
-        ),
-    ],
-    ids=["tensor", "union", "tuple", "length of a tuple"],
-)
-def test_the_message_describes_what_is_not_a_tensor(function, arguments, message):
-    compiled = torch.compile(function, backend="eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match=f" must be {re.escape(message)}"):
-        compiled(*arguments)
-
-
-def test_the_source_of_a_wrapper_can_be_read():
-    source = "".join(linecache.getlines("<wrapper of typecheck.calls.dot>"))
-    assert "def __wrapper(q, k):" in source
+        compiled(ones(3, 4), 5, ones(11))
+    message = str(caught.value)
+    assert "parameter 'w'" in message
+    assert "Actual value: f32[11](torch)" in message
+    assert "Float[Tensor, '2*n=2*5']" in message
+    assert re.search(r"dimension size 11 does not equal .* 2\*n=(10|2\*5)\.", message)
 
 
 def graphs_of(function, calls):
-    """Compile a function, and return how many graphs these calls make."""
+    """Return the graphs that these calls make of a function, as text."""
     graphs = []
 
     def backend(graph, inputs):
-        graphs.append(graph)
+        graphs.append([(node.op, str(node.target)) for node in graph.graph.nodes])
         return graph.forward
 
     compiled = torch.compile(function, backend=backend)
     for arguments in calls:
         compiled(*arguments)
     torch._dynamo.reset()
-    return len(graphs)
+    return graphs
 
 
-@pytest.mark.parametrize(
-    ("layer", "inputs"),
-    [
-        pytest.param(NORM, [(ones(n, 3, D),) for n in range(1, 10)], id="batches"),
-        pytest.param(
-            ROPE, [(ones(2, n, D), torch.arange(n)) for n in range(1, 21)], id="lengths"
-        ),
-    ],
-)
-def test_checks_cause_no_more_graphs(layer, inputs, monkeypatch):
-    checked = graphs_of(layer, inputs)
-    monkeypatch.setattr(type(layer), "forward", type(layer).forward.__wrapped__)
-    assert 0 < checked <= graphs_of(layer, inputs)
+class Unchecked(nn.Module):
+    """A layer without the checks of its call."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args):
+        return type(self.layer).forward.__wrapped__(self.layer, *args)
 
 
-def test_sizes_that_are_equal_by_chance_bind_no_later_call():
-    calls = [(ones(n, D), ones(m, D)) for n, m in ((3, 3), (4, 4), (4, 5), (5, 3))]
-    assert 0 < graphs_of(dot, calls) <= graphs_of(dot.__wrapped__, calls)
+def test_checks_add_no_graphs_and_leave_nothing_in_them():
+    lengths = [(ones(2, n, D), torch.arange(n)) for n in range(1, 21)]
+    batches = [(ones(n, 3, D),) for n in range(1, 10)]
+    for layer, calls in ((NORM, batches), (ROPE, lengths)):
+        checked = graphs_of(layer, calls)
+        unchecked = graphs_of(Unchecked(layer), calls)
+        operations = [
+            [name for op, name in graph if op != "placeholder"] for graph in checked
+        ]
+        assert operations == [
+            [name for op, name in graph if op != "placeholder"] for graph in unchecked
+        ]
+
+
+def test_broadcast_axes_numbers_and_equal_sizes_add_no_graphs():
+    @typecheck
+    def rotate(
+        x: Float[Tensor, "*batch seq d"],
+        angles: Float[Tensor, "*#batch seq d//2"],
+        scale: float | Float[Tensor, ""],
+        layer: int,
+    ) -> Float[Tensor, "*batch seq d"]:
+        return x * scale + angles.sum()
+
+    sizes = [(ones(n, n + 1, 8), ones(1, n + 1, 4), 1.5, 0) for n in range(2, 12)]
+    numbers = [(ones(2, 3, 8), ones(3, 4), n + 0.5, n) for n in range(6)]
+    equal = [(ones(n, D), ones(m, D)) for n, m in ((3, 3), (4, 4), (4, 5), (5, 3))]
+    for function, calls in ((rotate, sizes), (rotate, numbers), (dot, equal)):
+        checked = graphs_of(function, calls)
+        assert 0 < len(checked) <= len(graphs_of(function.__wrapped__, calls))
+
+
+def test_a_graph_break_in_a_layer_costs_no_other_graph_break():
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.width = D
+
+        def forward(
+            self, x: Float[Tensor, "*batch {self.width}"]
+        ) -> Float[Tensor, "*batch {self.width}"]:
+            x = x + 1
+            torch._dynamo.graph_break()
+            return x * 2
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Inner() for _ in range(12))
+
+        def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    def count():
+        torch._dynamo.utils.counters.clear()
+        graphs = graphs_of(Outer(), [(X,), (X + 1,)])
+        return len(graphs), torch._dynamo.utils.counters["graph_break"].total()
+
+    unchecked = count()
+    typecheck(Inner)
+    typecheck(Outer)
+    assert count() == unchecked
+    with pytest.raises(TypeCheckError):
+        torch.compile(Outer(), backend="eager")(X[..., :7])
 
 
 def test_compiled_code_raises_for_a_wrong_call_after_right_ones():
@@ -231,12 +184,24 @@ def test_compiled_code_raises_for_a_wrong_call_after_right_ones():
         compiled(ones(2, size), ones(4, size))
     with pytest.raises(TypeCheckError):
         compiled(ones(2, 7), ones(4, 1))
+    assert compiled(ones(2, 7), ones(4, 7)).shape == (2, 7)
+
+
+def test_symbols_are_compared_in_expressions():
+    @typecheck
+    def rotate(x: Float[Tensor, "n d"], angles: Float[Tensor, "n d//2"]) -> Tensor:
+        return x + angles.sum()
+
+    compiled = torch.compile(rotate, backend="eager", dynamic=True)
+    compiled(ones(3, 8), ones(3, 4))
+    with pytest.raises(TypeCheckError):
+        compiled(ones(3, 8), ones(3, 5))
 
 
 def test_an_axis_can_be_marked_as_dynamic():
     x = ones(5, 3, D)
     torch._dynamo.mark_dynamic(x, (0, 1))
-    assert graphs_of(ROPE, [(x,), (ones(4, 7, D),)]) == 1
+    assert len(graphs_of(ROPE, [(x,), (ones(4, 7, D),)])) == 1
 
 
 @pytest.mark.parametrize("computes", [True, False])
@@ -252,46 +217,36 @@ def test_a_result_after_a_graph_break_is_checked(computes):
         compiled(ones(3, 2), 3)
 
 
+def test_the_compiler_does_not_trace_the_checks():
+    """If it did, jaxtyping's code would break the graph, too."""
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(dot, backend="eager")
+    with pytest.raises(TypeCheckError):
+        compiled(ones(2, 7), ones(4, 1))
+    compiled(ones(2, 7), ones(4, 7))
+    reasons = torch._dynamo.utils.counters["graph_break"]
+    assert not re.search("site-packages/(jaxtyping|beartype)/|disable", f"{reasons}")
+
+
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_a_size_that_depends_on_values_is_not_compared():
+    @typecheck
+    def mask(
+        x: Float[Tensor, "n d"], keep: Bool[Tensor, "n d"]
+    ) -> Float[Tensor, "n d"]:
+        return x * keep
+
     def of_positive(x):
         rows = x[x[:, 0] > 0]
-        rotate(rows, x[:, :4])
-        mask_out(rows, rows > 0)
-        scaled(rows, by=x[:1])
-        return dot(rows, x)
+        return dot(mask(rows, rows > 0), x)
 
     x = torch.eye(D)
     compiled = torch.compile(of_positive, backend="eager", fullgraph=True)
     assert compiled(x + 1).shape == (D, D)
 
 
-@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def test_a_message_shows_a_size_that_depends_on_values_as_a_symbol():
-    def of_positive(x):
-        return dot(x[x[:, 0] > 0], x[:, :1])
-
-    compiled = torch.compile(of_positive, backend="eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match=r"'k' of .* where query=u\d+, d_k=8"):
-        compiled(torch.eye(D))
-
-
 @pytest.mark.parametrize("strict", [True, False])
-def test_export_raises_for_a_wrong_result(strict):
-    class SixTimes(nn.Module):
-        def forward(self, x):
-            return six_times(x, 2, 2)
-
-    with pytest.raises(
-        (TypeCheckError, RuntimeError), match=r"the result of .*must be"
-    ):
-        torch.export.export(
-            SixTimes(), (ones(3),), dynamic_shapes=({0: Dim("n")},), strict=strict
-        )
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_export_takes_dynamic_sizes(strict):
+def test_export_takes_dynamic_sizes_and_raises_for_a_wrong_call(strict):
     dims = ({0: Dim("batch"), 1: Dim("seq")}, {0: Dim("seq")})
     exported = torch.export.export(
         ROPE, (X, POSITIONS), dynamic_shapes=dims, strict=strict
@@ -300,11 +255,7 @@ def test_export_takes_dynamic_sizes(strict):
     positions = torch.arange(5)
     result = exported.module()(x, positions)
     torch.testing.assert_close(result, ROPE(x, positions))
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_export_raises_for_a_wrong_call(strict):
-    with pytest.raises((TypeCheckError, RuntimeError), match=r"'x'.*must be"):
+    with pytest.raises((TypeCheckError, RuntimeError), match="parameter 'x'"):
         torch.export.export(
             ROPE, (X[..., :7],), dynamic_shapes=({1: Dim("seq")},), strict=strict
         )
