@@ -191,18 +191,15 @@ def _wrapper(check: "_Check") -> Any:
         # At a graph break, the compiler cuts a function in two, but no try block. So
         # Python runs the wrapper, and `function` is compiled by itself.
         try:
-            return traced(args, kwargs)
+            from torch._dynamo.comptime import comptime
+
+            before = look(comptime, see_arguments, *args, **kwargs)
+            result = function(*args, **kwargs)
+            look_again(comptime, see_result, *args, **kwargs)
+            del before  # see_result has read it
+            return result
         except Exception:
             raise
-
-    def traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from torch._dynamo.comptime import comptime
-
-        before = look(comptime, see_arguments, *args, **kwargs)
-        result = function(*args, **kwargs)
-        look_again(comptime, see_result, *args, **kwargs)
-        del before  # see_result has read it
-        return result
 
     return wrapper
 
