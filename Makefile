@@ -11,12 +11,14 @@ MODEL := SmolLM2-135M-Instruct.Q4_1.gguf
 CACHE := $(HOME)/.cache/tinyblock
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test tests mutants lint story compare exactness
+.PHONY: help install profile test tests mutants lint story compare exactness
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s%s\n", $$1, $$2}' Makefile
 	@echo
 	@echo 'ARGS= passes arguments on:  make profile ARGS="--seq-len 1024"  make test ARGS="-k rope"'
+
+install: $(VENV)/installed-dev ## build .venv, which the other commands of the README use
 
 profile: $(VENV)/installed-plot ## measure where the time of a Block goes on this machine
 	$(VENV)/bin/python scripts/profile_block.py $(ARGS)

@@ -1,10 +1,8 @@
-"""Run pytest in a process of its own, in which torch is imported already."""
+"""Run pytest or a command in a process of its own, in which torch is imported already."""
 
 import os
-import subprocess
 import sys
 import tempfile
-from unittest import mock
 
 import processes
 import pytest
@@ -12,19 +10,9 @@ import pytest
 from tinyblock import copies
 
 
-def verify(*arguments):
-    """Return the exit code of `tinyblock verify`, and what its pytest prints."""
-    printed = []
-
-    def run(command, check):
-        assert command[:3] == [sys.executable, "-m", "pytest"]
-        code, text = run_pytest(*command[3:])
-        printed.append(text)
-        return subprocess.CompletedProcess(command, code)
-
-    with mock.patch.object(subprocess, "run", run):
-        code = copies.main(["verify", *map(str, arguments)])
-    return code, "".join(printed)
+def verify(*arguments, folder="."):
+    """Return the exit code of `tinyblock verify`, and what it prints."""
+    return _run(_become_command, ["verify", *map(str, arguments)], folder)
 
 
 def run_pytest(*arguments, folder=".", without=()):
@@ -32,13 +20,21 @@ def run_pytest(*arguments, folder=".", without=()):
 
     The packages in `without` cannot be imported.
     """
-    folder = os.path.abspath(folder)
+    return _run(_become_pytest, arguments, folder, without)
+
+
+def _run(function, arguments, folder, *more):
     with tempfile.NamedTemporaryFile("r") as output:
         process = processes.start(
-            _become_pytest, arguments, folder, without, output=output.name
+            function, arguments, os.path.abspath(folder), *more, output=output.name
         )
         process.join()
         return process.exitcode, output.read()
+
+
+def _become_command(arguments, folder):
+    os.chdir(folder)
+    sys.exit(copies.main(arguments))
 
 
 def _become_pytest(arguments, folder, without):

@@ -14,6 +14,7 @@ of tinyblock as text, and imports none of them.
 
 import argparse
 import difflib
+import importlib
 import importlib.util
 import io
 import os
@@ -27,6 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import NoReturn
 
 ROOT = Path(__file__).parent
@@ -519,7 +521,7 @@ def add(arguments: argparse.Namespace) -> int:
     pages = [f"contract/test_{layer}.py" for layer in arguments.layers]
     pages = [page for page in pages if is_in_release(page)]
     if arguments.with_tests and pages:
-        names += ["contract/__init__.py", "contract/conftest.py", *pages]
+        names += ["contract/conftest.py", *pages]
     copies = [read_copy(arguments.folder, name) for name in names]
     code = bring_up_to_date(arguments.folder, copies)
     untested = [
@@ -571,20 +573,19 @@ def verify(arguments: argparse.Namespace) -> int:
             f"verify requires {', '.join(missing)}: install them for "
             f"{sys.executable}, or start the command with another Python"
         )
-    path = arguments.path.resolve()
-    folder = path if path.is_dir() else path.parent
+    # A package of its own, so that importing it takes neither tinyblock nor sys.path.
+    package = ModuleType("tinyblock_contract")
+    package.__path__ = [str(ROOT / "contract")]
+    sys.modules[package.__name__] = package
+    contract = importlib.import_module(f"{package.__name__}.verify")
     options = list(arguments.rest)
-    files = []
+    layers = []
     while options and not options[0].startswith("-"):
-        files.append(folder / f"{layer_name(options.pop(0))}.py")
-    contract = folder / "contract"
-    if not (contract / "conftest.py").is_file():
-        contract = ROOT / "contract"
-    command = [sys.executable, "-m", "pytest", str(contract)]
-    command += [f"--layers={file}" for file in files or [path]]
-    command += ["-c", str(ROOT / "contract" / "contract.ini"), f"--rootdir={contract}"]
-    code = subprocess.run([*command, *options], check=False).returncode
-    return code if code in (0, 1) else 2
+        layers.append(layer_name(options.pop(0)))
+    # `python3 tinyblock` puts this folder there, which would hide a user's rope.py.
+    others = [path for path in sys.path if Path(path).resolve() != ROOT.resolve()]
+    sys.path[:] = [os.getcwd(), *others]  # as `python -m pytest` does
+    return int(contract.run(arguments.path.resolve(), layers, options))
 
 
 def print_table(rows: dict[str, str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from forked import run_pytest
 
 import tinyblock
-from tinyblock.contract import target
+from tinyblock.contract import verify
 
 HERE = Path(__file__).parent
 PACKAGE = Path(tinyblock.__file__).parent
@@ -45,7 +45,7 @@ def test_every_layer_file_is_listed_and_has_a_page_in_the_contract():
     assert files - set(TOOLS) == set(MODULES), "LAYERS of tinyblock/__init__.py"
     pages = {path.stem for path in (PACKAGE / "contract").glob("test_*.py")}
     assert pages == {f"test_{name}" for name in MODULES}
-    assert set(target.ALL) == set(MODULES), "ALL of tinyblock/contract/target.py"
+    assert set(verify.LAYERS) == set(MODULES), "LAYERS of tinyblock/contract/verify.py"
 
 
 def test_package_exports_what_its_modules_do():

@@ -2,6 +2,8 @@
 
 import inspect
 import math
+import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from .target import foreign, found, load
+from .target import is_copy, is_foreign, load
 
 EPS = 1e-5
 THETA = 50.0
@@ -21,6 +23,15 @@ HALVES = (torch.bfloat16, torch.float16)
 UNITS = {torch.float64: 4096, torch.float32: 16, torch.bfloat16: 4, torch.float16: 4}
 
 CUT = "detach, .data, or no_grad cuts the graph"
+UNWRITTEN = "not written yet"
+
+
+def mistakes_of(name):
+    """Return wrong formulas of a class or function, by what is wrong in them.
+
+    There are none in a copy. conftest.py replaces this for `tinyblock verify`.
+    """
+    return {}
 
 
 def randn(*shape, seed=0):
@@ -45,9 +56,16 @@ class Function(nn.Module):
 class Weights(dict[str, Tensor]):
     """The weights of a layer, by their names in its state dict."""
 
-    def __missing__(self, name):
-        names = ", ".join(self) or "none"
-        fail(f"the layer must have the weight {name}, got {names}")
+    def get_of(self, name, *shape):
+        """Return a weight, which must have this shape."""
+        if name not in self:
+            fail(
+                f"the layer must have the weight {name}, got {', '.join(self) or None}"
+            )
+        weight = self[name]
+        if weight.shape != shape:
+            fail(f"{name} must have the shape {shape}, got {tuple(weight.shape)}")
+        return weight
 
     def of(self, part):
         """Return the weights of a part of the layer, by their names in that part."""
@@ -68,8 +86,7 @@ class Case:
 
     `formula(x, weights, **inputs, **options)` is the equation, in the dtype of x.
     `weights` are the layer's Weights. The formula of a function takes them one by one,
-    as the function does. `mistakes` are wrong formulas, by what is wrong in them. If one
-    of them gives the result of a wrong layer, the failure names it.
+    as the function does.
     """
 
     layer: str  # the name of the file, such as "rope"
@@ -80,16 +97,14 @@ class Case:
     inputs: dict[str, Tensor] = field(default_factory=dict)  # token_positions, mask
     weights: list[tuple[int, ...]] | None = None  # the shapes of a function's
     scale: float = 1.0  # of x
-    rounds_once: bool = False  # in half precision
     is_common: bool = True  # every correct layer, whoever wrote it, takes this input
-    mistakes: dict[str, Callable[..., Tensor]] = field(default_factory=dict)  # formulas
 
     def find(self):
         """Return the class or function, or None if the file does not have it."""
         return getattr(load(self.layer), self.name, None)
 
     def construct(self, **changed):
-        """Construct the layer; skip the test if it lacks an option or an input."""
+        """Construct the layer; skip the case if it lacks an option or an input."""
         layer = self.find()
         if layer is None:
             pytest.skip(f"there is no {self.name} in {self.layer}.py")
@@ -97,7 +112,7 @@ class Case:
         if self.weights is not None:
             self.require(layer, "x", *self.weights, **options, **self.inputs)
             return Function(layer, self.weights, options)
-        if self.layer in foreign and isinstance(options.get("rope"), Rope):
+        if isinstance(options.get("rope"), Rope) and is_foreign(self.layer):
             use_rope_of(layer, options)
         # A copy may change the default.
         if "eps" in inspect.signature(layer).parameters:
@@ -107,7 +122,7 @@ class Case:
         return layer(**options)
 
     def require(self, function, *arguments, **named):
-        """Skip the test if a function takes other arguments than these."""
+        """Skip the case if a function takes other arguments than these."""
         try:
             inspect.signature(function).bind(*arguments, **named)
         except TypeError as error:
@@ -170,15 +185,28 @@ class Case:
 
     def check(self, result, module, x, dtype):
         """Compare a result and its gradients with those of the formula."""
+        self.check_dtype(result, dtype)
+        self.check_numbers(result, module, x, dtype)
+
+    def check_dtype(self, result, dtype):
+        if result.dtype != dtype:
+            expected, got = name_of(dtype), name_of(result.dtype)
+            fail(f"the result must have the dtype of x, {expected}, got {got}")
+
+    def check_numbers(self, result, module, x, dtype):
+        """Compare a result and its gradients, as exact as a dtype, with the formula."""
         fresh, _ = self.arguments(dtype=x.dtype)  # a wrong layer may have overwritten x
         exact, gradients = self.exact_with_gradients(module, fresh)
         unit = UNITS[dtype] * torch.finfo(dtype).eps
-        allowed = unit * exact.norm()
-        if error := error_of(result, exact, allowed):
-            mistake = ""
-            if dtype not in HALVES:  # there, a mistake in eps may equal another one
-                mistake = self.mistake_in(result, module, fresh, unit)
-            fail(f"{mistake}result in {name_of(dtype)} {error}")
+        if error := error_of(result, exact, unit * exact.norm()):
+            message = f"result in {name_of(dtype)} {error}"
+            # In half precision, a mistake in eps may equal another one.
+            fail(
+                message,
+                []
+                if dtype in HALVES
+                else self.mistakes_in(result, module, fresh, unit),
+            )
         # Terms of a gradient that are as large as another gradient may cancel out.
         largest = max(gradient.norm() for gradient in gradients.values())
         actual = gradients_of(result, x, dict(module.named_parameters()))
@@ -188,25 +216,18 @@ class Case:
             title = f"gradient of {name} in {name_of(dtype)}"
             check_close(title, gradient, gradients[name], unit * largest)
 
-    def mistake_in(self, result, module, x, unit):
-        """Return what is wrong in a result, or "" if no usual mistake gives it."""
-        for mistake, formula in self.mistakes.items():
+    def mistakes_in(self, result, module, x, unit):
+        """Return the usual mistakes that give this result."""
+        found = []
+        for mistake, formula in mistakes_of(self.name).items():
             wrong = self.exact(module, x, formula)
-            if not error_of(result, wrong, unit * wrong.norm()):
-                return f"{mistake}: "
-        return ""
+            if not error_of(result, wrong, unit * wrong.nan_to_num().norm()):
+                found.append(mistake)
+        return found
 
 
 def case_of(
-    layer,
-    name,
-    formula,
-    *shape,
-    inputs=None,
-    scale=1.0,
-    is_common=True,
-    mistakes=None,
-    **options,
+    layer, name, formula, *shape, inputs=None, scale=1.0, is_common=True, **options
 ):
     """Return a case of a class whose first option is the last size of x."""
     return Case(
@@ -218,7 +239,6 @@ def case_of(
         inputs=inputs or {},
         scale=scale,
         is_common=is_common,
-        mistakes=mistakes or {},
     )
 
 
@@ -242,9 +262,13 @@ def use_rope_of(layer, options):
     if "rope" not in inspect.signature(layer).parameters:
         del options["rope"]
         options.update(table)
-    elif "rope" in found:
-        d_k = options.get("d_head") or options["d_model"] // options["num_heads"]
-        options["rope"] = load("rope").RotaryPositionalEmbedding(d_k=d_k, **table)
+        return
+    try:
+        rope = load("rope").RotaryPositionalEmbedding
+    except pytest.skip.Exception:
+        return  # the formula
+    d_k = options.get("d_head") or options["d_model"] // options["num_heads"]
+    options["rope"] = rope(d_k=d_k, **table)
 
 
 def gradients_of(result, x, weights):
@@ -266,6 +290,75 @@ def gradients_of(result, x, weights):
     return dict(zip(leaves, gradients, strict=True))
 
 
+def for_each(cases, check):
+    """Check each case. Fail if one fails, and begin with the title of the first.
+
+    A case is left out if the layer lacks its option or input, or, in a layer that is not
+    a copy, if the student has not written what it needs. If no case is left, the test is
+    skipped.
+    """
+    failures = {}
+    reasons = []
+    for title, case in cases.items():
+        try:
+            check(case)
+        except pytest.skip.Exception as reason:
+            reasons.append(reason.msg)
+        except (Exception, pytest.fail.Exception) as failure:
+            if is_unwritten(failure):
+                reasons.append(UNWRITTEN)
+            else:
+                failures[title] = failure
+    ran = len(cases) - len(reasons)
+    if failures:
+        fail_with(failures, ran)
+    if UNWRITTEN in reasons:
+        pytest.skip(UNWRITTEN)
+    if not ran:
+        pytest.skip("; ".join(dict.fromkeys(reasons)))
+
+
+def is_unwritten(failure):
+    """Return whether a student's function raises NotImplementedError in place of code.
+
+    torch itself raises this error from C++, where it lacks an operation.
+    """
+    if not isinstance(failure, NotImplementedError):
+        return False
+    raised = traceback.extract_tb(failure.__traceback__)[-1]
+    return (raised.line or "").startswith("raise ") and not is_copy(raised.filename)
+
+
+def fail_with(failures, ran):
+    """Fail with the first of several failures, and the mistake that explains most."""
+    title, failure = next(iter(failures.items()))
+    count = f"{len(failures)} of {ran} cases fail" if ran > 1 else "fails"
+    counts = Counter(
+        mistake for each in failures.values() for mistake in mistakes_that_explain(each)
+    )
+    of_first = mistakes_that_explain(failure)
+    causes = [name for name, _ in counts.most_common() if name in of_first]
+    cause = "".join(f"{name}: " for name in causes[:1])
+    if counts and not of_first:  # such as an error, where another case has a result
+        [name, _] = counts.most_common()[0]
+        other = next(
+            title
+            for title, each in failures.items()
+            if name in mistakes_that_explain(each)
+        )
+        count = f"{count}; {other}: {name}"
+    if isinstance(failure, pytest.fail.Exception):
+        fail(f"{title} ({count}): {cause}{failure.msg}")
+    raise AssertionError(
+        f"{title} ({count}): {type(failure).__name__}: {failure}"
+    ) from failure
+
+
+def mistakes_that_explain(failure):
+    """Return the usual mistakes that give the wrong result of a failure."""
+    return getattr(failure, "mistakes", [])
+
+
 def check_close(name, actual, expected, allowed):
     """Require the norm of the error to be at most `allowed`."""
     if error := error_of(actual, expected, allowed):
@@ -273,14 +366,18 @@ def check_close(name, actual, expected, allowed):
 
 
 def error_of(actual, expected, allowed):
-    """Describe an error whose norm is larger than `allowed`; otherwise return ""."""
+    """Describe an error whose norm is larger than `allowed`; otherwise return "".
+
+    NaN equals NaN, which a wrong formula may yield.
+    """
     got = actual.detach().cpu().double()
     if got.shape != expected.shape:
         return f"has the shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
-    error = got - expected
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    error = torch.where(same, 0.0, got - expected)
     if error.norm() <= allowed:  # not if it is NaN
         return ""
-    worst = error.abs().argmax()
+    worst = error.abs().argmax()  # a NaN, if there is one
     at = [int(i) for i in torch.unravel_index(worst, error.shape)]
     values = f"{got.flatten()[worst]:.9g}, expected {expected.flatten()[worst]:.9g}"
     norm = f"the error's norm is {error.norm():.2g}, allowed {allowed:.2g}"
@@ -292,6 +389,11 @@ def name_of(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def fail(message):
-    """Fail with a message alone, because the traceback would show the contract's code."""
-    pytest.fail(message, pytrace=False)
+def fail(message, mistakes=None):
+    """Fail with a message alone, because the traceback would show the contract's code.
+
+    `mistakes` are names of usual mistakes that give the wrong result.
+    """
+    failure = pytest.fail.Exception(message, pytrace=False)
+    failure.mistakes = mistakes or []
+    raise failure

@@ -1,157 +1,77 @@
-"""Find the layers, and give each test of their pages its cases.
+"""Collect the pages of this folder in any project, and touch no other test of it.
 
-The layers are those in the folder above, or in the folder or files of `--layers`. Copies
-of tinyblock's layers pass all tests. For other layers, only the tests marked `numbers`
-run: what every correct layer does, whoever wrote it.
+The folder has no __init__.py: the pages become modules of a package with a name of its
+own. So a project may have several contracts, and a contract anywhere.
 """
 
+import importlib
+import re
 import sys
-import sysconfig
-import traceback
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-import torch
-
-from .checks import HALVES, UNITS, name_of
-from .report import UNWRITTEN, Report, layer_of
-from .target import ABOVE, ALL, foreign, found, load, select
 
 FOLDER = Path(__file__).parent
 
+package = ModuleType(re.sub(r"\W", "_", f"contract_{FOLDER}"))
+package.__path__ = [str(FOLDER)]
+sys.modules[package.__name__] = package
+if str(FOLDER) in sys.path:  # pytest has put it there
+    sys.path.remove(str(FOLDER))
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--layers",
-        action="append",
-        help="test the layers here (default: the folder above)",
-    )
+
+def part(name):
+    """Import a file of this folder."""
+    return importlib.import_module(f"{package.__name__}.{name}")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a GPU")
     config.addinivalue_line("markers", "numbers: holds for every correct layer")
-    paths = config.getoption("layers", default=None)
-    for path in paths or [ABOVE]:
-        select(config.invocation_params.dir / path)
-    for layer in found:
-        if layer in foreign:
-            import_foreign(layer)
-    if paths:  # the command is `tinyblock verify`
-        config.pluginmanager.register(Report(config))
+    give_back_the_name_conftest(config)
+    verify = config.pluginmanager.get_plugin("tinyblock verify")
+    if verify:
+        verify.start(part("target"), part("checks"))
 
 
-def import_foreign(layer):
-    """Import a layer that is not a copy. An error ends the run, and shows its cause."""
-    try:
-        load(layer)
-    except Exception as error:
-        shown = traceback.TracebackException.from_exception(error)
-        python = ("<frozen ", sysconfig.get_path("stdlib"), str(FOLDER))
-        shown.stack[:] = [
-            frame for frame in shown.stack if not frame.filename.startswith(python)
-        ]
-        if not isinstance(error, ModuleNotFoundError):
-            print("".join(shown.format()), file=sys.stderr)
-            raise pytest.UsageError(f"{layer}.py cannot be imported") from None
-        installed = sysconfig.get_path("purelib")
-        [*_, last] = (
-            frame for frame in shown.stack if not frame.filename.startswith(installed)
-        )
-        repair = "install it; if it is the solution: pip install --no-deps -e PATH"
-        if (error.name or "").startswith("tests"):
-            repair = "run verify in the folder of the solution, or set PYTHONPATH to it"
-        raise pytest.UsageError(
-            f"{last.filename}, line {last.lineno}: {error}: {repair}"
-        ) from None
-
-
-def pytest_ignore_collect(collection_path):
-    """Leave out the pages of layers that are not there."""
-    layer = layer_of(collection_path)
-    return True if layer in ALL and layer not in found else None
-
-
-def pytest_generate_tests(metafunc):
-    """Pass the tables of a page as arguments, as every_layer.py describes them."""
-    from . import every_layer  # not above: its marks are known after pytest_configure
-
-    page, test, arguments = metafunc.module, metafunc.function, metafunc.fixturenames
-    if test is not getattr(every_layer, test.__name__, test):
-        pytest.fail(
-            f"{test.__name__} hides the test of this name in every_layer.py: rename it",
-            pytrace=False,
-        )
-    if "case" in arguments and "dtype" in arguments:
-        give_cases(metafunc, "dtype", UNITS, page.CASES)
-    elif "case" in arguments and "half" in arguments:
-        rounded = {
-            title: case for title, case in page.CASES.items() if case.rounds_once
-        }
-        give_cases(metafunc, "half", HALVES, rounded)
-    elif "case" in arguments:
-        metafunc.parametrize("case", page.CASES.values(), ids=page.CASES)
-    if "typical" in arguments:
-        typical = [page.CASES[title] for title in page.TYPICAL]
-        metafunc.parametrize("typical", typical, ids=page.TYPICAL)
-    if "option" in arguments:
-        wrong = [
-            (option, value)
-            for option, values in page.REJECTED.items()
-            for value in values
-        ]
-        metafunc.parametrize(("option", "value"), wrong)
-    if "device" in arguments and torch.cuda.is_available():
-        on_cuda = pytest.param("cuda", marks=pytest.mark.cuda)
-        metafunc.parametrize("device", ["cpu", on_cuda])
-
-
-def give_cases(metafunc, argument, dtypes, cases):
-    """Pass each case in each dtype. Every correct layer computes common cases in float32."""
-    found = []
-    for dtype in dtypes:
-        for title, case in cases.items():
-            # Only a norm must be exact in a half precision, built and called in it.
-            is_norm = case.layer == "rmsnorm" and dtype in HALVES
-            is_common = case.is_common and (dtype == torch.float32 or is_norm)
-            marks = [pytest.mark.numbers] if is_common else []
-            name = f"{title}, {name_of(dtype)}"
-            found.append(pytest.param(case, dtype, id=name, marks=marks))
-    metafunc.parametrize(("case", argument), found)
-
-
-@pytest.fixture
-def device():
-    """The CPU, and a GPU if there is one."""
-    return "cpu"
-
-
-def pytest_collection_modifyitems(config, items):
-    """Leave out what only tinyblock guarantees, and let verify test the equation first."""
-    if foreign or config.getoption("layers", default=None):
-        items.sort(key=lambda item: not item.name.startswith("test_equation["))
-    if not foreign:
+def give_back_the_name_conftest(config):
+    """Let `import conftest` find the project's own, if pytest has given this one its name."""
+    this = sys.modules.get("conftest")
+    if getattr(this, "__file__", None) != __file__:
         return
-    left_out = [
-        item
-        for item in items
-        if item.path.parent == FOLDER
-        and layer_of(item.path) in foreign
-        and not item.get_closest_marker("numbers")
-        and not config.option.markexpr
-    ]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    del sys.modules["conftest"]
+    for _, plugin in config.pluginmanager.list_name_plugin():
+        is_of_a_contract = hasattr(plugin, "give_back_the_name_conftest")
+        if getattr(plugin, "__name__", "") == "conftest" and not is_of_a_contract:
+            sys.modules["conftest"] = plugin
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """Skip what a student has not written."""
-    try:
-        return (yield)
-    except NotImplementedError as error:
-        raised = traceback.extract_tb(error.__traceback__)[-1].line or ""
-        # torch itself raises this error from C++, where it lacks an operation.
-        if layer_of(item.path) in foreign and raised.startswith("raise "):
-            pytest.skip(UNWRITTEN)
-        raise
+def pytest_collect_file(file_path, parent):
+    """Collect a page, and nothing else here, such as doctests."""
+    found = yield
+    if not found or not file_path.name.startswith("test_"):
+        return []
+    page = pytest.Module.from_parent(parent, path=file_path)
+    page.obj = part(file_path.stem)
+    return [page]
+
+
+def pytest_runtest_setup(item):
+    """Leave out what only tinyblock promises, if the layer is not a copy of tinyblock's."""
+    layer = item.path.stem.removeprefix("test_")
+    if item.get_closest_marker("numbers") or item.config.option.markexpr:
+        return
+    if part("target").is_foreign(layer):
+        pytest.skip(f"{layer}.py is not a copy of tinyblock's")
+
+
+def pytest_generate_tests(metafunc):
+    """Test on the CPU, and on a GPU if there is one."""
+    if "device" in metafunc.fixturenames:
+        import torch  # not above: a project's tests may run without it
+
+        on_gpu = pytest.param("cuda", marks=pytest.mark.cuda)
+        devices = ["cpu", on_gpu] if torch.cuda.is_available() else ["cpu"]
+        metafunc.parametrize("device", devices)

@@ -1,58 +1,285 @@
-"""What holds for every layer: tests that the page of each layer imports.
+"""What holds for every layer. The page of a layer derives its class, which pytest collects.
 
-pytest collects them in the page, such as test_rope.py, and conftest.py passes them
-arguments from the page's tables:
-
-    CASES     `case`, each input with its options, by a title; with `dtype` in each dtype,
-              with `half` in each half precision if the result is rounded once
-    TYPICAL   `typical`, the titles of one case or more for each class
-    REJECTED  `option` and `value`, the wrong values of each option
-
-So `test_rope.py::test_equation[one token, float16]` runs test_equation with a case of
-that page. The mark `numbers` is on what every correct layer does, whoever wrote it.
-conftest.py sets it on the cases that every correct layer takes.
+A test loops over the cases of the page. Its failure begins with the title of the first
+case that fails. The mark `numbers` is on what every correct layer does, whoever wrote it;
+the other tests are promises of tinyblock.
 """
 
+import contextlib
 import copy
 import math
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from .checks import check_close, fail, name_of
+from .checks import UNITS, check_close, fail, for_each, name_of
+from .target import is_foreign
 
 numbers = pytest.mark.numbers
+# Every correct layer computes in float32.
+DTYPES = [
+    pytest.param(
+        dtype, id=name_of(dtype), marks=numbers if dtype == torch.float32 else ()
+    )
+    for dtype in UNITS
+]
 
 
-@numbers
-def test_layer_is_defined(request):
-    page = request.module
-    cases = [page.CASES[title] for title in page.TYPICAL]
-    names = " or ".join(dict.fromkeys(case.name for case in cases))
-    if not any(case.find() for case in cases):
-        fail(f"{cases[0].layer}.py must define {names}")
+class EveryLayer:
+    cases: dict[str, Any] = {}
+    typical: list[str] = []  # the titles of one case or more for each class
+    rejected: dict[str, tuple[Any, ...]] = {}  # wrong values of each option
+
+    def every(self):
+        """Return the cases, or those that every correct layer takes if it is no copy."""
+        return {
+            title: case
+            for title, case in self.cases.items()
+            if case.is_common or not is_foreign(case.layer)
+        }
+
+    def each_typical(self):
+        return {title: self.cases[title] for title in self.typical}
+
+    @numbers
+    def test_layer_is_defined(self):
+        cases = self.each_typical().values()
+        if not any(case.find() for case in cases):
+            names = " or ".join(dict.fromkeys(case.name for case in cases))
+            fail(f"{next(iter(cases)).layer}.py must define {names}")
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_equation(self, dtype, device):
+        """The result and all gradients are those of the formula in float64."""
+
+        def check(case):
+            module = case.build(device, dtype)
+            x, inputs = case.arguments(device, dtype)
+            case.check(module(x, **inputs), module, x, dtype)
+
+        for_each(self.every(), check)
+
+    @pytest.mark.filterwarnings("error")
+    def test_equation_under_autocast(self, device):
+        """A layer in float32 is as exact as one in bfloat16, and does not warn."""
+
+        def check(case):
+            module = case.build(device, torch.float32)
+            x, inputs = case.arguments(device, torch.float32)
+            with torch.autocast(device, torch.bfloat16):
+                result = module(x, **inputs)
+            case.check_numbers(result, module, x, torch.bfloat16)
+
+        for_each(self.every(), check)
+
+    @numbers
+    def test_later_tokens_change_nothing(self):
+        """The result for a token is the same without the tokens after it."""
+
+        def check(case):
+            module = case.build(dtype=torch.float32)
+            x, inputs = case.first(7)
+            result = module(x, **inputs)
+            for count in range(1, 7):
+                x, inputs = case.first(count)
+                expected = result[..., :count, :].double()
+                name = f"result for {count} of 7 tokens"
+                check_close(name, module(x, **inputs), expected, 1e-5 * expected.norm())
+
+        for_each(self.each_typical(), check)
+
+    @numbers
+    def test_earlier_calls_change_nothing(self):
+        """A layer keeps nothing of its first call, such as a mask of that call's size."""
+
+        for_each(self.each_typical(), check_after_another_call)
+
+    @numbers
+    def test_calls_change_nothing(self):
+        """A call and its backward pass change neither the inputs nor the next call."""
+
+        def check(case):
+            module = case.build(dtype=torch.float32)
+            x, inputs = case.arguments(dtype=torch.float32)
+            before = copy.deepcopy({"x": x, **inputs})
+            first = module(x, **inputs)
+            if first.requires_grad:
+                first.sum().backward()
+            for name, tensor in {"x": x, **inputs}.items():
+                check_same(f"after the call, {name}", tensor, before[name])
+            module.train()  # dropout fails here: -k "not calls_change_nothing"
+            check_same("the second result", module(x, **inputs), first)
+
+        for_each(self.every(), check)
+
+    def test_any_strides(self, device):
+        """The result is the same for an x that is not contiguous."""
+
+        def check(case):
+            module = case.build(device, torch.float32)
+            x, inputs = case.arguments(device, torch.float32)
+            every_other = torch.stack((x, x), dim=-1)[..., 0]
+            expected = module(x, **inputs).detach().cpu().double()
+            result = module(every_other, **inputs)
+            name = "result for an x that is not contiguous"
+            check_close(name, result, expected, 1e-5 * expected.norm())
+
+        for_each(self.every(), check)
+
+    def test_reset_parameters(self):
+        """All weights and tables are new, also in layers that a subclass adds."""
+
+        def check(case):
+            torch.manual_seed(0)
+            module = case.construct()
+            if list(module.children()):
+                added = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96))
+                module.added = nn.ModuleList([added])
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.data.fill_(math.nan)
+            module.reset_parameters()
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if not tensor.isfinite().all():
+                    fail(f"reset_parameters must fill {name}")
+            module.added = None  # these layers start as torch's own
+            check_initial_weights(module)
+
+        for_each(self.each_typical(), check)
+
+    def test_rejects_options(self):
+        """The message has the value."""
+
+        def check(case):
+            for option, values in self.rejected.items():
+                for value in values:
+                    check_rejected(case, option, value)
+
+        for_each(self.each_typical(), check)
+
+    def test_built_on_meta(self, device):
+        """After to_empty and pickle, the layer computes what its state dict says."""
+
+        def check(case):
+            expected = case.build(device, torch.float32)
+            state = expected.state_dict()
+            names = list(dict(expected.named_parameters()))
+            if list(state) != names:
+                fail(f"the state dict must have {names}, got {list(state)}")
+            options = {"dtype": torch.bfloat16} if state else {}
+            module = case.construct(device="meta", **options)
+            for name, weight in module.named_parameters():
+                got = f"{weight.device}, {weight.dtype}"
+                if got != "meta, torch.bfloat16":
+                    fail(f"{name} must be on meta, in bfloat16: {got}")
+            x, inputs = case.arguments("meta", torch.bfloat16)
+            result = module(x, **inputs)
+            if not result.is_meta:
+                fail(f"the result must be on meta, got {result.device}")
+            module = module.to_empty(device=device).float()
+            module.reset_parameters()
+            # By the protocol of copy.deepcopy.
+            module = pickle.loads(pickle.dumps(module.cpu())).to(device)
+            module.load_state_dict(state)
+            x, inputs = case.arguments(device, torch.float32)
+            check_same("result", module(x, **inputs), expected(x, **inputs))
+
+        for_each(self.each_typical(), check)
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports
+    def test_compiles_to_one_graph(self):
+        """One graph for a single token, and one for all other lengths."""
+        from torch._dynamo.testing import CompileCounter
+
+        def check(case):
+            module = case.build(dtype=torch.float32)
+            graphs = CompileCounter()
+            torch._dynamo.reset()
+            compiled = torch.compile(module, fullgraph=True, backend=graphs)
+            # torch takes the length for a constant in the first graph, then for a variable.
+            for length in (1, 7, 4):
+                x, inputs = case.first(length)
+                expected = module(x, **inputs).detach().double()
+                name = f"compiled result for {length} tokens"
+                result = compiled(x, **inputs)
+                check_close(name, result, expected, 1e-5 * expected.norm())
+            count = graphs.frame_count
+            if count not in (1, 2):
+                fail(f"torch.compile must make 1 or 2 graphs, got {count}")
+
+        for_each(self.each_typical(), check)
 
 
-def test_equation(case, dtype, device):
-    """The result and all gradients are those of the formula in float64."""
-    module = case.build(device, dtype)
-    x, inputs = case.arguments(device, dtype)
-    result = module(x, **inputs)
-    if result.dtype != dtype:
-        got = name_of(result.dtype)
-        fail(f"the result must have the dtype of x, {name_of(dtype)}, got {got}")
-    case.check(result, module, x, dtype)
+class EveryLayerWithWeights(EveryLayer):
+    def test_initial_weights(self):
+        """Gains are 1; matrices are normal of variance 2 / (d_in + d_out), up to 3 sigma."""
+
+        def check(case):
+            torch.manual_seed(0)
+            check_initial_weights(case.construct())
+
+        for_each(self.each_typical(), check)
+
+    def test_built_on_the_default_device(self):
+        def check(case):
+            with torch.device("meta"):
+                module = case.construct()
+            for name, weight in module.named_parameters():
+                if not weight.is_meta:
+                    fail(
+                        f"{name} must be on torch's default device, got {weight.device}"
+                    )
+
+        for_each(self.each_typical(), check)
 
 
-def test_rounds_once(case, half, device):
-    """In a half precision, each component is the exact one, rounded."""
+ERRORS = (AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def check_after_another_call(case):
+    for first, (x, inputs, context) in first_calls(case).items():
+        module = case.build(dtype=torch.float32)
+        # What a layer does not take is no matter of this test. A warning is.
+        with context, contextlib.suppress(*ERRORS):
+            module(x, **inputs)
+        x, inputs = case.arguments(dtype=torch.float32)
+        try:
+            case.check(module(x, **inputs), module, x, torch.float32)
+        except pytest.fail.Exception as failure:
+            fail(f"after a first call with {first}, {failure.msg}")
+
+
+def first_calls(case):
+    """Return x, the other inputs, and a context for calls that differ from the next one."""
+    x, inputs = case.arguments(dtype=torch.float32)
+    batch = len(x)
+    of_one_sequence = {
+        name: tensor[:1] if len(tensor) == batch else tensor
+        for name, tensor in inputs.items()
+    }
+    turned = {name: tensor.flip(-1) for name, tensor in inputs.items()}
+    plain = contextlib.nullcontext()
+    return {
+        "one token": (*case.first(1), plain),
+        "one sequence": (x[:1], of_one_sequence, plain),
+        "other positions": (x, turned, plain),
+        "x in bfloat16": (x.bfloat16(), inputs, plain),
+        "no_grad": (x, inputs, torch.no_grad()),
+        "autocast": (x, inputs, torch.autocast("cpu", torch.bfloat16)),
+    }
+
+
+def check_rounds_once(case, half, device):
+    """In a half precision, each component must be the exact one, rounded."""
     module = case.build(device, half)
     x, inputs = case.arguments(device, half)
+    result = module(x, **inputs)
+    case.check(result, module, x, half)
     exact = case.exact(module, x)
-    result = module(x, **inputs).cpu().double()
+    result = result.detach().cpu().double()
     precision = torch.finfo(half).eps
     check_close(f"result in {name_of(half)}", result, exact, precision * exact.norm())
     rounding = (exact.to(half).double() - exact).abs()
@@ -67,74 +294,15 @@ def test_rounds_once(case, half, device):
         )
 
 
-@pytest.mark.filterwarnings("error")
-def test_equation_under_autocast(case, device):
-    """A layer in float32 is as exact as one in bfloat16, and does not warn."""
-    module = case.build(device, torch.float32)
-    x, inputs = case.arguments(device, torch.float32)
-    with torch.autocast(device, torch.bfloat16):
-        result = module(x, **inputs)
-    case.check(result, module, x, torch.bfloat16)
-
-
-@numbers
-def test_later_tokens_change_nothing(typical):
-    """The result for a token is the same without the tokens after it."""
-    module = typical.build(dtype=torch.float32)
-    x, inputs = typical.first(7)
-    result = module(x, **inputs)
-    for count in range(1, 7):
-        x, inputs = typical.first(count)
-        expected = result[..., :count, :].double()
-        name = f"result for {count} of 7 tokens"
-        check_close(name, module(x, **inputs), expected, 1e-5 * expected.norm())
-
-
-def test_calls_change_nothing(case, dtype):
-    """A call and its backward pass change neither the inputs nor the next call."""
-    module = case.build(dtype=dtype)
-    x, inputs = case.arguments(dtype=dtype)
-    before = copy.deepcopy({"x": x, **inputs})
-    first = module(x, **inputs)
-    if first.requires_grad:
-        first.sum().backward()
-    for name, tensor in {"x": x, **inputs}.items():
-        check_same(f"after the call, {name}", tensor, before[name])
-    module.train()  # a layer with dropout fails here: -k "not calls_change_nothing"
-    check_same("the second result", module(x, **inputs), first)
-
-
-def test_any_strides(case, device):
-    """The result is the same for an x that is not contiguous."""
-    module = case.build(device, torch.float32)
-    x, inputs = case.arguments(device, torch.float32)
-    every_other = torch.stack((x, x), dim=-1)[..., 0]
-    expected = module(x, **inputs).detach().cpu().double()
-    name = "result for an x that is not contiguous"
-    result = module(every_other, **inputs)
-    check_close(name, result, expected, 1e-5 * expected.norm())
-
-
-def test_initial_weights(typical):
-    """Gains are 1, and matrices are normal of variance 2 / (d_in + d_out), up to 3 sigma."""
-    torch.manual_seed(0)
-    check_initial_weights(typical.construct())
-
-
-def test_reset_parameters(typical):
-    """All weights and tables are new, also in layers that a subclass adds."""
-    torch.manual_seed(0)
-    module = typical.construct()
-    if list(module.children()):
-        added = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96))
-        module.added = nn.ModuleList([added])
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data.fill_(math.nan)
-    module.reset_parameters()
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        assert tensor.isfinite().all(), f"reset_parameters must fill {name}"
-    module.added = None  # these layers start as torch's own
-    check_initial_weights(module)
+def check_rejected(case, option, value):
+    """The constructor must raise a ValueError whose message has the value."""
+    try:
+        case.construct(**{option: value})
+    except ValueError as error:
+        if not re.search(rf"(?<![\w.]){re.escape(str(value))}\b", str(error)):
+            fail(f"the error of {option}={value} must have the value: {error}")
+    else:
+        fail(f"{option}={value} must be a ValueError")
 
 
 def check_initial_weights(module):
@@ -162,72 +330,9 @@ def check_initial_weights(module):
             )
 
 
-def test_rejects_option(typical, option, value):
-    """The message has the value."""
-    shown = rf"(?<![\w.]){re.escape(str(value))}\b"
-    with pytest.raises(ValueError, match=shown):
-        typical.construct(**{option: value})
-
-
-def test_built_on_meta(typical, device):
-    """After to_empty and pickle, the layer computes what its state dict says."""
-    expected = typical.build(device, torch.float32)
-    state = expected.state_dict()
-    names = list(dict(expected.named_parameters()))
-    assert list(state) == names, f"the state dict must have {names}, got {list(state)}"
-    options = {"dtype": torch.bfloat16} if state else {}
-    module = typical.construct(device="meta", **options)
-    for name, weight in module.named_parameters():
-        got = f"{weight.device}, {weight.dtype}"
-        assert got == "meta, torch.bfloat16", (
-            f"{name} must be on meta, in bfloat16: {got}"
-        )
-    x, inputs = typical.arguments("meta", torch.bfloat16)
-    result = module(x, **inputs)
-    assert result.is_meta, f"the result must be on meta, got {result.device}"
-    module = module.to_empty(device=device).float()
-    module.reset_parameters()
-    # By the protocol of copy.deepcopy.
-    module = pickle.loads(pickle.dumps(module.cpu())).to(device)
-    module.load_state_dict(state)
-    x, inputs = typical.arguments(device, torch.float32)
-    check_same("result", module(x, **inputs), expected(x, **inputs))
-
-
-def test_built_on_the_default_device(typical):
-    with torch.device("meta"):
-        module = typical.construct()
-    for name, weight in module.named_parameters():
-        if not weight.is_meta:
-            fail(f"{name} must be on torch's default device, got {weight.device}")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports
-def test_compiles_to_one_graph(typical):
-    """One graph for a single token, and one for all other lengths."""
-    from torch._dynamo.testing import CompileCounter
-
-    module = typical.build(dtype=torch.float32)
-    graphs = CompileCounter()
-    torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, backend=graphs)
-    # torch takes the length for a constant in the first graph, and then for a variable.
-    for length in (1, 7, 4):
-        x, inputs = typical.first(length)
-        expected = module(x, **inputs).detach().double()
-        name = f"compiled result for {length} tokens"
-        check_close(name, compiled(x, **inputs), expected, 1e-5 * expected.norm())
-    count = graphs.frame_count
-    assert count in (1, 2), f"torch.compile must make 1 or 2 graphs, got {count}"
-
-
 def check_same(name, actual, expected):
     """Require the same numbers to the last bit."""
-    torch.testing.assert_close(
-        actual,
-        expected,
-        rtol=0,
-        atol=0,
-        equal_nan=True,
-        msg=lambda message: f"{name} must be the same: {message}",
-    )
+    try:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    except AssertionError as error:
+        fail(f"{name} must be the same: {error}")

@@ -10,20 +10,8 @@ import math
 import pytest
 import torch
 
-from .checks import TABLE, THETA, Case, check_close, randn
-from .every_layer import (  # noqa: F401  with the tables of this page
-    test_any_strides,
-    test_built_on_meta,
-    test_calls_change_nothing,
-    test_compiles_to_one_graph,
-    test_equation,
-    test_equation_under_autocast,
-    test_later_tokens_change_nothing,
-    test_layer_is_defined,
-    test_rejects_option,
-    test_reset_parameters,
-    test_rounds_once,
-)
+from .checks import HALVES, TABLE, THETA, Case, check_close, for_each, name_of, randn
+from .every_layer import EveryLayer, check_rounds_once, numbers
 from .target import load
 
 POSITIONS = torch.tensor([[3, 9, 2, TABLE - 1, 0, 5, 5], [0, 1, 2, 3, 4, 5, 6]])
@@ -51,124 +39,70 @@ def rope_of_positions(x, token_positions=None, theta=THETA):
     return rotate(x, angles_of(token_positions, x.shape[-1], theta))
 
 
-def of_halves(*, in_x=False, in_result=False):
-    """Return a formula with pairs x[k], x[k + d_k/2], in x or in the result."""
-
-    def wrong(x, positions, theta):
-        if in_x:
-            x = torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
-        result = rope_of_positions(x, positions, theta)
-        if in_result:
-            result = torch.cat((result[..., 0::2], result[..., 1::2]), dim=-1)
-        return result
-
-    return wrong
-
-
-def with_cosines_as_sines(x, positions, theta):
-    cos = angles_of(positions, x.shape[-1], theta).cos()
-    first, second = x[..., 0::2], x[..., 1::2]
-    pairs = (first * cos - second * cos, first * cos + second * cos)
-    return torch.stack(pairs, dim=-1).flatten(-2)
-
-
-# Wrong formulas of x, the positions, and theta.
-MISTAKES = {
-    "positions start at 1": lambda x, at, theta: rope_of_positions(x, at + 1, theta),
-    "token_positions are ignored": lambda x, at, theta: rope_of_positions(
-        x, None, theta
-    ),
-    "theta is not the one that is passed": lambda x, at, theta: rope_of_positions(
-        x, at, THETA if theta != THETA else 1e4
-    ),
-    "the sine has the wrong sign": lambda x, at, theta: rope_of_positions(
-        x, -at, theta
-    ),
-    "the sines are cosines": with_cosines_as_sines,
-    "halves are rotated in place of consecutive pairs": of_halves(
-        in_x=True, in_result=True
-    ),
-    "halves of x are paired in place of consecutive components": of_halves(in_x=True),
-    "the result has its pairs as halves, not consecutive": of_halves(in_result=True),
-    "the exponent is -k/d_k in place of -2k/d_k": lambda x, at, theta: (
-        rope_of_positions(x, at, theta**0.5)
-    ),
-    "the exponent is -4k/d_k in place of -2k/d_k": lambda x, at, theta: (
-        rope_of_positions(x, at, theta**2)
-    ),
-    "the exponent has no minus": lambda x, at, theta: rope_of_positions(
-        x, at, 1 / theta
-    ),
-    "nothing is rotated": lambda x, at, theta: x,
-}
-
-
-def of_layer(formula):
-    """Turn a formula of x, the positions, and theta into one of the layer."""
-
-    def of_options(x, weights, token_positions=None, *, theta, **sizes):
-        return formula(x, token_positions, theta)
-
-    return of_options
+def of_layer(x, weights, token_positions=None, *, theta, **sizes):
+    return rope_of_positions(x, token_positions, theta)
 
 
 def case(*shape, positions=None, theta=THETA, table=TABLE, is_common=True):
-    mistakes = {name: of_layer(formula) for name, formula in MISTAKES.items()}
     return Case(
         "rope",
         "RotaryPositionalEmbedding",
-        of_layer(rope_of_positions),
+        of_layer,
         shape,
         options={"theta": theta, "d_k": shape[-1], "max_seq_len": table},
         inputs={} if positions is None else {"token_positions": positions},
-        rounds_once=True,
         is_common=is_common,
-        mistakes={} if positions is None else mistakes,
     )
 
 
-CASES = {
-    "positions 0, 1, 2, ...": case(2, 7, 8, positions=torch.arange(7)),
-    "positions for each sequence": case(2, 7, 8, positions=POSITIONS),
-    "another theta": case(2, 7, 8, positions=POSITIONS, theta=1e4),
-    "one token": case(2, 1, 6, positions=POSITIONS[:, :1]),
-    "one pair, a table of one position": case(
-        1, 2, positions=POSITIONS[1, :1], table=1
-    ),
-    "empty batch": case(0, 7, 6, positions=POSITIONS[0], is_common=False),
-    "positions for all sequences": case(2, 7, 6, positions=POSITIONS[0]),
-    "two batch axes": case(4, 4, 7, 6, positions=OF_FOUR[:, None].expand(4, 4, 7)),
-    "no batch axis": case(7, 6, positions=POSITIONS[0]),
-    "no positions, a table that is full": case(2, 3, 11, 8, table=11, is_common=False),
-    "positions for all heads, as many as sequences": case(
-        4, 4, 7, 6, positions=OF_FOUR[:, None], is_common=False
-    ),
-    "positions of the last batch axis": case(
-        3, 2, 5, 4, positions=POSITIONS[:, :5], is_common=False
-    ),
-    "positions of int32": case(7, 6, positions=POSITIONS[1].int(), is_common=False),
-    "function": Case(
-        "rope",
-        "apply_rope",
-        rotate,
-        shape=(2, 3, 5, 8),
-        inputs={"angles": angles_of(FAR, 8)},
-        weights=[],
-        rounds_once=True,
-    ),
-}
-TYPICAL = ["positions for each sequence"]
-REJECTED = {
-    "theta": (0.0, math.nan, math.inf),
-    "d_k": (0, 5),
-    "max_seq_len": (0,),
-}
+class TestRoPE(EveryLayer):
+    cases = {
+        "positions 0, 1, 2, ...": case(2, 7, 8, positions=torch.arange(7)),
+        "positions for each sequence": case(2, 7, 8, positions=POSITIONS),
+        "another theta": case(2, 7, 8, positions=POSITIONS, theta=1e4),
+        "one token": case(2, 1, 6, positions=POSITIONS[:, :1]),
+        "one pair, a table of one position": case(
+            1, 2, positions=POSITIONS[1, :1], table=1
+        ),
+        "empty batch": case(0, 7, 6, positions=POSITIONS[0], is_common=False),
+        "positions for all sequences": case(2, 7, 6, positions=POSITIONS[0]),
+        "two batch axes": case(4, 4, 7, 6, positions=OF_FOUR[:, None].expand(4, 4, 7)),
+        "no batch axis": case(7, 6, positions=POSITIONS[0]),
+        "no positions, a table that is full": case(
+            2, 3, 11, 8, table=11, is_common=False
+        ),
+        "positions for all heads, as many as sequences": case(
+            4, 4, 7, 6, positions=OF_FOUR[:, None], is_common=False
+        ),
+        "positions of the last batch axis": case(
+            3, 2, 5, 4, positions=POSITIONS[:, :5], is_common=False
+        ),
+        "positions of int32": case(7, 6, positions=POSITIONS[1].int(), is_common=False),
+        "function": Case(
+            "rope",
+            "apply_rope",
+            rotate,
+            shape=(2, 3, 5, 8),
+            inputs={"angles": angles_of(FAR, 8)},
+            weights=[],
+        ),
+    }
+    typical = ["positions for each sequence"]
+    rejected = {
+        "theta": (0.0, math.nan, math.inf),
+        "d_k": (0, 5),
+        "max_seq_len": (0,),
+    }
+
+    @pytest.mark.parametrize("half", HALVES, ids=name_of)
+    def test_rounds_once(self, half, device):
+        for_each(self.every(), lambda case: check_rounds_once(case, half, device))
 
 
-EACH = CASES["positions for each sequence"]
+EACH = TestRoPE.cases["positions for each sequence"]
 # Two instances that differ in one option.
 INSTANCES = {
-    "theta": (CASES["another theta"], EACH),
+    "theta": (TestRoPE.cases["another theta"], EACH),
     "d_k": (case(2, 7, 6, positions=POSITIONS), EACH),
     # With a theta of their own, so that no test before has built a longer table.
     "max_seq_len": (
@@ -178,13 +112,15 @@ INSTANCES = {
 }
 
 
-@pytest.mark.numbers
-@pytest.mark.parametrize("changed", INSTANCES)
-def test_each_instance_has_its_own_table(changed):
-    ropes = [case.build(dtype=torch.float32) for case in INSTANCES[changed]]
-    for case, rope in zip(INSTANCES[changed], ropes, strict=True):
-        x, positions = case.arguments(dtype=torch.float32)
-        case.check(rope(x, **positions), rope, x, torch.float32)
+@numbers
+def test_each_instance_has_its_own_table():
+    def check(instances):
+        built = [(case, case.build(dtype=torch.float32)) for case in instances]
+        for case, rope in built:
+            x, positions = case.arguments(dtype=torch.float32)
+            case.check(rope(x, **positions), rope, x, torch.float32)
+
+    for_each(INSTANCES, check)
 
 
 def test_table_is_exact_at_far_positions(device):
@@ -220,7 +156,7 @@ def test_rejects_a_sequence_longer_than_the_table():
         case(1, 4, table=8).build()(torch.zeros(9, 4))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=name_of)
 @pytest.mark.parametrize("position", [8, -1, 2**32, 2.5, True])
 def test_rejects_positions_out_of_range_and_not_integers(position, dtype):
     rope = case(1, 4, table=8).build()

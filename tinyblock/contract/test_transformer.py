@@ -8,20 +8,7 @@ import pytest
 import torch
 
 from .checks import EPS, TABLE, case_of, randn
-from .every_layer import (  # noqa: F401  with the tables of this page
-    test_any_strides,
-    test_built_on_meta,
-    test_built_on_the_default_device,
-    test_calls_change_nothing,
-    test_compiles_to_one_graph,
-    test_equation,
-    test_equation_under_autocast,
-    test_initial_weights,
-    test_later_tokens_change_nothing,
-    test_layer_is_defined,
-    test_rejects_option,
-    test_reset_parameters,
-)
+from .every_layer import EveryLayerWithWeights
 from .test_attention import BOTH, OPTIONS, ROPE
 from .test_block import Double, pre_norm_block
 from .test_rmsnorm import rms_norm
@@ -34,19 +21,21 @@ def blocks_and_norm(
     token_positions=None,
     mask=None,
     *,
+    d_model,
     num_layers,
+    max_seq_len,
     theta=1e4,
     rope=None,
     eps=EPS,
-    **heads,
+    **sizes,
 ):
     if rope is None and theta is not None:
         rope = functools.partial(rope_of_positions, theta=theta)
     for number in range(num_layers):
         of_layer = weights.of(f"layers.{number}")
-        options = {"rope": rope, "eps": eps, **heads}
+        options = {"d_model": d_model, "rope": rope, "eps": eps, **sizes}
         x = pre_norm_block(x, of_layer, token_positions, mask, **options)
-    return rms_norm(x, weights["ln_final.weight"], eps)
+    return rms_norm(x, weights.get_of("ln_final.weight", d_model), eps)
 
 
 case = functools.partial(
@@ -60,22 +49,27 @@ case = functools.partial(
     max_seq_len=TABLE,
 )
 LOW = {"token_positions": torch.arange(7) % 5}
-CASES = {
-    "default theta": case(2, 7, 24, num_layers=1),
-    "another head size": case(2, 7, 24, d_head=20),
-    "all options": case(2, 7, 24, inputs=BOTH, eps=1e-3, **OPTIONS),
-    "another theta, a table of 7 positions": case(7, 24, theta=100.0, max_seq_len=7),
-    "more tokens than positions": case(7, 24, inputs=LOW, max_seq_len=5),
-    "no RoPE": case(2, 7, 24, theta=None, max_seq_len=7),
-}
-TYPICAL = ["default theta"]
-REJECTED = {
-    "theta": (0.0,),
-    "d_head": (3,),
-    "num_heads": (7,),
-    "num_layers": (0,),
-    "max_seq_len": (0,),
-}
+
+
+class TestTransformer(EveryLayerWithWeights):
+    cases = {
+        "default theta": case(2, 7, 24, num_layers=1),
+        "another head size": case(2, 7, 24, d_head=20),
+        "all options": case(2, 7, 24, inputs=BOTH, eps=1e-3, **OPTIONS),
+        "another theta, a table of 7 positions": case(
+            7, 24, theta=100.0, max_seq_len=7
+        ),
+        "more tokens than positions": case(7, 24, inputs=LOW, max_seq_len=5),
+        "no RoPE": case(2, 7, 24, theta=None, max_seq_len=7),
+    }
+    typical = ["default theta"]
+    rejected = {
+        "theta": (0.0,),
+        "d_head": (3,),
+        "num_heads": (7,),
+        "num_layers": (0,),
+        "max_seq_len": (0,),
+    }
 
 
 def test_one_table_for_all_blocks():

@@ -1,0 +1,105 @@
+"""Why a layer cannot be imported, and how to repair it, for `tinyblock verify`.
+
+No project has a copy of this file.
+"""
+
+import ast
+import importlib.util
+import platform
+import sysconfig
+import traceback
+from pathlib import Path
+
+INSTALLED = sysconfig.get_path("purelib")
+PYTHON = ("<frozen ", sysconfig.get_path("stdlib"), str(Path(__file__).parent))
+
+
+def explain(error: BaseException, layer: Path) -> str:
+    """Return the line that fails while a layer's file is imported, and the repair.
+
+    An error in the user's own code is shown as Python shows it.
+    """
+    if isinstance(error, SyntaxError):
+        return (
+            f"{error.filename}, line {error.lineno}: {error.msg}: this is Python "
+            f"{platform.python_version()}; a newer one may read the file, and the "
+            "course's edition of 2026 requires Python 3.12 or 3.13"
+        )
+    shown = traceback.TracebackException.from_exception(error)
+    shown.stack[:] = [
+        frame for frame in shown.stack if not frame.filename.startswith(PYTHON)
+    ]
+    if not isinstance(error, ModuleNotFoundError):
+        files = [frame.filename for frame in shown.stack]
+        if files[:1] == [str(layer)] != files[1:2] != []:
+            del shown.stack[0]  # the rest is the same for the other layers
+        return "it cannot be imported:\n" + "".join(shown.format()).rstrip()
+    *_, last = (
+        frame for frame in shown.stack if not frame.filename.startswith(INSTALLED)
+    )
+    repair = repair_of(error, Path(last.filename), layer)
+    return f"{last.filename}, line {last.lineno}: {error}: {repair}"
+
+
+def repair_of(error: ModuleNotFoundError, file: Path, layer: Path) -> str:
+    """Return what to do if a file of the solution cannot import a module."""
+    name = (error.name or "").partition(".")[0]
+    if "metadata" in str(error):  # the solution's __init__.py reads its own version
+        folder = file.parents[1]
+        return f"install the solution: pip install --no-deps -e {folder}"
+    if name == "tests":
+        return "run verify in the folder of the solution, or set PYTHONPATH to it"
+    if lies_in(file.parent, name):
+        return f"it lies beside this file: add {file.parent} to PYTHONPATH"
+    return f"pip install {' '.join(sorted({name, *missing_packages(layer)}))}"
+
+
+def missing_packages(layer: Path) -> set[str]:
+    """Return all packages that the files of a solution import, and that are missing."""
+    missing = set()
+    read = set()
+    waiting = [layer]
+    while waiting:
+        file = waiting.pop()
+        if file in read:
+            continue
+        read.add(file)
+        for name in names_imported_by(file):
+            package = name.partition(".")[0]
+            if lies_in(file.parent, package):
+                waiting += files_of(name, file.parent)
+                continue
+            spec = importlib.util.find_spec(package)
+            if spec is None:
+                missing.add(package)
+            for folder in (spec and spec.submodule_search_locations) or ():
+                if not folder.startswith((INSTALLED, *PYTHON)):
+                    waiting += files_of(name, Path(folder).parent)
+    return missing
+
+
+def names_imported_by(file: Path) -> list[str]:
+    """Return what a file imports, also in its functions, such as "model.Linear"."""
+    names = []
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [
+                f"{node.module or alias.name}.{alias.name}" for alias in node.names
+            ]
+    return names
+
+
+def files_of(name: str, folder: Path) -> list[Path]:
+    """Return the files that Python reads to import a name from a folder."""
+    parts = name.split(".")
+    paths = [folder.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
+    possible = [
+        p for path in paths for p in (path.with_suffix(".py"), path / "__init__.py")
+    ]
+    return [path for path in possible if path.is_file()]
+
+
+def lies_in(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.py").exists() or (folder / name).is_dir()
