@@ -1,1 +1,0 @@
-"""The layers of other projects, with the weights of a Block."""
