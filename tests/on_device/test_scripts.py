@@ -31,12 +31,6 @@ def test_profiler_runs_a_compiled_step(device):
 
 
 @only_on_cuda
-def test_comparison_of_speed_runs(device):
-    cases = ["--cases", "*-bf16-tiny-token-eager", "--peers", "control"]
-    printed = run("compare_peers.py", device, *cases, "--rounds", "2")
-    assert torch.cuda.get_device_name() in printed
-
-
-@only_on_cuda
-def test_comparison_of_errors_runs(device):
-    assert torch.cuda.get_device_name() in run("exactness.py", device)
+def test_comparison_runs(device):
+    options = ["--cases", "*-bf16-tiny-token-eager", "--rounds", "2"]
+    assert torch.cuda.get_device_name() in run("compare.py", device, *options)
