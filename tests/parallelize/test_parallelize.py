@@ -3,7 +3,6 @@
 import copy
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, parallel
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinyblock import Block, SwiGLU, parallelize
 
@@ -45,18 +45,34 @@ def test_no_process_fails(four_processes):
     assert not failed, printed
 
 
+class Collectives(TorchDispatchMode):
+    """Note which collectives of torch.distributed run, and what a broadcast sends."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+        self.sent = []
+        self.groups = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.names.append(function.name())
+        if function is torch.ops.c10d.broadcast_.default:
+            [tensor], group, *_ = args
+            self.sent.append(tensor)
+            self.groups.append(dist.ProcessGroup.unbox(group))
+        return function(*args, **(kwargs or {}))
+
+
 def assert_rejects(model, mesh, message, **options):
     """Assert that parallelize raises, and leaves the model as it was."""
     parameters = dict(model.named_parameters())
     values = copy.deepcopy(model.state_dict())
     forwards = [vars(module).get("forward") for module in model.modules()]
-    with (
-        mock.patch.object(
-            dist, "broadcast", side_effect=AssertionError("weights sent")
-        ),
-        pytest.raises((ValueError, TypeError), match=message),
-    ):
+    collectives = Collectives()
+    with collectives, pytest.raises((ValueError, TypeError), match=message):
         parallelize(model, mesh, **options)
+    assert not collectives.sent
     for name, parameter in model.named_parameters():
         assert parameter is parameters[name], name
     for name, value in model.state_dict().items():
@@ -155,19 +171,17 @@ def test_options_of_fully_shard_require_dp():
     assert_rejects(transformer(), mesh_of("tp"), message, mp_policy=None)
 
 
+def with_torch(version, monkeypatch):
+    # No argument, because nobody but a test has another torch.
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+
+
 def test_tp_requires_torch_2_13(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
+    with_torch("2.12.1", monkeypatch)
     message = r"2\.13 .* 'tp', got 2\.12\.1: .* only 'dp'"
     assert_rejects(one_block(), mesh_of("tp"), message)
-
-
-def test_dp_does_not_require_torch_2_13(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
     parallelize(one_block(), mesh_of("dp"))
-
-
-def test_tp_accepts_an_alpha_of_torch_2_13(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0a0+1.nv26.06"))
+    with_torch("2.13.0a0+1.nv26.06", monkeypatch)
     parallelize(one_block(), mesh_of("tp"))
 
 
@@ -208,47 +222,43 @@ def test_a_block_over_tp_compiles_to_one_graph():
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
 
 
-def test_weights_are_sent_in_the_order_of_the_model(monkeypatch):
+def test_weights_are_sent_in_the_order_of_the_model():
     """The order of a set of names differs between processes, which would mix weights up."""
     model = transformer()
     named = [*model.named_parameters(), *model.named_buffers()]
     name_at = {tensor.data_ptr(): name for name, tensor in named}
-    sent = []
-    monkeypatch.setattr(
-        dist, "broadcast", lambda tensor, **_: sent.append(name_at[tensor.data_ptr()])
-    )
-    parallelize(model, mesh_of("dp"))
+    with Collectives() as collectives:
+        parallelize(model, mesh_of("dp"))
+    sent = [name_at[tensor.data_ptr()] for tensor in collectives.sent]
     assert sent == [name for name, _ in named]
 
 
-def test_weights_are_sent_along_each_axis(monkeypatch):
-    groups = set()
-    monkeypatch.setattr(dist, "broadcast", lambda _, group, **__: groups.add(group))
+def test_weights_are_sent_along_each_axis():
     mesh = mesh_of("dp_replicate", "dp", "tp")
-    parallelize(one_block(), mesh)
-    assert groups == {mesh.get_group(axis) for axis in range(3)}
+    with Collectives() as collectives:
+        parallelize(one_block(), mesh)
+    assert set(collectives.groups) == {mesh.get_group(axis) for axis in range(3)}
 
 
-def test_what_is_sent_is_contiguous(monkeypatch):
+def test_what_is_sent_is_contiguous():
     """NCCL sends nothing else."""
     model = one_block()
     model.register_buffer("strided", torch.ones(2, 3).T)
-    are_contiguous = []
-    monkeypatch.setattr(
-        dist, "broadcast", lambda sent, **_: are_contiguous.append(sent.is_contiguous())
-    )
-    parallelize(model, mesh_of("dp"))
-    assert set(are_contiguous) == {True}
+    with Collectives() as collectives:
+        parallelize(model, mesh_of("dp"))
+    assert (3, 2) in [tuple(tensor.shape) for tensor in collectives.sent]
+    assert all(tensor.is_contiguous() for tensor in collectives.sent)
 
 
-def test_only_the_first_call_compares_what_processes_pass(monkeypatch):
-    exchange = mock.Mock(wraps=dist.all_gather_object)
-    monkeypatch.setattr(dist, "all_gather_object", exchange)
+def test_only_the_first_call_compares_what_processes_pass():
     model = parallelize(one_block(), mesh_of("tp"))
     x = torch.randn(2, 8, 16, dtype=torch.float64)
-    model(x)
-    model(x)
-    exchange.assert_called_once()
+    with Collectives() as first:
+        model(x)
+    with Collectives() as second:
+        model(x)
+    assert "c10d::allgather_" in first.names
+    assert "c10d::allgather_" not in second.names
 
 
 def test_modules_are_split_in_one_order(monkeypatch):
