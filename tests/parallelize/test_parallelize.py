@@ -1,7 +1,6 @@
 """parallelize: four processes against one, collectives, compiled blocks and rejections."""
 
 import copy
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -280,13 +279,18 @@ def test_options_reach_fully_shard():
     assert model(torch.randn(2, 8, 16)).dtype == torch.bfloat16
 
 
-def test_copies_over_tp_have_their_own_weights(monkeypatch):
+@pytest.fixture
+def default_backend():
+    """Set the backend of torch.compile for a test."""
+    before = torch.compiler.get_default_backend()
+    yield torch.compiler.set_default_backend
+    torch.compiler.set_default_backend(before)
+
+
+@without_warning_of_dynamo
+def test_copies_over_tp_have_their_own_weights(default_backend):
     """A compiled forward that is a plain function would keep the original's weights."""
-
-    def uncompiled(function, **options):
-        return lambda *args: function(*args)  # as torch returns a function
-
-    monkeypatch.setattr(torch, "compile", uncompiled)
+    default_backend("eager")
     original = parallelize(transformer(), mesh_of("tp"), recompute=True, compile=True)
     x = torch.randn(2, 8, 16, dtype=torch.float64)
     expected = original(x)
@@ -342,7 +346,9 @@ def test_recomputing_repeats_all_of_a_forward_pass_but_the_last_scatter_of_a_blo
 
 
 @without_warning_of_dynamo
-def test_compiled_blocks_share_one_graph_and_compute_what_eager_ones_do(monkeypatch):
+def test_compiled_blocks_share_one_graph_and_compute_what_eager_ones_do(
+    default_backend,
+):
     graphs, runs = [], []
 
     def count(graph, inputs):
@@ -354,7 +360,7 @@ def test_compiled_blocks_share_one_graph_and_compute_what_eager_ones_do(monkeypa
 
         return counted
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
+    default_backend(count)
     found = []
     x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
     for compile in (False, True):
