@@ -1,15 +1,10 @@
 """Results on a device beside those in float64 on the CPU, and the operations that ran."""
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The allowed error in units of the dtype's precision, relative to the length of a result.
 UNITS = {torch.float32: 64, torch.bfloat16: 4, torch.float16: 4}
-
-only_on_cuda = pytest.mark.parametrize(
-    "device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True
-)
 
 
 def draw(*shape, seed=0):

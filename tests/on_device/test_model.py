@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_device.comparing import Operations, assert_close, draw, only_on_cuda, results
+from on_device.comparing import Operations, assert_close, draw, results
 
 from tinyblock import Transformer
 
+pytestmark = pytest.mark.cuda
 D_MODEL = 128
 
 
@@ -31,13 +32,10 @@ def autocast(model, device):
 
 
 def compiled(model, device):
-    backend = "inductor" if device == "cuda" else "eager"  # which takes a second
-    return torch.compile(model, fullgraph=True, backend=backend)
+    return torch.compile(model, fullgraph=True)
 
 
 def cuda_graph(model, device):
-    if device == "cpu":
-        return model  # the CPU has no CUDA graphs
     return torch.compile(model, fullgraph=True, mode="reduce-overhead")
 
 
@@ -69,7 +67,6 @@ def test_one_token_is_exact(device):
         assert_close({"": actual}, {"": exact_model(x, at)}, torch.bfloat16)
 
 
-@only_on_cuda
 @torch.no_grad()
 def test_one_token_runs_in_a_cuda_graph(device):
     torch._dynamo.reset()
@@ -90,14 +87,12 @@ def test_the_host_never_waits(dtype, device, seq, mask):
     upstream = torch.ones_like(x)
     model(x, positions, mask).backward(upstream)  # libraries start, and may wait
     try:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("error")
         with Operations() as operations:
             model(x).backward(upstream)
             model(x, positions, mask).backward(upstream)
     finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("default")
     reads = torch.Tag.data_dependent_output
     assert [each for each in operations.seen if reads in each.tags] == []
 
@@ -122,7 +117,6 @@ def test_rope_is_exact_after_a_move(move, device):
     assert_close({"": actual}, {"": exact}, torch.float32)
 
 
-@only_on_cuda
 @pytest.mark.parametrize("position", ["-1", "16"])
 def test_position_out_of_range_fails_on_the_gpu(position, device):
     """In a process of its own, in which all later calls would fail, too."""
@@ -143,7 +137,6 @@ def peak(seq):
     return torch.cuda.max_memory_allocated() - before
 
 
-@only_on_cuda
 def test_memory_grows_in_proportion_to_the_tokens(device):
     """If scores were stored, they would take more than all else."""
     peak(64)  # cuBLAS allocates its workspace

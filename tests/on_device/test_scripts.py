@@ -4,9 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
-from on_device.comparing import only_on_cuda
 
+pytestmark = pytest.mark.cuda
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 TINY = ["--seq-len", "16", "--d-model", "64", "--num-heads", "4", "--rounds", "2"]
 
@@ -19,18 +20,15 @@ def run(script, device, *options):
     return done.stdout
 
 
-@only_on_cuda
 def test_profiler_runs(device):
     assert torch.cuda.get_device_name() in run("profile_block.py", device, *TINY)
 
 
-@only_on_cuda
 def test_profiler_runs_a_compiled_step(device):
     options = [*TINY, "--mode", "step", "--compile"]
     assert torch.cuda.get_device_name() in run("profile_block.py", device, *options)
 
 
-@only_on_cuda
 def test_comparison_runs(device):
     options = ["--cases", "*-bf16-tiny-token-eager", "--rounds", "2"]
     assert torch.cuda.get_device_name() in run("compare.py", device, *options)
