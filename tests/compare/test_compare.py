@@ -32,13 +32,10 @@ def build_block():
     return block
 
 
-@pytest.mark.parametrize("name", ["transformers", "litgpt"])
+@pytest.mark.parametrize("name", installed(CPU))
 def test_each_project_computes_the_block_with_its_own_weights(name):
-    projects = installed(CPU)
-    if name not in projects:
-        pytest.skip(f"{name} is not installed")
     block = build_block()
-    peer = projects[name](block)
+    peer = installed(CPU)[name](block)
     ours = {weight.data_ptr() for weight in block.parameters()}
     assert ours.isdisjoint(weight.data_ptr() for weight in peer.parameters)
     mine = prepare(control(block), X, TRAINING)
