@@ -67,7 +67,6 @@ SIZES = {
     "llama-8b-token": replace(LLAMA_8B, batch_size=1, seq_len=1),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-PROCESSES = 3  # for one token
 
 
 @dataclass(frozen=True)
@@ -259,13 +258,13 @@ def measure(
     return found
 
 
-def measure_in_processes(case: Case, *arguments: Any) -> Found:
+def measure_in_processes(case: Case, processes: int, *arguments: Any) -> Found:
     """Measure a case in a new process or, for one token, in several.
 
     Then the times of a round are the medians of a process.
     """
     runs: list[Found] = []
-    for _ in range(1 if case.train else PROCESSES):
+    for _ in range(1 if case.train else processes):
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, spawn) as process:
             runs.append(process.submit(measure, case, *arguments).result())
@@ -363,7 +362,7 @@ def print_speed(cases: list[Case], options: argparse.Namespace) -> list[str]:
     for case in cases:
         print(case.name, file=sys.stderr)
         found[case.name] = measure_in_processes(
-            case, options.device, options.against, options.rounds
+            case, options.processes, options.device, options.against, options.rounds
         )
     peers = list(dict.fromkeys(peer for results in found.values() for peer in results))
     table, details, failures = [], [], []
@@ -428,6 +427,12 @@ def main() -> int:
         type=int,
         default=7,
         help="take so many samples of each (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=3,
+        help="time one token in so many processes (default: %(default)s)",
     )
     options = parser.parse_args()
     cases = [

@@ -83,7 +83,7 @@ def test_errors_are_those_of_roundings_except_in_the_table_of_transformers():
 
 def test_the_command_prints_a_row_for_each_case_and_peer():
     command = [sys.executable, str(ROOT / "scripts" / "compare.py")]
-    options = ["--cases", "*-f32-tiny-token-eager", "--rounds", "1"]
+    options = ["--cases", "*-f32-tiny-token-eager", "--rounds", "1", "--processes", "1"]
     run = subprocess.run(
         [*command, *options, "--against", str(ROOT)], stdout=subprocess.PIPE, text=True
     )

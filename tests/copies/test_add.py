@@ -25,7 +25,7 @@ def test_add_writes_a_layer_what_it_imports_their_bases_and_the_license(empty):
 
 def test_add_with_tests_writes_the_pages_and_what_they_import(empty):
     printed = empty.run("add", "rope", "typecheck", "--with-tests")
-    pages = {"__init__", "conftest", "test_rope"}
+    pages = {"conftest", "test_rope"}
     for page in list(pages):
         pages |= neighbors_of(empty.tinyblock / "contract" / f"{page}.py")
     names = ["rope.py", "typecheck.py", *(f"contract/{page}.py" for page in pages)]

@@ -1,5 +1,6 @@
 """A case of a layer: its options, an input, and the formula that gives the result."""
 
+import functools
 import inspect
 import math
 import traceback
@@ -199,13 +200,11 @@ class Case:
         exact, gradients = self.exact_with_gradients(module, fresh)
         unit = UNITS[dtype] * torch.finfo(dtype).eps
         if error := error_of(result, exact, unit * exact.norm()):
-            message = f"result in {name_of(dtype)} {error}"
+            explain = functools.partial(self.mistakes_in, result, module, fresh, unit)
             # In half precision, a mistake in eps may equal another one.
             fail(
-                message,
-                []
-                if dtype in HALVES
-                else self.mistakes_in(result, module, fresh, unit),
+                f"result in {name_of(dtype)} {error}",
+                None if dtype in HALVES else explain,
             )
         # Terms of a gradient that are as large as another gradient may cancel out.
         largest = max(gradient.norm() for gradient in gradients.values())
@@ -216,11 +215,14 @@ class Case:
             title = f"gradient of {name} in {name_of(dtype)}"
             check_close(title, gradient, gradients[name], unit * largest)
 
-    def mistakes_in(self, result, module, x, unit):
-        """Return the usual mistakes that give this result."""
+    def mistakes_in(self, result, module, x, unit, among=None):
+        """Return the usual mistakes, of all or of some names, that give this result."""
         found = []
-        for mistake, formula in mistakes_of(self.name).items():
-            wrong = self.exact(module, x, formula)
+        formulas = mistakes_of(self.name)
+        for mistake in formulas:
+            if among is not None and mistake not in among:
+                continue
+            wrong = self.exact(module, x, formulas[mistake])
             if not error_of(result, wrong, unit * wrong.nan_to_num().norm()):
                 found.append(mistake)
         return found
@@ -333,20 +335,20 @@ def fail_with(failures, ran):
     """Fail with the first of several failures, and the mistake that explains most."""
     title, failure = next(iter(failures.items()))
     count = f"{len(failures)} of {ran} cases fail" if ran > 1 else "fails"
-    counts = Counter(
-        mistake for each in failures.values() for mistake in mistakes_that_explain(each)
-    )
     of_first = mistakes_that_explain(failure)
-    causes = [name for name, _ in counts.most_common() if name in of_first]
-    cause = "".join(f"{name}: " for name in causes[:1])
-    if counts and not of_first:  # such as an error, where another case has a result
-        [name, _] = counts.most_common()[0]
-        other = next(
-            title
-            for title, each in failures.items()
-            if name in mistakes_that_explain(each)
+    cause = ""
+    if of_first:
+        counts = Counter(
+            mistake
+            for each in failures.values()
+            for mistake in mistakes_that_explain(each, among=of_first)
         )
-        count = f"{count}; {other}: {name}"
+        cause = f"{max(of_first, key=counts.__getitem__)}: "
+    else:  # such as an error, where another case has a result
+        for other, each in failures.items():
+            if names := mistakes_that_explain(each):
+                count = f"{count}; {other}: {names[0]}"
+                break
     if isinstance(failure, pytest.fail.Exception):
         fail(f"{title} ({count}): {cause}{failure.msg}")
     raise AssertionError(
@@ -354,9 +356,13 @@ def fail_with(failures, ran):
     ) from failure
 
 
-def mistakes_that_explain(failure):
-    """Return the usual mistakes that give the wrong result of a failure."""
-    return getattr(failure, "mistakes", [])
+def mistakes_that_explain(failure, among=None):
+    """Return the usual mistakes that give the wrong result of a failure.
+
+    `among` are the names to try, because each takes as long as the layer.
+    """
+    explain = getattr(failure, "explain", None)
+    return explain(among=among) if explain else []
 
 
 def check_close(name, actual, expected, allowed):
@@ -389,11 +395,11 @@ def name_of(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def fail(message, mistakes=None):
+def fail(message, explain=None):
     """Fail with a message alone, because the traceback would show the contract's code.
 
-    `mistakes` are names of usual mistakes that give the wrong result.
+    `explain` returns the names of usual mistakes that give the wrong result.
     """
     failure = pytest.fail.Exception(message, pytrace=False)
-    failure.mistakes = mistakes or []
+    failure.explain = explain
     raise failure
