@@ -77,3 +77,15 @@ def test_every_positive_theta_and_eps_is_accepted():
     assert tinyblock.RMSNorm(6, eps=2.0).eps == 2.0
     layer = tinyblock.CausalMultiHeadSelfAttention(24, 4, qk_norm=True, eps=2.0)
     assert layer.q_norm.eps == 2.0
+
+
+def test_the_smallest_sizes_are_accepted():
+    rope = tinyblock.RotaryPositionalEmbedding(100.0, 2, 1)
+    model = tinyblock.Transformer(1, 1, 1, 1, max_seq_len=1, d_head=2, rope=rope)
+    assert model(torch.ones(1, 1)).shape == (1, 1)
+
+
+@pytest.mark.parametrize("layer", [tinyblock.SwiGLU, tinyblock.FeedForward])
+def test_a_wrong_width_is_named(layer):
+    with pytest.raises(ValueError, match="d_model=8, d_ff=0"):
+        layer(8, 0)
