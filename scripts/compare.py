@@ -211,14 +211,15 @@ def compare(mine: Contestant, theirs: Contestant, case: Case, rounds: int) -> Re
         RuntimeError: their outputs or gradients differ by more than roundings.
     """
     pairs = zip(theirs.results, mine.results, strict=True)
-    error = max(relative_error(their, our) for their, our in pairs)
-    if not error <= case.tolerance:  # or is NaN
+    errors = [relative_error(their, our) for their, our in pairs]
+    if not all(error <= case.tolerance for error in errors):  # or one is NaN
+        found = ", ".join(f"{error:.1e}" for error in errors)
         raise RuntimeError(
             f"outputs and gradients must be within {case.tolerance:.0e} of the Block's, "
-            f"got a relative error of {error:.1e}"
+            f"got relative errors of {found}"
         )
     seconds = time_in_turns(mine.run, theirs.run, rounds)
-    return Result(seconds, error, (mine.kept, theirs.kept))
+    return Result(seconds, max(errors), (mine.kept, theirs.kept))
 
 
 def time_in_turns(
@@ -283,7 +284,8 @@ def combine(runs: list[Found], name: str) -> Result | str:
     for result in results:
         block, peer = zip(*result.seconds, strict=True)
         seconds.append((median(block), median(peer)))
-    return replace(results[0], seconds=seconds)
+    differ_by = max(result.differ_by for result in results)
+    return replace(results[0], seconds=seconds, differ_by=differ_by)
 
 
 # --- Errors ---------------------------------------------------------------------------
@@ -302,7 +304,7 @@ def errors_of(dtype: torch.dtype, device: torch.device) -> dict[str, Errors]:
     found: dict[str, Errors] = {}
     for seed in SEEDS:
         block, x = make_block(SMALL, dtype, device, seed)
-        ours = control(block).layers
+        ours = control(block).layers  # copies, because the next lines change the block
         theirs = installed(device)["transformers"](block).layers
         exact = control(block.double()).layers
         for name in exact:
@@ -435,6 +437,10 @@ def main() -> int:
         help="time one token in so many processes (default: %(default)s)",
     )
     options = parser.parse_args()
+    if options.against and not (options.against / "tinyblock").is_dir():
+        parser.error(
+            f"--against must be a checkout of tinyblock, got {options.against}"
+        )
     cases = [
         case for case in all_cases(options.device) if fnmatch(case.name, options.cases)
     ]

@@ -27,7 +27,10 @@ TESTS = {
     "tinyblock/copies": ["tests/copies"],
     "tinyblock/parallelize": ["tests/parallelize"],
     "tinyblock/typecheck": ["tests/typecheck"],
+    "tinyblock_command": ["tests/copies"],
     "tinyblock": ["tinyblock/contract", "tests/layers"],
+    "scripts/compare": ["tests/compare"],
+    "scripts/peers": ["tests/compare"],
     "scripts": ["tests/profiling", "tests/lab"],
     "examples": ["tests/examples"],
 }
@@ -126,6 +129,11 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", help="run these tests", metavar="PATH")
     parser.add_argument("--draws", type=int, default=60, help="make so many changes")
     args = parser.parse_args()
+    for file in args.files:
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            parser.error(
+                f"FILE must be a path from the root of the checkout, got {file}"
+            )
     tests = args.tests
     if tests is None:
         tests = next(TESTS[key] for key in TESTS if args.files[0].startswith(key))

@@ -277,7 +277,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
             q, k, v, attn_mask=shown, is_causal=is_causal, enable_gqa=has_groups
         )
         if mask is not None and not _yields_zeros_without_keys(q):
-            # Only where it must be, because this keeps a copy of `out` for backward.
+            # Only here, because this keeps a copy of `out` for backward. Without a mask,
+            # each query has at least its own key.
             out = out.masked_fill(~shown.any(dim=-1, keepdim=True), 0)
         return out if len(batch) == 1 else out.view(*batch, *out.shape[1:])
 
@@ -325,8 +326,8 @@ def _require_mask(mask: Any, shape: tuple[int, ...]) -> None:
     """Raise an error unless `mask` is bool and broadcasts to `shape` in one way only."""
     is_bool = isinstance(mask, Tensor) and mask.dtype == torch.bool
     axes = tuple(mask.shape) if isinstance(mask, Tensor) else ()
-    # If it also fits with an axis of one query, it may be padding: as many sequences as
-    # queries look like a row for each query.
+    # If it also fits with an axis of one query, it may be padding, such as (7, 7) for 7
+    # sequences of 7 tokens.
     as_padding = (*axes[:-1], 1, *axes[-1:])
     is_ambiguous = axes[-2:-1] != (1,) and _broadcasts(as_padding, shape)
     if is_bool and _broadcasts(axes, shape) and not is_ambiguous:

@@ -74,7 +74,8 @@ def test_rope_runs_on_the_device_of_x_in_float64(positions):
     with torch.device("meta"):
         rope = build_rope()
     x = torch.empty(2, 7, 6, dtype=torch.float64, device="meta")
-    assert rope(x, positions).is_meta
+    result = rope(x, positions)
+    assert (result.is_meta, result.dtype) == (True, torch.float64)
 
 
 class Kernel(TorchFunctionMode):
@@ -140,18 +141,21 @@ def test_a_query_without_keys_yields_zeros_whatever_the_kernel_gives():
     assert not out[:, :, 4].any()
 
 
-class OnCuda(TorchFunctionMode):
+class OnCuda(Kernel):
+    """Let tensors on the CPU say that they are on CUDA."""
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.is_cuda.__get__:
+        if function == torch.Tensor.is_cuda.__get__:  # a new object at each access
             return True
-        return function(*args, **(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 def test_repeated_heads_give_the_numbers_of_shared_ones():
     layer = CausalMultiHeadSelfAttention(24, 6, num_kv_heads=2)
     x = torch.randn(2, 7, 24)
-    with OnCuda():
+    with OnCuda() as on_cuda:
         result = layer(x)
+    assert on_cuda.heads_of_k == 6
     wq, wk, wv = layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight
     wo = layer.output_proj.weight
     expected = causal_multi_head_self_attention(x, wq, wk, wv, wo, num_heads=6)
