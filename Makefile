@@ -23,7 +23,7 @@ install: $(VENV)/installed-dev ## build .venv, which the other commands of the R
 profile: $(VENV)/installed-plot ## measure where the time of a Block goes on this machine
 	$(VENV)/bin/python scripts/profile_block.py $(ARGS)
 
-test: $(VENV)/installed-dev ## run the tests (90 s on two idle cores)
+test: $(VENV)/installed-dev ## run the tests (95 s on two idle cores)
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 # Otherwise make finds the folder tests/, does nothing, and exits with 0.
