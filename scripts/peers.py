@@ -29,7 +29,7 @@ Layer = Callable[[Tensor], Any]  # returns a tensor, or a tuple that begins with
 
 @dataclass(frozen=True)
 class Peer:
-    """The layers of a project, as functions of x. "Block" calls the others."""
+    """The layers of a project, as functions of x: "Block", and those whose errors count."""
 
     parameters: list[Tensor]
     layers: dict[str, Layer]
@@ -160,13 +160,7 @@ def litgpt(block: Any) -> Peer:
     tables = model.build_rope_cache(rope.max_seq_len, rope.d_k, base=rope.theta)
     # Its models keep the tables in their dtype.
     cos, sin = (table[None].to(block.ln1.weight) for table in tables)
-    layers = {
-        "RMSNorm": layer.norm_1,
-        "SwiGLU": layer.mlp,
-        "attention": lambda x: layer.attn(x, cos, sin),
-        "Block": lambda x: layer(x, cos, sin),
-    }
-    return Peer(list(layer.parameters()), layers)
+    return Peer(list(layer.parameters()), {"Block": lambda x: layer(x, cos, sin)})
 
 
 def rope_of_transformers(x: Tensor, positions: Tensor, theta: float) -> Tensor:
