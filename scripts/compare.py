@@ -358,14 +358,8 @@ def output_and_gradient(layer: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
 # --- The command ----------------------------------------------------------------------
 
 
-def print_speed(cases: list[Case], options: argparse.Namespace) -> list[str]:
+def print_speed(found: dict[str, Found]) -> list[str]:
     """Print the ratios of the cases, and what they come from; return the failures."""
-    found = {}
-    for case in cases:
-        print(case.name, file=sys.stderr)
-        found[case.name] = measure_in_processes(
-            case, options.processes, options.device, options.against, options.rounds
-        )
     peers = list(dict.fromkeys(peer for results in found.values() for peer in results))
     table, details, failures = [], [], []
     for name, results in found.items():
@@ -401,7 +395,14 @@ def print_errors(device: torch.device) -> None:
         print(f"\n{markdown(columns, rows)}", flush=True)
 
 
-def main() -> int:
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -426,17 +427,17 @@ def main() -> int:
     )
     parser.add_argument(
         "--rounds",
-        type=int,
-        default=7,
+        type=positive,
+        default=5,
         help="take so many samples of each (default: %(default)s)",
     )
     parser.add_argument(
         "--processes",
-        type=int,
+        type=positive,
         default=3,
         help="time one token in so many processes (default: %(default)s)",
     )
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.against and not (options.against / "tinyblock").is_dir():
         parser.error(
             f"--against must be a checkout of tinyblock, got {options.against}"
@@ -451,7 +452,17 @@ def main() -> int:
     torch.set_num_threads(1)
     print(f"# {environment(options.device)}\n")
     print(f"{versions(list(installed(options.device)))}; `{' '.join(sys.argv)}`\n")
-    failures = print_speed(cases, options) if cases else []
+    found: dict[str, Found] = {}
+    failures = []
+    try:
+        for case in cases:
+            print(case.name, file=sys.stderr)
+            found[case.name] = measure_in_processes(
+                case, options.processes, options.device, options.against, options.rounds
+            )
+    finally:  # a crash or Ctrl-C does not lose the cases before it
+        if found:
+            failures = print_speed(found)
     if has_errors and "transformers" in installed(options.device):
         print_errors(options.device)
     elif has_errors:

@@ -1,14 +1,12 @@
 """What compare.py compares is equal, and its tables have what it measured."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compare import Case, compare, count_kept_bytes, errors_of, prepare
+from compare import Case, compare, count_kept_bytes, errors_of, main, prepare
 from lab.sizes import Size
 from peers import Peer, control, installed
 
@@ -83,14 +81,10 @@ def test_errors_are_those_of_roundings_except_in_the_table_of_transformers():
     assert all(error > 1e-4 for error in far["transformers"])
 
 
-def test_the_command_prints_a_row_for_each_case_and_peer():
-    command = [sys.executable, str(ROOT / "scripts" / "compare.py")]
+def test_the_command_prints_a_row_for_each_case_and_peer(capsys):
     options = ["--cases", "*-f32-tiny-token-eager", "--rounds", "1", "--processes", "1"]
-    run = subprocess.run(
-        [*command, *options, "--against", str(ROOT)], stdout=subprocess.PIPE, text=True
-    )
-    assert run.returncode == 0
-    _, _, speed, details = run.stdout.split("\n\n")
+    assert main([*options, "--against", str(ROOT)]) == 0
+    _, _, speed, details = capsys.readouterr().out.split("\n\n")
     header, _, row = speed.splitlines()
     peers = {"control", "against", "reading"}
     assert peers <= {cell.strip() for cell in header.split("|")}
