@@ -157,8 +157,9 @@ class CausalMultiHeadSelfAttention(nn.Module):
             num_kv_heads = num_heads
         if min(d_model, num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
             raise ValueError(
-                f"num_heads must be a positive multiple of num_kv_heads={num_kv_heads}, "
-                f"and d_model positive, got num_heads={num_heads}, d_model={d_model}"
+                "d_model, num_heads and num_kv_heads must be positive, and num_heads a "
+                f"multiple of num_kv_heads, got d_model={d_model}, "
+                f"num_heads={num_heads}, num_kv_heads={num_kv_heads}"
             )
         if d_head is None:
             if d_model % num_heads:
