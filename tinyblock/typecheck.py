@@ -163,13 +163,15 @@ def _is_checkable(member: Any) -> bool:
 
 
 def _checked(function: Any, owner: Any = None) -> Any:
-    """Return a wrapper of `function` that checks each call whose signature is new."""
+    """Return a wrapper of `function` that checks its calls."""
     if getattr(function, "__typechecked__", None) is function:
         return function
     check = _Check(function, owner)
     wrapper = _wrapper(check)
     functools.update_wrapper(wrapper, function, updated=())
-    plain = function  # without what torch.compile notes of a function that it makes
+    # Without what torch.compile notes in a function that it makes: the compiler would
+    # follow it past the wrapper.
+    plain = function
     while "_torchdynamo_orig_callable" in vars(plain):
         plain = plain._torchdynamo_orig_callable
     vars(wrapper).update(vars(plain), __wrapped__=function, __typechecked__=wrapper)
@@ -179,24 +181,23 @@ def _checked(function: Any, owner: Any = None) -> Any:
 
 
 def _wrapper(check: "_Check") -> Any:
-    call, function = check.call, check.function
-    look, look_again = check.look, check.look_again
-    see_arguments, see_result = _views(check)
+    # Variables, because the compiler looks at all that the wrapper uses, and
+    # understands functions, but no objects.
+    function, in_eager_mode = check.function, _in_eager_mode(check)
+    trace_arguments, trace_result = check.trace_arguments, check.trace_result
 
-    # The compiler looks at all that this function uses, and understands only functions.
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         if not is_dynamo_compiling():
-            return call(*args, **kwargs)
+            return in_eager_mode(*args, **kwargs)
         # At a graph break, the compiler cuts a function in two, but no try block. So
         # Python runs the wrapper, and `function` is compiled by itself.
         try:
             from torch._dynamo.comptime import comptime
 
-            before = look(comptime, see_arguments, *args, **kwargs)
+            before = trace_arguments(comptime, *args, **kwargs)
             result = function(*args, **kwargs)
-            look_again(comptime, see_result, *args, **kwargs)
-            del before  # see_result has read it
+            trace_result(comptime, before, result, *args, **kwargs)
             return result
         except Exception:
             raise
@@ -205,30 +206,429 @@ def _wrapper(check: "_Check") -> Any:
 
 
 def _in_eager_mode(check: "_Check") -> Callable[..., Any]:
-    """Return a function that checks a call if its signature is new, and calls."""
-    function = check.function
+    """Return a function that calls, and checks a call if its signature is new."""
+    function, known = check.function, check.known
 
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         if not check.is_resolved:
             check.resolve(warn=True)
         try:
-            signature = check.read(*args, **kwargs)
+            signature = check.read_arguments(*args, **kwargs)
         except Exception as error:
             check.explain(error, args, kwargs)
             return function(*args, **kwargs)  # raises Python's own error
         try:
-            last = check.known.get(signature)
+            last = known.get(signature)
         except TypeError:  # symbols, of which torch.export makes sizes, have no hash
             return check.call_with_symbols(args, kwargs)
         if last is None:
-            check.judge(args, kwargs, signature)
+            check.judge(signature, args, kwargs)
         result = function(*args, **kwargs)
-        if check.describe_result(result, args, kwargs) != last:
-            check.judge(args, kwargs, signature, result)
+        found = check.read_result(result, *args, **kwargs)
+        if found != last:
+            check.judge(signature, args, kwargs, found, result)
         return result
 
+    check.call = call
     return call
+
+
+# The check of a function -------------------------------------------------------------
+
+
+class _Call:
+    """What annotations read of a call beside its arguments.
+
+    jaxtyping gets it as one more argument. It looks like an array whose axes are
+    symbols, so that the texts can name a symbol.
+    """
+
+    dtype = "size"
+
+    def __init__(
+        self, before: Sequence[str], after: Sequence[str] = (), result: Any = _MISSING
+    ) -> None:
+        self.before = before  # the texts of axes that have braces
+        self.after = after  # the texts of such axes of the result, after the call
+        self.result = result
+        self.shape: tuple[SymInt, ...] = ()
+
+    def __repr__(self) -> str:
+        return "_"
+
+
+class _Check:
+    """The checks of one function's calls by jaxtyping and beartype."""
+
+    def __init__(self, function: Any, owner: Any) -> None:
+        self.function = function
+        self.owner = owner
+        self.name = f"{function.__module__}.{function.__qualname__}"
+        self.signature = _loosened(inspect.signature(function))
+        self.known: dict[Any, Any] = {}  # signature -> description of the last result
+        self.before: list[str] = []  # axes of parameters that have braces
+        self.after: list[str] = []  # axes of the result that have braces
+        self.resolve()
+        self.traced_hints = self.hints_for_compiler()
+        self.trace_arguments, self.trace_result = self.tracing()
+
+    def resolve(self, warn: bool = False) -> None:
+        """Read the annotations, and write what reads the arguments and the result."""
+        found = _resolve(self.function, self.owner, warn)
+        self.is_resolved = warn or found.keys() == self.function.__annotations__.keys()
+        self.hints = {
+            name: _simplified(hint, functools.partial(self.put, name))
+            for name, hint in found.items()
+        }
+        self.can_remember = self.is_resolved and all(
+            _is_plain(hint, (tuple,)) for hint in self.hints.values()
+        )
+        self.checkers: dict[Any, Callable[..., None]] = {}
+        self.read_arguments, self.read_result = self.reading()
+
+    def put(self, name: str, axis: str) -> str:
+        """Return what to put into an annotation in place of an axis that has braces.
+
+        jaxtyping finds the text of the axis in the argument that is a _Call, because
+        the sizes may change in the call, and a symbol has no text.
+        """
+        try:
+            _fields(axis)
+        except SyntaxError as error:
+            place = _place(self.function, name)
+            raise AnnotationError(
+                f"{place} has the wrong axis '{axis}': {error.msg}"
+            ) from error
+        axes = self.after if name == "return" else self.before
+        if axis not in axes:
+            axes.append(axis)
+        return self.placed(axes, axes.index(axis))
+
+    def placed(self, axes: list[str], i: int) -> str:
+        return f"{{_typecheck_call.{'after' if axes is self.after else 'before'}[{i}]}}"
+
+    # What a call has ---------------------------------------------------------------
+
+    def written(self, body: str, *first: str, **names: Any) -> Any:
+        """Return a function with this body, and the same parameters after `first`.
+
+        It is written as code, because a loop over the arguments takes longer, and so
+        that braces read the arguments by their names. `names` are those of the body.
+        Names that are no parameters begin with _typecheck.
+        """
+        head = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in first
+        ]
+        for name, parameter in self.signature.parameters.items():
+            default = parameter.default
+            if default is not _EMPTY:
+                default = _Name(_default(name))
+                names[default] = parameter.default
+            head.append(parameter.replace(annotation=_EMPTY, default=default))
+        parameters = str(inspect.Signature(head))[1:-1]
+        return eval(f"lambda {parameters}: {body}", names)
+
+    def reading(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return functions that describe arguments, which is a signature, and a result.
+
+        The last item of both has the texts of axes that have braces.
+        """
+        names = {
+            "_typecheck_describe": _describe,
+            "_typecheck_isinstance": isinstance,
+            "_typecheck_Tensor": Tensor,
+        }
+        items = []
+        for name, parameter in self.signature.parameters.items():
+            hint = self.hints.get(name, Any)
+            if hint is Any:
+                continue
+            value = name
+            if parameter.kind is parameter.VAR_KEYWORD:
+                value = f"(*{name}.values(),)"
+            item = _described(value, hint)
+            if parameter.default is not _EMPTY:  # it is right, whatever it is
+                item = f"{name} is {_default(name)} or {item}"
+            items.append(item)
+        items.append(_tuple(f"f'{axis}'" for axis in self.before))
+        result = _described("_typecheck_result", self.hints.get("return"))
+        texts = _tuple(f"f'{axis}'" for axis in self.after)
+        return (
+            self.written(_tuple(items), **names),
+            self.written(f"({result}, {texts})", "_typecheck_result", **names),
+        )
+
+    def explain(
+        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raise an error about braces, unless the arguments do not fit the function."""
+        try:
+            inspect.signature(self.function).bind(*args, **kwargs)
+        except TypeError:
+            return
+        axes = ", ".join(map(repr, self.before))
+        raise AnnotationError(f"cannot read {axes} of {self.name}: {error}") from error
+
+    # How it is judged --------------------------------------------------------------
+
+    def judge(
+        self,
+        signature: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found: tuple[Any, ...] = ((),),
+        *result: Any,
+    ) -> None:
+        """Check the arguments of a call, and the result if it is there.
+
+        `signature` describes the arguments, and `found` the result.
+        """
+        __tracebackhide__ = True
+        try:
+            values = self.signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return  # the function raises Python's own error
+        self.run(self.hints, values, _Call(signature[-1], found[-1], *result))
+        if result and self.can_remember:
+            if len(self.known) >= _MAX_SIGNATURES:
+                self.known.clear()
+            self.known[signature] = found
+
+    def run(self, hints: dict[str, Any], values: dict[str, Any], call: _Call) -> None:
+        """Let jaxtyping check these values, and the result if the call has one."""
+        __tracebackhide__ = True
+        parameters = []
+        for name, parameter in self.signature.parameters.items():
+            if name not in values:
+                continue
+            hint = hints.get(name, _EMPTY)
+            if values[name] is parameter.default:  # it is always right
+                hint = _EMPTY
+            elif parameter.kind not in _VARIADIC:
+                hint = _narrowed(hint, values[name])
+            parameters.append(parameter.replace(annotation=hint, default=_EMPTY))
+        returned = Any
+        if call.result is not _MISSING:
+            returned = _narrowed(hints.get("return", Any), call.result)
+        key = (*parameters, returned, len(call.shape))
+        if key not in self.checkers:
+            symbols = " ".join(f"symbol_{i}" for i in range(len(call.shape)))
+            own = inspect.Parameter(
+                "_typecheck_call",
+                inspect.Parameter.POSITIONAL_ONLY,
+                annotation=Shaped[Any, symbols],
+            )
+            signature = inspect.Signature(
+                [own, *parameters], return_annotation=returned
+            )
+            self.checkers[key] = _checker(self.function, signature)
+        bound: Any = inspect.BoundArguments(inspect.Signature(parameters), values)
+        try:
+            self.checkers[key](call, *bound.args, **bound.kwargs)
+        except TypeCheckError as error:
+            message = self.message(error, call)
+        else:
+            return
+        raise TypeCheckError(message)
+
+    def message(self, error: BaseException, call: _Call) -> str:
+        """Return jaxtyping's message, with the axis that does not fit, and sizes."""
+        message = str(error)
+        while error.__cause__ is not None:
+            error = error.__cause__
+        _, found, reason = str(error).rpartition(", as ")  # of beartype's message
+        if found and '"' not in reason:  # it is about an axis, and quotes no values
+            reason = reason[0].upper() + reason[1:]
+            message = message.replace("\n-----", f"\n{reason}\n-----", 1)
+        for axes, texts in ((self.before, call.before), (self.after, call.after)):
+            for i, (axis, text) in enumerate(zip(axes, texts, strict=False)):
+                place, label = self.placed(axes, i), re.sub("[{}]", "", axis)
+                message = message.replace(f"{place}=", f"{label}=")
+                message = message.replace(place, f"{label}={text}")
+        message = re.sub(r"'_typecheck_call': _,?\s*", "", message)
+        return re.sub(r"\(_typecheck_call: [^/]*/(, )?", "(", message)
+
+    # While a compiler traces -------------------------------------------------------
+
+    def hints_for_compiler(self) -> dict[str, Any]:
+        """Return the annotations that it can compare."""
+        hints = {}
+        for name, hint in self.hints.items():
+            hint = _simplified(hint, validates=False)
+            if _has(hint, _is_array) and _is_plain(hint, (tuple, list, dict)):
+                hints[name] = hint
+        for name, parameter in self.signature.parameters.items():
+            # The compiler does not say whether a tensor is the default.
+            if isinstance(parameter.default, Tensor):
+                hints.pop(name, None)
+        return hints
+
+    def tracing(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return functions that a compiler traces before and after the call.
+
+        They read the sizes in braces, and call comptime, to which the compiler shows
+        their local variables. The first returns the sizes, the second gets them.
+        """
+
+        def see_arguments(context: Any) -> None:
+            self.see(context, _seen(context, "_typecheck_sizes"))
+
+        def see_result(context: Any) -> None:
+            names = ("before", "sizes", "result")
+            self.see(context, *(_seen(context, f"_typecheck_{name}") for name in names))
+
+        before, after = (
+            "(_typecheck_sizes := {0}, _typecheck_comptime(_typecheck_see))[0]".format(
+                _tuple(_tuple(_fields(axis)[0]) for axis in axes)
+            )
+            for axes in (self.before, self.after)
+        )
+        first = ("_typecheck_comptime", "_typecheck_before", "_typecheck_result")
+        return (
+            self.written(before, first[0], _typecheck_see=see_arguments),
+            self.written(after, *first, _typecheck_see=see_result),
+        )
+
+    def see(self, context: Any, before: Any, after: Any = (), *result: Any) -> None:
+        """Check a call of which the compiler has traced the arguments or the result."""
+        self.hide()
+        values = {
+            name: _seen(context, name)
+            for name in self.signature.parameters
+            if name in self.traced_hints
+        }
+        try:
+            self.judge_symbols(values, before, after, *result)
+        except TypeCheckError as error:
+            message = f"{TypeCheckError.__name__}: {error}"
+        else:
+            return
+        context.graph_break(message)
+
+    def hide(self) -> None:
+        """Keep the compiler from tracing the checks of eager mode, after a graph break."""
+        from torch._dynamo.decorators import skip
+
+        if "judge" not in vars(self):
+            vars(self)["judge"] = torch.compiler.disable(self.judge)
+        for each in (self.call, self.read_arguments, self.read_result, _describe):
+            skip(each)
+
+    def call_with_symbols(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function between checks, as the wrapper does while it is traced."""
+        __tracebackhide__ = True
+
+        def comptime(_: Any) -> None:  # no compiler sees the variables
+            pass
+
+        values = self.signature.bind(*args, **kwargs).arguments
+        before = self.trace_arguments(comptime, *args, **kwargs)
+        self.judge_symbols(values, before)
+        result = self.function(*args, **kwargs)
+        after = self.trace_result(comptime, before, result, *args, **kwargs)
+        self.judge_symbols(values, before, after, result)
+        return result
+
+    def judge_symbols(
+        self, values: dict[str, Any], before: Any, after: Any = (), *result: Any
+    ) -> None:
+        """Check a call of which a compiler knows some sizes as symbols.
+
+        `before` and `after` have the sizes in braces, before and after the call.
+        """
+        __tracebackhide__ = True
+        if not all(map(_is_known, (before, after, *result))):
+            return
+        known = {name: value for name, value in values.items() if _is_known(value)}
+        hints = {n: h for n, h in self.traced_hints.items() if n in (*known, "return")}
+        symbols: dict[str, SymInt] = {}
+        call = _Call(_texts(self.before, before, symbols))
+        if result:
+            call.after = _texts(self.after, after, symbols)
+            call.result = map_aggregate(result[0], _number)
+        call.shape = tuple(symbols.values())
+        try:
+            with _symbols_broadcast():
+                self.run(hints, map_aggregate(known, _number), call)
+        except AnnotationError:  # it needs a size that is not known here
+            return
+        except TypeCheckError as error:
+            message = str(error)
+        else:
+            return
+        sizes: list[Any] = [*symbols.values()]
+        for leaf in _leaves((known, result)):
+            sizes.extend(leaf.shape if isinstance(leaf, Tensor) else ())
+        for text, size in (symbols | {f"{size}": size for size in sizes}).items():
+            message = re.sub(rf"\b{re.escape(text)}\b", f"{_number(size)}", message)
+        raise TypeCheckError(message)
+
+
+def _loosened(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature that takes any call.
+
+    A decorator may take or pass some of the arguments. Python raises for other errors.
+    """
+    parameters = []
+    for parameter in signature.parameters.values():
+        if parameter.kind not in _VARIADIC and parameter.default is _EMPTY:
+            parameter = parameter.replace(default=_MISSING)
+        parameters.append(parameter)
+    for kind, name in zip(_VARIADIC, ("more", "others"), strict=True):
+        while name in signature.parameters:
+            name += "_"
+        if all(parameter.kind is not kind for parameter in parameters):
+            parameters.append(inspect.Parameter(name, kind))
+    return inspect.Signature(sorted(parameters, key=lambda each: each.kind))
+
+
+def _default(name: str) -> str:
+    return f"_typecheck_default_{name}"
+
+
+def _tuple(items: Iterable[str]) -> str:
+    return "(" + "".join(f"{item}, " for item in items) + ")"
+
+
+def _described(value: str, hint: Any) -> str:
+    """Return the code of what an annotation reads of a value.
+
+    It has what `_describe` returns for a tensor, because a call takes time.
+    """
+    return (
+        f"(({value}.__class__, {value}.dtype, {value}.shape)"
+        f" if _typecheck_isinstance({value}, _typecheck_Tensor)"
+        f" else _typecheck_describe({value}, {_has(hint, _is_read_by_value)}))"
+    )
+
+
+def _describe(value: Any, by_value: bool) -> tuple[Any, ...]:
+    """Return what an annotation reads of an argument or a result."""
+    kind = value.__class__
+    if isinstance(value, Tensor):
+        return kind, value.dtype, value.shape
+    if isinstance(value, tuple):
+        return kind, *map(_describe, value, itertools.repeat(by_value))
+    if by_value and isinstance(value, _BY_VALUE):
+        return kind, value
+    if hasattr(kind, "shape") and hasattr(kind, "dtype"):  # an array of numpy
+        return kind, value.dtype, tuple(value.shape)
+    return (kind,)
+
+
+def _checker(function: Any, signature: inspect.Signature) -> Callable[..., None]:
+    """Return a function that checks a `_Call` and arguments, and the call's result."""
+    from beartype import BeartypeConf, beartype  # JAXTYPING_DISABLE=1 works without it
+
+    @functools.wraps(function)  # so that errors name it
+    def returned(call: _Call, *args: Any, **kwargs: Any) -> Any:
+        return call.result
+
+    vars(returned)["__signature__"] = signature
+    returned.__annotations__ = {}  # jaxtyping 0.3.0 prefers these to the signature
+    int_is_float = BeartypeConf(is_pep484_tower=True)  # as in theta=10000
+    return jaxtyped(returned, typechecker=beartype(conf=int_is_float))
 
 
 # What annotations say ----------------------------------------------------------------
@@ -287,7 +687,10 @@ def _is_plain(hint: Any, containers: tuple[type, ...]) -> bool:
 
 
 def _simplified(
-    hint: Any, put: Callable[[str], str], validates: bool, inside: tuple[Any, ...] = ()
+    hint: Any,
+    put: Callable[[str], str] = str,
+    validates: bool = True,
+    inside: tuple[Any, ...] = (),
 ) -> Any:
     """Return the annotation in plain terms: without names, notes, and braces.
 
@@ -386,409 +789,31 @@ class _Name(str):
 
 
 def _texts(
-    axes: Sequence[str], sizes: Sequence[Any], symbols: dict[str, SymInt]
+    axes: Sequence[str], sizes: Sequence[Sequence[Any]], symbols: dict[str, SymInt]
 ) -> list[str]:
-    """Return the texts of axes that have these sizes in braces.
+    """Return the texts of axes, each of which has these sizes in braces.
 
     A symbol has no text. It gets a name, which is added to `symbols`.
     """
     texts = []
-    rest = iter(sizes)
-    for axis in axes:
-        expressions, template = _fields(axis)
-        values = {}
-        for i, size in enumerate(itertools.islice(rest, len(expressions))):
+    for axis, values in zip(axes, sizes, strict=False):
+        names = {}
+        for i, size in enumerate(values):
             if isinstance(size, SymInt):
                 name = _Name(f"symbol_{len(symbols)}")
                 symbols[name] = size
                 size = name
-            values[f"_{i}"] = size
-        texts.append(eval(template, values))
+            names[f"_{i}"] = size
+        texts.append(eval(_fields(axis)[1], names))
     return texts
-
-
-# The check ---------------------------------------------------------------------------
-
-
-class _Call:
-    """What annotations read of a call beside its arguments."""
-
-    def __init__(
-        self,
-        before: Sequence[str],
-        after: Sequence[str] = (),
-        result: Any = _MISSING,
-    ) -> None:
-        self.before = before  # the texts of axes that have braces
-        self.after = after  # the texts of such axes of the result, after the call
-        self.result = result
-        # As if it were an array whose axes are the symbols.
-        self.shape: tuple[SymInt, ...] = ()
-        self.dtype = "size"
-
-    def __repr__(self) -> str:
-        return "_"
-
-
-class _Check:
-    """The checks of one function's calls by jaxtyping and beartype."""
-
-    def __init__(self, function: Any, owner: Any) -> None:
-        self.function = function
-        self.owner = owner
-        self.name = f"{function.__module__}.{function.__qualname__}"
-        self.signature = _loosened(inspect.signature(function))
-        self.mark = "__"  # begins names that are no parameters
-        while any(name.startswith(self.mark) for name in self.signature.parameters):
-            self.mark += "_"
-        self.call = _in_eager_mode(self)
-        self.known: dict[Any, Any] = {}  # signature -> description of the last result
-        self.resolve()
-        self.look = self.looking(self.before)
-        self.look_again = self.looking(self.after)
-
-    def resolve(self, warn: bool = False) -> None:
-        """Read the annotations."""
-        found = _resolve(self.function, self.owner, warn)
-        self.is_resolved = warn or found.keys() == self.function.__annotations__.keys()
-        self.before: list[str] = []  # axes of parameters that have braces
-        self.after: list[str] = []  # axes of the result that have braces
-        self.hints: dict[str, Any] = {}
-        self.traced_hints: dict[str, Any] = {}
-        for name, hint in found.items():
-            put = functools.partial(self.put, name)
-            self.hints[name] = _simplified(hint, put, validates=True)
-            traced = _simplified(hint, put, validates=False)
-            if _has(traced, _is_array) and _is_plain(traced, (tuple, list, dict)):
-                self.traced_hints[name] = traced
-        for name, parameter in self.signature.parameters.items():
-            # The compiler does not say whether a tensor is the default.
-            if isinstance(parameter.default, Tensor):
-                self.traced_hints.pop(name, None)
-        self.can_remember = self.is_resolved and all(
-            _is_plain(hint, (tuple,)) for hint in self.hints.values()
-        )
-        self.returns_value = _has(self.hints.get("return"), _is_read_by_value)
-        self.checkers: dict[Any, Callable[..., None]] = {}
-        self.read = self.reading()
-        self.read_after = self.written(_tuple(f"f'{axis}'" for axis in self.after))
-
-    def put(self, name: str, axis: str) -> str:
-        """Return what to put into an annotation in place of an axis that has braces."""
-        try:
-            _fields(axis)
-        except SyntaxError as error:
-            place = _place(self.function, name)
-            raise AnnotationError(
-                f"{place} has the wrong axis '{axis}': {error.msg}"
-            ) from error
-        axes = self.after if name == "return" else self.before
-        if axis not in axes:
-            axes.append(axis)
-        return self.placed(axes, axes.index(axis))
-
-    def placed(self, axes: list[str], i: int) -> str:
-        when = "after" if axes is self.after else "before"
-        return f"{{{self.mark}call.{when}[{i}]}}"
-
-    # What a call has ---------------------------------------------------------------
-
-    def written(self, body: str, *first: str) -> Any:
-        """Return a function with this body, and the same parameters after `first`.
-
-        It is written as code, because a loop over the arguments takes longer, and so
-        that braces read the arguments by their names.
-        """
-        names: dict[str, Any] = {f"{self.mark}describe": _describe}
-        head = [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in first
-        ]
-        for name, parameter in self.signature.parameters.items():
-            default = parameter.default
-            if default is not parameter.empty:
-                default = _Name(self.default(name))
-                names[default] = parameter.default
-            head.append(parameter.replace(annotation=parameter.empty, default=default))
-        parameters = str(inspect.Signature(head))[1:-1]
-        return eval(f"lambda {parameters}: {body}", names)
-
-    def default(self, name: str) -> str:
-        return f"{self.mark}{name}_default"
-
-    def reading(self) -> Callable[..., tuple[Any, ...]]:
-        """Return a function of a call's arguments that returns its signature.
-
-        The last item has the texts of axes that have braces.
-        """
-        items = []
-        for name, parameter in self.signature.parameters.items():
-            hint = self.hints.get(name, Any)
-            if hint is Any:
-                continue
-            by_value = _has(hint, _is_read_by_value)
-            value = name
-            if parameter.kind is parameter.VAR_KEYWORD:
-                value = f"(*{name}.values(),)"
-            item = f"{self.mark}describe({value}, {by_value})"
-            if parameter.default is not parameter.empty:
-                item = f"{name} is {self.default(name)} or {item}"
-            items.append(item)
-        items.append(_tuple(f"f'{axis}'" for axis in self.before))
-        return self.written(_tuple(items))
-
-    def looking(self, axes: list[str]) -> Callable[..., tuple[Any, ...]]:
-        """Return a function that calls ask(see), and returns the sizes in braces.
-
-        `see` finds the arguments and the sizes among its local variables.
-        """
-        sizes = [size for axis in axes for size in _fields(axis)[0]]
-        ask, see, seen = (self.mark + name for name in ("ask", "see", "sizes"))
-        return self.written(f"({seen} := {_tuple(sizes)}, {ask}({see}))[0]", ask, see)
-
-    def describe_result(
-        self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return what the annotation of the result reads."""
-        if "return" not in self.hints:
-            return True
-        found = _describe(result, self.returns_value)
-        return (found, self.read_after(*args, **kwargs)) if self.after else found
-
-    def explain(
-        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Raise an error about braces, unless the arguments do not fit the function."""
-        try:
-            inspect.signature(self.function).bind(*args, **kwargs)
-        except TypeError:
-            return
-        axes = ", ".join(map(repr, self.before))
-        raise AnnotationError(f"cannot read {axes} of {self.name}: {error}") from error
-
-    # How it is judged --------------------------------------------------------------
-
-    def judge(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        signature: tuple[Any, ...],
-        *result: Any,
-    ) -> None:
-        """Check the arguments of a call, and the result if it is there."""
-        __tracebackhide__ = True
-        try:
-            values = self.signature.bind(*args, **kwargs).arguments
-        except TypeError:
-            return  # the function raises Python's own error
-        after = self.read_after(*args, **kwargs) if result else ()
-        self.run(self.hints, values, _Call(signature[-1], after, *result))
-        if result and self.can_remember:
-            if len(self.known) >= _MAX_SIGNATURES:
-                self.known.clear()
-            self.known[signature] = self.describe_result(result[0], args, kwargs)
-
-    def call_with_symbols(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function between checks."""
-        __tracebackhide__ = True
-
-        def ask(_: None) -> None:  # as this is no compiler
-            pass
-
-        values = self.signature.bind(*args, **kwargs).arguments
-        before = self.look(ask, None, *args, **kwargs)
-        self.judge_symbols(values, before)
-        result = self.function(*args, **kwargs)
-        after = self.look_again(ask, None, *args, **kwargs)
-        self.judge_symbols(values, before, after, result)
-        return result
-
-    def judge_symbols(
-        self, values: dict[str, Any], before: Any, after: Any = (), *result: Any
-    ) -> None:
-        """Check a call of which a compiler knows some sizes as symbols.
-
-        `before` and `after` have the sizes in braces, before and after the call.
-        """
-        __tracebackhide__ = True
-        if not all(map(_is_known, (before, after, *result))):
-            return
-        known = {name: value for name, value in values.items() if _is_known(value)}
-        hints = {n: h for n, h in self.traced_hints.items() if n in (*known, "return")}
-        symbols: dict[str, SymInt] = {}
-        call = _Call(_texts(self.before, before, symbols))
-        if result:
-            call.after = _texts(self.after, after, symbols)
-            call.result = map_aggregate(result[0], _number)
-        call.shape = tuple(symbols.values())
-        try:
-            with _symbols_broadcast():
-                self.run(hints, map_aggregate(known, _number), call)
-        except AnnotationError:  # it needs a size that is not known here
-            return
-        except TypeCheckError as error:
-            message = str(error)
-        else:
-            return
-        sizes: list[Any] = [*symbols.values()]
-        for leaf in _leaves((known, result)):
-            sizes.extend(leaf.shape if isinstance(leaf, Tensor) else ())
-        for text, size in (symbols | {f"{size}": size for size in sizes}).items():
-            message = re.sub(rf"\b{re.escape(text)}\b", f"{_number(size)}", message)
-        raise TypeCheckError(message)
-
-    def run(self, hints: dict[str, Any], values: dict[str, Any], call: _Call) -> None:
-        """Check these values, and the result if the call has one."""
-        __tracebackhide__ = True
-        parameters = []
-        for name, parameter in self.signature.parameters.items():
-            if name not in values:
-                continue
-            hint = hints.get(name, parameter.empty)
-            if values[name] is parameter.default:  # it is always right
-                hint = parameter.empty
-            elif parameter.kind not in _VARIADIC:
-                hint = _narrowed(hint, values[name])
-            parameters.append(parameter.replace(annotation=hint, default=_EMPTY))
-        returned = Any
-        if call.result is not _MISSING:
-            returned = _narrowed(hints.get("return", Any), call.result)
-        key = (*parameters, returned, len(call.shape))
-        if key not in self.checkers:
-            symbols = " ".join(f"symbol_{i}" for i in range(len(call.shape)))
-            own = inspect.Parameter(
-                f"{self.mark}call",
-                inspect.Parameter.POSITIONAL_ONLY,
-                annotation=Shaped[Any, symbols],
-            )
-            signature = inspect.Signature(
-                [own, *parameters], return_annotation=returned
-            )
-            self.checkers[key] = _checker(self.function, signature)
-        bound: Any = inspect.BoundArguments(inspect.Signature(parameters), values)
-        try:
-            self.checkers[key](call, *bound.args, **bound.kwargs)
-        except TypeCheckError as error:
-            message = self.message(error, call)
-        else:
-            return
-        raise TypeCheckError(message)
-
-    def message(self, error: BaseException, call: _Call) -> str:
-        """Return jaxtyping's message, with the axis that does not fit, and sizes."""
-        message = str(error)
-        while error.__cause__ is not None:
-            error = error.__cause__
-        _, found, reason = str(error).rpartition(", as ")  # of beartype's message
-        if found and '"' not in reason:  # it is about an axis, and quotes no values
-            reason = reason[0].upper() + reason[1:]
-            message = message.replace("\n-----", f"\n{reason}\n-----", 1)
-        for axes, texts in ((self.before, call.before), (self.after, call.after)):
-            for i, (axis, text) in enumerate(zip(axes, texts, strict=False)):
-                place, label = self.placed(axes, i), re.sub("[{}]", "", axis)
-                message = message.replace(f"{place}=", f"{label}=")
-                message = message.replace(place, f"{label}={text}")
-        message = re.sub(rf"'{self.mark}call': _,?\s*", "", message)
-        return re.sub(rf"\({self.mark}call: [^/]*/(, )?", "(", message)
-
-    # While a compiler traces -------------------------------------------------------
-
-    def see(self, context: Any, before: Any, after: Any = (), *result: Any) -> None:
-        """Check a call while the compiler traces what `looking` has returned."""
-        self.hide()
-        values = {
-            name: _seen(context.get_local(name))
-            for name in self.signature.parameters
-            if name in self.traced_hints
-        }
-        try:
-            self.judge_symbols(values, before, after, *result)
-        except TypeCheckError as error:
-            message = f"{TypeCheckError.__name__}: {error}"
-        else:
-            return
-        context.graph_break(message)
-
-    def hide(self) -> None:
-        """Keep the compiler from tracing the checks of eager mode, after a graph break."""
-        from torch._dynamo.decorators import skip
-
-        if "judge" not in vars(self):
-            vars(self)["judge"] = torch.compiler.disable(self.judge)
-        own = (self.call, self.read, self.read_after)
-        for each in (*own, _Check.describe_result, _describe):
-            skip(each)
-
-
-def _loosened(signature: inspect.Signature) -> inspect.Signature:
-    """Return a signature that takes any call.
-
-    A decorator may take or pass some of the arguments. Python raises for other errors.
-    """
-    parameters = []
-    for parameter in signature.parameters.values():
-        if parameter.kind not in _VARIADIC and parameter.default is _EMPTY:
-            parameter = parameter.replace(default=_MISSING)
-        parameters.append(parameter)
-    for kind, name in zip(_VARIADIC, ("more", "others"), strict=True):
-        while name in signature.parameters:
-            name += "_"
-        if all(parameter.kind is not kind for parameter in parameters):
-            parameters.append(inspect.Parameter(name, kind))
-    return inspect.Signature(sorted(parameters, key=lambda each: each.kind))
-
-
-def _tuple(items: Iterable[str]) -> str:
-    return "(" + "".join(f"{item}, " for item in items) + ")"
-
-
-def _describe(value: Any, by_value: bool) -> tuple[Any, ...]:
-    """Return what an annotation reads of an argument or a result."""
-    kind = value.__class__
-    if isinstance(value, Tensor):
-        return kind, value.dtype, value.shape
-    if isinstance(value, tuple):
-        return kind, *map(_describe, value, itertools.repeat(by_value))
-    if by_value and isinstance(value, _BY_VALUE):
-        return kind, value
-    if hasattr(kind, "shape") and hasattr(kind, "dtype"):  # an array of numpy
-        return kind, value.dtype, tuple(value.shape)
-    return (kind,)
-
-
-def _checker(function: Any, signature: inspect.Signature) -> Callable[..., None]:
-    """Return a function that checks a `_Call` and arguments, and the call's result."""
-    from beartype import BeartypeConf, beartype  # JAXTYPING_DISABLE=1 works without it
-
-    @functools.wraps(function)  # so that errors name it
-    def returned(call: _Call, *args: Any, **kwargs: Any) -> Any:
-        return call.result
-
-    vars(returned)["__signature__"] = signature
-    returned.__annotations__ = {}  # jaxtyping 0.3.0 prefers these to the signature
-    int_is_float = BeartypeConf(is_pep484_tower=True)  # as in theta=10000
-    return jaxtyped(returned, typechecker=beartype(conf=int_is_float))
 
 
 # What a compiler knows ---------------------------------------------------------------
 
 
-def _views(check: _Check) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
-    """Return what comptime calls with its view of the variables, before and after."""
-    sizes = f"{check.mark}sizes"
-
-    def see_arguments(context: Any) -> None:
-        check.see(context, _seen(context.get_local(sizes)))
-
-    def see_result(context: Any) -> None:
-        before = _seen(context.get_local("before", stacklevel=1))
-        result = _seen(context.get_local("result", stacklevel=1))
-        check.see(context, before, _seen(context.get_local(sizes)), result)
-
-    return see_arguments, see_result
-
-
-def _seen(variable: Any) -> Any:
+def _seen(context: Any, name: str) -> Any:
     """Return what the compiler knows of a variable, such as a tensor without values."""
+    variable = context.get_local(name)
     with contextlib.suppress(NotImplementedError):  # it may know nothing
         kind = variable.python_type()
         if issubclass(kind, Tensor):
