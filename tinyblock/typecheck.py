@@ -72,7 +72,10 @@ _UNIONS = (Union, UnionType)
 # The metaclasses of classes to which a value belongs by its type alone. A Protocol or
 # nn.Parameter, for example, also looks into the value.
 _PLAIN_METACLASSES = {type, ABCMeta, type(Tensor)}
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_VARIADIC = {
+    inspect.Parameter.VAR_POSITIONAL: "_more",
+    inspect.Parameter.VAR_KEYWORD: "_others",
+}
 _WHOLE = (Literal, collections.abc.Callable, type)  # annotations without parts
 _BY_VALUE = (bool, int, str, bytes, Enum, type)  # what Literal and type[X] read
 _EMPTY = inspect.Parameter.empty
@@ -225,7 +228,7 @@ def _in_eager_mode(check: "_Check") -> Callable[..., Any]:
         if last is None:
             check.judge(signature, args, kwargs)
         result = function(*args, **kwargs)
-        found = check.read_result(result, *args, **kwargs)
+        found = check.describe_result(result, args, kwargs)
         if found != last:
             check.judge(signature, args, kwargs, found, result)
         return result
@@ -285,7 +288,9 @@ class _Check:
             _is_plain(hint, (tuple,)) for hint in self.hints.values()
         )
         self.checkers: dict[Any, Callable[..., None]] = {}
-        self.read_arguments, self.read_result = self.reading()
+        self.read_arguments = self.reading()
+        self.read_after = self.written(_texts_of(self.after))
+        self.returns_value = _has(self.hints.get("return"), _is_read_by_value)
 
     def put(self, name: str, axis: str) -> str:
         """Return what to put into an annotation in place of an axis that has braces.
@@ -306,7 +311,8 @@ class _Check:
         return self.placed(axes, axes.index(axis))
 
     def placed(self, axes: list[str], i: int) -> str:
-        return f"{{_typecheck_call.{'after' if axes is self.after else 'before'}[{i}]}}"
+        when = "after" if axes is self.after else "before"
+        return f"{{_typecheck_call.{when}[{i}]}}"
 
     # What a call has ---------------------------------------------------------------
 
@@ -329,16 +335,11 @@ class _Check:
         parameters = str(inspect.Signature(head))[1:-1]
         return eval(f"lambda {parameters}: {body}", names)
 
-    def reading(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return functions that describe arguments, which is a signature, and a result.
+    def reading(self) -> Callable[..., tuple[Any, ...]]:
+        """Return a function that describes the arguments of a call: its signature.
 
-        The last item of both has the texts of axes that have braces.
+        The last item has the texts of axes that have braces.
         """
-        names = {
-            "_typecheck_describe": _describe,
-            "_typecheck_isinstance": isinstance,
-            "_typecheck_Tensor": Tensor,
-        }
         items = []
         for name, parameter in self.signature.parameters.items():
             hint = self.hints.get(name, Any)
@@ -347,17 +348,19 @@ class _Check:
             value = name
             if parameter.kind is parameter.VAR_KEYWORD:
                 value = f"(*{name}.values(),)"
-            item = _described(value, hint)
+            item = f"_typecheck_describe({value}, {_has(hint, _is_read_by_value)})"
             if parameter.default is not _EMPTY:  # it is right, whatever it is
                 item = f"{name} is {_default(name)} or {item}"
             items.append(item)
-        items.append(_tuple(f"f'{axis}'" for axis in self.before))
-        result = _described("_typecheck_result", self.hints.get("return"))
-        texts = _tuple(f"f'{axis}'" for axis in self.after)
-        return (
-            self.written(_tuple(items), **names),
-            self.written(f"({result}, {texts})", "_typecheck_result", **names),
-        )
+        items.append(_texts_of(self.before))
+        return self.written(_tuple(items), _typecheck_describe=_describe)
+
+    def describe_result(
+        self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Return the same of a result."""
+        texts = self.read_after(*args, **kwargs) if self.after else ()
+        return _describe(result, self.returns_value), texts
 
     def explain(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -467,27 +470,22 @@ class _Check:
     def tracing(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Return functions that a compiler traces before and after the call.
 
-        They read the sizes in braces, and call comptime, to which the compiler shows
-        their local variables. The first returns the sizes, the second gets them.
+        They return the sizes in braces. On their way, they call comptime, to which the
+        compiler shows their local variables: the parameters, and these.
         """
 
         def see_arguments(context: Any) -> None:
             self.see(context, _seen(context, "_typecheck_sizes"))
 
         def see_result(context: Any) -> None:
-            names = ("before", "sizes", "result")
-            self.see(context, *(_seen(context, f"_typecheck_{name}") for name in names))
+            before = _seen(context, "_typecheck_before")
+            after = _seen(context, "_typecheck_sizes")
+            self.see(context, before, after, _seen(context, "_typecheck_result"))
 
-        before, after = (
-            "(_typecheck_sizes := {0}, _typecheck_comptime(_typecheck_see))[0]".format(
-                _tuple(_tuple(_fields(axis)[0]) for axis in axes)
-            )
-            for axes in (self.before, self.after)
-        )
         first = ("_typecheck_comptime", "_typecheck_before", "_typecheck_result")
         return (
-            self.written(before, first[0], _typecheck_see=see_arguments),
-            self.written(after, *first, _typecheck_see=see_result),
+            self.written(_traced(self.before), first[0], _typecheck_see=see_arguments),
+            self.written(_traced(self.after), *first, _typecheck_see=see_result),
         )
 
     def see(self, context: Any, before: Any, after: Any = (), *result: Any) -> None:
@@ -512,7 +510,8 @@ class _Check:
 
         if "judge" not in vars(self):
             vars(self)["judge"] = torch.compiler.disable(self.judge)
-        for each in (self.call, self.read_arguments, self.read_result, _describe):
+        own = (self.call, self.read_arguments, self.read_after)
+        for each in (*own, _Check.describe_result, _describe):
             skip(each)
 
     def call_with_symbols(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -575,10 +574,9 @@ def _loosened(signature: inspect.Signature) -> inspect.Signature:
         if parameter.kind not in _VARIADIC and parameter.default is _EMPTY:
             parameter = parameter.replace(default=_MISSING)
         parameters.append(parameter)
-    for kind, name in zip(_VARIADIC, ("more", "others"), strict=True):
-        while name in signature.parameters:
-            name += "_"
-        if all(parameter.kind is not kind for parameter in parameters):
+    kinds = {parameter.kind for parameter in parameters}
+    for kind, name in _VARIADIC.items():
+        if kind not in kinds:
             parameters.append(inspect.Parameter(name, kind))
     return inspect.Signature(sorted(parameters, key=lambda each: each.kind))
 
@@ -591,16 +589,15 @@ def _tuple(items: Iterable[str]) -> str:
     return "(" + "".join(f"{item}, " for item in items) + ")"
 
 
-def _described(value: str, hint: Any) -> str:
-    """Return the code of what an annotation reads of a value.
+def _traced(axes: list[str]) -> str:
+    """Return the code that reads the sizes in the braces of these axes."""
+    sizes = _tuple(_tuple(_fields(axis)[0]) for axis in axes)
+    return f"(_typecheck_sizes := {sizes}, _typecheck_comptime(_typecheck_see))[0]"
 
-    It has what `_describe` returns for a tensor, because a call takes time.
-    """
-    return (
-        f"(({value}.__class__, {value}.dtype, {value}.shape)"
-        f" if _typecheck_isinstance({value}, _typecheck_Tensor)"
-        f" else _typecheck_describe({value}, {_has(hint, _is_read_by_value)}))"
-    )
+
+def _texts_of(axes: list[str]) -> str:
+    """Return the code of the texts of axes that have braces."""
+    return _tuple(f"f'{axis}'" for axis in axes)
 
 
 def _describe(value: Any, by_value: bool) -> tuple[Any, ...]:
@@ -859,7 +856,10 @@ def _number(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _symbols_broadcast() -> Iterator[None]:
-    """Let jaxtyping broadcast by torch. numpy would turn symbols into numbers."""
+    """Let jaxtyping broadcast by torch, as it has no setting for this.
+
+    numpy would turn symbols into numbers, so that each size makes one more graph.
+    """
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         yield

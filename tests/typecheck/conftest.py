@@ -1,8 +1,6 @@
 """What the tests of typecheck share: a copy of a user's module."""
 
-import __future__
-
-import types
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -12,12 +10,16 @@ from tinyblock.typecheck import typecheck
 USERS_MODULE = Path(__file__).with_name("users_module.py")
 
 
-@pytest.fixture(scope="module", params=["annotations", "postponed annotations"])
-def module(request):
-    """A copy of users_module.py, checked; also as if it imported annotations from __future__."""
-    postponed = request.param == "postponed annotations"
-    flags = __future__.annotations.compiler_flag if postponed else 0
-    module = types.ModuleType("users_module")
-    source = USERS_MODULE.read_text()
-    exec(compile(source, str(USERS_MODULE), "exec", flags), vars(module))
+@pytest.fixture(
+    scope="module", params=["", "from __future__ import annotations\n"], ids=repr
+)
+def module(request, tmp_path_factory):
+    """A copy of users_module.py, checked; also if it postpones its annotations."""
+    file = tmp_path_factory.mktemp("copy") / USERS_MODULE.name
+    file.write_text(request.param + USERS_MODULE.read_text())
+    spec = spec_from_file_location("users_module", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
     return typecheck(module)

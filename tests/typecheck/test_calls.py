@@ -1,12 +1,6 @@
 """Every case of calls.py in each mode: the right call passes, the wrong call raises."""
 
-import __future__
-
-import functools
 import re
-import sys
-import types
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,131 +8,106 @@ import torch
 from jaxtyping import TypeCheckError
 from torch import Tensor, nn
 from torch.export import Dim
-
-CALLS = Path(__file__).with_name("calls.py")
+from typecheck import calls
 
 
 class Case(NamedTuple):
-    call: Any
+    function: Any
     right: tuple[Any, ...]
     wrong: tuple[Any, ...]  # the last argument may be a dict of keywords
     where: str  # what the error names
 
-
-def load(name, flags):
-    """Import calls.py by this name, where the compiler finds it."""
-    sys.modules[name] = module = types.ModuleType(name)
-    exec(compile(CALLS.read_text(), CALLS, "exec", flags), vars(module))
-    return vars(module)
-
-
-MODULE = load("calls", 0)
-POSTPONED = load("postponed_calls", __future__.annotations.compiler_flag)
+    def call(self, arguments):
+        *first, last = arguments
+        if isinstance(last, dict):
+            return self.function(*first, **last)
+        return self.function(*first, last)
 
 
-def cases(*tables, module=MODULE):
+def cases(*tables):
     """Return the cases of these tables by their titles."""
-    return {
-        title: Case(*case) for table in tables for title, case in module[table].items()
-    }
+    return {title: Case(*case) for table in tables for title, case in table.items()}
 
 
-IN_EVERY_MODE = cases("NAMES", "BRACES", "PARTS", "DECORATED")
-IN_EAGER_MODE = cases("EAGER")
+NAMES = cases(calls.NAMES)
+IN_EVERY_MODE = cases(calls.NAMES, calls.BRACES, calls.PARTS, calls.DECORATED)
+IN_EAGER_MODE = cases(calls.EAGER)
 
 
-def call(function, arguments):
-    *arguments, last = arguments
-    if isinstance(last, dict):
-        return function(*arguments, **last)
-    return function(*arguments, last)
-
-
-def message_of(title, function, arguments):
+def message_of(title, function, *arguments):
     try:
-        call(function, arguments)
+        function(*arguments)
     except (TypeCheckError, RuntimeError) as error:
         return str(error)
     pytest.fail(f"{title}: the wrong call raises no error")
 
 
-def right_result(title, function, arguments):
-    try:
-        return call(function, arguments)
-    except (TypeCheckError, RuntimeError) as error:
-        pytest.fail(f"{title}: {error}")
-
-
-def check_in_eager_mode(cases):
+@pytest.mark.parametrize("cases", [IN_EVERY_MODE, IN_EAGER_MODE], ids=["all", "eager"])
+def test_eager_mode_takes_right_calls_and_raises_for_wrong_ones(cases):
     for title, case in cases.items():
         for _ in range(2):
-            right_result(title, case.call, case.right)
+            case.call(case.right)
             message = message_of(title, case.call, case.wrong)
             assert case.where in message.partition("\n-----")[0], title
 
 
-def test_eager_mode_takes_right_calls_and_raises_for_wrong_ones():
-    check_in_eager_mode(IN_EVERY_MODE | IN_EAGER_MODE)
+def right_calls(cases):
+    return [case.call(case.right) for case in cases]
 
 
-def test_postponed_annotations_are_checked():
-    tables = ("NAMES", "BRACES", "PARTS", "DECORATED", "EAGER")
-    check_in_eager_mode(cases(*tables, module=POSTPONED))
-
-
-def test_compiled_code_is_one_graph_and_raises_for_wrong_calls():
+def test_right_calls_compile_to_one_graph():
     """Sizes of 2 and more are symbols, of which a comparison knows less than of numbers."""
+    cases = [*IN_EVERY_MODE.values()]
+    compiled = torch.compile(right_calls, backend="eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(cases), right_calls(cases))
+
+
+def test_wrong_calls_raise_in_compiled_code():
+    """With fullgraph, so that no other graph break leads to the checks of eager mode."""
     for title, case in IN_EVERY_MODE.items():
         compiled = torch.compile(
             case.call, backend="eager", fullgraph=True, dynamic=True
         )
-        result = right_result(title, compiled, case.right)
-        torch.testing.assert_close(result, call(case.call, case.right), msg=title)
         message = message_of(title, compiled, case.wrong)
         assert re.search(f"(?s)TypeCheckError.*{case.where}", message), title
-        torch._dynamo.reset()
-
-
-def test_compiled_code_raises_the_error_of_eager_mode():
-    for title, case in IN_EVERY_MODE.items():
-        expected = message_of(title, case.call, case.wrong)
-        compiled = torch.compile(case.call, backend="eager")
-        assert message_of(title, compiled, case.wrong) == expected, title
-        torch._dynamo.reset()
 
 
 def test_compiled_code_takes_right_calls_that_only_eager_mode_checks():
     for title, case in IN_EAGER_MODE.items():
-        compiled = torch.compile(case.call, backend="eager")
-        result = right_result(title, compiled, case.right)
-        torch.testing.assert_close(result, call(case.call, case.right), msg=title)
+        result = torch.compile(case.call, backend="eager")(case.right)
+        torch.testing.assert_close(result, case.call(case.right), msg=title)
         torch._dynamo.reset()
 
 
 class Exported(nn.Module):
-    """A case as torch.export takes it."""
+    """Calls as torch.export takes them."""
 
-    def __init__(self, case):
+    def __init__(self, cases):
         super().__init__()
-        self.case = case
+        self.cases = cases
 
-    def forward(self, *arguments):
-        return self.case.call(*arguments)
+    def forward(self, arguments):
+        pairs = zip(self.cases, arguments, strict=True)
+        return [case.call(own) for case, own in pairs]
 
 
-def export(case, arguments):
-    dims = tuple(dict.fromkeys(range(each.ndim), Dim.AUTO) for each in arguments)
+def export(cases, arguments):
+    dims = [[dict.fromkeys(range(x.ndim), Dim.AUTO) for x in own] for own in arguments]
     return torch.export.export(
-        Exported(case), arguments, dynamic_shapes=(dims,), strict=False
+        Exported(cases), (arguments,), dynamic_shapes=(dims,), strict=False
     )
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_export_takes_right_calls_and_raises_for_wrong_ones():
-    for title, case in cases("NAMES").items():
-        if not all(isinstance(each, Tensor) for each in (*case.right, *case.wrong)):
-            continue
-        result = export(case, case.right).module()(*case.right)
-        torch.testing.assert_close(result, case.call(*case.right), msg=title)
-        message = message_of(title, functools.partial(export, case), (case.wrong,))
+    cases = {
+        title: case
+        for title, case in NAMES.items()
+        if all(isinstance(each, Tensor) for each in (*case.right, *case.wrong))
+    }
+    right = [[*case.right] for case in cases.values()]
+    exported = export([*cases.values()], right).module()
+    torch.testing.assert_close(exported(right), right_calls(cases.values()))
+    for title, case in cases.items():
+        message = message_of(title, export, [case], [[*case.wrong]])
         assert case.where in message.partition("\n-----")[0], title

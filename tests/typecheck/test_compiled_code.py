@@ -56,9 +56,12 @@ WRONG_CALLS: dict[str, tuple[Any, ...]] = {
     ("function", "arguments", "name"), WRONG_CALLS.values(), ids=WRONG_CALLS
 )
 def test_layers_raise_where_torch_would_broadcast(function, arguments, name):
+    messages = set()
     for call in (function, torch.compile(function, backend="eager")):
-        with pytest.raises(TypeCheckError, match=f"parameter '{name}'"):
+        with pytest.raises(TypeCheckError, match=f"parameter '{name}'") as caught:
             call(*arguments)
+        messages.add(str(caught.value))
+    assert len(messages) == 1  # the same in both modes
 
 
 @typecheck
