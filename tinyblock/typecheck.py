@@ -228,7 +228,8 @@ def _in_eager_mode(check: "_Check") -> Callable[..., Any]:
         if last is None:
             check.judge(signature, args, kwargs)
         result = function(*args, **kwargs)
-        found = check.describe_result(result, args, kwargs)
+        texts = check.read_after(*args, **kwargs) if check.after else ()
+        found = (_describe(result, check.returns_value), texts)
         if found != last:
             check.judge(signature, args, kwargs, found, result)
         return result
@@ -354,13 +355,6 @@ class _Check:
             items.append(item)
         items.append(_texts_of(self.before))
         return self.written(_tuple(items), _typecheck_describe=_describe)
-
-    def describe_result(
-        self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        """Return the same of a result."""
-        texts = self.read_after(*args, **kwargs) if self.after else ()
-        return _describe(result, self.returns_value), texts
 
     def explain(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -510,8 +504,7 @@ class _Check:
 
         if "judge" not in vars(self):
             vars(self)["judge"] = torch.compiler.disable(self.judge)
-        own = (self.call, self.read_arguments, self.read_after)
-        for each in (*own, _Check.describe_result, _describe):
+        for each in (self.call, self.read_arguments, self.read_after, _describe):
             skip(each)
 
     def call_with_symbols(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

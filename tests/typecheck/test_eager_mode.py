@@ -129,7 +129,12 @@ def test_a_method_may_return_self_and_take_its_own_class():
 
 
 @typecheck
-def takes(x: "Float[LaterTensor, ' {size}']", size: Any, y: "Later") -> None:
+def takes(
+    x: "Float[LaterTensor, ' {size}']",
+    size: Any,
+    y: "Later",
+    z: Float[Tensor, "2*{size}"],
+) -> None:
     pass
 
 
@@ -141,11 +146,15 @@ LaterTensor = Tensor
 
 
 def test_a_name_may_be_defined_later():
-    takes(w, 3, Later())
+    takes(w, 3, Later(), ones(6))
     with pytest.raises(TypeCheckError):
-        takes(w, 4, Later())
+        takes(w, 4, Later(), ones(8))
     with pytest.raises(TypeCheckError):
-        takes(w, 3, w)  # type: ignore[arg-type]
+        takes(w, 3, w, ones(6))  # type: ignore[arg-type]
+    compiled = torch.compile(takes, backend="eager", fullgraph=True)
+    compiled(w, 3, Later(), ones(6))
+    with pytest.raises(RuntimeError, match="parameter 'z'"):
+        compiled(w, 3, Later(), ones(5))
 
 
 @pytest.mark.parametrize(
