@@ -14,7 +14,7 @@ asks them only if the signature of a call is new. The signature consists of
 - the class of each argument, and of a class the class itself,
 - the dtype and shape of each array, and this of each item of a tuple,
 - the value of an argument whose annotation has a Literal,
-- the text of each size that an annotation has in braces, such as `{self.d_model}`.
+- each size that an annotation has in braces, such as `{self.d_model}`.
 
 It leaves out parameters that are unannotated or annotated as Any. A signature must hold
 all that an annotation asks for. So functions are checked at each call if an annotation
@@ -33,18 +33,19 @@ JAXTYPING_DISABLE=1 leaves all functions unwrapped and beartype unimported. So d
 `python -O`, with a warning, because beartype checks nothing there.
 """
 
-import ast
 import collections.abc
 import contextlib
 import functools
 import inspect
 import itertools
+import operator
 import re
 import sys
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from string import Formatter
 from types import FunctionType, ModuleType, NoneType, SimpleNamespace, UnionType
 from typing import (
     Annotated,
@@ -78,6 +79,7 @@ _VARIADIC = {
 }
 _WHOLE = (Literal, collections.abc.Callable, type)  # annotations without parts
 _BY_VALUE = (bool, int, str, bytes, Enum, type)  # what Literal and type[X] read
+_NUMBERS = (int, float, SymInt, SymFloat)  # of which a size may be
 _EMPTY = inspect.Parameter.empty
 _MISSING = object()  # an argument that is not passed and has no default
 _UNKNOWN = object()  # a value that the compiler does not know
@@ -186,7 +188,7 @@ def _checked(function: Any, owner: Any = None) -> Any:
 def _wrapper(check: "_Check") -> Any:
     # Variables, because the compiler looks at all that the wrapper uses, and
     # understands functions, but no objects.
-    function, in_eager_mode = check.function, _in_eager_mode(check)
+    function, in_eager_mode = check.function, check.call
     trace_arguments, trace_result = check.trace_arguments, check.trace_result
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -228,13 +230,16 @@ def _in_eager_mode(check: "_Check") -> Callable[..., Any]:
         if last is None:
             check.judge(signature, args, kwargs)
         result = function(*args, **kwargs)
-        texts = check.read_after(*args, **kwargs) if check.after else ()
-        found = (_describe(result, check.returns_value), texts)
+        try:
+            sizes = check.read_after(*args, **kwargs) if check.after else ()
+        except Exception as error:
+            check.explain(error, args, kwargs)
+            raise
+        found = (_describe(result, check.returns_value), sizes)
         if found != last:
             check.judge(signature, args, kwargs, found, result)
         return result
 
-    check.call = call
     return call
 
 
@@ -244,19 +249,19 @@ def _in_eager_mode(check: "_Check") -> Callable[..., Any]:
 class _Call:
     """What annotations read of a call beside its arguments.
 
-    jaxtyping gets it as one more argument. It looks like an array whose axes are
-    symbols, so that the texts can name a symbol.
+    jaxtyping gets it as one more argument. It looks like an array whose axes have the
+    sizes in braces, so that each of these is the size of an axis that has a name.
     """
 
     dtype = "size"
 
     def __init__(
-        self, before: Sequence[str], after: Sequence[str] = (), result: Any = _MISSING
+        self, before: Sequence[Any], after: Sequence[Any] = (), result: Any = _MISSING
     ) -> None:
-        self.before = before  # the texts of axes that have braces
-        self.after = after  # the texts of such axes of the result, after the call
+        self.before = before  # the sizes of parameters
+        self.after = after  # the sizes of the result, after the call
+        self.shape = (*before, *after)
         self.result = result
-        self.shape: tuple[SymInt, ...] = ()
 
     def __repr__(self) -> str:
         return "_"
@@ -271,8 +276,9 @@ class _Check:
         self.name = f"{function.__module__}.{function.__qualname__}"
         self.signature = _loosened(inspect.signature(function))
         self.known: dict[Any, Any] = {}  # signature -> description of the last result
-        self.before: list[str] = []  # axes of parameters that have braces
-        self.after: list[str] = []  # axes of the result that have braces
+        self.before: list[str] = []  # what parameters have in braces
+        self.after: list[str] = []  # what the result has in braces
+        self.call = _in_eager_mode(self)
         self.resolve()
         self.traced_hints = self.hints_for_compiler()
         self.trace_arguments, self.trace_result = self.tracing()
@@ -290,30 +296,33 @@ class _Check:
         )
         self.checkers: dict[Any, Callable[..., None]] = {}
         self.read_arguments = self.reading()
-        self.read_after = self.written(_texts_of(self.after))
+        self.read_after = self.written(_sizes(self.after), _typecheck_size=_size)
         self.returns_value = _has(self.hints.get("return"), _is_read_by_value)
 
     def put(self, name: str, axis: str) -> str:
         """Return what to put into an annotation in place of an axis that has braces.
 
-        jaxtyping finds the text of the axis in the argument that is a _Call, because
-        the sizes may change in the call, and a symbol has no text.
+        It has the name of an axis of _Call in place of each size, because the size may
+        change in the call, or be a symbol, which has no text.
         """
+        when, sizes = "before", self.before
+        if name == "return":
+            when, sizes = "after", self.after
         try:
-            _fields(axis)
+            compile(f"f'{axis}'", axis, "eval")  # as jaxtyping reads it
         except SyntaxError as error:
             place = _place(self.function, name)
             raise AnnotationError(
                 f"{place} has the wrong axis '{axis}': {error.msg}"
             ) from error
-        axes = self.after if name == "return" else self.before
-        if axis not in axes:
-            axes.append(axis)
-        return self.placed(axes, axes.index(axis))
-
-    def placed(self, axes: list[str], i: int) -> str:
-        when = "after" if axes is self.after else "before"
-        return f"{{_typecheck_call.{when}[{i}]}}"
+        text = ""
+        for literal, size, _, _ in Formatter().parse(axis):
+            text += literal
+            if size is not None:
+                if size not in sizes:
+                    sizes.append(size)
+                text += _axis(when, sizes.index(size))
+        return text
 
     # What a call has ---------------------------------------------------------------
 
@@ -330,7 +339,7 @@ class _Check:
         for name, parameter in self.signature.parameters.items():
             default = parameter.default
             if default is not _EMPTY:
-                default = _Name(_default(name))
+                default = _Code(_default(name))
                 names[default] = parameter.default
             head.append(parameter.replace(annotation=_EMPTY, default=default))
         parameters = str(inspect.Signature(head))[1:-1]
@@ -339,7 +348,7 @@ class _Check:
     def reading(self) -> Callable[..., tuple[Any, ...]]:
         """Return a function that describes the arguments of a call: its signature.
 
-        The last item has the texts of axes that have braces.
+        The last item has the sizes in braces.
         """
         items = []
         for name, parameter in self.signature.parameters.items():
@@ -353,8 +362,9 @@ class _Check:
             if parameter.default is not _EMPTY:  # it is right, whatever it is
                 item = f"{name} is {_default(name)} or {item}"
             items.append(item)
-        items.append(_texts_of(self.before))
-        return self.written(_tuple(items), _typecheck_describe=_describe)
+        items.append(_sizes(self.before))
+        names = {"_typecheck_describe": _describe, "_typecheck_size": _size}
+        return self.written(_tuple(items), **names)
 
     def explain(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -364,8 +374,8 @@ class _Check:
             inspect.signature(self.function).bind(*args, **kwargs)
         except TypeError:
             return
-        axes = ", ".join(map(repr, self.before))
-        raise AnnotationError(f"cannot read {axes} of {self.name}: {error}") from error
+        sizes = ", ".join(f"{{{size}}}" for size in (*self.before, *self.after))
+        raise AnnotationError(f"cannot read {sizes} of {self.name}: {error}") from error
 
     # How it is judged --------------------------------------------------------------
 
@@ -408,13 +418,14 @@ class _Check:
         returned = Any
         if call.result is not _MISSING:
             returned = _narrowed(hints.get("return", Any), call.result)
-        key = (*parameters, returned, len(call.shape))
+        sizes = [_axis("before", i) for i in range(len(call.before))]
+        sizes += [_axis("after", i) for i in range(len(call.after))]
+        key = (*parameters, returned, *sizes)
         if key not in self.checkers:
-            symbols = " ".join(f"symbol_{i}" for i in range(len(call.shape)))
             own = inspect.Parameter(
                 "_typecheck_call",
                 inspect.Parameter.POSITIONAL_ONLY,
-                annotation=Shaped[Any, symbols],
+                annotation=Shaped[Any, " ".join(sizes)],
             )
             signature = inspect.Signature(
                 [own, *parameters], return_annotation=returned
@@ -424,25 +435,24 @@ class _Check:
         try:
             self.checkers[key](call, *bound.args, **bound.kwargs)
         except TypeCheckError as error:
-            message = self.message(error, call)
+            message = self.message(error)
         else:
             return
         raise TypeCheckError(message)
 
-    def message(self, error: BaseException, call: _Call) -> str:
-        """Return jaxtyping's message, with the axis that does not fit, and sizes."""
+    def message(self, error: BaseException) -> str:
+        """Return jaxtyping's message, with the axis that does not fit."""
         message = str(error)
         while error.__cause__ is not None:
             error = error.__cause__
         _, found, reason = str(error).rpartition(", as ")  # of beartype's message
+        for when, sizes in (("before", self.before), ("after", self.after)):
+            for i, size in enumerate(sizes):
+                reason = reason.replace(_axis(when, i), size)
+                message = message.replace(_axis(when, i), size)
         if found and '"' not in reason:  # it is about an axis, and quotes no values
             reason = reason[0].upper() + reason[1:]
             message = message.replace("\n-----", f"\n{reason}\n-----", 1)
-        for axes, texts in ((self.before, call.before), (self.after, call.after)):
-            for i, (axis, text) in enumerate(zip(axes, texts, strict=False)):
-                place, label = self.placed(axes, i), re.sub("[{}]", "", axis)
-                message = message.replace(f"{place}=", f"{label}=")
-                message = message.replace(place, f"{label}={text}")
         message = re.sub(r"'_typecheck_call': _,?\s*", "", message)
         return re.sub(r"\(_typecheck_call: [^/]*/(, )?", "(", message)
 
@@ -534,12 +544,9 @@ class _Check:
             return
         known = {name: value for name, value in values.items() if _is_known(value)}
         hints = {n: h for n, h in self.traced_hints.items() if n in (*known, "return")}
-        symbols: dict[str, SymInt] = {}
-        call = _Call(_texts(self.before, before, symbols))
-        if result:
-            call.after = _texts(self.after, after, symbols)
-            call.result = map_aggregate(result[0], _number)
-        call.shape = tuple(symbols.values())
+        call = _Call(before, after, *map_aggregate(result, _number))
+        if not all(isinstance(size, _NUMBERS) for size in call.shape):
+            return
         try:
             with _symbols_broadcast():
                 self.run(hints, map_aggregate(known, _number), call)
@@ -549,11 +556,13 @@ class _Check:
             message = str(error)
         else:
             return
-        sizes: list[Any] = [*symbols.values()]
+        sizes = [*call.shape]
         for leaf in _leaves((known, result)):
             sizes.extend(leaf.shape if isinstance(leaf, Tensor) else ())
-        for text, size in (symbols | {f"{size}": size for size in sizes}).items():
-            message = re.sub(rf"\b{re.escape(text)}\b", f"{_number(size)}", message)
+        for size in sizes:
+            message = re.sub(
+                rf"\b{re.escape(f'{size}')}\b", f"{_number(size)}", message
+            )
         raise TypeCheckError(message)
 
 
@@ -574,6 +583,12 @@ def _loosened(signature: inspect.Signature) -> inspect.Signature:
     return inspect.Signature(sorted(parameters, key=lambda each: each.kind))
 
 
+class _Code(str):
+    """A text that inspect.Signature writes as it is."""
+
+    __repr__ = str.__str__
+
+
 def _default(name: str) -> str:
     return f"_typecheck_default_{name}"
 
@@ -582,15 +597,24 @@ def _tuple(items: Iterable[str]) -> str:
     return "(" + "".join(f"{item}, " for item in items) + ")"
 
 
-def _traced(axes: list[str]) -> str:
-    """Return the code that reads the sizes in the braces of these axes."""
-    sizes = _tuple(_tuple(_fields(axis)[0]) for axis in axes)
-    return f"(_typecheck_sizes := {sizes}, _typecheck_comptime(_typecheck_see))[0]"
+def _sizes(sizes: list[str]) -> str:
+    return _tuple(f"_typecheck_size({size})" for size in sizes)
 
 
-def _texts_of(axes: list[str]) -> str:
-    """Return the code of the texts of axes that have braces."""
-    return _tuple(f"f'{axis}'" for axis in axes)
+def _size(value: Any) -> Any:
+    """Return a size as a number, because a tensor has other values later."""
+    return value if isinstance(value, _NUMBERS) else operator.index(value)
+
+
+def _traced(sizes: list[str]) -> str:
+    """Return the code that shows variables to the compiler, and returns sizes."""
+    read = _tuple(sizes)
+    return f"(_typecheck_sizes := {read}, _typecheck_comptime(_typecheck_see))[0]"
+
+
+def _axis(when: str, i: int) -> str:
+    """Return the name of the axis that has a size in braces."""
+    return f"typecheck_{when}_{i}_"
 
 
 def _describe(value: Any, by_value: bool) -> tuple[Any, ...]:
@@ -693,7 +717,7 @@ def _simplified(
             return hint
         return _simplified(meaning, put, validates, (*inside, hint))
     if _is_array(hint):
-        return _with_texts(hint, put)
+        return _with_names(hint, put)
     origin, parts = get_origin(hint), get_args(hint)
     if origin in _WHOLE:
         return hint
@@ -720,8 +744,8 @@ def _meaning(hint: Any, validates: bool) -> Any:
     return hint
 
 
-def _with_texts(array: Any, put: Callable[[str], str]) -> Any:
-    """Return an annotation with other texts for the axes that have braces."""
+def _with_names(array: Any, put: Callable[[str], str]) -> Any:
+    """Return an annotation with names in place of the sizes in braces."""
     axes = array.dim_str.split()
     for i, dim in enumerate(array.dims):
         text = getattr(dim, "elem", "")  # without # and name=
@@ -750,52 +774,6 @@ def _narrowed(hint: Any, value: Any) -> Any:
     if len(parts) != len(value):
         return hint
     return tuple[tuple(map(_narrowed, parts, value))]  # type: ignore[misc]
-
-
-# Sizes in braces ---------------------------------------------------------------------
-
-
-@functools.cache
-def _fields(axis: str) -> tuple[list[str], str]:
-    """Return the expressions in braces of an axis, and it with _0, _1 in their place.
-
-    For `2*{self.d_k}`, these are ["self.d_k"] and "f'2*{_0}'".
-    """
-    tree = ast.parse(f"f'{axis}'", mode="eval")  # as jaxtyping reads it
-    fields = [node for node in ast.walk(tree) if isinstance(node, ast.FormattedValue)]
-    expressions = [ast.unparse(field.value) for field in fields]
-    for i, node in enumerate(fields):
-        node.value = ast.Name(f"_{i}")
-    return expressions, ast.unparse(tree)
-
-
-class _Name(str):
-    """A name that looks alike in every format."""
-
-    __repr__ = str.__str__
-
-    def __format__(self, _: str) -> str:
-        return str(self)
-
-
-def _texts(
-    axes: Sequence[str], sizes: Sequence[Sequence[Any]], symbols: dict[str, SymInt]
-) -> list[str]:
-    """Return the texts of axes, each of which has these sizes in braces.
-
-    A symbol has no text. It gets a name, which is added to `symbols`.
-    """
-    texts = []
-    for axis, values in zip(axes, sizes, strict=False):
-        names = {}
-        for i, size in enumerate(values):
-            if isinstance(size, SymInt):
-                name = _Name(f"symbol_{len(symbols)}")
-                symbols[name] = size
-                size = name
-            names[f"_{i}"] = size
-        texts.append(eval(_fields(axis)[1], names))
-    return texts
 
 
 # What a compiler knows ---------------------------------------------------------------

@@ -262,13 +262,6 @@ def formatted(
 
 
 @typecheck
-def by_text(
-    x: Float[Tensor, " n"], y: Float[Tensor, " {size}"], size: str = "2*n"
-) -> Tensor:
-    return x.sum() + y
-
-
-@typecheck
 def configured(x: Float[Tensor, " {config.width}"], config: Any = CONFIG) -> Tensor:
     return x + 1
 
@@ -309,7 +302,6 @@ BRACES = {
     "parameter": (head, (ones(4, 3), 2), (ones(4, 3), 3), "return"),
     "parameters": (six_times, (ones(3), 2, 3), (ones(3), 2, 2), "return"),
     "formats": (formatted, (ones(3, 6), 3), (ones(3, 3), 3), "'x'"),
-    "text": (by_text, (ones(2), ones(4)), (ones(2), ones(4), "3*n"), "'y'"),
     "default object": (configured, (w,), (ones(4),), "'x'"),
     "object": (sized, (w, Sizes(3)), (w, Sizes(4)), "'x'"),
     "names of the wrapper": (clashing, (w, w), (w, ones(2)), "'__describe'"),

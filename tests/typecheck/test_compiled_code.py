@@ -83,7 +83,7 @@ def test_with_fullgraph_the_message_names_the_axis_and_has_numbers(dynamic):
     message = str(caught.value)
     assert "parameter 'w'" in message
     assert "Actual value: f32[11](torch)" in message
-    assert "Float[Tensor, '2*n=2*5']" in message
+    assert "Float[Tensor, '2*n']" in message
     assert re.search(r"dimension size 11 does not equal .* 2\*n=(10|2\*5)\.", message)
 
 

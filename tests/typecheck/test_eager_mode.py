@@ -70,11 +70,13 @@ def test_the_message_names_function_argument_axis_and_sizes(module):
         "Type-check error whilst checking the parameters of users_module.Layer.forward.\n"
         "The problem arose whilst typechecking parameter 'x'.\n"
         "Actual value: f32[2,4](torch)\n"
-        "Expected type: <class 'Float[Tensor, '*batch self.width=3']'>.\n"
-        "The dimension size 4 does not equal the existing value of self.width=3.\n"
+        "Expected type: <class 'Float[Tensor, '*batch self.width']'>.\n"
+        "The size of dimension self.width is 4 which does not equal the existing value of 3.\n"
         "----------------------\n"
         "Called with parameters: {'self': Layer(...), 'x': f32[2,4](torch)}\n"
-        "Parameter annotations: (self, x: Float[Tensor, '*batch self.width=3']) -> Any.\n"
+        "Parameter annotations: (self, x: Float[Tensor, '*batch self.width']) -> Any.\n"
+        "The current values for each jaxtyping axis annotation are as follows.\n"
+        "self.width=3"
     )
 
 
@@ -199,13 +201,24 @@ def test_an_annotation_that_jaxtyping_rejects_is_an_error_that_names_the_paramet
         typecheck(two)
 
 
-def test_braces_that_have_no_value_are_an_error_that_names_the_function():
-    @typecheck
-    def sized(x: Float[Tensor, "{x.no_attribute} {SOME_GLOBAL}"]) -> None:
-        pass
+def no_attribute(x: Float[Tensor, "{x.no_attribute}"], size: Any) -> None:
+    pass
 
-    with pytest.raises(AnnotationError, match=r"'{x.no_attribute}'.* of .*sized"):
-        sized(x)
+
+def some_global(x: Float[Tensor, " n"], size: Any) -> Float[Tensor, "{SOME_GLOBAL}"]:
+    return x
+
+
+def no_number(x: Float[Tensor, "{size}"], size: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("function", [no_attribute, some_global, no_number])
+def test_braces_that_have_no_value_are_an_error_that_names_the_function(function):
+    with pytest.raises(
+        AnnotationError, match=rf"cannot read .* of .*{function.__name__}"
+    ):
+        typecheck(function)(w, "2*n")
 
 
 # What is remembered --------------------------------------------------------------------
