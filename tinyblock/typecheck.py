@@ -33,6 +33,7 @@ JAXTYPING_DISABLE=1 leaves all functions unwrapped and beartype unimported. So d
 `python -O`, with a warning, because beartype checks nothing there.
 """
 
+import ast
 import collections.abc
 import contextlib
 import functools
@@ -45,7 +46,6 @@ import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from string import Formatter
 from types import FunctionType, ModuleType, NoneType, SimpleNamespace, UnionType
 from typing import (
     Annotated,
@@ -309,19 +309,21 @@ class _Check:
         if name == "return":
             when, sizes = "after", self.after
         try:
-            compile(f"f'{axis}'", axis, "eval")  # as jaxtyping reads it
+            tree: Any = ast.parse(f"f'{axis}'", mode="eval")  # as jaxtyping reads it
         except SyntaxError as error:
             place = _place(self.function, name)
             raise AnnotationError(
                 f"{place} has the wrong axis '{axis}': {error.msg}"
             ) from error
         text = ""
-        for literal, size, _, _ in Formatter().parse(axis):
-            text += literal
-            if size is not None:
+        for part in tree.body.values:
+            if isinstance(part, ast.FormattedValue):
+                size = ast.unparse(part.value)
                 if size not in sizes:
                     sizes.append(size)
                 text += _axis(when, sizes.index(size))
+            else:
+                text += part.value
         return text
 
     # What a call has ---------------------------------------------------------------

@@ -257,7 +257,7 @@ def six_times(x: Float[Tensor, " n"], a: int, b: int) -> Float[Tensor, "{a}*{b}*
 @typecheck
 def formatted(
     x: Float[Tensor, "{n!s} 2*{n:d}"], n: int
-) -> Float[Tensor, "#{n!r} {max(n,2)}+{n}"]:
+) -> Float[Tensor, "#{n!r} {max(n,(lambda:2)())}+{n}"]:
     return x
 
 
