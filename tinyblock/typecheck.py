@@ -276,8 +276,10 @@ class _Check:
         self.name = f"{function.__module__}.{function.__qualname__}"
         self.signature = _loosened(inspect.signature(function))
         self.known: dict[Any, Any] = {}  # signature -> description of the last result
-        self.before: list[str] = []  # what parameters have in braces
-        self.after: list[str] = []  # what the result has in braces
+        # What parameters and the result have in braces -> the axis of this size in a
+        # _Call. They are read before and after the call.
+        self.before: dict[str, str] = {}
+        self.after: dict[str, str] = {}
         self.call = _in_eager_mode(self)
         self.resolve()
         self.traced_hints = self.hints_for_compiler()
@@ -305,9 +307,7 @@ class _Check:
         It has the name of an axis of _Call in place of each size, because the size may
         change in the call, or be a symbol, which has no text.
         """
-        when, sizes = "before", self.before
-        if name == "return":
-            when, sizes = "after", self.after
+        sizes = self.after if name == "return" else self.before
         try:
             tree: Any = ast.parse(f"f'{axis}'", mode="eval")  # as jaxtyping reads it
         except SyntaxError as error:
@@ -319,9 +319,8 @@ class _Check:
         for part in tree.body.values:
             if isinstance(part, ast.FormattedValue):
                 size = ast.unparse(part.value)
-                if size not in sizes:
-                    sizes.append(size)
-                text += _axis(when, sizes.index(size))
+                number = len(self.before) + len(self.after)
+                text += sizes.setdefault(size, f"typecheck_{number}_")
             else:
                 text += part.value
         return text
@@ -420,14 +419,14 @@ class _Check:
         returned = Any
         if call.result is not _MISSING:
             returned = _narrowed(hints.get("return", Any), call.result)
-        sizes = [_axis("before", i) for i in range(len(call.before))]
-        sizes += [_axis("after", i) for i in range(len(call.after))]
-        key = (*parameters, returned, *sizes)
+        axes = [*self.before.values()][: len(call.before)]
+        axes += [*self.after.values()][: len(call.after)]
+        key = (*parameters, returned, *axes)
         if key not in self.checkers:
             own = inspect.Parameter(
                 "_typecheck_call",
                 inspect.Parameter.POSITIONAL_ONLY,
-                annotation=Shaped[Any, " ".join(sizes)],
+                annotation=Shaped[Any, " ".join(axes)],
             )
             signature = inspect.Signature(
                 [own, *parameters], return_annotation=returned
@@ -448,10 +447,9 @@ class _Check:
         while error.__cause__ is not None:
             error = error.__cause__
         _, found, reason = str(error).rpartition(", as ")  # of beartype's message
-        for when, sizes in (("before", self.before), ("after", self.after)):
-            for i, size in enumerate(sizes):
-                reason = reason.replace(_axis(when, i), size)
-                message = message.replace(_axis(when, i), size)
+        for size, axis in (*self.before.items(), *self.after.items()):
+            reason = reason.replace(axis, size)
+            message = message.replace(axis, size)
         if found and '"' not in reason:  # it is about an axis, and quotes no values
             reason = reason[0].upper() + reason[1:]
             message = message.replace("\n-----", f"\n{reason}\n-----", 1)
@@ -516,7 +514,8 @@ class _Check:
 
         if "judge" not in vars(self):
             vars(self)["judge"] = torch.compiler.disable(self.judge)
-        for each in (self.call, self.read_arguments, self.read_after, _describe):
+        reads = (self.read_arguments, self.read_after, _describe, _size)
+        for each in (self.call, *reads):
             skip(each)
 
     def call_with_symbols(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -599,7 +598,7 @@ def _tuple(items: Iterable[str]) -> str:
     return "(" + "".join(f"{item}, " for item in items) + ")"
 
 
-def _sizes(sizes: list[str]) -> str:
+def _sizes(sizes: Iterable[str]) -> str:
     return _tuple(f"_typecheck_size({size})" for size in sizes)
 
 
@@ -608,15 +607,10 @@ def _size(value: Any) -> Any:
     return value if isinstance(value, _NUMBERS) else operator.index(value)
 
 
-def _traced(sizes: list[str]) -> str:
+def _traced(sizes: Iterable[str]) -> str:
     """Return the code that shows variables to the compiler, and returns sizes."""
     read = _tuple(sizes)
     return f"(_typecheck_sizes := {read}, _typecheck_comptime(_typecheck_see))[0]"
-
-
-def _axis(when: str, i: int) -> str:
-    """Return the name of the axis that has a size in braces."""
-    return f"typecheck_{when}_{i}_"
 
 
 def _describe(value: Any, by_value: bool) -> tuple[Any, ...]:
