@@ -1,4 +1,4 @@
-"""Test claims of papers on small models: the tables of docs/ablations.md.
+"""Test claims of papers on small models: docs/results has its tables.
 
     pip install tqdm
     python examples/ablations.py ffn

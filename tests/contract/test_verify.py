@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from defects import replace
 from forked import verify
-from pages import block_with
+from pages import block_with, require_shown
 
 from tinyblock import copies
 
@@ -28,10 +28,11 @@ def solution(tmp_path):
     return Path(shutil.copytree(SOLUTIONS / "real_tables", tmp_path / "layers"))
 
 
-def test_the_readme_shows_the_counts_of_a_right_solution():
-    shown = block_with(ROOT / "README.md", "tests/contract/solutions/torch_functions")
-    _, report = verify(SOLUTIONS / "torch_functions")
-    assert shown.splitlines()[-1] in report.splitlines()[-1]
+def test_the_readme_shows_the_line_of_a_norm_without_eps(solution):
+    replace(solution / "rmsnorm.py", " + self.eps)", ")")
+    shown = block_with(ROOT / "README.md", "verify examples/cs336")
+    _, report = verify(solution)
+    require_shown(shown.partition("verify examples/cs336\n")[2], report, "verify")
 
 
 def test_each_failed_test_has_one_line_and_the_equation_is_first(solution):
@@ -66,7 +67,7 @@ def test_one_file_is_one_layer(solution):
 
 
 def test_the_tests_beside_copies_test_them(tmp_path):
-    """Their formula may be edited, as in docs/edit_a_layer.md."""
+    """Their formula may be edited, as in docs/vendoring.md."""
     assert copies.main(["add", "rope", "--with-tests", "--to", str(tmp_path)]) == 0
     (tmp_path / "conftest.py").write_text("raise RuntimeError('of the project')")
     page = tmp_path / "contract" / "test_rope.py"

@@ -1,4 +1,4 @@
-"""Copied layers inside other people's models: the hosts that docs/vendoring.md names."""
+"""Copied layers inside other people's models: the hosts that docs/hosts.md names."""
 
 import importlib
 import math
@@ -13,7 +13,7 @@ from torch import nn
 
 from tinyblock import SwiGLU, copies
 
-PAGE = Path(__file__).parents[2] / "docs" / "vendoring.md"
+PAGE = Path(__file__).parents[2] / "docs" / "hosts.md"
 TOKENS = torch.arange(18).view(2, 9)
 X = torch.linspace(-1, 1, 2 * 9 * 64).view(2, 9, 64)
 
@@ -161,6 +161,27 @@ def test_quantize_dynamic_takes_only_plain_linear_layers(model):
     exec(code, {"model": model, "nn": nn})
     error = (quantized()(X) - expected).norm() / expected.norm()
     assert 0 < error < 0.05
+
+
+def test_layers_get_their_weights_back_in_nanogpt(layers):
+    """Its rule for weights is `_init_weights`, which it applies to each module."""
+
+    class NanoGPT(nn.Module):
+        def __init__(self):
+            super().__init__()
+            blocks = [layers.Block(64, 4) for _ in range(2)]
+            self.transformer = nn.ModuleDict({"h": nn.ModuleList(blocks)})
+            self.head = nn.Linear(64, 7)
+            exec(block_with(PAGE, "nanoGPT's rule"), {"self": self})
+
+        def _init_weights(self, module):
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, mean=0.0, std=0.02)
+
+    model = NanoGPT()
+    assert model.head.weight.std() < 0.03
+    weight = model.transformer["h"][1].attn.q_proj.weight
+    assert abs(weight.std() - math.sqrt(2 / sum(weight.shape))) < 0.01
 
 
 def test_safetensors_saves_and_loads_the_model(model, tmp_path):

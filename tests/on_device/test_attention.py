@@ -74,7 +74,7 @@ def test_a_query_without_keys_yields_zeros(dtype, device, seq, mask):
         assert not without_keys.any(), name  # NaN is no zero
 
 
-BUG = pytest.mark.xfail(reason="pytorch issue 196678: see docs/masks.md", strict=False)
+BUG = pytest.mark.xfail(reason="pytorch issue 196678: see docs/layers.md", strict=False)
 
 
 @pytest.mark.usefixtures("cudnn")

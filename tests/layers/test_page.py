@@ -1,0 +1,120 @@
+"""docs/layers.md says what the docstrings say, and its masks hide what it says."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from pages import tables, text_of
+
+from tinyblock import CausalMultiHeadSelfAttention
+
+PAGE = text_of(Path(__file__).parents[2] / "docs" / "layers.md")
+BATCH, SEQ = 2, 6
+DOCUMENT = [0, 0, 0, 1, 1, 1]
+LENGTHS = [6, 4]  # of the sequences, without padding
+
+
+def in_window(_, query, key):
+    return key > query - 3
+
+
+def is_real(sequence, _, key):
+    return key < LENGTHS[sequence]
+
+
+# What a query may attend to besides the causal mask, for the expression in each row.
+ALLOWED = {
+    "None": lambda sequence, query, key: True,
+    "keep[..., None, :]": is_real,
+    "attention_mask.bool()[..., None, :]": is_real,
+    "document[:, None] == document": lambda _, query, key: (
+        DOCUMENT[query] == DOCUMENT[key]
+    ),
+    "torch.ones(seq, seq, dtype=torch.bool).triu(-2)": in_window,
+    "window & keep[..., None, :]": lambda *where: in_window(*where) and is_real(*where),
+    "additive == 0": in_window,
+    "four_axes[..., 0, :, :]": in_window,
+    "~hidden": in_window,
+    "rows[None]": in_window,
+}
+
+
+def names():
+    """Return what the rows of the page have."""
+    keep = torch.tensor(
+        [[position < length for position in range(SEQ)] for length in LENGTHS]
+    )
+    window = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(-2)
+    return {
+        "torch": torch,
+        "seq": SEQ,
+        "keep": keep,
+        "attention_mask": keep.long(),
+        "document": torch.tensor(DOCUMENT),
+        "window": window,
+        "additive": torch.zeros(SEQ, SEQ).masked_fill(~window, -1e9),
+        "four_axes": window.expand(BATCH, 1, SEQ, SEQ),
+        "hidden": ~window,
+        "rows": window,
+    }
+
+
+def column(name):
+    """Return a column of the page."""
+    rows = [row for table in tables(PAGE) for row in table.values()]
+    return [row[name] for row in rows if name in row]
+
+
+def test_the_page_has_these_masks():
+    assert column("mask") == list(ALLOWED)
+
+
+@pytest.mark.parametrize("mask", ALLOWED)
+def test_a_mask_hides_what_the_page_says(mask):
+    """The scores are those of torch's function, with a mask that is made by hand."""
+    layer = CausalMultiHeadSelfAttention(d_model=32, num_heads=4)
+    x = torch.randn(BATCH, SEQ, 32)
+    allowed = torch.tensor(
+        [
+            [
+                [ALLOWED[mask](b, i, j) and j <= i for j in range(SEQ)]
+                for i in range(SEQ)
+            ]
+            for b in range(BATCH)
+        ]
+    )
+    q, k, v = (
+        rearrange(project(x), "batch seq (heads d) -> batch heads seq d", heads=4)
+        for project in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    out = F.scaled_dot_product_attention(q, k, v, allowed[:, None])
+    expected = layer.output_proj(
+        rearrange(out, "batch heads seq d -> batch seq (heads d)")
+    )
+    torch.testing.assert_close(layer(x, mask=eval(mask, names())), expected)
+
+
+def test_one_mask_may_be_for_all_sequences_where_there_are_as_many_as_tokens():
+    layer = CausalMultiHeadSelfAttention(d_model=32, num_heads=4)
+    x = torch.randn(SEQ, SEQ, 32)
+    rows = names()["rows"]
+    found = layer(x, mask=eval("rows[None]", {"rows": rows}))
+    torch.testing.assert_close(found[:2], layer(x[:2], mask=rows))
+    with pytest.raises(ValueError, match="mask"):
+        layer(x, mask=rows)
+
+
+def test_equations_and_names_are_those_of_the_files():
+    for link, equation, functions, module in zip(
+        *map(column, ("file", "equation", "function", "module")), strict=True
+    ):
+        file = re.findall(r"\w+(?=\.py\))", link)
+        layer = importlib.import_module(f"tinyblock.{file[0]}")
+        assert equation in layer.__doc__
+        named = re.findall(r"\w+", f"{functions} {module}")
+        assert named
+        assert set(named) <= set(layer.__all__)

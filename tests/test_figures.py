@@ -1,0 +1,86 @@
+"""The figures of the pages are those of the reports, and what they claim holds there."""
+
+import re
+from pathlib import Path
+
+import pytest
+from compare import SIZES
+from pages import tables, text_of
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+MEASURED = ROOT / "docs" / "measured.md"
+CPU, H100 = "speed-amd-epyc-avx512.md", "speed-h100.md"
+# The report and the case of each row in the README.
+README = {
+    "training, one core of a CPU": (CPU, "train-bf16-768-eager"),
+    "training, H100": (H100, "train-bf16-llama-8b-eager"),
+    "training, H100, compiled": (H100, "train-bf16-llama-8b-compiled"),
+    "one token, one core of a CPU": (CPU, "forward-bf16-token-eager"),
+    "one token, H100, CUDA graphs": (H100, "forward-bf16-llama-8b-token-graphs"),
+}
+
+
+def rows_of(report, name):
+    """Return the rows of this name in a report."""
+    found = tables((RESULTS / report).read_text())
+    return [table[name] for table in found if name in table]
+
+
+def test_each_row_of_the_page_is_in_the_report_before_it():
+    parts = re.split(r"\(results/([^)]*)\)", text_of(MEASURED))
+    compared = 0
+    for report, text in zip(parts[1::2], parts[2::2], strict=True):
+        rows = [item for table in tables(text) for item in table.items()]
+        for name, row in rows:
+            shown = {(column, cell) for column, cell in row.items() if cell}
+            found = rows_of(report, name)
+            assert any(shown <= other.items() for other in found), (report, name)
+            compared += 1
+    assert compared > 20
+
+
+def test_the_sizes_of_the_page_are_those_that_are_compared():
+    [sizes] = [table for table in tables(text_of(MEASURED)) if "768" in table]
+    for name, row in sizes.items():
+        size = SIZES[name]
+        assert row == {
+            "size": name,
+            "tokens": f"{size.batch_size} x {size.seq_len}",
+            "d_model": str(size.d_model),
+            "heads": str(size.num_heads),
+        }
+    used = re.findall(r"^\| \w+-b?f\d\d-(\S+)-\w+ \|", text_of(MEASURED), re.MULTILINE)
+    assert set(used) == set(sizes)
+
+
+def test_the_readme_has_the_medians_of_the_reports():
+    [table] = [
+        table for table in tables(text_of(ROOT / "README.md")) if README.keys() & table
+    ]
+    assert table.keys() == README.keys()
+    for name, row in table.items():
+        [found] = rows_of(*README[name])
+        for project in ("transformers", "litgpt"):
+            assert row[project] == found[project].partition(" ")[0], name
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "rows"),
+    [
+        ("SwiGLU", "SiLU", r".*seed \d"),
+        ("pre-norm", "post-norm", r".*seed \d"),
+        ("RoPE", "no positions", r".*seed \d"),
+        ("no positions", "RoPE", ".*to byte (448|512)"),
+    ],
+)
+def test_a_claim_on_small_models_holds_in_each_row(better, worse, rows):
+    report = (RESULTS / "ablations-amd-epyc-avx512.md").read_text()
+    compared = [
+        float(row[better]) < float(row[worse])
+        for table in tables(report)
+        for name, row in table.items()
+        if better in row and re.fullmatch(rows, name)
+    ]
+    assert compared
+    assert all(compared)
