@@ -18,12 +18,12 @@ help: ## list the targets
 	@echo
 	@echo 'ARGS= passes arguments on:  make profile ARGS="--seq-len 1024"  make test ARGS="-k rope"'
 
-install: $(VENV)/installed-dev ## build .venv, which the other commands of the README use
+install: $(VENV)/installed-dev ## build .venv with all that tests and `tinyblock verify` need
 
 profile: $(VENV)/installed-plot ## measure where the time of a Block goes on this machine
 	$(VENV)/bin/python scripts/profile_block.py $(ARGS)
 
-test: $(VENV)/installed-dev ## run the tests (95 s on two idle cores)
+test: $(VENV)/installed-dev ## run the tests (a few minutes)
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 # Otherwise make finds the folder tests/, does nothing, and exits with 0.

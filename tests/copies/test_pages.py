@@ -97,3 +97,9 @@ def test_vendoring_shows_a_conflict(project):
     project.run("update", code=1)
     shown = block_with(VENDORING, "<<<<<<< yours")
     assert shown in (project.folder / "rope.py").read_text()
+
+
+def test_vendoring_shows_that_a_file_of_ones_own_is_kept(empty):
+    empty.folder.mkdir(parents=True)
+    (empty.folder / "ffn.py").write_text("class SwiGLU: ...")
+    assert block_with(VENDORING, "kept, because") in empty.run("add", "block")

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from einops import rearrange
-from pages import tables, text_of
+from einops import rearrange, reduce
+from jaxtyping import Float
+from pages import block_with, tables, text_of
+from torch import nn
 
-from tinyblock import CausalMultiHeadSelfAttention
+from tinyblock import CausalMultiHeadSelfAttention, RMSNorm, rms_norm
 
 PAGE = text_of(Path(__file__).parents[2] / "docs" / "layers.md")
 BATCH, SEQ = 2, 6
@@ -118,3 +120,16 @@ def test_equations_and_names_are_those_of_the_files():
         named = re.findall(r"\w+", f"{functions} {module}")
         assert named
         assert set(named) <= set(layer.__all__)
+
+
+def test_the_readme_shows_the_norm():
+    readme = Path(__file__).parents[2] / "README.md"
+    shown = {"torch": torch, "F": F, "nn": nn, "reduce": reduce, "Float": Float}
+    shown["Tensor"] = torch.Tensor
+    exec(block_with(readme, "class RMSNorm"), shown)
+    x, weight = torch.randn(2, 3, 5), torch.randn(5)
+    expected = rms_norm(x, weight)
+    assert torch.equal(shown["rms_norm"](x, weight), expected)
+    layer = RMSNorm(5)
+    layer.weight.data = weight
+    torch.testing.assert_close(shown["RMSNorm"].forward(layer, x), expected)
