@@ -58,22 +58,32 @@ def test_links_lead_to_files_and_headings(page):
 
 
 def commands(page):
-    """Yield the program and the arguments of each command, in blocks and in the text."""
+    """Yield the words of each command in the blocks and in the text of a page."""
     lines = re.findall(r"`([^`\n]+)`", text_of(page))
     for kind, block in re.findall(
         r"^```(sh|console)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
     ):
-        lines += [
-            line.removeprefix("$ ")
-            for line in block.splitlines()
-            if kind == "sh" or line.startswith("$ ")
-        ]
+        for line in block.splitlines():
+            if kind == "sh" or line.startswith("$ "):
+                lines.append(line.removeprefix("$ "))
     program = re.compile(
-        r"(?:[A-Z_]+=\S* )*(?:\S+/)?(python3?|make|tinyblock|pytest) +(?!tinyblock$)"
+        r"(?:[A-Z_]+=\S* )*(?:\S+/)?((?:python3?|make|tinyblock|pytest) .*)"
     )
     for line in lines:
         if found := program.match(line):
-            yield found[1], shlex.split(line[found.end() :], comments=True)
+            yield shlex.split(found[1], comments=True)
+
+
+def called(command):
+    """Return which program of this project, or pytest, a command calls with what."""
+    program, *arguments = command
+    if program.startswith("python"):
+        program, *arguments = arguments[arguments[0] == "-m" :]
+    if program == "make":
+        target, *settings = arguments
+        passed = [word for word in settings if word.startswith("ARGS=")]
+        return TARGETS[target], shlex.split(" ".join(passed).removeprefix("ARGS="))
+    return program.removeprefix("../tinyblock/"), arguments
 
 
 @functools.cache
@@ -87,8 +97,8 @@ def help_of(*program):
     if program[0] == "tinyblock":
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
-            copies.main([program[1], "--help"])
-        passed_on = help_of("pytest") if program[1] == "verify" else ""
+            copies.main([*program[1:], "--help"])
+        passed_on = help_of("pytest") if program[1:] == ("verify",) else ""
         return printed.getvalue() + passed_on
     failed, printed = processes.run(
         ROOT / program[0], *program[1:], "--help", processes=1
@@ -102,39 +112,32 @@ def options_of(*program):
     return re.findall(r"(?<![\w-])--?\w[\w-]*", help_of(*program))
 
 
-def require_options(program, arguments):
-    """Require that a program has the options among the arguments."""
-    options = {word.partition("=")[0] for word in arguments if word.startswith("-")}
-    if options:
-        unknown = options - set(options_of(*program))
-        assert not unknown, f"{' '.join(program)} has no option {unknown}"
-
-
 @each_page
 def test_each_command_takes_what_the_page_passes(page):
     """It is not run: other tests compare what the pages show of its output."""
-    for program, arguments in commands(page):
-        first, *others = arguments
-        if program == "make":
-            passed = [word for word in others if word.startswith("ARGS=")]
-            words = shlex.split(" ".join(passed).removeprefix("ARGS="))
-            require_options([TARGETS[first]], words)
-        elif program == "tinyblock" or Path(first).name == "tinyblock":
-            words = arguments if program == "tinyblock" else others
-            assert words[0] in SUBCOMMANDS
-            require_options(["tinyblock", words[0]], words)
-        elif program == "pytest" or arguments[:2] == ["-m", "pytest"]:
-            require_options(["pytest"], arguments[2 * (program != "pytest") :])
-        elif first.startswith(("scripts/", "examples/")) and "NAME" not in first:
-            assert (ROOT / first).exists()
-            require_options(arguments, others)
+    for command in commands(page):
+        program, arguments = called(command)
+        options = {word.partition("=")[0] for word in arguments if word[0] == "-"}
+        if program == "tinyblock":
+            assert {*arguments[:1]} <= {*SUBCOMMANDS}, command
+            known = options_of(program, *arguments[:1])
+        elif program.endswith(".py") and (ROOT / program).parent.is_dir():
+            assert "NAME" in program or (ROOT / program).exists(), command
+            known = options_of(program, *arguments) if options else ()
+        elif program == "pytest":
+            known = options_of(program)
+        else:  # no program of this project
+            continue
+        assert options <= set(known), command
 
 
 @each_page
 def test_each_option_in_the_text_exists(page):
-    programs = [("tinyblock", name) for name in SUBCOMMANDS]
-    programs += [(name,) for name in TARGETS.values() if name]
-    known = {option for program in programs for option in options_of(*program)}
+    known = set()
+    for name in SUBCOMMANDS:
+        known |= set(options_of("tinyblock", name))
+    for name in filter(None, TARGETS.values()):
+        known |= set(options_of(name))
     named = set(re.findall(r"`(--[\w-]+)[^`]*`", text_of(page)))
     assert named <= known, named - known
 

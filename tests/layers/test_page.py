@@ -3,6 +3,7 @@
 import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_equations_and_names_are_those_of_the_files():
     ):
         file = re.findall(r"\w+(?=\.py\))", link)
         layer = importlib.import_module(f"tinyblock.{file[0]}")
-        assert equation in layer.__doc__
+        assert equation in str(layer.__doc__)
         named = re.findall(r"\w+", f"{functions} {module}")
         assert named
         assert set(named) <= set(layer.__all__)
@@ -124,7 +125,7 @@ def test_equations_and_names_are_those_of_the_files():
 
 def test_the_readme_shows_the_norm():
     readme = Path(__file__).parents[2] / "README.md"
-    shown = {"torch": torch, "F": F, "nn": nn, "reduce": reduce, "Float": Float}
+    shown: Any = {"torch": torch, "F": F, "nn": nn, "reduce": reduce, "Float": Float}
     shown["Tensor"] = torch.Tensor
     exec(block_with(readme, "class RMSNorm"), shown)
     x, weight = torch.randn(2, 3, 5), torch.randn(5)
