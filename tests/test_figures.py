@@ -65,6 +65,15 @@ def test_the_readme_has_the_medians_of_the_reports():
             assert row[project] == found[project].partition(" ")[0], name
 
 
+def test_the_readme_names_the_versions_that_ci_tests():
+    [sentence] = re.findall(r"CI tests it.*?\n.*", (ROOT / "README.md").read_text())
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    pinned = (ROOT / "pyproject.toml").read_text()
+    pythons = re.findall(r'"(3\.\d+)"', workflow)
+    torches = re.findall(r"torch==(\d\.\d+)", workflow + pinned)
+    assert set(re.findall(r"\d\.\d+", sentence)) == {*pythons, *torches}
+
+
 @pytest.mark.parametrize(
     ("better", "worse", "rows"),
     [
