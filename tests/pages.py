@@ -24,25 +24,28 @@ def text_of(page):
 
 
 def tables(text):
-    """Return each table of a text: its rows by their first cell, and their cells by column."""
+    """Return the rows of each table of a text, by column; the first column has their name."""
     found = []
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         columns, _, *rows = [
             [cell.strip(" `") for cell in line.split("|")[1:-1]]
             for line in table.splitlines()
         ]
-        found.append({row[0]: dict(zip(columns, row, strict=True)) for row in rows})
+        found.append([dict(zip(columns, row, strict=True)) for row in rows])
     return found
 
 
+def name_of(row):
+    return next(iter(row.values()))
+
+
 def require_shown(shown, printed, command):
-    """Require each printed line to be shown; `...` stands for what is not, of lines or in one."""
-    lines = [
+    """Require each printed line to be shown, but what `...` stands for, of lines or in one."""
+    patterns = [
         r"(?:.*\n)*?"
         if line == "..."
-        # On CI or a wide terminal, pytest adds the reason to a line.
-        else ".*".join(map(re.escape, line.split("..."))) + r".*\n"
+        else ".*".join(map(re.escape, line.split("..."))) + "\n"
         for line in shown.splitlines()
     ]
-    if not re.fullmatch("".join(lines), printed):
+    if not re.fullmatch("".join(patterns), printed):
         pytest.fail(f"{command} prints:\n{printed}\nThe page shows:\n{shown}")

@@ -1,11 +1,12 @@
 """The figures of the pages are those of the reports, and what they claim holds there."""
 
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 from compare import SIZES
-from pages import tables, text_of
+from pages import name_of, tables, text_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -24,15 +25,15 @@ README = {
 def rows_of(report, name):
     """Return the rows of this name in a report."""
     found = tables((RESULTS / report).read_text())
-    return [table[name] for table in found if name in table]
+    return [row for table in found for row in table if name_of(row) == name]
 
 
 def test_each_row_of_the_page_is_in_the_report_before_it():
     parts = re.split(r"\(results/([^)]*)\)", text_of(MEASURED))
     compared = 0
     for report, text in zip(parts[1::2], parts[2::2], strict=True):
-        rows = [item for table in tables(text) for item in table.items()]
-        for name, row in rows:
+        for row in itertools.chain(*tables(text)):
+            name = name_of(row)
             shown = {(column, cell) for column, cell in row.items() if cell}
             found = rows_of(report, name)
             assert any(shown <= other.items() for other in found), (report, name)
@@ -41,7 +42,8 @@ def test_each_row_of_the_page_is_in_the_report_before_it():
 
 
 def test_the_sizes_of_the_page_are_those_that_are_compared():
-    [sizes] = [table for table in tables(text_of(MEASURED)) if "768" in table]
+    rows = itertools.chain(*tables(text_of(MEASURED)))
+    sizes = {row["size"]: row for row in rows if "size" in row}
     for name, row in sizes.items():
         size = SIZES[name]
         assert row == {
@@ -55,11 +57,9 @@ def test_the_sizes_of_the_page_are_those_that_are_compared():
 
 
 def test_the_readme_has_the_medians_of_the_reports():
-    [table] = [
-        table for table in tables(text_of(ROOT / "README.md")) if README.keys() & table
-    ]
-    assert table.keys() == README.keys()
-    for name, row in table.items():
+    [table] = tables(text_of(ROOT / "README.md"))
+    assert [name_of(row) for row in table] == list(README)
+    for name, row in zip(README, table, strict=True):
         [found] = rows_of(*README[name])
         for project in ("transformers", "litgpt"):
             assert row[project] == found[project].partition(" ")[0], name
@@ -88,8 +88,8 @@ def test_a_claim_on_small_models_holds_in_each_row(better, worse, rows):
     compared = [
         float(row[better]) < float(row[worse])
         for table in tables(report)
-        for name, row in table.items()
-        if better in row and re.fullmatch(rows, name)
+        for row in table
+        if better in row and re.fullmatch(rows, name_of(row))
     ]
     assert compared
     assert all(compared)

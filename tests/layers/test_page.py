@@ -68,7 +68,7 @@ def names():
 
 def column(name):
     """Return a column of the page."""
-    rows = [row for table in tables(PAGE) for row in table.values()]
+    rows = [row for table in tables(PAGE) for row in table]
     return [row[name] for row in rows if name in row]
 
 
