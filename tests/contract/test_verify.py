@@ -28,17 +28,11 @@ def solution(tmp_path):
     return Path(shutil.copytree(SOLUTIONS / "real_tables", tmp_path / "layers"))
 
 
-def test_the_readme_shows_the_counts_of_a_right_solution():
-    shown = block_with(ROOT / "README.md", "tests/contract/solutions/torch_functions")
-    _, report = verify(SOLUTIONS / "torch_functions")
-    assert shown.splitlines()[-1] in report.splitlines()[-1]
-
-
 def test_each_failed_test_has_one_line_and_the_equation_is_first(solution):
     """A wrong norm makes the block fail, too, so the layers are in this order."""
     replace(solution / "rmsnorm.py", " + self.eps)", ")")
     replace(solution / "ffn.py", "gate = self.w1(x)", "gate = self.w3(x)")
-    code, report = verify(solution)
+    code, report = verify(solution, "-k", "equation or rounds")
     assert code == 1, report
     lines = failed(report)
     assert [layer for layer, _, _ in lines] == sorted(
@@ -83,7 +77,7 @@ def test_a_copy_that_imports_a_layer_of_ones_own_is_no_copy(tmp_path):
     """Only what every correct layer does is tested."""
     assert copies.main(["add", "block", "--to", str(tmp_path)]) == 0
     (tmp_path / ".tinyblock" / "ffn.py.base").unlink()
-    _, report = verify(tmp_path, "ffn", "rmsnorm", "block", "-vv")
+    _, report = verify(tmp_path, "ffn", "rmsnorm", "block", "-vv", "-k", "strides")
     strides = set(re.findall(r"test_(\w+)\.py::\w+::test_any_strides", report))
     assert strides == {"rmsnorm"}, report
 
