@@ -14,8 +14,8 @@ import torch
 from .checks import Weights
 from .test_attention import ALL_KEYS, attend, attend_causally, self_attention
 from .test_block import block_of, pre_norm
-from .test_ffn import feed_forward, gelu, sigmoid, silu, swiglu
-from .test_rmsnorm import rms_norm
+from .test_ffn import feed_forward, gelu, sigmoid, silu, swiglu, swiglu_of_weights
+from .test_rmsnorm import of_weights, rms_norm
 from .test_rope import angles_of, rope_of_positions, rotate
 
 # RMSNorm: formulas of x, the gains, and eps.
@@ -92,13 +92,6 @@ NORM = {
 }
 
 
-def norm_of_layer(norm):
-    def wrong(x, weights, d_model, eps):
-        return norm(x, weights.get_of("weight", d_model), eps)
-
-    return wrong
-
-
 # SwiGLU: formulas of x and the weights.
 
 
@@ -144,15 +137,10 @@ FFN = {
 }
 
 
-def ffn_of_layer(ffn):
-    def wrong(x, weights, d_model, d_ff):
-        w1 = weights.get_of("w1.weight", d_ff, d_model)
-        w2 = weights.get_of("w2.weight", d_model, d_ff)
-        w3 = weights.get_of("w3.weight", d_ff, d_model)
-        return ffn(x, w1, w2, w3)
-
-    return wrong
-
+SWIGLU = {
+    name: functools.partial(swiglu_of_weights, formula=wrong)
+    for name, wrong in FFN.items()
+}
 
 # RoPE: formulas of x, the positions, and theta.
 
@@ -696,8 +684,8 @@ BLOCK = {
         for name, wrong in NORM.items()
     },
     **{
-        f"in its ffn, {name}": block_of(pre_norm, feed_forward=ffn_of_layer(wrong))
-        for name, wrong in FFN.items()
+        f"in its ffn, {name}": block_of(pre_norm, feed_forward=wrong)
+        for name, wrong in SWIGLU.items()
     },
     **{
         f"in its attention, {name}": block_of(pre_norm, attention=wrong)
@@ -708,8 +696,10 @@ BLOCK = {
 
 # Of each class or function.
 MISTAKES = {
-    "RMSNorm": {name: norm_of_layer(wrong) for name, wrong in NORM.items()},
-    "SwiGLU": {name: ffn_of_layer(wrong) for name, wrong in FFN.items()},
+    "RMSNorm": {
+        name: functools.partial(of_weights, norm=wrong) for name, wrong in NORM.items()
+    },
+    "SwiGLU": SWIGLU,
     "RotaryPositionalEmbedding": {
         name: rope_of_layer(wrong) for name, wrong in ROPE.items()
     },
