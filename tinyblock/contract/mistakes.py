@@ -372,32 +372,36 @@ def scaled_by_d_model(x, weights, **given):
     return self_attention(x, weights, attend=wrong, **given)
 
 
-def with_weights_of(**others):
-    """Return the layer with the weights of other projections, such as q_proj="k_proj"."""
+def with_weights(replaced):
+    """Return the layer with other weights, `replaced(weights)` by their names."""
 
     def wrong(x, weights, **given):
-        changed = Weights(weights)
-        for name, other in others.items():
-            changed[f"{name}.weight"] = weights[f"{other}.weight"]
-        return self_attention(x, changed, **given)
+        return self_attention(x, Weights(weights | replaced(weights)), **given)
 
     return wrong
+
+
+def with_weights_of(**others):
+    """Return the layer with the weights of other projections, such as q_proj="k_proj"."""
+    return with_weights(
+        lambda weights: {
+            f"{name}.weight": weights[f"{other}.weight"]
+            for name, other in others.items()
+        }
+    )
 
 
 def transposed(*names):
-    def wrong(x, weights, **given):
-        changed = Weights(weights)
-        for name in names:
-            changed[f"{name}.weight"] = weights[f"{name}.weight"].mT
-        return self_attention(x, changed, **given)
-
-    return wrong
+    return with_weights(
+        lambda weights: {
+            f"{name}.weight": weights[f"{name}.weight"].mT for name in names
+        }
+    )
 
 
-def without_output_projection(x, weights, **given):
-    changed = Weights(weights)
-    changed["output_proj.weight"] = torch.eye(x.shape[-1], dtype=x.dtype)
-    return self_attention(x, changed, **given)
+def identity(weights):
+    d_model = len(weights["output_proj.weight"])
+    return {"output_proj.weight": torch.eye(d_model, dtype=torch.float64)}
 
 
 def split_heads(y, heads):
@@ -569,7 +573,7 @@ ATTENTION = {
         share=share_in_turn
     ),
     "there is one head of size d_model": with_one_head,
-    "the output projection is missing": without_output_projection,
+    "the output projection is missing": with_weights(identity),
     **{
         f"{other} stands in place of {name}": with_weights_of(**{name: other})
         for name, other in itertools.permutations(ALL, 2)
