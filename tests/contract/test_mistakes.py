@@ -277,6 +277,18 @@ DEFECTS = [
         "        return x + self.attn(self.ln1(x), token_positions)",
         "ffn comes before attention: ",
     ),
+    block(
+        f"{ATTEND}        {FEED}",
+        "x = x + self.ffn(self.ln1(x))\n"
+        "        return x + self.attn(self.ln2(x), token_positions)",
+        "ffn comes before attention, and the norms are swapped",
+    ),
+    block(
+        f"{ATTEND}        {FEED}",
+        "x = x + self.attn(self.ln2(x), token_positions)\n"
+        "        return x + self.ffn(self.ln1(x))",
+        "ln1 and ln2 are swapped",
+    ),
     block("self.ln2(x)", "self.ln1(x)", "ln1 stands in place of ln2"),
     block("self.ln1(x)", "self.ln2(x)", "ln2 stands in place of ln1"),
     block(
