@@ -73,17 +73,21 @@ def main(typed: list[str] | None = None) -> None:
     if arguments.plot:
         from profiling.plot import draw  # before measuring: matplotlib is optional
     clock = clock_of(settings.device)
-    with torch.set_grad_enabled(settings.train):
-        profile = measure(
-            build,
-            size.shape,
-            title,
-            settings,
-            clock,
-            rate_samplers,
-            arguments.trace,
-            progress=show_progress if sys.stderr.isatty() else print_nothing,
-        )
+    progress = show_progress if sys.stderr.isatty() else print_nothing
+    try:
+        with torch.set_grad_enabled(settings.train):
+            profile = measure(
+                build,
+                size.shape,
+                title,
+                settings,
+                clock,
+                rate_samplers,
+                arguments.trace,
+                progress,
+            )
+    finally:
+        progress("")  # an error begins on a line of its own
     print(report(profile, arguments.explain, arguments.all_parts))
     if arguments.json:
         arguments.json.write_text(json.dumps(asdict(profile), indent=1, default=str))

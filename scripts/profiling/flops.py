@@ -247,7 +247,6 @@ _WITHOUT_PRODUCTS = {
     *["upsample_nearest_exact", "upsample_linear", "upsample_bilinear"],
     *["upsample_bicubic", "upsample_trilinear", "upsample_bilinear_aa"],
     *["upsample_bicubic_aa", "grid_sampler", "cudnn_grid_sampler"],
-    *["affine_grid_generator"],
     # They are pointwise, without the tag.
     *["glu", "prelu_kernel", "rrelu_with_noise", "log_sigmoid", "log_sigmoid_forward"],
     *["hardswish", "floor_divide", "thnn_fused_lstm_cell"],

@@ -11,8 +11,9 @@ from lab.timing import Clock, Spread
 from torch._dynamo.utils import counters
 
 from .parts import GPU_IDLE, NO_PART, REST, TOTAL
-from .roofline import Rates, Row
+from .roofline import Rates, Row, name_of
 from .runs import (
+    EAGER_PARTS,
     Build,
     Memory,
     RateSamplers,
@@ -27,9 +28,6 @@ from .runs import (
 )
 from .work import ledgers_of, rows_of
 
-EAGER_PARTS = (
-    "The parts were measured in eager mode. Below 0, rest is what compiling saves."
-)
 LEDGERS = 3  # runs in which each operation is timed
 SHOWN = 0.01  # of the total: parts without operations that take less are not shown
 
@@ -75,20 +73,21 @@ def measure(
 ) -> Profile:
     """Measure a model by a clock, beside the machine's rates. With a path, write a trace.
 
-    progress: is told what is being done, and "" at the end.
+    progress: is told what is being done.
     Gradients must be enabled in the modes that train.
     """
     progress("building the model, and running it twice")
     torch.manual_seed(0)
     counters.clear()
     subject = prepare(build, shape, settings, clock)
-    parts_are_eager = settings.compile or compiles_itself(subject)
+    parts_are_eager = compiles_itself(subject)
     notes = shape_checks()
+    if parts_are_eager:
+        notes.append(f"The model compiles some of its parts. {EAGER_PARTS}")
     if settings.compile:
         progress("compiling")
-        notes.append(f"{compile_whole(subject)}. {EAGER_PARTS}")
-    elif parts_are_eager:
-        notes.append(f"The model compiles some of its parts. {EAGER_PARTS}")
+        notes.append(compile_whole(subject))
+        parts_are_eager |= subject.is_compiled
 
     # What the parts do.
     progress("noting each operation")
@@ -126,10 +125,11 @@ def measure(
     )
     rows += left_over(rows, whole, recording, rest_varies)
 
-    progress("")
     built_mode = "training" if subject.model.training else "eval"
     return Profile(
-        title=f"{title}: {subject.description}; {settings.describe()}, {built_mode} mode",
+        title=f"{title}: {subject.description}; {name_of(settings.dtype)}, "
+        f"{settings.mode}, {'compiled' if subject.is_compiled else 'eager'}, "
+        f"{built_mode} mode",
         machine=environment(settings.device),
         settings=settings,
         parts_are_eager=parts_are_eager,

@@ -134,7 +134,7 @@ def _reason(row: Row) -> str:
         return f"{share((seconds or 0.0) / row.total_s, 2)} of the time"
 
     by_bytes = sorted(row.operations, key=lambda each: -each.moved_bytes)
-    return _REASONS[row.limit or row.name].format(
+    reason = _REASONS[row.limit or row.name].format(
         computations=f"{row.computations:,}",
         unknown=", ".join(row.unknown),
         compute=of_time(row.compute_s),
@@ -151,28 +151,55 @@ def _reason(row: Row) -> str:
         flops=f"{_known(row)}FLOPs take {of_time(row.compute_s)}, and "
         if row.flops
         else "",
-        fewer="fewer passes over the data, --compile, " if _passes(row) else "",
-        slowest=f" for {row.operations[0].name}" if row.operations else "",
     )
+    return reason + _advice(row)
 
 
 # By the limit of a row, or the row.
 _REASONS = {
-    "compute": "Computing takes {compute}. Try fewer FLOPs, or a dtype of lower precision.",
-    "memory": "Reading and writing {moved} takes {memory}. Try a smaller dtype or, if most "
-    "of it are weights, more tokens.",
-    "overhead": "Calling {computations} operations besides views takes at least {overhead}. "
-    "Try fewer and larger operations, more tokens, or --compile.",
-    "Python": "Python, autograd and calls take {between}. "
-    "Try less Python, fewer and larger operations, more tokens, or --compile.",
+    "compute": "Computing takes {compute}.",
+    "memory": "Reading and writing {moved} takes {memory}.",
+    "overhead": "Calling {computations} operations besides views takes at least {overhead}.",
+    "Python": "Python, autograd and calls take {between}.",
     "traffic": "Its operations read and write {read_and_written} ({most}), which takes "
-    "{traffic}, where {moved} must be moved. Try fewer passes over the data, or --compile.",
+    "{traffic}, where {moved} must be moved.",
     "kernel": "Its operations are slow. At the machine's rates, {flops}all that they read "
-    "and write ({read_and_written}) takes {traffic}. "
-    "Try {fewer}fewer and larger operations, or another one{slowest}.",
+    "and write ({read_and_written}) takes {traffic}.",
     "unknown": "Operations whose FLOPs are unknown ({unknown}) take {unknown_time}.",
-    GPU_IDLE: "No kernel runs. Try more tokens, --compile, or CUDA graphs.",
+    GPU_IDLE: "No kernel runs.",
 }
+_ADVICE = {
+    "compute": ["fewer FLOPs", "a dtype of lower precision"],
+    "memory": ["a smaller dtype", "more tokens if most of it are weights"],
+    "overhead": ["fewer and larger operations", "more tokens", "--compile"],
+    "Python": [
+        "less Python",
+        "fewer and larger operations",
+        "more tokens",
+        "--compile",
+    ],
+    "traffic": ["fewer passes over the data", "--compile"],
+    "kernel": ["fewer and larger operations"],
+    "unknown": [],
+    GPU_IDLE: ["more tokens", "--compile", "CUDA graphs"],
+}
+
+
+def _advice(row: Row) -> str:
+    """Say what to try."""
+    advice = list(_ADVICE[row.limit or row.name])
+    if row.limit == "kernel" and _passes(row):
+        advice = [*_ADVICE["traffic"], *advice]
+    if row.limit == "kernel" and row.operations:
+        advice.append(f"another one for {row.operations[0].name}")
+    if not row.compiles:
+        advice = [each for each in advice if each != "--compile"]
+    if row.is_optimizer:
+        advice = [f"{row.name}(..., fused=True)"] if row.may_be_fused else []
+    if not advice:
+        return ""
+    *first, last = advice
+    return f" Try {', '.join(first)}{', or ' if first else ''}{last}."
 
 
 def _known(row: Row) -> str:

@@ -29,6 +29,9 @@ Build = Callable[[torch.device, torch.dtype], Built]
 RateSamplers = Callable[
     [torch.device, Iterable[torch.dtype], Clock], dict[str, Sampler]
 ]
+EAGER_PARTS = (
+    "The parts were measured in eager mode. Below 0, rest is what compiling saves."
+)
 NOISE = 0.2  # what varies by more is named
 
 
@@ -50,16 +53,12 @@ class Settings:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def describe(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}, {self.mode}, {'compiled' if self.compile else 'eager'}"
-
 
 @dataclass
 class Subject:
     """A model with its inputs, its runs, and the clock that measures them.
 
-    whole: the model or, with --compile, the compiled model.
+    whole: the model or, if --compile compiles something of it, the compiled model.
     description: of the inputs.
     samples: how many tokens or, in inputs that are no sequences of tokens, samples.
     changes_inputs: whether the model changes its inputs, so that each run needs a copy.
@@ -78,6 +77,10 @@ class Subject:
     weights: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
     clock: Clock
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.whole is not self.model
 
     def run_parts(self) -> None:
         """Run all passes of the mode in eager mode, so that hooks see the parts."""
@@ -151,6 +154,7 @@ def prepare(
             "got none; use --mode forward"
         )
     weights = list(model.parameters())
+    trained = [weight for weight in weights if weight.requires_grad]
     subject = Subject(
         model=model,
         whole=model,
@@ -166,9 +170,9 @@ def prepare(
         weights=weights,
         # A learning rate of 0 leaves the weights as they are for the other runs.
         optimizer=AdamW(
-            [{"params": weights}],
+            [{"params": trained}],
             lr=0.0,
-            fused=all(weight.is_floating_point() for weight in weights),
+            fused=all(weight.is_floating_point() for weight in trained),
         ),
         clock=clock,
     )
@@ -205,11 +209,11 @@ def compile_whole(subject: Subject) -> str:
     took = subject.clock.now() - start
     breaks = [reason.splitlines()[0] for reason in counters["graph_break"]]
     graphs = counters["stats"]["unique_graphs"]
-    nothing = " (torch compiled nothing of this model)" if graphs == 0 else ""
-    return (
-        f"Compilation: {took:.1f} s, graphs: {graphs}{nothing}, "
-        f"breaks: {', '.join(breaks) or 'none'}"
-    )
+    found = f"graphs: {graphs}, breaks: {', '.join(breaks) or 'none'}"
+    if not graphs:
+        subject.whole = subject.model
+        return f"Compilation: torch compiled nothing, so this is the model in eager mode; {found}"
+    return f"Compilation: {took:.1f} s, {found}. {EAGER_PARTS}"
 
 
 def compiles_itself(subject: Subject) -> bool:

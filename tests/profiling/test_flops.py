@@ -199,6 +199,11 @@ UNKNOWN = [
     ("aten._euclidean_dist", lambda x: torch.cdist(x.repeat(1, 5, 1), x)),
     ("aten._cdist_forward", lambda x: torch.cdist(x, x)),
     ("aten._linalg_svd", torch.linalg.svdvals),
+    (
+        "aten.affine_grid_generator",
+        lambda x: F.affine_grid(x[:, :2, :3], [2, 1, 4, 4], align_corners=False),
+    ),
+    ("aten.linalg_matrix_exp", lambda x: torch.matrix_exp(x[..., :6])),
     ("aten._trilinear", lambda x: F.bilinear(x, x, torch.ones(3, 8, 8))),
     ("aten.mm", lambda x: x.int()[0] @ x.int()[0].T),
     ("aten.mm", lambda x: torch.eye(6).to_sparse() @ x[0]),

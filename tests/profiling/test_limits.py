@@ -109,6 +109,25 @@ LIMITS: list[tuple[dict[str, Any], bool, str, str]] = [
         SLOW,
     ),
     ({"unknown": ["a.add"], "moved_bytes": 50}, True, "memory", "Reading and writing"),
+    # What --compile does not change.
+    (
+        {"operations": [add(5)], "compiles": False},
+        False,
+        "overhead",
+        "50% of the time. Try fewer and larger operations, or more tokens. 5 operations",
+    ),
+    (
+        {"operations": [add(5)], "is_optimizer": True, "may_be_fused": True},
+        False,
+        "overhead",
+        "50% of the time. Try part(..., fused=True). 5 operations",
+    ),
+    (
+        {"moved_bytes": 50, "is_optimizer": True},
+        False,
+        "memory",
+        "50% of the time. 1 operations",
+    ),
 ]
 
 

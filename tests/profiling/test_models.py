@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from lab.timing import HOST
 from pages import block_with
-from profiling.measure import EAGER_PARTS
 from profiling.report import report
+from profiling.runs import EAGER_PARTS
 from torch import Tensor, nn
 
 SHAPE = (2, 6, 8)
@@ -113,6 +113,7 @@ def test_each_run_gets_the_same_input_and_the_same_weights(profile_of):
 
 def test_adamw_is_fused_unless_weights_are_complex(profile_of):
     model: Any = nn.Linear(8, 8, bias=False)
+    model.frozen = nn.Parameter(torch.ones(8, dtype=torch.int8), requires_grad=False)
     for weight, name in ((model.weight, "_fused_adamw_"), (WEIGHT, "addcdiv_")):
         model.weight = weight
         model.forward = lambda x, weight=weight: (x.to(weight.dtype) @ weight).real
@@ -176,6 +177,77 @@ def test_model_that_compiles_parts_of_itself_says_so(profile_of):
         assert "Most time lost" not in report(measured), build
         assert measured.whole.forward_s is measured.whole.of_roofline is None, build
     assert note not in profile_of(nn.Linear(8, 8), SHAPE).notes
+
+
+class Disabled(nn.Linear):
+    forward = torch.compiler.disable(nn.Linear.forward)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.GRU(8, 8)
+
+    def forward(self, x):
+        return self.layer(x)[0].sin()
+
+
+def sparse(x, y):
+    return torch.eye(6).to_sparse() @ y[0]
+
+
+# Whether torch.compile changes what a part of a model does.
+COMPILES = {
+    "a layer": (nn.Linear(8, 8), "Linear", True),
+    "recurrent": (nn.LSTM(8, 8), "LSTM", False),
+    "what calls a recurrent layer": (Recurrent(), "sums", False),
+    "disabled": (Disabled(8, 8), "Disabled", False),
+    "with a sparse matrix": (Projects(sparse), "sums", False),
+    "beside a sparse matrix": (Projects(sparse), "project", True),
+}
+
+
+def test_parts_that_torch_does_not_compile_are_known(profile_of):
+    for name, (model, part, compiles) in COMPILES.items():
+        rows = {row.name: row for row in profile_of(model, SHAPE).rows}
+        assert rows[part].compiles == compiles, name
+    measured = profile_of(nn.RNN(8, 8), SHAPE, clock=HOST, compile=True)
+    assert "graphs: 0, breaks: Attempted to wrap RNN" in measured.notes[1]
+    assert " eager, " in measured.title
+    assert measured.whole.of_roofline is not None, "the total is that of its parts"
+
+
+class Learns(nn.Module):
+    """Steps an optimizer of its own."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.optimizer = make([self.weight])
+
+    def forward(self, x):
+        self.weight.grad = torch.ones(8)
+        self.optimizer.step()
+        return x * self.weight.detach()
+
+
+# Optimizers, and whether torch has a fused form that they do not use.
+OPTIMIZERS = {
+    "Adam": (lambda weights: torch.optim.Adam(weights, foreach=True), True),
+    "SGD": (lambda weights: torch.optim.SGD(weights, foreach=False), True),
+    "AdamW": (lambda weights: torch.optim.AdamW(weights, fused=True), False),
+    "RMSprop": (torch.optim.RMSprop, False),
+}
+
+
+def test_optimizers_of_a_model_are_parts_that_may_be_fused(profile_of):
+    for name, (make, may_be_fused) in OPTIMIZERS.items():
+        rows = profile_of(Learns(make), SHAPE, "forward").rows
+        [row] = [row for row in rows if row.is_optimizer]
+        assert (row.name, row.may_be_fused) == (name, may_be_fused)
+        # What runs after the step is the model's.
+        [model] = [row for row in rows if row.name == "Learns"]
+        assert model.operation("mul").calls == 1, name
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "profile.md"

@@ -58,6 +58,9 @@ MOVED = {
     "views": (lambda x: x.view(10, 4).T, 0, 0),
     "a change in place": (lambda x: (x * 1).relu_(), 320, 640),
     "what is made between": (lambda x: (x + 1) * 2, 320, 640),
+    "what is not written yet": (lambda x: torch.empty_like(x).copy_(x), 320, 320),
+    "what needs a shape alone": (torch.ones_like, 160, 160),
+    "what is drawn": (lambda x: CACHE.uniform_(), 160, 160),
     # zero_ and fill_ write, copy_ reads and writes.
     "what is overwritten": (overwrite, 320, 160 + 160 + 320),
 }
@@ -80,11 +83,24 @@ def reduce_rows(x):
 
 
 IMAGE = torch.zeros(1, 1, 100, 100)
+PLACES = torch.zeros(1, 2, 3, 2)
+BOUNDARIES = torch.arange(1000.0)
 # What an operation moves that needs a few numbers of a table. Positions have 8 bytes.
 TABLES = {
     "embedding": (lambda x: F.embedding(THREE, TABLE), 3 * 8 + 2 * 3 * 16),
     "index": (lambda x: TABLE[THREE], 3 * 8 + 2 * 3 * 16),
     "take": (lambda x: TABLE.take(THREE), 3 * 8 + 2 * 3 * 4),
+    # It reads and writes the rows whose norm it limits.
+    "embedding_renorm_": (
+        lambda x: F.embedding(THREE, TABLE, max_norm=9.0),
+        3 * 8 + 2 * 3 * 16,
+    ),
+    "index_fill_": (lambda x: CACHE.index_fill_(1, THREE, 0.0), 3 * 8 + 2 * 3 * 16),
+    # A binary search in 1000 numbers meets 10.
+    "searchsorted": (
+        lambda x: torch.searchsorted(BOUNDARIES, x[0, 0, :3]),
+        3 * (4 + 10 * 4 + 8),
+    ),
     # Source, position, what is in the table, and what is written there.
     "put_": (put, 3 * 8 + 3 * 3 * 4),
     "scatter_reduce_": (scatter, 2 * 8 + 3 * 2 * 4),
@@ -94,6 +110,11 @@ TABLES = {
     "upsample_bilinear2d": (
         lambda x: F.interpolate(IMAGE, (2, 3), mode="bilinear"),
         (4 + 1) * 6 * 4,
+    ),
+    # A place has two numbers.
+    "grid_sampler_2d": (
+        lambda x: F.grid_sample(IMAGE, PLACES, mode="bicubic", align_corners=False),
+        (2 + 16 + 1) * 6 * 4,
     ),
 }
 
@@ -143,6 +164,28 @@ def dead_branch(x):
     return x.sin()
 
 
+def detached_branch(x):
+    return x.sin(), x.exp().detach()  # the graph of exp dies, and its result does not
+
+
+def gradient_inside(x):
+    [gradient] = torch.autograd.grad(x.exp().sum(), x)
+    return x + gradient
+
+
+class Squares(torch.autograd.Function):
+    """Keeps a tensor in an attribute."""
+
+    @staticmethod
+    def forward(context, x):
+        context.doubled = 2 * x
+        return x * x
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * context.doubled
+
+
 def as_bytes(x):
     """Keep what autograd keeps in a quarter of its bytes."""
     with saved_tensors_hooks(lambda x: x.to(torch.int8), lambda x: x.float()):
@@ -184,6 +227,9 @@ KEPT = {
     "what forward makes of numbers": (lambda x: x * torch.tensor(NUMBERS), 16),
     "both inputs of products": (Linear(), 160 + 320),
     "no branch whose graph is gone": (dead_branch, 160),
+    "nothing of a result whose graph is gone": (detached_branch, 160),
+    "nothing for a gradient that is taken": (gradient_inside, 0),
+    "what a function keeps in an attribute": (Squares.apply, 160),
     # Both results, as int8.
     "what hooks of the user keep": (as_bytes, 2 * 160 // 4),
     # On a CPU, a copy.
@@ -320,6 +366,17 @@ def listed():
     return model
 
 
+def keyed():
+    model: Any = Linear()
+    model.more = nn.ParameterDict({"scale": nn.Parameter(torch.ones(4))})
+    model.forward = lambda x: model.down(model.up(x * model.more["scale"]))
+    return model
+
+
+def exported():
+    return torch.export.export(Linear(), (torch.ones(SHAPE),)).module()
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -335,6 +392,8 @@ OTHERS = {
     "a module that is not called": (spare(), 4 * 4 + 4),
     "a child whose forward is called": (direct(), 8 * 4),
     "a list of weights, and two modules": (listed(), 2 * 4 + 2 * 32),
+    "a dict of weights": (keyed(), 4),
+    "weights that a function uses": (exported(), 2 * 32),
     "the projection that attention calls itself": (Attention(), 4 * 4 + 4),
     "a weight with a parametrization": (
         nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
