@@ -28,6 +28,8 @@ matmul rate, divided by the measured time. docs/profile.md explains more, and --
 
 # A range of times, as a share of their median. A reason may be wrong.
 TOO_NOISY = 0.5
+# Of the time of a part. What takes more is worth a try.
+SOME = 0.3
 # Of the total. Parts that take less are one row.
 FEW = 0.005
 
@@ -80,11 +82,11 @@ def _summary(profile: Profile) -> str:
     lines = [
         f"Time: {si(took.median, 's', digits)} (p20 to p80: {si(took.p20, 's', digits)} to "
         f"{si(took.p80, 's', digits)}), {si(profile.samples_per_s, digits=digits)} {profile.sample}s/s, "
-        f"{_of_roofline(whole) or 'unknown part'} of the roofline",
-        f"MFU: {bound}{share(profile.mfu, digits)} of the matmul rate",
+        f"of which the roofline (the least possible time) is {_of_roofline(whole) or 'unknown'}",
+        f"MFU: at the matmul rate, its FLOPs take {bound}{share(profile.mfu, digits)} of the time",
         f"Memory: {', '.join(sizes)}",
         f"Rest, which no part explains: {share(rest.total_s / whole.total_s, 2)} of the "
-        f"time, varies by {share(profile.rest_varies, 2)} of it"
+        f"time. It varies by {share(profile.rest_varies, 2)} of the time"
         f"{', so it is noise' if rest.limit else ''}",
     ]
     if whole.overhead_s is not None:
@@ -95,7 +97,9 @@ def _summary(profile: Profile) -> str:
         )
     if whole.unknown:
         names = ", ".join(whole.unknown)
-        lines.append(f"FLOPs without {names}: no formula, so what follows has >= or <=")
+        lines.append(
+            f"FLOPs of {names} are unknown, so figures that follow from them have >= or <="
+        )
     return "\n".join(map(_wrapped, [*lines, *profile.notes]))
 
 
@@ -169,7 +173,7 @@ _REASONS = {
     GPU_IDLE: "No kernel runs.",
 }
 _ADVICE = {
-    "compute": ["fewer FLOPs", "a dtype of lower precision"],
+    "compute": ["fewer FLOPs", "a dtype whose matmuls are faster"],
     "memory": ["a smaller dtype", "more tokens if most of it are weights"],
     "overhead": ["fewer and larger operations", "more tokens", "--compile"],
     "Python": [
@@ -179,7 +183,6 @@ _ADVICE = {
         "--compile",
     ],
     "traffic": ["fewer passes over the data", "--compile"],
-    "kernel": ["fewer and larger operations"],
     "unknown": [],
     GPU_IDLE: ["more tokens", "--compile", "CUDA graphs"],
 }
@@ -187,11 +190,13 @@ _ADVICE = {
 
 def _advice(row: Row) -> str:
     """Say what to try."""
-    advice = list(_ADVICE[row.limit or row.name])
-    if row.limit == "kernel" and _passes(row):
-        advice = [*_ADVICE["traffic"], *advice]
-    if row.limit == "kernel" and row.operations:
-        advice.append(f"another one for {row.operations[0].name}")
+    advice = _ADVICE.get(row.limit or row.name, [])
+    if row.limit == "kernel":
+        advice = _ADVICE["traffic"] if _passes(row) else []
+        if (row.overhead_s or 0.0) > SOME * row.total_s:
+            advice = [*advice, "fewer and larger operations"]
+        if not (advice or row.flops):
+            advice = [f"another operation in place of {row.operations[0].name}"]
     if not row.compiles:
         advice = [each for each in advice if each != "--compile"]
     if row.is_optimizer:
@@ -208,7 +213,7 @@ def _known(row: Row) -> str:
 
 def _passes(row: Row) -> bool:
     """Say if fewer passes over the data would save a good part of the time."""
-    return row.traffic_s > 0.3 * row.total_s and row.traffic_s > 2 * row.memory_s
+    return row.traffic_s > SOME * row.total_s and row.traffic_s > 2 * row.memory_s
 
 
 def _operations(row: Row) -> str:

@@ -64,26 +64,26 @@ LIMITS: list[tuple[dict[str, Any], bool, str, str]] = [
         False,
         "kernel",
         f"{SLOW}FLOPs take 50% of the time, and all that they read and write (49.0 B) takes "
-        "49% of the time. Try fewer and larger operations, or another one for add.",
+        "49% of the time. Try fewer and larger operations. 4 operations",
     ),
     # Fewer passes save time from 30% of the time, and twice of what must be moved.
     (
         {"operations": [add(1, 6.0, 31)], "moved_bytes": 15},
         False,
         "kernel",
-        "Try fewer passes over the data, --compile, fewer and larger operations",
+        "Try fewer passes over the data, or --compile. 1 operations",
     ),
     (
         {"operations": [add(1, 6.0, 30)], "moved_bytes": 14},
         False,
         "kernel",
-        "Try fewer and larger",
+        "Try another operation in place of add. 1 operations",
     ),
     (
         {"operations": [add(1, 6.0, 31)], "moved_bytes": 16},
         False,
         "kernel",
-        "Try fewer and larger",
+        "Try another operation in place of add. 1 operations",
     ),
     # On a GPU, calls overlap with kernels.
     (

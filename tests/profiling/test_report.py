@@ -79,24 +79,23 @@ STEP = """\
 a model: 2 x 5 tokens, d_model 4; float32, step, eager, training mode
 Measured in the same rounds: float32 matmul 1.00 kFLOP/s, memory copy 4.00 kB/s, an operation on one number 10.0 ms
 
-Time: 21.0 s (p20 to p80: 21.0 s to 21.0 s), 476 m tokens/s, 45.8% of the roofline
-MFU: 36.6% of the matmul rate
+Time: 21.0 s (p20 to p80: 21.0 s to 21.0 s), 476 m tokens/s, of which the roofline (the least possible time) is 45.8%
+MFU: at the matmul rate, its FLOPs take 36.6% of the time
 Memory: peak 3.84 kB, parameters 512 B, buffers 400 B, other tensors 0 B, gradients 512 B, AdamW 1.04 kB, kept for
   backward 960 B
-Rest, which no part explains: 0% of the time, varies by 0% of it
+Rest, which no part explains: 0% of the time. It varies by 0% of the time
 Overhead: calling 22 operations besides views takes at least 220 ms, 1.0% of the time
 Shape checks: on (JAXTYPING_DISABLE=1 turns them off)
 
 Most time lost against the roofline, and why:
   AdamW: loses 6.10 s of its 7.00 s, 29.0% of the total
-    Its operations are slow. At the machine's rates, all that they read and write (3.63 kB) takes 13% of the time. Try
-      fewer and larger operations, or another one for _fused_adamw_.
+    Its operations are slow. At the machine's rates, all that they read and write (3.63 kB) takes 13% of the time.
     2 operations: _fused_adamw_ x 1 (100%)
   layers.*.up: loses 2.41 s of its 6.25 s, 11.5% of the total
-    Computing takes 61% of the time. Try fewer FLOPs, or a dtype of lower precision.
+    Computing takes 61% of the time. Try fewer FLOPs, or a dtype whose matmuls are faster.
     26 operations: mm x 6 (96%, 4 in backward), add x 2 (4.0%, backward)
   layers.*.down: loses 2.16 s of its 6.00 s, 10.3% of the total
-    Computing takes 64% of the time. Try fewer FLOPs, or a dtype of lower precision.
+    Computing takes 64% of the time. Try fewer FLOPs, or a dtype whose matmuls are faster.
     24 operations: mm x 6 (100%, 4 in backward)
 
 part           calls  ops  params  forward ms  total ms  share  roofline    limit   kept
@@ -136,13 +135,13 @@ FORWARD = """\
 a model: 2 x 5 tokens, d_model 4; float32, forward, eager, eval mode
 Measured in the same rounds: float32 matmul 1.00 kFLOP/s, memory copy 4.00 kB/s, an operation on one number 10.0 ms
 
-Time: 7.00 s (p20 to p80: 7.00 s to 7.00 s), 1.43 tokens/s, >= 14.0% of the roofline
-MFU: >= 9.14% of the matmul rate
+Time: 7.00 s (p20 to p80: 7.00 s to 7.00 s), 1.43 tokens/s, of which the roofline (the least possible time) is >= 14.0%
+MFU: at the matmul rate, its FLOPs take >= 9.14% of the time
 Memory: peak 2.86 kB, parameters 864 B, buffers 0 B, other tensors 800 B, gradients 0 B, AdamW 0 B, kept for backward 0
   B
-Rest, which no part explains: 7.1% of the time, varies by 0% of it
+Rest, which no part explains: 7.1% of the time. It varies by 0% of the time
 Overhead: calling 9 operations besides views takes at least 90 ms, 1.3% of the time
-FLOPs without aten._fft_r2c: no formula, so what follows has >= or <=
+FLOPs of aten._fft_r2c are unknown, so figures that follow from them have >= or <=
 Shape checks: on (JAXTYPING_DISABLE=1 turns them off)
 
 Most time lost against the roofline, and why:
@@ -151,11 +150,11 @@ Most time lost against the roofline, and why:
     9 operations: _fft_r2c x 1 (88%)
   tied: loses 680 ms of its 1.00 s, 9.71% of the total
     Its operations are slow. At the machine's rates, FLOPs take 32% of the time, and all that they read and write (384
-      B) takes 9.6% of the time. Try fewer and larger operations, or another one for mm.
+      B) takes 9.6% of the time.
     4 operations: mm x 1 (75%)
   again: loses 680 ms of its 1.00 s, 9.71% of the total
     Its operations are slow. At the machine's rates, FLOPs take 32% of the time, and all that they read and write (384
-      B) takes 9.6% of the time. Try fewer and larger operations, or another one for mm.
+      B) takes 9.6% of the time.
     4 operations: mm x 1 (75%)
 
 part   calls  ops  params  forward ms  total ms  share  roofline    limit  kept
@@ -204,33 +203,3 @@ def test_parts_that_take_less_than_half_a_percent_are_one_row(profile_of, clock)
         "parts.relu",
         "parts.gelu",
     ]
-
-
-# As in the training step, without AdamW: 14 s, of which 7.68 s are FLOPs. A clock that sees
-# operations keeps torch from compiling anything, so no graph is made, and the first run takes
-# 14 s, too. A compiled total has no roofline, no overhead and no forward.
-COMPILED = """\
-a model: 2 x 5 tokens, d_model 4; float32, train, compiled, training mode
-Measured in the same rounds: float32 matmul 1.00 kFLOP/s, memory copy 4.00 kB/s, an operation on one number 10.0 ms
-
-Time: 14.0 s (p20 to p80: 14.0 s to 14.0 s), 714 m tokens/s, unknown part of the roofline
-MFU: 54.9% of the matmul rate
-Memory: peak 2.80 kB, parameters 512 B, buffers 400 B, other tensors 0 B, gradients 512 B, AdamW 0 B, kept for backward
-  960 B
-Rest, which no part explains: 0% of the time, varies by 0% of it
-Shape checks: on (JAXTYPING_DISABLE=1 turns them off)
-Compilation: 14.0 s, graphs: 0 (torch compiled nothing of this model), breaks: none. The parts were measured in eager
-  mode. Below 0, rest is what compiling saves.
-
-part           calls  ops  params  forward ms  total ms  share  roofline    limit   kept
-layers.*.up        2   26      64        2000      6250  44.6%     61.4%  compute  320 B
-layers.*.down      2   24      64        2000      6000  42.9%     64.0%  compute
-layers.*           2    6                1250      1750  12.5%     59.4%   memory  640 B
-rest                                                  0     0%
-total              7   56     128                 14000   100%                     960 B"""
-
-
-def test_compiled_model(profile_of, clock):
-    clock.takes = {"mm": 1.0, "relu": 0.5, "threshold_backward": 0.25, "add": 0.125}
-    clock.other = 0.0
-    assert body(profile_of(Stack(), (2, 5, 4), compile=True)) == COMPILED
