@@ -85,8 +85,7 @@ def never_compiled(model: nn.Module) -> set[nn.Module]:
     """
     skipped: set[nn.Module] = set()
     for module in model.modules():
-        forward = getattr(module.forward, "__func__", module.forward)
-        if getattr(forward, "_torchdynamo_disable", False):
+        if getattr(module.forward, "_torchdynamo_disable", False):
             skipped |= set(module.modules())
         for child in (module, *module.children()):
             if isinstance(child, (nn.RNNBase, torch.jit.ScriptModule)):

@@ -28,8 +28,8 @@ from .roofline import Row, name_of
 _SPARSE_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _SPARSE_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
-# Arguments of which a few numbers are read or changed: one for each number of the largest
-# other tensor,
+# Arguments of which a few numbers are read or changed: here, one for each number of the
+# largest other tensor.
 _NUMBERS = {
     "embedding": "weight",
     "gather": "self",
@@ -47,7 +47,7 @@ _NUMBERS = {
     "scatter_add_": "self",
     "scatter_reduce_": "self",
 }
-# a row for each position,
+# A row for each position.
 _ROWS = {
     "_embedding_bag": ("weight", "indices"),
     "_embedding_bag_forward_only": ("weight", "indices"),
@@ -55,9 +55,9 @@ _ROWS = {
     "embedding_renorm_": ("self", "indices"),
     "index_fill_": ("self", "index"),
 }
-# what a binary search meets,
+# What a binary search meets.
 _SORTED = {"bucketize": "boundaries", "searchsorted": "sorted_sequence"}
-# or so many neighbors of each place of the result.
+# Neighbors of each number of the result.
 _NEIGHBORS = {
     "upsample_nearest1d": 1,
     "upsample_nearest2d": 1,
@@ -74,13 +74,9 @@ _NEIGHBORS = {
 }
 _BILINEAR, _NEAREST, _BICUBIC = range(3)  # the modes of grid_sampler
 COMPOUND = torch._C.DispatchKey.CompositeImplicitAutograd
-# They do not read what they change,
 _DRAWING = ("bernoulli_", "exponential_", "normal_", "random_", "uniform_")
+# They do not read what they change.
 _OVERWRITING = ("copy_", "fill_", "zero_", *_DRAWING)
-# do not write what they make,
-_EMPTY = ("empty", "new_empty")
-# and take no more than a shape from a tensor.
-_SHAPED_FIRST, _SHAPED_LAST = "new_", "_like"
 
 
 @dataclass
@@ -201,8 +197,9 @@ class Ledger(TorchDispatchMode, Watch):
                 row.is_optimizer = True
                 row.may_be_fused = may_be_fused(self.optimizers[name])
         for module in never_compiled(self.model):
-            if self.parts[module] in self.rows:
-                self.rows[self.parts[module]].compiles = False
+            name = self.parts.get(module, OUTSIDE)
+            if name in self.rows:
+                self.rows[name].compiles = False
         counted: set[Tensor] = set()
         for module, name in self.parts.items():
             own = set(module.parameters(recurse=False)) - counted
@@ -259,8 +256,8 @@ class Ledger(TorchDispatchMode, Watch):
         overwritten = [each.name for each in arguments if each.is_out]
         if operation.endswith(_OVERWRITING):
             overwritten += written
-        if name.startswith(_SHAPED_FIRST) or name.endswith(_SHAPED_LAST):
-            overwritten.append("self")
+        if name.startswith("new_") or name.endswith("_like"):
+            overwritten.append("self")  # they need its shape alone
         if given.get("grad_scale") is None:  # an optimizer may divide gradients by it
             written = [name for name in written if name != "grads"]
         call = Call(operation, given, written, overwritten, result, seconds)
@@ -309,7 +306,9 @@ class Ledger(TorchDispatchMode, Watch):
         self._made.update(storage_of(x) for x in made)
         if not self.backward:
             self._makers_of |= {storage_of(x): self._holder(x) for x in made}
-        written = [*call.changed, *([] if call.name.startswith(_EMPTY) else new)]
+        written = call.changed
+        if not call.name.startswith(("empty", "new_empty")):  # they write nothing
+            written += new
         if not written:
             return 0
         moved = 0

@@ -184,6 +184,8 @@ class Disabled(nn.Linear):
 
 
 class Recurrent(nn.Module):
+    """Calls a recurrent layer."""
+
     def __init__(self):
         super().__init__()
         self.layer = nn.GRU(8, 8)
