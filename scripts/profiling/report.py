@@ -13,18 +13,19 @@ _LEGEND = """\
 A part is what one module does itself, without its children: `attn` is the attention kernel and its
 reshapes, `ffn` is the gate, and `sums` is what the model itself does, such as residual sums. Layers
 of a list that are alike add up in one row: `layers.*`, or `layers.2*` for the third and those that
-are like it. Calls, ops and kept count one run of all passes. Ops are torch's operations. What
-varies by more than 5% (p20 to p80) has two digits. Rest is what the parts do not explain, such as
-the start of backward. It is below 0 if reading the clock between the parts took longer. It is noise
-if the range of its samples is larger than the rest itself. Roofline is the least time, max(FLOPs /
-matmul rate, bytes / memory copy rate), divided by the measured time. It is above 100% if data came
-from a cache, or if a rate is NOISY. Limit is what takes at least half of the time: compute, memory
-(bytes that the part must read and write), overhead (calling as many operations on one number as it
-has besides views), Python (with autograd and calls: all but the work of operations), or traffic
-(bytes that operations read and write, also for each other); otherwise kernel. FLOPs are counted for
-matmuls, convolutions, recurrent layers and attention. After >= or <=, some are unknown. Kept bytes
-are what autograd keeps for backward. MFU (model FLOP utilization) is the time of the FLOPs at the
-matmul rate, divided by the measured time. docs/profile.md explains more, and --json has more."""
+are like it. Calls, ops (torch's operations) and kept count one run of all passes. A figure has two
+digits if its samples vary by more than 5% (p20 to p80: 20th to 80th percentile). Roofline is the
+least time, max(FLOPs / matmul rate, bytes / memory copy rate), as a share of the measured time. It
+is above 100% if data came from a cache, or if a rate is NOISY. MFU (model FLOP utilization) is the
+time of all FLOPs at the matmul rate, as a share of the measured time. FLOPs are counted for
+matmuls, convolutions, recurrent layers and attention. After >= or <=, some are unknown. Limit is
+what takes at least half of the time: compute, memory (bytes that the part must read and write),
+overhead (calling as many operations on one number as it has besides views), Python (with autograd
+and calls: what the work of operations leaves), or traffic (bytes that operations read and write,
+also for each other); otherwise kernel. Kept bytes are what autograd keeps for backward, and what
+else of forward lives at its end. Rest is what no part explains, such as the start of backward. It
+is below 0 if reading the clock between the parts took longer, and noise if its samples vary by more
+than itself. docs/profile.md explains more, and --json has more."""
 
 # A range of times, as a share of their median. A reason may be wrong.
 TOO_NOISY = 0.5
@@ -152,7 +153,7 @@ def _reason(row: Row) -> str:
             f"{each.name} {si(each.moved_bytes, 'B')}" for each in by_bytes[:2]
         ),
         unknown_time=of_time(row.unknown_s),
-        flops=f"{_known(row)}FLOPs take {of_time(row.compute_s)}, and "
+        flops=f"their {_known(row)}FLOPs take {of_time(row.compute_s)}, and "
         if row.flops
         else "",
     )
@@ -167,8 +168,8 @@ _REASONS = {
     "Python": "Python, autograd and calls take {between}.",
     "traffic": "Its operations read and write {read_and_written} ({most}), which takes "
     "{traffic}, where {moved} must be moved.",
-    "kernel": "Its operations are slow. At the machine's rates, {flops}all that they read "
-    "and write ({read_and_written}) takes {traffic}.",
+    "kernel": "Its operations are slow: at the machine's rates, {flops}what they read and "
+    "write ({read_and_written}) takes {traffic}.",
     "unknown": "Operations whose FLOPs are unknown ({unknown}) take {unknown_time}.",
     GPU_IDLE: "No kernel runs.",
 }

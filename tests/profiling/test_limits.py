@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CPU = torch.device("cpu")
 # FLOPs, bytes, and calls per second. Each row takes 10 s, so what takes 5 s is its limit.
 RATES = Rates({"float32": 100.0, "bfloat16": 200.0}, 10.0, 1.0)
-SLOW = "Its operations are slow. At the machine's rates, "
+SLOW = "Its operations are slow: at the machine's rates, "
 
 
 def add(calls=1, seconds=9.0, moved=1, **figures):
@@ -63,7 +63,7 @@ LIMITS: list[tuple[dict[str, Any], bool, str, str]] = [
         },
         False,
         "kernel",
-        f"{SLOW}FLOPs take 50% of the time, and all that they read and write (49.0 B) takes "
+        f"{SLOW}their FLOPs take 50% of the time, and what they read and write (49.0 B) takes "
         "49% of the time. Try fewer and larger operations. 4 operations",
     ),
     # Fewer passes save time from 30% of the time, and twice of what must be moved.
@@ -90,7 +90,7 @@ LIMITS: list[tuple[dict[str, Any], bool, str, str]] = [
         {"operations": [add(9, 3.0)]},
         True,
         "kernel",
-        f"{SLOW}all that they read and write (1.00 B)",
+        f"{SLOW}what they read and write (1.00 B)",
     ),
     # What is unknown is the reason only if it takes the time.
     (

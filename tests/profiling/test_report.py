@@ -89,7 +89,7 @@ Shape checks: on (JAXTYPING_DISABLE=1 turns them off)
 
 Most time lost against the roofline, and why:
   AdamW: loses 6.10 s of its 7.00 s, 29.0% of the total
-    Its operations are slow. At the machine's rates, all that they read and write (3.63 kB) takes 13% of the time.
+    Its operations are slow: at the machine's rates, what they read and write (3.63 kB) takes 13% of the time.
     2 operations: _fused_adamw_ x 1 (100%)
   layers.*.up: loses 2.41 s of its 6.25 s, 11.5% of the total
     Computing takes 61% of the time. Try fewer FLOPs, or a dtype whose matmuls are faster.
@@ -149,11 +149,11 @@ Most time lost against the roofline, and why:
     Operations whose FLOPs are unknown (aten._fft_r2c) take 88% of the time.
     9 operations: _fft_r2c x 1 (88%)
   tied: loses 680 ms of its 1.00 s, 9.71% of the total
-    Its operations are slow. At the machine's rates, FLOPs take 32% of the time, and all that they read and write (384
+    Its operations are slow: at the machine's rates, their FLOPs take 32% of the time, and what they read and write (384
       B) takes 9.6% of the time.
     4 operations: mm x 1 (75%)
   again: loses 680 ms of its 1.00 s, 9.71% of the total
-    Its operations are slow. At the machine's rates, FLOPs take 32% of the time, and all that they read and write (384
+    Its operations are slow: at the machine's rates, their FLOPs take 32% of the time, and what they read and write (384
       B) takes 9.6% of the time.
     4 operations: mm x 1 (75%)
 
