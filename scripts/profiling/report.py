@@ -196,7 +196,7 @@ def _advice(row: Row) -> str:
         advice = _ADVICE["traffic"] if _passes(row) else []
         if (row.overhead_s or 0.0) > SOME * row.total_s:
             advice = [*advice, "fewer and larger operations"]
-        if not (advice or row.flops):
+        if row.operations and not (advice or row.flops):
             advice = [f"another operation in place of {row.operations[0].name}"]
     if not row.compiles:
         advice = [each for each in advice if each != "--compile"]
