@@ -176,13 +176,8 @@ _REASONS = {
 _ADVICE = {
     "compute": ["fewer FLOPs", "a dtype whose matmuls are faster"],
     "memory": ["a smaller dtype", "more tokens if most of it are weights"],
-    "overhead": ["fewer and larger operations", "more tokens", "--compile"],
-    "Python": [
-        "less Python",
-        "fewer and larger operations",
-        "more tokens",
-        "--compile",
-    ],
+    "overhead": ["fewer and larger operations", "more tokens"],
+    "Python": ["less Python", "fewer and larger operations", "more tokens"],
     "traffic": ["fewer passes over the data", "--compile"],
     "unknown": [],
     GPU_IDLE: ["more tokens", "--compile", "CUDA graphs"],

@@ -111,10 +111,10 @@ LIMITS: list[tuple[dict[str, Any], bool, str, str]] = [
     ({"unknown": ["a.add"], "moved_bytes": 50}, True, "memory", "Reading and writing"),
     # What --compile does not change.
     (
-        {"operations": [add(5)], "compiles": False},
+        {"operations": [add(1, 9.0, 50)], "compiles": False},
         False,
-        "overhead",
-        "50% of the time. Try fewer and larger operations, or more tokens. 5 operations",
+        "traffic",
+        "must be moved. Try fewer passes over the data. 1 operations",
     ),
     (
         {"operations": [add(5)], "is_optimizer": True, "may_be_fused": True},
