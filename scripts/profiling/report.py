@@ -79,7 +79,7 @@ def _summary(profile: Profile) -> str:
     ]
     lines = [
         f"Time: {si(took.median, 's', digits)} (p20 to p80: {si(took.p20, 's', digits)} to "
-        f"{si(took.p80, 's', digits)}), {si(profile.samples_per_s, digits=digits)} {profile.sample}s/s, "
+        f"{si(took.p80, 's', digits)}), {si(profile.samples_per_s, digits=digits)} {profile.batch.unit}s/s, "
         f"{_of_roofline(whole) or 'unknown part'} of the roofline",
         f"MFU: {bound}{share(profile.mfu, digits)} of the matmul rate",
         f"Memory: {', '.join(sizes)}",

@@ -66,7 +66,7 @@ class Row:
     """A part in all copies of a layer, AdamW, the rest, GPU idle, or the total.
 
     What it does in one run:
-    modules, calls: the copies of the module, and how often they are called.
+    calls: how often its modules are called.
     parameters: numbers in them; what modules share counts in the first of them.
     operations: by their time.
     flops: by dtype.
@@ -94,7 +94,6 @@ class Row:
 
     name: str
 
-    modules: int = 0
     calls: int = 0
     parameters: int = 0
     operations: list[Operation] = field(default_factory=list)

@@ -1,6 +1,5 @@
 """What each part does: operations, FLOPs, bytes that it moves, bytes that autograd keeps."""
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -165,9 +164,6 @@ class Ledger(TorchDispatchMode, Watch):
         hooks = saved_tensors_hooks(self._keep, lambda tensor: tensor)
         with hooks if self.sees_kept else nullcontext(), self:
             self.watch(run)
-        modules = Counter(self.parts.values())
-        for name, row in self.rows.items():
-            row.modules = modules[name]
         counted: set[Tensor] = set()
         for module, name in self.parts.items():
             own = set(module.parameters(recurse=False)) - counted
@@ -268,7 +264,8 @@ class Ledger(TorchDispatchMode, Watch):
         made = stored_in(call.result) if call.name == "lift_fresh" else new
         self._made.update(storage_of(x) for x in made)
         if not self.backward:
-            self._makers_of |= {storage_of(x): self._holder(x) for x in made}
+            for x in made:
+                self._makers_of[storage_of(x)] = self._holder(x)
         written = [*call.changed, *new]
         if not written:
             return 0
