@@ -12,7 +12,7 @@ import torch
 from lab.machine import commit_of, device_name, environment
 from lab.sizes import PRESETS, Size
 from lab.tables import markdown, number, share, si, terminal
-from lab.timing import HOST, Clock, Spread, interleave, wall_sampler
+from lab.timing import Clock, Spread, interleave, wall_sampler
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -49,12 +49,6 @@ def test_spread_has_the_median_and_the_percentiles():
     assert (spread.median, spread.p20, spread.p80) == (3.5, 2.0, 5.0)
     assert spread.range == 5 - 2
     assert spread.width == pytest.approx((5 - 2) / 3.5)
-
-
-def test_the_hosts_clock_waits_and_goes_on():
-    before = HOST.begin()
-    time.sleep(0.01)
-    assert HOST.seconds(before, HOST.end()) >= 0.01
 
 
 def test_interleave_takes_turns_and_reverses_every_other_round():

@@ -68,10 +68,9 @@ def profile_of(clock):
         samplers["memory copy"] = lambda: 1 / 4000
         return samplers | {"an operation on one number": lambda: 0.01}
 
-    def run(model, mode="train", inputs=None, by=clock, pace=(1, 1, 1), **options):
+    def run(model, mode="train", inputs=None, by=clock, pace=(1, 1, 1), device="cpu"):
         """Measure three rounds, each at its pace, by our clock or another one."""
-        device = torch.device("cpu")
-        settings = Settings(device, torch.float32, mode, rounds=3, **options)
+        settings = Settings(torch.device(device), torch.float32, mode, rounds=3)
         module = model if isinstance(model, nn.Module) else Calls(model)
         built = (module, inputs) if inputs else module
         paces = iter(pace)

@@ -107,16 +107,6 @@ def test_adamw_is_fused_unless_weights_are_complex(profile_of):
         assert rows["AdamW"].operation(name).calls > 0
 
 
-def test_forward_measures_eval_mode_and_others_the_model_as_built(profile_of):
-    for mode, training, built in (
-        ("forward", True, "eval"),
-        ("train", True, "training"),
-        ("step", False, "eval"),
-    ):
-        title = profile_of(nn.Linear(4, 4).train(training), mode).title
-        assert title.endswith(f"; float32, {mode}, eager, {built} mode")
-
-
 def compiled_in_place():
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].compile(backend="eager")
