@@ -176,7 +176,7 @@ BAD_OPTIONS = {
     "got no_module:f, but no module no_module is on PYTHONPATH": "--block no_module:f",
     "got torch.none:f, but no module torch.none is on PYTHONPATH": "--block torch.none:f",
     "nn/__init__.py has no f": "--block torch.nn:f",
-    "must be MODULE:FUNCTION, got torch.nn": "--block torch.nn",
+    "must be MODULE:FUNCTION, got :f": "--block :f",
     "d_model must be a multiple of num_heads": "--d-model 33 --num-heads 2",
     "--json: FILE must be in a folder that exists": "--json no/file",
     "--trace: FILE must be in a folder that exists": "--trace no/file",
