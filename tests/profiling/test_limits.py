@@ -65,10 +65,10 @@ LIMITS = [
         "FLOPs take 50% of the time, and all that they read and write (49.0 B) takes 49% of "
         "the time. Try fewer and larger operations, or another one for add.",
     ),
-    # Fewer passes save time from 30% of the time, and twice of what must be moved.
+    # Fewer passes save time above 30% of the time, and twice of what must be moved.
     (row_of(add(1, 6, 31), moved_bytes=15), "kernel", "Try fewer passes over the data"),
     (row_of(add(1, 6, 30), moved_bytes=14), "kernel", "Try fewer and larger"),
-    (row_of(add(1, 6, 31), moved_bytes=16), "kernel", "Try fewer and larger"),
+    (row_of(add(1, 6, 32), moved_bytes=16), "kernel", "Try fewer and larger"),
     # On a GPU, calls overlap with kernels.
     (row_of(add(9, 3, 1), on_gpu=True), "kernel", "Its operations are slow."),
     # What is unknown is the reason only if it takes the time.

@@ -45,12 +45,17 @@ MOVED = {
     "index": (lambda x: TABLE[ROWS], 24 + 2 * 48, 24 + 2 * 48),
     "take": (lambda x: TABLE.take(ROWS), 24 + 2 * 12, 24 + 2 * 12),
     "put_": (lambda x: CACHE.put_(ROWS, x[0, 0, :3]), 24 + 3 * 12, 24 + 3 * 12),
-    # Each number of the result takes one number, or four.
+    # Each number of the result takes one number, or 4, or 16.
     "nearest": (lambda x: F.interpolate(IMAGE, (2, 3)), 2 * 24, 2 * 24),
     "bilinear": (
         lambda x: F.interpolate(IMAGE, (2, 3), mode="bilinear"),
         5 * 24,
         5 * 24,
+    ),
+    "bicubic": (
+        lambda x: F.interpolate(IMAGE, (2, 3), mode="bicubic"),
+        17 * 24,
+        17 * 24,
     ),
 }
 
