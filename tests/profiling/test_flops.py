@@ -98,12 +98,6 @@ LAYERS = {
         2 * 2 * TOKENS * 4 * GATE,
         3 * 2 * 2 * TOKENS * 4 * GATE,
     ),
-    # The first state of each sequence needs no gradient.
-    "GRU": (
-        first_of(nn.GRU(4, 3, batch_first=True)),
-        2 * TOKENS * 3 * GATE,
-        3 * 2 * TOKENS * 3 * GATE - 2 * 2 * 3 * 3 * 3,
-    ),
     "frozen weights": (nn.Sequential(FROZEN, DOWN), 2 * ONCE, 5 * ONCE),
     # Of what is computed again, the last product is not needed.
     "checkpointing": (again(reentrant=False), 2 * ONCE, 7 * ONCE),
