@@ -14,6 +14,7 @@ from .parts import GPU_IDLE, NO_PART, REST, TOTAL
 from .roofline import Rates, Row, name_of
 from .runs import (
     EAGER_PARTS,
+    Batch,
     Build,
     Memory,
     RateSamplers,
@@ -36,8 +37,8 @@ SHOWN = 0.01  # of the total: parts without operations that take less are not sh
 class Profile:
     """All that was measured.
 
-    samples: how many tokens or samples, as `sample` says, a run takes.
     parts_are_eager: the total is compiled, at least partly, and the parts are not.
+    samples_per_s: tokens per second, or samples, as the batch has.
     took_s: the total time.
     rest_varies: the range from p20 to p80 of the row `rest`, divided by the total time.
     mfu: the time of the FLOPs at the measured matmul rates, divided by the total time.
@@ -47,8 +48,7 @@ class Profile:
     machine: str
     settings: Settings
     parts_are_eager: bool
-    samples: int
-    sample: str
+    batch: Batch
     samples_per_s: float
     took_s: Spread
     mfu: float
@@ -127,15 +127,14 @@ def measure(
 
     built_mode = "training" if subject.model.training else "eval"
     return Profile(
-        title=f"{title}: {subject.description}; {name_of(settings.dtype)}, "
+        title=f"{title}: {subject.batch.sizes}; {name_of(settings.dtype)}, "
         f"{settings.mode}, {'compiled' if subject.is_compiled else 'eager'}, "
         f"{built_mode} mode",
         machine=environment(settings.device),
         settings=settings,
         parts_are_eager=parts_are_eager,
-        samples=subject.samples,
-        sample=subject.sample,
-        samples_per_s=subject.samples / took.median,
+        batch=subject.batch,
+        samples_per_s=subject.batch.count / took.median,
         took_s=took,
         mfu=whole.compute_s / whole.total_s,
         rates=rates,

@@ -82,7 +82,7 @@ def _summary(profile: Profile) -> str:
     ]
     lines = [
         f"Time: {si(took.median, 's', digits)} (p20 to p80: {si(took.p20, 's', digits)} to "
-        f"{si(took.p80, 's', digits)}), {si(profile.samples_per_s, digits=digits)} {profile.sample}s/s, "
+        f"{si(took.p80, 's', digits)}), {si(profile.samples_per_s, digits=digits)} {profile.batch.unit}s/s, "
         f"of which the roofline (the least possible time) is {_of_roofline(whole) or 'unknown'}",
         f"MFU: at the matmul rate, its FLOPs take {bound}{share(profile.mfu, digits)} of the time",
         f"Memory: {', '.join(sizes)}",

@@ -70,7 +70,7 @@ class Row:
     compiles: whether --compile may change it.
 
     What it does in one run:
-    modules, calls: the copies of the module, and how often they are called.
+    calls: how often its modules are called.
     parameters: numbers in them; what modules share counts in the first of them.
     operations: by their time.
     flops: by dtype.
@@ -101,7 +101,6 @@ class Row:
     is_optimizer: bool = False
     may_be_fused: bool = False
     compiles: bool = True
-    modules: int = 0
     calls: int = 0
     parameters: int = 0
     operations: list[Operation] = field(default_factory=list)

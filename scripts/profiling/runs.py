@@ -54,13 +54,25 @@ class Settings:
         return self.device.type == "cuda"
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What one run takes.
+
+    sizes: of the inputs.
+    count: of tokens or, if the inputs are no sequences of tokens, of samples.
+    unit: token or sample.
+    """
+
+    sizes: str
+    count: int
+    unit: str
+
+
 @dataclass
 class Subject:
     """A model with its inputs, its runs, and the clock that measures them.
 
     whole: the model or, if --compile compiles something of it, the compiled model.
-    description: of the inputs.
-    samples: how many tokens or, in inputs that are no sequences of tokens, samples.
     changes_inputs: whether the model changes its inputs, so that each run needs a copy.
     gradient: where backward starts.
     """
@@ -69,9 +81,7 @@ class Subject:
     whole: Callable[..., object]
     settings: Settings
     inputs: Inputs
-    description: str
-    samples: int
-    sample: str
+    batch: Batch
     changes_inputs: bool
     gradient: Tensor | None
     weights: list[nn.Parameter]
@@ -130,16 +140,16 @@ def prepare(
     if isinstance(built, tuple):
         model, inputs = built
         note = "profile_block.py called the model with the inputs that its builder returned."
-        description, samples, sample = described(inputs)
+        batch = batch_of(inputs)
     else:
         model, inputs = built, (x,)
         note = (
             "profile_block.py called the model with one tensor of shape (batch, seq, "
             f"d_model) = {shape}. --batch-size, --seq-len and --d-model change it."
         )
-        batch, seq, d_model = shape
-        description = f"{batch} x {seq} tokens, d_model {d_model}"
-        samples, sample = batch * seq, "token"
+        sequences, seq, d_model = shape
+        sizes = f"{sequences} x {seq} tokens, d_model {d_model}"
+        batch = Batch(sizes, sequences * seq, "token")
     if not settings.train:
         model.eval()
     given = copied(inputs)
@@ -160,9 +170,7 @@ def prepare(
         whole=model,
         settings=settings,
         inputs=inputs,
-        description=description,
-        samples=samples,
-        sample=sample,
+        batch=batch,
         changes_inputs=any(
             not each.is_inference() and each._version > 0 for each in tensors_in(given)
         ),
@@ -180,24 +188,21 @@ def prepare(
     return subject
 
 
-def described(inputs: Inputs) -> tuple[str, int, str]:
-    """Return the sizes of inputs, and how many tokens or samples they are.
-
-    A batch of integers is one of tokens.
-    """
+def batch_of(inputs: Inputs) -> Batch:
+    """Describe inputs. A batch of integers is one of tokens."""
     by_place = [("", value) for value in inputs]
     named = inputs.items() if isinstance(inputs, dict) else by_place
-    sizes = [
+    sizes = ", ".join(
         f"{name} {' x '.join(map(str, value.shape))}".strip()
         for name, value in named
         if isinstance(value, Tensor)
-    ]
+    )
     tensors = tensors_in(inputs)
     if not tensors or not tensors[0].ndim:
-        return ", ".join(sizes), 1, "sample"
+        return Batch(sizes, 1, "sample")
     if tensors[0].ndim == 2 and not tensors[0].is_floating_point():
-        return ", ".join(sizes), tensors[0].numel(), "token"
-    return ", ".join(sizes), len(tensors[0]), "sample"
+        return Batch(sizes, tensors[0].numel(), "token")
+    return Batch(sizes, len(tensors[0]), "sample")
 
 
 def compile_whole(subject: Subject) -> str:

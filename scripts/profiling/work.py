@@ -1,7 +1,7 @@
 """What each part does: operations, FLOPs, bytes that it moves, bytes that autograd keeps."""
 
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -190,12 +190,10 @@ class Ledger(TorchDispatchMode, Watch):
         hooks = saved_tensors_hooks(self._keep, lambda tensor: tensor)
         with hooks if self.sees_kept else nullcontext(), self:
             self.watch(run)
-        modules = Counter(self.parts.values())
-        for name, row in self.rows.items():
-            row.modules = modules[name]
-            if name in self.optimizers:
-                row.is_optimizer = True
-                row.may_be_fused = may_be_fused(self.optimizers[name])
+        for name, optimizer in self.optimizers.items():
+            if name in self.rows:
+                self.rows[name].is_optimizer = True
+                self.rows[name].may_be_fused = may_be_fused(optimizer)
         for module in never_compiled(self.model):
             name = self.parts.get(module, OUTSIDE)
             if name in self.rows:
@@ -305,7 +303,8 @@ class Ledger(TorchDispatchMode, Watch):
         made = stored_in(call.result) if call.name == "lift_fresh" else new
         self._made.update(storage_of(x) for x in made)
         if not self.backward:
-            self._makers_of |= {storage_of(x): self._holder(x) for x in made}
+            for x in made:
+                self._makers_of[storage_of(x)] = self._holder(x)
         written = call.changed
         if not call.name.startswith(("empty", "new_empty")):  # they write nothing
             written += new
