@@ -218,3 +218,41 @@ def test_memory_of_tensors_that_have_no_storage_of_their_own(profile_of):
     )
     memory = profile_of(lambda x: matrix @ x[0], "forward").memory
     assert memory.other_tensor_bytes == 5 * 4 + 5 * 8 + 6 * 8
+
+
+class Weighs(nn.Module):
+    """Has weights in a list and in a dict, which are modules that nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.listed = nn.ParameterList([torch.ones(4)])
+        self.keyed = nn.ParameterDict({"scale": torch.ones(4)})
+
+    def forward(self, x):
+        return x * self.listed[0] + self.keyed["scale"]
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x):
+        return self.attend(x, x, x)[0]
+
+
+NORMED = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+# Models, and how many of their weights are those of no part.
+OTHERS = {
+    "a list and a dict of weights": (Weighs(), 4 + 4),
+    "the projection that attention calls itself": (Attends(), 4 * 4 + 4),
+    "a weight with a parametrization": (nn.Sequential(NORMED), 4 * 4 + 4),
+}
+
+
+def test_weights_of_rows_add_up_to_the_total(profile_of):
+    for name, (model, others) in OTHERS.items():
+        measured = profile_of(model)
+        rows = {row.name: row.parameters for row in measured.rows}
+        assert sum(rows.values()) == measured.whole.parameters, name
+        assert rows["weights of no part"] == others, name
