@@ -48,6 +48,15 @@ OWN_SIZES = ["num_heads", "num_kv_heads", "d_head", "d_ff", "num_layers"]
 
 def main(typed: list[str] | None = None) -> None:
     """Run the command with the options that were typed, here or on the command line."""
+    try:
+        run(typed)
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        sys.exit(130)
+
+
+def run(typed: list[str] | None) -> None:
+    """Measure a model; print and write what the options name."""
     parser = options()
     arguments = parser.parse_args(typed)
     try:
@@ -73,17 +82,21 @@ def main(typed: list[str] | None = None) -> None:
     if arguments.plot:
         from profiling.plot import draw  # before measuring: matplotlib is optional
     clock = clock_of(settings.device)
-    with torch.set_grad_enabled(settings.train):
-        profile = measure(
-            build,
-            size.shape,
-            title,
-            settings,
-            clock,
-            rate_samplers,
-            arguments.trace,
-            progress=show_progress if sys.stderr.isatty() else print_nothing,
-        )
+    progress = show_progress if sys.stderr.isatty() else print_nothing
+    try:
+        with torch.set_grad_enabled(settings.train):
+            profile = measure(
+                build,
+                size.shape,
+                title,
+                settings,
+                clock,
+                rate_samplers,
+                arguments.trace,
+                progress,
+            )
+    finally:
+        progress("")  # an error begins on a line of its own
     print(report(profile, arguments.explain, arguments.all_parts))
     if arguments.json:
         arguments.json.write_text(json.dumps(asdict(profile), indent=1, default=str))
@@ -306,8 +319,4 @@ if __name__ == "__main__":
         # The shape checks of tinyblock cost little, but they need beartype. For a model of
         # the user's own, the user decides.
         os.environ["JAXTYPING_DISABLE"] = "1"
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
-        sys.exit(130)
+    main()

@@ -195,6 +195,8 @@ for _name in ("mm", "bmm", "addmm", "addmv", "baddbmm", "addbmm"):  # in place
 # The dtypes whose matmul rate can be measured.
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NO_FLOPS = {torch.Tag.pointwise, torch.Tag.reduction}
+# A list, because no rule of torch says it: its `core` operations contain _cdist_forward and
+# _foreach_mm, those that it decomposes _trilinear, and those that draw numbers flash attention.
 _WITHOUT_PRODUCTS = {
     # They copy, and put together.
     *["copy", "to_copy", "lift_fresh_copy", "clone", "cat", "stack", "repeat"],
@@ -247,7 +249,6 @@ _WITHOUT_PRODUCTS = {
     *["upsample_nearest_exact", "upsample_linear", "upsample_bilinear"],
     *["upsample_bicubic", "upsample_trilinear", "upsample_bilinear_aa"],
     *["upsample_bicubic_aa", "grid_sampler", "cudnn_grid_sampler"],
-    *["affine_grid_generator"],
     # They are pointwise, without the tag.
     *["glu", "prelu_kernel", "rrelu_with_noise", "log_sigmoid", "log_sigmoid_forward"],
     *["hardswish", "floor_divide", "thnn_fused_lstm_cell"],

@@ -11,8 +11,10 @@ from lab.timing import Clock, Spread
 from torch._dynamo.utils import counters
 
 from .parts import GPU_IDLE, NO_PART, REST, TOTAL
-from .roofline import Rates, Row
+from .roofline import Rates, Row, name_of
 from .runs import (
+    EAGER_PARTS,
+    Batch,
     Build,
     Memory,
     RateSamplers,
@@ -27,9 +29,6 @@ from .runs import (
 )
 from .work import ledgers_of, rows_of
 
-EAGER_PARTS = (
-    "The parts were measured in eager mode. Below 0, rest is what compiling saves."
-)
 LEDGERS = 3  # runs in which each operation is timed
 SHOWN = 0.01  # of the total: parts without operations that take less are not shown
 
@@ -38,8 +37,8 @@ SHOWN = 0.01  # of the total: parts without operations that take less are not sh
 class Profile:
     """All that was measured.
 
-    samples: how many tokens or samples, as `sample` says, a run takes.
     parts_are_eager: the total is compiled, at least partly, and the parts are not.
+    samples_per_s: tokens per second, or samples, as the batch has.
     took_s: the total time.
     rest_varies: the range from p20 to p80 of the row `rest`, divided by the total time.
     mfu: the time of the FLOPs at the measured matmul rates, divided by the total time.
@@ -49,8 +48,7 @@ class Profile:
     machine: str
     settings: Settings
     parts_are_eager: bool
-    samples: int
-    sample: str
+    batch: Batch
     samples_per_s: float
     took_s: Spread
     mfu: float
@@ -75,20 +73,21 @@ def measure(
 ) -> Profile:
     """Measure a model by a clock, beside the machine's rates. With a path, write a trace.
 
-    progress: is told what is being done, and "" at the end.
+    progress: is told what is being done.
     Gradients must be enabled in the modes that train.
     """
     progress("building the model, and running it twice")
     torch.manual_seed(0)
     counters.clear()
     subject = prepare(build, shape, settings, clock)
-    parts_are_eager = settings.compile or compiles_itself(subject)
+    parts_are_eager = compiles_itself(subject)
     notes = shape_checks()
+    if parts_are_eager:
+        notes.append(f"The model compiles some of its parts. {EAGER_PARTS}")
     if settings.compile:
         progress("compiling")
-        notes.append(f"{compile_whole(subject)}. {EAGER_PARTS}")
-    elif parts_are_eager:
-        notes.append(f"The model compiles some of its parts. {EAGER_PARTS}")
+        notes.append(compile_whole(subject))
+        parts_are_eager |= subject.is_compiled
 
     # What the parts do.
     progress("noting each operation")
@@ -126,16 +125,16 @@ def measure(
     )
     rows += left_over(rows, whole, recording, rest_varies)
 
-    progress("")
     built_mode = "training" if subject.model.training else "eval"
     return Profile(
-        title=f"{title}: {subject.description}; {settings.describe()}, {built_mode} mode",
+        title=f"{title}: {subject.batch.sizes}; {name_of(settings.dtype)}, "
+        f"{settings.mode}, {'compiled' if subject.is_compiled else 'eager'}, "
+        f"{built_mode} mode",
         machine=environment(settings.device),
         settings=settings,
         parts_are_eager=parts_are_eager,
-        samples=subject.samples,
-        sample=subject.sample,
-        samples_per_s=subject.samples / took.median,
+        batch=subject.batch,
+        samples_per_s=subject.batch.count / took.median,
         took_s=took,
         mfu=whole.compute_s / whole.total_s,
         rates=rates,

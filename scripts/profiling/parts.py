@@ -19,6 +19,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.nn.modules import module as modules
+from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
@@ -77,6 +78,28 @@ def _structure(module: nn.Module) -> str:
     return "\n".join(modules)
 
 
+def never_compiled(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that torch.compile leaves as they are, and what they contain.
+
+    Where a module calls a recurrent layer or a scripted module, it is not compiled, either.
+    """
+    skipped: set[nn.Module] = set()
+    for module in model.modules():
+        if getattr(module.forward, "_torchdynamo_disable", False):
+            skipped |= set(module.modules())
+        for child in (module, *module.children()):
+            if isinstance(child, (nn.RNNBase, torch.jit.ScriptModule)):
+                skipped |= {module, *child.modules()}
+    return skipped
+
+
+def may_be_fused(optimizer: Optimizer) -> bool:
+    """Say if torch has a faster form of this optimizer, which it does not use."""
+    groups = [group for group in optimizer.param_groups if not group.get("fused", True)]
+    weights = [weight for group in groups for weight in group["params"]]
+    return bool(weights) and all(map(torch.is_floating_point, weights))
+
+
 class Watch:
     """Calls `end` when a part stops, and `begin` when the next one starts."""
 
@@ -85,6 +108,7 @@ class Watch:
         self.parts = parts_of(model)
         self.part = OUTSIDE
         self.backward = False
+        self.optimizers: dict[str, Optimizer] = {}  # by the part, which is their class
         self.runs = 0
         self._callers: list[str] = []
         # In the order of forward: the number of autograd's next node, and the part that makes it.
@@ -111,8 +135,8 @@ class Watch:
             modules.register_module_forward_pre_hook(self._enter),
             # Activation checkpointing may end a module early, by an exception.
             modules.register_module_forward_hook(self._leave, always_call=True),
-            optimizers.register_optimizer_step_pre_hook(partial(self._next, ADAMW)),
-            optimizers.register_optimizer_step_post_hook(partial(self._next, OUTSIDE)),
+            optimizers.register_optimizer_step_pre_hook(self._begin_step),
+            optimizers.register_optimizer_step_post_hook(self._end_step),
         ]
         self.part = OUTSIDE
         self.backward = False
@@ -134,6 +158,15 @@ class Watch:
         if not self.backward:
             self._makers.append((_get_sequence_nr(), part))
         self.begin()
+
+    def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
+        name = type(optimizer).__name__
+        self.optimizers[name] = optimizer
+        self._callers.append(self.part)
+        self._next(name)
+
+    def _end_step(self, *_: Any) -> None:
+        self._next(self._callers.pop())
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         self._callers.append(self.part)

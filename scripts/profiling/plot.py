@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .measure import Profile
-from .parts import ADAMW
+from .parts import ADAMW, NO_PART
 from .roofline import Row
 
 LABELED = 12  # parts with a marker of their own
@@ -83,7 +83,8 @@ def _name(axes: Axes, text: str, start: tuple[float, float], above: bool) -> Non
 
 def _times(axes: Axes, profile: Profile) -> None:
     """Draw a bar for each row, and the least time that the roofline allows."""
-    rows, whole = profile.rows, profile.whole.total_s
+    rows = [row for row in profile.rows if row.name != NO_PART]  # which takes no time
+    whole = profile.whole.total_s
     names = [_label(row, whole) for row in rows]
     forward = [1e3 * (row.forward_s or 0.0) for row in rows]
     later = [

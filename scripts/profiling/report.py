@@ -13,21 +13,24 @@ _LEGEND = """\
 A part is what one module does itself, without its children: `attn` is the attention kernel and its
 reshapes, `ffn` is the gate, and `sums` is what the model itself does, such as residual sums. Layers
 of a list that are alike add up in one row: `layers.*`, or `layers.2*` for the third and those that
-are like it. Calls, ops and kept count one run of all passes. Ops are torch's operations. What
-varies by more than 5% (p20 to p80) has two digits. Rest is what the parts do not explain, such as
-the start of backward. It is below 0 if reading the clock between the parts took longer. It is noise
-if the range of its samples is larger than the rest itself. Roofline is the least time, max(FLOPs /
-matmul rate, bytes / memory copy rate), divided by the measured time. It is above 100% if data came
-from a cache, or if a rate is NOISY. Limit is what takes at least half of the time: compute, memory
-(bytes that the part must read and write), overhead (calling as many operations on one number as it
-has besides views), Python (with autograd and calls: all but the work of operations), or traffic
-(bytes that operations read and write, also for each other); otherwise kernel. FLOPs are counted for
-matmuls, convolutions, recurrent layers and attention. After >= or <=, some are unknown. Kept bytes
-are what autograd keeps for backward. MFU (model FLOP utilization) is the time of the FLOPs at the
-matmul rate, divided by the measured time. docs/profile.md explains more, and --json has more."""
+are like it. Calls, ops (torch's operations) and kept count one run of all passes. A figure has two
+digits if its samples vary by more than 5% (p20 to p80: 20th to 80th percentile). Roofline is the
+least time, max(FLOPs / matmul rate, bytes / memory copy rate), as a share of the measured time. It
+is above 100% if data came from a cache, or if a rate is NOISY. MFU (model FLOP utilization) is the
+time of all FLOPs at the matmul rate, as a share of the measured time. FLOPs are counted for
+matmuls, convolutions, recurrent layers and attention. After >= or <=, some are unknown. Limit is
+what takes at least half of the time: compute, memory (bytes that the part must read and write),
+overhead (calling as many operations on one number as it has besides views), Python (with autograd
+and calls: what the work of operations leaves), or traffic (bytes that operations read and write,
+also for each other); otherwise kernel. Kept bytes are what autograd keeps for backward, and what
+else of forward lives at its end. Rest is what no part explains, such as the start of backward. It
+is below 0 if reading the clock between the parts took longer, and noise if its samples vary by more
+than itself. docs/profile.md explains more, and --json has more."""
 
 # A range of times, as a share of their median. A reason may be wrong.
 TOO_NOISY = 0.5
+# Of the time of a part. What takes more is worth a try.
+SOME = 0.3
 # Of the total. Parts that take less are one row.
 FEW = 0.005
 
@@ -79,12 +82,12 @@ def _summary(profile: Profile) -> str:
     ]
     lines = [
         f"Time: {si(took.median, 's', digits)} (p20 to p80: {si(took.p20, 's', digits)} to "
-        f"{si(took.p80, 's', digits)}), {si(profile.samples_per_s, digits=digits)} {profile.sample}s/s, "
-        f"{_of_roofline(whole) or 'unknown part'} of the roofline",
-        f"MFU: {bound}{share(profile.mfu, digits)} of the matmul rate",
+        f"{si(took.p80, 's', digits)}), {si(profile.samples_per_s, digits=digits)} {profile.batch.unit}s/s, "
+        f"of which the roofline (the least possible time) is {_of_roofline(whole) or 'unknown'}",
+        f"MFU: at the matmul rate, its FLOPs take {bound}{share(profile.mfu, digits)} of the time",
         f"Memory: {', '.join(sizes)}",
         f"Rest, which no part explains: {share(rest.total_s / whole.total_s, 2)} of the "
-        f"time, varies by {share(profile.rest_varies, 2)} of it"
+        f"time. It varies by {share(profile.rest_varies, 2)} of the time"
         f"{', so it is noise' if rest.limit else ''}",
     ]
     if whole.overhead_s is not None:
@@ -95,7 +98,9 @@ def _summary(profile: Profile) -> str:
         )
     if whole.unknown:
         names = ", ".join(whole.unknown)
-        lines.append(f"FLOPs without {names}: no formula, so what follows has >= or <=")
+        lines.append(
+            f"FLOPs of {names} are unknown, so figures that follow from them have >= or <="
+        )
     return "\n".join(map(_wrapped, [*lines, *profile.notes]))
 
 
@@ -134,7 +139,7 @@ def _reason(row: Row) -> str:
         return f"{share((seconds or 0.0) / row.total_s, 2)} of the time"
 
     by_bytes = sorted(row.operations, key=lambda each: -each.moved_bytes)
-    return _REASONS[row.limit or row.name].format(
+    reason = _REASONS[row.limit or row.name].format(
         computations=f"{row.computations:,}",
         unknown=", ".join(row.unknown),
         compute=of_time(row.compute_s),
@@ -148,31 +153,54 @@ def _reason(row: Row) -> str:
             f"{each.name} {si(each.moved_bytes, 'B')}" for each in by_bytes[:2]
         ),
         unknown_time=of_time(row.unknown_s),
-        flops=f"{_known(row)}FLOPs take {of_time(row.compute_s)}, and "
+        flops=f"their {_known(row)}FLOPs take {of_time(row.compute_s)}, and "
         if row.flops
         else "",
-        fewer="fewer passes over the data, --compile, " if _passes(row) else "",
-        slowest=f" for {row.operations[0].name}" if row.operations else "",
     )
+    return reason + _advice(row)
 
 
 # By the limit of a row, or the row.
 _REASONS = {
-    "compute": "Computing takes {compute}. Try fewer FLOPs, or a dtype of lower precision.",
-    "memory": "Reading and writing {moved} takes {memory}. Try a smaller dtype or, if most "
-    "of it are weights, more tokens.",
-    "overhead": "Calling {computations} operations besides views takes at least {overhead}. "
-    "Try fewer and larger operations, more tokens, or --compile.",
-    "Python": "Python, autograd and calls take {between}. "
-    "Try less Python, fewer and larger operations, more tokens, or --compile.",
+    "compute": "Computing takes {compute}.",
+    "memory": "Reading and writing {moved} takes {memory}.",
+    "overhead": "Calling {computations} operations besides views takes at least {overhead}.",
+    "Python": "Python, autograd and calls take {between}.",
     "traffic": "Its operations read and write {read_and_written} ({most}), which takes "
-    "{traffic}, where {moved} must be moved. Try fewer passes over the data, or --compile.",
-    "kernel": "Its operations are slow. At the machine's rates, {flops}all that they read "
-    "and write ({read_and_written}) takes {traffic}. "
-    "Try {fewer}fewer and larger operations, or another one{slowest}.",
+    "{traffic}, where {moved} must be moved.",
+    "kernel": "Its operations are slow: at the machine's rates, {flops}what they read and "
+    "write ({read_and_written}) takes {traffic}.",
     "unknown": "Operations whose FLOPs are unknown ({unknown}) take {unknown_time}.",
-    GPU_IDLE: "No kernel runs. Try more tokens, --compile, or CUDA graphs.",
+    GPU_IDLE: "No kernel runs.",
 }
+_ADVICE = {
+    "compute": ["fewer FLOPs", "a dtype whose matmuls are faster"],
+    "memory": ["a smaller dtype", "more tokens if most of it are weights"],
+    "overhead": ["fewer and larger operations", "more tokens"],
+    "Python": ["less Python", "fewer and larger operations", "more tokens"],
+    "traffic": ["fewer passes over the data", "--compile"],
+    "unknown": [],
+    GPU_IDLE: ["more tokens", "--compile", "CUDA graphs"],
+}
+
+
+def _advice(row: Row) -> str:
+    """Say what to try."""
+    advice = _ADVICE.get(row.limit or row.name, [])
+    if row.limit == "kernel":
+        advice = _ADVICE["traffic"] if _passes(row) else []
+        if (row.overhead_s or 0.0) > SOME * row.total_s:
+            advice = [*advice, "fewer and larger operations"]
+        if row.operations and not (advice or row.flops):
+            advice = [f"another operation in place of {row.operations[0].name}"]
+    if not row.compiles:
+        advice = [each for each in advice if each != "--compile"]
+    if row.is_optimizer:
+        advice = [f"{row.name}(..., fused=True)"] if row.may_be_fused else []
+    if not advice:
+        return ""
+    *first, last = advice
+    return f" Try {', '.join(first)}{', or ' if first else ''}{last}."
 
 
 def _known(row: Row) -> str:
@@ -181,7 +209,7 @@ def _known(row: Row) -> str:
 
 def _passes(row: Row) -> bool:
     """Say if fewer passes over the data would save a good part of the time."""
-    return row.traffic_s > 0.3 * row.total_s and row.traffic_s > 2 * row.memory_s
+    return row.traffic_s > SOME * row.total_s and row.traffic_s > 2 * row.memory_s
 
 
 def _operations(row: Row) -> str:

@@ -65,8 +65,12 @@ class Operation:
 class Row:
     """A part in all copies of a layer, AdamW, the rest, GPU idle, or the total.
 
+    What may be done for it:
+    is_optimizer, may_be_fused: an optimizer, which torch has in a fused form, too.
+    compiles: whether --compile may change it.
+
     What it does in one run:
-    modules, calls: the copies of the module, and how often they are called.
+    calls: how often its modules are called.
     parameters: numbers in them; what modules share counts in the first of them.
     operations: by their time.
     flops: by dtype.
@@ -94,7 +98,9 @@ class Row:
 
     name: str
 
-    modules: int = 0
+    is_optimizer: bool = False
+    may_be_fused: bool = False
+    compiles: bool = True
     calls: int = 0
     parameters: int = 0
     operations: list[Operation] = field(default_factory=list)

@@ -29,6 +29,9 @@ Build = Callable[[torch.device, torch.dtype], Built]
 RateSamplers = Callable[
     [torch.device, Iterable[torch.dtype], Clock], dict[str, Sampler]
 ]
+EAGER_PARTS = (
+    "The parts were measured in eager mode. Below 0, rest is what compiling saves."
+)
 NOISE = 0.2  # what varies by more is named
 
 
@@ -50,18 +53,26 @@ class Settings:
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def describe(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}, {self.mode}, {'compiled' if self.compile else 'eager'}"
+
+@dataclass(frozen=True)
+class Batch:
+    """What one run takes.
+
+    sizes: of the inputs.
+    count: of tokens or, if the inputs are no sequences of tokens, of samples.
+    unit: token or sample.
+    """
+
+    sizes: str
+    count: int
+    unit: str
 
 
 @dataclass
 class Subject:
     """A model with its inputs, its runs, and the clock that measures them.
 
-    whole: the model or, with --compile, the compiled model.
-    description: of the inputs.
-    samples: how many tokens or, in inputs that are no sequences of tokens, samples.
+    whole: the model or, if --compile compiles something of it, the compiled model.
     changes_inputs: whether the model changes its inputs, so that each run needs a copy.
     gradient: where backward starts.
     """
@@ -70,14 +81,16 @@ class Subject:
     whole: Callable[..., object]
     settings: Settings
     inputs: Inputs
-    description: str
-    samples: int
-    sample: str
+    batch: Batch
     changes_inputs: bool
     gradient: Tensor | None
     weights: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
     clock: Clock
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.whole is not self.model
 
     def run_parts(self) -> None:
         """Run all passes of the mode in eager mode, so that hooks see the parts."""
@@ -127,16 +140,16 @@ def prepare(
     if isinstance(built, tuple):
         model, inputs = built
         note = "profile_block.py called the model with the inputs that its builder returned."
-        description, samples, sample = described(inputs)
+        batch = batch_of(inputs)
     else:
         model, inputs = built, (x,)
         note = (
             "profile_block.py called the model with one tensor of shape (batch, seq, "
             f"d_model) = {shape}. --batch-size, --seq-len and --d-model change it."
         )
-        batch, seq, d_model = shape
-        description = f"{batch} x {seq} tokens, d_model {d_model}"
-        samples, sample = batch * seq, "token"
+        sequences, seq, d_model = shape
+        sizes = f"{sequences} x {seq} tokens, d_model {d_model}"
+        batch = Batch(sizes, sequences * seq, "token")
     if not settings.train:
         model.eval()
     given = copied(inputs)
@@ -151,14 +164,13 @@ def prepare(
             "got none; use --mode forward"
         )
     weights = list(model.parameters())
+    trained = [weight for weight in weights if weight.requires_grad]
     subject = Subject(
         model=model,
         whole=model,
         settings=settings,
         inputs=inputs,
-        description=description,
-        samples=samples,
-        sample=sample,
+        batch=batch,
         changes_inputs=any(
             not each.is_inference() and each._version > 0 for each in tensors_in(given)
         ),
@@ -166,9 +178,9 @@ def prepare(
         weights=weights,
         # A learning rate of 0 leaves the weights as they are for the other runs.
         optimizer=AdamW(
-            [{"params": weights}],
+            [{"params": trained}],
             lr=0.0,
-            fused=all(weight.is_floating_point() for weight in weights),
+            fused=all(weight.is_floating_point() for weight in trained),
         ),
         clock=clock,
     )
@@ -176,24 +188,21 @@ def prepare(
     return subject
 
 
-def described(inputs: Inputs) -> tuple[str, int, str]:
-    """Return the sizes of inputs, and how many tokens or samples they are.
-
-    A batch of integers is one of tokens.
-    """
+def batch_of(inputs: Inputs) -> Batch:
+    """Describe inputs. A batch of integers is one of tokens."""
     by_place = [("", value) for value in inputs]
     named = inputs.items() if isinstance(inputs, dict) else by_place
-    sizes = [
+    sizes = ", ".join(
         f"{name} {' x '.join(map(str, value.shape))}".strip()
         for name, value in named
         if isinstance(value, Tensor)
-    ]
+    )
     tensors = tensors_in(inputs)
     if not tensors or not tensors[0].ndim:
-        return ", ".join(sizes), 1, "sample"
+        return Batch(sizes, 1, "sample")
     if tensors[0].ndim == 2 and not tensors[0].is_floating_point():
-        return ", ".join(sizes), tensors[0].numel(), "token"
-    return ", ".join(sizes), len(tensors[0]), "sample"
+        return Batch(sizes, tensors[0].numel(), "token")
+    return Batch(sizes, len(tensors[0]), "sample")
 
 
 def compile_whole(subject: Subject) -> str:
@@ -205,11 +214,11 @@ def compile_whole(subject: Subject) -> str:
     took = subject.clock.now() - start
     breaks = [reason.splitlines()[0] for reason in counters["graph_break"]]
     graphs = counters["stats"]["unique_graphs"]
-    nothing = " (torch compiled nothing of this model)" if graphs == 0 else ""
-    return (
-        f"Compilation: {took:.1f} s, graphs: {graphs}{nothing}, "
-        f"breaks: {', '.join(breaks) or 'none'}"
-    )
+    found = f"graphs: {graphs}, breaks: {', '.join(breaks) or 'none'}"
+    if not graphs:
+        subject.whole = subject.model
+        return f"Compilation: torch compiled nothing, so this is the model in eager mode; {found}"
+    return f"Compilation: {took:.1f} s, {found}. {EAGER_PARTS}"
 
 
 def compiles_itself(subject: Subject) -> bool:

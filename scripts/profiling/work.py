@@ -1,6 +1,7 @@
 """What each part does: operations, FLOPs, bytes that it moves, bytes that autograd keeps."""
 
-from collections import Counter
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,46 +22,61 @@ from torch.utils._python_dispatch import (
 )
 
 from .flops import flops_of, tensors_in
-from .parts import ADAMW, OUTSIDE, Watch, results_in
+from .parts import OUTSIDE, Watch, may_be_fused, never_compiled, results_in
 from .roofline import Row, name_of
 
 _SPARSE_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _SPARSE_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
-# Arguments that are read or changed only in part, and how many of their numbers for each
-# number of the largest other tensor.
-_TABLES = {
-    "embedding": ("weight", 1),
-    "gather": ("self", 1),
-    "index": ("self", 1),
-    "_unsafe_index": ("self", 1),
-    "index_select": ("self", 1),
-    "take": ("self", 1),
-    "index_add_": ("self", 1),
-    "index_copy_": ("self", 1),
-    "index_put_": ("self", 1),
-    "_index_put_impl_": ("self", 1),
-    "index_reduce_": ("self", 1),
-    "put_": ("self", 1),
-    "scatter_": ("self", 1),
-    "scatter_add_": ("self", 1),
-    "scatter_reduce_": ("self", 1),
-    # The neighbors of a place.
-    "upsample_nearest1d": ("self", 1),
-    "upsample_nearest2d": ("self", 1),
-    "upsample_nearest3d": ("self", 1),
-    "_upsample_nearest_exact1d": ("self", 1),
-    "_upsample_nearest_exact2d": ("self", 1),
-    "_upsample_nearest_exact3d": ("self", 1),
-    "upsample_linear1d": ("self", 2),
-    "upsample_bilinear2d": ("self", 4),
-    "upsample_trilinear3d": ("self", 8),
-    "upsample_bicubic2d": ("self", 16),
-    "grid_sampler_2d": ("input", 4),
-    "grid_sampler_3d": ("input", 8),
+# Arguments of which a few numbers are read or changed: here, one for each number of the
+# largest other tensor.
+_NUMBERS = {
+    "embedding": "weight",
+    "gather": "self",
+    "index": "self",
+    "_unsafe_index": "self",
+    "index_select": "self",
+    "take": "self",
+    "index_add_": "self",
+    "index_copy_": "self",
+    "index_put_": "self",
+    "_index_put_impl_": "self",
+    "index_reduce_": "self",
+    "put_": "self",
+    "scatter_": "self",
+    "scatter_add_": "self",
+    "scatter_reduce_": "self",
 }
+# A row for each position.
+_ROWS = {
+    "_embedding_bag": ("weight", "indices"),
+    "_embedding_bag_forward_only": ("weight", "indices"),
+    "_embedding_bag_per_sample_weights_backward": ("weight", "indices"),
+    "embedding_renorm_": ("self", "indices"),
+    "index_fill_": ("self", "index"),
+}
+# What a binary search meets.
+_SORTED = {"bucketize": "boundaries", "searchsorted": "sorted_sequence"}
+# Neighbors of each number of the result.
+_NEIGHBORS = {
+    "upsample_nearest1d": 1,
+    "upsample_nearest2d": 1,
+    "upsample_nearest3d": 1,
+    "_upsample_nearest_exact1d": 1,
+    "_upsample_nearest_exact2d": 1,
+    "_upsample_nearest_exact3d": 1,
+    "upsample_linear1d": 2,
+    "upsample_bilinear2d": 4,
+    "upsample_trilinear3d": 8,
+    "upsample_bicubic2d": 16,
+    "grid_sampler_2d": 4,
+    "grid_sampler_3d": 8,
+}
+_BILINEAR, _NEAREST, _BICUBIC = range(3)  # the modes of grid_sampler
 COMPOUND = torch._C.DispatchKey.CompositeImplicitAutograd
-_OVERWRITING = ("copy_", "fill_", "zero_")  # they do not read what they change
+_DRAWING = ("bernoulli_", "exponential_", "normal_", "random_", "uniform_")
+# They do not read what they change.
+_OVERWRITING = ("copy_", "fill_", "zero_", *_DRAWING)
 
 
 @dataclass
@@ -104,24 +120,33 @@ class Call:
     def nbytes(self, tensor: Tensor) -> int:
         """Return how many bytes of an argument or a result are read or written."""
         size = distinct_bytes(tensor)
-        if self.name.startswith("_embedding_bag") and tensor is self.given.get(
-            "weight"
-        ):
-            return min(size, self.given["indices"].numel() * tensor[:1].nbytes)
-        table, numbers = _TABLES.get(self.name, ("", 0))
-        if tensor is not self.given.get(table):
-            return size
-        others = stored_in([self.given, self.result])
-        largest = max(each.numel() for each in others if each is not tensor)
-        return min(size, numbers * largest * tensor.element_size())
+        numbers = self._numbers_of_table(tensor)
+        return size if numbers is None else min(size, numbers * tensor.element_size())
+
+    def _numbers_of_table(self, tensor: Tensor) -> int | None:
+        """Return how many numbers of a table are read or changed; None of another tensor."""
+        given, name = self.given, self.name
+        if name in _ROWS and tensor is given[_ROWS[name][0]]:
+            positions = given[_ROWS[name][1]].numel()
+            return positions * tensor.numel() // tensor.shape[given.get("dim", 0)]
+        if name in _SORTED and tensor is given[_SORTED[name]]:
+            return self.result.numel() * tensor.shape[-1].bit_length()
+        if name in _NEIGHBORS and tensor is given.get("input", given.get("self")):
+            mode = given.get("interpolation_mode", _BILINEAR)
+            sizes = {_NEAREST: 1, _BICUBIC: 16, _BILINEAR: _NEIGHBORS[name]}
+            return self.result.numel() * sizes[mode]
+        if name in _NUMBERS and tensor is given[_NUMBERS[name]]:
+            others = stored_in([given, self.result])
+            return max(each.numel() for each in others if each is not tensor)
+        return None
 
 
 @dataclass
 class Holder:
-    """A part that holds a storage, as long as the storage lives."""
+    """A part that holds a storage, until `is_gone()`."""
 
     part: str
-    reference: StorageWeakRef
+    is_gone: Callable[[], bool]
     nbytes: int
 
 
@@ -155,7 +180,7 @@ class Ledger(TorchDispatchMode, Watch):
         self._made: set[int] = set()  # storages
         self._inputs = {storage_of(each) for each in stored_in(inputs)}
         # Parts that keep, or have made, a storage in forward.
-        self._keepers: dict[int, Holder] = {}
+        self._keepers: dict[int, list[Holder]] = defaultdict(list)
         self._makers_of: dict[int, Holder] = {}
         self._part_read: dict[int, int] = {}  # bytes, by storage
         self._part_written: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -165,9 +190,14 @@ class Ledger(TorchDispatchMode, Watch):
         hooks = saved_tensors_hooks(self._keep, lambda tensor: tensor)
         with hooks if self.sees_kept else nullcontext(), self:
             self.watch(run)
-        modules = Counter(self.parts.values())
-        for name, row in self.rows.items():
-            row.modules = modules[name]
+        for name, optimizer in self.optimizers.items():
+            if name in self.rows:
+                self.rows[name].is_optimizer = True
+                self.rows[name].may_be_fused = may_be_fused(optimizer)
+        for module in never_compiled(self.model):
+            name = self.parts.get(module, OUTSIDE)
+            if name in self.rows:
+                self.rows[name].compiles = False
         counted: set[Tensor] = set()
         for module, name in self.parts.items():
             own = set(module.parameters(recurse=False)) - counted
@@ -216,6 +246,7 @@ class Ledger(TorchDispatchMode, Watch):
                 return function._op_dk(COMPOUND, *args, **kwargs)
         result, seconds = self._timed(function, args, kwargs)
         operation = str(function._overloadpacket)
+        name = operation.rpartition(".")[2]
         arguments = function._schema.arguments
         names = [each.name for each in arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -223,6 +254,8 @@ class Ledger(TorchDispatchMode, Watch):
         overwritten = [each.name for each in arguments if each.is_out]
         if operation.endswith(_OVERWRITING):
             overwritten += written
+        if name.startswith("new_") or name.endswith("_like"):
+            overwritten.append("self")  # they need its shape alone
         if given.get("grad_scale") is None:  # an optimizer may divide gradients by it
             written = [name for name in written if name != "grads"]
         call = Call(operation, given, written, overwritten, result, seconds)
@@ -251,10 +284,12 @@ class Ledger(TorchDispatchMode, Watch):
             self.rows[self.part] = self.rows.pop(self.part)
         operation = row.operation(call.name)
         operation.calls += 1
-        operation.backward_calls += self.backward and self.part != ADAMW
+        operation.backward_calls += self.backward and self.part not in self.optimizers
         operation.total_s += max(0.0, call.seconds - self._call_s)
         operation.moved_bytes += self._move(call)
         flops = flops_of(call.operation, call.given, call.result)
+        if any(map(is_sparse, tensors_in(call.given))):
+            row.compiles = False
         if flops is None:
             if call.operation not in row.unknown:
                 row.unknown.append(call.operation)
@@ -268,8 +303,11 @@ class Ledger(TorchDispatchMode, Watch):
         made = stored_in(call.result) if call.name == "lift_fresh" else new
         self._made.update(storage_of(x) for x in made)
         if not self.backward:
-            self._makers_of |= {storage_of(x): self._holder(x) for x in made}
-        written = [*call.changed, *new]
+            for x in made:
+                self._makers_of[storage_of(x)] = self._holder(x)
+        written = call.changed
+        if not call.name.startswith(("empty", "new_empty")):  # they write nothing
+            written += new
         if not written:
             return 0
         moved = 0
@@ -289,21 +327,26 @@ class Ledger(TorchDispatchMode, Watch):
         return moved
 
     def _holder(self, tensor: Tensor) -> Holder:
-        reference = StorageWeakRef(tensor.untyped_storage())
-        return Holder(self.part, reference, stored_bytes(tensor))
+        storage = tensor.untyped_storage()
+        return Holder(self.part, StorageWeakRef(storage).expired, storage.nbytes())
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        """Note what autograd keeps, unless the model holds it or an earlier part keeps it.
+        """Note what autograd keeps, unless the model holds it.
 
         In backward, activation checkpointing keeps what it computes again.
         """
+        kept = tensor.detach()  # an output as it is would keep the graph alive
+        reference = weakref.ref(kept)  # goes with the graph
+
+        def is_gone() -> bool:
+            return reference() is None
+
         for each in [] if self.backward else stored_in(tensor):
             storage = storage_of(each)
-            earlier = self._keepers.get(storage)
-            is_new = earlier is None or earlier.reference.expired()
-            if is_new and (storage in self._made or storage in self._inputs):
-                self._keepers[storage] = self._holder(each)
-        return tensor.detach()  # an output as it is would keep the graph alive
+            if storage in self._made or storage in self._inputs:
+                holder = Holder(self.part, is_gone, stored_bytes(each))
+                self._keepers[storage].append(holder)
+        return kept
 
     def forward_ended(self, output: Any) -> None:
         """Count what lives at the end of forward, besides the output.
@@ -314,12 +357,14 @@ class Ledger(TorchDispatchMode, Watch):
         if not (torch.is_grad_enabled() and self.sees_kept):
             return
         outputs = {storage_of(x) for x in stored_in(list(results_in(output, set())))}
-        made = self._makers_of.items()
-        others = {key: holder for key, holder in made if key not in outputs}
-        for holder in (others | self._keepers).values():
-            row = self.rows.get(holder.part)
-            if row is not None and not holder.reference.expired():
-                row.kept_bytes = (row.kept_bytes or 0) + holder.nbytes
+        for storage in {**self._makers_of, **self._keepers}:
+            holders = list(self._keepers[storage])
+            if storage in self._makers_of and storage not in outputs:
+                holders.append(self._makers_of[storage])
+            alive = [each for each in holders if not each.is_gone()]
+            row = self.rows.get(alive[0].part) if alive else None
+            if row is not None:
+                row.kept_bytes = (row.kept_bytes or 0) + alive[0].nbytes
 
 
 def ledgers_of(
@@ -379,6 +424,10 @@ def stored_in(value: Any) -> list[Tensor]:
         elif each.layout == torch.strided and not each.is_nested:
             found.append(each)
     return found
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    return tensor.layout in (torch.sparse_coo, *_SPARSE_ROWS, *_SPARSE_COLUMNS)
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -1,5 +1,6 @@
 """Copied pages run in a project's own pytest, and change nothing of its other tests."""
 
+import collections
 import re
 
 import pytest
@@ -22,118 +23,84 @@ def test_equation():
 """
 ORDER = ["test_last", "test_first", "test_equation"]
 STRICT = ["--strict-markers", "--strict-config", "-W", "error"]
-# One page in each case is enough, and no compilation, which takes long.
+# The equation is enough, and no compilation, which takes long.
 FEW = ["-k", "test_last or test_first or (test_equation and not 64 and not 16)"]
-
-
-@pytest.fixture
-def project(tmp_path):
-    """A project whose own tests import its conftest.py, before and after the layers."""
-    (tmp_path / "conftest.py").write_text(
-        "def helper():\n    return 'of the project'\n"
-    )
-    for name in ("a_tests", "z_tests"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"test_{name}.py").write_text(OF_THE_PROJECT)
-    return tmp_path
+# The outcomes of each page.
+OUTCOMES = {
+    "b/layers/contract/test_rope.py": {"PASSED"},
+    "broken/contract/test_rmsnorm.py": {"PASSED"},
+    "broken/contract/test_rope.py": {"FAILED"},
+    "missing/contract/test_rmsnorm.py": {"PASSED"},
+    "missing/contract/test_rope.py": {"SKIPPED"},
+    "of_ones_own/contract/test_rmsnorm.py": {"PASSED"},
+    # Without the promises of tinyblock.
+    "of_ones_own/contract/test_rope.py": {"PASSED", "SKIPPED"},
+    "package/layers/contract/test_rope.py": {"PASSED"},
+}
 
 
 def add(folder, *layers):
     assert copies.main(["add", *layers, "--with-tests", "--to", str(folder)]) == 0
 
 
-def leave_conftest_alone(project):
-    """Let no test import conftest.py, which pytest does not support in mode importlib."""
+def add_own_tests(project):
+    """Add tests that import the project's conftest.py, before and after the layers."""
+    (project / "conftest.py").write_text("def helper():\n    return 'of the project'\n")
     for name in ("a_tests", "z_tests"):
-        path = project / name / f"test_{name}.py"
-        replace(path, "from conftest import helper", "helper = 'of the project'.strip")
+        (project / name).mkdir()
+        (project / name / f"test_{name}.py").write_text(OF_THE_PROJECT)
 
 
 def run(project, *options):
-    """Require the project's own tests to pass, and return the outcomes of the pages."""
+    """Require the project's own tests to pass, and return the outcomes of each page."""
     arguments = [*STRICT, *FEW, "-v", *options]
     _, printed = run_pytest(*arguments, folder=project, without=["tinyblock"])
     assert "error" not in printed.splitlines()[-1], printed
     found = re.findall(
         r"^([^\s:]+)::(\S+) (PASSED|FAILED|SKIPPED)", printed, re.MULTILINE
     )
-    for name in ("a_tests", "z_tests"):
-        own = [(test, outcome) for page, test, outcome in found if name in page]
-        assert own == [(test, "PASSED") for test in ORDER], printed
-    return {
-        (page, outcome) for page, _, outcome in found if "contract" in page
+    outcomes = collections.defaultdict(set)
+    own = collections.defaultdict(list)
+    for page, test, outcome in found:
+        if "contract" in page:
+            outcomes[page].add(outcome)
+        else:
+            own[page].append((test, outcome))
+    passed = [(test, "PASSED") for test in ORDER]
+    assert own == {
+        "a_tests/test_a_tests.py": passed,
+        "z_tests/test_z_tests.py": passed,
     }, printed
+    return outcomes
 
 
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
-def test_two_contracts_in_folders_without_init(project, mode):
-    add(project / "b" / "layers", "rope")
-    add(project / "c" / "layers", "rope", "rmsnorm")
-    if mode == "importlib":
-        leave_conftest_alone(project)
-    pages, printed = run(project, f"--import-mode={mode}")
-    assert pages == {
-        ("b/layers/contract/test_rope.py", "PASSED"),
-        ("c/layers/contract/test_rmsnorm.py", "PASSED"),
-        ("c/layers/contract/test_rope.py", "PASSED"),
-    }, printed
+def test_contracts_leave_a_project_and_each_other_alone(mode, tmp_path):
+    """In folders with and without __init__.py, beside what stopped the project's tests."""
+    add_own_tests(tmp_path)
+    if mode == "importlib":  # pytest does not support an import of conftest.py in it
+        for page in tmp_path.glob("*/test_*.py"):
+            own = "helper = 'of the project'.strip"
+            replace(page, "from conftest import helper", own)
+    add(tmp_path / "b" / "layers", "rope")
+    add(tmp_path / "broken", "rope", "rmsnorm", "typecheck")
+    for layer in ("rope", "attention"):
+        (tmp_path / "broken" / f"{layer}.py").write_text("import no_such_package\n")
+    add(tmp_path / "missing", "rope", "rmsnorm")
+    (tmp_path / "missing" / "rope.py").unlink()
+    add(tmp_path / "of_ones_own", "rope", "rmsnorm")
+    (tmp_path / "of_ones_own" / ".tinyblock" / "rope.py.base").unlink()
+    add(tmp_path / "package" / "layers", "rope")
+    for package in ("package", "package/layers"):
+        (tmp_path / package / "__init__.py").touch()
+    assert run(tmp_path, f"--import-mode={mode}") == OUTCOMES
 
 
-@pytest.mark.parametrize("mode", ["prepend", "importlib"])
-def test_a_contract_in_a_package(project, mode):
-    folder = project / "mine" / "layers"
-    add(folder, "rope")
-    for package in (folder, folder.parent):
-        (package / "__init__.py").touch()
-    if mode == "importlib":
-        leave_conftest_alone(project)
-    pages, printed = run(project, f"--import-mode={mode}")
-    assert pages == {("mine/layers/contract/test_rope.py", "PASSED")}, printed
-
-
-def test_a_layer_that_cannot_be_imported_fails_in_its_own_page(project):
-    folder = project / "layers"
-    add(folder, "rope", "rmsnorm")
-    (folder / "rope.py").write_text("import no_such_package\n")
-    (folder / "attention.py").write_text("import no_such_package\n")
-    pages, printed = run(project)
-    assert pages == {
-        ("layers/contract/test_rope.py", "FAILED"),
-        ("layers/contract/test_rmsnorm.py", "PASSED"),
-    }, printed
-
-
-def test_a_layer_that_is_missing_is_skipped(project):
-    folder = project / "layers"
-    add(folder, "rope", "rmsnorm")
-    (folder / "rope.py").unlink()
-    pages, printed = run(project)
-    assert ("layers/contract/test_rope.py", "SKIPPED") in pages, printed
-    assert ("layers/contract/test_rmsnorm.py", "PASSED") in pages, printed
-
-
-def test_a_copied_typecheck(project):
-    add(project / "layers", "typecheck")
-    pages, printed = run(project)
-    assert not pages, printed
-
-
-def test_a_layer_of_ones_own_beside_copies(project):
-    """The promises of tinyblock are skipped, and no test is reordered."""
-    folder = project / "layers"
-    add(folder, "rope", "rmsnorm")
-    (folder / ".tinyblock" / "rope.py.base").unlink()
-    pages, printed = run(
-        project, "-k", "project or test_first or test_last or equation"
-    )
-    assert ("layers/contract/test_rope.py", "SKIPPED") in pages, printed
-    assert ("layers/contract/test_rope.py", "PASSED") in pages, printed
-
-
-def test_doctests_of_the_project(project):
-    add(project / "layers", "rope")
-    pages, printed = run(project, "--doctest-modules")
-    assert pages == {("layers/contract/test_rope.py", "PASSED")}, printed
+def test_doctests_of_a_project(tmp_path):
+    add_own_tests(tmp_path)
+    add(tmp_path / "layers", "rope")
+    outcomes = run(tmp_path, "--doctest-modules")
+    assert outcomes == {"layers/contract/test_rope.py": {"PASSED"}}
 
 
 def test_a_copy_has_no_names_of_mistakes(tmp_path):

@@ -6,7 +6,29 @@ from defects import Defect
 from tinyblock import copies
 
 LAYERS = ["rmsnorm", "ffn", "rope", "attention", "block", "transformer"]
+
+
+def graphs_with(statement):
+    """Return a defect of compilation: a statement before those of RMSNorm's forward."""
+    first = "        weight = self.weight  #"
+    wrong = f"        {statement}\n{first}"
+    return Defect("rmsnorm", first, wrong, "test_compiles_to_one_graph")
+
+
 DEFECTS = {
+    # Code that reads a number is missing: it fails in test_built_on_meta.
+    "a branch on values": graphs_with("x = x + 0 if x.sum() > 0 else x - 0"),
+    "a function that is not compiled": graphs_with(
+        "x = torch.compiler.disable(torch.neg)(-x)"
+    ),
+    "a loop over tokens": graphs_with("for _ in range(x.shape[-2]): x = x + 0"),
+    "a path for odd lengths": graphs_with("x = x + 0 if x.shape[-2] % 2 else x"),
+    "another result when compiled": graphs_with(
+        "x = -x if torch.compiler.is_compiling() else x"
+    ),
+    "another result for several tokens when compiled": graphs_with(
+        "x = -x if torch.compiler.is_compiling() and x.shape[-2] > 1 else x"
+    ),
     "a result on the CPU for meta": Defect(
         "rmsnorm",
         "weight = self.weight  #",

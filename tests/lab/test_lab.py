@@ -9,22 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from lab.machine import commit_of, device_name, environment
+from lab.machine import commit_of, environment
 from lab.sizes import PRESETS, Size
 from lab.tables import markdown, number, share, si, terminal
-from lab.timing import HOST, Clock, Spread, interleave, wall_sampler
+from lab.timing import Clock, Spread, interleave, wall_sampler
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def test_a_measurement_names_device_versions_commit_and_date():
     python = sys.version.partition(" ")[0]
-    start, rest = environment(CPU).split("; ", 1)
-    assert start == device_name(CPU)
-    threads = f"{torch.get_num_threads()} of "
-    assert start.rsplit(", ", 2)[1].startswith(threads)
-    assert rest.startswith(f"torch {torch.__version__}, python {python}, commit ")
-    assert rest.endswith(f"; {time.strftime('%Y-%m-%d')}")
+    line = environment(CPU)
+    assert f", {torch.get_num_threads()} of " in line
+    assert f"; torch {torch.__version__}, python {python}, commit " in line
+    assert line.endswith(f"; {time.strftime('%Y-%m-%d')}")
 
 
 def test_the_commit_may_have_changes(tmp_path):
@@ -49,12 +47,6 @@ def test_spread_has_the_median_and_the_percentiles():
     assert (spread.median, spread.p20, spread.p80) == (3.5, 2.0, 5.0)
     assert spread.range == 5 - 2
     assert spread.width == pytest.approx((5 - 2) / 3.5)
-
-
-def test_the_hosts_clock_waits_and_goes_on():
-    before = HOST.begin()
-    time.sleep(0.01)
-    assert HOST.seconds(before, HOST.end()) >= 0.01
 
 
 def test_interleave_takes_turns_and_reverses_every_other_round():

@@ -7,13 +7,15 @@ import torch
 from lab.timing import Clock
 from profiling.measure import measure
 from profiling.runs import Settings
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Ticks(Clock, TorchDispatchMode):
-    """A clock that operations advance: some by the seconds of `takes`, others by `other`.
+    """A clock that operations advance.
 
-    growth: how much longer each operation takes than the one before it.
+    takes: the seconds of operations; others take none. If it is empty, each takes one.
+    pace: how many times as long everything takes.
     """
 
     supports_higher_order_operators = True
@@ -22,8 +24,7 @@ class Ticks(Clock, TorchDispatchMode):
         super().__init__()
         self.time = 0.0
         self.takes = {}
-        self.other = 1.0
-        self.growth = self.slower = 1.0
+        self.pace = 1
 
     def now(self):
         return self.time
@@ -33,9 +34,19 @@ class Ticks(Clock, TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "_overloadpacket", function).__name__
-        self.time += self.slower * self.takes.get(name, self.other)
-        self.slower *= self.growth
+        self.time += self.pace * (self.takes.get(name, 0.0) if self.takes else 1.0)
         return function(*args, **(kwargs or {}))
+
+
+class Calls(nn.Module):
+    """Calls a function of its input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
 
 
 @pytest.fixture
@@ -45,27 +56,48 @@ def clock():
 
 @pytest.fixture
 def profile_of(clock):
-    """Return a function that measures a model in a mode.
+    """Return a function that measures a module, or a function of x, in a mode.
 
-    The machine computes 1,000 FLOPs, copies 4,000 bytes, and calls 100 operations on
-    one number in a second.
+    x has 2 sequences of 5 tokens of width 4, unless inputs are given. The machine computes
+    1,000 FLOPs, copies 4,000 bytes, and calls 100 operations on one number in a second.
     """
 
-    def rates(device, dtypes, clock):
-        matmuls = {
-            f"matmul {str(dtype).removeprefix('torch.')}": lambda: 1 / 1000
-            for dtype in dtypes
-        }
-        others = {"memory copy": 1 / 4000, "an operation on one number": 0.01}
-        return matmuls | {name: (lambda t=t: t) for name, t in others.items()}
+    def rates(device, dtypes, _):
+        kinds = [f"matmul {str(dtype).removeprefix('torch.')}" for dtype in dtypes]
+        samplers = dict.fromkeys(kinds, lambda: clock.pace / 1000)
+        samplers["memory copy"] = lambda: 1 / 4000
+        return samplers | {"an operation on one number": lambda: 0.01}
 
-    def run(model, shape, mode="train", clock=clock, **options):
+    def run(
+        model,
+        mode="train",
+        inputs=None,
+        by=clock,
+        pace=(1, 1, 1),
+        device="cpu",
+        compiles=False,
+    ):
+        """Measure three rounds, each at its pace, by our clock or another one."""
         settings = Settings(
-            torch.device("cpu"), torch.float32, mode, rounds=3, **options
+            torch.device(device), torch.float32, mode, compiles, rounds=3
         )
-        build = (lambda *_: model) if isinstance(model, torch.nn.Module) else model
-        ticking = clock if isinstance(clock, Ticks) else nullcontext()
+        module = model if isinstance(model, nn.Module) else Calls(model)
+        built = (module, inputs) if inputs else module
+        paces = iter(pace)
+
+        def progress(doing):
+            clock.pace = next(paces) if doing.startswith("round ") else 1
+
+        ticking = clock if by is clock else nullcontext()
         with torch.set_grad_enabled(settings.train), ticking:
-            return measure(build, shape, "a model", settings, clock, rates)
+            return measure(
+                lambda *_: built,
+                (2, 5, 4),
+                "a model",
+                settings,
+                by,
+                rates,
+                progress=progress,
+            )
 
     return run

@@ -122,9 +122,9 @@ class EveryLayer:
         def check(case):
             module = case.build(device, torch.float32)
             x, inputs = case.arguments(device, torch.float32)
-            every_other = torch.stack((x, x), dim=-1)[..., 0]
+            first_axis_last = x.movedim(0, -1).contiguous().movedim(-1, 0)
             expected = module(x, **inputs).detach().cpu().double()
-            result = module(every_other, **inputs)
+            result = module(first_axis_last, **inputs)
             name = "result for an x that is not contiguous"
             check_close(name, result, expected, 1e-5 * expected.norm())
 
@@ -236,14 +236,11 @@ class EveryLayerWithWeights(EveryLayer):
         for_each(self.each_typical(), check)
 
 
-ERRORS = (AssertionError, LookupError, RuntimeError, TypeError, ValueError)
-
-
 def check_after_another_call(case):
     for first, (x, inputs, context) in first_calls(case).items():
         module = case.build(dtype=torch.float32)
-        # What a layer does not take is no matter of this test. A warning is.
-        with context, contextlib.suppress(*ERRORS):
+        # A layer need not take this call.
+        with context, contextlib.suppress(Exception):
             module(x, **inputs)
         x, inputs = case.arguments(dtype=torch.float32)
         try:

@@ -1,7 +1,8 @@
 """Usual mistakes, as wrong formulas by what is wrong in them.
 
 `tinyblock verify` compares a wrong result with them, and prints the name of the first
-that gives it. No project has a copy of this file.
+that gives it. A formula may raise an error where a case has not the shapes for it. No
+project has a copy of this file.
 """
 
 import functools
@@ -13,52 +14,24 @@ import torch
 from .checks import Weights
 from .test_attention import ALL_KEYS, attend, attend_causally, self_attention
 from .test_block import block_of, pre_norm
-from .test_ffn import feed_forward, gelu, sigmoid, silu, swiglu
-from .test_rmsnorm import rms_norm
-from .test_rope import angles_of, rope_of_positions
+from .test_ffn import feed_forward, gelu, sigmoid, silu, swiglu, swiglu_of_weights
+from .test_rmsnorm import of_weights, rms_norm
+from .test_rope import angles_of, rope_of_positions, rotate
 
 # RMSNorm: formulas of x, the gains, and eps.
 
 
-def of_norm(x, gain, *, mean_square=None, eps=0.0):
-    mean_square = (x * x).mean(-1, keepdim=True) if mean_square is None else mean_square
-    return x / (mean_square + eps).sqrt() * gain
-
-
-def with_eps_outside(x, gain, eps):
-    return x / ((x * x).mean(-1, keepdim=True).sqrt() + eps) * gain
-
-
-def without_a_root(x, gain, eps):
-    return x / ((x * x).mean(-1, keepdim=True) + eps) * gain
-
-
-def with_a_mean_over(*axes):
-    """Return the norm with the mean over other axes, of those that x has."""
+def divided_by(size):
+    """Return the norm with another divisor, `size(x, eps)`."""
 
     def wrong(x, gain, eps):
-        known = [axis for axis in axes if -x.ndim <= axis < x.ndim]
-        mean_square = (x * x).mean(known, keepdim=True)
-        return of_norm(x, gain, mean_square=mean_square, eps=eps)
+        return x / size(x, eps) * gain
 
     return wrong
 
 
-def with_the_mean_subtracted(x, gain, eps):
-    return rms_norm(x - x.mean(-1, keepdim=True), gain, eps)
-
-
-def as_layer_norm(x, gain, eps):
-    """Divide by the standard deviation, and subtract nothing."""
-    return of_norm(x, gain, mean_square=x.var(-1, keepdim=True, correction=0), eps=eps)
-
-
-def with_a_sum(x, gain, eps):
-    return of_norm(x, gain, mean_square=(x * x).sum(-1, keepdim=True), eps=eps)
-
-
-def with_absolute_values(x, gain, eps):
-    return x / (x.abs().mean(-1, keepdim=True) + eps) * gain
+def mean_square(x, *axes):
+    return (x * x).mean(axes or -1, keepdim=True)
 
 
 NORM = {
@@ -72,8 +45,9 @@ NORM = {
         x, gain, 1e-8
     ),
     "eps is missing": lambda x, gain, eps: rms_norm(x, gain, 0),
-    "eps is added to the root, not below it": with_eps_outside,
-    "eps is squared": lambda x, gain, eps: rms_norm(x, gain, eps**2),
+    "eps is added to the root, not below it": divided_by(
+        lambda x, eps: mean_square(x).sqrt() + eps
+    ),
     "the gains are missing": lambda x, gain, eps: rms_norm(x, 1, eps),
     "the gains are added, not multiplied": lambda x, gain, eps: (
         rms_norm(x, 1, eps) + gain
@@ -81,33 +55,41 @@ NORM = {
     "the gains are 1 + weight in place of weight": lambda x, gain, eps: rms_norm(
         x, 1 + gain, eps
     ),
-    "the result is divided by the gains": lambda x, gain, eps: (
-        rms_norm(x, 1, eps) / gain
-    ),
     "the gains are applied before the mean, too": lambda x, gain, eps: rms_norm(
         x * gain, 1, eps
     ),
-    "the gains are applied twice": lambda x, gain, eps: rms_norm(x, gain**2, eps),
-    "the mean is subtracted, as in LayerNorm": with_the_mean_subtracted,
-    "the norm divides by the standard deviation, as LayerNorm": as_layer_norm,
-    "the sum of squares is not divided by d_model": with_a_sum,
-    "the root is missing": without_a_root,
-    "the norm multiplies by the root in place of dividing": lambda x, gain, eps: (
-        x * ((x * x).mean(-1, keepdim=True) + eps).sqrt() * gain
+    "the mean is subtracted, as in LayerNorm": lambda x, gain, eps: rms_norm(
+        x - x.mean(-1, keepdim=True), gain, eps
     ),
-    "the mean is over absolute values, not over squares": with_absolute_values,
-    "the mean is over the tokens in place of d_model": with_a_mean_over(-2),
-    "the mean is over the first axis in place of d_model": with_a_mean_over(0),
-    "the mean is over tokens and d_model in place of d_model": with_a_mean_over(-2, -1),
-    "the mean is over all axes in place of d_model": with_a_mean_over(-3, -2, -1),
+    "the norm divides by the standard deviation, as LayerNorm": divided_by(
+        lambda x, eps: (x.var(-1, keepdim=True, correction=0) + eps).sqrt()
+    ),
+    "the norm divides by x.std(), which also subtracts the mean": divided_by(
+        lambda x, eps: x.std(-1, keepdim=True) + eps
+    ),
+    "the sum of squares is not divided by d_model": divided_by(
+        lambda x, eps: ((x * x).sum(-1, keepdim=True) + eps).sqrt()
+    ),
+    "the root is missing": divided_by(lambda x, eps: mean_square(x) + eps),
+    "the norm multiplies by the root in place of dividing": divided_by(
+        lambda x, eps: 1 / (mean_square(x) + eps).sqrt()
+    ),
+    "the mean is over absolute values, not over squares": divided_by(
+        lambda x, eps: x.abs().mean(-1, keepdim=True) + eps
+    ),
+    "the mean is over the tokens in place of d_model": divided_by(
+        lambda x, eps: (mean_square(x, -2) + eps).sqrt()
+    ),
+    "the mean is over the first axis in place of d_model": divided_by(
+        lambda x, eps: (mean_square(x, 0) + eps).sqrt()
+    ),
+    "the mean is over tokens and d_model in place of d_model": divided_by(
+        lambda x, eps: (mean_square(x, -2, -1) + eps).sqrt()
+    ),
+    "the mean is over all axes in place of d_model": divided_by(
+        lambda x, eps: ((x * x).mean() + eps).sqrt()
+    ),
 }
-
-
-def norm_of_layer(norm):
-    def wrong(x, weights, d_model, eps):
-        return norm(x, weights.get_of("weight", d_model), eps)
-
-    return wrong
 
 
 # SwiGLU: formulas of x and the weights.
@@ -127,10 +109,6 @@ def tanh_gelu(x):
     return x / 2 * (1 + inner.tanh())
 
 
-def silu_of_the_product(x, w1, w2, w3):
-    return silu((x @ w1.T) * (x @ w3.T)) @ w2.T
-
-
 FFN = {
     "w1 and w3 are swapped; the gate is w1": lambda x, w1, w2, w3: swiglu(
         x, w3, w2, w1
@@ -145,98 +123,95 @@ FFN = {
     "the gate has a GELU in place of SiLU": swiglu_with(gelu),
     "the gate has the GELU with tanh in place of SiLU": swiglu_with(tanh_gelu),
     "the gate has a ReLU in place of SiLU": swiglu_with(torch.relu),
-    "the gate has a tanh in place of SiLU": swiglu_with(torch.tanh),
     "the gate has no activation": swiglu_with(lambda gate: gate),
     "SiLU has sigmoid(-x) in place of sigmoid(x)": swiglu_with(
         lambda gate: gate * sigmoid(-gate)
     ),
-    "SiLU is applied twice to the gate": swiglu_with(lambda gate: silu(silu(gate))),
     "both gate and value have a SiLU": swiglu_with(value=silu),
-    "the value also has a sigmoid": swiglu_with(value=sigmoid),
-    "SiLU is applied to the product, not to the gate": silu_of_the_product,
-    "the sign of the gate is wrong": swiglu_with(lambda gate: -silu(gate)),
+    "SiLU is applied to the product, not to the gate": lambda x, w1, w2, w3: (
+        silu((x @ w1.T) * (x @ w3.T)) @ w2.T
+    ),
     "x is added: the residual belongs into the block": lambda x, w1, w2, w3: (
         x + swiglu(x, w1, w2, w3)
     ),
 }
 
 
-def ffn_of_layer(ffn):
-    def wrong(x, weights, d_model, d_ff):
-        w1 = weights.get_of("w1.weight", d_ff, d_model)
-        w2 = weights.get_of("w2.weight", d_model, d_ff)
-        w3 = weights.get_of("w3.weight", d_ff, d_model)
-        return ffn(x, w1, w2, w3)
-
-    return wrong
-
+SWIGLU = {
+    name: functools.partial(swiglu_of_weights, formula=wrong)
+    for name, wrong in FFN.items()
+}
 
 # RoPE: formulas of x, the positions, and theta.
 
 
-def of_halves(*, in_x=False, in_result=False):
-    """Return RoPE with pairs x[k], x[k + d_k/2], in x or in the result."""
+def with_angles(change):
+    """Return RoPE with other angles, `change(angles, theta ** (-2 / d_k))`."""
 
-    def wrong(x, positions, theta):
-        if in_x:
-            x = torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
-        result = rope_of_positions(x, positions, theta)
-        if in_result:
-            result = torch.cat((result[..., 0::2], result[..., 1::2]), dim=-1)
-        return result
+    def wrong(x, at, theta):
+        d_k = x.shape[-1]
+        return rotate(x, change(angles_of(at, d_k, theta), theta ** (-2 / d_k)))
 
     return wrong
 
 
-def rotated_by(first, second, *, turn=lambda angles: angles):
-    """Return RoPE with other functions for the cosine and the sine, or other angles."""
+def with_pairs(rotated):
+    """Return RoPE with other components of a pair, `rotated(first, second, cos, sin)`."""
 
-    def wrong(x, positions, theta):
-        angles = turn(angles_of(positions, x.shape[-1], theta))
-        even, odd = x[..., 0::2], x[..., 1::2]
-        cos, sin = first(angles), second(angles)
-        pairs = (even * cos - odd * sin, even * sin + odd * cos)
-        return torch.stack(pairs, dim=-1).flatten(-2)
+    def wrong(x, at, theta):
+        angles = angles_of(at, x.shape[-1], theta)
+        pair = rotated(x[..., 0::2], x[..., 1::2], angles.cos(), angles.sin())
+        return torch.stack(pair, dim=-1).flatten(-2)
 
     return wrong
 
 
-def with_both_signs(sign_of_first, sign_of_second):
-    def wrong(x, positions, theta):
-        angles = angles_of(positions, x.shape[-1], theta)
-        even, odd = x[..., 0::2], x[..., 1::2]
-        cos, sin = angles.cos(), angles.sin()
-        first = even * cos + sign_of_first * odd * sin
-        second = sign_of_second * even * sin + odd * cos
-        return torch.stack((first, second), dim=-1).flatten(-2)
+def with_table(table, turned):
+    """Return RoPE as x cos(table) + turned(x) sin(table)."""
+
+    def wrong(x, at, theta):
+        angles = table(angles_of(at, x.shape[-1], theta))
+        return x * angles.cos() + turned(x) * angles.sin()
 
     return wrong
 
 
-def with_an_axis_of_heads(x, positions, theta):
-    angles = angles_of(positions, x.shape[-1], theta)
-    return rotated_by(torch.cos, torch.sin, turn=lambda _: angles.unsqueeze(-3))(
-        x, positions, theta
-    )
+def neighbors(x):
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
 
 
-def with_one_frequency(x, positions, theta):
-    return rotated_by(torch.cos, torch.sin, turn=lambda angles: angles[..., :1])(
-        x, positions, theta
-    )
+def halves(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
 
 
-def with_pairs_from_1(x, positions, theta):
-    d_k = x.shape[-1]
-    return rotated_by(
-        torch.cos, torch.sin, turn=lambda angles: angles * theta ** (-2 / d_k)
-    )(x, positions, theta)
+def twice(angles):
+    return torch.cat((angles, angles), dim=-1)
+
+
+def each_twice(angles):
+    return angles.repeat_interleave(2, dim=-1)
+
+
+def with_pairs_of_halves(x, at, theta):
+    return rope_of_positions(torch.stack(x.chunk(2, -1), -1).flatten(-2), at, theta)
+
+
+def with_halves_in_the_result(x, at, theta):
+    result = rope_of_positions(x, at, theta)
+    return torch.cat((result[..., 0::2], result[..., 1::2]), dim=-1)
 
 
 ROPE = {
     "positions start at 1": lambda x, at, theta: rope_of_positions(x, at + 1, theta),
     "token_positions are ignored": lambda x, at, theta: rope_of_positions(
         x, None, theta
+    ),
+    "all sequences get the positions of the first": lambda x, at, theta: (
+        rope_of_positions(x, at[:1].squeeze(0), theta)
+    ),
+    "positions count on from the first token's": lambda x, at, theta: rope_of_positions(
+        x, at[..., :1] + torch.arange(at.shape[-1]), theta
     ),
     "theta is not the one that is passed, but 10000": lambda x, at, theta: (
         rope_of_positions(x, at, 1e4)
@@ -247,16 +222,30 @@ ROPE = {
     "the sine has the wrong sign": lambda x, at, theta: rope_of_positions(
         x, -at, theta
     ),
-    "cosine and sine are swapped": rotated_by(torch.sin, torch.cos),
-    "the sines are cosines": rotated_by(torch.cos, torch.cos),
-    "the cosines are sines": rotated_by(torch.sin, torch.sin),
-    "both sines are added: the first is subtracted": with_both_signs(1, 1),
-    "both sines are subtracted: the second is added": with_both_signs(-1, -1),
-    "halves are rotated in place of consecutive pairs": of_halves(
-        in_x=True, in_result=True
+    "cosine and sine are swapped": with_pairs(
+        lambda a, b, cos, sin: (a * sin - b * cos, a * cos + b * sin)
     ),
-    "halves of x are paired in place of consecutive components": of_halves(in_x=True),
-    "the result has its pairs as halves, not consecutive": of_halves(in_result=True),
+    "the sines are cosines": with_pairs(
+        lambda a, b, cos, sin: (a * cos - b * cos, a * cos + b * cos)
+    ),
+    "both sines are added: the first is subtracted": with_pairs(
+        lambda a, b, cos, sin: (a * cos + b * sin, a * sin + b * cos)
+    ),
+    "both sines are subtracted: the second is added": with_pairs(
+        lambda a, b, cos, sin: (a * cos - b * sin, b * cos - a * sin)
+    ),
+    "the second of a pair is computed from the first after its rotation": with_pairs(
+        lambda a, b, cos, sin: (a * cos - b * sin, (a * cos - b * sin) * sin + b * cos)
+    ),
+    "halves are rotated in place of consecutive pairs": with_table(twice, halves),
+    "the table is of halves, the rotation of consecutive pairs": with_table(
+        twice, neighbors
+    ),
+    "the table is of consecutive pairs, the rotation of halves": with_table(
+        each_twice, halves
+    ),
+    "halves of x are paired in place of consecutive components": with_pairs_of_halves,
+    "the result has its pairs as halves, not consecutive": with_halves_in_the_result,
     "the exponent is -k/d_k in place of -2k/d_k": lambda x, at, theta: (
         rope_of_positions(x, at, theta**0.5)
     ),
@@ -266,11 +255,11 @@ ROPE = {
     "the exponent has no minus": lambda x, at, theta: rope_of_positions(
         x, at, 1 / theta
     ),
-    "k counts from 1 in place of 0": with_pairs_from_1,
-    "all pairs turn by the same angle": with_one_frequency,
+    "k counts from 1 in place of 0": with_angles(lambda angles, ratio: angles * ratio),
+    "all pairs turn by the same angle": with_angles(lambda angles, _: angles[..., :1]),
     "nothing is rotated": lambda x, at, theta: x,
-    "RoPE inserts an axis for heads, which the caller's positions have": (
-        with_an_axis_of_heads
+    "RoPE inserts an axis for heads, which the caller's positions have": with_angles(
+        lambda angles, _: angles.unsqueeze(-3)
     ),
 }
 
@@ -287,74 +276,65 @@ def rope_of_layer(rope):
 # Attention: formulas of q, k, v and the mask.
 
 
-def scaled_by(exponent):
-    """Return attention whose scores have another power of d_head as a factor."""
+def scaled(factor):
+    """Return attention with its scores times `factor(d_head, keys)`."""
 
     def wrong(q, k, v, mask=ALL_KEYS):
-        return attend(q * q.shape[-1] ** (exponent + 0.5), k, v, mask)
+        return attend(q * factor(q.shape[-1], k.shape[-2]), k, v, mask)
 
     return wrong
 
 
-def scaled_by_keys(q, k, v, mask=ALL_KEYS):
-    return attend(q * math.sqrt(q.shape[-1] / k.shape[-2]), k, v, mask)
+def with_shares(shares):
+    """Return attention with the weights `shares(scores, mask)` of the values."""
+
+    def wrong(q, k, v, mask=ALL_KEYS):
+        return shares(q @ k.mT / math.sqrt(q.shape[-1]), mask) @ v
+
+    return wrong
 
 
-def attend_over_queries(q, k, v, mask=ALL_KEYS):
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return scores.masked_fill(~mask, -math.inf).softmax(dim=-2) @ v
+def hide(scores, mask, value=-math.inf):
+    return scores.masked_fill(~mask, value)
 
 
-def attend_over_batch(q, k, v, mask=ALL_KEYS):
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return scores.masked_fill(~mask, -math.inf).softmax(dim=0) @ v
-
-
-def masked_after_the_softmax(q, k, v, mask=ALL_KEYS):
-    shares = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(dim=-1)
-    return shares.masked_fill(~mask, 0) @ v
-
-
-def masked_with_0(q, k, v, mask=ALL_KEYS):
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return scores.masked_fill(~mask, 0).softmax(dim=-1) @ v
-
-
-def masked_with_inf(q, k, v, mask=ALL_KEYS):
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return scores.masked_fill(~mask, math.inf).softmax(dim=-1) @ v
-
-
-def masked_by_addition(q, k, v, mask=ALL_KEYS):
-    return (q @ k.mT / math.sqrt(q.shape[-1]) + mask).softmax(dim=-1) @ v
-
-
-def without_a_softmax(q, k, v, mask=ALL_KEYS):
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return scores.masked_fill(~mask, 0) @ v
-
-
-def with_nan_without_keys(q, k, v, mask):
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return scores.masked_fill(~mask, -math.inf).softmax(dim=-1) @ v
-
+# This is right, but for a query without any key.
+attend_with_nan = with_shares(lambda scores, mask: hide(scores, mask).softmax(-1))
 
 FUNCTION = {
-    "the scores are not divided by sqrt(d_k)": scaled_by(0),
-    "the scores are divided by d_k in place of sqrt(d_k)": scaled_by(-1),
-    "the scores are multiplied by sqrt(d_k) in place of divided": scaled_by(0.5),
-    "the scores are divided by the root of the number of keys": scaled_by_keys,
-    "the softmax is over the queries in place of the keys": attend_over_queries,
-    "the softmax is over the first axis in place of the keys": attend_over_batch,
-    "the softmax is missing": without_a_softmax,
-    "the mask is inverted; True lets a query attend": lambda q, k, v, mask=ALL_KEYS: (
-        with_nan_without_keys(q, k, v, ~mask)
+    "the scores are not divided by sqrt(d_k)": scaled(lambda d_k, keys: d_k**0.5),
+    "the scores are divided by d_k in place of sqrt(d_k)": scaled(
+        lambda d_k, keys: d_k**-0.5
     ),
-    "the mask is ignored": lambda q, k, v, mask=ALL_KEYS: attend(q, k, v),
-    "the mask is applied after the softmax": masked_after_the_softmax,
-    "hidden scores are 0 in place of -inf": masked_with_0,
-    "hidden scores are +inf in place of -inf": masked_with_inf,
-    "the mask is added to the scores as 0 and 1": masked_by_addition,
+    "the scores are multiplied by sqrt(d_k) in place of divided": scaled(
+        lambda d_k, keys: d_k
+    ),
+    "the scores are divided by the root of the number of keys": scaled(
+        lambda d_k, keys: (d_k / keys) ** 0.5
+    ),
+    "the softmax is over the queries in place of the keys": with_shares(
+        lambda scores, mask: hide(scores, mask).softmax(-2)
+    ),
+    "the softmax is over the first axis in place of the keys": with_shares(
+        lambda scores, mask: hide(scores, mask).softmax(0)
+    ),
+    "the softmax is missing": with_shares(lambda scores, mask: hide(scores, mask, 0)),
+    "the mask is inverted; True lets a query attend": with_shares(
+        lambda scores, mask: hide(scores, ~mask).softmax(-1)
+    ),
+    "the mask is ignored": with_shares(lambda scores, mask: scores.softmax(-1)),
+    "the mask is applied after the softmax": with_shares(
+        lambda scores, mask: hide(scores.softmax(-1), mask, 0)
+    ),
+    "hidden scores are 0 in place of -inf": with_shares(
+        lambda scores, mask: hide(scores, mask, 0).softmax(-1)
+    ),
+    "hidden scores are +inf in place of -inf": with_shares(
+        lambda scores, mask: hide(scores, mask, math.inf).softmax(-1)
+    ),
+    "the mask is added to the scores as 0 and 1": with_shares(
+        lambda scores, mask: (scores + mask).softmax(-1)
+    ),
 }
 
 
@@ -372,251 +352,236 @@ def causal_with(attend, *, diagonal=0, upper=False):
     return functools.partial(self_attention, attend=wrong)
 
 
-def with_weights(change):
-    """Return the layer with a change of its weights, given as name and weight."""
+def with_mask(combine):
+    """Return the layer with `combine(mask, causal)` for the mask that is passed."""
+
+    def wrong(q, k, v, mask=None):
+        causal = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        return attend_with_nan(
+            q, k, v, causal if mask is None else combine(mask, causal)
+        )
+
+    return functools.partial(self_attention, attend=wrong)
+
+
+def scaled_by_d_model(x, weights, **given):
+    def wrong(q, k, v, mask):
+        scale = math.sqrt(q.shape[-1] / x.shape[-1])
+        return attend_causally(q * scale, k, v, mask)
+
+    return self_attention(x, weights, attend=wrong, **given)
+
+
+def with_weights(replaced):
+    """Return the layer with other weights, `replaced(weights)` by their names."""
 
     def wrong(x, weights, **given):
-        changed = Weights(
-            (name, change(name.removesuffix(".weight"), weight, weights))
-            for name, weight in weights.items()
-        )
-        return self_attention(x, changed, **given)
+        return self_attention(x, Weights(weights | replaced(weights)), **given)
 
     return wrong
 
 
-def instead_of(name, other):
-    """Return the layer with another projection, if it has the same shape."""
-
-    def change(of_name, weight, weights):
-        replacement = weights[f"{other}.weight"]
-        is_replaced = of_name == name and replacement.shape == weight.shape
-        return replacement if is_replaced else weight
-
-    return with_weights(change)
-
-
-def swapped(first, second):
-    def change(name, weight, weights):
-        other = weights[f"{ {first: second, second: first}.get(name, name) }.weight"]
-        return other if other.shape == weight.shape else weight
-
-    return with_weights(change)
+def with_weights_of(**others):
+    """Return the layer with the weights of other projections, such as q_proj="k_proj"."""
+    return with_weights(
+        lambda weights: {
+            f"{name}.weight": weights[f"{other}.weight"]
+            for name, other in others.items()
+        }
+    )
 
 
 def transposed(*names):
-    def change(name, weight, weights):
-        is_square = weight.ndim == 2 and weight.shape[0] == weight.shape[1]
-        return weight.mT if name in names and is_square else weight
-
-    return with_weights(change)
-
-
-def without_output_projection():
-    def change(name, weight, weights):
-        if name != "output_proj":
-            return weight
-        return torch.eye(*weight.shape, dtype=weight.dtype)
-
-    return with_weights(change)
-
-
-def with_heads_last(*names):
-    """Return the layer with the components of these projections as (d_head heads)."""
-
-    def wrong(x, weights, *, num_heads, d_head=None, **given):
-        d_head = d_head or x.shape[-1] // num_heads
-
-        def change(name, weight, weights):
-            if name not in names:
-                return weight
-            axis = 1 if name == "output_proj" else 0
-            order = torch.arange(weight.shape[axis]).view(d_head, -1).T.flatten()
-            return weight.index_select(axis, order)
-
-        layer = with_weights(change)
-        return layer(x, weights, num_heads=num_heads, d_head=d_head, **given)
-
-    return wrong
-
-
-def with_shared_heads_in_turn(x, weights, *, num_heads, num_kv_heads=None, **given):
-    """Let query head h read key head h % num_kv_heads."""
-    num_kv_heads = num_kv_heads or num_heads
-    order = torch.arange(num_heads) % num_kv_heads
-
-    def change(name, weight, weights):
-        if name not in ("k_proj", "v_proj"):
-            return weight
-        return weight.view(num_kv_heads, -1, weight.shape[1])[order].flatten(0, 1)
-
-    layer = with_weights(change)
-    return layer(x, weights, num_heads=num_heads, **given)
-
-
-def reshaped_without_a_transpose(*, split=False, merged=False):
-    """Return the layer with (seq heads d_head) read as (heads seq d_head), or merged so."""
-
-    def wrong(
-        x, weights, token_positions=None, mask=None, *, num_heads, rope=None, **given
-    ):
-        seq = x.shape[-2]
-
-        def project(name):
-            weight = weights[f"{name}.weight"]
-            projected = x @ weight.T
-            heads = (*x.shape[:-2], num_heads, seq, weight.shape[0] // num_heads)
-            if split:
-                return projected.reshape(heads)
-            return projected.unflatten(-1, (num_heads, -1)).transpose(-3, -2)
-
-        if len(weights["k_proj.weight"]) != len(weights["q_proj.weight"]):
-            return self_attention(
-                x, weights, num_heads=num_heads, rope=rope, mask=mask,
-                token_positions=token_positions, **given,
-            )  # fmt: skip
-        q, k, v = project("q_proj"), project("k_proj"), project("v_proj")
-        if rope is not None:
-            at = torch.arange(seq) if token_positions is None else token_positions
-            at = at if at.ndim == 1 else at.unsqueeze(-2)
-            q, k = rope(q, at), rope(k, at)
-        out = attend_causally(q, k, v)
-        if not merged:
-            out = out.transpose(-3, -2)
-        return out.reshape(*x.shape[:-1], -1) @ weights["output_proj.weight"].T
-
-    return wrong
-
-
-def with_rope(change):
-    """Return the layer with RoPE as `change(rope, q, k, v, positions)` returns q, k, v."""
-
-    def wrong(x, weights, token_positions=None, mask=None, *, rope=None, **given):
-        def rotate(q, k, v, mask=None):
-            positions = token_positions
-            if positions is None:
-                positions = torch.arange(x.shape[-2])
-            if rope is not None:
-                q, k, v = change(rope, q, k, v, positions)
-            return attend_causally(q, k, v, mask)
-
-        return self_attention(x, weights, mask=mask, attend=rotate, **given)
-
-    return wrong
-
-
-def with_theta(theta):
-    return with_rope(
-        lambda rope, q, k, v, at: (
-            rope_of_positions(q, at, theta),
-            rope_of_positions(k, at, theta),
-            v,
-        )
+    return with_weights(
+        lambda weights: {
+            f"{name}.weight": weights[f"{name}.weight"].mT for name in names
+        }
     )
 
 
-def with_positions_of_heads(x, weights, token_positions=None, *, rope=None, **given):
-    """Use the positions of a sequence for a head, if there are as many."""
-    if token_positions is None or len(token_positions) != given["num_heads"]:
-        return self_attention(x, weights, token_positions, rope=rope, **given)
-    # self_attention rotates q and k of the first head, then of the second, ...
-    rows = iter(token_positions.repeat_interleave(2, dim=0))
-
-    def rotate(x, token_positions):
-        return rope(x, next(rows))
-
-    return self_attention(x, weights, token_positions, rope=rotate, **given)
+def identity(weights):
+    d_model = len(weights["output_proj.weight"])
+    return {"output_proj.weight": torch.eye(d_model, dtype=torch.float64)}
 
 
-def with_rope_over_d_model(x, weights, token_positions=None, *, rope=None, **given):
-    """Rotate x before the projections, or what is projected before it is split."""
-    if rope is None:
-        return self_attention(x, weights, **given)
-    rotated = rope(x, token_positions)
+def split_heads(y, heads):
+    return y.unflatten(-1, (heads, -1)).transpose(-3, -2)
+
+
+def split_last(y, heads):
+    return y.unflatten(-1, (-1, heads)).movedim(-1, -3)
+
+
+def split_without_transpose(y, heads):
+    return y.reshape(*y.shape[:-2], heads, y.shape[-2], -1)
+
+
+def merge_heads(y):
+    return y.transpose(-3, -2).flatten(-2)
+
+
+def merge_last(y):
+    return y.movedim(-3, -1).flatten(-2)
+
+
+def merge_without_transpose(y):
+    return y.reshape(*y.shape[:-3], y.shape[-2], -1)
+
+
+def share(y, group):
+    return y.repeat_interleave(group, dim=-3)
+
+
+def share_in_turn(y, group):
+    return torch.cat([y] * group, dim=-3)
+
+
+def of_all_heads(
+    *,
+    split=split_heads,
+    merge=merge_heads,
+    share=share,
+    over_d_model=False,
+    with_positions_of_heads=False,
+):
+    """Return the layer in all heads at once, with other steps or another RoPE."""
+
+    def rotate(rope, y, at):
+        if rope is None:
+            return y
+        return rope(y, torch.arange(y.shape[-2]) if at is None else at)
+
+    def wrong(
+        x,
+        weights,
+        token_positions=None,
+        mask=None,
+        *,
+        num_heads,
+        num_kv_heads=None,
+        rope=None,
+        **sizes,
+    ):
+        num_kv_heads = num_kv_heads or num_heads
+        q, k, v = (x @ weights[f"{name}_proj.weight"].T for name in "qkv")
+        if over_d_model:
+            q = rotate(rope, q, token_positions)
+            k = rotate(rope, k, token_positions)
+        q, k, v = split(q, num_heads), split(k, num_kv_heads), split(v, num_kv_heads)
+        if not over_d_model:
+            at = token_positions
+            if at is not None and at.ndim > 1 and not with_positions_of_heads:
+                at = at.unsqueeze(-2)
+            q, k = rotate(rope, q, at), rotate(rope, k, at)
+        group = num_heads // num_kv_heads
+        out = attend_causally(q, share(k, group), share(v, group))
+        return merge(out) @ weights["output_proj.weight"].T
+
+    return wrong
+
+
+def turn(rope, y, at):
+    return rope(y, at)
+
+
+def keep(rope, y, at):
+    return y
+
+
+def rotated(*, q=turn, k=turn, v=keep):
+    """Return the layer with other rotations of q, k and v."""
+
+    def wrong(x, weights, token_positions=None, mask=None, *, rope=None, **given):
+        at = torch.arange(x.shape[-2]) if token_positions is None else token_positions
+
+        def attend(queries, keys, values, mask):
+            if rope is not None:
+                queries, keys = q(rope, queries, at), k(rope, keys, at)
+                values = v(rope, values, at)
+            return attend_causally(queries, keys, values, mask)
+
+        return self_attention(x, weights, mask=mask, attend=attend, **given)
+
+    return wrong
+
+
+def with_rope(wrong):
+    """Return the layer with a wrong formula of RoPE."""
+
+    def turn(rope, y, at):
+        return wrong(y, at, rope.theta)
+
+    return rotated(q=turn, k=turn)
+
+
+def with_x_rotated(x, weights, token_positions=None, *, rope=None, **given):
+    rotated = x if rope is None else rope(x, token_positions)
     return self_attention(rotated, weights, **given)
 
 
-def with_one_head(x, weights, *, num_heads, **given):
-    has_its_own_sizes = not given.keys().isdisjoint(
-        ("num_kv_heads", "d_head", "qk_norm")
-    )
-    return self_attention(
-        x, weights, num_heads=num_heads if has_its_own_sizes else 1, **given
-    )
+def with_one_head(x, weights, **given):
+    given |= {"num_heads": 1, "num_kv_heads": 1}
+    return self_attention(x, weights, **given)
 
 
 QKV = ("q_proj", "k_proj", "v_proj")
 ALL = (*QKV, "output_proj")
-# Mistakes in RoPE that attention shows. Others change q and k in a way that cancels out.
-SHOWN_BY_ATTENTION = (
-    "the sine has the wrong sign",
-    "the sines are cosines",
-    "the cosines are sines",
-    "both sines are added: the first is subtracted",
-    "both sines are subtracted: the second is added",
-    "halves are rotated in place of consecutive pairs",
-    "the exponent is -k/d_k in place of -2k/d_k",
-    "the exponent is -4k/d_k in place of -2k/d_k",
-    "the exponent has no minus",
-    "k counts from 1 in place of 0",
-    "all pairs turn by the same angle",
+# Mistakes in RoPE that give the right attention, or have a name below.
+HIDDEN_BY_ATTENTION = (
+    "positions start at 1",
+    "the result has its pairs as halves, not consecutive",
+    "halves of x are paired in place of consecutive components",
+    "cosine and sine are swapped",
+    "nothing is rotated",
 )
 ATTENTION = {
-    "each token attends to all tokens": functools.partial(
-        self_attention, attend=lambda q, k, v, mask: attend(q, k, v)
-    ),
+    "each token attends to all tokens": causal_with(lambda q, k, v, _: attend(q, k, v)),
     "each token attends to itself and to later tokens": causal_with(attend, upper=True),
     "each token also attends to the next one": causal_with(attend, diagonal=1),
-    "a token does not attend to itself": causal_with(
-        with_nan_without_keys, diagonal=-1
-    ),
+    "a token does not attend to itself": causal_with(attend_with_nan, diagonal=-1),
     "a token attends to later tokens only": causal_with(
-        with_nan_without_keys, diagonal=1, upper=True
+        attend_with_nan, diagonal=1, upper=True
     ),
     **{
-        name: causal_with(FUNCTION[name])
-        for name in FUNCTION
-        if name
-        not in (
-            "the mask is ignored",
-            "the mask is inverted; True lets a query attend",
-            "the softmax is over the first axis in place of the keys",
-        )
+        name: causal_with(wrong)
+        for name, wrong in FUNCTION.items()
+        if not name.startswith("the mask is i")  # as above
     },
-    "the scores are divided by sqrt(d_model) in place of sqrt(d_k)": (
-        lambda x, weights, num_heads, **given: self_attention(
-            x,
-            weights,
-            num_heads=num_heads,
-            **given,
-            attend=lambda q, k, v, mask: attend_causally(
-                q / math.sqrt(x.shape[-1] / q.shape[-1]), k, v
-            ),
-        )
+    "the scores are divided by sqrt(d_model) in place of sqrt(d_k)": scaled_by_d_model,
+    "the mask that is passed is ignored": with_mask(lambda mask, causal: causal),
+    "the mask that is passed is inverted; True lets a query attend": with_mask(
+        lambda mask, causal: causal & ~mask
     ),
-    "heads are reshaped without a transpose, before and after": (
-        reshaped_without_a_transpose(split=True, merged=True)
+    "the mask that is passed replaces the causal mask": with_mask(
+        lambda mask, causal: mask
     ),
-    "heads are split without a transpose": reshaped_without_a_transpose(split=True),
-    "heads are merged without a transpose": reshaped_without_a_transpose(merged=True),
-    "the projections are split as (d_k heads), not (heads d_k)": with_heads_last(*QKV),
-    "the heads are merged as (d_k heads), not (heads d_k)": with_heads_last(
-        "output_proj"
+    "heads are reshaped without a transpose, before and after": of_all_heads(
+        split=split_without_transpose, merge=merge_without_transpose
     ),
-    "the projections are split and merged as (d_k heads), not (heads d_k)": (
-        with_heads_last(*ALL)
+    "heads are split without a transpose": of_all_heads(split=split_without_transpose),
+    "heads are merged without a transpose": of_all_heads(merge=merge_without_transpose),
+    "the projections are split as (d_k heads), not (heads d_k)": of_all_heads(
+        split=split_last
     ),
-    "query head h reads key head h % num_kv_heads, not h // group": (
-        with_shared_heads_in_turn
+    "the heads are merged as (d_k heads), not (heads d_k)": of_all_heads(
+        merge=merge_last
+    ),
+    "the projections are split and merged as (d_k heads), not (heads d_k)": of_all_heads(
+        split=split_last, merge=merge_last
+    ),
+    "query head h reads key head h % num_kv_heads, not h // group": of_all_heads(
+        share=share_in_turn
     ),
     "there is one head of size d_model": with_one_head,
-    "the output projection is missing": without_output_projection(),
+    "the output projection is missing": with_weights(identity),
     **{
-        f"{other} stands in place of {name}": instead_of(name, other)
+        f"{other} stands in place of {name}": with_weights_of(**{name: other})
         for name, other in itertools.permutations(ALL, 2)
     },
     **{
-        f"{first} and {second} are swapped": swapped(first, second)
+        f"{first} and {second} are swapped": with_weights_of(
+            **{first: second, second: first}
+        )
         for first, second in itertools.combinations(ALL, 2)
     },
     **{
@@ -630,40 +595,26 @@ ATTENTION = {
     "x is added: the residual belongs into the block": lambda x, weights, **given: (
         x + self_attention(x, weights, **given)
     ),
-    "RoPE is missing": with_rope(lambda rope, q, k, v, at: (q, k, v)),
-    "token_positions are ignored": lambda x, weights, token_positions=None, **given: (
-        self_attention(x, weights, **given)
-    ),
-    "theta is not the one that is passed, but 10000": with_theta(1e4),
-    "theta is not the one that is passed": with_theta(50.0),
-    "positions of a sequence rotate a head; pass token_positions[..., None, :]": (
-        with_positions_of_heads
-    ),
-    "RoPE also rotates v": with_rope(
-        lambda rope, q, k, v, at: (rope(q, at), rope(k, at), rope(v, at))
-    ),
-    "RoPE rotates v in place of k": with_rope(
-        lambda rope, q, k, v, at: (rope(q, at), k, rope(v, at))
-    ),
-    "RoPE does not rotate k": with_rope(lambda rope, q, k, v, at: (rope(q, at), k, v)),
-    "RoPE does not rotate q": with_rope(lambda rope, q, k, v, at: (q, rope(k, at), v)),
+    "RoPE is missing": rotated(q=keep, k=keep),
+    "RoPE also rotates v": rotated(v=turn),
+    "RoPE rotates v in place of k": rotated(k=keep, v=turn),
+    "RoPE does not rotate k": rotated(k=keep),
+    "RoPE does not rotate q": rotated(q=keep),
     "RoPE is applied twice": with_rope(
-        lambda rope, q, k, v, at: (rope(rope(q, at), at), rope(rope(k, at), at), v)
+        lambda y, at, theta: rope_of_positions(y, 2 * at, theta)
     ),
-    "RoPE turns k the other way": with_rope(
-        lambda rope, q, k, v, at: (rope(q, at), rope(k, -at), v)
+    "RoPE turns k the other way": rotated(k=lambda rope, y, at: rope(y, -at)),
+    "RoPE rotates x before the projections": with_x_rotated,
+    "RoPE rotates q and k before they are split into heads": of_all_heads(
+        over_d_model=True
     ),
-    "RoPE rotates x before the projections": with_rope_over_d_model,
+    "positions of a sequence rotate a head; pass token_positions[..., None, :]": (
+        of_all_heads(with_positions_of_heads=True)
+    ),
     **{
-        f"in RoPE, {name}": with_rope(
-            lambda rope, q, k, v, at, wrong=wrong: (
-                wrong(q, at, rope.theta),
-                wrong(k, at, rope.theta),
-                v,
-            )
-        )
+        f"in RoPE, {name}": with_rope(wrong)
         for name, wrong in ROPE.items()
-        if name in SHOWN_BY_ATTENTION
+        if name not in HIDDEN_BY_ATTENTION
     },
 }
 
@@ -671,118 +622,57 @@ ATTENTION = {
 # The block: formulas of x and the functions of its parts.
 
 
-def post_norm(x, ln1, attn, ln2, ffn):
-    y = ln1(x + attn(x))
-    return ln2(y + ffn(y))
+def of_steps(first, second):
+    """Return the block of two steps, each a formula of x, the norm, and the layer."""
+
+    def combine(x, ln1, attn, ln2, ffn):
+        return second(first(x, ln1, attn), ln2, ffn)
+
+    return block_of(combine)
 
 
-def post_norm_of_attention(x, ln1, attn, ln2, ffn):
-    y = ln1(x + attn(x))
-    return y + ffn(ln2(y))
+def right_step(x, norm, layer):
+    return x + layer(norm(x))
 
 
-def post_norm_of_ffn(x, ln1, attn, ln2, ffn):
-    y = x + attn(ln1(x))
-    return ln2(y + ffn(y))
-
-
-def norms_of_results(x, ln1, attn, ln2, ffn):
-    y = x + ln1(attn(x))
-    return y + ln2(ffn(y))
-
-
-def without_norms(x, ln1, attn, ln2, ffn):
-    y = x + attn(x)
-    return y + ffn(y)
-
-
-def without_ln1(x, ln1, attn, ln2, ffn):
-    y = x + attn(x)
-    return y + ffn(ln2(y))
-
-
-def without_ln2(x, ln1, attn, ln2, ffn):
-    y = x + attn(ln1(x))
-    return y + ffn(y)
-
-
-def add_normed_to_attention(x, ln1, attn, ln2, ffn):
-    x = ln1(x)
-    y = x + attn(x)
-    return y + ffn(ln2(y))
-
-
-def add_normed_to_ffn(x, ln1, attn, ln2, ffn):
-    y = ln2(x + attn(ln1(x)))
-    return y + ffn(y)
-
-
-def add_normed_to_both(x, ln1, attn, ln2, ffn):
-    x = ln1(x)
-    y = ln2(x + attn(x))
-    return y + ffn(y)
-
-
-def without_first_residual(x, ln1, attn, ln2, ffn):
-    y = attn(ln1(x))
-    return y + ffn(ln2(y))
-
-
-def without_second_residual(x, ln1, attn, ln2, ffn):
-    return ffn(ln2(x + attn(ln1(x))))
-
-
-def without_residuals(x, ln1, attn, ln2, ffn):
-    return ffn(ln2(attn(ln1(x))))
-
-
-def with_x_in_both_residuals(x, ln1, attn, ln2, ffn):
-    return x + ffn(ln2(x + attn(ln1(x))))
-
-
-def with_attention_twice(x, ln1, attn, ln2, ffn):
-    y = x + attn(ln1(x))
-    return y + attn(ln1(x)) + ffn(ln2(y))
-
-
-def in_parallel(x, ln1, attn, ln2, ffn):
-    return x + attn(ln1(x)) + ffn(ln2(x))
-
-
-def ffn_first(x, ln1, attn, ln2, ffn):
-    y = x + ffn(ln2(x))
-    return y + attn(ln1(y))
-
-
-def ffn_first_with_norms_in_order(x, ln1, attn, ln2, ffn):
-    y = x + ffn(ln1(x))
-    return y + attn(ln2(y))
-
-
+STEPS = {
+    "the norm is after the addition (post-norm)": lambda x, norm, layer: norm(
+        x + layer(x)
+    ),
+    "the norm is after the layer, not before it": lambda x, norm, layer: (
+        x + norm(layer(x))
+    ),
+    "the norm is missing": lambda x, norm, layer: x + layer(x),
+    "the residual adds what is normalized": lambda x, norm, layer: (
+        norm(x) + layer(norm(x))
+    ),
+    "the residual is missing": lambda x, norm, layer: layer(norm(x)),
+    "the residual is added twice": lambda x, norm, layer: 2 * x + layer(norm(x)),
+}
 BLOCK = {
-    "each norm is after its addition (post-norm)": block_of(post_norm),
-    "ln1 is after the addition (post-norm)": block_of(post_norm_of_attention),
-    "ln2 is after the addition (post-norm)": block_of(post_norm_of_ffn),
-    "each norm is after its layer, not before it": block_of(norms_of_results),
-    "the norms are missing": block_of(without_norms),
-    "ln1 is missing": block_of(without_ln1),
-    "ln2 is missing": block_of(without_ln2),
-    "the residual of attention adds ln1(x) in place of x": block_of(
-        add_normed_to_attention
-    ),
-    "the residual of ffn adds ln2(y) in place of y": block_of(add_normed_to_ffn),
-    "both residuals add what is normalized": block_of(add_normed_to_both),
-    "the residual of attention is missing": block_of(without_first_residual),
-    "the residual of ffn is missing": block_of(without_second_residual),
-    "both residuals are missing": block_of(without_residuals),
+    **{
+        f"around attention and around ffn, {name}": of_steps(wrong, wrong)
+        for name, wrong in STEPS.items()
+    },
+    **{
+        f"around attention, {name}": of_steps(wrong, right_step)
+        for name, wrong in STEPS.items()
+    },
+    **{
+        f"around ffn, {name}": of_steps(right_step, wrong)
+        for name, wrong in STEPS.items()
+    },
     "the residual of ffn adds x, without the result of attention": block_of(
-        with_x_in_both_residuals
+        lambda x, ln1, attn, ln2, ffn: x + ffn(ln2(x + attn(ln1(x))))
     ),
-    "the result of attention is added twice": block_of(with_attention_twice),
-    "ffn reads x, without the result of attention": block_of(in_parallel),
-    "ffn comes before attention": block_of(ffn_first),
+    "ffn reads x, without the result of attention": block_of(
+        lambda x, ln1, attn, ln2, ffn: x + attn(ln1(x)) + ffn(ln2(x))
+    ),
+    "ffn comes before attention": block_of(
+        lambda x, ln1, attn, ln2, ffn: pre_norm(x, ln2, ffn, ln1, attn)
+    ),
     "ffn comes before attention, and the norms are swapped": block_of(
-        ffn_first_with_norms_in_order
+        lambda x, ln1, attn, ln2, ffn: pre_norm(x, ln1, ffn, ln2, attn)
     ),
     "ln1 stands in place of ln2": block_of(
         lambda x, ln1, attn, ln2, ffn: pre_norm(x, ln1, attn, ln1, ffn)
@@ -798,8 +688,8 @@ BLOCK = {
         for name, wrong in NORM.items()
     },
     **{
-        f"in its ffn, {name}": block_of(pre_norm, feed_forward=ffn_of_layer(wrong))
-        for name, wrong in FFN.items()
+        f"in its ffn, {name}": block_of(pre_norm, feed_forward=wrong)
+        for name, wrong in SWIGLU.items()
     },
     **{
         f"in its attention, {name}": block_of(pre_norm, attention=wrong)
@@ -810,8 +700,10 @@ BLOCK = {
 
 # Of each class or function.
 MISTAKES = {
-    "RMSNorm": {name: norm_of_layer(wrong) for name, wrong in NORM.items()},
-    "SwiGLU": {name: ffn_of_layer(wrong) for name, wrong in FFN.items()},
+    "RMSNorm": {
+        name: functools.partial(of_weights, norm=wrong) for name, wrong in NORM.items()
+    },
+    "SwiGLU": SWIGLU,
     "RotaryPositionalEmbedding": {
         name: rope_of_layer(wrong) for name, wrong in ROPE.items()
     },

@@ -9,7 +9,14 @@ from torch import nn
 
 from .checks import EPS, case_of, randn
 from .every_layer import EveryLayerWithWeights
-from .test_attention import BOTH, OPTIONS, OTHER_THETA, ROPE, self_attention
+from .test_attention import (
+    BOTH,
+    EACH_ITSELF,
+    OPTIONS,
+    OTHER_THETA,
+    ROPE,
+    self_attention,
+)
 from .test_ffn import swiglu_of_weights
 from .test_rmsnorm import rms_norm
 from .test_rope import OF_FOUR, POSITIONS
@@ -51,7 +58,7 @@ def block_of(
 
 pre_norm_block = block_of(pre_norm)
 case = functools.partial(
-    case_of, "block", "Block", pre_norm_block, num_heads=4, d_ff=64
+    case_of, "block", "Block", pre_norm_block, num_heads=4, d_ff=96
 )
 
 
@@ -60,6 +67,8 @@ class TestBlock(EveryLayerWithWeights):
         "RoPE": case(2, 7, 24, **ROPE),
         "another theta": case(2, 7, 24, **OTHER_THETA),
         "all options": case(2, 7, 24, inputs=BOTH, eps=1e-3, **OPTIONS),
+        "another eps": case(2, 7, 24, eps=1e-3, **ROPE),
+        "mask": case(2, 7, 24, inputs=EACH_ITSELF, **ROPE),
         "positions, as many sequences as heads": case(
             4, 7, 24, inputs={"token_positions": OF_FOUR}, **ROPE
         ),
@@ -81,7 +90,7 @@ def test_builds_and_calls_any_norm_ffn_and_attention():
     parts = {name: Mock(return_value=Double()) for name in ("norm", "ffn", "attention")}
     block = case(2, 7, 24).construct(**parts, **options)
     assert parts["norm"].call_args_list == [call(24, eps=1e-3, **shared)] * 2
-    parts["ffn"].assert_called_once_with(24, 64, **shared)
+    parts["ffn"].assert_called_once_with(24, 96, **shared)
     parts["attention"].assert_called_once_with(24, 4, **options)
     x = randn(2, 7, 24)
     torch.testing.assert_close(block(x, POSITIONS, "any mask"), 25 * x)

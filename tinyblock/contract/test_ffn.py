@@ -39,11 +39,11 @@ def feed_forward(x, w1, w2, activation=gelu):
     return activation(x @ w1.T) @ w2.T
 
 
-def swiglu_of_weights(x, weights, d_model, d_ff):
+def swiglu_of_weights(x, weights, d_model, d_ff, formula=swiglu):
     w1 = weights.get_of("w1.weight", d_ff, d_model)
     w2 = weights.get_of("w2.weight", d_model, d_ff)
     w3 = weights.get_of("w3.weight", d_ff, d_model)
-    return swiglu(x, w1, w2, w3)
+    return formula(x, w1, w2, w3)
 
 
 def feed_forward_of_weights(x, weights, d_model, d_ff, activation=gelu):

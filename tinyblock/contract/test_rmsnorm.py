@@ -17,8 +17,8 @@ def rms_norm(x, weight, eps=EPS):
     return x / (mean_square + eps) ** 0.5 * weight
 
 
-def of_weights(x, weights, d_model, eps):
-    return rms_norm(x, weights.get_of("weight", d_model), eps)
+def of_weights(x, weights, d_model, eps, norm=rms_norm):
+    return norm(x, weights.get_of("weight", d_model), eps)
 
 
 def case(*shape, eps=EPS, scale=1.0, is_common=True):
