@@ -198,10 +198,10 @@ def build_rope(theirs: Any, d_head: int) -> RotaryPositionalEmbedding:
     sizes = theta, d_head, theirs.config.max_position_embeddings
     match given["rope_type"]:
         case "default":
-            return RotaryPositionalEmbedding(*sizes, device="cpu")
+            return RotaryPositionalEmbedding(*sizes)
         case "linear":
             factors = [given["factor"]] * (d_head // 2)
-            return DividedRope(*sizes, factors=factors, device="cpu")
+            return DividedRope(*sizes, factors=factors)
         case "llama3":
             return Llama31Rope(
                 *sizes,
@@ -209,7 +209,6 @@ def build_rope(theirs: Any, d_head: int) -> RotaryPositionalEmbedding:
                 original=given["original_max_position_embeddings"],
                 low=given["low_freq_factor"],
                 high=given["high_freq_factor"],
-                device="cpu",
             )
         case "yarn":
             return YarnRope(
@@ -219,7 +218,6 @@ def build_rope(theirs: Any, d_head: int) -> RotaryPositionalEmbedding:
                 low=given.get("beta_slow") or 1.0,
                 high=given.get("beta_fast") or 32.0,
                 mscale=theirs.model.rotary_emb.attention_scaling,
-                device="cpu",
             )
         case other:
             raise ValueError(

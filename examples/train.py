@@ -48,9 +48,11 @@ class Config:
 def standard_library() -> list[str]:
     """Return the source files of Python's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
-    installed = {root / "site-packages", root / "dist-packages"}
-    files = sorted(root.rglob("*.py"))
-    return [str(path) for path in files if installed.isdisjoint(path.parents)]
+    files = [*root.glob("*.py")]
+    for folder in root.iterdir():
+        if folder.name not in ("site-packages", "dist-packages"):
+            files += folder.rglob("*.py")
+    return [str(path) for path in sorted(files)]
 
 
 def read_text(files: Sequence[str]) -> tuple[Tensor, Tensor]:
