@@ -242,8 +242,9 @@ def difference(ours: Any, theirs: Any) -> float:
     )
 
     own = rope.cos_sin[positions]
-    rope.cos_sin[positions] = their_angles(theirs, positions)
-    require_same_angles(own, rope.cos_sin[positions], positions)
+    given = their_angles(theirs, positions)
+    require_same_angles(own, given, positions)
+    rope.cos_sin[positions] = given
     # Without a mask, transformers would take a gap for the start of another text.
     expected = theirs(
         tokens,
@@ -265,6 +266,10 @@ def their_angles(theirs: Any, positions: Tensor) -> Tensor:
 
 
 def require_same_angles(own: Tensor, given: Tensor, positions: Tensor) -> None:
+    if own.shape != given.shape:
+        raise ValueError(
+            f"RoPE must turn all {own.shape[1]} pairs of a head, got {given.shape[1]}"
+        )
     errors = (own - given).abs().amax((-1, -2))
     allowed = FREQUENCY_TOLERANCE * (1 + positions)
     if not (errors <= allowed).all():

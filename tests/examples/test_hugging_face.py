@@ -94,6 +94,11 @@ REJECTED = {
         {"rope_parameters": {**YARN, "truncate": False}},
         r"cosines or sines differ by \de-01",
     ),
+    "half of each head": (
+        "llama",
+        {"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}},
+        "must turn all 8 pairs of a head, got 4",
+    ),
     "longrope": ("llama", {"rope_parameters": LONG}, "type default, .*got longrope"),
     "biases": ("llama", {"attention_bias": True}, r"output_proj\.bias"),
     "biases of the FFN": ("llama", {"mlp_bias": True}, r"ffn\.w1\.bias"),
