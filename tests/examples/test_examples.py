@@ -31,23 +31,6 @@ PRINTS = {
     "scaled_rope": r"Llama31Rope: 29 kept, 29 divided, of 64\nYarnRope: 19 kept, 29 d",
     "static_cache": r"^((growing|static|compiled) +\d+ tokens/s, equal: True\n){3}$",
 }
-# Examples with tests of their own, here or in another file.
-OTHERS = {
-    "ablations",
-    "compile_and_export",
-    "context_parallel",
-    "from_gguf",
-    "generate",
-    "hugging_face",
-    "parallel",
-    "profile_a_model",
-    "train",
-}
-
-
-def test_each_example_is_here():
-    examples = {path.stem for path in (ROOT / "examples").glob("*.py")}
-    assert PRINTS.keys() | OTHERS == examples
 
 
 @pytest.mark.usefixtures("counted")

@@ -63,7 +63,7 @@ def after_line(model, layers=1):
 def test_the_page_names_each_file_and_each_model_that_is_compared():
     rows = re.findall(r"^\| .* \|$", PAGE.read_text(), re.MULTILINE)
     cells = [row.strip("|").split("|") for row in rows]
-    files = {name for row in cells for name in re.findall(r"^ `(\w+)` $", row[1])}
+    files = {name for row in cells for name in re.findall(r"^ `(\w+)` $", row[0])}
     assert files == {path.stem for path in (ROOT / "examples/blocks").glob("*.py")}
     models = {name for row in cells for name in re.findall(r"`(\w+)`", row[-1])}
     tests = {
