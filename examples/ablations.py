@@ -29,7 +29,6 @@ from train import (
     at_least_one,
     even_windows,
     read_text,
-    standard_library,
     train,
     validate,
 )
@@ -148,8 +147,8 @@ def main(arguments: Sequence[str] | None = None, config: Config = SMALL) -> None
     options = parse(arguments)
     config = replace(config, layers=options.layers, seq=options.seq)
     variants = VARIANTS[options.what]
-    text, held_out = read_text(options.files or standard_library())
     length = options.seq * (LONG if options.what == "positions" else 1)
+    text, held_out = read_text(options.files, length)
     windows = even_windows(held_out, 256, length)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -55,14 +55,25 @@ def standard_library() -> list[str]:
     return [str(path) for path in sorted(files)]
 
 
-def read_text(files: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Return the bytes of the files for training, and the last 5% for validation."""
+def read_text(files: Sequence[str], seq: int) -> tuple[Tensor, Tensor]:
+    """Return the bytes of the files for training, and the last 5% for validation.
+
+    Without files, they are the bytes of Python's standard library.
+
+    Raises:
+        ValueError: the 5% have no sequence of `seq` bytes and the byte after it.
+    """
     data = bytearray()
-    for path in files:
+    for path in files or standard_library():
         data += Path(path).read_bytes()
-    split = len(data) - len(data) // 20
+    held_out = len(data) // 20
+    if held_out <= seq:
+        raise ValueError(
+            f"the last 5% of the files must have more than {seq} bytes, got {held_out}: "
+            "pass more text"
+        )
     text = torch.frombuffer(data, dtype=torch.uint8)
-    return text[:split], text[split:]
+    return text[:-held_out], text[-held_out:]
 
 
 def digest(parts: Sequence[Tensor]) -> str:
@@ -153,6 +164,13 @@ def train(
         yield loss.item()
 
 
+def sample(model: LanguageModel, prompt: Tensor, seq: int) -> str:
+    """Continue the bytes of a prompt as far as the model has positions."""
+    count = seq + 1 - len(prompt)  # the last byte is not read
+    drawn = model.generate(prompt.long()[None], count, temperature=0.8)
+    return bytes(drawn[0].tolist()).decode(errors="replace")
+
+
 def at_least_one(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -228,12 +246,7 @@ def main(arguments: Sequence[str] | None = None, config: Config | None = None) -
     if options.steps is not None:
         config = replace(config, steps=options.steps)
 
-    text, held_out = read_text(options.files or standard_library())
-    if len(held_out) <= config.seq:
-        raise ValueError(
-            f"the last 5% of the files must have more than {config.seq} bytes, got "
-            f"{len(held_out)}: pass more text"
-        )
+    text, held_out = read_text(options.files, config.seq)
     windows = even_windows(held_out, 64, config.seq)
     sha = digest((text, held_out))
     if saved is not None and saved["text"] != sha:
@@ -276,10 +289,7 @@ def main(arguments: Sequence[str] | None = None, config: Config | None = None) -
             }
             save(options.checkpoint, state)
 
-    prompt = held_out[: max(config.seq // 4, 1)].long().to(device)
-    count = config.seq + 1 - len(prompt)  # as many as the model has positions for
-    sample = model.generate(prompt[None], count, temperature=0.8)
-    print(bytes(sample[0].tolist()).decode(errors="replace"))
+    print(sample(model, held_out[: max(config.seq // 4, 1)].to(device), config.seq))
 
 
 if __name__ == "__main__":

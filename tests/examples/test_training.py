@@ -220,6 +220,8 @@ def test_a_text_that_is_too_short_raises(text):
     """Its last 5% have 100 bytes, and a window needs a byte more than `seq`."""
     with pytest.raises(ValueError, match="more than 100 bytes, got 100"):
         train.main([str(text)], replace(CONFIG, seq=100))
+    with pytest.raises(ValueError, match="more than 100 bytes, got 100"):
+        ablate("positions", text, config=replace(SHORT, seq=25))
     train.main([str(text)], replace(SHORT, seq=99))
     train.main([str(text)], replace(SHORT, seq=1))
 
@@ -294,10 +296,14 @@ def test_variants_of_a_group_have_equally_many_weights_in_matrices(group):
     assert len(counts) == 1
 
 
-def printed(capsys, *arguments, config=SHORT):
-    """Return the cells of the tables that a command prints, without their heads."""
+def ablate(*arguments, config=SHORT):
     sizes = ["--layers", config.layers, "--seq", config.seq]
     ablations.main([str(each) for each in (*arguments, *sizes)], config)
+
+
+def printed(capsys, *arguments):
+    """Return the cells of the tables that a command prints, without their heads."""
+    ablate(*arguments)
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [row for row in cells if row[0].startswith("lr ")]
@@ -315,7 +321,7 @@ def test_an_ablation_prints_the_losses_of_runs_of_the_recipe(text, capsys):
         "lr 1e+20, seed 1",
         "lr 1e+20, mean",
     ]
-    trained, held_out = train.read_text([str(text)])
+    trained, held_out = train.read_text([str(text)], SHORT.seq)
     windows = train.even_windows(held_out, 256, SHORT.seq)
     for seed, row in zip((0, 1), rows, strict=False):
         config = replace(SHORT, lr=1e-3, seed=seed)
