@@ -250,6 +250,12 @@ def test_a_window_counts_back_from_the_last_key():
     torch.testing.assert_close(last, attention.attend(q, k, v, None)[..., -2:, :])
 
 
+def test_a_window_is_on_the_device_of_x():
+    """torch mixes no tensors of meta and of the CPU."""
+    attention = WindowAttention(64, 4, window=3, device="meta")
+    assert attention(torch.empty(2, 9, 64, device="meta")).is_meta
+
+
 def test_every_second_layer_of_four_attends_to_all_tokens():
     model = Transformer(4, 8, 2, max_seq_len=16, attention=WindowAttention, window=8)
     widen(model, every=2)
