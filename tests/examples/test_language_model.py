@@ -351,11 +351,12 @@ def test_each_compiled_model_and_its_copy_run_their_own_weights(counting):
         compile_step(model, backend=counting, recompile_limit=1)
     copied = AveragedModel(first).module  # a deep copy
     first.reset_parameters()
-    for number, model in enumerate((first, copied, other), start=1):
+    models: Any = (first, copied, other)
+    for number, each in enumerate(models, start=1):
         cache = StaticCache(9)
-        model(tokens[:, :2], cache)
-        found = model(tokens[:, 2:], cache)
-        torch.testing.assert_close(found, model(tokens)[:, 2:])
+        each(tokens[:, :2], cache)
+        found = each(tokens[:, 2:], cache)
+        torch.testing.assert_close(found, each(tokens)[:, 2:])
         assert counting.runs == number
 
 

@@ -251,7 +251,7 @@ def test_a_window_counts_back_from_the_last_key():
 
 
 def test_a_window_is_on_the_device_of_x():
-    """torch mixes no tensors of meta and of the CPU."""
+    """With tensors of meta, torch takes no mask of the CPU."""
     attention = WindowAttention(64, 4, window=3, device="meta")
     assert attention(torch.empty(2, 9, 64, device="meta")).is_meta
 
