@@ -83,9 +83,9 @@ def compile_step(model: LanguageModel, **options: Any) -> None:
     """
     # Otherwise torch traces einops' parser, and guards it, in every layer.
     torch.compiler.allow_in_graph(einops.rearrange)
-    # Isolated: torch else compiles the code of a class for 8 models at most.
+    # Without isolation, torch compiles the code of a class for 8 models at most.
     options = {"fullgraph": True, "isolate_recompiles": True, **options}
-    # For each model: a copy has this forward, too, but weights of its own.
+    # A copy of the model has this forward, too, but weights and a graph of its own.
     compiled: Any = WeakKeyDictionary()
 
     def forward(
