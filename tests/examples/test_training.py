@@ -202,6 +202,11 @@ def test_a_text_may_have_any_number_of_bytes():
 
 # --- The command --------------------------------------------------------------------------
 
+
+def test_without_options_a_run_saves_every_100_steps():
+    assert train.parse([]).every == 100
+
+
 WRONG = {
     "--resume requires --checkpoint FILE": ["--resume"],
     "argument --steps: must be at least 1, got 0": ["--steps", "0"],
