@@ -203,8 +203,10 @@ def test_a_text_may_have_any_number_of_bytes():
 # --- The command --------------------------------------------------------------------------
 
 
-def test_without_options_a_run_saves_every_100_steps():
+def test_without_options_a_run_saves_every_100_steps_and_its_sizes_fit(capsys):
     assert train.parse([]).every == 100
+    train.main([__file__, "--steps", "1"])
+    assert "step 1: " in capsys.readouterr().out
 
 
 WRONG = {
