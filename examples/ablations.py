@@ -26,18 +26,16 @@ from tqdm import tqdm
 from train import (
     Config,
     adamw,
-    add_settings,
     at_least_one,
-    config_of,
     even_windows,
     read_text,
-    standard_library,
     train,
     validate,
 )
 
 from tinyblock import Block, FeedForward, SwiGLU, gelu, silu
 
+SMALL = Config(steps=200, d_model=48, heads=3)
 LONG = 4  # validation of positions uses sequences this many times as long as training
 DIVERGED = 20.0  # nats per byte; a guess has 5.5
 
@@ -128,35 +126,46 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--seeds",
         type=at_least_one,
         default=3,
-        help="train with this many seeds, from --seed on (default: %(default)s)",
+        help="train with seeds 0, 1, and so on (default: %(default)s of them)",
     )
-    add_settings(parser, Config(steps=200, d_model=48, heads=3))
+    parser.add_argument(
+        "--layers",
+        type=at_least_one,
+        default=SMALL.layers,
+        help="build this many blocks (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seq",
+        type=at_least_one,
+        default=SMALL.seq,
+        help="train on sequences of this many bytes (default: %(default)s)",
+    )
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, config: Config = SMALL) -> None:
     options = parse(arguments)
+    config = replace(config, layers=options.layers, seq=options.seq)
     variants = VARIANTS[options.what]
-    text, held_out = read_text(options.files or standard_library())
     length = options.seq * (LONG if options.what == "positions" else 1)
+    text, held_out = read_text(options.files, length)
     windows = even_windows(held_out, 256, length)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     # The losses of all positions, by rate, seed and variant.
     losses = torch.zeros(len(options.lrs), options.seeds, len(variants), length)
     for index in tqdm(list(product(*map(range, losses.shape[:3]))), disable=None):
-        rate, number, variant = index
-        seed = options.seed + number
-        config = replace(config_of(options, options.lrs[rate]), seed=seed)
+        rate, seed, variant = index
         torch.manual_seed(seed)
-        model = list(variants.values())[variant](config).to(device)
-        losses[index] = run(model, config, text, windows)
+        of_run = replace(config, lr=options.lrs[rate], seed=seed)
+        model = list(variants.values())[variant](of_run).to(device)
+        losses[index] = run(model, of_run, text, windows)
 
     short = losses[..., : options.seq].mean(-1)
     rows = []
     for rate, lr in enumerate(options.lrs):
-        for number, loss in enumerate(short[rate]):
-            rows.append((f"lr {lr:g}, seed {options.seed + number}", loss))
+        for seed, loss in enumerate(short[rate]):
+            rows.append((f"lr {lr:g}, seed {seed}", loss))
         rows.append((f"lr {lr:g}, mean", short[rate].mean(0)))
     print(table(variants, rows))
     if options.what == "positions":

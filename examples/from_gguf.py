@@ -145,9 +145,9 @@ def build(
             raise ValueError(f"{name} must be {size}, got {fields[name]}")
     theta = fields.get("llama.rope.freq_base", 10000.0)
     rope = (
-        RotaryPositionalEmbedding(theta, d_head, length, device="cpu")
+        RotaryPositionalEmbedding(theta, d_head, length)
         if factors is None
-        else DividedRope(theta, d_head, length, factors=factors.tolist(), device="cpu")
+        else DividedRope(theta, d_head, length, factors=factors.tolist())
     )
     return LanguageModel(
         vocabulary,

@@ -198,10 +198,10 @@ def build_rope(theirs: Any, d_head: int) -> RotaryPositionalEmbedding:
     sizes = theta, d_head, theirs.config.max_position_embeddings
     match given["rope_type"]:
         case "default":
-            return RotaryPositionalEmbedding(*sizes, device="cpu")
+            return RotaryPositionalEmbedding(*sizes)
         case "linear":
             factors = [given["factor"]] * (d_head // 2)
-            return DividedRope(*sizes, factors=factors, device="cpu")
+            return DividedRope(*sizes, factors=factors)
         case "llama3":
             return Llama31Rope(
                 *sizes,
@@ -209,7 +209,6 @@ def build_rope(theirs: Any, d_head: int) -> RotaryPositionalEmbedding:
                 original=given["original_max_position_embeddings"],
                 low=given["low_freq_factor"],
                 high=given["high_freq_factor"],
-                device="cpu",
             )
         case "yarn":
             return YarnRope(
@@ -219,7 +218,6 @@ def build_rope(theirs: Any, d_head: int) -> RotaryPositionalEmbedding:
                 low=given.get("beta_slow") or 1.0,
                 high=given.get("beta_fast") or 32.0,
                 mscale=theirs.model.rotary_emb.attention_scaling,
-                device="cpu",
             )
         case other:
             raise ValueError(
@@ -244,8 +242,9 @@ def difference(ours: Any, theirs: Any) -> float:
     )
 
     own = rope.cos_sin[positions]
-    rope.cos_sin[positions] = their_angles(theirs, positions)
-    require_same_angles(own, rope.cos_sin[positions], positions)
+    given = their_angles(theirs, positions)
+    require_same_angles(own, given, positions)
+    rope.cos_sin[positions] = given
     # Without a mask, transformers would take a gap for the start of another text.
     expected = theirs(
         tokens,
@@ -267,6 +266,10 @@ def their_angles(theirs: Any, positions: Tensor) -> Tensor:
 
 
 def require_same_angles(own: Tensor, given: Tensor, positions: Tensor) -> None:
+    if own.shape != given.shape:
+        raise ValueError(
+            f"RoPE must turn all {own.shape[1]} pairs of a head, got {given.shape[1]}"
+        )
     errors = (own - given).abs().amax((-1, -2))
     allowed = FREQUENCY_TOLERANCE * (1 + positions)
     if not (errors <= allowed).all():

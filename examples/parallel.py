@@ -70,7 +70,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
 
     torch.manual_seed(mesh["dp"].get_local_rank())  # the same batches in a pair
-    for step in range(5):
+    for step in range(3):
         starts = torch.randint(50, (8, 1), device=device)
         tokens = (starts + torch.arange(17, device=device)) % 50
         logits = model(tokens[:, :-1])

@@ -15,6 +15,7 @@ is that each token reads all keys, so choose `size` as small as your texts allow
 import time
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import einops
 import torch
@@ -82,17 +83,20 @@ def compile_step(model: LanguageModel, **options: Any) -> None:
     """
     # Otherwise torch traces einops' parser, and guards it, in every layer.
     torch.compiler.allow_in_graph(einops.rearrange)
-    # Isolated: torch else compiles the code of a class for 8 models at most.
+    # Without isolation, torch compiles the code of a class for 8 models at most.
     options = {"fullgraph": True, "isolate_recompiles": True, **options}
-    # Of the class: a compiled bound method would run this model's weights in a copy, too.
-    compiled: Any = torch.compile(type(model.transformer).forward, **options)
+    # A copy of the model has this forward, too, but weights and a graph of its own.
+    compiled: Any = WeakKeyDictionary()
 
     def forward(
         self: Any, x: Tensor, token_positions: Any = None, cache: Any = None
     ) -> Tensor:
         is_step = x.shape[-2] == 1 and isinstance(cache, StaticCache) and cache.layers
-        run = compiled if is_step else type(self).forward
-        return run(self, x, token_positions, cache)
+        if not is_step:
+            return type(self).forward(self, x, token_positions, cache)
+        if self not in compiled:
+            compiled[self] = torch.compile(type(self).forward, **options)
+        return compiled[self](self, x, token_positions, cache)
 
     transformer: Any = model.transformer
     transformer.forward = MethodType(forward, transformer)

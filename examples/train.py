@@ -2,13 +2,14 @@
 
     pip install tqdm
     python examples/train.py                                 Python's standard library
-    python examples/train.py notes.txt --steps 5000
+    python examples/train.py notes.txt --steps 5000          a text of your own
     python examples/train.py --checkpoint run.pt             saves every 100 steps
     python examples/train.py --checkpoint run.pt --resume    continues
 
-A resumed run takes files and settings from the checkpoint, unless you pass new ones. The
-text must be the same. On a CPU, its losses equal the losses of an uninterrupted run to
-the last bit, because the batch of a step depends only on the text, the seed and the step.
+For other sizes, edit Config. A resumed run takes files and Config from the checkpoint, and
+you may pass another number of steps. The text must be the same. On a CPU, its losses equal
+the losses of an uninterrupted run to the last bit, because the batch of a step depends only
+on the text, the seed and the step.
 
 Losses are in nats per byte. The baseline is zlib, which compresses the held-out text.
 """
@@ -20,7 +21,7 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 
-@dataclass(frozen=True)
+@dataclass
 class Config:
     steps: int = 2000
     batch: int = 8
@@ -47,19 +48,32 @@ class Config:
 def standard_library() -> list[str]:
     """Return the source files of Python's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
-    installed = {root / "site-packages", root / "dist-packages"}
-    files = sorted(root.rglob("*.py"))
-    return [str(path) for path in files if installed.isdisjoint(path.parents)]
+    files = [*root.glob("*.py")]
+    for folder in root.iterdir():
+        if folder.name not in ("site-packages", "dist-packages"):
+            files += folder.rglob("*.py")
+    return [str(path) for path in sorted(files)]
 
 
-def read_text(files: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Return the bytes of the files for training, and the last 5% for validation."""
+def read_text(files: Sequence[str], seq: int) -> tuple[Tensor, Tensor]:
+    """Return the bytes of the files for training, and the last 5% for validation.
+
+    Without files, they are the bytes of Python's standard library.
+
+    Raises:
+        ValueError: the 5% have no sequence of `seq` bytes and the byte after it.
+    """
     data = bytearray()
-    for path in files:
+    for path in files or standard_library():
         data += Path(path).read_bytes()
-    split = len(data) - len(data) // 20
+    held_out = len(data) // 20
+    if held_out <= seq:
+        raise ValueError(
+            f"the last 5% of the files must have more than {seq} bytes, got {held_out}: "
+            "pass more text"
+        )
     text = torch.frombuffer(data, dtype=torch.uint8)
-    return text[:split], text[split:]
+    return text[:-held_out], text[-held_out:]
 
 
 def digest(parts: Sequence[Tensor]) -> str:
@@ -150,6 +164,13 @@ def train(
         yield loss.item()
 
 
+def sample(model: LanguageModel, prompt: Tensor, seq: int) -> str:
+    """Continue the bytes of a prompt as far as the model has positions."""
+    count = seq + 1 - len(prompt)  # the last byte is not read
+    drawn = model.generate(prompt.long()[None], count, temperature=0.8)
+    return bytes(drawn[0].tolist()).decode(errors="replace")
+
+
 def at_least_one(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -157,69 +178,7 @@ def at_least_one(text: str) -> int:
     return number
 
 
-def add_settings(parser: argparse.ArgumentParser, defaults: Config) -> None:
-    """Add an option for each field of Config, except for the learning rate."""
-    parser.add_argument(
-        "--steps",
-        type=at_least_one,
-        default=defaults.steps,
-        help="train for this many steps (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch",
-        type=at_least_one,
-        default=defaults.batch,
-        help="train on this many sequences per step (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seq",
-        type=at_least_one,
-        default=defaults.seq,
-        help="train on sequences of this many bytes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--d-model",
-        type=at_least_one,
-        default=defaults.d_model,
-        help="build blocks of this width (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--layers",
-        type=at_least_one,
-        default=defaults.layers,
-        help="build this many blocks (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--heads",
-        type=at_least_one,
-        default=defaults.heads,
-        help="give each block this many heads (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=defaults.seed,
-        help="draw weights and batches with this seed (default: %(default)s)",
-    )
-
-
-def config_of(options: argparse.Namespace, lr: float) -> Config:
-    return Config(
-        steps=options.steps,
-        batch=options.batch,
-        seq=options.seq,
-        d_model=options.d_model,
-        layers=options.layers,
-        heads=options.heads,
-        lr=lr,
-        seed=options.seed,
-    )
-
-
-def parse(
-    arguments: Sequence[str] | None,
-) -> tuple[argparse.Namespace, dict[str, Any] | None]:
-    """Return the options, and the checkpoint with --resume."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -228,6 +187,11 @@ def parse(
         nargs="*",
         metavar="FILE",
         help="train on this text (default: Python's standard library)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=at_least_one,
+        help=f"train for this many steps (default: {Config.steps})",
     )
     parser.add_argument(
         "--checkpoint", metavar="FILE", help="save to this file (default: do not)"
@@ -241,21 +205,10 @@ def parse(
         default=100,
         help="validate and save every so many steps (default: %(default)s)",
     )
-    parser.add_argument(
-        "--lr",
-        type=float,
-        default=Config.lr,
-        help="train at this peak learning rate (default: %(default)s)",
-    )
-    add_settings(parser, Config())
     options = parser.parse_args(arguments)
-    if not options.resume:
-        return options, None
-    if options.checkpoint is None:
+    if options.resume and options.checkpoint is None:
         parser.error("--resume requires --checkpoint FILE")
-    saved = read(options.checkpoint)
-    parser.set_defaults(files=saved["files"], **saved["config"])
-    return parser.parse_args(arguments), saved
+    return options
 
 
 def build(config: Config) -> LanguageModel:
@@ -282,15 +235,18 @@ def save(path: str, state: dict[str, Any]) -> None:
     os.replace(f"{path}.new", path)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options, saved = parse(arguments)
-    config = config_of(options, options.lr)
-    text, held_out = read_text(options.files or standard_library())
-    if len(held_out) <= config.seq:
-        raise ValueError(
-            f"the last 5% of the files must have more than --seq {config.seq} bytes, got "
-            f"{len(held_out)}: pass more text, or a smaller --seq"
-        )
+def main(arguments: Sequence[str] | None = None, config: Config | None = None) -> None:
+    options = parse(arguments)
+    config = config or Config()
+    saved = None
+    if options.resume:
+        saved = read(options.checkpoint)
+        config = Config(**saved["config"])
+        options.files = options.files or saved["files"]
+    if options.steps is not None:
+        config = replace(config, steps=options.steps)
+
+    text, held_out = read_text(options.files, config.seq)
     windows = even_windows(held_out, 64, config.seq)
     sha = digest((text, held_out))
     if saved is not None and saved["text"] != sha:
@@ -333,10 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             }
             save(options.checkpoint, state)
 
-    prompt = held_out[: max(config.seq // 4, 1)].long().to(device)
-    count = config.seq + 1 - len(prompt)  # as many as the model has positions for
-    sample = model.generate(prompt[None], count, temperature=0.8)
-    print(bytes(sample[0].tolist()).decode(errors="replace"))
+    print(sample(model, held_out[: max(config.seq // 4, 1)].to(device), config.seq))
 
 
 if __name__ == "__main__":

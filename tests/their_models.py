@@ -37,7 +37,10 @@ TWO_ROPES = {
     "sliding_attention": CONFIG["rope_parameters"],
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
 }
-WINDOW_THEN_FULL = ["sliding_attention", "full_attention"]
+WINDOW_THEN_FULL = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 96,
     "shared_expert_intermediate_size": 96,

@@ -15,10 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tinyblock import CausalMultiHeadSelfAttention
 
+TOLERANCE = 2**7 * torch.finfo(torch.float32).eps  # sums may lose 7 of 24 bits
+
 
 def build(**options):
-    """Build a model of one size: DTensor's plans for each shape take most of the time."""
-    return LanguageModel(50, 1, 64, 4, max_seq_len=128, dtype=torch.float64, **options)
+    """Build a model with the sizes and dtype of parallel.py.
+
+    DTensor plans each shape once, which takes most of the time.
+    """
+    return LanguageModel(50, 1, 64, 4, max_seq_len=128, **options)
 
 
 def assert_gradients_are_equal(found, whole):
@@ -26,7 +31,7 @@ def assert_gradients_are_equal(found, whole):
         found.named_parameters(), whole.parameters(), strict=True
     ):
         error = (weight.grad.full_tensor() - expected.grad).norm()
-        assert error < 1e-9 * expected.grad.norm(), f"gradient of {name}"
+        assert error < TOLERANCE * expected.grad.norm(), f"gradient of {name}"
 
 
 def compare_slices():
@@ -40,7 +45,7 @@ def compare_slices():
     parallel.distribute(model, mesh)
     tokens = torch.randint(50, (3, 24))
     positions = torch.randperm(24)
-    target = torch.randn(3, 24, 50, dtype=torch.float64)
+    target = torch.randn(3, 24, 50)
     mask = torch.rand(3, 24, 24) < 0.7
     x = one.token_embeddings(tokens)
     expected = one.logits(one.transformer(x, positions, mask))
@@ -53,7 +58,7 @@ def compare_slices():
     )
     out = model(tokens[:, own])
     (out * target[:, own]).mean().backward()
-    torch.testing.assert_close(out, expected[:, own], rtol=0, atol=1e-12)
+    torch.testing.assert_close(out, expected[:, own])
     assert_gradients_are_equal(model, one)
 
 
@@ -86,12 +91,9 @@ def compare_batches(tied):
 warnings.simplefilter("error")
 dist.init_process_group("gloo")
 compare_slices()
-print("slices are equal")
 compare_slices_without_rope()
-print("slices without RoPE are equal")
 context_parallel.main()
-for tied in (True, False):
-    compare_batches(tied)
-    print(f"tied={tied}: gradients are equal")
+compare_batches(tied=True)
+compare_batches(tied=False)
 parallel.main()
 dist.destroy_process_group()

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from processes import run
 from saved_checkpoints import (
     LLAMA3,
     SMOLLM2,
@@ -213,10 +214,11 @@ def test_a_file_that_is_not_gguf_raises(tmp_path):
         from_gguf.load(tmp_path / "model.gguf")
 
 
-def test_the_command_prints_the_layers(tmp_path, capsys):
+def test_the_command_prints_the_layers(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", small_llama(tmp_path))
-    from_gguf.main(str(path))
-    assert "(token_embeddings): Embedding(257, 64)" in capsys.readouterr().out
+    failed, printed = run(from_gguf.__file__, path, processes=1)
+    assert not failed, printed
+    assert "(token_embeddings): Embedding(257, 64)" in printed
 
 
 def test_all_tokens_that_end_a_text_are_found(tmp_path):

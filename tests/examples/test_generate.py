@@ -131,8 +131,8 @@ def test_chat_requires_a_template(tmp_path, capsys):
 
 def test_a_model_of_train_continues_bytes(tmp_path, capsys):
     path = str(tmp_path / "run.pt")
-    sizes = ["--d-model=16", "--layers=1", "--steps=1", "--seq=16"]
-    train.main([__file__, *sizes, "--checkpoint", path])
+    config = train.Config(steps=1, d_model=16, layers=1, seq=16)
+    train.main([__file__, "--checkpoint", path], config)
     capsys.readouterr()
     prompt = torch.tensor([list("ï=".encode())])  # three bytes
     expected = train.load(path).generate(prompt, 14)[0, 3:]

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from processes import run
 from saved_checkpoints import (
     LLAMA3,
     YARN,
@@ -44,6 +45,10 @@ ACCEPTED = {
     "llama 3.1's positions": ("llama", {"rope_parameters": LLAMA3}),
     "linear": ("llama", {"rope_parameters": LINEAR}),
     "yarn": ("qwen3", {"rope_parameters": YARN}),
+    "yarn's default betas": (  # 33 turns, or 2, would interpolate other pairs
+        "llama",
+        {"rope_parameters": {**YARN, "original_max_position_embeddings": 2330}},
+    ),
     "yarn beyond the last pair": (
         "llama",
         {"rope_parameters": {**YARN, "rope_theta": 2.0}},
@@ -88,6 +93,11 @@ REJECTED = {
         "llama",
         {"rope_parameters": {**YARN, "truncate": False}},
         r"cosines or sines differ by \de-01",
+    ),
+    "half of each head": (
+        "llama",
+        {"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}},
+        "must turn all 8 pairs of a head, got 4",
     ),
     "longrope": ("llama", {"rope_parameters": LONG}, "type default, .*got longrope"),
     "biases": ("llama", {"attention_bias": True}, r"output_proj\.bias"),
@@ -231,8 +241,8 @@ def test_a_model_has_the_widest_dtype_of_its_files(shards, tmp_path):
     assert_equal(ours.double(), theirs)
 
 
-def test_the_command_prints_the_difference(tmp_path, capsys):
+def test_the_command_prints_the_difference(tmp_path):
     save("qwen3", tmp_path)
-    hugging_face.main(str(tmp_path))
-    printed = capsys.readouterr().out
+    failed, printed = run(hugging_face.__file__, tmp_path, processes=1)
+    assert not failed, printed
     assert float(printed.rpartition(": ")[2]) < hugging_face.TOLERANCE

@@ -13,9 +13,9 @@ NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [5, 4, 4, 4, 4, 4, 4, 4, 5]
 LENGTHS = [[3, 4, 2], [1, 7, 1]]
 
 
-def build(attention, **factory):
+def build(attention, layers=2, **factory):
     return Transformer(
-        2, 32, 4, max_seq_len=16, num_kv_heads=2, attention=attention, **factory
+        layers, 32, 4, max_seq_len=16, num_kv_heads=2, attention=attention, **factory
     )
 
 
@@ -68,7 +68,7 @@ def each_document(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size, enable
 
 
 def test_a_model_with_documents_compiles_to_one_graph():
-    model = build(PackedAttention)
+    model = build(PackedAttention, layers=1)
     x = torch.randn(2, 9, 32)
     documents = Documents(NUMBERS)
     compiled = torch.compile(model, fullgraph=True, backend="eager")

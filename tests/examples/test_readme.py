@@ -1,4 +1,4 @@
-"""examples/README.md says how the layers that a user passes are called."""
+"""examples/README.md names all examples, and says how the layers of users are called."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,15 @@ import pytest
 from language_model import LanguageModel
 from torch import nn
 
-PAGE = (Path(__file__).parents[2] / "examples" / "README.md").read_text()
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PAGE = (EXAMPLES / "README.md").read_text()
+
+
+def test_the_page_names_each_example():
+    named = re.findall(r"examples/(\w+)\.py|--block (\w+):build", PAGE)
+    assert {"".join(names) for names in named} == {
+        path.stem for path in EXAMPLES.glob("*.py")
+    }
 
 
 @pytest.mark.parametrize("option", ["norm", "ffn", "attention", "block"])

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 @pytest.fixture(scope="module")
 def printed():
-    """Run in_each_process.py, which compares the examples; return what it prints."""
+    """What the examples print in four processes, which compare their parts, too."""
     failed, printed = run(Path(__file__).with_name("in_each_process.py"), processes=4)
     assert not failed, printed
     return printed
@@ -25,15 +25,7 @@ def numbers(pattern, text):
     return [float(number) for number in re.findall(pattern, text)]
 
 
-def test_slices_of_a_sequence_have_the_outputs_and_gradients_of_the_whole(printed):
-    assert printed.count("slices are equal") == 4, printed
-
-
-def test_slices_without_rope_have_the_outputs_of_the_whole(printed):
-    assert printed.count("slices without RoPE are equal") == 4, printed
-
-
-def test_slices_report_the_loss_and_the_gradients_of_one_process(printed):
+def test_slices_of_a_sequence_have_the_loss_and_the_gradients_of_the_whole(printed):
     torch.manual_seed(0)
     model = LanguageModel(50, 2, 64, 4, max_seq_len=128)
     # The example draws a second model before the text. Only then the texts are equal.
@@ -52,17 +44,12 @@ def test_slices_report_the_loss_and_the_gradients_of_one_process(printed):
     assert max(differences) < 1e-5
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_pairs_of_processes_have_the_gradients_of_one(tied, printed):
-    assert printed.count(f"tied={tied}: gradients are equal") == 4, printed
-
-
 def test_pairs_of_processes_train_like_one(printed):
     torch.manual_seed(0)
     model = LanguageModel(50, 2, 64, 4, max_seq_len=128, tied=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generators = [torch.Generator().manual_seed(rank) for rank in (0, 1)]
-    for step in range(5):
+    for step in range(3):
         starts = [torch.randint(50, (8, 1), generator=each) for each in generators]
         tokens = (torch.cat(starts) + torch.arange(17)) % 50
         logits = model(tokens[:, :-1]).flatten(0, 1)

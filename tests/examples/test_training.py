@@ -1,12 +1,10 @@
 """train.py and ablations.py: runs equal their steps written out, and resume exactly."""
 
 import math
-import re
 import zlib
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
-from pickle import UnpicklingError
+from pickle import PicklingError, UnpicklingError
 from typing import Any
 
 import pytest
@@ -19,10 +17,7 @@ ablations = pytest.importorskip("ablations", reason="requires the extra dev")
 train = pytest.importorskip("train", reason="requires the extra dev")
 
 CONFIG = train.Config(steps=60, batch=3, seq=8, d_model=16, layers=1, heads=2, seed=7)
-OPTIONS = [
-    *("--steps", "60", "--batch", "3", "--seq", "8", "--seed", "7"),
-    *("--d-model", "16", "--layers", "1", "--heads", "2"),
-]
+SHORT = replace(CONFIG, steps=3)
 
 
 @pytest.fixture
@@ -85,7 +80,7 @@ def written_out(data, config):
 
 def test_a_run_equals_its_steps_written_out(text, tmp_path, capsys):
     path = str(tmp_path / "run.pt")
-    train.main([str(text), *OPTIONS, "--checkpoint", path])
+    train.main([str(text), "--checkpoint", path], CONFIG)
     model, history, validation = written_out(text.read_bytes(), CONFIG)
     saved = train.read(path)
     assert saved["config"] == CONFIG.__dict__
@@ -110,40 +105,28 @@ def test_a_run_equals_its_steps_written_out(text, tmp_path, capsys):
     assert sample[0] == bytes(expected[0].tolist()).decode(errors="replace") + "\n"
 
 
-def test_an_interrupted_run_resumes_with_the_same_losses(text, tmp_path, monkeypatch):
-    options = [str(text), *OPTIONS, "--every", "25"]
+def test_a_stopped_run_resumes_with_the_same_losses(text, tmp_path):
+    """In the first 50 steps, the learning rate does not depend on the number of steps."""
+    config = replace(CONFIG, steps=12)
     whole, part = str(tmp_path / "whole.pt"), str(tmp_path / "part.pt")
-    train.main([*options, "--checkpoint", whole])
-
-    def save(state, path):
-        if len(state["history"]) < 50:
-            return original(state, path)
-        Path(path).write_bytes(b"half of a checkpoint")
-        raise KeyboardInterrupt
-
-    original = torch.save
-    # A user's interrupt, while the second checkpoint is written.
-    monkeypatch.setattr(torch, "save", save)
-    with pytest.raises(KeyboardInterrupt):
-        train.main([*options, "--checkpoint", part])
-    monkeypatch.undo()
-    assert len(train.read(part)["history"]) == 25
-    train.main(["--checkpoint", part, "--resume", "--every", "25"])
+    train.main([str(text), "--checkpoint", whole, "--every", "5"], config)
+    train.main([str(text), "--checkpoint", part, "--steps", "5"], config)
+    train.main(["--checkpoint", part, "--resume", "--every", "5", "--steps", "12"])
     resumed, expected = train.read(part), train.read(whole)
-    assert resumed["validation"].keys() == {25, 50, 60}
+    assert resumed["validation"].keys() == {5, 10, 12}
     for name in ("files", "config", "history", "validation"):
         assert resumed[name] == expected[name]
     for name, weight in expected["model"].items():
         assert torch.equal(resumed["model"][name], weight), name
 
 
-def test_a_resumed_run_takes_new_options_and_keeps_the_others(text, tmp_path):
+def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(tmp_path):
     path = str(tmp_path / "run.pt")
-    train.main([str(text), *OPTIONS, "--steps", "1", "--checkpoint", path])
-    train.main(["--checkpoint", path, "--resume", "--steps", "3", "--lr", "0.25"])
-    saved = train.read(path)
-    assert len(saved["history"]) == 3
-    assert train.Config(**saved["config"]) == replace(CONFIG, steps=3, lr=0.25)
+    train.save(path, {"history": [1.0]})
+    cannot_be_saved = {"history": [1.0, 2.0], "model": lambda: None}
+    with pytest.raises((AttributeError, PicklingError)):
+        train.save(path, cannot_be_saved)
+    assert train.read(path) == {"history": [1.0]}
 
 
 CHANGES = {
@@ -156,7 +139,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_run_does_not_resume_over_a_text_that_has_changed(change, text, tmp_path):
     path = str(tmp_path / "run.pt")
-    train.main([str(text), *OPTIONS, "--steps", "1", "--checkpoint", path])
+    train.main([str(text), "--checkpoint", path], replace(CONFIG, steps=1))
     text.write_bytes(change(text.read_bytes()))
     with pytest.raises(ValueError, match="must have the text of its checkpoint"):
         train.main(["--checkpoint", path, "--resume", "--steps", "2"])
@@ -183,12 +166,6 @@ def test_each_parameter_is_trained_and_clipped():
         assert torch.stack(gradients).norm() <= 1.001
     for weight, old in zip(model.parameters(), before, strict=True):
         assert not torch.equal(weight, old)
-
-
-def test_without_options_the_settings_are_those_of_config():
-    options, saved = train.parse([])
-    assert train.config_of(options, options.lr) == train.Config()
-    assert (options.every, saved) == (100, None)
 
 
 # --- Text ---------------------------------------------------------------------------------
@@ -225,26 +202,35 @@ def test_a_text_may_have_any_number_of_bytes():
 
 # --- The command --------------------------------------------------------------------------
 
+
+def test_without_options_a_run_saves_every_100_steps_and_its_sizes_fit(capsys):
+    assert train.parse([]).every == 100
+    train.main([__file__, "--steps", "1"])
+    assert "step 1: " in capsys.readouterr().out
+
+
 WRONG = {
     "--resume requires --checkpoint FILE": ["--resume"],
     "argument --steps: must be at least 1, got 0": ["--steps", "0"],
-    "argument --batch: must be at least 1, got -1": ["--batch", "-1"],
-    "argument --seq: must be at least 1, got 0": ["--seq", "0"],
-    "argument --layers: must be at least 1, got 0": ["--layers", "0"],
+    "argument --every: must be at least 1, got -1": ["--every", "-1"],
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_a_wrong_option_is_named(message, capsys):
-    with pytest.raises(SystemExit):
-        train.main(WRONG[message])
-    assert message in capsys.readouterr().err
+def test_a_wrong_option_is_named(capsys):
+    for message, arguments in WRONG.items():
+        with pytest.raises(SystemExit):
+            train.main(arguments)
+        assert message in capsys.readouterr().err
 
 
 def test_a_text_that_is_too_short_raises(text):
-    with pytest.raises(ValueError, match="more than --seq 100 bytes, got 100"):
-        train.main([str(text), "--seq", "100"])
-    train.main([str(text), *OPTIONS, "--steps", "1", "--seq", "1"])
+    """Its last 5% have 100 bytes, and a window needs a byte more than `seq`."""
+    with pytest.raises(ValueError, match="more than 100 bytes, got 100"):
+        train.main([str(text)], replace(CONFIG, seq=100))
+    with pytest.raises(ValueError, match="more than 100 bytes, got 100"):
+        ablate("positions", text, config=replace(SHORT, seq=25))
+    train.main([str(text)], replace(SHORT, seq=99))
+    train.main([str(text)], replace(SHORT, seq=1))
 
 
 class Anything:
@@ -317,9 +303,14 @@ def test_variants_of_a_group_have_equally_many_weights_in_matrices(group):
     assert len(counts) == 1
 
 
+def ablate(*arguments, config=SHORT):
+    sizes = ["--layers", config.layers, "--seq", config.seq]
+    ablations.main([str(each) for each in (*arguments, *sizes)], config)
+
+
 def printed(capsys, *arguments):
     """Return the cells of the tables that a command prints, without their heads."""
-    ablations.main([str(argument) for argument in arguments])
+    ablate(*arguments)
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [row for row in cells if row[0].startswith("lr ")]
@@ -327,29 +318,26 @@ def printed(capsys, *arguments):
 
 def test_an_ablation_prints_the_losses_of_runs_of_the_recipe(text, capsys):
     """Variants of a seed have its batches. The held-out windows are 256, not 64."""
-    rows = printed(
-        capsys, "norm", text, *OPTIONS, "--lrs", "1e-3", "1e20", "--seeds", "2"
-    )
+    rows = printed(capsys, "norm", text, "--lrs", "1e-3", "1e20", "--seeds", "2")
     names = [row[0] for row in rows]
     assert names == [
-        "lr 0.001, seed 7",
-        "lr 0.001, seed 8",
+        "lr 0.001, seed 0",
+        "lr 0.001, seed 1",
         "lr 0.001, mean",
-        "lr 1e+20, seed 7",
-        "lr 1e+20, seed 8",
+        "lr 1e+20, seed 0",
+        "lr 1e+20, seed 1",
         "lr 1e+20, mean",
     ]
-    for seed, row in zip((7, 8), rows, strict=False):
-        config = replace(CONFIG, lr=1e-3, seed=seed)
-        torch.manual_seed(seed)
+    trained, held_out = train.read_text([str(text)], SHORT.seq)
+    windows = train.even_windows(held_out, 256, SHORT.seq)
+    for seed, row in zip((0, 1), rows, strict=False):
+        config = replace(SHORT, lr=1e-3, seed=seed)
         for cell, build in zip(
             row[1:], ablations.VARIANTS["norm"].values(), strict=True
         ):
             torch.manual_seed(seed)
             model = build(config)
-            trained, held_out = train.read_text([str(text)])
             list(train.train(model, train.adamw(model), trained, config))
-            windows = train.even_windows(held_out, 256, config.seq)
             expected = train.validate(model, windows).mean().item()
             assert float(cell) == pytest.approx(expected, abs=6e-4)
     first, second, mean = ([float(cell) for cell in row[1:]] for row in rows[:3])
@@ -360,24 +348,13 @@ def test_an_ablation_prints_the_losses_of_runs_of_the_recipe(text, capsys):
 
 def test_positions_are_validated_beyond_the_length_of_training(text, capsys):
     """The first table is about the first 8 bytes, which are two rows of the second."""
-    rows = printed(capsys, "positions", text, *OPTIONS, "--lrs", "1e-2", "--seeds", "1")
+    rows = printed(capsys, "positions", text, "--lrs", "1e-2", "--seeds", "1")
     assert [row[0] for row in rows[2:]] == [
         f"lr 0.01, to byte {end}" for end in range(4, 33, 4)
     ]
-    short = [float(cell) for cell in rows[0][1:]]
-    halves = [[float(cell) for cell in row[1:]] for row in rows[2:4]]
+    numbers = [[float(cell) for cell in row[1:]] for row in rows]
+    short, _, first, second, *later = numbers
     for variant, loss in enumerate(short):
-        mean = (halves[0][variant] + halves[1][variant]) / 2
+        mean = (first[variant] + second[variant]) / 2
         assert loss == pytest.approx(mean, abs=2e-3)
-    assert all(re.fullmatch(r"\d\.\d{3}", cell) for row in rows for cell in row[1:])
-
-
-def test_no_variant_equals_another():
-    tokens = torch.randint(256, (2, 9))
-    for variants in ablations.VARIANTS.values():
-        logits = []
-        for build in variants.values():
-            torch.manual_seed(0)
-            logits.append(build(replace(CONFIG, seq=9))(tokens))
-        for one, other in combinations(logits, 2):
-            assert not torch.allclose(one, other, atol=1e-3)
+    assert all(0 < loss < 20 for losses in later for loss in losses)

@@ -101,6 +101,8 @@ def test_adamw_is_fused_unless_weights_are_complex(profile_of):
     for dtype, name in ((torch.float32, "_fused_adamw_"), (torch.cfloat, "addcdiv_")):
         inputs = (torch.ones(2, 4, dtype=dtype),)
         layer: Any = nn.Linear(4, 4, dtype=dtype)
+        # A frozen weight of integers changes nothing.
+        layer.frozen = nn.Parameter(torch.ones(8, dtype=torch.int8), False)
         model = nn.Sequential(layer, nn.Flatten(0))
         rows = {row.name: row for row in profile_of(model, "step", inputs).rows}
         assert rows["AdamW"].operation(name).calls > 0

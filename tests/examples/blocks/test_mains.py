@@ -22,7 +22,7 @@ PRINTS = {
 }
 
 
-@pytest.mark.parametrize("name", PRINTS)
+@pytest.mark.parametrize("name", sorted(path.stem for path in BLOCKS.glob("*.py")))
 def test_a_file_prints_what_its_docstring_says(name, capsys):
     runpy.run_path(str(BLOCKS / f"{name}.py"), run_name="__main__")
     out = capsys.readouterr().out

@@ -63,7 +63,7 @@ def after_line(model, layers=1):
 def test_the_page_names_each_file_and_each_model_that_is_compared():
     rows = re.findall(r"^\| .* \|$", PAGE.read_text(), re.MULTILINE)
     cells = [row.strip("|").split("|") for row in rows]
-    files = {name for row in cells for name in re.findall(r"^ `(\w+)` $", row[1])}
+    files = {name for row in cells for name in re.findall(r"^ `(\w+)` $", row[0])}
     assert files == {path.stem for path in (ROOT / "examples/blocks").glob("*.py")}
     models = {name for row in cells for name in re.findall(r"`(\w+)`", row[-1])}
     tests = {
@@ -152,6 +152,17 @@ class GatedWindow(WindowAttention, GatedAttention):
     pass
 
 
+def window_then_full(last_rope, attention=WindowAttention, **options):
+    """Build a layer with a window, and one without, which has a RoPE of its own."""
+    ours = our_model(2, attention=attention, window=8, **options)
+    widen(ours, every=2, rope=last_rope)
+    return ours
+
+
+NO_POSITIONS = NAMES["NoPositions"]()
+FAR = Halves(1e6, 16, 128)
+
+
 def test_equals_mistral():
     theirs = their_model("mistral", sliding_window=8)
     require_same_model(our_model(attention=WindowAttention, window=8), theirs)
@@ -197,19 +208,12 @@ def test_equals_flint():
     theirs = their_model(
         "flint",
         2,
-        sliding_window=8,
-        layer_types=WINDOW_THEN_FULL,
+        **WINDOW_THEN_FULL,
         mlp_only_layers=[],
         **EXPERTS,
     )
-    ours = our_model(
-        2,
-        attention=SinkWindow,
-        window=8,
-        qk_norm=True,
-        ffn=partial(MixtureOfExperts, top_k=3),
-    )
-    widen(ours, every=2, rope=NAMES["NoPositions"]())
+    experts = partial(MixtureOfExperts, top_k=3)
+    ours = window_then_full(NO_POSITIONS, SinkWindow, qk_norm=True, ffn=experts)
     require_same_model(ours, theirs, convert=split_experts)
 
 
@@ -217,20 +221,12 @@ def test_equals_laguna():
     theirs = their_model(
         "laguna",
         2,
-        sliding_window=8,
-        layer_types=WINDOW_THEN_FULL,
+        **WINDOW_THEN_FULL,
         mlp_layer_types=["dense", "dense"],
         rope_parameters=TWO_ROPES,
     )
-    ours = our_model(
-        2,
-        attention=GatedWindow,
-        gate_per_head=True,
-        gate_activation=nn.functional.softplus,
-        window=8,
-        qk_norm=True,
-    )
-    widen(ours, every=2, rope=Halves(1e6, 16, 128))
+    gates = {"gate_per_head": True, "gate_activation": nn.functional.softplus}
+    ours = window_then_full(FAR, GatedWindow, qk_norm=True, **gates)
     require_same_model(ours, theirs, {"g_proj": "gate_proj"})
 
 
@@ -239,17 +235,13 @@ def test_equals_step3p7():
     theirs = their_model(
         step3p7.Step3p7TextModel,
         2,
-        sliding_window=8,
-        layer_types=WINDOW_THEN_FULL,
+        **WINDOW_THEN_FULL,
         mlp_layer_types=["dense", "dense"],
         num_attention_groups=2,
         rope_parameters=TWO_ROPES,
         query_pre_attn_scalar=16,
     )
-    ours = our_model(
-        2, attention=GatedWindow, gate_per_head=True, window=8, qk_norm=True
-    )
-    widen(ours, every=2, rope=Halves(1e6, 16, 128))
+    ours = window_then_full(FAR, GatedWindow, qk_norm=True, gate_per_head=True)
     require_same_model(ours, theirs, {"g_proj": "gate_proj"}, centered="norm")
 
 
@@ -498,16 +490,12 @@ def test_equals_gemma3_text():
     theirs = their_model(
         "gemma3_text",
         2,
-        sliding_window=8,
-        layer_types=WINDOW_THEN_FULL,
+        **WINDOW_THEN_FULL,
         query_pre_attn_scalar=16,
         rope_parameters=TWO_ROPES,
         hidden_activation="silu",
     )
-    ours = our_model(
-        2, block=SandwichBlock, attention=WindowAttention, window=8, qk_norm=True
-    )
-    widen(ours, every=2, rope=Halves(1e6, 16, 128))
+    ours = window_then_full(FAR, block=SandwichBlock, qk_norm=True)
     require_same_model(ours, theirs, SANDWICH_NAMES, centered="norm")
 
 
@@ -515,22 +503,14 @@ def test_equals_afmoe():
     theirs = their_model(
         "afmoe",
         2,
-        sliding_window=8,
-        layer_types=WINDOW_THEN_FULL,
+        **WINDOW_THEN_FULL,
         num_dense_layers=0,
         num_shared_experts=1,
         route_scale=2.5,
         **EXPERTS,
     )
-    ours = our_model(
-        2,
-        block=SandwichBlock,
-        attention=GatedWindow,
-        window=8,
-        qk_norm=True,
-        ffn=DEEPSEEK_EXPERTS,
-    )
-    widen(ours, every=2, rope=NAMES["NoPositions"]())
+    options = {"block": SandwichBlock, "qk_norm": True, "ffn": DEEPSEEK_EXPERTS}
+    ours = window_then_full(NO_POSITIONS, GatedWindow, **options)
     names = {
         "post_attention_layernorm": "post_ln1",
         "pre_mlp_layernorm": "ln2",
@@ -556,9 +536,6 @@ def test_equals_cohere2():
         "cohere2",
         2,
         layer_norm_eps=1e-6,
-        sliding_window=8,
-        layer_types=WINDOW_THEN_FULL,
+        **WINDOW_THEN_FULL,
     )
-    ours = our_model(2, attention=WindowAttention, window=8, **COHERE)
-    widen(ours, every=2, rope=NAMES["NoPositions"]())
-    require_same_model(ours, theirs)
+    require_same_model(window_then_full(NO_POSITIONS, **COHERE), theirs)
