@@ -9,7 +9,6 @@ from defects import Defect
 from forked import verify
 
 SOLUTIONS = Path(__file__).parent / "solutions"
-README = Path(__file__).parents[2] / "README.md"
 
 
 @functools.cache
