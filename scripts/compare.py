@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from lab.machine import environment
+from lab.options import positive
 from lab.sizes import PRESETS, Size
 from lab.tables import markdown, number
 from lab.timing import interleave, wall_sampler
@@ -393,13 +394,6 @@ def print_errors(device: torch.device) -> None:
         title = str(dtype).removeprefix("torch.")
         columns = [title, "rounded", "tinyblock", "transformers"]
         print(f"\n{markdown(columns, rows)}", flush=True)
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
 
 
 def main(argv: list[str] | None = None) -> int:

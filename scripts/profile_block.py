@@ -30,6 +30,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from lab.options import positive
 from lab.sizes import PRESETS, Size
 from lab.timing import clock_of
 from profiling.measure import measure
@@ -194,13 +195,6 @@ def device(text: str) -> str:
             "--device cpu"
         )
     return text
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 def new_file(text: str) -> Path:

@@ -658,7 +658,7 @@ def _resolve(function: Any, owner: Any, warn: bool) -> dict[str, Any]:
             hints |= get_type_hints(one, variables, names, include_extras=True)
         except (NameError, AttributeError) as error:
             if warn:
-                warnings.warn(f"typecheck cannot check {place}: {error}", stacklevel=4)
+                warnings.warn(f"typecheck cannot check {place}: {error}", stacklevel=5)
         except Exception as error:
             raise AnnotationError(f"{place} has a wrong annotation: {error}") from error
         else:  # by its text, because Python 3.10 has Self in typing_extensions only

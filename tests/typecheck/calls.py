@@ -261,6 +261,10 @@ def formatted(
     return x
 
 
+def formatted_with_3(x):
+    return formatted(x, n=3)
+
+
 @typecheck
 def configured(x: Float[Tensor, " {config.width}"], config: Any = CONFIG) -> Tensor:
     return x + 1
@@ -300,6 +304,7 @@ BRACES = {
     "size that changes in the call": (grow_twice, (1,), (0,), "return"),
     "default": (head, (ones(4, 3),), (ones(1, 3),), "return"),
     "parameter": (head, (ones(4, 3), 2), (ones(4, 3), 3), "return"),
+    "keyword": (formatted_with_3, (ones(3, 6),), (ones(3, 3),), "'x'"),
     "parameters": (six_times, (ones(3), 2, 3), (ones(3), 2, 2), "return"),
     "formats": (formatted, (ones(3, 6), 3), (ones(3, 3), 3), "'x'"),
     "default object": (configured, (w,), (ones(4),), "'x'"),
@@ -435,6 +440,7 @@ def take(x: Float[Tensor, "seq d"], count: Any, y: Float[Tensor, "{count}"]) -> 
 
 
 PARTS = {
+    "number for a tuple": (turn, (x, (x, x)), (x, 2), "'turns'"),
     "union of arrays": (pick, (x, int_ones), (w.int(), int_ones), "'rows'"),
     "union whose second member fits": (
         either,

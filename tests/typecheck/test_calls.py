@@ -29,7 +29,7 @@ def cases(*tables):
     return {title: Case(*case) for table in tables for title, case in table.items()}
 
 
-NAMES = cases(calls.NAMES)
+NAMES_AND_BRACES = cases(calls.NAMES, calls.BRACES)
 IN_EVERY_MODE = cases(calls.NAMES, calls.BRACES, calls.PARTS, calls.DECORATED)
 IN_EAGER_MODE = cases(calls.EAGER)
 
@@ -102,7 +102,7 @@ def export(cases, arguments):
 def test_export_takes_right_calls_and_raises_for_wrong_ones():
     cases = {
         title: case
-        for title, case in NAMES.items()
+        for title, case in NAMES_AND_BRACES.items()
         if all(isinstance(each, Tensor) for each in (*case.right, *case.wrong))
     }
     right = [[*case.right] for case in cases.values()]

@@ -171,6 +171,7 @@ def test_a_name_that_is_not_there_causes_one_warning(name, message, module):
     with pytest.warns(UserWarning, match=message) as caught:
         function(w, 2)
     assert len(caught) == 1, [str(warning.message) for warning in caught]
+    assert caught[0].filename == __file__
     function(w, 2)
     with pytest.raises(TypeCheckError):
         function(w.int(), 2)
@@ -218,7 +219,7 @@ def test_braces_that_have_no_value_are_an_error_that_names_the_function(function
     with pytest.raises(
         AnnotationError, match=rf"cannot read .* of .*{function.__name__}"
     ):
-        typecheck(function)(w, "2*n")
+        typecheck(function)(w, size="2*n")
 
 
 # What is remembered --------------------------------------------------------------------
