@@ -37,6 +37,7 @@ class Defect:
         with layers_in(folder):
             failure = failure_of(self.layer, self.test)
         assert failure, f"{self.test} must fail"
+        assert not failure.startswith(("NameError", "SyntaxError")), failure
         assert self.mistake in failure, failure
 
 

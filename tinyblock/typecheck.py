@@ -443,7 +443,8 @@ class _Check:
 
     def message(self, error: BaseException) -> str:
         """Return jaxtyping's message, with the axis that does not fit."""
-        message = str(error)
+        message = re.sub(r"'_typecheck_call': _,?\s*", "", str(error))
+        message = re.sub(r"\(_typecheck_call: [^/]*/(, )?", "(", message)
         while error.__cause__ is not None:
             error = error.__cause__
         _, found, reason = str(error).rpartition(", as ")  # of beartype's message
@@ -453,8 +454,7 @@ class _Check:
         if found and '"' not in reason:  # it is about an axis, and quotes no values
             reason = reason[0].upper() + reason[1:]
             message = message.replace("\n-----", f"\n{reason}\n-----", 1)
-        message = re.sub(r"'_typecheck_call': _,?\s*", "", message)
-        return re.sub(r"\(_typecheck_call: [^/]*/(, )?", "(", message)
+        return message
 
     # While a compiler traces -------------------------------------------------------
 

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .measure import Profile
-from .parts import ADAMW, NO_PART
+from .parts import NO_PART
 from .roofline import Row
 
 LABELED = 12  # parts with a marker of their own
@@ -112,8 +112,8 @@ def _times(axes: Axes, profile: Profile) -> None:
 
 
 def _is_other(row: Row) -> bool:
-    """Say if a row is AdamW, the rest, or GPU idle."""
-    return row.name == ADAMW or row.forward_s is None
+    """Say if a row is an optimizer, the rest, or GPU idle."""
+    return row.is_optimizer or row.forward_s is None
 
 
 def _label(row: Row, whole: float) -> str:

@@ -5,7 +5,7 @@ from textwrap import fill
 from lab.tables import number, share, si, terminal
 
 from .measure import Profile
-from .parts import ADAMW, GPU_IDLE, REST
+from .parts import GPU_IDLE, REST
 from .roofline import Operation, Row
 from .runs import Kernel, Recording
 
@@ -265,7 +265,7 @@ def _folded(rows: list[Row], whole: Row) -> list[Row]:
     few = [
         row
         for row in rows
-        if row.operations and row.name != ADAMW and row.total_s < FEW * whole.total_s
+        if row.operations and not row.is_optimizer and row.total_s < FEW * whole.total_s
     ]
     if len(few) < 2:
         return rows
@@ -282,7 +282,7 @@ def _folded(rows: list[Row], whole: Row) -> list[Row]:
         else:
             sums.kept_bytes = None
     shown = [row for row in rows if row not in few]
-    last = sum(row.forward_s is not None and row.name != ADAMW for row in shown)
+    last = sum(row.forward_s is not None and not row.is_optimizer for row in shown)
     return [*shown[:last], sums, *shown[last:]]
 
 

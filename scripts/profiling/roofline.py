@@ -63,7 +63,7 @@ class Operation:
 
 @dataclass
 class Row:
-    """A part in all copies of a layer, AdamW, the rest, GPU idle, or the total.
+    """A part in all copies of a layer, an optimizer, the rest, GPU idle, or the total.
 
     What may be done for it:
     is_optimizer, may_be_fused: an optimizer, which torch has in a fused form, too.

@@ -126,16 +126,16 @@ class Call:
     def _numbers_of_table(self, tensor: Tensor) -> int | None:
         """Return how many numbers of a table are read or changed; None of another tensor."""
         given, name = self.given, self.name
-        if name in _ROWS and tensor is given[_ROWS[name][0]]:
+        if name in _ROWS and tensor is given.get(_ROWS[name][0]):
             positions = given[_ROWS[name][1]].numel()
             return positions * tensor.numel() // tensor.shape[given.get("dim", 0)]
-        if name in _SORTED and tensor is given[_SORTED[name]]:
+        if name in _SORTED and tensor is given.get(_SORTED[name]):
             return self.result.numel() * tensor.shape[-1].bit_length()
         if name in _NEIGHBORS and tensor is given.get("input", given.get("self")):
             mode = given.get("interpolation_mode", _BILINEAR)
             sizes = {_NEAREST: 1, _BICUBIC: 16, _BILINEAR: _NEIGHBORS[name]}
             return self.result.numel() * sizes[mode]
-        if name in _NUMBERS and tensor is given[_NUMBERS[name]]:
+        if name in _NUMBERS and tensor is given.get(_NUMBERS[name]):
             others = stored_in([given, self.result])
             return max(each.numel() for each in others if each is not tensor)
         return None

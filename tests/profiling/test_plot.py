@@ -19,6 +19,7 @@ EXPERTS = Row("experts", forward_s=0.5, total_s=1.0, least_s=0.25, moved_bytes=1
 EXPERTS.flops, EXPERTS.flops_per_s, EXPERTS.unknown = {"float32": 10}, 10.0, ["x"]
 NORM = Row("norm", forward_s=0.25, total_s=0.5, least_s=0.125, moved_bytes=10)
 ADAMW = Row("AdamW", forward_s=0.0, total_s=0.25, least_s=0.125)
+ADAMW.is_optimizer = True
 REST = Row("rest", total_s=0.25, varies=0.5, limit="noise")
 
 
