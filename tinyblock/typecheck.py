@@ -5,21 +5,22 @@ functions of a module, and the `__init__` and `forward` of its classes. A call t
 violates an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which names the
 function, the argument, its shape, the expected shape, and the axis that does not fit.
 
-jaxtyping and beartype judge all calls. A wrapper around each function asks them in one
-of two ways.
+jaxtyping and beartype decide what is wrong. A wrapper around each function asks them in
+one of two ways.
 
 In eager mode, they take 12 to 30 microseconds for one or two tensors. So the wrapper
 asks them only if the signature of a call is new. The signature consists of
 
-- the class of each argument, and of a class the class itself,
-- the dtype and shape of each array, and this of each item of a tuple,
+- the class of each argument, and a class itself where the annotation is `type[X]`,
+- the dtype and shape of each array, and the same of each item of a tuple,
 - the value of an argument whose annotation has a Literal,
 - each size that an annotation has in braces, such as `{self.d_model}`.
 
-It leaves out parameters that are unannotated or annotated as Any. A signature must hold
-all that an annotation asks for. So functions are checked at each call if an annotation
-has more than classes, arrays, tuples, Literal, Callable, and unions of these: a list, a
-Protocol, or a validator of values, for example.
+It leaves out parameters that are unannotated or annotated as Any, and a default, which
+is right whatever it is. A signature must hold all that an annotation asks for. So
+functions are checked at each call if an annotation has more than classes, arrays,
+tuples, Literal, Callable, and unions of these: a list, a Protocol, or a validator of
+values, for example.
 
 Code that torch.compile or torch.export traces cannot call jaxtyping (its issues 196 and
 384). But the compiler itself can, while it traces (torch._dynamo.comptime), with
@@ -180,7 +181,7 @@ def _checked(function: Any, owner: Any = None) -> Any:
     while "_torchdynamo_orig_callable" in vars(plain):
         plain = plain._torchdynamo_orig_callable
     vars(wrapper).update(vars(plain), __wrapped__=function, __typechecked__=wrapper)
-    # Dynamo counts the recompilations of each code object, and knows it by its name.
+    # Dynamo counts the recompilations of each code object, and reports them by its name.
     wrapper.__code__ = wrapper.__code__.replace(co_name=check.name)
     return wrapper
 

@@ -5,7 +5,7 @@
     python examples/blocks/parallel_branches.py
 
 This command removes attention, and prints by how much this changes what the feed-forward
-layer adds: in Block it reads what attention has added, and here it does not.
+layer reads: in Block it reads what attention has added, and here it does not.
 
 The matmuls of both branches can run at the same time, and the block has one norm.
 Sources: Wang and Komatsuzaki, GPT-J (2021); Chowdhery et al., "PaLM" (arXiv 2204.02311).

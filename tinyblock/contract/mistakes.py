@@ -534,6 +534,11 @@ HIDDEN_BY_ATTENTION = (
     "cosine and sine are swapped",
     "nothing is rotated",
 )
+# Wrong masks, which have the first names of ATTENTION if the mask is causal.
+NAMED_OTHERWISE = (
+    "the mask is inverted; True lets a query attend",
+    "the mask is ignored",
+)
 ATTENTION = {
     "each token attends to all tokens": causal_with(lambda q, k, v, _: attend(q, k, v)),
     "each token attends to itself and to later tokens": causal_with(attend, upper=True),
@@ -545,7 +550,7 @@ ATTENTION = {
     **{
         name: causal_with(wrong)
         for name, wrong in FUNCTION.items()
-        if not name.startswith("the mask is i")  # as above
+        if name not in NAMED_OTHERWISE
     },
     "the scores are divided by sqrt(d_model) in place of sqrt(d_k)": scaled_by_d_model,
     "the mask that is passed is ignored": with_mask(lambda mask, causal: causal),
