@@ -487,11 +487,17 @@ class _Check:
             after = _seen(context, "_typecheck_sizes")
             self.see(context, before, after, _seen(context, "_typecheck_result"))
 
-        first = ("_typecheck_comptime", "_typecheck_before", "_typecheck_result")
-        return (
-            self.written(_traced(self.before), first[0], _typecheck_see=see_arguments),
-            self.written(_traced(self.after), *first, _typecheck_see=see_result),
+        before_the_call = self.written(
+            _traced(self.before), "_typecheck_comptime", _typecheck_see=see_arguments
         )
+        after_the_call = self.written(
+            _traced(self.after),
+            "_typecheck_comptime",
+            "_typecheck_before",
+            "_typecheck_result",
+            _typecheck_see=see_result,
+        )
+        return before_the_call, after_the_call
 
     def see(self, context: Any, before: Any, after: Any = (), *result: Any) -> None:
         """Check a call of which the compiler has traced the arguments or the result."""
@@ -504,7 +510,7 @@ class _Check:
         try:
             self.judge_symbols(values, before, after, *result)
         except TypeCheckError as error:
-            message = f"{TypeCheckError.__name__}: {error}"
+            message = f"TypeCheckError: {error}"
         else:
             return
         context.graph_break(message)

@@ -86,10 +86,10 @@ def never_compiled(model: nn.Module) -> set[nn.Module]:
     skipped: set[nn.Module] = set()
     for module in model.modules():
         if getattr(module.forward, "_torchdynamo_disable", False):
-            skipped |= set(module.modules())
+            skipped.update(module.modules())
         for child in (module, *module.children()):
             if isinstance(child, (nn.RNNBase, torch.jit.ScriptModule)):
-                skipped |= {module, *child.modules()}
+                skipped.update((module, *child.modules()))
     return skipped
 
 
