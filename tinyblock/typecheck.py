@@ -109,6 +109,7 @@ def typecheck(target: _Target) -> _Target:
 
     Raises:
         TypeError: the target is none of these, or a function without annotations.
+        jaxtyping.AnnotationError: an annotation is wrong, such as Float[Tensor, "{n"].
     """
     if config.jaxtyping_disable:
         return target
@@ -213,26 +214,26 @@ def _wrapper(check: "_Check") -> Any:
 
 def _in_eager_mode(check: "_Check") -> Callable[..., Any]:
     """Return a function that calls, and checks a call if its signature is new."""
-    function, known = check.function, check.known
+    function, results = check.function, check.results
 
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         if not check.is_resolved:
-            check.resolve(warn=True)
+            check.resolve(final=True)
         try:
             signature = check.read_arguments(*args, **kwargs)
         except Exception as error:
             check.explain(error, args, kwargs)
             return function(*args, **kwargs)  # raises Python's own error
         try:
-            last = known.get(signature)
+            last = results.get(signature)
         except TypeError:  # symbols, of which torch.export makes sizes, have no hash
             return check.call_with_symbols(args, kwargs)
         if last is None:
             check.judge(signature, args, kwargs)
         result = function(*args, **kwargs)
         try:
-            sizes = check.read_after(*args, **kwargs) if check.after else ()
+            sizes = check.read_after(*args, **kwargs) if check.braces_after else ()
         except Exception as error:
             check.explain(error, args, kwargs)
             raise
@@ -254,13 +255,11 @@ class _Call:
     sizes in braces, so that each of these is the size of an axis that has a name.
     """
 
-    dtype = "size"
+    dtype = "size"  # jaxtyping asks for a text, and Shaped takes any
 
     def __init__(
         self, before: Sequence[Any], after: Sequence[Any] = (), result: Any = _MISSING
     ) -> None:
-        self.before = before  # the sizes of parameters
-        self.after = after  # the sizes of the result, after the call
         self.shape = (*before, *after)
         self.result = result
 
@@ -275,21 +274,25 @@ class _Check:
         self.function = function
         self.owner = owner
         self.name = f"{function.__module__}.{function.__qualname__}"
-        self.signature = _loosened(inspect.signature(function))
-        self.known: dict[Any, Any] = {}  # signature -> description of the last result
+        self.header = _loosened(inspect.signature(function))
+        self.results: dict[Any, Any] = {}  # signature -> description of the last result
         # What parameters and the result have in braces -> the axis of this size in a
         # _Call. They are read before and after the call.
-        self.before: dict[str, str] = {}
-        self.after: dict[str, str] = {}
+        self.braces_before: dict[str, str] = {}
+        self.braces_after: dict[str, str] = {}
         self.call = _in_eager_mode(self)
         self.resolve()
         self.traced_hints = self.hints_for_compiler()
         self.trace_arguments, self.trace_result = self.tracing()
 
-    def resolve(self, warn: bool = False) -> None:
-        """Read the annotations, and write what reads the arguments and the result."""
-        found = _resolve(self.function, self.owner, warn)
-        self.is_resolved = warn or found.keys() == self.function.__annotations__.keys()
+    def resolve(self, final: bool = False) -> None:
+        """Read the annotations, and write what reads the arguments and the result.
+
+        A name may be missing at first, but if it is missing at the `final` time, the
+        user is warned.
+        """
+        found = _resolve(self.function, self.owner, warn=final)
+        self.is_resolved = final or found.keys() == self.function.__annotations__.keys()
         self.hints = {
             name: _simplified(hint, functools.partial(self.put, name))
             for name, hint in found.items()
@@ -299,16 +302,16 @@ class _Check:
         )
         self.checkers: dict[Any, Callable[..., None]] = {}
         self.read_arguments = self.reading()
-        self.read_after = self.written(_sizes(self.after), _typecheck_size=_size)
+        self.read_after = self.written(_sizes(self.braces_after), _typecheck_size=_size)
         self.returns_value = _has(self.hints.get("return"), _is_read_by_value)
 
     def put(self, name: str, axis: str) -> str:
-        """Return what to put into an annotation in place of an axis that has braces.
+        """Return what takes the place of an axis that has braces in the annotation of a name.
 
         It has the name of an axis of _Call in place of each size, because the size may
         change in the call, or be a symbol, which has no text.
         """
-        sizes = self.after if name == "return" else self.before
+        sizes = self.braces_after if name == "return" else self.braces_before
         try:
             tree: Any = ast.parse(f"f'{axis}'", mode="eval")  # as jaxtyping reads it
         except SyntaxError as error:
@@ -320,7 +323,7 @@ class _Check:
         for part in tree.body.values:
             if isinstance(part, ast.FormattedValue):
                 size = ast.unparse(part.value)
-                number = len(self.before) + len(self.after)
+                number = len(self.braces_before) + len(self.braces_after)
                 text += sizes.setdefault(size, f"typecheck_{number}_")
             else:
                 text += part.value
@@ -338,7 +341,7 @@ class _Check:
         head = [
             inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in first
         ]
-        for name, parameter in self.signature.parameters.items():
+        for name, parameter in self.header.parameters.items():
             default = parameter.default
             if default is not _EMPTY:
                 default = _Code(_default(name))
@@ -348,12 +351,12 @@ class _Check:
         return eval(f"lambda {parameters}: {body}", names)
 
     def reading(self) -> Callable[..., tuple[Any, ...]]:
-        """Return a function that describes the arguments of a call: its signature.
+        """Return a function that returns the signature of a call.
 
-        The last item has the sizes in braces.
+        It is a pair: what the annotations read of each argument, and the sizes in braces.
         """
         items = []
-        for name, parameter in self.signature.parameters.items():
+        for name, parameter in self.header.parameters.items():
             hint = self.hints.get(name, Any)
             if hint is Any:
                 continue
@@ -364,9 +367,10 @@ class _Check:
             if parameter.default is not _EMPTY:  # it is right, whatever it is
                 item = f"{name} is {_default(name)} or {item}"
             items.append(item)
-        items.append(_sizes(self.before))
         names = {"_typecheck_describe": _describe, "_typecheck_size": _size}
-        return self.written(_tuple(items), **names)
+        return self.written(
+            _tuple([_tuple(items), _sizes(self.braces_before)]), **names
+        )
 
     def explain(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -376,7 +380,9 @@ class _Check:
             inspect.signature(self.function).bind(*args, **kwargs)
         except TypeError:
             return
-        sizes = ", ".join(f"{{{size}}}" for size in (*self.before, *self.after))
+        sizes = ", ".join(
+            f"{{{size}}}" for size in (*self.braces_before, *self.braces_after)
+        )
         raise AnnotationError(f"cannot read {sizes} of {self.name}: {error}") from error
 
     # How it is judged --------------------------------------------------------------
@@ -386,29 +392,31 @@ class _Check:
         signature: tuple[Any, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        found: tuple[Any, ...] = ((),),
+        found: tuple[Any, ...] = ((), ()),
         *result: Any,
     ) -> None:
         """Check the arguments of a call, and the result if it is there.
 
-        `signature` describes the arguments, and `found` the result.
+        `found` describes the result: what its annotation reads, and the sizes in braces.
         """
         __tracebackhide__ = True
         try:
-            values = self.signature.bind(*args, **kwargs).arguments
+            values = self.header.bind(*args, **kwargs).arguments
         except TypeError:
             return  # the function raises Python's own error
-        self.run(self.hints, values, _Call(signature[-1], found[-1], *result))
+        _, before = signature
+        _, after = found
+        self.run(self.hints, values, _Call(before, after, *result))
         if result and self.can_remember:
-            if len(self.known) >= _MAX_SIGNATURES:
-                self.known.clear()
-            self.known[signature] = found
+            if len(self.results) >= _MAX_SIGNATURES:
+                self.results.clear()
+            self.results[signature] = found
 
     def run(self, hints: dict[str, Any], values: dict[str, Any], call: _Call) -> None:
         """Let jaxtyping check these values, and the result if the call has one."""
         __tracebackhide__ = True
         parameters = []
-        for name, parameter in self.signature.parameters.items():
+        for name, parameter in self.header.parameters.items():
             if name not in values:
                 continue
             hint = hints.get(name, _EMPTY)
@@ -417,11 +425,11 @@ class _Check:
             elif parameter.kind not in _VARIADIC:
                 hint = _narrowed(hint, values[name])
             parameters.append(parameter.replace(annotation=hint, default=_EMPTY))
-        returned = Any
+        returned: Any = Any
+        axes = [*self.braces_before.values()]
         if call.result is not _MISSING:
             returned = _narrowed(hints.get("return", Any), call.result)
-        axes = [*self.before.values()][: len(call.before)]
-        axes += [*self.after.values()][: len(call.after)]
+            axes += self.braces_after.values()
         key = (*parameters, returned, *axes)
         if key not in self.checkers:
             own = inspect.Parameter(
@@ -437,10 +445,7 @@ class _Check:
         try:
             self.checkers[key](call, *bound.args, **bound.kwargs)
         except TypeCheckError as error:
-            message = self.message(error)
-        else:
-            return
-        raise TypeCheckError(message)
+            raise TypeCheckError(self.message(error)) from None
 
     def message(self, error: BaseException) -> str:
         """Return jaxtyping's message, with the axis that does not fit."""
@@ -449,7 +454,7 @@ class _Check:
         while error.__cause__ is not None:
             error = error.__cause__
         _, found, reason = str(error).rpartition(", as ")  # of beartype's message
-        for size, axis in (*self.before.items(), *self.after.items()):
+        for size, axis in (*self.braces_before.items(), *self.braces_after.items()):
             reason = reason.replace(axis, size)
             message = message.replace(axis, size)
         if found and '"' not in reason:  # it is about an axis, and quotes no values
@@ -466,7 +471,7 @@ class _Check:
             hint = _simplified(hint, validates=False)
             if _has(hint, _is_array) and _is_plain(hint, (tuple, list, dict)):
                 hints[name] = hint
-        for name, parameter in self.signature.parameters.items():
+        for name, parameter in self.header.parameters.items():
             # The compiler does not say whether a tensor is the default.
             if isinstance(parameter.default, Tensor):
                 hints.pop(name, None)
@@ -488,10 +493,12 @@ class _Check:
             self.see(context, before, after, _seen(context, "_typecheck_result"))
 
         before_the_call = self.written(
-            _traced(self.before), "_typecheck_comptime", _typecheck_see=see_arguments
+            _traced(self.braces_before),
+            "_typecheck_comptime",
+            _typecheck_see=see_arguments,
         )
         after_the_call = self.written(
-            _traced(self.after),
+            _traced(self.braces_after),
             "_typecheck_comptime",
             "_typecheck_before",
             "_typecheck_result",
@@ -504,16 +511,13 @@ class _Check:
         self.hide()
         values = {
             name: _seen(context, name)
-            for name in self.signature.parameters
+            for name in self.header.parameters
             if name in self.traced_hints
         }
         try:
             self.judge_symbols(values, before, after, *result)
         except TypeCheckError as error:
-            message = f"TypeCheckError: {error}"
-        else:
-            return
-        context.graph_break(message)
+            context.graph_break(f"TypeCheckError: {error}")
 
     def hide(self) -> None:
         """Keep the compiler from tracing the checks of eager mode, after a graph break."""
@@ -532,7 +536,7 @@ class _Check:
         def comptime(_: Any) -> None:  # no compiler sees the variables
             pass
 
-        values = self.signature.bind(*args, **kwargs).arguments
+        values = self.header.bind(*args, **kwargs).arguments
         before = self.trace_arguments(comptime, *args, **kwargs)
         self.judge_symbols(values, before)
         result = self.function(*args, **kwargs)
@@ -550,28 +554,21 @@ class _Check:
         __tracebackhide__ = True
         if not all(map(_is_known, (before, after, *result))):
             return
-        known = {name: value for name, value in values.items() if _is_known(value)}
-        hints = {n: h for n, h in self.traced_hints.items() if n in (*known, "return")}
+        values = {name: value for name, value in values.items() if _is_known(value)}
+        hints = {n: h for n, h in self.traced_hints.items() if n in (*values, "return")}
         call = _Call(before, after, *map_aggregate(result, _number))
         if not all(isinstance(size, _NUMBERS) for size in call.shape):
             return
         try:
             with _symbols_broadcast():
-                self.run(hints, map_aggregate(known, _number), call)
+                self.run(hints, map_aggregate(values, _number), call)
         except AnnotationError:  # it needs a size that is not known here
             return
         except TypeCheckError as error:
-            message = str(error)
-        else:
-            return
-        sizes = [*call.shape]
-        for leaf in _leaves((known, result)):
-            sizes.extend(leaf.shape if isinstance(leaf, Tensor) else ())
-        for size in sizes:
-            message = re.sub(
-                rf"\b{re.escape(f'{size}')}\b", f"{_number(size)}", message
-            )
-        raise TypeCheckError(message)
+            sizes = [*call.shape]
+            for leaf in _leaves((values, result)):
+                sizes.extend(leaf.shape if isinstance(leaf, Tensor) else ())
+            raise TypeCheckError(_with_numbers(f"{error}", sizes)) from None
 
 
 def _loosened(signature: inspect.Signature) -> inspect.Signature:
@@ -711,8 +708,8 @@ def _simplified(
 ) -> Any:
     """Return the annotation in plain terms: without names, notes, and braces.
 
-    `put` returns what to put in place of an axis that has braces. Without `validates`,
-    validators of values are left out, too.
+    `put` returns what takes the place of an axis that has braces, by default the axis
+    itself. Without `validates`, validators of values are left out, too.
     """
     meaning = _meaning(hint, validates)
     if meaning is not hint:
@@ -826,6 +823,13 @@ def _number(value: Any) -> Any:
     if isinstance(value, (SymInt, SymFloat, SymBool)):
         return value.node.hint or value.node.pytype()
     return value
+
+
+def _with_numbers(message: str, sizes: Iterable[Any]) -> str:
+    """Return a message in which each size that is a symbol has its number in the example."""
+    for size in sizes:
+        message = re.sub(rf"\b{re.escape(f'{size}')}\b", f"{_number(size)}", message)
+    return message
 
 
 @contextlib.contextmanager
