@@ -1,4 +1,4 @@
-"""How the command starts: from a clone or a wheel, with any Python, and without a package."""
+"""How the command starts from a clone: with any Python, and without a package."""
 
 import shutil
 import subprocess
@@ -24,51 +24,22 @@ def clone(empty):
     return [sys.executable, "-I", "-S", Path("..", path.name)]
 
 
-@pytest.fixture
-def installed(empty):
-    """The command of a wheel that is installed into an empty environment.
-
-    There is no torch, so no command but `verify` may import the package.
-    """
-    pytest.importorskip("hatchling", reason="requires the extra dev")
-    dist = empty.root.parent / "dist"
-    environment = empty.root.parent / "environment"
-    script = environment / "bin" / "tinyblock"
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", dist]
-    venv = [sys.executable, "-m", "venv", "--without-pip", environment]
-    pip = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python"]
-    install = [*pip, "install", "--no-index", "--no-deps", "-f", dist, "tinyblock"]
-    for command in (build, venv, install):
-        done = run(*command, folder=ROOT)
-        assert done.returncode == 0, done.stderr
-    return [script]
-
-
-def test_a_clone_and_a_wheel_write_the_same_without_any_package(
-    empty, clone, installed
-):
-    folder = ["--to", empty.name]
+def test_a_clone_works_without_any_package(empty, clone):
+    """An installed wheel does the same, as .ci/run shows."""
     commands = {
         "list": ["list"],
-        "add": ["add", "block", "typecheck", "--with-tests", *folder],
+        "add": ["add", "block", "typecheck", "--with-tests", "--to", empty.name],
         "check": ["check", empty.name],
         "diff": ["diff", empty.name],
         "update": ["update", empty.name],
     }
-    contents = []
-    for program in (clone, installed):
-        for name, command in commands.items():
-            done = run(*program, *command, folder=empty.root)
-            assert (done.returncode, done.stderr) == (0, ""), name
-        done = run(*program, "verify", empty.name, folder=empty.root)
-        assert done.returncode == 2
-        required = "verify requires torch, pytest, einops, jaxtyping: install them for "
-        assert done.stderr.startswith(f"tinyblock: error: {required}")
-        contents.append(empty.contents())
-        shutil.rmtree(empty.folder)
-    assert contents[0] == contents[1]
-    hint = "`tinyblock add rope --to nowhere`"
-    assert hint in run(*installed, "check", "nowhere", "rope", folder=empty.root).stderr
+    for name, command in commands.items():
+        done = run(*clone, *command, folder=empty.root)
+        assert (done.returncode, done.stderr) == (0, ""), name
+    done = run(*clone, "verify", empty.name, folder=empty.root)
+    assert done.returncode == 2
+    required = "verify requires torch, pytest, einops, jaxtyping: install them for "
+    assert done.stderr.startswith(f"tinyblock: error: {required}")
 
 
 def test_hints_name_the_program_as_it_was_typed(empty, clone):
