@@ -75,10 +75,11 @@ _UNIONS = (Union, UnionType)
 # nn.Parameter, for example, also looks into the value.
 _PLAIN_METACLASSES = {type, ABCMeta, type(Tensor)}
 _VARIADIC = {
-    inspect.Parameter.VAR_POSITIONAL: "_more",
-    inspect.Parameter.VAR_KEYWORD: "_others",
+    inspect.Parameter.VAR_POSITIONAL: "_typecheck_args",
+    inspect.Parameter.VAR_KEYWORD: "_typecheck_kwargs",
 }
-_WHOLE = (Literal, collections.abc.Callable, type)  # annotations without parts
+# Annotations whose parts are not checked by themselves.
+_WHOLE = (Literal, collections.abc.Callable, type)
 _BY_VALUE = (bool, int, str, bytes, Enum, type)  # what Literal and type[X] read
 _NUMBERS = (int, float, SymInt, SymFloat)  # of which a size may be
 _EMPTY = inspect.Parameter.empty
@@ -142,7 +143,8 @@ def _annotated_functions(
     names = [
         name for name in vars(owner) if name == "__init__" or not name.startswith("_")
     ]
-    home = vars(owner).get("__module__", owner.__name__)  # of a class, or the module
+    # The module in which a class is defined, or the module itself.
+    home = vars(owner).get("__module__", owner.__name__)
     for name in getattr(owner, "__all__", names):
         member: Any = vars(owner).get(name)
         if getattr(member, "__module__", None) != home:
@@ -176,8 +178,8 @@ def _checked(function: Any, owner: Any = None) -> Any:
     check = _Check(function, owner)
     wrapper = _wrapper(check)
     functools.update_wrapper(wrapper, function, updated=())
-    # Without what torch.compile notes in a function that it makes: the compiler would
-    # follow it past the wrapper.
+    # A function that torch.compile has made has attributes that lead the compiler past
+    # the wrapper, so the wrapper gets those of the function below it.
     plain = function
     while "_torchdynamo_orig_callable" in vars(plain):
         plain = plain._torchdynamo_orig_callable
@@ -237,7 +239,7 @@ def _in_eager_mode(check: "_Check") -> Callable[..., Any]:
         except Exception as error:
             check.explain(error, args, kwargs)
             raise
-        found = (_describe(result, check.returns_value), sizes)
+        found = (_describe(result, check.result_by_value), sizes)
         if found != last:
             check.judge(signature, args, kwargs, found, result)
         return result
@@ -260,6 +262,8 @@ class _Call:
     def __init__(
         self, before: Sequence[Any], after: Sequence[Any] = (), result: Any = _MISSING
     ) -> None:
+        self.before = before  # the sizes of parameters
+        self.after = after  # the sizes of the result, after the call
         self.shape = (*before, *after)
         self.result = result
 
@@ -303,7 +307,7 @@ class _Check:
         self.checkers: dict[Any, Callable[..., None]] = {}
         self.read_arguments = self.reading()
         self.read_after = self.written(_sizes(self.braces_after), _typecheck_size=_size)
-        self.returns_value = _has(self.hints.get("return"), _is_read_by_value)
+        self.result_by_value = _has(self.hints.get("return"), _is_read_by_value)
 
     def put(self, name: str, axis: str) -> str:
         """Return what takes the place of an axis that has braces in the annotation of a name.
@@ -324,6 +328,7 @@ class _Check:
             if isinstance(part, ast.FormattedValue):
                 size = ast.unparse(part.value)
                 number = len(self.braces_before) + len(self.braces_after)
+                # The last _ tells typecheck_1_ from the beginning of typecheck_10_.
                 text += sizes.setdefault(size, f"typecheck_{number}_")
             else:
                 text += part.value
@@ -425,21 +430,22 @@ class _Check:
             elif parameter.kind not in _VARIADIC:
                 hint = _narrowed(hint, values[name])
             parameters.append(parameter.replace(annotation=hint, default=_EMPTY))
-        returned: Any = Any
-        axes = [*self.braces_before.values()]
+        result: Any = Any
         if call.result is not _MISSING:
-            returned = _narrowed(hints.get("return", Any), call.result)
-            axes += self.braces_after.values()
-        key = (*parameters, returned, *axes)
+            result = _narrowed(hints.get("return", Any), call.result)
+        # Compiled code reads no sizes of annotations that are resolved after it is made.
+        axes = [*self.braces_before.values()][: len(call.before)]
+        axes += [*self.braces_after.values()][: len(call.after)]
+        key = (*parameters, result, *axes)
+        if len(self.checkers) >= _MAX_SIGNATURES:  # of tuples that grow, for example
+            self.checkers.clear()
         if key not in self.checkers:
             own = inspect.Parameter(
                 "_typecheck_call",
                 inspect.Parameter.POSITIONAL_ONLY,
                 annotation=Shaped[Any, " ".join(axes)],
             )
-            signature = inspect.Signature(
-                [own, *parameters], return_annotation=returned
-            )
+            signature = inspect.Signature([own, *parameters], return_annotation=result)
             self.checkers[key] = _checker(self.function, signature)
         bound: Any = inspect.BoundArguments(inspect.Signature(parameters), values)
         try:
@@ -453,7 +459,8 @@ class _Check:
         message = re.sub(r"\(_typecheck_call: [^/]*/(, )?", "(", message)
         while error.__cause__ is not None:
             error = error.__cause__
-        _, found, reason = str(error).rpartition(", as ")  # of beartype's message
+        # beartype: "... not instance of ..., as the size of dimension d is 4 which ..."
+        _, found, reason = str(error).rpartition(", as ")
         for size, axis in (*self.braces_before.items(), *self.braces_after.items()):
             reason = reason.replace(axis, size)
             message = message.replace(axis, size)
@@ -520,7 +527,10 @@ class _Check:
             context.graph_break(f"TypeCheckError: {error}")
 
     def hide(self) -> None:
-        """Keep the compiler from tracing the checks of eager mode, after a graph break."""
+        """Keep the compiler from tracing the checks of eager mode, after a graph break.
+
+        It traces none of them, but still compiles `function`, which `call` calls.
+        """
         from torch._dynamo.decorators import skip
 
         if "judge" not in vars(self):
@@ -626,8 +636,8 @@ def _describe(value: Any, by_value: bool) -> tuple[Any, ...]:
         return kind, *map(_describe, value, itertools.repeat(by_value))
     if by_value and isinstance(value, _BY_VALUE):
         return kind, value
-    if hasattr(kind, "shape") and hasattr(kind, "dtype"):  # an array of numpy
-        return kind, value.dtype, tuple(value.shape)
+    if hasattr(kind, "shape") and hasattr(kind, "dtype"):  # such as an array of numpy
+        return kind, str(value.dtype), str(value.shape)
     return (kind,)
 
 
@@ -636,7 +646,7 @@ def _checker(function: Any, signature: inspect.Signature) -> Callable[..., None]
     from beartype import BeartypeConf, beartype  # JAXTYPING_DISABLE=1 works without it
 
     @functools.wraps(function)  # so that errors name it
-    def returned(call: _Call, *args: Any, **kwargs: Any) -> Any:
+    def returned(call: _Call, /, *args: Any, **kwargs: Any) -> Any:
         return call.result
 
     vars(returned)["__signature__"] = signature

@@ -439,7 +439,20 @@ def take(x: Float[Tensor, "seq d"], count: Any, y: Float[Tensor, "{count}"]) -> 
     return x[:2]
 
 
+@typecheck
+def renaming(
+    x: Float[Tensor, " n"], *, call: Float[Tensor, " n"], function: int, **check: int
+) -> Float[Tensor, " n"]:
+    return x * call
+
+
 PARTS = {
+    "names of parameters": (
+        renaming,
+        (w, {"call": w, "function": 1, "self": 2}),
+        (w, {"call": ones(1), "function": 1, "self": 2}),
+        "'call'",
+    ),
     "number for a tuple": (turn, (x, (x, x)), (x, 2), "'turns'"),
     "union of arrays": (pick, (x, int_ones), (w.int(), int_ones), "'rows'"),
     "union whose second member fits": (
@@ -611,6 +624,18 @@ def counted(**options: int) -> None:
     pass
 
 
+class Area:
+    """Has what arrays have, and is none."""
+
+    shape = 3
+    dtype = None
+
+
+@typecheck
+def squared(area: Area) -> Tensor:
+    return ones(area.shape)
+
+
 EAGER = {
     "text for a number": (scale, (w, 2.0), (w, "2.0"), "'factor'"),
     "integer for a flag": (scale, (w, 1, True), (w, 1, 1), "'flag'"),
@@ -648,6 +673,7 @@ EAGER = {
     "function": (build, (nn.Linear, len), (nn.Linear, 3), "'of'"),
     "object": (applied, (w, Gain(3)), (w, Model()), "'gain'"),
     "values of keywords": (counted, ({"a": 1},), ({"a": "no"},), "'options'"),
+    "object with a shape": (squared, (Area(),), (3,), "'area'"),
     "wrong argument where the default is a tensor": (
         with_default_tensor,
         (w,),
