@@ -132,7 +132,7 @@ def test_a_method_may_return_self_and_take_its_own_class():
 
 @typecheck
 def takes(
-    x: "Float[LaterTensor, ' {1 * size}']",
+    x: "Float[LaterTensor, ' {1*size}']",
     size: Any,
     y: "Later",
     z: Float[Tensor, "2*{size}"],
