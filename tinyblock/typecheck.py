@@ -42,7 +42,6 @@ import inspect
 import itertools
 import operator
 import re
-import sys
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -643,7 +642,10 @@ def _describe(value: Any, by_value: bool) -> tuple[Any, ...]:
 
 def _checker(function: Any, signature: inspect.Signature) -> Callable[..., None]:
     """Return a function that checks a `_Call` and arguments, and the call's result."""
-    from beartype import BeartypeConf, beartype  # JAXTYPING_DISABLE=1 works without it
+    # Here, because JAXTYPING_DISABLE=1 works without them. jaxtyping compares "*#batch"
+    # by numpy, and where it is missing, rejects right calls without a word about it.
+    import numpy  # noqa: F401
+    from beartype import BeartypeConf, beartype
 
     @functools.wraps(function)  # so that errors name it
     def returned(call: _Call, /, *args: Any, **kwargs: Any) -> Any:
@@ -848,10 +850,8 @@ def _symbols_broadcast() -> Iterator[None]:
 
     numpy would turn symbols into numbers, so that each size makes one more graph.
     """
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        yield
-        return
+    import numpy
+
     by_numpy = numpy.broadcast_shapes
     numpy.broadcast_shapes = _broadcast_shapes
     try:

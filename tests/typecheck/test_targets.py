@@ -11,8 +11,8 @@ from pathlib import Path
 import jaxtyping
 import pytest
 import torch
-from jaxtyping import TypeCheckError
-from torch import nn
+from jaxtyping import Float, TypeCheckError
+from torch import Tensor, nn
 from typecheck.conftest import USERS_MODULE
 
 import tinyblock
@@ -89,6 +89,19 @@ def test_jaxtyping_disable_leaves_functions_unwrapped_and_needs_no_beartype(
     monkeypatch.setitem(sys.modules, "beartype", None)
     file = runpy.run_path(str(FILE))
     assert file["typecheck"](len) is len
+
+
+@pytest.mark.parametrize("package", ["beartype", "numpy"])
+def test_a_missing_package_is_named_at_the_first_call(package, monkeypatch):
+    """Without numpy, jaxtyping would reject right calls."""
+
+    @typecheck
+    def first(x: Float[Tensor, "*batch n"], y: Float[Tensor, "*#batch n"]) -> Tensor:
+        return x
+
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=package):
+        first(torch.ones(2, 3), torch.ones(3))
 
 
 @pytest.mark.parametrize("mistake", ["layers", len, staticmethod(len), lambda x: x])
