@@ -200,9 +200,11 @@ def batch_of(inputs: Inputs) -> Batch:
     tensors = tensors_in(inputs)
     if not tensors or not tensors[0].ndim:
         return Batch(sizes, 1, "sample")
-    if tensors[0].ndim == 2 and not tensors[0].is_floating_point():
-        return Batch(sizes, tensors[0].numel(), "token")
-    return Batch(sizes, len(tensors[0]), "sample")
+    first = tensors[0]
+    has_integers = not (first.is_floating_point() or first.is_complex())
+    if first.ndim == 2 and has_integers:
+        return Batch(sizes, first.numel(), "token")
+    return Batch(sizes, len(first), "sample")
 
 
 def compile_whole(subject: Subject) -> str:

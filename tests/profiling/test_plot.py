@@ -18,18 +18,16 @@ UP.flops, UP.flops_per_s = {"float32": 40, "bfloat16": 20}, 20.0
 EXPERTS = Row("experts", forward_s=0.5, total_s=1.0, least_s=0.25, moved_bytes=10)
 EXPERTS.flops, EXPERTS.flops_per_s, EXPERTS.unknown = {"float32": 10}, 10.0, ["x"]
 NORM = Row("norm", forward_s=0.25, total_s=0.5, least_s=0.125, moved_bytes=10)
-ADAMW = Row("AdamW", forward_s=0.0, total_s=0.25, least_s=0.125)
-ADAMW.is_optimizer = True
+ADAMW = Row("AdamW", forward_s=0.0, total_s=0.25, least_s=0.125, is_optimizer=True)
 REST = Row("rest", total_s=0.25, varies=0.5, limit="noise")
 
 
 def axes_of(*rows):
-    """Draw rows of 5 s in total, and return the figure with its axes."""
+    """Draw rows of 5 s in total, and return the axes of the roofline and of the bars."""
     whole = Row("total", total_s=5.0)
     profile: Any = SimpleNamespace(title="a model", machine="a machine", rates=RATES)
     profile.rows, profile.whole = rows, whole
-    figure = draw(profile)
-    return figure, *figure.axes
+    return draw(profile).axes
 
 
 def points(axes):
@@ -37,12 +35,10 @@ def points(axes):
     return [line for line in axes.get_lines() if line.get_linestyle() == "None"]
 
 
-def texts(legend):
-    return [text.get_text() for text in legend.get_texts()]
-
-
 def test_parts_stand_at_their_flops_per_byte_and_rate_below_the_roof():
-    _, axes, _ = axes_of(NORM, EXPERTS, UP, ADAMW, REST)
+    axes, _ = axes_of(NORM, EXPERTS, UP, ADAMW, REST)
+    units = (axes.get_xlabel(), axes.get_ylabel())
+    assert units == ("FLOPs per byte", "FLOPs per second")
     # From the slowest on. A part without FLOPs has no place, one with unknown a hollow one.
     assert [
         (each.get_label(), *each.get_xydata()[0], each.get_fillstyle())
@@ -54,15 +50,10 @@ def test_parts_stand_at_their_flops_per_byte_and_rate_below_the_roof():
         [[0.5, 5], [10, 100], [200, 100]],
         [[0.5, 5], [40, 400], [800, 400]],
     ]
-    assert [(each.get_text(), each.xy) for each in axes.texts] == [
-        ("float32 matmul", (10, 100)),
-        ("bfloat16 matmul", (40, 400)),
-        ("memory copy", (0.5, 5.0)),
-    ]
 
 
 def test_bars_are_passes_in_ms_and_what_is_no_part():
-    _, _, axes = axes_of(NORM, EXPERTS, UP, ADAMW, REST)
+    _, axes = axes_of(NORM, EXPERTS, UP, ADAMW, REST)
     none = (0, 0)
     assert {
         group.get_label(): [(bar.get_x(), bar.get_width()) for bar in group]
@@ -80,22 +71,14 @@ def test_bars_are_passes_in_ms_and_what_is_no_part():
         "AdamW: 250 ms, 5.00%",
         "rest: 250 ms, 5.0%, noise",
     ]
-    assert axes.get_title() == "Where do 5000 ms go?"
-    assert axes.yaxis_inverted(), "the first row must be on top"
-    _, _, axes = axes_of(replace(UP, total_s=1.0), REST)
-    assert "backward" not in texts(axes.get_legend())
 
 
-def test_picture_of_many_parts_has_room_and_names_the_twelve_slowest():
-    rows = [replace(UP, name=f"part {i}", total_s=i) for i in range(1, 41)]
-    figure, axes, _ = axes_of(*rows, replace(REST, name="a long name" * 4))
-    assert figure.get_figheight() > 40 / 4
-    assert figure.get_figwidth() == 13 + 0.15 * (44 - 20)
-    kinds = [(each.get_marker(), each.get_color()) for each in points(axes)]
-    assert len(set(kinds[:12])) == 12
-    assert set(kinds[12:]) == {(".", "gray")}
+def test_the_twelve_slowest_parts_are_named():
+    parts = [replace(UP, name=f"part {i}", total_s=i) for i in range(1, 15)]
+    axes, _ = axes_of(*parts)
     legend = axes.get_legend()
-    assert texts(legend) == [f"part {i}" for i in range(40, 28, -1)]
-    assert legend.get_title().get_text() == "12 slowest of 40"
-    _, axes, _ = axes_of(*rows[:12])
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == [f"part {i}" for i in range(14, 2, -1)]
+    assert legend.get_title().get_text() == "12 slowest of 14"
+    axes, _ = axes_of(*parts[:12])
     assert axes.get_legend().get_title().get_text() == ""

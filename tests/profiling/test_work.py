@@ -3,8 +3,6 @@
 x has 2 sequences of 5 tokens of width 4: 160 bytes. A token has 16.
 """
 
-import gc
-import weakref
 from functools import partial
 
 import pytest
@@ -32,55 +30,14 @@ def overwrite(x):
 
 # What a part reads from others and leaves to them, and what its operations read and write.
 MOVED = {
-    "x and the result": (lambda x: x.sin(), 320, 320),
+    "what is made between": (lambda x: (x + 1) * 2, 320, 640),
     "a product of two halves of x": (lambda x: x[..., :2] * x[..., 2:], 160 + 80, 240),
     "an expanded number": (lambda x: x[:, :1] * x[0, 0, 0].expand(2, 1, 4), 68, 68),
     # 2 x 3 windows of 3 tokens overlap, and are written apart.
     "windows": (lambda x: x.unfold(1, 3, 1) * 2, 160 + 18 * 16, 160 + 18 * 16),
-    "views": (lambda x: x.view(10, 4).T, 0, 0),
-    "a change in place": (lambda x: (x * 1).relu_(), 320, 640),
-    "what is made between": (lambda x: (x + 1) * 2, 320, 640),
     "what is not written yet": (lambda x: torch.empty_like(x).copy_(x), 320, 320),
-    "what needs a shape alone": (torch.ones_like, 160, 160),
-    "what is drawn": (lambda x: CACHE.uniform_(), 160, 160),
     # zero_ and fill_ write, copy_ reads and writes.
     "what is overwritten": (overwrite, 320, 160 + 160 + 320),
-    # Of a large table: the positions, and what is read, and written.
-    "embedding": (lambda x: F.embedding(ROWS, TABLE), 24 + 2 * 48, 24 + 2 * 48),
-    "index": (lambda x: TABLE[ROWS], 24 + 2 * 48, 24 + 2 * 48),
-    "take": (lambda x: TABLE.take(ROWS), 24 + 2 * 12, 24 + 2 * 12),
-    "put_": (lambda x: CACHE.put_(ROWS, x[0, 0, :3]), 24 + 3 * 12, 24 + 3 * 12),
-    # It reads and writes the rows whose norm it limits, before they are read.
-    "renorm": (
-        lambda x: F.embedding(ROWS, TABLE, max_norm=9.0),
-        24 + 48 + 2 * 48,
-        2 * (24 + 2 * 48),
-    ),
-    "index_fill_": (lambda x: CACHE.index_fill_(1, ROWS, 0.0), 24 + 96, 24 + 96),
-    # A binary search in 1000 numbers meets 10.
-    "searchsorted": (
-        lambda x: torch.searchsorted(BOUNDARIES, x[0, 0, :3]),
-        3 * (4 + 40 + 8),
-        3 * (4 + 40 + 8),
-    ),
-    # Places have two numbers.
-    "grid_sample": (
-        lambda x: F.grid_sample(IMAGE, PLACES, mode="bicubic", align_corners=False),
-        (2 + 16 + 1) * 24,
-        (2 + 16 + 1) * 24,
-    ),
-    # Each number of the result takes one number, or 4, or 16.
-    "nearest": (lambda x: F.interpolate(IMAGE, (2, 3)), 2 * 24, 2 * 24),
-    "bilinear": (
-        lambda x: F.interpolate(IMAGE, (2, 3), mode="bilinear"),
-        5 * 24,
-        5 * 24,
-    ),
-    "bicubic": (
-        lambda x: F.interpolate(IMAGE, (2, 3), mode="bicubic"),
-        17 * 24,
-        17 * 24,
-    ),
 }
 
 
@@ -89,26 +46,35 @@ def test_bytes_that_a_part_moves(profile_of):
         whole = profile_of(function, "forward").whole
         assert whole.moved_bytes == moved, name
         assert whole.traffic_s == pytest.approx(traffic / 4000), name
+
+
+# Of a large table: the positions, and what is read, and written.
+SOME = {
+    "take": (lambda x: TABLE.take(ROWS), 24 + 2 * 12),
+    "put_": (lambda x: CACHE.put_(ROWS, x[0, 0, :3]), 24 + 3 * 12),
+    # It also writes the rows whose norm it limits.
+    "embedding": (lambda x: F.embedding(ROWS, TABLE, max_norm=9.0), 24 + 3 * 48),
+    "index_fill_": (lambda x: CACHE.index_fill_(1, ROWS, 0.0), 24 + 96),
+    # A binary search in 1000 numbers meets 10.
+    "searchsorted": (
+        lambda x: torch.searchsorted(BOUNDARIES, x[0, 0, :3]),
+        3 * (4 + 40 + 8),
+    ),
+    # Each number of the result takes 4 numbers or, with a place of two numbers, 16.
+    "bilinear": (lambda x: F.interpolate(IMAGE, (2, 3), mode="bilinear"), 5 * 24),
+    "grid_sample": (
+        lambda x: F.grid_sample(IMAGE, PLACES, mode="bicubic", align_corners=False),
+        (2 + 16 + 1) * 24,
+    ),
+}
+
+
+def test_bytes_that_are_read_and_written_of_a_large_tensor(profile_of):
+    for name, (function, moved) in SOME.items():
+        assert profile_of(function, "forward").whole.moved_bytes == moved, name
     # Positions and starts of two bags, rows, results, and up to four numbers for a position.
     bags = profile_of(lambda x: F.embedding_bag(ROWS, TABLE, BAGS), "forward").whole
     assert 0 <= bags.moved_bytes - (24 + 16 + 48 + 32) <= 4 * 24
-
-
-LAYERS = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
-
-
-class Again(nn.Module):
-    """Computes two layers again in backward, one after the other."""
-
-    def __init__(self, **options):
-        super().__init__()
-        self.layers = LAYERS
-        self.options = options
-
-    def forward(self, x):
-        for _ in range(2):
-            x = checkpoint(lambda x: self.layers(x.sin()).exp(), x, **self.options)
-        return x
 
 
 def dead_branch(x):
@@ -118,11 +84,6 @@ def dead_branch(x):
 
 def detached_branch(x):
     return x.sin(), x.exp().detach()  # the graph of exp dies, and its result does not
-
-
-def gradient_inside(x):
-    [gradient] = torch.autograd.grad(x.exp().sum(), x)
-    return x + gradient
 
 
 class Squares(torch.autograd.Function):
@@ -148,28 +109,14 @@ def on_cpu(x):
         return x.exp().sum()
 
 
-PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
 KEPT = {
-    "nothing of a sum": (lambda x: x + x, 0),
-    "the input of a function": (lambda x: x.sin(), 160),
-    "the result of another": (lambda x: x.exp(), 160),
-    "one tensor twice": (lambda x: x.exp().sin(), 160),
     "no table": (lambda x: x * TABLE[:5], 0),
     "what forward makes of numbers": (lambda x: x * torch.tensor([1.0, 2, 3, 4]), 16),
-    "the inputs of layers": (LAYERS, 160 + 320),
     "no branch whose graph is gone": (dead_branch, 160),
     "nothing of a result whose graph is gone": (detached_branch, 160),
-    "nothing for a gradient that is taken": (gradient_inside, 0),
     "what a function keeps in an attribute": (Squares.apply, 160),
     "what hooks of the user keep, of two results": (in_bytes, 2 * 160 // 4),
     "a copy on a CPU": (on_cpu, 160),
-    "the inputs of checkpoints": (Again(use_reentrant=False), 2 * 160),
-    "the inputs of reentrant checkpoints": (Again(use_reentrant=True), 2 * 160),
-    # And the results of its two products.
-    "what selective checkpoints store": (
-        Again(use_reentrant=False, context_fn=PRODUCTS),
-        2 * (160 + 320 + 160),
-    ),
 }
 
 
@@ -178,26 +125,41 @@ def test_bytes_that_autograd_keeps(profile_of):
         assert profile_of(model).whole.kept_bytes == kept, name
 
 
+LAYERS = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
+FLOPS = 2 * 10 * (4 * 8 + 8 * 4)  # of both layers in a pass
+PLAIN = partial(checkpoint, use_reentrant=False)
+PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+# The bytes that two checkpoints of the layers keep, and how often these run in a pass.
+CHECKPOINTS = {
+    "inputs": (PLAIN, 2 * 160, 4),
+    "inputs, reentrant": (partial(checkpoint, use_reentrant=True), 2 * 160, 4),
+    "results of products": (
+        partial(PLAIN, context_fn=PRODUCTS),
+        2 * (160 + 320 + 160),
+        3,
+    ),
+}
+
+
+def body(x):
+    return LAYERS(x.sin()).exp()
+
+
+def twice(kind, x):
+    return kind(body, kind(body, x))
+
+
+def test_checkpoints_keep_bytes_and_compute_again_what_they_do_not_keep(profile_of):
+    for name, (kind, kept, passes) in CHECKPOINTS.items():
+        whole = profile_of(partial(twice, kind)).whole
+        assert whole.kept_bytes == kept, name
+        assert whole.flops == {"float32": passes * 2 * FLOPS}, name
+
+
 def test_what_is_kept_is_unknown_if_a_gradient_inside_of_forward_hides_it(profile_of):
     measured = profile_of(lambda x: x @ torch.func.grad(torch.sum)(torch.eye(4)))
     assert measured.whole.kept_bytes is None
     assert measured.notes[-1].startswith("Kept bytes are unknown, because torch.func")
-
-
-def test_noting_a_run_keeps_no_result_alive(profile_of):
-    results = []
-
-    def unused(x):
-        y = x.exp()  # autograd keeps it, and no backward releases it
-        results.append(weakref.ref(y))
-        return 2 * x
-
-    gc.disable()  # it would release what only a cycle keeps
-    try:
-        profile_of(unused)
-    finally:
-        gc.enable()
-    assert [result() for result in results] == [None] * len(results)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -218,41 +180,3 @@ def test_memory_of_tensors_that_have_no_storage_of_their_own(profile_of):
     )
     memory = profile_of(lambda x: matrix @ x[0], "forward").memory
     assert memory.other_tensor_bytes == 5 * 4 + 5 * 8 + 6 * 8
-
-
-class Weighs(nn.Module):
-    """Has weights in a list and in a dict, which are modules that nobody calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.listed = nn.ParameterList([torch.ones(4)])
-        self.keyed = nn.ParameterDict({"scale": torch.ones(4)})
-
-    def forward(self, x):
-        return x * self.listed[0] + self.keyed["scale"]
-
-
-class Attends(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attend = nn.MultiheadAttention(4, 2)
-
-    def forward(self, x):
-        return self.attend(x, x, x)[0]
-
-
-NORMED = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-# Models, and how many of their weights are those of no part.
-OTHERS = {
-    "a list and a dict of weights": (Weighs(), 4 + 4),
-    "the projection that attention calls itself": (Attends(), 4 * 4 + 4),
-    "a weight with a parametrization": (nn.Sequential(NORMED), 4 * 4 + 4),
-}
-
-
-def test_weights_of_rows_add_up_to_the_total(profile_of):
-    for name, (model, others) in OTHERS.items():
-        measured = profile_of(model)
-        rows = {row.name: row.parameters for row in measured.rows}
-        assert sum(rows.values()) == measured.whole.parameters, name
-        assert rows["weights of no part"] == others, name
