@@ -60,8 +60,6 @@ def test_complex_weights_take_four_products_and_an_optimizer_that_is_not_fused(
     profile_of,
 ):
     layer = nn.Linear(4, 3, dtype=torch.cfloat)
-    # A frozen weight of integers changes nothing.
-    layer.frozen = nn.Parameter(torch.ones(8, dtype=torch.int8), requires_grad=False)
     before = layer.weight.detach().clone()
     inputs = (torch.ones(2, 4, dtype=torch.cfloat),)
     measured = profile_of(layer, "step", inputs)

@@ -18,6 +18,9 @@ class Layer(nn.Module):
         super().__init__()
         self.up = nn.Linear(4, 8, bias=False)
         self.down = nn.Linear(8, 4, bias=False)
+        # AdamW is fused, because it gets no weight of integers.
+        codes = torch.ones(8, dtype=torch.int8)
+        self.codes = nn.Parameter(codes, requires_grad=False)
 
     def forward(self, x):
         relu = nn.ReLU()  # it belongs to its caller
@@ -68,6 +71,7 @@ def body(profile):
 # layers.*: relu 0.5 s, the sum 0.125 s and relu's backward 0.25 s, twice. Relu reads and
 #   writes 320 bytes each, the sum 2 x 160 and 160, backward 2 x 320 and 320: 4,160 bytes take
 #   1.04 s. Relu's results are kept: 2 x 320 bytes.
+#   It has 2 x 8 integers of a byte.
 # AdamW: 7 s in one operation, and a sum for the counters. It must read weights, gradients
 #   and two states of 512 bytes, write three of them, and read and write 4 counters of 4
 #   bytes: 3,616 bytes take 0.904 s. Both operations read the counters: 3,632 bytes, 13% of
@@ -75,17 +79,17 @@ def body(profile):
 # total: 14 + 7 s. 7,680 FLOPs take 7.68 s, 36.6% of it; the least times are 2 x 3.84 + 1.04 +
 #   0.904 s, 45.8%. 8, 6 and 6 computations of the model, besides views, and 2 of AdamW
 #   take 10 ms each. 10 tokens in 21 s.
-# Memory: 128 weights of 4 bytes, a table of 400 bytes, two states and counters of 1,040. At
+# Memory: 528 bytes of weights, a table of 400, two states and counters of 1,040. At
 #   the peak, in backward of the second layer, there are these, x, both relu's results, the
 #   results of both layers, the gradient of the last weight, and the gradients of relu's
-#   result and argument: 2,112 + 2 x 320 + 2 x 160 + 128 + 2 x 320.
+#   result and argument: 2,128 + 2 x 320 + 2 x 160 + 128 + 2 x 320.
 STEP = """\
 a model: 2 x 5 tokens, d_model 4; float32, step, eager, training mode
 Measured in the same rounds: float32 matmul 1.00 kFLOP/s, memory copy 4.00 kB/s, an operation on one number 10.0 ms
 
 Time: 21.0 s (p20 to p80: 21.0 s to 21.0 s), 476 m tokens/s, of which the roofline (the least possible time) is 45.8%
 MFU: at the matmul rate, its FLOPs take 36.6% of the time
-Memory: peak 3.84 kB, parameters 512 B, buffers 400 B, other tensors 0 B, gradients 512 B, AdamW 1.04 kB, kept for
+Memory: peak 3.86 kB, parameters 528 B, buffers 400 B, other tensors 0 B, gradients 512 B, AdamW 1.04 kB, kept for
   backward 960 B
 Rest, which no part explains: 0% of the time. It varies by 0% of the time
 Overhead: calling 22 operations besides views takes at least 220 ms, 1.0% of the time
@@ -105,10 +109,10 @@ Most time lost against the roofline, and why:
 part           calls  ops  params  forward ms  total ms  share  roofline    limit   kept
 layers.*.up        2   26      64        2000      6250  29.8%     61.4%  compute  320 B
 layers.*.down      2   24      64        2000      6000  28.6%     64.0%  compute
-layers.*           2    6                1250      1750  8.33%     59.4%   memory  640 B
+layers.*           2    6      16        1250      1750  8.33%     59.4%   memory  640 B
 AdamW                   2                   0      7000  33.3%     12.9%   kernel
 rest                                                  0     0%
-total              7   58     128        5250     21000   100%     45.8%           960 B"""
+total              7   58     144        5250     21000   100%     45.8%           960 B"""
 
 
 def test_training_step(profile_of, clock):
