@@ -47,7 +47,6 @@ LIMITS = [
         "operations, or more tokens. 1 operations, which take less than 1% each",
     ),
     # The time between operations is what they leave of a fast run.
-    (row_of(add(1, 3, 1), p20_s=8.0), "Python", "calls take 50% of the time."),
     (row_of(add(1, 3, 1), p20_s=7.9), "kernel", "Its operations are slow: "),
     (
         row_of(add(1, 9, 30), Operation("mul", 1, 0, 20), add(1, 0, 0)),
@@ -78,7 +77,7 @@ LIMITS = [
         "Operations whose FLOPs are unknown (a.b, a.c) take 50% of the time.",
     ),
     (row_of(Operation("c", 1, 4.9), add(1, 5, 1), unknown=["a.c"]), "kernel", "slow: "),
-    # Three digits, unless it varies by more than 5%.
+    # Figures have three digits, or two if they vary by more than 5%.
     (row_of(moved_bytes=50, varies=0.050), "memory", "of its 10.0 s,"),
     (row_of(moved_bytes=50, varies=0.051), "memory", "of its 10 s,"),
 ]

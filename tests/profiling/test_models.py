@@ -34,9 +34,9 @@ def test_backward_starts_at_the_first_tensor_in_an_object_that_has_a_gradient(
 ):
     def model(x):
         found = Found(3, x.argmax(-1), LAYER(x))
-        return Plain(input=x.detach(), found=found, unused=LAYER(x))
+        return Plain(input=x.detach(), found=found, later=x.sin())
 
-    assert profile_of(model).whole.flops == {"float32": (2 + 2) * PASS}
+    assert profile_of(model).whole.flops == {"float32": 3 * PASS}
 
 
 def fail(x):
@@ -60,20 +60,17 @@ def test_complex_weights_take_four_products_and_an_optimizer_that_is_not_fused(
     profile_of,
 ):
     layer = nn.Linear(4, 3, dtype=torch.cfloat)
-    before = layer.weight.detach().clone()
     inputs = (torch.ones(2, 4, dtype=torch.cfloat),)
     measured = profile_of(layer, "step", inputs)
     # The input has no gradient.
     assert measured.whole.flops == {"float32": 2 * 4 * 2 * 2 * 4 * 3}
     [step] = [row for row in measured.rows if row.is_optimizer]
     assert step.operation("addcdiv_").calls > 0
-    assert torch.equal(layer.weight, before), "all runs must have the same weights"
 
 
 # Inputs, and what they are.
 BATCHES = [
     (torch.ones(2, 4, dtype=torch.int64), 8, "token"),
-    (torch.ones(2, 4), 2, "sample"),
     (torch.ones(2, 4, dtype=torch.cfloat), 2, "sample"),
     (torch.tensor(1.0), 1, "sample"),
 ]
@@ -88,12 +85,12 @@ def test_a_batch_of_integers_is_one_of_tokens_and_others_of_samples():
 def compiled_in_place():
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].compile(backend="eager")
+    model(torch.ones(2, 5, 4, requires_grad=True))  # compiled before it is measured
     return model
 
 
 def compiled_function():
     function = torch.compile(torch.relu, backend="eager")
-    function(torch.ones(2, 5, 4))  # compiled before it is measured
     return lambda x: function(LAYER(x))
 
 
