@@ -34,7 +34,7 @@ FROZEN = nn.Conv1d(4, 6, 3, padding=1, groups=2).requires_grad_(False)
 LSTM = nn.LSTM(4, 3, batch_first=True, bidirectional=True)
 GATE = 4 * 3 + 3 * 3  # weights of one of its four gates
 EXPERTS, ROWS = nn.Parameter(torch.ones(2, 4, 8)), nn.Parameter(torch.ones(4, 8))
-ENDS = torch.tensor([1, 3], dtype=torch.int32)  # two groups get 1 and 2 of the rows
+ENDS = torch.tensor([1, 3], dtype=torch.int32)  # two groups get 1 and 2 rows or columns
 LAYERS = {
     # The gradients of a matrix, of dot, and of an added vector have no sums.
     "vectors": (vectors, 2 * (2 * 20 + 5 + 2 * 20)),
@@ -65,7 +65,6 @@ LAYERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_all_passes_take_the_flops_of_formulas(profile_of):
     for name, (layer, count) in LAYERS.items():
         assert profile_of(layer).whole.flops == {"float32": count}, name
