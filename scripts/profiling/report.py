@@ -16,16 +16,17 @@ of a list that are alike add up in one row: `layers.*`, or `layers.2*` for the t
 are like it. Calls, ops (torch's operations) and kept count one run of all passes. A figure has two
 digits if its samples vary by more than 5% (p20 to p80: 20th to 80th percentile). Roofline is the
 least time, max(FLOPs / matmul rate, bytes / memory copy rate), as a share of the measured time. It
-is above 100% if data came from a cache, or if a rate is NOISY. MFU (model FLOP utilization) is the
-time of all FLOPs at the matmul rate, as a share of the measured time. FLOPs are counted for
-matmuls, convolutions, recurrent layers and attention. After >= or <=, some are unknown. Limit is
-what takes at least half of the time: compute, memory (bytes that the part must read and write),
-overhead (calling as many operations on one number as it has besides views), Python (with autograd
-and calls: what the work of operations leaves), or traffic (bytes that operations read and write,
-also for each other); otherwise kernel. Kept bytes are what autograd keeps for backward, and what
-else of forward lives at its end. Rest is what no part explains, such as the start of backward. It
-is below 0 if reading the clock between the parts took longer, and noise if its samples vary by more
-than itself. docs/profile.md explains more, and --json has more."""
+is above 100% if data came from a cache, or was changed in place, which a CPU does faster than it
+copies, or if a rate is NOISY. MFU (model FLOP utilization) is the time of all FLOPs at the matmul
+rate, as a share of the measured time. FLOPs are counted for matmuls, convolutions, recurrent layers
+and attention. After >= or <=, some are unknown. Limit is what takes at least half of the time:
+compute, memory (bytes that the part must read and write), overhead (calling as many operations on
+one number as it has besides views), Python (with autograd and calls: what the work of operations
+leaves), or traffic (bytes that operations read and write, also for each other); otherwise kernel.
+Kept bytes are what autograd keeps for backward, and what else of forward lives at its end. Rest is
+what no part explains, such as the start of backward. It is below 0 if reading the clock between the
+parts took longer, and noise if its samples vary by more than itself. docs/profile.md explains more,
+and --json has more."""
 
 # A range of times, as a share of their median. A reason may be wrong.
 TOO_NOISY = 0.5
@@ -71,8 +72,8 @@ def _summary(profile: Profile) -> str:
     [rest] = [row for row in profile.rows if row.name == REST]
     digits = whole.digits
     bound = _at_least(whole)
+    roofline = f"{_of_roofline(whole)} of it" if whole.of_roofline else "unknown"
     sizes = [
-        f"peak {si(memory.peak_bytes, 'B')}",
         f"parameters {si(memory.parameter_bytes, 'B')}",
         f"buffers {si(memory.buffer_bytes, 'B')}",
         f"other tensors {si(memory.other_tensor_bytes, 'B')}",
@@ -82,10 +83,10 @@ def _summary(profile: Profile) -> str:
     ]
     lines = [
         f"Time: {si(took.median, 's', digits)} (p20 to p80: {si(took.p20, 's', digits)} to "
-        f"{si(took.p80, 's', digits)}), {si(profile.samples_per_s, digits=digits)} {profile.batch.unit}s/s, "
-        f"of which the roofline (the least possible time) is {_of_roofline(whole) or 'unknown'}",
-        f"MFU: at the matmul rate, its FLOPs take {bound}{share(profile.mfu, digits)} of the time",
-        f"Memory: {', '.join(sizes)}",
+        f"{si(took.p80, 's', digits)}), {si(profile.samples_per_s, digits=digits)} {profile.batch.unit}s/s. "
+        f"The roofline (the least time) is {roofline}",
+        f"MFU: its FLOPs would take {bound}{share(profile.mfu, digits)} of the time at the matmul rate",
+        f"Memory: peak {si(memory.peak_bytes, 'B')}. Sizes, not all at one time: {', '.join(sizes)}",
         f"Rest, which no part explains: {share(rest.total_s / whole.total_s, 2)} of the "
         f"time. It varies by {share(profile.rest_varies, 2)} of the time"
         f"{', so it is noise' if rest.limit else ''}",
@@ -139,6 +140,7 @@ def _reason(row: Row) -> str:
         return f"{share((seconds or 0.0) / row.total_s, 2)} of the time"
 
     by_bytes = sorted(row.operations, key=lambda each: -each.moved_bytes)
+    read_and_written = sum(each.moved_bytes for each in row.operations)
     reason = _REASONS[row.limit or row.name].format(
         computations=f"{row.computations:,}",
         unknown=", ".join(row.unknown),
@@ -148,7 +150,10 @@ def _reason(row: Row) -> str:
         between=of_time(row.between_s),
         traffic=of_time(row.traffic_s),
         moved=si(row.moved_bytes, "B"),
-        read_and_written=si(sum(each.moved_bytes for each in row.operations), "B"),
+        read_and_written=si(read_and_written, "B"),
+        needed=f", of which {si(row.moved_bytes, 'B')} must be moved"
+        if row.moved_bytes < 0.9 * read_and_written
+        else "",
         most=", ".join(
             f"{each.name} {si(each.moved_bytes, 'B')}" for each in by_bytes[:2]
         ),
@@ -169,7 +174,7 @@ _REASONS = {
     "traffic": "Its operations read and write {read_and_written} ({most}), which takes "
     "{traffic}, where {moved} must be moved.",
     "kernel": "Its operations are slow: at the machine's rates, {flops}what they read and "
-    "write ({read_and_written}) takes {traffic}.",
+    "write ({read_and_written}{needed}) takes {traffic}.",
     "unknown": "Operations whose FLOPs are unknown ({unknown}) take {unknown_time}.",
     GPU_IDLE: "No kernel runs.",
 }
@@ -231,7 +236,7 @@ def _in_backward(operation: Operation) -> str:
     if operation.backward_calls == operation.calls:
         return ", backward"
     if operation.backward_calls:
-        return f", {operation.backward_calls:,} in backward"
+        return f", {operation.backward_calls:,} of them in backward"
     return ""
 
 

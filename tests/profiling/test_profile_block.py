@@ -82,7 +82,7 @@ def test_compiled_model_with_inputs_of_its_own_in_a_dtype(capsys, tmp_path):
     text = capsys.readouterr().out
     assert ": ids 2 x 3, weight 3 x 4; bfloat16, forward, compiled, eval mode\n" in text
     # Ids stay integers, so a run has their tokens.
-    assert " tokens/s, " in text
+    assert " tokens/s. " in text
     note = "graphs: 1, breaks: none. The parts were measured in eager mode."
     assert note in " ".join(text.split())
     assert text.endswith("--json has more.\n")
