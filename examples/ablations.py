@@ -23,15 +23,7 @@ import torch
 from language_model import LanguageModel
 from torch import Tensor, nn
 from tqdm import tqdm
-from train import (
-    Config,
-    adamw,
-    at_least_one,
-    even_windows,
-    read_text,
-    train,
-    validate,
-)
+from train import Config, adamw, even_windows, read_text, train, validate
 
 from tinyblock import Block, FeedForward, SwiGLU, gelu, silu
 
@@ -86,7 +78,7 @@ VARIANTS: dict[str, dict[str, Callable[[Config], LanguageModel]]] = {
 
 def run(model: nn.Module, config: Config, text: Tensor, windows: Tensor) -> Tensor:
     """Train, and return the validation losses by position; NaN if training diverges."""
-    for loss in train(model, adamw(model), text, config):
+    for loss in train(model, adamw(model), text, config, first=0):
         if not loss < DIVERGED:
             return torch.full((windows.shape[1] - 1,), torch.nan)
     return validate(model, windows)
@@ -112,7 +104,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "files",
         nargs="*",
-        metavar="FILE",
         help="train on this text (default: Python's standard library)",
     )
     parser.add_argument(
@@ -124,19 +115,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--seeds",
-        type=at_least_one,
-        default=3,
-        help="train with seeds 0, 1, and so on (default: %(default)s of them)",
+        type=int,
+        nargs="+",
+        default=[0, 1, 2],
+        help="train with each of these seeds (default: 0 1 2)",
     )
     parser.add_argument(
         "--layers",
-        type=at_least_one,
+        type=int,
         default=SMALL.layers,
         help="build this many blocks (default: %(default)s)",
     )
     parser.add_argument(
         "--seq",
-        type=at_least_one,
+        type=int,
         default=SMALL.seq,
         help="train on sequences of this many bytes (default: %(default)s)",
     )
@@ -152,19 +144,21 @@ def main(arguments: Sequence[str] | None = None, config: Config = SMALL) -> None
     windows = even_windows(held_out, 256, length)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    # The losses of all positions, by rate, seed and variant.
-    losses = torch.zeros(len(options.lrs), options.seeds, len(variants), length)
-    for index in tqdm(list(product(*map(range, losses.shape[:3]))), disable=None):
-        rate, seed, variant = index
+    runs = list(product(options.lrs, options.seeds, variants.values()))
+    by_run = []
+    for lr, seed, build_variant in tqdm(runs, disable=None):
         torch.manual_seed(seed)
-        of_run = replace(config, lr=options.lrs[rate], seed=seed)
-        model = list(variants.values())[variant](of_run).to(device)
-        losses[index] = run(model, of_run, text, windows)
+        of_run = replace(config, lr=lr, seed=seed)
+        model = build_variant(of_run).to(device)
+        by_run.append(run(model, of_run, text, windows))
 
+    # The losses of all positions, by rate, seed and variant.
+    sizes = len(options.lrs), len(options.seeds), len(variants), length
+    losses = torch.stack(by_run).view(sizes)
     short = losses[..., : options.seq].mean(-1)
     rows = []
     for rate, lr in enumerate(options.lrs):
-        for seed, loss in enumerate(short[rate]):
+        for seed, loss in zip(options.seeds, short[rate], strict=True):
             rows.append((f"lr {lr:g}, seed {seed}", loss))
         rows.append((f"lr {lr:g}, mean", short[rate].mean(0)))
     print(table(variants, rows))

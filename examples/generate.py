@@ -14,7 +14,6 @@ and calls this file.
 import argparse
 import itertools
 import json
-import math
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -100,20 +99,6 @@ def pieces(tokenizer: Any, prompt: list[int], tokens: Iterable[int]) -> Iterator
             text = longer
 
 
-def at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
-
-
-def temperature(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and finite, got {number}")
-    return number
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -125,20 +110,20 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("prompt", help="continue this text, or answer this question")
     parser.add_argument(
         "--tokens",
-        type=at_least_one,
+        type=int,
         default=100,
         help="generate at most this many tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--temperature",
-        type=temperature,
+        type=float,
         default=0.0,
         help="divide the logits by this, and draw a token; 0 takes the likeliest token "
         "(default: 0)",
     )
     parser.add_argument(
         "--top-k",
-        type=at_least_one,
+        type=int,
         help="draw from this many likely tokens (default: all)",
     )
     parser.add_argument(
@@ -152,8 +137,6 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if options.top_k is not None and options.temperature == 0:
-        parser.error("--top-k must come with a --temperature, which draws a token")
     try:
         model, tokenizer, stop = load(options.model)
     except (OSError, ValueError) as error:  # no model, or a rejected one
@@ -176,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
             options.temperature,
             options.top_k,
         )
-    except ValueError as error:  # no prompt, or one that is too long
+    except ValueError as error:  # a number out of range, or a prompt that does not fit
         parser.error(str(error))
     until_stop = itertools.takewhile(lambda token: token not in stop, map(int, tokens))
     for text in pieces(tokenizer, prompt, until_stop):

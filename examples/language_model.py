@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tinyblock import CausalMultiHeadSelfAttention, Transformer
+from tinyblock.attention import Linear
 
 
 class Cache:
@@ -120,15 +121,8 @@ class Embedding(nn.Embedding):
         draw(self.weight, std=1)
 
 
-class Head(nn.Linear):
-    """A logit for each token. The weights have variance 2 / (d_in + d_out)."""
-
-    def reset_parameters(self) -> None:
-        draw(self.weight, std=math.sqrt(2 / sum(self.weight.shape)))
-
-
 class TiedEmbedding(nn.Embedding):
-    """A vector for each token, and the weights of the head, which are drawn as in Head."""
+    """A vector for each token, and the weights of the head, drawn as Linear draws them."""
 
     def reset_parameters(self) -> None:
         draw(self.weight, std=math.sqrt(2 / sum(self.weight.shape)))
@@ -170,7 +164,7 @@ class LanguageModel(nn.Module):
         )
         self.lm_head = None
         if not tied:
-            self.lm_head = Head(d_model, vocabulary, bias=False, **factory)
+            self.lm_head = Linear(d_model, vocabulary, bias=False, **factory)
 
     def reset_parameters(self) -> None:
         layer: Any
@@ -238,7 +232,9 @@ class LanguageModel(nn.Module):
     def require_length(self, tokens: Tensor, count: int, cache: Cache) -> None:
         """Raise a ValueError unless the model can add `count` tokens to the prompts."""
         if count < 1:
-            raise ValueError(f"count must be at least 1, got {count}")
+            raise ValueError(
+                f"the number of new tokens must be at least 1, got {count}"
+            )
         if not tokens.numel():
             raise ValueError(
                 f"each prompt must have a token, got tokens of shape {tuple(tokens.shape)}"
@@ -283,6 +279,10 @@ def require_choice(temperature: float, top_k: int | None) -> None:
         )
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
+    if top_k is not None and temperature == 0:
+        raise ValueError(
+            f"top_k must come with a temperature above 0, which draws tokens, got {top_k}"
+        )
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:

@@ -43,6 +43,7 @@ class Config:
     lr: float = 5e-3
     warmup: int = 50
     seed: int = 0
+    every: int = 100  # validate and save after so many steps
 
 
 def standard_library() -> list[str]:
@@ -86,7 +87,7 @@ def digest(parts: Sequence[Tensor]) -> str:
 
 def zlib_loss(text: Tensor) -> float:
     data = text.numpy().tobytes()
-    return math.log(2) * 8 * len(zlib.compress(data, level=9)) / len(data)
+    return math.log(2) * 8 * len(zlib.compress(data)) / len(data)
 
 
 def windows_at(text: Tensor, starts: Tensor, seq: int) -> Tensor:
@@ -130,7 +131,7 @@ def learning_rate(config: Config, step: int) -> float:
     """Return the rate of a linear warm-up, then of a cosine to a tenth of the peak."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    done = (step - config.warmup) / max(1, config.steps - config.warmup)
+    done = (step - config.warmup) / (config.steps - config.warmup)
     return config.lr * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
@@ -142,7 +143,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
         {"params": matrices, "weight_decay": 0.1},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
 
 def train(
@@ -150,7 +151,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     text: Tensor,
     config: Config,
-    first: int = 0,
+    first: int,
 ) -> Iterator[float]:
     """Train from step `first` on, and yield the loss of each step."""
     for step in range(first, config.steps):
@@ -171,13 +172,6 @@ def sample(model: LanguageModel, prompt: Tensor, seq: int) -> str:
     return bytes(drawn[0].tolist()).decode(errors="replace")
 
 
-def at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -185,12 +179,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "files",
         nargs="*",
-        metavar="FILE",
         help="train on this text (default: Python's standard library)",
     )
     parser.add_argument(
         "--steps",
-        type=at_least_one,
+        type=int,
         help=f"train for this many steps (default: {Config.steps})",
     )
     parser.add_argument(
@@ -198,12 +191,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the checkpoint"
-    )
-    parser.add_argument(
-        "--every",
-        type=at_least_one,
-        default=100,
-        help="validate and save every so many steps (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     if options.resume and options.checkpoint is None:
@@ -218,7 +205,7 @@ def build(config: Config) -> LanguageModel:
 
 def read(path: str) -> dict[str, Any]:
     """Return the content of a checkpoint, on the CPU."""
-    return torch.load(path, weights_only=True, map_location="cpu")
+    return torch.load(path, map_location="cpu")
 
 
 def load(path: str) -> LanguageModel:
@@ -273,7 +260,7 @@ def main(arguments: Sequence[str] | None = None, config: Config | None = None) -
     for loss in tqdm(steps, total=config.steps, initial=first, disable=None):
         history.append(loss)
         step = len(history)
-        if step % options.every and step < config.steps:
+        if step % config.every and step < config.steps:
             continue
         validation[step] = validate(model, windows).mean().item()
         tqdm.write(f"step {step}: {loss:.3f}, validation {validation[step]:.3f}")
@@ -289,7 +276,8 @@ def main(arguments: Sequence[str] | None = None, config: Config | None = None) -
             }
             save(options.checkpoint, state)
 
-    print(sample(model, held_out[: max(config.seq // 4, 1)].to(device), config.seq))
+    prompt = held_out[: config.seq // 4 + 1].to(device)
+    print(sample(model, prompt, config.seq))
 
 
 if __name__ == "__main__":

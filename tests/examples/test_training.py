@@ -3,8 +3,9 @@
 import math
 import zlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from pickle import PicklingError, UnpicklingError
+from pickle import PicklingError
 from typing import Any
 
 import pytest
@@ -92,26 +93,25 @@ def test_a_run_equals_its_steps_written_out(text, tmp_path, capsys):
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-4)
 
     held_out = text.read_bytes()[-100:]
-    bits = 8 * len(zlib.compress(held_out, level=9)) / len(held_out)
+    bits = 8 * len(zlib.compress(held_out)) / len(held_out)
     first, second, *sample = capsys.readouterr().out.split("\n", 2)
     assert first == f"1,900 bytes; zlib: {bits * math.log(2):.3f} nats per byte"
     assert second == f"step 60: {history[-1]:.3f}, validation {validation:.3f}"
     # The prompt, then as many bytes as the model has positions, and one.
-    assert sample[0].startswith("yz")
     trained = train.load(path)
     torch.manual_seed(CONFIG.seed)
     train.build(CONFIG)  # draws before the sample is drawn
-    expected = trained.generate(torch.tensor([list(b"yz")]), 7, temperature=0.8)
+    expected = trained.generate(torch.tensor([list(b"yzy")]), 6, temperature=0.8)
     assert sample[0] == bytes(expected[0].tolist()).decode(errors="replace") + "\n"
 
 
 def test_a_stopped_run_resumes_with_the_same_losses(text, tmp_path):
     """In the first 50 steps, the learning rate does not depend on the number of steps."""
-    config = replace(CONFIG, steps=12)
+    config = replace(CONFIG, steps=12, every=5)
     whole, part = str(tmp_path / "whole.pt"), str(tmp_path / "part.pt")
-    train.main([str(text), "--checkpoint", whole, "--every", "5"], config)
+    train.main([str(text), "--checkpoint", whole], config)
     train.main([str(text), "--checkpoint", part, "--steps", "5"], config)
-    train.main(["--checkpoint", part, "--resume", "--every", "5", "--steps", "12"])
+    train.main(["--checkpoint", part, "--resume", "--steps", "12"])
     resumed, expected = train.read(part), train.read(whole)
     assert resumed["validation"].keys() == {5, 10, 12}
     for name in ("files", "config", "history", "validation"):
@@ -129,20 +129,14 @@ def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(tmp_path):
     assert train.read(path) == {"history": [1.0]}
 
 
-CHANGES = {
-    "grown": lambda data: data + b"more",
-    "with another byte": lambda data: b"!" + data[1:],
-    "with another byte in what is held out": lambda data: data[:-1] + b"!",
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_run_does_not_resume_over_a_text_that_has_changed(change, text, tmp_path):
+def test_a_run_does_not_resume_over_a_text_that_has_changed(text, tmp_path):
     path = str(tmp_path / "run.pt")
     train.main([str(text), "--checkpoint", path], replace(CONFIG, steps=1))
-    text.write_bytes(change(text.read_bytes()))
-    with pytest.raises(ValueError, match="must have the text of its checkpoint"):
-        train.main(["--checkpoint", path, "--resume", "--steps", "2"])
+    data = text.read_bytes()
+    for changed in (data + b"more", b"!" + data[1:], data[:-1] + b"!"):
+        text.write_bytes(changed)
+        with pytest.raises(ValueError, match="must have the text of its checkpoint"):
+            train.main(["--checkpoint", path, "--resume", "--steps", "2"])
 
 
 def test_each_parameter_is_trained_and_clipped():
@@ -161,7 +155,7 @@ def test_each_parameter_is_trained_and_clipped():
     model = Scaled()
     before = [weight.detach().clone() for weight in model.parameters()]
     text = torch.arange(200, dtype=torch.uint8) % 7
-    for _ in train.train(model, train.adamw(model), text, replace(CONFIG, steps=2)):
+    for _ in train.train(model, train.adamw(model), text, SHORT, first=0):
         gradients = [weight.grad.norm() for weight in model.parameters()]
         assert torch.stack(gradients).norm() <= 1.001
     for weight, old in zip(model.parameters(), before, strict=True):
@@ -173,23 +167,10 @@ def test_each_parameter_is_trained_and_clipped():
 
 def test_the_standard_library_has_no_installed_packages():
     files = train.standard_library()
-    assert files == sorted(files, key=lambda file: Path(file).parts)
+    assert files == sorted(files, key=lambda file: Path(file).parts)  # on any disk
     assert len(files) > 500
     assert any(file.endswith("/json/decoder.py") for file in files)
     assert not any("-packages" in file for file in files)
-
-
-def test_windows_are_drawn_from_the_whole_text_and_validation_covers_it():
-    text = torch.arange(41, dtype=torch.uint8)
-    drawn = [
-        train.random_windows(text, replace(CONFIG, seq=36), step) for step in range(99)
-    ]
-    starts = torch.cat(drawn)[:, 0]
-    assert starts.unique().tolist() == [0, 1, 2, 3, 4]
-    assert torch.equal(drawn[0] - drawn[0][:, :1], torch.arange(37).expand(3, -1))
-    windows = train.even_windows(text, 5, 8)
-    assert windows[:, 0].tolist() == [0, 8, 16, 24, 32]
-    assert windows[:, -1].tolist() == [8, 16, 24, 32, 40]
 
 
 def test_a_text_may_have_any_number_of_bytes():
@@ -203,24 +184,15 @@ def test_a_text_may_have_any_number_of_bytes():
 # --- The command --------------------------------------------------------------------------
 
 
-def test_without_options_a_run_saves_every_100_steps_and_its_sizes_fit(capsys):
-    assert train.parse([]).every == 100
+def test_the_default_sizes_run(capsys):
     train.main([__file__, "--steps", "1"])
     assert "step 1: " in capsys.readouterr().out
 
 
-WRONG = {
-    "--resume requires --checkpoint FILE": ["--resume"],
-    "argument --steps: must be at least 1, got 0": ["--steps", "0"],
-    "argument --every: must be at least 1, got -1": ["--every", "-1"],
-}
-
-
-def test_a_wrong_option_is_named(capsys):
-    for message, arguments in WRONG.items():
-        with pytest.raises(SystemExit):
-            train.main(arguments)
-        assert message in capsys.readouterr().err
+def test_resume_requires_a_checkpoint(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--resume"])
+    assert "--resume requires --checkpoint FILE" in capsys.readouterr().err
 
 
 def test_a_text_that_is_too_short_raises(text):
@@ -233,65 +205,34 @@ def test_a_text_that_is_too_short_raises(text):
     train.main([str(text)], replace(SHORT, seq=1))
 
 
-class Anything:
-    """What a checkpoint may not contain, because to read it could run any code."""
-
-
-def test_a_checkpoint_with_objects_is_not_read(tmp_path):
-    torch.save({"config": Anything()}, tmp_path / "run.pt")
-    with pytest.raises(UnpicklingError, match="Anything"):
-        train.read(str(tmp_path / "run.pt"))
-
-
 # --- Ablations ----------------------------------------------------------------------------
 
-VARIANTS = {
-    (group, name): build
-    for group, variants in ablations.VARIANTS.items()
-    for name, build in variants.items()
-}
+X = torch.linspace(-2, 2, 5 * 16, dtype=torch.float64).view(5, 16)
 
 
-def blocks_of(x, attn, ffn):
-    """Return each arrangement of a block, written out."""
-
-    def norm(x):
-        return F.rms_norm(x, x.shape[-1:], eps=1e-5)
-
-    between = x + attn(norm(x))
-    after = norm(x + attn(x))
-    return {
-        "pre-norm": norm(between + ffn(norm(between))),
-        "post-norm": norm(after + ffn(after)),
-    }
+def test_ungated_feed_forward_layers_compute_their_formula():
+    activations = {"GELU": F.gelu, "SiLU": F.silu, "ReLU": F.relu}
+    for name, activation in activations.items():
+        model = ablations.VARIANTS["ffn"][name](CONFIG).double()
+        ffn = model.transformer.layers[0].ffn
+        expected = activation(X @ ffn.w1.weight.T) @ ffn.w2.weight.T
+        torch.testing.assert_close(ffn(X), expected, msg=name)
 
 
-def feed_forwards_of(x, layer):
-    def ungated(activation):
-        return layer.w2(activation(layer.w1(x)))
-
-    return {
-        "SwiGLU": lambda: layer.w2(F.silu(layer.w1(x)) * layer.w3(x)),
-        "GELU": lambda: ungated(F.gelu),
-        "SiLU": lambda: ungated(F.silu),
-        "ReLU": lambda: ungated(F.relu),
-    }
-
-
-@pytest.mark.parametrize(("group", "name"), VARIANTS)
-def test_a_variant_computes_its_formula(group, name):
-    """Without positions, an exchange of the first bytes changes nothing for the last."""
-    model = VARIANTS[group, name](CONFIG).double().transformer
+def test_post_norm_normalizes_each_sum():
+    model = ablations.VARIANTS["norm"]["post-norm"](CONFIG).double().transformer
     block: Any = model.layers[0]
-    x = torch.randn(2, 5, 16, dtype=torch.float64)
-    ffn = name if group == "ffn" else "SwiGLU"
-    torch.testing.assert_close(block.ffn(x), feed_forwards_of(x, block.ffn)[ffn]())
-    norm = name if group == "norm" else "pre-norm"
-    expected = blocks_of(x, block.attn, block.ffn)[norm]
-    torch.testing.assert_close(model(x), expected)
-    exchanged = model(x[:, [1, 0, 2, 3, 4]])
-    difference = (exchanged - model(x))[:, -1].norm()
-    assert (difference < 1e-9) == (name == "no positions")
+    norm = partial(F.rms_norm, normalized_shape=(16,), eps=1e-5)
+    between = norm(X + block.attn(X))
+    torch.testing.assert_close(model(X), norm(between + block.ffn(between)))
+
+
+def test_without_positions_the_order_of_earlier_bytes_changes_nothing():
+    for name, build in ablations.VARIANTS["positions"].items():
+        model = build(CONFIG).double().transformer
+        exchanged = model(X[[1, 0, 2, 3, 4]])
+        difference = (exchanged - model(X))[-1].norm()
+        assert (difference < 1e-9) == (name == "no positions")
 
 
 @pytest.mark.parametrize("group", ablations.VARIANTS)
@@ -318,26 +259,26 @@ def printed(capsys, *arguments):
 
 def test_an_ablation_prints_the_losses_of_runs_of_the_recipe(text, capsys):
     """Variants of a seed have its batches. The held-out windows are 256, not 64."""
-    rows = printed(capsys, "norm", text, "--lrs", "1e-3", "1e20", "--seeds", "2")
-    names = [row[0] for row in rows]
-    assert names == [
-        "lr 0.001, seed 0",
-        "lr 0.001, seed 1",
+    options = ["--lrs", "1e-3", "1e20", "--seeds", "3", "5"]
+    rows = printed(capsys, "norm", text, *options)
+    assert [row[0] for row in rows] == [
+        "lr 0.001, seed 3",
+        "lr 0.001, seed 5",
         "lr 0.001, mean",
-        "lr 1e+20, seed 0",
-        "lr 1e+20, seed 1",
+        "lr 1e+20, seed 3",
+        "lr 1e+20, seed 5",
         "lr 1e+20, mean",
     ]
     trained, held_out = train.read_text([str(text)], SHORT.seq)
     windows = train.even_windows(held_out, 256, SHORT.seq)
-    for seed, row in zip((0, 1), rows, strict=False):
+    for seed, row in zip((3, 5), rows, strict=False):
         config = replace(SHORT, lr=1e-3, seed=seed)
         for cell, build in zip(
             row[1:], ablations.VARIANTS["norm"].values(), strict=True
         ):
             torch.manual_seed(seed)
             model = build(config)
-            list(train.train(model, train.adamw(model), trained, config))
+            list(train.train(model, train.adamw(model), trained, config, first=0))
             expected = train.validate(model, windows).mean().item()
             assert float(cell) == pytest.approx(expected, abs=6e-4)
     first, second, mean = ([float(cell) for cell in row[1:]] for row in rows[:3])
@@ -348,7 +289,7 @@ def test_an_ablation_prints_the_losses_of_runs_of_the_recipe(text, capsys):
 
 def test_positions_are_validated_beyond_the_length_of_training(text, capsys):
     """The first table is about the first 8 bytes, which are two rows of the second."""
-    rows = printed(capsys, "positions", text, "--lrs", "1e-2", "--seeds", "1")
+    rows = printed(capsys, "positions", text, "--lrs", "1e-2", "--seeds", "0")
     assert [row[0] for row in rows[2:]] == [
         f"lr 0.01, to byte {end}" for end in range(4, 33, 4)
     ]
