@@ -1,16 +1,18 @@
-"""Checkpoints: small ones of transformers, written for a test, and that of `make story`."""
+"""Checkpoints and GGUF files: small ones, written for a test, and that of `make story`."""
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from einops import rearrange
 
 safetensors = pytest.importorskip(
     "safetensors.torch", reason="requires the extra examples"
 )
 transformers = pytest.importorskip("transformers", reason="requires the extra examples")
 tokenizers = pytest.importorskip("tokenizers", reason="requires the extra examples")
+gguf = pytest.importorskip("gguf", reason="requires the extra examples")
 
 # `make story` downloads the file. .ci/run does so first, and fails if a test is skipped.
 SMOLLM2 = Path.home() / ".cache/tinyblock/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -42,6 +44,19 @@ SIZES = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
+# The same sizes, as llama.cpp writes them.
+GGUF_FIELDS: dict[str, Any] = {
+    "llama.block_count": 2,
+    "llama.context_length": 128,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 96,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-6,
+    "llama.rope.dimension_count": 16,
+    "llama.rope.freq_base": 5e5,
+    "llama.vocab_size": 257,
+}
 
 
 def save(kind, folder, shards="100KB", dtype=torch.float32, **options):
@@ -56,11 +71,45 @@ def save(kind, folder, shards="100KB", dtype=torch.float32, **options):
     return model.eval()
 
 
-def shards_in(folder):
-    """Return the files of a checkpoint whose weights are in several."""
-    shards = sorted(folder.glob("model-*.safetensors"))
-    assert len(shards) > 1, f"the weights must be in several files, got {shards}"
-    return shards
+def save_llama(folder, **options):
+    """Save a model that has GGUF_FIELDS."""
+    return save("llama", folder, **{"rope_parameters": {"rope_theta": 5e5}, **options})
+
+
+def write_gguf(path, model, fields=None, weights=None, architecture="llama"):
+    """Write a model of transformers as llama.cpp does.
+
+    `fields` and `weights` replace those of the model, or are left out if they are None.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in (GGUF_FIELDS | (fields or {})).items():
+        if value is not None:
+            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    for name, weight in (gguf_weights(model) | (weights or {})).items():
+        if weight is not None:
+            writer.add_tensor(name, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_weights(model):
+    """Return weights with the names and the order of rows that llama.cpp gives them."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    weights = {}
+    for name, weight in model.state_dict().items():
+        heads = model.config.num_attention_heads
+        if "k_proj" in name:
+            heads = model.config.num_key_value_heads
+        if "q_proj" in name or "k_proj" in name:  # as in convert_hf_to_gguf.py
+            rows = "(heads pair half) d -> (heads half pair) d"
+            weight = rearrange(weight, rows, heads=heads, pair=2)
+        weights[names.get_name(name, try_suffixes=(".weight",))] = weight.numpy()
+    if model.config.tie_word_embeddings:
+        del weights["output.weight"]
+    return weights
 
 
 def greedy(theirs, prompt, count):
@@ -78,13 +127,6 @@ def assert_equal(ours, theirs):
     assert error < 2**7 * torch.finfo(torch.float32).eps, (
         f"logits differ by {error:.0e}"
     )
-
-
-def change_json(path, change):
-    """Let `change` edit the content of a file."""
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
 
 
 def change_weights(path, change):
