@@ -32,7 +32,8 @@ LLAMA3 = {
     "low_freq_factor": 0.5,
     "high_freq_factor": 3.0,
 }
-
+# A letter for each byte, as GPT-2 writes them.
+BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
 SIZES = {
     "vocab_size": 257,
@@ -138,8 +139,7 @@ def change_weights(path, change):
 
 def save_tokenizer(folder):
     """Save a tokenizer whose tokens are single bytes: parts of characters."""
-    letters = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "<end>"]
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    vocabulary = {letter: number for number, letter in enumerate([*BYTES, "<end>"])}
     path = str(folder / "tokenizer.json")
     tokenizers.ByteLevelBPETokenizer(vocabulary, merges=[]).save(path)
     wrapped = transformers.PreTrainedTokenizerFast(
