@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import re
 from functools import partial
 from itertools import product
 from typing import Any
@@ -37,62 +36,50 @@ def build(num_layers=2, **options):
 @every_model
 @every_cache
 @torch.no_grad()
-def test_a_cache_yields_what_the_full_sequence_yields(options, make):
-    model = build(**options)
-    cache = make()
-    tokens = torch.randint(37, (3, 19))
-    expected = model(tokens)
-    for part in tokens.split([7, 4, 1, 1, 6], dim=-1):
-        logits = model(part, cache)[:, 0]
-        last = expected[:, cache.length - 1]
-        torch.testing.assert_close(logits, last, rtol=0, atol=1e-10)
-
-
-@every_model
-@every_cache
-@torch.no_grad()
-def test_padded_prompts_have_the_logits_of_each_prompt_alone(options, make):
+def test_a_cache_yields_what_each_text_alone_yields(options, make):
+    """After a prompt, single tokens, and several; without padding, and with it."""
     model = build(**options)
     prompts, padding = pad_left([[3, 1, 4, 1, 5], [9], [2, 6, 5]])
-    texts = torch.cat((prompts, torch.randint(37, (3, 4))), dim=-1)
-    cache = make(padding)
-    for part in texts.split([5, 1, 1, 2], dim=-1):
-        logits = model(part, cache)[:, 0]
-        for row, pads in enumerate(padding):
-            alone = model(texts[row, pads : cache.length])[-1]
-            torch.testing.assert_close(logits[row], alone, rtol=0, atol=1e-10)
+    texts = torch.cat((prompts, torch.randint(37, (3, 8))), dim=-1)
+    for cache, starts in ((make(), [0, 0, 0]), (make(padding), padding)):
+        for part in texts.split([5, 1, 1, 6], dim=-1):
+            logits = model(part, cache)[:, 0]
+            for row, start in enumerate(starts):
+                alone = model(texts[row, start : cache.length])[-1]
+                torch.testing.assert_close(logits[row], alone, rtol=0, atol=1e-10)
 
 
-@every_model
 @every_cache
 @torch.no_grad()
-def test_a_later_turn_continues_the_whole_text(options, make):
-    model = build(**options)
-    cache = make()
-    text = torch.randint(37, (3, 5))
-    for new in (4, 1, 3):
-        text = torch.cat((text, torch.randint(37, (3, 2))), dim=-1)
-        expected = model.generate(text, new)
-        text = model.generate(text, new, cache=cache)
-        assert torch.equal(text, expected)
-    last = model(cache.unseen(text), cache)[:, 0]
-    torch.testing.assert_close(last, model(text)[:, -1], rtol=0, atol=1e-10)
+def test_a_text_may_have_any_batch_axes(make):
+    model = build()
+    for batch in ((), (2,), (2, 3)):
+        tokens = torch.randint(37, (*batch, 6))
+        cache = make()
+        model(tokens[..., :5], cache)
+        found = model(tokens[..., 5:], cache)
+        expected = model(tokens)[..., 5:, :]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 @every_cache
-def test_a_padded_batch_continues_in_a_later_turn(make):
+def test_a_later_turn_continues_the_whole_text(make):
     model = build()
-    tokens, padding = pad_left([[3, 1, 4, 1, 5], [9]])
-    whole = model.generate(tokens, 9, cache=make(padding))
+    prompts, padding = pad_left([[3, 1, 4, 1, 5], [9]])
     cache = make(padding)
-    part = model.generate(tokens, 4, cache=cache)
-    assert torch.equal(model.generate(part, 5, cache=cache), whole)
+    answered = model.generate(prompts, 4, cache=cache)
+    text = torch.cat((answered, torch.randint(37, (2, 3))), dim=-1)
+    expected = model.generate(text, 5, cache=make(padding))
+    assert torch.equal(model.generate(text, 5, cache=cache), expected)
+    for k, v in cache.layers:  # nothing is kept for a backward pass
+        assert not k.requires_grad
+        assert not v.requires_grad
 
 
 OTHER_TEXTS = {
     "no new token": [[1, 2, 3]],
     "only the new tokens": [[7, 8, 9, 10]],
-    "another start": [[1, 2, 4, 5]],
+    "another start": [[0, 0, 0, 4]],
     "another batch": [[1, 2, 3, 4], [1, 2, 3, 4]],
 }
 
@@ -101,61 +88,43 @@ OTHER_TEXTS = {
 def test_a_text_that_does_not_continue_the_cache_raises(text):
     cache = Cache()
     model = build()
-    model(torch.tensor([[1, 2, 3]]), cache)
+    tokens = torch.tensor([[1, 2, 3]])
+    model(tokens, cache)
+    tokens.zero_()  # the cache does not change with the tokens of its caller
     with pytest.raises(ValueError, match="must be the whole text: the 3 tokens"):
         model.generate(torch.tensor(text), 1, cache=cache)
 
 
-def test_a_cache_does_not_change_with_the_tokens_of_its_caller():
-    cache = Cache()
-    tokens = torch.tensor([[1, 2, 3]])
-    model = build()
-    model(tokens, cache)
-    tokens.zero_()
-    with pytest.raises(ValueError, match="must be the whole text"):
-        model.generate(torch.tensor([[0, 0, 0, 4]]), 1, cache=cache)
-
-
-def test_a_static_cache_may_be_exactly_full():
+def test_a_static_cache_has_room_for_all_tokens_but_the_last_new_one():
     model = build()
     tokens = torch.randint(37, (2, 7))
-    text = model.generate(tokens, 5, cache=StaticCache(11))
+    cache = StaticCache(11)
+    text = model.generate(tokens, 5, cache=cache)
     assert torch.equal(text, model.generate(tokens, 5))
+    with pytest.raises(ValueError, match=r"12, got StaticCache\(11\)"):
+        model(text[:, -1:], cache)
     with pytest.raises(ValueError, match=r"11, got StaticCache\(10\)"):
         model.stream(tokens, 5, cache=StaticCache(10))  # before it yields a token
 
 
-def test_a_full_static_cache_takes_no_token():
-    cache = StaticCache(4)
-    model = build()
-    model(torch.randint(37, (1, 4)), cache)
-    with pytest.raises(ValueError, match=r"5, got StaticCache\(4\)"):
-        model(torch.tensor([[1]]), cache)
-
-
-@every_cache
-def test_generation_ends_at_the_last_position(make):
-    model = build(max_seq_len=12)
-    tokens = torch.randint(37, (2, 12))
-    text = model.generate(tokens, 1, cache=make())
-    assert torch.equal(text[:, -1], model(tokens)[:, -1].argmax(-1))
-    with pytest.raises(ValueError, match=r"12 positions, .* 12 tokens and 2 new"):
-        model.generate(tokens, 2, cache=make())
-
-
-def test_padding_takes_no_position():
+def test_generation_ends_at_the_last_position():
+    """The last new token needs none, and padding needs none, either."""
     model = build(max_seq_len=5)
     tokens = torch.tensor([[0, 0, 1, 2, 3], [0, 0, 0, 4, 5]])
     padding = torch.tensor([2, 3])
     text = model.generate(tokens, 3, cache=Cache(padding))
     assert torch.equal(text[:1, 2:], model.generate(tokens[:1, 2:], 3))
-    with pytest.raises(ValueError, match="a prompt of 3 tokens and 4 new"):
+    message = "5 positions, .* a prompt of 3 tokens and 4 new"
+    with pytest.raises(ValueError, match=message):
         model.generate(tokens, 4, cache=Cache(padding))
+    with pytest.raises(ValueError, match=message):
+        model.generate(tokens[:1, 2:], 4)
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "count": {"count": 0},
-    "top_k": {"top_k": 0, "temperature": 1.0},
+    "new tokens must be at least 1, got 0": {"count": 0},
+    "top_k must be at least 1": {"top_k": 0, "temperature": 1.0},
+    "top_k must come with a temperature": {"top_k": 3},
     "temperature must be at least 0": {"temperature": -0.5},
     "temperature must be at least 0 and finite, got inf": {"temperature": math.inf},
     "temperature must be at least 0 and finite, got nan": {"temperature": math.nan},
@@ -171,17 +140,10 @@ def test_a_wrong_argument_of_generate_raises(message):
         build().generate(**options)
 
 
-@pytest.mark.parametrize(
-    "prompts",
-    [[], [[]], [[1, 2], []]],
-    ids=["no prompt", "one without tokens", "one of two without tokens"],
-)
-def test_an_empty_prompt_is_not_padded(prompts):
-    lengths = re.escape(str([len(prompt) for prompt in prompts]))
-    with pytest.raises(
-        ValueError, match=f"must have a token, got prompts of {lengths}"
-    ):
-        pad_left(prompts)
+def test_an_empty_prompt_is_not_padded():
+    for prompts, lengths in (([], r"\[\]"), ([[1, 2], []], r"\[2, 0\]")):
+        with pytest.raises(ValueError, match=f"a token, got prompts of {lengths}"):
+            pad_left(prompts)
 
 
 @every_cache
@@ -202,31 +164,6 @@ def test_a_cache_belongs_to_one_model_whose_last_call_has_not_failed(make):
     handle.remove()
     with pytest.raises(ValueError, match="last call has not failed"):
         model(tokens[:, :1], cache)
-
-
-@every_cache
-@torch.no_grad()
-def test_a_layer_that_is_called_twice_per_token_has_keys_for_each_call(make):
-    model = build()
-    model.transformer.layers[1] = model.transformer.layers[0]
-    tokens = torch.randint(37, (1, 6))
-    cache = make()
-    model(tokens[:, :5], cache)
-    found = model(tokens[:, 5:], cache)[:, -1]
-    torch.testing.assert_close(found, model(tokens)[:, -1], rtol=0, atol=1e-10)
-
-
-@every_cache
-@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
-@torch.no_grad()
-def test_a_text_may_have_any_batch_axes(batch, make):
-    model = build()
-    tokens = torch.randint(37, (*batch, 6))
-    cache = make()
-    model(tokens[..., :5], cache)
-    found = model(tokens[..., 5:], cache)
-    expected = model(tokens)[..., 5:, :]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 CONTEXTS: dict[str, Any] = {
@@ -252,24 +189,6 @@ def test_the_prompt_and_each_step_may_have_their_own_context(make):
         error = (found - expected).norm() / expected.norm()
         allowed = 0.05 if "autocast" in (of_prompt, of_step) else 1e-5
         assert error < allowed, f"prompt under {of_prompt}, step under {of_step}"
-
-
-@every_cache
-def test_a_cache_takes_its_dtype_from_the_keys(make):
-    model = build(dtype=torch.bfloat16)
-    cache = make()
-    for part in torch.randint(37, (2, 9)).split(8, dim=-1):
-        model(part, cache)
-    assert {k.dtype for k, _ in cache.layers} == {torch.bfloat16}
-
-
-@every_cache
-def test_generation_keeps_nothing_for_a_backward_pass(make):
-    cache = make()
-    build().generate(torch.tensor([[1, 2]]), 3, cache=cache)
-    for k, v in cache.layers:
-        assert not k.requires_grad
-        assert not v.requires_grad
 
 
 class Counting(LanguageModel):
@@ -298,19 +217,10 @@ def test_tokens_are_drawn_in_proportion(temperature):
     assert shares[3] == 0
 
 
-def test_top_k_draws_only_k_of_equal_logits():
-    drawn = choose(torch.zeros(1, 5).expand(1000, -1), 1.0, top_k=2)
-    assert len(drawn.unique()) == 2
-
-
-def test_a_top_k_beyond_the_vocabulary_draws_from_all_tokens():
-    drawn = choose(torch.zeros(1, 5).expand(1000, -1), 1.0, top_k=50)
-    assert len(drawn.unique()) == 5
-
-
-def test_without_top_k_all_tokens_are_drawn():
-    drawn = choose(torch.zeros(1, 5).expand(1000, -1), 1.0, top_k=None)
-    assert len(drawn.unique()) == 5
+@pytest.mark.parametrize(("top_k", "drawn"), [(2, 2), (50, 5), (None, 5)])
+def test_as_many_of_equal_logits_are_drawn_as_top_k_says(top_k, drawn):
+    tokens = choose(torch.zeros(1, 5).expand(1000, -1), 1.0, top_k)
+    assert len(tokens.unique()) == drawn
 
 
 # --- A compiled step ----------------------------------------------------------------------
@@ -344,15 +254,11 @@ def test_one_graph_runs_each_step_of_one_token(counting):
 def test_each_compiled_model_and_its_copy_run_their_own_weights(counting):
     """By default, torch compiles the code of a class for 8 models at most; here for 1."""
     tokens = torch.randint(37, (1, 3))
-    first, other = (
-        LanguageModel(37, 1, d_model, 2, max_seq_len=9) for d_model in (8, 16)
-    )
-    for model in (first, other):
-        compile_step(model, backend=counting, recompile_limit=1)
-    copied = AveragedModel(first).module  # a deep copy
-    first.reset_parameters()
-    models: Any = (first, copied, other)
-    for number, each in enumerate(models, start=1):
+    model = LanguageModel(37, 1, 8, 2, max_seq_len=9)
+    compile_step(model, backend=counting, recompile_limit=1)
+    copied: Any = AveragedModel(model).module  # a deep copy
+    model.reset_parameters()
+    for number, each in enumerate((model, copied), start=1):
         cache = StaticCache(9)
         each(tokens[:, :2], cache)
         found = each(tokens[:, 2:], cache)
@@ -383,16 +289,6 @@ def test_a_tied_model_has_one_matrix_for_embedding_and_head():
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_reset_parameters_draws_every_weight(tied):
-    model = build(num_layers=1, tied=tied)
-    for weight in model.parameters():
-        weight.data.fill_(math.nan)
-    model.reset_parameters()
-    for name, weight in model.named_parameters():
-        assert weight.isfinite().all(), name
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_first_logits_are_as_small_as_the_head_makes_them(tied):
     """Hidden states have norm 8, the root of d_model; weights have variance 2 / 1064."""
     model = LanguageModel(1000, 1, 64, 4, max_seq_len=30, tied=tied)
@@ -400,6 +296,8 @@ def test_first_logits_are_as_small_as_the_head_makes_them(tied):
     for _ in range(2):
         found = model(torch.randint(1000, (8, 9))).std().item()
         assert found == pytest.approx(expected, rel=0.2)
+        for weight in model.parameters():
+            weight.data.fill_(math.nan)
         model.reset_parameters()
     scale = 1 if not tied else math.sqrt(2 / 1064)
     weight = model.token_embeddings.weight / scale
