@@ -56,12 +56,6 @@ def test_transformers_loads_what_it_saved(dtype, of_transformers, tmp_path):
         assert torch.equal(loaded(TOKENS), expected), f"device_map={device_map}"
 
 
-def test_transformers_keeps_the_initial_weights(of_transformers, model):
-    found = of_transformers.transformer.layers[0].ffn.w1.weight.std()
-    expected = model.layers[0].ffn.w1.weight.std()
-    torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
-
-
 def fill_freed_memory(model):
     """Fill the memory that the next tensors get, of all sizes in the model, with 1e30."""
     sizes = {weight.numel() for weight in model.parameters()}
@@ -127,27 +121,6 @@ def test_swiglu_overflows_in_float16_as_in_transformers(dtype, expected):
         assert result.item() == expected
 
 
-def test_peft_merges_adapters(model):
-    peft = pytest.importorskip("peft", reason="requires the extra examples")
-    expected = model(X)
-    config = peft.LoraConfig(target_modules=["q_proj", "w1"], init_lora_weights=False)
-    adapted = peft.get_peft_model(model, config)
-    found = adapted(X)
-    assert not torch.allclose(found, expected)
-    merged = adapted.merge_and_unload()
-    torch.testing.assert_close(merged(X), found, rtol=1e-4, atol=1e-4)
-
-
-def test_torchao_quantizes_weights(model):
-    quantization = pytest.importorskip(
-        "torchao.quantization", reason="requires the extra examples"
-    )
-    expected = model(X)
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    error = (model(X) - expected).norm() / expected.norm()
-    assert 0 < error < 0.05
-
-
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_quantize_dynamic_takes_only_plain_linear_layers(model):
@@ -205,12 +178,3 @@ def test_averaged_model_averages_weights_and_keeps_the_table(model):
     for weight in averaged.parameters():
         weight.data *= 3 / 2
     torch.testing.assert_close(averaged(X), model(X), rtol=1e-4, atol=1e-4)
-
-
-def test_torch_compiles_and_exports_copies(layers):
-    model = layers.Transformer(1, 64, 4, num_kv_heads=2, max_seq_len=32)
-    expected = model(X)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(X), expected)
-    exported = torch.export.export(nn.Sequential(model), (X,)).module()
-    torch.testing.assert_close(exported(X), expected)
