@@ -95,16 +95,12 @@ def import_transformers():
     )
 
 
-def their_model(kind, layers=1, **options):
-    """Build a model of transformers from a model_type, or from a class that has none."""
+def their_model(model_type, layers=1, **options):
+    """Build a model of transformers."""
     transformers = import_transformers()
     options = {"num_hidden_layers": layers, **CONFIG, **options}
-    if isinstance(kind, str):
-        config = transformers.AutoConfig.for_model(kind, **options)
-        model = transformers.AutoModel.from_config(config, attn_implementation="eager")
-    else:
-        config = kind.config_class(**options, attn_implementation="eager")
-        model = kind(config)
+    config = transformers.AutoConfig.for_model(model_type, **options)
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
     for name, parameter in model.named_parameters():
         is_gain = "norm" in name
         # Gains are around 1. Around 0, all scores of attention would be nearly equal.
@@ -117,9 +113,9 @@ def their_model(kind, layers=1, **options):
     return model.eval()
 
 
-def our_model(layers=1, transformer=Transformer, **options):
+def our_model(layers=1, **options):
     options = {"num_kv_heads": 2, "rope": Halves(1e4, 16, 128), "eps": 1e-6, **options}
-    return transformer(layers, 64, 4, 96, max_seq_len=128, **options)
+    return Transformer(layers, 64, 4, 96, max_seq_len=128, **options)
 
 
 def require_same_model(
@@ -159,11 +155,11 @@ def require_same_model(
     compare(run_ours, run_theirs, ours, theirs, names, convert)
 
 
-def require_same_layer(ours, theirs, names=None, convert=None, run_theirs=None):
+def require_same_layer(ours, theirs, names=None, run_theirs=None):
     """Compare single layers that are called with x."""
     names = {**COMMON_NAMES, **(names or {})}
-    load(ours, theirs, names, convert)
-    compare(ours, run_theirs or theirs, ours, theirs, names, convert)
+    load(ours, theirs, names)
+    compare(ours, run_theirs or theirs, ours, theirs, names)
 
 
 def split_experts(state):
@@ -205,7 +201,7 @@ def renamed(tensors, names, convert):
     return ours
 
 
-def load(ours, theirs, names, convert, centered=None):
+def load(ours, theirs, names, convert=None, centered=None):
     """Give our model their weights."""
     state = {}
     for name, tensor in theirs.state_dict().items():
@@ -214,7 +210,7 @@ def load(ours, theirs, names, convert, centered=None):
     ours.load_state_dict(renamed(state, names, convert))
 
 
-def compare(run_ours, run_theirs, ours, theirs, names, convert):
+def compare(run_ours, run_theirs, ours, theirs, names, convert=None):
     """Require equal results, and equal gradients of x and of each parameter."""
     x = torch.randn(2, SEQ, 64)
     of_result = torch.randn(2, SEQ, 64)
