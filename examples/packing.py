@@ -1,11 +1,10 @@
-"""Put sequences of different lengths into one batch: pad them, or pack them.
+"""Pack sequences of different lengths into one row, without padding.
 
     python examples/packing.py
 
 This command prints the largest difference from running each sequence alone. Call a model
-as `model(x, token_positions, mask)`. Padding on the right needs neither, because causal
-attention never looks ahead. Outputs at padding have no meaning, so leave them out of the
-loss, for example with the target -100.
+as `model(x, documents.positions, documents)`. Padding on the right needs neither, because
+causal attention never looks ahead, and language_model.py pads on the left to generate.
 
 A dense mask stores seq x seq entries for each row, and most kernels of a GPU do not take
 one. With `attention=PackedAttention`, pass the `Documents` themselves as mask: on a GPU,
@@ -22,13 +21,6 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from tinyblock import CausalMultiHeadSelfAttention, Transformer
-
-
-def padded_left(lengths: Tensor, seq: int) -> tuple[Tensor, Tensor]:
-    """Return positions and mask of rows that end with `lengths` tokens."""
-    padding = seq - lengths[:, None]
-    position = torch.arange(seq, device=lengths.device) - padding  # negative: padding
-    return position.clamp(min=0), (position >= 0)[:, None, :]
 
 
 class Documents:
@@ -94,19 +86,13 @@ def main() -> None:
     model = Transformer(
         2, d_model=64, num_heads=4, max_seq_len=128, attention=PackedAttention
     )
-    short, long, padding = torch.randn(14, 64).split((3, 7, 4))
+    short, long = torch.randn(10, 64).split((3, 7))
     alone = torch.cat((model(short), model(long)))
-
-    x = torch.stack((torch.cat((padding, short)), long))
-    out = model(x, *padded_left(torch.tensor([3, 7]), seq=7))
-    out = torch.cat((out[0, 4:], out[1]))
-    print(f"padded on the left: {(out - alone).abs().max():.0e}")
-
     x = torch.cat((short, long))[None]
     documents = Documents(torch.tensor([[0] * 3 + [1] * 7]))
     for name, mask in (("documents", documents), ("a dense mask", documents.mask)):
         out = model(x, documents.positions, mask)
-        print(f"packed, with {name}: {(out[0] - alone).abs().max():.0e}")
+        print(f"with {name}: {(out[0] - alone).abs().max():.0e}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ SHOWN = {
     "int8": r"output: 0\.0(0[89]|1[0-2])\d\n",  # with one layer of two: 0.007
     "language_model": r"d: 7 8 9 10 11 .*d: 20 21 22 .*d: 45 46 47 48 49 0 1 2",
     "lora": r"params: 20,480 .*merged Transformer: \de-0[678]",
-    "packing": r"left: \de-0[678]\n(packed, with [a-z ]+: \de-0[678]\n){2}$",
+    "packing": r"^(with [a-z ]+: \de-0[678]\n){2}$",
     "scaled_rope": r"Llama31Rope: 29 kept, 29 divided, of 64\nYarnRope: 19 kept, 29 d",
     "static_cache": r"^((growing|static|compiled) +\d+ tokens/s, equal: True\n){3}$",
     # In blocks/. Of 1000 tokens, some of 4 experts first get fewer than 200, or more than 299.

@@ -1,4 +1,4 @@
-"""Padded and packed sequences have the results and gradients of each sequence alone."""
+"""Packed documents have the results and gradients of each document alone."""
 
 import packing
 import pytest
@@ -31,12 +31,8 @@ def gradients(model, out):
 
 @pytest.mark.parametrize(
     ("attention", "is_dense"),
-    [
-        (CausalMultiHeadSelfAttention, True),
-        (PackedAttention, True),
-        (PackedAttention, False),
-    ],
-    ids=["a dense mask", "a dense mask, PackedAttention", "Documents"],
+    [(CausalMultiHeadSelfAttention, True), (PackedAttention, False)],
+    ids=["a dense mask", "Documents"],
 )
 def test_packed_documents_equal_each_alone(attention, is_dense):
     model = build(attention, dtype=torch.float64)
@@ -83,12 +79,3 @@ def test_the_kernel_gets_what_the_dense_mask_means(kv_heads):
     q, k, v = attention.project(torch.randn(2, 9, 32), None)
     found = packing.attend_packed(q, k, v, documents, kernel=each_document)
     torch.testing.assert_close(found, attention.attend(q, k, v, documents.mask))
-
-
-def test_rows_that_are_padded_on_the_left_equal_each_alone():
-    model = build(CausalMultiHeadSelfAttention, dtype=torch.float64)
-    x = torch.randn(3, 7, 32, dtype=torch.float64)
-    lengths = torch.tensor([2, 7, 1])
-    out = model(x, *packing.padded_left(lengths, seq=7))
-    for row, length in enumerate(lengths):
-        torch.testing.assert_close(out[row, -length:], model(x[row, -length:]))
