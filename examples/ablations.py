@@ -96,7 +96,7 @@ def cell(loss: float) -> str:
     return "diverged" if math.isnan(loss) else f"{loss:.3f}"
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None, config: Config) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -110,8 +110,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--lrs",
         type=float,
         nargs="+",
-        default=[Config.lr],
-        help=f"train at each of these peak learning rates (default: {Config.lr})",
+        default=[config.lr],
+        help=f"train at each of these peak learning rates (default: {config.lr})",
     )
     parser.add_argument(
         "--seeds",
@@ -123,20 +123,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--layers",
         type=int,
-        default=SMALL.layers,
+        default=config.layers,
         help="build this many blocks (default: %(default)s)",
     )
     parser.add_argument(
         "--seq",
         type=int,
-        default=SMALL.seq,
+        default=config.seq,
         help="train on sequences of this many bytes (default: %(default)s)",
     )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None, config: Config = SMALL) -> None:
-    options = parse(arguments)
+    options = parse(arguments, config)
     config = replace(config, layers=options.layers, seq=options.seq)
     variants = VARIANTS[options.what]
     length = options.seq * (LONG if options.what == "positions" else 1)

@@ -300,10 +300,10 @@ def test_first_logits_are_as_small_as_the_head_makes_them(tied):
             weight.data.fill_(math.nan)
         model.reset_parameters()
     scale = 1 if not tied else math.sqrt(2 / 1064)
-    weight = model.token_embeddings.weight / scale
-    assert weight.std().item() == pytest.approx(1, rel=0.05)
-    assert 2.9 < weight.max() <= 3.001
-    assert 2.9 < -weight.min() <= 3.001
+    embedding = model.token_embeddings.weight / scale
+    assert embedding.std().item() == pytest.approx(1, rel=0.05)
+    assert 2.9 < embedding.max() <= 3.001
+    assert 2.9 < -embedding.min() <= 3.001
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -200,7 +200,7 @@ def test_a_text_that_is_too_short_raises(text):
     with pytest.raises(ValueError, match="more than 100 bytes, got 100"):
         train.main([str(text)], replace(CONFIG, seq=100))
     with pytest.raises(ValueError, match="more than 100 bytes, got 100"):
-        ablate("positions", text, config=replace(SHORT, seq=25))
+        ablations.main(["positions", str(text)], replace(SHORT, seq=25))
     train.main([str(text)], replace(SHORT, seq=99))
     train.main([str(text)], replace(SHORT, seq=1))
 
@@ -214,14 +214,14 @@ def test_ungated_feed_forward_layers_compute_their_formula():
     activations = {"GELU": F.gelu, "SiLU": F.silu, "ReLU": F.relu}
     for name, activation in activations.items():
         model = ablations.VARIANTS["ffn"][name](CONFIG).double()
-        ffn = model.transformer.layers[0].ffn
+        ffn: Any = model.transformer.layers[0].ffn
         expected = activation(X @ ffn.w1.weight.T) @ ffn.w2.weight.T
         torch.testing.assert_close(ffn(X), expected, msg=name)
 
 
 def test_post_norm_normalizes_each_sum():
-    model = ablations.VARIANTS["norm"]["post-norm"](CONFIG).double().transformer
-    block: Any = model.layers[0]
+    model: Any = ablations.VARIANTS["norm"]["post-norm"](CONFIG).double().transformer
+    block = model.layers[0]
     norm = partial(F.rms_norm, normalized_shape=(16,), eps=1e-5)
     between = norm(X + block.attn(X))
     torch.testing.assert_close(model(X), norm(between + block.ffn(between)))
@@ -229,7 +229,7 @@ def test_post_norm_normalizes_each_sum():
 
 def test_without_positions_the_order_of_earlier_bytes_changes_nothing():
     for name, build in ablations.VARIANTS["positions"].items():
-        model = build(CONFIG).double().transformer
+        model: Any = build(CONFIG).double().transformer
         exchanged = model(X[[1, 0, 2, 3, 4]])
         difference = (exchanged - model(X))[-1].norm()
         assert (difference < 1e-9) == (name == "no positions")
@@ -244,14 +244,9 @@ def test_variants_of_a_group_have_equally_many_weights_in_matrices(group):
     assert len(counts) == 1
 
 
-def ablate(*arguments, config=SHORT):
-    sizes = ["--layers", config.layers, "--seq", config.seq]
-    ablations.main([str(each) for each in (*arguments, *sizes)], config)
-
-
-def printed(capsys, *arguments):
+def printed(capsys, *options):
     """Return the cells of the tables that a command prints, without their heads."""
-    ablate(*arguments)
+    ablations.main(options, SHORT)
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [row for row in cells if row[0].startswith("lr ")]
@@ -260,7 +255,7 @@ def printed(capsys, *arguments):
 def test_an_ablation_prints_the_losses_of_runs_of_the_recipe(text, capsys):
     """Variants of a seed have its batches. The held-out windows are 256, not 64."""
     options = ["--lrs", "1e-3", "1e20", "--seeds", "3", "5"]
-    rows = printed(capsys, "norm", text, *options)
+    rows = printed(capsys, "norm", str(text), *options)
     assert [row[0] for row in rows] == [
         "lr 0.001, seed 3",
         "lr 0.001, seed 5",
@@ -289,7 +284,7 @@ def test_an_ablation_prints_the_losses_of_runs_of_the_recipe(text, capsys):
 
 def test_positions_are_validated_beyond_the_length_of_training(text, capsys):
     """The first table is about the first 8 bytes, which are two rows of the second."""
-    rows = printed(capsys, "positions", text, "--lrs", "1e-2", "--seeds", "0")
+    rows = printed(capsys, "positions", str(text), "--lrs", "1e-2", "--seeds", "0")
     assert [row[0] for row in rows[2:]] == [
         f"lr 0.01, to byte {end}" for end in range(4, 33, 4)
     ]
