@@ -211,7 +211,7 @@ X = torch.linspace(-2, 2, 5 * 16, dtype=torch.float64).view(5, 16)
 
 
 def test_ungated_feed_forward_layers_compute_their_formula():
-    activations = {"GELU": F.gelu, "SiLU": F.silu, "ReLU": F.relu}
+    activations: dict[str, Any] = {"GELU": F.gelu, "SiLU": F.silu, "ReLU": F.relu}
     for name, activation in activations.items():
         model = ablations.VARIANTS["ffn"][name](CONFIG).double()
         ffn: Any = model.transformer.layers[0].ffn
