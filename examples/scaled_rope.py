@@ -119,7 +119,7 @@ class YarnRope(Llama31Rope):
 
 def main() -> None:
     for kind in (Llama31Rope, YarnRope):
-        rope = kind(500000.0, 128, 65536, factor=8.0, original=8192)
+        rope = kind(500000.0, 128, 16384, factor=8.0, original=8192)
         kept = rope.kept_share(RotaryPositionalEmbedding.frequencies(rope))
         whole = (kept == 1).sum()
         none = (kept == 0).sum()

@@ -196,7 +196,8 @@ def main() -> None:
     x = torch.randn(1000, 64)
     changed = x.clone()
     changed[0] += 1
-    difference = (layer(x) - layer(changed)).norm(dim=-1) / layer(x).norm(dim=-1)
+    before, after = layer(x), layer(changed)
+    difference = (after - before).norm(dim=-1) / before.norm(dim=-1)
     for token in (0, 10, 100, 999):
         print(f"token {token}: changes by {difference[token]:.0e}")
 
