@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 
-@dataclass(frozen=True)
+@dataclass
 class Config:
     steps: int = 2000
     batch: int = 8

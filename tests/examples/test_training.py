@@ -17,7 +17,7 @@ from torch import nn
 ablations = pytest.importorskip("ablations", reason="requires the extra dev")
 train = pytest.importorskip("train", reason="requires the extra dev")
 
-CONFIG = train.Config(steps=60, batch=3, seq=8, d_model=16, layers=1, heads=2, seed=7)
+CONFIG = train.Config(steps=61, batch=3, seq=8, d_model=16, layers=1, heads=2, seed=7)
 SHORT = replace(CONFIG, steps=3)
 
 
@@ -86,7 +86,7 @@ def test_a_run_equals_its_steps_written_out(text, tmp_path, capsys):
     saved = train.read(path)
     assert saved["config"] == CONFIG.__dict__
     assert saved["history"] == pytest.approx(history, rel=1e-4)
-    assert saved["validation"] == {60: pytest.approx(validation, rel=1e-4)}
+    assert saved["validation"] == {61: pytest.approx(validation, rel=1e-4)}
     for found, expected in zip(
         train.load(path).parameters(), model.parameters(), strict=True
     ):
@@ -96,7 +96,7 @@ def test_a_run_equals_its_steps_written_out(text, tmp_path, capsys):
     bits = 8 * len(zlib.compress(held_out)) / len(held_out)
     first, second, *sample = capsys.readouterr().out.split("\n", 2)
     assert first == f"1,900 bytes; zlib: {bits * math.log(2):.3f} nats per byte"
-    assert second == f"step 60: {history[-1]:.3f}, validation {validation:.3f}"
+    assert second == f"step 61: {history[-1]:.3f}, validation {validation:.3f}"
     # The prompt, then as many bytes as the model has positions, and one.
     trained = train.load(path)
     torch.manual_seed(CONFIG.seed)
