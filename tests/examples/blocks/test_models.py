@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from einops import rearrange
 from experts import MixtureOfExperts
@@ -176,7 +175,7 @@ def test_equals_laguna():
 
 # --- Latent attention ---------------------------------------------------------------------
 
-LATENT = {
+DEEPSEEK = {
     "q_lora_rank": 40,
     "kv_lora_rank": 24,
     "qk_nope_head_dim": 16,
@@ -184,9 +183,6 @@ LATENT = {
     "v_head_dim": 16,
     "num_key_value_heads": 4,
     "head_dim": 8,
-}
-DEEPSEEK = {
-    **LATENT,
     "first_k_dense_replace": 0,
     "mlp_layer_types": ["sparse"],
     "n_shared_experts": 1,
@@ -202,15 +198,10 @@ YARN = {
     "factor": 40.0,
     "original_max_position_embeddings": 16,
 }
-LATENT_ATTENTION = partial(LatentAttention, d_head=16, q_rank=40, kv_rank=24)
+LATENT_SIZES: dict[str, Any] = {"d_head": 16, "q_rank": 40, "kv_rank": 24}
+LATENT_ATTENTION = partial(LatentAttention, **LATENT_SIZES)
 SPARSE_ATTENTION = partial(
-    SparseAttention,
-    d_head=16,
-    q_rank=40,
-    kv_rank=24,
-    top_k=5,
-    index_heads=6,
-    index_d_head=16,
+    SparseAttention, top_k=5, index_heads=6, index_d_head=16, **LATENT_SIZES
 )
 DEEPSEEK_EXPERTS = partial(MixtureOfExperts, top_k=3, scale=2.5)
 DEEPSEEK_NAMES = {
@@ -218,10 +209,6 @@ DEEPSEEK_NAMES = {
     "indexer.wq_b": "indexer.q_proj",
     "indexer.wk": "indexer.k_proj",
 }
-
-
-def plain_rope(kind=RotaryPositionalEmbedding):
-    return kind(1e4, 8, 128)
 
 
 def yarn_rope(kind=YarnRope, **options):
@@ -233,45 +220,31 @@ class YarnHalves(YarnRope, Halves):  # type: ignore[misc]
 
 
 def our_latent_model(attention, rope, ffn=DEEPSEEK_EXPERTS):
-    options = {"attention": attention, "rope": rope, "ffn": ffn, "eps": 1e-6}
-    return Transformer(1, 64, 4, 96, max_seq_len=128, **options)
+    options: dict[str, Any] = {"attention": attention, "rope": rope, "ffn": ffn}
+    return Transformer(1, 64, 4, 96, max_seq_len=128, eps=1e-6, **options)
 
 
 def test_equals_deepseek_v2():
     theirs = their_model("deepseek_v2", topk_method="greedy", **DEEPSEEK)
     experts = partial(DEEPSEEK_EXPERTS, is_softmax=True, is_normalized=False)
-    ours = our_latent_model(LATENT_ATTENTION, plain_rope(), experts)
+    rope = RotaryPositionalEmbedding(1e4, 8, 128)
+    ours = our_latent_model(LATENT_ATTENTION, rope, experts)
     require_same_model(ours, theirs, LATENT_NAMES, split_experts)
 
 
 def test_equals_deepseek_v3():
-    theirs = their_model("deepseek_v3", **DEEPSEEK)
-    ours = our_latent_model(LATENT_ATTENTION, plain_rope())
-    require_same_model(ours, theirs, LATENT_NAMES, split_experts)
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.707], ids=["DeepSeek-V3", "DeepSeek-V2"])
-def test_latent_attention_scales_all_of_a_score_with_yarn(factor):
-    """DeepSeek multiplies scores by the square of 0.1 * factor * ln(40) + 1."""
-    rope = {**YARN, "mscale": factor, "mscale_all_dim": factor}
-    theirs = their_model("deepseek_v3", rope_parameters=rope, **DEEPSEEK)
-    mscale = None if factor == 1 else 0.1 * factor * math.log(40) + 1
-    ours = our_latent_model(LATENT_ATTENTION, yarn_rope(mscale=mscale))
+    """Its scores are multiplied by the square of 0.1 * mscale * ln(40) + 1."""
+    yarn = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
+    theirs = their_model("deepseek_v3", rope_parameters=yarn, **DEEPSEEK)
+    rope = yarn_rope(mscale=0.1 * 0.707 * math.log(40) + 1)
+    ours = our_latent_model(LATENT_ATTENTION, rope)
     require_same_model(ours, theirs, LATENT_NAMES, split_experts)
 
 
 def test_equals_deepseek_v32():
-    theirs = their_model("deepseek_v32", **DEEPSEEK)
-    ours = our_latent_model(SPARSE_ATTENTION, plain_rope())
-    # Its indexer pairs other components than its attention does.
-    ours.layers[0].attn.indexer.rope = plain_rope(Halves)
-    require_same_model(ours, theirs, DEEPSEEK_NAMES, split_experts)
-
-
-def test_the_indexer_chooses_the_same_keys_with_yarn():
-    """DeepSeek scales the scores of attention, and not those of the indexer."""
-    rope = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
-    theirs = their_model("deepseek_v32", rope_parameters=rope, **DEEPSEEK)
+    """Its indexer pairs other components, and its scores are not multiplied."""
+    yarn = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+    theirs = their_model("deepseek_v32", rope_parameters=yarn, **DEEPSEEK)
     ours = our_latent_model(SPARSE_ATTENTION, yarn_rope())
     ours.layers[0].attn.indexer.rope = yarn_rope(YarnHalves)
     require_same_model(ours, theirs, DEEPSEEK_NAMES, split_experts)
