@@ -48,7 +48,7 @@ ROWS = re.findall(r"\| `(model = .*|for .*)` \| `(\w+)`", PAGE.read_text())
 LINES = {model: line for line, model in ROWS}
 
 
-def after_line(model, layers=1):
+def built_by_page(model, layers=1):
     """Return what a line of the page builds, in the sizes of these tests."""
     names = {
         **NAMES,
@@ -76,11 +76,11 @@ def test_the_page_names_each_file_and_each_model_that_is_compared():
 
 def test_equals_arcee():
     names = {"mlp.up_proj": "ffn.w1", "mlp.down_proj": "ffn.w2"}
-    require_same_model(after_line("arcee"), their_model("arcee"), names)
+    require_same_model(built_by_page("arcee"), their_model("arcee"), names)
 
 
 def test_equals_gemma():
-    require_same_model(after_line("gemma"), their_model("gemma"), centered="norm")
+    require_same_model(built_by_page("gemma"), their_model("gemma"), centered="norm")
 
 
 def test_equals_deepseek_v4():
@@ -90,7 +90,7 @@ def test_equals_deepseek_v4():
         hidden_size=64, moe_intermediate_size=96, swiglu_limit=0.5
     )
     theirs = v4.modeling_deepseek_v4.DeepseekV4MLP(config)
-    ours = after_line("deepseek_v4").layers[0].ffn
+    ours = built_by_page("deepseek_v4").layers[0].ffn
     ours.limit = 0.5
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     require_same_layer(ours, theirs, names)
@@ -100,7 +100,7 @@ def test_equals_granite():
     theirs = their_model(
         "granite", 2, residual_multiplier=0.22, attention_multiplier=0.25
     )
-    require_same_model(after_line("granite", 2), theirs)
+    require_same_model(built_by_page("granite", 2), theirs)
 
 
 def test_equals_exaone4():
@@ -108,19 +108,19 @@ def test_equals_exaone4():
         "exaone4", 2, sliding_window=None, layer_types=["full_attention"] * 2
     )
     names = {"post_attention_layernorm": "ln1", "post_feedforward_layernorm": "ln2"}
-    require_same_model(after_line("exaone4", 2), theirs, names)
+    require_same_model(built_by_page("exaone4", 2), theirs, names)
 
 
 def test_equals_olmo():
     theirs = their_model("olmo", clip_qkv=None, rms_norm_eps=1e-5)
-    ours = after_line("olmo")
+    ours = built_by_page("olmo")
     for norm in (ours.ln_final, ours.layers[0].ln1, ours.layers[0].ln2):
         norm.eps = 1e-5  # which OLMo has not as an option
     require_same_model(ours, theirs)
 
 
 def test_equals_smollm3():
-    require_same_model(after_line("smollm3", 4), their_model("smollm3", 4))
+    require_same_model(built_by_page("smollm3", 4), their_model("smollm3", 4))
 
 
 # --- Attention ----------------------------------------------------------------------------
