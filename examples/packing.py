@@ -4,7 +4,7 @@
 
 This command prints the largest difference from running each sequence alone. Call a model
 as `model(x, documents.positions, documents)`. Padding on the right needs neither, because
-causal attention never looks ahead, and language_model.py pads on the left to generate.
+causal attention never looks ahead. To generate, language_model.py pads on the left.
 
 A dense mask stores seq x seq entries for each row, and most kernels of a GPU do not take
 one. With `attention=PackedAttention`, pass the `Documents` themselves as mask: on a GPU,
