@@ -30,8 +30,6 @@ CONFIG: dict[str, Any] = {
     "pad_token_id": 0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-# For models that rotate only the first half of each head.
-HALF_ROTATES = {**CONFIG["rope_parameters"], "partial_rotary_factor": 0.5}
 # For models whose layers with windows and without have different positions.
 TWO_ROPES = {
     "sliding_attention": CONFIG["rope_parameters"],
@@ -63,12 +61,7 @@ COMMON_NAMES = {
     "mlp.down_proj": "ffn.w2",
 }
 
-# Names of layers that several models share, to pass to require_same_model.
-SANDWICH_NAMES = {
-    "post_attention_layernorm": "post_ln1",
-    "pre_feedforward_layernorm": "ln2",
-    "post_feedforward_layernorm": "post_ln2",
-}
+# DeepSeek's names, to pass to require_same_model.
 LATENT_NAMES = {
     "q_a_proj": "q_down.0",
     "q_a_layernorm": "q_down.1",

@@ -18,6 +18,7 @@ LONG = {
     "short_factor": [1.0] * 8,
     "long_factor": [4.0] * 8,
 }
+# 1 and 2.74 turns are pairs 6.4 and 5.9. In whole pairs, 7 and 5, pair 6 is slower.
 SLOW = {
     **YARN,
     "rope_theta": 1e7,

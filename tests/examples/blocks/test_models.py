@@ -20,10 +20,9 @@ from sandwich_norm import SandwichBlock
 from scaled_rope import YarnRope
 from sinks import SinkAttention
 from their_models import (
+    CONFIG,
     EXPERTS,
-    HALF_ROTATES,
     LATENT_NAMES,
-    SANDWICH_NAMES,
     TWO_ROPES,
     WINDOW_THEN_FULL,
     Halves,
@@ -293,7 +292,7 @@ def test_equals_qwen3_next():
         "qwen3_next",
         2,
         num_experts=0,
-        rope_parameters=HALF_ROTATES,
+        rope_parameters={**CONFIG["rope_parameters"], "partial_rotary_factor": 0.5},
         layer_types=["linear_attention", "full_attention"],
         **LINEAR_SIZES,
     )
@@ -356,7 +355,12 @@ def test_equals_gemma3_text():
         hidden_activation="silu",
     )
     ours = window_then_full(attention=WindowAttention, block=SandwichBlock)
-    require_same_model(ours, theirs, SANDWICH_NAMES, centered="norm")
+    names = {
+        "post_attention_layernorm": "post_ln1",
+        "pre_feedforward_layernorm": "ln2",
+        "post_feedforward_layernorm": "post_ln2",
+    }
+    require_same_model(ours, theirs, names, centered="norm")
 
 
 def test_equals_cohere():
