@@ -41,8 +41,6 @@ WINDOW_THEN_FULL = {
 }
 EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 96,
-    "shared_expert_intermediate_size": 96,
-    "num_experts": 8,
     "n_routed_experts": 8,
     "num_local_experts": 8,
     "num_experts_per_tok": 3,
@@ -99,8 +97,7 @@ def their_model(model_type, layers=1, **options):
         # Gains are around 1. Around 0, all scores of attention would be nearly equal.
         nn.init.normal_(parameter, mean=float(is_gain), std=0.1)
     for name, buffer in model.named_buffers():
-        is_bias_of_a_router = name.endswith("e_score_correction_bias")
-        if is_bias_of_a_router:
+        if name.endswith("e_score_correction_bias"):  # of a router
             nn.init.normal_(buffer, std=0.5)
     del model.embed_tokens  # because ours starts from vectors, too
     return model.eval()
@@ -161,11 +158,11 @@ def split_experts(state):
     for name in list(state):
         block, _, rest = name.partition(".mlp.")
         ffn = f"{block}.ffn"
-        if rest in ("gate.weight", "router.gate.weight"):
+        if rest == "gate.weight":
             weight = state.pop(name)
             state[f"{ffn}.router.weight"] = weight
             state.setdefault(f"{ffn}.router.bias", weight.new_zeros(len(weight)))
-        elif rest.endswith(("e_score_correction_bias", "expert_bias")):
+        elif rest == "gate.e_score_correction_bias":
             state[f"{ffn}.router.bias"] = state.pop(name)
         elif rest.startswith("shared_expert"):
             part = parts[rest.partition(".")[2]]
