@@ -195,6 +195,7 @@ def test_the_bias_that_balances_experts_stays_in_float32():
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert torch.equal(layer.to(dtype).router.bias, bias)
     on_meta = MixtureOfExperts(8, 12, num_experts=4, device="meta").bfloat16()
+    assert on_meta.router.bias.is_meta
     on_meta.to_empty(device="cpu").router.reset_parameters()
     assert torch.equal(on_meta.router.bias, torch.zeros(4))
 

@@ -338,10 +338,9 @@ def test_equals_olmo_hybrid():
 
 
 def test_equals_mixtral():
-    theirs = their_model("mixtral", sliding_window=None, **EXPERTS)
-    experts = partial(
-        MixtureOfExperts, top_k=3, is_softmax=True, has_shared_expert=False
-    )
+    options = {**EXPERTS, "num_experts_per_tok": 2}  # the default of ours
+    theirs = their_model("mixtral", sliding_window=None, **options)
+    experts = partial(MixtureOfExperts, is_softmax=True, has_shared_expert=False)
     require_same_model(our_model(ffn=experts), theirs, convert=split_experts)
 
 
