@@ -220,6 +220,7 @@ def test_tokens_are_drawn_in_proportion(temperature):
 @pytest.mark.parametrize(("top_k", "drawn"), [(2, 2), (50, 5), (None, 5)])
 def test_as_many_of_equal_logits_are_drawn_as_top_k_says(top_k, drawn):
     tokens = choose(torch.zeros(1, 5).expand(1000, -1), 1.0, top_k)
+    assert tokens.shape == (1000,)
     assert len(tokens.unique()) == drawn
 
 
