@@ -102,7 +102,7 @@ class LatentAttention(CausalMultiHeadSelfAttention):
 
 def main() -> None:
     rope = RotaryPositionalEmbedding(10000.0, 64, max_seq_len=20)
-    attention = LatentAttention(512, 16, rope=rope, q_rank=192)
+    attention = LatentAttention(512, 16, rope=rope)
     print(f"kv_latent and shared key: {attention.kv_down.out_features} numbers")
     _, k, v = attention.project(torch.randn(1, 512), None)
     print(f"keys and values of all heads: {k.numel() + v.numel()} numbers")
