@@ -58,6 +58,8 @@ class Halves(NamedTuple):
 
 
 class Sizes:
+    dtype = None  # without a shape, it is no array
+
     def __init__(self, width: int) -> None:
         self.width = width
 

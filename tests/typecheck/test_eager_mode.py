@@ -1,6 +1,7 @@
 """What typecheck guarantees in eager mode beside the cases of calls.py."""
 
 import types
+from collections.abc import Callable
 from typing import Any, Self
 
 import pytest
@@ -254,6 +255,7 @@ def remembered():
         value: object = None,
         number: float = 0.0,
         pair: tuple[float, Float[Array, " m"]] | None = None,
+        of: Callable[..., Any] | None = None,
         ignored: Any = None,
     ) -> None:
         pass
@@ -265,6 +267,8 @@ def remembered():
 def test_a_known_signature_is_not_judged_again(value, remembered):
     assert is_judged(remembered, Array(3), value, ignored=[])
     assert not is_judged(remembered, Array(3), value, ignored=())
+    assert is_judged(remembered, Array(3), value, of=len)
+    assert not is_judged(remembered, Array(3), value, of=len)
     assert is_judged(remembered, Array(4), value)
 
 
