@@ -1,10 +1,8 @@
 """A case of a layer: its options, an input, and the formula that gives the result."""
 
-import functools
 import inspect
 import math
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,12 +25,12 @@ CUT = "detach, .data, or no_grad cuts the graph"
 UNWRITTEN = "not written yet"
 
 
-def mistakes_of(name):
-    """Return wrong formulas of a class or function, by what is wrong in them.
+def name_mistake(failures):
+    """Return the name of a usual mistake that explains failures, or "".
 
-    There are none in a copy. conftest.py replaces this for `tinyblock verify`.
+    A copy knows none. conftest.py replaces this for `tinyblock verify`.
     """
-    return {}
+    return ""
 
 
 def randn(*shape, seed=0):
@@ -154,9 +152,9 @@ class Case:
             inputs[name] = queries[..., :count].contiguous()
         return x.data[..., :count, :].contiguous(), inputs
 
-    def exact(self, module, x, formula=None):
-        """Return the result of the formula, or of a wrong one, in float64."""
-        result, _, _ = self._run_exactly(module, x, formula or self.formula)
+    def exact(self, module, x):
+        """Return the result of the formula in float64."""
+        result, _, _ = self._run_exactly(module, x)
         return result.detach()
 
     def exact_with_gradients(self, module, x):
@@ -164,7 +162,7 @@ class Case:
 
         A frozen parameter that the formula does not read may be a table, such as RoPE's.
         """
-        result, x, weights = self._run_exactly(module, x, self.formula)
+        result, x, weights = self._run_exactly(module, x)
         gradients = gradients_of(result, x, weights)
         parameters = dict(module.named_parameters())
         trained = [name for name, each in parameters.items() if each.requires_grad]
@@ -176,14 +174,14 @@ class Case:
                 fail(f"{name} must require a gradient, as the other weights do")
         return result.detach(), {name: gradients[name] for name in ("x", *trained)}
 
-    def _run_exactly(self, module, x, formula):
+    def _run_exactly(self, module, x):
         """Return the result, and x and the weights that it was computed from."""
         x = x.detach().cpu().double().requires_grad_()
         weights = Weights()
         for name, weight in module.named_parameters():
             weights[name] = weight.detach().cpu().double().requires_grad_()
         named = [weights] if self.weights is None else weights.values()
-        return formula(x, *named, **self.inputs, **self.options), x, weights
+        return self.formula(x, *named, **self.inputs, **self.options), x, weights
 
     def check(self, result, module, x, dtype):
         """Compare a result and its gradients with those of the formula."""
@@ -199,14 +197,10 @@ class Case:
         """Compare a result and its gradients, as exact as a dtype, with the formula."""
         fresh, _ = self.arguments(dtype=x.dtype)  # a wrong layer may have overwritten x
         exact, gradients = self.exact_with_gradients(module, fresh)
-        unit = UNITS[dtype] * torch.finfo(dtype).eps
+        unit = unit_of(dtype)
         if error := error_of(result, exact, unit * exact.norm()):
-            explain = functools.partial(self.mistakes_in, result, module, fresh, unit)
-            # In half precision, a mistake in eps may equal another one.
-            fail(
-                f"result in {name_of(dtype)} {error}",
-                None if dtype in HALVES else explain,
-            )
+            wrong = WrongResult(self, result, module, fresh, dtype)
+            fail(f"result in {name_of(dtype)} {error}", wrong)
         # Terms of a gradient that are as large as another gradient may cancel out.
         largest = max(gradient.norm() for gradient in gradients.values())
         actual = gradients_of(result, x, dict(module.named_parameters()))
@@ -216,19 +210,16 @@ class Case:
             title = f"gradient of {name} in {name_of(dtype)}"
             check_close(title, gradient, gradients[name], unit * largest)
 
-    def mistakes_in(self, result, module, x, unit, among=None):
-        """Return the usual mistakes, of all or of some names, that give this result."""
-        found = []
-        for mistake, formula in mistakes_of(self.name).items():
-            if among is not None and mistake not in among:
-                continue
-            try:
-                wrong = self.exact(module, x, formula)
-            except (IndexError, RuntimeError, pytest.fail.Exception):
-                continue  # such as a mean over tokens, where x has none
-            if not error_of(result, wrong, unit * wrong.nan_to_num().norm()):
-                found.append(mistake)
-        return found
+
+@dataclass
+class WrongResult:
+    """The result of a layer that differs from its formula's, with what it is of."""
+
+    case: Case
+    result: Tensor
+    module: nn.Module
+    x: Tensor
+    dtype: torch.dtype
 
 
 def case_of(
@@ -335,37 +326,14 @@ def is_unwritten(failure):
 
 
 def fail_with(failures, ran):
-    """Fail with the first of several failures, and the mistake that explains most."""
+    """Fail with the first of several failures, and the usual mistake that it is."""
     title, failure = next(iter(failures.items()))
     count = f"{len(failures)} of {ran} cases fail" if ran > 1 else "fails"
-    of_first = mistakes_that_explain(failure)
-    cause = ""
-    if of_first:
-        counts = Counter(
-            mistake
-            for each in failures.values()
-            for mistake in mistakes_that_explain(each, among=of_first)
-        )
-        cause = f"{max(of_first, key=counts.__getitem__)}: "
-    else:  # such as an error, where another case has a result
-        for other, each in failures.items():
-            if names := mistakes_that_explain(each):
-                count = f"{count}; {other}: {names[0]}"
-                break
+    mistake = name_mistake(list(failures.values()))
+    start = f"{title} ({count}): {mistake}{': ' if mistake else ''}"
     if isinstance(failure, pytest.fail.Exception):
-        fail(f"{title} ({count}): {cause}{failure.msg}")
-    raise AssertionError(
-        f"{title} ({count}): {type(failure).__name__}: {failure}"
-    ) from failure
-
-
-def mistakes_that_explain(failure, among=None):
-    """Return the usual mistakes that give the wrong result of a failure.
-
-    `among` are the names to try, because each takes as long as the layer.
-    """
-    explain = getattr(failure, "explain", None)
-    return explain(among=among) if explain else []
+        fail(f"{start}{failure.msg}")
+    raise AssertionError(f"{start}{type(failure).__name__}: {failure}") from failure
 
 
 def check_close(name, actual, expected, allowed):
@@ -398,11 +366,16 @@ def name_of(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def fail(message, explain=None):
+def unit_of(dtype):
+    """Return the allowed error of a result of length 1."""
+    return UNITS[dtype] * torch.finfo(dtype).eps
+
+
+def fail(message, wrong=None):
     """Fail with a message alone, because the traceback would show the contract's code.
 
-    `explain` returns the names of usual mistakes that give the wrong result.
+    `wrong` is the WrongResult, by which `tinyblock verify` names the mistake.
     """
     failure = pytest.fail.Exception(message, pytrace=False)
-    failure.explain = explain
+    failure.wrong = wrong
     raise failure

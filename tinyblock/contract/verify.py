@@ -79,7 +79,7 @@ class Verify:
         self.target = target
         self.unwritten = checks.UNWRITTEN
         target.folder = self.folder
-        checks.mistakes_of = mistakes_of
+        checks.name_mistake = name_mistake
 
     @property
     def has_foreign(self):
@@ -169,11 +169,11 @@ class Verify:
         return errors
 
 
-def mistakes_of(name):
-    """Return wrong formulas of a class or function, by what is wrong in them."""
-    from .mistakes import MISTAKES  # not above: most runs need none
+def name_mistake(failures):
+    """Return the name of a usual mistake that explains failures, or ""."""
+    from . import mistakes  # not above: most runs need none
 
-    return MISTAKES.get(name, {})
+    return mistakes.name_mistake(failures)
 
 
 def layer_of(nodeid):
