@@ -1,6 +1,6 @@
 """Layers that are not tinyblock's: right ones have no failure, wrong ones have theirs."""
 
-import functools
+import re
 import shutil
 from pathlib import Path
 
@@ -11,33 +11,16 @@ from forked import verify
 SOLUTIONS = Path(__file__).parent / "solutions"
 
 
-@functools.cache
-def verify_solution(name):
-    return verify(SOLUTIONS / name, "-vv")
-
-
 @pytest.mark.parametrize("name", ["real_tables", "complex_tables", "torch_functions"])
 def test_a_right_solution_has_no_failures(name):
-    code, report = verify_solution(name)
+    code, report = verify(SOLUTIONS / name, "-vv")
     assert code == 0, report
-    for layer in ("rmsnorm", "ffn", "rope", "attention", "block"):
-        assert f"test_{layer}.py::Test" in report, layer
-    assert report.count("::test_equation[cpu-float32] PASSED") == 5, report
+    for file in (SOLUTIONS / name).glob("*.py"):
+        equation = rf"test_{file.stem}\.py::\w+::test_equation\[cpu-float32\] PASSED"
+        assert re.search(equation, report), report
 
 
 DEFECTS = {
-    "a row of NaN": Defect(
-        "rmsnorm",
-        "return result.to(in_dtype)",
-        "return result.to(in_dtype).index_fill(-2, torch.tensor(1), torch.nan)",
-        "test_equation",
-    ),
-    "noise of 1e-4": Defect(
-        "ffn",
-        "gate = self.w1(x)",
-        "gate = self.w1(x) + 1e-4 * torch.sin(1000 * x).sum(-1, keepdim=True)",
-        "test_equation",
-    ),
     "a table of the last instance": Defect(
         "rope",
         "self.register_buffer(",
@@ -68,25 +51,11 @@ DEFECTS = {
         '"b h q d, b h k d -> b h q k"',
         "test_equation",
     ),
-    "positions that are written": Defect(
-        "rope",
-        "        cos, sin = ",
-        "        token_positions.add_(1).sub_(1)\n"
-        "        token_positions[..., -1] = 0\n"
-        "        cos, sin = ",
-        "test_calls_change_nothing",
-    ),
     "a softmax without the maximum": Defect(
         "attention",
         "return exponentials / exponentials.sum(dim, keepdim=True)",
         "return (x.double().exp() / x.double().exp().sum(dim, keepdim=True)).float()",
         "test_large_scores_do_not_overflow",
-    ),
-    "a result in float32": Defect(
-        "rmsnorm",
-        "return result.to(in_dtype)",
-        "return result",
-        "test_gains_of_another_dtype",
     ),
     "dropout": Defect(
         "ffn",
@@ -112,12 +81,6 @@ DEFECTS = {
         "x = x.to(self.weight.dtype)",
         "test_rounds_once",
     ),
-    "a gradient that is 1% too large": Defect(
-        "ffn",
-        "self.w3(x)",
-        "(self.w3(x) + 0.01 * (self.w3(x) - self.w3(x).detach()))",
-        "test_equation",
-    ),
     "a sigmoid that overflows": Defect(
         "ffn",
         "gate * torch.sigmoid(gate)",
@@ -138,12 +101,6 @@ DEFECTS = {
         "if self.rope is not None:",
         "if self.rope is not None and token_positions is not None:",
         "test_positions_are_0_1_2_if_none_are_passed",
-    ),
-    "scores that are cut": Defect(
-        "attention",
-        "x - x.amax(dim, keepdim=True)",
-        "x.clamp(-50, 50)",
-        "test_large_scores_do_not_overflow",
     ),
     "an input that is overwritten": Defect(
         "rmsnorm",
@@ -195,29 +152,11 @@ DEFECTS = {
         "        batch, *_, seq, d_k = x.shape\n        cos, sin = ",
         "test_equation",
     ),
-    "positions that meet the heads": Defect(
-        "attention",
-        "token_positions = token_positions.unsqueeze(-2)",
-        "pass",
-        "test_equation",
-    ),
     "a mask that is required": Defect(
         "attention",
         "if mask is not None:",
         "if True:",
         "test_equation",
-    ),
-    "a missing residual": Defect(
-        "block",
-        "return x + self.ffn(",
-        "return self.ffn(",
-        "test_equation",
-    ),
-    "gains": Defect(
-        "rmsnorm",
-        "torch.ones(",
-        "torch.zeros(",
-        "test_initial_weights",
     ),
     "a uniform variable": Defect(
         "ffn",
@@ -328,12 +267,6 @@ DEFECTS = {
         "self.scale = getattr(self, 'scale', self.weight * 1)\n"
         "        result = x / rms * self.scale",
         "test_earlier_calls_change_nothing",
-    ),
-    "a mask of 256 tokens": Defect(
-        "attention",
-        "causal = torch.ones(x.shape[-2], x.shape[-2]).tril().bool()",
-        "causal = torch.ones(256, 256).tril().bool()[: x.shape[-2], : x.shape[-2]]",
-        "test_long_sequence",
     ),
     "a window of 1,024 tokens": Defect(
         "attention",

@@ -93,7 +93,8 @@ def test_builds_and_calls_any_norm_ffn_and_attention():
     parts["ffn"].assert_called_once_with(24, 96, **shared)
     parts["attention"].assert_called_once_with(24, 4, **options)
     x = randn(2, 7, 24)
-    torch.testing.assert_close(block(x, POSITIONS, "any mask"), 25 * x)
+    y = x + 2 * (2 * x)  # each norm and each layer doubles its input
+    torch.testing.assert_close(block(x, POSITIONS, "any mask"), y + 2 * (2 * y))
     assert block.attn.inputs == (POSITIONS, "any mask")
 
 

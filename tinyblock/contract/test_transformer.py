@@ -88,7 +88,7 @@ def test_builds_any_block_and_norm():
     assert block.call_args_list == [call(24, 4, 96, **options)] * 2
     norm.assert_called_once_with(24, **shared)
     x = randn(2, 7, 24)
-    assert torch.equal(stack(x), 8 * x)
+    assert torch.equal(stack(x), 2 * 2 * 2 * x)  # two blocks and a norm
 
 
 def test_rejects_a_sequence_longer_than_max_seq_len():

@@ -1,8 +1,6 @@
 import torch
 from torch import nn
 
-from .ffn import linear
-
 
 def scaled_dot_product_attention(q, k, v, mask=None):
     scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
@@ -14,10 +12,10 @@ def scaled_dot_product_attention(q, k, v, mask=None):
 class CausalMultiHeadSelfAttention(nn.Module):
     def __init__(self, d_model, num_heads, rope=None):
         super().__init__()
-        self.q_proj = linear(d_model, d_model)
-        self.k_proj = linear(d_model, d_model)
-        self.v_proj = linear(d_model, d_model)
-        self.output_proj = linear(d_model, d_model)
+        self.q_proj = nn.Linear(d_model, d_model, bias=False)
+        self.k_proj = nn.Linear(d_model, d_model, bias=False)
+        self.v_proj = nn.Linear(d_model, d_model, bias=False)
+        self.output_proj = nn.Linear(d_model, d_model, bias=False)
         self.num_heads = num_heads
         self.rope = rope
 
