@@ -31,7 +31,7 @@ def explain(error: BaseException, layer: Path) -> str:
     ]
     if not isinstance(error, ModuleNotFoundError):
         files = [frame.filename for frame in shown.stack]
-        if files[:1] == [str(layer)] != files[1:2] != []:
+        if len(files) > 1 and files[0] == str(layer) and files[1] != files[0]:
             del shown.stack[0]  # the rest is the same for the other layers
         return "it cannot be imported:\n" + "".join(shown.format()).rstrip()
     *_, last = (

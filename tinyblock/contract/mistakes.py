@@ -23,15 +23,19 @@ from .test_rope import angles_of, rope_of_positions
 
 def name_mistake(failures):
     """Return the mistake that gives the first wrong result, and most others, or ""."""
-    wrong = [getattr(failure, "wrong", None) for failure in failures]
+    results = [getattr(failure, "wrong", None) for failure in failures]
     # In half precision, a mistake in eps may equal another one.
-    wrong = [each for each in wrong if each and each.dtype not in HALVES]
-    while wrong:
-        first, *wrong = wrong
-        names = [name for name in mistakes_of(first) if gives(name, first)]
+    results = [each for each in results if each and each.dtype not in HALVES]
+    for number, result in enumerate(results):
+        names = [name for name in mistakes_of(result) if gives(name, result)]
         if names:
-            return max(names, key=lambda name: sum(gives(name, each) for each in wrong))
+            counts = {name: count_given(name, results[number + 1 :]) for name in names}
+            return max(counts, key=counts.__getitem__)
     return ""
+
+
+def count_given(name, results):
+    return sum(gives(name, result) for result in results)
 
 
 def mistakes_of(wrong):
