@@ -343,22 +343,24 @@ def check_close(name, actual, expected, allowed):
 
 
 def error_of(actual, expected, allowed):
-    """Describe an error whose norm is larger than `allowed`; otherwise return "".
-
-    NaN equals NaN, which a wrong formula may yield.
-    """
-    got = actual.detach().cpu().double()
-    if got.shape != expected.shape:
-        return f"has the shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
-    same = (got == expected) | (got.isnan() & expected.isnan())
-    error = torch.where(same, 0.0, got - expected)
+    """Describe an error whose norm is larger than `allowed`; otherwise return ""."""
+    if actual.shape != expected.shape:
+        return f"has the shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    error = difference(actual, expected)
     if error.norm() <= allowed:  # not if it is NaN
         return ""
     worst = error.abs().argmax()  # a NaN, if there is one
     at = [int(i) for i in torch.unravel_index(worst, error.shape)]
-    values = f"{got.flatten()[worst]:.9g}, expected {expected.flatten()[worst]:.9g}"
+    values = f"{actual.flatten()[worst]:.9g}, expected {expected.flatten()[worst]:.9g}"
     norm = f"the error's norm is {error.norm():.2g}, allowed {allowed:.2g}"
     return f"at {at}: got {values}; {norm}"
+
+
+def difference(actual, expected):
+    """Return the error of each number. NaN equals NaN, which a wrong formula may yield."""
+    got = actual.detach().cpu().double()
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    return torch.where(same, 0.0, got - expected)
 
 
 def name_of(dtype):
