@@ -516,7 +516,7 @@ def with_rope(wrong):
     return layer
 
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
+QKV = ("q_proj", "k_proj", "v_proj")
 ATTENTION = {
     "each token attends to all tokens": causal_with(lambda q, k, v, _: attend(q, k, v)),
     "each token attends to itself and to later tokens": causal_with(attend, upper=True),
@@ -553,13 +553,13 @@ ATTENTION = {
     "the output projection is missing": with_weights(identity),
     **{
         f"{other} stands in place of {name}": with_weights_of(**{name: other})
-        for name, other in itertools.permutations(PROJECTIONS, 2)
+        for name, other in itertools.permutations(QKV, 2)
     },
     **{
         f"{first} and {second} are swapped": with_weights_of(
             **{first: second, second: first}
         )
-        for first, second in itertools.combinations(PROJECTIONS, 2)
+        for first, second in itertools.combinations(QKV, 2)
     },
     "the projections multiply by W, not by its transpose": with_weights(transposed),
     "x is added: the residual belongs into the block": lambda x, weights, **given: (
