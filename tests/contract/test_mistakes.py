@@ -1,21 +1,10 @@
 """A failure names a usual mistake. Each wrong layer is written apart from its formula."""
 
-import itertools
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from defects import Defect
-
-from tinyblock.contract import (
-    test_attention,
-    test_block,
-    test_ffn,
-    test_rmsnorm,
-    test_rope,
-)
-from tinyblock.contract.mistakes import MISTAKES, result_of
 
 RIGHT = Path(__file__).parent / "solutions" / "real_tables"
 
@@ -338,63 +327,3 @@ def test_the_failure_names(defect, tmp_path):
 def test_the_failure_of_grouped_attention_names(defect, tmp_path):
     grouped = RIGHT.with_name("grouped")
     defect.require_failure(shutil.copytree(grouped, tmp_path / "layers"))
-
-
-def cases_of(name):
-    """Return the cases that every correct class or function of this name takes."""
-    pages = (
-        test_rmsnorm.TestRMSNorm,
-        test_ffn.TestFeedForward,
-        test_rope.TestRoPE,
-        test_attention.TestAttention,
-        test_block.TestBlock,
-    )
-    return [
-        case
-        for page in pages
-        for case in page.cases.values()
-        if case.name == name and case.is_common
-    ]
-
-
-def results_of(name):
-    """Return the results of the right formula and of each wrong one, one for each case.
-
-    Mistakes of a part, such as "in RoPE, ...", are named by the part.
-    """
-    formulas = {
-        mistake: formula
-        for mistake, formula in MISTAKES[name].items()
-        if not mistake.startswith("in ")
-    }
-    results = {mistake: [] for mistake in ("right", *formulas)}
-    for case in cases_of(name):
-        module = case.build(dtype=torch.float32)
-        x, _ = case.arguments(dtype=torch.float32)
-        results["right"].append(case.exact(module, x))
-        for mistake, formula in formulas.items():
-            results[mistake].append(result_of(formula, case, module, x))
-    return results
-
-
-def are_equal(x, y):
-    return x.shape == y.shape and torch.allclose(
-        x, y, rtol=1e-6, atol=1e-9, equal_nan=True
-    )
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_no_two_mistakes_look_alike(name):
-    """Each wrong formula can be computed in some case, and differs from all others."""
-    for (first, xs), (second, ys) in itertools.combinations(
-        results_of(name).items(), 2
-    ):
-        both = [
-            (x, y)
-            for x, y in zip(xs, ys, strict=True)
-            if x is not None and y is not None
-        ]
-        assert any(y is not None for y in ys), f"{second} can be computed in no case"
-        assert not both or not all(are_equal(x, y) for x, y in both), (
-            f"{first} looks like {second}"
-        )
