@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 # The longest of these with which the path of a file begins names its tests.
 TESTS = {
-    "tinyblock/contract": ["tests/contract"],
+    "tinyblock/contract": ["tests/contract", "tinyblock/contract"],
     "tinyblock/copies": ["tests/copies"],
     "tinyblock/parallelize": ["tests/parallelize"],
     "tinyblock/typecheck": ["tests/typecheck"],

@@ -168,7 +168,7 @@ DEFECTS = {
         "attention",
         "self.num_heads = num_heads",
         "self.num_heads = num_heads\n"
-        "        nn.init.normal_(self.q_proj.weight, std=0.1)",
+        "        nn.init.normal_(self.q_proj.weight, std=0.16)",
         "test_initial_weights",
     ),
     "gains that differ": Defect(

@@ -238,7 +238,7 @@ def case_of(
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rope:
     """RoPE as an option of other layers, which is called as `rope(x, token_positions)`.
 
@@ -328,9 +328,9 @@ def is_unwritten(failure):
 def fail_with(failures, ran):
     """Fail with the first of several failures, and the usual mistake that it is."""
     title, failure = next(iter(failures.items()))
-    count = f"{len(failures)} of {ran} cases fail" if ran > 1 else "fails"
-    mistake = name_mistake(list(failures.values()))
-    start = f"{title} ({count}): {mistake}{': ' if mistake else ''}"
+    start = f"{title} ({len(failures)} of {ran} cases fail): "
+    if mistake := name_mistake(list(failures.values())):
+        start = f"{start}{mistake}: "
     if isinstance(failure, pytest.fail.Exception):
         fail(f"{start}{failure.msg}")
     raise AssertionError(f"{start}{type(failure).__name__}: {failure}") from failure
