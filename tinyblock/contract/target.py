@@ -26,12 +26,6 @@ def is_foreign(layer: str) -> bool:
     return not _is_own(folder, layer)
 
 
-def is_copy(file: str) -> bool:
-    """Return whether a file is a layer that is a copy of tinyblock's."""
-    path = Path(file)
-    return path.parent == folder and not is_foreign(path.stem)
-
-
 def _package_of(folder: Path) -> str:
     """Return the name below which Python imports the layers of a folder."""
     outside = folder
