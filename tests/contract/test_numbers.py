@@ -1,5 +1,7 @@
 """The contract notices an error above rounding, and shows where it is."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,14 @@ SMALL = {
 }
 
 
+def with_error(result, relative, wrong):
+    """Return a result that is wrong by a share of itself, or whose gradient is."""
+    error = relative * result
+    if wrong == "gradient":
+        error = error - error.detach()  # is 0, but has a gradient
+    return result + error
+
+
 @pytest.mark.parametrize("dtype", SMALL, ids=str)
 @pytest.mark.parametrize("wrong", ["result", "gradient"])
 def test_a_small_error_is_noticed(wrong, dtype):
@@ -22,17 +32,23 @@ def test_a_small_error_is_noticed(wrong, dtype):
     case = test_ffn.TestFeedForward.cases["SwiGLU"]
     module = case.build(dtype=dtype)
     x, _ = case.arguments(dtype=dtype)
-
-    def result_with(relative):
-        result = module(x)
-        error = relative * result
-        if wrong == "gradient":
-            error = error - error.detach()  # is 0, but has a gradient
-        return result + error
-
-    case.check(result_with(SMALL[dtype] / 10), module, x, dtype)
+    case.check(with_error(module(x), SMALL[dtype] / 10, wrong), module, x, dtype)
     with pytest.raises(pytest.fail.Exception, match=rf"^{wrong} "):
-        case.check(result_with(SMALL[dtype]), module, x, dtype)
+        case.check(with_error(module(x), SMALL[dtype], wrong), module, x, dtype)
+
+
+@pytest.mark.parametrize("wrong", ["result", "gradient"])
+def test_a_failure_shows_the_wrong_number_and_the_right_one(wrong):
+    case = test_ffn.TestFeedForward.cases["SwiGLU"]
+    module = case.build(dtype=torch.float32)
+    x, _ = case.arguments(dtype=torch.float32)
+    twice = with_error(module(x), 1.0, wrong)
+    with pytest.raises(pytest.fail.Exception) as failure:
+        case.check(twice, module, x, torch.float32)
+    got, expected = re.search(
+        r"got (\S+), expected (\S+);", str(failure.value)
+    ).groups()
+    assert float(got) == pytest.approx(2 * float(expected), rel=1e-5)
 
 
 def test_an_error_is_shown_where_it_is_largest():
