@@ -176,7 +176,9 @@ DEFECTS = [
     attention(SCALE, "* math.sqrt(Q.shape[-1])", "multiplied by sqrt(d_k)"),
     attention(SCALE, "/ math.sqrt(K.shape[-2])", "the root of the number of keys"),
     attention("softmax(scores, dim=-1)", "softmax(scores, dim=-2)", "over the queries"),
-    attention("softmax(scores, dim=-1)", "scores.nan_to_num(neginf=0)", "is missing"),
+    attention(
+        "softmax(scores, dim=-1)", "scores.nan_to_num(neginf=0)", "softmax is missing"
+    ),
     attention("(~mask,", "(mask,", "the mask is inverted"),
     attention("if mask is not None:", "if False:", "the mask is ignored"),
     attention(
