@@ -276,9 +276,13 @@ ROPE = {
 }
 
 
+def positions_of(x, token_positions):
+    return torch.arange(x.shape[-2]) if token_positions is None else token_positions
+
+
 def rope_of_layer(wrong):
-    def formula(x, weights, token_positions, *, theta, **sizes):
-        return wrong(x, token_positions, theta)
+    def formula(x, weights, token_positions=None, *, theta, **sizes):
+        return wrong(x, positions_of(x, token_positions), theta)
 
     return formula
 
@@ -474,7 +478,7 @@ def of_all_heads(split=split_heads, merge=merge_heads):
     """Return the layer in all heads at once, which are split or merged in another way."""
 
     def wrong(x, weights, token_positions=None, *, num_heads, rope=None, **others):
-        at = torch.arange(x.shape[-2]) if token_positions is None else token_positions
+        at = positions_of(x, token_positions)
         q, k, v = (x @ weights[f"{name}_proj.weight"].T for name in "qkv")
         q, k = split(q, num_heads, rope, at), split(k, num_heads, rope, at)
         out = attend_causally(q, k, split(v, num_heads, None, at))
@@ -503,10 +507,7 @@ def with_rope(wrong):
 
     def layer(x, weights, *, rope=None, **given):
         def wrong_rope(y, token_positions):
-            at = torch.arange(y.shape[-2])
-            return wrong(
-                y, at if token_positions is None else token_positions, rope.theta
-            )
+            return wrong(y, positions_of(y, token_positions), rope.theta)
 
         return self_attention(x, weights, rope=rope and wrong_rope, **given)
 
