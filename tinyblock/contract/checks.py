@@ -296,35 +296,37 @@ def for_each(cases, check):
     """
     failures = {}
     reasons = []
+    unwritten = []
     for title, case in cases.items():
         try:
             check(case)
         except pytest.skip.Exception as reason:
             reasons.append(reason.msg)
         except (Exception, pytest.fail.Exception) as failure:
-            if is_unwritten(failure):
-                reasons.append(UNWRITTEN)
+            if function := unwritten_function(failure):
+                unwritten.append(function)
             else:
                 failures[title] = failure
-    ran = len(cases) - len(reasons)
+    ran = len(cases) - len(reasons) - len(unwritten)
     if failures:
         fail_with(failures, ran)
-    if UNWRITTEN in reasons:
-        pytest.skip(UNWRITTEN)
+    if unwritten:
+        pytest.skip(f"{UNWRITTEN}: {unwritten[0]}")
     if not ran:
         pytest.skip("; ".join(dict.fromkeys(reasons)))
 
 
-def is_unwritten(failure):
-    """Return whether a student's function raises NotImplementedError in place of code.
+def unwritten_function(failure):
+    """Return the student's function that raises NotImplementedError in place of code, or "".
 
     torch itself raises this error from C++, where it lacks an operation.
     """
     if not isinstance(failure, NotImplementedError):
-        return False
+        return ""
     raised = traceback.extract_tb(failure.__traceback__)[-1]
     is_of_student = is_foreign(Path(raised.filename).stem)
-    return is_of_student and (raised.line or "").startswith("raise ")
+    is_raised = (raised.line or "").startswith("raise ")
+    return raised.name if is_of_student and is_raised else ""
 
 
 def fail_with(failures, ran):

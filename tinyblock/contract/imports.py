@@ -6,10 +6,12 @@ No project has a copy of this file.
 import ast
 import importlib.util
 import platform
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
 
+PIP = f"{sys.executable} -m pip install"  # for the Python that runs, not another one
 INSTALLED = sysconfig.get_path("purelib")
 PYTHON = ("<frozen ", sysconfig.get_path("stdlib"), str(Path(__file__).parent))
 
@@ -46,12 +48,12 @@ def repair_of(error: ModuleNotFoundError, file: Path, layer: Path) -> str:
     name = (error.name or "").partition(".")[0]
     if "metadata" in str(error):  # the solution's __init__.py reads its own version
         folder = file.parents[1]
-        return f"install the solution: pip install --no-deps -e {folder}"
+        return f"install the solution: {PIP} --no-deps -e {folder}"
     if name == "tests":
         return "run verify in the folder of the solution, or set PYTHONPATH to it"
     if lies_in(file.parent, name):
         return f"it lies beside this file: add {file.parent} to PYTHONPATH"
-    return f"pip install {' '.join(sorted({name, *missing_packages(layer)}))}"
+    return f"{PIP} {' '.join(sorted({name, *missing_packages(layer)}))}"
 
 
 def missing_packages(layer: Path) -> set[str]:

@@ -5,7 +5,7 @@ No project has a copy of this file.
 
 import re
 import textwrap
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,9 @@ CAUSES = (
     "Usual mistakes, by the test that fails: docs/verify.md in tinyblock's repository"
 )
 BEYOND = (
-    'Only the tests marked numbers ran. -m "not numbers" runs the others, which tinyblock '
-    "promises: there, a right layer fails if it has no reset_parameters, accepts wrong "
-    "options, or casts its table of RoPE. Initial weights alone: "
-    '-m "not numbers" -k initial_weights'
+    '-m "not numbers" tests what tinyblock promises beyond this: a right layer fails if it '
+    "has no reset_parameters, accepts wrong options, or casts its table of RoPE. "
+    'Initial weights alone: -m "not numbers" -k initial_weights'
 )
 
 
@@ -138,22 +137,24 @@ class Verify:
             for (of_layer, test), message in self.failed.items():
                 if of_layer == layer:
                     show(f"FAILED {layer}: {test}: {textwrap.shorten(message, 300)}")
-        for layer, count in self.unwritten_layers().items():
-            show(f"NOT WRITTEN {layer}: {count} tests end in NotImplementedError")
+        for layer, functions in self.unwritten_layers().items():
+            names = ", ".join(sorted(functions))
+            show(f"NOT WRITTEN {layer}: NotImplementedError in {names}")
         if not self.has_foreign or config.option.markexpr:
             return
         if self.failed:
             show(CAUSES)
         elif not self.unwritten_layers() and not self.errors(config):
+            show(f"RIGHT {', '.join(self.layers)}")
             show(BEYOND)
 
     def unwritten_layers(self):
-        """Return how many tests of each layer ended in NotImplementedError."""
-        return Counter(
-            layer
-            for (layer, _), reason in self.skipped.items()
-            if self.unwritten in reason
-        )
+        """Return the functions of each layer that raise NotImplementedError."""
+        functions = defaultdict(set)
+        for (layer, _), reason in self.skipped.items():
+            if self.unwritten in reason:
+                functions[layer].add(reason.rpartition(": ")[2])
+        return functions
 
     def errors(self, config):
         """Return a line for each layer that was not tested."""
