@@ -14,7 +14,7 @@ def environment(device: torch.device) -> str:
     """Return, in one line, what a reader must know to repeat a measurement."""
     return (
         f"{device_name(device)}; torch {torch.__version__}, "
-        f"python {platform.python_version()}, commit {commit_of(Path(__file__).parent)}; "
+        f"python {platform.python_version()}, tinyblock {commit_of(Path(__file__).parent)}; "
         f"{datetime.date.today().isoformat()}"
     )
 

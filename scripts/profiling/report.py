@@ -31,7 +31,7 @@ and --json has more."""
 # A range of times, as a share of their median. A reason may be wrong.
 TOO_NOISY = 0.5
 # Of the time of a part. What takes more is worth a try.
-SOME = 0.3
+SOME = 0.2
 # Of the total. Parts that take less are one row.
 FEW = 0.005
 

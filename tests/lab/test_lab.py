@@ -18,7 +18,7 @@ def test_a_measurement_names_device_versions_and_date(tmp_path):
     python = sys.version.partition(" ")[0]
     line = environment(CPU)
     assert f", {torch.get_num_threads()} of " in line
-    assert f"; torch {torch.__version__}, python {python}, commit " in line
+    assert f"; torch {torch.__version__}, python {python}, tinyblock " in line
     assert line.endswith(f"; {time.strftime('%Y-%m-%d')}")
     assert commit_of(tmp_path) == "unknown"  # it is no repository
 
