@@ -82,8 +82,11 @@ _WHOLE = (Literal, collections.abc.Callable, type)
 _BY_VALUE = (bool, int, str, bytes, Enum, type)  # what Literal and type[X] read
 _NUMBERS = (int, float, SymInt, SymFloat)  # of which a size may be
 _EMPTY = inspect.Parameter.empty
-_MISSING = object()  # an argument that is not passed and has no default
 _UNKNOWN = object()  # a value that the compiler does not know
+
+
+class _Missing:
+    """In place of an argument that is not passed, and has no default."""
 
 
 def typecheck(target: _Target) -> _Target:
@@ -259,7 +262,7 @@ class _Call:
     dtype = "size"  # jaxtyping asks for a text, and Shaped takes any
 
     def __init__(
-        self, before: Sequence[Any], after: Sequence[Any] = (), result: Any = _MISSING
+        self, before: Sequence[Any], after: Sequence[Any] = (), result: Any = _Missing
     ) -> None:
         self.before = before  # the sizes of parameters
         self.after = after  # the sizes of the result, after the call
@@ -430,7 +433,7 @@ class _Check:
                 hint = _narrowed(hint, values[name])
             parameters.append(parameter.replace(annotation=hint, default=_EMPTY))
         result: Any = Any
-        if call.result is not _MISSING:
+        if call.result is not _Missing:
             result = _narrowed(hints.get("return", Any), call.result)
         # Compiled code reads no sizes of annotations that are resolved after it is made.
         axes = [*self.braces_before.values()][: len(call.before)]
@@ -588,7 +591,7 @@ def _loosened(signature: inspect.Signature) -> inspect.Signature:
     parameters = []
     for parameter in signature.parameters.values():
         if parameter.kind not in _VARIADIC and parameter.default is _EMPTY:
-            parameter = parameter.replace(default=_MISSING)
+            parameter = parameter.replace(default=_Missing)
         parameters.append(parameter)
     kinds = {parameter.kind for parameter in parameters}
     for kind, name in _VARIADIC.items():

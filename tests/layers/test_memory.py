@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from tinyblock import Block, CausalMultiHeadSelfAttention, RotaryPositionalEmbedding
 
+# Of torch 2.10.
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 D_MODEL, D_FF, HEADS = 256, 704, 2
 X = torch.randn(1, 64, D_MODEL)
 ROPE = RotaryPositionalEmbedding(1e4, D_MODEL // HEADS, 64)
