@@ -11,7 +11,7 @@ from pages import name_of, tables, text_of
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 MEASURED = ROOT / "docs" / "measured.md"
-CPU, H100 = "speed-amd-epyc-avx512.md", "speed-h100.md"
+CPU, H100 = "cpu-amd-epyc-avx512.md", "speed-h100.md"
 # The report and the case of each row in the README.
 README = {
     "training, one core of a CPU": (CPU, "train-bf16-768-eager"),

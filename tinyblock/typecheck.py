@@ -355,7 +355,10 @@ class _Check:
                 names[default] = parameter.default
             head.append(parameter.replace(annotation=_EMPTY, default=default))
         parameters = str(inspect.Signature(head))[1:-1]
-        return eval(f"lambda {parameters}: {body}", names)
+        # `names` are variables of a closure, because compiled code compares the globals
+        # of a function, and each of their names, at each call.
+        make = eval(f"lambda {', '.join(names)}: lambda {parameters}: {body}", {})
+        return make(*names.values())
 
     def reading(self) -> Callable[..., tuple[Any, ...]]:
         """Return a function that returns the signature of a call.
