@@ -1,5 +1,6 @@
 """Defaults, which the contract leaves to the owner of a copy, and rare options."""
 
+import importlib
 import inspect
 
 import pytest
@@ -8,6 +9,7 @@ from einops import EinopsError
 from torch import nn
 
 import tinyblock
+from tinyblock.contract.verify import LAYERS
 
 PLACE = "device=None, dtype=None"
 DEFAULTS = {
@@ -34,6 +36,20 @@ def test_options_have_these_defaults(name):
             value = getattr(option.default, "__name__", option.default)
             found.append(f"{option.name}={value}")
     assert ", ".join(found) == DEFAULTS[name]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_each_case_of_the_contract_runs_on_tinyblocks_layer(layer):
+    """A misspelled option would leave its case out, as in a copy without the option."""
+    page = importlib.import_module(f"tinyblock.contract.test_{layer}")
+    pages = [each for name, each in vars(page).items() if name.startswith("Test")]
+    assert pages
+    for each in pages:
+        for title, case in each.cases.items():
+            try:
+                case.construct()
+            except pytest.skip.Exception as reason:
+                pytest.fail(f"{title}: {reason}")
 
 
 def test_a_block_need_not_take_a_head_size():
