@@ -442,6 +442,11 @@ def take(x: Float[Tensor, "seq d"], count: Any, y: Float[Tensor, "{count}"]) -> 
 
 
 @typecheck
+def joined(xs: tuple[Float[Tensor, "n {count}"], ...], count: int) -> Tensor:
+    return torch.cat(xs)
+
+
+@typecheck
 def renaming(
     x: Float[Tensor, " n"], *, call: Float[Tensor, " n"], function: int, **check: int
 ) -> Float[Tensor, " n"]:
@@ -449,6 +454,12 @@ def renaming(
 
 
 PARTS = {
+    "one of many items": (
+        joined,
+        ((x,) * 9, 3),
+        ((*(x,) * 8, ones(2, 4)), 3),
+        "'xs'",
+    ),
     "names of parameters": (
         renaming,
         (w, {"call": w, "function": 1, "self": 2}),
