@@ -30,5 +30,5 @@ def test_profiler_runs_a_compiled_step(device):
 
 
 def test_comparison_runs(device):
-    options = ["--cases", "*-bf16-tiny-token-eager", "--rounds", "2"]
+    options = ["--cases", "*-f32-tiny-token-eager", "--rounds", "2"]
     assert torch.cuda.get_device_name() in run("compare.py", device, *options)
