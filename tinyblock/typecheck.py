@@ -435,13 +435,13 @@ class _Check:
             elif parameter.kind not in _VARIADIC:
                 hint = _narrowed(hint, values[name])
             parameters.append(parameter.replace(annotation=hint, default=_EMPTY))
-        result: Any = Any
+        result_hint: Any = Any
         if call.result is not _Missing:
-            result = _narrowed(hints.get("return", Any), call.result)
+            result_hint = _narrowed(hints.get("return", Any), call.result)
         # Compiled code reads no sizes of annotations that are resolved after it is made.
         axes = [*self.braces_before.values()][: len(call.before)]
         axes += [*self.braces_after.values()][: len(call.after)]
-        key = (*parameters, result, *axes)
+        key = (*parameters, result_hint, *axes)
         if len(self.checkers) >= _MAX_SIGNATURES:  # of tuples that grow, for example
             self.checkers.clear()
         if key not in self.checkers:
@@ -450,7 +450,9 @@ class _Check:
                 inspect.Parameter.POSITIONAL_ONLY,
                 annotation=Shaped[Any, " ".join(axes)],
             )
-            signature = inspect.Signature([own, *parameters], return_annotation=result)
+            signature = inspect.Signature(
+                [own, *parameters], return_annotation=result_hint
+            )
             self.checkers[key] = _checker(self.function, signature)
         bound: Any = inspect.BoundArguments(inspect.Signature(parameters), values)
         try:

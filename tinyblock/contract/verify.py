@@ -132,7 +132,6 @@ class Verify:
         show("")
         for error in self.errors(config):
             show(error)
-        # A wrong norm makes the block fail, too, so the norm comes first.
         for layer in self.layers:
             for (of_layer, test), message in self.failed.items():
                 if of_layer == layer:
