@@ -13,6 +13,7 @@ of tinyblock as text, and imports none of them.
 """
 
 import argparse
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -57,12 +58,6 @@ LEADING_COMMENTS = re.compile(r"\A\ufeff?(#.*\n|\r?\n)*")
 COPIED_FROM = re.compile(
     r"^(\ufeff?# Copied from tinyblock )(\S+): (\S+)", re.MULTILINE
 )
-FROM_IMPORT = re.compile(
-    r"^[ \t]*from[ \t]+(\.*)([\w.]*)[ \t]*import\b[ \t]*(\([^)]*\)|(?:\\\n|.)*)",
-    re.MULTILINE,
-)
-IMPORT = re.compile(r"^[ \t]*import[ \t]+(.*)", re.MULTILINE)
-NAME = re.compile(r"([\w.*]+)(?:\s+as\s+\w+)?")  # of an import; "*" for all
 # What `git diff --check` calls a leftover conflict marker.
 MARKER = re.compile(r"^(<{7}|\|{7}|={7}|>{7})(\s|$)", re.MULTILINE)
 CONFLICT = "conflict markers: resolve them"
@@ -321,30 +316,31 @@ def imports_of(folder: Path, name: str, text: str) -> dict[str, list[str]]:
     In my_package/layers/block.py, `from .ffn import SwiGLU`, `from . import ffn` and
     `import my_package.layers.ffn` import ffn.py.
     """
-    imports: list[tuple[str, str, list[str]]] = []
-    for dots, module, clause in FROM_IMPORT.findall(text):
-        names = names_in(clause)
-        imports.append((dots, module, names))
-        imports += [(dots, f"{module}.{each}", []) for each in names]  # maybe modules
-    for clause in IMPORT.findall(text):
-        imports += [("", module, []) for module in names_in(clause)]
+    try:
+        tree = ast.parse(text.encode())
+    except (SyntaxError, ValueError):  # the user is not done with it
+        return {}
+    imports: list[tuple[int, str, list[str]]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module, names = node.module or "", [alias.name for alias in node.names]
+            imports.append((node.level, module, names))
+            # Each name may be a module, too.
+            imports += [(node.level, f"{module}.{each}", []) for each in names]
+        elif isinstance(node, ast.Import):
+            imports += [(0, alias.name, []) for alias in node.names]
     found: defaultdict[str, list[str]] = defaultdict(list)
-    for dots, module, names in imports:
-        file = file_of(folder.resolve(), name, dots, module)
+    for level, module, names in imports:
+        file = file_of(folder.resolve(), name, level, module)
         if file:
             found[file] += names
     return found
 
 
-def names_in(clause: str) -> list[str]:
-    """Return what an import names: ["a", "b"] for the clause "(a as c, b)  # why"."""
-    return NAME.findall(re.sub("#.*", "", clause))
-
-
-def file_of(folder: Path, importer: str, dots: str, module: str) -> str:
+def file_of(folder: Path, importer: str, level: int, module: str) -> str:
     """Return the file of tinyblock that a file in the folder imports as a module, or ""."""
-    if dots:  # one stands for the folder of the importer, two for the folder above it
-        roots = (folder / importer).parents[len(dots) - 1 : len(dots)]
+    if level:  # 1 stands for the folder of the importer, 2 for the folder above it
+        roots = (folder / importer).parents[level - 1 : level]
     elif (folder / "__init__.py").exists():
         roots = folder.parents[:]
     else:  # Python may also import a file from the folder itself
@@ -444,6 +440,8 @@ def bring_up_to_date(folder: Path, copies: Iterable[Copy]) -> int:
         rows[copy.name], written = copy.plan()
         texts |= written
         text = written.get(copy.path, copy.text)
+        if MARKER.search(text):  # Python cannot read it
+            text = copy.new
         for imported, names in imports_of(folder, copy.name, text).items():
             path = folder / imported
             is_folder = not path.exists() and path.with_suffix("").is_dir()
