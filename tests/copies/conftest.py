@@ -51,6 +51,14 @@ class Project:
         """Replace a text in a copy, and keep all else, line ends included."""
         replace(self.folder / name, old, new)
 
+    def write(self, name, text):
+        """Let a copy have this text, or be missing."""
+        path = self.folder / name
+        if text is None:
+            path.unlink()
+        else:
+            path.write_bytes(text)
+
     def append(self, name, line):
         """Let a copy end with a line."""
         with (self.folder / name).open("ab") as file:

@@ -4,7 +4,8 @@
 
 TINYBLOCK is the folder of the release that runs, and FOLDER the folder of copies. Each
 command runs in a process of its own. It ends without cleaning up before it makes, opens or
-renames a file or folder in FOLDER, or in the middle of a file.
+renames a file or folder in FOLDER, or in the middle of a file; or it gets an error there,
+as on a full disk.
 """
 
 import importlib
@@ -16,19 +17,23 @@ import sys
 from pathlib import Path
 
 STOPPED = 99
+FAILED = 2
 NEVER = 10**9
 TINYBLOCK, FOLDER, *COMMAND = sys.argv[1:]
 sys.path.insert(0, TINYBLOCK)
 copies = importlib.import_module("copies")
 
 
-def run(changes=NEVER, size=NEVER):
+def run(changes=NEVER, size=NEVER, is_full=False):
     """Run the command in a process, and return its exit code.
 
-    The process stops after so many changes, or when a file has so many bytes.
+    The process stops after so many changes, or when a file has so many bytes. If the
+    disk is full then, it gets an error instead.
     """
     process = os.fork()
     if process == 0:
+        if not is_full:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         stop_after(changes, size)
         os._exit(copies.main(COMMAND))
     _, status = os.waitpid(process, 0)
@@ -36,7 +41,6 @@ def run(changes=NEVER, size=NEVER):
 
 
 def stop_after(changes, size):
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # otherwise Python raises an error
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
     def count(event, arguments):
@@ -70,12 +74,13 @@ def main():
         shutil.rmtree(FOLDER)
         shutil.copytree("before", FOLDER)
         stopped = run(**where)
-        if stopped not in (STOPPED, -signal.SIGXFSZ):
+        if stopped not in (STOPPED, -signal.SIGXFSZ, FAILED):
             assert (stopped, contents()) == (code, after)
             return False
         for name, text in contents().items():
             is_whole = text in (before.get(name), after.get(name))
-            assert is_whole or name.endswith(".partial"), (where, name)
+            is_left = name.endswith(".partial") and stopped != FAILED
+            assert is_whole or is_left, (where, name)
         assert run() == code, where
         assert contents() == after, where
         return True
@@ -86,7 +91,8 @@ def main():
     written = [len(text) for name, text in after.items() if text != before.get(name)]
     for size in sorted({0, max(written) - 1, *(size // 2 for size in written)}):
         assert stop_and_repeat(size=size), size
-        stops += 1
+        assert stop_and_repeat(size=size, is_full=True), size
+        stops += 2
     print(f"stopped {stops} times, {len(written)} files written")
 
 
