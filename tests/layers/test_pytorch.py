@@ -7,6 +7,7 @@ import einops
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import gradcheck, gradgradcheck
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -66,14 +67,16 @@ def test_compiled_rope_computes_with_real_numbers():
     assert dtypes == {torch.float32}
 
 
-def test_exported_attention_takes_any_length_and_rejects_positions_out_of_range():
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_exported_attention_takes_any_length(is_masked):
+    """Whether it is causal must be a bool, although lengths are symbols."""
     rope = RotaryPositionalEmbedding(100.0, 6, 40)
     layer = CausalMultiHeadSelfAttention(24, 4, rope=rope, num_kv_heads=2)
     seq = torch.export.Dim("seq", min=2, max=40)
-    shapes = ({1: seq}, {0: seq}, {1: seq, 2: seq})
+    shapes = ({1: seq}, {0: seq}, {1: seq, 2: seq} if is_masked else None)
 
     def inputs(length):
-        mask = torch.rand(1, length, length) < 0.7
+        mask = torch.rand(1, length, length) < 0.7 if is_masked else None
         return torch.randn(2, length, 24), torch.arange(length), mask
 
     program = torch.export.export(layer, inputs(7), dynamic_shapes=shapes)
@@ -85,17 +88,6 @@ def test_exported_attention_takes_any_length_and_rejects_positions_out_of_range(
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(IndexError, match="out of range"):
         exported(x, positions + 1, mask)
-
-
-def test_exported_attention_takes_any_length_without_a_mask():
-    """Whether it is causal must be a bool, although lengths are symbols."""
-    layer = CausalMultiHeadSelfAttention(24, 4)
-    seq = torch.export.Dim("seq", min=2, max=40)
-    example = (torch.randn(2, 7, 24),)
-    exported = torch.export.export(layer, example, dynamic_shapes=({1: seq},)).module()
-    for length in (2, 40):
-        x = torch.randn(2, length, 24)
-        torch.testing.assert_close(exported(x), layer(x))
 
 
 # Weights are drawn as DTensors.
@@ -126,38 +118,17 @@ def test_fsdp2_builds_on_meta_and_trains_in_mixed_precision(walk):
 
 # torch 2.14 warns of its own use of torch.jit.script.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
-def test_forward_mode_needs_the_math_kernel():
-    rope = RotaryPositionalEmbedding(100.0, 6, 40)
-    block = Block(24, 4, rope=rope).double()
-    x = torch.randn(2, 7, 24, dtype=torch.float64)
-    direction = torch.randn_like(x)
+def test_forward_mode_and_second_derivatives_need_the_math_kernel():
+    rope = RotaryPositionalEmbedding(100.0, 4, 40)
+    block = Block(8, 2, rope=rope).double()
+    x = torch.randn(1, 3, 8, dtype=torch.float64, requires_grad=True)
     with pytest.raises(NotImplementedError, match="forward AD"):
-        torch.func.jvp(block, (x,), (direction,))
-    step = 1e-6 * direction
-    with sdpa_kernel(SDPBackend.MATH):
-        found = torch.func.jvp(block, (x,), (direction,))[1]
-        expected = (block(x + step) - block(x - step)) / 2e-6
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_second_derivatives_need_the_math_kernel():
-    rope = RotaryPositionalEmbedding(100.0, 6, 40)
-    block = Block(24, 4, rope=rope).double()
-    x = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
-    direction = torch.randn_like(x)
-
-    def gradient(x):
-        loss = block(x).square().sum()
-        return torch.autograd.grad(loss, x, create_graph=True)[0]
-
+        torch.func.jvp(block, (x,), (x,))
     with pytest.raises(RuntimeError, match="not implemented"):
-        torch.autograd.grad(gradient(x), x, direction)
-    step = 1e-6 * direction
+        gradgradcheck(block, x)
     with sdpa_kernel(SDPBackend.MATH):
-        # The matrix of second derivatives is symmetric.
-        [found] = torch.autograd.grad(gradient(x), x, direction)
-        expected = (gradient(x + step) - gradient(x - step)) / 2e-6
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+        gradcheck(block, x, check_forward_ad=True)
+        gradgradcheck(block, x)
 
 
 # torch has no batching rule for its attention kernel.
