@@ -35,10 +35,13 @@ def peak_of(run, *args, **options):
 
 @pytest.mark.parametrize("mask", [None, KEEP[None]], ids=["causal", "padding"])
 def test_a_block_needs_the_memory_of_its_feed_forward_layer(mask):
-    """At the product: y = x + attention, norm(y), the gate, the value and the product."""
+    """It needs most for the product of gate and value, which stand beside it.
+
+    So do the sum of x and attention, which the result is added to, and its norm.
+    """
     block = Block(D_MODEL, HEADS, D_FF, rope=ROPE)
-    hidden = X.nbytes // D_MODEL * D_FF
-    needed = 2 * X.nbytes + 3 * hidden
+    of_width_d_ff = X.nbytes // D_MODEL * D_FF
+    needed = 2 * X.nbytes + 3 * of_width_d_ff
     assert needed <= peak_of(block, X, mask=mask) <= 1.01 * needed
 
 

@@ -15,6 +15,7 @@ RATES = Rates({"float32": 100.0, "bfloat16": 200.0}, 10.0, 1.0)
 
 
 def add(calls, seconds, nbytes):
+    """Return calls of an operation, with the time and the bytes of all of them."""
     return Operation("add", calls, seconds, nbytes)
 
 
@@ -26,61 +27,91 @@ def row_of(*operations, on_gpu=False, p20_s=10.0, **figures):
     return row
 
 
-# Rows, their limits, and a part of the reason.
-LIMITS = [
-    (
+# Each row, its limit, and a part of the reason that the report gives.
+LIMITS = {
+    "computing in two dtypes takes 3 + 2 s": (
         row_of(add(1, 9, 1), flops={"float32": 300, "bfloat16": 400}),
         "compute",
         "Computing takes 50% of the time.",
     ),
-    (row_of(moved_bytes=50), "memory", "Reading and writing 50.0 B takes 50% of"),
-    # Of calls and Python, which contains them, calls are named.
-    (
+    "moving takes 5 s": (
+        row_of(moved_bytes=50),
+        "memory",
+        "Reading and writing 50.0 B takes 50% of",
+    ),
+    "calls take 5 s; Python, which contains them, is not named": (
         row_of(add(5, 1, 1), Operation("view", 3)),
         "overhead",
         "Calling 5 operations besides views takes at least 50% of the time.",
     ),
-    (
+    "operations take 0.09 s and leave the rest to Python": (
         row_of(add(1, 0.09, 1)),
         "Python",
         "Python, autograd and calls take 99% of the time. Try less Python, fewer and larger "
         "operations, or more tokens. 1 operations, which take less than 1% each",
     ),
-    # The time between operations is what they leave of a fast run.
-    (row_of(add(1, 3, 1), p20_s=7.9), "kernel", "Its operations are slow: "),
-    (
+    "operations leave 4.9 s of a fast run to Python": (
+        row_of(add(1, 3, 1), p20_s=7.9),
+        "kernel",
+        "Its operations are slow: ",
+    ),
+    "what operations move takes 5 s": (
         row_of(add(1, 9, 30), Operation("mul", 1, 0, 20), add(1, 0, 0)),
         "traffic",
         "Its operations read and write 50.0 B (add 30.0 B, mul 20.0 B), which takes 50% of "
         "the time, where 0 B must be moved. Try fewer passes over the data, or --compile.",
     ),
-    (
+    "--compile does not change it": (
         row_of(add(1, 9, 50), compiles=False),
         "traffic",
         "Try fewer passes over the data. ",
     ),
-    # Fewer passes save time if operations move more than twice of what must be moved.
-    (row_of(add(1, 6, 31), moved_bytes=15), "kernel", "Try fewer passes over the data"),
-    (row_of(add(1, 6, 32), moved_bytes=16), "kernel", "Try another operation in place"),
-    (row_of(add(4, 6, 1)), "kernel", "Try fewer and larger operations. 4 operations"),
-    (
+    "operations move more than twice of what must be moved": (
+        row_of(add(1, 6, 31), moved_bytes=15),
+        "kernel",
+        "Try fewer passes over the data",
+    ),
+    "operations move twice of what must be moved": (
+        row_of(add(1, 6, 32), moved_bytes=16),
+        "kernel",
+        "Try another operation in place",
+    ),
+    "many calls that are slow": (
+        row_of(add(4, 6, 1)),
+        "kernel",
+        "Try fewer and larger operations. 4 operations",
+    ),
+    "an optimizer that may be fused": (
         row_of(add(5, 9, 1), is_optimizer=True, may_be_fused=True),
         "overhead",
         "50% of the time. Try part(..., fused=True). 5 operations",
     ),
-    # On a GPU, calls overlap with kernels.
-    (row_of(add(9, 3, 1), on_gpu=True), "kernel", "Its operations are slow: "),
-    # What is unknown is the reason only if it takes the time.
-    (
+    "on a GPU, calls overlap with kernels": (
+        row_of(add(9, 3, 1), on_gpu=True),
+        "kernel",
+        "Its operations are slow: ",
+    ),
+    "what is unknown takes 5 s": (
         row_of(Operation("c", 1, 5.0), add(1, 4.9, 1), unknown=["a.b", "a.c"]),
         "unknown",
         "Operations whose FLOPs are unknown (a.b, a.c) take 50% of the time.",
     ),
-    (row_of(Operation("c", 1, 4.9), add(1, 5, 1), unknown=["a.c"]), "kernel", "slow: "),
-    # Figures have three digits, or two if they vary by more than 5%.
-    (row_of(moved_bytes=50, varies=0.050), "memory", "of its 10.0 s,"),
-    (row_of(moved_bytes=50, varies=0.051), "memory", "of its 10 s,"),
-]
+    "what is unknown takes 4.9 s": (
+        row_of(Operation("c", 1, 4.9), add(1, 5, 1), unknown=["a.c"]),
+        "kernel",
+        "Its operations are slow: ",
+    ),
+    "three digits, if it varies by 5%": (
+        row_of(moved_bytes=50, varies=0.050),
+        "memory",
+        "of its 10.0 s,",
+    ),
+    "two digits, if it varies by more": (
+        row_of(moved_bytes=50, varies=0.051),
+        "memory",
+        "of its 10 s,",
+    ),
+}
 
 
 def text_of(row):
@@ -91,9 +122,9 @@ def text_of(row):
 
 
 def test_limit_and_reason_name_what_takes_half_of_the_time():
-    for row, limit, reason in LIMITS:
-        assert row.limit == limit, row
-        assert reason in text_of(row), row
+    for title, (row, limit, reason) in LIMITS.items():
+        assert row.limit == limit, title
+        assert reason in text_of(row), title
 
 
 class Layouts(TorchDispatchMode):
