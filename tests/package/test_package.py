@@ -1,42 +1,25 @@
 """The package as people take it: whole, or a file at a time."""
 
 import importlib
-import shutil
 from pathlib import Path
 
 from forked import run_pytest
 
 import tinyblock
+from tinyblock import copies
 from tinyblock.contract import verify
 
-HERE = Path(__file__).parent
 PACKAGE = Path(tinyblock.__file__).parent
 TOOLS = ("copies", "parallelize", "typecheck")
 MODULES = [module.__name__.rpartition(".")[2] for module in tinyblock.LAYERS]
 
 
-def test_leaf_files_work_alone(tmp_path):
-    copy_to(tmp_path, "rmsnorm", "ffn", "rope", "attention")
-    copy_to(tmp_path / "tools", "parallelize")
-    run_beside_copies("use_leaves.py", tmp_path)
-
-
-def test_a_copied_block_takes_an_attention_of_ones_own(tmp_path):
-    copy_to(tmp_path / "my_layers", "block", "rmsnorm", "ffn", "rope")
-    shutil.copy(HERE / "own_attention.py", tmp_path / "my_layers" / "attention.py")
-    run_beside_copies("use_block.py", tmp_path)
-
-
-def copy_to(folder, *names):
-    folder.mkdir(exist_ok=True)
-    for name in names:
-        shutil.copy(PACKAGE / f"{name}.py", folder)
-
-
-def run_beside_copies(file, folder):
-    """Copies need neither tinyblock nor beartype."""
-    shutil.copy(HERE / file, folder)
-    code, printed = run_pytest(file, folder=folder, without=["tinyblock", "beartype"])
+def test_copies_need_neither_tinyblock_nor_beartype(tmp_path):
+    add = ["add", *MODULES, "--with-tests", "--to", str(tmp_path / "layers")]
+    assert copies.main(add) == 0
+    tests = ["layers", "-k", "test_equation and float32"]
+    missing = ["tinyblock", "beartype"]
+    code, printed = run_pytest(*tests, folder=tmp_path, without=missing)
     assert code == 0, printed
 
 
