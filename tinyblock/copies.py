@@ -25,7 +25,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
@@ -178,9 +178,7 @@ class Copy:
             Path(folder, "base").write_bytes(base.encode())
             Path(folder, "new").write_bytes(new.encode())
             try:
-                done = subprocess.run(
-                    command, cwd=folder, capture_output=True, check=False
-                )
+                done = subprocess.run(command, cwd=folder, capture_output=True)
             except FileNotFoundError as error:
                 raise CommandError(
                     f"git must be on PATH to merge your edits of {self.path}: install it"
@@ -289,7 +287,7 @@ def source_in(text: str) -> str:
 
 
 def numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def split_header(text: str) -> tuple[str, str]:
@@ -492,7 +490,7 @@ def warn_of_gitignore(folder: Path, bases: Iterable[Path]) -> None:
     names = [str(base.relative_to(folder)) for base in bases]
     command = ["git", "check-ignore", "--", *names]
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, check=False)
+        done = subprocess.run(command, cwd=folder, capture_output=True)
     except FileNotFoundError:  # there is no git
         return
     ignored = done.stdout.decode().splitlines()
@@ -668,11 +666,15 @@ def parser() -> Parser:
     main_parser = Parser(started_as(), description=__doc__.partition("\n")[0])
     commands = main_parser.add_subparsers(metavar="COMMAND", required=True)
 
-    command = commands.add_parser("list", help=list_.__doc__, description=list_.__doc__)
-    command.set_defaults(run=list_)
+    def command_of(run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        name = run.__name__.removesuffix("_")
+        command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+        command.set_defaults(run=run)
+        return command
 
-    command = commands.add_parser("add", help=add.__doc__, description=add.__doc__)
-    command.set_defaults(run=add)
+    command_of(list_)
+
+    command = command_of(add)
     command.add_argument(
         "layers",
         nargs="+",
@@ -695,14 +697,9 @@ def parser() -> Parser:
         help="also copy the tests of these layers (default: copy no tests)",
     )
 
-    command = commands.add_parser(
-        "check", help=check.__doc__, description=check.__doc__
-    )
-    command.set_defaults(run=check)
-    add_folder_and_layers(command)
+    add_folder_and_layers(command_of(check))
 
-    command = commands.add_parser("diff", help=diff.__doc__, description=diff.__doc__)
-    command.set_defaults(run=diff)
+    command = command_of(diff)
     add_folder_and_layers(command)
     side = command.add_mutually_exclusive_group()
     side.add_argument(
@@ -714,16 +711,9 @@ def parser() -> Parser:
         help="show later changes in tinyblock (default: both)",
     )
 
-    command = commands.add_parser(
-        "update", help=update.__doc__, description=update.__doc__
-    )
-    command.set_defaults(run=update)
-    add_folder_and_layers(command)
+    add_folder_and_layers(command_of(update))
 
-    command = commands.add_parser(
-        "verify", help=verify.__doc__, description=verify.__doc__
-    )
-    command.set_defaults(run=verify)
+    command = command_of(verify)
     command.add_argument(
         "path",
         type=Path,

@@ -30,7 +30,10 @@ def test_add_with_tests_writes_the_pages_and_what_they_import(empty):
         pages |= neighbors_of(empty.tinyblock / "contract" / f"{page}.py")
     names = ["rope.py", "typecheck.py", *(f"contract/{page}.py" for page in pages)]
     assert empty.contents() == with_bases(empty, names)
-    assert printed.endswith("\nThe contract has no tests of typecheck\n")
+    untested = "The contract has no tests of"
+    assert printed.endswith(f"\n{untested} typecheck\n")
+    assert untested not in empty.run("add", "rope", "--with-tests")
+    assert untested not in empty.run("add", "typecheck")
 
 
 def test_add_with_tests_writes_no_tests_if_a_layer_has_none(empty):
