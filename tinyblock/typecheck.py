@@ -483,7 +483,9 @@ class _Check:
         hints = {}
         for name, hint in self.hints.items():
             hint = _simplified(hint, validates=False)
-            if _has(hint, _is_array) and _is_plain(hint, (tuple, list, dict)):
+            if not _has(hint, _is_array) or _has(hint, _names_other_arrays):
+                continue
+            if _is_plain(hint, (tuple, list, dict)):
                 hints[name] = hint
         for name, parameter in self.header.parameters.items():
             # The compiler does not say whether a tensor is the default.
@@ -700,6 +702,12 @@ def _is_array(hint: Any) -> bool:
     return isinstance(hint, type) and hasattr(hint, "dim_str")  # jaxtyping's
 
 
+def _names_other_arrays(hint: Any) -> bool:
+    """Return whether it asks for a class of arrays that a compiler may take for Tensors."""
+    kind = hint.array_type if _is_array(hint) else hint
+    return kind is not Tensor and hasattr(kind, "shape") and hasattr(kind, "dtype")
+
+
 def _is_read_by_value(hint: Any) -> bool:
     return get_origin(hint) in (Literal, type)
 
@@ -744,14 +752,23 @@ def _simplified(
     changed = tuple(_simplified(part, put, validates, inside) for part in parts)
     if changed == parts:
         return hint
-    return Union[changed] if origin in _UNIONS else origin[changed]  # noqa: UP007
+    return _union(changed) if origin in _UNIONS else origin[changed]
+
+
+def _union(parts: Iterable[Any]) -> Any:
+    """Return A | B, and not Union[A, B].
+
+    beartype takes them for one key of its memory, and after it has described A | B in an
+    error, it does not know Union[A, B].
+    """
+    return functools.reduce(operator.or_, parts)
 
 
 def _meaning(hint: Any, validates: bool) -> Any:
     """Return what a TypeVar, a NewType, an alias, or Annotated stands for."""
     origin, parts = get_origin(hint), get_args(hint)
     if isinstance(hint, TypeVar):
-        return Union[hint.__constraints__ or (hint.__bound__ or Any,)]  # noqa: UP007
+        return _union(hint.__constraints__ or (hint.__bound__ or Any,))
     if hasattr(hint, "__supertype__"):  # a NewType
         return hint.__supertype__
     if type(hint).__name__ == "TypeAliasType":  # type Name = ..., since Python 3.12
@@ -785,8 +802,7 @@ def _narrowed(hint: Any, value: Any) -> Any:
     """
     parts = get_args(hint)
     if get_origin(hint) in _UNIONS and value is not None:
-        parts = tuple(_narrowed(p, value) for p in parts if p is not NoneType)
-        return Union[parts]  # noqa: UP007
+        return _union(_narrowed(part, value) for part in parts if part is not NoneType)
     if get_origin(hint) is not tuple or not isinstance(value, tuple):
         return hint
     if parts[1:] == (Ellipsis,):
@@ -805,8 +821,7 @@ def _seen(context: Any, name: str) -> Any:
     with contextlib.suppress(NotImplementedError):  # it may know nothing
         kind = variable.python_type()
         if issubclass(kind, Tensor):
-            fake = variable.as_fake()
-            return fake if isinstance(fake, kind) else _UNKNOWN
+            return variable.as_fake()
         if variable.is_python_constant():
             return variable.as_python_constant()
         if kind in (int, float, bool, list, dict) or issubclass(kind, tuple):
