@@ -1,113 +1,449 @@
-"""Every case of calls.py in each mode: the right call passes, the wrong call raises."""
+"""What typecheck guarantees beside the verdicts of jaxtyping and beartype."""
 
+import functools
+import inspect
 import re
-from typing import Any, NamedTuple
+import types
+from collections.abc import Callable
+from typing import Any, Self
 
+import numpy as np
 import pytest
 import torch
-from jaxtyping import TypeCheckError
+from jaxtyping import AnnotationError, Float, TypeCheckError
 from torch import Tensor, nn
 from torch.export import Dim
-from typecheck import calls
+
+from tinyblock.typecheck import typecheck
+
+ones = torch.ones
+x = ones(2, 3)
+w = ones(3)
+ONE = ones(1)
+CONFIG = types.SimpleNamespace(width=3)
 
 
-class Case(NamedTuple):
-    function: Any
-    right: tuple[Any, ...]
-    wrong: tuple[Any, ...]  # the last argument may be a dict of keywords
-    where: str  # what the error names
-
-    def call(self, arguments):
-        *first, last = arguments
-        if isinstance(last, dict):
-            return self.function(*first, **last)
-        return self.function(*first, last)
-
-
-def cases(*tables):
-    """Return the cases of these tables by their titles."""
-    return {title: Case(*case) for table in tables for title, case in table.items()}
-
-
-NAMES_AND_BRACES = cases(calls.NAMES, calls.BRACES)
-IN_EVERY_MODE = cases(calls.NAMES, calls.BRACES, calls.PARTS, calls.DECORATED)
-IN_EAGER_MODE = cases(calls.EAGER)
-
-
-def message_of(title, function, *arguments):
-    try:
-        function(*arguments)
-    except (TypeCheckError, RuntimeError) as error:
-        return str(error)
-    pytest.fail(f"{title}: the wrong call raises no error")
-
-
-@pytest.mark.parametrize("cases", [IN_EVERY_MODE, IN_EAGER_MODE], ids=["all", "eager"])
-def test_eager_mode_takes_right_calls_and_raises_for_wrong_ones(cases):
-    for title, case in cases.items():
-        for _ in range(2):
-            case.call(case.right)
-            message = message_of(title, case.call, case.wrong)
-            assert case.where in message.partition("\n-----")[0], title
-
-
-def right_calls(cases):
-    return [case.call(case.right) for case in cases]
-
-
-def test_right_calls_compile_to_one_graph():
-    """Sizes of 2 and more are symbols, of which a comparison knows less than of numbers."""
-    cases = [*IN_EVERY_MODE.values()]
-    compiled = torch.compile(right_calls, backend="eager", fullgraph=True, dynamic=True)
-    torch.testing.assert_close(compiled(cases), right_calls(cases))
-
-
-def test_wrong_calls_raise_in_compiled_code():
-    """With fullgraph, so that no other graph break leads to the checks of eager mode."""
-    for title, case in IN_EVERY_MODE.items():
-        compiled = torch.compile(
-            case.call, backend="eager", fullgraph=True, dynamic=True
-        )
-        message = message_of(title, compiled, case.wrong)
-        assert re.search(f"(?s)TypeCheckError.*{case.where}", message), title
-
-
-def test_compiled_code_takes_right_calls_that_only_eager_mode_checks():
-    for title, case in IN_EAGER_MODE.items():
-        result = torch.compile(case.call, backend="eager")(case.right)
-        torch.testing.assert_close(result, case.call(case.right), msg=title)
-        torch._dynamo.reset()
-
-
-class Exported(nn.Module):
-    """Calls as torch.export takes them."""
-
-    def __init__(self, cases):
-        super().__init__()
-        self.cases = cases
-
-    def forward(self, arguments):
-        pairs = zip(self.cases, arguments, strict=True)
-        return [case.call(own) for case, own in pairs]
-
-
-def export(cases, arguments):
-    dims = [[dict.fromkeys(range(x.ndim), Dim.AUTO) for x in own] for own in arguments]
-    return torch.export.export(
-        Exported(cases), (arguments,), dynamic_shapes=(dims,), strict=False
+@pytest.fixture(params=["eager", "compiled"])
+def in_mode(request):
+    """Return a function that makes calls run in a mode; compiled, without a graph break."""
+    if request.param == "eager":
+        return lambda function: function
+    return functools.partial(
+        torch.compile, backend="eager", fullgraph=True, dynamic=True
     )
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_export_takes_right_calls_and_raises_for_wrong_ones():
-    cases = {
-        title: case
-        for title, case in NAMES_AND_BRACES.items()
-        if all(isinstance(each, Tensor) for each in (*case.right, *case.wrong))
-    }
-    right = [[*case.right] for case in cases.values()]
-    exported = export([*cases.values()], right).module()
-    torch.testing.assert_close(exported(right), right_calls(cases.values()))
-    for title, case in cases.items():
-        message = message_of(title, export, [case], [[*case.wrong]])
-        assert case.where in message.partition("\n-----")[0], title
+def raises(where):
+    """Expect an error that names this place, also within torch.compile's own error."""
+    return pytest.raises(
+        (TypeCheckError, RuntimeError), match=f"(?s)Type-check error.*{where}"
+    )
+
+
+class Scale(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    @typecheck
+    def forward(
+        self, x: Float[Tensor, "*batch {self.width}"]
+    ) -> Float[Tensor, "*batch {self.width}"]:
+        return 2 * x
+
+
+def test_each_call_reads_braces_anew(in_mode):
+    layer = Scale(3)
+    call = in_mode(layer)
+    call(x)
+    layer.width = 4
+    call(ones(2, 4))
+    with raises(r"self\.width=4"):
+        call(x)
+
+
+class Cache:
+    """A cache of keys, of which each call changes the length."""
+
+    def __init__(self) -> None:
+        self.keys = ones(2, 4)
+
+    @typecheck
+    def append(
+        self,
+        keys: Float[Tensor, "new 4"],
+        mask: Float[Tensor, " {len(self.keys)}"],
+        start: int,
+    ) -> Float[Tensor, "{len(self.keys)} 4"]:
+        self.keys = torch.cat((self.keys, keys))
+        return self.keys[start:]
+
+
+def test_braces_of_parameters_are_read_before_the_call_and_of_results_after_it(in_mode):
+    @in_mode
+    def append(mask, start):
+        cache = Cache()
+        cache.append(ones(1, 4), ones(2), 0)
+        return cache.append(ones(2, 4), mask, start)
+
+    append(ones(3), 0)
+    with raises("parameter 'mask'"):
+        append(ones(2), 0)
+    with raises("return value"):
+        append(ones(3), 1)
+
+
+@typecheck
+def configured(
+    x: Float[Tensor, " {config.width}"],
+    bias: Float[Tensor, " {config.width}"] = None,  # type: ignore[assignment]
+    scale: Float[Tensor, " {config.width}"] = ONE,
+    config: Any = CONFIG,
+) -> Tensor:
+    return x * scale
+
+
+def test_a_default_is_right_whatever_its_annotation_says(in_mode):
+    call = in_mode(configured)
+    call(w)
+    call(w, None)
+    call(w, w, w)
+    for wrong in (2, ones(1)):
+        with raises("parameter 'bias'"):
+            call(w, wrong)
+    with raises("parameter 'x'"):
+        call(x)
+
+
+def test_in_eager_mode_an_argument_is_checked_where_the_default_is_a_tensor():
+    with raises("parameter 'scale'"):
+        configured(w, scale=ones(1))
+
+
+@typecheck
+def joined(xs: tuple[Float[Tensor, "n d"], ...]) -> tuple[Float[Tensor, "n d"], ...]:
+    return (*xs[::-1], xs[0] if len(xs) < 20 else ones(1))
+
+
+def test_all_items_of_a_tuple_are_checked(in_mode):
+    """By beartype alone, one of them is, which it draws."""
+    call = in_mode(joined)
+    call((x,) * 10)
+    with raises("parameter 'xs'"):
+        call((*(x,) * 9, ones(2, 4)))
+    with raises("return value"):
+        call((x,) * 20)
+
+
+def with_keyword(function):
+    """Add a keyword, and pass another."""
+
+    @functools.wraps(function)
+    def inner(*args, verbose=False, **kwargs):
+        return function(*args, bias=1.0, **kwargs)
+
+    return inner
+
+
+@typecheck
+@with_keyword
+def widened(x: Float[Tensor, "n d"], gain: Float[Tensor, " d"], bias: float) -> Tensor:
+    return x * gain + bias
+
+
+@torch.no_grad()
+@typecheck
+@torch.no_grad()
+def without_gradient(x: Float[Tensor, "n d"], gain: Float[Tensor, " d"]) -> Tensor:
+    return x * gain
+
+
+@typecheck
+@functools.partial(torch.compile, backend="eager")
+def compiled(x: Float[Tensor, "n d"], gain: Float[Tensor, " d"]) -> Tensor:
+    return x * gain
+
+
+def test_functions_with_decorators_are_checked(in_mode):
+    verbose = functools.partial(widened, verbose=True)
+    for function in (verbose, without_gradient, compiled):
+        call = in_mode(function)
+        call(x, w)
+        with raises("parameter 'gain'"):
+            call(x, ONE)
+
+
+@typecheck
+def limit(x: Float[Tensor, " n"], /, *, scale: float) -> Float[Tensor, " n"]:
+    if len(x) > 3:
+        raise RuntimeError(f"{len(x)} is too long")
+    return x
+
+
+limited: Any = limit  # for mypy, a function that takes any arguments
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: limited(scale=2.0), r"^limit\(\) missing .* 'x'$"),
+        (lambda: limited(x=w, scale=2.0), "positional-only"),
+        (lambda: limited(w, scale=2.0, by=2), "unexpected keyword argument 'by'"),
+        (lambda: limited(ones(4), scale=2.0), "4 is too long"),
+    ],
+    ids=["missing", "positional", "keyword", "its own"],
+)
+def test_functions_raise_their_own_errors(compiles, call, message):
+    if compiles:
+        call = torch.compile(call, backend="eager")
+    with pytest.raises((TypeError, RuntimeError), match=message):
+        call()
+
+
+def test_a_size_may_be_any_integer():
+    @typecheck
+    def sized(x: Float[Tensor, " {size}"], size: Any) -> Tensor:
+        return x + 1
+
+    for size in (3, np.int64(3), torch.tensor(3)):
+        sized(w, size)
+        with raises("parameter 'x'"):
+            sized(ones(2), size)
+    torch.compile(sized, backend="eager")(w, np.int64(3))
+
+
+# Errors --------------------------------------------------------------------------------
+
+
+def test_the_message_names_function_argument_axis_and_sizes():
+    layer = Scale(3)
+    with pytest.raises(TypeCheckError) as caught:
+        layer(ones(2, 4))
+    assert str(caught.value) == (
+        f"Type-check error whilst checking the parameters of {__name__}.Scale.forward.\n"
+        "The problem arose whilst typechecking parameter 'x'.\n"
+        "Actual value: f32[2,4](torch)\n"
+        "Expected type: <class 'Float[Tensor, '*batch self.width']'>.\n"
+        "The size of dimension self.width is 4 which does not equal the existing value of 3.\n"
+        "----------------------\n"
+        "Called with parameters: {'self': Scale(...), 'x': f32[2,4](torch)}\n"
+        "Parameter annotations: (self, x: Float[Tensor, '*batch self.width']) -> Any.\n"
+        "The current values for each jaxtyping axis annotation are as follows.\n"
+        "self.width=3"
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_with_fullgraph_the_message_has_numbers(dynamic):
+    @typecheck
+    def scaled(x: Float[Tensor, "n m"], n: int, w: Float[Tensor, "2*{n}"]) -> Tensor:
+        return x * w.sum()
+
+    call = torch.compile(scaled, backend="eager", fullgraph=True, dynamic=dynamic)
+    with pytest.raises(RuntimeError) as caught:
+        call(ones(3, 4), 5, ones(11))
+    message = str(caught.value)
+    assert "Actual value: f32[11](torch)" in message
+    assert re.search(r"dimension size 11 does not equal .* 2\*n=(10|2\*5)\.", message)
+
+
+def test_a_traceback_has_no_frames_of_typecheck():
+    """As pytest shows it, in eager mode and in torch.export."""
+
+    def export():
+        layer = Scale(3)
+        torch.export.export(layer, (ones(2, 4),), dynamic_shapes=({0: Dim("n")},))
+
+    for call in (lambda: Scale(3)(ones(2, 4)), export):
+        with pytest.raises(TypeCheckError) as caught:
+            call()
+        frames = caught.traceback.filter(caught)
+        files = [str(frame.path) for frame in frames]
+        assert __file__ in files
+        assert inspect.getfile(typecheck) not in files
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [f"Float[Tensor, '{axis}']" for axis in ("{n", "n}", "{n!z}", "{}", "{n n}")]
+    + ["Float[Tensor, '{f(a=1)}']", "Float[Tensor, '*a *b']"],
+)
+def test_an_annotation_that_cannot_be_read_is_an_error_that_names_the_parameter(
+    annotation,
+):
+    def right(x: Float[Tensor, " n"]) -> None:
+        pass
+
+    def wrong(x: Float[Tensor, " n"], y: Any) -> None:
+        pass
+
+    wrong.__annotations__["y"] = annotation
+    module = types.ModuleType(__name__)
+    vars(module).update(right=right, wrong=wrong)
+    with pytest.raises(AnnotationError, match=r"parameter 'y' of .*wrong"):
+        typecheck(module)
+    assert module.right is right  # no half of a module is checked
+
+
+def no_attribute(x: Float[Tensor, "{x.no_attribute}"], size: Any) -> None:
+    pass
+
+
+def some_global(x: Float[Tensor, " n"], size: Any) -> Float[Tensor, "{SOME_GLOBAL}"]:
+    return x
+
+
+def no_number(x: Float[Tensor, "{size}"], size: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("function", [no_attribute, some_global, no_number])
+def test_braces_that_have_no_value_are_an_error_that_names_the_function(function):
+    with pytest.raises(
+        AnnotationError, match=rf"cannot read .* of .*{function.__name__}"
+    ):
+        typecheck(function)(w, size="2*n")
+
+
+# Names that are defined later, or not at all ------------------------------------------------
+
+
+@typecheck
+class Builder:
+    def add(self, weight: Float[Tensor, " n"], other: "Builder | Tensor") -> Self:
+        return self
+
+    def find(self, weight: Float[Tensor, " n"]) -> Self | None:
+        return self
+
+
+def test_a_method_may_return_self_and_take_its_own_class():
+    builder = Builder()
+    assert builder.add(w, builder) is builder
+    assert builder.find(w) is builder
+    with pytest.raises(TypeCheckError):
+        builder.add(x, builder)
+    with pytest.raises(TypeCheckError):
+        builder.add(w, 3)  # type: ignore[arg-type]
+
+
+@typecheck
+def takes(
+    x: "Float[LaterTensor, ' {1*size}']",
+    size: Any,
+    y: "Later",
+    z: Float[Tensor, "2*{size}"],
+) -> None:
+    pass
+
+
+class Later:
+    pass
+
+
+LaterTensor = Tensor
+
+
+def test_a_name_may_be_defined_later():
+    takes(w, 3, Later(), ones(6))
+    with pytest.raises(TypeCheckError):
+        takes(w, 4, Later(), ones(8))
+    with pytest.raises(TypeCheckError):
+        takes(w, 3, w, ones(6))  # type: ignore[arg-type]
+    compiled = torch.compile(takes, backend="eager", fullgraph=True)
+    compiled(w, 3, Later(), ones(6))
+    with pytest.raises(RuntimeError, match="parameter 'z'"):
+        compiled(w, 3, Later(), ones(5))
+
+
+@typecheck
+def misspelled(x: Float[Tensor, " n"], of: "Fractoin | None" = None) -> None:  # type: ignore[name-defined]
+    pass
+
+
+@typecheck
+def moved(x: Float[Tensor, " n"], of: "torch.NotThere" = 2) -> None:  # type: ignore[name-defined]
+    pass
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (misspelled, "cannot check parameter 'of' of .*misspelled: name 'Fractoin'"),
+        (moved, "parameter 'of' .*no attribute 'NotThere'"),
+    ],
+)
+def test_a_name_that_is_not_there_causes_one_warning(function, message):
+    with pytest.warns(UserWarning, match=message) as caught:
+        function(w, 3)
+    assert len(caught) == 1, [str(warning.message) for warning in caught]
+    assert caught[0].filename == __file__
+    function(w, 3)
+    with pytest.raises(TypeCheckError):
+        function(w.int(), 3)
+
+
+# What is remembered --------------------------------------------------------------------
+
+
+class Array:
+    """An array that counts how often its shape is read: once by typecheck itself."""
+
+    dtype = "float32"
+    reads = 0
+
+    def __init__(self, *shape):
+        self.sizes = shape
+
+    @property
+    def shape(self):
+        Array.reads += 1
+        return self.sizes
+
+
+@pytest.fixture
+def is_judged():
+    """Return a function that makes a call, and returns whether jaxtyping judged it."""
+
+    @typecheck
+    def remembered(
+        x: Float[Array, " n"],
+        value: object = None,
+        pair: tuple[float, Float[Array, " m"]] | None = None,
+        of: Callable[..., Any] | None = None,
+        ignored: Any = None,
+    ) -> None:
+        pass
+
+    def is_judged(*arguments, reads=1, **named):
+        before = Array.reads
+        remembered(*arguments, **named)
+        return Array.reads > before + reads
+
+    return is_judged
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, "1", int, len, [1], object(), None])
+def test_a_known_signature_is_not_judged_again(value, is_judged):
+    assert is_judged(Array(3), value, ignored=[])
+    assert not is_judged(Array(3), value, ignored=())
+    assert is_judged(Array(3), value, of=len)
+    assert not is_judged(Array(3), value, of=len)
+    assert is_judged(Array(4), value)
+
+
+def test_a_number_counts_by_its_type_and_a_tuple_by_its_items(is_judged):
+    assert is_judged(Array(3), 0.5, (0.5, Array(2)), reads=2)
+    for number in range(2000):  # more than are remembered
+        pair = (number / 2, Array(2))
+        assert not is_judged(Array(3), number + 0.5, pair, reads=2)
+    with pytest.raises(TypeCheckError):
+        is_judged(Array(3), 0.5, (Array(2), 0.5))
+
+
+def test_a_bounded_number_of_signatures_is_remembered(is_judged):
+    for length in range(1025):
+        assert is_judged(Array(length))
+    assert is_judged(Array(0))  # all were forgotten
+    assert not is_judged(Array(1024))

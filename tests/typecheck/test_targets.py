@@ -1,28 +1,98 @@
 """What typecheck takes, what it wraps of that, and what it leaves alone."""
 
+import contextlib
 import importlib
 import inspect
 import re
 import runpy
+import shutil
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jaxtyping
 import pytest
 import torch
 from jaxtyping import Float, TypeCheckError
+from pages import block_with
 from torch import Tensor, nn
-from typecheck.conftest import USERS_MODULE
 
 import tinyblock
 from tinyblock.typecheck import typecheck
 
-FILE = Path(tinyblock.__path__[0], "typecheck.py")
+PACKAGE = Path(tinyblock.__path__[0])
+FILE = PACKAGE / "typecheck.py"
+PAGE = PACKAGE.parent / "docs" / "shape_checks.md"
 wrong: "torch.Tensor | str" = "no tensor"  # for mypy, of any type
 
 
+@pytest.fixture
+def module():
+    """A module with functions and a class, which are not checked yet."""
+
+    def scale(x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        return 2 * x
+
+    def _private(x: Float[Tensor, " n"]) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def generator(x: Float[Tensor, " n"]) -> Iterator[None]:
+        yield
+
+    async def coroutine(x: Float[Tensor, " n"]) -> None:
+        pass
+
+    class Layer(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+
+        def forward(self, x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+            return x
+
+        def name(self, x: Float[Tensor, " n"]) -> None:
+            pass
+
+    module = types.ModuleType(__name__)
+    for member in (scale, _private, generator, coroutine, Layer):
+        setattr(module, member.__name__, member)
+    return module
+
+
+def test_of_a_module_public_functions_init_and_forward_are_checked(module):
+    assert typecheck(module) is module
+    for call in (module.scale, module.Layer, module.Layer(3).forward):
+        with pytest.raises(TypeCheckError):
+            call(wrong)
+
+
+def test_of_a_module_nothing_else_is_checked(module):
+    typecheck(module)
+    for call in (module._private, module.generator, module.Layer(3).name):
+        call(wrong)
+    module.coroutine(wrong).close()
+
+
+def test_names_in_all_are_checked_and_no_others(module):
+    scale = module.scale
+    module.__all__ = ["_private"]
+    typecheck(module)
+    assert module.scale is scale
+    with pytest.raises(TypeCheckError):
+        module._private(wrong)
+
+
+def test_of_a_class_init_and_public_methods_are_checked(module):
+    layer = typecheck(module.Layer)
+    for call in (layer, layer(3).forward, layer(3).name):
+        with pytest.raises(TypeCheckError):
+            call(wrong)
+
+
 def test_a_checked_function_is_not_wrapped_again(module):
+    typecheck(module)
     assert typecheck(module.scale) is module.scale
 
 
@@ -33,45 +103,10 @@ def test_a_package_without_functions_of_its_own_causes_a_warning(module):
         typecheck(package)
 
 
-@pytest.mark.parametrize("name", ["_private", "generator", "coroutine"])
-def test_private_functions_generators_and_coroutines_are_not_checked(name, module):
-    result = getattr(module, name)(wrong)
-    if inspect.iscoroutine(result):
-        result.close()
-
-
-def test_in_a_module_other_methods_than_forward_are_not_checked(module):
-    assert module.Layer(3).unchecked() == "text"
-
-
-def test_names_in_all_are_checked_and_no_others(module):
-    unchecked = types.ModuleType("users_module")
-    vars(unchecked)["_private"] = module._private
-    vars(unchecked)["scale"] = scale = inspect.unwrap(module.scale)
-    vars(unchecked)["__all__"] = ["_private"]
-    typecheck(unchecked)
-    assert unchecked.scale is scale
-    with pytest.raises(TypeCheckError):
-        unchecked._private(wrong)
-
-
-@typecheck
-class Node:
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def join(self, other: "Node") -> int:
-        return self.size + other.size
-
-
-@pytest.mark.parametrize("call", [Node, Node(2).join], ids=["__init__", "join"])
-def test_in_a_class_init_and_public_methods_are_checked(call):
-    with pytest.raises(TypeCheckError):
-        call(wrong)
-
-
-def test_a_method_may_take_an_instance_of_its_own_class():
-    assert Node(2).join(Node(3)) == 5
+@pytest.mark.parametrize("mistake", ["layers", len, staticmethod(len), lambda x: x])
+def test_another_target_is_an_error_that_says_what_to_pass(mistake):
+    with pytest.raises(TypeError, match=f"target .*, got {re.escape(repr(mistake))}"):
+        typecheck(mistake)
 
 
 def test_under_python_o_a_function_stays_unchecked_with_a_warning(module):
@@ -79,7 +114,7 @@ def test_under_python_o_a_function_stays_unchecked_with_a_warning(module):
     code = compile(FILE.read_text(), FILE, "exec", optimize=1)  # as python -O
     exec(code, vars(optimized))
     with pytest.warns(UserWarning, match="python -O turns all shape checks off"):
-        assert optimized.typecheck(module._private) is module._private
+        assert optimized.typecheck(module.scale) is module.scale
 
 
 def test_jaxtyping_disable_leaves_functions_unwrapped_and_needs_no_beartype(
@@ -92,100 +127,102 @@ def test_jaxtyping_disable_leaves_functions_unwrapped_and_needs_no_beartype(
 
 
 @pytest.mark.parametrize("package", ["beartype", "numpy"])
-def test_a_missing_package_is_named_at_the_first_call(package, monkeypatch):
+def test_a_missing_package_is_named_at_the_first_call(package, monkeypatch, module):
     """Without numpy, jaxtyping would reject right calls."""
-
-    @typecheck
-    def first(x: Float[Tensor, "*batch n"], y: Float[Tensor, "*#batch n"]) -> Tensor:
-        return x
-
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=package):
-        first(torch.ones(2, 3), torch.ones(3))
+        typecheck(module.scale)(torch.ones(3))
 
 
-@pytest.mark.parametrize("mistake", ["layers", len, staticmethod(len), lambda x: x])
-def test_another_target_is_an_error_that_says_what_to_pass(mistake):
-    with pytest.raises(TypeError, match=f"target .*, got {re.escape(repr(mistake))}"):
-        typecheck(mistake)
-
-
-def test_typecheck_works_together_with_the_hook_of_jaxtyping(monkeypatch):
+def test_typecheck_works_together_with_the_hook_of_jaxtyping(tmp_path, monkeypatch):
     """The option --jaxtyping-packages of pytest installs the same hook."""
-    monkeypatch.syspath_prepend(USERS_MODULE.parent)
-    monkeypatch.delitem(sys.modules, "hooked_module", raising=False)
-    with jaxtyping.install_import_hook("hooked_module", "beartype.beartype"):
-        module = importlib.import_module("hooked_module")
-    hooked = module.Scale(3)
+    shutil.copy(PACKAGE / "rmsnorm.py", tmp_path / "hooked_rmsnorm.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    with jaxtyping.install_import_hook("hooked_rmsnorm", "beartype.beartype"):
+        module = importlib.import_module("hooked_rmsnorm")
+    hooked = module.RMSNorm(3)
     with pytest.raises(TypeCheckError):  # the hook alone also checks
         hooked(torch.ones(2, 4))
-    layer = typecheck(module).Scale(3)
-    layer(torch.ones(2, 3))
-    with pytest.raises(TypeCheckError, match="width=3"):
-        layer(torch.ones(2, 4))
+    norm = typecheck(module).RMSNorm(3)
+    norm(torch.ones(2, 3))
+    with pytest.raises(TypeCheckError, match="d_model=3"):
+        norm(torch.ones(2, 4))
 
+
+def test_the_lines_of_the_page_check_with_the_copied_file_alone(tmp_path, monkeypatch):
+    shutil.copy(FILE, tmp_path)
+    shutil.copy(PACKAGE / "rmsnorm.py", tmp_path / "my_module.py")
+    lines = tmp_path / "lines.py"
+    lines.write_text(block_with(PAGE, "from typecheck import"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("tinyblock", "typecheck", "my_module"):
+        monkeypatch.setitem(sys.modules, name, None)
+    del sys.modules["typecheck"], sys.modules["my_module"]
+    copied = runpy.run_path(str(lines))
+    x, gain = torch.ones(2, 3, 8), torch.ones(8)
+    for function, right, wrong in (
+        (copied["scores"], (x, x), (x, x[..., :7])),
+        (copied["Scale"](8), (x,), (x[..., :7],)),
+        (copied["my_module"].rms_norm, (x, gain), (x, gain[:1])),
+    ):
+        torch.compile(function, fullgraph=True, backend="eager")(*right)
+        with pytest.raises(TypeCheckError):
+            function(*wrong)
+
+
+# tinyblock's layers -----------------------------------------------------------------------
 
 D = 8
 X = torch.ones(2, 3, D)
-ROPE = tinyblock.RotaryPositionalEmbedding(10000.0, D, max_seq_len=9)
-BUILT: dict[str, nn.Module] = {
+ONE_POSITION, OTHER_BATCH = torch.arange(1), torch.zeros(3, 3).long()
+ROPE = tinyblock.RotaryPositionalEmbedding(10000, D, max_seq_len=9)
+TAKE_POSITIONS: dict[str, nn.Module] = {
     "Transformer": tinyblock.Transformer(1, D, 1, rope=ROPE, max_seq_len=9),
     "Block": tinyblock.Block(D, 1, rope=ROPE),
     "CausalMultiHeadSelfAttention": tinyblock.CausalMultiHeadSelfAttention(
         D, 1, rope=ROPE
     ),
+    "RotaryPositionalEmbedding": ROPE,
+}
+LAYERS = {
+    **TAKE_POSITIONS,
     "SwiGLU": tinyblock.SwiGLU(D),
     "FeedForward": tinyblock.FeedForward(D),
     "RMSNorm": tinyblock.RMSNorm(D),
-    "RotaryPositionalEmbedding": ROPE,
 }
-TAKE_POSITIONS = [
-    "Transformer",
-    "Block",
-    "CausalMultiHeadSelfAttention",
-    "RotaryPositionalEmbedding",
+# Without a check, torch broadcasts most of these, or raises an error of its own.
+WRONG_CALLS: list[tuple[Any, tuple[Tensor, ...], str]] = [
+    *((layer, (X[..., :1],), "x") for layer in LAYERS.values()),
+    *((layer, (X.long(),), "x") for layer in LAYERS.values()),
+    *(
+        (layer, (X, ONE_POSITION), "token_positions")
+        for layer in TAKE_POSITIONS.values()
+    ),
+    *(
+        (layer, (X, OTHER_BATCH), "token_positions")
+        for layer in TAKE_POSITIONS.values()
+    ),
+    (ROPE, (X[0], torch.arange(3).expand(2, 3)), "token_positions"),
+    (tinyblock.rms_norm, (X, torch.ones(1)), "weight"),
+    (tinyblock.rms_norm, (X[..., :1], torch.ones(D)), "weight"),
+    (tinyblock.scaled_dot_product_attention, (X, X[:1], X), "k"),
+    (tinyblock.scaled_dot_product_attention, (X, X, X[:1]), "v"),
 ]
-EQUATIONS = [
-    "apply_rope",
-    "causal_multi_head_self_attention",
-    "feed_forward",
-    "gelu",
-    "glu",
-    "rms_norm",
-    "scaled_dot_product_attention",
-    "silu",
-    "swiglu",
-]
 
 
-def test_these_lists_name_all_that_is_public():
-    others = ["parallelize", "typecheck"]
-    assert sorted([*BUILT, *EQUATIONS, *others]) == sorted(tinyblock.__all__)
+def test_all_that_is_public_is_checked():
+    for name in {*tinyblock.__all__} - {"parallelize", "typecheck"}:
+        target = LAYERS.get(name, getattr(tinyblock, name))
+        numbers = [3] * len(inspect.signature(target).parameters)
+        with pytest.raises(TypeCheckError, match=rf"{name}.*\n.*parameter '[xq]'"):
+            target(*numbers)
 
 
-@pytest.mark.parametrize("name", BUILT)
-@pytest.mark.parametrize("x", [X[..., :7], X.long()], ids=["width", "dtype"])
-def test_every_layer_names_an_input_that_does_not_fit(name, x):
-    with pytest.raises(TypeCheckError, match=rf"(?s){name}\.forward.*'x'.*=8"):
-        BUILT[name](x)
-
-
-@pytest.mark.parametrize("name", TAKE_POSITIONS)
-@pytest.mark.parametrize(
-    "positions",
-    [torch.arange(4), torch.zeros(3, 3).long()],
-    ids=["too many", "another batch"],
-)
-def test_every_layer_names_positions_that_do_not_fit(name, positions):
-    with pytest.raises(
-        TypeCheckError, match=rf"(?s){name}\.forward.*'token_positions'"
-    ):
-        BUILT[name](X, positions)
-
-
-@pytest.mark.parametrize("name", EQUATIONS)
-def test_every_equation_is_checked(name):
-    equation = getattr(tinyblock, name)
-    numbers = [3] * len(inspect.signature(equation).parameters)
-    with pytest.raises(TypeCheckError, match=r"parameter '[xq]'"):
-        equation(*numbers)
+def test_layers_raise_the_same_error_in_eager_mode_and_in_compiled_code():
+    for function, arguments, name in WRONG_CALLS:
+        messages = set()
+        for call in (function, torch.compile(function, backend="eager")):
+            with pytest.raises(TypeCheckError, match=f"parameter '{name}'") as caught:
+                call(*arguments)
+            messages.add(str(caught.value))
+        assert len(messages) == 1

@@ -1,0 +1,252 @@
+"""typecheck says what jaxtyping and beartype say, in each mode.
+
+Each annotation of a list stands at each place of a signature: for an argument, for
+several, for keywords and for the result. The arguments of a call fit all of the list.
+Some calls change one of them, and jaxtyping and beartype judge these.
+"""
+
+import random
+import re
+from collections.abc import Callable
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    NewType,
+    Protocol,
+    TypeVar,
+    Union,
+    runtime_checkable,
+)
+
+import numpy as np
+import pytest
+import torch
+from beartype import BeartypeConf, beartype
+from beartype.vale import Is
+from jaxtyping import Bool, Float, Float32, Int, Shaped, TypeCheckError, jaxtyped
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.utils._pytree import tree_map
+from typing_extensions import TypeAliasType
+
+from tinyblock.typecheck import typecheck
+
+ones = torch.ones
+
+
+class Masked(Tensor):
+    """A subclass, as DTensor is one."""
+
+
+class Halves(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Area:
+    """Has what arrays have, and is none."""
+
+    shape = 3
+    dtype = None
+
+
+@runtime_checkable
+class HasScale(Protocol):
+    scale: float
+
+
+def marked(name):
+    """Return a tensor that only this attribute tells from others."""
+    tensor = ones(2).as_subclass(Masked)
+    setattr(tensor, name, True)
+    return tensor
+
+
+Bound = TypeVar("Bound", bound=Float[Tensor, "{count} d"])
+Named = NewType("Named", Float[Tensor, "{count} d"])
+Item = TypeVar("Item")
+Alias = TypeAliasType("Alias", Float[Tensor, "n {count}"])  # type Alias = ...
+# type Pair[Item] = ...
+Pair = TypeAliasType("Pair", tuple[Item, Item], type_params=(Item,))
+Positive = Annotated[Float[Tensor, " n"], Is[lambda x: bool((x > 0).all())]]
+
+# Annotations and values that fit, where n=2, d=3, batch=(4, 2) and count=3.
+COMPARED_IN_ALL_MODES: list[tuple[Any, Any]] = [
+    (Float[Tensor, "*batch n"], ones(4, 2, 2)),
+    (Float[Tensor, "*#batch d"], ones(1, 2, 3)),
+    (Float[Tensor, "*#batch 2*n"], ones(2, 4)),
+    (Int[Tensor, "color=3 #d d-n"], ones(3, 1, 1).int()),
+    (Bool[Tensor, "#n d"] | None, ones(1, 3).bool()),
+    (Float[Tensor, "n 3"] | Float[Tensor, "3 n"], ones(3, 2)),
+    (Union[Float[Tensor, " d"], float], 2.0),  # noqa: UP007
+    (Float[Tensor, " d"] | float, ones(3)),
+    (
+        tuple[Float[Tensor, "n m"], Int[Tensor, " m"]] | None,
+        (ones(2, 5), ones(5).int()),
+    ),
+    (tuple[Float[Tensor, " n"], Tensor], Halves(ones(2), ones(3))),
+    (tuple[Float[Tensor, " n"], ...], (ones(2),)),
+    (list[Float[Tensor, "n {count}"]], [ones(2, 3)]),
+    (dict[str, Float[Tensor, " n"]], {"key": ones(2)}),
+    (Annotated[Float[Tensor, "n d"], {"of": "a word"}], ones(2, 3)),
+    (Annotated[Float[Tensor, " d"], "trained"] | None, None),
+    (Bound, ones(3, 3)),
+    (Named | None, ones(3, 3)),
+    (Alias, ones(2, 3)),
+    (Pair[Alias], (ones(2, 3), ones(2, 3))),
+    (Shaped[Float32[Tensor, "n {count}"], "m"], ones(5, 2, 3)),
+    (Float[Tensor, "{count!s}*{len(args)} ..."], ones(3, 1)),
+    (Float[Tensor, "#{count!r} 2*{count:d}+n _"], ones(1, 8, 2)),
+    (Float[Tensor, " {max(count,(lambda:2)())}"], ones(3)),
+]
+COMPARED_IN_EAGER_MODE: list[tuple[Any, Any]] = [
+    (int, 2),
+    (bool, True),
+    (float, 2.0),
+    (Literal["{n}", 0] | None, "{n}"),
+    (tuple[Tensor, Literal[1, 2]], (ones(2), 1)),
+    (list[Tensor], [ones(2)]),
+    (type[nn.Module], nn.Linear),
+    (Callable[..., Any], len),
+    (Area, Area()),
+    (HasScale | float, marked("scale")),
+    (Positive, ones(2)),
+    (Float[Masked, " n"], ones(2).as_subclass(Masked)),
+    (tuple[Float[Masked, " n"], int], (ones(2).as_subclass(Masked), 2)),
+    (Float[nn.Parameter, " n"], marked("_is_param")),
+    (tuple[Float[np.ndarray, " n 3"], int], (np.ones((2, 3), np.float32), 2)),
+]
+
+
+def changes(value):
+    """Return values that differ from this one in one respect."""
+    changed: list[Any] = [None, 2, 1.0, ones(2, 3)]
+    if isinstance(value, Tensor):
+        changed += [value[None], value.sum(0), value.as_subclass(Tensor)]
+        changed += [value.bool(), value.double(), -value.float()]
+        for axis in range(value.ndim):
+            changed += [value.narrow(axis, 0, 1), torch.cat((value, value), axis)]
+    elif isinstance(value, (tuple, list)):
+        changed += [[*value], (*value,), (*value, value[0])]
+        kind: Any = list if isinstance(value, list) else tuple
+        changed += map(kind, with_changes(value))
+    elif isinstance(value, dict):
+        for items in with_changes([*value.values()]):
+            changed.append(dict(zip(value, items, strict=True)))
+    return changed
+
+
+def with_changes(items):
+    """Yield these items with a change of one of them."""
+    for i, item in enumerate(items):
+        for changed in changes(item):
+            yield (*items[:i], changed, *items[i + 1 :])
+
+
+class Case(NamedTuple):
+    function: Any  # checked
+    call: Any
+    problem: str | None  # what the error of jaxtyping and beartype names
+
+
+def called(function, call):
+    x, first, other, keyword, result, count = call
+    return function(x, first, other, key=keyword, count=count, result=result)
+
+
+def problem(function, call):
+    """Return what the error of a call names, or None if there is no error."""
+    try:
+        called(function, call)
+    except (TypeCheckError, RuntimeError) as error:
+        return re.findall(r"parameter '\w+'|return value", f"{error}")[0]
+    return None
+
+
+def judged(annotations):
+    """Yield a function for each annotation, with right and with changed calls."""
+    rng = random.Random(0)
+    for i in range(len(annotations)):
+        four = [annotations[i - k] for k in range(4)]
+        hints, values = zip(*four, strict=True)
+
+        # typecheck has variables of the same names.
+        def call(x, function, *args, count, result, **kwargs):
+            return result
+
+        names = ("function", "args", "kwargs", "return")
+        call.__annotations__ = dict(zip(names, hints, strict=True))
+        call.__annotations__ |= {"x": Float[Tensor, "n d"], "count": int}
+        checked, oracle = typecheck(call), jaxtyping_and_beartype(call)
+        right = (ones(2, 3), *values)
+        calls = [(*right, 3), (*right, 2)]
+        for changed in rng.sample([*with_changes(right)], 4):
+            calls.append((*changed, 3))
+        for each in calls:
+            yield Case(checked, each, problem(oracle, each))
+
+
+def jaxtyping_and_beartype(function):
+    an_int_is_a_float = BeartypeConf(is_pep484_tower=True)
+    return jaxtyped(function, typechecker=beartype(conf=an_int_is_a_float))
+
+
+@pytest.fixture(scope="module")
+def in_all_modes():
+    return [*judged(COMPARED_IN_ALL_MODES)]
+
+
+@pytest.fixture(scope="module")
+def in_eager_mode():
+    return [*judged(COMPARED_IN_EAGER_MODE)]
+
+
+def test_eager_mode_judges_as_jaxtyping_and_beartype(in_all_modes, in_eager_mode):
+    for case in (*in_all_modes, *in_eager_mode):
+        for _ in range(2):
+            assert problem(case.function, case.call) == case.problem, case
+
+
+def test_all_right_calls_compile_to_one_graph(in_all_modes, in_eager_mode):
+    """Sizes of 2 and more are symbols, of which a comparison knows less than of numbers."""
+    cases = (*in_all_modes, *in_eager_mode)
+    right = [case for case in cases if case.problem is None][::2]
+
+    def calls():
+        for case in right:
+            called(case.function, case.call)
+
+    torch.compile(calls, backend="eager", fullgraph=True, dynamic=True)()
+
+
+def test_compiled_code_judges_wrong_calls_as_jaxtyping_and_beartype(in_all_modes):
+    """With fullgraph, so that no graph break leads to the checks of eager mode."""
+    wrong = [case for case in in_all_modes if case.problem is not None]
+    for case in wrong[::3]:
+        compiled = torch.compile(
+            case.function, backend="eager", fullgraph=True, dynamic=True
+        )
+        assert problem(compiled, case.call) == case.problem, case
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.export
+def test_export_judges_as_jaxtyping_and_beartype(in_all_modes):
+    cases = in_all_modes[::8]
+
+    class Calls(nn.Module):
+        def forward(self, calls):
+            for case, call in zip(cases, calls, strict=True):
+                assert problem(case.function, call) == case.problem, case
+            return ones(1)
+
+    def dynamic(value):
+        if isinstance(value, Tensor):
+            return dict.fromkeys(range(value.ndim), Dim.AUTO)
+        return Dim.AUTO if isinstance(value, int) else None
+
+    calls = [case.call for case in cases]
+    torch.export.export(
+        Calls(), (calls,), dynamic_shapes=(tree_map(dynamic, calls),), strict=False
+    )
