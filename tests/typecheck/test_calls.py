@@ -5,11 +5,12 @@ import inspect
 import re
 import types
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import pytest
 import torch
+from beartype.vale import Is
 from jaxtyping import AnnotationError, Float, TypeCheckError
 from torch import Tensor, nn
 from torch.export import Dim
@@ -133,6 +134,17 @@ def test_all_items_of_a_tuple_are_checked(in_mode):
         call((*(x,) * 9, ones(2, 4)))
     with raises("return value"):
         call((x,) * 20)
+
+
+@typecheck
+def positive(x: Annotated[Tensor, Is[lambda x: bool((x > 0).all())]]) -> None:
+    pass
+
+
+def test_a_validator_of_values_is_asked_at_each_call_in_eager_mode():
+    positive(w)
+    with raises("parameter 'x'"):
+        positive(-w)
 
 
 def with_keyword(function):
