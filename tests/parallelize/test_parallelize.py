@@ -1,6 +1,8 @@
 """parallelize: four processes against one, collectives, compiled blocks and rejections."""
 
 import copy
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from parallelize.checks import mesh_of, one_block, seeded, transformer
 from processes import run
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, parallel
+from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,45 +25,132 @@ without_warning_of_dynamo = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(scope="module")
-def four_processes(tmp_path_factory):
-    """Run all checks; return whether a process failed, and what all printed."""
-    folder = tmp_path_factory.mktemp("parallelize")
-    return run(checks.__file__, folder, processes=4)
-
-
-@pytest.mark.parametrize("name", [check.__name__ for check in checks.CHECKS])
-def test_four_processes_pass(name, four_processes):
-    """Checks run in order, up to the first that fails."""
-    _, printed = four_processes
-    assert f"passed {name}" in printed.splitlines(), printed
-
-
-def test_no_process_fails(four_processes):
-    failed, printed = four_processes
+def test_four_processes_do_what_one_does():
+    failed, printed = run(checks.__file__, processes=4)
     assert not failed, printed
 
 
 class Collectives(TorchDispatchMode):
-    """Note which collectives of torch.distributed run, and what a broadcast sends."""
+    """Note which collectives of torch.distributed run, and what broadcasts send."""
 
     def __init__(self):
         super().__init__()
         self.names = []
         self.sent = []
-        self.groups = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
             self.names.append(function.name())
         if function is torch.ops.c10d.broadcast_.default:
             [tensor], group, *_ = args
-            self.sent.append(tensor)
-            self.groups.append(dist.ProcessGroup.unbox(group))
+            self.sent.append((tensor, dist.ProcessGroup.unbox(group)))
         return function(*args, **(kwargs or {}))
 
 
-def assert_rejects(model, mesh, message, **options):
+def with_second_block(block):
+    model = transformer()
+    model.layers[1] = block
+    return model
+
+
+def with_parts_of_ffn(**parts):
+    """Return a model whose second block has other modules in its SwiGLU."""
+    block = one_block(ffn=SwiGLU)
+    for name, part in parts.items():
+        setattr(block.ffn, name, part)
+    return with_second_block(block)
+
+
+def with_lora():
+    model = with_parts_of_ffn()
+    model.layers[1].ffn.w1.lora_a = nn.Parameter(torch.ones(1, 16))
+    return model
+
+
+def with_shared_weights():
+    linear = nn.Linear(16, 32)
+    return with_parts_of_ffn(w1=linear, w3=linear)
+
+
+def with_tied_embedding():
+    model = transformer()
+    model.embedding = nn.Embedding(16, 16)
+    model.head = nn.Linear(16, 16)
+    model.head.weight = model.embedding.weight
+    return model
+
+
+def with_own_forward():
+    model = transformer()
+    model.layers[1].forward = lambda x, token_positions, mask: x
+    return model
+
+
+SHARED = r"layers\.1\.ffn\.w1\.weight and layers\.1\.ffn\.w3\.weight"
+REJECTED: dict[str, Any] = {
+    "another axis": (transformer(), ["data"], {}, r"axes .*'tp'.* got \('data'"),
+    "order": (transformer(), ["tp", "dp"], {}, r"axes .* got \('tp', 'dp'"),
+    "no dp": (transformer(), ["dp_replicate", "tp"], {}, r"axes .* got \('dp_repl"),
+    "heads": (
+        with_second_block(one_block(num_heads=2, num_kv_heads=1)),
+        ["tp"],
+        {},
+        "num_heads .* 4 .* got 2",
+    ),
+    "heads of keys": (
+        with_second_block(one_block(num_kv_heads=2)),
+        ["tp"],
+        {},
+        "num_kv_heads .* 4 .* got 2",
+    ),
+    "d_ff": (with_second_block(one_block(d_ff=6)), ["tp"], {}, "d_ff .* 4 .* got 6"),
+    "a w1 that also holds the value": (
+        with_parts_of_ffn(w1=nn.Linear(16, 64)),
+        ["tp"],
+        {},
+        r"ffn\.w1 .* 32, got 64",
+    ),
+    "a parameter without a rule": (
+        with_lora(),
+        ["tp"],
+        {},
+        r"layers\.1\.ffn\.w1\.lora_a",
+    ),
+    "a shared parameter over tp": (with_shared_weights(), ["tp"], {}, SHARED),
+    "a shared parameter over dp": (with_shared_weights(), ["dp"], {}, SHARED),
+    "dropout": (
+        with_parts_of_ffn(dropout=nn.Dropout(0.1)),
+        ["tp"],
+        {},
+        r"layers\.1\.ffn\.dropout .* got 0\.1",
+    ),
+    "a forward set on a block": (
+        with_own_forward(),
+        ["dp", "tp"],
+        {"compile": True},
+        "compile.* forward .* subclass",
+    ),
+    "a misspelled option of fully_shard": (
+        transformer(),
+        ["dp", "tp"],
+        {"mp_polcy": None},
+        "mp_polcy",
+    ),
+    "an option of fully_shard without dp": (
+        transformer(),
+        ["tp"],
+        {"mp_policy": None},
+        "'dp' for mp_policy",
+    ),
+}
+ACCEPTED: dict[str, Any] = {
+    "dropout that drops nothing": (with_parts_of_ffn(dropout=nn.Dropout(0.0)), ["tp"]),
+    "a forward set on a block, without compile": (with_own_forward(), ["dp"]),
+    "ties outside of blocks over dp": (with_tied_embedding(), ["dp"]),
+}
+
+
+def assert_rejects(model, mesh, options, message):
     """Assert that parallelize raises, and leaves the model as it was."""
     parameters = dict(model.named_parameters())
     values = copy.deepcopy(model.state_dict())
@@ -79,93 +168,16 @@ def assert_rejects(model, mesh, message, **options):
         assert vars(module).get("forward") is forward
 
 
-def with_second_block(block):
-    model = transformer()
-    model.layers[1] = block
-    return model
+@pytest.mark.parametrize("title", REJECTED)
+def test_what_cannot_be_distributed_is_rejected_and_left_unchanged(title):
+    model, axes, options, message = REJECTED[title]
+    assert_rejects(model, mesh_of(*axes), options, message)
 
 
-def block_of(**parts):
-    """Return a block with SwiGLU that has other layers in its feed-forward layer."""
-    block = one_block(ffn=SwiGLU)
-    for name, layer in parts.items():
-        setattr(block.ffn, name, layer)
-    return block
-
-
-@pytest.mark.parametrize(
-    "axes", [("data",), ("tp", "dp"), ("dp_replicate", "tp")], ids=", ".join
-)
-def test_other_axes_are_rejected(axes):
-    message = r"axes .*'tp'.* got \(" + ", ".join(f"'{axis}'" for axis in axes)
-    assert_rejects(one_block(), mesh_of(*axes), message)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"num_heads": 2, "num_kv_heads": 1}, "num_heads .* 4 .* got 2"),
-        ({"num_kv_heads": 2}, "num_kv_heads .* 4 .* got 2"),
-        ({"d_ff": 6}, "d_ff .* 4 .* got 6"),
-    ],
-    ids=["heads", "heads of keys", "d_ff"],
-)
-def test_tp_rejects_sizes_that_it_does_not_divide(sizes, message):
-    model = with_second_block(one_block(**sizes))
-    assert_rejects(model, mesh_of("tp"), message)
-
-
-def test_tp_rejects_a_w1_that_also_holds_the_value():
-    model = with_second_block(block_of(w1=nn.Linear(16, 64)))
-    assert_rejects(model, mesh_of("tp"), r"ffn\.w1 .* 32, got 64")
-
-
-def test_tp_rejects_a_parameter_without_a_rule():
-    block = block_of()
-    block.ffn.w1.lora_a = nn.Parameter(torch.ones(1, 16))
-    model = with_second_block(block)
-    assert_rejects(model, mesh_of("tp"), r"layers\.1\.ffn\.w1\.lora_a")
-
-
-@pytest.mark.parametrize("axis", ["tp", "dp"])
-def test_modules_of_blocks_that_share_a_parameter_are_rejected(axis):
-    linear = nn.Linear(16, 32)
-    model = with_second_block(block_of(w1=linear, w3=linear))
-    message = r"layers\.1\.ffn\.w1\.weight and layers\.1\.ffn\.w3\.weight"
-    assert_rejects(model, mesh_of(axis), message)
-
-
-def test_tp_rejects_dropout():
-    model = with_second_block(block_of(dropout=nn.Dropout(0.1)))
-    assert_rejects(model, mesh_of("tp"), r"layers\.1\.ffn\.dropout .* got 0\.1")
-
-
-def test_tp_accepts_dropout_that_drops_nothing():
-    model = with_second_block(block_of(dropout=nn.Dropout(0.0)))
-    parallelize(model, mesh_of("tp"))
-
-
-@pytest.mark.parametrize("axis", ["tp", "dp"])
-def test_compile_rejects_a_forward_that_is_set_on_a_block(axis):
-    model = transformer()
-    model.layers[1].forward = lambda x, token_positions, mask: x
-    message = "compile.* forward .* subclass"
-    assert_rejects(model, mesh_of(axis), message, compile=True)
-
-
-def test_without_compile_forward_may_be_set_on_a_block():
-    model = transformer()
-    model.layers[1].forward = lambda x, token_positions, mask: x
-    parallelize(model, mesh_of("dp"))
-
-
-def test_a_misspelled_option_of_fully_shard_is_rejected():
-    assert_rejects(transformer(), mesh_of("dp", "tp"), "mp_polcy", mp_polcy=None)
-
-
-def test_options_of_fully_shard_require_dp():
-    message = "'dp' for mp_policy"
-    assert_rejects(transformer(), mesh_of("tp"), message, mp_policy=None)
+@pytest.mark.parametrize("title", ACCEPTED)
+def test_what_looks_alike_and_can_be_distributed_is_accepted(title):
+    model, axes = ACCEPTED[title]
+    parallelize(model, mesh_of(*axes))
 
 
 def with_torch(version, monkeypatch):
@@ -176,18 +188,10 @@ def with_torch(version, monkeypatch):
 def test_tp_requires_torch_2_13(monkeypatch):
     with_torch("2.12.1", monkeypatch)
     message = r"2\.13 .* 'tp', got 2\.12\.1: .* only 'dp'"
-    assert_rejects(one_block(), mesh_of("tp"), message)
+    assert_rejects(one_block(), mesh_of("tp"), {}, message)
     parallelize(one_block(), mesh_of("dp"))
     with_torch("2.13.0a0+1.nv26.06", monkeypatch)
     parallelize(one_block(), mesh_of("tp"))
-
-
-def test_parallelize_accepts_ties_outside_of_blocks_over_dp():
-    model = transformer()
-    model.embedding = nn.Embedding(16, 16)
-    model.head = nn.Linear(16, 16)
-    model.head.weight = model.embedding.weight
-    parallelize(model, mesh_of("dp"))
 
 
 @pytest.mark.parametrize(
@@ -219,32 +223,20 @@ def test_a_block_over_tp_compiles_to_one_graph():
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
 
 
-def test_weights_are_sent_in_the_order_of_the_model():
-    """The order of a set of names differs between processes, which would mix weights up."""
-    model = transformer()
-    named = [*model.named_parameters(), *model.named_buffers()]
-    name_at = {tensor.data_ptr(): name for name, tensor in named}
-    with Collectives() as collectives:
-        parallelize(model, mesh_of("dp"))
-    sent = [name_at[tensor.data_ptr()] for tensor in collectives.sent]
-    assert sent == [name for name, _ in named]
-
-
-def test_weights_are_sent_along_each_axis():
-    mesh = mesh_of("dp_replicate", "dp", "tp")
-    with Collectives() as collectives:
-        parallelize(one_block(), mesh)
-    assert set(collectives.groups) == {mesh.get_group(axis) for axis in range(3)}
-
-
-def test_what_is_sent_is_contiguous():
-    """NCCL sends nothing else."""
+def test_weights_are_sent_one_after_the_other_along_each_axis():
+    """Contiguous, because NCCL sends nothing else."""
     model = one_block()
-    model.register_buffer("strided", torch.ones(2, 3).T)
+    model.register_buffer("strided", torch.rand(2, 3).T)
+    tensors = copy.deepcopy([*model.parameters(), *model.buffers()])
+    mesh = mesh_of("dp_replicate", "dp", "tp")
+    groups = [mesh.get_group(axis) for axis in range(3)]
     with Collectives() as collectives:
-        parallelize(model, mesh_of("dp"))
-    assert (3, 2) in [tuple(tensor.shape) for tensor in collectives.sent]
-    assert all(tensor.is_contiguous() for tensor in collectives.sent)
+        parallelize(model, mesh)
+    for tensor, axis in itertools.product(tensors, groups):
+        sent, group = collectives.sent.pop(0)
+        assert torch.equal(sent, tensor)
+        assert sent.is_contiguous()
+        assert group is axis
 
 
 def test_only_the_first_call_compares_what_processes_pass():
@@ -256,18 +248,6 @@ def test_only_the_first_call_compares_what_processes_pass():
         model(x)
     assert "c10d::allgather_" in first.names
     assert "c10d::allgather_" not in second.names
-
-
-def test_modules_are_split_in_one_order(monkeypatch):
-    """Torch sends weights as it splits a module, so all processes need one order."""
-    split = []
-    monkeypatch.setattr(
-        parallel, "parallelize_module", lambda block, tp, plan: split.append([*plan])
-    )
-    parallelize(one_block(ffn=SwiGLU), mesh_of("tp"))
-    projections = ["attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj"]
-    expected = ["attn", *projections, "ffn", "ffn.w1", "ffn.w3", "ffn.w2"]
-    assert split == [expected]
 
 
 def test_options_reach_fully_shard():
@@ -298,35 +278,29 @@ def test_copies_over_tp_have_their_own_weights(default_backend):
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
 
 
-def collectives(recorded):
-    """Return how often a profile gathers tokens, and how often it scatters sums."""
+def collectives_of(run):
+    """Return how often something gathers tokens, and how often it scatters sums."""
+    with torch.profiler.profile() as recorded:
+        run()
     counts = {event.key: event.count for event in recorded.key_averages()}
     gathers = counts.get("_c10d_functional::all_gather_into_tensor")
     return gathers, counts.get("_c10d_functional::reduce_scatter_tensor")
 
 
-def collectives_of(model):
-    """Return the gathers and scatters of a forward pass, and those of a backward pass."""
+@pytest.mark.parametrize("recompute", [False, True])
+def test_each_of_two_blocks_gathers_twice_and_scatters_twice_in_each_direction(
+    recompute,
+):
+    """Recomputing stops before w2's scatter, where the backward pass has what it needs."""
+    model = parallelize(transformer(), mesh_of("tp"), recompute=recompute)
     x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
-    with torch.profiler.profile() as forward:
-        out = model(x)
-    with torch.profiler.profile() as backward:
-        out.sum().backward()
-    return collectives(forward), collectives(backward)
-
-
-def test_each_block_needs_two_gathers_and_two_scatters_in_each_direction():
-    model = parallelize(transformer(num_layers=2), mesh_of("tp"))
-    forward, backward = collectives_of(model)
+    outputs = []
+    forward = collectives_of(lambda: outputs.append(model(x)))
     assert forward == (2 * 2 + 1, 2 * 2), "a gather more for the output"
-    assert backward == (2 * 2 + 1, 2 * 2 + 1), "one more of each for gradients"
-
-
-def test_recomputing_repeats_all_of_a_forward_pass_but_the_last_scatter_of_a_block():
-    """It stops where the backward pass has all that it needs: before w2's scatter."""
-    model = parallelize(transformer(num_layers=2), mesh_of("tp"), recompute=True)
-    _, backward = collectives_of(model)
-    assert backward == (2 * 2 + 1 + 2 * 2, 2 * 2 + 1 + 2)
+    gathers, scatters = collectives_of(outputs[0].sum().backward)
+    again = (2 * 2, 2) if recompute else (0, 0)
+    assert gathers == 2 * 2 + 1 + again[0], "one more for the gradient of x"
+    assert scatters == 2 * 2 + 1 + again[1], "one more for the gradient of the output"
 
 
 @without_warning_of_dynamo
