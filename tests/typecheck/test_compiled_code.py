@@ -13,7 +13,6 @@ import tinyblock
 from tinyblock.typecheck import typecheck
 
 D = 8
-NORM = tinyblock.RMSNorm(D)
 ROPE = tinyblock.RotaryPositionalEmbedding(10000.0, D, max_seq_len=20)
 ones = torch.ones
 X = ones(2, 3, D)
@@ -61,11 +60,10 @@ class Unchecked(nn.Module):
         return type(self.layer).forward.__wrapped__(self.layer, *args)
 
 
-SIZES = [(ones(n, n + 1, D), ones(1, n + 1, 4), 1.5, 0) for n in range(2, 12)]
+SIZES = [(ones(n, n + 1, D), ones(1, n + 1, 4), 1.5, 0) for n in range(2, 9)]
 NUMBERS = [(ones(2, 3, D), ones(3, 4), n + 0.5, n) for n in range(6)]
 EQUAL_SIZES = [(ones(n, D), ones(m, D)) for n, m in ((3, 3), (4, 4), (4, 5), (5, 3))]
-LENGTHS = [(ones(2, n, D), torch.arange(n)) for n in range(1, 21)]
-BATCHES = [(ones(n, 3, D),) for n in range(1, 10)]
+LENGTHS = [(ones(2, n, D), torch.arange(n)) for n in range(1, 9)]
 
 
 def test_checks_add_no_graphs_and_leave_nothing_in_them():
@@ -74,7 +72,6 @@ def test_checks_add_no_graphs_and_leave_nothing_in_them():
         (rotate, rotate.__wrapped__, NUMBERS),
         (dot, dot.__wrapped__, EQUAL_SIZES),
         (ROPE, Unchecked(ROPE), LENGTHS),
-        (NORM, Unchecked(NORM), BATCHES),
     ):
         assert graphs_of(checked, calls) == graphs_of(unchecked, calls)
 

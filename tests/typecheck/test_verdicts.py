@@ -209,14 +209,15 @@ def in_eager_mode():
 
 def test_eager_mode_judges_as_jaxtyping_and_beartype(in_all_modes, in_eager_mode):
     for case in (*in_all_modes, *in_eager_mode):
-        for _ in range(2):
-            assert problem(case.function, case.arguments) == case.problem, case
+        assert problem(case.function, case.arguments) == case.problem, case
+        if case.problem is None:  # it is remembered
+            assert problem(case.function, case.arguments) is None, case
 
 
 def test_all_right_calls_compile_to_one_graph(in_all_modes, in_eager_mode):
     """Sizes of 2 and more are symbols, of which a comparison knows less than of numbers."""
     cases = (*in_all_modes, *in_eager_mode)
-    right = [case for case in cases if case.problem is None][::2]
+    right = [case for case in cases if case.problem is None][::3]
 
     def calls():
         for case in right:
@@ -237,7 +238,7 @@ def test_compiled_code_judges_wrong_calls_as_jaxtyping_and_beartype(in_all_modes
 
 @pytest.mark.filterwarnings("ignore")  # of torch.export
 def test_export_judges_as_jaxtyping_and_beartype(in_all_modes):
-    cases = in_all_modes[::8]
+    cases = in_all_modes[::10]
 
     class Calls(nn.Module):
         def forward(self, calls):
