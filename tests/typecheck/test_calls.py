@@ -136,6 +136,23 @@ def test_all_items_of_a_tuple_are_checked(in_mode):
         call((x,) * 20)
 
 
+def test_a_union_is_understood_after_an_error_about_it():
+    """After it, beartype knows A | B, and does not know Union[A, B]."""
+    union = Float[Tensor, "seven 7"] | float
+
+    @typecheck
+    def several(*xs: union) -> None:  # type: ignore[valid-type]
+        pass
+
+    @typecheck
+    def one(x: union) -> None:  # type: ignore[valid-type]
+        pass
+
+    with raises("parameter 'xs'"):
+        several(x)
+    one(ones(2, 7))
+
+
 @typecheck
 def positive(x: Annotated[Tensor, Is[lambda x: bool((x > 0).all())]]) -> None:
     pass
