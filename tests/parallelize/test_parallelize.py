@@ -278,10 +278,10 @@ def test_copies_over_tp_have_their_own_weights(default_backend):
     torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
 
 
-def collectives_of(run):
+def collectives_of(act):
     """Return how often something gathers tokens, and how often it scatters sums."""
     with torch.profiler.profile() as recorded:
-        run()
+        act()
     counts = {event.key: event.count for event in recorded.key_averages()}
     gathers = counts.get("_c10d_functional::all_gather_into_tensor")
     return gathers, counts.get("_c10d_functional::reduce_scatter_tensor")
