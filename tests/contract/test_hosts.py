@@ -4,7 +4,7 @@ import collections
 import re
 
 import pytest
-from defects import replace
+from edits import replace
 from forked import run_pytest
 
 from tinyblock import copies

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from defects import replace
+from edits import replace
 from pages import block_with, require_shown
 
 HERE = Path(__file__).parent

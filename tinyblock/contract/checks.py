@@ -2,17 +2,15 @@
 
 import inspect
 import math
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from .target import is_foreign, load
+from .target import exists, is_foreign, load
 
 EPS = 1e-5
 THETA = 50.0
@@ -23,15 +21,6 @@ HALVES = (torch.bfloat16, torch.float16)
 UNITS = {torch.float64: 4096, torch.float32: 16, torch.bfloat16: 4, torch.float16: 4}
 
 CUT = "detach, .data, or no_grad cuts the graph"
-UNWRITTEN = "not written yet"
-
-
-def name_mistake(failures):
-    """Return the name of a usual mistake that explains failures, or "".
-
-    A copy knows none. conftest.py replaces this for `tinyblock verify`.
-    """
-    return ""
 
 
 def randn(*shape, seed=0):
@@ -151,7 +140,7 @@ class Case:
         for name, tensor in inputs.items():
             queries = tensor[..., :count, :] if name == "mask" else tensor
             inputs[name] = queries[..., :count].contiguous()
-        return x.data[..., :count, :].contiguous(), inputs
+        return x.data.expand(1, *x.shape)[..., :count, :].contiguous(), inputs
 
     def exact(self, module, x):
         """Return the result of the formula in float64."""
@@ -224,16 +213,27 @@ class WrongResult:
 
 
 def case_of(
-    layer, name, formula, *shape, inputs=None, scale=1.0, is_common=True, **options
+    layer,
+    name,
+    formula,
+    *,
+    shape,
+    width="d_model",
+    positions=None,
+    mask=None,
+    scale=1.0,
+    is_common=True,
+    **options,
 ):
-    """Return a case of a class whose first option is the last size of x."""
+    """Return a case of a class, whose option `width` is the last size of x."""
+    inputs = {"token_positions": positions, "mask": mask}
     return Case(
         layer,
         name,
         formula,
         shape,
-        options={"d_model": shape[-1], **options},
-        inputs=inputs or {},
+        options={width: shape[-1], **options},
+        inputs={name: each for name, each in inputs.items() if each is not None},
         scale=scale,
         is_common=is_common,
     )
@@ -260,10 +260,9 @@ def use_rope_of(layer, options):
         del options["rope"]
         options.update(table)
         return
-    try:
-        rope = load("rope").RotaryPositionalEmbedding
-    except pytest.skip.Exception:
+    if not exists("rope"):
         return  # the formula
+    rope = load("rope").RotaryPositionalEmbedding
     d_k = options.get("d_head") or options["d_model"] // options["num_heads"]
     options["rope"] = rope(d_k=d_k, **table)
 
@@ -287,57 +286,43 @@ def gradients_of(result, x, weights):
     return dict(zip(leaves, gradients, strict=True))
 
 
-def for_each(cases, check):
+def for_each(cases, check, must_run=False):
     """Check each case. Fail if one fails, and begin with the title of the first.
 
-    A case is left out if the layer lacks its option or input, or, in a layer that is not
-    a copy, if the student has not written what it needs. If no case is left, the test is
-    skipped.
+    A case is left out if the layer lacks its option or input. If no case is left, the
+    test is skipped, or fails if one must run.
     """
     failures = {}
     reasons = []
-    unwritten = []
     for title, case in cases.items():
         try:
             check(case)
         except pytest.skip.Exception as reason:
             reasons.append(reason.msg)
         except (Exception, pytest.fail.Exception) as failure:
-            if function := unwritten_function(failure):
-                unwritten.append(function)
-            else:
-                failures[title] = failure
-    ran = len(cases) - len(reasons) - len(unwritten)
+            failures[title] = failure
+    ran = len(cases) - len(reasons)
     if failures:
         fail_with(failures, ran)
-    if unwritten:
-        pytest.skip(f"{UNWRITTEN}: {unwritten[0]}")
     if not ran:
-        pytest.skip("; ".join(dict.fromkeys(reasons)))
-
-
-def unwritten_function(failure):
-    """Return the student's function that raises NotImplementedError in place of code, or "".
-
-    torch itself raises this error from C++, where it lacks an operation.
-    """
-    if not isinstance(failure, NotImplementedError):
-        return ""
-    raised = traceback.extract_tb(failure.__traceback__)[-1]
-    is_of_student = is_foreign(Path(raised.filename).stem)
-    is_raised = (raised.line or "").startswith("raise ")
-    return raised.name if is_of_student and is_raised else ""
+        why = "; ".join(dict.fromkeys(reasons))
+        if must_run:
+            fail(f"no case of it ran: {why}")
+        pytest.skip(why)
 
 
 def fail_with(failures, ran):
-    """Fail with the first of several failures, and the usual mistake that it is."""
-    title, failure = next(iter(failures.items()))
-    start = f"{title} ({len(failures)} of {ran} cases fail): "
-    if mistake := name_mistake(list(failures.values())):
-        start = f"{start}{mistake}: "
-    if isinstance(failure, pytest.fail.Exception):
-        fail(f"{start}{failure.msg}")
-    raise AssertionError(f"{start}{type(failure).__name__}: {failure}") from failure
+    """Fail with the first of several failures, and the wrong results of all of them."""
+    title, first = next(iter(failures.items()))
+    is_error = not isinstance(first, pytest.fail.Exception)
+    message = f"{type(first).__name__}: {first}" if is_error else first.msg
+    failure = pytest.fail.Exception(
+        f"{title} ({len(failures)} of {ran} cases fail): {message}", pytrace=is_error
+    )
+    failure.wrong = [
+        each.wrong for each in failures.values() if getattr(each, "wrong", None)
+    ]
+    raise failure from (first if is_error else None)
 
 
 def check_close(name, actual, expected, allowed):
@@ -350,7 +335,7 @@ def error_of(actual, expected, allowed):
     """Describe an error whose norm is larger than `allowed`; otherwise return ""."""
     if actual.shape != expected.shape:
         return f"has the shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    error = difference(actual, expected)
+    error = actual.detach().cpu().double() - expected
     if error.norm() <= allowed:  # not if it is NaN
         return ""
     worst = error.abs().argmax()  # a NaN, if there is one
@@ -358,13 +343,6 @@ def error_of(actual, expected, allowed):
     values = f"{actual.flatten()[worst]:.9g}, expected {expected.flatten()[worst]:.9g}"
     norm = f"the error's norm is {error.norm():.2g}, allowed {allowed:.2g}"
     return f"at {at}: got {values}; {norm}"
-
-
-def difference(actual, expected):
-    """Return the error of each number. NaN equals NaN, which a wrong formula may yield."""
-    got = actual.detach().cpu().double()
-    same = (got == expected) | (got.isnan() & expected.isnan())
-    return torch.where(same, 0.0, got - expected)
 
 
 def name_of(dtype):

@@ -32,7 +32,7 @@ def pytest_configure(config):
     give_back_the_name_conftest(config)
     verify = config.pluginmanager.get_plugin("tinyblock verify")
     if verify:
-        verify.start(part("target"), part("checks"))
+        verify.start(part("target"))
 
 
 def give_back_the_name_conftest(config):
@@ -59,11 +59,14 @@ def pytest_collect_file(file_path, parent):
 
 
 def pytest_runtest_setup(item):
-    """Leave out what only tinyblock promises, if the layer is not a copy of tinyblock's."""
+    """Leave out a page without a layer, and tinyblock's promises if it is not a copy."""
     layer = item.path.stem.removeprefix("test_")
+    target = part("target")
+    if not target.exists(layer):
+        pytest.skip(f"there is no {layer}.py in {target.folder}")
     if item.get_closest_marker("numbers") or item.config.option.markexpr:
         return
-    if part("target").is_foreign(layer):
+    if target.is_foreign(layer):
         pytest.skip(f"{layer}.py is not a copy of tinyblock's")
 
 

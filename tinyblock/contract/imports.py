@@ -39,11 +39,11 @@ def explain(error: BaseException, layer: Path) -> str:
     *_, last = (
         frame for frame in shown.stack if not frame.filename.startswith(INSTALLED)
     )
-    repair = repair_of(error, Path(last.filename), layer)
+    repair = repair_of(error, Path(last.filename))
     return f"{last.filename}, line {last.lineno}: {error}: {repair}"
 
 
-def repair_of(error: ModuleNotFoundError, file: Path, layer: Path) -> str:
+def repair_of(error: ModuleNotFoundError, file: Path) -> str:
     """Return what to do if a file of the solution cannot import a module."""
     name = (error.name or "").partition(".")[0]
     if "metadata" in str(error):  # the solution's __init__.py reads its own version
@@ -53,54 +53,36 @@ def repair_of(error: ModuleNotFoundError, file: Path, layer: Path) -> str:
         return "run verify in the folder of the solution, or set PYTHONPATH to it"
     if lies_in(file.parent, name):
         return f"it lies beside this file: add {file.parent} to PYTHONPATH"
-    return f"{PIP} {' '.join(sorted({name, *missing_packages(layer)}))}"
+    return f"{PIP} {' '.join(sorted({name, *missing_packages(file.parent)}))}"
 
 
-def missing_packages(layer: Path) -> set[str]:
-    """Return all packages that the files of a solution import, and that are missing."""
+def missing_packages(folder: Path) -> set[str]:
+    """Return the packages that the files of a folder import, and that are missing.
+
+    Python names one of them at a time.
+    """
     missing = set()
-    read = set()
-    waiting = [layer]
-    while waiting:
-        file = waiting.pop()
-        if file in read:
-            continue
-        read.add(file)
+    for file in folder.glob("*.py"):
         for name in names_imported_by(file):
             package = name.partition(".")[0]
-            if lies_in(file.parent, package):
-                waiting += files_of(name, file.parent)
-                continue
-            spec = importlib.util.find_spec(package)
-            if spec is None:
+            if not lies_in(folder, package) and not importlib.util.find_spec(package):
                 missing.add(package)
-            for folder in (spec and spec.submodule_search_locations) or ():
-                if not folder.startswith((INSTALLED, *PYTHON)):
-                    waiting += files_of(name, Path(folder).parent)
     return missing
 
 
 def names_imported_by(file: Path) -> list[str]:
-    """Return what a file imports, also in its functions, such as "model.Linear"."""
+    """Return the modules that a file imports, also in its functions."""
     names = []
-    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+    try:
+        tree = ast.parse(file.read_bytes())
+    except SyntaxError:
+        return []  # Python says so if it reads the file
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names += [
-                f"{node.module or alias.name}.{alias.name}" for alias in node.names
-            ]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.append(node.module)
     return names
-
-
-def files_of(name: str, folder: Path) -> list[Path]:
-    """Return the files that Python reads to import a name from a folder."""
-    parts = name.split(".")
-    paths = [folder.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
-    possible = [
-        p for path in paths for p in (path.with_suffix(".py"), path / "__init__.py")
-    ]
-    return [path for path in possible if path.is_file()]
 
 
 def lies_in(folder: Path, name: str) -> bool:

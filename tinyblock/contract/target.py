@@ -8,22 +8,22 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 ABOVE = Path(__file__).resolve().parents[1]
-folder = ABOVE  # conftest.py changes it for `tinyblock verify`
+folder = ABOVE  # `tinyblock verify` changes it
+
+
+def exists(layer: str) -> bool:
+    return (folder / f"{layer}.py").is_file()
 
 
 def load(layer: str) -> ModuleType:
     """Import a layer as its project does, when a test runs."""
-    if not (folder / f"{layer}.py").is_file():
-        pytest.skip(f"there is no {layer}.py in {folder}")
     return importlib.import_module(f"{_package_of(folder)}.{layer}")
 
 
 def is_foreign(layer: str) -> bool:
     """Return whether a layer is no copy of tinyblock's, or imports one that is none."""
-    return not _is_own(folder, layer)
+    return _is_foreign(folder, layer)
 
 
 def _package_of(folder: Path) -> str:
@@ -39,23 +39,20 @@ def _package_of(folder: Path) -> str:
             return ".".join(packages)
     # Python does not find the folder, or finds another package of its name.
     root = ModuleType(re.sub(r"\W", "_", f"layers_in_{outside}"))
-    if root.__name__ not in sys.modules:
-        root.__path__ = [str(outside)]
-        sys.modules[root.__name__] = root
+    root.__path__ = [str(outside)]
+    sys.modules.setdefault(root.__name__, root)
     return ".".join((root.__name__, *packages))
 
 
 @functools.cache
-def _is_own(folder: Path, module: str) -> bool:
-    """Return whether a file, and each file that it imports, is tinyblock's or a copy."""
+def _is_foreign(folder: Path, module: str) -> bool:
     path = folder / f"{module}.py"
     bases = folder / ".tinyblock"
     is_original = folder == ABOVE and not bases.exists()
-    if not is_original and not (bases / f"{path.name}.base").is_file():
-        return False
-    if not path.is_file():  # its tests are skipped
+    has_base = (bases / f"{path.name}.base").is_file()
+    if not path.is_file() or not (is_original or has_base):
         return True
     imported = re.findall(
         r"^from \.(\w+) import", path.read_text("utf-8"), re.MULTILINE
     )
-    return all(_is_own(folder, name) for name in imported)
+    return any(_is_foreign(folder, name) for name in imported)

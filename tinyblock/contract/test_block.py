@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from .checks import EPS, case_of, randn
-from .every_layer import EveryLayerWithWeights
+from .every_layer import EveryLayer
 from .test_attention import (
-    BOTH,
     EACH_ITSELF,
     OPTIONS,
     OTHER_THETA,
     ROPE,
+    mask_of,
     self_attention,
 )
 from .test_ffn import swiglu_of_weights
@@ -27,9 +27,7 @@ def pre_norm(x, ln1, attn, ln2, ffn):
     return y + ffn(ln2(y))
 
 
-def block_of(
-    combine, norm=rms_norm, attention=self_attention, feed_forward=swiglu_of_weights
-):
+def block_of(combine):
     """Turn a formula of x and the functions of its parts into one of the block."""
 
     def formula(
@@ -40,17 +38,12 @@ def block_of(
         of_attn = weights.of("attn")
         of_ffn = weights.of("ffn")
         options = {"d_model": d_model, "eps": eps, **heads}
-        inputs = {"token_positions": token_positions, "mask": mask}
-
-        def attn(x):
-            return attention(x, of_attn, **inputs, **options)
-
         return combine(
             x,
-            ln1=lambda x: norm(x, gains1, eps),
-            attn=attn,
-            ln2=lambda x: norm(x, gains2, eps),
-            ffn=lambda x: feed_forward(x, of_ffn, d_model=d_model, d_ff=d_ff),
+            ln1=lambda x: rms_norm(x, gains1, eps),
+            attn=lambda x: self_attention(x, of_attn, token_positions, mask, **options),
+            ln2=lambda x: rms_norm(x, gains2, eps),
+            ffn=lambda x: swiglu_of_weights(x, of_ffn, d_model, d_ff),
         )
 
     return formula
@@ -58,21 +51,21 @@ def block_of(
 
 pre_norm_block = block_of(pre_norm)
 case = functools.partial(
-    case_of, "block", "Block", pre_norm_block, num_heads=4, d_ff=96
+    case_of, "block", "Block", pre_norm_block, shape=(2, 7, 24), num_heads=4, d_ff=96
 )
 
 
-class TestBlock(EveryLayerWithWeights):
+class TestBlock(EveryLayer):
     cases = {
-        "RoPE": case(2, 7, 24, **ROPE),
-        "another theta": case(2, 7, 24, **OTHER_THETA),
-        "all options": case(2, 7, 24, inputs=BOTH, eps=1e-3, **OPTIONS),
-        "another eps": case(2, 7, 24, eps=1e-3, **ROPE),
-        "mask": case(2, 7, 24, inputs=EACH_ITSELF, **ROPE),
+        "RoPE": case(**ROPE),
+        "another theta": case(**OTHER_THETA),
+        "all options": case(positions=POSITIONS, mask=mask_of(2, 7, 7), **OPTIONS),
+        "another eps": case(eps=1e-3, **ROPE),
+        "mask": case(mask=EACH_ITSELF, **ROPE),
         "positions, as many sequences as heads": case(
-            4, 7, 24, inputs={"token_positions": OF_FOUR}, **ROPE
+            shape=(4, 7, 24), positions=OF_FOUR, **ROPE
         ),
-        "no batch axis": case(5, 24, is_common=False, **ROPE),
+        "no batch axis": case(shape=(5, 24), is_common=False, **ROPE),
     }
     typical = ["RoPE"]
     rejected = {"eps": (0.0,)}
@@ -88,7 +81,7 @@ def test_builds_and_calls_any_norm_ffn_and_attention():
     shared = {"device": "cpu", "dtype": torch.float32}
     options = {**ROPE, **shared, "eps": 1e-3, "window": 3}
     parts = {name: Mock(return_value=Double()) for name in ("norm", "ffn", "attention")}
-    block = case(2, 7, 24).construct(**parts, **options)
+    block = case().construct(**parts, **options)
     assert parts["norm"].call_args_list == [call(24, eps=1e-3, **shared)] * 2
     parts["ffn"].assert_called_once_with(24, 96, **shared)
     parts["attention"].assert_called_once_with(24, 4, **options)
@@ -101,7 +94,7 @@ def test_builds_and_calls_any_norm_ffn_and_attention():
 @pytest.mark.parametrize(("name", "part"), [("attn", "attention"), ("ffn", "ffn")])
 def test_rejects_a_part_that_changes_the_shape(name, part):
     """The result would broadcast to all sequences."""
-    block = case(2, 7, 24).construct()
+    block = case().construct()
     block.get_submodule(name).forward = lambda x, *inputs: x[:1]
     with pytest.raises(ValueError, match=rf"{part} .*\(2, 7, 24\).* got \(1, 7, 24\)"):
         block(torch.zeros(2, 7, 24))

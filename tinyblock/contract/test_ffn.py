@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from .checks import Case, case_of
-from .every_layer import EveryLayerWithWeights
+from .every_layer import EveryLayer
 
 
 def sigmoid(x):
@@ -39,11 +39,11 @@ def feed_forward(x, w1, w2, activation=gelu):
     return activation(x @ w1.T) @ w2.T
 
 
-def swiglu_of_weights(x, weights, d_model, d_ff, formula=swiglu):
+def swiglu_of_weights(x, weights, d_model, d_ff):
     w1 = weights.get_of("w1.weight", d_ff, d_model)
     w2 = weights.get_of("w2.weight", d_model, d_ff)
     w3 = weights.get_of("w3.weight", d_ff, d_model)
-    return formula(x, w1, w2, w3)
+    return swiglu(x, w1, w2, w3)
 
 
 def feed_forward_of_weights(x, weights, d_model, d_ff, activation=gelu):
@@ -57,19 +57,23 @@ def of_function(formula, *weights, **options):
     return Case("ffn", name, formula, (2, 3, 5), options, weights=list(weights))
 
 
-swiglu_case = functools.partial(case_of, "ffn", "SwiGLU", swiglu_of_weights)
-ffn_case = functools.partial(case_of, "ffn", "FeedForward", feed_forward_of_weights)
+swiglu_case = functools.partial(
+    case_of, "ffn", "SwiGLU", swiglu_of_weights, shape=(2, 7, 24)
+)
+ffn_case = functools.partial(
+    case_of, "ffn", "FeedForward", feed_forward_of_weights, shape=(2, 7, 24)
+)
 
 
-class TestFeedForward(EveryLayerWithWeights):
+class TestFeedForward(EveryLayer):
     cases = {
-        "SwiGLU": swiglu_case(2, 7, 24, d_ff=64),  # a multiple of 64, as in the handout
+        "SwiGLU": swiglu_case(d_ff=64),  # a multiple of 64, as in the handout
         # Some gates are below -88 and above 88, where exp overflows in float32.
-        "SwiGLU, gates of up to 140": swiglu_case(2, 7, 24, d_ff=64, scale=40.0),
-        "SwiGLU, another width": swiglu_case(2, 7, 24, d_ff=100),
-        "SwiGLU, no batch axis": swiglu_case(5, d_ff=7, is_common=False),
-        "GELU": ffn_case(2, 7, 24, d_ff=96),
-        "SiLU": ffn_case(2, 3, 5, d_ff=7, activation=nn.SiLU()),
+        "SwiGLU, gates of up to 140": swiglu_case(d_ff=64, scale=40.0),
+        "SwiGLU, another width": swiglu_case(d_ff=100),
+        "SwiGLU, no batch axis": swiglu_case(shape=(5,), d_ff=7, is_common=False),
+        "GELU": ffn_case(d_ff=96),
+        "SiLU": ffn_case(shape=(2, 3, 5), d_ff=7, activation=nn.SiLU()),
         "silu": of_function(silu),
         "gelu": of_function(gelu),
         "glu": of_function(glu, (7, 5), (7, 5)),
@@ -85,10 +89,10 @@ class TestFeedForward(EveryLayerWithWeights):
 
 @pytest.mark.parametrize(("d_model", "d_ff"), [(1, 64), (59, 128), (61, 192)])
 def test_default_d_ff_is_the_multiple_of_64_nearest_to_8_thirds(d_model, d_ff):
-    layer = swiglu_case(d_model).construct()
+    layer = swiglu_case(shape=(d_model,)).construct()
     assert layer.w1.weight.shape == (d_ff, d_model)
 
 
 def test_default_d_ff_without_a_gate_is_4_d_model():
-    layer = ffn_case(12).construct()
+    layer = ffn_case(shape=(12,)).construct()
     assert layer.w1.weight.shape == (48, 12)

@@ -3,13 +3,14 @@
 It computes in float32 or wider, and rounds once to the dtype of x.
 """
 
+import functools
 import math
 
 import pytest
 import torch
 
-from .checks import EPS, HALVES, Case, check_close, for_each, name_of
-from .every_layer import EveryLayerWithWeights, check_rounds_once, numbers
+from .checks import EPS, HALVES, Case, case_of, check_close, for_each, name_of
+from .every_layer import EveryLayer, check_rounds_once, numbers
 
 
 def rms_norm(x, weight, eps=EPS):
@@ -17,29 +18,22 @@ def rms_norm(x, weight, eps=EPS):
     return x / (mean_square + eps) ** 0.5 * weight
 
 
-def of_weights(x, weights, d_model, eps, norm=rms_norm):
-    return norm(x, weights.get_of("weight", d_model), eps)
+def of_weights(x, weights, d_model, eps):
+    return rms_norm(x, weights.get_of("weight", d_model), eps)
 
 
-def case(*shape, eps=EPS, scale=1.0, is_common=True):
-    return Case(
-        "rmsnorm",
-        "RMSNorm",
-        of_weights,
-        shape,
-        options={"d_model": shape[-1], "eps": eps},
-        scale=scale,
-        is_common=is_common,
-    )
+case = functools.partial(
+    case_of, "rmsnorm", "RMSNorm", of_weights, shape=(2, 7, 6), eps=EPS
+)
 
 
-class TestRMSNorm(EveryLayerWithWeights):
+class TestRMSNorm(EveryLayer):
     cases = {
-        "two batch axes": case(2, 7, 6),
-        "no batch axis": case(6, is_common=False),
-        "empty batch": case(0, 6, is_common=False),
-        "where eps matters": case(1, 5, 33, eps=3e-6, scale=1e-3),
-        "squares beyond float16": case(2, 32, 257, scale=12000.0),
+        "two batch axes": case(),
+        "no batch axis": case(shape=(6,), is_common=False),
+        "empty batch": case(shape=(0, 6), is_common=False),
+        "where eps matters": case(shape=(1, 5, 33), eps=3e-6, scale=1e-3),
+        "squares beyond float16": case(shape=(2, 32, 257), scale=12000.0),
         "function": Case(
             "rmsnorm",
             "rms_norm",

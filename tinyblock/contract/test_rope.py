@@ -5,12 +5,23 @@ dtype of the model.
 """
 
 import copy
+import functools
 import math
 
 import pytest
 import torch
 
-from .checks import HALVES, TABLE, THETA, Case, check_close, for_each, name_of, randn
+from .checks import (
+    HALVES,
+    TABLE,
+    THETA,
+    Case,
+    case_of,
+    check_close,
+    for_each,
+    name_of,
+    randn,
+)
 from .every_layer import EveryLayer, check_rounds_once, numbers
 from .target import load
 
@@ -39,45 +50,50 @@ def rope_of_positions(x, token_positions=None, theta=THETA):
     return rotate(x, angles_of(token_positions, x.shape[-1], theta))
 
 
-def of_layer(x, weights, token_positions=None, *, theta, **sizes):
-    return rope_of_positions(x, token_positions, theta)
+def of_layer(
+    x, weights, token_positions=None, *, theta, formula=rope_of_positions, **sizes
+):
+    return formula(x, token_positions, theta)
 
 
-def case(*shape, positions=None, theta=THETA, table=TABLE, is_common=True):
-    return Case(
-        "rope",
-        "RotaryPositionalEmbedding",
-        of_layer,
-        shape,
-        options={"theta": theta, "d_k": shape[-1], "max_seq_len": table},
-        inputs={} if positions is None else {"token_positions": positions},
-        is_common=is_common,
-    )
+case = functools.partial(
+    case_of,
+    "rope",
+    "RotaryPositionalEmbedding",
+    of_layer,
+    shape=(2, 7, 8),
+    width="d_k",
+    theta=THETA,
+    max_seq_len=TABLE,
+)
 
 
 class TestRoPE(EveryLayer):
     cases = {
-        "positions 0, 1, 2, ...": case(2, 7, 8, positions=torch.arange(7)),
-        "positions for each sequence": case(2, 7, 8, positions=POSITIONS),
-        "another theta": case(2, 7, 8, positions=POSITIONS, theta=1e4),
-        "one token": case(2, 1, 6, positions=POSITIONS[:, :1]),
-        "one pair, a table of one position": case(
-            1, 2, positions=POSITIONS[1, :1], table=1
+        "positions 0, 1, 2, ...": case(positions=torch.arange(7)),
+        "positions for each sequence": case(positions=POSITIONS),
+        "another theta": case(positions=POSITIONS, theta=1e4),
+        "one token, one pair, a table of one position": case(
+            shape=(1, 2), positions=POSITIONS[1, :1], max_seq_len=1
         ),
-        "empty batch": case(0, 7, 6, positions=POSITIONS[0], is_common=False),
-        "positions for all sequences": case(2, 7, 6, positions=POSITIONS[0]),
-        "two batch axes": case(4, 4, 7, 6, positions=OF_FOUR[:, None].expand(4, 4, 7)),
-        "no batch axis": case(7, 6, positions=POSITIONS[0]),
+        "empty batch": case(shape=(0, 7, 6), positions=POSITIONS[0], is_common=False),
+        "positions for all sequences": case(shape=(2, 7, 6), positions=POSITIONS[0]),
+        "two batch axes": case(
+            shape=(4, 4, 7, 6), positions=OF_FOUR[:, None].expand(4, 4, 7)
+        ),
+        "no batch axis": case(shape=(7, 6), positions=POSITIONS[0]),
         "no positions, a table that is full": case(
-            2, 3, 11, 8, table=11, is_common=False
+            shape=(2, 3, 11, 8), max_seq_len=11, is_common=False
         ),
         "positions for all heads, as many as sequences": case(
-            4, 4, 7, 6, positions=OF_FOUR[:, None], is_common=False
+            shape=(4, 4, 7, 6), positions=OF_FOUR[:, None], is_common=False
         ),
         "positions of the last batch axis": case(
-            3, 2, 5, 4, positions=POSITIONS[:, :5], is_common=False
+            shape=(3, 2, 5, 4), positions=POSITIONS[:, :5], is_common=False
         ),
-        "positions of int32": case(7, 6, positions=POSITIONS[1].int(), is_common=False),
+        "positions of int32": case(
+            shape=(7, 6), positions=POSITIONS[1].int(), is_common=False
+        ),
         "function": Case(
             "rope",
             "apply_rope",
@@ -103,11 +119,11 @@ EACH = TestRoPE.cases["positions for each sequence"]
 # Two instances that differ in one option.
 INSTANCES = {
     "theta": (TestRoPE.cases["another theta"], EACH),
-    "d_k": (case(2, 7, 6, positions=POSITIONS), EACH),
+    "d_k": (case(shape=(2, 7, 6), positions=POSITIONS), EACH),
     # With a theta of their own, so that no test before has built a longer table.
     "max_seq_len": (
-        case(2, 7, 8, positions=torch.arange(7), theta=70.0, table=7),
-        case(2, 7, 8, positions=POSITIONS, theta=70.0),
+        case(positions=torch.arange(7), theta=70.0, max_seq_len=7),
+        case(positions=POSITIONS, theta=70.0),
     ),
 }
 
@@ -125,7 +141,7 @@ def test_each_instance_has_its_own_table():
 
 def test_table_is_exact_at_far_positions(device):
     """After all that torch does to modules, the table is that of float64, in float32."""
-    far = case(1, 16, theta=5e5, table=131072)
+    far = case(shape=(1, 16), theta=5e5, max_seq_len=131072)
     with torch.device("meta"):
         rope = far.construct().bfloat16()
     rope = copy.deepcopy(rope.to_empty(device="cpu").half()).double().to(device)
@@ -153,13 +169,13 @@ def test_frequencies_may_be_overridden():
 
 def test_rejects_a_sequence_longer_than_the_table():
     with pytest.raises(ValueError, match=r"max_seq_len=8.* 9"):
-        case(1, 4, table=8).build()(torch.zeros(9, 4))
+        case(shape=(1, 4), max_seq_len=8).build()(torch.zeros(9, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=name_of)
 @pytest.mark.parametrize("position", [8, -1, 2**32, 2.5, True])
 def test_rejects_positions_out_of_range_and_not_integers(position, dtype):
-    rope = case(1, 4, table=8).build()
+    rope = case(shape=(1, 4), max_seq_len=8).build()
     error, message = (TypeError, RuntimeError), "."  # of the shape check, or of torch
     if type(position) is int:
         error, message = ValueError, rf"0 \.\.\. 7.*{position}"

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from .checks import EPS, TABLE, case_of, randn
-from .every_layer import EveryLayerWithWeights
-from .test_attention import BOTH, OPTIONS, ROPE
+from .every_layer import EveryLayer
+from .test_attention import OPTIONS, ROPE, mask_of
 from .test_block import Double, pre_norm_block
 from .test_rmsnorm import rms_norm
-from .test_rope import rope_of_positions
+from .test_rope import POSITIONS, rope_of_positions
 
 
 def blocks_and_norm(
@@ -43,24 +43,26 @@ case = functools.partial(
     "transformer",
     "Transformer",
     blocks_and_norm,
+    shape=(2, 7, 24),
     num_layers=2,
     num_heads=4,
     d_ff=96,
     max_seq_len=TABLE,
 )
-LOW = {"token_positions": torch.arange(7) % 5}
 
 
-class TestTransformer(EveryLayerWithWeights):
+class TestTransformer(EveryLayer):
     cases = {
-        "default theta": case(2, 7, 24, num_layers=1),
-        "another head size": case(2, 7, 24, d_head=20),
-        "all options": case(2, 7, 24, inputs=BOTH, eps=1e-3, **OPTIONS),
+        "default theta": case(num_layers=1),
+        "another head size": case(d_head=20),
+        "all options": case(positions=POSITIONS, mask=mask_of(2, 7, 7), **OPTIONS),
         "another theta, a table of 7 positions": case(
-            7, 24, theta=100.0, max_seq_len=7
+            shape=(7, 24), theta=100.0, max_seq_len=7
         ),
-        "more tokens than positions": case(7, 24, inputs=LOW, max_seq_len=5),
-        "no RoPE": case(2, 7, 24, theta=None, max_seq_len=7),
+        "more tokens than positions": case(
+            shape=(7, 24), positions=torch.arange(7) % 5, max_seq_len=5
+        ),
+        "no RoPE": case(theta=None, max_seq_len=7),
     }
     typical = ["default theta"]
     rejected = {
@@ -74,7 +76,7 @@ class TestTransformer(EveryLayerWithWeights):
 
 def test_one_table_for_all_blocks():
     """Also after all that torch does to modules."""
-    stack = case(2, 7, 24).construct().to(torch.bfloat16)
+    stack = case().construct().to(torch.bfloat16)
     stack = copy.deepcopy(stack.to("meta").to_empty(device="cpu"))
     assert len({table.data_ptr() for table in stack.buffers()}) == 1
 
@@ -84,7 +86,7 @@ def test_builds_any_block_and_norm():
     block = Mock(return_value=Double())
     shared = {"eps": 1e-3, "device": "cpu", "dtype": torch.float32}
     options = {**shared, **ROPE, "norm": norm, "d_head": 20, "window": 3}
-    stack = case(2, 7, 24).construct(block=block, **options)
+    stack = case().construct(block=block, **options)
     assert block.call_args_list == [call(24, 4, 96, **options)] * 2
     norm.assert_called_once_with(24, **shared)
     x = randn(2, 7, 24)
@@ -93,6 +95,6 @@ def test_builds_any_block_and_norm():
 
 def test_rejects_a_sequence_longer_than_max_seq_len():
     """Also without RoPE."""
-    stack = case(2, 7, 24, theta=None, max_seq_len=9).build()
+    stack = case(theta=None, max_seq_len=9).build()
     with pytest.raises(ValueError, match=r"max_seq_len=9.* 10"):
         stack(randn(10, 24))

@@ -16,7 +16,8 @@ def scaled_dot_product_attention(Q, K, V, mask=None):
     scores = einsum(Q, K, "... q d, ... k d -> ... q k") / math.sqrt(Q.shape[-1])
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return einsum(softmax(scores, dim=-1), V, "... q k, ... k d -> ... q d")
+    shares = softmax(scores, dim=-1)
+    return einsum(shares, V, "... q k, ... k d -> ... q d")
 
 
 class CausalMultiHeadSelfAttention(nn.Module):
@@ -29,11 +30,13 @@ class CausalMultiHeadSelfAttention(nn.Module):
         self.num_heads = num_heads
         self.rope = rope
 
+    def split(self, y):
+        return rearrange(y, "... s (h d) -> ... h s d", h=self.num_heads)
+
     def forward(self, x, token_positions=None):
-        split = "... s (h d) -> ... h s d"
-        q = rearrange(self.q_proj(x), split, h=self.num_heads)
-        k = rearrange(self.k_proj(x), split, h=self.num_heads)
-        v = rearrange(self.v_proj(x), split, h=self.num_heads)
+        q = self.split(self.q_proj(x))
+        k = self.split(self.k_proj(x))
+        v = self.split(self.v_proj(x))
         if self.rope is not None:
             if token_positions is None:
                 token_positions = torch.arange(x.shape[-2])

@@ -3,9 +3,9 @@ from torch import nn
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, d_model, eps=1e-5, device=None, dtype=None):
+    def __init__(self, d_model, eps):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.ones(d_model))
         self.eps = eps
 
     def forward(self, x):

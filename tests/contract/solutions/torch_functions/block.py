@@ -9,7 +9,9 @@ class Block(nn.Module):
     def __init__(self, d_model, num_heads, d_ff, max_seq_len, theta):
         super().__init__()
         self.ln1 = RMSNorm(d_model)
-        self.attn = CausalMultiHeadSelfAttention(d_model, num_heads, max_seq_len, theta)
+        self.attn = CausalMultiHeadSelfAttention(
+            d_model, num_heads, max_seq_len=max_seq_len, theta=theta
+        )
         self.ln2 = RMSNorm(d_model)
         self.ffn = SwiGLU(d_model, d_ff)
 

@@ -1,0 +1,420 @@
+"""Wrong layers fail, and a failure names the usual mistake. Right ones do not fail."""
+
+import ast
+import importlib
+import inspect
+import shutil
+from pathlib import Path
+
+import mutants
+import pytest
+import torch
+from edits import replace
+from forked import verify
+
+from tinyblock import copies
+from tinyblock.contract import mistakes, target
+from tinyblock.contract.verify import Verify
+
+SOLUTIONS = Path(__file__).parent / "solutions"
+# A value for each parameter of a test of the contract.
+VALUES = {
+    "device": "cpu",
+    "dtype": torch.float32,
+    "half": torch.float16,
+    "of_gains": torch.bfloat16,
+}
+
+
+def failure_of(layer, test, folder):
+    """Return the failure of a test of the contract for a layer in a folder, or None."""
+    page = importlib.import_module(f"tinyblock.contract.test_{layer}")
+    [tests] = (each for name, each in vars(page).items() if name.startswith("Test"))
+    function = getattr(tests(), test, None) or getattr(page, test)
+    values = {name: VALUES[name] for name in inspect.signature(function).parameters}
+    Verify(folder, [layer]).start(target)
+    try:
+        function(**values)
+    except pytest.fail.Exception as failure:
+        return failure
+    finally:
+        Verify(target.ABOVE, [layer]).start(target)
+
+
+@pytest.mark.parametrize("name", ["real_tables", "torch_functions"])
+def test_a_right_solution_has_no_failures(name):
+    code, report = verify(SOLUTIONS / name)
+    assert code == 0, report
+    assert "\nRIGHT rmsnorm, ffn, rope, attention, block\n" in report
+
+
+@pytest.mark.parametrize("layer", ["rmsnorm", "ffn", "rope", "attention", "block"])
+def test_each_change_of_an_operator_or_argument_fails(layer, tmp_path):
+    """As scripts/mutants.py changes a right solution, in one place at a time."""
+    tests = [
+        (layer, "test_equation"),
+        (layer, "test_initial_weights"),
+        ("block", "test_equation"),
+    ]
+    if layer == "attention":
+        tests.append((layer, "test_large_scores_do_not_overflow"))
+    source = (SOLUTIONS / "real_tables" / f"{layer}.py").read_text()
+    nodes = mutants.code(ast.parse(source))
+    changes = [change for node in nodes for change in mutants.changes(node)]
+    for number, (old, new) in enumerate(changes):
+        folder = tmp_path / str(number)
+        shutil.copytree(SOLUTIONS / "real_tables", folder)
+        (folder / f"{layer}.py").write_text(mutants.replace(source, old, new))
+        noticed = any(failure_of(*test, folder) for test in tests)
+        assert noticed, f"{ast.unparse(old)} -> {ast.unparse(new)}"
+
+
+# A layer, an expression of a right solution, the wrong one, and the test that must fail.
+WRONG = [
+    ("attention", "k, v, causal", "k, v.detach(), causal", "test_equation"),
+    (
+        "attention",
+        '"... q d, ... k d -> ... q k"',
+        '"b h q d, b h k d -> b h q k"',
+        "test_equation",
+    ),
+    ("block", "self.attn", "self.mha", "test_equation"),
+    ("ffn", "self.w3", "self.v", "test_equation"),
+    ("rmsnorm", "class RMSNorm", "class Norm", "test_equation"),
+    (
+        "ffn",
+        "w2 = Linear(d_ff, d_model)",
+        "w2 = Linear(d_ff, d_model).requires_grad_(False)",
+        "test_equation",
+    ),
+    (
+        "rmsnorm",
+        "self.eps = eps",
+        "self.eps, self.b = eps, nn.Parameter(torch.ones(1))",
+        "test_equation",
+    ),
+    (
+        "ffn",
+        "Linear(d_model, d_ff)",
+        "Linear(d_model, d_ff // 64 * 64)",
+        "test_equation",
+    ),
+    (
+        "ffn",
+        "gate * torch.sigmoid(gate)",
+        "gate / (1 + torch.exp(-gate))",
+        "test_equation",
+    ),
+    (
+        "rmsnorm",
+        "x / rms * self.weight",
+        "(x / rms).to(in_dtype) * self.weight",
+        "test_rounds_once",
+    ),
+    ("rmsnorm", "x.to(torch.float32)", "x", "test_rounds_once"),
+    ("rmsnorm", "to(in_dtype)", "to(self.weight.dtype)", "test_gains_of_another_dtype"),
+    ("rmsnorm", "x.to(torch.float32)", "x.data.mul_(2)", "test_calls_change_nothing"),
+    (
+        "ffn",
+        "return",
+        "return (1 + 1e-6 * self.training) *",
+        "test_calls_change_nothing",
+    ),
+    (
+        "rope",
+        "angles.cos()",
+        "globals().setdefault(f'{theta} {d_k}', angles).cos()",
+        "test_each_instance_has_its_own_table",
+    ),
+    (
+        "rope",
+        "angles.cos()",
+        "vars(nn).setdefault('angles', angles).cos()",
+        "test_each_instance_has_its_own_table",
+    ),
+    (
+        "attention",
+        "v, causal)",
+        "v, vars(self).setdefault('mask', causal)[: len(causal), : len(causal)])",
+        "test_earlier_calls_change_nothing",
+    ),
+    (
+        "attention",
+        "token_positions.unsqueeze",
+        "vars(self).setdefault(x.shape, token_positions).unsqueeze",
+        "test_earlier_calls_change_nothing",
+    ),
+    (
+        "rope",
+        "self.cos[",
+        "vars(self).setdefault('table', self.cos.to(x))[",
+        "test_earlier_calls_change_nothing",
+    ),
+    (
+        "rmsnorm",
+        "* self.weight",
+        "* vars(self).setdefault('scale', self.weight * 1)",
+        "test_earlier_calls_change_nothing",
+    ),
+    (
+        "attention",
+        "self.rope is not None",
+        "token_positions is not None",
+        "test_positions_are_0_1_2_if_none_are_passed",
+    ),
+    ("attention", 'float("-inf")', "-1e4", "test_large_scores_do_not_overflow"),
+    ("attention", ".tril()", ".tril().triu(-1023)", "test_long_sequence"),
+    (
+        "ffn",
+        "trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)",
+        "uniform_(self.weight, -1.71 * std, 1.71 * std)",
+        "test_initial_weights",
+    ),
+    ("ffn", "a=-3 * std, b=3 * std", "", "test_initial_weights"),
+    ("rmsnorm", "torch.ones(", "torch.linspace(1, 2, ", "test_initial_weights"),
+]
+
+
+@pytest.mark.parametrize(("layer", "right", "wrong", "test"), WRONG)
+def test_a_wrong_solution_fails(layer, right, wrong, test, tmp_path):
+    folder = shutil.copytree(SOLUTIONS / "real_tables", tmp_path / "layers")
+    replace(folder / f"{layer}.py", right, wrong)
+    assert failure_of(layer, test, folder)
+
+
+# The same for tinyblock's layers, and what it promises beyond the equation.
+BROKEN = [
+    (
+        "rmsnorm",
+        "F.rms_norm(x",
+        "F.rms_norm(torch.compiler.disable(torch.abs)(x)",
+        "test_compiles_to_one_graph",
+    ),
+    (
+        "rmsnorm",
+        "F.rms_norm(x",
+        "F.rms_norm(sum(x / x.shape[-2] for _ in range(x.shape[-2]))",
+        "test_compiles_to_one_graph",
+    ),
+    (
+        "rmsnorm",
+        "F.rms_norm(x",
+        "F.rms_norm((-1) ** (torch.compiler.is_compiling() * (x.shape[-2] > 1)) * x",
+        "test_compiles_to_one_graph",
+    ),
+    ("rope", "persistent=False", "persistent=True", "test_built_on_meta"),
+    ("rmsnorm", "device=device,", "device=device or 'cpu',", "test_built_on_meta"),
+    (
+        "ffn",
+        "self.activation = activation",
+        "self.activation = lambda x: activation(x)",
+        "test_built_on_meta",
+    ),
+    (
+        "attention",
+        "q_width, bias=False, **factory",
+        "q_width, bias=False, device=device",
+        "test_built_on_meta",
+    ),
+    ("rmsnorm", "0 < eps < math.inf", "0 < eps", "test_rejects_options"),
+    ("attention", "at least 1, got {d_head}", "at least 1", "test_rejects_options"),
+    ("rmsnorm", "dtype=dtype))", "dtype=dtype), False)", "test_initial_weights"),
+    (
+        "rope",
+        "self.cos_sin.copy_(self._compute_table())",
+        "self.cos_sin",
+        "test_reset_parameters",
+    ),
+    ("attention", "_reset(inner)", "inner", "test_reset_parameters"),
+    (
+        "rope",
+        "torch.complex(*pairs.unbind(-1))",
+        "torch.complex(*pairs.unbind(-1)).conj()",
+        "test_any_strides",
+    ),
+    (
+        "attention",
+        "F.rms_norm(x.to(wide), ",
+        "F.rms_norm(x, ",
+        "test_equation_under_autocast",
+    ),
+    (
+        "rope",
+        "angles.cos(), angles.sin()",
+        "angles.float().cos(), angles.float().sin()",
+        "test_table_is_exact_at_far_positions",
+    ),
+    (
+        "rope",
+        "F.embedding(token_positions",
+        "F.embedding(token_positions.view(torch.int64)",
+        "test_equation",
+    ),
+]
+
+
+@pytest.mark.parametrize(("layer", "right", "wrong", "test"), BROKEN)
+def test_a_broken_promise_fails(layer, right, wrong, test, tmp_path):
+    assert copies.main(["add", layer, "--to", str(tmp_path)]) == 0
+    replace(tmp_path / f"{layer}.py", right, wrong)
+    assert failure_of(layer, test, tmp_path)
+
+
+# By layer and name: an expression of a right solution, and the wrong one.
+NAMED = {
+    "rmsnorm": {
+        "eps is missing": (" + self.eps", ""),
+        "eps is not the one that is passed, but 1e-6": (" + self.eps", " + 1e-6"),
+        "eps is added to the root": (" + self.eps)", ") + self.eps"),
+        "the root is missing": ("torch.sqrt(x", "(x"),
+        "the sum of squares is not divided": (".mean(-1", ".sum(-1"),
+        "x.std()": (
+            "torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)",
+            "x.std(-1, keepdim=True) + self.eps",
+        ),
+        "as in LayerNorm": ("x.to(torch.float32)", "x - x.mean(-1, keepdim=True)"),
+        "the gains are added": ("* self.weight", "+ self.weight"),
+        "weight is not used": (" * self.weight", ""),
+        "1 + weight stands in place": ("* self.weight", "* (1 + self.weight)"),
+        "over the tokens in": (".mean(-1", ".mean(-2"),
+        "over the first axis": (".mean(-1", ".mean(0"),
+        "over tokens and d_model": (".mean(-1", ".mean((-2, -1)"),
+    },
+    "ffn": {
+        "w3 is missing": (" * self.w3(x)", ""),
+        "w3 is added": ("* self.w3", "+ self.w3"),
+        "a sigmoid": ("gate * torch.sigmoid", "torch.sigmoid"),
+        "a GELU": ("gate * torch.sigmoid(gate)", "nn.GELU()(gate)"),
+        "the GELU with tanh": ("gate * torch.sigmoid(gate)", "nn.GELU('tanh')(gate)"),
+        "a ReLU": ("gate * torch.sigmoid(gate)", "gate.relu()"),
+        "no activation": (" * torch.sigmoid(gate)", ""),
+        "applied to the product": (
+            "torch.sigmoid(gate) * self.w3(x)",
+            "self.w3(x) * torch.sigmoid(gate * self.w3(x))",
+        ),
+        "x is added": ("return self", "return x + self"),
+        "w3.weight stands in place of w1.weight": ("self.w1(x)", "self.w3(x)"),
+        "w1.weight and w3.weight are swapped": (
+            "gate * torch.sigmoid(gate) * self.w3(x)",
+            "gate * nn.SiLU()(self.w3(x))",
+        ),
+    },
+    "rope": {
+        "positions start at 1": ("arange(max_seq_len", "arange(1, max_seq_len + 1"),
+        "token_positions is ignored": ("[token_positions]", "[: x.shape[-2]]"),
+        "positions of the first": (
+            "[token_positions]",
+            "[token_positions.reshape(-1, x.shape[-2])[0]]",
+        ),
+        "positions count on": (
+            "[token_positions]",
+            "[token_positions[..., :1] + torch.arange(x.shape[-2])]",
+        ),
+        "RoPE inserts an axis": (
+            "[token_positions]",
+            "[token_positions.unsqueeze(-2)]",
+        ),
+        "the sine has the wrong sign": ("angles.sin()", "-angles.sin()"),
+        "is passed, but 10000": ("= theta", "= 1e4"),
+        "the exponent is -k/d_k": ("/ d_k)", "/ d_k / 2)"),
+        "the exponent has no minus": ("-torch.arange", "torch.arange"),
+        "all pairs turn by the same angle": ("= theta", "= 1.0"),
+        "k counts from 1": ("0, d_k, 2", "2, d_k + 1, 2"),
+        "cosine and sine are swapped": ("cos, sin = self", "sin, cos = self"),
+        "both sines are added": ("even * cos - odd", "even * cos + odd"),
+        "after its rotation": ("even * sin +", "(even * cos - odd * sin) * sin +"),
+        "halves of x are paired": ("x[..., ::2], x[..., 1::2]", "x.chunk(2, -1)"),
+        "the result has its pairs as halves": ("rotated.flatten", "rotated.mT.flatten"),
+        "halves are rotated": (
+            "x[..., ::2], x[..., 1::2]\n        rotated = torch.stack",
+            "x.chunk(2, -1)\n        return torch.cat",
+        ),
+        "the table is of halves": (
+            "rotated.flatten(-2)",
+            "x * torch.cat((cos, cos), -1) + torch.stack((-odd, even), -1).flatten(-2) * torch.cat((sin, sin), -1)",
+        ),
+        "nothing is rotated": ("rotated.flatten(-2)", "x"),
+    },
+    "attention": {
+        "not divided by sqrt(d_k)": (" / math.sqrt(Q.shape[-1])", ""),
+        "divided by d_k in place": ("math.sqrt(Q.shape[-1])", "Q.shape[-1]"),
+        "multiplied by sqrt(d_k)": ("/ math.sqrt", "* math.sqrt"),
+        "over the queries": ("softmax(scores, dim=-1)", "softmax(scores, dim=-2)"),
+        "the mask is inverted": ("~mask", "mask"),
+        "mask is ignored": ("mask is not None", "False"),
+        "after the softmax": (
+            'scores = scores.masked_fill(~mask, float("-inf"))',
+            "return softmax(scores, -1) * mask @ V",
+        ),
+        "hidden scores are 0": ('float("-inf")', "0"),
+        "added to the scores": (
+            'scores.masked_fill(~mask, float("-inf"))',
+            "scores + mask",
+        ),
+        "each token attends to all tokens": (".tril()", ""),
+        "to itself and to later tokens": (".tril()", ".triu()"),
+        "also attends to the next one": (".tril()", ".tril(1)"),
+        "a token does not attend to itself": (".tril()", ".tril(-1)"),
+        "to later tokens only": (".tril()", ".triu(1)"),
+        "by sqrt(d_model)": ("attention(q, k", "attention(q / self.num_heads**0.5, k"),
+        "split without a transpose": (
+            'rearrange(y, "... s (h d) -> ... h s d", h=self.num_heads)',
+            "y.reshape(*y.shape[:-2], self.num_heads, y.shape[-2], -1)",
+        ),
+        "split as (d_k heads)": ("(h d) ->", "(d h) ->"),
+        "merged without a transpose": (
+            'rearrange(out, "... h s d -> ... s (h d)")',
+            "out.reshape(x.shape)",
+        ),
+        "merged as (d_k heads)": ('s (h d)")', 's (d h)")'),
+        "split and merged as (d_k heads)": ("(h d)", "(d h)"),
+        "there is one head": ("= num_heads", "= 1"),
+        "output_proj.weight is not used": ("self.output_proj(", "("),
+        "k_proj.weight stands in place of v_proj.weight": (
+            "self.v_proj(x)",
+            "self.k_proj(x)",
+        ),
+        "x is added": ("return self.output", "return x + self.output"),
+        "RoPE is missing": ("self.rope is not None", "False"),
+        "token_positions is ignored": ("token_positions is None", "True"),
+        "in RoPE, theta": (
+            "self.rope = rope",
+            "self.rope = rope and type(rope)(1e4, d_model // num_heads, 200)",
+        ),
+        "RoPE also rotates v": (
+            "k = self.rope(k,",
+            "v = self.rope(v, token_positions)\n            k = self.rope(k,",
+        ),
+        "RoPE rotates v in place of k": ("k = self.rope(k", "v = self.rope(v"),
+        "RoPE does not rotate k": ("self.rope(k, token_positions)", "k"),
+        "RoPE does not rotate q": ("self.rope(q, token_positions)", "q"),
+        "positions of a sequence rotate a head": (".unsqueeze(-2)", ""),
+    },
+    "block": {
+        "around attention, the norm is after the addition": (
+            "x + self.attn(self.ln1(x), token_positions)",
+            "self.ln1(x + self.attn(x, token_positions))",
+        ),
+        "around ffn, the norm is after the layer": (
+            "self.ffn(self.ln2(y))",
+            "self.ln2(self.ffn(y))",
+        ),
+        "around attention, the norm is missing": ("self.ln1(x)", "x"),
+        "around ffn, the residual adds what": ("return y", "return self.ln2(y)"),
+        "around attention, the residual is missing": ("y = x + ", "y = "),
+        "around ffn, the residual is added twice": ("return y", "return y + y"),
+        "the residual of ffn adds x": ("return y", "return x"),
+        "ffn reads x": ("self.ln2(y)", "self.ln2(x)"),
+        "ln1.weight stands in place of ln2.weight": ("self.ln2(y)", "self.ln1(y)"),
+        "RoPE is missing": ("rope)\n", "None)\n"),
+    },
+}
+ROWS = [(layer, name) for layer, names in NAMED.items() for name in names]
+
+
+@pytest.mark.parametrize(("layer", "name"), ROWS)
+def test_the_failure_names_a_usual_mistake(layer, name, tmp_path):
+    folder = shutil.copytree(SOLUTIONS / "real_tables", tmp_path / "layers")
+    replace(folder / f"{layer}.py", *NAMED[layer][name])
+    failure = failure_of(layer, "test_equation", folder)
+    assert name in mistakes.name_mistake(failure.wrong)
