@@ -101,11 +101,3 @@ def test_doctests_of_a_project(tmp_path):
     add(tmp_path / "layers", "rope")
     outcomes = run(tmp_path, "--doctest-modules")
     assert outcomes == {"layers/contract/test_rope.py": {"PASSED"}}
-
-
-def test_a_copy_has_no_names_of_mistakes(tmp_path):
-    add(tmp_path, "rope", "attention", "block", "transformer")
-    files = {path.name for path in (tmp_path / "contract").iterdir()}
-    pages = {"rope", "attention", "block", "transformer", "rmsnorm", "ffn"}
-    shared = {"checks.py", "conftest.py", "every_layer.py", "target.py"}
-    assert files == {f"test_{page}.py" for page in pages} | shared

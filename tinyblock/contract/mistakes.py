@@ -17,7 +17,7 @@ from torch.nn.functional import gelu
 from .checks import HALVES, Weights, unit_of
 from .test_attention import ALL_KEYS, attend, attend_causally, self_attention
 from .test_block import block_of
-from .test_ffn import sigmoid, silu, swiglu_of_weights
+from .test_ffn import sigmoid, silu
 from .test_rmsnorm import rms_norm
 from .test_rope import angles_of, of_layer, rope_of_positions
 
@@ -67,14 +67,22 @@ def mistakes_of(wrong):
     case = wrong.case
     for name, formula in FORMULAS.get(case.name, {}).items():
         yield name, replace(case, formula=formula)
-    for name in case.inputs:
-        others = {other: case.inputs[other] for other in case.inputs if other != name}
-        yield f"{name} is ignored", replace(case, inputs=others)
+    for name, inputs in wrong_inputs(case.inputs):
+        yield name, replace(case, inputs=inputs)
     for name, options in wrong_options(case.options):
         yield name, replace(case, options=case.options | options)
     if case.weights is None:
         for name, others in wrong_weights(wrong.module):
             yield name, replace(case, formula=with_weights(case.formula, others))
+
+
+def wrong_inputs(inputs):
+    for name in inputs:
+        others = {other: inputs[other] for other in inputs if other != name}
+        yield f"{name} is ignored", others
+    if "mask" in inputs:
+        inverted = inputs | {"mask": ~inputs["mask"]}
+        yield "the mask is inverted; True lets a query attend", inverted
 
 
 def wrong_options(options):
@@ -110,13 +118,6 @@ def wrong_weights(module):
 def with_weights(formula, others):
     def wrong(x, weights, *inputs, **given):
         return formula(x, Weights(weights | others), *inputs, **given)
-
-    return wrong
-
-
-def plus_x(formula):
-    def wrong(x, *given, **named):
-        return x + formula(x, *given, **named)
 
     return wrong
 
@@ -179,20 +180,15 @@ def with_hidden(hidden):
 
 HIDDEN = {
     "w3 is missing": lambda gate, up: silu(gate),
-    "w3 is added, not multiplied": lambda gate, up: silu(gate) + up,
     "the gate has a sigmoid in place of SiLU": lambda gate, up: sigmoid(gate) * up,
     "the gate has a GELU in place of SiLU": lambda gate, up: gelu(gate) * up,
     "the gate has the GELU with tanh in place of SiLU": lambda gate, up: (
         gelu(gate, approximate="tanh") * up
     ),
-    "the gate has a ReLU in place of SiLU": lambda gate, up: gate.relu() * up,
     "the gate has no activation": lambda gate, up: gate * up,
     "SiLU is applied to the product, not to the gate": lambda gate, up: silu(gate * up),
 }
-SWIGLU = {
-    **{name: with_hidden(hidden) for name, hidden in HIDDEN.items()},
-    "x is added: the residual belongs into the block": plus_x(swiglu_of_weights),
-}
+SWIGLU = {name: with_hidden(hidden) for name, hidden in HIDDEN.items()}
 
 
 # RoPE: formulas of x, the positions, and theta.
@@ -308,12 +304,8 @@ attend_or_nan = with_shares(lambda scores, mask: hide(scores, mask).softmax(-1))
 FUNCTION = {
     "the scores are not divided by sqrt(d_k)": with_scale(0.5),
     "the scores are divided by d_k in place of sqrt(d_k)": with_scale(-0.5),
-    "the scores are multiplied by sqrt(d_k) in place of divided": with_scale(1),
     "the softmax is over the queries in place of the keys": with_shares(
         lambda scores, mask: hide(scores, mask).softmax(-2)
-    ),
-    "the mask is inverted; True lets a query attend": with_shares(
-        lambda scores, mask: hide(scores, ~mask).softmax(-1)
     ),
     "the mask is applied after the softmax": with_shares(
         lambda scores, mask: hide(scores.softmax(-1), mask, 0)
@@ -388,7 +380,7 @@ def in_all_heads(
 ):
     """Return the layer in all heads at once, with other steps."""
 
-    def wrong(x, weights, token_positions=None, *, num_heads, rope=None, **others):
+    def wrong(x, weights, token_positions=None, *, d_model, num_heads, rope=None):
         split_y = functools.partial(split, heads=num_heads)
         heads = []
         for name in "qkv":
@@ -420,9 +412,7 @@ ATTENTION = {
         f"heads are split and merged {how}": in_all_heads(SPLIT[how], MERGE[how])
         for how in SPLIT
     },
-    "x is added: the residual belongs into the block": plus_x(self_attention),
     "RoPE also rotates v": in_all_heads(rotated="qkv"),
-    "RoPE rotates v in place of k": in_all_heads(rotated="qv"),
     "RoPE does not rotate k": in_all_heads(rotated="q"),
     "RoPE does not rotate q": in_all_heads(rotated="k"),
     "RoPE rotates q and k before they are split into heads": in_all_heads(

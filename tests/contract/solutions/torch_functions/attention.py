@@ -2,7 +2,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .ffn import linear
 from .rope import RotaryPositionalEmbedding
 
 
@@ -19,10 +18,10 @@ class CausalMultiHeadSelfAttention(nn.Module):
         super().__init__()
         self.d_k = d_model // num_heads
         kv_width = self.d_k * (num_kv_heads or num_heads)
-        self.q_proj = linear(d_model, d_model)
-        self.k_proj = linear(d_model, kv_width)
-        self.v_proj = linear(d_model, kv_width)
-        self.output_proj = linear(d_model, d_model)
+        self.q_proj = nn.Linear(d_model, d_model, bias=False)
+        self.k_proj = nn.Linear(d_model, kv_width, bias=False)
+        self.v_proj = nn.Linear(d_model, kv_width, bias=False)
+        self.output_proj = nn.Linear(d_model, d_model, bias=False)
         self.rope = None
         if theta is not None:
             self.rope = RotaryPositionalEmbedding(theta, self.d_k, max_seq_len)
