@@ -134,6 +134,12 @@ class Case:
         inputs = self.inputs.items()
         return x, {name: tensor.to(device, copy=True) for name, tensor in inputs}
 
+    def run(self, device="cpu", dtype=torch.float32, module=None):
+        """Return the result of a layer, or of a new one, with the layer and x."""
+        module = module or self.build(device, dtype)
+        x, inputs = self.arguments(device, dtype)
+        return module(x, **inputs), module, x
+
     def first(self, count):
         """Return x and the other inputs for the first tokens, in float32."""
         x, inputs = self.arguments(dtype=torch.float32)

@@ -49,9 +49,7 @@ class EveryLayer:
         """The result and all gradients are those of the formula in float64."""
 
         def check(case):
-            module = case.build(device, dtype)
-            x, inputs = case.arguments(device, dtype)
-            case.check(module(x, **inputs), module, x, dtype)
+            case.check(*case.run(device, dtype), dtype)
 
         for_each(self.every(), check, must_run=True)
 
@@ -60,11 +58,9 @@ class EveryLayer:
         """A layer in float32 is as exact as one in bfloat16, and does not warn."""
 
         def check(case):
-            module = case.build(device, torch.float32)
-            x, inputs = case.arguments(device, torch.float32)
             with torch.autocast(device, torch.bfloat16):
-                result = module(x, **inputs)
-            case.check_numbers(result, module, x, torch.bfloat16)
+                ran = case.run(device)
+            case.check_numbers(*ran, torch.bfloat16)
 
         for_each(self.every(), check)
 
@@ -198,9 +194,8 @@ def check_after_another_call(case):
             except Exception as error:  # a layer need not take this call
                 if isinstance(error, Warning):  # torch gives some only once
                     raise
-        x, inputs = case.arguments(dtype=torch.float32)
         try:
-            case.check(module(x, **inputs), module, x, torch.float32)
+            case.check(*case.run(module=module), torch.float32)
         except pytest.fail.Exception as failure:
             fail(f"after a first call with {first}, {failure.msg}")
 
@@ -227,9 +222,7 @@ def require_weights(module, expected):
 
 def check_rounds_once(case, half, device):
     """In a half precision, each component must be the exact one, rounded."""
-    module = case.build(device, half)
-    x, inputs = case.arguments(device, half)
-    result = module(x, **inputs)
+    result, module, x = case.run(device, half)
     case.check(result, module, x, half)
     exact = case.exact(module, x)
     result = result.detach().cpu().double()

@@ -205,29 +205,21 @@ class TestAttention(EveryLayer):
         """A layer whose RoPE requires positions may raise an error, but not ignore RoPE."""
 
         def check(case):
-            layer = case.build(dtype=torch.float32)
-            x, _ = case.arguments(dtype=torch.float32)
             try:
-                result = layer(x)
+                ran = case.run()
             except Exception as error:
                 if not is_foreign("attention"):
                     raise
                 pytest.skip(f"the layer requires token_positions: {error}")
-            case.check(result, layer, x, torch.float32)
+            case.check(*ran, torch.float32)
 
         for_each({"RoPE": self.cases["RoPE"]}, check)
 
     @numbers
     def test_long_sequence(self):
         """Longer than a window, or than a mask of fixed size."""
-
-        def check(case):
-            layer = case.build(dtype=torch.float32)
-            x, _ = case.arguments(dtype=torch.float32)
-            exact = case.exact(layer, x)
-            check_close("result", layer(x), exact, 1e-5 * exact.norm())
-
-        for_each({"1,100 tokens": case(shape=(1, 1100, 8), num_heads=1)}, check)
+        cases = {"1,100 tokens": case(shape=(1, 1100, 8), num_heads=1)}
+        for_each(cases, lambda case: case.check(*case.run(), torch.float32))
 
     @numbers
     def test_large_scores_do_not_overflow(self):
@@ -237,10 +229,8 @@ class TestAttention(EveryLayer):
         """
 
         def check(case):
-            function = case.build(dtype=torch.float32)
-            x, inputs = case.arguments(dtype=torch.float32)
+            result, function, x = case.run()
             exact = case.exact(function, x)
-            result = function(x, **inputs)
             check_close("result", result, exact, 1e-4 * exact.norm())
 
         # They overflow in float64, too.

@@ -133,8 +133,7 @@ def test_each_instance_has_its_own_table():
     def check(instances):
         built = [(case, case.build(dtype=torch.float32)) for case in instances]
         for case, rope in built:
-            x, positions = case.arguments(dtype=torch.float32)
-            case.check(rope(x, **positions), rope, x, torch.float32)
+            case.check(*case.run(module=rope), torch.float32)
 
     for_each(INSTANCES, check)
 
