@@ -63,26 +63,26 @@ def missing_packages(folder: Path) -> set[str]:
     """
     missing = set()
     for file in folder.glob("*.py"):
-        for name in names_imported_by(file):
-            package = name.partition(".")[0]
-            if not lies_in(folder, package) and not importlib.util.find_spec(package):
+        for package in packages_imported_by(file):
+            is_installed = package == "tests" or lies_in(folder, package)
+            if not is_installed and not importlib.util.find_spec(package):
                 missing.add(package)
     return missing
 
 
-def names_imported_by(file: Path) -> list[str]:
-    """Return the modules that a file imports, also in its functions."""
+def packages_imported_by(file: Path) -> set[str]:
+    """Return the packages that a file imports, also in its functions."""
     names = []
     try:
         tree = ast.parse(file.read_bytes())
     except SyntaxError:
-        return []  # Python says so if it reads the file
+        return set()  # Python says so if it reads the file
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.append(node.module)
-    return names
+    return {name.partition(".")[0] for name in names}
 
 
 def lies_in(folder: Path, name: str) -> bool:
