@@ -14,7 +14,7 @@ from forked import verify
 
 from tinyblock import copies
 from tinyblock.contract import mistakes, target
-from tinyblock.contract.verify import Verify
+from tinyblock.contract.verify import LAYERS, Verify
 
 SOLUTIONS = Path(__file__).parent / "solutions"
 # A value for each parameter of a test of the contract.
@@ -26,10 +26,16 @@ VALUES = {
 }
 
 
-def failure_of(layer, test, folder):
-    """Return the failure of a test of the contract for a layer in a folder, or None."""
+def page_of(layer):
+    """Return the module of a page, and its class."""
     page = importlib.import_module(f"tinyblock.contract.test_{layer}")
     [tests] = (each for name, each in vars(page).items() if name.startswith("Test"))
+    return page, tests
+
+
+def failure_of(layer, test, folder):
+    """Return the failure of a test of the contract for a layer in a folder, or None."""
+    page, tests = page_of(layer)
     function = getattr(tests(), test, None) or getattr(page, test)
     values = {name: VALUES[name] for name in inspect.signature(function).parameters}
     Verify(folder, [layer]).start(target)
@@ -52,6 +58,13 @@ def test_a_right_solution_has_no_failures(name, layers):
     code, report = verify(SOLUTIONS / name)
     assert code == 0, report
     assert f"\nRIGHT {', '.join(layers)}\n" in report
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_two_cases_of_a_page_are_the_same(layer):
+    _, tests = page_of(layer)
+    cases = [repr(case) for case in tests.cases.values()]
+    assert len(set(cases)) == len(cases)
 
 
 @pytest.mark.parametrize("layer", ["rmsnorm", "ffn", "rope", "attention", "block"])

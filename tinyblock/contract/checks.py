@@ -223,22 +223,22 @@ def case_of(
     name,
     formula,
     *,
-    shape,
-    width="d_model",
+    axes=(2, 7),
     positions=None,
     mask=None,
     scale=1.0,
     is_common=True,
     **options,
 ):
-    """Return a case of a class, whose option `width` is the last size of x."""
+    """Return a case of a class. x has these axes, and then its d_model or d_k."""
+    size = options.get("d_model") or options["d_k"]
     inputs = {"token_positions": positions, "mask": mask}
     return Case(
         layer,
         name,
         formula,
-        shape,
-        options={width: shape[-1], **options},
+        shape=(*axes, size),
+        options=options,
         inputs={name: each for name, each in inputs.items() if each is not None},
         scale=scale,
         is_common=is_common,

@@ -106,7 +106,7 @@ case = functools.partial(
     "attention",
     "CausalMultiHeadSelfAttention",
     self_attention,
-    shape=(2, 7, 24),
+    d_model=24,
     num_heads=4,
 )
 of_function = functools.partial(
@@ -145,36 +145,36 @@ class TestAttention(EveryLayer):
         "function, a query without keys": of_function(
             inputs={"mask": mask_of(5, 7)}, is_common=False
         ),
-        "one token": case(shape=(2, 1, 24), num_heads=2),
+        "one token": case(axes=(2, 1), num_heads=2),
         "one head": case(num_heads=1),
         "plain": case(),
         "positions": case(positions=POSITIONS, **ROPE),
         "another theta": case(positions=POSITIONS, **OTHER_THETA),
         "positions, as many sequences as heads": case(
-            shape=(4, 7, 24), positions=OF_FOUR, **ROPE
+            axes=(4, 7), positions=OF_FOUR, **ROPE
         ),
         "RoPE": case(is_common=False, **ROPE),
         "two key heads": case(num_kv_heads=2),
         "all options": case(positions=POSITIONS, mask=mask_of(2, 7, 7), **OPTIONS),
         "mask": case(mask=EACH_ITSELF),
         "padding mask, as many sequences": case(
-            shape=(7, 7, 24), mask=mask_of(7, 1, 7), is_common=False
+            axes=(7, 7), mask=mask_of(7, 1, 7), is_common=False
         ),
         "no batch axis": case(
-            shape=(7, 24),
+            axes=(7,),
             positions=POSITIONS[0],
             mask=mask_of(7, 7),
             is_common=False,
             **ROPE,
         ),
         "two batch axes, a mask of one row": case(
-            shape=(2, 3, 7, 24),
+            axes=(2, 3, 7),
             positions=POSITIONS[0],
             mask=mask_of(3, 1, 7),
             is_common=False,
             **ROPE,
         ),
-        "empty batch": case(shape=(0, 5, 24), num_kv_heads=2, is_common=False),
+        "empty batch": case(axes=(0, 7), num_kv_heads=2, is_common=False),
         "equation": Case(
             "attention",
             "causal_multi_head_self_attention",
@@ -218,7 +218,7 @@ class TestAttention(EveryLayer):
     @numbers
     def test_long_sequence(self):
         """Longer than a window, or than a mask of fixed size."""
-        cases = {"1,100 tokens": case(shape=(1, 1100, 8), num_heads=1)}
+        cases = {"1,100 tokens": case(axes=(1, 1100), d_model=8, num_heads=1)}
         for_each(cases, lambda case: case.check(*case.run(), torch.float32))
 
     @numbers
@@ -242,7 +242,7 @@ class TestAttention(EveryLayer):
 @pytest.mark.parametrize("query", [1, 2, 3, 7])
 def test_attend_takes_queries_of_the_last_tokens(query, masked):
     """So a cache may put earlier keys first. Values may have another width."""
-    layer = case(shape=(1, 24), num_kv_heads=2, qk_norm=True, **ROPE).build()
+    layer = case(num_kv_heads=2).build()
     q = randn(2, 3, 4, query, 6, seed=1)
     k = randn(2, 3, 2, 7, 6, seed=2)
     v = randn(2, 3, 2, 7, 5, seed=3)
@@ -256,7 +256,7 @@ def test_attend_takes_queries_of_the_last_tokens(query, masked):
 
 
 def test_attend_rejects_more_queries_than_keys():
-    layer = case(shape=(1, 24)).build()
+    layer = case().build()
     k = randn(2, 4, 5, 6)
     with pytest.raises(ValueError, match=r"7.* 5"):
         layer.attend(randn(2, 4, 7, 6), k, k, None)
@@ -282,7 +282,7 @@ WRONG_MASKS = {
 @pytest.mark.parametrize("name", WRONG_MASKS)
 def test_rejects_a_wrong_mask(name):
     with pytest.raises(ValueError, match=r"mask must be bool.*\(2, 7, 7\)"):
-        case(shape=(7, 24)).build()(randn(2, 7, 24), mask=WRONG_MASKS[name])
+        case().build()(randn(2, 7, 24), mask=WRONG_MASKS[name])
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_rejects_a_wrong_mask(name):
 )
 def test_rejects_a_mask_that_may_be_padding_or_a_row_for_each_query(batch, axes):
     with pytest.raises(ValueError, match="in one way"):
-        case(shape=(7, 24)).build()(randn(*batch, 7, 24), mask=torch.ones(axes) > 0)
+        case().build()(randn(*batch, 7, 24), mask=torch.ones(axes) > 0)
 
 
 def test_rejects_one_position_for_all_tokens():
@@ -302,12 +302,12 @@ def test_rejects_one_position_for_all_tokens():
 
 def test_rejects_positions_without_a_rope():
     with pytest.raises(ValueError, match="rope"):
-        case(shape=(5, 24)).build()(randn(5, 24), torch.arange(5))
+        case().build()(randn(5, 24), torch.arange(5))
 
 
 def test_rejects_a_rope_of_another_head_size():
     with pytest.raises(ValueError, match="d_k=6"):
-        case(shape=(5, 24)).construct(rope=Mock(d_k=4))
+        case().construct(rope=Mock(d_k=4))
 
 
 @pytest.mark.parametrize("heads", [4, 2], ids=["of queries", "of keys"])
@@ -317,6 +317,6 @@ def test_rejects_a_rope_that_changes_the_shape(heads):
     def rope(x, token_positions):
         return x[:1] if x.shape[1] == heads else x
 
-    layer = case(shape=(5, 24), num_kv_heads=2, rope=rope).build()
+    layer = case(num_kv_heads=2, rope=rope).build()
     with pytest.raises(ValueError, match=r"rope must return .* got \(1, "):
         layer(randn(2, 5, 24))

@@ -51,7 +51,7 @@ def block_of(combine):
 
 pre_norm_block = block_of(pre_norm)
 case = functools.partial(
-    case_of, "block", "Block", pre_norm_block, shape=(2, 7, 24), num_heads=4, d_ff=96
+    case_of, "block", "Block", pre_norm_block, d_model=24, num_heads=4, d_ff=96
 )
 
 
@@ -63,9 +63,9 @@ class TestBlock(EveryLayer):
         "another eps": case(eps=1e-3, **ROPE),
         "mask": case(mask=EACH_ITSELF, **ROPE),
         "positions, as many sequences as heads": case(
-            shape=(4, 7, 24), positions=OF_FOUR, **ROPE
+            axes=(4, 7), positions=OF_FOUR, **ROPE
         ),
-        "no batch axis": case(shape=(5, 24), is_common=False, **ROPE),
+        "no batch axis": case(axes=(7,), is_common=False, **ROPE),
     }
     typical = ["RoPE"]
     rejected = {"eps": (0.0,)}

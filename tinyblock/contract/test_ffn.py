@@ -57,11 +57,9 @@ def of_function(formula, *weights, **options):
     return Case("ffn", name, formula, (2, 3, 5), options, weights=list(weights))
 
 
-swiglu_case = functools.partial(
-    case_of, "ffn", "SwiGLU", swiglu_of_weights, shape=(2, 7, 24)
-)
+swiglu_case = functools.partial(case_of, "ffn", "SwiGLU", swiglu_of_weights, d_model=24)
 ffn_case = functools.partial(
-    case_of, "ffn", "FeedForward", feed_forward_of_weights, shape=(2, 7, 24)
+    case_of, "ffn", "FeedForward", feed_forward_of_weights, d_model=24
 )
 
 
@@ -71,9 +69,9 @@ class TestFeedForward(EveryLayer):
         # Some gates are below -88 and above 88, where exp overflows in float32.
         "SwiGLU, gates of up to 140": swiglu_case(d_ff=64, scale=40.0),
         "SwiGLU, another width": swiglu_case(d_ff=100),
-        "SwiGLU, no batch axis": swiglu_case(shape=(5,), d_ff=7, is_common=False),
-        "GELU": ffn_case(d_ff=96),
-        "SiLU": ffn_case(shape=(2, 3, 5), d_ff=7, activation=nn.SiLU()),
+        "SwiGLU, no batch axis": swiglu_case(axes=(), d_ff=64, is_common=False),
+        "GELU": ffn_case(d_ff=100),
+        "SiLU": ffn_case(d_ff=100, activation=nn.SiLU()),
         "silu": of_function(silu),
         "gelu": of_function(gelu),
         "glu": of_function(glu, (7, 5), (7, 5)),
@@ -89,10 +87,10 @@ class TestFeedForward(EveryLayer):
 
 @pytest.mark.parametrize(("d_model", "d_ff"), [(1, 64), (59, 128), (61, 192)])
 def test_default_d_ff_is_the_multiple_of_64_nearest_to_8_thirds(d_model, d_ff):
-    layer = swiglu_case(shape=(d_model,)).construct()
+    layer = swiglu_case(d_model=d_model).construct()
     assert layer.w1.weight.shape == (d_ff, d_model)
 
 
 def test_default_d_ff_without_a_gate_is_4_d_model():
-    layer = ffn_case(shape=(12,)).construct()
-    assert layer.w1.weight.shape == (48, 12)
+    layer = ffn_case().construct()
+    assert layer.w1.weight.shape == (96, 24)

@@ -61,8 +61,7 @@ case = functools.partial(
     "rope",
     "RotaryPositionalEmbedding",
     of_layer,
-    shape=(2, 7, 8),
-    width="d_k",
+    d_k=8,
     theta=THETA,
     max_seq_len=TABLE,
 )
@@ -74,26 +73,22 @@ class TestRoPE(EveryLayer):
         "positions for each sequence": case(positions=POSITIONS),
         "another theta": case(positions=POSITIONS, theta=1e4),
         "one token, one pair, a table of one position": case(
-            shape=(1, 2), positions=POSITIONS[1, :1], max_seq_len=1
+            axes=(1,), d_k=2, positions=POSITIONS[1, :1], max_seq_len=1
         ),
-        "empty batch": case(shape=(0, 7, 6), positions=POSITIONS[0], is_common=False),
-        "positions for all sequences": case(shape=(2, 7, 6), positions=POSITIONS[0]),
+        "empty batch": case(axes=(0, 7), positions=POSITIONS[0], is_common=False),
+        "positions for all sequences": case(positions=POSITIONS[0]),
         "two batch axes": case(
-            shape=(4, 4, 7, 6), positions=OF_FOUR[:, None].expand(4, 4, 7)
+            axes=(4, 4, 7), positions=OF_FOUR[:, None].expand(4, 4, 7)
         ),
-        "no batch axis": case(shape=(7, 6), positions=POSITIONS[0]),
-        "no positions, a table that is full": case(
-            shape=(2, 3, 11, 8), max_seq_len=11, is_common=False
-        ),
+        "no batch axis": case(axes=(7,), positions=POSITIONS[0]),
+        "no positions, a table that is full": case(max_seq_len=7, is_common=False),
         "positions for all heads, as many as sequences": case(
-            shape=(4, 4, 7, 6), positions=OF_FOUR[:, None], is_common=False
+            axes=(4, 4, 7), positions=OF_FOUR[:, None], is_common=False
         ),
         "positions of the last batch axis": case(
-            shape=(3, 2, 5, 4), positions=POSITIONS[:, :5], is_common=False
+            axes=(3, 2, 7), positions=POSITIONS, is_common=False
         ),
-        "positions of int32": case(
-            shape=(7, 6), positions=POSITIONS[1].int(), is_common=False
-        ),
+        "positions of int32": case(positions=POSITIONS.int(), is_common=False),
         "function": Case(
             "rope",
             "apply_rope",
@@ -119,7 +114,7 @@ EACH = TestRoPE.cases["positions for each sequence"]
 # Two instances that differ in one option.
 INSTANCES = {
     "theta": (TestRoPE.cases["another theta"], EACH),
-    "d_k": (case(shape=(2, 7, 6), positions=POSITIONS), EACH),
+    "d_k": (case(d_k=6, positions=POSITIONS), EACH),
     # With a theta of their own, so that no test before has built a longer table.
     "max_seq_len": (
         case(positions=torch.arange(7), theta=70.0, max_seq_len=7),
@@ -140,7 +135,7 @@ def test_each_instance_has_its_own_table():
 
 def test_table_is_exact_at_far_positions(device):
     """After all that torch does to modules, the table is that of float64, in float32."""
-    far = case(shape=(1, 16), theta=5e5, max_seq_len=131072)
+    far = case(d_k=16, theta=5e5, max_seq_len=131072)
     with torch.device("meta"):
         rope = far.construct().bfloat16()
     rope = copy.deepcopy(rope.to_empty(device="cpu").half()).double().to(device)
@@ -168,15 +163,15 @@ def test_frequencies_may_be_overridden():
 
 def test_rejects_a_sequence_longer_than_the_table():
     with pytest.raises(ValueError, match=r"max_seq_len=8.* 9"):
-        case(shape=(1, 4), max_seq_len=8).build()(torch.zeros(9, 4))
+        case(max_seq_len=8).build()(torch.zeros(9, 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=name_of)
 @pytest.mark.parametrize("position", [8, -1, 2**32, 2.5, True])
 def test_rejects_positions_out_of_range_and_not_integers(position, dtype):
-    rope = case(shape=(1, 4), max_seq_len=8).build()
+    rope = case(max_seq_len=8).build()
     error, message = (TypeError, RuntimeError), "."  # of the shape check, or of torch
     if type(position) is int:
         error, message = ValueError, rf"0 \.\.\. 7.*{position}"
     with pytest.raises(error, match=message):
-        rope(torch.zeros(3, 4, dtype=dtype), torch.full((3,), position))
+        rope(torch.zeros(3, 8, dtype=dtype), torch.full((3,), position))

@@ -43,7 +43,7 @@ case = functools.partial(
     "transformer",
     "Transformer",
     blocks_and_norm,
-    shape=(2, 7, 24),
+    d_model=24,
     num_layers=2,
     num_heads=4,
     d_ff=96,
@@ -57,10 +57,10 @@ class TestTransformer(EveryLayer):
         "another head size": case(d_head=20),
         "all options": case(positions=POSITIONS, mask=mask_of(2, 7, 7), **OPTIONS),
         "another theta, a table of 7 positions": case(
-            shape=(7, 24), theta=100.0, max_seq_len=7
+            axes=(7,), theta=100.0, max_seq_len=7
         ),
         "more tokens than positions": case(
-            shape=(7, 24), positions=torch.arange(7) % 5, max_seq_len=5
+            axes=(7,), positions=torch.arange(7) % 5, max_seq_len=5
         ),
         "no RoPE": case(theta=None, max_seq_len=7),
     }
