@@ -42,6 +42,8 @@ def failure_of(layer, test, folder):
     try:
         function(**values)
     except pytest.fail.Exception as failure:
+        if isinstance(failure.__cause__, NameError | SyntaxError):
+            raise  # the wrong layer is not Python
         return failure
     finally:
         Verify(target.ABOVE, [layer]).start(target)
