@@ -1,9 +1,11 @@
 """train.py and ablations.py: runs equal their steps written out, and resume exactly."""
 
 import math
+import random
 import zlib
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any
@@ -25,7 +27,7 @@ SHORT = replace(CONFIG, steps=3)
 def text(tmp_path):
     """A file whose last 5% have other bytes than the rest."""
     path = tmp_path / "text"
-    path.write_bytes(bytes(range(97, 116)) * 100 + b"yz" * 50)
+    path.write_bytes(bytes(range(97, 116)) * 100 + random.Random(0).randbytes(100))
     return path
 
 
@@ -84,104 +86,76 @@ def test_a_run_equals_its_steps_written_out(text, tmp_path, capsys):
     train.main([str(text), "--checkpoint", path], CONFIG)
     model, history, validation = written_out(text.read_bytes(), CONFIG)
     saved = train.read(path)
-    assert saved["config"] == CONFIG.__dict__
     assert saved["history"] == pytest.approx(history, rel=1e-4)
     assert saved["validation"] == {61: pytest.approx(validation, rel=1e-4)}
-    for found, expected in zip(
-        train.load(path).parameters(), model.parameters(), strict=True
-    ):
+    trained = train.load(path)
+    for found, expected in zip(trained.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-4)
 
     held_out = text.read_bytes()[-100:]
     bits = 8 * len(zlib.compress(held_out)) / len(held_out)
-    first, second, *sample = capsys.readouterr().out.split("\n", 2)
+    first, second, sample = capsys.readouterr().out.split("\n", 2)
     assert first == f"1,900 bytes; zlib: {bits * math.log(2):.3f} nats per byte"
     assert second == f"step 61: {history[-1]:.3f}, validation {validation:.3f}"
     # The prompt, then as many bytes as the model has positions, and one.
-    trained = train.load(path)
     torch.manual_seed(CONFIG.seed)
     train.build(CONFIG)  # draws before the sample is drawn
-    expected = trained.generate(torch.tensor([list(b"yzy")]), 6, temperature=0.8)
-    assert sample[0] == bytes(expected[0].tolist()).decode(errors="replace") + "\n"
+    drawn = trained.generate(torch.tensor([list(held_out[:3])]), 6, temperature=0.8)
+    assert sample == bytes(drawn[0].tolist()).decode(errors="replace") + "\n"
 
 
-def test_a_stopped_run_resumes_with_the_same_losses(text, tmp_path):
+def test_a_stopped_run_resumes_with_the_same_losses_over_the_same_text(text, tmp_path):
     """In the first 50 steps, the learning rate does not depend on the number of steps."""
     config = replace(CONFIG, steps=12, every=5)
     whole, part = str(tmp_path / "whole.pt"), str(tmp_path / "part.pt")
     train.main([str(text), "--checkpoint", whole], config)
     train.main([str(text), "--checkpoint", part, "--steps", "5"], config)
-    train.main(["--checkpoint", part, "--resume", "--steps", "12"])
+    resume = ["--checkpoint", part, "--resume", "--steps", "12"]
+    data = text.read_bytes()
+    for changed in (b"!" + data[1:], data[:-1] + b"!"):
+        text.write_bytes(changed)
+        with pytest.raises(ValueError, match="must have the text of its checkpoint"):
+            train.main(resume)
+    text.write_bytes(data)
+    train.main(resume)
     resumed, expected = train.read(part), train.read(whole)
     assert resumed["validation"].keys() == {5, 10, 12}
     for name in ("files", "config", "history", "validation"):
         assert resumed[name] == expected[name]
-    for name, weight in expected["model"].items():
-        assert torch.equal(resumed["model"][name], weight), name
 
 
 def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(tmp_path):
     path = str(tmp_path / "run.pt")
     train.save(path, {"history": [1.0]})
-    cannot_be_saved = {"history": [1.0, 2.0], "model": lambda: None}
     with pytest.raises((AttributeError, PicklingError)):
-        train.save(path, cannot_be_saved)
+        train.save(path, {"history": [1.0, 2.0], "model": lambda: None})
     assert train.read(path) == {"history": [1.0]}
 
 
-def test_a_run_does_not_resume_over_a_text_that_has_changed(text, tmp_path):
-    path = str(tmp_path / "run.pt")
-    train.main([str(text), "--checkpoint", path], replace(CONFIG, steps=1))
-    data = text.read_bytes()
-    for changed in (data + b"more", b"!" + data[1:], data[:-1] + b"!"):
-        text.write_bytes(changed)
-        with pytest.raises(ValueError, match="must have the text of its checkpoint"):
-            train.main(["--checkpoint", path, "--resume", "--steps", "2"])
-
-
-def test_each_parameter_is_trained_and_clipped():
-    """Also one without axes: its gradient is the largest here."""
-
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(1.0))
-            self.gains = nn.Parameter(torch.ones(256))
-            self.matrix = nn.Parameter(torch.ones(256, 256))
-
-        def forward(self, tokens):
-            return 100 * self.scale * self.gains * self.matrix[tokens]
-
-    model = Scaled()
-    before = [weight.detach().clone() for weight in model.parameters()]
-    text = torch.arange(200, dtype=torch.uint8) % 7
-    for _ in train.train(model, train.adamw(model), text, SHORT, first=0):
-        gradients = [weight.grad.norm() for weight in model.parameters()]
-        assert torch.stack(gradients).norm() <= 1.001
-    for weight, old in zip(model.parameters(), before, strict=True):
-        assert not torch.equal(weight, old)
-
-
-# --- Text ---------------------------------------------------------------------------------
+def test_each_parameter_is_trained_and_only_matrices_decay():
+    shapes = {(2, 2): 0.1, (2,): 0.0, (): 0.0}
+    model = nn.ParameterList([torch.ones(shape) for shape in shapes])
+    groups = train.adamw(model).param_groups
+    assert shapes == {
+        weight.shape: group["weight_decay"]
+        for group in groups
+        for weight in group["params"]
+    }
 
 
 def test_the_standard_library_has_no_installed_packages():
     files = train.standard_library()
     assert files == sorted(files, key=lambda file: Path(file).parts)  # on any disk
-    assert len(files) > 500
     assert any(file.endswith("/json/decoder.py") for file in files)
     assert not any("-packages" in file for file in files)
 
 
 def test_a_text_may_have_any_number_of_bytes():
     """These take no memory. float32 cannot tell their last bytes apart."""
-    for size in (2**24 + 3, 2**27 + 9, 2_200_000_011, 2**32 + 5, 10**11 + 1):
+    for size in (2**24 + 3, 2**32 + 5, 10**11 + 1):
         text = torch.zeros(1, dtype=torch.uint8).expand(size)
         assert train.even_windows(text, 64, 8).shape == (64, 9)
         assert train.random_windows(text, CONFIG, 0).shape == (3, 9)
-
-
-# --- The command --------------------------------------------------------------------------
 
 
 def test_the_default_sizes_run(capsys):
@@ -197,12 +171,9 @@ def test_resume_requires_a_checkpoint(capsys):
 
 def test_a_text_that_is_too_short_raises(text):
     """Its last 5% have 100 bytes, and a window needs a byte more than `seq`."""
-    with pytest.raises(ValueError, match="more than 100 bytes, got 100"):
-        train.main([str(text)], replace(CONFIG, seq=100))
-    with pytest.raises(ValueError, match="more than 100 bytes, got 100"):
-        ablations.main(["positions", str(text)], replace(SHORT, seq=25))
     train.main([str(text)], replace(SHORT, seq=99))
-    train.main([str(text)], replace(SHORT, seq=1))
+    with pytest.raises(ValueError, match="more than 100 bytes, got 100"):
+        train.main([str(text)], replace(SHORT, seq=100))
 
 
 # --- Ablations ----------------------------------------------------------------------------
@@ -244,53 +215,40 @@ def test_variants_of_a_group_have_equally_many_weights_in_matrices(group):
     assert len(counts) == 1
 
 
-def printed(capsys, *options):
-    """Return the cells of the tables that a command prints, without their heads."""
-    ablations.main(options, SHORT)
-    lines = capsys.readouterr().out.splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in cells if row[0].startswith("lr ")]
+@pytest.mark.parametrize("group", ablations.VARIANTS)
+def test_an_ablation_prints_the_losses_of_runs_of_the_recipe(group, text, capsys):
+    """Variants of a seed have its batches. Positions are validated to 4 times 8 bytes."""
+    runs = ["--lrs", "0.1", "1e20", "--seeds", "3", "5"]
+    sizes = ["--layers", "1", "--seq", "8"]
+    defaults = replace(SHORT, layers=2, seq=4)
+    ablations.main([group, str(text), *runs, *sizes], defaults)
+    found = {}
+    diverged = set()
+    for line in capsys.readouterr().out.splitlines():
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        if name.startswith("lr 0.1,"):
+            found[name] = [float(cell) for cell in cells]
+        elif name.startswith("lr 1e+20,"):
+            diverged |= set(cells)
 
-
-def test_an_ablation_prints_the_losses_of_runs_of_the_recipe(text, capsys):
-    """Variants of a seed have its batches. The held-out windows are 256, not 64."""
-    options = ["--lrs", "1e-3", "1e20", "--seeds", "3", "5"]
-    rows = printed(capsys, "norm", str(text), *options)
-    assert [row[0] for row in rows] == [
-        "lr 0.001, seed 3",
-        "lr 0.001, seed 5",
-        "lr 0.001, mean",
-        "lr 1e+20, seed 3",
-        "lr 1e+20, seed 5",
-        "lr 1e+20, mean",
-    ]
-    trained, held_out = train.read_text([str(text)], SHORT.seq)
-    windows = train.even_windows(held_out, 256, SHORT.seq)
-    for seed, row in zip((3, 5), rows, strict=False):
-        config = replace(SHORT, lr=1e-3, seed=seed)
-        for cell, build in zip(
-            row[1:], ablations.VARIANTS["norm"].values(), strict=True
-        ):
-            torch.manual_seed(seed)
-            model = build(config)
-            list(train.train(model, train.adamw(model), trained, config, first=0))
-            expected = train.validate(model, windows).mean().item()
-            assert float(cell) == pytest.approx(expected, abs=6e-4)
-    first, second, mean = ([float(cell) for cell in row[1:]] for row in rows[:3])
-    for one, other, both in zip(first, second, mean, strict=True):
-        assert both == pytest.approx((one + other) / 2, abs=2e-3)
-    assert [row[2] for row in rows[3:]] == ["diverged"] * 3
-
-
-def test_positions_are_validated_beyond_the_length_of_training(text, capsys):
-    """The first table is about the first 8 bytes, which are two rows of the second."""
-    rows = printed(capsys, "positions", str(text), "--lrs", "1e-2", "--seeds", "0")
-    assert [row[0] for row in rows[2:]] == [
-        f"lr 0.01, to byte {end}" for end in range(4, 33, 4)
-    ]
-    numbers = [[float(cell) for cell in row[1:]] for row in rows]
-    short, _, first, second, *later = numbers
-    for variant, loss in enumerate(short):
-        mean = (first[variant] + second[variant]) / 2
-        assert loss == pytest.approx(mean, abs=2e-3)
-    assert all(0 < loss < 20 for losses in later for loss in losses)
+    length = 32 if group == "positions" else 8
+    trained, held_out = train.read_text([str(text)], length)
+    windows = train.even_windows(held_out, 256, length)
+    by_variant = []
+    for seed, build in product((3, 5), ablations.VARIANTS[group].values()):
+        torch.manual_seed(seed)
+        config = replace(SHORT, lr=0.1, seed=seed)
+        model = build(config)
+        list(train.train(model, train.adamw(model), trained, config, first=0))
+        by_variant.append(train.validate(model, windows))
+    losses = torch.stack(by_variant).unflatten(0, (2, -1))  # seed, variant, position
+    seed_3, seed_5 = losses[..., :8].mean(-1)
+    expected = {"seed 3": seed_3, "seed 5": seed_5, "mean": (seed_3 + seed_5) / 2}
+    if group == "positions":
+        for end in range(4, 33, 4):
+            expected[f"to byte {end}"] = losses[..., end - 4 : end].mean((0, 2))
+    assert diverged == {"diverged"}
+    assert found == {
+        f"lr 0.1, {name}": pytest.approx(numbers.tolist(), abs=6e-4)
+        for name, numbers in expected.items()
+    }
