@@ -1,7 +1,6 @@
 """Checkpoints and GGUF files: small ones, written for a test, and that of `make story`."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ LLAMA3 = {
 # A letter for each byte, as GPT-2 writes them.
 BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
-SIZES = {
+OPTIONS = {
     "vocab_size": 257,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -44,25 +43,14 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
-}
-# The same sizes, as llama.cpp writes them.
-GGUF_FIELDS: dict[str, Any] = {
-    "llama.block_count": 2,
-    "llama.context_length": 128,
-    "llama.embedding_length": 64,
-    "llama.feed_forward_length": 96,
-    "llama.attention.head_count": 4,
-    "llama.attention.head_count_kv": 2,
-    "llama.attention.layer_norm_rms_epsilon": 1e-6,
-    "llama.rope.dimension_count": 16,
-    "llama.rope.freq_base": 5e5,
-    "llama.vocab_size": 257,
+    "eos_token_id": None,
+    "rope_parameters": {"rope_theta": 5e5},
 }
 
 
 def save(kind, folder, shards="100KB", dtype=torch.float32, **options):
     """Save a small model of transformers with random weights, and return it."""
-    config = transformers.AutoConfig.for_model(kind, **(SIZES | options))
+    config = transformers.AutoConfig.for_model(kind, **(OPTIONS | options))
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         is_gain = "norm" in name  # around 1, so that scores differ
@@ -72,18 +60,13 @@ def save(kind, folder, shards="100KB", dtype=torch.float32, **options):
     return model.eval()
 
 
-def save_llama(folder, **options):
-    """Save a model that has GGUF_FIELDS."""
-    return save("llama", folder, **{"rope_parameters": {"rope_theta": 5e5}, **options})
-
-
 def write_gguf(path, model, fields=None, weights=None, architecture="llama"):
     """Write a model of transformers as llama.cpp does.
 
     `fields` and `weights` replace those of the model, or are left out if they are None.
     """
     writer = gguf.GGUFWriter(path, architecture)
-    for name, value in (GGUF_FIELDS | (fields or {})).items():
+    for name, value in (gguf_fields(model.config) | (fields or {})).items():
         if value is not None:
             writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
     for name, weight in (gguf_weights(model) | (weights or {})).items():
@@ -96,27 +79,43 @@ def write_gguf(path, model, fields=None, weights=None, architecture="llama"):
     return path
 
 
+def gguf_fields(config):
+    """Return the fields of a config, as llama.cpp names them."""
+    return {
+        "llama.block_count": config.num_hidden_layers,
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.key_length": config.head_dim,
+        "llama.attention.value_length": config.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.rope.dimension_count": config.head_dim,
+        "llama.rope.freq_base": config.rope_parameters["rope_theta"],
+        "llama.vocab_size": config.vocab_size,
+    }
+
+
 def gguf_weights(model):
     """Return weights with the names and the order of rows that llama.cpp gives them."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    config = model.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     weights = {}
     for name, weight in model.state_dict().items():
-        heads = model.config.num_attention_heads
-        if "k_proj" in name:
-            heads = model.config.num_key_value_heads
-        if "q_proj" in name or "k_proj" in name:  # as in convert_hf_to_gguf.py
-            rows = "(heads pair half) d -> (heads half pair) d"
-            weight = rearrange(weight, rows, heads=heads, pair=2)
+        for part, number in heads.items():
+            if part in name:  # as in convert_hf_to_gguf.py
+                rows = "(heads pair half) d -> (heads half pair) d"
+                weight = rearrange(weight, rows, heads=number, pair=2)
         weights[names.get_name(name, try_suffixes=(".weight",))] = weight.numpy()
-    if model.config.tie_word_embeddings:
+    if config.tie_word_embeddings:
         del weights["output.weight"]
+    if config.rope_parameters["rope_type"] == "llama3":
+        scaled = model.model.rotary_emb.inv_freq
+        plain = config.rope_parameters["rope_theta"] ** (-torch.arange(8) / 8)
+        weights["rope_freqs.weight"] = (plain / scaled).numpy()
     return weights
-
-
-def greedy(theirs, prompt, count):
-    return theirs.generate(
-        prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False
-    )
 
 
 @torch.no_grad()
@@ -128,13 +127,6 @@ def assert_equal(ours, theirs):
     assert error < 2**7 * torch.finfo(torch.float32).eps, (
         f"logits differ by {error:.0e}"
     )
-
-
-def change_weights(path, change):
-    """Let `change` edit the weights of a file."""
-    state = safetensors.load_file(path)
-    change(state)
-    safetensors.save_file(state, path, metadata={"format": "pt"})
 
 
 def save_tokenizer(folder):

@@ -4,14 +4,7 @@ import json
 
 import pytest
 import torch
-from saved_checkpoints import (
-    BYTES,
-    greedy,
-    save,
-    save_llama,
-    save_tokenizer,
-    write_gguf,
-)
+from saved_checkpoints import BYTES, save, save_tokenizer, write_gguf
 
 generate = pytest.importorskip("generate", reason="requires the extra examples")
 train = pytest.importorskip("train", reason="requires the extra examples")
@@ -20,21 +13,7 @@ train = pytest.importorskip("train", reason="requires the extra examples")
 @pytest.fixture
 def checkpoint(tmp_path):
     """The model of a checkpoint with a tokenizer, in tmp_path, and the tokenizer."""
-    theirs = save("llama", tmp_path)
-    tokenizer = save_tokenizer(tmp_path)
-    name_stop_tokens(tmp_path, generation_config=999)  # no token
-    return theirs, tokenizer
-
-
-def name_stop_tokens(folder, **files):
-    """Write eos_token_id into config.json and generation_config.json, or remove it."""
-    for name in ("config", "generation_config"):
-        path = folder / f"{name}.json"
-        content = json.loads(path.read_text())
-        content.pop("eos_token_id", None)
-        if name in files:
-            content["eos_token_id"] = files[name]
-        path.write_text(json.dumps(content))
+    return save("llama", tmp_path), save_tokenizer(tmp_path)
 
 
 def printed(capsys, *arguments):
@@ -42,51 +21,42 @@ def printed(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def error_of(capsys, *arguments):
-    with pytest.raises(SystemExit, match="2"):
-        generate.main([str(argument) for argument in arguments])
-    return capsys.readouterr().err
-
-
 @pytest.mark.parametrize("chat", [False, True], ids=["a text", "a chat"])
 def test_generate_prints_the_text_of_transformers_until_it_stops(
     chat, checkpoint, tmp_path, capsys
 ):
+    """Without options, 100 tokens are added."""
     theirs, tokenizer = checkpoint
-    prompt = "user: naïve 🙂 A:" if chat else "naïve 🙂"
-    tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    new = greedy(theirs, tokens, 20)[0, tokens.shape[1] :].tolist()
-    name_stop_tokens(tmp_path, generation_config=[new[-5]])
+    tokens = tokenizer(
+        "user: naïve 🙂 A:" if chat else "naïve 🙂", return_tensors="pt"
+    )["input_ids"]
+    written = theirs.generate(tokens, max_new_tokens=100, do_sample=False)
+    new = written[0, tokens.shape[1] :].tolist()
     options = ["--chat"] if chat else []
-    found = printed(capsys, tmp_path, "naïve 🙂", "--tokens", "20", *options)
-    text = tokenizer.decode(new[: new.index(new[-5])], skip_special_tokens=True)
-    assert text.rstrip("\ufffd"), "the model stops at its first token"
-    assert found == text.rstrip("\ufffd") + "\n"
+    for stop, end in ((None, 100), (new[15], new.index(new[15]))):
+        content = json.dumps({"eos_token_id": stop})
+        (tmp_path / "generation_config.json").write_text(content)
+        text = tokenizer.decode(new[:end], skip_special_tokens=True).rstrip("\ufffd")
+        assert text, "the model stops at its first token"
+        assert printed(capsys, tmp_path, "naïve 🙂", *options) == f"{text}\n"
 
 
-@pytest.mark.parametrize(
-    ("files", "stop"),
-    [
-        ({"generation_config": 0, "config": 5}, {0}),
-        ({"generation_config": [3, 4]}, {3, 4}),
-        ({"config": 5}, {5}),
-        ({}, {256}),
-    ],
-    ids=["token 0", "a list", "in config.json only", "in the tokenizer only"],
-)
-def test_the_tokens_that_end_a_text_are_those_that_the_files_name(
-    files, stop, checkpoint, tmp_path
-):
-    name_stop_tokens(tmp_path, **files)
-    _, _, found = generate.load(str(tmp_path))
-    assert found == stop
-
-
-def test_without_options_100_likeliest_tokens_are_added(checkpoint, tmp_path, capsys):
-    theirs, tokenizer = checkpoint
-    tokens = tokenizer("abcd", return_tensors="pt")["input_ids"]
-    text = tokenizer.decode(greedy(theirs, tokens, 100)[0, 4:])
-    assert printed(capsys, tmp_path, "abcd") == text.rstrip("\ufffd") + "\n"
+@pytest.mark.usefixtures("checkpoint")
+def test_the_first_file_that_names_tokens_says_which_end_a_text(tmp_path):
+    _, _, stop = generate.load(str(tmp_path))
+    assert stop == {256}  # of the tokenizer
+    for of_generation, of_config, expected in (
+        (0, 5, {0}),
+        ([3, 4], 5, {3, 4}),
+        (None, 5, {5}),
+    ):
+        for name, token in (
+            ("generation_config", of_generation),
+            ("config", of_config),
+        ):
+            content = json.dumps({"eos_token_id": token})
+            (tmp_path / f"{name}.json").write_text(content)
+        assert generate.stop_tokens(str(tmp_path)) == expected
 
 
 @pytest.mark.usefixtures("checkpoint")
@@ -96,42 +66,27 @@ def test_temperature_and_top_k_draw_tokens(tmp_path, capsys):
     assert printed(capsys, *run, "--temperature", "5") != likeliest
     assert printed(capsys, *run, "--temperature", "1e-9") == likeliest
     assert printed(capsys, *run, "--temperature", "5", "--top-k", "1") == likeliest
-    assert printed(capsys, *run, "--temperature", "5", "--top-k", "9") != likeliest
 
 
 WRONG = {
-    "no token to write": (
-        ["a", "--tokens", "0"],
-        "new tokens must be at least 1, got 0",
-    ),
-    "too many tokens": (["a" * 128, "--tokens", "2"], "128 positions"),
-    "top-k alone": (["a", "--top-k", "3"], "top_k must come with a temperature"),
-    "below zero": (["a", "--temperature=-1"], "temperature must be at least 0"),
-    "no prompt": ([""], "each prompt must have a token"),
+    ("FOLDER", "a" * 128, "--tokens", "2"): "128 positions",
+    ("FOLDER", "a", "--top-k", "3"): "top_k must come with a temperature",
+    ("FOLDER", ""): "each prompt must have a token",
+    ("FOLDER", "a", "--chat"): "--chat requires a model that has a chat template",
+    ("missing.gguf", "a"): "cannot load missing.gguf: ",
+    ("FOLDER/empty", "a"): "cannot load ",
 }
 
 
 @pytest.mark.usefixtures("checkpoint")
-@pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("arguments", "message"), WRONG.items())
 def test_a_wrong_argument_is_named(arguments, message, tmp_path, capsys):
-    assert message in error_of(capsys, tmp_path, *arguments)
-
-
-@pytest.mark.parametrize("name", ["missing.gguf", "README.md", "empty"])
-def test_generate_says_that_it_cannot_load_a_model(name, tmp_path, capsys):
-    (tmp_path / "README.md").write_text("no model")
     (tmp_path / "empty").mkdir()
-    assert f"cannot load {tmp_path / name}: " in error_of(
-        capsys, tmp_path / name, "text"
-    )
-
-
-@pytest.mark.usefixtures("checkpoint")
-def test_chat_requires_a_template(tmp_path, capsys):
     for path in tmp_path.glob("chat_template*"):
         path.unlink()
-    message = "--chat requires a model that has a chat template"
-    assert message in error_of(capsys, tmp_path, "a", "--chat")
+    with pytest.raises(SystemExit, match="2"):
+        generate.main([word.replace("FOLDER", str(tmp_path)) for word in arguments])
+    assert message in capsys.readouterr().err
 
 
 def test_a_model_of_train_continues_bytes(tmp_path, capsys):
@@ -149,41 +104,33 @@ def test_a_model_of_train_continues_bytes(tmp_path, capsys):
 def test_a_gguf_file_brings_its_tokenizer_and_stop_tokens(tmp_path, monkeypatch):
     """Another tokenizer is beside the file, whose path is relative."""
     save_tokenizer(tmp_path)
+    monkeypatch.chdir(tmp_path)
     fields = {
-        "llama.vocab_size": 258,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": [*BYTES, "ab", "<end>"],
         "tokenizer.ggml.merges": ["a b"],
         "tokenizer.ggml.eos_token_id": 257,
     }
-    write_gguf(tmp_path / "model.gguf", save_llama(tmp_path, vocab_size=258), fields)
-    monkeypatch.chdir(tmp_path)
-    _, tokenizer, stop = generate.load("model.gguf")
-    assert tokenizer.encode("ab") == [256]
-    assert stop == {257}
-
-
-class Contracting:
-    """A tokenizer whose clean-up joins what two tokens begin and end."""
-
-    def decode(self, tokens, skip_special_tokens, clean_up_tokenization_spaces):
-        text = "".join({0: "do", 1: " n't", 2: "!"}[token] for token in tokens)
-        return text.replace(" n't", "n't") if clean_up_tokenization_spaces else text
+    more = {"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 11}
+    theirs = save("llama", tmp_path, vocab_size=258)
+    for given, stop in ((fields, {257}), (fields | more, {257, 9, 11})):
+        write_gguf(tmp_path / "model.gguf", theirs, given)
+        _, tokenizer, found = generate.load("model.gguf")
+        assert tokenizer.encode("ab") == [256]
+        assert found == stop
 
 
 class Words:
-    """A tokenizer that drops the space at the start of a text, as Llama's does."""
+    """A tokenizer that drops the space at the start, as Llama's does, and cleans up."""
 
-    def decode(self, tokens, **_):
-        return "".join(f" {token}" for token in tokens)[1:]
-
-
-def test_pieces_are_what_each_token_adds_to_the_text():
-    assert list(generate.pieces(Contracting(), [0], [1, 2])) == [" n't", "!"]
-    assert list(generate.pieces(Words(), [1], [2, 3])) == [" 2", " 3"]
+    def decode(self, tokens, skip_special_tokens, clean_up_tokenization_spaces):
+        text = "".join([" do", " n't", "!"][token] for token in tokens)[1:]
+        return text.replace(" n't", "n't") if clean_up_tokenization_spaces else text
 
 
-def test_pieces_are_whole_characters_without_special_tokens(tmp_path):
+def test_pieces_are_what_each_token_adds_to_the_text(tmp_path):
+    """Special tokens add nothing. A character is added when it is complete."""
+    assert list(generate.pieces(Words(), [0], [1, 0, 2])) == [" n't", " do", "!"]
     tokenizer = save_tokenizer(tmp_path)
     [*first, last] = tokenizer.encode("aïb")
     tokens = [*first, tokenizer.eos_token_id, last]
