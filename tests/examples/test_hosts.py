@@ -14,7 +14,6 @@ from torch import nn
 from tinyblock import SwiGLU, copies
 
 PAGE = Path(__file__).parents[2] / "docs" / "hosts.md"
-TOKENS = torch.arange(18).view(2, 9)
 X = torch.linspace(-1, 1, 2 * 9 * 64).view(2, 9, 64)
 
 
@@ -44,81 +43,64 @@ def of_transformers(layers):
     return names["MyModel"](names["MyConfig"]())
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
-)
-def test_transformers_loads_what_it_saved(dtype, of_transformers, tmp_path):
-    expected = of_transformers.to(dtype)(TOKENS)
-    of_transformers.save_pretrained(tmp_path)
-    load = type(of_transformers).from_pretrained
-    for device_map in (None, "cpu", "auto"):
-        loaded = load(tmp_path, dtype=dtype, device_map=device_map)
-        assert torch.equal(loaded(TOKENS), expected), f"device_map={device_map}"
-
-
-def fill_freed_memory(model):
-    """Fill the memory that the next tensors get, of all sizes in the model, with 1e30."""
-    sizes = {weight.numel() for weight in model.parameters()}
-    hoard = [torch.full((size,), 1e30) for size in sizes for _ in range(300)]
-    del hoard
-
-
-def test_transformers_initializes_what_a_checkpoint_lacks(of_transformers, tmp_path):
-    """The checkpoint has the first of two layers, and no head."""
-    model = of_transformers
-    lacking = ("transformer.layers.1.", "head.")
-    saved = {
-        name: weight + 1
-        for name, weight in model.state_dict().items()
-        if not name.startswith(lacking)
-    }
-    model.save_pretrained(tmp_path, state_dict=dict(saved))  # which it empties
-    fill_freed_memory(model)
-    loaded = type(model).from_pretrained(tmp_path)
-    for name, weight in loaded.state_dict().items():
-        if name in saved:
-            assert torch.equal(weight, saved[name]), name
-        elif weight.ndim == 1:
-            assert (weight == 1).all(), name
-        else:  # of the new layer as documented, of the head as torch's
-            variance = 1 / 3 / 64 if name == "head.weight" else 2 / sum(weight.shape)
-            size = float(weight.square().mean())
-            assert abs(size / variance - 1) < 0.1, name
-
-
-def test_transformers_keeps_a_loaded_weight_whose_bias_is_missing(
-    of_transformers, tmp_path
+@pytest.mark.parametrize("device_map", [None, "auto"])
+def test_transformers_loads_what_it_saved_and_initializes_what_is_missing(
+    device_map, of_transformers, tmp_path
 ):
+    """The second of two layers, the head, and a bias beside a loaded weight."""
+
     class WithBias(type(of_transformers)):  # type: ignore[misc]
         def __init__(self, config):
             super().__init__(config)
             w1 = self.transformer.layers[0].ffn.w1
             w1.bias = nn.Parameter(torch.empty(w1.out_features))
 
-    of_transformers.save_pretrained(tmp_path)
-    fill_freed_memory(of_transformers)
-    loaded = WithBias.from_pretrained(tmp_path).transformer.layers[0].ffn.w1
-    expected = of_transformers.transformer.layers[0].ffn.w1
-    assert torch.equal(loaded.weight, expected.weight)
-    assert (loaded.bias == 0).all()
+    saved = {
+        name: weight + 1
+        for name, weight in of_transformers.bfloat16().state_dict().items()
+        if not name.startswith(("transformer.layers.1.", "head."))
+    }
+    # It empties the dict that it gets.
+    of_transformers.save_pretrained(tmp_path, state_dict=dict(saved))
+    # Fill the memory that the next tensors get, of all sizes in the model.
+    sizes = {weight.numel() for weight in of_transformers.parameters()}
+    hoard = [
+        torch.full((size,), 1e30, dtype=torch.bfloat16)
+        for size in sizes
+        for _ in range(300)
+    ]
+    del hoard
+    loaded = WithBias.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, device_map=device_map
+    )
+    assert torch.equal(
+        loaded.transformer.rope.cos_sin, of_transformers.transformer.rope.cos_sin
+    )
+    for name, weight in loaded.state_dict().items():
+        if name in saved:
+            assert torch.equal(weight, saved[name]), name
+        elif weight.ndim == 1:
+            assert (weight == (0 if name.endswith("bias") else 1)).all(), name
+        else:  # of the new layer as documented, of the head as torch's
+            variance = 1 / 3 / 64 if name == "head.weight" else 2 / sum(weight.shape)
+            size = float(weight.square().mean())
+            assert abs(size / variance - 1) < 0.1, name
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [(torch.float16, math.inf), (torch.bfloat16, 256.0**2)],
-    ids=["float16", "bfloat16"],
-)
-def test_swiglu_overflows_in_float16_as_in_transformers(dtype, expected):
+def test_swiglu_overflows_in_float16_as_in_transformers():
     """Its product is 256 * 256 here, and the greatest number in float16 is 65,504."""
     llama = pytest.importorskip(
         "transformers.models.llama.modeling_llama", reason="requires the extra examples"
     )
-    sizes = {"hidden_size": 1, "intermediate_size": 1, "num_attention_heads": 1}
-    for layer in (SwiGLU(1, 1), llama.LlamaMLP(llama.LlamaConfig(**sizes))):
+    config = llama.LlamaConfig(
+        hidden_size=1, intermediate_size=1, num_attention_heads=1
+    )
+    for layer in (SwiGLU(1, 1), llama.LlamaMLP(config)):
         for weight in layer.parameters():
             nn.init.ones_(weight)
-        result = layer.to(dtype)(torch.full((1, 1), 256.0, dtype=dtype))
-        assert result.item() == expected
+        for dtype, expected in ((torch.float16, math.inf), (torch.bfloat16, 65_536.0)):
+            x = torch.full((1, 1), 256.0, dtype=dtype)
+            assert layer.to(dtype)(x).item() == expected
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
