@@ -292,7 +292,7 @@ def numbers(version: str) -> list[int]:
 
 def split_header(text: str) -> tuple[str, str]:
     """Return the comments that a file begins with, and the layer below."""
-    layer = LEADING_COMMENTS.sub("", text, count=1)
+    layer = LEADING_COMMENTS.sub("", text)
     return text.removesuffix(layer), layer
 
 
@@ -365,7 +365,7 @@ def copies_in(folder: Path, layers: Sequence[str]) -> list[Copy]:
     ]
     require_bases(folder, [name for name in names if read(base_of(folder, name))])
     absent = sorted(set(layers) - set(map(layer_name, names)))
-    if absent and set(absent) <= TITLES.keys():
+    if absent and set(absent).issubset(TITLES):
         raise CommandError(
             f"{folder} has no copy of {' '.join(absent)}: run `{add_command(folder, absent)}`"
         )

@@ -104,6 +104,8 @@ def test_add_keeps_a_file_that_a_layer_imports_and_says_so(empty):
         contents = empty.contents()
         assert contents["ffn.py"] == text, title
         assert ".tinyblock/ffn.py.base" not in contents, title
+    (empty.folder / "ffn.py").write_bytes(b"class SwiGLU: ...")
+    assert empty.rows("check") == {}, "no file is missing"
 
 
 def test_add_keeps_a_folder_of_the_name_of_a_layer(empty):
@@ -114,6 +116,7 @@ def test_add_keeps_a_folder_of_the_name_of_a_layer(empty):
     rows = empty.rows("add", "transformer")
     assert rows["rmsnorm.py"] == f"kept, because it is not a copy: {importers}"
     assert "rmsnorm.py" not in empty.contents()
+    assert empty.rows("check") == {}, "no file is missing"
 
 
 def test_add_names_a_file_that_is_not_utf_8(empty):
