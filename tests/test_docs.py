@@ -21,16 +21,12 @@ each_page = pytest.mark.parametrize(
     "page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix()
 )
 SUBCOMMANDS = ("list", "add", "check", "diff", "update", "verify")
-# What gets the options in ARGS.
-TARGETS = {
-    "test": "pytest",
-    "compare": "scripts/compare.py",
-    "mutants": "scripts/mutants.py",
-    "profile": "scripts/profile_block.py",
-    "story": "",
-    "install": "",
-    "lint": "",
-}
+PROGRAMS = (
+    "pytest",
+    "scripts/compare.py",
+    "scripts/mutants.py",
+    "scripts/profile_block.py",
+)
 
 
 @each_page
@@ -67,7 +63,7 @@ def commands(page):
             if kind == "sh" or line.startswith("$ "):
                 lines.append(line.removeprefix("$ "))
     program = re.compile(
-        r"(?:[A-Z_]+=\S* )*(?:\S+/)?((?:python3?|make|tinyblock|pytest) .*)"
+        r"(?:[A-Z_]+=\S* )*(?:\S+/)?((?:python3?|make|tinyblock|pytest) [^>]*)"
     )
     for line in lines:
         if found := program.match(line):
@@ -77,12 +73,14 @@ def commands(page):
 def called(command):
     """Return which program of this project, or pytest, a command calls with what."""
     program, *arguments = command
-    if program.startswith("python"):
-        program, *arguments = arguments[arguments[0] == "-m" :]
     if program == "make":
-        target, *settings = arguments
-        passed = [word for word in settings if word.startswith("ARGS=")]
-        return TARGETS[target], shlex.split(" ".join(passed).removeprefix("ARGS="))
+        dry_run = ["make", "--dry-run", *arguments]
+        printed = subprocess.run(
+            dry_run, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        return called(shlex.split(printed.splitlines()[-1]))
+    if Path(program).name.startswith("python"):
+        program, *arguments = arguments[arguments[0] == "-m" :]
     return program.removeprefix("../tinyblock/"), arguments
 
 
@@ -136,7 +134,7 @@ def test_each_option_in_the_text_exists(page):
     known = set()
     for name in SUBCOMMANDS:
         known |= set(options_of("tinyblock", name))
-    for name in filter(None, TARGETS.values()):
+    for name in PROGRAMS:
         known |= set(options_of(name))
     named = set(re.findall(r"`(--[\w-]+)[^`]*`", text_of(page)))
     assert named <= known, named - known
