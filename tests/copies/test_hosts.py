@@ -1,4 +1,8 @@
-"""Copies in the projects of users, with their linters, git, links and edits."""
+"""Copies in the projects of users, with their linters, git, links and edits.
+
+A base, .tinyblock/rope.py.base, has what tinyblock wrote as the copy. The exit code is 1
+where a user has work to do, and 2 after an error.
+"""
 
 import os
 import re
@@ -16,43 +20,48 @@ def ruff(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_ruff_reports_and_changes_nothing_in_copies_and_their_edits(empty):
+def test_ruff_leaves_copies_and_their_edits_alone(empty):
+    """With its own rules, with all of them, and with a usual choice."""
     pytest.importorskip("ruff", reason="requires the extra dev")
     layers = ("block", "parallelize", "rope", "transformer", "typecheck")
     empty.run("add", *layers, "--with-tests")
     empty.edit("rope.py", "import math\n", "import math, os\nx=lambda : 0\n")
     before = empty.contents()
     for rules in ([], ["--select=ALL"], ["--select=PGH,RUF,E,F,N,W"]):
-        found = ruff("check", empty.folder, *rules)
-        assert found.returncode == 0, found.stdout + found.stderr
-        ruff("check", empty.folder, *rules, "--fix", "--unsafe-fixes")
-        ruff("format", empty.folder, "--line-length=60")
-        assert empty.contents() == before, rules
+        for command in (
+            ["check", *rules],
+            ["check", *rules, "--fix", "--unsafe-fixes"],
+            ["format", "--line-length=60"],
+        ):
+            found = ruff(*command, empty.folder)
+            assert found.returncode == 0, found.stdout + found.stderr
+            assert empty.contents() == before, command
 
 
 def test_a_base_that_is_not_as_written_is_an_error(project):
+    path = f"{project.name}/.tinyblock/rope.py.base"
     base = project.base("rope.py")
-    text = base.read_text()
+    text = base.read_bytes()
     project.append("rope.py", "# mine")
     project.release("0.2.0", rope="# new")
-    for title, wrong in {
-        "empty": "",
-        "without its header": text.partition('"""')[2],
-        "with conflict markers": text + "<<<<<<< HEAD\n",
-        "in another encoding": "grün",
-    }.items():
-        base.write_bytes(wrong.encode("latin-1"))
+    for wrong, error in (
+        (b"", f"rope.py in {project.name} must have bases"),
+        (text.partition(b'"""')[2], f"{path} must be as tinyblock wrote it"),
+        (text + b"<<<<<<< HEAD\n", f"{path} must be as tinyblock wrote it"),
+        ("grün".encode("latin-1"), f"{path} must be text in UTF-8"),
+    ):
+        base.write_bytes(wrong)
         before = project.contents()
         for command in ("check", "update", "diff"):
-            assert "rope.py" in project.run(command, code=2), title
-        assert project.contents() == before, title
+            assert error in project.run(command, code=2)
+        assert project.contents() == before, error
 
 
 def test_a_copy_that_is_restored_without_its_base_is_an_error_that_names_both(project):
+    old = project.contents()["rope.py"]
     project.release("0.2.0", rope="# new")
     project.run("update")
-    project.release("0.3.0", rope="# newer")
-    project.edit("rope.py", "tinyblock 0.2.0", "tinyblock 0.1.0")
+    project.write("rope.py", old)
     printed = project.run("update", code=2)
     assert "rope.py is from tinyblock 0.1.0, but its base is from 0.2.0" in printed
     assert "rope.py.base" in printed
@@ -62,7 +71,8 @@ def test_a_renamed_copy_is_updated_if_its_base_is_renamed_too(project):
     (project.folder / "rope.py").rename(project.folder / "rotary.py")
     error = f"{project.name}/rotary.py was copied as rope.py, and must have a base: "
     for command in ("check", "update"):
-        assert f"{error}rename {project.name}/.tiny" in project.run(command, code=2)
+        repair = f"rename {project.name}/.tinyblock/rope.py.base to"
+        assert f"{error}{repair}" in project.run(command, code=2)
     project.base("rope.py").rename(project.base("rotary.py"))
     assert project.rows("check") == {}
     project.release("0.2.0", rope="# new")
@@ -71,8 +81,12 @@ def test_a_renamed_copy_is_updated_if_its_base_is_renamed_too(project):
     contents = project.contents()
     assert contents["rotary.py"] == project.written("rope.py")
     assert "rope.py" not in contents
-    project.base("rotary.py").unlink()
-    assert f"{error}rename it to rope.py" in project.run("check", code=2)
+
+
+def test_a_renamed_copy_whose_base_is_lost_must_get_its_name_back(project):
+    (project.folder / "rope.py").rename(project.folder / "rotary.py")
+    project.base("rope.py").unlink()
+    assert "must have a base: rename it to rope.py" in project.run("check", code=2)
 
 
 def test_to_own_a_file_delete_its_base_and_its_first_line(project):
@@ -96,16 +110,15 @@ def test_without_bases_an_error_says_how_to_get_them_back(project):
     project.append("ffn.py", "# mine")
     before = project.contents()
     shutil.rmtree(project.folder / ".tinyblock")
-    repair = (
-        "add attention block ffn rmsnorm rope --to 'my_package/cöpies' --with-tests"
-    )
-    repaired_by = f"`tinyblock {repair}` of tinyblock 0.1.0"
+    layers = ("attention", "block", "ffn", "rmsnorm", "rope")
+    repair = f"add {' '.join(layers)} --to '{project.name}' --with-tests"
     for command in ("check", "diff", "update"):
-        assert repaired_by in project.run(command, code=2)
-    layers = repair.partition(" --to")[0].split()[1:]
+        printed = project.run(command, code=2)
+        assert f"`tinyblock {repair}` of tinyblock 0.1.0" in printed
     rows = project.rows("add", *layers, "--with-tests")
     assert rows["ffn.py"] == "edited, and has a base again"
-    assert project.contents().items() >= before.items()
+    # All is there again, with pages that the other layers did not have.
+    assert before.items() <= project.contents().items()
     assert project.rows("check") == {"ffn.py": "edited"}
 
 
@@ -121,6 +134,7 @@ def test_bases_of_an_older_release_come_from_that_release(project):
     newer, project.tinyblock = project.tinyblock, older
     project.run("add", "block", "rope", "ffn")
     project.tinyblock = newer
+    # It knows the edit again, which is at the line that has changed.
     assert project.rows("update", code=1)["ffn.py"] == CONFLICT
 
 
@@ -137,8 +151,8 @@ OTHER_IMPORTS = (
     "from .mine import SwiGLU",
     "from . import DTYPE",
     "from other.ffn import SwiGLU",
-    "from . import copies, __main__",
-    "from ... import ffn",
+    "from . import copies, __main__",  # modules of tinyblock that are not copied
+    "from ... import ffn",  # from two folders above
 )
 
 
@@ -201,8 +215,8 @@ def test_add_warns_where_git_ignores_a_base(empty):
     assert empty.rows("check") == {}
 
 
-def test_two_people_update_to_different_releases(project):
-    """Each base is then taken whole from the branch with the newer release."""
+def test_the_edits_of_two_branches_survive_their_updates_to_different_releases(project):
+    """Git merges the copies. Bases are taken whole from the branch with the newer release."""
     git(project.root, "init", "--initial-branch=one")
     git(project.root, "add", "--all")
     git(project.root, "commit", "-m", "copies")
@@ -221,6 +235,7 @@ def test_two_people_update_to_different_releases(project):
     for command in ("check", "update"):
         error = "take the whole file from the branch with the newer version"
         assert error in project.run(command, code=2)
+    # "Ours" is the branch `two`, with release 0.3.0.
     git(project.root, "checkout", "--ours", f"{project.name}/.tinyblock")
     assert project.rows("check", code=1) == {"rope.py": CONFLICT}
     text = project.contents()["rope.py"].decode()
@@ -248,7 +263,7 @@ def programs(folder, git=None):
         (None, "git must be on PATH to merge your edits of my_package/cöpies/rope.py"),
         (
             "echo no tools >&2; exit 1",
-            "git cannot merge my_package/cöpies/rope.py: no t",
+            "git cannot merge my_package/cöpies/rope.py: no tools",
         ),
         ("exit 0", "git cannot merge my_package/cöpies/rope.py"),
         ("echo half; kill -9 $$", "git cannot merge my_package/cöpies/rope.py"),
@@ -267,7 +282,7 @@ def test_a_merge_without_a_working_git_changes_nothing(git, error, project, tmp_
     assert project.contents() == before
 
 
-def test_without_git_all_but_a_merge_works(project, tmp_path):
+def test_without_git_an_unedited_copy_is_updated(project, tmp_path):
     environment = programs(tmp_path / "programs")
     project.release("0.2.0", rope="# new")
     done = project.start("update", project.name, env=environment)

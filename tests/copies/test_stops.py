@@ -48,6 +48,10 @@ def edits_and_changes_without_a_new_number(project):
     ],
 )
 def test_a_repeated_command_completes_one_that_was_stopped(prepare, empty):
+    """stopping.py stops it before each change and in each file, or fills the disk there.
+
+    It repeats the command each time, and compares the folder with that of a whole run.
+    """
     command = prepare(empty)
     program = [sys.executable, "-BIS", STOPPING, empty.tinyblock, empty.name]
     done = subprocess.run(
@@ -62,4 +66,5 @@ def test_a_repeated_command_completes_one_that_was_stopped(prepare, empty):
         int, re.findall(r"stopped (\d+) times, (\d+) files", done.stdout)[0]
     )
     assert written > 1
-    assert stops > 2 * written  # it opens and renames each of them
+    # Among others, before each file is opened, and before it is renamed.
+    assert stops > 2 * written

@@ -8,7 +8,7 @@ from functools import partial
 
 import mutants
 
-# Pieces of code, and what they are changed to.
+# Pieces of code, and what they are changed to. Equal arguments are not exchanged.
 CHANGES = {
     "a + b": ["a - b"],
     "a and b": ["a or b"],
@@ -23,7 +23,7 @@ CHANGES = {
 }
 
 
-def test_changes_of_each_kind_of_code():
+def test_code_is_changed_in_one_place_at_a_time():
     for source, expected in CHANGES.items():
         assert [
             ast.unparse(ast.parse(mutants.replace(source, old, new)))
@@ -32,6 +32,7 @@ def test_changes_of_each_kind_of_code():
         ] == expected
 
 
+# It divides, and checks `whole`. Annotations and the texts of errors are not changed.
 MODULE = """
 def share(part: float, whole: int | None) -> float:
     if not whole:

@@ -78,7 +78,7 @@ def test_the_page_has_these_masks():
 
 @pytest.mark.parametrize("mask", ALLOWED)
 def test_a_mask_hides_what_the_page_says(mask):
-    """The scores are those of torch's function, with a mask that is made by hand."""
+    """The result has that of torch's function, with a mask that is made by hand."""
     layer = CausalMultiHeadSelfAttention(d_model=32, num_heads=4)
     x = torch.randn(BATCH, SEQ, 32)
     allowed = torch.tensor(
@@ -101,29 +101,30 @@ def test_a_mask_hides_what_the_page_says(mask):
     torch.testing.assert_close(layer(x, mask=eval(mask, names())), expected)
 
 
-def test_one_mask_may_be_for_all_sequences_where_there_are_as_many_as_tokens():
+def test_with_as_many_sequences_as_tokens_a_mask_for_all_needs_a_leading_axis():
     layer = CausalMultiHeadSelfAttention(d_model=32, num_heads=4)
     x = torch.randn(SEQ, SEQ, 32)
     rows = names()["rows"]
-    found = layer(x, mask=eval("rows[None]", {"rows": rows}))
+    found = layer(x, mask=rows[None])
     torch.testing.assert_close(found[:2], layer(x[:2], mask=rows))
     with pytest.raises(ValueError, match="mask"):
         layer(x, mask=rows)
 
 
 def test_equations_and_names_are_those_of_the_files():
-    for link, equation, functions, module in zip(
+    for link, equation, functions, class_name in zip(
         *map(column, ("file", "equation", "function", "module")), strict=True
     ):
-        file = re.findall(r"\w+(?=\.py\))", link)
-        layer = importlib.import_module(f"tinyblock.{file[0]}")
-        assert equation in str(layer.__doc__)
-        named = re.findall(r"\w+", f"{functions} {module}")
+        [name] = re.findall(r"(\w+)\.py\)", link)  # [rope.py](../tinyblock/rope.py)
+        file = importlib.import_module(f"tinyblock.{name}")
+        assert equation in str(file.__doc__)
+        named = re.findall(r"\w+", f"{functions} {class_name}")
         assert named
-        assert set(named) <= set(layer.__all__)
+        assert set(named) <= set(file.__all__)
 
 
-def test_the_readme_shows_the_norm():
+def test_the_readme_shows_an_abridged_norm_that_gives_equal_numbers():
+    """Its class has no constructor, so its forward runs on a layer of tinyblock."""
     readme = Path(__file__).parents[2] / "README.md"
     shown: Any = {"torch": torch, "F": F, "nn": nn, "reduce": reduce, "Float": Float}
     shown["Tensor"] = torch.Tensor
