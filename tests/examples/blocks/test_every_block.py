@@ -171,6 +171,7 @@ def test_choice_and_weights_are_exact_even_where_scores_are_equal_in_float32(tit
 def test_the_bias_that_balances_experts_stays_in_float32():
     """DeepSeek-V3 adjusts it by 0.001, which bfloat16 loses where it is added to 1."""
     router = Router(8, num_experts=2, top_k=1, device="meta").bfloat16()
+    assert router.bias.is_meta
     router.to_empty(device="cpu").reset_parameters()
     router.bias += torch.tensor([0.1, 1.001])
     for dtype in (torch.bfloat16, torch.float32):
