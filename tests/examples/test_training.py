@@ -40,7 +40,7 @@ def written_out(data, config):
     model = LanguageModel(
         256, config.layers, config.d_model, config.heads, max_seq_len=config.seq
     )
-    weights: list[Any] = list(model.parameters())
+    weights = list(model.parameters())
     decayed = [weight for weight in weights if weight.ndim == 2]
     gains = [weight for weight in weights if weight.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -64,9 +64,7 @@ def written_out(data, config):
         history.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
-        total = math.sqrt(sum(float(weight.grad.square().sum()) for weight in weights))
-        for weight in weights:
-            weight.grad *= min(1, 1 / total)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
         if step < 50:
             rate = config.lr * (step + 1) / 50
         else:
