@@ -25,15 +25,16 @@ def printed(capsys, *arguments):
 def test_generate_prints_the_text_of_transformers_until_it_stops(
     chat, checkpoint, tmp_path, capsys
 ):
-    """Without options, 100 tokens are added."""
+    """By default, 100 tokens are added."""
     theirs, tokenizer = checkpoint
-    tokens = tokenizer(
-        "user: naïve 🙂 A:" if chat else "naïve 🙂", return_tensors="pt"
-    )["input_ids"]
+    # With --chat, the tokenizer's template stands around the text.
+    prompt = "user: naïve 🙂 A:" if chat else "naïve 🙂"
+    tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
     written = theirs.generate(tokens, max_new_tokens=100, do_sample=False)
     new = written[0, tokens.shape[1] :].tolist()
     options = ["--chat"] if chat else []
-    for stop, end in ((None, 100), (new[15], new.index(new[15]))):
+    stop_at = new[15]  # any token that it writes
+    for stop, end in ((None, 100), (stop_at, new.index(stop_at))):
         content = json.dumps({"eos_token_id": stop})
         (tmp_path / "generation_config.json").write_text(content)
         text = tokenizer.decode(new[:end], skip_special_tokens=True).rstrip("\ufffd")
@@ -42,9 +43,10 @@ def test_generate_prints_the_text_of_transformers_until_it_stops(
 
 
 @pytest.mark.usefixtures("checkpoint")
-def test_the_first_file_that_names_tokens_says_which_end_a_text(tmp_path):
+def test_tokens_that_end_a_text_come_from_the_first_file_that_has_some(tmp_path):
+    """The files are generation_config.json, then config.json, then the tokenizer's."""
     _, _, stop = generate.load(str(tmp_path))
-    assert stop == {256}  # of the tokenizer
+    assert stop == {256}  # "<end>" of the tokenizer
     for of_generation, of_config, expected in (
         (0, 5, {0}),
         ([3, 4], 5, {3, 4}),
@@ -69,7 +71,7 @@ def test_temperature_and_top_k_draw_tokens(tmp_path, capsys):
 
 
 WRONG = {
-    ("FOLDER", "a" * 128, "--tokens", "2"): "128 positions",
+    ("FOLDER", "a" * 128, "--tokens", "2"): "128 positions",  # of the checkpoint
     ("FOLDER", "a", "--top-k", "3"): "top_k must come with a temperature",
     ("FOLDER", ""): "each prompt must have a token",
     ("FOLDER", "a", "--chat"): "--chat requires a model that has a chat template",
@@ -82,7 +84,7 @@ WRONG = {
 @pytest.mark.parametrize(("arguments", "message"), WRONG.items())
 def test_a_wrong_argument_is_named(arguments, message, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    for path in tmp_path.glob("chat_template*"):
+    for path in tmp_path.glob("chat_template*"):  # for the row with --chat
         path.unlink()
     with pytest.raises(SystemExit, match="2"):
         generate.main([word.replace("FOLDER", str(tmp_path)) for word in arguments])
@@ -102,12 +104,12 @@ def test_a_model_of_train_continues_bytes(tmp_path, capsys):
 
 
 def test_a_gguf_file_brings_its_tokenizer_and_stop_tokens(tmp_path, monkeypatch):
-    """Another tokenizer is beside the file, whose path is relative."""
+    """They go before the tokenizer beside the file, which has no token for "ab"."""
     save_tokenizer(tmp_path)
     monkeypatch.chdir(tmp_path)
     fields = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": [*BYTES, "ab", "<end>"],
+        "tokenizer.ggml.tokens": [*BYTES, "ab", "<end>"],  # 0 to 255, 256 and 257
         "tokenizer.ggml.merges": ["a b"],
         "tokenizer.ggml.eos_token_id": 257,
     }
@@ -129,7 +131,10 @@ class Words:
 
 
 def test_pieces_are_what_each_token_adds_to_the_text(tmp_path):
-    """Special tokens add nothing. A character is added when it is complete."""
+    """Special tokens add nothing. A character is added when it is complete.
+
+    The space that a tokenizer drops at the start is there after a prompt.
+    """
     assert list(generate.pieces(Words(), [0], [1, 0, 2])) == [" n't", " do", "!"]
     tokenizer = save_tokenizer(tmp_path)
     [*first, last] = tokenizer.encode("aïb")

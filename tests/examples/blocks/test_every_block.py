@@ -57,14 +57,15 @@ MODELS: dict[str, Any] = {
     ),
 }
 each_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+# All but the delta rule, which takes no mask.
 each_with_masks = pytest.mark.parametrize(
     "model", list(MODELS.values())[:3], ids=list(MODELS)[:3]
 )
 
 
 @each_model
-def test_each_weight_is_drawn_on_its_own_device(model):
-    """As FSDP2's documentation initializes a model that was built on meta."""
+def test_resets_fill_all_weights_of_a_model_that_was_built_on_meta(model):
+    """By the model alone, or by each module, as FSDP2's documentation shows."""
     model = model(device="meta")
     assert all(weight.is_meta for weight in model.parameters())
     model.to_empty(device="cpu")
@@ -81,7 +82,7 @@ def test_each_weight_is_drawn_on_its_own_device(model):
 
 @each_model
 def test_gradients_agree_with_differences_in_float64(model):
-    """What is computed in float32 would be off by 0.1."""
+    """They are compared with differences of results, to 1e-7."""
     model = model(dtype=torch.float64)
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(model, x, fast_mode=True, atol=1e-7, rtol=1e-7)
@@ -114,7 +115,7 @@ def test_a_hidden_token_changes_no_other_token(model):
 
 @each_with_masks
 def test_a_padding_mask_without_the_axis_of_queries_raises(model):
-    """It could be read as a mask of queries where the batch has as many rows."""
+    """With as many sequences as tokens, it could be a mask of queries and keys."""
     with pytest.raises(ValueError, match="mask must be"):
         model()(torch.randn(6, 6, 8), mask=torch.ones(6, 6, dtype=torch.bool))
 
@@ -143,7 +144,7 @@ def test_a_model_compiles_to_one_graph():
 SPREAD = torch.tensor([0.5, -2.0, 1.0, 0.0])
 LOGITS = {
     "sigmoid": SPREAD,
-    "sigmoid, all but 0 in float32": SPREAD - 95,
+    "sigmoid, subnormal in float32": SPREAD - 95,
     "sigmoid, 0 in float32": SPREAD - 300,
     "sigmoid, 1 in float32": SPREAD + 20,
     "softmax": SPREAD,
@@ -198,7 +199,7 @@ def test_a_window_is_on_the_device_of_x():
     assert attention(torch.empty(2, 9, 64, device="meta")).is_meta
 
 
-def test_a_window_that_would_hide_the_sink_raises():
+def test_the_sink_must_be_the_last_base_because_a_window_would_hide_it():
     message = "SinkAttention must be the last base of Wrong, got WindowAttention"
     with pytest.raises(TypeError, match=message):
 
