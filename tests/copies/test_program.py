@@ -1,5 +1,6 @@
 """How the command starts from a clone: with any Python, and without a package."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -104,6 +105,16 @@ def test_without_a_command_the_help_names_each(empty, clone):
     assert done.returncode == 0
     for command in COMMANDS:
         assert f"\n    {command} " in done.stdout
+
+
+def test_help_explains_each_command_and_each_argument(empty, clone):
+    for command in ([], *([name] for name in COMMANDS)):
+        printed = run(*clone, *command, "--help", folder=empty.root).stdout
+        _, description, arguments = printed.split("\n\n", maxsplit=2)
+        assert not description.partition("\n")[0].endswith(":"), printed
+        # Each argument, and the lines of its text.
+        for entry in re.findall(r"^  \S.*(?:\n {4,}.*)*", arguments, re.MULTILINE):
+            assert re.search(r"\S(?: {2,}|\n +)\S", entry), printed
 
 
 def test_list_shows_the_title_of_each_layer(empty, clone):
