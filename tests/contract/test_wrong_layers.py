@@ -200,7 +200,10 @@ WRONG = [
 def test_a_wrong_solution_fails(layer, right, wrong, test, tmp_path):
     folder = shutil.copytree(SOLUTIONS / "real_tables", tmp_path / "layers")
     replace(folder / f"{layer}.py", right, wrong)
-    assert failure_of(layer, test, folder)
+    failure = failure_of(layer, test, folder)
+    assert failure
+    # The traceback of an error is shown, and the contract's own is not.
+    assert failure.pytrace == bool(failure.__cause__)
 
 
 # The same for tinyblock's layers, and what it promises beyond the equation.
