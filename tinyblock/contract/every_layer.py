@@ -260,19 +260,16 @@ def check_initial_weights(module):
                 fail(f"{name} must start at 1, got {weight.tolist()}")
             continue
         sigma = math.sqrt(2 / sum(weight.shape))
-        size = float(weight.detach().square().mean().sqrt())
-        # The size of a normal variable that is cut at 3 sigma, and 5 standard errors.
-        expected = 0.987 * sigma
-        if not abs(size - expected) <= 5 * expected / math.sqrt(2 * weight.numel()):
+        units = weight.detach() / sigma
+        # Of a normal variable that is cut at 3 sigma, within 5 standard errors.
+        size = float(units.square().mean().sqrt())
+        has_size = abs(size - 0.987) <= 5 / math.sqrt(2 * weight.numel())
+        largest = float(units.abs().max())  # a uniform variable ends at 1.7 sigma
+        if not (has_size and 2 < largest <= 3.001):
             fail(
-                f"{name} must start with the standard deviation sqrt(2 / (d_in + d_out)) "
-                f"= {sigma:.3g}, cut at 3 sigma, so {expected:.3g}, got {size:.3g}"
-            )
-        largest = float(weight.detach().abs().max()) / sigma
-        if not 2 < largest <= 3.001:  # a uniform variable ends at 1.7 sigma
-            fail(
-                f"{name} must start as a normal variable that is cut at 3 sigma, got "
-                f"{largest:.3g} sigma as the largest of {weight.numel()}"
+                f"{name} must start as a normal variable of the standard deviation sigma = "
+                f"sqrt(2 / (d_in + d_out)) = {sigma:.3g}, cut at 3 sigma, got one of "
+                f"{size:.3g} sigma, whose largest of {weight.numel()} is {largest:.3g} sigma"
             )
 
 

@@ -102,11 +102,12 @@ def wrong_weights(module):
         name: weight.detach().cpu().double()
         for name, weight in module.named_parameters()
     }
-    for one, other in itertools.permutations(weights, 2):
+    for one, other in itertools.combinations(weights, 2):
         if weights[one].shape == weights[other].shape:
-            of_other = {one: weights[other]}
+            of_other, of_one = {one: weights[other]}, {other: weights[one]}
             yield f"{other} stands in place of {one}", of_other
-            yield f"{one} and {other} are swapped", {other: weights[one], **of_other}
+            yield f"{one} stands in place of {other}", of_one
+            yield f"{one} and {other} are swapped", of_one | of_other
     for name, weight in weights.items():
         if weight.ndim == 1:
             yield f"{name} is not used", {name: torch.ones_like(weight)}
