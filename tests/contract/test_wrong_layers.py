@@ -222,8 +222,8 @@ BROKEN = [
     ),
     (
         "rmsnorm",
-        "F.rms_norm(x",
-        "F.rms_norm((-1) ** (torch.compiler.is_compiling() * (x.shape[-2] > 1)) * x",
+        "return F.rms_norm(x",
+        "return (1 + 1e-4 * (x.shape[-2] > 1) * torch.compiler.is_compiling()) * F.rms_norm(x",
         "test_compiles_to_one_graph",
     ),
     ("rope", "persistent=False", "persistent=True", "test_built_on_meta"),
