@@ -100,11 +100,11 @@ class Verify:
     def pytest_runtest_makereport(self, item, call):
         report = yield
         if report.failed:
-            self.add_failure(layer_of(item), item.name, call.excinfo.value)
+            self.add_failure(layer_of(item), item.name, call.excinfo)
         return report
 
-    def add_failure(self, layer, test, failure):
-        error = failure.__cause__
+    def add_failure(self, layer, test, excinfo):
+        error = excinfo.value.__cause__
         if isinstance(error, ModuleNotFoundError | SyntaxError):
             # A function of an adapter imports the solution.
             reason = explain(error, self.folder / f"{layer}.py")
@@ -113,8 +113,9 @@ class Verify:
         elif function := unwritten_function(error):
             self.unwritten[layer].add(function)
         else:
-            mistake = name_mistake(getattr(failure, "wrong", None))
-            self.failed[layer, test] = f"{mistake}{failure}"
+            mistake = name_mistake(getattr(excinfo.value, "wrong", None))
+            message = excinfo.exconly().removeprefix("Failed: ")
+            self.failed[layer, test] = f"{mistake}{message}"
 
     def pytest_terminal_summary(self, terminalreporter, config):
         show = terminalreporter.write_line
