@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import gelu
 
 from .checks import HALVES, Weights, unit_of
-from .test_attention import ALL_KEYS, attend, attend_causally, self_attention
+from .test_attention import ALL_KEYS, attend_causally, self_attention
 from .test_block import block_of
 from .test_ffn import sigmoid, silu
 from .test_rmsnorm import rms_norm
@@ -277,44 +277,38 @@ ROPE = {
 # Attention: formulas of q, k, v and the mask.
 
 
-def with_scale(power):
-    """Return attention with its scores times a power of d_k."""
-
-    def wrong(q, k, v, mask=ALL_KEYS):
-        return attend(q * q.shape[-1] ** power, k, v, mask)
-
-    return wrong
-
-
-def with_shares(shares):
-    """Return attention with the weights `shares(scores, mask)` of the values."""
-
-    def wrong(q, k, v, mask=ALL_KEYS):
-        return shares(q @ k.mT / math.sqrt(q.shape[-1]), mask) @ v
-
-    return wrong
-
-
 def hide(scores, mask, value=-math.inf):
     return scores.masked_fill(~mask, value)
 
 
-# This is right, but for a query without any key.
-attend_or_nan = with_shares(lambda scores, mask: hide(scores, mask).softmax(-1))
+def shares_of(scores, mask):
+    return hide(scores, mask).softmax(-1)
 
+
+def attend_with(shares=shares_of, power=-0.5):
+    """Return attention with other weights of the values, or another power of d_k."""
+
+    def wrong(q, k, v, mask=ALL_KEYS):
+        return shares(q @ k.mT * q.shape[-1] ** power, mask) @ v
+
+    return wrong
+
+
+# This is right, but for a query without any key.
+attend_or_nan = attend_with()
 FUNCTION = {
-    "the scores are not divided by sqrt(d_k)": with_scale(0.5),
-    "the scores are divided by d_k in place of sqrt(d_k)": with_scale(-0.5),
-    "the softmax is over the queries in place of the keys": with_shares(
+    "the scores are not divided by sqrt(d_k)": attend_with(power=0),
+    "the scores are divided by d_k in place of sqrt(d_k)": attend_with(power=-1),
+    "the softmax is over the queries in place of the keys": attend_with(
         lambda scores, mask: hide(scores, mask).softmax(-2)
     ),
-    "the mask is applied after the softmax": with_shares(
+    "the mask is applied after the softmax": attend_with(
         lambda scores, mask: hide(scores.softmax(-1), mask, 0)
     ),
-    "hidden scores are 0 in place of -inf": with_shares(
+    "hidden scores are 0 in place of -inf": attend_with(
         lambda scores, mask: hide(scores, mask, 0).softmax(-1)
     ),
-    "the mask is added to the scores as 0 and 1": with_shares(
+    "the mask is added to the scores as 0 and 1": attend_with(
         lambda scores, mask: (scores + mask).softmax(-1)
     ),
 }
