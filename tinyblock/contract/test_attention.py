@@ -170,7 +170,7 @@ class TestAttention(EveryLayer):
         "two batch axes, a mask of one row": case(
             axes=(2, 3, 7),
             positions=POSITIONS[0],
-            mask=mask_of(3, 1, 7),
+            mask=mask_of(1, 1, 7),
             is_common=False,
             **ROPE,
         ),
