@@ -287,18 +287,16 @@ def collectives_of(act):
     return gathers, counts.get("_c10d_functional::reduce_scatter_tensor")
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_each_of_two_blocks_gathers_twice_and_scatters_twice_in_each_direction(
-    recompute,
-):
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=repr)
+def test_each_of_two_blocks_gathers_twice_and_scatters_twice_in_each_direction(options):
     """Recomputing stops before w2's scatter, where the backward pass has what it needs."""
-    model = parallelize(transformer(), mesh_of("tp"), recompute=recompute)
+    model = parallelize(transformer(), mesh_of("tp"), **options)
     x = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
     outputs = []
     forward = collectives_of(lambda: outputs.append(model(x)))
     assert forward == (2 * 2 + 1, 2 * 2), "a gather more for the output"
     gathers, scatters = collectives_of(outputs[0].sum().backward)
-    again = (2 * 2, 2) if recompute else (0, 0)
+    again = (2 * 2, 2) if options else (0, 0)
     assert gathers == 2 * 2 + 1 + again[0], "one more for the gradient of x"
     assert scatters == 2 * 2 + 1 + again[1], "one more for the gradient of the output"
 
