@@ -60,6 +60,8 @@ class Unchecked(nn.Module):
         return type(self.layer).forward.__wrapped__(self.layer, *args)
 
 
+# Arguments of calls that differ in their sizes, in their numbers, in whether two sizes are
+# equal, and in the number of tokens.
 SIZES = [(ones(n, n + 1, D), ones(1, n + 1, 4), 1.5, 0) for n in range(2, 9)]
 NUMBERS = [(ones(2, 3, D), ones(3, 4), n + 0.5, n) for n in range(6)]
 EQUAL_SIZES = [(ones(n, D), ones(m, D)) for n, m in ((3, 3), (4, 4), (4, 5), (5, 3))]
@@ -106,6 +108,8 @@ def test_a_graph_break_in_a_layer_costs_no_other_graph_break():
 
 @pytest.mark.parametrize("computes", [True, False])
 def test_a_result_after_a_graph_break_is_checked(computes):
+    """Also where nothing is left to compute after the break."""
+
     @typecheck
     def cut(x: Float[Tensor, "n m"], count: int) -> Float[Tensor, "n {count}"]:
         torch._dynamo.graph_break()
@@ -118,7 +122,7 @@ def test_a_result_after_a_graph_break_is_checked(computes):
 
 
 def test_a_wrong_call_after_right_ones_raises_and_the_compiler_traces_no_checks():
-    """If it did, jaxtyping's code would break the graph, too."""
+    """If the compiler did, jaxtyping's code would break the graph, too."""
     counters.clear()
     compiled = torch.compile(dot, backend="eager")
     for size in (5, 6, 7):
@@ -137,7 +141,9 @@ def test_an_axis_can_be_marked_as_dynamic():
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def test_a_size_that_depends_on_values_is_not_compared():
+def test_checks_do_not_compare_a_size_that_depends_on_values():
+    """The compiler does not know how many rows are positive."""
+
     @typecheck
     def mask(
         x: Float[Tensor, "n d"], keep: Bool[Tensor, "n d"]
@@ -164,7 +170,7 @@ def test_export_takes_dynamic_sizes_and_raises_for_a_wrong_call(strict):
         torch.export.export(ROPE, (X[..., :7],), strict=strict)
 
 
-def test_a_call_in_eager_mode_causes_no_recompilation_and_another_names_the_function():
+def test_a_call_in_eager_mode_causes_no_recompilation():
     fresh = typecheck(dot.__wrapped__)
     compiled = torch.compile(fresh, backend="eager")
     x = ones(2, 5)
@@ -172,12 +178,20 @@ def test_a_call_in_eager_mode_causes_no_recompilation_and_another_names_the_func
     fresh(x, ones(4, 5))
     with torch.compiler.set_stance("fail_on_recompile"):
         compiled(x, x)
-        with pytest.raises(RuntimeError, match=rf"recompile.*{__name__}\.dot"):
-            compiled(ones(2, 6), x)
+
+
+def test_torch_reports_a_recompilation_by_the_name_of_the_function():
+    compiled = torch.compile(dot, backend="eager")
+    compiled(X[0], X[0])
+    message = rf"recompile.*{__name__}\.dot"
+    never = torch.compiler.set_stance("fail_on_recompile")
+    with never, pytest.raises(RuntimeError, match=message):
+        compiled(X[0, :2], X[0])
 
 
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_each_function_has_its_own_limit_of_recompilations():
+    """Though all of them are wrapped by the same code."""
     for number in range(2):
 
         @typecheck
