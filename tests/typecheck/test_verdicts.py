@@ -52,6 +52,12 @@ class Area:
     dtype = None
 
 
+class Typed:
+    """Has a dtype, and is no array."""
+
+    dtype = None
+
+
 @runtime_checkable
 class HasScale(Protocol):
     scale: float
@@ -117,6 +123,7 @@ COMPARED_IN_EAGER_MODE: list[tuple[Any, Any]] = [
     (tuple[Float[Masked, " n"], int], (ones(2).as_subclass(Masked), 2)),
     (Float[nn.Parameter, " n"], marked("_is_param")),
     (tuple[Float[np.ndarray, " n 3"], int], (np.ones((2, 3), np.float32), 2)),
+    (Typed, Typed()),
 ]
 
 
