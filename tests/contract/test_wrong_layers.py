@@ -27,7 +27,7 @@ VALUES = {
 
 
 def page_of(layer):
-    """Return the module of a page, and its class."""
+    """Return the module of a layer's page, its test file in the contract, and its class."""
     page = importlib.import_module(f"tinyblock.contract.test_{layer}")
     [tests] = (each for name, each in vars(page).items() if name.startswith("Test"))
     return page, tests
@@ -70,8 +70,8 @@ def test_no_two_cases_of_a_page_are_the_same(layer):
 
 
 @pytest.mark.parametrize("layer", ["rmsnorm", "ffn", "rope", "attention", "block"])
-def test_each_change_of_an_operator_or_argument_fails(layer, tmp_path):
-    """As scripts/mutants.py changes a right solution, in one place at a time."""
+def test_each_change_of_a_right_solution_in_one_place_fails(layer, tmp_path):
+    """As scripts/mutants.py changes code. A wrong layer also makes the block fail."""
     tests = [
         (layer, "test_equation"),
         (layer, "test_initial_weights"),
@@ -82,6 +82,7 @@ def test_each_change_of_an_operator_or_argument_fails(layer, tmp_path):
     source = (SOLUTIONS / "real_tables" / f"{layer}.py").read_text()
     nodes = mutants.code(ast.parse(source))
     changes = [change for node in nodes for change in mutants.changes(node)]
+    assert not any(failure_of(*test, SOLUTIONS / "real_tables") for test in tests)
     for number, (old, new) in enumerate(changes):
         folder = tmp_path / str(number)
         shutil.copytree(SOLUTIONS / "real_tables", folder)
@@ -93,7 +94,7 @@ def test_each_change_of_an_operator_or_argument_fails(layer, tmp_path):
 # A layer, an expression of a right solution, the wrong one, and the test that must fail.
 WRONG = [
     ("attention", "k, v, causal", "k, v.detach(), causal", "test_equation"),
-    (
+    (  # for one batch axis and heads only
         "attention",
         '"... q d, ... k d -> ... q k"',
         '"b h q d, b h k d -> b h q k"',
@@ -108,19 +109,19 @@ WRONG = [
         "w2 = Linear(d_ff, d_model).requires_grad_(False)",
         "test_equation",
     ),
-    (
+    (  # a weight that is not in the equation
         "rmsnorm",
         "self.eps = eps",
         "self.eps, self.b = eps, nn.Parameter(torch.ones(1))",
         "test_equation",
     ),
-    (
+    (  # another d_ff than the one that is passed
         "ffn",
         "Linear(d_model, d_ff)",
         "Linear(d_model, d_ff // 64 * 64)",
         "test_equation",
     ),
-    (
+    (  # exp overflows for a gate far below 0
         "ffn",
         "gate * torch.sigmoid(gate)",
         "gate / (1 + torch.exp(-gate))",
@@ -184,8 +185,9 @@ WRONG = [
         "test_positions_are_0_1_2_if_none_are_passed",
     ),
     ("attention", 'float("-inf")', "-1e4", "test_large_scores_do_not_overflow"),
+    # A window of 1,024 tokens.
     ("attention", ".tril()", ".tril().triu(-1023)", "test_long_sequence"),
-    (
+    (  # of the same standard deviation
         "ffn",
         "trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)",
         "uniform_(self.weight, -1.71 * std, 1.71 * std)",
@@ -198,11 +200,12 @@ WRONG = [
 
 @pytest.mark.parametrize(("layer", "right", "wrong", "test"), WRONG)
 def test_a_wrong_solution_fails(layer, right, wrong, test, tmp_path):
+    assert failure_of(layer, test, SOLUTIONS / "real_tables") is None
     folder = shutil.copytree(SOLUTIONS / "real_tables", tmp_path / "layers")
     replace(folder / f"{layer}.py", right, wrong)
     failure = failure_of(layer, test, folder)
     assert failure
-    # The traceback of an error is shown, and the contract's own is not.
+    # pytest shows the traceback of a layer's error, and none of the contract's own code.
     assert failure.pytrace == bool(failure.__cause__)
 
 
@@ -214,13 +217,13 @@ BROKEN = [
         "F.rms_norm(torch.compiler.disable(torch.abs)(x)",
         "test_compiles_to_one_graph",
     ),
-    (
+    (  # x again, by as many operations as tokens, so with a graph for each length
         "rmsnorm",
         "F.rms_norm(x",
         "F.rms_norm(sum(x / x.shape[-2] for _ in range(x.shape[-2]))",
         "test_compiles_to_one_graph",
     ),
-    (
+    (  # wrong when it is compiled, for more than one token
         "rmsnorm",
         "return F.rms_norm(x",
         "return (1 + 1e-4 * (x.shape[-2] > 1) * torch.compiler.is_compiling()) * F.rms_norm(x",
@@ -242,6 +245,7 @@ BROKEN = [
     ),
     ("rmsnorm", "0 < eps < math.inf", "0 < eps", "test_rejects_options"),
     ("attention", "at least 1, got {d_head}", "at least 1", "test_rejects_options"),
+    # Gains that require no gradient.
     ("rmsnorm", "dtype=dtype))", "dtype=dtype), False)", "test_initial_weights"),
     (
         "rope",
@@ -249,7 +253,7 @@ BROKEN = [
         "self.cos_sin",
         "test_reset_parameters",
     ),
-    (
+    (  # where strides forbid a complex view
         "rope",
         "torch.complex(*pairs.unbind(-1))",
         "torch.complex(*pairs.unbind(-1)).conj()",
@@ -267,7 +271,7 @@ BROKEN = [
         "angles.float().cos(), angles.float().sin()",
         "test_table_is_exact_at_far_positions",
     ),
-    (
+    (  # rejects positions in int32
         "rope",
         "F.embedding(token_positions",
         "F.embedding(token_positions.view(torch.int64)",
@@ -278,12 +282,14 @@ BROKEN = [
 
 @pytest.mark.parametrize(("layer", "right", "wrong", "test"), BROKEN)
 def test_a_broken_promise_fails(layer, right, wrong, test, tmp_path):
+    assert failure_of(layer, test, target.ABOVE) is None
     assert copies.main(["add", layer, "--to", str(tmp_path)]) == 0
     replace(tmp_path / f"{layer}.py", right, wrong)
     assert failure_of(layer, test, tmp_path)
 
 
-# By layer and name: an expression of a right solution, and the wrong one.
+# By layer, and by words of a mistake's name in mistakes.py that no other name has: an
+# expression of a right solution, and the wrong one.
 NAMED = {
     "rmsnorm": {
         "eps is missing": (" + self.eps", ""),
@@ -376,16 +382,16 @@ NAMED = {
         "a token does not attend to itself": (".tril()", ".tril(-1)"),
         "to later tokens only": (".tril()", ".triu(1)"),
         "by sqrt(d_model)": ("attention(q, k", "attention(q / self.num_heads**0.5, k"),
-        "split without a transpose": (
+        "heads are split without a transpose": (
             'rearrange(y, "... s (h d) -> ... h s d", h=self.num_heads)',
             "y.reshape(*y.shape[:-2], self.num_heads, y.shape[-2], -1)",
         ),
-        "split as (d_k heads)": ("(h d) ->", "(d h) ->"),
-        "merged without a transpose": (
+        "heads are split as (d_k heads)": ("(h d) ->", "(d h) ->"),
+        "heads are merged without a transpose": (
             'rearrange(out, "... h s d -> ... s (h d)")',
             "out.reshape(x.shape)",
         ),
-        "merged as (d_k heads)": ('s (h d)")', 's (d h)")'),
+        "heads are merged as (d_k heads)": ('s (h d)")', 's (d h)")'),
         "split and merged as (d_k heads)": ("(h d)", "(d h)"),
         "there is one head": ("= num_heads", "= 1"),
         "output_proj.weight is not used": ("self.output_proj(", "("),

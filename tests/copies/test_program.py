@@ -112,7 +112,7 @@ def test_help_explains_each_command_and_each_argument(empty, clone):
         printed = run(*clone, *command, "--help", folder=empty.root).stdout
         _, description, arguments = printed.split("\n\n", maxsplit=2)
         assert not description.partition("\n")[0].endswith(":"), printed
-        # Each argument, and the lines of its text.
+        # Each argument has a text: "  --to DIR  write ...", or below it, further to the right.
         for entry in re.findall(r"^  \S.*(?:\n {4,}.*)*", arguments, re.MULTILINE):
             assert re.search(r"\S(?: {2,}|\n +)\S", entry), printed
 

@@ -8,6 +8,7 @@ import pytest
 CONFLICT = "conflict markers: resolve them"
 MERGED = "merged with your edits"
 OUTDATED = "outdated: 0.1.0 -> 0.2.0"
+LEFT = f"{CONFLICT}, {OUTDATED}"
 MARKED = b"""\
 <<<<<<< yours
 # mine
@@ -42,12 +43,15 @@ class State(NamedTuple):
 
     @property
     def differs(self):
-        """How the copy differs from its base."""
-        if self.copy is None:
-            return ["missing"]
-        if b"=======" in self.copy:
-            return [CONFLICT]
-        return ["edited"] if self.row in (MERGED, CONFLICT) else []
+        """How the copy differs from its base, in the words of `check`."""
+        words = {
+            "updated": [],
+            MERGED: ["edited"],
+            CONFLICT: ["edited"],
+            "copied": ["missing"],
+            LEFT: [CONFLICT],
+        }
+        return words[self.row]
 
 
 def states(old, new):
@@ -89,8 +93,8 @@ def states(old, new):
             without_line(number, old), old, MERGED, without_line(number, new)
         )
     for marker in (b"<<<<<<< yours\n", b"||||||| 0.1\r\n", b"=======\n", b">>>>>>>\n"):
-        left = old + b"=======\n" + marker
-        found[f"{marker!r} is left"] = State(left, old, f"{CONFLICT}, {OUTDATED}", left)
+        left = old + marker
+        found[f"{marker!r} is left"] = State(left, old, LEFT, left)
     return found
 
 
@@ -114,7 +118,7 @@ def test_an_update_merges_each_state_of_a_copy_with_a_change(project):
 def test_a_new_number_alone_changes_no_copy(project):
     old = project.written("rope.py")
     project.release("0.2.0")
-    for title, state in states(old, old + b"# new\n").items():
+    for title, state in states(old, new=b"").items():  # of which only the copy is read
         if state.copy is None:
             continue
         project.base("rope.py").write_bytes(state.base)
@@ -128,7 +132,7 @@ def test_a_new_number_alone_changes_no_copy(project):
 
 
 def test_update_also_copies_what_a_release_imports_anew(project):
-    """Also in a file with conflict markers, which Python cannot read."""
+    """Even by a file that gets conflict markers, which Python cannot read."""
     project.append("block.py", "# mine")
     project.release("0.2.0", block="from .parallelize import parallelize")
     rows = project.rows("update", code=1)
@@ -149,6 +153,7 @@ def test_a_resolved_conflict_is_an_edit_that_needs_no_second_update(project):
     project.append("rope.py", "# mine")
     project.release("0.2.0", rope="# new")
     project.run("update", code=1)
+    # No markers: four signs, and seven in a comment.
     mine = "# mine and new\n==== \n# <<<<<<< mine\n"
     project.edit("rope.py", MARKED.decode(), mine)
     assert project.rows("check") == {"rope.py": "edited"}
@@ -169,10 +174,11 @@ def patched(text, diff, folder):
 
 def test_diff_shows_edits_and_then_later_changes(project, tmp_path):
     copied = project.written("rope.py")
+    # With a form feed in a line, and without a line end at the end.
     project.edit("rope.py", "import math\n", "# größer, a page\fand the next\n")
     project.append("rope.py", "# mine")
     mine = project.contents()["rope.py"].removesuffix(b"\n")
-    (project.folder / "rope.py").write_bytes(mine)
+    project.write("rope.py", mine)
     project.release("0.2.0", rope="# new")
     shown = project.run("diff", "rope", "--mine")
     assert shown.startswith(f"--- tinyblock 0.1.0: rope.py\n+++ {project.name}/rope.py")
@@ -181,6 +187,7 @@ def test_diff_shows_edits_and_then_later_changes(project, tmp_path):
     assert later.startswith(
         "--- tinyblock 0.1.0: rope.py\n+++ tinyblock 0.2.0: rope.py"
     )
+    # A new number is no change.
     new = project.written("rope.py").replace(b"0.2.0", b"0.1.0")
     assert patched(copied, later, tmp_path) == new
     assert project.run("diff") == shown + later
@@ -194,7 +201,7 @@ def test_a_copy_of_a_newer_release_is_left_alone(older, newer, project):
     project.release(newer, rope="# new")
     project.run("update", "rope")
     before = project.contents()
-    project.release(older, rope="# old", ffn="# old")
+    project.release(older, rope="# old")
     row = {"rope.py": f"from the newer tinyblock {newer}"}
     assert project.rows("check", "rope") == row
     assert project.run("diff", "rope") == ""
@@ -223,6 +230,7 @@ def test_a_release_without_a_new_number_is_a_change(project):
 def test_an_edited_copy_gets_a_new_header(project):
     project.append("rope.py", "# mine")
     project.release("0.2.0")
+    # A line of the header that this release writes.
     project.change("copies.py", "# fmt: off\n", "# fmt: skip\n")
     project.run("update", "rope")
     written = project.written("rope.py").replace(b"# fmt: off\n", b"# fmt: skip\n")

@@ -97,13 +97,13 @@ def test_a_run_equals_its_steps_written_out(text, tmp_path, capsys):
     assert second == f"step 61: {history[-1]:.3f}, validation {validation:.3f}"
     # The prompt, then as many bytes as the model has positions, and one.
     torch.manual_seed(CONFIG.seed)
-    train.build(CONFIG)  # draws before the sample is drawn
+    train.build(CONFIG)  # training itself draws from other generators
     drawn = trained.generate(torch.tensor([list(held_out[:3])]), 6, temperature=0.8)
     assert sample == bytes(drawn[0].tolist()).decode(errors="replace") + "\n"
 
 
 def test_a_stopped_run_resumes_with_the_same_losses_over_the_same_text(text, tmp_path):
-    """In the first 50 steps, the learning rate does not depend on the number of steps."""
+    """12 steps, because in the first 50 the learning rate does not depend on their number."""
     config = replace(CONFIG, steps=12, every=5)
     whole, part = str(tmp_path / "whole.pt"), str(tmp_path / "part.pt")
     train.main([str(text), "--checkpoint", whole], config)
@@ -141,9 +141,9 @@ def test_each_parameter_is_trained_and_only_matrices_decay():
     }
 
 
-def test_the_standard_library_has_no_installed_packages():
+def test_the_standard_library_is_in_one_order_and_has_no_installed_packages():
     files = train.standard_library()
-    assert files == sorted(files, key=lambda file: Path(file).parts)  # on any disk
+    assert files == sorted(files, key=lambda file: Path(file).parts)
     assert any(file.endswith("/json/decoder.py") for file in files)
     assert not any("-packages" in file for file in files)
 
@@ -196,7 +196,7 @@ def test_post_norm_normalizes_each_sum():
     torch.testing.assert_close(model(X), norm(between + block.ffn(between)))
 
 
-def test_without_positions_the_order_of_earlier_bytes_changes_nothing():
+def test_in_one_block_only_rope_sees_the_order_of_earlier_tokens():
     for name, build in ablations.VARIANTS["positions"].items():
         model: Any = build(CONFIG).double().transformer
         exchanged = model(X[[1, 0, 2, 3, 4]])

@@ -35,9 +35,10 @@ def peak_of(run, *args, **options):
 
 @pytest.mark.parametrize("mask", [None, KEEP[None]], ids=["causal", "padding"])
 def test_a_block_needs_the_memory_of_its_feed_forward_layer(mask):
-    """It needs most for the product of gate and value, which stand beside it.
+    """At the peak, five tensors stand side by side.
 
-    So do the sum of x and attention, which the result is added to, and its norm.
+    y = x + attention and norm(y) have the width d_model, and the gate, the value and
+    their product d_ff.
     """
     block = Block(D_MODEL, HEADS, D_FF, rope=ROPE)
     of_width_d_ff = X.nbytes // D_MODEL * D_FF
@@ -46,7 +47,7 @@ def test_a_block_needs_the_memory_of_its_feed_forward_layer(mask):
 
 
 def test_attention_needs_the_memory_of_torchs_attention():
-    """And the memory of q, k and v, which are gone in the last projection."""
+    """Beside q, k and v, nothing else is held."""
     layer = CausalMultiHeadSelfAttention(D_MODEL, HEADS, rope=ROPE)
     q = torch.randn(1, HEADS, 64, D_MODEL // HEADS)
     attend = F.scaled_dot_product_attention
@@ -69,8 +70,7 @@ def kept_by(run):
     return sum(kept.values())
 
 
-def test_attention_with_a_mask_keeps_what_torchs_attention_keeps():
-    """That is what it keeps without a mask, and the mask as numbers."""
+def test_with_a_mask_attention_keeps_the_mask_as_numbers_and_nothing_else_more():
     layer = CausalMultiHeadSelfAttention(D_MODEL, HEADS, rope=ROPE)
     mask_as_numbers = 4 * 64 * 64
     causal = kept_by(lambda: layer(X))

@@ -46,7 +46,7 @@ def cudnn(request):
 @pytest.mark.parametrize("is_masked", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("is_one_token", [False, True], ids=["", "one token"])
 @pytest.mark.usefixtures("cudnn")
-def test_fused_kernel(
+def test_attention_is_exact_in_a_fused_kernel(
     is_one_token, is_masked, dtype, kv_heads, d_head, device, seq, mask
 ):
     query = 1 if is_one_token else seq
@@ -55,6 +55,7 @@ def test_fused_kernel(
     with Operations() as operations:
         call = attend(kv_heads, d_head, mask)
         actual = results(call, moved(inputs, device, dtype))
+    # Otherwise, torch runs a matmul and a softmax.
     assert any("_scaled_dot_product" in str(each) for each in operations.seen)
     call = attend(kv_heads, d_head, mask.cpu() if is_masked else None)
     assert_close(actual, results(call, inputs), dtype)
@@ -70,7 +71,7 @@ def test_a_query_without_keys_yields_zeros(dtype, device, seq, mask):
     inputs = moved(heads(seq, seq, 2, 64), device, dtype)
     found = results(attend(2, 64, mask), inputs)
     for name in ("result", "q"):
-        without_keys = found[name][..., [0, 5], :]
+        without_keys = found[name][..., [0, 5], :]  # 0 by the fixture
         assert not without_keys.any(), name  # NaN is no zero
 
 
@@ -84,9 +85,9 @@ def test_gradients_are_finite_where_all_scores_are_low(device, request):
         request.applymarker(BUG)
     seq = 704  # the bug occurs 64 above a multiple of 128
     inputs = heads(seq, seq, 2, 64)
-    inputs["q"][..., 0] = 8
+    inputs["q"][..., 0] = 8  # times -120 / sqrt(64)
     inputs["k"][..., 0] = -120
     mask = torch.ones(seq, seq, dtype=torch.bool, device=device)
-    mask[0] = False
+    mask[0] = False  # one row without keys, for which it could be NaN, too
     found = results(attend(2, 64, mask), moved(inputs, device, torch.bfloat16))
     assert [name for name, x in found.items() if not x.isfinite().all()] == []

@@ -118,20 +118,21 @@ def test_under_python_o_a_function_stays_unchecked_with_a_warning(module):
 
 
 def test_jaxtyping_disable_leaves_functions_unwrapped_and_needs_no_beartype(
-    monkeypatch,
+    monkeypatch, module
 ):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.setitem(sys.modules, "beartype", None)
     file = runpy.run_path(str(FILE))
-    assert file["typecheck"](len) is len
+    assert file["typecheck"](module.scale) is module.scale
 
 
 @pytest.mark.parametrize("package", ["beartype", "numpy"])
 def test_a_missing_package_is_named_at_the_first_call(package, monkeypatch, module):
     """Without numpy, jaxtyping would reject right calls."""
     monkeypatch.setitem(sys.modules, package, None)
+    checked = typecheck(module.scale)
     with pytest.raises(ModuleNotFoundError, match=package):
-        typecheck(module.scale)(torch.ones(3))
+        checked(torch.ones(3))
 
 
 def test_typecheck_works_together_with_the_hook_of_jaxtyping(tmp_path, monkeypatch):
@@ -145,7 +146,9 @@ def test_typecheck_works_together_with_the_hook_of_jaxtyping(tmp_path, monkeypat
         hooked(torch.ones(2, 4))
     norm = typecheck(module).RMSNorm(3)
     norm(torch.ones(2, 3))
-    with pytest.raises(TypeCheckError, match="d_model=3"):
+    with pytest.raises(
+        TypeCheckError, match="d_model=3"
+    ):  # which the hook does not say
         norm(torch.ones(2, 4))
 
 
@@ -155,9 +158,10 @@ def test_the_lines_of_the_page_check_with_the_copied_file_alone(tmp_path, monkey
     lines = tmp_path / "lines.py"
     lines.write_text(block_with(PAGE, "from typecheck import"))
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("tinyblock", "typecheck", "my_module"):
-        monkeypatch.setitem(sys.modules, name, None)
-    del sys.modules["typecheck"], sys.modules["my_module"]
+    monkeypatch.setitem(sys.modules, "tinyblock", None)  # it cannot be imported
+    for name in ("typecheck", "my_module"):
+        monkeypatch.setitem(sys.modules, name, None)  # undone at the end
+        del sys.modules[name]
     copied = runpy.run_path(str(lines))
     x, gain = torch.ones(2, 3, 8), torch.ones(8)
     for function, right, wrong in (
@@ -210,9 +214,10 @@ WRONG_CALLS: list[tuple[Any, tuple[Tensor, ...], str]] = [
 ]
 
 
-def test_all_that_is_public_is_checked():
+def test_calls_of_all_layers_and_equations_are_checked():
     for name in {*tinyblock.__all__} - {"parallelize", "typecheck"}:
         target = LAYERS.get(name, getattr(tinyblock, name))
+        # Each argument is a number in place of a tensor.
         numbers = [3] * len(inspect.signature(target).parameters)
         with pytest.raises(TypeCheckError, match=rf"{name}.*\n.*parameter '[xq]'"):
             target(*numbers)
@@ -225,4 +230,4 @@ def test_layers_raise_the_same_error_in_eager_mode_and_in_compiled_code():
             with pytest.raises(TypeCheckError, match=f"parameter '{name}'") as caught:
                 call(*arguments)
             messages.add(str(caught.value))
-        assert len(messages) == 1
+        assert len(messages) == 1, name

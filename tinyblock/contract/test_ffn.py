@@ -65,7 +65,7 @@ ffn_case = functools.partial(
 
 class TestFeedForward(EveryLayer):
     cases = {
-        "SwiGLU": swiglu_case(d_ff=64),  # a multiple of 64, as in the handout
+        "SwiGLU": swiglu_case(d_ff=64),  # a multiple of 64, as CS336's handout asks
         # Some gates are below -88 and above 88, where exp overflows in float32.
         "SwiGLU, gates of up to 140": swiglu_case(d_ff=64, scale=40.0),
         "SwiGLU, another width": swiglu_case(d_ff=100),
@@ -87,6 +87,7 @@ class TestFeedForward(EveryLayer):
 
 @pytest.mark.parametrize(("d_model", "d_ff"), [(1, 64), (59, 128), (61, 192)])
 def test_default_d_ff_is_the_multiple_of_64_nearest_to_8_thirds(d_model, d_ff):
+    """And at least 64."""
     layer = swiglu_case(d_model=d_model).construct()
     assert layer.w1.weight.shape == (d_ff, d_model)
 
