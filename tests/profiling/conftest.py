@@ -38,17 +38,6 @@ class Ticks(Clock, TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class Calls(nn.Module):
-    """Calls a function of its input."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 @pytest.fixture
 def clock():
     return Ticks()
@@ -56,13 +45,14 @@ def clock():
 
 @pytest.fixture
 def profile_of(clock):
-    """Return a function that measures a module, or a function of x, in a mode.
+    """Return a function that measures a module, or a function of x, in three rounds.
 
     x has 2 sequences of 5 tokens of width 4, unless inputs are given. The machine computes
     1,000 FLOPs, copies 4,000 bytes, and calls 100 operations on one number in a second.
     """
 
     def rates(device, dtypes, _):
+        """Return samplers of the seconds of a FLOP, a byte, and a small operation."""
         kinds = [f"matmul {str(dtype).removeprefix('torch.')}" for dtype in dtypes]
         samplers = dict.fromkeys(kinds, lambda: clock.pace / 1000)
         samplers["memory copy"] = lambda: 1 / 4000
@@ -73,20 +63,22 @@ def profile_of(clock):
         mode="train",
         inputs=None,
         by=clock,
-        pace=(1, 1, 1),
+        paces=(1, 1, 1),
         device="cpu",
         compiles=False,
     ):
-        """Measure three rounds, each at its pace, by our clock or another one."""
+        """Measure by our clock, in which each round has its pace, or by another one."""
         settings = Settings(
-            torch.device(device), torch.float32, mode, compiles, rounds=3
+            torch.device(device), torch.float32, mode, compiles, rounds=len(paces)
         )
-        module = model if isinstance(model, nn.Module) else Calls(model)
-        built = (module, inputs) if inputs else module
-        paces = iter(pace)
+        if not isinstance(model, nn.Module):
+            function, model = model, nn.Module()
+            model.forward = function
+        built = model if inputs is None else (model, inputs)
+        left = iter(paces)
 
         def progress(doing):
-            clock.pace = next(paces) if doing.startswith("round ") else 1
+            clock.pace = next(left) if doing.startswith("round ") else 1
 
         ticking = clock if by is clock else nullcontext()
         with torch.set_grad_enabled(settings.train), ticking:

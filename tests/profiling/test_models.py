@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from lab.timing import HOST
 from pages import block_with
 from profiling.report import report
-from profiling.runs import EAGER_PARTS, batch_of
+from profiling.runs import EAGER_PARTS, Batch
 from torch import Tensor, nn
 
 LAYER = nn.Linear(4, 4)
@@ -23,18 +24,15 @@ class Found:
     hidden: Tensor
 
 
-class Plain:
-    def __init__(self, **attributes):
-        self.parent = self
-        vars(self).update(attributes)
-
-
 def test_backward_starts_at_the_first_tensor_in_an_object_that_has_a_gradient(
     profile_of,
 ):
     def model(x):
-        found = Found(3, x.argmax(-1), LAYER(x))
-        return Plain(input=x.detach(), found=found, later=x.sin())
+        result = SimpleNamespace(input=x.detach())
+        result.itself = result
+        result.found = Found(3, x.argmax(-1), LAYER(x))
+        result.later = x.sin()
+        return result
 
     assert profile_of(model).whole.flops == {"float32": 3 * PASS}
 
@@ -62,24 +60,16 @@ def test_complex_weights_take_four_products_and_an_optimizer_that_is_not_fused(
     layer = nn.Linear(4, 3, dtype=torch.cfloat)
     inputs = (torch.ones(2, 4, dtype=torch.cfloat),)
     measured = profile_of(layer, "step", inputs)
-    # The input has no gradient.
+    assert measured.batch == Batch("2 x 4", 2, "sample")  # not integers, so no tokens
+    # Four products of real numbers each. The input has no gradient.
     assert measured.whole.flops == {"float32": 2 * 4 * 2 * 2 * 4 * 3}
     [step] = [row for row in measured.rows if row.is_optimizer]
     assert step.operation("addcdiv_").calls > 0
 
 
-# Inputs, and what they are.
-BATCHES = [
-    (torch.ones(2, 4, dtype=torch.int64), 8, "token"),
-    (torch.ones(2, 4, dtype=torch.cfloat), 2, "sample"),
-    (torch.tensor(1.0), 1, "sample"),
-]
-
-
-def test_a_batch_of_integers_is_one_of_tokens_and_others_of_samples():
-    for tensor, count, unit in BATCHES:
-        batch = batch_of((tensor, "an option"))
-        assert (batch.count, batch.unit) == (count, unit), tensor
+def test_an_input_that_is_one_number_is_one_sample(profile_of):
+    measured = profile_of(nn.PReLU(), inputs=(torch.tensor(1.0),))
+    assert measured.batch == Batch("", 1, "sample")
 
 
 def compiled_in_place():
@@ -111,27 +101,13 @@ class Disabled(nn.Linear):
     forward = torch.compiler.disable(nn.Linear.forward)
 
 
-class Sparse(nn.Linear):
-    def forward(self, x):
-        return torch.eye(5).to_sparse() @ super().forward(x)[0]
-
-
 def test_parts_that_torch_does_not_compile_are_known(profile_of):
-    model = nn.ModuleDict(
-        {
-            "plain": nn.Linear(4, 4),
-            "disabled": Disabled(4, 4),
-            "sparse": Sparse(4, 4),
-            "recurrent": nn.GRU(4, 4),
-        }
-    )
-
-    def forward(x):
-        *layers, recurrent = model.values()
-        return sum(layer(x) for layer in layers) + recurrent(x)[0]
-
-    model.forward = forward
-    assert {row.name: row.compiles for row in profile_of(model).rows} == {
+    sparse = nn.Module()
+    sparse.forward = lambda x: torch.eye(5).to_sparse() @ x[0]
+    layers = {"plain": nn.Linear(4, 4), "disabled": Disabled(4, 4), "sparse": sparse}
+    model = nn.ModuleDict({**layers, "recurrent": nn.GRU(4, 4)})
+    model.forward = lambda x: [layer(x + 1) for layer in model.values()]
+    assert {row.name: row.compiles for row in profile_of(model, "forward").rows} == {
         "plain": True,
         "disabled": False,
         "sparse": False,
@@ -150,6 +126,7 @@ def test_model_of_which_torch_compiles_nothing_is_measured_as_eager(profile_of):
 
 def test_optimizers_of_a_model_are_parts_that_may_be_fused(profile_of):
     weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
     optimizers = [
         torch.optim.Adam([weight], foreach=True),
         torch.optim.AdamW([weight], fused=True),
@@ -157,7 +134,6 @@ def test_optimizers_of_a_model_are_parts_that_may_be_fused(profile_of):
     ]
 
     def learn(x):
-        weight.grad = torch.ones(4)
         for each in optimizers:
             each.step()
         return x * weight.detach()
@@ -165,8 +141,8 @@ def test_optimizers_of_a_model_are_parts_that_may_be_fused(profile_of):
     rows = {row.name: row for row in profile_of(learn, "forward").rows}
     fused = {name: row.may_be_fused for name, row in rows.items() if row.is_optimizer}
     assert fused == {"Adam": True, "AdamW": False, "RMSprop": False}
-    # What runs after a step is the model's.
-    assert rows["Calls"].operation("mul").calls == 1
+    # What runs after a step is the model's, which is called as its class.
+    assert rows["Module"].operation("mul").calls == 1
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "profile.md"
@@ -175,11 +151,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "profile.md"
 def test_model_of_the_page_is_split_into_its_layers(profile_of):
     pytest.importorskip("transformers", reason="requires the extra examples")
     program: dict[str, Any] = {"__name__": "my_training"}
-    # A smaller vocabulary is faster.
-    exec(block_with(PAGE, "LlamaForCausalLM").replace("32000", "1000"), program)
+    # Fewer words and tokens are faster.
+    source = block_with(PAGE, "LlamaForCausalLM").replace("32000", "1000")
+    exec(source.replace("(4, 256)", "(4, 16)"), program)
     model, inputs = program["build"]()
-    rows = {row.name: row for row in profile_of(model, "step", inputs).rows}
+    measured = profile_of(model, "step", inputs)
+    assert (measured.batch.count, measured.batch.unit) == (64, "token")
+    rows = {row.name: row for row in measured.rows}
     assert {"model.embed_tokens", "model.layers.*.self_attn", "AdamW"} <= set(rows)
-    # In each of three passes: 2 FLOPs, 1024 tokens, a matrix of d_model x vocabulary.
-    assert rows["lm_head"].flops == {"float32": 3 * 2 * 1024 * 256 * 1000}
+    # In each of three passes: 2 FLOPs, 64 tokens, a matrix of d_model x vocabulary.
+    assert rows["lm_head"].flops == {"float32": 3 * 2 * 64 * 256 * 1000}
     assert rows["sums"].operation("_log_softmax").calls == 1

@@ -1,41 +1,33 @@
 """How a model is cut: what the parts are called, and what belongs to each."""
 
-import torch
 from profiling.parts import parts_of
 from torch import nn
 
+# Layers of one list, and the names of their parts.
+LIST = [
+    (nn.PReLU(), "0*"),
+    (nn.PReLU(2), "1"),
+    (nn.PReLU().bfloat16(), "2"),
+    (nn.PReLU().eval(), "3"),
+    (nn.PReLU().requires_grad_(False), "4"),
+    (nn.ELU(1.0), "5"),
+    (nn.ELU(2.0), "6"),
+    (nn.PReLU(), "0*"),
+]
+
 
 def test_layers_of_a_list_share_a_part_if_they_are_alike():
-    layers = [
-        nn.PReLU(),
-        nn.PReLU(2),
-        nn.PReLU().bfloat16(),
-        nn.PReLU().eval(),
-        nn.PReLU().requires_grad_(False),
-        nn.ELU(1.0),
-        nn.ELU(2.0),
-        nn.PReLU(),
+    layers, names = zip(*LIST, strict=True)
+    assert list(parts_of(nn.Sequential(*layers)).values()) == ["sums", *names]
+
+
+def test_modules_that_are_called_as_rows_are_marked():
+    model = nn.ModuleDict({"rest": nn.ReLU(), "AdamW": nn.ReLU()})
+    assert list(parts_of(model).values()) == [
+        "sums",
+        "rest (module)",
+        "AdamW (module)",
     ]
-    # A child that is called as a row of the profiler is marked.
-    children = {"rest": nn.ReLU(), "AdamW": nn.ReLU(), "list": nn.ModuleList(layers)}
-    names = dict.fromkeys(parts_of(nn.ModuleDict(children)).values())
-    alike, *others = [f"list.{each}" for each in ("0*", 1, 2, 3, 4, 5, 6)]
-    own = ["rest (module)", "AdamW (module)"]
-    assert list(names) == ["sums", *own, "list", alike, *others]
-    # A model without children is called as its class.
-    assert list(parts_of(layers[0]).values()) == ["PReLU"]
-
-
-class Waits(nn.Module):
-    """Takes 3 s without an operation."""
-
-    def __init__(self, clock):
-        super().__init__()
-        self.clock = clock
-
-    def forward(self, x):
-        self.clock.time += 3.0
-        return x
 
 
 class Slow:
@@ -48,26 +40,22 @@ class Slow:
         self.clock.time += 9.0
 
 
-class Keeps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, clock):
-        ctx.kept = Slow(clock)
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient, None
-
-
-class Doubles(Waits):
-    def forward(self, x):
-        return Keeps.apply(x, self.clock)
-
-
 def test_time_without_operations_is_the_parts_and_release_of_the_graph_is_the_rest(
     profile_of, clock
 ):
-    clock.takes = {"mul": 1.0}
-    measured = profile_of(nn.Sequential(Waits(clock), Doubles(clock)))
-    taken = {row.name: row.total_s for row in measured.rows}
-    assert taken == {"0": 3.0, "1": 2.0, "rest": 9.0}
+    def wait(x):
+        clock.time += 3.0
+        return x
+
+    def double(x):
+        doubled = 2 * x
+        doubled.grad_fn.metadata["held"] = Slow(clock)  # until its graph is released
+        return doubled
+
+    waits, doubles = nn.Module(), nn.Module()
+    waits.forward, doubles.forward = wait, double
+    model = nn.ModuleDict({"waits": waits, "doubles": doubles})
+    model.forward = lambda x: doubles(waits(x))
+    clock.takes = {"mul": 1.0}  # in forward and in backward
+    taken = {row.name: row.total_s for row in profile_of(model).rows}
+    assert taken == {"waits": 3.0, "doubles": 2.0, "rest": 9.0}

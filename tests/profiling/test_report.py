@@ -229,4 +229,4 @@ def test_noisy_times(profile_of, clock):
     clock.takes = {"mm": 1.0, "addmm": 1.0, "relu_": 0.01, "gelu": 0.01, "clone": 0.5}
     layers = {"relu": nn.ReLU(inplace=True), "up": nn.Linear(4, 4), "gelu": nn.GELU()}
     model = nn.Sequential(OrderedDict(layers))
-    assert body(profile_of(model, pace=(1, 2, 6))) == NOISY
+    assert body(profile_of(model, paces=(1, 2, 6))) == NOISY
