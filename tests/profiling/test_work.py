@@ -9,17 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-TABLE = torch.ones(1000, 4)
-CACHE = torch.zeros(2, 5, 4)
+TABLE = torch.ones(1000, 4)  # 16 bytes in a row
+CACHE = torch.zeros(2, 5, 4)  # as large as x
 IMAGE = torch.zeros(1, 1, 100, 100)
-PLACES = torch.zeros(1, 2, 3, 2)
+PLACES = torch.zeros(1, 2, 3, 2)  # of 6 numbers of a result, in 48 bytes
 BOUNDARIES = torch.arange(1000.0)
-ROWS = torch.arange(3)  # positions of 8 bytes
-BAGS = torch.tensor([0, 2])
+ROWS = torch.arange(3)  # three positions of 8 bytes
 
 
 def overwrite(x):
@@ -28,53 +27,50 @@ def overwrite(x):
     return CACHE.copy_(x)
 
 
-# What a part reads from others and leaves to them, and what its operations read and write.
+# Functions of x, and the bytes that each must read from others and leave to them.
 MOVED = {
-    "what is made between": (lambda x: (x + 1) * 2, 320, 640),
-    "a product of two halves of x": (lambda x: x[..., :2] * x[..., 2:], 160 + 80, 240),
-    "an expanded number": (lambda x: x[:, :1] * x[0, 0, 0].expand(2, 1, 4), 68, 68),
-    # 2 x 3 windows of 3 tokens overlap, and are written apart.
-    "windows": (lambda x: x.unfold(1, 3, 1) * 2, 160 + 18 * 16, 160 + 18 * 16),
-    "what is not written yet": (lambda x: torch.empty_like(x).copy_(x), 320, 320),
-    # zero_ and fill_ write, copy_ reads and writes.
-    "what is overwritten": (overwrite, 320, 160 + 160 + 320),
+    # x, and the product. The sum stays inside.
+    "what is made between": (lambda x: (x + 1) * 2, 160 + 160),
+    # Both halves are all of x. The product is as large as one of them.
+    "a product of two halves of x": (lambda x: x[..., :2] * x[..., 2:], 160 + 80),
+    # A token of each of two sequences, one number, and the product of two tokens.
+    "an expanded number": (
+        lambda x: x[:, :1] * x[0, 0, 0].expand(2, 1, 4),
+        2 * 16 + 4 + 2 * 16,
+    ),
+    # x, and 2 x 3 windows of 3 tokens, which overlap in x and not in the product.
+    "windows": (lambda x: x.unfold(1, 3, 1) * 2, 160 + 2 * 3 * 3 * 16),
+    # x, and its copy. What the copy is written to has nothing to be read.
+    "what is not written yet": (lambda x: torch.empty_like(x).copy_(x), 160 + 160),
+    # x, and the cache, which is written three times, and never read.
+    "what is overwritten": (overwrite, 160 + 160),
+    # Positions, and for each a number of x, and one of the cache, which is read and changed.
+    "put_": (lambda x: CACHE.put_(ROWS, x[0, 0, :3]), 24 + 3 * (4 + 4 + 4)),
+    # Positions, and for each a row of the table, which is read, a row that is written,
+    # because its norm is limited, and a row of the result.
+    "embedding": (lambda x: F.embedding(ROWS, TABLE, max_norm=9.0), 24 + 3 * 3 * 16),
+    # Positions, and three tokens of both sequences, which are written, not read.
+    "index_fill_": (lambda x: CACHE.index_fill_(1, ROWS, 0.0), 24 + 2 * 3 * 16),
+    # For each number, 10 of 1000 boundaries in a binary search, and a position.
+    "searchsorted": (
+        lambda x: torch.searchsorted(BOUNDARIES, x[0, 0, :3]),
+        3 * (4 + 10 * 4 + 8),
+    ),
+    # For each of 2 x 3 numbers of the result, 4 of the image, or 16, and its place.
+    "bilinear": (
+        lambda x: F.interpolate(IMAGE, (2, 3), mode="bilinear"),
+        6 * (4 * 4 + 4),
+    ),
+    "grid_sample": (
+        lambda x: F.grid_sample(IMAGE, PLACES, mode="bicubic", align_corners=False),
+        6 * (16 * 4 + 4) + 48,
+    ),
 }
 
 
 def test_bytes_that_a_part_moves(profile_of):
-    for name, (function, moved, traffic) in MOVED.items():
-        whole = profile_of(function, "forward").whole
-        assert whole.moved_bytes == moved, name
-        assert whole.traffic_s == pytest.approx(traffic / 4000), name
-
-
-# Of a large table: the positions, and what is read, and written.
-SOME = {
-    "take": (lambda x: TABLE.take(ROWS), 24 + 2 * 12),
-    "put_": (lambda x: CACHE.put_(ROWS, x[0, 0, :3]), 24 + 3 * 12),
-    # It also writes the rows whose norm it limits.
-    "embedding": (lambda x: F.embedding(ROWS, TABLE, max_norm=9.0), 24 + 3 * 48),
-    "index_fill_": (lambda x: CACHE.index_fill_(1, ROWS, 0.0), 24 + 96),
-    # A binary search in 1000 numbers meets 10.
-    "searchsorted": (
-        lambda x: torch.searchsorted(BOUNDARIES, x[0, 0, :3]),
-        3 * (4 + 40 + 8),
-    ),
-    # Each number of the result takes 4 numbers or, with a place of two numbers, 16.
-    "bilinear": (lambda x: F.interpolate(IMAGE, (2, 3), mode="bilinear"), 5 * 24),
-    "grid_sample": (
-        lambda x: F.grid_sample(IMAGE, PLACES, mode="bicubic", align_corners=False),
-        (2 + 16 + 1) * 24,
-    ),
-}
-
-
-def test_bytes_that_are_read_and_written_of_a_large_tensor(profile_of):
-    for name, (function, moved) in SOME.items():
+    for name, (function, moved) in MOVED.items():
         assert profile_of(function, "forward").whole.moved_bytes == moved, name
-    # Positions and starts of two bags, rows, results, and up to four numbers for a position.
-    bags = profile_of(lambda x: F.embedding_bag(ROWS, TABLE, BAGS), "forward").whole
-    assert 0 <= bags.moved_bytes - (24 + 16 + 48 + 32) <= 4 * 24
 
 
 def dead_branch(x):
@@ -86,36 +82,20 @@ def detached_branch(x):
     return x.sin(), x.exp().detach()  # the graph of exp dies, and its result does not
 
 
-class Squares(torch.autograd.Function):
-    """Keeps a tensor in an attribute."""
-
-    @staticmethod
-    def forward(context, x):
-        context.doubled = 2 * x
-        return x * x
-
-    @staticmethod
-    def backward(context, gradient):
-        return gradient * context.doubled
-
-
 def in_bytes(x):
     with saved_tensors_hooks(lambda x: x.to(torch.int8), lambda x: x.float()):
         return x.exp().exp().sum()
 
 
-def on_cpu(x):
-    with save_on_cpu():
-        return x.exp().sum()
-
-
+# Functions of x, and the bytes of forward that stay, besides the result.
 KEPT = {
+    # The four factors, by which the gradient is multiplied.
     "what forward makes of numbers": (lambda x: x * torch.tensor([1.0, 2, 3, 4]), 16),
+    # x, for the gradient of sin.
     "no branch whose graph is gone": (dead_branch, 160),
     "nothing of a result whose graph is gone": (detached_branch, 160),
-    "what a function keeps in an attribute": (Squares.apply, 160),
-    "what hooks of the user keep, of two results": (in_bytes, 2 * 160 // 4),
-    "a copy on a CPU": (on_cpu, 160),
+    # Both results of exp, with one byte for each number in place of four.
+    "what hooks of the user keep": (in_bytes, 2 * 160 // 4),
 }
 
 
@@ -128,11 +108,12 @@ LAYERS = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
 FLOPS = 2 * 10 * (4 * 8 + 8 * 4)  # of both layers in a pass
 PLAIN = partial(checkpoint, use_reentrant=False)
 PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-# The bytes that two checkpoints of the layers keep, and how often these run in a pass.
+# Two checkpoints, each around the layers: the bytes that they keep, and how often all
+# layers run: once in forward, twice in backward, and to compute again what is not kept.
 CHECKPOINTS = {
-    "inputs": (PLAIN, 2 * 160, 4),
-    "inputs, reentrant": (partial(checkpoint, use_reentrant=True), 2 * 160, 4),
-    "results of products": (
+    "inputs": (PLAIN, 2 * 160, 3 + 1),
+    "inputs, reentrant": (partial(checkpoint, use_reentrant=True), 2 * 160, 3 + 1),
+    "inputs and results of products": (
         partial(PLAIN, context_fn=PRODUCTS),
         2 * (160 + 320 + 160),
         3,
@@ -140,19 +121,15 @@ CHECKPOINTS = {
 }
 
 
-def body(x):
+def layers(x):
     return LAYERS(x.sin()).exp()
-
-
-def twice(kind, x):
-    return kind(body, kind(body, x))
 
 
 # Of torch 2.14: a later one may give what checkpoints store to hooks.
 @pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context")
 def test_checkpoints_keep_bytes_and_compute_again_what_they_do_not_keep(profile_of):
     for name, (kind, kept, passes) in CHECKPOINTS.items():
-        whole = profile_of(partial(twice, kind)).whole
+        whole = profile_of(lambda x, run=kind: run(layers, run(layers, x))).whole
         assert whole.kept_bytes == kept, name
         assert whole.flops == {"float32": passes * 2 * FLOPS}, name
 
@@ -163,21 +140,22 @@ def test_what_is_kept_is_unknown_if_a_gradient_inside_of_forward_hides_it(profil
     assert measured.notes[-1].startswith("Kept bytes are unknown, because torch.func")
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_memory_of_tensors_that_have_no_storage_of_their_own(profile_of):
+def test_wrapper_tensors_consist_of_what_they_wrap(profile_of):
+    """As torchao's weights, which consist of numbers and scales."""
     layer = nn.Linear(4, 4, bias=False)
-    # As torchao's weights of numbers and scales, it consists of two.
     layer.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
-    wrapped = profile_of(layer, "forward")
-    assert wrapped.memory.parameter_bytes == 2 * 64
-    assert wrapped.whole.flops == {"float32": 2 * 2 * 10 * 4 * 4}  # inside of both
-    # The gradient of 5 rows, and their positions.
+    measured = profile_of(layer, "forward")
+    assert measured.memory.parameter_bytes == 2 * 64
+    assert measured.whole.flops == {"float32": 2 * 2 * 10 * 4 * 4}  # a product for each
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_tensors_have_the_bytes_of_their_values_and_positions(profile_of):
     embed = nn.Embedding(100, 4, sparse=True)
     memory = profile_of(embed, inputs=(torch.arange(5),)).memory
-    assert memory.gradient_bytes == 5 * 16 + 5 * 8
-    # 5 values and columns, and 6 ends of rows.
-    matrix = torch.sparse_csr_tensor(
+    assert memory.gradient_bytes == 5 * 16 + 5 * 8  # of rows
+    eye = torch.sparse_csr_tensor(
         torch.arange(6), torch.arange(5), torch.ones(5), check_invariants=True
     )
-    memory = profile_of(lambda x: matrix @ x[0], "forward").memory
-    assert memory.other_tensor_bytes == 5 * 4 + 5 * 8 + 6 * 8
+    memory = profile_of(lambda x: eye @ x[0], "forward").memory
+    assert memory.other_tensor_bytes == 5 * 4 + 5 * 8 + 6 * 8  # with 6 ends of rows
