@@ -122,10 +122,11 @@ def test_limit_and_reason_name_what_takes_half_of_the_time():
         assert reason in text_of(row), title
 
 
-class AsLinear(TorchDispatchMode):
-    """Sees that each right matrix is transposed, as a layer's weight is."""
+class AsInLayers(TorchDispatchMode):
+    """Sees that all tensors are on meta, and right matrices transposed, as weights are."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert all(each.is_meta for each in args if isinstance(each, torch.Tensor))
         if function is torch.ops.aten.mm.out:
             assert args[1].T.is_contiguous()
         return function(*args, **(kwargs or {}))
@@ -135,7 +136,7 @@ def test_rates_count_two_flops_per_product_and_two_bytes_per_copy(clock):
     clock.takes = {"mm": 1.0, "copy_": 1.0, "mul": 1.0}
     meta = torch.device("meta")  # where operations compute nothing
     for train in (False, True):  # 100 calls on one number, and as many backward
-        with torch.set_grad_enabled(train), AsLinear(), clock:
+        with torch.set_grad_enabled(train), AsInLayers(), clock:
             samplers = rate_samplers(meta, [torch.float32, torch.bfloat16], clock)
             rates = Rates.of({name: [sample()] for name, sample in samplers.items()})
         matmul = 2 * 1024**3
