@@ -35,8 +35,8 @@ FROZEN = nn.Conv1d(4, 6, 3, padding=1, groups=2).requires_grad_(False)
 LSTM = nn.LSTM(4, 3, batch_first=True, bidirectional=True)
 GATE = 4 * 3 + 3 * 3  # weights of one of its four gates
 EXPERTS, ROWS = nn.Parameter(torch.ones(2, 4, 8)), nn.Parameter(torch.ones(4, 8))
-ENDS = torch.tensor([1, 3], dtype=torch.int32)  # of two groups, of 1 and of 2
-# Functions of x, and the FLOPs of all passes, which are usually three of two FLOPs.
+ENDS = torch.tensor([1, 3], dtype=torch.int32)  # Two groups have 1 and 2.
+# Functions of x, and their FLOPs: usually three passes, and two for each product.
 LAYERS = {
     # In backward, only the gradients of the vectors that meet a matrix are sums.
     "vectors": (vectors, 2 * (20 + 20 + 5) + 2 * (20 + 20)),
