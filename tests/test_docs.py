@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -74,9 +75,13 @@ def called(command):
     """Return which program of this project, or pytest, a command calls with what."""
     program, *arguments = command
     if program == "make":
-        dry_run = ["make", "--dry-run", *arguments]
         printed = subprocess.run(
-            dry_run, cwd=ROOT, capture_output=True, text=True, check=True
+            ["make", "--dry-run", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"MAKEFLAGS": ""},  # of the `make test` that runs this
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         return called(shlex.split(printed.splitlines()[-1]))
     if Path(program).name.startswith("python"):
