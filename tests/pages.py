@@ -23,14 +23,15 @@ def text_of(page):
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+def cells_of(row):
+    return [cell.strip(" `") for cell in row.split("|")[1:-1]]
+
+
 def tables(text):
     """Return the rows of each table of a text, by column; the first column has their name."""
     found = []
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        columns, _, *rows = [
-            [cell.strip(" `") for cell in line.split("|")[1:-1]]
-            for line in table.splitlines()
-        ]
+        columns, _, *rows = map(cells_of, table.splitlines())
         found.append([dict(zip(columns, row, strict=True)) for row in rows])
     return found
 

@@ -41,18 +41,24 @@ class ParallelBlock(Block):
         return x + attended + self.ffn(normalized)
 
 
+def input_of_ffn(block: Block, x: Tensor) -> Tensor:
+    """Return what a block's feed-forward layer reads."""
+    inputs: list[Tensor] = []
+    hook = block.ffn.register_forward_pre_hook(lambda _, args: inputs.append(*args))
+    block(x)
+    hook.remove()
+    return inputs[0]
+
+
 @torch.no_grad()
 def main() -> None:
     torch.manual_seed(0)
     x = torch.randn(20, 64)
     for kind in (Block, ParallelBlock):
         block: Any = kind(64, 4)
-        inputs: list[Tensor] = []
-        block.ffn.register_forward_pre_hook(lambda _, args, to=inputs: to.append(*args))
-        block(x)
+        before = input_of_ffn(block, x)
         block.attn.output_proj.weight.zero_()
-        block(x)
-        difference = (inputs[0] - inputs[1]).abs().max()
+        difference = (input_of_ffn(block, x) - before).abs().max()
         print(f"{kind.__name__}: attention changes what ffn reads by {difference:.1f}")
 
 

@@ -7,7 +7,7 @@ from packing import Documents, PackedAttention
 
 from tinyblock import Transformer
 
-# Documents of two rows. The second row ends with one more of its first number.
+# Documents of two rows. The first and the last one of the second row have one number.
 NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [5, 4, 4, 4, 4, 4, 4, 4, 5]])
 LENGTHS = [[3, 4, 2], [1, 7, 1]]
 
@@ -19,10 +19,9 @@ def test_packed_documents_equal_each_alone():
     ).double()
     weights = list(model.parameters())
     x = torch.randn(2, 9, 32, dtype=torch.float64)
-    rows = [
-        torch.cat([model(document) for document in row.split(lengths)])
-        for row, lengths in zip(x, LENGTHS, strict=True)
-    ]
+    rows = []
+    for row, lengths in zip(x, LENGTHS, strict=True):
+        rows.append(torch.cat([model(document) for document in row.split(lengths)]))
     expected = torch.stack(rows)
     gradients = torch.autograd.grad(expected.square().sum(), weights)
     documents = Documents(NUMBERS)

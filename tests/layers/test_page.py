@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,7 @@ ALLOWED = {
 
 def names():
     """Return what the rows of the page have."""
-    keep = torch.tensor(
-        [[position < length for position in range(SEQ)] for length in LENGTHS]
-    )
+    keep = torch.arange(SEQ) < torch.tensor(LENGTHS)[:, None]
     window = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(-2)
     return {
         "torch": torch,
@@ -81,15 +80,10 @@ def test_a_mask_hides_what_the_page_says(mask):
     """The result has that of torch's function, with a mask that is made by hand."""
     layer = CausalMultiHeadSelfAttention(d_model=32, num_heads=4)
     x = torch.randn(BATCH, SEQ, 32)
-    allowed = torch.tensor(
-        [
-            [
-                [ALLOWED[mask](b, i, j) and j <= i for j in range(SEQ)]
-                for i in range(SEQ)
-            ]
-            for b in range(BATCH)
-        ]
-    )
+    allowed = torch.zeros(BATCH, SEQ, SEQ, dtype=torch.bool)
+    for sequence, query, key in product(range(BATCH), range(SEQ), range(SEQ)):
+        is_allowed = key <= query and ALLOWED[mask](sequence, query, key)
+        allowed[sequence, query, key] = is_allowed
     q, k, v = (
         rearrange(project(x), "batch seq (heads d) -> batch heads seq d", heads=4)
         for project in (layer.q_proj, layer.k_proj, layer.v_proj)

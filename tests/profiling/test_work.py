@@ -125,11 +125,15 @@ def layers(x):
     return LAYERS(x.sin()).exp()
 
 
+def twice(kind, x):
+    return kind(layers, kind(layers, x))
+
+
 # Of torch 2.14: a later one may give what checkpoints store to hooks.
 @pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context")
 def test_checkpoints_keep_bytes_and_compute_again_what_they_do_not_keep(profile_of):
     for name, (kind, kept, passes) in CHECKPOINTS.items():
-        whole = profile_of(lambda x, run=kind: run(layers, run(layers, x))).whole
+        whole = profile_of(partial(twice, kind)).whole
         assert whole.kept_bytes == kept, name
         assert whole.flops == {"float32": passes * 2 * FLOPS}, name
 
