@@ -287,7 +287,8 @@ def source_in(text: str) -> str:
 
 
 def numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
+    """Return three numbers, so that a release candidate is not newer than the release."""
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def split_header(text: str) -> tuple[str, str]:

@@ -118,7 +118,7 @@ def test_an_update_merges_each_state_of_a_copy_with_a_change(project):
 def test_a_new_number_alone_changes_no_copy(project):
     old = project.written("rope.py")
     project.release("0.2.0")
-    for title, state in states(old, new=b"").items():  # of which only the copy is read
+    for title, state in states(old, new=b"").items():  # there is no new text
         if state.copy is None:
             continue
         project.base("rope.py").write_bytes(state.base)
@@ -207,6 +207,13 @@ def test_a_copy_of_a_newer_release_is_left_alone(older, newer, project):
     assert project.run("diff", "rope") == ""
     assert project.rows("update", "rope") == row
     assert project.contents() == before
+
+
+def test_a_copy_of_a_release_candidate_is_updated_to_the_release(project):
+    project.release("0.2.0rc1", rope="# draft")
+    project.run("update", "rope")
+    project.release("0.2.0", rope="# new")
+    assert project.rows("update", "rope") == {"rope.py": "updated"}
 
 
 def test_a_copy_that_this_release_does_not_have_is_left_alone(project):
