@@ -288,10 +288,10 @@ def test_a_broken_promise_fails(layer, right, wrong, test, tmp_path):
     assert failure_of(layer, test, tmp_path)
 
 
-# By layer, and by words of a mistake's name in mistakes.py that no other name has: an
-# expression of a right solution, and the wrong one.
+# By the file of a right solution, and by words of a mistake's name in mistakes.py that no
+# other name has: an expression of the solution, and the wrong one.
 NAMED = {
-    "rmsnorm": {
+    "real_tables/rmsnorm.py": {
         "eps is missing": (" + self.eps", ""),
         "eps is not the one that is passed, but 1e-6": (" + self.eps", " + 1e-6"),
         "eps is added to the root": (" + self.eps)", ") + self.eps"),
@@ -309,7 +309,7 @@ NAMED = {
         "over the first axis": (".mean(-1", ".mean(0"),
         "over tokens and d_model": (".mean(-1", ".mean((-2, -1)"),
     },
-    "ffn": {
+    "real_tables/ffn.py": {
         "w3 is missing": (" * self.w3(x)", ""),
         "a sigmoid": ("gate * torch.sigmoid", "torch.sigmoid"),
         "a GELU": ("gate * torch.sigmoid(gate)", "nn.GELU()(gate)"),
@@ -325,7 +325,7 @@ NAMED = {
             "gate * nn.SiLU()(self.w3(x))",
         ),
     },
-    "rope": {
+    "real_tables/rope.py": {
         "positions start at 1": ("arange(max_seq_len", "arange(1, max_seq_len + 1"),
         "token_positions is ignored": ("[token_positions]", "[: x.shape[-2]]"),
         "positions of the first": (
@@ -361,7 +361,7 @@ NAMED = {
         ),
         "nothing is rotated": ("rotated.flatten(-2)", "x"),
     },
-    "attention": {
+    "real_tables/attention.py": {
         "not divided by sqrt(d_k)": (" / math.sqrt(Q.shape[-1])", ""),
         "divided by d_k in place": ("math.sqrt(Q.shape[-1])", "Q.shape[-1]"),
         "over the queries": ("softmax(scores, dim=-1)", "softmax(scores, dim=-2)"),
@@ -413,7 +413,7 @@ NAMED = {
         "RoPE does not rotate q": ("self.rope(q, token_positions)", "q"),
         "positions of a sequence rotate a head": (".unsqueeze(-2)", ""),
     },
-    "block": {
+    "real_tables/block.py": {
         "around attention, the norm is after the addition": (
             "x + self.attn(self.ln1(x), token_positions)",
             "self.ln1(x + self.attn(x, token_positions))",
@@ -431,29 +431,20 @@ NAMED = {
         "ln1.weight stands in place of ln2.weight": ("self.ln2(y)", "self.ln1(y)"),
         "RoPE is missing": ("rope)\n", "None)\n"),
     },
+    # It takes a mask.
+    "torch_functions/attention.py": {
+        "mask is ignored": ("shown & mask[:, None]", "shown"),
+        "the mask is inverted": ("& mask", "& ~mask"),
+        "the mask replaces the causal mask": ("shown & mask[:, None]", "mask[:, None]"),
+    },
 }
-ROWS = [(layer, name) for layer, names in NAMED.items() for name in names]
+ROWS = [(file, name) for file, names in NAMED.items() for name in names]
 
 
-@pytest.mark.parametrize(("layer", "name"), ROWS)
-def test_the_failure_names_a_usual_mistake(layer, name, tmp_path):
-    folder = shutil.copytree(SOLUTIONS / "real_tables", tmp_path / "layers")
-    replace(folder / f"{layer}.py", *NAMED[layer][name])
-    failure = failure_of(layer, "test_equation", folder)
-    assert name in mistakes.name_mistake(failure.wrong)
-
-
-# In a layer with a mask.
-MASKED = {
-    "mask is ignored": ("shown & mask[:, None]", "shown"),
-    "the mask is inverted": ("& mask", "& ~mask"),
-    "the mask replaces the causal mask": ("shown & mask[:, None]", "mask[:, None]"),
-}
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_the_failure_names_a_mistake_of_the_mask(name, tmp_path):
-    folder = shutil.copytree(SOLUTIONS / "torch_functions", tmp_path / "layers")
-    replace(folder / "attention.py", *MASKED[name])
-    failure = failure_of("attention", "test_equation", folder)
+@pytest.mark.parametrize(("file", "name"), ROWS)
+def test_the_failure_names_a_usual_mistake(file, name, tmp_path):
+    shutil.copytree(SOLUTIONS, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / file
+    replace(path, *NAMED[file][name])
+    failure = failure_of(path.stem, "test_equation", path.parent)
     assert name in mistakes.name_mistake(failure.wrong)
