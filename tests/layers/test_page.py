@@ -77,7 +77,7 @@ def test_the_page_has_these_masks():
 
 @pytest.mark.parametrize("mask", ALLOWED)
 def test_a_mask_hides_what_the_page_says(mask):
-    """The result has that of torch's function, with a mask that is made by hand."""
+    """The result equals torch's function with a mask that is made by hand."""
     layer = CausalMultiHeadSelfAttention(d_model=32, num_heads=4)
     x = torch.randn(BATCH, SEQ, 32)
     allowed = torch.zeros(BATCH, SEQ, SEQ, dtype=torch.bool)

@@ -146,9 +146,8 @@ def test_typecheck_works_together_with_the_hook_of_jaxtyping(tmp_path, monkeypat
         hooked(torch.ones(2, 4))
     norm = typecheck(module).RMSNorm(3)
     norm(torch.ones(2, 3))
-    with pytest.raises(
-        TypeCheckError, match="d_model=3"
-    ):  # which the hook does not say
+    # The hook's own error does not say this.
+    with pytest.raises(TypeCheckError, match="d_model=3"):
         norm(torch.ones(2, 4))
 
 

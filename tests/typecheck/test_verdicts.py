@@ -188,7 +188,7 @@ def judged(annotations, draws):
 
         names = ("call", "args", "kwargs", "return")
         function.__annotations__ = dict(zip(names, hints, strict=True))
-        function.__annotations__ |= {"x": Float[Tensor, "n d"], "count": int}
+        function.__annotations__.update(x=Float[Tensor, "n d"], count=int)
         checked, oracle = typecheck(function), jaxtyping_and_beartype(function)
         right = (ones(2, 3), *values)
         calls = [(*right, 3), (*right, 2)]

@@ -360,7 +360,8 @@ def split_gate(state):
     name = "layers.0.attn.q_proj.weight"
     rows = "(heads part d_head) d_model -> part (heads d_head) d_model"
     q, gate = rearrange(state[name], rows, part=2, d_head=16)
-    state |= {name: q, "layers.0.attn.gate_proj.weight": gate}
+    state[name] = q
+    state["layers.0.attn.gate_proj.weight"] = gate
 
 
 def test_equals_qwen3_next():
