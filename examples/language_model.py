@@ -166,11 +166,6 @@ class LanguageModel(nn.Module):
         if not tied:
             self.lm_head = Linear(d_model, vocabulary, bias=False, **factory)
 
-    def reset_parameters(self) -> None:
-        layer: Any
-        for layer in self.children():
-            layer.reset_parameters()
-
     def forward(
         self, tokens: Int[Tensor, "*batch seq"], cache: Cache | None = None
     ) -> Float[Tensor, "*batch last vocabulary"]:

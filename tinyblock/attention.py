@@ -109,10 +109,10 @@ class HeadNorm(nn.RMSNorm):
     """An RMSNorm of each head that returns the dtype of `x`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # Under autocast, gains stay in float32. Given two dtypes, F.rms_norm warns.
+        # Under autocast, weights stay in float32. Given two dtypes, F.rms_norm warns.
         wide = torch.promote_types(x.dtype, self.weight.dtype)
-        gains = self.weight.to(wide)
-        out = F.rms_norm(x.to(wide), self.normalized_shape, gains, self.eps)
+        weight = self.weight.to(wide)
+        out = F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps)
         return out.to(x.dtype)
 
 
@@ -136,7 +136,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         ValueError: an argument is out of range or inconsistent; token_positions are
             passed without a rope; a mask is not bool, or does not broadcast in exactly
             one way; the result of `rope` has a shape different from its input.
-        EinopsError, or TypeError from shape checks: token_positions are not one per token.
+        EinopsError, or TypeError from shape checks: not one position for each token.
     """
 
     def __init__(
@@ -168,8 +168,6 @@ class CausalMultiHeadSelfAttention(nn.Module):
                     f"d_model={d_model}: change one of them, or pass d_head"
                 )
             d_head = d_model // num_heads
-        if d_head < 1:
-            raise ValueError(f"d_head must be at least 1, got {d_head}")
         if not 0 < eps < math.inf:
             raise ValueError(
                 f"eps must be positive and finite, such as 1e-5, got {eps}"
@@ -188,21 +186,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
         self.k_proj = Linear(d_model, kv_width, bias=False, **factory)
         self.v_proj = Linear(d_model, kv_width, bias=False, **factory)
         self.output_proj = Linear(q_width, d_model, bias=False, **factory)
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
-        if qk_norm:
-            self.q_norm = HeadNorm(d_head, eps, **factory)
-            self.k_norm = HeadNorm(d_head, eps, **factory)
-
-    def reset_parameters(self) -> None:
-        """Let each layer below initialize itself, also what a subclass adds.
-
-        The rope is left out, because other layers may share it. A subclass must reset
-        an nn.Parameter of its own.
-        """
-        for layer in self.children():
-            if layer is not self.rope:
-                _reset(layer)
+        self.q_norm = HeadNorm(d_head, eps, **factory) if qk_norm else nn.Identity()
+        self.k_norm = HeadNorm(d_head, eps, **factory) if qk_norm else nn.Identity()
 
     def forward(
         self,
@@ -218,17 +203,14 @@ class CausalMultiHeadSelfAttention(nn.Module):
     def project(
         self, x: Tensor, token_positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, (..., heads, seq, d_head), and k and v, (..., kv_heads, seq, d_head).
+        """Return q, k and v. q and k are normalized (qk_norm) and rotated (rope).
 
-        q and k are normalized (with qk_norm) and rotated (with rope).
+        q is (..., heads, seq, d_head), and k and v are (..., kv_heads, seq, d_head).
         """
         split = "... seq (heads d_head) -> ... heads seq d_head"
-        q = rearrange(self.q_proj(x), split, d_head=self.d_head)
-        k = rearrange(self.k_proj(x), split, d_head=self.d_head)
+        q = self.q_norm(rearrange(self.q_proj(x), split, d_head=self.d_head))
+        k = self.k_norm(rearrange(self.k_proj(x), split, d_head=self.d_head))
         v = rearrange(self.v_proj(x), split, d_head=self.d_head)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q)
-            k = self.k_norm(k)
         rope = self.rope  # read once: looking up a child takes as long as a shape check
         if rope is None:
             if token_positions is not None:
@@ -238,8 +220,14 @@ class CausalMultiHeadSelfAttention(nn.Module):
             token_positions = rearrange(
                 token_positions, "... seq -> ... 1 seq", seq=x.shape[-2]
             )
-        q = _require_shape_of(q, rope(q, token_positions))
-        k = _require_shape_of(k, rope(k, token_positions))
+        q_shape, k_shape = q.shape, k.shape
+        q = rope(q, token_positions)
+        k = rope(k, token_positions)
+        if q.shape != q_shape or k.shape != k_shape:  # torch might broadcast them
+            raise ValueError(
+                f"rope must return the shapes {tuple(q_shape)} and {tuple(k_shape)}, "
+                f"got {tuple(q.shape)} and {tuple(k.shape)}"
+            )
         return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -260,16 +248,17 @@ class CausalMultiHeadSelfAttention(nn.Module):
         is_causal = False
         shown: Any = None  # True where a query attends to a key
         if mask is None and query == key:
-            # Not `is_causal = query == key`: in compiled code this is symbolic, and torch
-            # takes only a bool.
+            # Not `is_causal = query == key`: in compiled code this is symbolic, and
+            # torch takes only a bool.
             is_causal = True
-        elif mask is None and query == 1:
-            pass  # the last token attends to every key
-        else:
+        elif mask is not None or query > 1:  # the last token attends to every key
             shown = _and_causal(mask, (*batch, query, key), q.device)
             shown = shown.reshape(q.shape[0], 1, query, key)  # for all heads
         has_groups = self.num_kv_heads < self.num_heads
-        if has_groups and not _has_kernel_for_shared_heads(q, shown):
+        # On CUDA, fast kernels share heads in half precision, without a mask, up to
+        # d_head 256 (pytorch issue 154363). Otherwise, torch would store all scores.
+        is_shared = q.dtype.itemsize == 2 and shown is None and q.shape[-1] <= 256
+        if has_groups and q.is_cuda and not is_shared:
             group = self.num_heads // self.num_kv_heads
             k = k.repeat_interleave(group, dim=1)
             v = v.repeat_interleave(group, dim=1)
@@ -277,34 +266,17 @@ class CausalMultiHeadSelfAttention(nn.Module):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=shown, is_causal=is_causal, enable_gqa=has_groups
         )
-        if mask is not None and not _yields_zeros_without_keys(q):
-            # Only here, because this keeps a copy of `out` for backward. Without a mask,
-            # each query has at least its own key.
-            out = out.masked_fill(~shown.any(dim=-1, keepdim=True), 0)
+        if mask is not None:  # without a mask, each query has at least its own key
+            # A query without keys yields zeros on a CPU and, from torch 2.12 on, on
+            # CUDA. Before, cuDNN's kernel attends to all keys (pytorch issue 177842).
+            yields_zeros = q.is_cpu or (q.is_cuda and torch.__version__ >= "2.12")
+            if not yields_zeros:  # only then, because backward keeps a copy of `out`
+                out = out.masked_fill(~shown.any(dim=-1, keepdim=True), 0)
         return out if len(batch) == 1 else out.view(*batch, *out.shape[1:])
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
         return f"{self.d_model}, {heads}, d_head={self.d_head}"
-
-
-# The same function as in ffn.py, so that each file works alone.
-def _reset(layer: nn.Module) -> None:
-    """Let a layer initialize itself. If it has no method for this, go into it."""
-    reset = getattr(layer, "reset_parameters", None)
-    if reset is not None:
-        reset()
-    else:  # such as nn.Sequential
-        for inner in layer.children():
-            _reset(inner)
-
-
-def _require_shape_of(x: Tensor, rotated: Tensor) -> Tensor:
-    if rotated.shape != x.shape:  # torch might broadcast it
-        raise ValueError(
-            f"rope must return the shape {tuple(x.shape)}, got {tuple(rotated.shape)}"
-        )
-    return rotated
 
 
 def _and_causal(
@@ -324,15 +296,16 @@ def _and_causal(
 
 
 def _require_mask(mask: Any, shape: tuple[int, ...]) -> None:
-    """Raise an error unless `mask` is bool and broadcasts to `shape` in one way only."""
-    is_bool = isinstance(mask, Tensor) and mask.dtype == torch.bool
+    """Raise an error unless `mask` is bool and broadcasts to `shape` in one way."""
     axes = tuple(mask.shape) if isinstance(mask, Tensor) else ()
-    # If it also fits with an axis of one query, it may be padding, such as (7, 7) for 7
-    # sequences of 7 tokens.
-    as_padding = (*axes[:-1], 1, *axes[-1:])
-    is_ambiguous = axes[-2:-1] != (1,) and _broadcasts(as_padding, shape)
-    if is_bool and _broadcasts(axes, shape) and not is_ambiguous:
-        return
+    if 2 <= len(axes) <= len(shape) and mask.dtype == torch.bool:
+        pairs = zip(reversed(axes), reversed(shape), strict=False)
+        fits = all(size in (1, whole) for size, whole in pairs)
+        has_all_keys = axes[-1] == shape[-1]
+        # (7, 7) for 7 sequences of 7 tokens may be padding without its axis of queries.
+        may_be_padding = len(axes) < len(shape) and 1 < axes[-2] == shape[-3]
+        if fits and has_all_keys and not may_be_padding:
+            return
     kind = f"{mask.dtype} {axes}" if isinstance(mask, Tensor) else type(mask).__name__
     raise ValueError(
         "mask must be bool, True where a query may attend to a key, and broadcast to "
@@ -340,28 +313,3 @@ def _require_mask(mask: Any, shape: tuple[int, ...]) -> None:
         "For padding, pass keep[..., None, :], where keep is True at real tokens; give "
         "any other mask all axes"
     )
-
-
-def _broadcasts(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a mask with these axes has all keys, and broadcasts to `shape`."""
-    if not 2 <= len(axes) <= len(shape) or axes[-1] != shape[-1]:
-        return False
-    pairs = zip(reversed(axes), reversed(shape), strict=False)
-    return all(size in (1, whole) for size, whole in pairs)
-
-
-def _has_kernel_for_shared_heads(q: Tensor, mask: Tensor | None) -> bool:
-    """Return whether a fast kernel lets a group of query heads share its KV head."""
-    # On CUDA, flash attention and cuDNN share heads in half precision, without a mask,
-    # up to d_head 256 (pytorch issue 154363). Otherwise, torch would store all scores.
-    # Other devices have no such limits.
-    is_supported = mask is None and q.dtype.itemsize == 2 and q.shape[-1] <= 256
-    return not q.is_cuda or is_supported
-
-
-def _yields_zeros_without_keys(q: Tensor) -> bool:
-    """Return whether torch's kernel gives zeros for a query whose keys are all masked."""
-    # Up to torch 2.11, cuDNN's kernel attends to all of them (pytorch issue 177842).
-    if q.is_cuda:
-        return torch.__version__ >= "2.12"  # a TorchVersion compares numbers, not text
-    return q.is_cpu

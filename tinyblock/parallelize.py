@@ -65,7 +65,7 @@ def parallelize(
     `to_empty(device=...)` afterwards, and load the weights with `set_model_state_dict` and
     the options `full_state_dict=True` and `broadcast_from_rank0=True`. Create the optimizer
     after this call. If you use LoRA, add it before, and use a mesh without "tp". Do not
-    call `reset_parameters` afterwards, because on a CPU, ranks would draw the same numbers
+    initialize layers again afterwards, because on a CPU, ranks would draw the same numbers
     for their parts.
 
     Raises:
@@ -203,8 +203,11 @@ def _split(
 
     plan = _plan()
     for block in blocks:
-        names = dict(block.named_modules())
-        found = {name: style for name, style in plan.items() if name in names}
+        found = {
+            name: plan[name]
+            for name, module in block.named_modules()
+            if name in plan and list(module.parameters())  # an nn.Identity has none
+        }
         parallel.parallelize_module(block, tp, found)
     for name, module in model.named_modules():
         if _in_block(name) in _NORMS:

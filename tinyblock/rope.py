@@ -162,8 +162,8 @@ class RotaryPositionalEmbedding(nn.Module):
         self, fn: Callable[[Tensor], Tensor], recurse: bool = True
     ) -> "RotaryPositionalEmbedding":
         """Move the table with the module, but do not cast or empty it."""
-        # All of .to(), .half(), .cuda(), .to_empty() and so on call this method. torch's
-        # own would round the table, or replace it by uninitialized memory.
+        # All of .to(), .half(), .cuda(), .to_empty() and so on call this method. That
+        # of torch would round the table, or replace it by uninitialized memory.
         table = self.cos_sin
         super()._apply(fn, recurse)
         self.cos_sin = _move(table, self.cos_sin.device)
@@ -171,14 +171,14 @@ class RotaryPositionalEmbedding(nn.Module):
 
 
 def _move(table: Tensor, device: torch.device) -> Tensor:
-    """Return the table on a device, or as it is for meta, where it would have no values."""
+    """Return the table on a device. On meta it would have no values, so it stays."""
     return table if device.type == "meta" else table.to(device)
 
 
 def _rotate(
     x: Float[Tensor, "*batch seq d_k"], cos_sin: Float[Tensor, "*#batch seq half pair"]
 ) -> Float[Tensor, "*batch seq d_k"]:
-    """Return (even + i odd)(cos + i sin) of each consecutive pair, computed in float32."""
+    """Return (even + i odd)(cos + i sin) of each pair, computed in float32."""
     pairs = x.float().unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():  # inductor generates no code for complex numbers
         even, odd = pairs.unbind(-1)

@@ -26,9 +26,9 @@ class Transformer(nn.Module):
     """Apply num_layers blocks one after another, then a norm.
 
     All blocks share one RoPE with max_seq_len positions and base theta, or the `rope`
-    that is passed instead. Pass theta=None for no positional encoding, as in CS336 2024,
-    whose model adds positions to its embeddings. rope=None keeps RoPE here, unlike in
-    Block.
+    that is passed instead. Pass theta=None for no positional encoding, as in CS336
+    2024, whose model adds positions to its embeddings. rope=None keeps RoPE here,
+    unlike in Block.
 
     `block(d_model, num_heads, d_ff, rope=..., norm=..., eps=..., device=..., dtype=...,
     **block_options)` builds a block. The default takes the options of Block, such as
@@ -60,13 +60,11 @@ class Transformer(nn.Module):
         **block_options: Any,
     ) -> None:
         super().__init__()
-        sizes = {
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "max_seq_len": max_seq_len,
-        }
-        if min(sizes.values()) < 1:
-            raise ValueError(f"sizes of a Transformer must be at least 1, got {sizes}")
+        if min(num_layers, num_heads, max_seq_len) < 1:
+            raise ValueError(
+                "num_layers, num_heads and max_seq_len must be at least 1, got "
+                f"{num_layers}, {num_heads} and {max_seq_len}"
+            )
         self.d_model = d_model
         self.max_seq_len = max_seq_len
         if rope is None and theta is not None:
@@ -87,14 +85,6 @@ class Transformer(nn.Module):
         )
         self.ln_final = norm(d_model, eps=eps, **factory)
 
-    def reset_parameters(self) -> None:
-        """Let each layer below initialize itself, and the shared RoPE once.
-
-        A subclass must reset an nn.Parameter of its own.
-        """
-        for layer in self.children():
-            _reset(layer)
-
     def forward(
         self,
         x: Float[Tensor, "*batch seq {self.d_model}"],
@@ -109,14 +99,3 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = layer(x, token_positions, mask)
         return self.ln_final(x)
-
-
-# The same function as in ffn.py, so that each file works alone.
-def _reset(layer: nn.Module) -> None:
-    """Let a layer initialize itself. If it has no method for this, go into it."""
-    reset = getattr(layer, "reset_parameters", None)
-    if reset is not None:
-        reset()
-    else:  # such as nn.Sequential
-        for inner in layer.children():
-            _reset(inner)

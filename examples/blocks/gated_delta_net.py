@@ -89,7 +89,6 @@ class HeadDecay(nn.Module):
 
     def reset_parameters(self) -> None:
         """Let a token forget between 0.1% and 80% of what a head remembers."""
-        self.proj.reset_parameters()
         nn.init.uniform_(self.log_speed, math.log(1), math.log(16))
         # Where bias is small, softplus(bias) is about exp(bias).
         nn.init.uniform_(self.bias, math.log(0.001), math.log(0.1))

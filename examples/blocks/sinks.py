@@ -54,7 +54,6 @@ class SinkAttention(CausalMultiHeadSelfAttention):
         self.sinks = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
-        super().reset_parameters()
         nn.init.zeros_(self.sinks)
 
     def attend(

@@ -47,11 +47,20 @@ def of_transformers(layers):
 def test_transformers_loads_what_it_saved_and_initializes_what_is_missing(
     device_map, of_transformers, tmp_path
 ):
-    """The second of two layers, the head, and a bias beside a loaded weight."""
+    """The second of two layers, the head, a bias, and a parameter beside a layer."""
 
-    class WithBias(type(of_transformers)):  # type: ignore[misc]
+    class Scaled(nn.Sequential):
+        def __init__(self, *layers):
+            super().__init__(*layers)
+            self.scale = nn.Parameter(torch.empty(3))
+
+        def reset_parameters(self):
+            nn.init.ones_(self.scale)
+
+    class Larger(type(of_transformers)):  # type: ignore[misc]
         def __init__(self, config):
             super().__init__(config)
+            self.scaled = Scaled(nn.Identity())
             w1 = self.transformer.layers[0].ffn.w1
             w1.bias = nn.Parameter(torch.empty(w1.out_features))
 
@@ -70,7 +79,7 @@ def test_transformers_loads_what_it_saved_and_initializes_what_is_missing(
         for _ in range(300)
     ]
     del hoard
-    loaded = WithBias.from_pretrained(
+    loaded = Larger.from_pretrained(
         tmp_path, dtype=torch.bfloat16, device_map=device_map
     )
     assert torch.equal(
@@ -117,25 +126,31 @@ def test_quantize_dynamic_takes_only_plain_linear_layers(model):
     assert 0 < error < 0.05
 
 
-def test_layers_get_their_weights_back_in_nanogpt(layers):
+def test_a_walk_over_copied_layers_leaves_the_rest_of_nanogpt_alone(layers):
     """Its rule for weights is `_init_weights`, which it applies to each module."""
 
     class NanoGPT(nn.Module):
         def __init__(self):
             super().__init__()
-            blocks = [layers.Block(64, 4) for _ in range(2)]
-            self.transformer = nn.ModuleDict({"h": nn.ModuleList(blocks)})
-            self.head = nn.Linear(64, 7)
+            blocks = nn.ModuleList([layers.Block(64, 4) for _ in range(2)])
+            embedding = nn.Embedding(50, 64)
+            self.transformer: Any = nn.ModuleDict({"wte": embedding, "h": blocks})
+            self.lm_head = nn.Linear(64, 50)
             exec(block_with(PAGE, "nanoGPT's rule"), {"self": self})
 
-        def _init_weights(self, module):
-            if isinstance(module, nn.Linear):
+        def _init_weights(self, module: Any):
+            if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, mean=0.0, std=0.02)
 
-    model = NanoGPT()
-    assert model.head.weight.std() < 0.03
+    model: Any = NanoGPT()
+    own = [model.transformer["wte"].weight, model.lm_head.weight]
+    assert all(0.019 < weight.std() < 0.021 for weight in own)
     weight = model.transformer["h"][1].attn.q_proj.weight
     assert abs(weight.std() - math.sqrt(2 / sum(weight.shape))) < 0.01
+    # A walk over the whole model, against which the page warns, draws torch's weights.
+    exec(block_with(PAGE, 'model.to_empty(device="cuda")').partition("\n")[2])
+    assert own[0].std() > 0.9
+    assert abs(own[1].std() - 1 / math.sqrt(3 * 64)) < 0.005
 
 
 def test_safetensors_saves_and_loads_the_model(model, tmp_path):
@@ -145,7 +160,8 @@ def test_safetensors_saves_and_loads_the_model(model, tmp_path):
     path = str(tmp_path / "model.safetensors")
     safetensors.save_model(model, path)
     expected = model(X)
-    model.reset_parameters()
+    for weight in model.parameters():
+        weight.data.zero_()
     safetensors.load_model(model, path)
     assert torch.equal(model(X), expected)
 

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_a_block_need_not_take_a_head_size():
 
 
 def test_query_and_key_norms_may_have_no_gains():
-    layer = tinyblock.CausalMultiHeadSelfAttention(24, 4, qk_norm=True)
+    layer: Any = tinyblock.CausalMultiHeadSelfAttention(24, 4, qk_norm=True)
     x = torch.randn(2, 7, 24)
     expected = layer(x)
     layer.q_norm = nn.RMSNorm(6, 1e-5, elementwise_affine=False)

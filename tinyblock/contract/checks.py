@@ -94,14 +94,17 @@ class Case:
         return getattr(load(self.layer), self.name, None)
 
     def construct(self, **changed):
-        """Construct the layer; skip the case if it lacks an option or an input."""
+        """Construct the layer, for evaluation.
+
+        The case is skipped if the layer lacks an option or an input.
+        """
         layer = self.find()
         if layer is None:
             pytest.skip(f"there is no {self.name} in {self.layer}.py")
         options = {**self.options, **changed}
         if self.weights is not None:
             self.require(layer, "x", *self.weights, **options, **self.inputs)
-            return Function(layer, self.weights, options)
+            return Function(layer, self.weights, options).eval()
         if isinstance(options.get("rope"), Rope) and is_foreign(self.layer):
             use_rope_of(layer, options)
         # A copy may change the default.
@@ -109,7 +112,7 @@ class Case:
             options.setdefault("eps", EPS)
         self.require(layer, **options)
         self.require(layer.forward, "self", "x", **self.inputs)
-        return layer(**options)
+        return layer(**options).eval()
 
     def require(self, function, *arguments, **named):
         """Skip the case if a function takes other arguments than these."""
@@ -120,7 +123,7 @@ class Case:
 
     def build(self, device="cpu", dtype=torch.float64):
         """Construct the layer with seeded gains around 1 and matrices that keep lengths."""
-        module = self.construct().eval()
+        module = self.construct()
         for seed, weight in enumerate(module.parameters(), start=1):
             values = randn(*weight.shape, seed=seed) / math.sqrt(weight.shape[-1])
             weight.data.copy_(values + 1 if weight.ndim == 1 else values)

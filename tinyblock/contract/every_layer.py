@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from .checks import UNITS, check_close, fail, for_each, name_of
+from .checks import UNITS, check_close, fail, for_each, name_of, unit_of
 from .target import is_foreign
 
 numbers = pytest.mark.numbers
@@ -82,7 +82,7 @@ class EveryLayer:
                 first.sum().backward()
             for name, tensor in {"x": x, **inputs}.items():
                 check_same(f"after the call, {name}", tensor, before[name])
-            module.train()  # dropout fails here: -k "not calls_change_nothing"
+            module.train()  # dropout fails only here: -k "not calls_change_nothing"
             check_same("the second result", module(x, **inputs), first)
 
         for_each(self.every(), check)
@@ -100,14 +100,14 @@ class EveryLayer:
         for_each(self.every(), check)
 
     def test_reset_parameters(self):
-        """All weights and tables are new."""
+        """A walk over the modules makes all weights and tables new."""
 
         def check(case):
             torch.manual_seed(0)
             module = case.construct()
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.data.fill_(math.nan)
-            module.reset_parameters()
+            initialize(module)
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if not tensor.isfinite().all():
                     fail(f"reset_parameters must fill {name}")
@@ -144,7 +144,7 @@ class EveryLayer:
             if not result.is_meta:
                 fail(f"the result must be on meta, got {result.device}")
             module = module.to_empty(device=device).float()
-            module.reset_parameters()
+            initialize(module)
             # By the protocol of copy.deepcopy.
             module = pickle.loads(pickle.dumps(module.cpu())).to(device)
             module.load_state_dict(state)
@@ -175,6 +175,23 @@ class EveryLayer:
 
         for_each(self.each_typical(), check)
 
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports
+    def test_compiles_in_half_precision(self):
+        """Compiled code returns the dtype of x, with the numbers of eager code."""
+
+        def check(case):
+            module = case.build(dtype=torch.bfloat16)
+            x, inputs = case.arguments(dtype=torch.bfloat16)
+            expected = module(x, **inputs).detach()
+            torch._dynamo.reset()
+            compiled = torch.compile(module, fullgraph=True, backend="eager")
+            result = compiled(x, **inputs)
+            case.check_dtype(result, torch.bfloat16)
+            allowed = unit_of(torch.bfloat16) * expected.double().norm()
+            check_close("compiled result", result, expected.double(), allowed)
+
+        for_each(self.each_typical(), check)
+
     def test_initial_weights(self):
         """Gains are 1; matrices are normal of variance 2 / (d_in + d_out), up to 3 sigma."""
 
@@ -183,6 +200,13 @@ class EveryLayer:
             check_initial_weights(case.construct())
 
         for_each(self.each_typical(), check)
+
+
+def initialize(module):
+    """Let each layer in a module initialize itself, as FSDP2's documentation does."""
+    for layer in module.modules():
+        if hasattr(layer, "reset_parameters"):
+            layer.reset_parameters()
 
 
 def check_after_another_call(case):

@@ -155,6 +155,7 @@ class TestAttention(EveryLayer):
         ),
         "RoPE": case(is_common=False, **ROPE),
         "two key heads": case(num_kv_heads=2),
+        "heads of size 1": case(d_head=1, is_common=False),
         "all options": case(positions=POSITIONS, mask=mask_of(2, 7, 7), **OPTIONS),
         "mask": case(mask=EACH_ITSELF),
         "padding mask, as many sequences": case(
@@ -189,7 +190,6 @@ class TestAttention(EveryLayer):
         "d_model": (0,),
         "num_heads": (5, 0),
         "num_kv_heads": (3, 0),
-        "d_head": (0,),
         "eps": (0.0, math.nan, math.inf),
     }
 
@@ -305,9 +305,10 @@ def test_rejects_positions_without_a_rope():
         case().build()(randn(5, 24), torch.arange(5))
 
 
-def test_rejects_a_rope_of_another_head_size():
+@pytest.mark.parametrize("d_k", [4, 8])
+def test_rejects_a_rope_of_another_head_size(d_k):
     with pytest.raises(ValueError, match="d_k=6"):
-        case().construct(rope=Mock(d_k=4))
+        case().construct(rope=Mock(d_k=d_k))
 
 
 @pytest.mark.parametrize("heads", [4, 2], ids=["of queries", "of keys"])
@@ -318,5 +319,5 @@ def test_rejects_a_rope_that_changes_the_shape(heads):
         return x[:1] if x.shape[1] == heads else x
 
     layer = case(num_kv_heads=2, rope=rope).build()
-    with pytest.raises(ValueError, match=r"rope must return .* got \(1, "):
+    with pytest.raises(ValueError, match=r"rope must return .* got .*\(1, "):
         layer(randn(2, 5, 24))

@@ -9,7 +9,7 @@ import torch
 
 from .checks import EPS, TABLE, case_of, randn
 from .every_layer import EveryLayer
-from .test_attention import OPTIONS, ROPE, mask_of
+from .test_attention import OPTIONS, OTHER_THETA, ROPE, mask_of
 from .test_block import Double, pre_norm_block
 from .test_rmsnorm import rms_norm
 from .test_rope import POSITIONS, rope_of_positions
@@ -63,6 +63,7 @@ class TestTransformer(EveryLayer):
             axes=(7,), positions=torch.arange(7) % 5, max_seq_len=5
         ),
         "no RoPE": case(theta=None, max_seq_len=7),
+        "a RoPE that is passed": case(theta=None, **OTHER_THETA),
     }
     typical = ["default theta"]
     rejected = {

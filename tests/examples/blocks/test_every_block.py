@@ -64,20 +64,19 @@ each_with_masks = pytest.mark.parametrize(
 
 
 @each_model
-def test_resets_fill_all_weights_of_a_model_that_was_built_on_meta(model):
-    """By the model alone, or by each module, as FSDP2's documentation shows."""
+def test_a_walk_fills_all_weights_of_a_model_that_was_built_on_meta(model):
+    """As FSDP2's documentation shows."""
     model = model(device="meta")
     assert all(weight.is_meta for weight in model.parameters())
     model.to_empty(device="cpu")
-    for modules in ([model], list(model.modules())):
-        tensors = dict((*model.named_parameters(), *model.named_buffers()))
-        for tensor in tensors.values():
-            tensor.data.fill_(math.nan)
-        for module in modules:
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-        for name, tensor in tensors.items():
-            assert tensor.isfinite().all(), name
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    for tensor in tensors.values():
+        tensor.data.fill_(math.nan)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for name, tensor in tensors.items():
+        assert tensor.isfinite().all(), name
 
 
 @each_model
