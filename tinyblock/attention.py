@@ -8,8 +8,9 @@ al., "Query-Key Normalization for Transformers" (arXiv 2010.04245), here as in Q
 RMSNorm over the components of each head, before the rotation; CS336 2026, sections
 3.4.4 and 3.4.5, equations 11 to 14.
 Convention: a mask is True where a query may attend to a key, and is combined with the
-causal mask by AND. A query without any key yields zeros. The rows of each projection
-weight are ordered (heads d_head); query head h reads key head h // group.
+causal mask by AND. A query without any key yields zeros. The rows of the weights of q,
+k and v, and the columns of the last weight, are ordered (heads d_head); query head h
+reads key head h // group.
 """
 
 import math
@@ -98,7 +99,7 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Draw new weights."""
-        # With nn.init, because transformers then keeps the weights that it has loaded.
+        # With nn.init, which Hugging Face's from_pretrained lets skip loaded weights.
         std = math.sqrt(2 / (self.in_features + self.out_features))
         nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
         if self.bias is not None:
@@ -128,14 +129,16 @@ class CausalMultiHeadSelfAttention(nn.Module):
       there is no positional encoding.
     - `qk_norm` normalizes queries and keys over the components of each head.
     - `mask` is bool, of shape (..., seq, seq) or (..., 1, seq). For a padding mask
-      `keep` of shape (..., seq), True at real tokens, pass `keep[..., None, :]`.
+      `keep` of shape (..., seq), True at real tokens, pass `keep[..., None, :]`. Give
+      a mask all axes of the batch where it could otherwise be such a `keep`.
 
     Returns the dtype of `x` or, under autocast, the dtype of autocast.
 
     Raises:
         ValueError: an argument is out of range or inconsistent; token_positions are
-            passed without a rope; a mask is not bool, or does not broadcast in exactly
-            one way; the result of `rope` has a shape different from its input.
+            passed without a rope; a mask is not bool, does not broadcast, or could be
+            padding without its axis of queries; the result of `rope` has a shape
+            different from its input.
         EinopsError, or TypeError from shape checks: not one position for each token.
     """
 
@@ -211,7 +214,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         q = self.q_norm(rearrange(self.q_proj(x), split, d_head=self.d_head))
         k = self.k_norm(rearrange(self.k_proj(x), split, d_head=self.d_head))
         v = rearrange(self.v_proj(x), split, d_head=self.d_head)
-        rope = self.rope  # read once: looking up a child takes as long as a shape check
+        rope = self.rope  # read once: nn.Module looks up a child slowly
         if rope is None:
             if token_positions is not None:
                 raise ValueError("token_positions require a layer built with rope=")
@@ -234,9 +237,9 @@ class CausalMultiHeadSelfAttention(nn.Module):
         """Return causal attention, (..., heads, query, d_head), before the heads merge.
 
         q is (..., heads, query, d_head), and k and v are (..., kv_heads, key, d_head).
-        The queries belong to the last tokens among the keys, so that an override may
-        put earlier keys and values before k and v. `mask` is (..., query, key) or
-        (..., 1, key).
+        The queries belong to the last tokens among the keys, so that a subclass with a
+        cache may put earlier keys and values before k and v. `mask` is (..., query,
+        key) or (..., 1, key).
         """
         *batch, _, query, _ = q.shape
         key = k.shape[-2]
@@ -251,26 +254,29 @@ class CausalMultiHeadSelfAttention(nn.Module):
             # Not `is_causal = query == key`: in compiled code this is symbolic, and
             # torch takes only a bool.
             is_causal = True
-        elif mask is not None or query > 1:  # the last token attends to every key
+        elif mask is not None or query > 1:
             shown = _and_causal(mask, (*batch, query, key), q.device)
             shown = shown.reshape(q.shape[0], 1, query, key)  # for all heads
+        # Otherwise, the one query is the last token, which attends to every key.
         has_groups = self.num_kv_heads < self.num_heads
-        # On CUDA, fast kernels share heads in half precision, without a mask, up to
-        # d_head 256 (pytorch issue 154363). Otherwise, torch would store all scores.
-        is_shared = q.dtype.itemsize == 2 and shown is None and q.shape[-1] <= 256
-        if has_groups and q.is_cuda and not is_shared:
-            group = self.num_heads // self.num_kv_heads
-            k = k.repeat_interleave(group, dim=1)
-            v = v.repeat_interleave(group, dim=1)
-            has_groups = False
+        if has_groups and q.is_cuda:
+            # A fast kernel takes groups of heads in half precision, without a mask, up to
+            # d_head 256 (pytorch issue 154363). Otherwise, torch would store all scores
+            # of groups, but not of equal heads.
+            is_half = q.dtype.itemsize == 2
+            has_groups = is_half and shown is None and q.shape[-1] <= 256
+            if not has_groups:
+                group = self.num_heads // self.num_kv_heads
+                k = k.repeat_interleave(group, dim=1)
+                v = v.repeat_interleave(group, dim=1)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=shown, is_causal=is_causal, enable_gqa=has_groups
         )
-        if mask is not None:  # without a mask, each query has at least its own key
-            # A query without keys yields zeros on a CPU and, from torch 2.12 on, on
-            # CUDA. Before, cuDNN's kernel attends to all keys (pytorch issue 177842).
-            yields_zeros = q.is_cpu or (q.is_cuda and torch.__version__ >= "2.12")
-            if not yields_zeros:  # only then, because backward keeps a copy of `out`
+        if mask is not None:
+            # A query whose keys are all masked yields zeros on a CPU and, since torch
+            # 2.12, on CUDA. Before, cuDNN attends to all keys (pytorch issue 177842).
+            has_zeros = q.is_cpu or (q.is_cuda and torch.__version__ >= "2.12")
+            if not has_zeros:  # only then, because this copies `out`
                 out = out.masked_fill(~shown.any(dim=-1, keepdim=True), 0)
         return out if len(batch) == 1 else out.view(*batch, *out.shape[1:])
 
@@ -303,7 +309,8 @@ def _require_mask(mask: Any, shape: tuple[int, ...]) -> None:
         fits = all(size in (1, whole) for size, whole in pairs)
         has_all_keys = axes[-1] == shape[-1]
         # (7, 7) for 7 sequences of 7 tokens may be padding without its axis of queries.
-        may_be_padding = len(axes) < len(shape) and 1 < axes[-2] == shape[-3]
+        queries = axes[-2]
+        may_be_padding = len(axes) < len(shape) and queries == shape[-3] and queries > 1
         if fits and has_all_keys and not may_be_padding:
             return
     kind = f"{mask.dtype} {axes}" if isinstance(mask, Tensor) else type(mask).__name__
