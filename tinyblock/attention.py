@@ -260,9 +260,9 @@ class CausalMultiHeadSelfAttention(nn.Module):
         # Otherwise, the one query is the last token, which attends to every key.
         has_groups = self.num_kv_heads < self.num_heads
         if has_groups and q.is_cuda:
-            # A fast kernel takes groups of heads in half precision, without a mask, up to
-            # d_head 256 (pytorch issue 154363). Otherwise, torch would store all scores
-            # of groups, but not of equal heads.
+            # A fast kernel takes groups in half precision, without a mask, up to d_head
+            # 256 (pytorch issue 154363). Otherwise, torch would store all scores of
+            # groups, but not of equal heads.
             is_half = q.dtype.itemsize == 2
             has_groups = is_half and shown is None and q.shape[-1] <= 256
             if not has_groups:
