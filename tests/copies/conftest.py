@@ -24,7 +24,6 @@ class Project:
     root: Path
     name = "my_package/cöpies"
     tinyblock: Path = field(init=False)  # the release that runs
-    version: str = field(init=False)
 
     @property
     def folder(self):
@@ -32,7 +31,6 @@ class Project:
 
     def release(self, version, **lines):
         """Let the commands be of this release, whose files end with these lines."""
-        self.version = version
         self.tinyblock = Path(tempfile.mkdtemp(dir=self.root.parent), "tinyblock")
         unneeded = shutil.ignore_patterns("__pycache__")
         shutil.copytree(PACKAGE, self.tinyblock, ignore=unneeded)
@@ -108,7 +106,7 @@ class Project:
     def written(self, name):
         """Return what the release writes as a copy, as docs/vendoring.md describes it."""
         header = f"""\
-# Copied from tinyblock {self.version}: {name}
+# Copied from tinyblock: {name}
 # Copyright (c) 2026 The tinyblock authors, MIT license: see LICENSE.tinyblock
 # ruff: noqa: PGH004
 # flake8: noqa

@@ -1,7 +1,6 @@
-"""A command that is stopped anywhere, or finds the disk full, can be repeated."""
+"""A command that is stopped anywhere, or finds the disk full, is completed or undone."""
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,51 +8,61 @@ from pathlib import Path
 import pytest
 
 STOPPING = Path(__file__).with_name("stopping.py")
+# Of 0.2.0, after the function that the user has edited. A second merge would insert it again.
+RELU = '''\
+def relu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return max(x, 0)."""
+    return F.relu(x)
+
+
+'''
 
 
 def new_copies(project):
-    return ["add", "--to", project.name, "ffn"]
-
-
-def a_copy_by_hand(project):
-    project.folder.mkdir(parents=True)
-    shutil.copy(project.tinyblock / "ffn.py", project.folder)
-    return new_copies(project)
+    return ["add", "--to", project.name, "rmsnorm", "ffn"]
 
 
 def edits_and_changes(project):
-    """rope.py has a conflict, rmsnorm.py is missing, and ffn.py imports a new file."""
-    project.run("add", "ffn", "rmsnorm", "rope")
-    project.edit("ffn.py", "import math\n", "import math  # mine\n")
-    project.append("rope.py", "# mine")
+    """Of copies with an edit, a conflict, CRLF, no last line end, a link, and a new import."""
+    project.run("add", "block", "rope")
+    project.edit("ffn.py", "return F.silu(x)\n", "return F.silu(x)  # mine\n")
+    project.edit("rope.py", "import math\n", "import math  # mine\n")
     (project.folder / "rmsnorm.py").unlink()
-    project.release("0.2.0", ffn="from .parallelize import parallelize", rope="# new")
+    text = project.contents()["attention.py"] + b"MINE = 1"
+    project.write("attention.py", text.replace(b"\n", b"\r\n"))
+    project.append("block.py", "# mine")
+    (project.folder / "shared").mkdir()
+    (project.folder / "block.py").rename(project.folder / "shared" / "block")
+    (project.folder / "block.py").symlink_to("shared/block")
     return ["update", project.name]
 
 
-def edits_and_changes_without_a_new_number(project):
-    project.run("add", "ffn")
-    project.edit("ffn.py", "import math\n", "import math  # mine\n")
-    project.release("0.1.0", ffn="# new")
-    return ["update", project.name]
+def change(project):
+    """What edits_and_changes is updated to."""
+    project.change("ffn.py", "def gelu(", f"{RELU}def gelu(")
+    project.change("rope.py", "import math\n", "import math  # new\n")
+    project.change("attention.py", "import torch\n", "import torch  # new\n")
+    imports = "from .ffn import SwiGLU\n"
+    project.change(
+        "block.py", imports, f"{imports}from .parallelize import parallelize\n"
+    )
 
 
-@pytest.mark.parametrize(
-    "prepare",
-    [
-        new_copies,
-        a_copy_by_hand,
-        edits_and_changes,
-        edits_and_changes_without_a_new_number,
-    ],
-)
-def test_a_repeated_command_completes_one_that_was_stopped(prepare, empty):
+@pytest.mark.parametrize("prepare", [new_copies, edits_and_changes])
+def test_a_stopped_command_is_completed_or_undone(prepare, empty):
     """stopping.py stops it before each change and in each file, or fills the disk there.
 
-    It repeats the command each time, and compares the folder with that of a whole run.
+    After each stop, it looks at the copies, and goes on with a repetition, edits, or a
+    newer release. The folder is then as if the command had not been stopped.
     """
     command = prepare(empty)
-    program = [sys.executable, "-BIS", STOPPING, empty.tinyblock, empty.name]
+    empty.release("0.2.0")
+    change(empty)
+    release = empty.tinyblock
+    empty.release("0.3.0", rmsnorm="# newer")
+    change(empty)
+    empty.change("ffn.py", "import math\n", "import math  # newer\n")
+    program = [sys.executable, "-BIS", STOPPING, release, empty.tinyblock, empty.name]
     done = subprocess.run(
         [*program, *command],
         cwd=empty.root,
@@ -62,9 +71,7 @@ def test_a_repeated_command_completes_one_that_was_stopped(prepare, empty):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    stops, written = map(
-        int, re.findall(r"stopped (\d+) times, (\d+) files", done.stdout)[0]
-    )
-    assert written > 1
-    # Among others, before each file is opened, and before it is renamed.
-    assert stops > 2 * written
+    stops, states = map(int, re.findall(r"(\d+) stops, (\d+) states", done.stdout)[0])
+    # Copies and bases: each is opened and renamed.
+    assert stops > 4 * len(command)
+    assert states > 4

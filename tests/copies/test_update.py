@@ -7,12 +7,11 @@ import pytest
 
 CONFLICT = "conflict markers: resolve them"
 MERGED = "merged with your edits"
-OUTDATED = "outdated: 0.1.0 -> 0.2.0"
-LEFT = f"{CONFLICT}, {OUTDATED}"
+OUTDATED = "outdated: tinyblock 0.2.0 has changed it"
 MARKED = b"""\
 <<<<<<< yours
 # mine
-||||||| tinyblock 0.1.0, copied
+||||||| as it was copied
 =======
 # new
 >>>>>>> tinyblock 0.2.0
@@ -37,64 +36,63 @@ class State(NamedTuple):
     """What a user has of rope.py, and what an update to a release with a change does."""
 
     copy: bytes | None
-    base: bytes
+    differs: str  # from its base, in the words of `check`
     row: str
     updated: bytes
-
-    @property
-    def differs(self):
-        """How the copy differs from its base, in the words of `check`."""
-        words = {
-            "updated": [],
-            MERGED: ["edited"],
-            CONFLICT: ["edited"],
-            "copied": ["missing"],
-            LEFT: [CONFLICT],
-        }
-        return words[self.row]
+    base: bytes | None = None  # None: as copied
 
 
 def states(old, new):
     """Return all states, for what the two releases write as rope.py."""
     conflict = new.removesuffix(b"# new\n") + MARKED
     mixed = (b"import math\n", b"import math\r\nimport os\r\n")
+    heading = (b"import math\n", b'"""A heading\n=======\n"""\nimport math\n')
+    latin = (b"import math\n", b"import math  # gr\xfcn\n")
     found = {
-        "as copied": State(old, old, "updated", new),
-        "edited elsewhere": State(edited(old), old, MERGED, edited(new)),
-        "edited at the same line": State(old + b"# mine\n", old, CONFLICT, conflict),
-        "deleted": State(None, old, "copied", new),
-        "CRLF": State(with_crlf(old), old, "updated", with_crlf(new)),
+        "as copied": State(old, "", "updated", new),
+        "edited elsewhere": State(edited(old), "edited", MERGED, edited(new)),
+        "edited at the same line": State(
+            old + b"# mine\n", "edited", CONFLICT, conflict
+        ),
+        "changed as in this release": State(new, "edited", "updated", new),
+        "deleted": State(None, "missing", "copied", new),
+        "CRLF": State(with_crlf(old), "", "updated", with_crlf(new)),
         "CRLF, edited": State(
-            with_crlf(edited(old)), with_crlf(old), MERGED, with_crlf(edited(new))
+            with_crlf(edited(old)),
+            "edited",
+            MERGED,
+            with_crlf(edited(new)),
+            with_crlf(old),
         ),
         "CRLF, edited at the same line": State(
-            with_crlf(old + b"# mine\n"), old, CONFLICT, with_crlf(conflict)
+            with_crlf(old + b"# mine\n"), "edited", CONFLICT, with_crlf(conflict)
         ),
         "deleted beside a base with CRLF": State(
-            None, with_crlf(old), "copied", with_crlf(new)
+            None, "missing", "copied", with_crlf(new), with_crlf(old)
+        ),
+        "a base with CRLF": State(
+            edited(old), "edited", MERGED, edited(new), with_crlf(old)
         ),
         "two kinds of line ends": State(
-            old.replace(*mixed), old, MERGED, new.replace(*mixed)
+            old.replace(*mixed), "edited", MERGED, new.replace(*mixed)
         ),
         "a byte order mark": State(
-            BYTE_ORDER_MARK + old, old, MERGED, BYTE_ORDER_MARK + new
+            BYTE_ORDER_MARK + old, "edited", MERGED, BYTE_ORDER_MARK + new
+        ),
+        "a heading underlined by seven signs": State(
+            old.replace(*heading), "edited", MERGED, new.replace(*heading)
+        ),
+        "another encoding": State(
+            old.replace(*latin), "edited", MERGED, new.replace(*latin)
         ),
     }
-    for title, base in {
-        "spaces": old.replace(b"\n", b" \n"),
-        "lines at the end": old + b"\n\n",
-        "no line end at the end": old.removesuffix(b"\n"),
-        "CRLF": with_crlf(old),
-        "a byte order mark": BYTE_ORDER_MARK + old,
-    }.items():
-        found[f"a base with {title}"] = State(edited(old), base, MERGED, edited(new))
     for number in range(5):
-        found[f"without line {number} of the header"] = State(
-            without_line(number, old), old, MERGED, without_line(number, new)
+        found[f"without line {number} of the head"] = State(
+            without_line(number, old), "edited", MERGED, without_line(number, new)
         )
-    for marker in (b"<<<<<<< yours\n", b"||||||| 0.1\r\n", b"=======\n", b">>>>>>>\n"):
+    for marker in (b"<<<<<<< yours\n", b">>>>>>>\n"):
         left = old + marker
-        found[f"{marker!r} is left"] = State(left, old, LEFT, left)
+        found[f"{marker!r} is left"] = State(left, CONFLICT, CONFLICT, left)
     return found
 
 
@@ -103,11 +101,11 @@ def test_an_update_merges_each_state_of_a_copy_with_a_change(project):
     project.release("0.2.0", rope="# new")
     new = project.written("rope.py")
     for title, state in states(old, new).items():
-        project.base("rope.py").write_bytes(state.base)
+        project.base("rope.py").write_bytes(state.base or old)
         project.write("rope.py", state.copy)
-        found = project.rows("check", code=1)
-        assert found == {"rope.py": ", ".join([*state.differs, OUTDATED])}, title
-        code = int(state.row.startswith(CONFLICT))
+        words = ", ".join(filter(None, [state.differs, OUTDATED]))
+        assert project.rows("check", code=1) == {"rope.py": words}, title
+        code = int(state.row == CONFLICT)
         assert project.rows("update", "rope", code=code)["rope.py"] == state.row, title
         after = project.contents()
         assert after["rope.py"] == state.updated, title
@@ -119,15 +117,16 @@ def test_a_new_number_alone_changes_no_copy(project):
     old = project.written("rope.py")
     project.release("0.2.0")
     for title, state in states(old, new=b"").items():  # there is no new text
-        if state.copy is None:
+        if state.copy in (None, b""):
             continue
-        project.base("rope.py").write_bytes(state.base)
+        project.base("rope.py").write_bytes(state.base or old)
         project.write("rope.py", state.copy)
         before = project.contents()
-        found = project.rows("check", code=int(CONFLICT in state.differs))
-        assert list(found.values()) == state.differs, title
-        row = project.rows("update", code=int(CONFLICT in state.differs))["rope.py"]
-        assert [row] == (state.differs or ["up to date"]), title
+        code = int(state.differs == CONFLICT)
+        words = {"rope.py": state.differs} if state.differs else {}
+        assert project.rows("check", code=code) == words, title
+        row = project.rows("update", "rope", code=code)["rope.py"]
+        assert row == (state.differs or "up to date"), title
         assert project.contents() == before, title
 
 
@@ -146,7 +145,9 @@ def test_update_also_copies_what_a_release_imports_anew(project):
     }
     contents = project.contents()
     assert contents["parallelize.py"] == project.written("parallelize.py")
-    assert project.run("check", code=1).endswith("\n5 of 6 copies are pristine\n")
+    assert project.run("check", code=1).endswith(
+        "\n5 of 6 copies are unedited and up to date\n"
+    )
 
 
 def test_a_resolved_conflict_is_an_edit_that_needs_no_second_update(project):
@@ -181,15 +182,12 @@ def test_diff_shows_edits_and_then_later_changes(project, tmp_path):
     project.write("rope.py", mine)
     project.release("0.2.0", rope="# new")
     shown = project.run("diff", "rope", "--mine")
-    assert shown.startswith(f"--- tinyblock 0.1.0: rope.py\n+++ {project.name}/rope.py")
+    base = f"--- {project.name}/.tinyblock/rope.py.base\n"
+    assert shown.startswith(f"{base}+++ {project.name}/rope.py\n")
     assert patched(copied, shown, tmp_path) == mine
     later = project.run("diff", "rope", "--upstream")
-    assert later.startswith(
-        "--- tinyblock 0.1.0: rope.py\n+++ tinyblock 0.2.0: rope.py"
-    )
-    # A new number is no change.
-    new = project.written("rope.py").replace(b"0.2.0", b"0.1.0")
-    assert patched(copied, later, tmp_path) == new
+    assert later.startswith(f"{base}+++ tinyblock 0.2.0: rope.py\n")
+    assert patched(copied, later, tmp_path) == project.written("rope.py")
     assert project.run("diff") == shown + later
 
 
@@ -197,15 +195,14 @@ def test_diff_shows_edits_and_then_later_changes(project, tmp_path):
     ("older", "newer"),
     [("0.9.0", "0.10.0"), ("0.10.0", "0.10.1"), ("0.9.9", "1.0.0")],
 )
-def test_a_copy_of_a_newer_release_is_left_alone(older, newer, project):
+def test_an_older_tinyblock_is_an_error(older, newer, project):
     project.release(newer, rope="# new")
     project.run("update", "rope")
     before = project.contents()
     project.release(older, rope="# old")
-    row = {"rope.py": f"from the newer tinyblock {newer}"}
-    assert project.rows("check", "rope") == row
-    assert project.run("diff", "rope") == ""
-    assert project.rows("update", "rope") == row
+    error = f"has copies from a newer tinyblock than {older}"
+    for command in ("check", "diff", "update", "add"):
+        assert error in project.run(command, "rope", code=2)
     assert project.contents() == before
 
 
@@ -228,20 +225,31 @@ def test_a_copy_that_this_release_does_not_have_is_left_alone(project):
 
 def test_a_release_without_a_new_number_is_a_change(project):
     project.release("0.1.0", rope="# new")
-    row = {"rope.py": "outdated: tinyblock 0.1.0 has changed since"}
+    row = {"rope.py": "outdated: tinyblock 0.1.0 has changed it"}
     assert project.rows("check", code=1) == row
     assert project.rows("update", "rope") == {"rope.py": "updated"}
     assert project.contents()["rope.py"] == project.written("rope.py")
 
 
-def test_an_edited_copy_gets_a_new_header(project):
+def test_an_edited_copy_gets_a_new_head(project):
     project.append("rope.py", "# mine")
     project.release("0.2.0")
-    # A line of the header that this release writes.
-    project.change("copies.py", "# fmt: off\n", "# fmt: skip\n")
+    # A line of the head that this release writes.
+    project.change("copies.py", "\n# fmt: off\n", "\n# fmt: skip\n")
     project.run("update", "rope")
     written = project.written("rope.py").replace(b"# fmt: off\n", b"# fmt: skip\n")
     assert project.contents()["rope.py"] == written + b"# mine\n"
+
+
+def test_copies_with_a_version_in_their_heads_are_updated(project):
+    """As an unreleased tinyblock wrote them, without .tinyblock/version."""
+    for path in (project.folder / "rope.py", project.base("rope.py")):
+        text = path.read_bytes()
+        path.write_bytes(text.replace(b"tinyblock: ", b"tinyblock 0.1.0: ", 1))
+    (project.folder / ".tinyblock" / "version").unlink()
+    project.edit("rope.py", "import math\n", "import math  # mine\n")
+    assert project.rows("update", "rope") == {"rope.py": MERGED}
+    assert project.contents()["rope.py"] == edited(project.written("rope.py"))
 
 
 def test_to_remove_a_copy_delete_it_and_its_base(project):
