@@ -80,13 +80,13 @@ def require_printed(project, block):
 
 def test_vendoring_shows_what_check_prints_of_an_edit(project):
     project.append("ffn.py", "# mine")
-    require_printed(project, block_with(VENDORING, "4 of 5 copies are pristine"))
+    require_printed(project, block_with(VENDORING, "4 of 5 copies are unedited"))
 
 
 def test_vendoring_shows_what_check_and_update_print_of_a_release(project):
     project.edit("rope.py", "import math\n", "import math  # mine\n")
     project.release("0.2.0", ffn="# new", rope="# new")
-    require_printed(project, block_with(VENDORING, "3 of 5 copies are pristine"))
+    require_printed(project, block_with(VENDORING, "3 of 5 copies are unedited"))
 
 
 def test_vendoring_shows_a_conflict(project):

@@ -37,6 +37,17 @@ def edits_and_changes(project):
     return ["update", project.name]
 
 
+def partial_files(project):
+    """Of copies after two stops: one before and one after a copy took its place."""
+    project.run("add", "ffn", "rmsnorm")
+    base = project.base("ffn.py")
+    (project.folder / "ffn.py.partial").write_bytes(b"new")
+    base.with_name(f"{base.name}.partial").write_bytes(b"ne")
+    base = project.base("rmsnorm.py")
+    base.rename(base.with_name(f"{base.name}.partial"))
+    return ["update", project.name]
+
+
 def change(project):
     """What edits_and_changes is updated to."""
     project.change("ffn.py", "def gelu(", f"{RELU}def gelu(")
@@ -48,7 +59,7 @@ def change(project):
     )
 
 
-@pytest.mark.parametrize("prepare", [new_copies, edits_and_changes])
+@pytest.mark.parametrize("prepare", [new_copies, edits_and_changes, partial_files])
 def test_a_stopped_command_is_completed_or_undone(prepare, empty):
     """stopping.py stops it before each change and in each file, or fills the disk there.
 
