@@ -251,7 +251,8 @@ def opened(folder: Path, *, create: bool = False) -> Iterator[None]:
         version = read(folder / ".tinyblock" / "version") or b""
         if newest_in(version) > newest_in(VERSION.encode()):
             raise CommandError(
-                f"{folder} has copies from a newer tinyblock than {VERSION}: update it"
+                f"{folder} has copies from a newer tinyblock than this one, {VERSION}: "
+                "update tinyblock"
             )
         recover(folder)
         yield

@@ -278,7 +278,7 @@ def test_an_older_tinyblock_reads_the_newest_version_of_two_branches(project):
     version = project.folder / ".tinyblock" / "version"
     version.write_text("<<<<<<< one\n0.1.0\n=======\n0.3.0\n>>>>>>> two\n")
     project.release("0.2.0")
-    assert "a newer tinyblock than 0.2.0" in project.run("check", code=2)
+    assert "a newer tinyblock than this one, 0.2.0" in project.run("check", code=2)
     project.release("0.3.0")
     assert project.rows("check") == {}
 

@@ -200,7 +200,7 @@ def test_an_older_tinyblock_is_an_error(older, newer, project):
     project.run("update", "rope")
     before = project.contents()
     project.release(older, rope="# old")
-    error = f"has copies from a newer tinyblock than {older}"
+    error = f"has copies from a newer tinyblock than this one, {older}"
     for command in ("check", "diff", "update", "add"):
         assert error in project.run(command, "rope", code=2)
     assert project.contents() == before
