@@ -380,6 +380,7 @@ def bring_up_to_date(folder: Path, copies: Sequence[Copy]) -> int:
         if not copy.is_own:
             waiting += copy.imports()
     if bases:
+        # Before the copies, so that a stop in between lets in no older tinyblock.
         first = {folder / ".tinyblock" / "version": f"{VERSION}\n".encode()}
         if not (folder / LICENSE).exists():
             first[folder / LICENSE] = (ROOT / "LICENSE").read_bytes()
