@@ -11,7 +11,7 @@ MODEL := SmolLM2-135M-Instruct.Q4_1.gguf
 CACHE := $(HOME)/.cache/tinyblock
 
 .DEFAULT_GOAL := help
-.PHONY: help install profile test tests mutants lint story compare
+.PHONY: help install profile test tests mutants lint story compare accuracy
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-11s%s\n", $$1, $$2}' Makefile
@@ -41,8 +41,11 @@ story: $(VENV)/installed-examples $(CACHE)/$(MODEL) ## download a small language
 	$(VENV)/bin/python examples/generate.py $(CACHE)/$(MODEL) \
 		"Tell me a short story about a lighthouse keeper and her cat." --chat --tokens 120 $(ARGS)
 
-compare: $(VENV)-peers/installed-peers ## compare the speed and the errors of the Block with other projects' layers
+compare: $(VENV)-peers/installed-peers ## compare the speed of the Block with that of other projects' layers
 	@$(VENV)-peers/bin/python scripts/compare.py $(ARGS)
+
+accuracy: $(VENV)-peers/installed-peers ## compare the errors of the Block and its layers with those of transformers
+	@$(VENV)-peers/bin/python scripts/accuracy.py $(ARGS)
 
 # An extra of pyproject.toml. .venv-peers is separate, because other projects require older releases.
 $(VENV)/installed-% $(VENV)-peers/installed-%: pyproject.toml

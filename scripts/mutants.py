@@ -30,6 +30,7 @@ TESTS = {
     "tinyblock/typecheck": ["tests/typecheck"],
     "tinyblock_command": ["tests/copies"],
     "tinyblock": ["tinyblock/contract", "tests/layers"],
+    "scripts/accuracy": ["tests/compare"],
     "scripts/compare": ["tests/compare"],
     "scripts/peers": ["tests/compare"],
     "scripts": ["tests/profiling", "tests/lab"],

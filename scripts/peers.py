@@ -1,4 +1,4 @@
-"""The Block and its layers, and layers of other projects with the same weights.
+"""The Block and its layers, and layers of other projects, with the same weights.
 
 Each function takes a Block and returns a Peer, which has its own copy of the weights:
 a layer that shared them would find them in the cache. The tables of cosines and sines
@@ -7,7 +7,7 @@ are made once, in the dtype that the project's models use, as for all layers of 
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -35,10 +35,24 @@ class Peer:
     layers: dict[str, Layer]
 
 
+MakePeer = Callable[[Any], Peer]  # from a Block
+
+
+def first_of(result: Any) -> Tensor:
+    """Return the tensor that a Layer returns alone or first."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference in float64, divided by that of what is right."""
+    expected = expected.detach().double()
+    return float((actual.detach().double() - expected).norm() / expected.norm())
+
+
 def make_block(
     size: Size, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> tuple[Any, Tensor]:
-    """Return a Block whose gains are not all 1, and an input for it."""
+    """Return a Block whose norm weights are not all 1, and an input for it."""
     torch.manual_seed(seed)
     block: Any = size.build(device, torch.float32)
     for norm in (block.ln1, block.ln2):
@@ -72,6 +86,12 @@ def of_package(package: Any, block: Any) -> Peer:
 def control(block: Any) -> Peer:
     """Copy the Block. The times of the two differ by noise alone."""
     return of_package(tinyblock, block)
+
+
+def of_checkout(checkout: Path, block: Any) -> Peer:
+    """Build the Block of another checkout of tinyblock."""
+    source = checkout / "tinyblock" / "__init__.py"
+    return of_package(import_as("tinyblock_against", source), block)
 
 
 def transformers(block: Any, modeling: ModuleType | None = None) -> Peer:
@@ -115,7 +135,7 @@ def transformers(block: Any, modeling: ModuleType | None = None) -> Peer:
 
 
 def liger(block: Any) -> Peer:
-    """Put Liger's kernels into a copy of Hugging Face's module, which is itself a peer."""
+    """Put Liger's kernels into a copy of Hugging Face's module, which is itself compared."""
     source = Path(str(import_module(LLAMA).__file__))
     # In the package of the original, because it imports from there.
     patched: Any = import_as(f"{LLAMA}_with_liger", source)
@@ -201,14 +221,14 @@ def import_as(name: str, source: Path) -> Any:
 
 
 # By the name of the package.
-PROJECTS: dict[str, Callable[[Any], Peer]] = {
+PROJECTS: dict[str, MakePeer] = {
     "transformers": transformers,
     "liger-kernel": liger,
     "litgpt": litgpt,
 }
 
 
-def installed(device: torch.device) -> dict[str, Callable[[Any], Peer]]:
+def installed(device: torch.device) -> dict[str, MakePeer]:
     """Return the projects that can run here. Liger's kernels require CUDA."""
     return {
         project: make
@@ -218,6 +238,7 @@ def installed(device: torch.device) -> dict[str, Callable[[Any], Peer]]:
     }
 
 
-def versions(projects: list[str]) -> str:
-    named = [f"{project} {version(project)}" for project in projects]
+def versions(projects: Iterable[str]) -> str:
+    """Name the version of each project that is a package."""
+    named = [f"{name} {version(name)}" for name in projects if name in PROJECTS]
     return ", ".join(named) or "no other project is installed"

@@ -31,6 +31,7 @@ if __name__ == "__main__":
 
 import torch
 from lab.options import positive
+from lab.progress import show_progress
 from lab.sizes import PRESETS, Size
 from lab.timing import clock_of
 from profiling.measure import measure
@@ -83,7 +84,6 @@ def run(typed: list[str] | None) -> None:
     if arguments.plot:
         from profiling.plot import draw  # before measuring: matplotlib is optional
     clock = clock_of(settings.device)
-    progress = show_progress if sys.stderr.isatty() else print_nothing
     try:
         with torch.set_grad_enabled(settings.train):
             profile = measure(
@@ -94,24 +94,15 @@ def run(typed: list[str] | None) -> None:
                 clock,
                 rate_samplers,
                 arguments.trace,
-                progress,
+                show_progress,
             )
     finally:
-        progress("")  # an error begins on a line of its own
+        show_progress("")  # an error begins on a line of its own
     print(report(profile, arguments.explain, arguments.all_parts))
     if arguments.json:
         arguments.json.write_text(json.dumps(asdict(profile), indent=1, default=str))
     if arguments.plot:
         draw(profile).savefig(arguments.plot, dpi=144)
-
-
-def show_progress(doing: str) -> None:
-    """Say what is being measured, in place of what was said before."""
-    print(f"\r\033[K{doing}", end="", file=sys.stderr, flush=True)
-
-
-def print_nothing(doing: str) -> None:
-    """Leave the output of a program that is not run at a terminal as it is."""
 
 
 def options() -> argparse.ArgumentParser:

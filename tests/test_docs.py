@@ -24,6 +24,7 @@ each_page = pytest.mark.parametrize(
 SUBCOMMANDS = ("list", "add", "check", "diff", "update", "verify")
 PROGRAMS = (
     "pytest",
+    "scripts/accuracy.py",
     "scripts/compare.py",
     "scripts/mutants.py",
     "scripts/profile_block.py",
