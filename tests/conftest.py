@@ -1,4 +1,7 @@
-"""What every test needs: one thread, equal random numbers on every run, and a clean compiler."""
+"""What every test needs: one thread, equal random numbers on every run, and a clean compiler.
+
+A test may be skipped for a reason of a list. Any other skip fails.
+"""
 
 import gc
 import os
@@ -14,10 +17,63 @@ os.environ["OMP_NUM_THREADS"] = "1"
 gc.disable()
 
 
+NO_GPU = "requires a GPU"
+SKIPS = {
+    NO_GPU,
+    "pytorch issue 196678: see docs/layers.md",
+    "requires Python 2.7",
+    "requires Python 3.6",
+    "requires Python 3.9",
+    "requires Python 3.10",
+    "requires the extra dev",
+    "requires the extra examples",
+    "requires the model that `make story` downloads",
+}
+
+
+class OnlySkips:
+    """Make a test or a file fail that is skipped, or xfails, for another reason."""
+
+    def __init__(self, reasons):
+        self.reasons = reasons
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self):
+        return self.checked((yield))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_make_collect_report(self):
+        return self.checked((yield))
+
+    def checked(self, report):
+        if not report.skipped:
+            return report
+        reason = getattr(report, "wasxfail", None)
+        if reason is None:
+            _, _, skipped = report.longrepr
+            reason = skipped.removeprefix("Skipped: ")
+        if reason not in self.reasons:
+            report.outcome = "failed"
+            report.longrepr = (
+                f"tests/conftest.py must list why this is skipped: {reason}"
+            )
+        return report
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all-packages",
+        action="store_true",
+        help="fail each test that is skipped, unless it requires a GPU",
+    )
+
+
 def pytest_configure(config):
     """Hide a GPU, except from `pytest -m cuda`: results must not depend on the machine."""
     if config.option.markexpr != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    reasons = {NO_GPU} if config.option.all_packages else SKIPS
+    config.pluginmanager.register(OnlySkips(reasons))
 
 
 def pytest_collection_finish():

@@ -13,10 +13,10 @@ transformers = pytest.importorskip("transformers", reason="requires the extra ex
 tokenizers = pytest.importorskip("tokenizers", reason="requires the extra examples")
 gguf = pytest.importorskip("gguf", reason="requires the extra examples")
 
-# `make story` downloads the file. .ci/run does so first, and fails if a test is skipped.
+# .ci/run first runs `make story`.
 SMOLLM2 = Path.home() / ".cache/tinyblock/SmolLM2-135M-Instruct.Q4_1.gguf"
 needs_story = pytest.mark.skipif(
-    not SMOLLM2.exists(), reason="`make story` downloads the model"
+    not SMOLLM2.exists(), reason="requires the model that `make story` downloads"
 )
 
 YARN = {
