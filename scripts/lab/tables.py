@@ -53,10 +53,9 @@ def si(value: float, unit: str = "", digits: int = 3) -> str:
     """Write a number with a decimal prefix, such as 3.11 MB or 12.3 ms."""
     if not value:
         return f"0 {unit}".strip()
-    value *= 1e6
-    largest = 1000 - 0.5 * 10 ** (3 - digits)  # which is not rounded to 1000
+    value = float(f"{1e6 * value:.{digits - 1}e}")  # so 999.6 is 1.00 k
     for prefix in ("u", "m", "", "k", "M", "G", "T"):
-        if abs(value) < largest:
+        if abs(value) < 1000:
             return f"{number(value, digits)} {prefix}{unit}".strip()
         value /= 1000
     return f"{number(value, digits)} P{unit}"

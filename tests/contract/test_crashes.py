@@ -12,9 +12,10 @@ SOLUTION = Path(__file__).parent / "solutions" / "real_tables"
 def test_an_operation_that_torch_lacks_and_a_type_error_in_one_case_are_failures(
     tmp_path,
 ):
-    """torch raises NotImplementedError, too: it has no cdist in float16. Large numbers are one case.."""
+    """What torch lacks, such as cdist in float16, is a NotImplementedError, too."""
     for layer in ("rmsnorm.py", "ffn.py"):
         shutil.copy(SOLUTION / layer, tmp_path)
+    # The numbers of one case are as large as these.
     replace(
         tmp_path / "rmsnorm.py",
         "        in_dtype = x.dtype\n",
