@@ -2,13 +2,15 @@
 
 A change replaces an operator, a comparison, a condition or a number, leaves a keyword
 argument out, or exchanges two arguments. Annotations and errors stay. The changes are drawn
-at random, each time the same, and made in a copy of the checkout. For a change that is
-printed, a test is missing, or the code is not needed, or no user can see a difference.
-Run it in the root of the checkout, with the paths of files from there.
+at random, each time the same, and made in a copy of the checkout. The test file of the
+module's name runs first, and the others only if it does not notice a change. For a change
+that is printed, a test is missing, or the code is not needed, or no user can see a
+difference. Run it in the root of the checkout, with the paths of files from there.
 """
 
 import argparse
 import ast
+import math
 import os
 import random
 import shutil
@@ -129,6 +131,32 @@ def passes(tests: list[str], checkout: str, seconds: float | None = None) -> boo
     return run.returncode == 0
 
 
+def runs_of(files: list[str]) -> list[list[str]]:
+    """Return the tests of each run: those of the files' names, and then all of the room.
+
+    There is none if TESTS does not name the room of the first file.
+    """
+    rooms = [path for path in TESTS if files[0].startswith(path)]
+    if not rooms:
+        return []
+    folders = TESTS[max(rooms, key=len)]
+    names = {f"test_{Path(file).stem}.py" for file in files}
+    pages = [path for folder in folders for path in Path(folder).rglob("test_*.py")]
+    named = [str(path) for path in pages if path.name in names]
+    return [named, folders] if named else [folders]
+
+
+def draw(sources: dict[str, str], count: int) -> list[tuple[str, ast.expr, ast.expr]]:
+    """Return files, expressions in them, and what replaces these."""
+    possible = [
+        (file, old, new)
+        for file, source in sources.items()
+        for node in code(ast.parse(source))
+        for old, new in changes(node)
+    ]
+    return random.Random(0).sample(possible, min(count, len(possible)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="+", metavar="FILE", help="of one module")
@@ -140,29 +168,26 @@ def main() -> None:
             parser.error(
                 f"FILE must be a path from the root of the checkout, got {file}"
             )
-    rooms = [path for path in TESTS if args.files[0].startswith(path)]
-    if not (args.tests or rooms):
+    runs = [args.tests] if args.tests else runs_of(args.files)
+    if not runs:
         parser.error(f"{args.files[0]} has no tests in TESTS; name some with --tests")
-    tests = args.tests or TESTS[max(rooms, key=len)]
     sources = {file: Path(file).read_text() for file in args.files}
-    possible = [
-        (file, old, new)
-        for file, source in sources.items()
-        for node in code(ast.parse(source))
-        for old, new in changes(node)
-    ]
-    drawn = random.Random(0).sample(possible, min(args.draws, len(possible)))
+    drawn = draw(sources, args.draws)
     noticed = 0
     with tempfile.TemporaryDirectory() as checkout:
         ignored = shutil.ignore_patterns(".venv*", "__pycache__")
         shutil.copytree(".", checkout, ignore=ignored, dirs_exist_ok=True)
         start = time.monotonic()
-        if not passes(tests, checkout):
-            sys.exit("The tests must pass before a change: " + " ".join(tests))
-        limit = 60 + 3 * (time.monotonic() - start)  # a change may make a loop endless
-        for file, old, new in tqdm(drawn):
+        for tests in runs:
+            if not passes(tests, checkout):
+                sys.exit("The tests must pass before a change: " + " ".join(tests))
+        seconds = time.monotonic() - start
+        minutes = math.ceil(len(drawn) * seconds / 60)
+        print(f"{len(drawn)} changes take about {minutes} min at most", file=sys.stderr)
+        limit = 60 + 3 * seconds  # a change may make a loop endless
+        for file, old, new in tqdm(drawn, unit="change", disable=None):  # at a terminal
             Path(checkout, file).write_text(replace(sources[file], old, new))
-            if passes(tests, checkout, limit):
+            if all(passes(tests, checkout, limit) for tests in runs):
                 change = f"{ast.unparse(old)}  ->  {ast.unparse(new)}"
                 tqdm.write(f"{file}:{old.lineno}: {change}")
             else:

@@ -4,9 +4,9 @@ import ast
 import os
 import subprocess
 import sys
-from functools import partial
 
 import mutants
+import pytest
 
 # Pieces of code, and what they are changed to. Equal arguments are not exchanged.
 CHANGES = {
@@ -40,23 +40,75 @@ def share(part: float, whole: int | None) -> float:
     return part / whole
 """
 TEST = """
+import sys
+
+sys.path.insert(0, "scripts/lab")
 from module import share
 
 def test_share():
     assert share(1, 1) == 1
 """
+# It also says when it runs.
+OTHER_TEST = """
+def test_run():
+    with open({log!r}, "a") as log:
+        log.write("run ")
+"""
 
 
-def test_each_change_that_no_test_notices_is_printed(tmp_path):
-    (tmp_path / "module.py").write_text(MODULE)
-    (tmp_path / "test_module.py").write_text(TEST)
-    command = [sys.executable, mutants.__file__, "module.py"]
-    # Plugins of pytest take half of its start.
-    env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    run = partial(subprocess.run, cwd=tmp_path, env=env, capture_output=True, text=True)
-    found = run([*command, "--tests", "test_module.py"])
-    assert found.stdout.splitlines() == [
-        "module.py:5: part / whole  ->  part * whole",
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that changes a file of a checkout, and returns what is printed."""
+    for path, text in {
+        "scripts/lab/module.py": MODULE,
+        "docs/module.py": "1",
+        "tests/lab/test_module.py": TEST,
+        "tests/profiling/test_other.py": OTHER_TEST.format(log=str(tmp_path / "log")),
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    def run(*arguments):
+        command = [sys.executable, mutants.__file__, *arguments]
+        # Plugins of pytest take half of its start.
+        env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return done.stdout
+
+    return run
+
+
+def test_each_change_that_no_test_notices_is_a_line(run, tmp_path):
+    """Also in a log. Only the change that its own tests do not notice runs the others."""
+    assert run("scripts/lab/module.py").splitlines() == [
+        "2 changes take about 1 min at most",
+        "scripts/lab/module.py:5: part / whole  ->  part * whole",
         "The tests notice 1 of 2 changes.",
     ]
-    assert "module.py has no tests in TESTS" in run(command).stderr
+    assert (tmp_path / "log").read_text() == "run run "  # before a change, and for one
+    assert (tmp_path / "scripts" / "lab" / "module.py").read_text() == MODULE
+
+
+def test_tests_that_are_named_run_alone(run, tmp_path):
+    printed = run("docs/module.py", "--tests", "tests/profiling")
+    assert printed.endswith("The tests notice 0 of 1 changes.\n")
+    assert (tmp_path / "log").read_text() == "run run "
+
+
+def test_files_without_tests_and_outside_of_the_checkout_are_errors(run, tmp_path):
+    assert "docs/module.py has no tests in TESTS" in run("docs/module.py")
+    for path in (str(tmp_path / "scripts" / "lab" / "module.py"), "../module.py"):
+        assert f"from the root of the checkout, got {path}" in run(path)
+
+
+def test_tests_must_pass_before_a_change(run, tmp_path):
+    (tmp_path / "tests" / "lab" / "test_module.py").write_text("def test(): assert 0")
+    printed = run("scripts/lab/module.py")
+    assert "must pass before a change: tests/lab/test_module.py" in printed
