@@ -33,7 +33,7 @@ TESTS = {
     "tinyblock_command": ["tests/copies"],
     "tinyblock": ["tinyblock/contract", "tests/layers"],
     "scripts/accuracy": ["tests/compare"],
-    "scripts/compare": ["tests/compare"],
+    "scripts/compare": ["tests/compare", "tests/test_figures.py"],
     "scripts/peers": ["tests/compare"],
     "scripts": ["tests/profiling", "tests/lab"],
     "examples": ["tests/examples"],

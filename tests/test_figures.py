@@ -41,6 +41,18 @@ def test_each_row_of_the_page_is_in_the_report_before_it():
     assert compared > 20
 
 
+def test_the_page_names_the_torch_of_each_report_of_speed():
+    speed = text_of(MEASURED).partition("## Speed")[2].partition("## Accuracy")[0]
+    named = re.findall(
+        r"torch ([\d.]+\d).*?\[report\]\(results/(.*?)\)", speed, re.DOTALL
+    )
+    assert [report for _, report in named] == [CPU, H100]
+    for version, report in named:
+        assert (
+            f"; torch {version}+" in (RESULTS / report).read_text().partition("\n")[0]
+        )
+
+
 def test_the_sizes_of_the_page_are_those_that_are_compared():
     rows = itertools.chain(*tables(text_of(MEASURED)))
     sizes = {row["size"]: row for row in rows if "size" in row}
