@@ -271,9 +271,9 @@ class Bench:
     peers: Mapping[str, MakePeer]
     device: torch.device
     rounds: int
-    threads: int = 1
-    clock: Clock = HOST
-    progress: Callable[[str], None] = show_progress
+    threads: int
+    clock: Clock
+    progress: Callable[[str], None]
 
     def measure(self, case: Case) -> Found:
         """Compare the Block with each other layer, in this process."""

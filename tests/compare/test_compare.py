@@ -95,6 +95,7 @@ def run(clock, capsys):
     """
 
     def run(*typed, peers):
+        of_rounds = {"": 1.0, "1": 1.0, "2": 3.0, "3": 1 / 3}
         of_processes = iter((1.0, 1.0, 4.0, 0.25))  # the first is that of training
 
         def call(measure, case):
@@ -103,7 +104,7 @@ def run(clock, capsys):
 
         def progress(doing):
             _, _, number = doing.partition("round ")
-            clock.of_round = {"1": 1.0, "2": 3.0, "3": 1 / 3}.get(number[:1], 1.0)
+            clock.of_round = of_rounds[number[:1]]
 
         code = main(
             ["--rounds", "3", *typed],
@@ -324,9 +325,12 @@ def test_modes(mode, products, reads_weights, asks_for_cuda_graphs):
         before = run(x).clone()
         layer.q.weight.mul_(2)
         assert torch.equal(run(x), before) != reads_weights
+        assert counters["inductor"]["extern_calls"] == products
+        run(x[1:])
     assert before.shape == ((5, 5) if products else (5, 8))
-    assert counters["inductor"]["extern_calls"] == products
-    assert counters["inductor"]["cudagraph_skips"] == asks_for_cuda_graphs
+    # Sizes are constants of the code.
+    assert counters["stats"]["unique_graphs"] == (2 if products else 0)
+    assert bool(counters["inductor"]["cudagraph_skips"]) == asks_for_cuda_graphs
     # Otherwise each replay of a graph copies x.
     assert hasattr(x, "_dynamo_static_input_type") == asks_for_cuda_graphs
 
