@@ -1,6 +1,6 @@
 """Compare the errors of a Block and its layers with those of transformers.
 
-    python scripts/accuracy.py > my_machine.md
+    python scripts/accuracy.py > my_errors.md
 
 An error is the root mean square of the difference from a result in float64, relative to
 the result's: the median of three random inputs and weights. "rounded" is the exact
