@@ -9,6 +9,8 @@ causal attention never looks ahead. To generate, language_model.py pads on the l
 A dense mask stores seq x seq entries for each row, and most kernels of a GPU do not take
 one. With `attention=PackedAttention`, pass the `Documents` themselves as mask: on a GPU,
 in half precision, torch's `varlen_attn` then computes nothing across documents.
+To combine it with windows.py or sinks.py, derive from (PackedAttention, WindowAttention),
+in this order. Such attention always gets the dense mask.
 """
 
 from collections.abc import Callable
@@ -47,14 +49,46 @@ class Documents:
 
 
 class PackedAttention(CausalMultiHeadSelfAttention):
-    """Causal attention whose mask may be Documents."""
+    """Causal attention whose mask may be Documents.
+
+    Raises:
+        ValueError: the Documents do not have the rows and the length of x.
+    """
+
+    kernel = staticmethod(varlen_attn)
+    is_last = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # The kernel would leave out what another class does in `attend`, such as a window.
+        following = super().attend
+        cls.is_last = following is CausalMultiHeadSelfAttention.attend
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         if not isinstance(mask, Documents):
             return super().attend(q, k, v, mask)
-        if q.is_cuda and q.dtype.itemsize == 2:  # what the kernel supports
-            return attend_packed(q, k, v, mask)
+        require_fit(q, k, mask)
+        if self.is_last and self.kernel_takes(q, v):
+            return attend_packed(q, k, v, mask, self.kernel)
         return super().attend(q, k, v, mask.mask)
+
+    def kernel_takes(self, q: Tensor, v: Tensor) -> bool:
+        """Return whether varlen_attn supports the device, the dtype and the head size."""
+        d_head = q.shape[-1]
+        has_size = d_head == v.shape[-1] and d_head % 8 == 0 and d_head <= 256
+        return q.is_cuda and q.dtype.itemsize == 2 and has_size
+
+
+def require_fit(q: Tensor, k: Tensor, documents: Documents) -> None:
+    """Raise a ValueError unless each token of q and k has a document."""
+    # Before a kernel is chosen: varlen_attn would leave rows out, or read others.
+    *batch, _, seq, _ = q.shape
+    given = tuple(documents.run.shape)
+    if (*batch, seq) != given or k.shape[-2] != seq:
+        raise ValueError(
+            f"Documents must have the shape (batch, seq) of x, {(*batch, seq)}, and keys "
+            f"as many tokens, got {given} and {k.shape[-2]} keys"
+        )
 
 
 def attend_packed(
