@@ -218,7 +218,7 @@ def build_rope(theirs: Any, d_head: int) -> RotaryPositionalEmbedding:
                 original=given["original_max_position_embeddings"],
                 low=given.get("beta_slow") or 1.0,
                 high=given.get("beta_fast") or 32.0,
-                mscale=theirs.model.rotary_emb.attention_scaling,
+                attention_factor=theirs.model.rotary_emb.attention_scaling,
             )
         case other:
             raise ValueError(

@@ -81,8 +81,8 @@ class DividedRope(RotaryPositionalEmbedding):
 class YarnRope(Llama31Rope):
     """Interpolate between whole pairs, and sharpen attention.
 
-    Queries and keys are multiplied by `scale`: it is `mscale` or, by default, the paper's
-    formula.
+    The result, a rotated query or key, is multiplied by `attention_factor`, as in the
+    configs of transformers. The default is the paper's formula, 0.1 ln(factor) + 1.
     """
 
     def __init__(
@@ -90,10 +90,12 @@ class YarnRope(Llama31Rope):
         *sizes: Any,
         factor: float,
         high: float = 32.0,
-        mscale: float | None = None,
+        attention_factor: float | None = None,
         **options: Any,
     ) -> None:
-        self.mscale = mscale
+        if attention_factor is None:
+            attention_factor = 0.1 * math.log(max(factor, 1)) + 1
+        self.attention_factor = attention_factor
         super().__init__(*sizes, factor=factor, high=high, **options)
 
     def kept_share(self, frequencies: Tensor) -> Tensor:
@@ -107,14 +109,8 @@ class YarnRope(Llama31Rope):
         tokens_per_radian = self.original / (2 * math.pi * times)
         return self.d_k * math.log(tokens_per_radian) / (2 * math.log(self.theta))
 
-    @property
-    def scale(self) -> float:
-        if self.mscale is not None:
-            return self.mscale
-        return 0.1 * math.log(max(self.factor, 1)) + 1
-
     def forward(self, x: Tensor, token_positions: Tensor | None = None) -> Tensor:
-        return super().forward(x, token_positions) * self.scale
+        return super().forward(x, token_positions) * self.attention_factor
 
 
 def main() -> None:

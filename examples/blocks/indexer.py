@@ -80,10 +80,9 @@ class Indexer(nn.Module):
         x: Float[Tensor, "*batch seq d_head"],
         token_positions: Integer[Tensor, "*#batch seq"] | None,
     ) -> Float[Tensor, "*batch seq d_head"]:
-        """Rotate the first components, without the scale that YaRN gives to attention."""
+        """Rotate the first components, and keep the others."""
         first, others = x.tensor_split([self.rope.d_k], dim=-1)
-        rotated = self.rope(first, token_positions) / getattr(self.rope, "scale", 1.0)
-        return torch.cat((rotated, others), dim=-1)
+        return torch.cat((self.rope(first, token_positions), others), dim=-1)
 
 
 class SparseAttention(LatentAttention):

@@ -35,9 +35,11 @@ class LatentAttention(CausalMultiHeadSelfAttention):
 
     - `d_head` is the size of a value, and of the part of queries and keys that does not
       rotate.
-    - `rope` rotates the other part, whose size is the attribute rope.d_k. If it has a
-      `scale`, as YarnRope of scaled_rope.py, whole queries and keys are multiplied by it,
-      as in DeepSeek.
+    - `rope` rotates the other part, whose size is the attribute rope.d_k.
+    - `score_scale` multiplies the scores. The factors of YarnRope multiply the rotated
+      part only. With YaRN and `mscale_all_dim`, a config of DeepSeek means
+      score_scale = s^2 and attention_factor = (0.1 * mscale * ln(factor) + 1) / s,
+      where s = 0.1 * mscale_all_dim * ln(factor) + 1.
     """
 
     rope: Any
@@ -51,6 +53,7 @@ class LatentAttention(CausalMultiHeadSelfAttention):
         d_head: int = 128,
         q_rank: int = 1536,
         kv_rank: int = 512,
+        score_scale: float = 1.0,
         eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -60,6 +63,7 @@ class LatentAttention(CausalMultiHeadSelfAttention):
         self.num_heads = num_heads
         self.num_kv_heads = num_heads
         self.d_head = d_head
+        self.score_scale = score_scale
         self.rope = rope
         self.d_rotated = rope.d_k
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -94,9 +98,8 @@ class LatentAttention(CausalMultiHeadSelfAttention):
             token_positions = token_positions.unsqueeze(-2)
         rotated_q = self.rope(rotated_q, token_positions)
         rotated_k = self.rope(shared_k.unsqueeze(-3), token_positions)
-        scale = getattr(self.rope, "scale", 1.0)  # the other parts already have it
-        q = torch.cat((scale * plain_q, rotated_q), dim=-1)
-        k = torch.cat((scale * plain_k, rotated_k.expand_as(rotated_q)), dim=-1)
+        q = self.score_scale * torch.cat((plain_q, rotated_q), dim=-1)
+        k = torch.cat((plain_k, rotated_k.expand_as(rotated_q)), dim=-1)
         return q, k, v
 
 

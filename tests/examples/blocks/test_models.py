@@ -409,6 +409,17 @@ SPARSE_ATTENTION = partial(
 DEEPSEEK_EXPERTS = partial(MixtureOfExperts, top_k=3, scale=2.5)
 
 
+# Fields that a config with YaRN may have, and what they mean here.
+FACTOR = 0.1 * math.log(40) + 1
+MSCALE = 0.1 * 0.707 * math.log(40) + 1
+YARNS: list[tuple[dict[str, float], float | None, float]] = [
+    ({}, None, 1.0),
+    ({"attention_factor": 1.3}, 1.3, 1.0),
+    ({"mscale": 0.707, "mscale_all_dim": 0.707}, 1.0, MSCALE**2),
+    ({"mscale": 1.0, "mscale_all_dim": 0.707}, FACTOR / MSCALE, MSCALE**2),
+]
+
+
 def yarn_rope(kind=YarnRope, **options):
     return kind(1e4, 8, 128, factor=40.0, original=16, **options)
 
@@ -431,21 +442,22 @@ def test_equals_deepseek_v2():
 
 
 def test_equals_deepseek_v3():
-    """Its scores are multiplied by the square of 0.1 * mscale * ln(40) + 1."""
-    yarn = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
-    theirs = their_model("deepseek_v3", rope_parameters=yarn, **DEEPSEEK)
-    rope = yarn_rope(mscale=0.1 * 0.707 * math.log(40) + 1)
-    ours = our_latent_model(LATENT_ATTENTION, rope)
-    require_same_model(ours, theirs)
+    for fields, factor, score_scale in YARNS:
+        theirs = their_model("deepseek_v3", rope_parameters=YARN | fields, **DEEPSEEK)
+        attention = partial(LATENT_ATTENTION, score_scale=score_scale)
+        ours = our_latent_model(attention, yarn_rope(attention_factor=factor))
+        require_same_model(ours, theirs)
 
 
 def test_equals_deepseek_v32():
-    """Its indexer pairs other components, and its scores are not multiplied."""
-    yarn = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
-    theirs = their_model("deepseek_v32", rope_parameters=yarn, **DEEPSEEK)
-    ours = our_latent_model(SPARSE_ATTENTION, yarn_rope())
-    ours.layers[0].attn.indexer.rope = yarn_rope(YarnHalves)
-    require_same_model(ours, theirs)
+    """Its indexer pairs other components, and has no score_scale."""
+    for fields, factor, score_scale in YARNS:
+        theirs = their_model("deepseek_v32", rope_parameters=YARN | fields, **DEEPSEEK)
+        attention = partial(SPARSE_ATTENTION, score_scale=score_scale)
+        ours = our_latent_model(attention, yarn_rope(attention_factor=factor))
+        halves = yarn_rope(YarnHalves, attention_factor=factor)
+        ours.layers[0].attn.indexer.rope = halves
+        require_same_model(ours, theirs)
 
 
 # --- The gated delta rule -----------------------------------------------------------------
