@@ -81,7 +81,10 @@ def stop_tokens(source: str) -> set[int]:
 
 
 def pieces(tokenizer: Any, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text that tokens add. A character may consist of several tokens."""
+    """Yield the text that tokens add. A character may consist of several tokens.
+
+    The last piece has what no token has completed, as the tokenizer shows it.
+    """
 
     def decode(tokens: list[int]) -> str:
         # A clean-up would change text that is already printed.
@@ -90,13 +93,14 @@ def pieces(tokenizer: Any, prompt: list[int], tokens: Iterable[int]) -> Iterator
         )
 
     seen = list(prompt)
-    text = decode(seen)
+    text = longer = decode(seen)
     for token in tokens:
         seen.append(token)
         longer = decode(seen)
         if not longer.endswith("\ufffd"):  # an unfinished character
             yield longer[len(text) :]
             text = longer
+    yield longer[len(text) :]
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -27,7 +27,8 @@ class Cache:
     """The tokens so far, with their keys and values in each layer of attention.
 
     `padding` is the number of padding tokens at the start of each row of the batch. No
-    token attends to them. After a call that has failed, begin a new cache.
+    token attends to them. After a call that has failed, or after a change of the weights,
+    also by an adapter that is switched off, begin a new cache.
     """
 
     def __init__(self, padding: Tensor | None = None) -> None:
