@@ -1,7 +1,7 @@
 """Each row of docs/models.md equals the models that it names: results and gradients.
 
-The models of transformers are tiny and have random weights. They compute norms and angles
-in float32, so all runs in float32.
+The models of transformers are tiny and have random weights. All runs in float64, also the
+norms and angles that they compute in float32.
 """
 
 import math
@@ -14,6 +14,7 @@ import pytest
 import torch
 from einops import rearrange
 from experts import MixtureOfExperts
+from float64 import in_float64
 from gated_delta_net import GatedDeltaNet
 from indexer import SparseAttention
 from latent_attention import LatentAttention
@@ -42,7 +43,7 @@ ROWS = re.findall(r"\| `(model = .*|for .*)` \| `(\w+)`", PAGE.read_text())
 LINES = {model: line for line, model in ROWS}
 
 SEQ = 24
-TOLERANCE = 2**8 * torch.finfo(torch.float32).eps  # sums may lose 8 of 24 bits
+TOLERANCE = 2.0**-40  # of float64's 53 bits, sums may lose 13
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 50,
@@ -124,7 +125,10 @@ def their_model(model_type, layers=1, **options):
     """Build a model of transformers."""
     options = {"num_hidden_layers": layers, **CONFIG, **options}
     config = transformers.AutoConfig.for_model(model_type, **options)
-    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    with in_float64():
+        model = transformers.AutoModel.from_config(
+            config, attn_implementation="eager", experts_implementation="eager"
+        )
     for name, parameter in model.named_parameters():
         is_gain = "norm" in name
         # Gains are around 1. Around 0, all scores of attention would be nearly equal.
@@ -186,8 +190,9 @@ def require_same(
         name: 1 + tensor if centered and "norm" in name else tensor
         for name, tensor in theirs.state_dict().items()
     }
-    ours.load_state_dict(renamed(state, names, split))
-    expected = renamed(outcome(theirs, run_theirs), names, split)
+    ours.double().load_state_dict(renamed(state, names, split))
+    with in_float64():
+        expected = renamed(outcome(theirs, run_theirs), names, split)
     for name, found in outcome(ours, run_ours).items():
         size = expected[name].norm()
         error = (found - expected[name]).norm()
@@ -196,9 +201,8 @@ def require_same(
 
 def outcome(model, run):
     """Return the result for one x, and the gradients of x and of weights by their names."""
-    x, of_result = torch.randn(
-        2, 2, SEQ, 64, generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    x, of_result = torch.randn(2, 2, SEQ, 64, generator=generator, dtype=torch.float64)
     x.requires_grad_()
     result = run(x)
     result.backward(of_result)
@@ -271,7 +275,8 @@ def test_equals_deepseek_v4():
     config = v4.DeepseekV4Config(
         hidden_size=64, moe_intermediate_size=96, swiglu_limit=0.5
     )
-    theirs = v4.modeling_deepseek_v4.DeepseekV4MLP(config)
+    with in_float64():
+        theirs = v4.modeling_deepseek_v4.DeepseekV4MLP(config)
     ours = built_by_page("deepseek_v4").layers[0].ffn
     ours.limit = 0.5
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -335,7 +340,8 @@ def test_equals_gpt_oss():
     )
     layer = theirs.layers[0].self_attn
     positions = torch.arange(24)[None]
-    angles = theirs.rotary_emb(torch.zeros(1), positions)
+    with in_float64():
+        angles = theirs.rotary_emb(torch.zeros(1), positions)
     window = torch.ones(24, 24).tril().triu(-7)  # 1 for 8 keys: its own, and 7 before
     mask = window.log()  # 0, or -inf: their layer adds it to scores
     ours = SinkWindow(64, 4, num_kv_heads=2, rope=Halves(1e4, 16, 128), window=8)
