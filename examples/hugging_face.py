@@ -4,9 +4,9 @@
     python examples/hugging_face.py Qwen/Qwen3-0.6B
 
 transformers reads the config and the weights. `load` builds our model with the same
-weights, and compares the logits of both, also at far positions. So it needs no list of
-the fields that a config may have: a model that computes anything else raises an error.
-This command prints the difference.
+weights, and compares the logits of both in float64, also at far positions, and again with
+random weights, in training. So it needs no list of the fields that a config may have: a
+model that computes anything else raises an error. This command prints the difference.
 
 Hugging Face's RoPE pairs x[k] with x[k + d_head/2]; `load` permutes the rows of the
 query and key weights, so that they become the consecutive pairs of tinyblock.
@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 from einops import rearrange
+from float64 import in_float64
 from language_model import CachedAttention, LanguageModel
 from safetensors.torch import load_file
 from scaled_rope import DividedRope, Llama31Rope, YarnRope
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils import cached_file, find_adapter_config_file
 
 from tinyblock import RotaryPositionalEmbedding
 
@@ -43,10 +44,7 @@ NAMES = {
     "mlp.down_proj": "ffn.w2",
     "mlp.up_proj": "ffn.w3",
 }
-# Of float32's 24 bits, the sums in all layers may lose 8 (SmolLM2 loses 4).
-TOLERANCE = 2.0**-16
-# transformers computes a frequency, and its product with a position, in float32.
-ANGLE_TOLERANCE = 2.0**-19
+TOLERANCE = 2.0**-40  # of float64's 53 bits, the sums in all layers may lose 13
 
 
 class AttentionWithBiases(CachedAttention):
@@ -62,35 +60,58 @@ class AttentionWithBiases(CachedAttention):
 def load(source: str | Path) -> LanguageModel:
     """Return the model of a folder, or of a name on the Hugging Face hub.
 
-    It has the widest dtype of its files, and the logits of transformers.
+    It has the widest dtype of its files, and the logits of transformers. While they are
+    compared, each weight takes 8 bytes of memory, beside those that it has afterwards.
 
     Raises:
         ValueError: transformers cannot read the files, or they do not have exactly the
             weights of a model; the model is not built like Llama, attends within
-            windows, or has other logits than ours.
+            windows, has dropout, or has other logits than ours.
     """
     theirs = read(source)
     dtype = theirs.dtype
     for weight in theirs.parameters():
-        # Views of a file are slow on a CPU, and keep the whole file in memory.
-        weight.data = weight.clone()
-    # Exact, and the comparison is sharp.
-    theirs.to(torch.promote_types(dtype, torch.float32))
+        # A copy: views of a file are slow on a CPU, and keep the whole file in memory.
+        weight.data = weight.to(torch.float64, copy=True)
     ours = convert(theirs)
+    require_same(ours, theirs, "")
+    for weight in ours.parameters():
+        weight.data = weight.to(dtype)  # exact: the files have no wider one
+    # With weights of zero, a mistake may not show, and without training, dropout.
+    draw(theirs.train())
+    require_same(convert(theirs), theirs, " with random weights, in training")
+    return ours
+
+
+def draw(model: nn.Module) -> None:
+    """Give a model new weights, of which none is special. A seed of its own draws them."""
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim == 1:
+            drawn = 0.5 + torch.rand(weight.shape, generator=generator)
+        else:
+            drawn = torch.randn(weight.shape, generator=generator)
+            drawn /= weight.shape[-1] ** 0.5
+        weight.data = drawn.double()  # not in place, which might change our weights
+
+
+def require_same(ours: LanguageModel, theirs: PreTrainedModel, when: str) -> None:
+    """Raise a ValueError if the logits differ."""
     error = difference(ours, theirs)
     if not error < TOLERANCE:
         raise ValueError(
-            "the model must compute what Llama, Qwen2 or Qwen3 compute, but its logits "
-            f"differ by {error:.0e} of their norm: {theirs.config}"
+            "the model must compute what Llama, Qwen2 or Qwen3 compute, without dropout, "
+            f"but its logits differ by {error:.0e} of their norm{when}: {theirs.config}"
         )
-    del theirs  # so that each wide weight is freed below
-    for weight in ours.parameters():
-        weight.data = weight.to(dtype)
-    return ours
 
 
 def read(source: str | Path) -> PreTrainedModel:
     """Return the model of transformers, all of whose weights are in the files."""
+    if adapter := find_adapter_config_file(str(source)):
+        raise ValueError(
+            f"the files must have one model, without an adapter, got {adapter}: merge the "
+            "adapter with peft, by merge_and_unload, and save the result"
+        )
     try:
         theirs, report = AutoModelForCausalLM.from_pretrained(
             source,
@@ -140,11 +161,7 @@ def convert(theirs: PreTrainedModel) -> LanguageModel:
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"the model must be built like Llama, got {name}") from error
     state = {}
-    rope: Any = ours.transformer.rope
     for name, weight in theirs.state_dict().items():
-        if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
-            pattern = "(heads pair half) ... -> (heads half pair) ..."
-            weight = rearrange(weight, pattern, pair=2, half=rope.d_k // 2).clone()
         for part, our_part in NAMES.items():
             name = name.replace(part, our_part)
         state[name] = weight
@@ -156,6 +173,11 @@ def convert(theirs: PreTrainedModel) -> LanguageModel:
         raise ValueError(
             f"the weights must be those of Llama, Qwen2 or Qwen3: {error}"
         ) from error
+    half = theirs.model.layers[0].self_attn.head_dim // 2
+    for name, weight in ours.named_parameters():
+        if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
+            pattern = "(heads pair half) ... -> (heads half pair) ..."
+            weight.data = rearrange(weight, pattern, pair=2, half=half).clone()
     return ours
 
 
@@ -229,8 +251,8 @@ def build_rope(theirs: Any, d_head: int) -> RotaryPositionalEmbedding:
 def difference(ours: Any, theirs: Any) -> float:
     """Return the norm of the difference of all logits, divided by their norm.
 
-    The first tokens are neighbors, and then each is twice as far as the one before.
-    Attention turns by the angles of transformers, which are compared with ours first.
+    Both models are in float64. The first tokens are neighbors, and then each is twice as
+    far as the one before.
     """
     rope = ours.transformer.rope
     last = rope.max_seq_len - 1
@@ -238,47 +260,39 @@ def difference(ours: Any, theirs: Any) -> float:
     near = range(last)[:16]
     positions = torch.tensor(sorted({*near, *powers, last}))
     tokens = positions[None] % theirs.config.vocab_size
-
-    own = rope.cos_sin[positions]
-    given = their_angles(theirs, positions)
-    require_same_angles(own, given, positions[:, None] * rope.frequencies())
-    rope.cos_sin[positions] = given
-    # Without a mask, transformers would take a gap for the start of another text.
-    expected = theirs(
-        tokens,
-        position_ids=positions[None],
-        attention_mask=torch.ones_like(tokens),
-    ).logits
     found = ours.logits(ours.transformer(ours.token_embeddings(tokens), positions))
-    rope.cos_sin[positions] = own
-    return float((found - expected).norm() / expected.norm())
+    with in_float64():
+        rotary = type(theirs.model.rotary_emb)(theirs.config)  # theirs is in float32
+        require_same_frequencies(rope.frequencies(), rotary.inv_freq)
+        rotary.inv_freq = rope.frequencies()  # at far positions, the last bit matters
+        theirs.model.rotary_emb = rotary
+        # Without a mask, transformers would take a gap for the start of another text.
+        expected = theirs(
+            tokens,
+            position_ids=positions[None],
+            attention_mask=torch.ones_like(tokens),
+        ).logits
+    error = (found - expected).norm()
+    return float(error / expected.norm()) if error else 0.0  # logits may all be 0
 
 
-def their_angles(theirs: Any, positions: Tensor) -> Tensor:
-    """Return cosines and sines, (position, half, 2), as in our table."""
-    rotary = theirs.model.rotary_emb
-    both = torch.stack(rotary(torch.tensor([]), positions[None]), dim=-1)
-    once, _ = both[0].chunk(2, dim=1)  # they repeat each for both halves of a head
-    return once / rotary.attention_scaling
-
-
-def require_same_angles(own: Tensor, given: Tensor, angles: Tensor) -> None:
-    """Compare cosines and sines, (position, half, 2), of angles, (position, half)."""
+def require_same_frequencies(own: Tensor, given: Tensor) -> None:
+    """Raise a ValueError if the frequencies of RoPE differ, (half,), in float64."""
     if own.shape != given.shape:
         raise ValueError(
-            f"RoPE must turn all {own.shape[1]} pairs of a head, got {given.shape[1]}"
+            f"RoPE must turn all {len(own)} pairs of a head, got {len(given)}"
         )
-    errors = (own - given).abs().amax(-1)
-    if not (errors < ANGLE_TOLERANCE * (1 + angles)).all():
+    error = (own / given - 1).abs().max()
+    if not error < TOLERANCE:
         raise ValueError(
-            "the frequencies of RoPE must be those of its type, but cosines or sines "
-            f"differ by up to {errors.max():.0e}"
+            "the frequencies of RoPE must be those of its type, but one differs by "
+            f"{error:.0e} of its size"
         )
 
 
 @torch.no_grad()
 def main(source: str) -> None:
-    theirs = read(source).float()
+    theirs = read(source).double()
     error = difference(convert(theirs), theirs)
     print(f"relative difference from the logits of transformers: {error:.1e}")
 

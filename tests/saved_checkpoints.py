@@ -1,10 +1,12 @@
 """Checkpoints and GGUF files: small ones, written for a test, and that of `make story`."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 from einops import rearrange
+from float64 import in_float64
 
 safetensors = pytest.importorskip(
     "safetensors.torch", reason="requires the extra examples"
@@ -120,13 +122,17 @@ def gguf_weights(model):
 
 @torch.no_grad()
 def assert_equal(ours, theirs):
-    """Compare logits. transformers computes norms and angles in float32."""
+    """Compare logits in float64. A GGUF file has factors of frequencies in float32."""
+    ours, theirs = copy.deepcopy(ours).double(), copy.deepcopy(theirs).double()
     tokens = torch.randint(257, (2, 100))
-    expected = theirs(tokens).logits
-    error = float((ours(tokens) - expected).norm() / expected.norm())
-    assert error < 2**7 * torch.finfo(torch.float32).eps, (
-        f"logits differ by {error:.0e}"
-    )
+    own = ours.transformer.rope.frequencies()
+    rotary = theirs.model.rotary_emb
+    torch.testing.assert_close(rotary.inv_freq, own, rtol=2.0**-18, atol=0)
+    rotary.inv_freq = own
+    with in_float64():
+        expected = theirs(tokens).logits
+    error = (ours(tokens) - expected).norm() / expected.norm()
+    assert error < 2.0**-40, f"logits differ by {error:.0e}"
 
 
 def save_tokenizer(folder):
