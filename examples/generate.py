@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from language_model import LanguageModel
+from merged import merge
 from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
@@ -156,8 +157,9 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         prompt = tokenizer.encode(options.prompt)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    merge(model.to(device))
     try:
-        tokens = model.to(device).stream(
+        tokens = model.stream(
             torch.tensor([prompt], device=device, dtype=torch.long),
             options.tokens,
             options.temperature,

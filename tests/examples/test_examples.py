@@ -26,6 +26,7 @@ SHOWN = {
     "int8": r"output: 0\.0(0[89]|1[0-2])\d\n",  # with one layer of two: 0.007
     "language_model": r"d: 7 8 9 .* 19\n.*d: 20 21 .* 30\n.*d: 45 46 47 48 49 0 .* 6\n$",
     "lora": r"params: 20,480 .*merged Transformer: \de-0[678]",
+    "merged": r"logits: (0e\+00|\de-0[678])\ntime of a token, merged / before: \d\.\d\d\n$",
     "packing": r"^(with [a-z ]+: \de-0[678]\n){2}$",
     "scaled_rope": r"Llama31Rope: 29 kept, 29 divided, of 64\nYarnRope: 19 kept, 29 d",
     "static_cache": r"^((growing|static|compiled) +\d+ tokens/s, equal: True\n){3}$",

@@ -1,0 +1,138 @@
+"""Merged projections compute and hold what they did before, or raise an error."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from language_model import CachedAttention, LanguageModel
+from merged import merge
+from static_cache import StaticCache
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from windows import WindowAttention
+
+from tinyblock import FeedForward, SwiGLU
+
+
+class WithBiases(CachedAttention):
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        for linear in (self.q_proj, self.k_proj, self.v_proj):
+            linear.bias = nn.Parameter(torch.randn(linear.out_features))
+
+
+class CachedWindow(CachedAttention, WindowAttention):
+    pass
+
+
+class Clamped(SwiGLU):
+    def forward(self, x):
+        return super().forward(x).clamp(-0.1, 0.1)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "a key head per head": {},
+    "shared key heads, q/k norm and a head size": {
+        "num_kv_heads": 2,
+        "qk_norm": True,
+        "d_head": 6,
+    },
+    "biases": {"attention": WithBiases, "num_kv_heads": 1},
+    "windows, without positions": {
+        "attention": CachedWindow,
+        "window": 3,
+        "theta": None,
+    },
+    "layers without a merged form": {"ffn": Clamped, "tied": True},
+    "no gate": {"ffn": FeedForward},
+}
+
+
+def build(**options):
+    return LanguageModel(37, 2, 32, 4, 40, max_seq_len=30, **options)
+
+
+def held_bytes(model):
+    storages = [weight.untyped_storage() for weight in model.parameters()]
+    sizes = {each.data_ptr(): each.nbytes() for each in storages}
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+@torch.no_grad()
+def test_a_merged_model_has_the_logits_the_memory_and_the_checkpoint_of_before(
+    options, tmp_path
+):
+    model = build(**options)
+    merged = copy.deepcopy(model)
+    merge(merged)
+    assert held_bytes(merged) == held_bytes(model)
+    tokens = torch.randint(37, (2, 9))
+    torch.testing.assert_close(merged(tokens), model(tokens))
+    texts = [
+        each.generate(tokens, 9, cache=make())
+        for each in (model, merged)
+        for make in (lambda: None, lambda: StaticCache(20))
+    ]
+    assert all(torch.equal(text, texts[0]) for text in texts)
+    torch.save(merged.state_dict(), tmp_path / "merged.pt")
+    loaded = build(**options)
+    loaded.load_state_dict(torch.load(tmp_path / "merged.pt"))
+    assert torch.equal(loaded(tokens), model(tokens))
+    # Other weights reach the merged ones.
+    other = build(**options)
+    merged.load_state_dict(other.state_dict())
+    torch.testing.assert_close(merged(tokens), other(tokens))
+
+
+def test_q_k_v_and_both_parts_of_a_gate_are_one_product_each():
+    """A block has four products with weights: these, and those of the results."""
+    model = build()
+    merge(model)
+    with torch.profiler.profile() as profile:
+        model(torch.tensor([[1]]))
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["aten::linear"] == 2 * 4 + 1  # and one with the head
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of torchao's imports
+@pytest.mark.parametrize("name", ["q_proj", "v_proj", "w3"])
+def test_a_projection_that_is_not_plain_raises(name):
+    """Its own weight alone is not what it computes."""
+    peft = pytest.importorskip("peft", reason="requires the extra examples")
+    torchao = pytest.importorskip("torchao", reason="requires the extra examples")
+    config = peft.LoraConfig(target_modules=[name])
+    adapted = peft.get_peft_model(build(), config)
+    quantized = build()
+    int8 = torchao.quantization.Int8WeightOnlyConfig()
+    torchao.quantization.quantize_(quantized, int8, lambda _, path: path.endswith(name))
+    normalized, hooked = build(), build()
+    block = "ffn" if name == "w3" else "attn"
+    weight_norm(normalized.get_submodule(f"transformer.layers.1.{block}.{name}"))
+    linear = hooked.get_submodule(f"transformer.layers.1.{block}.{name}")
+    linear.register_forward_hook(lambda *_: None)
+    for wrong in (adapted, quantized, normalized, hooked):
+        with pytest.raises(ValueError, match=f"{name} must be a plain projection"):
+            merge(wrong)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        copy.deepcopy,
+        lambda model: model.double(),
+        lambda model: (
+            model.load_state_dict(build().state_dict(), assign=True) and model
+        ),
+    ],
+    ids=["copied", "cast", "given new weights"],
+)
+def test_weights_that_do_not_lie_together_any_more_raise(change):
+    model = build()
+    merge(model)
+    changed = change(model)
+    with pytest.raises(RuntimeError, match="out of bounds for storage"):
+        changed(torch.tensor([[1]]))
+    merge(changed)
+    changed(torch.tensor([[1]]))
