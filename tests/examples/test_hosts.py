@@ -4,14 +4,19 @@ import importlib
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from pages import block_with
+import torch.nn.functional as F
+from einops import rearrange
+from float64 import in_float64
+from pages import block_with, name_of, tables
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
-from tinyblock import SwiGLU, copies
+from tinyblock import SwiGLU, Transformer, copies
 
 PAGE = Path(__file__).parents[2] / "docs" / "hosts.md"
 X = torch.linspace(-1, 1, 2 * 9 * 64).view(2, 9, 64)
@@ -176,3 +181,226 @@ def test_averaged_model_averages_weights_and_keeps_the_table(model):
     for weight in averaged.parameters():
         weight.data *= 3 / 2
     torch.testing.assert_close(averaged(X), model(X), rtol=1e-4, atol=1e-4)
+
+
+# --- Your checkpoint ----------------------------------------------------------------------
+
+
+class NanoBlock(nn.Module):
+    """The block of nanoGPT, with bias=False and without dropout."""
+
+    def __init__(self, config):
+        super().__init__()
+        width = config.n_embd
+        self.n_head = config.n_head
+        self.ln_1 = nn.LayerNorm(width, bias=False)
+        self.attn = nn.ModuleDict(
+            {
+                "c_attn": nn.Linear(width, 3 * width, bias=False),
+                "c_proj": nn.Linear(width, width, bias=False),
+            }
+        )
+        self.ln_2 = nn.LayerNorm(width, bias=False)
+        self.mlp = nn.ModuleDict(
+            {
+                "c_fc": nn.Linear(width, 4 * width, bias=False),
+                "c_proj": nn.Linear(4 * width, width, bias=False),
+            }
+        )
+
+    def forward(self, x):
+        batch, seq, width = x.shape
+        qkv = self.attn["c_attn"](self.ln_1(x)).split(width, dim=2)
+        q, k, v = (
+            each.view(batch, seq, self.n_head, width // self.n_head).transpose(1, 2)
+            for each in qkv
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).contiguous().view(batch, seq, width)
+        x = x + self.attn["c_proj"](y)
+        return x + self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](self.ln_2(x))))
+
+
+class NanoGPT(nn.Module):
+    def __init__(self, config, block=NanoBlock):
+        super().__init__()
+        embedding = nn.Embedding(50, config.n_embd)
+        self.transformer: Any = nn.ModuleDict(
+            {
+                "wte": embedding,
+                "wpe": nn.Embedding(32, config.n_embd),
+                "h": nn.ModuleList([block(config) for _ in range(2)]),
+                "ln_f": nn.LayerNorm(config.n_embd, bias=False),
+            }
+        )
+        self.lm_head = nn.Linear(config.n_embd, 50, bias=False)
+        self.lm_head.weight = embedding.weight
+
+    def forward(self, tokens, targets):
+        positions = torch.arange(tokens.shape[1])
+        x = self.transformer.wte(tokens) + self.transformer.wpe(positions)
+        for block in self.transformer.h:
+            x = block(x)
+        logits = self.lm_head(self.transformer.ln_f(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.usefixtures("layers")
+def test_a_checkpoint_of_nanogpt_has_an_equal_loss():
+    page: dict[str, Any] = {}
+    exec(block_with(PAGE, "def renamed"), page)
+    config = SimpleNamespace(n_embd=64, n_head=4)
+    theirs = NanoGPT(config).double()
+    for weight in theirs.parameters():
+        nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.2)
+    ours = NanoGPT(config, page["block"]).double()
+    state = page["renamed"](theirs.state_dict())
+    ours.load_state_dict(state)
+    tokens, targets = torch.randint(50, (2, 3, 20))
+    torch.testing.assert_close(
+        ours(tokens, targets), theirs(tokens, targets), rtol=2.0**-40, atol=0
+    )
+    # An RMSNorm takes the same weights, and computes something else.
+    layers = sys.modules["my_package.layers.block"]
+    for block in ours.transformer.h:
+        block.ln1 = layers.RMSNorm(64, dtype=torch.float64)
+    assert str(ours.load_state_dict(state)) == "<All keys matched successfully>"
+    assert abs(ours(tokens, targets) / theirs(tokens, targets) - 1) > 1e-4
+    with_bias = {
+        **theirs.state_dict(),
+        "transformer.h.0.attn.c_attn.bias": state["transformer.h.0.attn.q_proj.weight"],
+    }
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*q_proj\.bias"):
+        ours.load_state_dict(page["renamed"](with_bias))
+
+
+def test_rows_of_phi3_are_divided_as_the_table_says():
+    transformers = pytest.importorskip(
+        "transformers", reason="requires the extra examples"
+    )
+    rows = {
+        name_of(row): row["rows"]
+        for table in tables(PAGE.read_text())
+        for row in table
+        if "your weight" in row
+    }
+    assert rows["qkv_proj`, as in Phi-3"].startswith("heads * d_head, then twice")
+    assert rows["gate_up_proj`, as in Phi-3"] == "two equal parts, in this order"
+    pattern = rows["q_proj`, `k_proj` with RoPE of transformers"]
+    config = transformers.Phi3Config(
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    with in_float64():
+        theirs = transformers.Phi3Model(config)
+    state = theirs.state_dict()
+    q, k, v = state.pop("layers.0.self_attn.qkv_proj.weight").split([64, 32, 32])
+    w1, w3 = state.pop("layers.0.mlp.gate_up_proj.weight").chunk(2)
+    names = {
+        "norm": "ln_final",
+        "layers.0.input_layernorm": "layers.0.ln1",
+        "layers.0.post_attention_layernorm": "layers.0.ln2",
+        "layers.0.self_attn.o_proj": "layers.0.attn.output_proj",
+        "layers.0.mlp.down_proj": "layers.0.ffn.w2",
+    }
+    ours = Transformer(
+        1, 64, 4, 96, num_kv_heads=2, max_seq_len=32, eps=config.rms_norm_eps
+    ).double()
+    ours.load_state_dict(
+        {f"{our}.weight": state[f"{their}.weight"] for their, our in names.items()}
+        | {
+            "layers.0.attn.q_proj.weight": rearrange(q, pattern, pair=2, half=8),
+            "layers.0.attn.k_proj.weight": rearrange(k, pattern, pair=2, half=8),
+            "layers.0.attn.v_proj.weight": v,
+            "layers.0.ffn.w1.weight": w1,
+            "layers.0.ffn.w3.weight": w3,
+        }
+    )
+    with in_float64():
+        expected = theirs(inputs_embeds=X.double()).last_hidden_state
+    torch.testing.assert_close(ours(X.double()), expected, rtol=2.0**-40, atol=2.0**-40)
+
+
+# --- Weight decay and dropout -------------------------------------------------------------
+
+
+def decayed(trainer):
+    """Return the names of the weights that an optimizer decays."""
+    groups = trainer.create_optimizer().param_groups
+    ids = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    return {name for name, p in trainer.model.named_parameters() if id(p) in ids}
+
+
+def test_a_trainer_decays_norm_weights_unless_groups_go_by_ndim(model, tmp_path):
+    transformers = pytest.importorskip(
+        "transformers", reason="requires the extra examples"
+    )
+    page: dict[str, Any] = {}
+    exec(block_with(PAGE, "get_decay_parameter_names"), page)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), weight_decay=0.1, use_cpu=True, report_to=[]
+    )
+    by_names = decayed(transformers.Trainer(model, arguments))
+    by_ndim = decayed(page["MyTrainer"](model, arguments))
+    norms = {name for name, weight in model.named_parameters() if weight.ndim == 1}
+    assert by_names & norms == norms
+    assert by_ndim == {name for name, _ in model.named_parameters()} - norms
+    assert "leave 0.61 of" in " ".join(PAGE.read_text().split())
+    assert round((1 - 1e-3 * 0.1) ** 5000, 2) == 0.61
+
+
+def test_dropout_of_a_copy_keeps_the_mean_and_the_result_of_evaluation(layers):
+    """The page's three lines make the edit."""
+    lines = block_with(PAGE, "dropout_p=").splitlines()
+    option, attribute, argument = (line.partition("  #")[0] for line in lines)
+    original = sys.modules[layers.__name__.replace("transformer", "attention")]
+    source = Path(str(original.__file__)).read_text()
+    for before, added in (
+        ("        eps: float = 1e-5,\n", f"{option}\n"),
+        ("        super().__init__()\n", f"{attribute}\n"),
+        ("is_causal=is_causal,", argument),
+    ):
+        assert source.count(before) == 1
+        source = source.replace(before, before + added)
+    names: dict[str, Any] = {"__name__": "edited"}
+    exec(source, names)
+    edited = names["CausalMultiHeadSelfAttention"](64, 4, dropout=0.5)
+    plain = original.CausalMultiHeadSelfAttention(64, 4)
+    plain.load_state_dict(edited.state_dict())
+    x = X[:1].expand(4000, -1, -1)
+    expected = plain(X[:1])
+    assert torch.equal(edited.eval()(X[:1]), expected)
+    drawn = edited.train()(x)
+    error = (drawn.mean(0) - expected[0]).norm() / expected.norm()
+    spread = (drawn - expected).norm() / (4000**0.5 * expected.norm())
+    assert spread > 0.3
+    assert error < 5 * spread / 4000**0.5
+
+
+# --- Weights of adapted layers ------------------------------------------------------------
+
+
+def walk(model):
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def test_a_walk_fills_the_zeros_of_an_adapter_and_not_the_weights_of_weight_norm(model):
+    peft = pytest.importorskip("peft", reason="requires the extra examples")
+    normalized = model.layers[0].attn.v_proj
+    weight_norm(normalized)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted = model.layers[0].attn.q_proj
+    before = normalized.weight.clone()
+    walk(adapted)
+    walk(normalized)
+    assert torch.equal(normalized.weight, before)
+    assert adapted.lora_B["default"].weight.abs().max() > 0
+    adapted.reset_lora_parameters("default", True)
+    assert (adapted.lora_B["default"].weight == 0).all()
