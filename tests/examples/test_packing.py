@@ -132,8 +132,14 @@ def test_documents_have_the_rows_and_the_length_of_x(packed):
         attention.attend(q, k, v, Documents(NUMBERS[:1]))
 
 
-def test_documents_mean_nothing_to_another_layer():
+class WrongOrder(WindowAttention, PackedAttention):
+    pass
+
+
+def test_documents_are_no_mask_for_other_layers():
+    x = torch.randn(2, 9, 32)
+    documents = Documents(NUMBERS)
     with pytest.raises(ValueError, match=r"mask must be bool, .* got Documents"):
-        CausalMultiHeadSelfAttention(32, 4)(
-            torch.randn(2, 9, 32), mask=Documents(NUMBERS)
-        )
+        CausalMultiHeadSelfAttention(32, 4)(x, mask=documents)
+    with pytest.raises(TypeError, match="'Tensor' and 'Documents'"):
+        WrongOrder(32, 4, window=2)(x, mask=documents)
