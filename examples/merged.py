@@ -9,12 +9,12 @@ A small product costs as much for its start as for its numbers. So q, k and v co
 one product, and so do the gate and the value of SwiGLU. The weights that the layers hold
 become views of the merged ones: nothing is held twice, and the state dict stays.
 Merge last, for generation alone. A model that is moved, cast or copied afterwards raises
-torch's error "out of bounds for storage": merge it again. An adapter or a hook that is
-added to a merged projection does nothing.
+torch's error "out of bounds for storage": merge it again.
 """
 
 import copy
 import time
+from collections.abc import Sequence
 from statistics import median
 from types import MethodType
 from typing import Any
@@ -55,14 +55,7 @@ def merge(model: nn.Module) -> None:
 def join(layer: nn.Module, *names: str) -> None:
     """Let the weights of these projections lie one after another in memory."""
     linears: list[Any] = [layer.get_submodule(name) for name in names]
-    for name, linear in zip(names, linears, strict=True):
-        is_hooked = linear._forward_hooks or linear._forward_pre_hooks
-        is_plain = type(linear) in PLAIN and type(linear.weight) is nn.Parameter
-        if is_hooked or not is_plain:
-            raise ValueError(
-                f"{name} must be a plain projection without hooks, got {linear}: merge "
-                "adapters into it first, and do not quantize it"
-            )
+    require_plain(linears)
     for part in ("weight", "bias"):
         held = [getattr(linear, part) for linear in linears]
         if any(each is not None for each in held):
@@ -71,8 +64,22 @@ def join(layer: nn.Module, *names: str) -> None:
                 each.data = view
 
 
-def product(x: Tensor, first: Any, rows: int) -> Tensor:
-    """Apply all rows that begin with those of the first projection."""
+def require_plain(linears: Sequence[Any]) -> None:
+    """Raise a ValueError if a projection computes more than its own product."""
+    for linear in linears:
+        is_plain = type(linear) in PLAIN and type(linear.weight) is nn.Parameter
+        if not is_plain or linear._forward_hooks or linear._forward_pre_hooks:
+            raise ValueError(
+                f"a merged projection must be plain and without hooks, got {linear}: "
+                "merge adapters into it first, and do not quantize it"
+            )
+
+
+def product(x: Tensor, *linears: Any) -> Tensor:
+    """Apply projections whose weights lie one after another, by one product."""
+    require_plain(linears)
+    first = linears[0]
+    rows = sum(linear.out_features for linear in linears)
     weight = first.weight.as_strided((rows, first.in_features), (first.in_features, 1))
     bias = None if first.bias is None else first.bias.as_strided((rows,), (1,))
     return F.linear(x, weight, bias)
@@ -82,10 +89,10 @@ def project(
     self: Any, x: Tensor, token_positions: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `project` of attention returns."""
-    num_heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-    qkv = product(x, self.q_proj, sum(num_heads) * self.d_head)
+    qkv = product(x, self.q_proj, self.k_proj, self.v_proj)
     split = "... seq (heads d_head) -> ... heads seq d_head"
     heads = rearrange(qkv, split, d_head=self.d_head)
+    num_heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
     q, k, v = heads.split(num_heads, dim=-3)
     if self.q_norm is not None:
         q, k = self.q_norm(q), self.k_norm(k)
@@ -99,7 +106,7 @@ def project(
 
 def swiglu(self: Any, x: Tensor) -> Tensor:
     """Return what `forward` of SwiGLU returns."""
-    gate, value = product(x, self.w1, 2 * self.d_ff).chunk(2, dim=-1)
+    gate, value = product(x, self.w1, self.w3).chunk(2, dim=-1)
     return self.w2(F.silu(gate) * value)
 
 

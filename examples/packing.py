@@ -55,7 +55,6 @@ class PackedAttention(CausalMultiHeadSelfAttention):
         ValueError: the Documents do not have the rows and the length of x.
     """
 
-    kernel = staticmethod(varlen_attn)
     is_last = True
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -69,8 +68,13 @@ class PackedAttention(CausalMultiHeadSelfAttention):
             return super().attend(q, k, v, mask)
         require_fit(q, k, mask)
         if self.is_last and self.kernel_takes(q, v):
-            return attend_packed(q, k, v, mask, self.kernel)
+            return self.attend_by_kernel(q, k, v, mask)
         return super().attend(q, k, v, mask.mask)
+
+    def attend_by_kernel(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents
+    ) -> Tensor:
+        return attend_packed(q, k, v, documents)
 
     def kernel_takes(self, q: Tensor, v: Tensor) -> bool:
         """Return whether varlen_attn supports the device, the dtype and the head size."""

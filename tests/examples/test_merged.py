@@ -99,22 +99,30 @@ def test_q_k_v_and_both_parts_of_a_gate_are_one_product_each():
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torchao's imports
 @pytest.mark.parametrize("name", ["q_proj", "v_proj", "w3"])
 def test_a_projection_that_is_not_plain_raises(name):
-    """Its own weight alone is not what it computes."""
+    """Its own weight alone is not what it computes, before a merge or after it."""
     peft = pytest.importorskip("peft", reason="requires the extra examples")
     torchao = pytest.importorskip("torchao", reason="requires the extra examples")
-    config = peft.LoraConfig(target_modules=[name])
-    adapted = peft.get_peft_model(build(), config)
-    quantized = build()
     int8 = torchao.quantization.Int8WeightOnlyConfig()
-    torchao.quantization.quantize_(quantized, int8, lambda _, path: path.endswith(name))
-    normalized, hooked = build(), build()
-    block = "ffn" if name == "w3" else "attn"
-    weight_norm(normalized.get_submodule(f"transformer.layers.1.{block}.{name}"))
-    linear = hooked.get_submodule(f"transformer.layers.1.{block}.{name}")
-    linear.register_forward_hook(lambda *_: None)
-    for wrong in (adapted, quantized, normalized, hooked):
-        with pytest.raises(ValueError, match=f"{name} must be a plain projection"):
-            merge(wrong)
+    path = f"transformer.layers.1.{'ffn' if name == 'w3' else 'attn'}.{name}"
+    changes = (
+        lambda model: peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=[name])
+        ),
+        lambda model: torchao.quantization.quantize_(
+            model, int8, lambda _, each: each == path
+        ),
+        lambda model: weight_norm(model.get_submodule(path)),
+        lambda model: model.get_submodule(path).register_forward_hook(print),
+    )
+    for change in changes:
+        changed, merged = build(), build()
+        change(changed)
+        with pytest.raises(ValueError, match="must be plain and without hooks"):
+            merge(changed)
+        merge(merged)
+        change(merged)
+        with pytest.raises(ValueError, match="must be plain and without hooks"):
+            merged(torch.tensor([[1]]))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from language_model import CachedAttention
 from output_gate import GatedAttention
-from packing import Documents, PackedAttention
+from packing import Documents, PackedAttention, attend_packed
 from sinks import SinkAttention
 from windows import WindowAttention
 
@@ -70,9 +70,9 @@ class OnKernel(PackedAttention):
 
     runs = 0
 
-    def kernel(self, *tensors, **options):
+    def attend_by_kernel(self, q, k, v, documents):
         self.runs += 1
-        return each_document(*tensors, **options)
+        return attend_packed(q, k, v, documents, kernel=each_document)
 
     def kernel_takes(self, q, v):
         return True
