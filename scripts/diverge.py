@@ -1,0 +1,1017 @@
+"""Find where two models part, and say whether that is a mistake or rounding.
+
+PYTHONPATH=FOLDER python scripts/diverge.py --ours my_port:build --theirs hf:build
+PYTHONPATH=FOLDER python scripts/diverge.py --ours my_model:build --dtype bfloat16
+
+A mistake survives float64, and rounding does not. MODULE:FUNCTION is called without
+arguments, and returns an nn.Module and its inputs: a tuple, or a dict of keywords. The exit
+code is 0 for the same function, 1 for a mistake and for other weights, and 2 for bad input.
+See docs/diverge.md.
+"""
+
+import argparse
+import copy
+import json
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # This checkout's tinyblock and examples, installed or not.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "examples"))
+
+import torch
+from float64 import in_float64
+from lab.tables import number, share, terminal
+from profile_block import (
+    DTYPES,
+    device,
+    new_file,
+    print_nothing,
+    show_progress,
+    users_build,
+)
+from profiling.parts import parts_of, results_in
+from profiling.runs import Build, Inputs, call
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+TOLERANCE = 2.0**-20  # a model may hold constants in float32, which has 24 bits
+NOISE = (
+    2.0**-26
+)  # a gradient this small, as a share of the largest, is that of rounding
+
+# --- Numbers ------------------------------------------------------------------------------
+
+
+def numbers(tensor: Tensor) -> Tensor:
+    """Return finite numbers in float64: masks have infinities, and masked rows NaN."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.detach().double().flatten().nan_to_num(0.0).clamp(-1e100, 1e100)
+
+
+def error(found: Tensor, exact: Tensor, least_norm: float = 1e-300) -> float:
+    """Return the norm of the difference, divided by the norm of the exact numbers."""
+    if found.numel() != exact.numel():
+        return float("inf")
+    found, exact = numbers(found), numbers(exact)
+    return ((found - exact).norm() / exact.norm().clamp_min(least_norm)).item()
+
+
+def difference(found: Tensor, exact: Tensor, least_norm: float = 1e-300) -> float:
+    """Return the error in whatever order: rows may be permuted, and axes exchanged."""
+    in_order = error(found, exact, least_norm)
+    if in_order <= TOLERANCE or in_order == float("inf"):
+        return in_order
+    found, exact = numbers(found).sort().values, numbers(exact).sort().values
+    return min(in_order, error(found, exact, least_norm))
+
+
+def nearest(found: list[Tensor], exact: list[Tensor]) -> float:
+    """Return the difference between our first tensor and the nearest of theirs."""
+    if not found:
+        return 0.0
+    return min((difference(found[0], each) for each in exact), default=float("inf"))
+
+
+def hash_of(weight: Tensor) -> int:
+    """Return a sum over the numbers: the same if they are permuted, joined or split."""
+    bits = (weight.detach().double() + 0.0).flatten().view(torch.int64)  # -0.0 is 0.0
+    bits = (bits ^ (bits >> 29)) * 0x1CE4E5B9BF58476D
+    return int(((bits ^ (bits >> 32)) * 0x14D049BB133111EB).sum().item())
+
+
+# --- A run --------------------------------------------------------------------------------
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return tensors or list(results_in(tree, set()))
+
+
+def floats(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [each for each in tensors if each.is_floating_point()]
+
+
+@dataclass(eq=False)
+class Traced:
+    """What a module got or returned: values, autograd's nodes, and gradients."""
+
+    values: list[Tensor] = field(default_factory=list)
+    nodes: list[Any] = field(default_factory=list)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, tensor: Tensor, same: Tensor) -> None:
+        """Keep a tensor, and the gradient of an alias that goes on in its place."""
+        if same.requires_grad:
+            place = len(self.values)
+            same.register_hook(partial(self.gradients.__setitem__, place))
+        self.values.append(tensor.detach().clone())
+        self.nodes.append(tensor.grad_fn)
+
+    @property
+    def floats(self) -> list[Tensor]:
+        return floats(self.values)
+
+    @property
+    def float_gradients(self) -> list[Tensor]:
+        return [
+            self.gradients.get(place, torch.zeros_like(value))
+            for place, value in enumerate(self.values)
+            if value.is_floating_point()
+        ]
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module, and the call that contains it."""
+
+    name: str
+    module: nn.Module
+    outer: "Call | None"
+    inputs: Traced = field(default_factory=Traced)
+    results: Traced = field(default_factory=Traced)
+
+    def is_inside(self, other: "Call") -> bool:
+        outer = self.outer
+        return outer is not None and (outer is other or outer.is_inside(other))
+
+
+class Run:
+    """The calls of a model's modules, in the order in which they end.
+
+    forced: calls of an equal model. Each call then gets their inputs, and what contains it
+        gets their results, so that a call's own result has no error of another call.
+    exchanged: functions of the input, whose results modules return.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        forced: dict[str, Call] | None = None,
+        exchanged: dict[nn.Module, Callable[[Tensor], Tensor]] | None = None,
+    ) -> None:
+        self.model = model
+        self.calls: list[Call] = []
+        self.weight_gradients: dict[nn.Parameter, Tensor] = {}
+        self._forced, self._exchanged = forced, exchanged or {}
+        self._open: list[Call] = []
+        self._counts: dict[str, int] = defaultdict(int)
+        hooks: list[Any] = []
+        for path, module in model.named_modules():
+            begin = torch.compiler.disable(partial(self._begin, path or "the model"))
+            end = torch.compiler.disable(self._end)
+            hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+            hooks.append(module.register_forward_hook(end))
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        output = call(model, inputs)
+        for hook in hooks:
+            hook.remove()
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ValueError(
+                "forward must not draw random numbers; set probabilities to 0"
+            )
+        self.result = floats(tensors_in(output))[0]
+
+    def _begin(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._counts[path] += 1
+        again = f" (call {self._counts[path]})" if self._counts[path] > 1 else ""
+        started = Call(path + again, module, self._open[-1] if self._open else None)
+        self._open.append(started)
+        given = args, kwargs
+        forced = None
+        if self._forced is not None:
+            forced = self._forced[started.name].inputs
+        return passed_on(given, started.inputs, forced)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        ended = self._open.pop()
+        self.calls.append(ended)
+        if module in self._exchanged:
+            given = floats(tensors_in(args)) or tensors_in(args)
+            output = self._exchanged[module](given[0])
+        forced = None
+        if self._forced is not None and ended.outer is not None:
+            forced = self._forced[ended.name].results
+        return passed_on(output, ended.results, forced)
+
+    def backward(self) -> None:
+        """Set all gradients. That of the result depends on its values alone."""
+        result = self.result.detach()
+        gradient = torch.cos(3 * result / result.square().mean().sqrt())
+        self.model.zero_grad(set_to_none=True)
+        self.result.backward(gradient)
+        for weight in self.model.parameters():
+            found = weight.grad
+            self.weight_gradients[weight] = (
+                torch.zeros_like(weight) if found is None else found
+            )
+            weight.grad = None
+
+
+def passed_on(tree: Any, traced: Traced, forced: Traced | None) -> Any:
+    """Trace tensors, and return aliases of them, or other values in their dtypes."""
+    aliases: dict[int, Tensor] = {}
+    others = iter(forced.values if forced else ())
+
+    def alias(tensor: Tensor) -> Tensor:
+        same = aliases.get(id(tensor))
+        if same is None:
+            followed = tensor
+            is_followed = torch.is_grad_enabled() and tensor.is_floating_point()
+            if is_followed and not tensor.requires_grad:  # such as a table's rows
+                followed = tensor.detach().requires_grad_()
+            same = aliases[id(tensor)] = followed.view_as(followed)
+        traced.add(tensor, same)
+        if forced is None:
+            return same
+        other = next(others)
+        if other.shape != tensor.shape:
+            raise ValueError(
+                "a router must not choose between equal scores, got other tokens for "
+                "an expert in float64; use other inputs"
+            )
+        return other.to(tensor.dtype)
+
+    return tree_map_only(Tensor, alias, tree)
+
+
+# --- A model in float64 -------------------------------------------------------------------
+
+
+@dataclass
+class Subject:
+    """A model as it was built, the same in float64, and their inputs."""
+
+    narrow: nn.Module
+    wide: nn.Module
+    inputs: Inputs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of most weights."""
+        sizes: dict[torch.dtype, int] = defaultdict(int)
+        for weight in floats(self.narrow.parameters()):
+            sizes[weight.dtype] += weight.numel()
+        return max(sizes, key=sizes.__getitem__, default=torch.float32)
+
+    def run_wide(self, **options: Any) -> Run:
+        with in_float64():
+            inputs = tree_map_only(Tensor, beginning, self.inputs)
+            return Run(self.wide, inputs, **options)
+
+
+def beginning(tensor: Tensor) -> Tensor:
+    """Return a copy of an input, which may be changed in place, with a gradient."""
+    copied = tensor.detach().clone()
+    if copied.is_floating_point():
+        copied.requires_grad_()
+    return copied.clone()
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """Return the model that torch.compile wraps, for evaluation."""
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    inner.eval()
+    for weight in floats(inner.parameters()):
+        weight.requires_grad_()
+    return inner
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast to a lower dtype, but not complex buffers, which would become real."""
+    casts = {torch.bfloat16: model.bfloat16, torch.float16: model.half}
+    return casts[dtype]() if dtype in casts else model
+
+
+def subjects_of(builds: list[Build], device: torch.device, dtype: torch.dtype) -> Any:
+    """Build each model as it is, and in float64, where its constants are exact.
+
+    If a model cannot be built in float64, all models keep the constants that they have.
+
+    Raises:
+        ValueError: a model comes without inputs, or with some that a run could change.
+    """
+    narrow, inputs = [], []
+    for build in builds:
+        torch.manual_seed(0)
+        built = build(device, torch.float32)  # which casts nothing
+        if not isinstance(built, tuple):
+            raise ValueError("FUNCTION must return a model and its inputs")
+        narrow.append(cast(plain(built[0]), dtype))
+        inputs.append(built[1])
+        for leaf in tree_leaves(built[1]):
+            if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__"):
+                raise ValueError(
+                    "inputs must be tensors and plain values, because each run gets "
+                    f"them again, got {type(leaf).__name__}"
+                )
+    try:
+        wide = []
+        for build in builds:
+            torch.manual_seed(0)
+            with in_float64():
+                built = build(device, torch.float32)
+                wide.append(built[0] if isinstance(built, tuple) else built)
+    except Exception as refused:
+        print(f"Constants stay rounded: no float64 for {refused}", file=sys.stderr)
+        wide = [copy.deepcopy(each) for each in narrow]
+    wide = [plain(each.double()) for each in wide]
+    for own, given in zip(wide, narrow, strict=True):
+        load(own, given)
+    return [Subject(*each) for each in zip(narrow, wide, inputs, strict=True)]
+
+
+@torch.no_grad()
+def load(wide: nn.Module, narrow: nn.Module) -> None:
+    """Copy all weights, and buffers unless they are constants, which are nearly equal."""
+    given = dict([*narrow.named_parameters(), *narrow.named_buffers()])
+    for name, own in [*wide.named_parameters(), *wide.named_buffers()]:
+        has_fractions = own.is_floating_point() or own.is_complex()
+        is_constant = has_fractions and not isinstance(own, nn.Parameter)
+        if not is_constant or error(own, given[name]) > 2.0**-6:
+            own.copy_(given[name])
+
+
+# --- Partners -----------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Pair:
+    """Calls of partners, and how far their first inputs and results are from each other."""
+
+    ours: Call
+    theirs: Call
+
+    def __post_init__(self) -> None:
+        self.input = nearest(self.ours.inputs.floats, self.theirs.inputs.floats)
+        self.result = nearest(self.ours.results.floats, self.theirs.results.floats)
+
+    @property
+    def names(self) -> str:
+        return f"{self.ours.name} ({self.theirs.name})"
+
+
+class Keys:
+    """Hashes of the numbers in a module. An exchanged module has its partner's numbers."""
+
+    def __init__(self, exchanged: dict[nn.Module, int] | None = None) -> None:
+        self.exchanged = exchanged or {}
+        self._known: dict[nn.Parameter, int] = {}
+
+    def __getitem__(self, module: nn.Module) -> int:
+        weights, total = dict[nn.Parameter, None](), 0
+        waiting = [module]
+        while waiting:
+            each = waiting.pop()
+            if each in self.exchanged:
+                total += self.exchanged[each]
+                continue
+            weights |= dict.fromkeys(each.parameters(recurse=False))
+            waiting += each.children()
+        for weight in weights:
+            if weight not in self._known:
+                self._known[weight] = hash_of(weight)
+            total += self._known[weight]
+        return total % 2**64
+
+
+def partners(ours: Run, theirs: Run, keys: Keys) -> list[Pair]:
+    """Pair calls of modules that hold the same numbers.
+
+    Of several, the first with the same input is taken, then the first. What is left is
+    paired if it contains the same partners: modules around weights that differ.
+    """
+    waiting: dict[int, list[Call]] = defaultdict(list)
+    for each in theirs.calls[:-1]:
+        waiting[keys[each.module]].append(each)
+    waiting.pop(0, None)  # they have no numbers
+    found = {ours.calls[-1]: Pair(ours.calls[-1], theirs.calls[-1])}
+    for each in ours.calls[:-1]:
+        same = waiting[keys[each.module]]
+        if same:
+            pairs = (Pair(each, other) for other in same)
+            found[each] = next(
+                (pair for pair in pairs if pair.input <= TOLERANCE),
+                Pair(each, same[0]),
+            )
+            same.remove(found[each].theirs)
+    inside, their_inside = contents(ours), contents(theirs)
+    partner = {each: pair.theirs for each, pair in found.items()}
+    taken = set(partner.values())
+    by_contents = {
+        frozenset(their_inside[each] & taken): each
+        for each in reversed(theirs.calls)  # of several, the innermost is kept
+        if each not in taken
+    }
+    for each in ours.calls:
+        within = frozenset(partner[c] for c in inside[each] if c in partner)
+        if each not in found and within and within in by_contents:
+            found[each] = Pair(each, by_contents.pop(within))
+    return [found[each] for each in ours.calls if each in found]
+
+
+def contents(run: Run) -> dict[Call, set[Call]]:
+    """Return the calls that each call contains."""
+    inside: dict[Call, set[Call]] = defaultdict(set)
+    for each in run.calls:
+        outer = each.outer
+        while outer is not None:
+            inside[outer].add(each)
+            outer = outer.outer
+    return inside
+
+
+# --- Mistakes -----------------------------------------------------------------------------
+
+
+def leaking(run: Run, pairs: list[Pair]) -> set[Any]:
+    """Return autograd's nodes whose error reaches the result.
+
+    A tensor that equals its partner's stops it: what came before was made good, or was
+    only cut into modules in another way.
+    """
+    right = set()
+    for pair in pairs:
+        if pair.input <= TOLERANCE:
+            right.add(first_node(pair.ours.inputs))
+        if pair.result <= TOLERANCE:
+            right.add(first_node(pair.ours.results))
+    leaks: set[Any] = set()
+    waiting = [run.result.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in leaks and (node not in right or not leaks):
+            leaks.add(node)
+            waiting += [earlier for earlier, _ in node.next_functions]
+    return leaks
+
+
+def first_node(traced: Traced) -> Any:
+    """Return the node of the first tensor of floats."""
+    pairs = zip(traced.values, traced.nodes, strict=True)
+    return next((node for value, node in pairs if value.is_floating_point()), None)
+
+
+def wrong_in_forward(run: Run, pairs: list[Pair]) -> tuple[Pair, Pair | None]:
+    """Return the innermost pair with the same input and another result.
+
+    Also return the first pair in it that has another input, if there is one.
+    """
+    leaks = leaking(run, pairs)
+    wrong = [
+        pair
+        for pair in pairs
+        if pair.result > TOLERANCE and first_node(pair.ours.results) in leaks
+    ]
+    place = next((pair for pair in wrong if pair.input <= TOLERANCE), pairs[-1])
+    inside = [pair for pair in wrong if pair.ours.is_inside(place.ours)]
+    return place, next(iter(inside), None)
+
+
+def wrong_in_backward(
+    ours: Run, theirs: Run, pairs: list[Pair]
+) -> tuple[Pair, float] | None:
+    """Return the innermost pair whose result has the same gradient, but not its input.
+
+    Or not its weights: those that no pair inside has, and no pair with another gradient.
+    """
+    runs = (ours, theirs)
+    of_tensors = [
+        g for run in runs for c in run.calls for g in c.results.float_gradients
+    ]
+    of_weights = [g for run in runs for g in run.weight_gradients.values()]
+    least = [
+        NOISE * max((each.norm().item() for each in gradients), default=0.0)
+        for gradients in (of_tensors, of_weights)
+    ]
+
+    def off(found: list[Tensor], exact: list[Tensor]) -> float:
+        return min(
+            (difference(found[0], each, least[0]) for each in exact), default=0.0
+        )
+
+    judged = [p for p in pairs if max(p.input, p.result) <= TOLERANCE]
+    same: list[Pair] = []
+    others: list[Pair] = []
+    for pair in judged:
+        own, exact = (side.results.float_gradients for side in (pair.ours, pair.theirs))
+        (same if off(own, exact) <= TOLERANCE else others).append(pair)
+    seen = set[nn.Parameter]()
+    for pair in same:
+        sides = pair.ours, pair.theirs
+        worst = 0.0
+        if pair.ours.inputs.floats:
+            worst = off(*(side.inputs.float_gradients for side in sides))
+        left_out = set(seen)
+        for other in others:
+            if not other.ours.is_inside(pair.ours):  # it may share a weight
+                left_out.update(other.ours.module.parameters())
+                left_out.update(other.theirs.module.parameters())
+        gradients = []
+        for run, side in zip(runs, sides, strict=True):
+            weights = [w for w in side.module.parameters() if w not in left_out]
+            gradients.append(joined([run.weight_gradients[w] for w in weights]))
+            seen.update(weights)
+        length = max(map(len, gradients))  # a weight may be padded with zeros
+        padded = [nn.functional.pad(g, (0, length - len(g))) for g in gradients]
+        worst = max(worst, difference(padded[0], padded[1], least[1]))
+        if worst > TOLERANCE:
+            return pair, worst
+    return None
+
+
+def joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *map(numbers, tensors)])
+
+
+# --- Other weights ------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Layer:
+    """A call of a layer that can be exchanged: it is linear, a norm, or an embedding.
+
+    sizes: only a layer with the same sizes may take its place.
+    after: how many calls with a partner ended before.
+    """
+
+    call: Call
+    sizes: tuple[Any, ...]
+    after: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the rows that the layer returns for a tensor of any shape."""
+        x = x.reshape(self.call.inputs.values[0].shape)
+        return rows_of(tensors_in(self.call.module(x))[0])
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A layer of ours and one of theirs that differ in weights only.
+
+    function: what ours returns with their weights.
+    off: how far our result is from that.
+    """
+
+    ours: Layer
+    theirs: Layer
+    function: Callable[[Tensor], Tensor]
+    off: float
+
+
+def exchanges(ours: Run, theirs: Run, pairs: list[Pair]) -> list[Exchange]:
+    """Find what to exchange: layers with the same input, the nearest, then in order."""
+    leaks = leaking(ours, pairs)
+    lone = [
+        each
+        for each in layers_without_partner(ours, {pair.ours for pair in pairs})
+        if first_node(each.call.results) in leaks
+    ]
+    their_lone = layers_without_partner(theirs, {pair.theirs for pair in pairs})
+    found = []
+    for own in lone:
+        for other in their_lone:
+            near = abs(own.after - other.after)
+            if own.sizes != other.sizes or near > 2:
+                continue
+            exchange = exchange_of(own, other)
+            if exchange:
+                distance = exchange.off if exchange.off < 0.5 else 1.0
+                same = Pair(own.call, other.call).input <= TOLERANCE
+                found.append((distance, not same, near, exchange))
+    chosen: list[Exchange] = []
+    for *_, new in sorted(found, key=lambda each: each[:3]):
+        if not any(
+            overlap(new.ours.call, old.ours.call)
+            or overlap(new.theirs.call, old.theirs.call)
+            for old in chosen
+        ):
+            chosen.append(new)
+    return chosen
+
+
+def overlap(one: Call, other: Call) -> bool:
+    is_same = one.module is other.module
+    return is_same or one.is_inside(other) or other.is_inside(one)
+
+
+@torch.no_grad()
+def layers_without_partner(run: Run, known: set[Call]) -> list[Layer]:
+    """Return calls that take and return one tensor, and do the same for all rows."""
+    layers, after = [], 0
+    for each in run.calls:
+        states = [*each.module.parameters(), *each.module.buffers()]
+        tensors = each.inputs.values, each.results.values
+        after += each in known
+        if each in known or not states or any(len(values) != 1 for values in tensors):
+            continue
+        x, y = tensors[0][0], tensors[1][0]
+        layer = Layer(each, (x.numel(), y.shape[-1], y.numel()), after)
+        if x.is_floating_point():
+            layer.sizes += (x.shape[-1],)
+            with in_float64():
+                turned = rows_of(x).flip(0)
+                if error(layer(turned).flip(0), layer(x)) > 1e-9:
+                    continue
+                sums = layer(x + x.cos()) + layer(0 * x), layer(x) + layer(x.cos())
+                layer.sizes += (error(*sums) < 1e-9,)  # it is linear
+        layers.append(layer)
+    return layers
+
+
+@torch.no_grad()
+def exchange_of(ours: Layer, theirs: Layer) -> Exchange | None:
+    """Return how to exchange two layers, if they are shown to differ in weights only.
+
+    Both look up rows, or both are linear, or their results differ by factors of features.
+    """
+    x, y = ours.call.inputs.values[0], ours.call.results.values[0]
+    with in_float64():
+        u, v = rows_of(y), theirs(x)
+    is_norm = x.is_floating_point() and not ours.sizes[-1]
+    if is_norm:
+        du, dv = u - u[:1], v - v[:1]  # without biases
+        if error(du * dv[1:2], dv * du[1:2]) > 1e-9:
+            return None
+    order = torch.arange(u.shape[1], device=u.device)
+    if error(u, v) > 0.5:  # the features may be permuted
+        found = torch.cdist(u.T, v.T).argmin(1)
+        order = found if len(found.unique()) == len(found) else order
+    function = partial(rows_in_order, theirs, order, y.shape)
+    return Exchange(ours, theirs, function, error(u, v[:, order]))
+
+
+def rows_in_order(layer: Layer, order: Tensor, shape: torch.Size, x: Tensor) -> Tensor:
+    return layer(x)[:, order].reshape(shape)
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+# --- Rounding -----------------------------------------------------------------------------
+
+
+@dataclass
+class Part:
+    """Calls of modules that are alike: what they compute themselves.
+
+    squares: the sum of the squares of the errors of tensors.
+    least_squares: of the exact tensors, rounded to the dtype.
+    share: how much of the error of the model's result they cause.
+    """
+
+    calls: int = 0
+    tensors: int = 0
+    squares: float = 0.0
+    least_squares: float = 0.0
+    share: float = 0.0
+
+    @property
+    def error(self) -> float:
+        return (self.squares / self.tensors) ** 0.5 if self.tensors else 0.0
+
+    @property
+    def least(self) -> float:
+        return (self.least_squares / self.tensors) ** 0.5 if self.tensors else 0.0
+
+    @property
+    def ratio(self) -> float:
+        return self.error / self.least if self.least else 1.0
+
+    def add(self, found: Traced, exact: Traced, of_result: Traced, to: Any) -> None:
+        """Add the errors of tensors. of_result: with the gradients of the result's error."""
+        gradients = of_result.float_gradients
+        for own, true, gradient in zip(
+            found.floats, exact.floats, gradients, strict=True
+        ):
+            is_seen = true.abs() < 1e30  # no mask
+            own, true, gradient = own[is_seen], true[is_seen], gradient[is_seen]
+            coarse = max(to, own.dtype, key=epsilon)
+            squares = error(own, true) ** 2
+            least = error(true.to(coarse), true) ** 2
+            self.tensors += bool(squares or least)
+            self.squares += squares
+            self.least_squares += least
+            self.share += ((numbers(own) - numbers(true)) @ numbers(gradient)).item()
+
+
+@dataclass
+class Rounding:
+    """The error of a model's result, and of its parts. names: the part of each call."""
+
+    off: float
+    parts: dict[str, Part]
+    names: dict[str, str]
+
+
+def rounding(subject: Subject, compiled: bool = False) -> Rounding:
+    """Compare a model with itself in float64, call by call."""
+    narrow = run_narrow(subject, compiled)
+    wide = subject.run_wide()
+    off = numbers(narrow.result) - numbers(wide.result)
+    gradient = off / off.square().sum().clamp_min(1e-300)
+    with in_float64():
+        wide.result.backward(gradient.reshape(wide.result.shape))
+    wide.model.zero_grad(set_to_none=True)
+    calls = {each.name: each for each in narrow.calls}
+    influences = {each.name: each for each in wide.calls}
+    if calls.keys() != influences.keys():
+        raise ValueError(
+            "a router must not choose between equal scores, got other calls"
+        )
+    with torch.no_grad():
+        alone = subject.run_wide(forced=calls)
+    of_modules = parts_of(subject.narrow)
+    of_modules[subject.narrow] = "the model"
+    names = {name: of_modules[each.module] for name, each in calls.items()}
+    parts: dict[str, Part] = defaultdict(Part)
+    for exact in alone.calls:
+        found, influence = calls[exact.name], influences[exact.name]
+        part = parts[names[exact.name]]
+        part.calls += 1
+        part.add(found.results, exact.results, influence.results, subject.dtype)
+        if exact.outer is not None:  # which computes the inputs
+            outer = parts[names[exact.outer.name]]
+            outer.add(found.inputs, exact.inputs, influence.inputs, subject.dtype)
+    return Rounding(error(narrow.result, wide.result), parts, names)
+
+
+def epsilon(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def narrowed(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """Return a copy of an input, in the model's dtype if it is of floats."""
+    return tensor.to(dtype if tensor.is_floating_point() else None, copy=True)
+
+
+@torch.no_grad()
+def run_narrow(subject: Subject, compiled: bool) -> Run:
+    """Run a model in its own dtype. If compiled, what each module does itself is compiled."""
+    if compiled:
+        for module in subject.narrow.modules():
+            module.forward = torch.compile(module.forward, dynamic=False)
+    inputs = tree_map_only(Tensor, partial(narrowed, subject.dtype), subject.inputs)
+    with torch.compiler.set_stance("default" if compiled else "force_eager"):
+        return Run(subject.narrow, inputs)
+
+
+# --- The answer ---------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """The first line, the exit code, and a table."""
+
+    line: str
+    exit_code: int
+    columns: list[str]
+    rows: list[list[Any]]
+
+
+def compare(ours: Subject, theirs: Subject) -> Answer | None:
+    """Compare two models in float64. Return nothing if they are the same function.
+
+    Raises:
+        ValueError: they get other inputs, or their results have other sizes.
+    """
+    require_same_inputs(ours.inputs, theirs.inputs)
+    a, b = ours.run_wide(), theirs.run_wide()
+    if a.result.numel() != b.result.numel():
+        sizes = f"{list(a.result.shape)} and {list(b.result.shape)}"
+        raise ValueError(f"results must have the same size, got {sizes}")
+    keys = Keys()
+    pairs = partners(a, b, keys)
+    off = error(a.result, b.result)
+    if off <= TOLERANCE:
+        return compare_backward(a, b, pairs)
+    others = exchanges(a, b, pairs)
+    if others:
+        functions = {each.ours.call.module: each.function for each in others}
+        a = ours.run_wide(exchanged=functions)
+        off = error(a.result, b.result)
+        same_keys = {
+            each.ours.call.module: keys[each.theirs.call.module] for each in others
+        }
+        keys = Keys(same_keys)
+        others = [each for each in others if each.off > TOLERANCE]
+        if off <= TOLERANCE:
+            return other_weights(others)
+        pairs = partners(a, b, keys)
+    place, first = wrong_in_forward(a, pairs)
+    same_numbers = keys[place.ours.module] == keys[place.theirs.module]
+    if not same_numbers and holds_other_numbers(place):
+        line = f"OTHER WEIGHTS in {place.names}, so a mistake in it would not be seen"
+    else:
+        line = (
+            f"MISTAKE in forward, in {place.names}: its result is off by "
+            f"{figure(place.result)}, the model's by {figure(off)}"
+        )
+    if first:
+        line += f"; it shows first in {first.ours.name}"
+    if others:
+        line += f"; {len(others)} modules have other weights"
+    return table_around(line, pairs, place)
+
+
+def require_same_inputs(ours: Inputs, theirs: Inputs) -> None:
+    known = tensors_in(theirs)
+    for each in tensors_in(ours):
+        if any(each.shape == t.shape and error(each, t) == 0 for t in known):
+            return
+    sizes = [[list(each.shape) for each in tensors_in(tree)] for tree in (ours, theirs)]
+    raise ValueError(
+        f"both models must get the same input, got tensors of {sizes[0]} and {sizes[1]} "
+        "without an equal one; draw them with a torch.Generator of the same seed"
+    )
+
+
+def holds_other_numbers(pair: Pair) -> bool:
+    """Say whether each of two modules holds numbers that the other one lacks."""
+    ours, theirs = (
+        joined(list(each.module.parameters())) for each in (pair.ours, pair.theirs)
+    )
+    lacks = [~torch.isin(ours, theirs), ~torch.isin(theirs, ours)]
+    return all(bool(each.any()) for each in lacks)
+
+
+def compare_backward(ours: Run, theirs: Run, pairs: list[Pair]) -> Answer | None:
+    if not (ours.result.requires_grad and theirs.result.requires_grad):
+        return None
+    with in_float64():
+        ours.backward()
+        theirs.backward()
+    found = wrong_in_backward(ours, theirs, pairs)
+    if not found:
+        return None
+    place, off = found
+    line = f"MISTAKE in backward, in {place.names}: its gradients are off by {off:.1e}"
+    return table_around(line, pairs, place)
+
+
+def table_around(line: str, pairs: list[Pair], place: Pair) -> Answer:
+    at = pairs.index(place)
+    columns = ["module", "partner", "input off by", "result off by"]
+    rows = [
+        [pair.ours.name, pair.theirs.name, pair.input, pair.result]
+        for pair in pairs[max(at - 8, 0) : at + 5]
+    ]
+    return Answer(line, 1, columns, rows)
+
+
+def other_weights(exchanged: list[Exchange]) -> Answer:
+    line = f"OTHER WEIGHTS in {len(exchanged)} modules, else the same function"
+    columns = ["module", "partner", "result off by"]
+    rows = [
+        [each.ours.call.name, each.theirs.call.name, each.off] for each in exchanged
+    ]
+    return Answer(line, 1, columns, rows)
+
+
+def describe(
+    ours: Subject, own: Rounding, theirs: Rounding | None, pairs: dict[str, str]
+) -> Answer:
+    """Say where the error of a dtype comes from, beside the least one and the partner's.
+
+    pairs: the name of a call of theirs for that of ours.
+    """
+    line = f"in {str(ours.dtype)[6:]}, the result is off by {own.off:.1e}"
+    if theirs:
+        line += f", theirs by {theirs.off:.1e}"
+    columns = ["part", "calls", "error", "least", "of least", "share"]
+    partner = {}
+    if theirs:
+        columns.append("partner's")
+        partner = {
+            own.names[name]: theirs.parts[theirs.names[other]]
+            for name, other in pairs.items()
+            if name in own.names and other in theirs.names
+        }
+    rows, excess = [], {}
+    by_share = sorted(own.parts.items(), key=lambda item: -item[1].share)
+    for name, part in by_share:
+        if not part.squares:
+            continue
+        row = [
+            name,
+            part.calls,
+            part.error,
+            part.least,
+            part.ratio,
+            share(part.share, 2),
+        ]
+        if name in partner:
+            row.append(partner[name].ratio)
+        rows.append(row + [""] * (len(columns) - len(row)))
+        if not theirs:
+            excess[name] = part.ratio
+        elif name in partner and partner[name].squares:
+            excess[name] = part.ratio / partner[name].ratio
+    if rows:
+        line += f"; most comes from {rows[0][0]} ({rows[0][5]})"
+    if excess:
+        worst = max(excess, key=excess.__getitem__)
+        than = "its partner's error" if theirs else "the least error"
+        line += f"; at most {excess[worst]:.2f} times {than}: {worst}"
+    return Answer(line, 0, columns, rows)
+
+
+def figure(value: float) -> str:
+    return f"{value:.1e}" if value != float("inf") else "its size"
+
+
+def cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return number(value) if 0.01 < value < 1e4 else f"{value:.1e}" if value else "0"
+
+
+def answer(
+    builds: list[Build],
+    device: torch.device,
+    dtype: torch.dtype,
+    compiled: bool,
+    progress: Callable[[str], None],
+) -> Answer:
+    progress("building")
+    subjects = subjects_of(builds, device, dtype)
+    ours = subjects[0]
+    prefix, partner, pairs = "", None, dict[str, str]()
+    if len(subjects) > 1:
+        progress("comparing in float64")
+        found = compare(*subjects)
+        if found:
+            return found
+        prefix = "SAME FUNCTION; "
+        progress("comparing roundings")
+        partner = rounding(subjects[1])
+        pairs = {
+            pair.ours.name: pair.theirs.name
+            for pair in partners(ours.run_wide(), subjects[1].run_wide(), Keys())
+        }
+    own = rounding(ours)
+    if compiled:
+        eager, own = own, rounding(ours, compiled)
+        if not partner:
+            partner, pairs = eager, {name: name for name in own.names}
+    described = describe(ours, own, partner, pairs)
+    described.line = prefix + described.line
+    return described
+
+
+def main() -> int:
+    """Print the answer, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    form = "MODULE:FUNCTION"
+    add("--ours", metavar=form, required=True, help="check the model that it returns")
+    add("--theirs", metavar=form, help="compare with the model that it returns")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="cast the models to this dtype (default: leave them as they are built)",
+    )
+    add("--compile", action="store_true", help="compile each module of ours alone")
+    add(
+        "--device",
+        type=device,
+        choices=["cuda", "cpu"],
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="run on this device (default: %(default)s)",
+    )
+    add("--json", type=new_file, metavar="FILE", help="write all figures")
+    typed = parser.parse_args()
+    progress = show_progress if sys.stderr.isatty() else print_nothing
+    try:
+        builds = [users_build(name) for name in (typed.ours, typed.theirs) if name]
+        place, dtype = torch.device(typed.device), getattr(torch, typed.dtype)
+        found = answer(builds, place, dtype, typed.compile, progress)
+    except ValueError as error:
+        parser.error(str(error))
+    except Exception:
+        traceback.print_exc()
+        return 2
+    progress("")
+    rows = [[cell(each) for each in row] for row in found.rows]
+    print(found.line, terminal(found.columns, rows), sep="\n\n")
+    if typed.json:
+        typed.json.write_text(json.dumps(asdict(found), indent=1))
+    return found.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
