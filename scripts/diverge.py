@@ -40,6 +40,7 @@ from profile_block import (
 from profiling.parts import parts_of, results_in
 from profiling.runs import Build, Inputs, call
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 TOLERANCE = 2.0**-20  # a model may hold constants in float32, which has 24 bits
@@ -52,17 +53,24 @@ NOISE = (
 
 def numbers(tensor: Tensor) -> Tensor:
     """Return finite numbers in float64: masks have infinities, and masked rows NaN."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        tensor = tensor.dequantize()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.detach().double().flatten().nan_to_num(0.0).clamp(-1e100, 1e100)
+    return tensor.detach().double().flatten().nan_to_num(0.0).clamp_(-1e100, 1e100)
 
 
 def error(found: Tensor, exact: Tensor, least_norm: float = 1e-300) -> float:
     """Return the norm of the difference, divided by the norm of the exact numbers."""
     if found.numel() != exact.numel():
         return float("inf")
-    found, exact = numbers(found), numbers(exact)
-    return ((found - exact).norm() / exact.norm().clamp_min(least_norm)).item()
+    off, norm = 0.0, 0.0
+    parts = (each.flatten().split(2**20) for each in (found, exact))  # to bound memory
+    for some, exact_ones in zip(*parts, strict=True):
+        true = numbers(exact_ones)
+        off += (numbers(some) - true).square().sum().item()
+        norm += true.square().sum().item()
+    return off**0.5 / max(norm**0.5, least_norm)
 
 
 def difference(found: Tensor, exact: Tensor, least_norm: float = 1e-300) -> float:
@@ -83,9 +91,30 @@ def nearest(found: list[Tensor], exact: list[Tensor]) -> float:
 
 def hash_of(weight: Tensor) -> int:
     """Return a sum over the numbers: the same if they are permuted, joined or split."""
-    bits = (weight.detach().double() + 0.0).flatten().view(torch.int64)  # -0.0 is 0.0
-    bits = (bits ^ (bits >> 29)) * 0x1CE4E5B9BF58476D
-    return int(((bits ^ (bits >> 32)) * 0x14D049BB133111EB).sum().item())
+    total = 0
+    for some in weight.detach().flatten().split(2**20):  # which bounds the memory
+        bits = (numbers(some) + 0.0).view(torch.int64)  # -0.0 becomes 0.0
+        bits = (bits ^ (bits >> 29)) * 0x1CE4E5B9BF58476D
+        total += int(((bits ^ (bits >> 32)) * 0x14D049BB133111EB).sum().item())
+    return total
+
+
+class NoTies(TorchDispatchMode):
+    """Refuses routers that choose between equal scores, which two models may do differently."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.topk.default and result[0].shape[-1]:
+            least = result[0].min(-1, keepdim=True).values
+            chosen, all_equal = ((x == least).sum(-1) for x in (result[0], args[0]))
+            if ((chosen < all_equal) & least[..., 0].isfinite()).any():
+                raise ValueError(
+                    "a router must not choose between equal scores, got some in float64; "
+                    "use other inputs, or weights that are not equal"
+                )
+        return result
 
 
 # --- A run --------------------------------------------------------------------------------
@@ -105,6 +134,7 @@ class Traced:
     """What a module got or returned: values, autograd's nodes, and gradients."""
 
     values: list[Tensor] = field(default_factory=list)
+    shapes: list[torch.Size | None] = field(default_factory=list)  # of floats
     nodes: list[Any] = field(default_factory=list)
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
@@ -114,6 +144,7 @@ class Traced:
             place = len(self.values)
             same.register_hook(partial(self.gradients.__setitem__, place))
         self.values.append(tensor.detach().clone())
+        self.shapes.append(tensor.shape if tensor.is_floating_point() else None)
         self.nodes.append(tensor.grad_fn)
 
     @property
@@ -122,10 +153,13 @@ class Traced:
 
     @property
     def float_gradients(self) -> list[Tensor]:
+        """Return gradients of floats; zeros where the result does not depend on them."""
         return [
-            self.gradients.get(place, torch.zeros_like(value))
-            for place, value in enumerate(self.values)
-            if value.is_floating_point()
+            self.gradients.get(
+                place, torch.zeros((), dtype=torch.float64).expand(shape)
+            )
+            for place, shape in enumerate(self.shapes)
+            if shape is not None
         ]
 
 
@@ -161,16 +195,15 @@ class Run:
     ) -> None:
         self.model = model
         self.calls: list[Call] = []
-        self.weight_gradients: dict[nn.Parameter, Tensor] = {}
-        self._forced, self._exchanged = forced, exchanged or {}
+        self.weight_gradients: dict[Tensor, Tensor] = {}
+        self._forced, self._exchanged = forced or {}, exchanged or {}
         self._open: list[Call] = []
         self._counts: dict[str, int] = defaultdict(int)
         hooks: list[Any] = []
         for path, module in model.named_modules():
-            begin = torch.compiler.disable(partial(self._begin, path or "the model"))
-            end = torch.compiler.disable(self._end)
+            begin = partial(self._begin, path or "the model")
             hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-            hooks.append(module.register_forward_hook(end))
+            hooks.append(module.register_forward_hook(self._end))
         torch.manual_seed(0)
         before = torch.get_rng_state()
         output = call(model, inputs)
@@ -182,40 +215,43 @@ class Run:
             )
         self.result = floats(tensors_in(output))[0]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._counts[path] += 1
         again = f" (call {self._counts[path]})" if self._counts[path] > 1 else ""
         started = Call(path + again, module, self._open[-1] if self._open else None)
         self._open.append(started)
         given = args, kwargs
-        forced = None
-        if self._forced is not None:
-            forced = self._forced[started.name].inputs
-        return passed_on(given, started.inputs, forced)
+        forced = self._forced.get(started.name)
+        return passed_on(given, started.inputs, forced.inputs if forced else None)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
         ended = self._open.pop()
         self.calls.append(ended)
         if module in self._exchanged:
             given = floats(tensors_in(args)) or tensors_in(args)
             output = self._exchanged[module](given[0])
-        forced = None
-        if self._forced is not None and ended.outer is not None:
-            forced = self._forced[ended.name].results
-        return passed_on(output, ended.results, forced)
+        forced = self._forced.get(ended.name)
+        return passed_on(output, ended.results, forced.results if forced else None)
 
     def backward(self) -> None:
         """Set all gradients. That of the result depends on its values alone."""
         result = self.result.detach()
         gradient = torch.cos(3 * result / result.square().mean().sqrt())
         self.model.zero_grad(set_to_none=True)
+        hooks = [
+            weight.register_post_accumulate_grad_hook(self._keep)
+            for weight in self.weight_gradients
+        ]
         self.result.backward(gradient)
-        for weight in self.model.parameters():
-            found = weight.grad
-            self.weight_gradients[weight] = (
-                torch.zeros_like(weight) if found is None else found
-            )
-            weight.grad = None
+        for hook in hooks:
+            hook.remove()
+
+    def _keep(self, weight: Tensor) -> None:
+        assert weight.grad is not None
+        self.weight_gradients[weight].copy_(weight.grad)
+        weight.grad = None
 
 
 def passed_on(tree: Any, traced: Traced, forced: Traced | None) -> Any:
@@ -229,18 +265,14 @@ def passed_on(tree: Any, traced: Traced, forced: Traced | None) -> Any:
             followed = tensor
             is_followed = torch.is_grad_enabled() and tensor.is_floating_point()
             if is_followed and not tensor.requires_grad:  # such as a table's rows
-                followed = tensor.detach().requires_grad_()
+                followed = tensor.detach().requires_grad_().clone()
             same = aliases[id(tensor)] = followed.view_as(followed)
         traced.add(tensor, same)
         if forced is None:
             return same
         other = next(others)
-        if other.shape != tensor.shape:
-            raise ValueError(
-                "a router must not choose between equal scores, got other tokens for "
-                "an expert in float64; use other inputs"
-            )
-        return other.to(tensor.dtype)
+        # A router may choose other tokens.
+        return other.to(tensor.dtype) if other.shape == tensor.shape else same
 
     return tree_map_only(Tensor, alias, tree)
 
@@ -260,12 +292,14 @@ class Subject:
     def dtype(self) -> torch.dtype:
         """Return the dtype of most weights."""
         sizes: dict[torch.dtype, int] = defaultdict(int)
-        for weight in floats(self.narrow.parameters()):
-            sizes[weight.dtype] += weight.numel()
+        pairs = zip(self.narrow.parameters(), self.wide.parameters(), strict=True)
+        for weight, exact in pairs:
+            if weight.is_floating_point():
+                sizes[weight.dtype] += exact.numel()
         return max(sizes, key=sizes.__getitem__, default=torch.float32)
 
     def run_wide(self, **options: Any) -> Run:
-        with in_float64():
+        with in_float64(), NoTies():
             inputs = tree_map_only(Tensor, beginning, self.inputs)
             return Run(self.wide, inputs, **options)
 
@@ -328,7 +362,14 @@ def subjects_of(builds: list[Build], device: torch.device, dtype: torch.dtype) -
     wide = [plain(each.double()) for each in wide]
     for own, given in zip(wide, narrow, strict=True):
         load(own, given)
+        for weight in plain_weights(given):
+            weight.data = weight.data.new_empty(0)  # until `rounding`
     return [Subject(*each) for each in zip(narrow, wide, inputs, strict=True)]
+
+
+def plain_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that are no other class of tensors, such as quantized ones."""
+    return [each for each in model.parameters() if type(each.data) is Tensor]
 
 
 @torch.no_grad()
@@ -479,7 +520,7 @@ def wrong_in_forward(run: Run, pairs: list[Pair]) -> tuple[Pair, Pair | None]:
 
 
 def wrong_in_backward(
-    ours: Run, theirs: Run, pairs: list[Pair]
+    ours: Run, theirs: Run, pairs: list[Pair], keys: Keys
 ) -> tuple[Pair, float] | None:
     """Return the innermost pair whose result has the same gradient, but not its input.
 
@@ -510,7 +551,7 @@ def wrong_in_backward(
     for pair in same:
         sides = pair.ours, pair.theirs
         worst = 0.0
-        if pair.ours.inputs.floats:
+        if pair.ours.inputs.float_gradients:
             worst = off(*(side.inputs.float_gradients for side in sides))
         left_out = set(seen)
         for other in others:
@@ -519,19 +560,21 @@ def wrong_in_backward(
                 left_out.update(other.theirs.module.parameters())
         gradients = []
         for run, side in zip(runs, sides, strict=True):
+            known = run.weight_gradients
             weights = [w for w in side.module.parameters() if w not in left_out]
-            gradients.append(joined([run.weight_gradients[w] for w in weights]))
+            gradients.append(joined([known[w] for w in weights if w in known]))
             seen.update(weights)
-        length = max(map(len, gradients))  # a weight may be padded with zeros
-        padded = [nn.functional.pad(g, (0, length - len(g))) for g in gradients]
-        worst = max(worst, difference(padded[0], padded[1], least[1]))
+        if keys[pair.ours.module] == keys[pair.theirs.module]:
+            length = max(map(len, gradients))  # zeros are left out
+            padded = [nn.functional.pad(g, (0, length - len(g))) for g in gradients]
+            worst = max(worst, difference(padded[0], padded[1], least[1]))
         if worst > TOLERANCE:
             return pair, worst
     return None
 
 
 def joined(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *map(numbers, tensors)])
+    return torch.cat([torch.zeros(0), *(each.flatten() for each in tensors)])
 
 
 # --- Other weights ------------------------------------------------------------------------
@@ -695,6 +738,10 @@ class Part:
         for own, true, gradient in zip(
             found.floats, exact.floats, gradients, strict=True
         ):
+            if own.shape != true.shape:  # a router chose other tokens: no error of ours
+                continue
+            if gradient.shape != true.shape:
+                gradient = torch.zeros_like(true)
             is_seen = true.abs() < 1e30  # no mask
             own, true, gradient = own[is_seen], true[is_seen], gradient[is_seen]
             coarse = max(to, own.dtype, key=epsilon)
@@ -717,19 +764,18 @@ class Rounding:
 
 def rounding(subject: Subject, compiled: bool = False) -> Rounding:
     """Compare a model with itself in float64, call by call."""
+    weights = plain_weights(subject.narrow), plain_weights(subject.wide)
+    for weight, exact_weight in zip(*weights, strict=True):
+        weight.data = exact_weight.data.to(weight.dtype)
     narrow = run_narrow(subject, compiled)
+    subject.wide.requires_grad_(False)  # only gradients of results are wanted
     wide = subject.run_wide()
     off = numbers(narrow.result) - numbers(wide.result)
     gradient = off / off.square().sum().clamp_min(1e-300)
     with in_float64():
         wide.result.backward(gradient.reshape(wide.result.shape))
-    wide.model.zero_grad(set_to_none=True)
     calls = {each.name: each for each in narrow.calls}
     influences = {each.name: each for each in wide.calls}
-    if calls.keys() != influences.keys():
-        raise ValueError(
-            "a router must not choose between equal scores, got other calls"
-        )
     with torch.no_grad():
         alone = subject.run_wide(forced=calls)
     of_modules = parts_of(subject.narrow)
@@ -737,7 +783,8 @@ def rounding(subject: Subject, compiled: bool = False) -> Rounding:
     names = {name: of_modules[each.module] for name, each in calls.items()}
     parts: dict[str, Part] = defaultdict(Part)
     for exact in alone.calls:
-        found, influence = calls[exact.name], influences[exact.name]
+        found = calls[exact.name]
+        influence = influences.get(exact.name, exact)  # without gradients
         part = parts[names[exact.name]]
         part.calls += 1
         part.add(found.results, exact.results, influence.results, subject.dtype)
@@ -780,8 +827,8 @@ class Answer:
     rows: list[list[Any]]
 
 
-def compare(ours: Subject, theirs: Subject) -> Answer | None:
-    """Compare two models in float64. Return nothing if they are the same function.
+def compare(ours: Subject, theirs: Subject) -> Answer | dict[str, str]:
+    """Compare two models in float64. Return partners if they are the same function.
 
     Raises:
         ValueError: they get other inputs, or their results have other sizes.
@@ -795,7 +842,8 @@ def compare(ours: Subject, theirs: Subject) -> Answer | None:
     pairs = partners(a, b, keys)
     off = error(a.result, b.result)
     if off <= TOLERANCE:
-        return compare_backward(a, b, pairs)
+        names = {pair.ours.name: pair.theirs.name for pair in pairs}
+        return compare_backward(a, b, pairs, keys) or names
     others = exchanges(a, b, pairs)
     if others:
         functions = {each.ours.call.module: each.function for each in others}
@@ -840,19 +888,28 @@ def require_same_inputs(ours: Inputs, theirs: Inputs) -> None:
 def holds_other_numbers(pair: Pair) -> bool:
     """Say whether each of two modules holds numbers that the other one lacks."""
     ours, theirs = (
-        joined(list(each.module.parameters())) for each in (pair.ours, pair.theirs)
+        joined([numbers(each) for each in each.module.state_dict().values()])
+        for each in (pair.ours, pair.theirs)
     )
     lacks = [~torch.isin(ours, theirs), ~torch.isin(theirs, ours)]
     return all(bool(each.any()) for each in lacks)
 
 
-def compare_backward(ours: Run, theirs: Run, pairs: list[Pair]) -> Answer | None:
+def compare_backward(
+    ours: Run, theirs: Run, pairs: list[Pair], keys: Keys
+) -> Answer | None:
     if not (ours.result.requires_grad and theirs.result.requires_grad):
         return None
-    with in_float64():
-        ours.backward()
-        theirs.backward()
-    found = wrong_in_backward(ours, theirs, pairs)
+    for run in (ours, theirs):
+        for each in run.calls:  # which are compared, and need memory
+            each.inputs.values.clear()
+            each.results.values.clear()
+        for weight in floats(run.model.parameters()):
+            zeros = torch.zeros(weight.shape, device=weight.device)
+            run.weight_gradients[weight] = zeros  # float32: 24 bits are enough
+        with in_float64():
+            run.backward()
+    found = wrong_in_backward(ours, theirs, pairs, keys)
     if not found:
         return None
     place, off = found
@@ -916,8 +973,14 @@ def describe(
         rows.append(row + [""] * (len(columns) - len(row)))
         if not theirs:
             excess[name] = part.ratio
-        elif name in partner and partner[name].squares:
-            excess[name] = part.ratio / partner[name].ratio
+        elif name in partner:  # which cannot have less than the least error
+            excess[name] = part.ratio / max(partner[name].ratio, 1.0)
+    missed = 1 - sum(part.share for part in own.parts.values())
+    if own.off and abs(missed) > 0.01:
+        rows.append(
+            ["other experts, and second order", "", "", "", "", share(missed, 2)]
+        )
+        rows[-1] += [""] * (len(columns) - 6)
     if rows:
         line += f"; most comes from {rows[0][0]} ({rows[0][5]})"
     if excess:
@@ -951,15 +1014,12 @@ def answer(
     if len(subjects) > 1:
         progress("comparing in float64")
         found = compare(*subjects)
-        if found:
+        if isinstance(found, Answer):
             return found
+        pairs = found
         prefix = "SAME FUNCTION; "
         progress("comparing roundings")
-        partner = rounding(subjects[1])
-        pairs = {
-            pair.ours.name: pair.theirs.name
-            for pair in partners(ours.run_wide(), subjects[1].run_wide(), Keys())
-        }
+        partner = rounding(subjects.pop())  # and free it
     own = rounding(ours)
     if compiled:
         eager, own = own, rounding(ours, compiled)
