@@ -29,14 +29,7 @@ if __name__ == "__main__":
 import torch
 from float64 import in_float64
 from lab.tables import number, share, terminal
-from profile_block import (
-    DTYPES,
-    device,
-    new_file,
-    print_nothing,
-    show_progress,
-    users_build,
-)
+from profile_block import DTYPES, device, new_file, show_progress, users_build
 from profiling.parts import parts_of, results_in
 from profiling.runs import Build, Inputs, call
 from torch import Tensor, nn
@@ -299,9 +292,16 @@ class Subject:
         return max(sizes, key=sizes.__getitem__, default=torch.float32)
 
     def run_wide(self, **options: Any) -> Run:
-        with in_float64(), NoTies():
-            inputs = tree_map_only(Tensor, beginning, self.inputs)
-            return Run(self.wide, inputs, **options)
+        try:
+            with in_float64(), NoTies():
+                inputs = tree_map_only(Tensor, beginning, self.inputs)
+                return Run(self.wide, inputs, **options)
+        except Exception as refused:
+            refused.add_note(
+                "The model ran in float64. Give its eager form where a kernel has no "
+                "float64, such as attn_implementation='eager'."
+            )
+            raise
 
 
 def beginning(tensor: Tensor) -> Tensor:
@@ -359,6 +359,11 @@ def subjects_of(builds: list[Build], device: torch.device, dtype: torch.dtype) -
     except Exception as refused:
         print(f"Constants stay rounded: no float64 for {refused}", file=sys.stderr)
         wide = [copy.deepcopy(each) for each in narrow]
+    weights = [id(each) for model in (*narrow, *wide) for each in model.parameters()]
+    if len(weights) > len(set(weights)):
+        raise ValueError(
+            "FUNCTION must build a model with weights of its own at each call"
+        )
     wide = [plain(each.double()) for each in wide]
     for own, given in zip(wide, narrow, strict=True):
         load(own, given)
@@ -943,46 +948,19 @@ def describe(
 
     pairs: the name of a call of theirs for that of ours.
     """
+    partner: dict[str, Part] = {}
+    if theirs:
+        for name, other in pairs.items():
+            partner[own.names[name]] = theirs.parts[theirs.names[other]]
+    rows, excess = rows_of_parts(own, partner, is_alone=theirs is None)
+    columns = ["part", "calls", "error", "least", "of least", "share", "partner's"]
     line = f"in {str(ours.dtype)[6:]}, the result is off by {own.off:.1e}"
     if theirs:
         line += f", theirs by {theirs.off:.1e}"
-    columns = ["part", "calls", "error", "least", "of least", "share"]
-    partner = {}
-    if theirs:
-        columns.append("partner's")
-        partner = {
-            own.names[name]: theirs.parts[theirs.names[other]]
-            for name, other in pairs.items()
-            if name in own.names and other in theirs.names
-        }
-    rows, excess = [], {}
-    by_share = sorted(own.parts.items(), key=lambda item: -item[1].share)
-    for name, part in by_share:
-        if not part.squares:
-            continue
-        row = [
-            name,
-            part.calls,
-            part.error,
-            part.least,
-            part.ratio,
-            share(part.share, 2),
-        ]
-        if name in partner:
-            row.append(partner[name].ratio)
-        rows.append(row + [""] * (len(columns) - len(row)))
-        if not theirs:
-            excess[name] = part.ratio
-        elif name in partner:  # which cannot have less than the least error
-            excess[name] = part.ratio / max(partner[name].ratio, 1.0)
-    missed = 1 - sum(part.share for part in own.parts.values())
-    if own.off and abs(missed) > 0.01:
-        rows.append(
-            ["other experts, and second order", "", "", "", "", share(missed, 2)]
-        )
-        rows[-1] += [""] * (len(columns) - 6)
+    else:
+        columns.pop()
     if rows:
-        line += f"; most comes from {rows[0][0]} ({rows[0][5]})"
+        line += f"; most comes from {rows[0][0]} ({share(rows[0][5], 2)})"
     if excess:
         worst = max(excess, key=excess.__getitem__)
         than = "its partner's error" if theirs else "the least error"
@@ -990,23 +968,54 @@ def describe(
     return Answer(line, 0, columns, rows)
 
 
+def rows_of_parts(
+    own: Rounding, partner: dict[str, Part], is_alone: bool
+) -> tuple[list[list[Any]], dict[str, float]]:
+    """Return rows by their share, and how many times the expected error each part has."""
+    rows: list[list[Any]] = []
+    excess = {}
+    missed = 1.0
+    for name, part in sorted(own.parts.items(), key=lambda item: -item[1].share):
+        missed -= part.share
+        if not part.squares:
+            continue
+        rows.append([name, part.calls, part.error, part.least, part.ratio, part.share])
+        if is_alone:
+            excess[name] = part.ratio
+            continue
+        rows[-1].append(partner[name].ratio if name in partner else "")
+        if name in partner:  # which cannot have less than the least error
+            excess[name] = part.ratio / max(partner[name].ratio, 1.0)
+    if own.off and abs(missed) > 0.01:
+        rest = ["other experts, and second order", "", "", "", "", missed]
+        rows.append(rest if is_alone else [*rest, ""])
+    return rows, excess
+
+
 def figure(value: float) -> str:
     return f"{value:.1e}" if value != float("inf") else "its size"
 
 
-def cell(value: Any) -> str:
+def cell(column: str, value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
+    if column == "share":
+        return share(value, 2)
     return number(value) if 0.01 < value < 1e4 else f"{value:.1e}" if value else "0"
+
+
+def progress(doing: str) -> None:
+    if sys.stderr.isatty():
+        show_progress(doing)
 
 
 def answer(
     builds: list[Build],
     device: torch.device,
     dtype: torch.dtype,
-    compiled: bool,
-    progress: Callable[[str], None],
+    compiled: bool = False,
 ) -> Answer:
+    """Build the models, and compare them, or one with itself in float64."""
     progress("building")
     subjects = subjects_of(builds, device, dtype)
     ours = subjects[0]
@@ -1030,7 +1039,7 @@ def answer(
     return described
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Print the answer, and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -1054,19 +1063,20 @@ def main() -> int:
         help="run on this device (default: %(default)s)",
     )
     add("--json", type=new_file, metavar="FILE", help="write all figures")
-    typed = parser.parse_args()
-    progress = show_progress if sys.stderr.isatty() else print_nothing
+    typed = parser.parse_args(arguments)
     try:
-        builds = [users_build(name) for name in (typed.ours, typed.theirs) if name]
+        builds = [users_build(typed.ours, given_by="--ours")]
+        if typed.theirs:
+            builds.append(users_build(typed.theirs, given_by="--theirs"))
         place, dtype = torch.device(typed.device), getattr(torch, typed.dtype)
-        found = answer(builds, place, dtype, typed.compile, progress)
+        found = answer(builds, place, dtype, typed.compile)
     except ValueError as error:
         parser.error(str(error))
     except Exception:
         traceback.print_exc()
         return 2
     progress("")
-    rows = [[cell(each) for each in row] for row in found.rows]
+    rows = [list(map(cell, found.columns, row)) for row in found.rows]
     print(found.line, terminal(found.columns, rows), sep="\n\n")
     if typed.json:
         typed.json.write_text(json.dumps(asdict(found), indent=1))

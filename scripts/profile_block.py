@@ -252,16 +252,19 @@ def moved(device: torch.device, dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype) if is_cast else tensor
 
 
-def users_build(name: str, typed: Sequence[str] = ()) -> Build:
+def users_build(
+    name: str, typed: Sequence[str] = (), given_by: str = "--block"
+) -> Build:
     """Return how to build a user's model. Errors in it appear as Python shows them.
 
     typed: the options that set the size of x, which a model with its own inputs has not.
+    given_by: the option that names the function.
 
     Raises:
         ValueError: there is no such module or function.
     """
     module_name, _, function_name = name.partition(":")
-    wrong = f"--block must be MODULE:FUNCTION, got {name}"
+    wrong = f"{given_by} must be MODULE:FUNCTION, got {name}"
     if not (module_name and function_name):
         raise ValueError(wrong)
     try:

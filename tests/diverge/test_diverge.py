@@ -1,0 +1,487 @@
+"""Mistakes are named where they are, rounding is none, and its figures are those of a hand."""
+
+import copy
+import json
+
+import pytest
+import torch
+from diverge import Answer, answer, main
+from fused_port import TOKENS, WIDTH, Fused, Norm, Plain
+from torch import nn
+
+CPU = torch.device("cpu")
+
+
+def plain(tied=False):
+    return Plain(tied), (TOKENS,)
+
+
+def fused(*wrong, tied=False):
+    return Fused(wrong, tied).load(Plain(tied)), {"tokens": TOKENS}
+
+
+def compared(ours, theirs=None, dtype=torch.float32, compiled=False) -> Answer:
+    """Compare what functions build."""
+    builds = [lambda device, dtype, f=f: f() for f in (ours, theirs) if f]
+    return answer(builds, CPU, dtype, compiled)
+
+
+def require(found: Answer, line: str, exit_code: int):
+    assert found.line.startswith(line), found.line
+    assert found.exit_code == exit_code, found.line
+
+
+# --- The same function --------------------------------------------------------------------
+
+
+def compiled_port():
+    model, inputs = fused()
+    return torch.compile(model), inputs
+
+
+def wrapped():
+    model, _ = fused()
+    return nn.Sequential(model), (TOKENS,)
+
+
+RIGHT = {
+    "fused": fused,
+    "tied": lambda: fused(tied=True),
+    "compiled": compiled_port,
+    "inside of another module": wrapped,
+    "itself": plain,
+    "silu written out": lambda: fused("silu written out"),
+    "sum reordered": lambda: fused("sum reordered"),
+}
+
+
+@pytest.mark.parametrize("title", RIGHT)
+def test_a_right_port_is_the_same_function(title):
+    theirs = (lambda: plain(tied=True)) if title == "tied" else plain
+    require(compared(RIGHT[title], theirs), "SAME FUNCTION", 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_no_mistake(dtype):
+    found = compared(fused, plain, dtype)
+    require(found, f"SAME FUNCTION; in {str(dtype)[6:]}, the result is off by", 0)
+
+
+class Twice(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.order = [0, len(layers) - 1]
+
+    def forward(self, x):
+        for place in self.order:
+            x = x + self.layers[place](x).tanh()
+        return x
+
+
+def test_a_layer_that_is_called_twice_equals_two_layers_with_one_weight():
+    def build(copies):
+        torch.manual_seed(0)
+        layers = [nn.Linear(5, 5) for _ in range(copies)]
+        for layer in layers:
+            layer.weight, layer.bias = layers[0].weight, layers[0].bias
+        return Twice(layers), (torch.ones(3, 5),)
+
+    require(compared(lambda: build(1), lambda: build(2)), "SAME FUNCTION", 0)
+
+
+def test_ports_of_models_of_transformers_are_the_same_function():
+    """Their rows of queries are permuted, their biases and experts fused or transposed."""
+    transformers = pytest.importorskip("transformers", reason="requires the examples")
+    from hugging_face import convert
+
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 32,
+    }
+
+    def theirs(kind):
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(kind, **sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for name, weight in model.named_parameters():
+            torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.2)
+        return model, {"input_ids": TOKENS}
+
+    for kind in ("llama", "qwen2", "qwen3"):
+        found = compared(
+            lambda kind=kind: (convert(theirs(kind)[0]), (TOKENS,)),
+            lambda kind=kind: theirs(kind),
+        )
+        require(found, "SAME FUNCTION", 0)
+
+
+# --- Mistakes -----------------------------------------------------------------------------
+
+FORWARD = {
+    "mean subtracted": "blocks.1.norm1 (layers.1.norm1)",
+    "eps": "blocks.1.norm1 (layers.1.norm1)",
+    "k and v exchanged": "blocks.1.attention (layers.1.attention)",
+    "conjugate": "blocks.1.attention (layers.1.attention)",
+    "next position": "blocks.1.attention (layers.1.attention)",
+    "q not turned": "blocks.1.attention (layers.1.attention)",
+    "v turned": "blocks.1.attention (layers.1.attention)",
+    "heads repeated": "blocks.1.attention (layers.1.attention)",
+    "no mask": "blocks.1.attention (layers.1.attention)",
+    "window": "blocks.1.attention (layers.1.attention)",
+    "scale": "blocks.1.attention (layers.1.attention)",
+    "o transposed": "blocks.1.attention.o (layers.1.attention.o)",
+    "gate and up exchanged": "blocks.1.ffn (layers.1.ffn)",
+    "gelu": "blocks.1.ffn (layers.1.ffn)",
+    "parallel": "blocks.1 (layers.1)",
+    "residual skipped": "blocks.1 (layers.1)",
+    "theta": "blocks.0.attention (layers.0.attention)",
+    "rows in halves": "blocks.0.attention (layers.0.attention)",
+    "embedding scaled": "the model (the model)",
+    "no last norm": "the model (the model)",
+}
+BACKWARD = {
+    "norm detached": "blocks.1.norm1 (layers.1.norm1)",
+    "k detached": "blocks.1.attention (layers.1.attention)",
+    "gradient of silu": "blocks.1.ffn (layers.1.ffn)",
+    "gradient of a weight": "blocks.1.ffn (layers.1.ffn)",
+    "residual detached": "blocks.1 (layers.1)",
+}
+
+
+@pytest.mark.parametrize("wrong", FORWARD)
+def test_a_mistake_in_forward_is_named_in_its_module(wrong):
+    found = compared(lambda: fused(wrong), plain)
+    require(found, f"MISTAKE in forward, in {FORWARD[wrong]}: its result is off", 1)
+
+
+@pytest.mark.parametrize("wrong", BACKWARD)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_mistake_in_backward_is_named_in_its_module(wrong, tied):
+    found = compared(lambda: fused(wrong, tied=tied), lambda: plain(tied))
+    require(found, f"MISTAKE in backward, in {BACKWARD[wrong]}: its gradients", 1)
+
+
+def test_a_module_that_is_only_cut_differently_is_not_named():
+    """Its attention adds the residual, which is right; the mistake comes later."""
+
+    def ours():
+        model, inputs = plain()
+        for layer in model.layers:
+            layer.forward = cut_differently(layer)
+        model.layers[1].ffn.forward = gelu(model.layers[1].ffn)
+        return model, inputs
+
+    def cut_differently(layer):
+        attend = layer.attention.forward
+        layer.attention.forward = lambda x, angles, residual: (
+            residual + attend(x, angles)
+        )
+
+        def forward(x, angles):
+            x = layer.attention(layer.norm1(x), angles, x)
+            return x + layer.ffn(layer.norm2(x))
+
+        return forward
+
+    def gelu(ffn):
+        return lambda x: ffn.down(nn.functional.gelu(ffn.gate(x)) * ffn.up(x))
+
+    require(compared(ours, plain), "MISTAKE in forward, in layers.1.ffn (", 1)
+
+
+# --- Other weights ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "module"),
+    {
+        "o not loaded": "blocks.1.attention.o",
+        "norm not loaded": "blocks.1.norm2",
+        "embedding not loaded": "tokens",
+    }.items(),
+)
+def test_a_weight_that_was_not_loaded_is_named(wrong, module):
+    found = compared(lambda: fused(wrong), plain)
+    require(found, "OTHER WEIGHTS in 1 modules, else the same function", 1)
+    assert [row[0] for row in found.rows] == [module]
+
+
+class Int8Linear(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        scales = linear.weight.abs().amax(1) / 127
+        whole = (linear.weight / scales[:, None]).round().to(torch.int8)
+        self.register_buffer("weight", whole)
+        self.register_buffer("scales", scales)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype)) * self.scales
+
+
+def quantized(scale=1.0):
+    model, inputs = plain()
+    for module in [*model.modules()]:
+        for name, child in [*module.named_children()]:
+            if isinstance(child, nn.Linear):
+                setattr(module, name, Int8Linear(child))
+    attention = model.layers[1].attention
+    attend = attention.forward
+    attention.forward = lambda x, angles: scale * attend(x, angles)
+    return model, inputs
+
+
+def test_quantized_weights_are_no_mistake():
+    found = compared(quantized, plain)
+    require(found, "OTHER WEIGHTS in 15 modules, else the same function", 1)
+    assert all(0 < row[-1] < 0.02 for row in found.rows)
+
+
+def test_a_mistake_beside_quantized_weights_is_named():
+    found = compared(lambda: quantized(1.01), plain)
+    require(found, "MISTAKE in forward, in layers.1.attention (layers.1.attention)", 1)
+
+
+class Adapted(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.linear(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_merged_adapter_is_no_mistake(dtype):
+    def adapted():
+        model, inputs = plain()
+        for layer in model.layers:
+            layer.attention.q = Adapted(layer.attention.q)
+        return model.to(dtype), inputs
+
+    def merged():
+        model, inputs = adapted()
+        for layer in model.layers:
+            parts = layer.attention.q
+            parts.linear.weight.data += parts.up.weight @ parts.down.weight
+            layer.attention.q = parts.linear
+        return model, inputs
+
+    line = "SAME FUNCTION"
+    if dtype == torch.bfloat16:  # the sum was rounded
+        line = "OTHER WEIGHTS in 2 modules, else the same function"
+    assert compared(merged, adapted).line.startswith(line)
+
+
+# --- Rounding -----------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Return b(a(x)) + x."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return self.b(self.a(x)) + x
+
+
+def test_errors_and_shares_are_those_of_each_step_by_hand():
+    torch.manual_seed(0)
+    model = Chain().bfloat16()
+    x = torch.randn(6, 8, dtype=torch.bfloat16)
+    a, b = model.a.weight.double(), model.b.weight.double()
+    first, second, total = model.a(x), model.b(model.a(x)), model(x)
+    off = total.double() - (x.double() @ a.T @ b.T + x.double())
+    own = {
+        "a": first.double() - x.double() @ a.T,
+        "b": second.double() - first.double() @ b.T,
+        "the model": total.double() - (second.double() + x.double()),
+    }
+    added = {"a": own["a"] @ b.T, "b": own["b"], "the model": own["the model"]}
+    exact = {
+        "a": x.double() @ a.T,
+        "b": first.double() @ b.T,
+        "the model": second.double() + x.double(),
+    }
+    found = compared(lambda: (copy.deepcopy(model), (x,)))
+    assert found.exit_code == 0
+    rows = {row[0]: row[1:] for row in found.rows}
+    assert rows.keys() == own.keys()
+    for name, (calls, error, least, ratio, part) in rows.items():
+        norm = exact[name].norm()
+        rounded = exact[name].bfloat16().double()
+        assert calls == 1
+        assert error == pytest.approx((own[name].norm() / norm).item(), rel=1e-9)
+        expected = ((rounded - exact[name]).norm() / norm).item()
+        assert least == pytest.approx(expected, rel=1e-9)
+        assert ratio == pytest.approx(error / least, rel=1e-9)
+        share = ((added[name] * off).sum() / off.square().sum()).item()
+        assert part == pytest.approx(share, rel=1e-9)
+
+
+def test_a_norm_that_rounds_twice_is_named_beside_its_partner():
+    """Plain's norm rounds before it multiplies; torch's rounds once."""
+
+    def ours():
+        return Norm().bfloat16(), (x,)
+
+    def theirs():
+        return nn.RMSNorm(WIDTH, eps=1e-6, dtype=torch.bfloat16), (x,)
+
+    x = torch.randn(64, WIDTH, dtype=torch.bfloat16)
+    weight = 1 + torch.rand(WIDTH) / 2
+
+    def weighted(build):
+        model, inputs = build()
+        model.weight.data.copy_(weight)
+        return model, inputs
+
+    found = compared(lambda: weighted(ours), lambda: weighted(theirs))
+    require(found, "SAME FUNCTION; in bfloat16", 0)
+    [row] = found.rows
+    assert row[4] > 1.2
+    assert row[6] == pytest.approx(1, abs=0.01)
+    assert (
+        f"at most {row[4] / max(row[6], 1):.2f} times its partner's error" in found.line
+    )
+
+
+def test_compiled_modules_are_compared_with_eager_ones():
+    torch.manual_seed(0)
+    x = torch.randn(64, WIDTH, dtype=torch.bfloat16)
+
+    def build():
+        model = Norm()
+        model.weight.data.uniform_(1, 2)
+        return model.bfloat16(), (x,)
+
+    found = compared(build, compiled=True)
+    [row] = found.rows  # compiled, the norm rounds once
+    assert row[4] < row[6]
+
+
+# --- What is refused ----------------------------------------------------------------------
+
+
+class Random(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + torch.rand(1, device=x.device)
+
+
+class Lowering(nn.Linear):
+    def forward(self, x):
+        if x.dtype == torch.float64:
+            raise NotImplementedError("no kernel for Double")
+        return super().forward(x)
+
+
+class Routed(nn.Linear):
+    def forward(self, x):
+        return x.softmax(-1).topk(2).values
+
+
+class Cache:
+    def __init__(self):
+        self.keys = []
+
+
+def shorter():
+    model, _ = plain()
+    return model, (TOKENS[:1],)
+
+
+ONLY = nn.Linear(4, 4)
+
+
+REFUSED = {
+    "random": (lambda: (Random(4, 4), (torch.ones(2, 4),)), None, "random numbers"),
+    "cache": (lambda: (nn.Linear(4, 4), (Cache(),)), None, "got Cache"),
+    "no inputs": (lambda: Plain(), None, "a model and its inputs"),
+    "other inputs": (shorter, plain, r"\[1, 16\].*\[2, 16\]"),
+    "other sizes": (
+        lambda: (nn.Linear(4, 4), (torch.ones(2, 4),)),
+        lambda: (nn.Linear(4, 5), (torch.ones(2, 4),)),
+        r"same size, got \[2, 4\] and \[2, 5\]",
+    ),
+    "one model twice": (lambda: (ONLY, (torch.ones(2, 4),)), None, "of its own"),
+    "ties": (lambda: (Routed(4, 4), (torch.ones(2, 4),)), None, "equal scores"),
+}
+
+
+@pytest.mark.parametrize("title", REFUSED)
+def test_what_is_refused_is_named(title):
+    ours, theirs, message = REFUSED[title]
+    with pytest.raises(ValueError, match=message):
+        compared(ours, theirs)
+
+
+def test_an_error_in_float64_says_how_to_go_on():
+    with pytest.raises(NotImplementedError) as caught:
+        compared(lambda: (Lowering(4, 4), (torch.ones(2, 4),)))
+    assert "eager form" in "".join(caught.value.__notes__)
+
+
+# --- The command --------------------------------------------------------------------------
+
+BUILDERS = """
+import torch
+from torch import nn
+
+def build(bias=0.0):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[0].bias.data += bias
+    return model, (torch.ones(2, 4),)
+
+def other():
+    return build(0.5)
+
+def no_inputs():
+    return build()[0]
+
+def broken():
+    raise RuntimeError("mine")
+"""
+
+
+@pytest.fixture
+def on_path(tmp_path, monkeypatch):
+    (tmp_path / "builders_of_diverge.py").write_text(BUILDERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("on_path")
+@pytest.mark.parametrize(
+    ("ours", "exit_code"),
+    {"build": 0, "other": 1, "no_inputs": 2, "broken": 2, "missing": 2}.items(),
+)
+def test_the_exit_code(ours, exit_code, capsys):
+    names = ["--ours", f"builders_of_diverge:{ours}"]
+    names += ["--theirs", "builders_of_diverge:build", "--device", "cpu"]
+    try:
+        found = main(names)
+    except SystemExit as ended:
+        found = ended.code
+    assert found == exit_code, capsys.readouterr()
+
+
+def test_json_has_the_answer(on_path, capsys):
+    file = on_path / "answer.json"
+    main(
+        ["--ours", "builders_of_diverge:build", "--json", str(file), "--device", "cpu"]
+    )
+    figures = json.loads(file.read_text())
+    assert capsys.readouterr().out.startswith(figures["line"] + "\n")
+    assert figures["exit_code"] == 0
+    assert {row[0] for row in figures["rows"]} == {"0*", "1"}
