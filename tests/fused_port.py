@@ -250,9 +250,9 @@ class Fused(nn.Module):
         self.tokens.weight.copy_(plain.embed.weight)
         self.output.weight.copy_(plain.head.weight)
         self.last.weight.copy_(plain.norm.weight)
-        for block, layer in zip(self.blocks, plain.layers, strict=True):
-            own: Any = block
-            other: Any = layer
+        own: Any
+        other: Any
+        for own, other in zip(self.blocks, plain.layers, strict=True):
             q, k = (
                 w if "rows in halves" in self.wrong else in_pairs(w)
                 for w in (other.attention.q.weight, other.attention.k.weight)
@@ -264,7 +264,7 @@ class Fused(nn.Module):
             own.ffn.down.weight.copy_(other.ffn.down.weight)
             own.norm1.weight.copy_(other.norm1.weight)
             own.norm2.weight.copy_(other.norm2.weight)
-        block = self.blocks[1]
+        block: Any = self.blocks[1]
         if "o transposed" in self.wrong:
             block.attention.o.weight.copy_(block.attention.o.weight.mT.clone())
         if "o not loaded" in self.wrong:

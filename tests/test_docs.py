@@ -26,6 +26,7 @@ PROGRAMS = (
     "pytest",
     "scripts/accuracy.py",
     "scripts/compare.py",
+    "scripts/diverge.py",
     "scripts/mutants.py",
     "scripts/profile_block.py",
 )

@@ -2,11 +2,15 @@
 
 import copy
 import json
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diverge import Answer, answer, main
 from fused_port import TOKENS, WIDTH, Fused, Norm, Plain
+from pages import block_with, blocks, require_shown
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -22,7 +26,9 @@ def fused(*wrong, tied=False):
 
 def compared(ours, theirs=None, dtype=torch.float32, compiled=False) -> Answer:
     """Compare what functions build."""
-    builds = [lambda device, dtype, f=f: f() for f in (ours, theirs) if f]
+    builds: list[Any] = [
+        lambda device, dtype, build=build: build() for build in (ours, theirs) if build
+    ]
     return answer(builds, CPU, dtype, compiled)
 
 
@@ -214,6 +220,9 @@ def test_a_weight_that_was_not_loaded_is_named(wrong, module):
 
 
 class Int8Linear(nn.Module):
+    weight: torch.Tensor
+    scales: torch.Tensor
+
     def __init__(self, linear):
         super().__init__()
         scales = linear.weight.abs().amax(1) / 127
@@ -469,6 +478,7 @@ def on_path(tmp_path, monkeypatch):
 def test_the_exit_code(ours, exit_code, capsys):
     names = ["--ours", f"builders_of_diverge:{ours}"]
     names += ["--theirs", "builders_of_diverge:build", "--device", "cpu"]
+    found: Any
     try:
         found = main(names)
     except SystemExit as ended:
@@ -485,3 +495,27 @@ def test_json_has_the_answer(on_path, capsys):
     assert capsys.readouterr().out.startswith(figures["line"] + "\n")
     assert figures["exit_code"] == 0
     assert {row[0] for row in figures["rows"]} == {"0*", "1"}
+
+
+def test_the_page_shows_what_its_commands_print(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="requires the extra examples")
+    page = Path(__file__).parents[2] / "docs" / "diverge.md"
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("hf", "my_port"):
+        text = next(block for block in blocks(page) if block.startswith(f"# {name}.py"))
+        (tmp_path / f"{name}.py").write_text(text)
+    wrong = (tmp_path / "my_port.py").read_text()
+    repeated = re.sub(
+        r"(\w)\.repeat\(1, 4, 1, 1\)", r"\1.repeat_interleave(4, 1)", wrong
+    )
+    (tmp_path / "my_right_port.py").write_text(repeated)
+    compared_names = "--ours my_port:build --theirs hf:build"
+    for options, exit_code in (
+        (f"{compared_names}\n", 1),
+        (f"{compared_names} --dtype bfloat16\n", 0),
+        ("--ours hf:build --dtype bfloat16\n", 0),
+    ):
+        command, _, shown = block_with(page, options).partition("\n")
+        right = options if exit_code else options.replace("my_port", "my_right_port")
+        assert main([*right.split(), "--device", "cpu"]) == exit_code
+        require_shown(shown, capsys.readouterr().out, command)
