@@ -37,9 +37,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 TOLERANCE = 2.0**-20  # a model may hold constants in float32, which has 24 bits
-NOISE = (
-    2.0**-26
-)  # a gradient this small, as a share of the largest, is that of rounding
+NOISE = 2.0**-26  # a gradient below this share of the largest one is rounding
+
+
+class Refused(ValueError):
+    """Something that this program does not take."""
+
 
 # --- Numbers ------------------------------------------------------------------------------
 
@@ -103,7 +106,7 @@ class NoTies(TorchDispatchMode):
             least = result[0].min(-1, keepdim=True).values
             chosen, all_equal = ((x == least).sum(-1) for x in (result[0], args[0]))
             if ((chosen < all_equal) & least[..., 0].isfinite()).any():
-                raise ValueError(
+                raise Refused(
                     "a router must not choose between equal scores, got some in float64; "
                     "use other inputs, or weights that are not equal"
                 )
@@ -198,15 +201,18 @@ class Run:
             hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
             hooks.append(module.register_forward_hook(self._end))
         torch.manual_seed(0)
-        before = torch.get_rng_state()
+        before = random_state(model)
         output = call(model, inputs)
         for hook in hooks:
             hook.remove()
-        if not torch.equal(before, torch.get_rng_state()):
-            raise ValueError(
+        if not torch.equal(before, random_state(model)):
+            raise Refused(
                 "forward must not draw random numbers; set probabilities to 0"
             )
-        self.result = floats(tensors_in(output))[0]
+        results = floats(tensors_in(output))
+        if not results:
+            raise Refused(f"forward must return floats, got {type(output).__name__}")
+        self.result = results[0]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -245,6 +251,12 @@ class Run:
         assert weight.grad is not None
         self.weight_gradients[weight].copy_(weight.grad)
         weight.grad = None
+
+
+def random_state(model: nn.Module) -> Tensor:
+    """Return the state of the generator of the model's device."""
+    on_gpu = any(weight.is_cuda for weight in model.parameters())
+    return torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()
 
 
 def passed_on(tree: Any, traced: Traced, forced: Traced | None) -> Any:
@@ -333,19 +345,19 @@ def subjects_of(builds: list[Build], device: torch.device, dtype: torch.dtype) -
     If a model cannot be built in float64, all models keep the constants that they have.
 
     Raises:
-        ValueError: a model comes without inputs, or with some that a run could change.
+        Refused: a model comes without inputs, or with some that a run could change.
     """
     narrow, inputs = [], []
     for build in builds:
         torch.manual_seed(0)
         built = build(device, torch.float32)  # which casts nothing
         if not isinstance(built, tuple):
-            raise ValueError("FUNCTION must return a model and its inputs")
+            raise Refused("FUNCTION must return a model and its inputs")
         narrow.append(cast(plain(built[0]), dtype))
         inputs.append(built[1])
         for leaf in tree_leaves(built[1]):
             if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__"):
-                raise ValueError(
+                raise Refused(
                     "inputs must be tensors and plain values, because each run gets "
                     f"them again, got {type(leaf).__name__}"
                 )
@@ -361,7 +373,7 @@ def subjects_of(builds: list[Build], device: torch.device, dtype: torch.dtype) -
         wide = [copy.deepcopy(each) for each in narrow]
     weights = [id(each) for model in (*narrow, *wide) for each in model.parameters()]
     if len(weights) > len(set(weights)):
-        raise ValueError(
+        raise Refused(
             "FUNCTION must build a model with weights of its own at each call"
         )
     wide = [plain(each.double()) for each in wide]
@@ -836,13 +848,13 @@ def compare(ours: Subject, theirs: Subject) -> Answer | dict[str, str]:
     """Compare two models in float64. Return partners if they are the same function.
 
     Raises:
-        ValueError: they get other inputs, or their results have other sizes.
+        Refused: they get other inputs, or their results have other sizes.
     """
     require_same_inputs(ours.inputs, theirs.inputs)
     a, b = ours.run_wide(), theirs.run_wide()
     if a.result.numel() != b.result.numel():
         sizes = f"{list(a.result.shape)} and {list(b.result.shape)}"
-        raise ValueError(f"results must have the same size, got {sizes}")
+        raise Refused(f"results must have the same size, got {sizes}")
     keys = Keys()
     pairs = partners(a, b, keys)
     off = error(a.result, b.result)
@@ -884,7 +896,7 @@ def require_same_inputs(ours: Inputs, theirs: Inputs) -> None:
         if any(each.shape == t.shape and error(each, t) == 0 for t in known):
             return
     sizes = [[list(each.shape) for each in tensors_in(tree)] for tree in (ours, theirs)]
-    raise ValueError(
+    raise Refused(
         f"both models must get the same input, got tensors of {sizes[0]} and {sizes[1]} "
         "without an equal one; draw them with a torch.Generator of the same seed"
     )
@@ -1068,11 +1080,14 @@ def main(arguments: list[str] | None = None) -> int:
         builds = [users_build(typed.ours, given_by="--ours")]
         if typed.theirs:
             builds.append(users_build(typed.theirs, given_by="--theirs"))
-        place, dtype = torch.device(typed.device), getattr(torch, typed.dtype)
-        found = answer(builds, place, dtype, typed.compile)
     except ValueError as error:
         parser.error(str(error))
-    except Exception:
+    place, dtype = torch.device(typed.device), getattr(torch, typed.dtype)
+    try:
+        found = answer(builds, place, dtype, typed.compile)
+    except Refused as refused:
+        parser.error(str(refused))
+    except Exception:  # of the user's code: 1 would say that it has a mistake
         traceback.print_exc()
         return 2
     progress("")
