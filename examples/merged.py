@@ -94,8 +94,7 @@ def project(
     heads = rearrange(qkv, split, d_head=self.d_head)
     num_heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
     q, k, v = heads.split(num_heads, dim=-3)
-    if self.q_norm is not None:
-        q, k = self.q_norm(q), self.k_norm(k)
+    q, k = self.q_norm(q), self.k_norm(k)
     rope = self.rope
     if rope is None:
         return q, k, v

@@ -28,8 +28,9 @@ if __name__ == "__main__":
 
 import torch
 from float64 import in_float64
+from lab.progress import show_progress
 from lab.tables import number, share, terminal
-from profile_block import DTYPES, device, new_file, show_progress, users_build
+from profile_block import DTYPES, device, new_file, users_build
 from profiling.parts import parts_of, results_in
 from profiling.runs import Build, Inputs, call
 from torch import Tensor, nn

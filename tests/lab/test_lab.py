@@ -184,5 +184,5 @@ def test_a_size_is_a_block_or_a_stack_for_its_tokens():
     assert block(torch.zeros(size.shape)).shape == (3, 5, 32)
     for layer in (block, *stack.layers):
         assert layer.attn.rope.max_seq_len == 5
-        assert layer.attn.q_norm is not None
+        assert layer.attn.q_norm.eps == 1e-5
         assert layer.attn.num_kv_heads == 2
