@@ -9,7 +9,7 @@ It requires torch, einops and jaxtyping, and for --plot matplotlib.
 
 --block takes your own model, in any Python environment with these packages. The folder of
 MODULE must be on PYTHONPATH. FUNCTION is called without arguments, and returns an nn.Module
-and its inputs: a tuple, or a dict of keywords. An nn.Module alone is called as block(x) with
+and its inputs: a tuple, or a mapping of keywords. An nn.Module alone is called as block(x) with
 one tensor of shape (batch, seq, d_model). See docs/profile.md.
 """
 
@@ -19,10 +19,11 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler's engine is silent
@@ -281,18 +282,14 @@ def users_build(
     function = getattr(module, function_name)
 
     def build(device: torch.device, dtype: torch.dtype) -> Built:
-        built = function()
-        model, inputs = built if isinstance(built, tuple) else (built, None)
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"{name} must return an nn.Module, or one with its inputs, got "
-                f"{type(model).__name__}; put the call into the forward of a module"
-            )
+        model, inputs = model_and_inputs(name, function())
         model.to(device)
         if dtype != torch.float32:  # a cast would make complex buffers real
             model.to(dtype)
         if inputs is None:
             return model
+        if isinstance(inputs, Mapping):  # a tokenizer returns one that is no dict
+            inputs = dict(inputs)
         if typed:
             raise SystemExit(
                 f"{name} returns inputs, so it must be used without {', '.join(typed)}"
@@ -300,6 +297,31 @@ def users_build(
         return model, tree_map_only(Tensor, partial(moved, device, dtype), inputs)
 
     return build
+
+
+def model_and_inputs(name: str, built: Any) -> tuple[nn.Module, Any]:
+    """Return what a user's function returned: a module, and its inputs or None.
+
+    Raises:
+        TypeError: it returned something else.
+    """
+    is_pair = isinstance(built, tuple) and len(built) == 2
+    model, inputs = built if is_pair else (built, None)
+    if not isinstance(model, nn.Module):
+        got = type(model).__name__
+        if isinstance(built, tuple) and not is_pair:
+            got = f"a tuple of {len(built)}; return model, (x, y)"
+        elif callable(model):
+            got += "; put the call into the forward of a module"
+        raise TypeError(
+            f"{name} must return an nn.Module, or one with its inputs, got {got}"
+        )
+    if inputs is not None and not isinstance(inputs, (tuple, Mapping)):
+        raise TypeError(
+            f"the inputs that {name} returns must be a tuple, or a mapping of keywords, "
+            f"got {type(inputs).__name__}; return model, (x,)"
+        )
+    return model, inputs
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The command as users run it, on tiny sizes."""
 
 import json
+from collections import UserDict
 from contextlib import redirect_stderr
 from io import StringIO
 
@@ -93,6 +94,39 @@ def test_compiled_model_with_inputs_of_its_own_in_a_dtype(capsys, tmp_path):
         profile_block.main([*own, "--seq-len", "3", "--d-model", "4"])
 
 
+def as_a_tokenizer_returns_them():
+    return Projects(), UserDict(with_inputs()[1])
+
+
+def test_inputs_may_be_any_mapping():
+    build = profile_block.users_build(f"{__name__}:as_a_tokenizer_returns_them")
+    built = build(torch.device("meta"), torch.bfloat16)
+    assert isinstance(built, tuple)
+    inputs = built[1]
+    assert isinstance(inputs, dict)
+    kinds = {name: (x.device.type, x.dtype) for name, x in inputs.items()}
+    assert kinds == {
+        "ids": ("meta", torch.int64),
+        "weight": ("meta", torch.bfloat16),
+    }
+
+
+WRONG = {
+    r"got Tensor; return model, \(x,\)": (nn.ReLU(), torch.ones(3)),
+    r"got list; return model, \(x,\)": (nn.ReLU(), [torch.ones(3)]),
+    r"a tuple of 3; return model, \(x, y\)": (nn.ReLU(), torch.ones(3), torch.ones(3)),
+    "got method; put the call into the forward": nn.ReLU().forward,
+    "got Tensor$": (torch.ones(3), nn.ReLU()),
+    "got list$": [nn.ReLU(), torch.ones(3)],
+}
+
+
+def test_what_a_function_must_return_is_shown():
+    for message, built in WRONG.items():
+        with pytest.raises(TypeError, match=message):
+            profile_block.model_and_inputs("users:build", built)
+
+
 def interrupted():
     raise KeyboardInterrupt
 
@@ -111,7 +145,7 @@ def test_command_says_at_a_terminal_what_it_does_and_ends_at_ctrl_c_with_one_lin
 
 
 def test_errors_in_a_users_module_are_shown_as_they_are(tmp_path):
-    with pytest.raises(TypeError, match="or one with its inputs, got dict; put"):
+    with pytest.raises(TypeError, match=r"or one with its inputs, got dict$"):
         profile_block.main([*ON_A_CPU, "--block", "builtins:dict"])
     (tmp_path / "users.py").write_text("import no_such_package")
     command = [profile_block.__file__, "--block", "users:build"]
