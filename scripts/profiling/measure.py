@@ -27,7 +27,7 @@ from .runs import (
     prepare,
     record,
 )
-from .work import ledgers_of, rows_of
+from .work import ledgers_of, rows_of, runs_that_differ
 
 LEDGERS = 3  # runs in which each operation is timed
 SHOWN = 0.01  # of the total: parts without operations that take less are not shown
@@ -102,6 +102,11 @@ def measure(
     if not ledgers[0].sees_kept:
         notes.append("Kept bytes are unknown, because torch.func.grad hides them.")
     rows = rows_of(ledgers)
+    differ = runs_that_differ(ledgers)
+    if differ:
+        notes.append(
+            f"Runs differ in {', '.join(differ)}: the figures are those of one run."
+        )
 
     # How long they take, and what the machine allows.
     dtypes = {getattr(torch, name) for row in rows for name in row.flops}
@@ -158,7 +163,7 @@ def shape_checks() -> list[str]:
 
 def is_shown(row: Row, total_s: float) -> bool:
     """Say if a part does more than to call others."""
-    return bool(row.operations) or row.total_s > SHOWN * total_s
+    return bool(row.operations or row.unknown) or row.total_s > SHOWN * total_s
 
 
 def weights_of_no_part(rows: list[Row], whole: Row) -> list[Row]:

@@ -4,6 +4,7 @@ A part is what one module does itself, without its children: a projection, the k
 the reshapes of an attention layer, the gate of a feed-forward layer, the sums of a block.
 """
 
+import threading
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
@@ -109,6 +110,8 @@ class Watch:
         self.part = OUTSIDE
         self.backward = False
         self.optimizers: dict[str, Optimizer] = {}  # by the part, which is their class
+        # Parts that work in Python threads, or wait for them. What runs there is not seen.
+        self.in_threads: set[str] = set()
         self.runs = 0
         self._callers: list[str] = []
         # In the order of forward: the number of autograd's next node, and the part that makes it.
@@ -140,6 +143,7 @@ class Watch:
         ]
         self.part = OUTSIDE
         self.backward = False
+        self._thread = threading.get_ident()
         self._makers.clear()
         self._callers.clear()
         with torch.compiler.set_stance("force_eager"):
@@ -169,17 +173,28 @@ class Watch:
         self._next(self._callers.pop())
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
+        part = self.parts.get(module, self.part)
+        if self._is_elsewhere():
+            self.in_threads |= {part, self.part}
+            return
         self._callers.append(self.part)
-        self._next(self.parts.get(module, self.part))
+        self._next(part)
         if module in self.parts:
             self.called()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_elsewhere():
+            return
         self._next(self._callers.pop())
-        if module is self.model and output is not None:  # None after an error
+        # A model may call itself. Its output is None after an error.
+        if not (self._callers or self.backward) and output is not None:
             self.forward_ended(output)
             self.backward = True
             self._follow(output)
+
+    def _is_elsewhere(self) -> bool:
+        """Say if a Python thread of the model works. Autograd's own run backward."""
+        return not self.backward and threading.get_ident() != self._thread
 
     def _follow(self, output: Any) -> None:
         """Start a part of backward at the first node that this part made.
@@ -198,7 +213,8 @@ class Watch:
         for node in sorted(nodes, key=methodcaller("_sequence_nr"), reverse=True):
             number = node._sequence_nr()
             place = bisect_right(self._makers, number, key=itemgetter(0))
-            part = self._makers[place - 1][1]
+            # Each thread counts from 0, so this one may not have made the node.
+            part = self._makers[place - 1][1] if place else OUTSIDE
             if last == OUTSIDE:
                 node.register_prehook(self._end_with_backward)
             if part != last:

@@ -193,7 +193,7 @@ def batch_of(inputs: Inputs) -> Batch:
     by_place = [("", value) for value in inputs]
     named = inputs.items() if isinstance(inputs, dict) else by_place
     sizes = ", ".join(
-        f"{name} {' x '.join(map(str, value.shape))}".strip()
+        f"{name} {sizes_of(value)}".strip()
         for name, value in named
         if isinstance(value, Tensor)
     )
@@ -204,7 +204,13 @@ def batch_of(inputs: Inputs) -> Batch:
     has_integers = not (first.is_floating_point() or first.is_complex())
     if first.ndim == 2 and has_integers:
         return Batch(sizes, first.numel(), "token")
-    return Batch(sizes, len(first), "sample")
+    return Batch(sizes, first.size(0), "sample")
+
+
+def sizes_of(tensor: Tensor) -> str:
+    if tensor.is_nested and tensor.layout == torch.strided:  # it has no shape
+        return f"{tensor.size(0)} nested"
+    return " x ".join(map(str, tensor.shape))
 
 
 def compile_whole(subject: Subject) -> str:

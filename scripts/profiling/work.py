@@ -73,6 +73,7 @@ _NEIGHBORS = {
     "grid_sampler_3d": 8,
 }
 _BILINEAR, _NEAREST, _BICUBIC = range(3)  # the modes of grid_sampler
+THREADS = "modules in Python threads"
 COMPOUND = torch._C.DispatchKey.CompositeImplicitAutograd
 _DRAWING = ("bernoulli_", "exponential_", "normal_", "random_", "uniform_")
 # They do not read what they change.
@@ -190,6 +191,10 @@ class Ledger(TorchDispatchMode, Watch):
         hooks = saved_tensors_hooks(self._keep, lambda tensor: tensor)
         with hooks if self.sees_kept else nullcontext(), self:
             self.watch(run)
+        for name in self.in_threads:
+            row = self.rows.setdefault(name, Row(name))
+            row.unknown.append(THREADS)
+            row.kept_bytes = None
         for name, optimizer in self.optimizers.items():
             if name in self.rows:
                 self.rows[name].is_optimizer = True
@@ -239,9 +244,11 @@ class Ledger(TorchDispatchMode, Watch):
             return result
         # In inference mode, compound operations arrive as one. Others may have a
         # decomposition in Python, for compilers, which is not what runs.
-        if torch._C._dispatch_has_kernel_for_dispatch_key(
+        compound = torch._C._dispatch_has_kernel_for_dispatch_key(
             function.name(), COMPOUND.name
-        ):
+        )
+        # Nested tensors have kernels of their own.
+        if compound and not any(each.is_nested for each in tensors_in((args, kwargs))):
             with self:
                 return function._op_dk(COMPOUND, *args, **kwargs)
         result, seconds = self._timed(function, args, kwargs)
@@ -392,17 +399,48 @@ def ledgers_of(
 
 
 def rows_of(ledgers: list[Ledger]) -> list[Row]:
-    """Return the rows of the first run, with the median time of each operation."""
-    rows = [row for part, row in ledgers[0].rows.items() if part != OUTSIDE]
-    for row in rows:
+    """Return the rows of the first run that has them, with the median time of operations.
+
+    Outside of the model, only copies of its inputs may be left out.
+    """
+    rows: dict[str, Row] = {}
+    for ledger in ledgers:
+        rows = ledger.rows | rows
+    for row in rows.values():
         for operation in row.operations:
-            times = []
-            for ledger in ledgers:
-                found = ledger.rows[row.name].operations
-                times += [each.total_s for each in found if each.name == operation.name]
+            found = [each.rows[row.name] for each in ledgers if row.name in each.rows]
+            times = [
+                each.total_s
+                for again in found
+                for each in again.operations
+                if each.name == operation.name
+            ]
             operation.total_s = median(times)
         row.operations.sort(key=lambda each: -each.total_s)
-    return rows
+    if OUTSIDE in rows and copies_only(rows[OUTSIDE]):
+        rows.pop(OUTSIDE)
+    return list(rows.values())
+
+
+def copies_only(row: Row) -> bool:
+    working = {each.name for each in row.operations if each.moved_bytes}
+    return working <= {"clone"} and not row.unknown
+
+
+def runs_that_differ(ledgers: list[Ledger]) -> list[str]:
+    """Return the parts whose calls or operations are not the same in each run."""
+
+    def work(ledger: Ledger, part: str) -> object:
+        row = ledger.rows.get(part, Row(part))
+        return row.calls, sorted((each.name, each.calls) for each in row.operations)
+
+    parts = dict.fromkeys(part for ledger in ledgers for part in ledger.rows)
+    first, *others = ledgers
+    return [
+        part
+        for part in parts
+        if any(work(other, part) != work(first, part) for other in others)
+    ]
 
 
 def stored_in(value: Any) -> list[Tensor]:
@@ -421,8 +459,8 @@ def stored_in(value: Any) -> list[Tensor]:
             found += [each.crow_indices(), each.col_indices(), each.values()]
         elif each.layout in _SPARSE_COLUMNS:
             found += [each.ccol_indices(), each.row_indices(), each.values()]
-        elif each.layout == torch.strided and not each.is_nested:
-            found.append(each)
+        elif each.layout == torch.strided:
+            found.append(each.values() if each.is_nested else each)
     return found
 
 

@@ -1,6 +1,8 @@
 """Models of all kinds run, or end with their own error."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +37,80 @@ def test_backward_starts_at_the_first_tensor_in_an_object_that_has_a_gradient(
         return result
 
     assert profile_of(model).whole.flops == {"float32": 3 * PASS}
+
+
+class CallsItself(nn.Module):
+    """Applies a layer to each sequence, by itself, and then to all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = LAYER
+
+    def forward(self, x):
+        if len(x) > 1:
+            x = torch.cat([self(one) for one in x.split(1)])
+        return self.layer(x)
+
+
+def test_a_model_that_calls_itself_is_measured_to_its_end(profile_of):
+    for mode, passes in ("forward", 1), ("train", 3):
+        measured = profile_of(CallsItself(), mode)
+        assert measured.whole.flops == {"float32": passes * 2 * PASS}, mode
+        layer, own, rest = measured.rows
+        assert (layer.calls, own.calls) == (2 + 1, 1 + 2)
+        assert own.operation("cat").backward_calls == 0
+        # Under this clock, each operation takes a second, and nothing else does.
+        assert rest.total_s == 0, mode
+
+
+def test_layers_that_a_run_leaves_out_have_rows_and_runs_that_differ_are_named(
+    profile_of,
+):
+    model = nn.ModuleDict({"even": nn.Linear(4, 4), "odd": nn.Linear(4, 4)})
+    turns = cycle(model.values())
+    model.forward = lambda x: next(turns)(x)
+    measured = profile_of(model, paces=(1, 1))
+    assert {"even", "odd"} <= {row.name for row in measured.rows}
+    [note] = [each for each in measured.notes if "Runs differ" in each]
+    assert "even" in note
+    assert "odd" in note
+
+
+def test_modules_in_python_threads_are_marked(profile_of):
+    left = nn.Linear(4, 4)
+    model = nn.ModuleDict({"left": left, "right": LAYER})
+
+    def forward(x):
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(left, x).result() + LAYER(x)
+
+    model.forward = forward
+    for mode, passes in ("forward", 1), ("train", 3):
+        measured = profile_of(model, mode)
+        rows = {row.name: row for row in measured.rows}
+        for name in ("left", "sums"):  # which waits for it
+            assert rows[name].unknown == ["modules in Python threads"], name
+            assert rows[name].kept_bytes is None, name
+        assert rows["right"].flops == {"float32": passes * PASS}, mode
+        assert rows["right"].unknown == []
+    # Backward runs in this thread. Only forward of the other module is not seen.
+    assert measured.whole.flops == {"float32": (3 + 2) * PASS}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_flops_of_nested_tensors_are_unknown(profile_of):
+    sequences = [torch.ones(3, 4), torch.ones(2, 4)]
+    model = nn.ModuleDict({"layer": LAYER, "relu": nn.ReLU()})
+    model.forward = lambda x: torch.nested.to_padded_tensor(
+        model["relu"](LAYER(x)), 0.0
+    )
+    for layout in (torch.strided, torch.jagged):
+        inputs = (torch.nested.nested_tensor(sequences, layout=layout),)
+        measured = profile_of(model, "forward", inputs)
+        assert measured.whole.unknown, layout
+        # Each of 5 tokens has 16 bytes.
+        rows = {row.name: row for row in measured.rows}
+        assert rows["relu"].moved_bytes == 2 * 5 * 16, layout
 
 
 def fail(x):
