@@ -7,7 +7,7 @@ the reshapes of an attention layer, the gate of a feed-forward layer, the sums o
 import threading
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import itemgetter, methodcaller
@@ -34,6 +34,22 @@ TOTAL = "total"
 OUTSIDE = "outside of the model"
 NO_PART = "weights of no part"
 _OWN = (SUMS, ADAMW, REST, GPU_IDLE, TOTAL, OUTSIDE, NO_PART)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is known of a part before it runs.
+
+    parameters: numbers in its modules; what modules share counts in the first of them.
+    is_optimizer, may_be_fused: an optimizer, which torch has in a fused form, too.
+    compiles: whether --compile may change it.
+    """
+
+    name: str
+    parameters: int = 0
+    is_optimizer: bool = False
+    may_be_fused: bool = False
+    compiles: bool = True
 
 
 def parts_of(module: nn.Module, name: str = "") -> dict[nn.Module, str]:
@@ -101,30 +117,54 @@ def may_be_fused(optimizer: Optimizer) -> bool:
     return bool(weights) and all(map(torch.is_floating_point, weights))
 
 
+def known_parts(
+    model: nn.Module, optimizers: Mapping[str, Optimizer]
+) -> dict[str, Part]:
+    """Return what is known of the parts of a model, and of its optimizers, by name."""
+    parts: dict[str, Part] = {}
+    counted: set[nn.Parameter] = set()
+    skipped = never_compiled(model)
+    for module, name in parts_of(model).items():
+        own = set(module.parameters(recurse=False)) - counted
+        counted |= own
+        part = parts.get(name, Part(name))
+        parts[name] = Part(
+            name,
+            parameters=part.parameters + sum(weight.numel() for weight in own),
+            compiles=part.compiles and module not in skipped,
+        )
+    for name, optimizer in optimizers.items():
+        parts[name] = Part(
+            name, is_optimizer=True, may_be_fused=may_be_fused(optimizer)
+        )
+    return parts
+
+
 class Watch:
-    """Calls `end` when a part stops, and `begin` when the next one starts."""
+    """Follows runs of a model: which part works, and in which phase.
+
+    phase: forward, backward or step.
+    in_threads: parts that work in Python threads, or wait for them. What runs there is not
+        seen.
+    optimizers: by their part, which is their class.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
         self.parts = parts_of(model)
         self.part = OUTSIDE
-        self.backward = False
-        self.optimizers: dict[str, Optimizer] = {}  # by the part, which is their class
-        # Parts that work in Python threads, or wait for them. What runs there is not seen.
+        self.phase = "forward"
         self.in_threads: set[str] = set()
+        self.optimizers: dict[str, Optimizer] = {}
         self.runs = 0
-        self._callers: list[str] = []
+        self._callers: list[tuple[str, str]] = []  # with their phases
         # In the order of forward: the number of autograd's next node, and the part that makes it.
         self._makers: list[tuple[int, str]] = []
 
-    def begin(self) -> None:
-        """Do what a subclass does when `self.part` starts."""
+    def begin(self, is_called: bool) -> None:
+        """Do what a subclass does when `self.part` starts, by the call of a module or not."""
 
     def end(self) -> None:
         """Do what a subclass does when `self.part` stops."""
-
-    def called(self) -> None:
-        """Do what a subclass does when a module is called, after `begin`."""
 
     def forward_ended(self, output: Any) -> None:
         """Do what a subclass does between forward and backward."""
@@ -141,13 +181,12 @@ class Watch:
             optimizers.register_optimizer_step_pre_hook(self._begin_step),
             optimizers.register_optimizer_step_post_hook(self._end_step),
         ]
-        self.part = OUTSIDE
-        self.backward = False
+        self.part, self.phase = OUTSIDE, "forward"
         self._thread = threading.get_ident()
         self._makers.clear()
         self._callers.clear()
         with torch.compiler.set_stance("force_eager"):
-            self.begin()
+            self.begin(is_called=False)
             try:
                 run()
             finally:
@@ -156,45 +195,44 @@ class Watch:
                     hook.remove()
         self.runs += 1
 
-    def _next(self, part: str, *_: Any) -> None:
+    def _next(self, part: str, phase: str, is_called: bool = False) -> None:
         self.end()
-        self.part = part
-        if not self.backward:
+        self.part, self.phase = part, phase
+        if phase == "forward":
             self._makers.append((_get_sequence_nr(), part))
-        self.begin()
+        self.begin(is_called)
 
     def _begin_step(self, optimizer: Optimizer, *_: Any) -> None:
         name = type(optimizer).__name__
         self.optimizers[name] = optimizer
-        self._callers.append(self.part)
-        self._next(name)
+        self._callers.append((self.part, self.phase))
+        self._next(name, "step")
 
     def _end_step(self, *_: Any) -> None:
-        self._next(self._callers.pop())
+        self._next(*self._callers.pop())
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         part = self.parts.get(module, self.part)
         if self._is_elsewhere():
             self.in_threads |= {part, self.part}
             return
-        self._callers.append(self.part)
-        self._next(part)
-        if module in self.parts:
-            self.called()
+        self._callers.append((self.part, self.phase))
+        self._next(part, self.phase, is_called=module in self.parts)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_elsewhere():
             return
-        self._next(self._callers.pop())
+        part, _ = self._callers.pop()
+        self._next(part, self.phase)
         # A model may call itself. Its output is None after an error.
-        if not (self._callers or self.backward) and output is not None:
+        if not self._callers and self.phase == "forward" and output is not None:
             self.forward_ended(output)
-            self.backward = True
+            self.phase = "backward"
             self._follow(output)
 
     def _is_elsewhere(self) -> bool:
         """Say if a Python thread of the model works. Autograd's own run backward."""
-        return not self.backward and threading.get_ident() != self._thread
+        return self.phase == "forward" and threading.get_ident() != self._thread
 
     def _follow(self, output: Any) -> None:
         """Start a part of backward at the first node that this part made.
@@ -218,18 +256,22 @@ class Watch:
             if last == OUTSIDE:
                 node.register_prehook(self._end_with_backward)
             if part != last:
-                node.register_prehook(partial(self._next, part))
+                node.register_prehook(partial(self._next_in_backward, part))
             last = part
+
+    def _next_in_backward(self, part: str, *_: Any) -> None:
+        self._next(part, "backward")
 
     def _end_with_backward(self, *_: Any) -> None:
         """Stop the last part at the end of backward. Releasing the graph comes later."""
-        Variable._execution_engine.queue_callback(partial(self._next, OUTSIDE))
+        end = partial(self._next_in_backward, OUTSIDE)
+        Variable._execution_engine.queue_callback(end)
 
 
 class Labels(Watch):
     """Names the parts in a trace as the table does."""
 
-    def begin(self) -> None:
+    def begin(self, is_called: bool) -> None:
         self._label = record_function(self.part)
         self._label.__enter__()
 
@@ -269,12 +311,24 @@ def results_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
             yield from results_in(list(vars(leaf).values()), seen)
 
 
+@dataclass(frozen=True)
+class Mark:
+    """The moments at which a part begins and ends to work in a phase."""
+
+    part: str
+    phase: str
+    is_called: bool
+    begin: Any
+    end: Any
+
+
 @dataclass
 class PartTime:
-    """Seconds of one part in one run, in all passes and in forward."""
+    """Seconds of one part in one run, in all passes and in forward, and its calls."""
 
     total: float = 0.0
     forward: float = 0.0
+    calls: float = 0.0
 
 
 class Stopwatch(Watch):
@@ -287,7 +341,7 @@ class Stopwatch(Watch):
         super().__init__(model)
         self.clock = clock
         self.taken: list[dict[str, PartTime]] = []
-        self._marks: list[tuple[str, bool, Any, Any]] = []
+        self._marks: list[Mark] = []
 
     def sampler(self, run: Run) -> Sampler:
         """Return a sampler that appends to `taken`, and returns seconds of a whole run."""
@@ -304,16 +358,19 @@ class Stopwatch(Watch):
 
     def _times(self) -> dict[str, PartTime]:
         times: dict[str, PartTime] = defaultdict(PartTime)
-        for part, backward, begin, end in self._marks:
-            seconds = self.clock.seconds(begin, end) / self.runs
-            times[part].total += seconds
-            if not backward:
-                times[part].forward += seconds
+        for mark in self._marks:
+            seconds = self.clock.seconds(mark.begin, mark.end) / self.runs
+            times[mark.part].total += seconds
+            if mark.phase == "forward":
+                times[mark.part].forward += seconds
+            times[mark.part].calls += mark.is_called / self.runs
         return times
 
-    def begin(self) -> None:
+    def begin(self, is_called: bool) -> None:
+        self._is_called = is_called
         self._begin = self.clock.begin()
 
     def end(self) -> None:
-        mark = (self.part, self.backward, self._begin, self.clock.end())
+        end = self.clock.end()
+        mark = Mark(self.part, self.phase, self._is_called, self._begin, end)
         self._marks.append(mark)

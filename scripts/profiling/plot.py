@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from .measure import Profile
 from .parts import NO_PART
-from .roofline import Row
+from .rows import Row
 
 LABELED = 12  # parts with a marker of their own
 
@@ -36,7 +36,7 @@ def _roofline(axes: Axes, profile: Profile) -> None:
     intensities: list[float] = []
     for row, marker in zip(rows, cycle("osD^vPXphd*"), strict=False):
         label = row.name if len(intensities) < LABELED else None
-        if label and row.unknown:
+        if label and row.is_bound:
             label += " (at least)"
         intensity = sum(row.flops.values()) / row.moved_bytes
         intensities.append(intensity)
@@ -45,7 +45,7 @@ def _roofline(axes: Axes, profile: Profile) -> None:
             row.flops_per_s,
             marker if label else ".",
             color=None if label else "gray",
-            fillstyle="none" if row.unknown else "full",
+            fillstyle="none" if row.is_bound else "full",
             label=label,
         )
     rates = profile.rates
@@ -120,6 +120,6 @@ def _label(row: Row, whole: float) -> str:
     """Name a row with its time and its share of the whole."""
     taken = number(1e3 * row.total_s, row.digits)
     label = f"{row.name}: {taken} ms, {share(row.total_s / whole, row.digits)}"
-    if row.unknown:
+    if row.is_bound:
         return f"{label}, least time unknown"
     return f"{label}, noise" if row.limit == "noise" else label

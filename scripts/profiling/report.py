@@ -4,9 +4,10 @@ from textwrap import fill
 
 from lab.tables import number, share, si, terminal
 
+from .calculate import Operation
 from .measure import Profile
 from .parts import GPU_IDLE, REST
-from .roofline import Operation, Row
+from .rows import Row, folded
 from .runs import Kernel, Recording
 
 _LEGEND = """\
@@ -97,8 +98,8 @@ def _summary(profile: Profile) -> str:
             f"{si(whole.overhead_s, 's', 2)}, "
             f"{share(whole.overhead_s / whole.total_s, 2)} of the time"
         )
-    if whole.unknown:
-        names = ", ".join(whole.unknown)
+    if whole.is_bound:
+        names = ", ".join([*whole.unknown, *whole.unseen])
         lines.append(
             f"FLOPs of {names} are unknown, so figures that follow from them have >= or <="
         )
@@ -173,6 +174,7 @@ _REASONS = {
     "Python": "Python, autograd and calls take {between}.",
     "traffic": "Its operations read and write {read_and_written} ({most}), which takes "
     "{traffic}, where {moved} must be moved.",
+    "threads": "Modules run in Python threads, where nothing is seen.",
     "kernel": "Its operations are slow: at the machine's rates, {flops}what they read and "
     "write ({read_and_written}{needed}) takes {traffic}.",
     "unknown": "Operations whose FLOPs are unknown ({unknown}) take {unknown_time}.",
@@ -209,7 +211,7 @@ def _advice(row: Row) -> str:
 
 
 def _known(row: Row) -> str:
-    return "known " if row.unknown else ""
+    return "known " if row.is_bound else ""
 
 
 def _passes(row: Row) -> bool:
@@ -254,11 +256,11 @@ def _of_roofline(row: Row) -> str:
 
 
 def _at_least(row: Row) -> str:
-    return ">= " if row.unknown else ""
+    return ">= " if row.is_bound else ""
 
 
 def _at_most(row: Row) -> str:
-    return "<= " if row.unknown else ""
+    return "<= " if row.is_bound else ""
 
 
 def _kept(row: Row) -> str:
@@ -274,18 +276,7 @@ def _folded(rows: list[Row], whole: Row) -> list[Row]:
     ]
     if len(few) < 2:
         return rows
-    sums = Row(f"{len(few)} parts below {share(FEW, 1)}")
-    for row in few:
-        sums.calls += row.calls
-        sums.operations += row.operations
-        sums.parameters += row.parameters
-        sums.forward_s = (sums.forward_s or 0.0) + (row.forward_s or 0.0)
-        sums.total_s += row.total_s
-        sums.unknown += row.unknown
-        if sums.kept_bytes is not None and row.kept_bytes is not None:
-            sums.kept_bytes += row.kept_bytes
-        else:
-            sums.kept_bytes = None
+    sums = folded(f"{len(few)} parts below {share(FEW, 1)}", few)
     shown = [row for row in rows if row not in few]
     last = sum(row.forward_s is not None and not row.is_optimizer for row in shown)
     return [*shown[:last], sums, *shown[last:]]

@@ -17,10 +17,10 @@ from torch.optim import AdamW
 from torch.profiler import profile, schedule
 from torch.utils._pytree import tree_map_only
 
-from .flops import tensors_in
+from .events import nbytes, place_of, stored_in
+from .operations import tensors_in
 from .parts import Labels, PartTime, Stopwatch, result_in
-from .roofline import Row
-from .work import nbytes, storage_of, stored_in
+from .rows import Row, Time
 
 Inputs = tuple[Any, ...] | dict[str, Any]  # by place, or by keyword
 Built = nn.Module | tuple[nn.Module, Inputs]
@@ -270,12 +270,16 @@ class Times:
             rates={name: samples[name] for name in of_rates},
         )
 
-    def set_on(self, row: Row) -> None:
-        """Set the times of a part."""
-        total = Spread.of([times[row.name].total for times in self.parts])
-        forward = Spread.of([times[row.name].forward for times in self.parts])
-        row.total_s, row.p20_s, row.varies = total.median, total.p20, total.width
-        row.forward_s = forward.median
+    def of(self, part: str) -> Time:
+        """Return the time of a part."""
+        taken = [times[part] for times in self.parts]
+        return Time.of([each.total for each in taken], [each.forward for each in taken])
+
+    def differing(self) -> list[str]:
+        """Return the parts that are not called equally often in each run."""
+        parts = dict.fromkeys(part for times in self.parts for part in times)
+        calls = {part: {times[part].calls for times in self.parts} for part in parts}
+        return [part for part, found in calls.items() if len(found) > 1]
 
     def rest(self, rows: list[Row]) -> list[float]:
         """Return the time that the rows leave of the whole, for each round."""
@@ -393,7 +397,7 @@ class Memory:
     adamw_bytes: int
 
 
-def record(
+def record_whole(
     subject: Subject, read: dict[int, int], trace: Path | None, label_parts: bool
 ) -> tuple[Recording, Memory]:
     """Record a run of the whole model, and measure its memory.
@@ -424,7 +428,7 @@ def record(
     buffers = list(subject.model.buffers())
     states = list(subject.optimizer.state.values())
     held = [subject.weights, buffers, states, subject.inputs, subject.gradient]
-    known = {storage_of(each) for each in stored_in(held)}
+    known = {place_of(each).storage for each in stored_in(held)}
     others = sum(read[storage] for storage in read.keys() - known)
     own = nbytes([subject.weights, buffers, states, subject.inputs]) + others
     return recording, Memory(

@@ -4,14 +4,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from profiling.measure import left_over
+from profiling.calculate import Operation, Work, added
+from profiling.parts import Part
 from profiling.report import kernel_table, losses
-from profiling.roofline import Operation, Rates, Row, rate_samplers
+from profiling.roofline import Rates, rate_samplers
+from profiling.rows import Row, Time, left_over
+from profiling.rows import row_of as compared
 from profiling.runs import Recording, kernels_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # FLOPs, bytes, and calls per second.
 RATES = Rates({"float32": 100.0, "bfloat16": 200.0}, 10.0, 1.0)
+PART = Part("part")
 
 
 def add(calls, seconds, nbytes):
@@ -19,12 +23,10 @@ def add(calls, seconds, nbytes):
     return Operation("add", calls, seconds, nbytes)
 
 
-def row_of(*operations, on_gpu=False, p20_s=10.0, **figures):
+def row_of(*operations, on_gpu=False, p20_s=10.0, varies=0.0, part=PART, **figures):
     """Return a row of 10 s, so that what takes 5 s is its limit."""
-    row = Row("part", operations=list(operations), **figures)
-    row.total_s, row.p20_s = 10.0, p20_s
-    row.compare(RATES, on_gpu)
-    return row
+    work = Work(operations=added(operations), **figures)
+    return compared(part, work, Time(10.0, p20_s, varies), RATES, on_gpu)
 
 
 # Each row, its limit, and a part of the reason that the report gives.
@@ -67,7 +69,7 @@ LIMITS = {
         "the time, where 0 B must be moved. Try fewer passes over the data, or --compile.",
     ),
     "--compile does not change it": (
-        row_of(add(1, 9, 50), compiles=False),
+        row_of(add(1, 9, 50), part=Part("part", compiles=False)),
         "traffic",
         "Try fewer passes over the data. ",
     ),
@@ -87,7 +89,7 @@ LIMITS = {
         "Try fewer and larger operations. 4 operations",
     ),
     "an optimizer that may be fused": (
-        row_of(add(5, 9, 1), is_optimizer=True, may_be_fused=True),
+        row_of(add(5, 9, 1), part=Part("part", is_optimizer=True, may_be_fused=True)),
         "overhead",
         "50% of the time. Try part(..., fused=True). 5 operations",
     ),
@@ -97,12 +99,14 @@ LIMITS = {
         "Its operations are slow: ",
     ),
     "what is unknown takes 5 s": (
-        row_of(Operation("c", 1, 5.0), add(1, 4.9, 1), unknown=["a.b", "a.c"]),
+        row_of(
+            Operation("c", 1, 5.0), add(1, 4.9, 1), unknown={"a.b": 0.0, "a.c": 5.0}
+        ),
         "unknown",
         "Operations whose FLOPs are unknown (a.b, a.c) take 50% of the time.",
     ),
     "what is unknown takes 4.9 s": (
-        row_of(Operation("c", 1, 4.9), add(1, 5, 1), unknown=["a.c"]),
+        row_of(Operation("c", 1, 4.9), add(1, 5, 1), unknown={"a.c": 4.9}),
         "kernel",
         "Its operations are slow: ",
     ),
@@ -167,8 +171,7 @@ def test_gpu_is_idle_while_no_kernel_runs():
         ["short", "2", "1000", "20.0%"],
         ["all", "3", "5000", "100%"],
     ]
-    whole = Row("total", total_s=10.0)
-    rest, idle = left_over([Row("up", total_s=7.0)], whole, recording, 0.0)
+    rest, idle = left_over([Row("up", total_s=7.0)], 10.0, recording.busy_s, 0.0)
     assert (rest.total_s, idle.total_s) == (-2.0, 5.0)
     reason = "GPU idle: loses 5.00 s of its 5.00 s, 12.5% of the total No kernel runs."
     assert reason in text_of(idle)

@@ -56,9 +56,10 @@ def test_a_model_that_calls_itself_is_measured_to_its_end(profile_of):
     for mode, passes in ("forward", 1), ("train", 3):
         measured = profile_of(CallsItself(), mode)
         assert measured.whole.flops == {"float32": passes * 2 * PASS}, mode
-        layer, own, rest = measured.rows
+        own, layer, rest = measured.rows
         assert (layer.calls, own.calls) == (2 + 1, 1 + 2)
-        assert own.operation("cat").backward_calls == 0
+        later = sum(each.backward_calls for each in own.operations)
+        assert (later > 0) == (mode == "train")
         # Under this clock, each operation takes a second, and nothing else does.
         assert rest.total_s == 0, mode
 
@@ -71,9 +72,10 @@ def test_layers_that_a_run_leaves_out_have_rows_and_runs_that_differ_are_named(
     model.forward = lambda x: next(turns)(x)
     measured = profile_of(model, paces=(1, 1))
     assert {"even", "odd"} <= {row.name for row in measured.rows}
-    [note] = [each for each in measured.notes if "Runs differ" in each]
-    assert "even" in note
-    assert "odd" in note
+    assert "Runs differ in even, odd, so their figures are bounds." in measured.notes
+    for row in measured.rows[:2]:
+        assert row.is_bound, row.name
+        assert row.kept_bytes is None, row.name
 
 
 def test_modules_in_python_threads_are_marked(profile_of):
@@ -89,10 +91,11 @@ def test_modules_in_python_threads_are_marked(profile_of):
         measured = profile_of(model, mode)
         rows = {row.name: row for row in measured.rows}
         for name in ("left", "sums"):  # which waits for it
-            assert rows[name].unknown == ["modules in Python threads"], name
+            assert rows[name].unseen == ("modules in Python threads",), name
+            assert rows[name].limit == "threads", name
             assert rows[name].kept_bytes is None, name
         assert rows["right"].flops == {"float32": passes * PASS}, mode
-        assert rows["right"].unknown == []
+        assert not rows["right"].is_bound, mode
     # Backward runs in this thread. Only forward of the other module is not seen.
     assert measured.whole.flops == {"float32": (3 + 2) * PASS}
 
@@ -107,7 +110,7 @@ def test_flops_of_nested_tensors_are_unknown(profile_of):
     for layout in (torch.strided, torch.jagged):
         inputs = (torch.nested.nested_tensor(sequences, layout=layout),)
         measured = profile_of(model, "forward", inputs)
-        assert measured.whole.unknown, layout
+        assert measured.whole.is_bound, layout
         # Each of 5 tokens has 16 bytes.
         rows = {row.name: row for row in measured.rows}
         assert rows["relu"].moved_bytes == 2 * 5 * 16, layout
@@ -140,7 +143,7 @@ def test_complex_weights_take_four_products_and_an_optimizer_that_is_not_fused(
     # Four products of real numbers each. The input has no gradient.
     assert measured.whole.flops == {"float32": 2 * 4 * 2 * 2 * 4 * 3}
     [step] = [row for row in measured.rows if row.is_optimizer]
-    assert step.operation("addcdiv_").calls > 0
+    assert "addcdiv_" in {each.name for each in step.operations}
 
 
 def test_an_input_that_is_one_number_is_one_sample(profile_of):
@@ -218,7 +221,7 @@ def test_optimizers_of_a_model_are_parts_that_may_be_fused(profile_of):
     fused = {name: row.may_be_fused for name, row in rows.items() if row.is_optimizer}
     assert fused == {"Adam": True, "AdamW": False, "RMSprop": False}
     # What runs after a step is the model's, which is called as its class.
-    assert rows["Module"].operation("mul").calls == 1
+    assert "mul" in {each.name for each in rows["Module"].operations}
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "profile.md"
@@ -237,4 +240,4 @@ def test_model_of_the_page_is_split_into_its_layers(profile_of):
     assert {"model.embed_tokens", "model.layers.*.self_attn", "AdamW"} <= set(rows)
     # In each of three passes: 2 FLOPs, 64 tokens, a matrix of d_model x vocabulary.
     assert rows["lm_head"].flops == {"float32": 3 * 2 * 64 * 256 * 1000}
-    assert rows["sums"].operation("_log_softmax").calls == 1
+    assert "_log_softmax" in {each.name for each in rows["sums"].operations}

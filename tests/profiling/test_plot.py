@@ -4,7 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from profiling.roofline import Rates, Row
+from profiling.roofline import Rates
+from profiling.rows import Row
 
 pytest.importorskip("matplotlib", reason="requires the extra dev")
 
@@ -26,8 +27,14 @@ def test_parts_stand_at_their_flops_per_byte_and_rate_below_the_roof():
     flops = {"float32": 40, "bfloat16": 20}  # 3 for each of 20 bytes
     up = Row("up", total_s=3.0, moved_bytes=20, flops=flops, flops_per_s=20.0)
     flops = {"float32": 10}  # and what is unknown
-    experts = Row("experts", total_s=1.0, moved_bytes=10, flops=flops, flops_per_s=10.0)
-    experts.unknown = ["aten.x"]
+    experts = Row(
+        "experts",
+        total_s=1.0,
+        moved_bytes=10,
+        flops=flops,
+        flops_per_s=10.0,
+        unknown={"aten.x": 0.5},
+    )
     norm = Row("norm", total_s=0.5, moved_bytes=10)  # without FLOPs, it has no place
     axes, _ = axes_of(norm, experts, up)
     assert axes.get_xlabel() == "FLOPs per byte"
@@ -59,7 +66,9 @@ def test_the_legend_has_the_twelve_slowest_parts():
 def test_bars_are_passes_in_ms_and_what_is_no_part():
     _, axes = axes_of(
         Row("norm", forward_s=0.125, total_s=0.5, least_s=0.25),
-        Row("experts", forward_s=0.25, total_s=1.0, least_s=0.5, unknown=["aten.x"]),
+        Row(
+            "experts", forward_s=0.25, total_s=1.0, least_s=0.5, unknown={"aten.x": 0.5}
+        ),
         Row("AdamW", forward_s=0.0, total_s=0.25, least_s=0.125, is_optimizer=True),
         Row("rest", total_s=0.25, varies=0.5, limit="noise"),
     )

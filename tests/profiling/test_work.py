@@ -33,10 +33,11 @@ MOVED = {
     "what is made between": (lambda x: (x + 1) * 2, 160 + 160),
     # Both halves are all of x. The product is as large as one of them.
     "a product of two halves of x": (lambda x: x[..., :2] * x[..., 2:], 160 + 80),
-    # A token of each of two sequences, one number, and the product of two tokens.
+    # A token of each of two sequences, one of whose numbers is read twice, and the product
+    # of two tokens.
     "an expanded number": (
         lambda x: x[:, :1] * x[0, 0, 0].expand(2, 1, 4),
-        2 * 16 + 4 + 2 * 16,
+        2 * 16 + 2 * 16,
     ),
     # x, and 2 x 3 windows of 3 tokens, which overlap in x and not in the product.
     "windows": (lambda x: x.unfold(1, 3, 1) * 2, 160 + 2 * 3 * 3 * 16),

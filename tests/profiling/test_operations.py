@@ -1,0 +1,235 @@
+"""The table of operations: each number of each argument is changed, to see whether it matters.
+
+So an entry that says of an argument that it is not read, or read in part, is compared with
+what the operation does.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from profiling.operations import OPERATIONS, facts_of, tensors_in
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+# What the table has for other devices, or in a fused form that only a model calls.
+ELSEWHERE = {
+    *["_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"],
+    *["_scaled_dot_product_efficient_attention", "_cudnn_rnn", "_cudnn_rnn_backward"],
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_transformer_encoder_layer_fwd",
+    "_native_multi_head_attention",
+}
+
+
+def numbers(*shape):
+    """Return numbers that are all different, which autograd follows."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(shape, generator=generator).requires_grad_()
+
+
+def back(result):
+    result.backward(torch.linspace(1, 2, result.numel()).view_as(result))
+
+
+V, M, B = numbers(3), numbers(3, 3), numbers(2, 3, 3)
+HEADS = numbers(1, 1, 3, 4)
+LINE, IMAGE, VIDEO = numbers(1, 1, 6), numbers(1, 1, 5, 5), numbers(1, 1, 3, 3, 3)
+BOUNDARIES = torch.linspace(0, 1, 30)
+SCORES, TABLE = numbers(4, 3), numbers(12, 3)
+TARGETS, PLACES = torch.tensor([0, 2, 1, 1]), torch.tensor([4, 0])
+GRID = numbers(1, 1, 2, 2)
+CUBE = numbers(1, 1, 1, 2, 3)
+FIRST, FROZEN = nn.Conv1d(2, 2, 3), nn.Conv1d(2, 2, 3).requires_grad_(False)
+LSTM = nn.LSTM(2, 2)
+CALLS = [
+    # They multiply.
+    lambda: [M @ M, torch.bmm(B, B), torch.mv(M, V), torch.dot(V, V)],
+    lambda: [torch.vdot(V, V), torch.addmm(M, M, M), torch.addmm(M, M, M, beta=0)],
+    lambda: [torch._addmm_activation(V, M, M), torch.addmv(V, M, V)],
+    lambda: [torch.addmv(V, M, V, beta=0), torch.baddbmm(B, B, B, beta=0)],
+    lambda: [
+        torch.baddbmm(B, B, B),
+        torch.addbmm(M, B, B),
+        torch.addbmm(M, B, B, beta=0),
+    ],
+    lambda: F.grouped_mm(numbers(2, 4, 8), numbers(2, 8, 8)),
+    lambda: back(FIRST(numbers(1, 2, 4))),
+    lambda: back(FIRST(numbers(1, 2, 4).detach())),
+    lambda: back(FROZEN(numbers(1, 2, 4))),
+    lambda: back(F.scaled_dot_product_attention(HEADS, HEADS, HEADS)),
+    lambda: back(LSTM(numbers(2, 1, 2))[0]),
+    # They choose from a table, or change it in part.
+    lambda: back(F.embedding(PLACES, TABLE)),
+    lambda: F.embedding(PLACES, TABLE.detach().clone(), max_norm=0.1),
+    lambda: [
+        TABLE.gather(0, PLACES[:, None]),
+        TABLE[PLACES],
+        TABLE.index_select(0, PLACES),
+    ],
+    lambda: [TABLE.take(PLACES), torch.ops.aten._unsafe_index(TABLE, [PLACES])],
+    lambda: back(F.embedding_bag(PLACES[None], TABLE, mode="sum")),
+    lambda: back(
+        F.embedding_bag(
+            PLACES[None], TABLE, mode="sum", per_sample_weights=numbers(1, 2)
+        )
+    ),
+    lambda: F.embedding_bag(PLACES[None], TABLE.detach(), mode="sum"),
+    lambda: torch.bucketize(numbers(2).detach(), BOUNDARIES),
+    lambda: torch.searchsorted(BOUNDARIES, numbers(2).detach()),
+    lambda: back(F.interpolate(LINE, 2, mode="nearest")),
+    lambda: back(F.interpolate(IMAGE, 2, mode="nearest")),
+    lambda: back(F.interpolate(VIDEO, 2, mode="nearest")),
+    lambda: back(F.interpolate(LINE, 2, mode="nearest-exact")),
+    lambda: back(F.interpolate(IMAGE, 2, mode="nearest-exact")),
+    lambda: back(F.interpolate(VIDEO, 2, mode="nearest-exact")),
+    lambda: back(F.interpolate(LINE, 2, mode="linear")),
+    lambda: back(F.interpolate(IMAGE, 2, mode="bilinear")),
+    lambda: back(F.interpolate(VIDEO, 2, mode="trilinear")),
+    lambda: back(F.interpolate(IMAGE, 2, mode="bicubic")),
+    lambda: back(F.grid_sample(IMAGE, GRID, align_corners=False)),
+    lambda: back(F.grid_sample(IMAGE, GRID, mode="bicubic", align_corners=False)),
+    lambda: back(F.grid_sample(IMAGE, GRID.detach(), align_corners=False)),
+    lambda: back(F.grid_sample(VIDEO, CUBE.detach(), align_corners=False)),
+    lambda: back(F.grid_sample(VIDEO, CUBE, mode="nearest", align_corners=False)),
+    lambda: table().index_add_(0, PLACES, SCORES[:2].detach()),
+    lambda: table().index_copy_(0, PLACES, SCORES[:2].detach()),
+    lambda: table().index_reduce_(0, PLACES, SCORES[:2].detach(), "prod"),
+    lambda: table().index_fill_(0, PLACES, 2.0),
+    lambda: table().put_(PLACES, V[:2].detach()),
+    lambda: table().index_put_((PLACES,), SCORES[:2].detach()),
+    lambda: table().index_put_((PLACES,), SCORES[:2].detach(), accumulate=True),
+    lambda: torch.ops.aten.index_put_(table(), [None, PLACES % 3], torch.tensor(2.0)),
+    lambda: torch._index_put_impl_(table(), (PLACES,), SCORES[:2].detach()),
+    lambda: table().scatter_(0, PLACES[:, None], SCORES.detach()),
+    lambda: table().scatter_add_(0, PLACES[:, None], SCORES.detach()),
+    lambda: table().scatter_reduce_(0, PLACES[:, None], SCORES.detach(), "prod"),
+    # They take arguments for their shapes, or overwrite them.
+    lambda: torch.fill(M, 2.0),
+    lambda: back(F.nll_loss(SCORES.log_softmax(-1), TARGETS)),
+    lambda: back(F.nll_loss(numbers(2, 3, 2), torch.ones(2, 2, dtype=torch.int64))),
+    lambda: back(F.layer_norm(SCORES, (3,), V, V)),
+    lambda: [back(F.avg_pool2d(IMAGE, 2)), back(F.avg_pool3d(VIDEO, 2))],
+    lambda: [
+        back(F.adaptive_avg_pool2d(IMAGE, 2)),
+        back(F.adaptive_avg_pool3d(VIDEO, 2)),
+    ],
+    lambda: [back(F.max_pool2d(IMAGE, 2)), back(F.max_pool3d(VIDEO, 2))],
+    lambda: [
+        back(F.adaptive_max_pool2d(IMAGE, 2)),
+        back(F.adaptive_max_pool3d(VIDEO, 2)),
+    ],
+    lambda: back(F.fractional_max_pool2d(IMAGE, 2, output_size=2)),
+    lambda: back(F.fractional_max_pool3d(VIDEO, 2, output_size=1)),
+    *[
+        lambda mode=mode, x=x: back(F.pad(x, [1] * (2 * x.ndim - 4), mode=mode))
+        for mode in ("reflect", "replicate")
+        for x in (LINE, IMAGE, VIDEO)
+    ],
+    lambda: table().copy_(TABLE.detach()),
+    lambda: [
+        table().fill_(2.0),
+        table().zero_(),
+        table().masked_fill_(table() > 0.5, 2.0),
+    ],
+    lambda: [table().bernoulli_(), table().exponential_(), table().normal_()],
+    lambda: [table().random_(), table().uniform_(), table().geometric_(0.5)],
+    lambda: [table().cauchy_(), table().log_normal_()],
+]
+
+
+def table():
+    return TABLE.detach().clone()
+
+
+class Changes(TorchDispatchMode):
+    """Calls each operation of the table again, with one number changed.
+
+    found: what the table says otherwise.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.called = set()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        names = [each.name for each in function._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        name = str(function._overloadpacket).removeprefix("aten.")
+        if name not in OPERATIONS:
+            return function(**given)
+        before = copied(given)
+        made, after = run(function, copied(given))
+        self.called.add(name)
+        facts = facts_of(f"aten.{name}")
+        changed = {each.name for each in function._schema.arguments if each.is_write}
+        for argument, value in before.items():
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                continue
+            reads, writes = touched(function, before, argument, made, after)
+            said = facts.touches.get(argument)
+            most = said(before, made[0] if made else value) if said else value.numel()
+            is_read = not (facts.overwrites and argument in changed) and most > 0
+            if max(reads, writes) > most or (reads > 0) > is_read:
+                self.found.append((name, argument, reads, writes, most))
+            if 4 * max(reads, writes) < min(most, value.numel()):
+                self.found.append((name, argument, "is not touched", reads, most))
+        return function(**given)
+
+
+def copied(value):
+    def copy(x):
+        return x.detach().clone(memory_format=torch.contiguous_format)
+
+    return tree_map_only(torch.Tensor, copy, value)
+
+
+def run(function, given):
+    """Call an operation; return what it made, and its arguments afterward."""
+    torch.manual_seed(0)
+    result = function(**given)
+    arguments = tensors_in(given)
+    made = [x for x in tensors_in(result) if not any(x is y for y in arguments)]
+    return made, copied(given)
+
+
+def touched(function, before, argument, made, after):
+    """Return how many numbers of an argument matter, and how many are changed."""
+    reads = writes = 0
+    for place in range(before[argument].numel()):
+        given = copied(before)
+        given[argument].view(-1)[place] += 0.25
+        new = given[argument].view(-1)[place].item()
+        made_now, now = run(function, given)
+        others = torch.arange(before[argument].numel()) != place
+        pairs = zip(
+            tensors_in(
+                [made, without(after, argument), after[argument].view(-1)[others]]
+            ),
+            tensors_in(
+                [made_now, without(now, argument), now[argument].view(-1)[others]]
+            ),
+            strict=True,
+        )
+        left = now[argument].view(-1)[place].item()
+        writes += left != new
+        # If it is neither left alone nor overwritten, its old value matters, too.
+        is_mixed = left not in (new, after[argument].view(-1)[place].item())
+        reads += is_mixed or any(not torch.equal(x, y) for x, y in pairs)
+    return reads, writes
+
+
+def without(given, argument):
+    return {name: value for name, value in given.items() if name != argument}
+
+
+@pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta")
+def test_arguments_are_touched_as_the_table_says():
+    with Changes() as changes:
+        for call in CALLS:
+            call()
+    assert changes.found == []
+    assert set(OPERATIONS) - ELSEWHERE == changes.called
