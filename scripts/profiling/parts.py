@@ -26,14 +26,13 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 # Rows that are no module's, and the total.
-SUMS = "sums"
 ADAMW = "AdamW"
 REST = "rest"
 GPU_IDLE = "GPU idle"
 TOTAL = "total"
 OUTSIDE = "outside of the model"
 NO_PART = "weights of no part"
-_OWN = (SUMS, ADAMW, REST, GPU_IDLE, TOTAL, OUTSIDE, NO_PART)
+_OWN = (ADAMW, REST, GPU_IDLE, TOTAL, OUTSIDE, NO_PART)
 
 
 @dataclass(frozen=True)
@@ -52,21 +51,29 @@ class Part:
     compiles: bool = True
 
 
-def parts_of(module: nn.Module, name: str = "") -> dict[nn.Module, str]:
-    """Name the part of each module.
+def parts_of(model: nn.Module) -> dict[nn.Module, str]:
+    """Name the part of each module. The model itself is named by its class.
 
     Layers of a list that are alike are one part: `layers.*`. In a list of unlike layers,
     `layers.2*` is the third layer and the later ones that are like it. A child that is
     called as a row of ours is marked: `rest (module)`.
     """
+    inside = _parts_inside(model, "")
+    name = type(model).__name__
+    own = f"{name} (model)" if name in inside.values() else name
+    return {model: own, **inside}
+
+
+def _parts_inside(module: nn.Module, name: str) -> dict[nn.Module, str]:
+    parts = {}
     children = dict(module.named_children())
-    root = SUMS if children else type(module).__name__
-    parts = {module: f"{name} (module)" if name in _OWN else name or root}
     keys = {key: key for key in children}
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         keys = _shared_keys(children)
     for key, child in children.items():
-        parts |= parts_of(child, f"{name}.{keys[key]}".removeprefix("."))
+        inside = f"{name}.{keys[key]}".removeprefix(".")
+        parts[child] = f"{inside} (module)" if inside in _OWN else inside
+        parts |= _parts_inside(child, inside)
     return parts
 
 

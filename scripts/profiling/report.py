@@ -12,22 +12,23 @@ from .runs import Kernel, Recording
 
 _LEGEND = """\
 A part is what one module does itself, without its children: `attn` is the attention kernel and its
-reshapes, `ffn` is the gate, and `sums` is what the model itself does, such as residual sums. Layers
-of a list that are alike add up in one row: `layers.*`, or `layers.2*` for the third and those that
-are like it. Calls, ops (torch's operations) and kept count one run of all passes. A figure has two
-digits if its samples vary by more than 5% (p20 to p80: 20th to 80th percentile). Roofline is the
-least time, max(FLOPs / matmul rate, bytes / memory copy rate), as a share of the measured time. It
-is above 100% if data came from a cache, or was changed in place, which a CPU does faster than it
-copies, or if a rate is NOISY. MFU (model FLOP utilization) is the time of all FLOPs at the matmul
-rate, as a share of the measured time. FLOPs are counted for matmuls, convolutions, recurrent layers
-and attention. After >= or <=, some are unknown. Limit is what takes at least half of the time:
-compute, memory (bytes that the part must read and write), overhead (calling as many operations on
-one number as it has besides views), Python (with autograd and calls: what the work of operations
-leaves), or traffic (bytes that operations read and write, also for each other); otherwise kernel.
-Kept bytes are what autograd keeps for backward, and what else of forward lives at its end. Rest is
-what no part explains, such as the start of backward. It is below 0 if reading the clock between the
-parts took longer, and noise if its samples vary by more than itself. docs/profile.md explains more,
-and --json has more."""
+reshapes, `ffn` is the gate, and the model itself, which is named by its class, has its residual
+sums or its loss. Layers of a list that are alike add up in one row: `layers.*`, or `layers.2*` for
+the third and those that are like it. Calls, ops (torch's operations) and kept count one run of all
+passes. A figure has two digits if its samples vary by more than 5% (p20 to p80: 20th to 80th
+percentile). Roofline is the least time, max(FLOPs / matmul rate, bytes / memory copy rate), as a
+share of the measured time. It is above 100% if data came from a cache, or was changed in place,
+which a CPU does faster than it copies, or if a rate is NOISY. MFU (model FLOP utilization) is the
+time of all FLOPs at the matmul rate, as a share of the measured time. FLOPs are counted for
+matmuls, convolutions, recurrent layers and attention. After >= or <=, some are unknown. Limit is
+what takes at least half of the time: compute, memory (bytes that the part must read and write),
+overhead (calling as many operations on one number as it has besides views), Python (with autograd
+and calls: what the work of operations leaves), or traffic (bytes that operations read and write,
+also for each other); otherwise kernel; threads, if modules run in Python threads. Kept bytes are
+what autograd keeps for backward, and what else of forward lives at its end. Rest is what no part
+explains, such as the start of backward. It is below 0 if reading the clock between the parts took
+longer, and noise if its samples vary by more than itself. docs/profile.md explains more, and
+--json has more."""
 
 # A range of times, as a share of their median. A reason may be wrong.
 TOO_NOISY = 0.5

@@ -90,7 +90,7 @@ def test_modules_in_python_threads_are_marked(profile_of):
     for mode, passes in ("forward", 1), ("train", 3):
         measured = profile_of(model, mode)
         rows = {row.name: row for row in measured.rows}
-        for name in ("left", "sums"):  # which waits for it
+        for name in ("left", "ModuleDict"):  # which waits for it
             assert rows[name].unseen == ("modules in Python threads",), name
             assert rows[name].limit == "threads", name
             assert rows[name].kept_bytes is None, name
@@ -191,7 +191,7 @@ def test_parts_that_torch_does_not_compile_are_known(profile_of):
         "disabled": False,
         "sparse": False,
         "recurrent": False,
-        "sums": False,  # calls a recurrent layer
+        "ModuleDict": False,  # calls a recurrent layer
         "rest": True,
     }
 
@@ -240,4 +240,4 @@ def test_model_of_the_page_is_split_into_its_layers(profile_of):
     assert {"model.embed_tokens", "model.layers.*.self_attn", "AdamW"} <= set(rows)
     # In each of three passes: 2 FLOPs, 64 tokens, a matrix of d_model x vocabulary.
     assert rows["lm_head"].flops == {"float32": 3 * 2 * 64 * 256 * 1000}
-    assert "_log_softmax" in {each.name for each in rows["sums"].operations}
+    assert "_log_softmax" in {each.name for each in rows["LlamaForCausalLM"].operations}

@@ -18,15 +18,17 @@ LIST = [
 
 def test_layers_of_a_list_share_a_part_if_they_are_alike():
     layers, names = zip(*LIST, strict=True)
-    assert list(parts_of(nn.Sequential(*layers)).values()) == ["sums", *names]
+    assert list(parts_of(nn.Sequential(*layers)).values()) == ["Sequential", *names]
 
 
 def test_modules_that_are_called_as_rows_are_marked():
-    model = nn.ModuleDict({"rest": nn.ReLU(), "AdamW": nn.ReLU()})
+    names = ["rest", "AdamW", "ModuleDict"]
+    model = nn.ModuleDict({name: nn.ReLU() for name in names})
     assert list(parts_of(model).values()) == [
-        "sums",
+        "ModuleDict (model)",
         "rest (module)",
         "AdamW (module)",
+        "ModuleDict",
     ]
 
 

@@ -127,14 +127,14 @@ def test_training_step(profile_of, clock):
 # tied, again: 2 x 10 x 4 x 4 FLOPs take 0.32 of 1 s, 0.25 s of which is any call's. x, weight
 #   and result have 384 bytes, 0.096 s. The weight counts in the first. The 16 + 4 weights of
 #   `spare`, which is not called, are a row.
-# sums: 4 s of the Fourier transform and 0.25 s of the product. In turns, it writes 40 bytes
+# Mixed itself: 4 s of the Fourier transform and 0.25 s of the product. In turns, it writes 40 bytes
 #   of positions; reads x, the embedded positions and 5 rows of the scale, and writes x and
 #   the product, 160 + 80 + 80 + 2 x 160 bytes; reads the product and again's result, and
 #   writes the sum, 3 x 160 bytes: 1,160 bytes, 0.29 of 4.25 s. Its operations are arange,
 #   add_, slice, mul, constant_pad_nd, _fft_r2c, view_as_real, select and add.
 # rest: the model changes x, so each run copies it, in 0.5 s.
 # total: 7 s. 640 FLOPs take 0.64 s, 9.14%; the least times are 0.05 + 2 x 0.32 + 0.29 s.
-#   All but tied's and again's 2 x 3 views and 3 of the sums' are 9 computations. The whole
+#   All but tied's and again's 2 x 3 views and 3 of Mixed's are 9 computations. The whole
 #   is forward, with what no part explains.
 # Memory: 1,036 weights with 20 spare ones, a scale of 800 bytes. At the peak there are these,
 #   x and its copy, the product, again's result, and the padded argument (6 numbers for each
@@ -153,7 +153,7 @@ FLOPs of aten._fft_r2c are unknown, so figures that follow from them have >= or 
 Shape checks: on (JAXTYPING_DISABLE=1 turns them off)
 
 Most time lost against the roofline, and why:
-  sums: loses <= 3.96 s of its 4.25 s, <= 56.6% of the total
+  Mixed: loses <= 3.96 s of its 4.25 s, <= 56.6% of the total
     Operations whose FLOPs are unknown (aten._fft_r2c) take 88% of the time.
     9 operations: _fft_r2c x 1 (88%)
   tied: loses 680 ms of its 1.00 s, 9.71% of the total
@@ -169,7 +169,7 @@ part                calls  ops  params  forward ms  total ms  share  roofline   
 embed                   1    1  1.00 k         250       250  3.57%     20.0%   Python
 tied                    1    4      16        1000      1000  14.3%     32.0%   kernel
 again                   1    4                1000      1000  14.3%     32.0%   kernel
-sums                    1    9                4250      4250  60.7%  >= 6.82%  unknown
+Mixed                   1    9                4250      4250  60.7%  >= 6.82%  unknown
 weights of no part                  20                     0     0%
 rest                                                     500  7.14%
 total                       18  1.04 k        7000      7000   100%  >= 14.0%"""
