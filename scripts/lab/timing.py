@@ -53,6 +53,10 @@ class Clock:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
+    def worked(self) -> float:
+        """Return the seconds for which this thread had a processor."""
+        return time.thread_time()
+
     def begin(self) -> Any:
         """Return the moment at which a part begins."""
         return self.now()

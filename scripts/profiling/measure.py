@@ -43,6 +43,7 @@ class Profile:
     samples_per_s: tokens per second, or samples, as the batch has.
     took_s: the total time.
     rest_varies: the range from p20 to p80 of the row `rest`, divided by the total time.
+    others: the share of the time of all rounds in which other programs had the processor.
     mfu: the time of the FLOPs at the measured matmul rates, divided by the total time.
     """
 
@@ -58,6 +59,7 @@ class Profile:
     rows: list[Row]
     whole: Row
     rest_varies: float
+    others: float
     memory: Memory
     recording: Recording
     notes: list[str]
@@ -119,9 +121,10 @@ def measure(
         works[part] = bounded(works[part])
     differ = [part for part, work in works.items() if DIFFERENT in work.unseen]
     if differ:
-        notes.append(
-            f"Runs differ in {', '.join(differ)}, so their figures are bounds."
-        )
+        names = differ[:3]
+        if differ[3:]:
+            names.append(f"{len(differ) - 3} other parts")
+        notes.append(f"Runs differ in {', '.join(names)}, so their figures are bounds.")
     parts = known_parts(subject.model, records[0].optimizers)
     rows = [
         row_of(
@@ -171,6 +174,7 @@ def measure(
         rows=rows,
         whole=whole,
         rest_varies=rest_varies,
+        others=times.others,
         memory=memory,
         recording=recording,
         notes=notes,

@@ -41,6 +41,7 @@ class Part:
 
     parameters: numbers in its modules; what modules share counts in the first of them.
     is_optimizer, may_be_fused: an optimizer, which torch has in a fused form, too.
+    may_be_sparse: an embedding whose gradient has all rows of its table.
     compiles: whether --compile may change it.
     """
 
@@ -48,6 +49,7 @@ class Part:
     parameters: int = 0
     is_optimizer: bool = False
     may_be_fused: bool = False
+    may_be_sparse: bool = False
     compiles: bool = True
 
 
@@ -124,6 +126,21 @@ def may_be_fused(optimizer: Optimizer) -> bool:
     return bool(weights) and all(map(torch.is_floating_point, weights))
 
 
+def may_be_sparse(module: nn.Module, model: nn.Module) -> bool:
+    """Say if an embedding may have a sparse gradient, but has none.
+
+    A table that is also the weight of the output layer has a dense gradient anyway.
+    """
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.sparse:
+        return False
+    owners = [
+        each
+        for each in model.modules()
+        if any(weight is module.weight for weight in each.parameters(recurse=False))
+    ]
+    return owners == [module]
+
+
 def known_parts(
     model: nn.Module, optimizers: Mapping[str, Optimizer]
 ) -> dict[str, Part]:
@@ -138,6 +155,7 @@ def known_parts(
         parts[name] = Part(
             name,
             parameters=part.parameters + sum(weight.numel() for weight in own),
+            may_be_sparse=may_be_sparse(module, model),
             compiles=part.compiles and module not in skipped,
         )
     for name, optimizer in optimizers.items():

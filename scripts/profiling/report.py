@@ -6,6 +6,7 @@ from lab.tables import number, share, si, terminal
 
 from .calculate import Operation
 from .measure import Profile
+from .operations import name_of
 from .parts import GPU_IDLE, REST
 from .rows import Row, folded
 from .runs import Kernel, Recording
@@ -34,22 +35,29 @@ longer, and noise if its samples vary by more than itself. docs/profile.md expla
 TOO_NOISY = 0.5
 # Of the time of a part. What takes more is worth a try.
 SOME = 0.2
-# Of the total. Parts that take less are one row.
+# Of the total. Parts that take less are one row, and what loses less needs no advice.
 FEW = 0.005
+# Of the time of all rounds. If other programs took more, reasons would be wrong.
+DISTURBED = 0.1
+# Operations in a call of a module. What has more has a loop.
+LOOP = 100
+# Of the operations of a part. What returns more numbers to Python waits for them.
+FEW_NUMBERS = 0.02
 
 
 def report(profile: Profile, explain: bool = False, all_parts: bool = False) -> str:
-    """Return the report. With `explain`, it ends with what its words mean.
+    """Return the report, which ends with what to try. With `explain`, its words have a legend.
 
     all_parts: show also each part that takes less than 0.5% of the time.
     """
+    words = _LEGEND if explain else "--explain says what these words and figures mean."
     sections = [
         _machine(profile),
         _summary(profile),
         losses(profile),
         _table(profile, all_parts),
         kernel_table(profile.recording),
-        _LEGEND if explain else "--explain says what these words and figures mean.",
+        "\n".join(filter(None, [words, actions(profile)])),
     ]
     return "\n\n".join(filter(None, sections))
 
@@ -88,6 +96,7 @@ def _summary(profile: Profile) -> str:
         f"{si(took.p80, 's', digits)}), {si(profile.samples_per_s, digits=digits)} {profile.batch.unit}s/s. "
         f"The roofline (the least time) is {roofline}",
         f"MFU: its FLOPs would take {bound}{share(profile.mfu, digits)} of the time at the matmul rate",
+        *_other_dtypes(profile),
         f"Memory: peak {si(memory.peak_bytes, 'B')}. Sizes, not all at one time: {', '.join(sizes)}",
         f"Rest, which no part explains: {share(rest.total_s / whole.total_s, 2)} of the "
         f"time. It varies by {share(profile.rest_varies, 2)} of the time"
@@ -107,22 +116,44 @@ def _summary(profile: Profile) -> str:
     return "\n".join(map(_wrapped, [*lines, *profile.notes]))
 
 
+def _other_dtypes(profile: Profile) -> list[str]:
+    """Say which FLOPs have another dtype than the model, and where the most of them are."""
+    whole, own = profile.whole, name_of(profile.settings.dtype)
+    flops = sum(whole.flops.values())
+    lines = []
+    for dtype, count in whole.flops.items():
+        if dtype != own:
+            most = max(profile.rows, key=lambda row: row.flops.get(dtype, 0))
+            seconds = count / profile.rates.flops_per_s[dtype]
+            lines.append(
+                f"{dtype}: {share(count / flops, 2)} of the FLOPs are not in {own}, most of "
+                f"them in {most.name}. At the matmul rate, they take "
+                f"{share(seconds / whole.total_s, 2)} of the time"
+            )
+    return lines
+
+
 def losses(profile: Profile) -> str:
     """Return the three rows that lose the most time, with the reasons."""
     if profile.parts_are_eager:  # and the total is not
         return ""
-    rows = [row for row in profile.rows if row.total_s > row.least_s]
-    rows = [row for row in rows if row.name != REST]
-    rows.sort(key=lambda row: row.least_s - row.total_s)
+    if is_disturbed(profile):
+        return _wrapped(
+            f"Other programs took {share(profile.others, 2)} of the time, so reasons would "
+            "be wrong: measure again."
+        )
     lines = ["Most time lost against the roofline, and why:"]
-    for row in rows[:3]:
+    for row in _losing(profile)[:3]:
         lost = row.total_s - row.least_s
         digits = row.digits
-        lines.append(
+        of_total = lost / profile.whole.total_s
+        text = (
             f"  {row.name}: loses {_at_most(row)}{si(lost, 's', digits)} of its "
-            f"{si(row.total_s, 's', digits)}, "
-            f"{_at_most(row)}{share(lost / profile.whole.total_s, digits)} of the total"
+            f"{si(row.total_s, 's', digits)}"
         )
+        if of_total <= 1:  # the total is measured in other runs
+            text += f", {_at_most(row)}{share(of_total, digits)} of the total"
+        lines.append(text)
         if row.varies > TOO_NOISY:
             doubt = (
                 f"Its time varies by {share(row.varies, 2)}, so the reason may be wrong. "
@@ -135,11 +166,39 @@ def losses(profile: Profile) -> str:
     return "\n".join(lines)
 
 
+def actions(profile: Profile) -> str:
+    """Return the three things to try first, where more than a little time is lost."""
+    if profile.parts_are_eager or is_disturbed(profile):
+        return ""
+    least = FEW * profile.whole.total_s
+    rows = [row for row in _losing(profile) if row.total_s - row.least_s > least]
+    tips = [(row.name, advice_for(row)) for row in rows]
+    lines = [f"{name}: {_listed(advice)}" for name, advice in tips if advice][:3]
+    numbered = [
+        _wrapped(f"{number}. {line}", "  ") for number, line in enumerate(lines, 1)
+    ]
+    return "\n".join(["What to try first:", *numbered]) if lines else ""
+
+
+def is_disturbed(profile: Profile) -> bool:
+    return profile.others > DISTURBED
+
+
+def _losing(profile: Profile) -> list[Row]:
+    """Return the rows that take longer than they must, from the most lost time on."""
+    rows = [row for row in profile.rows if row.total_s > row.least_s]
+    rows = [row for row in rows if row.name != REST]
+    return sorted(rows, key=lambda row: row.least_s - row.total_s)
+
+
 def _reason(row: Row) -> str:
     """Say what takes most of the time of a row, and what to try."""
 
     def of_time(seconds: float | None) -> str:
-        return f"{share((seconds or 0.0) / row.total_s, 2)} of the time"
+        part = (seconds or 0.0) / row.total_s
+        if part > 1:
+            return f"all of the time (at the measured rate, {share(part, 2)} of it)"
+        return f"{share(part, 2)} of the time"
 
     by_bytes = sorted(row.operations, key=lambda each: -each.moved_bytes)
     read_and_written = sum(each.moved_bytes for each in row.operations)
@@ -164,7 +223,8 @@ def _reason(row: Row) -> str:
         if row.flops
         else "",
     )
-    return reason + _advice(row)
+    advice = advice_for(row)
+    return f"{reason} Try {_listed(advice)}." if advice else reason
 
 
 # By the limit of a row, or the row.
@@ -192,23 +252,49 @@ _ADVICE = {
 }
 
 
-def _advice(row: Row) -> str:
-    """Say what to try."""
+def advice_for(row: Row) -> list[str]:
+    """Return what to try."""
+    if row.is_optimizer:
+        return [f"{row.name}(..., fused=True)"] if row.may_be_fused else []
+    seconds = {each.name: each.total_s for each in row.operations}
+    gradient_s = seconds.get("embedding_dense_backward", 0.0)
+    if row.may_be_sparse and gradient_s > SOME * row.total_s:
+        return [
+            "sparse=True, whose gradient has no rows of zeros, and a sparse optimizer"
+        ]
     advice = _ADVICE.get(row.limit or row.name, [])
     if row.limit == "kernel":
-        advice = _ADVICE["traffic"] if _passes(row) else []
-        if (row.overhead_s or 0.0) > SOME * row.total_s:
-            advice = [*advice, "fewer and larger operations"]
-        if row.operations and not (advice or row.flops):
-            advice = [f"another operation in place of {row.operations[0].name}"]
+        advice = _advice_for_kernels(row)
+    if "float64" in row.flops:
+        advice = ["float32 in place of float64", *advice]
+    # More tokens are more rounds of a loop.
+    if row.ops > LOOP * max(1, row.calls):
+        advice = [each for each in advice if each != "more tokens"]
+    calls = {each.name: each.calls for each in row.operations}
+    numbers = calls.get("_local_scalar_dense", 0)
+    if numbers > FEW_NUMBERS * row.ops:
+        advice = [f"no .item(), int(), or if of a tensor ({numbers:,} calls)", *advice]
+        advice = [each for each in advice if each not in ("more tokens", "--compile")]
     if not row.compiles:
         advice = [each for each in advice if each != "--compile"]
-    if row.is_optimizer:
-        advice = [f"{row.name}(..., fused=True)"] if row.may_be_fused else []
-    if not advice:
-        return ""
+    return advice
+
+
+def _advice_for_kernels(row: Row) -> list[str]:
+    advice = list(_ADVICE["traffic"]) if _passes(row) else []
+    if (row.overhead_s or 0.0) > SOME * row.total_s:
+        advice.append("fewer and larger operations")
+    if row.operations and not (advice or row.flops):
+        slowest = row.operations[0]
+        if slowest.backward_calls == slowest.calls:
+            return [f"another operation, whose backward is not {slowest.name}"]
+        return [f"another operation in place of {slowest.name}"]
+    return advice
+
+
+def _listed(advice: list[str]) -> str:
     *first, last = advice
-    return f" Try {', '.join(first)}{', or ' if first else ''}{last}."
+    return f"{', '.join(first)}{', or ' if first else ''}{last}"
 
 
 def _known(row: Row) -> str:

@@ -130,7 +130,8 @@ def prepare(
     """Build the model, and run it twice.
 
     Raises:
-        ValueError: no tensor of the result has a gradient, in a mode that trains.
+        ValueError: no tensor of the result has a gradient, in a mode that trains, or a
+            gradient is sparse, in the mode that steps AdamW.
         Exception: an error of the model, with a note on how it was called.
     """
     x = torch.randn(shape, device=settings.device, dtype=settings.dtype)
@@ -162,6 +163,12 @@ def prepare(
         raise ValueError(
             f"the result of the model must have a gradient in mode {settings.mode}, "
             "got none; use --mode forward"
+        )
+    sparse = [name for name, x in model.named_modules() if getattr(x, "sparse", False)]
+    if sparse and settings.mode == "step":
+        raise ValueError(
+            "the gradients of the model must be dense in mode step, because AdamW takes "
+            f"no others, got sparse=True in {', '.join(sparse)}; use --mode train"
         )
     weights = list(model.parameters())
     trained = [weight for weight in weights if weight.requires_grad]
@@ -242,11 +249,13 @@ class Times:
     whole: seconds of a run, for each round.
     parts: the times of the parts by name, for each round.
     rates: seconds per FLOP, byte and small operation, by name, for each round.
+    others: the share of the time of all rounds in which other programs had the processor.
     """
 
     whole: list[float]
     parts: list[dict[str, PartTime]]
     rates: dict[str, list[float]]
+    others: float
 
     @classmethod
     def take(
@@ -263,11 +272,15 @@ class Times:
             "whole": wall_sampler(subject.run_whole, clock=subject.clock),
             **of_rates,
         }
+        clock = subject.clock
+        start, worked = clock.now(), clock.worked()
         samples = interleave(samplers, subject.settings.rounds, progress)
+        took, worked = clock.now() - start, clock.worked() - worked
         return cls(
             whole=samples["whole"],
             parts=stopwatch.taken,
             rates={name: samples[name] for name in of_rates},
+            others=max(0.0, 1 - worked / took) if took else 0.0,
         )
 
     def of(self, part: str) -> Time:

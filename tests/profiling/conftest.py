@@ -16,6 +16,7 @@ class Ticks(Clock, TorchDispatchMode):
 
     takes: the seconds of operations; others take none. If it is empty, each takes one.
     pace: how many times as long everything takes.
+    others: the share of its time in which other programs have the processor.
     """
 
     supports_higher_order_operators = True
@@ -25,9 +26,13 @@ class Ticks(Clock, TorchDispatchMode):
         self.time = 0.0
         self.takes = {}
         self.pace = 1
+        self.others = 0.0
 
     def now(self):
         return self.time
+
+    def worked(self):
+        return (1 - self.others) * self.time
 
     def wait(self):
         """Nothing is launched, so there is nothing to wait for."""

@@ -14,7 +14,7 @@ from profiling.runs import Recording, kernels_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # FLOPs, bytes, and calls per second.
-RATES = Rates({"float32": 100.0, "bfloat16": 200.0}, 10.0, 1.0)
+RATES = Rates({"float64": 50.0, "float32": 100.0, "bfloat16": 200.0}, 10.0, 1.0)
 PART = Part("part")
 
 
@@ -35,6 +35,11 @@ LIMITS = {
         row_of(add(1, 9, 1), flops={"float32": 300, "bfloat16": 400}),
         "compute",
         "Computing takes 50% of the time.",
+    ),
+    "computing in float64": (
+        row_of(add(1, 9, 1), flops={"float64": 250}),
+        "compute",
+        "Try float32 in place of float64, fewer FLOPs, or a dtype whose matmuls are faster.",
     ),
     "moving takes 5 s; three digits, if it varies by 5%": (
         row_of(moved_bytes=50, varies=0.050),
@@ -93,6 +98,40 @@ LIMITS = {
         "overhead",
         "50% of the time. Try part(..., fused=True). 5 operations",
     ),
+    "numbers are returned to Python": (
+        row_of(add(1, 0.09, 1), Operation("_local_scalar_dense", 50)),
+        "Python",
+        "Try no .item(), int(), or if of a tensor (50 calls), less Python, or fewer and "
+        "larger operations. 51 operations",
+    ),
+    "a loop, which more tokens make longer": (
+        row_of(add(1, 0.09, 1), Operation("select", 300), calls=3),
+        "Python",
+        "Try less Python, or fewer and larger operations. 301 operations",
+    ),
+    "as many operations in more calls": (
+        row_of(add(1, 0.09, 1), Operation("select", 299), calls=3),
+        "Python",
+        "Try less Python, fewer and larger operations, or more tokens. 300 operations",
+    ),
+    "an embedding whose gradient has all rows": (
+        row_of(
+            Operation("embedding_dense_backward", 1, 9, 1, 1),
+            part=Part("part", may_be_sparse=True),
+        ),
+        "kernel",
+        "Try sparse=True, whose gradient has no rows of zeros, and a sparse optimizer.",
+    ),
+    "a slow operation of backward": (
+        row_of(Operation("max_backward", 1, 9, 1, 1)),
+        "kernel",
+        "Try another operation, whose backward is not max_backward.",
+    ),
+    "what came from a cache": (
+        row_of(add(1, 9, 130)),
+        "traffic",
+        "(add 130 B), which takes all of the time (at the measured rate, 130% of it), where",
+    ),
     "on a GPU, calls overlap with kernels": (
         row_of(add(9, 3, 1), on_gpu=True),
         "kernel",
@@ -116,7 +155,9 @@ LIMITS = {
 def text_of(row):
     """Return what the report says of the row, in one line."""
     whole = Row("total", total_s=40.0)
-    profile: Any = SimpleNamespace(rows=[row], whole=whole, parts_are_eager=False)
+    profile: Any = SimpleNamespace(
+        rows=[row], whole=whole, parts_are_eager=False, others=0.0
+    )
     return " ".join(losses(profile).split())
 
 
@@ -124,6 +165,15 @@ def test_limit_and_reason_name_what_takes_half_of_the_time():
     for title, (row, limit, reason) in LIMITS.items():
         assert row.limit == limit, title
         assert reason in text_of(row), title
+
+
+def test_a_part_that_loses_more_than_the_total_has_no_share_of_it():
+    """The total is measured in other runs, without the clock between the parts."""
+    whole = Row("total", total_s=9.0)
+    profile: Any = SimpleNamespace(
+        rows=[row_of()], whole=whole, parts_are_eager=False, others=0.0
+    )
+    assert "part: loses 10.0 s of its 10.0 s\n" in losses(profile)
 
 
 class AsInLayers(TorchDispatchMode):

@@ -131,6 +131,9 @@ def test_models_that_fail_end_with_an_error_of_their_own(profile_of):
     for message, function in BAD.items():
         with pytest.raises(ValueError, match=message):
             profile_of(function)
+    sparse = nn.Sequential(nn.Embedding(9, 4, sparse=True))
+    with pytest.raises(ValueError, match="got sparse=True in 0; use --mode train"):
+        profile_of(sparse, "step", (torch.arange(5),))
 
 
 def test_complex_weights_take_four_products_and_an_optimizer_that_is_not_fused(
@@ -222,6 +225,22 @@ def test_optimizers_of_a_model_are_parts_that_may_be_fused(profile_of):
     assert fused == {"Adam": True, "AdamW": False, "RMSprop": False}
     # What runs after a step is the model's, which is called as its class.
     assert "mul" in {each.name for each in rows["Module"].operations}
+
+
+def test_embeddings_may_be_sparse_unless_their_table_is_a_layers_weight(profile_of):
+    tied = nn.Embedding(9, 4)
+    kinds = {
+        "dense": nn.Embedding(9, 4),
+        "sparse": nn.Embedding(9, 4, sparse=True),
+        "bag": nn.EmbeddingBag(9, 4),
+        "tied": tied,
+    }
+    model = nn.ModuleDict({**kinds, "head": nn.Linear(4, 9, bias=False)})
+    model["head"].weight = tied.weight
+    model.forward = lambda ids: [kinds[name](ids) for name in kinds]
+    rows = profile_of(model, "forward", (torch.ones(2, 3, dtype=torch.int64),)).rows
+    found = {row.name: row.may_be_sparse for row in rows if row.name in kinds}
+    assert found == {"dense": True, "sparse": False, "bag": True, "tied": False}
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "profile.md"

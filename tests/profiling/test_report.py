@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 import jaxtyping  # noqa: F401  so the report says whether its checks ran
 import torch
-from profiling.report import report
+from profiling.report import actions, losses, report
 from torch import nn
 
 
@@ -230,3 +230,48 @@ def test_noisy_times(profile_of, clock):
     layers = {"relu": nn.ReLU(inplace=True), "up": nn.Linear(4, 4), "gelu": nn.GELU()}
     model = nn.Sequential(OrderedDict(layers))
     assert body(profile_of(model, paces=(1, 2, 6))) == NOISY
+
+
+# The three rows that lose the most, and AdamW, for which there is nothing to try.
+ACTIONS = """\
+What to try first:
+  1. layers.*.up: fewer FLOPs, or a dtype whose matmuls are faster
+  2. layers.*.down: fewer FLOPs, or a dtype whose matmuls are faster
+  3. layers.*: a smaller dtype, or more tokens if most of it are weights"""
+
+
+def test_a_report_ends_with_what_to_try_unless_other_programs_took_the_time(
+    profile_of, clock
+):
+    clock.takes = {"mm": 1.0, "relu": 0.5, "threshold_backward": 0.25, "add": 0.125}
+    clock.takes["_fused_adamw_"] = 7.0
+    assert report(profile_of(Stack(), "step")).endswith(ACTIONS)
+    clock.others = 0.37
+    disturbed = profile_of(Stack(), "step")
+    assert actions(disturbed) == ""
+    assert losses(disturbed) == (
+        "Other programs took 37% of the time, so reasons would be wrong: measure again."
+    )
+
+
+class Promotes(nn.Module):
+    """Computes one of its products in the dtype of its table."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.eye(4, dtype=torch.float64))
+        self.up = nn.Linear(4, 12, bias=False)
+
+    def forward(self, x):
+        return self.up((x.double() @ self.table).float())
+
+
+def test_flops_in_another_dtype_have_a_line(profile_of, clock):
+    clock.takes = {"mm": 1.0}
+    text = " ".join(report(profile_of(Promotes(), "forward")).split())
+    # 4 x 4 of 4 x 4 + 4 x 12 products of each token: 320 FLOPs take 0.32 of 2 s.
+    line = (
+        "float64: 25% of the FLOPs are not in float32, most of them in Promotes. At the "
+        "matmul rate, they take 16% of the time"
+    )
+    assert line in text
