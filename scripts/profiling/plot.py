@@ -8,21 +8,23 @@ from matplotlib.figure import Figure
 
 from .measure import Profile
 from .parts import NO_PART
-from .rows import Row
+from .rows import Row, folded
 
 LABELED = 12  # parts with a marker of their own
+BARS = 20  # at most
 
 
 def draw(profile: Profile) -> Figure:
-    height = max(5, 2 + 0.3 * len(profile.rows))
-    longest = max(len(row.name) for row in profile.rows)
+    bars = bars_of(profile)
+    height = max(5, 2 + 0.3 * len(bars))
+    longest = max(len(row.name) for row in bars)
     width = 13 + 0.15 * max(0, longest - 20)  # leaves room beside long names
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(profile.title, fontsize=11, fontweight="bold")
     figure.supxlabel(profile.machine, fontsize=8)
     left, right = figure.subplots(1, 2)
     _roofline(left, profile)
-    _times(right, profile)
+    _times(right, bars, profile.whole)
     return figure
 
 
@@ -81,10 +83,15 @@ def _name(axes: Axes, text: str, start: tuple[float, float], above: bool) -> Non
     )
 
 
-def _times(axes: Axes, profile: Profile) -> None:
-    """Draw a bar for each row, and the least time that the roofline allows."""
+def bars_of(profile: Profile) -> list[Row]:
+    """Return the rows of the table, and one for all others."""
     rows = [row for row in profile.rows if row.name != NO_PART]  # which takes no time
-    whole = profile.whole.total_s
+    return folded(rows, profile.whole.total_s, most=BARS)
+
+
+def _times(axes: Axes, rows: list[Row], total: Row) -> None:
+    """Draw a bar for each row, and the least time that the roofline allows."""
+    whole = total.total_s
     names = [_label(row, whole) for row in rows]
     forward = [1e3 * (row.forward_s or 0.0) for row in rows]
     later = [
@@ -107,7 +114,7 @@ def _times(axes: Axes, profile: Profile) -> None:
     axes.legend(fontsize=8)
     axes.set(
         xlabel="ms",
-        title=f"Where do {number(1e3 * whole, profile.whole.digits)} ms go?",
+        title=f"Where do {number(1e3 * whole, total.digits)} ms go?",
     )
 
 

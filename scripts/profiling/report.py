@@ -8,7 +8,7 @@ from .calculate import Operation
 from .measure import Profile
 from .operations import name_of
 from .parts import GPU_IDLE, REST
-from .rows import Row, folded
+from .rows import FEW, Row, folded
 from .runs import Kernel, Recording
 
 _LEGEND = """\
@@ -35,8 +35,6 @@ longer, and noise if its samples vary by more than itself. docs/profile.md expla
 TOO_NOISY = 0.5
 # Of the time of a part. What takes more is worth a try.
 SOME = 0.2
-# Of the total. Parts that take less are one row, and what loses less needs no advice.
-FEW = 0.005
 # Of the time of all rounds. If other programs took more, reasons would be wrong.
 DISTURBED = 0.1
 # Operations in a call of a module. What has more has a loop.
@@ -354,25 +352,12 @@ def _kept(row: Row) -> str:
     return "unknown" if row.kept_bytes is None else si(row.kept_bytes, "B")
 
 
-def _folded(rows: list[Row], whole: Row) -> list[Row]:
-    """Replace the parts that take little time by one row, if there are several."""
-    few = [
-        row
-        for row in rows
-        if row.operations and not row.is_optimizer and row.total_s < FEW * whole.total_s
-    ]
-    if len(few) < 2:
-        return rows
-    sums = folded(f"{len(few)} parts below {share(FEW, 1)}", few)
-    shown = [row for row in rows if row not in few]
-    last = sum(row.forward_s is not None and not row.is_optimizer for row in shown)
-    return [*shown[:last], sums, *shown[last:]]
-
-
 def _table(profile: Profile, all_parts: bool) -> str:
     columns = ["part", "calls", "ops", "params", "forward ms", "total ms", "share"]
     columns += ["roofline", "limit", "kept"]
-    parts = profile.rows if all_parts else _folded(profile.rows, profile.whole)
+    parts = profile.rows
+    if not all_parts:
+        parts = folded(parts, profile.whole.total_s)
     rows = [_cells(row, profile.whole) for row in (*parts, profile.whole)]
     return terminal(columns, rows)
 

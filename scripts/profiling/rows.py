@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from lab.tables import share
 from lab.timing import Spread
 
 from .calculate import THREADS, Work, together
@@ -11,6 +12,8 @@ from .roofline import Rates
 
 # Of the time of a row. What operations may hide that take less does not matter.
 HIDDEN = 0.01
+# Of the total. Parts that take less are one row.
+FEW = 0.005
 
 
 @dataclass(frozen=True)
@@ -188,12 +191,27 @@ def left_over(
     return [rest, *idle]
 
 
-def folded(name: str, rows: Sequence[Row]) -> Row:
-    """Return one row for several parts."""
-    work = together(rows)
-    return Row(
-        **vars(Part(name, parameters=sum(row.parameters for row in rows))),
-        **vars(work),
-        forward_s=sum(row.forward_s or 0.0 for row in rows),
-        total_s=sum(row.total_s for row in rows),
+def folded(rows: list[Row], total_s: float, most: int | None = None) -> list[Row]:
+    """Replace parts that take little time by one row, if there are several.
+
+    They take less than 0.5% of the time or, if this leaves more rows than `most`, the least.
+    """
+    parts = [row for row in rows if row.operations and not row.is_optimizer]
+    few = [row for row in parts if row.total_s < FEW * total_s]
+    name = f"{len(few)} parts below {share(FEW, 1)}"
+    if most is not None and len(rows) - len(few) + 1 > most:
+        parts.sort(key=lambda row: row.total_s)
+        few = parts[: len(rows) - most + 1]
+        name = f"{len(few)} other parts"
+    if len(few) < 2:
+        return rows
+    one = Row(
+        **vars(Part(name, parameters=sum(row.parameters for row in few))),
+        **vars(together(few)),
+        forward_s=sum(row.forward_s or 0.0 for row in few),
+        total_s=sum(row.total_s for row in few),
+        least_s=sum(row.least_s for row in few),
     )
+    shown = [row for row in rows if row not in few]
+    last = sum(row.forward_s is not None and not row.is_optimizer for row in shown)
+    return [*shown[:last], one, *shown[last:]]

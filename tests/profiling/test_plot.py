@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from profiling.calculate import Operation
 from profiling.roofline import Rates
 from profiling.rows import Row
 
@@ -86,4 +87,23 @@ def test_bars_are_passes_in_ms_and_what_is_no_part():
         "experts: 1000 ms, 20.0%, least time unknown",
         "AdamW: 250 ms, 5.00%",
         "rest: 250 ms, 5.0%, noise",
+    ]
+
+
+def test_there_are_twenty_bars_at_most():
+    work: dict[str, Any] = {"operations": (Operation("add", 1),), "forward_s": 0.5}
+    parts = [Row(f"part {n}", total_s=0.1 + n, least_s=0.1, **work) for n in range(40)]
+    _, axes = axes_of(*parts, Row("rest", total_s=0.25))
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(labels) == 20
+    # 0.1 to 21.1 s: 22 * 10.6. With the 18 slowest parts and the rest, these are 20.
+    assert labels[0].startswith("part 22: ")
+    assert labels[17].startswith("part 39: ")
+    assert labels[18].startswith("22 other parts: 233000 ms")
+    assert labels[19].startswith("rest: ")
+    forward, backward, _, least = axes.containers
+    assert [list(bars.datavalues)[18] for bars in (forward, backward, least)] == [
+        pytest.approx(1e3 * 22 * 0.5),
+        pytest.approx(1e3 * 22 * 10.1),
+        pytest.approx(1e3 * 22 * 0.1),
     ]
