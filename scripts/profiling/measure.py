@@ -89,12 +89,12 @@ def measure(
     if parts_are_eager:
         notes.append(f"The model compiles some of its parts. {EAGER_PARTS}")
     if settings.compile:
-        progress("compiling")
+        progress(f"compiling the passes of mode {settings.mode}")
         notes.append(compile_whole(subject))
         parts_are_eager |= subject.is_compiled
 
     # What the parts do.
-    progress("noting each operation")
+    progress(f"recording each operation, in {RECORDS} runs")
     records = [
         record(
             subject.model,
@@ -113,6 +113,7 @@ def measure(
 
     # How long they take, and what the machine allows.
     dtypes = {getattr(torch, name) for work in works.values() for name in work.flops}
+    progress("measuring the rates of the machine")
     of_rates = rates_of(settings.device, dtypes | {settings.dtype}, clock)
     times = Times.take(subject, of_rates, progress)
     rates = Rates.of(times.rates)
