@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import gcd, prod
+from operator import itemgetter
 from statistics import median
 
 import torch
@@ -231,6 +232,11 @@ def moved_bytes(stay: Stay) -> int:
     A byte is read once, and not if the part wrote it before. It is written once, if it
     outlives the part.
     """
+    units: dict[int, int] = {}
+    for place in [
+        each for event in stay.events for each in (*event.read, *event.written)
+    ]:
+        units[place.storage] = gcd(units.get(place.storage, 0), unit_of(place))
     made: set[int] = set()
     read: dict[int, Bytes] = {}
     written: dict[int, Bytes] = {}
@@ -239,11 +245,11 @@ def moved_bytes(stay: Stay) -> int:
         for place in event.read:
             storage = place.storage
             if storage not in made:
-                own = written.get(storage, Bytes(place.stored))
-                read.setdefault(storage, Bytes(place.stored)).add(place, own)
+                none = Bytes(place.stored, units[storage])
+                read.setdefault(storage, none).add(place, written.get(storage))
         for place in event.written:
-            found = written.setdefault(place.storage, Bytes(place.stored))
-            found.add(place, Bytes(place.stored))
+            none = Bytes(place.stored, units[place.storage])
+            written.setdefault(place.storage, none).add(place)
     left = [written[storage] for storage in written if storage in stay.left]
     return sum(each.count for each in (*read.values(), *left))
 
@@ -252,52 +258,77 @@ def moved_bytes(stay: Stay) -> int:
 class Bytes:
     """Some bytes of a storage.
 
+    unit: so many follow each other, and are all among them, or none.
     all: whether each is one of them.
-    marks: those whose place is known; a bool for each byte of the storage, or None.
+    marks: those whose place is known; a bool for each unit of the storage, or None.
     somewhere: how many more there are at places that depend on numbers, at most.
     """
 
     stored: int
+    unit: int
     all: bool = False
     marks: Tensor | None = None
     somewhere: int = 0
 
     @property
     def count(self) -> int:
-        marked = 0 if self.marks is None else int(self.marks.sum())
-        return self.stored if self.all else min(self.stored, marked + self.somewhere)
+        if self.all:
+            return self.stored
+        marked = 0 if self.marks is None else int(self.marks.sum()) * self.unit
+        return min(self.stored, marked + self.somewhere)
 
-    def add(self, place: Place, but: "Bytes") -> None:
-        """Add the bytes of a place, without others."""
-        if self.all or but.all:
+    def add(self, place: Place, but: "Bytes | None" = None) -> None:
+        """Add the bytes of a place, but those of others."""
+        if not touched_bytes(place) or self.all or (but and but.all):
             return
+        known = None if but is None or but.marks is None else self._at(place, but.marks)
         if place.touched is not None:
             whole = touched_bytes(replace(place, touched=None))
-            known = 0 if but.marks is None else int(_at(place, but.marks).sum())
-            new = min(touched_bytes(place), whole - known) - but.somewhere
-            self.somewhere += max(0, new)
-        elif but.marks is None and _is_whole(place):
+            new = whole - (0 if known is None else int(known.sum()) * self.unit)
+            elsewhere = but.somewhere if but else 0
+            self.somewhere += max(0, min(touched_bytes(place), new) - elsewhere)
+        elif (
+            known is None and touched_bytes(place) == place.stored and _is_dense(place)
+        ):
             self.all = True
         else:
             if self.marks is None:
-                self.marks = torch.zeros(self.stored, dtype=torch.bool, device="cpu")
-            marks = _at(place, self.marks)
-            marks |= True if but.marks is None else ~_at(place, but.marks)
+                units = -(-self.stored // self.unit)
+                self.marks = torch.zeros(units, dtype=torch.bool, device="cpu")
+            marks = self._at(place, self.marks)
+            marks |= True if known is None else ~known
+
+    def _at(self, place: Place, marks: Tensor) -> Tensor:
+        """Return the marks of a place."""
+        run, axes = _runs(place)
+        sizes = [size for size, _ in axes]
+        strides = [stride // self.unit for _, stride in axes]
+        start = place.offset * place.itemsize // self.unit
+        return marks.as_strided([*sizes, run // self.unit], [*strides, 1], start)
 
 
-def _at(place: Place, marks: Tensor) -> Tensor:
-    """Return the marks of the bytes of a place."""
-    sizes = [size for size, _ in place.axes]
-    strides = [stride * place.itemsize for _, stride in place.axes]
-    start = place.offset * place.itemsize
-    return marks.as_strided([*sizes, place.itemsize], [*strides, 1], start)
+def _runs(place: Place) -> tuple[int, list[tuple[int, int]]]:
+    """Return how many bytes follow each other, and the other axes, with strides in bytes."""
+    run = place.itemsize
+    others: list[tuple[int, int]] = []
+    axes = [(size, stride * place.itemsize) for size, stride in place.axes if size > 1]
+    for size, stride in sorted(axes, key=itemgetter(1)):
+        if stride == run and not others:
+            run *= size
+        else:
+            others.append((size, stride))
+    return run, others
 
 
-def _is_whole(place: Place) -> bool:
-    """Say if a tensor has each byte of its storage once."""
-    numbers = prod(size for size, _ in place.axes)
-    last = sum((size - 1) * stride for size, stride in place.axes)
-    return last + 1 == numbers and numbers * place.itemsize == place.stored
+def unit_of(place: Place) -> int:
+    """Return the largest number of bytes of which a place consists of multiples."""
+    run, axes = _runs(place)
+    return gcd(run, place.offset * place.itemsize, *[stride for _, stride in axes])
+
+
+def _is_dense(place: Place) -> bool:
+    """Say if the numbers of a tensor follow each other without a gap or an overlap."""
+    return not _runs(place)[1]
 
 
 def together(works: Iterable[Work]) -> Work:

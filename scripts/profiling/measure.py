@@ -118,15 +118,16 @@ def measure(
     times = Times.take(subject, of_rates, progress)
     rates = Rates.of(times.rates)
     took = Spread.of(times.whole)
-    for part in times.differing():
-        works[part] = bounded(works[part])
+    for part in times.differing({part: work.calls for part, work in works.items()}):
+        works[part] = bounded(works.get(part, Work()))
     differ = [part for part, work in works.items() if DIFFERENT in work.unseen]
     if differ:
         names = differ[:3]
         if differ[3:]:
             names.append(f"{len(differ) - 3} other parts")
         notes.append(f"Runs differ in {', '.join(names)}, so their figures are bounds.")
-    parts = known_parts(subject.model, records[0].optimizers)
+    optimizers = {k: v for each in records for k, v in each.optimizers.items()}
+    parts = known_parts(subject.model, optimizers)
     rows = [
         row_of(
             parts.get(name, Part(name)),

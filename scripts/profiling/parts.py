@@ -388,7 +388,9 @@ class Stopwatch(Watch):
             times[mark.part].total += seconds
             if mark.phase == "forward":
                 times[mark.part].forward += seconds
-            times[mark.part].calls += mark.is_called / self.runs
+            times[mark.part].calls += mark.is_called
+        for each in times.values():
+            each.calls /= self.runs
         return times
 
     def begin(self, is_called: bool) -> None:

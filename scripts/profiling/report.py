@@ -137,8 +137,8 @@ def losses(profile: Profile) -> str:
         return ""
     if is_disturbed(profile):
         return _wrapped(
-            f"Other programs took {share(profile.others, 2)} of the time, so reasons would "
-            "be wrong: measure again."
+            f"Other programs took {share(profile.others, 2)} of the time, or the model "
+            "waited without working. Reasons would be wrong: measure again."
         )
     lines = ["Most time lost against the roofline, and why:"]
     for row in _losing(profile)[:3]:

@@ -1,6 +1,6 @@
 """Run a model, and measure what a run tells: times, kernels, and memory."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -280,7 +280,8 @@ class Times:
             whole=samples["whole"],
             parts=stopwatch.taken,
             rates={name: samples[name] for name in of_rates},
-            others=max(0.0, 1 - worked / took) if took else 0.0,
+            # A thread that waits for a GPU may sleep.
+            others=0.0 if subject.settings.on_gpu or not took else 1 - worked / took,
         )
 
     def of(self, part: str) -> Time:
@@ -288,11 +289,14 @@ class Times:
         taken = [times[part] for times in self.parts]
         return Time.of([each.total for each in taken], [each.forward for each in taken])
 
-    def differing(self) -> list[str]:
-        """Return the parts that are not called equally often in each run."""
+    def differing(self, calls: Mapping[str, int]) -> list[str]:
+        """Return the parts that are not called as often, in each run, as they once were."""
         parts = dict.fromkeys(part for times in self.parts for part in times)
-        calls = {part: {times[part].calls for times in self.parts} for part in parts}
-        return [part for part, found in calls.items() if len(found) > 1]
+        return [
+            part
+            for part in parts
+            if {times[part].calls for times in self.parts} != {calls.get(part, 0)}
+        ]
 
     def rest(self, rows: list[Row]) -> list[float]:
         """Return the time that the rows leave of the whole, for each round."""

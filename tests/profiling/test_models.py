@@ -2,7 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +76,17 @@ def test_layers_that_a_run_leaves_out_have_rows_and_runs_that_differ_are_named(
     for row in measured.rows[:2]:
         assert row.is_bound, row.name
         assert row.kept_bytes is None, row.name
+
+
+def test_a_layer_that_only_timed_runs_call_has_a_row(profile_of):
+    model = nn.ModuleDict({"often": nn.Linear(4, 4), "late": nn.Linear(4, 4)})
+    runs = count()
+    # Two runs prepare, and three are recorded.
+    model.forward = lambda x: model["often" if next(runs) < 5 else "late"](x)
+    measured = profile_of(model, "forward", paces=(1, 1))
+    rows = {row.name: row for row in measured.rows}
+    assert rows["late"].is_bound
+    assert rows["late"].total_s > 0
 
 
 def test_modules_in_python_threads_are_marked(profile_of):
