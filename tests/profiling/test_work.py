@@ -27,6 +27,18 @@ def overwrite(x):
     return CACHE.copy_(x)
 
 
+def cached(x):
+    CACHE[:, :1] = x[:, :1]
+    return CACHE * 2
+
+
+def by_tokens(x):
+    result = torch.empty_like(x)
+    for token in range(5):
+        result[:, token] = x[:, token]
+    return result
+
+
 # Functions of x, and the bytes that each must read from others and leave to them.
 MOVED = {
     # x, and the product. The sum stays inside.
@@ -45,6 +57,10 @@ MOVED = {
     "what is not written yet": (lambda x: torch.empty_like(x).copy_(x), 160 + 160),
     # x, and the cache, which is written three times, and never read.
     "what is overwritten": (overwrite, 160 + 160),
+    # A token of both sequences and its copy, the others of the cache, and the product.
+    "a cache that is written in part": (cached, 2 * 2 * 16 + 2 * 4 * 16 + 160),
+    # x, and its copy.
+    "a result that is filled by tokens": (by_tokens, 160 + 160),
     # Positions, and for each a number of x, and one of the cache, which is read and changed.
     "put_": (lambda x: CACHE.put_(ROWS, x[0, 0, :3]), 24 + 3 * (4 + 4 + 4)),
     # Positions, and for each a row of the table, which is read, a row that is written,
