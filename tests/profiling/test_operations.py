@@ -162,20 +162,28 @@ class Changes(TorchDispatchMode):
         if name not in OPERATIONS:
             return function(**given)
         before = copied(given)
-        made, after = run(function, copied(given))
+        first = run(function, copied(given))
+        made, _ = first
         self.called.add(name)
         facts = facts_of(f"aten.{name}")
         changed = {each.name for each in function._schema.arguments if each.is_write}
         for argument, value in before.items():
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 continue
-            reads, writes = touched(function, before, argument, made, after)
             said = facts.touches.get(argument)
-            most = said(before, made[0] if made else value) if said else value.numel()
-            is_read = not (facts.overwrites and argument in changed) and most > 0
-            if max(reads, writes) > most or (reads > 0) > is_read:
+            size = value.numel()
+            most = said(before, made[0] if made else value) if said else size
+            # One by one, if some of them matter; otherwise all at once.
+            groups = torch.eye(size) if 0 < most < size else torch.ones(1, size)
+            reads = writes = 0
+            for group in groups.bool():
+                is_read, is_written = change(function, before, argument, group, first)
+                reads += int(group.sum()) * is_read
+                writes += int(group.sum()) * is_written
+            may_read = most > 0 and not (facts.overwrites and argument in changed)
+            if max(reads, writes) > most or (reads and not may_read):
                 self.found.append((name, argument, reads, writes, most))
-            if 4 * max(reads, writes) < min(most, value.numel()):
+            if 4 * max(reads, writes) < min(most, size):
                 self.found.append((name, argument, "is not touched", reads, most))
         return function(**given)
 
@@ -196,34 +204,29 @@ def run(function, given):
     return made, copied(given)
 
 
-def touched(function, before, argument, made, after):
-    """Return how many numbers of an argument matter, and how many are changed."""
-    reads = writes = 0
-    for place in range(before[argument].numel()):
-        given = copied(before)
-        given[argument].view(-1)[place] += 0.25
-        new = given[argument].view(-1)[place].item()
-        made_now, now = run(function, given)
-        others = torch.arange(before[argument].numel()) != place
-        pairs = zip(
-            tensors_in(
-                [made, without(after, argument), after[argument].view(-1)[others]]
-            ),
-            tensors_in(
-                [made_now, without(now, argument), now[argument].view(-1)[others]]
-            ),
-            strict=True,
-        )
-        left = now[argument].view(-1)[place].item()
-        writes += left != new
-        # If it is neither left alone nor overwritten, its old value matters, too.
-        is_mixed = left not in (new, after[argument].view(-1)[place].item())
-        reads += is_mixed or any(not torch.equal(x, y) for x, y in pairs)
-    return reads, writes
+def change(function, before, argument, group, first):
+    """Change some numbers of an argument; say whether these are read, and written.
+
+    first: what an earlier call made, and its arguments afterward.
+    """
+    given = copied(before)
+    given[argument].view(-1)[group] += 0.25
+    changed = given[argument].view(-1).clone()
+    again = run(function, given)
+    was, now = (after[argument].view(-1) for _, after in (first, again))
+    is_written = bool((now != changed)[group].any())
+    # What is neither left alone nor overwritten depends on its old value.
+    is_mixed = bool(((now != changed) & (now != was))[group].any())
+    is_used = others(first, argument, ~group) != others(again, argument, ~group)
+    return is_mixed or is_used, is_written
 
 
-def without(given, argument):
-    return {name: value for name, value in given.items() if name != argument}
+def others(call, argument, places):
+    """Return all numbers that a call made and left, besides some of an argument."""
+    made, after = call
+    rest = [value for name, value in after.items() if name != argument]
+    tensors = tensors_in([made, rest, after[argument].view(-1)[places]])
+    return [each.tolist() for each in tensors]
 
 
 @pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta")
