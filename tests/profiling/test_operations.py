@@ -173,8 +173,8 @@ class Changes(TorchDispatchMode):
             said = facts.touches.get(argument)
             size = value.numel()
             most = said(before, made[0] if made else value) if said else size
-            # One by one, if some of them matter; otherwise all at once.
-            groups = torch.eye(size) if 0 < most < size else torch.ones(1, size)
+            # One by one, if the table has a count; otherwise all at once.
+            groups = torch.eye(size) if said and most else torch.ones(1, size)
             reads = writes = 0
             for group in groups.bool():
                 is_read, is_written = change(function, before, argument, group, first)
