@@ -2,57 +2,70 @@
 
 `@typecheck` checks a function or a class, and `typecheck(module)` checks the public
 functions of a module, and the `__init__` and `forward` of its classes. A call that
-violates an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, which names the
-function, the argument, its shape, the expected shape, and the axis that does not fit.
+violates an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, with a table:
 
-jaxtyping and beartype decide what is wrong. A wrapper around each function asks them in
-one of two ways.
+    check_shapes.py:31: scores(q, k)
+       *batch[-2]  *batch[-1]  query  d  key
+    q           2           3      5  8
+    k           2           1         8    7
+                            ^  *batch[-1] is 3 in q
 
-In eager mode, they take 12 to 30 microseconds for one or two tensors. So the wrapper
-asks them only if the signature of a call is new. The signature consists of
+A check has two steps.
 
-- the class of each argument, and a class itself where the annotation is `type[X]`,
-- the dtype and shape of each array, and the same of each item of a tuple,
-- the value of an argument whose annotation has a Literal,
-- each size that an annotation has in braces, such as `{self.d_model}`.
+1. *Describe.* The description of a call has the class of each argument, the dtype and
+   shape of each tensor, each value for a Literal, and the size of each `{self.d_model}`.
+2. *Judge.* The description, and nothing else, is compared with the annotations. Whether
+   a dtype and a shape fit is decided by jaxtyping.
 
-It leaves out parameters that are unannotated or annotated as Any, and a default, which
-is right whatever it is. A signature must hold all that an annotation asks for. So
-functions are checked at each call if an annotation has more than classes, arrays,
-tuples, Literal, Callable, and unions of these: a list, a Protocol, or a validator of
-values, for example.
+So a call with the description of a right call is right. In eager mode, each call is
+described, which takes a microsecond, and judged only if its description is new. Code
+that torch.compile traces is described and judged once, while it is traced: a size is a
+number, or a symbol that gets a guard when it is compared. So the compiled code has no
+checks, and a call with other sizes is traced, and judged, again. A wrong call breaks the
+graph, so that Python runs the wrapper, which raises the error. With fullgraph=True, where
+a graph must not break, torch.compile raises an error of its own, which contains this one.
 
-Code that torch.compile or torch.export traces cannot call jaxtyping (its issues 196 and
-384). But the compiler itself can, while it traces (torch._dynamo.comptime), with
-tensors that have shapes but no values. A size is a number, or a symbol that gets a
-guard when it is compared. So the compiled code has no checks, and a call with other
-sizes is traced, and checked, again. A wrong call breaks the graph, so that Python runs
-the wrapper, which raises the error. With fullgraph=True, where a graph must not break,
-torch.compile raises an error of its own, which contains this one.
+What can be described: classes, jaxtyping's arrays of torch.Tensor, tuples and unions of
+these, None, Any, Literal, and Callable. If a function has another annotation, jaxtyping
+and beartype check each of its calls in eager mode, in 10 to 30 microseconds, and compiled
+code leaves that annotation unchecked.
 
 JAXTYPING_DISABLE=1 leaves all functions unwrapped and beartype unimported. So does
 `python -O`, with a warning, because beartype checks nothing there.
+
+These names are not part of torch's public interface. Without
+
+- `torch._dynamo.comptime`, compiled code is not checked,
+- `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`, a size that depends on
+  values is compared, and the compiler raises an error,
+- `torch._guards.TracingContext`, a message shows the line that calls compiled code,
+- `node.meta["example_value"]`, no shape is known while a compiler traces,
+- `_torchdynamo_orig_callable`, a function that torch.compile made is not checked.
 """
 
-import ast
-import collections.abc
-import contextlib
 import functools
 import inspect
-import itertools
+import linecache
 import operator
 import re
+import traceback
 import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from pathlib import Path
 from types import FunctionType, ModuleType, NoneType, SimpleNamespace, UnionType
 from typing import (
-    Annotated,
     Any,
     Literal,
+    NamedTuple,
+    Optional,
+    ParamSpecArgs,
+    ParamSpecKwargs,
+    TypeAlias,
     TypeVar,
     Union,
+    Unpack,
     get_args,
     get_origin,
     get_type_hints,
@@ -61,32 +74,29 @@ from typing import (
 import torch
 from jaxtyping import AnnotationError, Shaped, TypeCheckError, config, jaxtyped
 from torch import SymBool, SymFloat, SymInt, Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx.node import map_aggregate
 
 __all__ = ["typecheck"]
 
 _Target = TypeVar("_Target")
-# A sequence that grows token by token adds one signature per token.
-_MAX_SIGNATURES = 1024
-_UNIONS = (Union, UnionType)
-# The metaclasses of classes to which a value belongs by its type alone. A Protocol or
+# A sequence that grows token by token adds one description per token.
+_MAX_DESCRIPTIONS = 1024
+# A value belongs to a class of these metaclasses by its type alone. A Protocol or
 # nn.Parameter, for example, also looks into the value.
-_PLAIN_METACLASSES = {type, ABCMeta, type(Tensor)}
+_PLAIN = {type.__instancecheck__, ABCMeta.__instancecheck__}
+_SUBCLASSES: dict[Any, tuple[type, ...]] = {float: (int,), complex: (float, int)}
+_OF_SYMBOL: dict[Any, type] = {SymInt: int, SymFloat: float, SymBool: bool}
+_LITERALS = (bool, int, str, bytes, Enum, NoneType)
+_EMPTY = inspect.Parameter.empty
+_RESULT = "_typecheck_result"
 _VARIADIC = {
     inspect.Parameter.VAR_POSITIONAL: "_typecheck_args",
     inspect.Parameter.VAR_KEYWORD: "_typecheck_kwargs",
 }
-# Annotations whose parts are not checked by themselves.
-_WHOLE = (Literal, collections.abc.Callable, type)
-_BY_VALUE = (bool, int, str, bytes, Enum, type)  # what Literal and type[X] read
-_NUMBERS = (int, float, SymInt, SymFloat)  # of which a size may be
-_EMPTY = inspect.Parameter.empty
-_UNKNOWN = object()  # a value that the compiler does not know
-
-
-class _Missing:
-    """In place of an argument that is not passed, and has no default."""
+_BRACE = re.compile(r"(?<!\w)\{([^\W\d]\w*(?:\.[^\W\d]\w*)*)\}(?!\w)")
+# The frames of these are not the caller's.
+_NOT_THE_CALLER = ((lambda: 0).__code__.co_filename, str(Path(torch.__file__).parent))
 
 
 def typecheck(target: _Target) -> _Target:
@@ -122,7 +132,8 @@ def typecheck(target: _Target) -> _Target:
     if not isinstance(target, (ModuleType, type)):
         if not _is_checkable(target):
             raise TypeError(
-                f"target must be a module, a class, or an annotated function, got {target!r}"
+                "target must be a module, a class, or an annotated function that is no "
+                f"generator and no coroutine, got {target!r}"
             )
         return _checked(target)
     functions = list(_annotated_functions(target))
@@ -166,7 +177,9 @@ def _is_checkable(member: Any) -> bool:
         return False
     plain: Any = inspect.unwrap(member)
     return not (
-        inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain)
+        inspect.isgeneratorfunction(plain)
+        or inspect.iscoroutinefunction(plain)
+        or inspect.isasyncgenfunction(plain)
     )
 
 
@@ -191,349 +204,244 @@ def _checked(function: Any, owner: Any = None) -> Any:
     return wrapper
 
 
-def _wrapper(check: "_Check") -> Any:
-    # Variables, because the compiler looks at all that the wrapper uses, and
-    # understands functions, but no objects.
-    function, in_eager_mode = check.function, check.call
-    trace_arguments, trace_result = check.trace_arguments, check.trace_result
+def _wrapper(own: "_Check") -> Any:
+    # Variables, because the compiler looks at all that it traces, and understands
+    # functions, but no objects.
+    function, show, show_result = own.function, own.show, own.show_result
+
+    def get_check() -> _Check:
+        return own
+
+    def see_arguments(context: Any) -> None:
+        own.see(context, "seen")
+
+    def see_result(context: Any) -> None:
+        own.see(context, "seen", "found")
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if not is_dynamo_compiling():
-            return in_eager_mode(*args, **kwargs)
-        # At a graph break, the compiler cuts a function in two, but no try block. So
-        # Python runs the wrapper, and `function` is compiled by itself.
-        try:
-            from torch._dynamo.comptime import comptime
+        if is_dynamo_compiling():
+            # At a graph break, the compiler cuts a function in two, but no try block.
+            # So Python runs the wrapper, and `function` is compiled by itself.
+            try:
+                from torch._dynamo.comptime import comptime
 
-            before = trace_arguments(comptime, *args, **kwargs)
-            result = function(*args, **kwargs)
-            trace_result(comptime, before, result, *args, **kwargs)
-            return result
+                seen = show(*args, **kwargs)
+                comptime(see_arguments)
+                result = function(*args, **kwargs)
+                found = show_result(result, *args, **kwargs)
+                comptime(see_result)
+                return result
+            except Exception:
+                raise
+        # Most calls have the description of the call before.
+        check = get_check()
+        last_seen, last_found = check.last
+        try:
+            seen = check.read(*args, **kwargs)
+            is_known = seen == last_seen
+        except Exception:  # `call` reads again, and explains the error
+            return check.call(None, args, kwargs)
+        if not is_known:
+            return check.call(seen, args, kwargs)
+        result = function(*args, **kwargs)
+        try:
+            found = check.read_result(result, *args, **kwargs)
+            is_known = found == last_found
         except Exception:
-            raise
+            is_known = False
+        if not is_known:
+            check.finish(last_seen, last_found, result, args, kwargs)
+        return result
 
     return wrapper
 
 
-def _in_eager_mode(check: "_Check") -> Callable[..., Any]:
-    """Return a function that calls, and checks a call if its signature is new."""
-    function, results = check.function, check.results
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        if not check.is_resolved:
-            check.resolve(final=True)
-        try:
-            signature = check.read_arguments(*args, **kwargs)
-        except Exception as error:
-            check.explain(error, args, kwargs)
-            return function(*args, **kwargs)  # raises Python's own error
-        try:
-            last = results.get(signature)
-        except TypeError:  # symbols, of which torch.export makes sizes, have no hash
-            return check.call_with_symbols(args, kwargs)
-        if last is None:
-            check.judge(signature, args, kwargs)
-        result = function(*args, **kwargs)
-        try:
-            sizes = check.read_after(*args, **kwargs) if check.braces_after else ()
-        except Exception as error:
-            check.explain(error, args, kwargs)
-            raise
-        found = (_describe(result, check.result_by_value), sizes)
-        if found != last:
-            check.judge(signature, args, kwargs, found, result)
-        return result
-
-    return call
-
-
 # The check of a function -------------------------------------------------------------
 
+# What annotations read: each part, of which a tensor takes three places, and then each
+# size in braces. It is flat, because equal tuples are compared faster than nested ones.
+_Description: TypeAlias = tuple[Any, ...]
 
-class _Call:
-    """What annotations read of a call beside its arguments.
 
-    jaxtyping gets it as one more argument. It looks like an array whose axes have the
-    sizes in braces, so that each of these is the size of an axis that has a name.
-    """
+class _Part(NamedTuple):
+    """A parameter or the result, and what its annotation takes."""
 
-    dtype = "size"  # jaxtyping asks for a text, and Shaped takes any
+    place: str  # in messages
+    text: str  # the expression that reads it
+    options: "list[_Option]"
+    default: Any = _EMPTY
 
-    def __init__(
-        self, before: Sequence[Any], after: Sequence[Any] = (), result: Any = _Missing
-    ) -> None:
-        self.before = before  # the sizes of parameters
-        self.after = after  # the sizes of the result, after the call
-        self.shape = (*before, *after)
-        self.result = result
+    @property
+    def width(self) -> int:
+        """Return how many places of a description it takes."""
+        is_tensor = len(self.options) == 1 and isinstance(self.options[0], _Array)
+        return 3 if is_tensor and self.default is _EMPTY else 1
 
-    def __repr__(self) -> str:
-        return "_"
+
+class _Side(NamedTuple):
+    """The parameters, or the result: what one description describes."""
+
+    parts: list[_Part]
+    sizes: dict[str, str]  # what stands in braces -> the name of an axis of this size
+
+    def split(self, description: "_Description") -> tuple[list[Any], dict[str, Any]]:
+        """Return the description of each part, and each size in braces."""
+        items: list[Any] = []
+        start = 0
+        for part in self.parts:
+            item = description[start : start + part.width]
+            start += part.width
+            is_tensor = part.width == 3 and item[1] is not None
+            items.append(item if is_tensor else item[0])
+        return items, dict(zip(self.sizes, description[start:], strict=True))
 
 
 class _Check:
-    """The checks of one function's calls by jaxtyping and beartype."""
+    """The annotations of a function, and the descriptions of its right calls."""
 
     def __init__(self, function: Any, owner: Any) -> None:
         self.function = function
         self.owner = owner
         self.name = f"{function.__module__}.{function.__qualname__}"
-        self.header = _loosened(inspect.signature(function))
-        self.results: dict[Any, Any] = {}  # signature -> description of the last result
-        # What parameters and the result have in braces -> the axis of this size in a
-        # _Call. They are read before and after the call.
-        self.braces_before: dict[str, str] = {}
-        self.braces_after: dict[str, str] = {}
-        self.call = _in_eager_mode(self)
+        self.header = _header(function)
+        self.known: dict[_Description, _Description] = {}  # of arguments -> of a result
+        self.last: tuple[Any, Any] = (None, None)  # those of the call before
         self.resolve()
-        self.traced_hints = self.hints_for_compiler()
-        self.trace_arguments, self.trace_result = self.tracing()
+        # Compiled code keeps the annotations as they are resolved here.
+        self.shown = _Side(_shown(self.before.parts), self.before.sizes)
+        self.shown_after = _Side(_shown(self.after.parts), self.after.sizes)
+        self.show = _expression(self.header, self.shown, _showing)
+        self.show_result = _expression(self.header, self.shown_after, _showing, _RESULT)
 
-    def resolve(self, final: bool = False) -> None:
-        """Read the annotations, and write what reads the arguments and the result.
-
-        A name may be missing at first, but if it is missing at the `final` time, the
-        user is warned.
-        """
-        found = _resolve(self.function, self.owner, warn=final)
-        self.is_resolved = final or found.keys() == self.function.__annotations__.keys()
-        self.hints = {
-            name: _simplified(hint, functools.partial(self.put, name))
-            for name, hint in found.items()
-        }
-        self.can_remember = self.is_resolved and all(
-            _is_plain(hint, (tuple,)) for hint in self.hints.values()
-        )
-        self.checkers: dict[Any, Callable[..., None]] = {}
-        self.read_arguments = self.reading()
-        self.read_after = self.written(_sizes(self.braces_after), _typecheck_size=_size)
-        self.result_by_value = _has(self.hints.get("return"), _is_read_by_value)
-
-    def put(self, name: str, axis: str) -> str:
-        """Return what takes the place of an axis that has braces in the annotation of a name.
-
-        It has the name of an axis of _Call in place of each size, because the size may
-        change in the call, or be a symbol, which has no text.
-        """
-        sizes = self.braces_after if name == "return" else self.braces_before
-        try:
-            tree: Any = ast.parse(f"f'{axis}'", mode="eval")  # as jaxtyping reads it
-        except SyntaxError as error:
-            place = _place(self.function, name)
-            raise AnnotationError(
-                f"{place} has the wrong axis '{axis}': {error.msg}"
-            ) from error
-        text = ""
-        for part in tree.body.values:
-            if isinstance(part, ast.FormattedValue):
-                size = ast.unparse(part.value)
-                number = len(self.braces_before) + len(self.braces_after)
-                # The last _ tells typecheck_1_ from the beginning of typecheck_10_.
-                text += sizes.setdefault(size, f"typecheck_{number}_")
-            else:
-                text += part.value
-        return text
-
-    # What a call has ---------------------------------------------------------------
-
-    def written(self, body: str, *first: str, **names: Any) -> Any:
-        """Return a function with this body, and the same parameters after `first`.
-
-        It is written as code, because a loop over the arguments takes longer, and so
-        that braces read the arguments by their names. `names` are those of the body.
-        Names that are no parameters begin with _typecheck.
-        """
-        head = [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in first
-        ]
-        for name, parameter in self.header.parameters.items():
-            default = parameter.default
-            if default is not _EMPTY:
-                default = _Code(_default(name))
-                names[default] = parameter.default
-            head.append(parameter.replace(annotation=_EMPTY, default=default))
-        parameters = str(inspect.Signature(head))[1:-1]
-        # `names` are variables of a closure, because compiled code compares the globals
-        # of a function, and each of their names, at each call.
-        make = eval(f"lambda {', '.join(names)}: lambda {parameters}: {body}", {})
-        return make(*names.values())
-
-    def reading(self) -> Callable[..., tuple[Any, ...]]:
-        """Return a function that returns the signature of a call.
-
-        It is a pair: what the annotations read of each argument, and the sizes in braces.
-        """
-        items = []
-        for name, parameter in self.header.parameters.items():
-            hint = self.hints.get(name, Any)
+    def resolve(self, is_final: bool = False) -> None:
+        """Read the annotations; a name that is missing at first is looked up once more."""
+        hints, is_complete = _resolve(self.function, self.owner, warn=is_final)
+        self.is_resolved = is_complete or is_final
+        self.before, self.after = _Side([], {}), _Side([], {})
+        for name in (*self.header.parameters, "return"):  # in jaxtyping's order
+            hint = hints.get(name, Any)
             if hint is Any:
                 continue
-            value = name
-            if parameter.kind is parameter.VAR_KEYWORD:
-                value = f"(*{name}.values(),)"
-            item = f"_typecheck_describe({value}, {_has(hint, _is_read_by_value)})"
-            if parameter.default is not _EMPTY:  # it is right, whatever it is
-                item = f"{name} is {_default(name)} or {item}"
-            items.append(item)
-        names = {"_typecheck_describe": _describe, "_typecheck_size": _size}
-        return self.written(
-            _tuple([_tuple(items), _sizes(self.braces_before)]), **names
+            side = self.after if name == "return" else self.before
+            side.parts.append(self.part(name, hint, side.sizes))
+        self.by_jaxtyping: Any = None
+        parts = (*self.before.parts, *self.after.parts)
+        if any(
+            isinstance(o, _Refused) for part in parts for o in _inside(part.options)
+        ):
+            self.by_jaxtyping = _by_jaxtyping(self.function, self.header, hints)
+        self.read = _expression(self.header, self.before, _reading)
+        self.read_result = _expression(self.header, self.after, _reading, _RESULT)
+        self.read_any = _expression(self.header, self.before, _reading_any)
+        self.read_any_result = _expression(
+            self.header, self.after, _reading_any, _RESULT
         )
+
+    def part(self, name: str, hint: Any, sizes: dict[str, str]) -> _Part:
+        def axes(array: Any) -> list[str] | None:
+            return _without_braces(array, sizes, {*self.header.parameters}, where)
+
+        where = _place(self.function, name)
+        if name == "return":
+            return _Part("return value", _RESULT, _options(hint, axes))
+        parameter = self.header.parameters[name]
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return _Part(name, name, _options(tuple[hint, ...], axes))
+        if parameter.kind is parameter.VAR_KEYWORD:
+            values = f"(*{name}.values(),)"
+            return _Part(name, values, _options(tuple[hint, ...], axes))
+        return _Part(name, name, _options(hint, axes), parameter.default)
+
+    # In eager mode -----------------------------------------------------------------
+
+    def call(
+        self, seen: _Description | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the function, and judge what is new. `seen` is None if it is not known."""
+        __tracebackhide__ = True
+        if not self.is_resolved:
+            self.resolve(is_final=True)
+            seen = None
+        if self.by_jaxtyping is not None and not is_compiling():
+            return self.by_jaxtyping(*args, **kwargs)
+        try:
+            if seen is None:
+                seen = self.read_any(*args, **kwargs)
+            seen = _with_numbers(seen, self.before)
+        except Exception as error:
+            self.explain(error, args, kwargs)
+            return self.function(*args, **kwargs)  # raises Python's own error
+        try:
+            expected = self.known.get(seen)
+        except TypeError:  # symbols, of which torch.export makes sizes, have no hash
+            expected = None
+        if expected is None:
+            self.judge(seen)
+        result = self.function(*args, **kwargs)
+        self.finish(seen, expected, result, args, kwargs)
+        return result
+
+    def finish(
+        self,
+        seen: _Description,
+        expected: _Description | None,
+        result: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Judge the result of a call unless it is as expected, and remember both."""
+        __tracebackhide__ = True
+        try:
+            found = self.read_any_result(result, *args, **kwargs)
+            found = _with_numbers(found, self.after)
+        except Exception as error:
+            self.explain(error, args, kwargs)
+            raise
+        if found != expected:
+            self.judge(seen, found)
+            if is_compiling() or _has_symbols(seen):
+                return
+            if len(self.known) >= _MAX_DESCRIPTIONS:
+                self.known.clear()
+            self.known[seen] = found
+        self.last = seen, found
 
     def explain(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Raise an error about braces, unless the arguments do not fit the function."""
         try:
-            inspect.signature(self.function).bind(*args, **kwargs)
+            self.header.bind(*args, **kwargs)
         except TypeError:
             return
         sizes = ", ".join(
-            f"{{{size}}}" for size in (*self.braces_before, *self.braces_after)
+            f"{{{size}}}" for size in (*self.before.sizes, *self.after.sizes)
         )
         raise AnnotationError(f"cannot read {sizes} of {self.name}: {error}") from error
 
-    # How it is judged --------------------------------------------------------------
-
-    def judge(
-        self,
-        signature: tuple[Any, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        found: tuple[Any, ...] = ((), ()),
-        *result: Any,
-    ) -> None:
-        """Check the arguments of a call, and the result if it is there.
-
-        `found` describes the result: what its annotation reads, and the sizes in braces.
-        """
+    def judge(self, seen: _Description, found: _Description | None = None) -> None:
+        """Raise an error unless the descriptions of a call fit the annotations."""
         __tracebackhide__ = True
-        try:
-            values = self.header.bind(*args, **kwargs).arguments
-        except TypeError:
-            return  # the function raises Python's own error
-        _, before = signature
-        _, after = found
-        self.run(self.hints, values, _Call(before, after, *result))
-        if result and self.can_remember:
-            if len(self.results) >= _MAX_SIGNATURES:
-                self.results.clear()
-            self.results[signature] = found
-
-    def run(self, hints: dict[str, Any], values: dict[str, Any], call: _Call) -> None:
-        """Let jaxtyping check these values, and the result if the call has one."""
-        __tracebackhide__ = True
-        parameters = []
-        for name, parameter in self.header.parameters.items():
-            if name not in values:
-                continue
-            hint = hints.get(name, _EMPTY)
-            if values[name] is parameter.default:  # it is always right
-                hint = _EMPTY
-            elif parameter.kind not in _VARIADIC:
-                hint = _narrowed(hint, values[name])
-            parameters.append(parameter.replace(annotation=hint, default=_EMPTY))
-        result_hint: Any = Any
-        if call.result is not _Missing:
-            result_hint = _narrowed(hints.get("return", Any), call.result)
-        # Compiled code reads no sizes of annotations that are resolved after it is made.
-        axes = [*self.braces_before.values()][: len(call.before)]
-        axes += [*self.braces_after.values()][: len(call.after)]
-        key = (*parameters, result_hint, *axes)
-        if len(self.checkers) >= _MAX_SIGNATURES:  # of tuples that grow, for example
-            self.checkers.clear()
-        if key not in self.checkers:
-            own = inspect.Parameter(
-                "_typecheck_call",
-                inspect.Parameter.POSITIONAL_ONLY,
-                annotation=Shaped[Any, " ".join(axes)],
-            )
-            signature = inspect.Signature(
-                [own, *parameters], return_annotation=result_hint
-            )
-            self.checkers[key] = _checker(self.function, signature)
-        bound: Any = inspect.BoundArguments(inspect.Signature(parameters), values)
-        try:
-            self.checkers[key](call, *bound.args, **bound.kwargs)
-        except TypeCheckError as error:
-            raise TypeCheckError(self.message(error)) from None
-
-    def message(self, error: BaseException) -> str:
-        """Return jaxtyping's message, with the axis that does not fit."""
-        message = re.sub(r"'_typecheck_call': _,?\s*", "", str(error))
-        message = re.sub(r"\(_typecheck_call: [^/]*/(, )?", "(", message)
-        while error.__cause__ is not None:
-            error = error.__cause__
-        # beartype: "... not instance of ..., as the size of dimension d is 4 which ..."
-        _, found, reason = str(error).rpartition(", as ")
-        for size, axis in (*self.braces_before.items(), *self.braces_after.items()):
-            reason = reason.replace(axis, size)
-            message = message.replace(axis, size)
-        if found and '"' not in reason:  # it is about an axis, and quotes no values
-            reason = reason[0].upper() + reason[1:]
-            message = message.replace("\n-----", f"\n{reason}\n-----", 1)
-        return message
+        described = [(self.before, seen)]
+        if found is not None:
+            described.append((self.after, found))
+        if not _fits(described, is_partial=False):
+            raise TypeCheckError(_message(self.function, described))
 
     # While a compiler traces -------------------------------------------------------
 
-    def hints_for_compiler(self) -> dict[str, Any]:
-        """Return the annotations that it can compare."""
-        hints = {}
-        for name, hint in self.hints.items():
-            hint = _simplified(hint, validates=False)
-            if not _has(hint, _is_array) or _has(hint, _names_other_arrays):
-                continue
-            if _is_plain(hint, (tuple, list, dict)):
-                hints[name] = hint
-        for name, parameter in self.header.parameters.items():
-            # The compiler does not say whether a tensor is the default.
-            if isinstance(parameter.default, Tensor):
-                hints.pop(name, None)
-        return hints
-
-    def tracing(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return functions that a compiler traces before and after the call.
-
-        They return the sizes in braces. On their way, they call comptime, to which the
-        compiler shows their local variables: the parameters, and these.
-        """
-
-        def see_arguments(context: Any) -> None:
-            self.see(context, _seen(context, "_typecheck_sizes"))
-
-        def see_result(context: Any) -> None:
-            before = _seen(context, "_typecheck_before")
-            after = _seen(context, "_typecheck_sizes")
-            self.see(context, before, after, _seen(context, "_typecheck_result"))
-
-        before_the_call = self.written(
-            _traced(self.braces_before),
-            "_typecheck_comptime",
-            _typecheck_see=see_arguments,
-        )
-        after_the_call = self.written(
-            _traced(self.braces_after),
-            "_typecheck_comptime",
-            "_typecheck_before",
-            "_typecheck_result",
-            _typecheck_see=see_result,
-        )
-        return before_the_call, after_the_call
-
-    def see(self, context: Any, before: Any, after: Any = (), *result: Any) -> None:
-        """Check a call of which the compiler has traced the arguments or the result."""
+    def see(self, context: Any, *names: str) -> None:
+        """Judge a call of which the compiler has traced the arguments or the result."""
         self.hide()
-        values = {
-            name: _seen(context, name)
-            for name in self.header.parameters
-            if name in self.traced_hints
-        }
-        try:
-            self.judge_symbols(values, before, after, *result)
-        except TypeCheckError as error:
-            context.graph_break(f"TypeCheckError: {error}")
+        sides = (self.shown, self.shown_after)
+        described = [
+            (side, _described(side, context.get_local(name).as_proxy()))
+            for side, name in zip(sides, names, strict=False)
+        ]
+        if not _fits(described, is_partial=True):
+            message = _message(self.function, described)
+            context.graph_break(f"TypeCheckError: {message}")
 
     def hide(self) -> None:
         """Keep the compiler from tracing the checks of eager mode, after a graph break.
@@ -544,57 +452,26 @@ class _Check:
 
         if "judge" not in vars(self):
             vars(self)["judge"] = torch.compiler.disable(self.judge)
-        reads = (self.read_arguments, self.read_after, _describe, _size)
-        for each in (self.call, *reads):
+            if self.by_jaxtyping is not None:
+                self.by_jaxtyping = torch.compiler.disable(self.by_jaxtyping)
+        own = (_Check.call, _Check.finish, _Check.explain)
+        reads = (self.read, self.read_result, self.read_any, self.read_any_result)
+        for each in (*own, *reads, _describe, _fields, _with_numbers):
             skip(each)
 
-    def call_with_symbols(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function between checks, as the wrapper does while it is traced."""
-        __tracebackhide__ = True
 
-        def comptime(_: Any) -> None:  # no compiler sees the variables
-            pass
-
-        values = self.header.bind(*args, **kwargs).arguments
-        before = self.trace_arguments(comptime, *args, **kwargs)
-        self.judge_symbols(values, before)
-        result = self.function(*args, **kwargs)
-        after = self.trace_result(comptime, before, result, *args, **kwargs)
-        self.judge_symbols(values, before, after, result)
-        return result
-
-    def judge_symbols(
-        self, values: dict[str, Any], before: Any, after: Any = (), *result: Any
-    ) -> None:
-        """Check a call of which a compiler knows some sizes as symbols.
-
-        `before` and `after` have the sizes in braces, before and after the call.
-        """
-        __tracebackhide__ = True
-        if not all(map(_is_known, (before, after, *result))):
-            return
-        values = {name: value for name, value in values.items() if _is_known(value)}
-        hints = {n: h for n, h in self.traced_hints.items() if n in (*values, "return")}
-        call = _Call(before, after, *map_aggregate(result, _number))
-        if not all(isinstance(size, _NUMBERS) for size in call.shape):
-            return
-        try:
-            with _symbols_broadcast():
-                self.run(hints, map_aggregate(values, _number), call)
-        except AnnotationError:  # it needs a size that is not known here
-            return
-        except TypeCheckError as error:
-            sizes = [*call.shape]
-            for leaf in _leaves((values, result)):
-                sizes.extend(leaf.shape if isinstance(leaf, Tensor) else ())
-            raise TypeCheckError(_with_numbers(f"{error}", sizes)) from None
+class _Missing:
+    """In place of an argument that is not passed, and has no default."""
 
 
-def _loosened(signature: inspect.Signature) -> inspect.Signature:
-    """Return a signature that takes any call.
+def _header(function: Any) -> inspect.Signature:
+    """Return the signature, which below a decorator takes any call.
 
     A decorator may take or pass some of the arguments. Python raises for other errors.
     """
+    signature = inspect.signature(function)
+    if not hasattr(function, "__wrapped__"):
+        return signature
     parameters = []
     for parameter in signature.parameters.values():
         if parameter.kind not in _VARIADIC and parameter.default is _EMPTY:
@@ -607,90 +484,413 @@ def _loosened(signature: inspect.Signature) -> inspect.Signature:
     return inspect.Signature(sorted(parameters, key=lambda each: each.kind))
 
 
+# What a call has: its description ----------------------------------------------------
+
+
 class _Code(str):
     """A text that inspect.Signature writes as it is."""
 
     __repr__ = str.__str__
 
 
-def _default(name: str) -> str:
-    return f"_typecheck_default_{name}"
+def _expression(
+    header: inspect.Signature,
+    side: _Side,
+    reading: Callable[[_Part, str], str],
+    first: str = "",
+) -> Callable[..., _Description]:
+    """Return a function that takes a call and returns its description.
+
+    It is the only code that is made from text: a loop takes longer, and braces name the
+    parameters. All other names begin with _typecheck.
+    """
+    names: dict[str, Any] = {
+        "_typecheck_describe": _describe,
+        "_typecheck_show": _show,
+        "_typecheck_show_size": _show_size,
+        "_typecheck_fields": _fields,
+    }
+    parameters = []
+    if first:
+        parameters.append(inspect.Parameter(first, inspect.Parameter.POSITIONAL_ONLY))
+    for name, parameter in header.parameters.items():
+        default = parameter.default
+        if default is not _EMPTY:
+            default = _Code(f"_typecheck_default_{name}")
+            names[default] = parameter.default
+        parameters.append(parameter.replace(annotation=_EMPTY, default=default))
+    items = []
+    for number, part in enumerate(side.parts):
+        kinds = f"_typecheck_kinds_{number}"
+        names[kinds] = _kinds(part.options)
+        item = reading(part, kinds)
+        if part.default is not _EMPTY:  # it is right, whatever it is
+            item = f"({part.text} is _typecheck_default_{part.text} or {item})"
+        items.append(item)
+    for size in side.sizes:
+        items.append(f"_typecheck_show_size({size})" if reading is _showing else size)
+    takes = str(inspect.Signature(parameters))[1:-1]
+    body = "".join(f"{item}, " for item in items)
+    # `names` are variables of a closure, because compiled code compares the globals
+    # of a function, and each of their names, at each call.
+    make = eval(f"lambda {', '.join(names)}: lambda {takes}: ({body})", {})
+    return make(*names.values())
 
 
-def _tuple(items: Iterable[str]) -> str:
-    return "(" + "".join(f"{item}, " for item in items) + ")"
+def _reading(part: _Part, kinds: str) -> str:
+    """Return an expression that describes, for a tensor as fast as possible.
+
+    It raises an error if something else stands in place of a tensor.
+    """
+    if part.width == 3:
+        return f"{part.text}.__class__, {part.text}.dtype, {part.text}.shape"
+    return _reading_any(part, kinds)
 
 
-def _sizes(sizes: Iterable[str]) -> str:
-    return _tuple(f"_typecheck_size({size})" for size in sizes)
+def _reading_any(part: _Part, kinds: str) -> str:
+    """Return an expression that describes any argument or result."""
+    if part.width == 3:
+        return f"*_typecheck_fields({part.text})"
+    found = [*_inside(part.options)]
+    if any(isinstance(option, _Value) for option in found):
+        return f"_typecheck_describe({part.text}, True)"
+    if any(isinstance(option, (_Array, _Items)) for option in found):
+        return f"_typecheck_describe({part.text})"
+    return f"({part.text}.__class__,)"
 
 
-def _size(value: Any) -> Any:
-    """Return a size as a number, because a tensor has other values later."""
-    return value if isinstance(value, _NUMBERS) else operator.index(value)
+def _fields(value: Any) -> tuple[Any, ...]:
+    described = _describe(value)
+    return described if len(described) == 3 else (described, None, None)
 
 
-def _traced(sizes: Iterable[str]) -> str:
-    """Return the code that shows variables to the compiler, and returns sizes."""
-    read = _tuple(sizes)
-    return f"(_typecheck_sizes := {read}, _typecheck_comptime(_typecheck_see))[0]"
-
-
-def _describe(value: Any, by_value: bool) -> tuple[Any, ...]:
-    """Return what an annotation reads of an argument or a result."""
+def _describe(value: Any, by_value: bool = False) -> tuple[Any, ...]:
+    """Return (class, dtype, shape), (class, items), (class, value) or (class,)."""
     kind = value.__class__
     if isinstance(value, Tensor):
-        return kind, value.dtype, value.shape
+        try:
+            return kind, value.dtype, value.shape
+        except RuntimeError:  # a nested tensor, or a lazy one, has no shape
+            return (kind,)
     if isinstance(value, tuple):
-        return kind, *map(_describe, value, itertools.repeat(by_value))
-    if by_value and isinstance(value, _BY_VALUE):
+        return kind, tuple([_describe(item, by_value) for item in value])
+    if by_value and isinstance(value, _LITERALS):
         return kind, value
-    if hasattr(kind, "shape") and hasattr(kind, "dtype"):  # such as an array of numpy
-        return kind, str(value.dtype), str(value.shape)
     return (kind,)
 
 
-def _checker(function: Any, signature: inspect.Signature) -> Callable[..., None]:
-    """Return a function that checks a `_Call` and arguments, and the call's result."""
-    # Here, because JAXTYPING_DISABLE=1 works without them. jaxtyping compares "*#batch"
-    # by numpy, and where it is missing, rejects right calls without a word about it.
-    import numpy  # noqa: F401
-    from beartype import BeartypeConf, beartype
-
-    @functools.wraps(function)  # so that errors name it
-    def returned(call: _Call, /, *args: Any, **kwargs: Any) -> Any:
-        return call.result
-
-    vars(returned)["__signature__"] = signature
-    returned.__annotations__ = {}  # jaxtyping 0.3.0 prefers these to the signature
-    int_is_float = BeartypeConf(is_pep484_tower=True)  # as in theta=10000
-    return jaxtyped(returned, typechecker=beartype(conf=int_is_float))
+def _with_numbers(description: _Description, side: _Side) -> _Description:
+    """Return sizes as numbers, because a tensor has other values later."""
+    items = sum(part.width for part in side.parts)
+    sizes = []
+    for size in description[items:]:
+        is_number = isinstance(size, (int, float, SymInt, SymFloat))
+        sizes.append(size if is_number else operator.index(size))
+    return (*description[:items], *sizes)
 
 
-# What annotations say ----------------------------------------------------------------
+# While a compiler traces: it shows tensors and numbers, and no classes ------------------
 
 
-def _resolve(function: Any, owner: Any, warn: bool) -> dict[str, Any]:
-    """Return the annotations, without those that name what is not there."""
-    variables = inspect.unwrap(function).__globals__
-    names = {owner.__name__: owner} if isinstance(owner, type) else {}
-    for scope in (owner, function):  # class Layer[T]; def f[T](x: T)
-        names |= {each.__name__: each for each in getattr(scope, "__type_params__", ())}
-    hints: dict[str, Any] = {}
-    for name, annotation in function.__annotations__.items():
-        one: Any = SimpleNamespace(__annotations__={name: annotation})
-        place = _place(function, name)
+def _shown(parts: list[_Part]) -> list[_Part]:
+    """Return the parts that are judged in compiled code."""
+    return [
+        part
+        for part in parts
+        if any(isinstance(option, _Array) for option in _inside(part.options))
+        # The compiler does not say whether a tensor is the default.
+        and not isinstance(part.default, Tensor)
+    ]
+
+
+def _showing(part: _Part, kinds: str) -> str:
+    """Return an expression that the compiler traces."""
+    return f"_typecheck_show({part.text}, {kinds})"
+
+
+def _show(value: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
+    """Return whether a value is of these classes, and the tensors in it."""
+    is_named = isinstance(value, kinds)
+    if isinstance(value, Tensor):
+        return is_named, value
+    if isinstance(value, tuple):
+        return is_named, tuple([_show(item, kinds) for item in value])
+    return (is_named,)
+
+
+def _show_size(size: Any) -> Any:
+    return size if isinstance(size, (int, float)) else None
+
+
+def _described(side: _Side, shown: Any) -> _Description:
+    """Return the description of what a compiler shows.
+
+    In place of a class, it has whether a value is of a class that the annotation names.
+    """
+
+    def example(leaf: Any) -> Any:
+        is_proxy = isinstance(leaf, torch.fx.Proxy)
+        return leaf.node.meta["example_value"] if is_proxy else leaf
+
+    def described(item: Any) -> Any:
+        if item is True or len(item) == 1:
+            return item
+        is_named, inside = item
+        if isinstance(inside, Tensor):
+            return is_named, inside.dtype, inside.shape
+        return is_named, tuple(map(described, inside))
+
+    values = map_aggregate(shown, example)
+    description: list[Any] = []
+    for part, item in zip(side.parts, values, strict=False):
+        fields = described(item)
+        if part.width == 3 and len(fields) != 3:
+            fields = fields, None, None
+        description += fields if part.width == 3 else [fields]
+    return (*description, *values[len(side.parts) :])
+
+
+# What annotations take ---------------------------------------------------------------
+
+
+class _Class(NamedTuple):
+    kind: type
+
+    def __str__(self) -> str:
+        return "None" if self.kind is NoneType else self.kind.__name__
+
+    def fits(self, seen: Any, limits: "_Limits") -> bool:
+        kind = seen[0]
+        if isinstance(kind, bool):
+            return kind
+        kind = _OF_SYMBOL.get(kind, kind)
+        return issubclass(kind, (self.kind, *_SUBCLASSES.get(self.kind, ())))
+
+
+class _Refused(_Class):
+    """An annotation that jaxtyping and beartype check in eager mode.
+
+    In compiled code, it takes all values of a class.
+    """
+
+
+class _Value(NamedTuple):
+    """One value of a Literal."""
+
+    value: Any
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+    def fits(self, seen: Any, limits: "_Limits") -> bool:
+        return seen[0] is True or seen == (type(self.value), self.value)
+
+
+class _Items(NamedTuple):
+    """A tuple."""
+
+    items: "list[list[_Option]]"
+    repeats: bool  # as in tuple[int, ...]
+
+    def __str__(self) -> str:
+        items = ", ".join(map(_text, self.items))
+        return f"tuple[{items}, ...]" if self.repeats else f"tuple[{items}]"
+
+    def options_of(self, seen: Any) -> "list[list[_Option]] | None":
+        """Return the options for each item of a tuple of this length."""
+        if len(seen) != 2 or not isinstance(seen[1], tuple):
+            return None
+        options = self.items * len(seen[1]) if self.repeats else self.items
+        return options if len(options) == len(seen[1]) else None
+
+    def fits(self, seen: Any, limits: "_Limits") -> bool:
+        options = self.options_of(seen)
+        if options is None:
+            return False
+        pairs = zip(options, seen[1], strict=True)
+        return all(_fits_one(each, item, limits) for each, item in pairs)
+
+
+class _Tensor(NamedTuple):
+    """What jaxtyping reads of a tensor."""
+
+    dtype: Any
+    shape: tuple[Any, ...]
+
+
+class _Array:
+    """An array of jaxtyping. Braces are replaced by names of axes."""
+
+    def __init__(self, hint: Any, axes: list[str]) -> None:
+        # Its dtype restricts the dtypes again, as in Float[Float32[Tensor, "n"], "m"].
+        name = hint.dtype.__name__
+        dtype: Any = type(name, (hint.dtype,), {"dtypes": hint.dtypes})
+        self.text = f'{name}[Tensor, "{hint.dim_str}"]'
+        self.written = hint.dim_str.split()
+        self.axes = axes
+        self.star = -1 if hint.index_variadic is None else hint.index_variadic
+        star = self.written[self.star] if self.star >= 0 else ""
+        self.star_name = "" if star in ("", "...") else f"*{star.lstrip('#*')}"
+        self.may_broadcast = "#" in star
+        if self.may_broadcast:  # jaxtyping needs it for "*#batch", but not as a package
+            import numpy  # noqa: F401
+        self.hint = dtype[Any, " ".join(axes)]
+        self.any_shape = dtype[Any, "..."]
+        # jaxtyping compares "*#batch" by numpy, which would turn symbols into numbers.
+        without = ["..." if {"*", "#"} <= {*axis} else axis for axis in axes]
+        self.with_symbols = dtype[Any, " ".join(without)]
+
+    def __str__(self) -> str:
+        return self.text
+
+    def columns(self, rank: int) -> list[tuple[str, int]]:
+        """Return a column of the table for each axis of a shape, and where it is written."""
+        columns: dict[str, int] = {}
+        extra = rank - len(self.written)
+        for i, written in enumerate(self.written):
+            name = written.lstrip("#*")
+            if i == self.star:
+                name = self.star_name or "..."
+                for k in range(-extra - 1, 0):
+                    columns[f"{name}[{k}]"] = i
+                continue
+            while name in columns:  # as in "n n"
+                name += " "
+            columns[name] = i
+        return [*columns.items()]
+
+    def cells(self, shape: Sequence[int]) -> dict[str, int]:
+        names = [name for name, _ in self.columns(len(shape))]
+        return dict(zip(names, shape, strict=True))
+
+    def has_rank_and_dtype_of(self, seen: Any) -> bool:
+        if len(seen) != 3 or not isinstance(_Tensor(seen[1], ()), self.any_shape):
+            return False
+        extra = len(seen[2]) - len(self.written)
+        return extra == 0 if self.star < 0 else extra >= -1
+
+    def fits(self, seen: Any, limits: "_Limits") -> bool:
+        if len(seen) != 3 or not (
+            seen[0] in (True, False) or issubclass(seen[0], Tensor)
+        ):
+            return False
+        if _depends_on_values(seen[2]):
+            return True
+        hint = self.with_symbols if limits.has_symbols else self.hint
         try:
-            hints |= get_type_hints(one, variables, names, include_extras=True)
-        except (NameError, AttributeError) as error:
-            if warn:
-                warnings.warn(f"typecheck cannot check {place}: {error}", stacklevel=5)
-        except Exception as error:
-            raise AnnotationError(f"{place} has a wrong annotation: {error}") from error
-        else:  # by its text, because Python 3.10 has Self in typing_extensions only
-            if re.search(r"\.Self\b", repr(hints[name])):
-                hints[name] = Any
-    return hints
+            return isinstance(_Tensor(*seen[1:]), hint)
+        except AnnotationError:  # it needs a size that is not known
+            if limits.is_partial:
+                return True
+            raise
+
+
+_Option: TypeAlias = _Class | _Value | _Items | _Array
+
+
+class _Limits(NamedTuple):
+    """What is not known of a call."""
+
+    is_partial: bool  # a compiler shows some of the arguments only
+    has_symbols: bool  # sizes may be symbols
+
+
+def _options(hint: Any, axes_of: Callable[[Any], list[str] | None]) -> "list[_Option]":
+    """Return what a value may be. All that is not understood is refused here."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return [option for part in parts for option in _options(part, axes_of)]
+    if origin is tuple and _can_count(hint):
+        repeats = parts[1:] == (Ellipsis,)
+        items = [_options(part, axes_of) for part in parts if part is not Ellipsis]
+        return [_Items(items, repeats)]
+    if origin is Literal:
+        return [_Value(value) for value in parts]
+    if origin is Callable:
+        return [_Class(Callable)]  # type: ignore[arg-type]
+    if hint is Any:
+        return [_Class(object)]
+    if hint is None:
+        return [_Class(NoneType)]
+    if _is_array(hint) and hint.array_type is Tensor:
+        axes = axes_of(hint)
+        return [_Refused(Tensor) if axes is None else _Array(hint, axes)]
+    kind = origin or hint
+    is_plain = isinstance(kind, type) and type(kind).__instancecheck__ in _PLAIN
+    if is_plain and origin is None:
+        return [_Class(kind)]
+    return [_Refused(kind if is_plain else object)]
+
+
+def _can_count(hint: Any) -> bool:
+    """Return whether a tuple says which items it has, unlike typing.Tuple or [*Ts]."""
+    parts = get_args(hint)
+    unpacked = [
+        get_origin(part) is Unpack or getattr(part, "__unpacked__", False)
+        for part in parts
+    ]
+    return (bool(parts) or hint == tuple[()]) and not any(unpacked)
+
+
+def _is_array(hint: Any) -> bool:
+    return isinstance(hint, type) and hasattr(hint, "dim_str")  # jaxtyping's
+
+
+def _inside(options: "Iterable[_Option]") -> "Iterator[_Option]":
+    """Yield all options, also those for the items of tuples."""
+    for option in options:
+        yield option
+        if isinstance(option, _Items):
+            for item in option.items:
+                yield from _inside(item)
+
+
+def _kinds(options: "Iterable[_Option]") -> tuple[type, ...]:
+    """Return the classes that an annotation names."""
+    kinds: list[type] = []
+    for option in _inside(options):
+        if isinstance(option, _Class):
+            kinds += (option.kind, *_SUBCLASSES.get(option.kind, ()))
+        elif isinstance(option, _Value):
+            kinds.append(type(option.value))
+    return tuple(kinds)
+
+
+def _without_braces(
+    array: Any, sizes: dict[str, str], parameters: set[str], place: str
+) -> list[str] | None:
+    """Return its axes, with the name of an axis in place of each size in braces.
+
+    These names are added to `sizes`. The result is None for braces that are refused.
+    """
+    axes: list[str] = array.dim_str.split()
+    braces = []
+    for i, dim in enumerate(array.dims):
+        text = f"{getattr(dim, 'elem', '')}"  # an expression, without # and name=
+        braces += _BRACE.findall(text)
+        plain = _BRACE.sub(lambda brace: _axis_of(brace[1], place), text)
+        try:
+            compile(f"f'{plain}'" if "{" in plain else plain or "0", axes[i], "eval")
+        except SyntaxError as error:
+            raise AnnotationError(
+                f"cannot read the axis '{axes[i]}' of {place}: {error.msg}"
+            ) from error
+        axes[i] = axes[i].removesuffix(text) + plain
+    if any("{" in axis for axis in axes):
+        return None
+    for brace in braces:
+        if brace.partition(".")[0] not in parameters:
+            raise AnnotationError(
+                f"cannot read {{{brace}}} of {place}: no such parameter"
+            )
+        sizes[brace] = _axis_of(brace, place)
+    return axes
+
+
+def _axis_of(brace: str, place: str) -> str:
+    """Return the name of an axis that has the size in braces, before or after a call."""
+    when = "after" if place.startswith("the result") else "before"
+    return f"typecheck_{when}_{brace.replace('.', '_dot_')}"
 
 
 def _place(function: Any, name: str) -> str:
@@ -698,193 +898,269 @@ def _place(function: Any, name: str) -> str:
     return f"{part} of {function.__module__}.{function.__qualname__}"
 
 
-def _is_array(hint: Any) -> bool:
-    return isinstance(hint, type) and hasattr(hint, "dim_str")  # jaxtyping's
+def _resolve(function: Any, owner: Any, warn: bool) -> tuple[dict[str, Any], bool]:
+    """Return the annotations to check, and whether all names in them are there."""
+    variables = inspect.unwrap(function).__globals__
+    names = {owner.__name__: owner} if isinstance(owner, type) else {}
+    for scope in (owner, function):  # class Layer[T]; def f[T](x: T)
+        names |= {each.__name__: each for each in getattr(scope, "__type_params__", ())}
+    hints: dict[str, Any] = {}
+    is_complete = True
+    for name, annotation in function.__annotations__.items():
+        one: Any = SimpleNamespace(__annotations__={name: annotation})
+        place = _place(function, name)
+        try:
+            hint = get_type_hints(one, variables, names, include_extras=True)[name]
+        except (NameError, AttributeError) as error:
+            is_complete = False
+            if warn:
+                warnings.warn(f"typecheck cannot check {place}: {error}", stacklevel=5)
+            continue
+        except Exception as error:
+            raise AnnotationError(f"{place} has a wrong annotation: {error}") from error
+        # By its text, because Python 3.10 has Self in typing_extensions only.
+        is_self = re.search(r"\.Self\b", repr(hint))
+        if not is_self and not isinstance(hint, (ParamSpecArgs, ParamSpecKwargs)):
+            hints[name] = hint
+    return hints, is_complete
 
 
-def _names_other_arrays(hint: Any) -> bool:
-    """Return whether it asks for a class of arrays that a compiler may take for Tensors."""
-    kind = hint.array_type if _is_array(hint) else hint
-    return kind is not Tensor and hasattr(kind, "shape") and hasattr(kind, "dtype")
-
-
-def _is_read_by_value(hint: Any) -> bool:
-    return get_origin(hint) in (Literal, type)
-
-
-def _has(hint: Any, test: Callable[[Any], bool]) -> bool:
-    """Return whether the test holds for the annotation or a part of it."""
-    return test(hint) or any(_has(part, test) for part in get_args(hint))
-
-
-def _is_plain(hint: Any, containers: tuple[type, ...]) -> bool:
-    """Return whether it asks for classes, dtypes, shapes, and values of Literal only."""
-    if hint in (Any, Ellipsis):
-        return True
-    if get_origin(hint) in _WHOLE:
-        return True
-    if get_origin(hint) in (*_UNIONS, *containers):
-        return all(_is_plain(part, containers) for part in get_args(hint))
-    return type(hint.array_type if _is_array(hint) else hint) in _PLAIN_METACLASSES
-
-
-def _simplified(
-    hint: Any,
-    put: Callable[[str], str] = str,
-    validates: bool = True,
-    inside: tuple[Any, ...] = (),
+def _by_jaxtyping(
+    function: Any, header: inspect.Signature, hints: dict[str, Any]
 ) -> Any:
-    """Return the annotation in plain terms: without names, notes, and braces.
+    """Return a function whose calls jaxtyping and beartype check."""
+    from beartype import BeartypeConf, beartype  # here, because most users need it not
+    from beartype.roar import BeartypeException
 
-    `put` returns what takes the place of an axis that has braces, by default the axis
-    itself. Without `validates`, validators of values are left out, too.
-    """
-    meaning = _meaning(hint, validates)
-    if meaning is not hint:
-        if hint in inside:  # an alias that names itself
-            return hint
-        return _simplified(meaning, put, validates, (*inside, hint))
-    if _is_array(hint):
-        return _with_names(hint, put)
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin in _WHOLE:
-        return hint
-    changed = tuple(_simplified(part, put, validates, inside) for part in parts)
-    if changed == parts:
-        return hint
-    return _union(changed) if origin in _UNIONS else origin[changed]
+    @functools.wraps(function)  # so that errors name it
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
 
-
-def _union(parts: Iterable[Any]) -> Any:
-    """Return A | B, and not Union[A, B].
-
-    These are equal, and beartype 0.23 takes equal annotations for one. Where it has met
-    A | B, also in another module, it may reject Union[A, B].
-    """
-    return functools.reduce(operator.or_, parts)
+    parameters = []
+    for name, parameter in header.parameters.items():
+        hint = hints.get(name, Any)
+        if parameter.default is None:  # which is right, also if it is passed
+            hint = Optional[hint]  # noqa: UP045  # | does not take all annotations
+        parameters.append(parameter.replace(annotation=hint))
+    signature = inspect.Signature(
+        parameters, return_annotation=hints.get("return", Any)
+    )
+    vars(call)["__signature__"] = signature
+    call.__annotations__ = {}  # jaxtyping 0.3.0 prefers these to the signature
+    int_is_float = BeartypeConf(is_pep484_tower=True)  # as in theta=10000
+    try:
+        return jaxtyped(call, typechecker=beartype(conf=int_is_float))
+    except BeartypeException as error:
+        raise AnnotationError(f"{error}".partition("\n")[0]) from error
 
 
-def _meaning(hint: Any, validates: bool) -> Any:
-    """Return what a TypeVar, a NewType, an alias, or Annotated stands for."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if isinstance(hint, TypeVar):
-        return _union(hint.__constraints__ or (hint.__bound__ or Any,))
-    if hasattr(hint, "__supertype__"):  # a NewType
-        return hint.__supertype__
-    if type(hint).__name__ == "TypeAliasType":  # type Name = ..., since Python 3.12
-        return hint.__value__
-    if type(origin).__name__ == "TypeAliasType":  # type Name[T] = ...
-        return origin.__value__[parts]
-    if origin is Annotated:
-        has_validator = any(type(n).__module__.startswith("beartype.") for n in parts)
-        return hint if validates and has_validator else parts[0]
-    return hint
+# The judge ---------------------------------------------------------------------------
 
 
-def _with_names(array: Any, put: Callable[[str], str]) -> Any:
-    """Return an annotation with names in place of the sizes in braces."""
-    axes = array.dim_str.split()
-    for i, dim in enumerate(array.dims):
-        text = getattr(dim, "elem", "")  # without # and name=
-        if "{" in text or "}" in text:
-            axes[i] = axes[i].removesuffix(text) + put(text)
-    if axes == array.dim_str.split():
-        return array
-    # Its dtype restricts the dtypes again, as in Float[Float32[Tensor, "n"], "m"].
-    dtype: Any = type(array.dtype.__name__, (array.dtype,), {"dtypes": array.dtypes})
-    return dtype[array.array_type, " ".join(axes)]
+def _fits(described: "list[tuple[_Side, _Description]]", is_partial: bool) -> bool:
+    """Return whether the descriptions of a call fit the annotations."""
+    limits = _Limits(is_partial, _has_symbols([seen for _, seen in described]))
+    with jaxtyped("context"):  # in which jaxtyping remembers the sizes of axes
+        return all(
+            _fits_one(part.options, item, limits) for part, item in _steps(described)
+        )
 
 
-def _narrowed(hint: Any, value: Any) -> Any:
-    """Return what the annotation asks of this value, with an item for each of a tuple.
-
-    Otherwise, beartype checks one random item, and does not say which axis is wrong.
-    """
-    parts = get_args(hint)
-    if get_origin(hint) in _UNIONS and value is not None:
-        return _union(_narrowed(part, value) for part in parts if part is not NoneType)
-    if get_origin(hint) is not tuple or not isinstance(value, tuple):
-        return hint
-    if parts[1:] == (Ellipsis,):
-        parts = parts[:1] * len(value)
-    if len(parts) != len(value):
-        return hint
-    return tuple[tuple(map(_narrowed, parts, value))]  # type: ignore[misc]
+def _fits_one(options: "list[_Option]", item: Any, limits: _Limits) -> bool:
+    return any(option.fits(item, limits) for option in options)
 
 
-# What a compiler knows ---------------------------------------------------------------
+def _steps(
+    described: "list[tuple[_Side, _Description]]",
+) -> Iterator[tuple[_Part, Any]]:
+    """Tell jaxtyping the sizes in braces, and yield each part with its description."""
+    for side, description in described:
+        items, sizes = side.split(description)
+        known = {side.sizes[text]: n for text, n in sizes.items() if n is not None}
+        isinstance(_Tensor("", (*known.values(),)), Shaped[Any, " ".join(known)])
+        for part, item in zip(side.parts, items, strict=True):
+            if item is not True:  # the default
+                yield part, item
 
 
-def _seen(context: Any, name: str) -> Any:
-    """Return what the compiler knows of a variable, such as a tensor without values."""
-    variable = context.get_local(name)
-    with contextlib.suppress(NotImplementedError):  # it may know nothing
-        kind = variable.python_type()
-        if issubclass(kind, Tensor):
-            return variable.as_fake()
-        if variable.is_python_constant():
-            return variable.as_python_constant()
-        if kind in (int, float, bool, list, dict) or issubclass(kind, tuple):
-            return map_aggregate(variable.as_proxy(), _example)
-    return _UNKNOWN
-
-
-def _example(proxy: Any) -> Any:
-    is_proxy = isinstance(proxy, torch.fx.Proxy)
-    return proxy.node.meta["example_value"] if is_proxy else proxy
-
-
-def _leaves(value: Any) -> list[Any]:
-    """Return what is in a value of tuples, lists, and dicts."""
+def _has_symbols(described: Any) -> bool:
     leaves: list[Any] = []
-    map_aggregate(value, leaves.append)
-    return leaves
+    map_aggregate(described, leaves.append)
+    return any(isinstance(leaf, SymInt) for leaf in leaves)
 
 
-def _is_known(value: Any) -> bool:
-    """Return whether no part of it is unknown, such as a size that depends on values."""
+def _depends_on_values(shape: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-    return not any(
-        free_unbacked_symbols(leaf)
-        if isinstance(leaf, (Tensor, SymInt))
-        else leaf is _UNKNOWN
-        for leaf in _leaves(value)
-    )
+    return any(isinstance(n, SymInt) and free_unbacked_symbols(n) for n in shape)
 
 
-def _number(value: Any) -> Any:
-    """Return a number of the same type for a symbol, and any other value as it is."""
-    if isinstance(value, (SymInt, SymFloat, SymBool)):
-        return value.node.hint or value.node.pytype()
-    return value
+# The message: a table of axes ----------------------------------------------------------
 
 
-def _with_numbers(message: str, sizes: Iterable[Any]) -> str:
-    """Return a message in which each size that is a symbol has its number in the example."""
-    for size in sizes:
-        message = re.sub(rf"\b{re.escape(f'{size}')}\b", f"{_number(size)}", message)
-    return message
+class _Row(NamedTuple):
+    """A tensor in the table."""
+
+    place: str
+    array: _Array
+    cells: dict[str, int]  # column -> size
 
 
-@contextlib.contextmanager
-def _symbols_broadcast() -> Iterator[None]:
-    """Let jaxtyping broadcast by torch, as it has no setting for this.
+def _message(function: Any, described: "list[tuple[_Side, _Description]]") -> str:
+    """Return what is wrong with a call that does not fit.
 
-    numpy would turn symbols into numbers, so that each size makes one more graph.
+    jaxtyping is asked once more, argument by argument, and for a wrong one, axis by axis.
     """
-    import numpy
+    described = [(side, map_aggregate(seen, _number)) for side, seen in described]
+    sizes: dict[str, Any] = {}
+    for side, seen in described:
+        sizes.update(side.split(seen)[1])
+    rows: list[_Row] = []
+    lines: list[str] = []
+    with jaxtyped("context"):
+        for part, item in _steps(described):
+            lines = _explained(part.place, part.options, item, rows, sizes)
+            if lines:
+                break
+    return "\n".join([_callers_line(function), *lines])
 
-    by_numpy = numpy.broadcast_shapes
-    numpy.broadcast_shapes = _broadcast_shapes
+
+def _explained(
+    place: str,
+    options: "list[_Option]",
+    item: Any,
+    rows: list[_Row],
+    sizes: dict[str, Any],
+) -> list[str]:
+    """Return the lines about a wrong value, or add the tensors of a right one to `rows`."""
+    fits = _fits_one(options, item, _Limits(is_partial=True, has_symbols=False))
+    tuples = [
+        (option.options_of(item) or [], item[1])
+        for option in options
+        if isinstance(option, _Items) and option.options_of(item) is not None
+    ]
+    arrays = [
+        _Row(place, option, option.cells(item[2]))
+        for option in options
+        if isinstance(option, _Array) and option.has_rank_and_dtype_of(item)
+    ]
+    if len(tuples) == 1:
+        for i, (each, inner) in enumerate(zip(*tuples[0], strict=True)):
+            lines = _explained(f"{place}[{i}]", each, inner, rows, sizes)
+            if lines:
+                return lines
+    # With several arrays, it is not known which of them was meant.
+    row = arrays[0] if len(arrays) == 1 else None
+    if fits:
+        rows += [row] if row else []
+        return []
+    misfit = _misfit(row, rows, sizes) if row else None
+    if row and misfit:
+        return _table([*rows, row], *misfit)
+    return [*_table(rows), f"{place} must be {_text(options)}, got {_got(item)}"]
+
+
+def _misfit(
+    row: _Row, rows: list[_Row], sizes: dict[str, Any]
+) -> tuple[str, str] | None:
+    """Return the column that does not fit, and why, if that is understood."""
+    array = row.array
+    columns = array.columns(len(row.cells))
+    for column, i in columns:
+        if i == array.star or _axis_fits(array.axes[i], row.cells[column]):
+            continue
+        name = column.strip()
+        if not name.isidentifier():
+            values = [f"{text} is {sizes[text]}" for text in _BRACE.findall(name)]
+            return column, ", and ".join([f"must be {name}", *values])
+        origin = _find(name, rows) or row
+        return column, f"{name} is {origin.cells[name]} in {origin.place}"
+    star = array.star_name
+    others = [other for other in rows if star and other.array.star_name == star]
+    longest = max(len(other.cells) for other in (row, *others))
+    for i in range(-1, -longest - 1, -1):  # as torch broadcasts
+        column = f"{star}[{i}]"
+        size, found = row.cells.get(column), _find(column, others)
+        if size in (None, 1) and array.may_broadcast:
+            continue
+        if found and size != found.cells[column]:
+            return column, f"{column} is {found.cells[column]} in {found.place}"
+        if size and others and not found:
+            return column, f"{others[0].place} has no {column}"
+    return None
+
+
+def _axis_fits(axis: str, size: int) -> bool:
     try:
-        yield
-    finally:
-        numpy.broadcast_shapes = by_numpy
+        return isinstance(_Tensor("", (size,)), Shaped[Any, axis])
+    except AnnotationError:
+        return True
 
 
-def _broadcast_shapes(*shapes: Any) -> Any:
-    try:
-        return torch.broadcast_shapes(*shapes)
-    except RuntimeError as error:
-        raise ValueError(error) from error
+def _find(column: str, rows: list[_Row]) -> _Row | None:
+    """Return the row that says the size of a column: a 1 may be broadcast."""
+    found = [row for row in rows if column in row.cells]
+    wide = [row for row in found if row.cells[column] != 1]
+    return next(iter([*wide, *found]), None)
+
+
+def _table(rows: list[_Row], wrong: str = "", reason: str = "") -> list[str]:
+    """Return a line for each row, with a mark under the wrong column of the last one."""
+    columns = dict.fromkeys(column for row in rows for column in row.cells)
+    if wrong:
+        columns.setdefault(wrong)
+    sizes = [[row.cells.get(column, "") for column in columns] for row in rows]
+    mark = ["^" * (column == wrong) for column in columns]
+    widths = [
+        max(len(f"{cell}") for cell in cells)
+        for cells in zip(columns, *sizes, strict=True)
+    ]
+    left = max([len(row.place) for row in rows], default=0)
+    lines = []
+    for place, cells in zip(
+        ("", *(row.place for row in rows), ""), (columns, *sizes, mark), strict=True
+    ):
+        padded = [f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True)]
+        lines.append("  ".join([place.ljust(left), *padded]).rstrip())
+    if wrong:
+        lines[-1] += f"  {reason}"
+    return lines if wrong else lines[:-1] if rows else []
+
+
+def _text(options: "Iterable[_Option]") -> str:
+    return " | ".join(map(str, options))
+
+
+def _got(item: Any) -> str:
+    """Return a description in words."""
+    kind, *rest = item
+    name = "another type" if isinstance(kind, bool) else kind.__name__
+    if len(rest) == 2:
+        return f"{rest[0]} of shape {(*rest[1],)}".removeprefix("torch.")
+    if rest and isinstance(rest[0], tuple):
+        return f"{name} of {len(rest[0])} items"
+    return repr(rest[0]) if rest else name
+
+
+def _number(size: Any) -> Any:
+    """Return a number for a symbol, which becomes constant: the call fails anyway."""
+    if isinstance(size, SymInt) and not _depends_on_values([size]):
+        return int(size)
+    return size
+
+
+def _callers_line(function: Any) -> str:
+    """Return the line of the call, as `file:number: code`."""
+    frames = [(f.f_code.co_filename, n) for f, n in traceback.walk_stack(None)]
+    if is_compiling():  # the frames of traced code are not on Python's stack
+        from torch._guards import TracingContext
+
+        traced = TracingContext.extract_stack()
+        frames = [(f.filename, f.lineno or 0) for f in reversed(traced)] + frames
+    file, number = next(
+        (each for each in frames if not each[0].startswith(_NOT_THE_CALLER)), frames[-1]
+    )
+    code = linecache.getline(file, number).strip()
+    if function.__name__ not in code:
+        code += f"  # {function.__qualname__}"
+    return f"{Path(file).name}:{number}: {code}"

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from blamed import blamed
 from jaxtyping import Bool, Float, TypeCheckError
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -166,8 +167,9 @@ def test_export_takes_dynamic_sizes_and_raises_for_a_wrong_call(strict):
     )
     x, positions = torch.randn(4, 5, D), torch.arange(5)
     torch.testing.assert_close(exported.module()(x, positions), ROPE(x, positions))
-    with pytest.raises((TypeCheckError, RuntimeError), match="parameter 'x'"):
+    with pytest.raises((TypeCheckError, RuntimeError)) as caught:
         torch.export.export(ROPE, (X[..., :7],), strict=strict)
+    assert blamed(caught.value) == "x"
 
 
 def test_a_call_in_eager_mode_causes_no_recompilation():

@@ -15,6 +15,7 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
+from blamed import blamed
 from jaxtyping import Float, TypeCheckError
 from pages import block_with
 from torch import Tensor, nn
@@ -126,13 +127,19 @@ def test_jaxtyping_disable_leaves_functions_unwrapped_and_needs_no_beartype(
     assert file["typecheck"](module.scale) is module.scale
 
 
-@pytest.mark.parametrize("package", ["beartype", "numpy"])
-def test_a_missing_package_is_named_at_the_first_call(package, monkeypatch, module):
+@pytest.mark.parametrize(
+    ("package", "annotation"),
+    [("beartype", list[Tensor]), ("numpy", Float[Tensor, "*#n"])],
+)
+def test_a_missing_package_is_named_where_an_annotation_needs_it(
+    package, annotation, monkeypatch, module
+):
     """Without numpy, jaxtyping would reject right calls."""
     monkeypatch.setitem(sys.modules, package, None)
-    checked = typecheck(module.scale)
+    typecheck(module.scale)(torch.ones(3))
+    module.scale.__annotations__["x"] = annotation
     with pytest.raises(ModuleNotFoundError, match=package):
-        checked(torch.ones(3))
+        typecheck(module.scale)
 
 
 def test_typecheck_works_together_with_the_hook_of_jaxtyping(tmp_path, monkeypatch):
@@ -147,7 +154,9 @@ def test_typecheck_works_together_with_the_hook_of_jaxtyping(tmp_path, monkeypat
     norm = typecheck(module).RMSNorm(3)
     norm(torch.ones(2, 3))
     # The hook's own error does not say this.
-    with pytest.raises(TypeCheckError, match="d_model=3"):
+    with pytest.raises(
+        TypeCheckError, match=r"must be \{self.d_model\}, and self.d_model is 3"
+    ):
         norm(torch.ones(2, 4))
 
 
@@ -217,16 +226,19 @@ def test_calls_of_all_layers_and_equations_are_checked():
     for name in {*tinyblock.__all__} - {"parallelize", "typecheck"}:
         target = LAYERS.get(name, getattr(tinyblock, name))
         # Each argument is a number in place of a tensor.
-        numbers = [3] * len(inspect.signature(target).parameters)
-        with pytest.raises(TypeCheckError, match=rf"{name}.*\n.*parameter '[xq]'"):
+        function = target.forward if isinstance(target, nn.Module) else target
+        numbers = [3] * len(inspect.signature(function).parameters)
+        with pytest.raises(TypeCheckError) as caught:
             target(*numbers)
+        assert blamed(caught.value) in ("x", "q")
 
 
 def test_layers_raise_the_same_error_in_eager_mode_and_in_compiled_code():
     for function, arguments, name in WRONG_CALLS:
         messages = set()
         for call in (function, torch.compile(function, backend="eager")):
-            with pytest.raises(TypeCheckError, match=f"parameter '{name}'") as caught:
+            with pytest.raises(TypeCheckError) as caught:
                 call(*arguments)
+            assert blamed(caught.value) == name
             messages.add(str(caught.value))
         assert len(messages) == 1, name
