@@ -2,12 +2,13 @@
 
     python examples/check_shapes.py
 
-The third call passes keys of another width. The fourth passes one key head for three,
-which torch would broadcast without an error, so the scores would be wrong.
+The wrong keys have one head for three heads of queries. torch alone would broadcast it
+without an error, so the scores would be wrong. The compiled function raises the same
+error.
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 from tinyblock import typecheck
@@ -22,15 +23,18 @@ def scores(
 
 
 def main() -> None:
-    compiled = torch.compile(scores)
     q = torch.randn(2, 3, 5, 8)  # batch, heads, query, d
-    print("eager:", *scores(q, torch.randn(2, 3, 7, 8)).shape)
-    print("compiled:", *compiled(q, torch.randn(2, 3, 7, 8)).shape)
-    for k in (torch.randn(2, 3, 7, 9), torch.randn(2, 1, 7, 8)):
-        try:
-            compiled(q, k)
-        except TypeError as error:
-            print(f"\nTypeCheckError: {error}")
+    k = torch.randn(2, 3, 7, 8)  # batch, heads, key, d
+    print("right:", *scores(q, k).shape)
+    try:
+        k = torch.randn(2, 1, 7, 8)
+        scores(q, k)
+    except TypeCheckError as error:
+        print(f"\nTypeCheckError: {error}")
+    try:
+        torch.compile(scores)(q, k)
+    except TypeCheckError as error:
+        print(f"\nCompiled: {error}")
 
 
 if __name__ == "__main__":

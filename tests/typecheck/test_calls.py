@@ -556,6 +556,16 @@ def test_shapes_of_other_classes_are_asked_at_each_call():
 # What must not raise, or raises where a function is decorated ----------------------------
 
 
+P = ParamSpec("P")
+
+
+def passing(x: Float[Tensor, " n"]) -> Callable[..., Any]:
+    def inner(of: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        return x
+
+    return functools.partial(typecheck(inner), len)
+
+
 @pytest.mark.filterwarnings("ignore")  # of nested and lazy tensors
 def test_right_calls_of_unusual_values():
     class Shapeless(nn.Module):
@@ -573,13 +583,7 @@ def test_right_calls_of_unusual_values():
     norm(nested, Shapeless())
     norm(nn.LazyLinear(2).weight, Shapeless())
 
-    P = ParamSpec("P")
-
-    @typecheck
-    def passing(x: Float[Tensor, " n"], *args: P.args, **kwargs: P.kwargs) -> None:
-        pass
-
-    passing(w, [1], {}, key=[2])  # type: ignore[arg-type]
+    passing(w)([1], {}, key=[2])
 
 
 class NotRunTime(Protocol):
