@@ -204,19 +204,11 @@ def _checked(function: Any, owner: Any = None) -> Any:
     return wrapper
 
 
-def _wrapper(own: "_Check") -> Any:
-    # Variables, because the compiler looks at all that it traces, and understands
-    # functions, but no objects.
-    function, show, show_result = own.function, own.show, own.show_result
-
-    def get_check() -> _Check:
-        return own
-
-    def see_arguments(context: Any) -> None:
-        own.see(context, "seen")
-
-    def see_result(context: Any) -> None:
-        own.see(context, "seen", "found")
+def _wrapper(check: "_Check") -> Any:
+    # Functions, because the compiler looks at all that the wrapper uses, and does not
+    # understand objects.
+    function, show, show_result = check.function, check.show, check.show_result
+    get_check, see_arguments, see_result = _functions_of(check)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
@@ -237,24 +229,38 @@ def _wrapper(own: "_Check") -> Any:
         # Most calls have the description of the call before.
         check = get_check()
         last_seen, last_found = check.last
+        seen: Any
         try:
             seen = check.read(*args, **kwargs)
-            is_known = seen == last_seen
-        except Exception:  # `call` reads again, and explains the error
-            return check.call(None, args, kwargs)
-        if not is_known:
+            is_new = seen != last_seen
+        except Exception:  # `call` reads it again, and explains the error
+            seen, is_new = None, True
+        if is_new:
             return check.call(seen, args, kwargs)
         result = function(*args, **kwargs)
         try:
             found = check.read_result(result, *args, **kwargs)
-            is_known = found == last_found
+            is_new = found != last_found
         except Exception:
-            is_known = False
-        if not is_known:
+            is_new = True
+        if is_new:
             check.finish(last_seen, last_found, result, args, kwargs)
         return result
 
     return wrapper
+
+
+def _functions_of(check: "_Check") -> Any:
+    def get_check() -> _Check:
+        return check
+
+    def see_arguments(context: Any) -> None:
+        check.see(context, "seen")
+
+    def see_result(context: Any) -> None:
+        check.see(context, "seen", "found")
+
+    return get_check, see_arguments, see_result
 
 
 # The check of a function -------------------------------------------------------------
@@ -807,7 +813,7 @@ def _options(hint: Any, axes_of: Callable[[Any], list[str] | None]) -> "list[_Op
     if origin is Literal:
         return [_Value(value) for value in parts]
     if origin is Callable:
-        return [_Class(Callable)]  # type: ignore[arg-type]
+        return [_Class(Callable)]
     if hint is Any:
         return [_Class(object)]
     if hint is None:
@@ -977,10 +983,18 @@ def _steps(
     for side, description in described:
         items, sizes = side.split(description)
         known = {side.sizes[text]: n for text, n in sizes.items() if n is not None}
-        isinstance(_Tensor("", (*known.values(),)), Shaped[Any, " ".join(known)])
+        _axes_fit(known, (*known.values(),))
         for part, item in zip(side.parts, items, strict=True):
             if item is not True:  # the default
                 yield part, item
+
+
+def _axes_fit(axes: Iterable[str], shape: tuple[Any, ...]) -> bool:
+    hint: Any = Shaped[Any, " ".join(axes)]
+    try:
+        return isinstance(_Tensor("", shape), hint)
+    except AnnotationError:  # it needs a size that is not known
+        return True
 
 
 def _has_symbols(described: Any) -> bool:
@@ -1067,7 +1081,7 @@ def _misfit(
     array = row.array
     columns = array.columns(len(row.cells))
     for column, i in columns:
-        if i == array.star or _axis_fits(array.axes[i], row.cells[column]):
+        if i == array.star or _axes_fit([array.axes[i]], (row.cells[column],)):
             continue
         name = column.strip()
         if not name.isidentifier():
@@ -1088,13 +1102,6 @@ def _misfit(
         if size and others and not found:
             return column, f"{others[0].place} has no {column}"
     return None
-
-
-def _axis_fits(axis: str, size: int) -> bool:
-    try:
-        return isinstance(_Tensor("", (size,)), Shaped[Any, axis])
-    except AnnotationError:
-        return True
 
 
 def _find(column: str, rows: list[_Row]) -> _Row | None:

@@ -563,7 +563,8 @@ def passing(x: Float[Tensor, " n"]) -> Callable[..., Any]:
     def inner(of: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> Tensor:
         return x
 
-    return functools.partial(typecheck(inner), len)
+    checked: Any = typecheck(inner)
+    return functools.partial(checked, len)
 
 
 @pytest.mark.filterwarnings("ignore")  # of nested and lazy tensors
