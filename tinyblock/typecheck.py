@@ -218,7 +218,7 @@ def _wrapper(check: "_Check") -> Any:
             try:
                 from torch._dynamo.comptime import comptime
 
-                seen = show(*args, **kwargs)
+                seen: Any = show(*args, **kwargs)
                 comptime(see_arguments)
                 result = function(*args, **kwargs)
                 found = show_result(result, *args, **kwargs)
@@ -229,7 +229,6 @@ def _wrapper(check: "_Check") -> Any:
         # Most calls have the description of the call before.
         check = get_check()
         last_seen, last_found = check.last
-        seen: Any
         try:
             seen = check.read(*args, **kwargs)
             is_new = seen != last_seen
@@ -1141,7 +1140,7 @@ def _text(options: "Iterable[_Option]") -> str:
 def _got(item: Any) -> str:
     """Return a description in words."""
     kind, *rest = item
-    name = "another type" if isinstance(kind, bool) else kind.__name__
+    name = "another type" if isinstance(kind, bool) else f"{_Class(kind)}"
     if len(rest) == 2:
         return f"{rest[0]} of shape {(*rest[1],)}".removeprefix("torch.")
     if rest and isinstance(rest[0], tuple):
