@@ -38,6 +38,8 @@ These names are not part of torch's public interface. Without
 - `torch._dynamo.comptime`, compiled code is not checked,
 - `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`, a size that depends on
   values is compared, and the compiler raises an error,
+- `torch._dynamo.decorators.skip`, the compiler traces the checks of eager mode after a
+  graph break, which breaks the graph again,
 - `torch._guards.TracingContext`, a message shows the line that calls compiled code,
 - `node.meta["example_value"]`, no shape is known while a compiler traces,
 - `_torchdynamo_orig_callable`, a function that torch.compile made is not checked.
