@@ -175,6 +175,7 @@ class Call:
         return outer is not None and (outer is other or outer.is_inside(other))
 
 
+@dataclass(eq=False)
 class Run:
     """The calls of a model's modules, in the order in which they end.
 
@@ -183,30 +184,27 @@ class Run:
     exchanged: functions of the input, whose results modules return.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: Inputs,
-        forced: dict[str, Call] | None = None,
-        exchanged: dict[nn.Module, Callable[[Tensor], Tensor]] | None = None,
-    ) -> None:
-        self.model = model
-        self.calls: list[Call] = []
-        self.weight_gradients: dict[Tensor, Tensor] = {}
-        self._forced, self._exchanged = forced or {}, exchanged or {}
-        self._open: list[Call] = []
-        self._counts: dict[str, int] = defaultdict(int)
+    model: nn.Module
+    forced: dict[str, Call] = field(default_factory=dict)
+    exchanged: dict[nn.Module, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    weight_gradients: dict[Tensor, Tensor] = field(default_factory=dict)
+    _open: list[Call] = field(default_factory=list)
+    _counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def start(self, inputs: Inputs) -> "Run":
+        """Call the model, and follow its modules."""
         hooks: list[Any] = []
-        for path, module in model.named_modules():
+        for path, module in self.model.named_modules():
             begin = partial(self._begin, path or "the model")
             hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
             hooks.append(module.register_forward_hook(self._end))
         torch.manual_seed(0)
-        before = random_state(model)
-        output = call(model, inputs)
+        before = random_state(self.model)
+        output = call(self.model, inputs)
         for hook in hooks:
             hook.remove()
-        if not torch.equal(before, random_state(model)):
+        if not torch.equal(before, random_state(self.model)):
             raise Refused(
                 "forward must not draw random numbers; set probabilities to 0"
             )
@@ -214,6 +212,7 @@ class Run:
         if not results:
             raise Refused(f"forward must return floats, got {type(output).__name__}")
         self.result = results[0]
+        return self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -222,23 +221,24 @@ class Run:
         started = Call(path + again, module, self._open[-1] if self._open else None)
         self._open.append(started)
         given = args, kwargs
-        forced = self._forced.get(started.name)
+        forced = self.forced.get(started.name)
         return passed_on(given, started.inputs, forced.inputs if forced else None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
         ended = self._open.pop()
         self.calls.append(ended)
-        if module in self._exchanged:
+        if module in self.exchanged:
             given = floats(tensors_in(args)) or tensors_in(args)
-            output = self._exchanged[module](given[0])
-        forced = self._forced.get(ended.name)
+            output = self.exchanged[module](given[0])
+        forced = self.forced.get(ended.name)
         return passed_on(output, ended.results, forced.results if forced else None)
 
     def backward(self) -> None:
         """Set all gradients. That of the result depends on its values alone."""
         result = self.result.detach()
-        gradient = torch.cos(3 * result / result.square().mean().sqrt())
+        size = result.square().mean().sqrt().clamp_min(1e-300)
+        gradient = torch.cos(3 * result / size)
         self.model.zero_grad(set_to_none=True)
         hooks = [
             weight.register_post_accumulate_grad_hook(self._keep)
@@ -308,7 +308,7 @@ class Subject:
         try:
             with in_float64(), NoTies():
                 inputs = tree_map_only(Tensor, beginning, self.inputs)
-                return Run(self.wide, inputs, **options)
+                return Run(self.wide, **options).start(inputs)
         except Exception as refused:
             refused.add_note(
                 "The model ran in float64. Give its eager form where a kernel has no "
@@ -410,10 +410,17 @@ class Pair:
 
     ours: Call
     theirs: Call
+    input: float
+    result: float
 
-    def __post_init__(self) -> None:
-        self.input = nearest(self.ours.inputs.floats, self.theirs.inputs.floats)
-        self.result = nearest(self.ours.results.floats, self.theirs.results.floats)
+    @classmethod
+    def of(cls, ours: Call, theirs: Call) -> "Pair":
+        return cls(
+            ours,
+            theirs,
+            nearest(ours.inputs.floats, theirs.inputs.floats),
+            nearest(ours.results.floats, theirs.results.floats),
+        )
 
     @property
     def names(self) -> str:
@@ -454,14 +461,14 @@ def partners(ours: Run, theirs: Run, keys: Keys) -> list[Pair]:
     for each in theirs.calls[:-1]:
         waiting[keys[each.module]].append(each)
     waiting.pop(0, None)  # they have no numbers
-    found = {ours.calls[-1]: Pair(ours.calls[-1], theirs.calls[-1])}
+    found = {ours.calls[-1]: Pair.of(ours.calls[-1], theirs.calls[-1])}
     for each in ours.calls[:-1]:
         same = waiting[keys[each.module]]
         if same:
-            pairs = (Pair(each, other) for other in same)
+            pairs = (Pair.of(each, other) for other in same)
             found[each] = next(
                 (pair for pair in pairs if pair.input <= TOLERANCE),
-                Pair(each, same[0]),
+                Pair.of(each, same[0]),
             )
             same.remove(found[each].theirs)
     inside, their_inside = contents(ours), contents(theirs)
@@ -475,7 +482,7 @@ def partners(ours: Run, theirs: Run, keys: Keys) -> list[Pair]:
     for each in ours.calls:
         within = frozenset(partner[c] for c in inside[each] if c in partner)
         if each not in found and within and within in by_contents:
-            found[each] = Pair(each, by_contents.pop(within))
+            found[each] = Pair.of(each, by_contents.pop(within))
     return [found[each] for each in ours.calls if each in found]
 
 
@@ -648,7 +655,7 @@ def exchanges(ours: Run, theirs: Run, pairs: list[Pair]) -> list[Exchange]:
             exchange = exchange_of(own, other)
             if exchange:
                 distance = exchange.off if exchange.off < 0.5 else 1.0
-                same = Pair(own.call, other.call).input <= TOLERANCE
+                same = Pair.of(own.call, other.call).input <= TOLERANCE
                 found.append((distance, not same, near, exchange))
     chosen: list[Exchange] = []
     for *_, new in sorted(found, key=lambda each: each[:3]):
@@ -829,7 +836,7 @@ def run_narrow(subject: Subject, compiled: bool) -> Run:
             module.forward = torch.compile(module.forward, dynamic=False)
     inputs = tree_map_only(Tensor, partial(narrowed, subject.dtype), subject.inputs)
     with torch.compiler.set_stance("default" if compiled else "force_eager"):
-        return Run(subject.narrow, inputs)
+        return Run(subject.narrow).start(inputs)
 
 
 # --- The answer ---------------------------------------------------------------------------
