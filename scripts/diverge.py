@@ -757,9 +757,9 @@ class Part:
     def ratio(self) -> float:
         return self.error / self.least if self.least else 1.0
 
-    def add(self, found: Traced, exact: Traced, of_result: Traced, to: Any) -> None:
-        """Add the errors of tensors. of_result: with the gradients of the result's error."""
-        gradients = of_result.float_gradients
+    def add(self, found: Traced, exact: Traced, influence: Traced, dtype: Any) -> None:
+        """Add the errors of tensors. influence: has gradients of the result's error."""
+        gradients = influence.float_gradients
         for own, true, gradient in zip(
             found.floats, exact.floats, gradients, strict=True
         ):
@@ -769,7 +769,7 @@ class Part:
                 gradient = torch.zeros_like(true)
             is_seen = true.abs() < 1e30  # no mask
             own, true, gradient = own[is_seen], true[is_seen], gradient[is_seen]
-            coarse = max(to, own.dtype, key=epsilon)
+            coarse = max(dtype, own.dtype, key=epsilon)
             squares = error(own, true) ** 2
             least = error(true.to(coarse), true) ** 2
             self.tensors += bool(squares or least)
