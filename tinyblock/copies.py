@@ -22,7 +22,6 @@ of tinyblock as bytes, and imports none of them.
 
 import argparse
 import difflib
-import importlib
 import importlib.util
 import io
 import os
@@ -36,7 +35,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import NoReturn
 
 ROOT = Path(__file__).parent
@@ -459,11 +457,15 @@ def verify(arguments: argparse.Namespace) -> int:
             f"verify requires {', '.join(missing)}: install them for "
             f"{sys.executable}, or start the command with another Python"
         )
-    # A package of its own, so that importing it takes neither tinyblock nor sys.path.
-    package = ModuleType("tinyblock_contract")
-    package.__path__ = [str(ROOT / "contract")]
-    sys.modules[package.__name__] = package
-    contract = importlib.import_module(f"{package.__name__}.verify")
+    # By its path, because the package tinyblock may not be found, and imports its layers.
+    spec = importlib.util.spec_from_file_location(
+        "tinyblock_verify", ROOT / "verify" / "__init__.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    package = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = package
+    spec.loader.exec_module(package)
     options = list(arguments.rest)
     layers = []
     while options and not options[0].startswith("-"):
@@ -471,7 +473,7 @@ def verify(arguments: argparse.Namespace) -> int:
     # `python3 tinyblock` puts this folder there, which would hide a user's rope.py.
     others = [path for path in sys.path if Path(path).resolve() != ROOT.resolve()]
     sys.path[:] = [os.getcwd(), *others]  # as `python -m pytest` does
-    return int(contract.run(arguments.path.resolve(), layers, options))
+    return int(package.run(arguments.path.resolve(), layers, options))
 
 
 def print_table(rows: dict[str, str]) -> None:

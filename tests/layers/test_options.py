@@ -10,7 +10,7 @@ from einops import EinopsError
 from torch import nn
 
 import tinyblock
-from tinyblock.contract.verify import LAYERS
+from tinyblock.verify import LAYERS
 
 PLACE = "device=None, dtype=None"
 DEFAULTS = {

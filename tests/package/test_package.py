@@ -6,8 +6,7 @@ from pathlib import Path
 from forked import run_pytest
 
 import tinyblock
-from tinyblock import copies
-from tinyblock.contract import verify
+from tinyblock import copies, verify
 
 PACKAGE = Path(tinyblock.__file__).parent
 TOOLS = ("copies", "parallelize", "typecheck")
@@ -17,6 +16,8 @@ MODULES = [module.__name__.rpartition(".")[2] for module in tinyblock.LAYERS]
 def test_copies_need_neither_tinyblock_nor_beartype(tmp_path):
     add = ["add", *MODULES, "--with-tests", "--to", str(tmp_path / "layers")]
     assert copies.main(add) == 0
+    copied = {path.name for path in (tmp_path / "layers" / "contract").glob("*.py")}
+    assert copied == {path.name for path in (PACKAGE / "contract").glob("*.py")}
     tests = ["layers", "-k", "test_equation and float32"]
     missing = ["tinyblock", "beartype"]
     code, printed = run_pytest(*tests, folder=tmp_path, without=missing)
@@ -28,7 +29,7 @@ def test_every_layer_file_is_listed_and_has_a_page_in_the_contract():
     assert files - set(TOOLS) == set(MODULES), "LAYERS of tinyblock/__init__.py"
     pages = {path.stem for path in (PACKAGE / "contract").glob("test_*.py")}
     assert pages == {f"test_{name}" for name in MODULES}
-    assert set(verify.LAYERS) == set(MODULES), "LAYERS of tinyblock/contract/verify.py"
+    assert set(verify.LAYERS) == set(MODULES), "LAYERS of tinyblock/verify/__init__.py"
 
 
 def test_package_exports_what_its_modules_do():

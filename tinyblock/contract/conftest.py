@@ -30,9 +30,6 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a GPU")
     config.addinivalue_line("markers", "numbers: holds for every correct layer")
     give_back_the_name_conftest(config)
-    verify = config.pluginmanager.get_plugin("tinyblock verify")
-    if verify:
-        verify.start(part("target"))
 
 
 def give_back_the_name_conftest(config):
@@ -63,7 +60,7 @@ def pytest_runtest_setup(item):
     layer = item.path.stem.removeprefix("test_")
     target = part("target")
     if not target.exists(layer):
-        pytest.skip(f"there is no {layer}.py in {target.folder}")
+        pytest.skip(f"there is no {layer}.py in {target.folder()}")
     if item.get_closest_marker("numbers") or item.config.option.markexpr:
         return
     if target.is_foreign(layer):

@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from .checks import UNITS, check_close, fail, for_each, name_of, unit_of
+from .checks import (
+    CUT,
+    UNITS,
+    check_close,
+    fail,
+    for_each,
+    gradients_of,
+    name_of,
+    unit_of,
+)
 from .target import is_foreign
 
 numbers = pytest.mark.numbers
@@ -52,6 +61,17 @@ class EveryLayer:
             case.check(*case.run(device, dtype), dtype)
 
         for_each(self.every(), check, must_run=True)
+
+    @numbers
+    def test_gradient_of_x(self):
+        """There is one. Otherwise, none is tested: an adapter may cut the graph."""
+
+        def check(case):
+            result, _, x = case.run()
+            if gradients_of(result, x, {})["x"] is None:
+                fail(f"x has no gradient: {CUT}")
+
+        for_each(self.every(), check)
 
     @pytest.mark.filterwarnings("error")
     def test_equation_under_autocast(self, device):

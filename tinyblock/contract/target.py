@@ -3,27 +3,32 @@
 import functools
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 ABOVE = Path(__file__).resolve().parents[1]
-folder = ABOVE  # `tinyblock verify` changes it
+VARIABLE = "TINYBLOCK_VERIFY"  # of the environment: the folder that `verify` tests
+
+
+def folder() -> Path:
+    return Path(os.environ.get(VARIABLE, ABOVE))
 
 
 def exists(layer: str) -> bool:
-    return (folder / f"{layer}.py").is_file()
+    return (folder() / f"{layer}.py").is_file()
 
 
 def load(layer: str) -> ModuleType:
     """Import a layer as its project does, when a test runs."""
-    return importlib.import_module(f"{_package_of(folder)}.{layer}")
+    return importlib.import_module(f"{_package_of(folder())}.{layer}")
 
 
 def is_foreign(layer: str) -> bool:
     """Return whether a layer is no copy of tinyblock's, or imports one that is none."""
-    return _is_foreign(folder, layer)
+    return _is_foreign(folder(), layer)
 
 
 def _package_of(folder: Path) -> str:

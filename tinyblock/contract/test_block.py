@@ -51,7 +51,7 @@ def block_of(combine):
 
 pre_norm_block = block_of(pre_norm)
 case = functools.partial(
-    case_of, "block", "Block", pre_norm_block, d_model=24, num_heads=4, d_ff=96
+    case_of, "block", "Block", pre_norm_block, d_model=24, num_heads=4, d_ff=64
 )
 
 
@@ -83,7 +83,7 @@ def test_builds_and_calls_any_norm_ffn_and_attention():
     parts = {name: Mock(return_value=Double()) for name in ("norm", "ffn", "attention")}
     block = case().construct(**parts, **options)
     assert parts["norm"].call_args_list == [call(24, eps=1e-3, **shared)] * 2
-    parts["ffn"].assert_called_once_with(24, 96, **shared)
+    parts["ffn"].assert_called_once_with(24, 64, **shared)
     parts["attention"].assert_called_once_with(24, 4, **options)
     x = randn(2, 7, 24)
     y = x + 2 * (2 * x)  # each norm and each layer doubles its input

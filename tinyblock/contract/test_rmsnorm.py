@@ -67,6 +67,8 @@ class TestRMSNorm(EveryLayer):
 
         def check(case):
             norm = case.build(device, of_gains)
+            if not any(gains.requires_grad for gains in norm.parameters()):
+                pytest.skip("an adapter copies its norm weights, in a dtype of its own")
             x, _ = case.arguments(device, dtype)
             result = norm(x)
             case.check_dtype(result, dtype)

@@ -69,7 +69,7 @@ case = functools.partial(
 
 class TestRoPE(EveryLayer):
     cases = {
-        "positions 0, 1, 2, ...": case(positions=torch.arange(7)),
+        "positions 0, 1, 2, ...": case(d_k=10, positions=torch.arange(7)),
         "positions for each sequence": case(positions=POSITIONS),
         "another theta": case(positions=POSITIONS, theta=1e4),
         "one token, one pair, a table of one position": case(

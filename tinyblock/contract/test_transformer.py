@@ -46,7 +46,7 @@ case = functools.partial(
     d_model=24,
     num_layers=2,
     num_heads=4,
-    d_ff=96,
+    d_ff=64,
     max_seq_len=TABLE,
 )
 
@@ -88,7 +88,7 @@ def test_builds_any_block_and_norm():
     shared = {"eps": 1e-3, "device": "cpu", "dtype": torch.float32}
     options = {**shared, **ROPE, "norm": norm, "d_head": 20, "window": 3}
     stack = case().construct(block=block, **options)
-    assert block.call_args_list == [call(24, 4, 96, **options)] * 2
+    assert block.call_args_list == [call(24, 4, 64, **options)] * 2
     norm.assert_called_once_with(24, **shared)
     x = randn(2, 7, 24)
     assert torch.equal(stack(x), 2 * 2 * 2 * x)  # two blocks and a norm

@@ -1,0 +1,205 @@
+"""A wrong result is explained by the change of the equation that gives it, or not at all."""
+
+import dataclasses
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from edits import replace
+
+from tinyblock.contract import target, test_attention, test_block, test_ffn
+from tinyblock.contract import test_rmsnorm as rmsnorm
+from tinyblock.contract import test_rope as rope
+from tinyblock.verify import search
+
+SOLUTIONS = Path(__file__).parent / "solutions"
+PAGES = {
+    "rmsnorm": rmsnorm.TestRMSNorm,
+    "ffn": test_ffn.TestFeedForward,
+    "rope": rope.TestRoPE,
+    "attention": test_attention.TestAttention,
+    "block": test_block.TestBlock,
+}
+# Of sizes that no case of the pages has.
+POSITIONS = torch.tensor([[4, 0, 7], [1, 2, 90], [3, 3, 5]])
+ELSEWHERE = {
+    "RMSNorm": rmsnorm.case(axes=(3, 2), d_model=9, eps=0.2),
+    "SwiGLU": test_ffn.swiglu_case(axes=(3,), d_model=10, d_ff=14),
+    "RotaryPositionalEmbedding": rope.case(
+        axes=(3, 3), d_k=14, theta=9.0, positions=POSITIONS
+    ),
+    "CausalMultiHeadSelfAttention": test_attention.case(
+        axes=(3, 3), d_model=30, num_heads=3, positions=POSITIONS, **test_attention.ROPE
+    ),
+    "Block": test_block.case(
+        axes=(3, 3), d_model=36, num_heads=3, d_ff=96, **test_attention.ROPE
+    ),
+}
+
+
+@pytest.fixture
+def _float64():
+    """The equations compute angles in the default dtype, as students do."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_float64")
+@pytest.mark.parametrize("layer", PAGES)
+def test_each_equation_is_that_of_its_page(layer):
+    """Also where a page gets an option that its equation lacks: this raises an error."""
+    for title, case in PAGES[layer].cases.items():
+        for form in search.FORMS.get(case.name, ()):
+            module = case.build()
+            x, _ = case.arguments()
+            expected = case.exact(module, x)
+            actual = dataclasses.replace(case, formula=form.formula).exact(module, x)
+            compared = actual.isfinite()  # a query without a key is NaN, not 0
+            assert compared.sum() >= actual.numel() / 2, title
+            actual, expected = actual[compared], expected[compared]
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+# A layer, an expression of a right solution, the wrong one, and the line of the equation
+# that has the same meaning.
+EXPLAINED = [
+    ("rmsnorm", " + self.eps)", ")", "rms = x.square().mean(-1, keepdim=True).sqrt()"),
+    (
+        "rmsnorm",
+        " + self.eps)",
+        ") + self.eps",
+        "rms = x.square().mean(-1, keepdim=True).sqrt() + eps",
+    ),
+    (
+        "rmsnorm",
+        "* self.weight",
+        "* (1 + self.weight)",
+        "return x / rms * (1 + weight)",
+    ),
+    (
+        "rmsnorm",
+        "x.to(torch.float32)",
+        "x - x.mean(-1, keepdim=True)",
+        "x = x - x.mean(-1, keepdim=True)",
+    ),
+    (
+        "ffn",
+        "self.w1(x)",
+        "self.w3(x)",
+        "hidden = F.silu(x @ w3.T) * (x @ w3.T)",
+    ),
+    (
+        "ffn",
+        "torch.sigmoid(gate) * self.w3(x)",
+        "self.w3(x) * torch.sigmoid(gate * self.w3(x))",
+        "hidden = F.silu(x @ w1.T * (x @ w3.T))",
+    ),
+    ("rope", "-torch.arange", "torch.arange", "frequencies = theta ** (2 * k / d_k)"),
+    ("rope", "0, d_k, 2", "2, d_k + 1, 2", "k = torch.arange(d_k // 2) + 1"),
+    (
+        "rope",
+        "x[..., ::2], x[..., 1::2]",
+        "x.chunk(2, -1)",
+        'x1, x2 = rearrange(x, "... (two pair) -> two ... pair", two=2)',
+    ),
+    (
+        "attention",
+        "self.v_proj(x)",
+        "self.k_proj(x)",
+        "v = x @ wk.T",
+    ),
+    (
+        "attention",
+        ".tril()",
+        "",
+        "shown = torch.ones(seq, seq, dtype=torch.bool)",
+    ),
+    (
+        "attention",
+        '"... h s d -> ... s (h d)"',
+        '"... h s d -> ... s (d h)"',
+        'out = rearrange(heads, "... heads seq d_k -> ... seq (d_k heads)")',
+    ),
+    ("attention", ".unsqueeze(-2)", "", ""),  # a line that is left out
+    ("block", "self.ln2(y)", "self.ln2(x)", "return y + ffn(norm2(x))"),
+    (
+        "block",
+        "y = x + self.attn(self.ln1(x), token_positions)\n"
+        "        return y + self.ffn(self.ln2(y))",
+        "y = self.ln1(x + self.attn(x, token_positions))\n"
+        "        return self.ln2(y + self.ffn(y))",
+        "y = norm1(x + attention(x))\nreturn norm2(y + ffn(y))",
+    ),
+]
+
+
+def observations_of(layer, folder, cases):
+    """Return what a layer of a folder returns in cases of its class."""
+    os.environ[target.VARIABLE] = str(folder)
+    try:
+        return list(search.observe(cases).values())
+    finally:
+        del os.environ[target.VARIABLE]
+
+
+def numbers_of(layer, right, wrong, folder):
+    """Change a right solution, and return its numbers and its folder."""
+    folder = shutil.copytree(SOLUTIONS / "real_tables", folder / "layers")
+    replace(folder / f"{layer}.py", right, wrong)
+    cases = {
+        title: case
+        for title, case in PAGES[layer].cases.items()
+        if case.is_common and case.weights is None
+    }
+    seen = observations_of(layer, folder, cases)
+    seen = [each for each in seen if each.result is not None]
+    assert any(each.is_wrong for each in seen)
+    return seen, folder
+
+
+def explain(seen, seconds=60):
+    return search.explain(seen, time.process_time() + seconds)
+
+
+@pytest.mark.parametrize(("layer", "right", "wrong", "line"), EXPLAINED)
+def test_a_wrong_layer_is_explained_by_a_change(layer, right, wrong, line, tmp_path):
+    """The changed equation gives its numbers, also in a case of other sizes."""
+    seen, folder = numbers_of(layer, right, wrong, tmp_path)
+    change = explain(seen)
+    assert change
+    _, new = change.lines()
+    assert "\n".join(each.strip() for each in new) == line
+    name = next(iter(PAGES[layer].cases.values())).name
+    name = "CausalMultiHeadSelfAttention" if layer == "attention" else name
+    [other] = observations_of(layer, folder, {"elsewhere": ELSEWHERE[name]})
+    assert other.is_wrong
+    form = next(form for form in search.FORMS[name] if change.function in form.changed)
+    with search.applied([change]):
+        assert other.agrees_with(other.of(form.formula))
+
+
+@pytest.mark.parametrize(
+    ("layer", "right", "wrong"),
+    [
+        # ffn's norm undoes the factor, but for eps: either residual may be twice as large.
+        ("block", "return y", "return y + y"),
+        # Two changes.
+        ("ffn", "gate * torch.sigmoid(gate) * self.w3(x)", "gate + 3 * self.w3(x)"),
+        ("attention", "k, v, causal", "q, v + k, causal"),
+    ],
+)
+def test_nothing_is_said_of_two_changes_or_where_two_explain(
+    layer, right, wrong, tmp_path
+):
+    seen, _ = numbers_of(layer, right, wrong, tmp_path)
+    assert explain(seen) is None
+
+
+def test_a_search_that_takes_too_long_says_nothing(tmp_path):
+    seen, _ = numbers_of("rmsnorm", " + self.eps", "", tmp_path)
+    assert explain(seen)
+    assert explain(seen, seconds=0) is None
