@@ -1,4 +1,4 @@
-"""examples/cs336 judges solutions by the functions of their tests/adapters.py."""
+"""examples/cs336 tests solutions through the functions of their tests/adapters.py."""
 
 import re
 import shutil
@@ -35,7 +35,7 @@ def solution(tmp_path, monkeypatch):
 def test_a_right_solution_passes():
     code, report = forked.verify(EXAMPLE)
     assert code == 0, report
-    assert "skipped" not in report
+    assert "\nRIGHT rmsnorm, ffn, rope, attention, block\n" in report
 
 
 def test_three_defects_are_found_on_one_screen(solution):
@@ -43,9 +43,8 @@ def test_three_defects_are_found_on_one_screen(solution):
         replace(solution / "cs336_basics" / f"{name}.py", right, wrong)
     code, report = forked.verify(EXAMPLE)
     assert code == 1, report
-    assert len(report.splitlines()) <= 24, report
-    pattern = r"^FAILED (\w+): test_\S+: .*\(\d+ of \d+ cases fail\): ."
-    failed = re.findall(pattern, report, re.MULTILINE)
+    assert len(report.splitlines()) <= 30, report
+    failed = re.findall(r"^FAILED (\w+): test_\w+: ", report, re.MULTILINE)
     assert set(failed) == {"attention", "block", "ffn", "rmsnorm"}, report
     page = HERE.parents[1] / "docs" / "verify.md"
     require_shown(block_with(page, "FAILED attention"), report, "verify")

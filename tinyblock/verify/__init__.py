@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from .report import Report
 
@@ -36,6 +37,7 @@ def run(path: Path, layers: list[str], options: list[str]) -> int:
     if missing:
         add = f"`tinyblock add {' '.join(missing)} --to DIR --with-tests` copies them"
         raise FileNotFoundError(f"{contract} lacks the tests of {missing}: {add}")
+    torch.set_num_threads(1)  # the tensors are small, and threads wait for each other
     os.environ["TINYBLOCK_VERIFY"] = str(folder)  # the contract's target.py reads it
     report = Report(folder, found)
     code = pytest.main(

@@ -12,7 +12,7 @@ import pytest
 
 from .changes import Change
 from .imports import explain_import
-from .lines import Failure, Layer, lines_of
+from .lines import Failure, Layer, cause_of, lines_of
 from .search import observe
 
 CAUSES = (
@@ -36,6 +36,7 @@ class Report:
         self.files = {layer: folder / f"{layer}.py" for layer in layers}
         self.layers = {layer: Layer(layer) for layer in layers}
         self.broken: dict[str, list[str]] = {}  # layers, by why they are not imported
+        self.broken_by: set[object] = set()  # the causes
         self.foreign: list[str] = []  # layers that are no copies of tinyblock's
 
     def pytest_collection_modifyitems(
@@ -64,6 +65,7 @@ class Report:
         items[:] = sorted(kept, key=lambda item: item.originalname != "test_equation")
 
     def add_broken(self, layer: str, error: BaseException) -> None:
+        self.broken_by.add(cause_of(error))
         reason = explain_import(error, self.files[layer], self.files.values())
         layers = self.broken.setdefault(reason, [])
         if layer not in layers:
@@ -96,6 +98,8 @@ class Report:
             if isinstance(each, ModuleNotFoundError | SyntaxError):
                 # A function of an adapter imports the solution.
                 self.add_broken(layer.name, each)
+            elif cause_of(each) in self.broken_by:
+                continue  # another layer imports the broken one
             elif function := unwritten_function(each):
                 layer.unwritten.add(function)
             elif item.originalname == "test_gradient_of_x" and is_failure(each):
