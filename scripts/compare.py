@@ -16,7 +16,8 @@ A case is named work-dtype-size-mode. "train" is a forward and a backward pass, 
 token with d_model 768 ("token") and 64 ("tiny-token") and, on CUDA, the block of Llama
 3.1 8B with 4 x 2,048 tokens ("llama-8b"), with 8,192 ("llama-8b-long"), and with one
 ("llama-8b-token"). The modes are eager, compiled, frozen (compiled with constant
-weights, which torch merges) and, on CUDA, graphs (CUDA graphs).
+weights, which torch merges) and, on CUDA, graphs (CUDA graphs). In "token-merged", the
+Block has the merged weights of examples/merged.py, and its control has not.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -42,6 +44,7 @@ from lab.progress import show_progress
 from lab.sizes import PRESETS, Size
 from lab.tables import markdown, number
 from lab.timing import HOST, Clock, interleave, wall_sampler
+from merged import merge
 from peers import (
     MakePeer,
     Peer,
@@ -60,6 +63,7 @@ LLAMA_8B = PRESETS["llama-3.1-8b"]
 SIZES = {
     "768": Size(4, 512, d_model=768, num_heads=12),
     "token": Size(1, 1, d_model=768, num_heads=12),
+    "token-merged": Size(1, 1, d_model=768, num_heads=12),
     "tiny-token": Size(1, 1, d_model=64, num_heads=4),  # Python dominates
     "llama-8b": replace(LLAMA_8B, batch_size=4, seq_len=2048),
     "llama-8b-long": replace(LLAMA_8B, batch_size=1, seq_len=8192),
@@ -77,6 +81,10 @@ CASES = [
     "forward-bf16-token-eager",
     "forward-bf16-token-compiled",
     "forward-bf16-token-frozen",
+    "forward-f32-token-merged-eager",
+    "forward-f32-token-merged-compiled",
+    "forward-bf16-token-merged-eager",
+    "forward-bf16-token-merged-compiled",
     "forward-f32-tiny-token-eager",
     "forward-f32-tiny-token-compiled",
     "forward-f32-tiny-token-frozen",
@@ -111,6 +119,10 @@ class Case:
         """Return the case of a name such as train-bf16-llama-8b-eager."""
         work, dtype, *size, mode = name.split("-")
         return cls(name, SIZES["-".join(size)], DTYPES[dtype], work == "train", mode)
+
+    @property
+    def is_merged(self) -> bool:
+        return "-merged-" in self.name
 
     @property
     def tolerance(self) -> float:
@@ -274,7 +286,11 @@ class Bench:
         found: Found = {}
         with torch.set_grad_enabled(case.train):
             block, x = make_block(case.size, case.dtype, self.device)
-            ours = prepare(control(block), x, case)
+            own = control(block)
+            layer: Any = own.layers["Block"]
+            if case.is_merged:
+                merge(layer)
+            ours = prepare(own, x, case)
             for name, make_peer in self.peers.items():
                 say = partial(self.say, case, name)
                 say("preparing")

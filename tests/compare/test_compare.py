@@ -210,6 +210,22 @@ def test_report(run, clock):
     assert command.endswith("; `scripts/compare.py --rounds 3`")
 
 
+def test_merged_weights_take_four_products_in_place_of_seven(clock, capsys):
+    """q, k and v are one, and so are both parts of the gate; the control has seven."""
+    size = Size(1, 1, 32, 2, d_ff=48)
+    case = Case("token-merged-eager", size, torch.float32, False, "eager")
+    code = main(
+        ["--processes", "1"],
+        cases_on=lambda device: [case],
+        peers_on=lambda device: {},
+        clock=clock,
+        call=lambda measure, case: measure(case),
+    )
+    assert code == 0
+    printed = capsys.readouterr().out
+    assert "| token-merged-eager           | 0.57 (0.57-0.57) |" in printed, printed
+
+
 def test_another_checkout_is_compared_in_the_cases_that_match(run, tmp_path):
     """Its forward has 14 products, so training has 28 for the Block's 21."""
     (tmp_path / "tinyblock").mkdir()
