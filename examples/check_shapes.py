@@ -25,16 +25,18 @@ def scores(
 def main() -> None:
     q = torch.randn(2, 3, 5, 8)  # batch, heads, query, d
     k = torch.randn(2, 3, 7, 8)  # batch, heads, key, d
-    print("right:", *scores(q, k).shape)
+    print("eager:", *scores(q, k).shape)
     try:
         k = torch.randn(2, 1, 7, 8)
         scores(q, k)
     except TypeCheckError as error:
         print(f"\nTypeCheckError: {error}")
+    compiled = torch.compile(scores)
+    print("\ncompiled:", *compiled(q, q).shape)
     try:
-        torch.compile(scores)(q, k)
+        compiled(q, k)
     except TypeCheckError as error:
-        print(f"\nCompiled: {error}")
+        print(f"\nTypeCheckError: {error}")
 
 
 if __name__ == "__main__":
