@@ -32,11 +32,21 @@ def test_code_is_changed_in_one_place_at_a_time():
         ] == expected
 
 
+def test_changes_are_the_same_each_time():
+    sources = {"a.py": str(list(range(50))), "b.py": str(list(range(50)))}
+    first, second = (
+        [(file, old.value) for file, old, _ in mutants.draw(sources, 20)] for _ in "ab"
+    )
+    assert first == second
+    assert len({*first}) == 20
+    assert {file for file, _ in first} == {*sources}
+
+
 # It divides, and checks `whole`. Annotations and the texts of errors are not changed.
 MODULE = """
 def share(part: float, whole: int | None) -> float:
     if not whole:
-        raise ValueError(f"whole must not be {0 + 0}")
+        raise ValueError(f"whole must not be {0 + 0}", 0)
     return part / whole
 """
 TEST = """
@@ -61,6 +71,7 @@ def run(tmp_path):
     """Return a function that changes a file of a checkout, and returns what is printed."""
     for path, text in {
         "scripts/lab/module.py": MODULE,
+        "scripts/lab/second.py": "1; 2; 3",
         "docs/module.py": "1",
         "tests/lab/test_module.py": TEST,
         "tests/profiling/test_other.py": OTHER_TEST.format(log=str(tmp_path / "log")),
@@ -94,6 +105,12 @@ def test_each_change_that_no_test_notices_is_a_line(run, tmp_path):
     ]
     assert (tmp_path / "log").read_text() == "run run "  # before a change, and for one
     assert (tmp_path / "scripts" / "lab" / "module.py").read_text() == MODULE
+
+
+def test_each_change_is_made_alone(run):
+    """A change of the first file that its tests notice is not there for the second."""
+    printed = run("scripts/lab/module.py", "scripts/lab/second.py")
+    assert printed.endswith("The tests notice 1 of 5 changes.\n")
 
 
 def test_tests_that_are_named_run_alone(run, tmp_path):
