@@ -1,0 +1,1 @@
+"""What diverge.py consists of."""
