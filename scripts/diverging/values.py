@@ -15,10 +15,15 @@ class Refused(ValueError):
     """Something that this program does not take."""
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """Return a plain tensor of a class of its own, such as a quantized weight."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    return tensor if is_plain else tensor.dequantize()
+
+
 def numbers(tensor: Tensor) -> Tensor:
     """Return finite numbers in float64: masks have infinities, and masked rows NaN."""
-    if type(tensor) not in (Tensor, nn.Parameter):
-        tensor = tensor.dequantize()
+    tensor = dense(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.detach().double().flatten().nan_to_num(0.0).clamp_(-1e100, 1e100)
@@ -56,7 +61,9 @@ def nearest(found: list[Tensor], exact: list[Tensor]) -> float:
 def hash_of(weight: Tensor) -> int:
     """Return a sum over the numbers: the same if they are permuted, joined or split."""
     total = 0
-    for some in weight.detach().flatten().split(2**20):  # which bounds the memory
+    for some in (
+        dense(weight).detach().flatten().split(2**20)
+    ):  # which bounds the memory
         bits = (numbers(some) + 0.0).view(torch.int64)  # -0.0 becomes 0.0
         bits = (bits ^ (bits >> 29)) * 0x1CE4E5B9BF58476D
         total += int(((bits ^ (bits >> 32)) * 0x14D049BB133111EB).sum().item())
