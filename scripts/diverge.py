@@ -81,9 +81,10 @@ def compare(ours: Subject, theirs: Subject) -> Answer | dict[str, str]:
             each.ours.call.module: keys[each.theirs.call.module] for each in others
         }
         keys = Keys(same_keys)
-        others = [each for each in others if each.off > TOLERANCE]
+        differ = [each for each in others if each.off > TOLERANCE]
         if off <= TOLERANCE:
-            return other_weights(others)
+            return other_weights(differ or others)
+        others = differ
         pairs = partners(a, b, keys)
     place, first = wrong_in_forward(a, pairs)
     same_numbers = keys[place.ours.module] == keys[place.theirs.module]
@@ -126,8 +127,6 @@ def holds_other_numbers(pair: Pair) -> bool:
 def compare_backward(
     ours: Run, theirs: Run, pairs: list[Pair], keys: Keys
 ) -> Answer | None:
-    if not (ours.result.requires_grad and theirs.result.requires_grad):
-        return None
     for run in (ours, theirs):
         run.forget_values()
         for weight in floats(run.model.parameters()):

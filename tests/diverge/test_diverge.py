@@ -174,6 +174,15 @@ def test_a_mistake_in_backward_is_named_in_its_module(wrong, tied):
     require(found, f"MISTAKE in backward, in {BACKWARD[wrong]}: its gradients", 1)
 
 
+def test_a_forward_without_gradients_is_a_mistake_of_backward():
+    def ours():
+        model, inputs = plain()
+        model.forward = torch.no_grad()(model.forward)
+        return model, inputs
+
+    require(compared(ours, plain), "MISTAKE in backward, in the model (the model)", 1)
+
+
 def test_a_module_that_is_only_cut_differently_is_not_named():
     """Its attention adds the residual, which is right; the mistake comes later."""
 
