@@ -1,6 +1,7 @@
 """A wrong result is explained by the change of the equation that gives it, or not at all."""
 
 import dataclasses
+import inspect
 import os
 import shutil
 import time
@@ -13,7 +14,8 @@ from edits import replace
 from tinyblock.contract import target, test_attention, test_block, test_ffn
 from tinyblock.contract import test_rmsnorm as rmsnorm
 from tinyblock.contract import test_rope as rope
-from tinyblock.verify import search
+from tinyblock.verify import equations, search
+from tinyblock.verify.changes import Change, changes_of
 
 SOLUTIONS = Path(__file__).parent / "solutions"
 PAGES = {
@@ -203,3 +205,70 @@ def test_a_search_that_takes_too_long_says_nothing(tmp_path):
     seen, _ = numbers_of("rmsnorm", " + self.eps", "", tmp_path)
     assert explain(seen)
     assert explain(seen, seconds=0) is None
+
+
+# Changes that give the same numbers in all cases of a page, and others elsewhere: nothing
+# is said of them. The norm undoes a factor, but for eps; the weights of the cases are
+# positive.
+NOT_TOLD_APART = {
+    "rmsnorm": [{"return F.relu(x / rms * weight)", "return F.relu(x) / rms * weight"}],
+    "ffn": [],
+    "block": [
+        {"y = 2 * (x + attention(norm1(x)))", "return 2 * y + ffn(norm2(y))"},
+    ],
+}
+
+
+@pytest.mark.parametrize("layer", NOT_TOLD_APART)
+def test_a_page_tells_all_other_changes_apart(layer):
+    cases = {
+        title: case
+        for title, case in PAGES[layer].cases.items()
+        if case.is_common and case.weights is None
+    }
+    seen = observations_of(layer, SOLUTIONS / "real_tables", cases)
+    name = seen[0].case.name
+    seen = [each for each in seen if each.case.name == name]
+    groups = []  # of the changes with the same numbers in all cases
+    for form in search.FORMS[name]:
+        for change in changes_in(form, seen):
+            results = [search.result_of(change, form, each) for each in seen]
+            if any(each is None for each in results) or all(
+                each.agrees_with(result)
+                for each, result in zip(seen, results, strict=True)
+            ):
+                continue
+            for group in groups:
+                if all(map(search.is_close, results, group[0][2])):
+                    group.append((form, change, results))
+                    break
+            else:
+                groups.append([(form, change, results)])
+    assert [lines for group in groups if (lines := functions_of(group, seen))] == (
+        NOT_TOLD_APART[layer]
+    )
+
+
+def changes_in(form, seen):
+    run = search.lines_run(form, seen)
+    for function in form.changed:
+        text = inspect.getsource(getattr(equations, function))
+        yield from changes_of(function, text, run[function])
+
+
+def functions_of(group, seen):
+    """Return the shortest line of each function, if the changes are of more than one."""
+    other = search.elsewhere(seen, sequences=3)
+    functions = []
+    for form, change, _ in group:
+        result = search.result_of(change, form, other)
+        for same, changes in functions:
+            if search.is_close(result, same, 1e-9):
+                changes.append(change)
+                break
+        else:
+            functions.append((result, [change]))
+    if len(functions) == 1:
+        return None
+    shortest = (min(changes, key=Change.size) for _, changes in functions)
+    return {"\n".join(change.lines()[1]).strip() for change in shortest}
