@@ -30,6 +30,7 @@ TESTS = {
     "tinyblock/copies": ["tests/copies"],
     "tinyblock/parallelize": ["tests/parallelize"],
     "tinyblock/typecheck": ["tests/typecheck"],
+    "tinyblock/verify": ["tests/contract"],
     "tinyblock_command": ["tests/copies"],
     "tinyblock": ["tinyblock/contract", "tests/layers"],
     "scripts/accuracy": ["tests/compare"],

@@ -158,6 +158,19 @@ def test_a_layer_that_cannot_be_imported_is_one_line_with_the_repair(tmp_path):
         assert lines[layer].endswith(right)
 
 
+def test_packages_that_are_imported_later_are_named_at_once(tmp_path):
+    """Of files that Python has not read when the first package is missing."""
+    (tmp_path / "basics").mkdir()
+    (tmp_path / "basics" / "__init__.py").touch()
+    (tmp_path / "basics" / "model.py").write_text("from .parts import x\n")
+    (tmp_path / "basics" / "parts.py").write_text("import no_such_two\n")
+    text = "import no_such_one\ndef f():\n    from basics.model import x\n"
+    (tmp_path / "rmsnorm.py").write_text(text)
+    code, report = verify(tmp_path, folder=tmp_path)
+    assert code == 2, report
+    assert f": {PIP} no_such_one no_such_two\n" in report
+
+
 def test_what_functions_import_is_one_line_for_all_layers(solution):
     """Many adapters import the solution inside of their functions."""
     for layer in ("rmsnorm", "ffn"):
