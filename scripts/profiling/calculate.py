@@ -97,6 +97,8 @@ def least(works: Sequence[Work]) -> Work:
         operations=sorted_by_time(
             replace(each, total_s=median(times[each.name])) for each in work.operations
         ),
+        # A thread may work while another part waits for it than in other runs.
+        unseen=tuple(dict.fromkeys(name for each in works for name in each.unseen)),
     )
 
 

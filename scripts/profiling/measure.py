@@ -125,7 +125,10 @@ def measure(
         names = differ[:3]
         if differ[3:]:
             names.append(f"{len(differ) - 3} other parts")
-        notes.append(f"Runs differ in {', '.join(names)}, so their figures are bounds.")
+        notes.append(
+            f"Runs differ in {', '.join(names)}, so their figures are bounds. The peak is "
+            "that of one run."
+        )
     optimizers = {k: v for each in records for k, v in each.optimizers.items()}
     parts = known_parts(subject.model, optimizers)
     rows = [

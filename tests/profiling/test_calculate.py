@@ -145,6 +145,14 @@ def test_runs_have_the_median_time_of_operations_beyond_that_of_small_ones():
     assert first[1].unseen == second[1].unseen == ()
 
 
+def test_a_part_that_works_in_threads_in_one_of_the_runs_is_marked():
+    stays = [Stay("part", "forward", True, (of(1.0, 5),))]
+    records = [Record(stays=stays), Record(stays=stays, in_threads={"part"})]
+    work = works_of(records)["part"]
+    assert work.unseen == ("modules in Python threads", "runs that differ")
+    assert work.kept_bytes is None
+
+
 # What a part does in three runs: whether it is called, and its FLOPs.
 DIFFERENT = {
     "it is called in each": ([5, 5, 5], ()),
