@@ -136,7 +136,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Return AdamW that decays matrices, but neither gains nor single numbers."""
+    """Return AdamW that decays matrices, but neither norm weights nor single numbers."""
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     others = [weight for weight in model.parameters() if weight.ndim < 2]
     groups = [

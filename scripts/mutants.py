@@ -26,12 +26,12 @@ from tqdm import tqdm
 
 # The longest of these with which the path of a file begins names its tests.
 TESTS = {
-    "tinyblock/contract": ["tests/contract", "tinyblock/contract"],
-    "tinyblock/copies": ["tests/copies"],
+    "tinyblock/contract": ["tests/verify", "tinyblock/contract"],
+    "tinyblock/copies": ["tests/copy"],
     "tinyblock/parallelize": ["tests/parallelize"],
     "tinyblock/typecheck": ["tests/typecheck"],
-    "tinyblock/verify": ["tests/contract"],
-    "tinyblock_command": ["tests/copies"],
+    "tinyblock/verify": ["tests/verify"],
+    "tinyblock_command": ["tests/copy"],
     "tinyblock": ["tinyblock/contract", "tests/layers"],
     "scripts/accuracy": ["tests/compare"],
     "scripts/compare": ["tests/compare", "tests/test_figures.py"],

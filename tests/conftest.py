@@ -79,7 +79,7 @@ def pytest_configure(config):
 def pytest_collection_finish():
     import torch  # not above: the first process of pytest-xdist runs no test
 
-    # torch.compile takes half the time if it does not trace these (docs/hosts.md).
+    # torch.compile takes half the time if it does not trace these (docs/your_model.md).
     # One test in tests/layers/test_pytorch.py lets it trace a copy, as it does for users.
     for function in (einops.einsum, einops.rearrange, einops.repeat):
         torch.compiler.allow_in_graph(function)

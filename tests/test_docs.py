@@ -56,6 +56,21 @@ def test_links_lead_to_files_and_headings(page):
         assert not anchor or anchor in anchors(target), link
 
 
+@each_page
+def test_lines_but_tables_and_shown_output_have_at_most_120_characters(page):
+    text = re.sub(r"^```(console|text)\n.*?^```", "", page.read_text(), flags=re.S | re.M)
+    long = [line for line in text.splitlines() if len(line) > 120]
+    assert [line for line in long if not line.startswith("|")] == []
+
+
+def test_the_picture_of_the_block_is_what_its_program_draws():
+    program = ROOT / "docs" / "draw_block.py"
+    drawn = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, check=True
+    ).stdout
+    assert drawn == (ROOT / "docs" / "block.svg").read_text()
+
+
 def commands(page):
     """Yield the words of each command in the blocks and in the text of a page."""
     lines = re.findall(r"`([^`\n]+)`", text_of(page))

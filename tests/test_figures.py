@@ -10,7 +10,7 @@ from pages import name_of, tables, text_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
-MEASURED = ROOT / "docs" / "measured.md"
+MEASURED = ROOT / "docs" / "compare.md"
 CPU, H100 = "cpu-amd-epyc-avx512.md", "speed-h100.md"
 # The report and the case of each row in the README.
 README = {
@@ -69,12 +69,18 @@ def test_the_sizes_of_the_page_are_those_that_are_compared():
 
 
 def test_the_readme_has_the_medians_of_the_reports():
-    [table] = tables(text_of(ROOT / "README.md"))
+    found = tables(text_of(ROOT / "README.md"))
+    [table] = [rows for rows in found if "transformers" in rows[0]]
     assert [name_of(row) for row in table] == list(README)
     for name, row in zip(README, table, strict=True):
         [found] = rows_of(*README[name])
         for project in ("transformers", "litgpt"):
             assert row[project] == found[project].partition(" ")[0], name
+
+
+def test_the_readme_has_the_length_of_attention():
+    length = len((ROOT / "tinyblock" / "attention.py").read_text().splitlines())
+    assert f"| {length} lines |" in text_of(ROOT / "README.md")
 
 
 def test_the_readme_names_the_versions_that_ci_tests():

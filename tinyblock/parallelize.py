@@ -112,7 +112,7 @@ def _require_axes(mesh: DeviceMesh) -> tuple[str, ...]:
     if axes not in _MESHES:
         supported = " or ".join(map(str, _MESHES))
         raise ValueError(f"mesh must have the axes {supported}, got {axes}")
-    # Each process has a part of the gradient of a gain. Clipping and AdamW of older
+    # Each process has a part of the gradient of a norm weight. Clipping and AdamW of older
     # releases take this part for the sum. NVIDIA's builds of torch 2.13 are alphas.
     if "tp" in axes and torch.__version__ < "2.13.0a0":
         raise ValueError(
@@ -192,7 +192,7 @@ def _plan() -> dict[str, Any]:
 def _split(
     model: nn.Module, blocks: list[nn.Module], tp: DeviceMesh, even: bool
 ) -> None:
-    """Split weights by the plan, make gains DTensors, and split the tokens of x."""
+    """Split weights by the plan, make norm weights DTensors, and split the tokens of x."""
     from torch.distributed.tensor import (
         DTensor,
         Replicate,

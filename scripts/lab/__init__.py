@@ -1,1 +1,1 @@
-"""What several scripts share: sizes, timing in turns, the machine's name, and tables."""
+"""What several scripts share: sizes, timing alternately, the machine's name, and tables."""

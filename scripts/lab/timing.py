@@ -1,4 +1,4 @@
-"""Times that can be compared: warmed up, synchronized, and taken in turns."""
+"""Times that can be compared: warmed up, synchronized, and taken alternately."""
 
 import math
 import time

@@ -264,7 +264,7 @@ class Times:
         of_rates: dict[str, Sampler],
         progress: Callable[[str], None],
     ) -> "Times":
-        """Measure the parts, the whole, and the rates of the machine in turns."""
+        """Measure the parts, the whole, and the rates of the machine alternately."""
         progress("measuring once, to see how often a sample repeats each run")
         stopwatch = Stopwatch(subject.model, subject.clock)
         samplers: dict[str, Sampler] = {

@@ -122,7 +122,7 @@ class Case:
             pytest.skip(f"{self.name} takes other arguments: {error}")
 
     def build(self, device="cpu", dtype=torch.float64):
-        """Construct the layer with seeded gains around 1 and matrices that keep lengths."""
+        """Construct the layer with seeded norm weights around 1 and matrices that keep lengths."""
         module = self.construct()
         for seed, weight in enumerate(module.parameters(), start=1):
             values = randn(*weight.shape, seed=seed) / math.sqrt(weight.shape[-1])

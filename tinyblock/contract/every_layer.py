@@ -213,7 +213,7 @@ class EveryLayer:
         for_each(self.each_typical(), check)
 
     def test_initial_weights(self):
-        """Gains are 1; matrices are normal of variance 2 / (d_in + d_out), up to 3 sigma."""
+        """Norm weights are 1; matrices are normal of variance 2 / (d_in + d_out), cut."""
 
         def check(case):
             torch.manual_seed(0)

@@ -28,6 +28,6 @@ def test_an_operation_that_torch_lacks_and_a_type_error_in_one_case_are_failures
     )
     code, report = verify(tmp_path, "-k", "equation and float32")
     assert code == 1, report
-    assert "\nFAILED rmsnorm: test_equation[cpu-float32]: " in report
-    assert "\nFAILED ffn: test_equation[cpu-float32]: " in report
+    assert "\nFAILED rmsnorm: test_equation" in report
+    assert "\nFAILED ffn: test_equation" in report
     assert "NOT WRITTEN" not in report

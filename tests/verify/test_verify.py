@@ -65,10 +65,10 @@ def test_the_report_has_one_line_for_each_cause(solution):
 
 def test_the_readme_shows_the_line_of_a_norm_without_eps(solution):
     replace(solution / "rmsnorm.py", " + self.eps)", ")")
-    shown = block_with(ROOT / "README.md", "verify examples/cs336")
+    shown = block_with(ROOT / "README.md", "verify ../tinyblock/examples/cs336")
     code, report = verify(solution, "rmsnorm")
     assert code == 1, report
-    require_shown(shown.partition("verify examples/cs336\n")[2], report, "verify")
+    require_shown(shown.partition("examples/cs336\n")[2], report, "verify")
 
 
 def test_layers_files_and_options_select_tests(solution):
@@ -83,7 +83,7 @@ def test_layers_files_and_options_select_tests(solution):
 
 
 def test_the_tests_beside_copies_test_them(tmp_path):
-    """Their formula may be edited, as in docs/vendoring.md."""
+    """Their formula may be edited, as in docs/copy.md."""
     assert copies.main(["add", "rope", "--with-tests", "--to", str(tmp_path)]) == 0
     (tmp_path / "conftest.py").write_text("raise RuntimeError('of the project')")
     page = tmp_path / "contract" / "test_rope.py"

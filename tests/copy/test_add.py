@@ -8,7 +8,7 @@ KEPT = "kept, because it is not a copy"
 
 
 def with_bases(project, names):
-    """Return the contents of a folder of copies as docs/vendoring.md describes it."""
+    """Return the contents of a folder of copies as docs/copy.md describes it."""
     copies = {name: project.written(name) for name in names}
     bases = {f".tinyblock/{name}.base": copies[name] for name in names}
     license_text = (project.tinyblock / "LICENSE").read_bytes()

@@ -15,7 +15,7 @@ from pages import block_with, blocks, require_shown
 from tinyblock import copies
 
 ROOT = Path(__file__).parents[2]
-VENDORING = ROOT / "docs" / "vendoring.md"
+VENDORING = ROOT / "docs" / "copy.md"
 
 
 def apply(patch):
@@ -29,7 +29,7 @@ def apply(patch):
         path.write_text(text.replace(old, new, 1))
 
 
-def test_vendoring_shows_what_is_printed_of_an_edit(tmp_path, capsys):
+def test_the_page_shows_what_is_printed_of_an_edit(tmp_path, capsys):
     """The edit that `diff` prints on the page is made before `diff` runs."""
     subcommands = []
     with contextlib.chdir(tmp_path):
@@ -51,7 +51,7 @@ def test_vendoring_shows_what_is_printed_of_an_edit(tmp_path, capsys):
     assert subcommands == ["add", "diff", "verify", "verify"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/vendoring.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/copy.md"])
 def test_page_shows_what_add_prints(page, tmp_path):
     """The README's command runs in a clone, the other one in a folder beside it."""
     clone = tmp_path / "tinyblock"
@@ -78,18 +78,18 @@ def require_printed(project, block):
         require_shown(shown, printed, command)
 
 
-def test_vendoring_shows_what_check_prints_of_an_edit(project):
+def test_the_page_shows_what_check_prints_of_an_edit(project):
     project.append("ffn.py", "# mine")
     require_printed(project, block_with(VENDORING, "4 of 5 copies are unedited"))
 
 
-def test_vendoring_shows_what_check_and_update_print_of_a_release(project):
+def test_the_page_shows_what_check_and_update_print_of_a_release(project):
     project.edit("rope.py", "import math\n", "import math  # mine\n")
     project.release("0.2.0", ffn="# new", rope="# new")
     require_printed(project, block_with(VENDORING, "3 of 5 copies are unedited"))
 
 
-def test_vendoring_shows_a_conflict(project):
+def test_the_page_shows_a_conflict(project):
     line = "return self.theta ** (-even / self.d_k)"
     project.edit("rope.py", line, f"{line} / 8")
     project.release("0.2.0")
@@ -99,7 +99,7 @@ def test_vendoring_shows_a_conflict(project):
     assert shown in (project.folder / "rope.py").read_text()
 
 
-def test_vendoring_shows_that_a_file_of_ones_own_is_kept(empty):
+def test_the_page_shows_that_a_file_of_ones_own_is_kept(empty):
     empty.folder.mkdir(parents=True)
     (empty.folder / "ffn.py").write_text("class SwiGLU: ...")
     assert block_with(VENDORING, "kept, because") in empty.run("add", "block")

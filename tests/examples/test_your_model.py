@@ -1,4 +1,4 @@
-"""Copied layers inside other people's models: the hosts that docs/hosts.md names."""
+"""Copied layers inside other people's models: the hosts that docs/your_model.md names."""
 
 import importlib
 import math
@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tinyblock import SwiGLU, Transformer, copies
 
-PAGE = Path(__file__).parents[2] / "docs" / "hosts.md"
+PAGE = Path(__file__).parents[2] / "docs" / "your_model.md"
 X = torch.linspace(-1, 1, 2 * 9 * 64).view(2, 9, 64)
 
 

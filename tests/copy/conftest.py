@@ -104,7 +104,7 @@ class Project:
         return self.folder / ".tinyblock" / f"{name}.base"
 
     def written(self, name):
-        """Return what the release writes as a copy, as docs/vendoring.md describes it."""
+        """Return what the release writes as a copy, as docs/copy.md describes it."""
         header = f"""\
 # Copied from tinyblock: {name}
 # Copyright (c) 2026 The tinyblock authors, MIT license: see LICENSE.tinyblock

@@ -64,7 +64,7 @@ def test_a_lost_base_is_an_error(project):
 
 
 def test_a_copy_that_is_restored_without_its_base_is_edited(project):
-    """docs/vendoring.md: restore both. `diff` shows what the copy lacks."""
+    """docs/copy.md: restore both. `diff` shows what the copy lacks."""
     old = project.contents()["rope.py"]
     project.release("0.2.0", rope="# new")
     project.run("update")
@@ -117,7 +117,7 @@ OTHER_IMPORTS = (
     "from .ffns import SwiGLU",
     "from other.ffn import SwiGLU",
     "from .copies import main",  # of a file that is not copied
-    "from . import ffn",  # docs/vendoring.md says that this form is not seen
+    "from . import ffn",  # docs/copy.md says that this form is not seen
 )
 
 
