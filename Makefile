@@ -50,7 +50,7 @@ accuracy: $(VENV)-peers/installed-peers ## compare the errors of the Block and i
 # An extra of pyproject.toml. .venv-peers is separate, because other projects require older releases.
 $(VENV)/installed-% $(VENV)-peers/installed-%: pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(TORCH) -e ".[$*]"
+	$(@D)/bin/python -m pip install $(TORCH) -e ".[$*]"
 	touch $@
 
 $(CACHE)/$(MODEL): | $(VENV)/installed-examples
