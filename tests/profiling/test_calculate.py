@@ -24,9 +24,9 @@ def column(storage):
     return Place(storage, 256, 4, 0, ((16, 4),))
 
 
-def windows(storage):
-    """Return each 3 tokens that follow each other, of which there are 14."""
-    return Place(storage, 256, 4, 0, ((14, 4), (3, 4), *TOKEN))
+def windows(storage, count):
+    """Return windows of 3 tokens, each of which begins a token after the last."""
+    return Place(storage, 256, 4, 0, ((count, 4), (3, 4), *TOKEN))
 
 
 def somewhere(storage, numbers):
@@ -56,7 +56,8 @@ MOVED = {
     "two halves": ([event([tokens(X, 0, 8)]), event([tokens(X, 8, 8)])], 128 + 128),
     "tokens that overlap": ([event([tokens(X, 0, 8), tokens(X, 6, 8)])], 14 * 16),
     "a column of a token": ([event([tokens(X, 0, 1), column(X)])], 16 + 15 * 4),
-    "windows that overlap": ([event([windows(X)])], 256),
+    "windows that overlap": ([event([windows(X, 14)])], 256),
+    "windows of a half, with more numbers than all": ([event([windows(X, 6)])], 128),
     "a cache that is written in part, and read": (
         [event((), [tokens(RESULT, 5, 1)]), event([all_of(RESULT)])],
         16 + (256 - 16),
@@ -69,6 +70,10 @@ MOVED = {
     "a cache that is written at positions, and read": (
         [event((), [somewhere(RESULT, 4)]), event([all_of(RESULT)])],
         16 + 256,
+    ),
+    "a cache that is written up to a token, and read at positions": (
+        [event((), [tokens(RESULT, 0, 15)]), event([somewhere(RESULT, 40)])],
+        15 * 16 + 16,
     ),
     "a buffer that is filled by pieces": (
         [make(RESULT), *[event((), [tokens(RESULT, n, 1)]) for n in range(16)]],
