@@ -58,7 +58,9 @@ def test_links_lead_to_files_and_headings(page):
 
 @each_page
 def test_lines_but_tables_and_shown_output_have_at_most_120_characters(page):
-    text = re.sub(r"^```(console|text)\n.*?^```", "", page.read_text(), flags=re.S | re.M)
+    text = re.sub(
+        r"^```(console|text)\n.*?^```", "", page.read_text(), flags=re.S | re.M
+    )
     long = [line for line in text.splitlines() if len(line) > 120]
     assert [line for line in long if not line.startswith("|")] == []
 

@@ -98,7 +98,9 @@ def test_a_layer_that_is_called_twice_equals_two_layers_with_one_weight():
 
 def test_ports_of_models_of_transformers_are_the_same_function():
     """Their rows of queries are permuted, their biases and experts fused or transposed."""
-    transformers = pytest.importorskip("transformers", reason="requires the examples")
+    transformers = pytest.importorskip(
+        "transformers", reason="requires the extra examples"
+    )
     from hugging_face import convert
 
     sizes = {
@@ -264,7 +266,9 @@ def test_quantized_weights_are_no_mistake():
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 def test_weights_of_torchao_are_no_mistake(capsys):
     """They cannot be built in float64, so constants stay rounded in both models."""
-    torchao = pytest.importorskip("torchao.quantization", reason="requires examples")
+    torchao = pytest.importorskip(
+        "torchao.quantization", reason="requires the extra examples"
+    )
 
     def ours():
         model, inputs = plain()

@@ -11,7 +11,7 @@ from pages import block_with, require_shown
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "cs336"
-SOLUTIONS = HERE.parent / "contract" / "solutions"
+SOLUTIONS = HERE.parent / "verify" / "solutions"
 DEFECTS = {
     "attention": ("            token_positions = token_positions.unsqueeze(-2)\n", ""),
     "ffn": ("gate = self.w1(x)", "gate = self.w3(x)"),
