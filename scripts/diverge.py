@@ -103,14 +103,18 @@ def compare(ours: Subject, theirs: Subject) -> Answer | dict[str, str]:
 
 
 def require_same_inputs(ours: Inputs, theirs: Inputs) -> None:
-    known = tensors_in(theirs)
-    for each in tensors_in(ours):
-        if any(each.shape == t.shape and error(each, t) == 0 for t in known):
-            return
+    """Require that one model gets all tensors of the other one; a port may take fewer."""
+    fewer, more = sorted((tensors_in(ours), tensors_in(theirs)), key=len)
+    equal = [
+        any(each.shape == t.shape and error(each, t) == 0 for t in more)
+        for each in fewer
+    ]
+    if equal and all(equal):
+        return
     sizes = [[list(each.shape) for each in tensors_in(tree)] for tree in (ours, theirs)]
     raise Refused(
         f"both models must get the same input, got tensors of {sizes[0]} and {sizes[1]} "
-        "without an equal one; draw them with a torch.Generator of the same seed"
+        "which are not equal; draw them with a torch.Generator of the same seed"
     )
 
 
@@ -290,6 +294,9 @@ def main(arguments: list[str] | None = None) -> int:
             builds.append(users_build(typed.theirs, given_by="--theirs"))
     except ValueError as error:
         parser.error(str(error))
+    except Exception:  # of the user's module: 1 would say that it has a mistake
+        traceback.print_exc()
+        return 2
     place, dtype = torch.device(typed.device), getattr(torch, typed.dtype)
     try:
         found = answer(builds, place, dtype, typed.compile)

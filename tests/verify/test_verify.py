@@ -39,7 +39,7 @@ NOT WRITTEN attention: NotImplementedError in scaled_dot_product_attention
 Common mistakes, by the test that fails: docs/verify.md in tinyblock's
     repository
 RIGHT ffn
-3 failed, 1 passed, ... deselected, 2 not tested in ...
+3 failed, 1 passed, ... deselected, 2 not written or tested in ...
 """
 
 

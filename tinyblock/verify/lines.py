@@ -75,7 +75,8 @@ def lines_of_equation(
         found = explained_by(list(known), numbers)
         if found:
             below = ["with the changes above, the equation gives these numbers, too"]
-        elif change := explain(numbers, deadline):
+        elif len(numbers) > 1 and (change := explain(numbers, deadline)):
+            # Too many changes give the numbers of a single case.
             found = [change]
             below = shown(change)
         else:

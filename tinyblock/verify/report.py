@@ -107,7 +107,7 @@ class Report:
             else:
                 of_cases[title] = each
         if not of_cases:
-            return "not tested"
+            return "not written or tested"
         ran = getattr(error, "ran", 0)
         layer.failures.append(Failure(item.originalname, of_cases, ran))
         if item.originalname == "test_equation" and not layer.observations:
