@@ -53,7 +53,7 @@ import re
 import traceback
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from types import FunctionType, ModuleType, NoneType, SimpleNamespace, UnionType
@@ -207,10 +207,16 @@ def _checked(function: Any, owner: Any = None) -> Any:
 
 
 def _wrapper(check: "_Check") -> Any:
-    # Functions, because the compiler looks at all that the wrapper uses, and does not
-    # understand objects.
-    function, show, show_result = check.function, check.show, check.show_result
-    get_check, see_arguments, see_result = _functions_of(check)
+    # The compiler looks at all that it traces, and does not understand objects: it sees
+    # functions only. It keeps the annotations as they are resolved now.
+    before, after = check.before, check.after
+    function, show, show_result = check.function, before.show, after.show
+
+    def get_check() -> _Check:
+        return check
+
+    def see(context: Any) -> None:
+        check.see(context, before, after)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
@@ -221,10 +227,11 @@ def _wrapper(check: "_Check") -> Any:
                 from torch._dynamo.comptime import comptime
 
                 seen: Any = show(*args, **kwargs)
-                comptime(see_arguments)
+                found: Any = None
+                comptime(see)
                 result = function(*args, **kwargs)
-                found = show_result(result, *args, **kwargs)
-                comptime(see_result)
+                found = show_result(result, *args, **kwargs)  # noqa: F841  # `see` does
+                comptime(see)
                 return result
             except Exception:
                 raise
@@ -240,8 +247,7 @@ def _wrapper(check: "_Check") -> Any:
             return check.call(seen, args, kwargs)
         result = function(*args, **kwargs)
         try:
-            found = check.read_result(result, *args, **kwargs)
-            is_new = found != last_found
+            is_new = check.read_result(result, *args, **kwargs) != last_found
         except Exception:
             is_new = True
         if is_new:
@@ -251,57 +257,11 @@ def _wrapper(check: "_Check") -> Any:
     return wrapper
 
 
-def _functions_of(check: "_Check") -> Any:
-    def get_check() -> _Check:
-        return check
-
-    def see_arguments(context: Any) -> None:
-        check.see(context, "seen")
-
-    def see_result(context: Any) -> None:
-        check.see(context, "seen", "found")
-
-    return get_check, see_arguments, see_result
-
-
 # The check of a function -------------------------------------------------------------
 
-# What annotations read: each part, of which a tensor takes three places, and then each
-# size in braces. It is flat, because equal tuples are compared faster than nested ones.
+# What annotations read: of each part a tuple, or True if it is the default, and then
+# each size in braces.
 _Description: TypeAlias = tuple[Any, ...]
-
-
-class _Part(NamedTuple):
-    """A parameter or the result, and what its annotation takes."""
-
-    place: str  # in messages
-    text: str  # the expression that reads it
-    options: "list[_Option]"
-    default: Any = _EMPTY
-
-    @property
-    def width(self) -> int:
-        """Return how many places of a description it takes."""
-        is_tensor = len(self.options) == 1 and isinstance(self.options[0], _Array)
-        return 3 if is_tensor and self.default is _EMPTY else 1
-
-
-class _Side(NamedTuple):
-    """The parameters, or the result: what one description describes."""
-
-    parts: list[_Part]
-    sizes: dict[str, str]  # what stands in braces -> the name of an axis of this size
-
-    def split(self, description: "_Description") -> tuple[list[Any], dict[str, Any]]:
-        """Return the description of each part, and each size in braces."""
-        items: list[Any] = []
-        start = 0
-        for part in self.parts:
-            item = description[start : start + part.width]
-            start += part.width
-            is_tensor = part.width == 3 and item[1] is not None
-            items.append(item if is_tensor else item[0])
-        return items, dict(zip(self.sizes, description[start:], strict=True))
 
 
 class _Check:
@@ -312,59 +272,25 @@ class _Check:
         self.owner = owner
         self.name = f"{function.__module__}.{function.__qualname__}"
         self.header = _header(function)
-        self.known: dict[_Description, _Description] = {}  # of arguments -> of a result
+        self.known: dict[Any, _Description] = {}  # of arguments -> of a result
         self.last: tuple[Any, Any] = (None, None)  # those of the call before
         self.resolve()
-        # Compiled code keeps the annotations as they are resolved here.
-        self.shown = _Side(_shown(self.before.parts), self.before.sizes)
-        self.shown_after = _Side(_shown(self.after.parts), self.after.sizes)
-        self.show = _expression(self.header, self.shown, _showing)
-        self.show_result = _expression(self.header, self.shown_after, _showing, _RESULT)
 
     def resolve(self, is_final: bool = False) -> None:
         """Read the annotations; a name that is missing at first is looked up once more."""
         hints, is_complete = _resolve(self.function, self.owner, warn=is_final)
         self.is_resolved = is_complete or is_final
-        self.before, self.after = _Side([], {}), _Side([], {})
-        for name in (*self.header.parameters, "return"):  # in jaxtyping's order
-            hint = hints.get(name, Any)
-            if hint is Any:
-                continue
-            side = self.after if name == "return" else self.before
-            side.parts.append(self.part(name, hint, side.sizes))
+        self.before = _Side(self.function, self.header, hints, is_result=False)
+        self.after = _Side(self.function, self.header, hints, is_result=True)
+        self.read, self.read_result = self.before.read, self.after.read
         self.by_jaxtyping: Any = None
         parts = (*self.before.parts, *self.after.parts)
-        if any(
-            isinstance(o, _Refused) for part in parts for o in _inside(part.options)
-        ):
+        if any(isinstance(o, _Refused) for part in parts for o in part.type.inside()):
             self.by_jaxtyping = _by_jaxtyping(self.function, self.header, hints)
-        self.read = _expression(self.header, self.before, _reading)
-        self.read_result = _expression(self.header, self.after, _reading, _RESULT)
-        self.read_any = _expression(self.header, self.before, _reading_any)
-        self.read_any_result = _expression(
-            self.header, self.after, _reading_any, _RESULT
-        )
-
-    def part(self, name: str, hint: Any, sizes: dict[str, str]) -> _Part:
-        def axes(array: Any) -> list[str] | None:
-            return _without_braces(array, sizes, {*self.header.parameters}, where)
-
-        where = _place(self.function, name)
-        if name == "return":
-            return _Part("return value", _RESULT, _options(hint, axes))
-        parameter = self.header.parameters[name]
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            return _Part(name, name, _options(tuple[hint, ...], axes))
-        if parameter.kind is parameter.VAR_KEYWORD:
-            values = f"(*{name}.values(),)"
-            return _Part(name, values, _options(tuple[hint, ...], axes))
-        return _Part(name, name, _options(hint, axes), parameter.default)
 
     # In eager mode -----------------------------------------------------------------
 
-    def call(
-        self, seen: _Description | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call(self, seen: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function, and judge what is new. `seen` is None if it is not known."""
         __tracebackhide__ = True
         if not self.is_resolved:
@@ -372,18 +298,17 @@ class _Check:
             seen = None
         if self.by_jaxtyping is not None and not is_compiling():
             return self.by_jaxtyping(*args, **kwargs)
-        try:
-            if seen is None:
-                seen = self.read_any(*args, **kwargs)
-            seen = _with_numbers(seen, self.before)
-        except Exception as error:
-            self.explain(error, args, kwargs)
-            return self.function(*args, **kwargs)  # raises Python's own error
+        if seen is None:
+            try:
+                self.header.bind(*args, **kwargs)
+            except TypeError:
+                return self.function(*args, **kwargs)  # raises Python's own error
         try:
             expected = self.known.get(seen)
         except TypeError:  # symbols, of which torch.export makes sizes, have no hash
             expected = None
         if expected is None:
+            seen = self.described(self.before, *args, **kwargs)
             self.judge(seen)
         result = self.function(*args, **kwargs)
         self.finish(seen, expected, result, args, kwargs)
@@ -399,33 +324,25 @@ class _Check:
     ) -> None:
         """Judge the result of a call unless it is as expected, and remember both."""
         __tracebackhide__ = True
-        try:
-            found = self.read_any_result(result, *args, **kwargs)
-            found = _with_numbers(found, self.after)
-        except Exception as error:
-            self.explain(error, args, kwargs)
-            raise
+        found = self.described(self.after, result, *args, **kwargs)
         if found != expected:
             self.judge(seen, found)
-            if is_compiling() or _has_symbols(seen):
+            if _has_symbols((seen, found)):
                 return
             if len(self.known) >= _MAX_DESCRIPTIONS:
                 self.known.clear()
             self.known[seen] = found
         self.last = seen, found
 
-    def explain(
-        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Raise an error about braces, unless the arguments do not fit the function."""
+    def described(self, side: "_Side", *args: Any, **kwargs: Any) -> "_Description":
+        """Return the description of any call, with numbers for all sizes in braces."""
+        __tracebackhide__ = True
         try:
-            self.header.bind(*args, **kwargs)
-        except TypeError:
-            return
-        sizes = ", ".join(
-            f"{{{size}}}" for size in (*self.before.sizes, *self.after.sizes)
-        )
-        raise AnnotationError(f"cannot read {sizes} of {self.name}: {error}") from error
+            return side.read_any(*args, **kwargs)
+        except Exception as error:
+            sizes = ", ".join(f"{{{size}}}" for size in side.sizes)
+            message = f"cannot read {sizes} of {self.name}: {error}"
+            raise AnnotationError(message) from error
 
     def judge(self, seen: _Description, found: _Description | None = None) -> None:
         """Raise an error unless the descriptions of a call fit the annotations."""
@@ -438,14 +355,14 @@ class _Check:
 
     # While a compiler traces -------------------------------------------------------
 
-    def see(self, context: Any, *names: str) -> None:
-        """Judge a call of which the compiler has traced the arguments or the result."""
+    def see(self, context: Any, before: "_Side", after: "_Side") -> None:
+        """Judge a call of which the compiler has traced the arguments, or the result."""
         self.hide()
-        sides = (self.shown, self.shown_after)
-        described = [
-            (side, _described(side, context.get_local(name).as_proxy()))
-            for side, name in zip(sides, names, strict=False)
-        ]
+        described = []
+        for side, name in ((before, "seen"), (after, "found")):
+            shown = context.get_local(name).as_proxy()
+            if shown is not None:
+                described.append((side, _as_description(side, shown)))
         if not _fits(described, is_partial=True):
             message = _message(self.function, described)
             context.graph_break(f"TypeCheckError: {message}")
@@ -461,9 +378,10 @@ class _Check:
             vars(self)["judge"] = torch.compiler.disable(self.judge)
             if self.by_jaxtyping is not None:
                 self.by_jaxtyping = torch.compiler.disable(self.by_jaxtyping)
-        own = (_Check.call, _Check.finish, _Check.explain)
-        reads = (self.read, self.read_result, self.read_any, self.read_any_result)
-        for each in (*own, *reads, _describe, _fields, _with_numbers):
+        own: list[Any] = [_Check.call, _Check.finish, _Check.described]
+        for side in (self.before, self.after):
+            own += [side.read, side.read_any]
+        for each in (*own, _describe, _number_of):
             skip(each)
 
 
@@ -494,81 +412,174 @@ def _header(function: Any) -> inspect.Signature:
 # What a call has: its description ----------------------------------------------------
 
 
+class _Part(NamedTuple):
+    """A parameter or the result, and what its annotation takes."""
+
+    place: str  # in messages
+    text: str  # the expression that reads it
+    type: "_Type"
+    default: Any = _EMPTY
+
+
 class _Code(str):
     """A text that inspect.Signature writes as it is."""
 
     __repr__ = str.__str__
 
 
-def _expression(
-    header: inspect.Signature,
-    side: _Side,
-    reading: Callable[[_Part, str], str],
-    first: str = "",
-) -> Callable[..., _Description]:
-    """Return a function that takes a call and returns its description.
+class _Side:
+    """The parameters, or the result: what one description describes."""
 
-    It is the only code that is made from text: a loop takes longer, and braces name the
-    parameters. All other names begin with _typecheck.
-    """
-    names: dict[str, Any] = {
-        "_typecheck_describe": _describe,
-        "_typecheck_show": _show,
-        "_typecheck_show_size": _show_size,
-        "_typecheck_fields": _fields,
-    }
-    parameters = []
-    if first:
-        parameters.append(inspect.Parameter(first, inspect.Parameter.POSITIONAL_ONLY))
-    for name, parameter in header.parameters.items():
-        default = parameter.default
-        if default is not _EMPTY:
-            default = _Code(f"_typecheck_default_{name}")
-            names[default] = parameter.default
-        parameters.append(parameter.replace(annotation=_EMPTY, default=default))
-    items = []
-    for number, part in enumerate(side.parts):
-        kinds = f"_typecheck_kinds_{number}"
-        names[kinds] = _kinds(part.options)
-        item = reading(part, kinds)
-        if part.default is not _EMPTY:  # it is right, whatever it is
-            item = f"({part.text} is _typecheck_default_{part.text} or {item})"
-        items.append(item)
-    for size in side.sizes:
-        items.append(f"_typecheck_show_size({size})" if reading is _showing else size)
-    takes = str(inspect.Signature(parameters))[1:-1]
-    body = "".join(f"{item}, " for item in items)
-    # `names` are variables of a closure, because compiled code compares the globals
-    # of a function, and each of their names, at each call.
-    make = eval(f"lambda {', '.join(names)}: lambda {takes}: ({body})", {})
-    return make(*names.values())
+    def __init__(
+        self,
+        function: Any,
+        header: inspect.Signature,
+        hints: dict[str, Any],
+        is_result: bool,
+    ) -> None:
+        self.header = header
+        self.is_result = is_result
+        self.sizes: dict[str, str] = {}  # what is in braces -> the axis of this size
+        self.parts: list[_Part] = []
+        for name in ["return"] if is_result else header.parameters:
+            if hints.get(name, Any) is Any:
+                continue
+            try:
+                self.parts.append(self.part(name, hints[name]))
+            except (AnnotationError, SyntaxError) as error:
+                raise AnnotationError(
+                    f"cannot read the annotation of {_place(function, name)}: {error}"
+                ) from error
+        self.read = self.expression(_reading, "{}")
+        self.read_any = self.expression(_reading_any, "_typecheck_number_of({})")
+        self.show = self.expression(_showing, "_typecheck_show_size({})")
+
+    def part(self, name: str, hint: Any) -> _Part:
+        if name == "return":
+            return _Part("return value", _RESULT, self.type(hint))
+        parameter = self.header.parameters[name]
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return _Part(name, name, self.type(tuple[hint, ...]))
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return _Part(name, f"(*{name}.values(),)", self.type(tuple[hint, ...]))
+        return _Part(name, name, self.type(hint), parameter.default)
+
+    def type(self, hint: Any) -> "_Type":
+        return _Type(hint, self.options(hint))
+
+    def options(self, hint: Any) -> "list[_Option]":
+        """Return what a value may be. All that is not understood is refused here."""
+        origin, parts = get_origin(hint), get_args(hint)
+        if origin in (Union, UnionType):
+            return [option for part in parts for option in self.options(part)]
+        if origin is tuple and parts and not any(map(_is_unpacked, parts)):
+            items = [self.type(part) for part in parts if part is not Ellipsis]
+            return [_Items(items, repeats=parts[1:] == (Ellipsis,))]
+        if origin is Literal:
+            return [_Value(value) for value in parts]
+        if origin is Callable:
+            return [_Class(Callable)]
+        if hint is Any:
+            return [_Class(object)]
+        if hint is None:
+            return [_Class(NoneType)]
+        is_array = isinstance(hint, type) and hasattr(hint, "dim_str")  # jaxtyping's
+        if is_array and hint.array_type is Tensor:
+            axes = self.axes(hint)
+            return [_Refused(Tensor) if axes is None else _Array(hint, axes)]
+        kind = origin or hint
+        is_plain = isinstance(kind, type) and type(kind).__instancecheck__ in _PLAIN
+        if is_plain and origin is None:
+            return [_Class(kind)]
+        return [_Refused(kind if is_plain else object)]
+
+    def axes(self, array: Any) -> list[str] | None:
+        """Return its axes, with the name of an axis in place of each size in braces.
+
+        These names are added to `sizes`. The result is None for braces that are refused.
+        """
+        axes: list[str] = array.dim_str.split()
+        braces: list[str] = []
+        for i, dim in enumerate(array.dims):
+            text = f"{getattr(dim, 'elem', '')}"  # an expression, without # and name=
+            braces += _BRACE.findall(text)
+            plain = _BRACE.sub(lambda brace: self.axis(brace[1]), text)
+            compile(f"f'{plain}'" if "{" in plain else plain or "0", axes[i], "eval")
+            axes[i] = axes[i].removesuffix(text) + plain
+        if any("{" in axis for axis in axes):
+            return None
+        for brace in braces:
+            if brace.partition(".")[0] not in self.header.parameters:
+                raise AnnotationError(f"no parameter has the name in {{{brace}}}")
+            self.sizes[brace] = self.axis(brace)
+        return axes
+
+    def axis(self, brace: str) -> str:
+        """Return the name of an axis of the size in braces, before or after a call."""
+        when = "after" if self.is_result else "before"
+        return f"typecheck_{when}_{brace.replace('.', '_dot_')}"
+
+    def expression(
+        self, reading: Callable[[_Part, str], str], size: str
+    ) -> Callable[..., _Description]:
+        """Return a function that takes a call and returns its description.
+
+        It is the only code that is made from text: a loop takes longer, and braces name
+        the parameters. All other names begin with _typecheck.
+        """
+        names: dict[str, Any] = {
+            "_typecheck_describe": _describe,
+            "_typecheck_show": _show,
+            "_typecheck_number_of": _number_of,
+            "_typecheck_show_size": _show_size,
+        }
+        parameters = []
+        if self.is_result:
+            first = inspect.Parameter(_RESULT, inspect.Parameter.POSITIONAL_ONLY)
+            parameters.append(first)
+        for name, parameter in self.header.parameters.items():
+            default = parameter.default
+            if default is not _EMPTY:
+                default = _Code(f"_typecheck_default_{name}")
+                names[default] = parameter.default
+            parameters.append(parameter.replace(annotation=_EMPTY, default=default))
+        items = []
+        for number, part in enumerate(self.parts):
+            kinds = f"_typecheck_kinds_{number}"
+            names[kinds] = part.type.kinds()
+            item = reading(part, kinds)
+            if part.default is not _EMPTY:  # it is right, whatever it is
+                item = f"{part.text} is _typecheck_default_{part.text} or {item}"
+            items.append(item)
+        items += [size.format(brace) for brace in self.sizes]
+        takes = str(inspect.Signature(parameters))[1:-1]
+        body = "".join(f"{item}, " for item in items)
+        # `names` are variables of a closure, because compiled code compares the globals
+        # of a function, and each of their names, at each call.
+        make = eval(f"lambda {', '.join(names)}: lambda {takes}: ({body})", {})
+        return make(*names.values())
+
+
+def _is_unpacked(part: Any) -> bool:  # as in tuple[*Items]
+    return get_origin(part) is Unpack or getattr(part, "__unpacked__", False)
 
 
 def _reading(part: _Part, kinds: str) -> str:
-    """Return an expression that describes, for a tensor as fast as possible.
-
-    It raises an error if something else stands in place of a tensor.
-    """
-    if part.width == 3:
-        return f"{part.text}.__class__, {part.text}.dtype, {part.text}.shape"
+    """Return an expression that raises an error if something else than a tensor stands
+    in place of a tensor, and is fast otherwise."""
+    if len(part.type.options) == 1 and isinstance(part.type.options[0], _Array):
+        return f"({part.text}.__class__, {part.text}.dtype, {part.text}.shape)"
     return _reading_any(part, kinds)
 
 
 def _reading_any(part: _Part, kinds: str) -> str:
     """Return an expression that describes any argument or result."""
-    if part.width == 3:
-        return f"*_typecheck_fields({part.text})"
-    found = [*_inside(part.options)]
+    found = [*part.type.inside()]
     if any(isinstance(option, _Value) for option in found):
         return f"_typecheck_describe({part.text}, True)"
     if any(isinstance(option, (_Array, _Items)) for option in found):
         return f"_typecheck_describe({part.text})"
     return f"({part.text}.__class__,)"
-
-
-def _fields(value: Any) -> tuple[Any, ...]:
-    described = _describe(value)
-    return described if len(described) == 3 else (described, None, None)
 
 
 def _describe(value: Any, by_value: bool = False) -> tuple[Any, ...]:
@@ -586,32 +597,21 @@ def _describe(value: Any, by_value: bool = False) -> tuple[Any, ...]:
     return (kind,)
 
 
-def _with_numbers(description: _Description, side: _Side) -> _Description:
-    """Return sizes as numbers, because a tensor has other values later."""
-    items = sum(part.width for part in side.parts)
-    sizes = []
-    for size in description[items:]:
-        is_number = isinstance(size, (int, float, SymInt, SymFloat))
-        sizes.append(size if is_number else operator.index(size))
-    return (*description[:items], *sizes)
+def _number_of(size: Any) -> Any:
+    """Return a size as a number, because a tensor has other values later."""
+    is_number = isinstance(size, (int, float, SymInt, SymFloat))
+    return size if is_number else operator.index(size)
 
 
 # While a compiler traces: it shows tensors and numbers, and no classes ------------------
 
 
-def _shown(parts: list[_Part]) -> list[_Part]:
-    """Return the parts that are judged in compiled code."""
-    return [
-        part
-        for part in parts
-        if any(isinstance(option, _Array) for option in _inside(part.options))
-        # The compiler does not say whether a tensor is the default.
-        and not isinstance(part.default, Tensor)
-    ]
-
-
 def _showing(part: _Part, kinds: str) -> str:
     """Return an expression that the compiler traces."""
+    has_array = any(isinstance(option, _Array) for option in part.type.inside())
+    # The compiler does not say whether a tensor is the default.
+    if not has_array or isinstance(part.default, Tensor):
+        return "True"
     return f"_typecheck_show({part.text}, {kinds})"
 
 
@@ -629,7 +629,7 @@ def _show_size(size: Any) -> Any:
     return size if isinstance(size, (int, float)) else None
 
 
-def _described(side: _Side, shown: Any) -> _Description:
+def _as_description(side: _Side, shown: Any) -> _Description:
     """Return the description of what a compiler shows.
 
     In place of a class, it has whether a value is of a class that the annotation names.
@@ -648,13 +648,8 @@ def _described(side: _Side, shown: Any) -> _Description:
         return is_named, tuple(map(described, inside))
 
     values = map_aggregate(shown, example)
-    description: list[Any] = []
-    for part, item in zip(side.parts, values, strict=False):
-        fields = described(item)
-        if part.width == 3 and len(fields) != 3:
-            fields = fields, None, None
-        description += fields if part.width == 3 else [fields]
-    return (*description, *values[len(side.parts) :])
+    count = len(side.parts)
+    return (*map(described, values[:count]), *values[count:])
 
 
 # What annotations take ---------------------------------------------------------------
@@ -663,10 +658,7 @@ def _described(side: _Side, shown: Any) -> _Description:
 class _Class(NamedTuple):
     kind: type
 
-    def __str__(self) -> str:
-        return "None" if self.kind is NoneType else self.kind.__name__
-
-    def fits(self, seen: Any, limits: "_Limits") -> bool:
+    def fits(self, seen: Any, has_symbols: bool) -> bool:
         kind = seen[0]
         if isinstance(kind, bool):
             return kind
@@ -686,36 +678,27 @@ class _Value(NamedTuple):
 
     value: Any
 
-    def __str__(self) -> str:
-        return repr(self.value)
-
-    def fits(self, seen: Any, limits: "_Limits") -> bool:
+    def fits(self, seen: Any, has_symbols: bool) -> bool:
         return seen[0] is True or seen == (type(self.value), self.value)
 
 
 class _Items(NamedTuple):
     """A tuple."""
 
-    items: "list[list[_Option]]"
+    items: "list[_Type]"
     repeats: bool  # as in tuple[int, ...]
 
-    def __str__(self) -> str:
-        items = ", ".join(map(_text, self.items))
-        return f"tuple[{items}, ...]" if self.repeats else f"tuple[{items}]"
-
-    def options_of(self, seen: Any) -> "list[list[_Option]] | None":
-        """Return the options for each item of a tuple of this length."""
+    def pairs(self, seen: Any) -> "list[tuple[_Type, Any]] | None":
+        """Return each item's type and description, if a tuple has this length."""
         if len(seen) != 2 or not isinstance(seen[1], tuple):
             return None
-        options = self.items * len(seen[1]) if self.repeats else self.items
-        return options if len(options) == len(seen[1]) else None
+        items = self.items * len(seen[1]) if self.repeats else self.items
+        same_length = len(items) == len(seen[1])
+        return [*zip(items, seen[1], strict=True)] if same_length else None
 
-    def fits(self, seen: Any, limits: "_Limits") -> bool:
-        options = self.options_of(seen)
-        if options is None:
-            return False
-        pairs = zip(options, seen[1], strict=True)
-        return all(_fits_one(each, item, limits) for each, item in pairs)
+    def fits(self, seen: Any, has_symbols: bool) -> bool:
+        pairs = self.pairs(seen)
+        return pairs is not None and all(t.fits(item, has_symbols) for t, item in pairs)
 
 
 class _Tensor(NamedTuple):
@@ -730,14 +713,12 @@ class _Array:
 
     def __init__(self, hint: Any, axes: list[str]) -> None:
         # Its dtype restricts the dtypes again, as in Float[Float32[Tensor, "n"], "m"].
-        name = hint.dtype.__name__
-        dtype: Any = type(name, (hint.dtype,), {"dtypes": hint.dtypes})
-        self.text = f'{name}[Tensor, "{hint.dim_str}"]'
+        dtype: Any = type(hint.dtype.__name__, (hint.dtype,), {"dtypes": hint.dtypes})
         self.written = hint.dim_str.split()
         self.axes = axes
         self.star = -1 if hint.index_variadic is None else hint.index_variadic
         star = self.written[self.star] if self.star >= 0 else ""
-        self.star_name = "" if star in ("", "...") else f"*{star.lstrip('#*')}"
+        self.star_name = f"*{star.lstrip('#*')}"
         self.may_broadcast = "#" in star
         if self.may_broadcast:  # jaxtyping needs it for "*#batch", but not as a package
             import numpy  # noqa: F401
@@ -747,157 +728,68 @@ class _Array:
         without = ["..." if {"*", "#"} <= {*axis} else axis for axis in axes]
         self.with_symbols = dtype[Any, " ".join(without)]
 
-    def __str__(self) -> str:
-        return self.text
+    def fits(self, seen: Any, has_symbols: bool) -> bool:
+        if not _is_tensor(seen):
+            return False
+        hint = self.with_symbols if has_symbols else self.hint
+        return _depends_on_values(seen[2]) or isinstance(_Tensor(*seen[1:]), hint)
 
-    def columns(self, rank: int) -> list[tuple[str, int]]:
-        """Return a column of the table for each axis of a shape, and where it is written."""
-        columns: dict[str, int] = {}
-        extra = rank - len(self.written)
+    def cells(self, seen: Any) -> dict[str, int] | None:
+        """Return the size in each column of the table, if dtype and rank fit."""
+        if not _is_tensor(seen) or not isinstance(_Tensor(seen[1], ()), self.any_shape):
+            return None
+        columns: list[str] = []
+        extra = len(seen[2]) - len(self.written)
         for i, written in enumerate(self.written):
-            name = written.lstrip("#*")
             if i == self.star:
-                name = self.star_name or "..."
-                for k in range(-extra - 1, 0):
-                    columns[f"{name}[{k}]"] = i
+                columns += [f"{self.star_name}[{k}]" for k in range(-extra - 1, 0)]
                 continue
+            name = written.lstrip("#*")
             while name in columns:  # as in "n n"
                 name += " "
-            columns[name] = i
-        return [*columns.items()]
+            columns.append(name)
+        same_rank = len(columns) == len(seen[2])
+        return dict(zip(columns, seen[2], strict=True)) if same_rank else None
 
-    def cells(self, shape: Sequence[int]) -> dict[str, int]:
-        names = [name for name, _ in self.columns(len(shape))]
-        return dict(zip(names, shape, strict=True))
 
-    def has_rank_and_dtype_of(self, seen: Any) -> bool:
-        if len(seen) != 3 or not isinstance(_Tensor(seen[1], ()), self.any_shape):
-            return False
-        extra = len(seen[2]) - len(self.written)
-        return extra == 0 if self.star < 0 else extra >= -1
-
-    def fits(self, seen: Any, limits: "_Limits") -> bool:
-        if len(seen) != 3 or not (
-            seen[0] in (True, False) or issubclass(seen[0], Tensor)
-        ):
-            return False
-        if _depends_on_values(seen[2]):
-            return True
-        hint = self.with_symbols if limits.has_symbols else self.hint
-        try:
-            return isinstance(_Tensor(*seen[1:]), hint)
-        except AnnotationError:  # it needs a size that is not known
-            if limits.is_partial:
-                return True
-            raise
+def _is_tensor(seen: Any) -> bool:
+    kind = seen[0]
+    return len(seen) == 3 and (isinstance(kind, bool) or issubclass(kind, Tensor))
 
 
 _Option: TypeAlias = _Class | _Value | _Items | _Array
 
 
-class _Limits(NamedTuple):
-    """What is not known of a call."""
+class _Type(NamedTuple):
+    """What an annotation takes: one of these."""
 
-    is_partial: bool  # a compiler shows some of the arguments only
-    has_symbols: bool  # sizes may be symbols
+    hint: Any
+    options: list[_Option]
 
+    def __str__(self) -> str:
+        text = inspect.formatannotation(self.hint)
+        return text.replace("jaxtyping.", "").replace("'", '"')
 
-def _options(hint: Any, axes_of: Callable[[Any], list[str] | None]) -> "list[_Option]":
-    """Return what a value may be. All that is not understood is refused here."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return [option for part in parts for option in _options(part, axes_of)]
-    if origin is tuple and _can_count(hint):
-        repeats = parts[1:] == (Ellipsis,)
-        items = [_options(part, axes_of) for part in parts if part is not Ellipsis]
-        return [_Items(items, repeats)]
-    if origin is Literal:
-        return [_Value(value) for value in parts]
-    if origin is Callable:
-        return [_Class(Callable)]
-    if hint is Any:
-        return [_Class(object)]
-    if hint is None:
-        return [_Class(NoneType)]
-    if _is_array(hint) and hint.array_type is Tensor:
-        axes = axes_of(hint)
-        return [_Refused(Tensor) if axes is None else _Array(hint, axes)]
-    kind = origin or hint
-    is_plain = isinstance(kind, type) and type(kind).__instancecheck__ in _PLAIN
-    if is_plain and origin is None:
-        return [_Class(kind)]
-    return [_Refused(kind if is_plain else object)]
+    def fits(self, item: Any, has_symbols: bool) -> bool:
+        return any(option.fits(item, has_symbols) for option in self.options)
 
+    def inside(self) -> Iterator[_Option]:
+        """Yield all options, also those for the items of tuples."""
+        for option in self.options:
+            yield option
+            if isinstance(option, _Items):
+                for item in option.items:
+                    yield from item.inside()
 
-def _can_count(hint: Any) -> bool:
-    """Return whether a tuple says which items it has, unlike typing.Tuple or [*Ts]."""
-    parts = get_args(hint)
-    unpacked = [
-        get_origin(part) is Unpack or getattr(part, "__unpacked__", False)
-        for part in parts
-    ]
-    return (bool(parts) or hint == tuple[()]) and not any(unpacked)
-
-
-def _is_array(hint: Any) -> bool:
-    return isinstance(hint, type) and hasattr(hint, "dim_str")  # jaxtyping's
-
-
-def _inside(options: "Iterable[_Option]") -> "Iterator[_Option]":
-    """Yield all options, also those for the items of tuples."""
-    for option in options:
-        yield option
-        if isinstance(option, _Items):
-            for item in option.items:
-                yield from _inside(item)
-
-
-def _kinds(options: "Iterable[_Option]") -> tuple[type, ...]:
-    """Return the classes that an annotation names."""
-    kinds: list[type] = []
-    for option in _inside(options):
-        if isinstance(option, _Class):
-            kinds += (option.kind, *_SUBCLASSES.get(option.kind, ()))
-        elif isinstance(option, _Value):
-            kinds.append(type(option.value))
-    return tuple(kinds)
-
-
-def _without_braces(
-    array: Any, sizes: dict[str, str], parameters: set[str], place: str
-) -> list[str] | None:
-    """Return its axes, with the name of an axis in place of each size in braces.
-
-    These names are added to `sizes`. The result is None for braces that are refused.
-    """
-    axes: list[str] = array.dim_str.split()
-    braces = []
-    for i, dim in enumerate(array.dims):
-        text = f"{getattr(dim, 'elem', '')}"  # an expression, without # and name=
-        braces += _BRACE.findall(text)
-        plain = _BRACE.sub(lambda brace: _axis_of(brace[1], place), text)
-        try:
-            compile(f"f'{plain}'" if "{" in plain else plain or "0", axes[i], "eval")
-        except SyntaxError as error:
-            raise AnnotationError(
-                f"cannot read the axis '{axes[i]}' of {place}: {error.msg}"
-            ) from error
-        axes[i] = axes[i].removesuffix(text) + plain
-    if any("{" in axis for axis in axes):
-        return None
-    for brace in braces:
-        if brace.partition(".")[0] not in parameters:
-            raise AnnotationError(
-                f"cannot read {{{brace}}} of {place}: no such parameter"
-            )
-        sizes[brace] = _axis_of(brace, place)
-    return axes
-
-
-def _axis_of(brace: str, place: str) -> str:
-    """Return the name of an axis that has the size in braces, before or after a call."""
-    when = "after" if place.startswith("the result") else "before"
-    return f"typecheck_{when}_{brace.replace('.', '_dot_')}"
+    def kinds(self) -> tuple[type, ...]:
+        """Return the classes that an annotation names."""
+        kinds: list[type] = []
+        for option in self.inside():
+            if isinstance(option, _Class):
+                kinds += (option.kind, *_SUBCLASSES.get(option.kind, ()))
+            elif isinstance(option, _Value):
+                kinds.append(type(option.value))
+        return tuple(kinds)
 
 
 def _place(function: Any, name: str) -> str:
@@ -963,30 +855,31 @@ def _by_jaxtyping(
 
 # The judge ---------------------------------------------------------------------------
 
+_Described: TypeAlias = list[tuple[_Side, _Description]]
 
-def _fits(described: "list[tuple[_Side, _Description]]", is_partial: bool) -> bool:
+
+def _fits(described: _Described, is_partial: bool) -> bool:
     """Return whether the descriptions of a call fit the annotations."""
-    limits = _Limits(is_partial, _has_symbols([seen for _, seen in described]))
+    has_symbols = _has_symbols([seen for _, seen in described])
     with jaxtyped("context"):  # in which jaxtyping remembers the sizes of axes
-        return all(
-            _fits_one(part.options, item, limits) for part, item in _steps(described)
-        )
+        for part, item in _steps(described):
+            try:
+                if not part.type.fits(item, has_symbols):
+                    return False
+            except AnnotationError:  # it needs a size that is not known
+                if not is_partial:
+                    raise
+    return True
 
 
-def _fits_one(options: "list[_Option]", item: Any, limits: _Limits) -> bool:
-    return any(option.fits(item, limits) for option in options)
-
-
-def _steps(
-    described: "list[tuple[_Side, _Description]]",
-) -> Iterator[tuple[_Part, Any]]:
+def _steps(described: _Described) -> Iterator[tuple[_Part, Any]]:
     """Tell jaxtyping the sizes in braces, and yield each part with its description."""
     for side, description in described:
-        items, sizes = side.split(description)
-        known = {side.sizes[text]: n for text, n in sizes.items() if n is not None}
+        sizes = zip(side.sizes.values(), description[len(side.parts) :], strict=True)
+        known = {axis: size for axis, size in sizes if size is not None}
         _axes_fit(known, (*known.values(),))
-        for part, item in zip(side.parts, items, strict=True):
-            if item is not True:  # the default
+        for part, item in zip(side.parts, description, strict=False):
+            if item is not True:  # the default, or what a compiler does not show
                 yield part, item
 
 
@@ -1021,7 +914,7 @@ class _Row(NamedTuple):
     cells: dict[str, int]  # column -> size
 
 
-def _message(function: Any, described: "list[tuple[_Side, _Description]]") -> str:
+def _message(function: Any, described: _Described) -> str:
     """Return what is wrong with a call that does not fit.
 
     jaxtyping is asked once more, argument by argument, and for a wrong one, axis by axis.
@@ -1029,122 +922,99 @@ def _message(function: Any, described: "list[tuple[_Side, _Description]]") -> st
     described = [(side, map_aggregate(seen, _number)) for side, seen in described]
     sizes: dict[str, Any] = {}
     for side, seen in described:
-        sizes.update(side.split(seen)[1])
+        sizes.update(zip(side.sizes, seen[len(side.parts) :], strict=True))
     rows: list[_Row] = []
     lines: list[str] = []
     with jaxtyped("context"):
         for part, item in _steps(described):
-            lines = _explained(part.place, part.options, item, rows, sizes)
+            lines = _explained(part.place, part.type, item, rows, sizes)
             if lines:
                 break
     return "\n".join([_callers_line(function), *lines])
 
 
 def _explained(
-    place: str,
-    options: "list[_Option]",
-    item: Any,
-    rows: list[_Row],
-    sizes: dict[str, Any],
+    place: str, type_: _Type, item: Any, rows: list[_Row], sizes: dict[str, Any]
 ) -> list[str]:
     """Return the lines about a wrong value, or add the tensors of a right one to `rows`."""
-    fits = _fits_one(options, item, _Limits(is_partial=True, has_symbols=False))
-    tuples = [
-        (option.options_of(item) or [], item[1])
-        for option in options
-        if isinstance(option, _Items) and option.options_of(item) is not None
-    ]
-    arrays = [
-        _Row(place, option, option.cells(item[2]))
-        for option in options
-        if isinstance(option, _Array) and option.has_rank_and_dtype_of(item)
-    ]
-    if len(tuples) == 1:
-        for i, (each, inner) in enumerate(zip(*tuples[0], strict=True)):
+    try:
+        fits = type_.fits(item, has_symbols=False)
+    except AnnotationError:
+        fits = True
+    arrays = [option for option in type_.options if isinstance(option, _Array)]
+    for option in type_.options:
+        pairs = option.pairs(item) if isinstance(option, _Items) else None
+        for i, (each, inner) in enumerate(pairs or []):
             lines = _explained(f"{place}[{i}]", each, inner, rows, sizes)
-            if lines:
+            if lines and not fits:
                 return lines
     # With several arrays, it is not known which of them was meant.
-    row = arrays[0] if len(arrays) == 1 else None
+    cells = arrays[0].cells(item) if len(arrays) == 1 else None
+    row = None if cells is None else _Row(place, arrays[0], cells)
     if fits:
         rows += [row] if row else []
         return []
-    misfit = _misfit(row, rows, sizes) if row else None
-    if row and misfit:
-        return _table([*rows, row], *misfit)
-    return [*_table(rows), f"{place} must be {_text(options)}, got {_got(item)}"]
+    wrong, reason = _misfit(row, rows, sizes) if row else ("", "")
+    if row and wrong:
+        return _table([*rows, row], wrong, reason)
+    return [*_table(rows), f"{place} must be {type_}, got {_got(item)}"]
 
 
-def _misfit(
-    row: _Row, rows: list[_Row], sizes: dict[str, Any]
-) -> tuple[str, str] | None:
-    """Return the column that does not fit, and why, if that is understood."""
+def _misfit(row: _Row, rows: list[_Row], sizes: dict[str, Any]) -> tuple[str, str]:
+    """Return the column that does not fit, and why, or empty texts."""
     array = row.array
-    columns = array.columns(len(row.cells))
-    for column, i in columns:
-        if i == array.star or _axes_fit([array.axes[i]], (row.cells[column],)):
+    star = f"{array.star_name}["
+    axes = [axis for i, axis in enumerate(array.axes) if i != array.star]
+    columns = [column for column in row.cells if not column.startswith(star)]
+    for column, axis in zip(columns, axes, strict=True):
+        if _axes_fit([axis], (row.cells[column],)):
             continue
         name = column.strip()
         if not name.isidentifier():
             values = [f"{text} is {sizes[text]}" for text in _BRACE.findall(name)]
             return column, ", and ".join([f"must be {name}", *values])
-        origin = _find(name, rows) or row
+        origin = _origin(name, [*rows, row])
         return column, f"{name} is {origin.cells[name]} in {origin.place}"
-    star = array.star_name
-    others = [other for other in rows if star and other.array.star_name == star]
-    longest = max(len(other.cells) for other in (row, *others))
-    for i in range(-1, -longest - 1, -1):  # as torch broadcasts
-        column = f"{star}[{i}]"
-        size, found = row.cells.get(column), _find(column, others)
-        if size in (None, 1) and array.may_broadcast:
+    stars = [column for other in rows for column in other.cells]
+    for column in (column for column in stars if column.startswith(star)):
+        size, origin = row.cells.get(column), _origin(column, rows)
+        if array.may_broadcast and size in (None, 1):
             continue
-        if found and size != found.cells[column]:
-            return column, f"{column} is {found.cells[column]} in {found.place}"
-        if size and others and not found:
-            return column, f"{others[0].place} has no {column}"
-    return None
+        if size != origin.cells[column]:
+            return column, f"{column} is {origin.cells[column]} in {origin.place}"
+    return "", ""
 
 
-def _find(column: str, rows: list[_Row]) -> _Row | None:
-    """Return the row that says the size of a column: a 1 may be broadcast."""
+def _origin(column: str, rows: list[_Row]) -> _Row:
+    """Return the first row that says the size of a column: a 1 may be broadcast."""
     found = [row for row in rows if column in row.cells]
-    wide = [row for row in found if row.cells[column] != 1]
-    return next(iter([*wide, *found]), None)
+    return max(found, key=lambda row: row.cells[column] != 1)
 
 
 def _table(rows: list[_Row], wrong: str = "", reason: str = "") -> list[str]:
     """Return a line for each row, with a mark under the wrong column of the last one."""
-    columns = dict.fromkeys(column for row in rows for column in row.cells)
-    if wrong:
-        columns.setdefault(wrong)
-    sizes = [[row.cells.get(column, "") for column in columns] for row in rows]
-    mark = ["^" * (column == wrong) for column in columns]
-    widths = [
-        max(len(f"{cell}") for cell in cells)
-        for cells in zip(columns, *sizes, strict=True)
-    ]
-    left = max([len(row.place) for row in rows], default=0)
-    lines = []
-    for place, cells in zip(
-        ("", *(row.place for row in rows), ""), (columns, *sizes, mark), strict=True
-    ):
-        padded = [f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True)]
-        lines.append("  ".join([place.ljust(left), *padded]).rstrip())
-    if wrong:
-        lines[-1] += f"  {reason}"
-    return lines if wrong else lines[:-1] if rows else []
-
-
-def _text(options: "Iterable[_Option]") -> str:
-    return " | ".join(map(str, options))
+    columns = [*dict.fromkeys(column for row in rows for column in row.cells)]
+    lines = [["", *columns]]
+    for row in rows:
+        lines.append([row.place, *(f"{row.cells.get(each, '')}" for each in columns)])
+    lines.append(["", *("^" * (each == wrong) for each in columns)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = []
+    for place, *cells in lines:
+        padded = [cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True)]
+        texts.append("  ".join([place.ljust(widths[0]), *padded]).rstrip())
+    texts[-1] += f"  {reason}"
+    return texts if wrong else texts[:-1] if rows else []
 
 
 def _got(item: Any) -> str:
     """Return a description in words."""
     kind, *rest = item
-    name = "another type" if isinstance(kind, bool) else f"{_Class(kind)}"
     if len(rest) == 2:
         return f"{rest[0]} of shape {(*rest[1],)}".removeprefix("torch.")
+    if kind is NoneType:
+        return "None"
+    name = "another type" if isinstance(kind, bool) else kind.__name__
     if rest and isinstance(rest[0], tuple):
         return f"{name} of {len(rest[0])} items"
     return repr(rest[0]) if rest else name
