@@ -90,6 +90,7 @@ _PLAIN = {type.__instancecheck__, ABCMeta.__instancecheck__}
 _SUBCLASSES: dict[Any, tuple[type, ...]] = {float: (int,), complex: (float, int)}
 _OF_SYMBOL: dict[Any, type] = {SymInt: int, SymFloat: float, SymBool: bool}
 _LITERALS = (bool, int, str, bytes, Enum, NoneType)
+_RIGHT = (None, None, None)  # for a default, and what a compiler does not show
 _EMPTY = inspect.Parameter.empty
 _RESULT = "_typecheck_result"
 _VARIADIC = {
@@ -259,8 +260,8 @@ def _wrapper(check: "_Check") -> Any:
 
 # The check of a function -------------------------------------------------------------
 
-# What annotations read: of each part a tuple, or True if it is the default, and then
-# each size in braces.
+# Three places for each part of the annotations, or all three in the first one, and then
+# each size in braces. Equal tuples are compared faster if they are flat.
 _Description: TypeAlias = tuple[Any, ...]
 
 
@@ -454,6 +455,17 @@ class _Side:
         self.read_any = self.expression(_reading_any, "_typecheck_number_of({})")
         self.show = self.expression(_showing, "_typecheck_show_size({})")
 
+    def split(self, description: _Description) -> tuple[list[Any], tuple[Any, ...]]:
+        """Return the three places of each part, and the sizes in braces."""
+        end = 3 * len(self.parts)
+        items: list[Any] = []
+        for i in range(0, end, 3):
+            item: Any = description[i : i + 3]
+            while isinstance(item[0], tuple):
+                item = item[0]
+            items.append(item)
+        return items, description[end:]
+
     def part(self, name: str, hint: Any) -> _Part:
         if name == "return":
             return _Part("return value", _RESULT, self.type(hint))
@@ -528,6 +540,7 @@ class _Side:
         the parameters. All other names begin with _typecheck.
         """
         names: dict[str, Any] = {
+            "_typecheck_right": _RIGHT,
             "_typecheck_describe": _describe,
             "_typecheck_show": _show,
             "_typecheck_number_of": _number_of,
@@ -548,8 +561,9 @@ class _Side:
             kinds = f"_typecheck_kinds_{number}"
             names[kinds] = part.type.kinds()
             item = reading(part, kinds)
-            if part.default is not _EMPTY:  # it is right, whatever it is
-                item = f"{part.text} is _typecheck_default_{part.text} or {item}"
+            if part.default is not _EMPTY:
+                is_default = f"{part.text} is _typecheck_default_{part.text}"
+                item = f"_typecheck_right if {is_default} else ({item},), None, None"
             items.append(item)
         items += [size.format(brace) for brace in self.sizes]
         takes = str(inspect.Signature(parameters))[1:-1]
@@ -565,36 +579,41 @@ def _is_unpacked(part: Any) -> bool:  # as in tuple[*Items]
 
 
 def _reading(part: _Part, kinds: str) -> str:
-    """Return an expression that raises an error if something else than a tensor stands
-    in place of a tensor, and is fast otherwise."""
-    if len(part.type.options) == 1 and isinstance(part.type.options[0], _Array):
-        return f"({part.text}.__class__, {part.text}.dtype, {part.text}.shape)"
+    """Return what describes a tensor fast, and where it stands, raises for all else."""
+    if _is_one_array(part):
+        return f"{part.text}.__class__, {part.text}.dtype, {part.text}.shape"
     return _reading_any(part, kinds)
 
 
 def _reading_any(part: _Part, kinds: str) -> str:
-    """Return an expression that describes any argument or result."""
+    """Return what describes any argument or result."""
     found = [*part.type.inside()]
+    if _is_one_array(part):
+        return f"*_typecheck_describe({part.text})"
     if any(isinstance(option, _Value) for option in found):
-        return f"_typecheck_describe({part.text}, True)"
+        return f"_typecheck_describe({part.text}, True), None, None"
     if any(isinstance(option, (_Array, _Items)) for option in found):
-        return f"_typecheck_describe({part.text})"
-    return f"({part.text}.__class__,)"
+        return f"_typecheck_describe({part.text}), None, None"
+    return f"{part.text}.__class__, None, None"
+
+
+def _is_one_array(part: _Part) -> bool:
+    return len(part.type.options) == 1 and isinstance(part.type.options[0], _Array)
 
 
 def _describe(value: Any, by_value: bool = False) -> tuple[Any, ...]:
-    """Return (class, dtype, shape), (class, items), (class, value) or (class,)."""
+    """Return class, dtype and shape; class, items or value, and None."""
     kind = value.__class__
     if isinstance(value, Tensor):
         try:
             return kind, value.dtype, value.shape
         except RuntimeError:  # a nested tensor, or a lazy one, has no shape
-            return (kind,)
+            return kind, None, None
     if isinstance(value, tuple):
-        return kind, tuple([_describe(item, by_value) for item in value])
+        return kind, tuple([_describe(item, by_value) for item in value]), None
     if by_value and isinstance(value, _LITERALS):
-        return kind, value
-    return (kind,)
+        return kind, value, None
+    return kind, None, None
 
 
 def _number_of(size: Any) -> Any:
@@ -611,18 +630,18 @@ def _showing(part: _Part, kinds: str) -> str:
     has_array = any(isinstance(option, _Array) for option in part.type.inside())
     # The compiler does not say whether a tensor is the default.
     if not has_array or isinstance(part.default, Tensor):
-        return "True"
-    return f"_typecheck_show({part.text}, {kinds})"
+        return "_typecheck_right, None, None"
+    return f"_typecheck_show({part.text}, {kinds}), None, None"
 
 
 def _show(value: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
     """Return whether a value is of these classes, and the tensors in it."""
     is_named = isinstance(value, kinds)
     if isinstance(value, Tensor):
-        return is_named, value
+        return is_named, value, None
     if isinstance(value, tuple):
-        return is_named, tuple([_show(item, kinds) for item in value])
-    return (is_named,)
+        return is_named, tuple([_show(item, kinds) for item in value]), None
+    return is_named, None, None
 
 
 def _show_size(size: Any) -> Any:
@@ -639,17 +658,16 @@ def _as_description(side: _Side, shown: Any) -> _Description:
         is_proxy = isinstance(leaf, torch.fx.Proxy)
         return leaf.node.meta["example_value"] if is_proxy else leaf
 
-    def described(item: Any) -> Any:
-        if item is True or len(item) == 1:
-            return item
-        is_named, inside = item
+    def described(item: Any) -> tuple[Any, ...]:
+        is_named, inside, _ = item
         if isinstance(inside, Tensor):
             return is_named, inside.dtype, inside.shape
-        return is_named, tuple(map(described, inside))
+        if isinstance(inside, tuple):
+            return is_named, tuple(map(described, inside)), None
+        return item
 
-    values = map_aggregate(shown, example)
-    count = len(side.parts)
-    return (*map(described, values[:count]), *values[count:])
+    items, sizes = side.split(map_aggregate(shown, example))
+    return (*(place for item in items for place in described(item)), *sizes)
 
 
 # What annotations take ---------------------------------------------------------------
@@ -679,7 +697,7 @@ class _Value(NamedTuple):
     value: Any
 
     def fits(self, seen: Any, has_symbols: bool) -> bool:
-        return seen[0] is True or seen == (type(self.value), self.value)
+        return seen[0] is True or seen == (type(self.value), self.value, None)
 
 
 class _Items(NamedTuple):
@@ -690,11 +708,12 @@ class _Items(NamedTuple):
 
     def pairs(self, seen: Any) -> "list[tuple[_Type, Any]] | None":
         """Return each item's type and description, if a tuple has this length."""
-        if len(seen) != 2 or not isinstance(seen[1], tuple):
+        _, inside, _ = seen
+        if not isinstance(inside, tuple):
             return None
-        items = self.items * len(seen[1]) if self.repeats else self.items
-        same_length = len(items) == len(seen[1])
-        return [*zip(items, seen[1], strict=True)] if same_length else None
+        items = self.items * len(inside) if self.repeats else self.items
+        same_length = len(items) == len(inside)
+        return [*zip(items, inside, strict=True)] if same_length else None
 
     def fits(self, seen: Any, has_symbols: bool) -> bool:
         pairs = self.pairs(seen)
@@ -753,8 +772,9 @@ class _Array:
 
 
 def _is_tensor(seen: Any) -> bool:
-    kind = seen[0]
-    return len(seen) == 3 and (isinstance(kind, bool) or issubclass(kind, Tensor))
+    kind, _, shape = seen
+    is_named = isinstance(kind, bool)  # which compiled code has in place of a class
+    return shape is not None and (is_named or issubclass(kind, Tensor))
 
 
 _Option: TypeAlias = _Class | _Value | _Items | _Array
@@ -875,11 +895,12 @@ def _fits(described: _Described, is_partial: bool) -> bool:
 def _steps(described: _Described) -> Iterator[tuple[_Part, Any]]:
     """Tell jaxtyping the sizes in braces, and yield each part with its description."""
     for side, description in described:
-        sizes = zip(side.sizes.values(), description[len(side.parts) :], strict=True)
-        known = {axis: size for axis, size in sizes if size is not None}
+        items, sizes = side.split(description)
+        named = zip(side.sizes.values(), sizes, strict=True)
+        known = {axis: size for axis, size in named if size is not None}
         _axes_fit(known, (*known.values(),))
-        for part, item in zip(side.parts, description, strict=False):
-            if item is not True:  # the default, or what a compiler does not show
+        for part, item in zip(side.parts, items, strict=True):
+            if item != _RIGHT:
                 yield part, item
 
 
@@ -922,7 +943,7 @@ def _message(function: Any, described: _Described) -> str:
     described = [(side, map_aggregate(seen, _number)) for side, seen in described]
     sizes: dict[str, Any] = {}
     for side, seen in described:
-        sizes.update(zip(side.sizes, seen[len(side.parts) :], strict=True))
+        sizes.update(zip(side.sizes, side.split(seen)[1], strict=True))
     rows: list[_Row] = []
     lines: list[str] = []
     with jaxtyped("context"):
@@ -1009,15 +1030,15 @@ def _table(rows: list[_Row], wrong: str = "", reason: str = "") -> list[str]:
 
 def _got(item: Any) -> str:
     """Return a description in words."""
-    kind, *rest = item
-    if len(rest) == 2:
-        return f"{rest[0]} of shape {(*rest[1],)}".removeprefix("torch.")
+    kind, inside, shape = item
+    if shape is not None:
+        return f"{inside} of shape {(*shape,)}".removeprefix("torch.")
     if kind is NoneType:
         return "None"
     name = "another type" if isinstance(kind, bool) else kind.__name__
-    if rest and isinstance(rest[0], tuple):
-        return f"{name} of {len(rest[0])} items"
-    return repr(rest[0]) if rest else name
+    if isinstance(inside, tuple):
+        return f"{name} of {len(inside)} items"
+    return name if inside is None else repr(inside)
 
 
 def _number(size: Any) -> Any:
