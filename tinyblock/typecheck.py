@@ -10,20 +10,17 @@ violates an annotation raises `jaxtyping.TypeCheckError`, a `TypeError`, with a 
     k           2           1         8    7
                             ^  *batch[-1] is 3 in q
 
-A check has two steps.
+Each call is *described*: the class of each argument, the dtype and shape of each tensor,
+each value for a Literal, and the size of each `{self.d_model}`. The description, and
+nothing else, is *judged*, and jaxtyping decides whether a dtype and a shape fit. So a
+call with the description of a right call is right.
 
-1. *Describe.* The description of a call has the class of each argument, the dtype and
-   shape of each tensor, each value for a Literal, and the size of each `{self.d_model}`.
-2. *Judge.* The description, and nothing else, is compared with the annotations. Whether
-   a dtype and a shape fit is decided by jaxtyping.
-
-So a call with the description of a right call is right. In eager mode, each call is
-described, which takes a microsecond, and judged only if its description is new. Code
-that torch.compile traces is described and judged once, while it is traced: a size is a
-number, or a symbol that gets a guard when it is compared. So the compiled code has no
-checks, and a call with other sizes is traced, and judged, again. A wrong call breaks the
-graph, so that Python runs the wrapper, which raises the error. With fullgraph=True, where
-a graph must not break, torch.compile raises an error of its own, which contains this one.
+In eager mode, each call is described, which takes a microsecond, and judged only if its
+description is new. Code that torch.compile traces is judged once, while it is traced: a
+size is a number, or a symbol that gets a guard when it is compared. So the compiled code
+has no checks, and a call with other sizes is traced, and judged, again. A wrong call
+breaks the graph, so that Python runs the wrapper, which raises the error. With
+fullgraph=True, torch.compile raises an error of its own, which contains this one.
 
 What can be described: classes, jaxtyping's arrays of torch.Tensor, tuples and unions of
 these, None, Any, Literal, and Callable. If a function has another annotation, jaxtyping
@@ -260,8 +257,9 @@ def _wrapper(check: "_Check") -> Any:
 
 # The check of a function -------------------------------------------------------------
 
-# Three places for each part of the annotations, or all three in the first one, and then
-# each size in braces. Equal tuples are compared faster if they are flat.
+# Three places for each part of the annotations, and then each size in braces: equal
+# tuples are compared faster if they are flat. Where a part may be a default or a union,
+# its description stands in the first of its places.
 _Description: TypeAlias = tuple[Any, ...]
 
 
@@ -456,7 +454,7 @@ class _Side:
         self.show = self.expression(_showing, "_typecheck_show_size({})")
 
     def split(self, description: _Description) -> tuple[list[Any], tuple[Any, ...]]:
-        """Return the three places of each part, and the sizes in braces."""
+        """Return the description of each part, and the sizes in braces."""
         end = 3 * len(self.parts)
         items: list[Any] = []
         for i in range(0, end, 3):
@@ -579,7 +577,7 @@ def _is_unpacked(part: Any) -> bool:  # as in tuple[*Items]
 
 
 def _reading(part: _Part, kinds: str) -> str:
-    """Return what describes a tensor fast, and where it stands, raises for all else."""
+    """Return what describes a tensor fast, and raises an error for another value."""
     if _is_one_array(part):
         return f"{part.text}.__class__, {part.text}.dtype, {part.text}.shape"
     return _reading_any(part, kinds)
@@ -587,9 +585,9 @@ def _reading(part: _Part, kinds: str) -> str:
 
 def _reading_any(part: _Part, kinds: str) -> str:
     """Return what describes any argument or result."""
-    found = [*part.type.inside()]
     if _is_one_array(part):
         return f"*_typecheck_describe({part.text})"
+    found = [*part.type.inside()]
     if any(isinstance(option, _Value) for option in found):
         return f"_typecheck_describe({part.text}, True), None, None"
     if any(isinstance(option, (_Array, _Items)) for option in found):
@@ -737,7 +735,7 @@ class _Array:
         self.axes = axes
         self.star = -1 if hint.index_variadic is None else hint.index_variadic
         star = self.written[self.star] if self.star >= 0 else ""
-        self.star_name = f"*{star.lstrip('#*')}"
+        self.star_name = star if star == "..." else f"*{star.lstrip('#*')}"
         self.may_broadcast = "#" in star
         if self.may_broadcast:  # jaxtyping needs it for "*#batch", but not as a package
             import numpy  # noqa: F401
@@ -945,12 +943,10 @@ def _message(function: Any, described: _Described) -> str:
     for side, seen in described:
         sizes.update(zip(side.sizes, side.split(seen)[1], strict=True))
     rows: list[_Row] = []
-    lines: list[str] = []
     with jaxtyped("context"):
-        for part, item in _steps(described):
-            lines = _explained(part.place, part.type, item, rows, sizes)
-            if lines:
-                break
+        parts = _steps(described)
+        each = (_explained(part.place, part.type, x, rows, sizes) for part, x in parts)
+        lines = next(filter(None, each), [])
     return "\n".join([_callers_line(function), *lines])
 
 
@@ -996,12 +992,13 @@ def _misfit(row: _Row, rows: list[_Row], sizes: dict[str, Any]) -> tuple[str, st
             return column, ", and ".join([f"must be {name}", *values])
         origin = _origin(name, [*rows, row])
         return column, f"{name} is {origin.cells[name]} in {origin.place}"
-    stars = [column for other in rows for column in other.cells]
-    for column in (column for column in stars if column.startswith(star)):
-        size, origin = row.cells.get(column), _origin(column, rows)
-        if array.may_broadcast and size in (None, 1):
+    is_named = array.star_name not in ("...", "*_")
+    for column in (column for other in rows for column in other.cells):
+        if not is_named or not column.startswith(star):
             continue
-        if size != origin.cells[column]:
+        size, origin = row.cells.get(column), _origin(column, rows)
+        may_be_1 = array.may_broadcast and size in (None, 1)
+        if size != origin.cells[column] and not may_be_1:
             return column, f"{column} is {origin.cells[column]} in {origin.place}"
     return "", ""
 
