@@ -992,9 +992,8 @@ def _misfit(row: _Row, rows: list[_Row], sizes: dict[str, Any]) -> tuple[str, st
             return column, ", and ".join([f"must be {name}", *values])
         origin = _origin(name, [*rows, row])
         return column, f"{name} is {origin.cells[name]} in {origin.place}"
-    is_named = array.star_name not in ("...", "*_")
     for column in (column for other in rows for column in other.cells):
-        if not is_named or not column.startswith(star):
+        if not column.startswith(star):
             continue
         size, origin = row.cells.get(column), _origin(column, rows)
         may_be_1 = array.may_broadcast and size in (None, 1)
