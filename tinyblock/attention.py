@@ -8,9 +8,9 @@ al., "Query-Key Normalization for Transformers" (arXiv 2010.04245), here as in Q
 RMSNorm over the components of each head, before the rotation; CS336 2026, sections
 3.4.4 and 3.4.5, equations 11 to 14.
 Convention: a mask is True where a query may attend to a key, and is combined with the
-causal mask by AND. A query without any key yields zeros. The rows of the weights of q,
-k and v, and the columns of the last weight, are ordered (heads d_head); query head h
-reads key head h // group.
+causal mask by AND. A query without any key yields zeros. Head h owns the rows h d_head
+to (h + 1) d_head - 1 of the weights of q, k and v, and these columns of the output
+weight; query head h reads key head h // group.
 """
 
 import math
@@ -66,7 +66,7 @@ def causal_multi_head_self_attention(
     num_heads: int,
     rope: Rope | None = None,
 ) -> Float[Tensor, "*batch seq d_model"]:
-    """Project to heads, attend causally in each, and project back (3.2.2).
+    """Project to heads, attend causally in each, and project back.
 
     The rows of `wq`, `wk` and `wv`, and the columns of `wo`, are ordered (heads
     d_head). If `wk` has fewer heads than `wq`, consecutive query heads share a KV head.
@@ -99,7 +99,8 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Draw new weights."""
-        # With nn.init, which Hugging Face's from_pretrained lets skip loaded weights.
+        # With nn.init, because from_pretrained of transformers makes its functions skip
+        # the weights that it has loaded.
         std = math.sqrt(2 / (self.in_features + self.out_features))
         nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
         if self.bias is not None:
@@ -120,8 +121,8 @@ class HeadNorm(nn.RMSNorm):
 class CausalMultiHeadSelfAttention(nn.Module):
     """Attend from every token to itself and to earlier tokens, in num_heads heads.
 
-    - `num_kv_heads` is the number of KV heads (default: num_heads). A group of query
-      heads shares each of them, as in grouped-query attention.
+    - `num_kv_heads` is the number of KV heads (default: num_heads). Each of them is
+      shared by a group of query heads, as in grouped-query attention.
     - `d_head` is the head size (default: d_model / num_heads): d_k in the equation and
       in RoPE.
     - `rope(x, token_positions)` is any callable that rotates queries and keys of shape
@@ -129,8 +130,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
       there is no positional encoding.
     - `qk_norm` normalizes queries and keys over the components of each head.
     - `mask` is bool, of shape (..., seq, seq) or (..., 1, seq). For a padding mask
-      `keep` of shape (..., seq), True at real tokens, pass `keep[..., None, :]`. Give
-      a mask all axes of the batch where it could otherwise be such a `keep`.
+      `keep` of shape (..., seq), True at real tokens, pass `keep[..., None, :]`. If
+      batch equals seq, (seq, seq) could be either and raises: pass `mask[None]`.
 
     Returns the dtype of `x` or, under autocast, the dtype of autocast.
 
@@ -237,8 +238,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
         """Return causal attention, (..., heads, query, d_head), before the heads merge.
 
         q is (..., heads, query, d_head), and k and v are (..., kv_heads, key, d_head).
-        The queries belong to the last tokens among the keys, so that a subclass with a
-        cache may put earlier keys and values before k and v. `mask` is (..., query,
+        The queries belong to the last of the tokens of k and v, so that a subclass with
+        a cache may pass k and v that begin with cached tokens. `mask` is (..., query,
         key) or (..., 1, key).
         """
         *batch, _, query, _ = q.shape
@@ -251,30 +252,31 @@ class CausalMultiHeadSelfAttention(nn.Module):
         is_causal = False
         shown: Any = None  # True where a query attends to a key
         if mask is None and query == key:
-            # Not `is_causal = query == key`: in compiled code this is symbolic, and
-            # torch takes only a bool.
+            # Not `is_causal = query == key`: in compiled code, the comparison is
+            # symbolic, and torch takes only a bool.
             is_causal = True
         elif mask is not None or query > 1:
             shown = _and_causal(mask, (*batch, query, key), q.device)
             shown = shown.reshape(q.shape[0], 1, query, key)  # for all heads
-        # Otherwise, the one query is the last token, which attends to every key.
-        has_groups = self.num_kv_heads < self.num_heads
-        if has_groups and q.is_cuda:
+        # Else, the one query is the last token, which attends to every key: no mask.
+        enable_gqa = self.num_kv_heads < self.num_heads
+        if enable_gqa and q.is_cuda:
             # A fast kernel takes groups in half precision, without a mask, up to d_head
-            # 256 (pytorch issue 154363). Otherwise, torch would store all scores of
-            # groups, but not of equal heads.
+            # 256 (pytorch issue 154363). Otherwise, torch would store all scores,
+            # unless keys and values are repeated.
             is_half = q.dtype.itemsize == 2
-            has_groups = is_half and shown is None and q.shape[-1] <= 256
-            if not has_groups:
+            enable_gqa = is_half and shown is None and q.shape[-1] <= 256
+            if not enable_gqa:
                 group = self.num_heads // self.num_kv_heads
                 k = k.repeat_interleave(group, dim=1)
                 v = v.repeat_interleave(group, dim=1)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=shown, is_causal=is_causal, enable_gqa=has_groups
+            q, k, v, attn_mask=shown, is_causal=is_causal, enable_gqa=enable_gqa
         )
         if mask is not None:
             # A query whose keys are all masked yields zeros on a CPU and, since torch
-            # 2.12, on CUDA. Before, cuDNN attends to all keys (pytorch issue 177842).
+            # 2.12, on CUDA. Before, cuDNN attends to all keys (pytorch issue 177842). A
+            # TorchVersion compares as a version, not as text.
             has_zeros = q.is_cpu or (q.is_cuda and torch.__version__ >= "2.12")
             if not has_zeros:  # only then, because this copies `out`
                 out = out.masked_fill(~shown.any(dim=-1, keepdim=True), 0)
