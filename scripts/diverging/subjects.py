@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .runs import NoTies, Run
-from .values import (
-    Refused,
-    error,
-    floats,
-)
+from .values import Refused, error, floats
 
 
 @dataclass

@@ -61,9 +61,8 @@ def nearest(found: list[Tensor], exact: list[Tensor]) -> float:
 def hash_of(weight: Tensor) -> int:
     """Return a sum over the numbers: the same if they are permuted, joined or split."""
     total = 0
-    for some in (
-        dense(weight).detach().flatten().split(2**20)
-    ):  # which bounds the memory
+    parts = dense(weight).detach().flatten().split(2**20)  # to bound memory
+    for some in parts:
         bits = (numbers(some) + 0.0).view(torch.int64)  # -0.0 becomes 0.0
         bits = (bits ^ (bits >> 29)) * 0x1CE4E5B9BF58476D
         total += int(((bits ^ (bits >> 32)) * 0x14D049BB133111EB).sum().item())
