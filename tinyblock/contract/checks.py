@@ -86,7 +86,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)  # token_positions, mask
     weights: list[tuple[int, ...]] | None = None  # the shapes of a function's
-    scale: float = 1.0  # of x
+    x_scale: float = 1.0
     is_common: bool = True  # every correct layer, whoever wrote it, takes this input
 
     def find(self):
@@ -133,7 +133,7 @@ class Case:
 
     def arguments(self, device="cpu", dtype=torch.float64):
         """Return x and copies of the other inputs, which a wrong layer may overwrite."""
-        x = (self.scale * randn(*self.shape)).to(device, dtype).requires_grad_()
+        x = (self.x_scale * randn(*self.shape)).to(device, dtype).requires_grad_()
         inputs = self.inputs.items()
         return x, {name: tensor.to(device, copy=True) for name, tensor in inputs}
 
@@ -219,7 +219,7 @@ def case_of(
     axes=(2, 7),
     positions=None,
     mask=None,
-    scale=1.0,
+    x_scale=1.0,
     is_common=True,
     **options,
 ):
@@ -233,7 +233,7 @@ def case_of(
         shape=(*axes, size),
         options=options,
         inputs={name: each for name, each in inputs.items() if each is not None},
-        scale=scale,
+        x_scale=x_scale,
         is_common=is_common,
     )
 

@@ -235,8 +235,8 @@ class TestAttention(EveryLayer):
             check_close("result", result, exact, 1e-4 * exact.norm())
 
         # They overflow in float64, too.
-        some_keys = of_function(inputs=SOME_KEYS, scale=1e6)
-        for_each({"mask": some_keys, "no mask": of_function(scale=1e6)}, check)
+        some_keys = of_function(inputs=SOME_KEYS, x_scale=1e6)
+        for_each({"mask": some_keys, "no mask": of_function(x_scale=1e6)}, check)
 
 
 @pytest.mark.parametrize("masked", [False, True])

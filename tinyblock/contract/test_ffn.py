@@ -67,7 +67,7 @@ class TestFeedForward(EveryLayer):
     cases = {
         "SwiGLU": swiglu_case(d_ff=64),  # a multiple of 64, as CS336's handout asks
         # Some gates are below -88 and above 88, where exp overflows in float32.
-        "SwiGLU, gates of up to 140": swiglu_case(d_ff=64, scale=40.0),
+        "SwiGLU, gates of up to 140": swiglu_case(d_ff=64, x_scale=40.0),
         "SwiGLU, another width": swiglu_case(d_ff=100),
         "SwiGLU, no batch axis": swiglu_case(axes=(), d_ff=64, is_common=False),
         "GELU": ffn_case(d_ff=100),
