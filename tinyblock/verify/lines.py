@@ -3,7 +3,6 @@
 import os
 import re
 import textwrap
-import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import pytest
 
 from .changes import Change
 from .imports import last_own_frame
-from .search import SECONDS, Observation, explain, explained_by, raises
+from .search import Observation, explain, explained_by, raises
 
 Line = list[str]  # and what stands below it
 
@@ -64,7 +63,6 @@ def lines_of(layer: Layer, known: dict[Change, str]) -> list[Line]:
 def lines_of_equation(
     layer: Layer, failure: Failure, known: dict[Change, str]
 ) -> list[Line]:
-    deadline = time.process_time() + SECONDS
     waiting = list(failure.of_cases)
     lines: list[Line] = []
     for seen in by_name(layer.observations):
@@ -75,7 +73,7 @@ def lines_of_equation(
         found = explained_by(list(known), numbers)
         if found:
             below = ["with the changes above, the equation gives these numbers, too"]
-        elif len(numbers) > 1 and (change := explain(numbers, deadline)):
+        elif len(numbers) > 1 and (change := explain(numbers)):
             # Too many changes give the numbers of a single case.
             found = [change]
             below = shown(change)
