@@ -35,6 +35,7 @@ TESTS = {
     "tinyblock": ["tinyblock/contract", "tests/layers"],
     "scripts/accuracy": ["tests/compare"],
     "scripts/compare": ["tests/compare", "tests/test_figures.py"],
+    "scripts/diverg": ["tests/diverge"],  # diverge.py, diverging/
     "scripts/peers": ["tests/compare"],
     "scripts": ["tests/profiling", "tests/lab"],
     "examples": ["tests/examples"],
